@@ -1,0 +1,1 @@
+"""Checkpoints: from bytes on disk to named arrays."""

@@ -1,0 +1,139 @@
+"""The contract between the HTTP side and the engine: plain types, no jax, no HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, Protocol, runtime_checkable
+
+MAX_LOGPROBS = 20
+"""Alternatives that a request may ask for beside each sampled token (OpenAI's chat limit)."""
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose the next tokens of one sequence; every field already checked and resolved."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    """With the position it fixes the random numbers of a token: 32 bits, drawn if not asked for."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """End-of-sequence tokens included, unless the request ignores them."""
+    min_tokens: int = 0
+    """Stop tokens do not end the sequence before this many tokens."""
+    logprobs: int | None = None
+    """None: not wanted; n: the sampled token's and those of the n most likely (n <= 20)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One sequence to generate. A request for n choices is n of these."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural-log probabilities at one output position, before temperature and truncation."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """(token id, logprob), most likely first."""
+
+
+class TokenEvent(NamedTuple):
+    """One step of one sequence, as the engine reports it.
+
+    `token` is None only on an ending without a token (abort, error). A stop token is reported
+    as the token of the event that finishes with STOP; it is counted in usage and not shown.
+    """
+
+    request_id: str
+    token: int | None
+    finish: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache; set on the first event."""
+
+
+class Rejected(ValueError):
+    """A request that can never be served here; the message states the numbers (HTTP 400)."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class Overloaded(RuntimeError):
+    """The queue is full or the engine is not accepting work (HTTP 429/503)."""
+
+    def __init__(self, message: str, *, retry_after: float = 1.0):
+        super().__init__(message)
+        self.retry_after = retry_after
+        """Seconds."""
+
+
+class EngineFailed(RuntimeError):
+    """The engine thread died; nothing more will be generated."""
+
+
+class EngineLimits(NamedTuple):
+    """What the HTTP side needs to know to validate a request."""
+
+    max_model_len: int
+    vocab_size: int
+    """Token ids a prompt may hold are below this."""
+
+
+class EngineStatus(NamedTuple):
+    """A snapshot for health, load and metrics."""
+
+    ready: bool
+    """Weights are loaded and every bucket is compiled."""
+    phase: str
+    """starting | loading | compiling | serving | draining | failed"""
+    progress: float
+    """Of the start-up, 0 to 1."""
+    running: int
+    waiting: int
+    free_pages: int
+    total_pages: int
+    last_step_age: float
+    """Seconds since the engine thread last finished a step or was idle."""
+    error: str | None = None
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """What the HTTP side sees of the engine. All calls are made on the event loop's thread."""
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    def status(self) -> EngineStatus: ...
+
+    def generate(self, request: Request) -> AsyncIterator[TokenEvent]:
+        """Submit and stream. The iterator ends after the event whose `finish` is set.
+
+        Closing it early (`aclose`) aborts the sequence and frees its pages at once.
+        Raises, on the first step: Rejected, Overloaded, EngineFailed.
+        """
+        ...

@@ -1,0 +1,77 @@
+"""What the scheduler tells the runner: one step, in plain integers.
+
+The device keeps one row of state per *slot*: the last sampled token, the sampling parameters and
+the page table of the sequence that holds the slot. A plan changes that state (admissions, page
+table entries) and then says which slots compute how many tokens. Steps run on the device in the
+order in which they are launched, so a page or slot freed by the host may be given out again at
+once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxserve.api import SamplingParams, TokenLogprobs
+
+
+class Admission(NamedTuple):
+    """A sequence takes a slot: its sampling parameters go to the device."""
+
+    slot: int
+    params: SamplingParams
+
+
+class PageEntry(NamedTuple):
+    """Entry `index` of the slot's page table becomes `page`."""
+
+    slot: int
+    index: int
+    page: int
+
+
+class Row(NamedTuple):
+    """One sequence's part of a step.
+
+    A decode row has no `tokens`: it computes the slot's last sampled token, which only the device
+    may know so far. Otherwise the row is a prefill chunk that computes `tokens`.
+    """
+
+    seq_id: int
+    """The scheduler's own number of the sequence; never reused, unlike the slot."""
+    slot: int
+    start: int
+    """Position of the first token computed, equal to the number of tokens already in the cache."""
+    tokens: tuple[int, ...]
+    samples: bool
+    """Whether the row's last position yields a token (all but the earlier chunks of a prompt)."""
+    logprobs: bool = False
+    """Whether alternatives of the sampled token are wanted."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """One step. `admissions` and `pages` apply before the rows are computed."""
+
+    rows: tuple[Row, ...]
+    admissions: tuple[Admission, ...] = ()
+    pages: tuple[PageEntry, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def decode_only(self) -> bool:
+        return not any(row.tokens for row in self.rows)
+
+
+class Sampled(NamedTuple):
+    """What the device chose for one row. Rows that do not sample give None in its place."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None

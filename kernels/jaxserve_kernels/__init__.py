@@ -1,0 +1,1 @@
+"""Kernels of jaxserve: one folder per operation, each with its plain-JAX reference."""
