@@ -23,10 +23,10 @@ class Admission(NamedTuple):
 
 
 class PageEntry(NamedTuple):
-    """Entry `index` of the slot's page table becomes `page`."""
+    """Entry `position` of the slot's page table becomes `page`."""
 
     slot: int
-    index: int
+    position: int
     page: int
 
 
