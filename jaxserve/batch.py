@@ -1,0 +1,211 @@
+"""From a plan to the one array that a step reads, and back.
+
+A bucket fixes how many tokens, rows, query tiles and state updates a step can hold. The host packs
+a plan into one int32 array of that bucket; the step unpacks it by static slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from jax import Array
+from jaxserve_kernels.paged_attention import QueryTiles
+
+from jaxserve import sequence_state
+from jaxserve.api import MAX_LOGPROBS, TokenLogprobs
+from jaxserve.plan import Row, Sampled, StepPlan
+
+DECODE_TOKEN = -1
+"""Stands for the slot's last sampled token, which the host may not know yet."""
+
+ROW_SAMPLES, ROW_LOGPROBS = 1, 2
+"""Flags of a row: it yields a token; the alternatives of that token are wanted."""
+
+_DROPPED = np.iinfo(np.int32).max
+"""The padding updates take addresses from here down: beyond any state, and all different."""
+
+
+class StepInputs(NamedTuple):
+    """The parts of a packed step, in their order in the array; all int32."""
+
+    addresses: Array  # [updates]
+    values: Array  # [updates]
+    token_ids: Array  # [tokens]
+    token_slots: Array  # [tokens]
+    token_positions: Array  # [tokens]
+    row_slots: Array  # [rows]
+    row_last: Array  # [rows]: index of the row's last token
+    row_flags: Array  # [rows]
+    tile_first: Array  # [tiles]
+    tile_length: Array  # [tiles]
+    tile_slots: Array  # [tiles]
+    tile_positions: Array  # [tiles]
+
+    @property
+    def tiles(self) -> QueryTiles:
+        return QueryTiles(self.tile_first, self.tile_length, self.tile_slots, self.tile_positions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """The static shape of one compiled step."""
+
+    kind: str
+    """decode: one token per row; mixed: prefill chunks and decodes together."""
+    tokens: int
+    rows: int
+    tile_size: int
+    updates: int
+
+    @classmethod
+    def decode(cls, rows: int) -> Bucket:
+        """Every row may need one new page."""
+        return cls(kind="decode", tokens=rows, rows=rows, tile_size=1, updates=rows)
+
+    @classmethod
+    def mixed(cls, tokens: int, *, max_rows: int, tile_size: int, updates: int) -> Bucket:
+        return cls(
+            kind="mixed",
+            tokens=tokens,
+            rows=min(tokens, max_rows),
+            tile_size=min(tile_size, tokens),
+            updates=updates,
+        )
+
+    @property
+    def tiles(self) -> int:
+        """Enough for any split: each row wastes less than one tile."""
+        return self.rows if self.tile_size == 1 else self.tokens // self.tile_size + self.rows
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}_{self.tokens}"
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return (self.updates,) * 2 + (self.tokens,) * 3 + (self.rows,) * 3 + (self.tiles,) * 4
+
+    @property
+    def packed_size(self) -> int:
+        return sum(self._sizes)
+
+    def unpack(self, packed: Array | np.ndarray) -> StepInputs:
+        """Static slices of `packed`, int32 [packed_size]; views when it is a numpy array."""
+        ends = np.cumsum(self._sizes)
+        return StepInputs(
+            *(packed[end - size : end] for size, end in zip(self._sizes, ends, strict=True))
+        )
+
+
+class Updates(NamedTuple):
+    """Changes of the sequence state: flat addresses and values, int32 [n] each."""
+
+    addresses: np.ndarray
+    values: np.ndarray
+
+    @classmethod
+    def of(cls, plan: StepPlan, width: int) -> Updates:
+        """What a plan changes in a state matrix of `width` columns."""
+        last = dict(_updates(plan, width))  # an address changed twice keeps its last value
+        return cls(
+            np.fromiter(last.keys(), np.int32, len(last)),
+            np.fromiter(last.values(), np.int32, len(last)),
+        )
+
+    def split(self, count: int) -> tuple[Updates, Updates]:
+        """The first `count` updates and the others."""
+        return Updates(*(part[:count] for part in self)), Updates(*(part[count:] for part in self))
+
+    def padded(self, size: int) -> np.ndarray:
+        """int32 [2 * size]: addresses, then values; the padding writes nothing."""
+        out = np.zeros((2, size), np.int32)
+        out[0] = _DROPPED - np.arange(size, dtype=np.int32)
+        out[:, : len(self.addresses)] = self
+        return out.reshape(-1)
+
+
+def _updates(plan: StepPlan, width: int) -> Iterator[tuple[int, int]]:
+    for slot, params in plan.admissions:
+        for column, value in sequence_state.columns(params):
+            yield slot * width + column, value
+    for slot, position, page in plan.pages:
+        yield slot * width + sequence_state.PAGES + position, page
+
+
+def pack(plan: StepPlan, updates: Updates, bucket: Bucket, padding_slot: int) -> np.ndarray:
+    """The plan as one int32 array [bucket.packed_size].
+
+    Padding tokens, rows and tiles belong to `padding_slot`, whose page table is all page 0.
+    """
+    packed = np.zeros(bucket.packed_size, np.int32)
+    parts = bucket.unpack(packed)
+    packed[: 2 * bucket.updates] = updates.padded(bucket.updates)
+    for slots in (parts.token_slots, parts.row_slots, parts.tile_slots):
+        slots[:] = padding_slot
+    if bucket.tile_size == 1:
+        _pack_decode(plan, parts)
+    else:
+        _pack_mixed(plan, parts, bucket.tile_size)
+    return packed
+
+
+def _pack_decode(plan: StepPlan, parts: StepInputs) -> None:
+    """Token, row and tile i are all plan.rows[i]."""
+    count = len(plan.rows)
+    slots = np.fromiter((row.slot for row in plan.rows), np.int32, count)
+    starts = np.fromiter((row.start for row in plan.rows), np.int32, count)
+    parts.token_ids[:count] = DECODE_TOKEN
+    for column in (parts.token_slots, parts.row_slots, parts.tile_slots):
+        column[:count] = slots
+    for column in (parts.token_positions, parts.tile_positions):
+        column[:count] = starts
+    parts.row_flags[:count] = [_flags(row) for row in plan.rows]
+    parts.tile_length[:count] = 1
+    parts.row_last[:] = parts.tile_first[:] = np.arange(len(parts.row_last))
+
+
+def _pack_mixed(plan: StepPlan, parts: StepInputs, tile_size: int) -> None:
+    first = tile = 0
+    for index, row in enumerate(plan.rows):
+        count = row.num_tokens
+        span = slice(first, first + count)
+        parts.token_ids[span] = row.tokens or DECODE_TOKEN
+        parts.token_slots[span] = row.slot
+        parts.token_positions[span] = np.arange(row.start, row.start + count)
+        parts.row_slots[index] = row.slot
+        parts.row_last[index] = first + count - 1
+        parts.row_flags[index] = _flags(row)
+        starts = np.arange(0, count, tile_size)
+        tiles = slice(tile, tile + len(starts))
+        parts.tile_first[tiles] = first + starts
+        parts.tile_length[tiles] = np.minimum(count - starts, tile_size)
+        parts.tile_slots[tiles] = row.slot
+        parts.tile_positions[tiles] = row.start + starts
+        first, tile = first + count, tile + len(starts)
+
+
+def _flags(row: Row) -> int:
+    return ROW_SAMPLES * row.samples | ROW_LOGPROBS * row.logprobs
+
+
+RESULT_COLUMNS = 2 + 2 * MAX_LOGPROBS
+"""A row of a step's result: token, its logprob, ids and logprobs of the alternatives."""
+
+
+def unpack_results(plan: StepPlan, results: np.ndarray) -> list[Sampled | None]:
+    """What each row of the plan sampled, from int32 [rows, RESULT_COLUMNS] (floats as bits)."""
+    tokens = results[: len(plan.rows), 0].tolist()
+    return [
+        Sampled(token, _logprobs(results[index]) if row.logprobs else None) if row.samples else None
+        for index, (row, token) in enumerate(zip(plan.rows, tokens, strict=True))
+    ]
+
+
+def _logprobs(result: np.ndarray) -> TokenLogprobs:
+    floats = result.view(np.float32)
+    ids = result[2 : 2 + MAX_LOGPROBS].tolist()
+    top = floats[2 + MAX_LOGPROBS :].tolist()
+    return TokenLogprobs(float(floats[1]), tuple(zip(ids, top, strict=True)))

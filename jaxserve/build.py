@@ -1,0 +1,194 @@
+"""From a model and flags to a scheduler and a compiled runner: runs on the engine thread."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxserve_checkpoints.dummy import dummy_params
+from jaxserve_checkpoints.load import load_params
+from jaxserve_checkpoints.reader import open_checkpoint
+
+from jaxserve import kv_cache
+from jaxserve.cli import Options
+from jaxserve.config import Buckets, CacheConfig, ConfigError, ModelSpec, SchedulerConfig
+from jaxserve.engine import Parts, Progress
+from jaxserve.metrics import Metrics
+from jaxserve.model_source import ModelSource
+from jaxserve.models import qwen3
+from jaxserve.runner import Pending, Runner, RunnerConfig, on_compile
+from jaxserve.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+_GPU_DECODE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+_GPU_PREFILL = (16, 32, 64, 128, 256, 512, 1024, 2048)
+_CPU_DECODE = (1, 4, 16, 64)
+_CPU_PREFILL = (64, 256)
+_CPU_KV_BYTES = 512 * 2**20
+_HOST_RESERVE = 512 * 2**20
+"""Host memory left to everything else when weights and cache live there."""
+
+
+def build_parts(
+    options: Options, source: ModelSource, metrics: Metrics, progress: Progress
+) -> Parts[Pending]:
+    """Load the weights, plan the memory, compile every bucket.
+
+    Raises:
+      ConfigError: settings that contradict each other, or too little memory, with the numbers.
+      CheckpointError: weights that are missing, damaged or of another model.
+    """
+    gpu = jax.default_backend() == "gpu"
+    _use_compile_cache(options.compile_cache_dir)
+    dtype = _dtype(options.dtype, gpu=gpu)
+    buckets = _buckets(options, gpu=gpu)
+    scheduler = _scheduler_config(options, source.spec, buckets)
+    if not gpu:
+        _check_host_memory(source.spec, dtype, options)
+
+    started = time.perf_counter()
+    params = _load(source, dtype, options.seed, progress)
+    loaded = time.perf_counter()
+    cache = _cache_config(options, source.spec, dtype, buckets, scheduler, gpu=gpu)
+    config = RunnerConfig(
+        spec=source.spec,
+        cache=cache,
+        scheduler=scheduler,
+        buckets=buckets,
+        dtype=dtype,
+        sampled_vocab=min(source.spec.vocab_size, source.tokenizer.vocab_size)
+        if source.folder
+        else source.spec.vocab_size,
+    )
+    runner = Runner(config, params, metrics)
+    progress("compiling", 0.0)
+    runner.compile(
+        options.compile_workers or os.cpu_count() or 1,
+        lambda name, done: progress("compiling", done),
+    )
+    log.info(
+        "weights in %.1f s, %d buckets compiled in %.1f s; KV cache: %d pages of %d tokens "
+        "(%d tokens, %.2f GiB); largest step scratch %.2f GiB",
+        loaded - started,
+        len(config.all_buckets()),
+        time.perf_counter() - loaded,
+        cache.usable_pages,
+        cache.page_size,
+        cache.usable_tokens,
+        cache.num_pages * kv_cache.page_bytes(source.spec, cache.page_size, dtype) / 2**30,
+        runner.temp_bytes() / 2**30,
+    )
+    _count_serving_compiles(metrics, forbid=options.forbid_compiles)
+    return Parts(Scheduler(scheduler, cache), runner)
+
+
+def _use_compile_cache(folder: Path | None) -> None:
+    """XLA's own cache: a restart loads what an earlier start compiled."""
+    folder = folder or Path.home() / ".cache" / "jaxserve" / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _dtype(name: str, *, gpu: bool) -> DTypeLike:
+    if name == "auto":
+        return jnp.bfloat16 if gpu else jnp.float32
+    return jnp.dtype(name)
+
+
+def _buckets(options: Options, *, gpu: bool) -> Buckets:
+    decode = options.decode_buckets or (_GPU_DECODE if gpu else _CPU_DECODE)
+    prefill = options.prefill_buckets or (_GPU_PREFILL if gpu else _CPU_PREFILL)
+    limit = options.max_num_seqs or decode[-1]
+    decode = (*(size for size in decode if size < limit), limit)
+    tokens = options.max_num_batched_tokens or max(prefill[-1], limit)
+    prefill = (*(size for size in prefill if size < tokens), tokens)
+    return Buckets(decode=decode, prefill=prefill)
+
+
+def _scheduler_config(options: Options, spec: ModelSpec, buckets: Buckets) -> SchedulerConfig:
+    max_model_len = options.max_model_len or spec.max_position
+    if max_model_len > spec.max_position:
+        raise ConfigError(
+            f"--max-model-len {max_model_len} is beyond the model's {spec.max_position} positions"
+        )
+    return SchedulerConfig(
+        max_num_seqs=buckets.decode[-1],
+        max_model_len=max_model_len,
+        max_num_batched_tokens=buckets.prefill[-1],
+        max_queued=options.max_num_queued_reqs,
+    )
+
+
+def _load(source: ModelSource, dtype: DTypeLike, seed: int, progress: Progress) -> qwen3.Params:
+    progress("loading", 0.0)
+    abstract = qwen3.abstract(source.spec, dtype)
+    if source.folder is None:
+        params = dummy_params(abstract, seed)
+    else:
+        params = load_params(
+            open_checkpoint(source.folder),
+            qwen3.rules(source.spec),
+            abstract,
+            progress=lambda done, total: progress("loading", done / total),
+        )
+    return jax.block_until_ready(params)
+
+
+def _cache_config(
+    options: Options,
+    spec: ModelSpec,
+    dtype: DTypeLike,
+    buckets: Buckets,
+    scheduler: SchedulerConfig,
+    *,
+    gpu: bool,
+) -> CacheConfig:
+    page_size = options.block_size or (64 if gpu else 16)
+    budget = options.kv_cache_memory_bytes
+    useful = scheduler.max_num_seqs * (-(-scheduler.max_model_len // page_size)) + 1
+    if budget is None:
+        budget = _device_budget(spec, dtype, buckets) if gpu else _CPU_KV_BYTES
+    cache = kv_cache.fit_pages(spec, page_size, dtype, budget, scheduler.max_model_len)
+    return CacheConfig(num_pages=min(cache.num_pages, useful), page_size=page_size)
+
+
+def _device_budget(spec: ModelSpec, dtype: DTypeLike, buckets: Buckets) -> int:
+    """What is left of the process's share of the GPU after weights and step scratch."""
+    stats = jax.devices()[0].memory_stats() or {}
+    free = stats["bytes_limit"] - stats["bytes_in_use"]
+    itemsize = jnp.dtype(dtype).itemsize
+    tokens, rows = buckets.prefill[-1], buckets.decode[-1]
+    activations = tokens * (4 * spec.ffn + 4 * spec.q_size + 8 * spec.embed) * itemsize
+    scores = rows * spec.vocab_size * 4 * 4
+    return free - activations - scores - 2**30
+
+
+def _check_host_memory(spec: ModelSpec, dtype: DTypeLike, options: Options) -> None:
+    weights = spec.num_params * jnp.dtype(dtype).itemsize
+    cache = options.kv_cache_memory_bytes or _CPU_KV_BYTES
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if weights + cache + _HOST_RESERVE > available:
+        raise ConfigError(
+            f"too little memory: weights {weights / 2**30:.1f} GiB + KV cache "
+            f"{cache / 2**30:.1f} GiB + {_HOST_RESERVE / 2**30:.1f} GiB, but "
+            f"{available / 2**30:.1f} GiB are free on this machine; "
+            "use a smaller model or a GPU"
+        )
+
+
+def _count_serving_compiles(metrics: Metrics, *, forbid: bool) -> None:
+    """From now on every compilation is a bug: count it, say so, or fail."""
+
+    def compiled() -> None:
+        metrics.count_compile("serving")
+        if forbid:
+            raise RuntimeError("a program was compiled while serving")
+        log.error("a program was compiled while serving: please report this")
+
+    on_compile(compiled)

@@ -1,0 +1,149 @@
+"""Chat messages to one prompt text, by the model's Jinja template, in a sandbox."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple, NoReturn
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_SECONDS = 2.0
+MAX_CHARS = 64 * 1024 * 1024
+
+_BREAKERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+"""Unicode's noncharacters, kept free for a program's own use: one of them never is in the text."""
+
+
+class TemplateError(ValueError):
+    """The template cannot render these messages; the message may be shown to the client."""
+
+
+class Rendered(NamedTuple):
+    """A prompt whose markers were all made by the template.
+
+    Every spelling of a marker that came in with the messages is split by `breaker` after its
+    first character; `Tokenizer.encode(text, breaker)` undoes that.
+    """
+
+    text: str
+    breaker: str
+
+
+class ChatTemplate:
+    """One model's template. `markers` are the spellings that text from outside must not make."""
+
+    def __init__(self, source: str, markers: Iterable[str] = ()):
+        self._template = _environment().from_string(
+            source, globals={"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        )
+        self._marker_starts = sorted({marker[0] for marker in markers})
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Rendered:
+        """Messages as Hugging Face templates expect them: `content` is a string.
+
+        `variables` must be scalars; strings in them are treated as text from outside, too.
+        """
+        given = {"messages": messages, "tools": tools or None, **(variables or {})}
+        breaker = _absent_from(_strings(given))
+        context = {name: self._broken(value, breaker) for name, value in given.items()}
+        context["add_generation_prompt"] = add_generation_prompt
+        return Rendered(self._limited(context), breaker)
+
+    def _broken(self, value: Any, breaker: str) -> Any:
+        """The same value with every possible start of a marker in its strings followed by it."""
+        if isinstance(value, str):
+            for start in self._marker_starts:
+                value = value.replace(start, start + breaker)
+            return value
+        if isinstance(value, Mapping):
+            return {
+                self._broken(key, breaker): self._broken(item, breaker)
+                for key, item in value.items()
+            }
+        if isinstance(value, Sequence):
+            return [self._broken(item, breaker) for item in value]
+        return value
+
+    def _limited(self, context: Mapping[str, Any]) -> str:
+        deadline = time.monotonic() + MAX_SECONDS
+        parts: list[str] = []
+        room = MAX_CHARS
+        try:
+            for part in self._template.generate(**context):
+                parts.append(part)
+                room -= len(part)
+                if room < 0 or time.monotonic() > deadline:
+                    raise TemplateError("the chat template produced too much or took too long")
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"the chat template refused the messages: {error}") from error
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            if isinstance(error, TemplateError):
+                raise
+            raise TemplateError("the chat template cannot render these messages") from error
+        return "".join(parts)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """As in transformers' `apply_chat_template`, which the published templates rely on."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own filter: no HTML escapes, and characters stay as they are."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _strings(item)
+
+
+def _absent_from(texts: Iterator[str]) -> str:
+    free = set(_BREAKERS)
+    for text in texts:
+        free -= {char for char in free if char in text}
+    if not free:
+        raise TemplateError("the messages hold every one of Unicode's noncharacters")
+    return min(free)

@@ -1,0 +1,175 @@
+"""Flags: their names, defaults and meaning. vLLM's spelling where vLLM has the flag."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxserve import __version__
+from jaxserve.config import NAMED_MODELS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The parsed command line; None means: choose by model and device."""
+
+    model: str | None
+    tokenizer: str | None
+    served_model_name: list[str] | None
+    load_format: str
+    revision: str | None
+    download_dir: Path | None
+    seed: int
+    host: str
+    port: int
+    dtype: str
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    max_num_queued_reqs: int
+    block_size: int | None
+    kv_cache_memory_bytes: int | None
+    gpu_memory_utilization: float
+    decode_buckets: tuple[int, ...] | None
+    prefill_buckets: tuple[int, ...] | None
+    compile_workers: int | None
+    compile_cache_dir: Path | None
+    forbid_compiles: bool
+    shutdown_timeout: float
+    log_level: str
+
+
+def parse_args(argv: list[str]) -> Options:
+    """Flags to Options; exits with a message on wrong ones."""
+    values = vars(_parser().parse_args(argv))
+    return Options(**values)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxserve",
+        description="Serve a Qwen3-class language model behind an OpenAI-compatible API.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    _add_model_flags(parser.add_argument_group("model"))
+    _add_server_flags(parser.add_argument_group("server"))
+    _add_engine_flags(parser.add_argument_group("engine"))
+    return parser
+
+
+def _add_model_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model",
+        help="a local folder with config.json and safetensors, one of "
+        f"{', '.join(NAMED_MODELS)}, or a Hugging Face id; the embedded demonstration model "
+        "if not given",
+    )
+    group.add_argument("--tokenizer", help="folder with tokenizer files, if not the model's own")
+    group.add_argument(
+        "--served-model-name", nargs="+", help="names that clients may use for the model"
+    )
+    group.add_argument(
+        "--load-format",
+        choices=("auto", "dummy"),
+        default="auto",
+        help="dummy: seeded random weights made on the device, for benchmarks; needs no files",
+    )
+    group.add_argument("--revision", help="branch, tag or commit on the Hugging Face hub")
+    group.add_argument("--download-dir", type=Path, help="where downloads from the hub go")
+    group.add_argument("--seed", type=int, default=0, help="of dummy weights")
+
+
+def _add_server_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    group.add_argument("--port", type=int, default=8000, help="port to listen on; 0 picks one")
+    group.add_argument(
+        "--max-num-queued-reqs", type=_positive, default=1024, help="waiting requests before 429"
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        help="seconds that running requests get to finish on SIGTERM or Ctrl-C",
+    )
+    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+
+
+def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float32"),
+        default="auto",
+        help="of weights and KV cache; auto: bfloat16 on a GPU, float32 on a CPU",
+    )
+    group.add_argument(
+        "--max-model-len", type=_tokens, help="longest prompt plus output, e.g. 8192 or 32k"
+    )
+    group.add_argument("--max-num-seqs", type=_positive, help="sequences that run at once")
+    group.add_argument(
+        "--max-num-batched-tokens", type=_positive, help="tokens computed in one step at most"
+    )
+    group.add_argument("--block-size", type=_positive, help="tokens per page of the KV cache")
+    group.add_argument(
+        "--kv-cache-memory-bytes", type=_bytes, help="size of the KV cache, e.g. 512M or 20G"
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        help="fraction of the GPU's memory that the process takes",
+    )
+    group.add_argument(
+        "--decode-buckets", type=_sizes, help="rows of the compiled decode steps, e.g. 1,4,16"
+    )
+    group.add_argument(
+        "--prefill-buckets", type=_sizes, help="tokens of the compiled mixed steps, e.g. 64,512"
+    )
+    group.add_argument("--compile-workers", type=_positive, help="threads that compile buckets")
+    group.add_argument(
+        "--compile-cache-dir",
+        type=Path,
+        help="where compiled programs are kept (default: ~/.cache/jaxserve/xla)",
+    )
+    group.add_argument(
+        "--forbid-compiles",
+        action="store_true",
+        help="debugging: a compilation while serving is an error",
+    )
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def _scaled(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"not a number with an optional unit: {text!r}")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def _bytes(text: str) -> int:
+    """A size in bytes: 512M and 20G are powers of ten, 512Mi and 20Gi powers of two."""
+    return _scaled(text)
+
+
+def _tokens(text: str) -> int:
+    """A length in tokens: 32k is 32 * 1024, as model cards use it."""
+    match = re.fullmatch(r"(\d+)\s*k", text.strip().lower())
+    return int(match[1]) * 1024 if match else _positive(text)
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"not a positive integer: {text!r}")
+    return value
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(sorted({_positive(part) for part in text.split(",")}))

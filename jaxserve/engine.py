@@ -1,0 +1,279 @@
+"""The engine: one thread that owns the device, one step ahead of what it has read.
+
+The event loop's side submits and aborts through an inbox; the thread answers with one message per
+step. Nothing else is shared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple, Protocol
+
+from jaxserve.api import (
+    EngineFailed,
+    EngineLimits,
+    EngineStatus,
+    FinishReason,
+    Overloaded,
+    Rejected,
+    Request,
+    TokenEvent,
+)
+from jaxserve.metrics import Metrics
+from jaxserve.plan import Sampled, StepPlan
+from jaxserve.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+type Progress = Callable[[str, float], None]
+"""Called with the phase of the start-up and the fraction of it that is done."""
+
+
+class StepRunner[P](Protocol):
+    """What the engine needs of a runner."""
+
+    def launch(self, plan: StepPlan) -> P: ...
+    def collect(self, pending: P) -> list[Sampled | None]: ...
+    def reset(self) -> None: ...
+
+
+class Parts[P](NamedTuple):
+    """What the engine thread drives, made on that thread."""
+
+    scheduler: Scheduler
+    runner: StepRunner[P]
+
+
+class _Submit(NamedTuple):
+    request: Request
+
+
+class _Abort(NamedTuple):
+    request_id: str
+
+
+class _Refused(NamedTuple):
+    """The scheduler did not take a request."""
+
+    request_id: str
+    error: Rejected | Overloaded
+
+
+type _Message = TokenEvent | _Refused | EngineFailed
+
+
+class AsyncEngine[P]:
+    """Implements `api.Engine` over a scheduler and a runner."""
+
+    def __init__(
+        self,
+        *,
+        build: Callable[[Progress], Parts[P]],
+        limits: EngineLimits,
+        metrics: Metrics,
+    ):
+        """`build` runs on the engine thread: it loads weights and compiles the buckets."""
+        self._build = build
+        self._limits = limits
+        self._metrics = metrics
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streams: dict[str, asyncio.Queue[_Message]] = {}
+        self._inbox: deque[_Submit | _Abort] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._draining = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._ready: asyncio.Future[None] | None = None
+        self._phase, self._progress = "starting", 0.0
+        self._error: str | None = None
+        self._parts: Parts[P] | None = None
+        self._last_progress = time.monotonic()
+        self._idle = True
+
+    # The event loop's side.
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._limits
+
+    async def start(self) -> None:
+        """Start the thread and wait until it serves; raises what `build` raised."""
+        self._loop = asyncio.get_running_loop()
+        self._ready = self._loop.create_future()
+        self._thread.start()
+        await self._ready
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; running ones go on."""
+        self._draining = True
+
+    async def stop(self) -> None:
+        """End the thread after the step in flight; streams still open end with an error."""
+        self._stopping = True
+        self._wake.set()
+        # Not join(): the loop goes on delivering meanwhile. A start-up cannot be interrupted;
+        # its thread ends with the process.
+        while self._phase == "serving" and self._thread.is_alive():
+            await asyncio.sleep(0.01)
+        for queue in self._streams.values():
+            queue.put_nowait(EngineFailed("the server is shutting down"))
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    def status(self) -> EngineStatus:
+        scheduler = self._parts.scheduler if self._parts else None
+        phase = "draining" if self._draining and self._phase == "serving" else self._phase
+        return EngineStatus(
+            ready=phase == "serving",
+            phase=phase,
+            progress=self._progress,
+            running=scheduler.num_running if scheduler else 0,
+            waiting=(scheduler.num_waiting if scheduler else 0) + len(self._inbox),
+            free_pages=scheduler.pages.num_free if scheduler else 0,
+            total_pages=scheduler.pages.num_total if scheduler else 0,
+            last_step_age=0.0 if self._idle else time.monotonic() - self._last_progress,
+            error=self._error,
+        )
+
+    async def generate(self, request: Request) -> AsyncIterator[TokenEvent]:
+        """See `api.Engine.generate`."""
+        self._check_accepting()
+        queue: asyncio.Queue[_Message] = asyncio.Queue()
+        self._streams[request.id] = queue
+        self._send(_Submit(request))
+        finished = False
+        try:
+            while not finished:
+                message = await queue.get()
+                if not isinstance(message, TokenEvent):
+                    finished = True
+                    raise message.error if isinstance(message, _Refused) else message
+                finished = message.finish is not None
+                yield message
+        finally:
+            del self._streams[request.id]
+            if not finished:
+                self._send(_Abort(request.id))
+
+    def _check_accepting(self) -> None:
+        if self._error is not None:
+            raise EngineFailed(self._error)
+        if self._phase != "serving":
+            raise Overloaded(f"the server is starting ({self._phase})", retry_after=5.0)
+        if self._draining:
+            raise Overloaded("the server is shutting down", retry_after=30.0)
+
+    def _send(self, message: _Submit | _Abort) -> None:
+        self._inbox.append(message)
+        self._wake.set()
+
+    def _deliver(self, messages: list[_Message]) -> None:
+        """Hand one step's messages to their streams; a stream that was closed drops its own."""
+        for message in messages:
+            if isinstance(message, EngineFailed):
+                for queue in self._streams.values():
+                    queue.put_nowait(message)
+            elif (queue := self._streams.get(message.request_id)) is not None:
+                queue.put_nowait(message)
+
+    # The thread's side.
+
+    def _post(self, messages: list[_Message]) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is listening
+            self._loop.call_soon_threadsafe(self._deliver, messages)
+
+    def _settle_ready(self, error: BaseException | None) -> None:
+        ready, loop = self._ready, self._loop
+        assert ready is not None
+        assert loop is not None
+
+        def settle() -> None:
+            if ready.done():
+                return
+            if error is None:
+                ready.set_result(None)
+            else:
+                ready.set_exception(error)
+
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(settle)
+
+    def _run(self) -> None:
+        try:
+            self._parts = self._build(self._report)
+            self._report("serving", 1.0)
+            self._settle_ready(None)
+            self._serve(self._parts)
+        except BaseException as error:
+            self._phase, self._error = "failed", f"{type(error).__name__}: {error}"
+            if self._ready is not None and not self._ready.done():
+                self._settle_ready(error)
+            else:
+                log.exception("the engine thread died")
+                self._post([EngineFailed(self._error)])
+
+    def _report(self, phase: str, progress: float) -> None:
+        self._phase, self._progress = phase, progress
+        self._last_progress = time.monotonic()
+
+    def _serve(self, parts: Parts[P]) -> None:
+        """Launch the next step before reading the one in flight, for as long as there is work."""
+        scheduler = parts.scheduler
+        in_flight: tuple[StepPlan, P] | None = None
+        while not self._stopping:
+            self._idle = in_flight is None and not scheduler.has_work
+            if self._idle:
+                self._metrics.observe_load(self.status())
+                self._wake.wait()
+            self._wake.clear()
+            self._read_inbox(scheduler)
+            self._idle = False
+            in_flight = self._advance(parts, in_flight)
+            self._last_progress = time.monotonic()
+
+    def _advance(
+        self, parts: Parts[P], in_flight: tuple[StepPlan, P] | None
+    ) -> tuple[StepPlan, P] | None:
+        """Launch one step, finish the one before; returns the step now in flight."""
+        scheduler, runner = parts
+        try:
+            plan = scheduler.plan()
+            launched = (plan, runner.launch(plan)) if plan is not None else None
+            if in_flight is not None:
+                sampled = runner.collect(in_flight[1])
+                self._publish(scheduler.commit(in_flight[0], sampled))
+            return launched
+        except Exception:
+            log.exception("a step failed; the sequences in the engine end with an error")
+            self._publish(scheduler.fail())
+            runner.reset()
+            return None
+
+    def _publish(self, events: list[TokenEvent]) -> None:
+        if not events:
+            return
+        for event in events:
+            if event.finish is FinishReason.ERROR:
+                self._metrics.count_error()
+        self._post(list(events))
+
+    def _read_inbox(self, scheduler: Scheduler) -> None:
+        while self._inbox:
+            message = self._inbox.popleft()
+            if isinstance(message, _Abort):
+                scheduler.abort(message.request_id)
+                continue
+            try:
+                scheduler.add(message.request)
+            except (Rejected, Overloaded) as error:
+                self._post([_Refused(message.request.id, error)])

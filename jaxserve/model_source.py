@@ -1,0 +1,98 @@
+"""Which model the flags mean: its shape, weights, tokenizer and sampling defaults. No jax."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxserve_checkpoints.resolve import embedded_model, resolve_model
+
+from jaxserve.cli import Options
+from jaxserve.config import NAMED_MODELS, ConfigError, ModelSpec, SamplingDefaults
+from jaxserve.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+EMBEDDED_NAME = "jaxserve-embedded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A model before its weights are read."""
+
+    names: tuple[str, ...]
+    spec: ModelSpec
+    folder: Path | None
+    """Where the weights are; None for random ones."""
+    tokenizer: Tokenizer
+    sampling_defaults: SamplingDefaults
+
+
+def find_model(options: Options) -> ModelSource:
+    """Resolve the model flags; downloads if the model is a hub id that is not here yet.
+
+    Raises:
+      ConfigError, CheckpointError: one line that says what was looked for and what to do.
+    """
+    if options.load_format == "dummy" and (named := _named_spec(options.model)):
+        return _dummy(options, named)
+    if options.model is None:
+        folder, name = embedded_model(), EMBEDDED_NAME
+    else:
+        folder = resolve_model(
+            options.model, download_dir=options.download_dir, revision=options.revision
+        )
+        name = options.model
+    generation = folder / "generation_config.json"
+    return ModelSource(
+        names=_names(options, name),
+        spec=ModelSpec.from_hf(_read_json(folder / "config.json")),
+        folder=None if options.load_format == "dummy" else folder,
+        tokenizer=load_tokenizer(Path(options.tokenizer) if options.tokenizer else folder),
+        sampling_defaults=SamplingDefaults.from_hf(
+            _read_json(generation) if generation.exists() else {}
+        ),
+    )
+
+
+def _named_spec(model: str | None) -> ModelSpec | None:
+    return NAMED_MODELS.get(model.lower()) if model else None
+
+
+def _dummy(options: Options, spec: ModelSpec) -> ModelSource:
+    """A named shape with random weights: needs no file at all."""
+    assert options.model is not None
+    if options.tokenizer:
+        tokenizer: Tokenizer = load_tokenizer(Path(options.tokenizer))
+    else:
+        tokenizer = ByteTokenizer()
+        log.warning(
+            "no tokenizer files: text is encoded as its bytes; prompts of token ids work as usual "
+            "(--tokenizer FOLDER gives real ones)"
+        )
+    return ModelSource(
+        names=_names(options, options.model),
+        spec=spec,
+        folder=None,
+        tokenizer=tokenizer,
+        sampling_defaults=SamplingDefaults(),
+    )
+
+
+def _names(options: Options, name: str) -> tuple[str, ...]:
+    return tuple(options.served_model_name or (name,))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return content

@@ -1,0 +1,1 @@
+"""Models: pure functions on pytrees of arrays."""

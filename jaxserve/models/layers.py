@@ -1,0 +1,77 @@
+"""Building blocks of decoder models."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxserve.config import ModelSpec, YarnScaling
+
+
+def linear(x: Array, weight: Array) -> Array:
+    """x [..., in] times weight [out, in] transposed, accumulated in float32: [..., out]."""
+    return jax.lax.dot_general(
+        x,
+        weight,
+        (((x.ndim - 1,), (1,)), ((), ())),
+        preferred_element_type=x.dtype,
+    )
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """x / rms(x) * weight over the last axis, computed in float32, in x's dtype."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale).astype(x.dtype) * weight
+
+
+def swiglu(gate_up: Array) -> Array:
+    """silu(gate) * up for gate_up [..., 2 * ffn], gate first: [..., ffn]."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate.astype(jnp.float32)).astype(up.dtype) * up
+
+
+def rope_tables(spec: ModelSpec, positions: Array) -> tuple[Array, Array]:
+    """Cosines and sines of the rotations at `positions` [tokens]: float32 [tokens, head_dim/2].
+
+    YaRN's attention factor is folded in, as in transformers' Qwen3.
+    """
+    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(rope_frequencies(spec))
+    scale = spec.rope_scaling.score_scale if spec.rope_scaling else 1.0
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def rope(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotate x [tokens, heads, head_dim]; the pairs are (i, i + head_dim/2) as in Hugging Face."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def rope_frequencies(spec: ModelSpec) -> np.ndarray:
+    """Angle per position of each rotated pair: float32 [head_dim/2]."""
+    exponent = np.arange(0, spec.head_dim, 2, dtype=np.float64) / spec.head_dim
+    frequencies = spec.rope_theta**-exponent
+    if spec.rope_scaling is not None:
+        frequencies = _yarn(frequencies, spec.rope_scaling, spec.head_dim, spec.rope_theta)
+    return frequencies.astype(np.float32)
+
+
+def _yarn(frequencies: np.ndarray, yarn: YarnScaling, dim: int, theta: float) -> np.ndarray:
+    """Interpolate slow rotations by `factor`, keep fast ones, blend between (arXiv 2309.00071)."""
+
+    def pair_with(rotations: float) -> float:
+        """Index of the pair that turns `rotations` times over the original context."""
+        turns = yarn.original_max_position / (rotations * 2 * math.pi)
+        return dim * math.log(turns) / (2 * math.log(theta))
+
+    low = max(math.floor(pair_with(yarn.beta_fast)), 0)
+    high = min(math.ceil(pair_with(yarn.beta_slow)), dim - 1)
+    width = max(high - low, 1e-3)
+    slow = np.clip((np.arange(dim // 2) - low) / width, 0.0, 1.0)
+    return frequencies * (1 - slow) + frequencies / yarn.factor * slow

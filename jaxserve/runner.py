@@ -1,0 +1,212 @@
+"""The device side of a step: compiled buckets, resident state, launch and collect."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+from jaxserve import batch, kv_cache, sequence_state
+from jaxserve.batch import Bucket, Updates
+from jaxserve.config import Buckets, CacheConfig, ModelSpec, SchedulerConfig
+from jaxserve.metrics import Metrics
+from jaxserve.models import qwen3
+from jaxserve.plan import Sampled, StepPlan
+from jaxserve.step import DeviceState, run_step
+
+_FLUSH_UPDATES = 4096
+"""State changes that one call of the overflow executable holds."""
+
+_MIXED_EXTRA_UPDATES = 256
+"""State changes of a mixed step beyond its rows' own: page tables of a few joining sequences."""
+
+
+class Pending(NamedTuple):
+    """A launched step whose result has not been read."""
+
+    plan: StepPlan
+    results: Array
+    bucket: Bucket
+    launched_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """What the compiled steps depend on, beside the device."""
+
+    spec: ModelSpec
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    buckets: Buckets
+    dtype: DTypeLike
+    sampled_vocab: int
+    """Only token ids below it are sampled."""
+    tile_size: int = 16
+    """Query tokens of one sequence that attention handles together."""
+
+    @property
+    def pages_per_seq(self) -> int:
+        return -(-self.scheduler.max_model_len // self.cache.page_size)
+
+    @property
+    def padding_slot(self) -> int:
+        return self.scheduler.max_num_seqs
+
+    def all_buckets(self) -> list[Bucket]:
+        """Every step shape, largest first: the long compilations start early."""
+        mixed = [
+            Bucket.mixed(
+                tokens,
+                max_rows=self.scheduler.max_num_seqs,
+                tile_size=self.tile_size,
+                updates=min(tokens, self.scheduler.max_num_seqs) * 2 + _MIXED_EXTRA_UPDATES,
+            )
+            for tokens in self.buckets.prefill
+        ]
+        decode = [Bucket.decode(rows) for rows in self.buckets.decode]
+        return sorted(mixed, key=lambda b: -b.tokens) + sorted(decode, key=lambda b: -b.rows)
+
+
+class Runner:
+    """Runs plans on one device. Used by one thread at a time; owns the KV cache and its state."""
+
+    def __init__(self, config: RunnerConfig, params: qwen3.Params, metrics: Metrics):
+        self._config = config
+        self._params = params
+        self._metrics = metrics
+        self._buckets = config.all_buckets()
+        self._steps: dict[Bucket, Any] = {}
+        self._flush: Any = None
+        self._state = self._fresh_state()
+        self._width = self._state.sequences.shape[1]
+
+    def compile(self, workers: int, progress: Callable[[str, float], None]) -> None:
+        """Compile and run every bucket once; after it nothing is compiled any more.
+
+        Args:
+          workers: threads; XLA releases the interpreter while it compiles.
+          progress: called with the bucket's name and the fraction done.
+        """
+        self._flush = self._compile_flush()
+        with ThreadPoolExecutor(workers, thread_name_prefix="compile") as pool:
+            jobs = {pool.submit(self._compile_step, bucket): bucket for bucket in self._buckets}
+            for done, job in enumerate(as_completed(jobs), start=1):
+                self._steps[jobs[job]] = job.result()
+                progress(jobs[job].name, done / len(jobs))
+        for bucket in self._buckets:
+            self._warm(bucket)
+
+    def temp_bytes(self) -> int:
+        """The largest scratch memory of any compiled step."""
+        analyses = (step.memory_analysis() for step in self._steps.values())
+        return max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
+
+    def launch(self, plan: StepPlan) -> Pending:
+        """Start a step; returns before it has run."""
+        bucket = self._bucket_for(plan)
+        updates = Updates.of(plan, self._width)
+        while len(updates.addresses) > bucket.updates:
+            first, updates = updates.split(_FLUSH_UPDATES)
+            sequences = self._flush(self._state.sequences, first.padded(_FLUSH_UPDATES))
+            self._state = self._state._replace(sequences=sequences)
+        packed = batch.pack(plan, updates, bucket, self._config.padding_slot)
+        started = time.perf_counter()
+        self._state, results = self._steps[bucket](self._params, self._state, packed)
+        results.copy_to_host_async()
+        return Pending(plan, results, bucket, started)
+
+    def collect(self, pending: Pending) -> list[Sampled | None]:
+        """Wait for a step and read what its rows sampled: the only wait for the device."""
+        results = np.asarray(pending.results)
+        bucket = pending.bucket
+        self._metrics.observe_step(
+            kind=bucket.kind,
+            bucket=bucket.tokens,
+            seconds=time.perf_counter() - pending.launched_at,
+            used=pending.plan.num_tokens,
+            padded=bucket.tokens,
+        )
+        return batch.unpack_results(pending.plan, results)
+
+    def reset(self) -> None:
+        """Fresh device state after a step failed: donated buffers may be gone."""
+        self._state = self._fresh_state()
+
+    def _bucket_for(self, plan: StepPlan) -> Bucket:
+        need = len(plan.rows) if plan.decode_only else plan.num_tokens
+        kind = "decode" if plan.decode_only else "mixed"
+        fitting = [b for b in self._buckets if b.kind == kind and b.tokens >= need]
+        return min(fitting, key=lambda b: b.tokens)
+
+    def _fresh_state(self) -> DeviceState:
+        config = self._config
+        sequences = sequence_state.shape(config.scheduler.max_num_seqs, config.pages_per_seq)
+        return DeviceState(
+            kv=jnp.zeros(kv_cache.shape(config.spec, config.cache), config.dtype),
+            sequences=jnp.zeros(sequences, jnp.int32),
+        )
+
+    def _compile_step(self, bucket: Bucket) -> Any:
+        step = functools.partial(
+            run_step,
+            spec=self._config.spec,
+            bucket=bucket,
+            sampled_vocab=self._config.sampled_vocab,
+        )
+        packed = jax.ShapeDtypeStruct((bucket.packed_size,), jnp.int32)
+        named = _named(step, f"step_{bucket.name}")
+        lowered = jax.jit(named, donate_argnums=1).lower(self._params, self._state, packed)
+        return lowered.compile()
+
+    def _compile_flush(self) -> Any:
+        def flush(sequences: Array, packed: Array) -> Array:
+            addresses, values = packed.reshape(2, -1)
+            return sequence_state.apply(sequences, addresses, values)
+
+        packed = jax.ShapeDtypeStruct((2 * _FLUSH_UPDATES,), jnp.int32)
+        lowered = jax.jit(flush, donate_argnums=0).lower(self._state.sequences, packed)
+        return lowered.compile()
+
+    def _warm(self, bucket: Bucket) -> None:
+        """Run a step of padding: allocations and graph recording happen here, not in serving."""
+        empty = StepPlan(rows=())
+        packed = batch.pack(
+            empty, Updates.of(empty, self._width), bucket, self._config.padding_slot
+        )
+        for _ in range(_warm_calls()):
+            self._state, results = self._steps[bucket](self._params, self._state, packed)
+            results.block_until_ready()
+
+
+def _warm_calls() -> int:
+    """On a GPU the first call runs op by op, the second records the graph, the third replays."""
+    return 3 if jax.default_backend() == "gpu" else 1
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function under a name that profiles and dumps show."""
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    call.__name__ = name
+    return call
+
+
+def on_compile(callback: Callable[[], None]) -> None:
+    """Call back after every XLA compilation of this process, on the thread that caused it."""
+
+    def listener(event: str, duration: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            callback()
+
+    jax.monitoring.register_event_duration_secs_listener(listener)

@@ -1,0 +1,140 @@
+"""Choosing the next tokens on the device, without a full sort.
+
+Each row has its own parameters and its own random numbers, fixed by (seed, position): what else
+runs in the step never changes a row's choice. Work that no row of the step needs is skipped.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxserve.api import MAX_LOGPROBS
+
+_RADIX_BITS = 2
+"""Bits of a threshold found per pass over the row: 3 comparisons per element and pass."""
+
+
+class RowSampling(NamedTuple):
+    """Parameters of each row, all [rows]. Rows that do not sample are not active."""
+
+    active: Array  # bool
+    temperature: Array  # float32, 0 is greedy
+    top_k: Array  # int32, 0 keeps all
+    top_p: Array  # float32
+    min_p: Array  # float32
+    seed: Array  # int32
+    position: Array  # int32: of the token to be sampled
+
+
+class Logprobs(NamedTuple):
+    """Natural-log probabilities before temperature and truncation."""
+
+    sampled: Array  # float32 [rows]
+    top_ids: Array  # int32 [rows, MAX_LOGPROBS], most likely first
+    top: Array  # float32 [rows, MAX_LOGPROBS]
+
+
+def sample(logits: Array, rows: RowSampling) -> Array:
+    """The next token of each row: int32 [rows] from float32 logits [rows, vocab].
+
+    Temperature first, then top-k, then top-p over what top-k left, then min-p against the most
+    likely token; a Gumbel maximum over what is left draws from the renormalised distribution.
+    Tokens that tie with the last one kept are kept.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    random = rows.active & (rows.temperature > 0)
+
+    def draw() -> Array:
+        scaled = logits / jnp.where(random, rows.temperature, 1.0)[:, None]
+        truncates = random & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
+        kept = lax.cond(jnp.any(truncates), lambda: _truncate(scaled, rows), lambda: scaled)
+        noisy = kept + _gumbel(rows, logits.shape[-1])
+        return jnp.where(random, jnp.argmax(noisy, axis=-1).astype(jnp.int32), greedy)
+
+    return lax.cond(jnp.any(random), draw, lambda: greedy)
+
+
+def logprobs(logits: Array, sampled: Array, wanted: Array) -> Logprobs:
+    """Logprobs of the sampled tokens and, if any row wants them, of the most likely ones.
+
+    Args:
+      logits: float32 [rows, vocab].
+      sampled: int32 [rows].
+      wanted: bool [rows].
+    """
+    rows = logits.shape[0]
+    norm = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, sampled[:, None], axis=-1)[:, 0] - norm
+
+    def most_likely() -> tuple[Array, Array]:
+        # Maxima one by one instead of a sort, which no CUDA graph can hold.
+        row = jnp.arange(rows)
+
+        def take(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            left, ids, values = carry
+            best = jnp.argmax(left, axis=-1).astype(jnp.int32)
+            values = values.at[:, index].set(left[row, best] - norm)
+            return left.at[row, best].set(-jnp.inf), ids.at[:, index].set(best), values
+
+        return lax.fori_loop(0, MAX_LOGPROBS, take, (logits, *none()))[1:]
+
+    def none() -> tuple[Array, Array]:
+        shape = (rows, MAX_LOGPROBS)
+        return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+
+    return Logprobs(chosen, *lax.cond(jnp.any(wanted), most_likely, none))
+
+
+def _truncate(scaled: Array, rows: RowSampling) -> Array:
+    """-inf for what top-k, top-p and min-p exclude; float32 [rows, vocab]."""
+    vocab = scaled.shape[-1]
+    keys = _ordered(scaled)
+    keep_count = jnp.where(rows.top_k > 0, rows.top_k, vocab).astype(jnp.float32)
+    kth = _largest_threshold(keys, jnp.ones_like(scaled), keep_count)
+    kept = jnp.where(keys >= kth[:, None], scaled, -jnp.inf)
+
+    weights = jnp.exp(kept - kept.max(-1, keepdims=True))
+    nucleus = _largest_threshold(keys, weights, rows.top_p * weights.sum(-1))
+    in_nucleus = (keys >= nucleus[:, None]) | (rows.top_p >= 1)[:, None]
+    likely = weights >= rows.min_p[:, None]
+    return jnp.where(in_nucleus & likely, kept, -jnp.inf)
+
+
+def _largest_threshold(keys: Array, weights: Array, target: Array) -> Array:
+    """Per row the largest t with sum(weights where keys >= t) >= target: uint32 [rows].
+
+    Radix search from the top bits down: every pass reads the row once and fixes _RADIX_BITS bits.
+    0 (keep everything) where rounding leaves the whole sum below target.
+    """
+
+    def fix_digit(index: Array, threshold: Array) -> Array:
+        shift = (32 - _RADIX_BITS * (index + 1)).astype(jnp.uint32)
+        best = threshold
+        for digit in range(1, 1 << _RADIX_BITS):
+            candidate = threshold | (jnp.uint32(digit) << shift)
+            mass = jnp.sum(jnp.where(keys >= candidate[:, None], weights, 0.0), axis=-1)
+            best = jnp.where(mass >= target, candidate, best)
+        return best
+
+    start = jnp.zeros(keys.shape[:1], jnp.uint32)
+    return lax.fori_loop(0, 32 // _RADIX_BITS, fix_digit, start)
+
+
+def _ordered(x: Array) -> Array:
+    """uint32 whose order is that of the float32 values."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    flipped = bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
+    return lax.bitcast_convert_type(flipped, jnp.uint32) ^ jnp.uint32(0x80000000)
+
+
+def _gumbel(rows: RowSampling, vocab: int) -> Array:
+    """Gumbel noise [rows, vocab] from a threefry key (seed, position) per row."""
+    words = jnp.stack([rows.seed, rows.position], axis=-1)
+    keys = jax.random.wrap_key_data(
+        lax.bitcast_convert_type(words, jnp.uint32), impl="threefry2x32"
+    )
+    return jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))(keys)

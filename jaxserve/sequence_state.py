@@ -1,0 +1,58 @@
+"""What the device remembers of each running sequence: one int32 row per slot.
+
+    column 0              last sampled token
+    columns 1..5          temperature, top_k, top_p, min_p, seed (float32 as their bits)
+    columns PAGES..       page table
+
+A step changes the matrix by a list of (address, value) pairs, so joins, page growth and whatever
+comes later travel in the one small array that the host sends per step. The last row belongs to
+padding and is never given to a sequence.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxserve.api import SamplingParams
+
+LAST_TOKEN, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED = range(6)
+PAGES = 16
+"""First column of the page table: the columns before it are padded to 64 bytes."""
+
+
+def shape(slots: int, pages_per_seq: int) -> tuple[int, int]:
+    """Shape of the matrix for `slots` sequences and the padding row."""
+    return slots + 1, PAGES + pages_per_seq
+
+
+def columns(params: SamplingParams) -> Iterator[tuple[int, int]]:
+    """(column, int32 value) pairs that store a sequence's sampling parameters."""
+    yield TEMPERATURE, _float_bits(params.temperature)
+    yield TOP_K, params.top_k
+    yield TOP_P, _float_bits(params.top_p)
+    yield MIN_P, _float_bits(params.min_p)
+    yield SEED, struct.unpack("<i", struct.pack("<I", params.seed & 0xFFFFFFFF))[0]
+
+
+def apply(state: Array, addresses: Array, values: Array) -> Array:
+    """Write `values` [updates] at flat `addresses` [updates]; addresses outside are dropped."""
+    flat = state.reshape(-1).at[addresses].set(values, mode="drop", unique_indices=True)
+    return flat.reshape(state.shape)
+
+
+def float_column(state: Array, slots: Array, column: int) -> Array:
+    """A float32 column of the given slots [rows]."""
+    return lax.bitcast_convert_type(state[slots, column], jnp.float32)
+
+
+def page_table(state: Array) -> Array:
+    """int32 [slots + 1, pages_per_seq]."""
+    return state[:, PAGES:]
+
+
+def _float_bits(value: float) -> int:
+    return struct.unpack("<i", struct.pack("<f", value))[0]

@@ -1,0 +1,144 @@
+"""Run the server: bind the port, start the engine, wait for a signal, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import uvloop
+from aiohttp import web
+from jaxserve_checkpoints.reader import CheckpointError
+
+from jaxserve.api import EngineLimits
+from jaxserve.cli import Options
+from jaxserve.config import ConfigError, ServerConfig
+from jaxserve.engine import AsyncEngine, Parts, Progress
+from jaxserve.metrics import Metrics
+from jaxserve.model_source import ModelSource, find_model
+from jaxserve.server import make_app, make_runner
+
+if TYPE_CHECKING:
+    from jaxserve.runner import Pending
+
+log = logging.getLogger(__name__)
+
+
+class StartupError(Exception):
+    """The server cannot start; the message is for the person who started it."""
+
+
+def serve(options: Options) -> int:
+    """Serve until a signal comes; returns the exit status. Errors are one line on stderr."""
+    logging.basicConfig(
+        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    # The allocator's share has to be set before jax is imported.
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(options.gpu_memory_utilization))
+    try:
+        uvloop.run(_serve(options))
+    except (StartupError, ConfigError, CheckpointError) as error:
+        print(f"jaxserve: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(options: Options) -> None:
+    source = await asyncio.to_thread(find_model, options)
+    metrics = Metrics(source.names[0])
+    engine = _make_engine(options, source, metrics)
+    config = ServerConfig(
+        model_names=source.names,
+        host=options.host,
+        port=options.port,
+        sampling_defaults=source.sampling_defaults,
+    )
+    runner = make_runner(make_app(engine, source.tokenizer, config, metrics))
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop)
+    await runner.setup()
+    try:
+        url = await _bind(runner, config)
+        log.info("listening on %s; loading %s", url, source.names[0])
+        if await _start(engine, stop):
+            _greet(url, source.names[0])
+            await stop.wait()
+            await _drain(engine, options.shutdown_timeout)
+    finally:
+        await engine.stop()
+        await runner.cleanup()
+
+
+def _make_engine(options: Options, source: ModelSource, metrics: Metrics) -> AsyncEngine[Pending]:
+    def build(progress: Progress) -> Parts[Pending]:
+        from jaxserve.build import build_parts  # imports jax: the port answers meanwhile
+
+        return build_parts(options, source, metrics, progress)
+
+    limits = EngineLimits(
+        max_model_len=options.max_model_len or source.spec.max_position,
+        vocab_size=source.spec.vocab_size,
+    )
+    return AsyncEngine(build=build, limits=limits, metrics=metrics)
+
+
+async def _bind(runner: web.AppRunner, config: ServerConfig) -> str:
+    """Listen before anything slow happens: a port in use is known at once."""
+    try:
+        await web.TCPSite(runner, config.host, config.port).start()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise StartupError(
+                f"port {config.port} on {config.host} is in use; choose another with --port"
+            ) from None
+        raise StartupError(f"cannot listen on {config.host}:{config.port}: {error}") from None
+    host, port = runner.addresses[0][:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+async def _start(engine: AsyncEngine[Pending], stop: asyncio.Event) -> bool:
+    """Wait until the engine serves; False if a signal came first."""
+    starting = asyncio.ensure_future(engine.start())
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            log.info("stopped while starting")
+            return False
+        await starting
+        return True
+    finally:
+        starting.cancel()
+        stopping.cancel()
+
+
+def _greet(url: str, model: str) -> None:
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
+    print(
+        f"\njaxserve is ready: {model} at {url}/v1\n\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"    -d '{body}'\n",
+        flush=True,
+    )
+
+
+async def _drain(engine: AsyncEngine[Pending], timeout: float) -> None:
+    """Refuse what is new, let what runs finish for up to `timeout` seconds."""
+    engine.drain()
+    log.info("stopping: running requests get up to %.0f s (again to stop at once)", timeout)
+    deadline = asyncio.get_running_loop().time() + timeout
+    while engine.num_streams and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(0.05)
+
+
+def _on_signal(stop: asyncio.Event) -> None:
+    """The first signal drains, the second ends the process at once."""
+    if stop.is_set():
+        os._exit(130)
+    stop.set()

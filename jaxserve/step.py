@@ -1,0 +1,102 @@
+"""One step on the device: state changes, forward pass, sampling. A pure function of arrays."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxserve import sampling, sequence_state
+from jaxserve.batch import DECODE_TOKEN, ROW_LOGPROBS, ROW_SAMPLES, Bucket, StepInputs
+from jaxserve.config import ModelSpec
+from jaxserve.models import qwen3
+
+
+class DeviceState(NamedTuple):
+    """What stays on the device between steps; donated to each."""
+
+    kv: Array  # [layers, pages, kv_heads, 2, page_size, head_dim]
+    sequences: Array  # int32, see sequence_state
+
+
+def run_step(
+    params: qwen3.Params,
+    state: DeviceState,
+    packed: Array,
+    *,
+    spec: ModelSpec,
+    bucket: Bucket,
+    sampled_vocab: int,
+) -> tuple[DeviceState, Array]:
+    """Compute a packed plan.
+
+    Args:
+      packed: int32 [bucket.packed_size].
+      sampled_vocab: only token ids below it are sampled; the rest of the output matrix is
+        padding that no tokenizer knows.
+
+    Returns:
+      The new state, and int32 [rows, RESULT_COLUMNS] (floats as their bits).
+    """
+    inputs = bucket.unpack(packed)
+    sequences = sequence_state.apply(state.sequences, inputs.addresses, inputs.values)
+    tokens = _locate(inputs, sequences, page_size=state.kv.shape[4])
+    hidden, kv = qwen3.forward(params, state.kv, tokens, spec, tile_size=bucket.tile_size)
+
+    scores = qwen3.logits(params, hidden[inputs.row_last])
+    scores = jnp.where(jnp.arange(spec.vocab_size) < sampled_vocab, scores, -jnp.inf)
+    rows = _row_sampling(inputs, sequences)
+    chosen = sampling.sample(scores, rows)
+    wanted = (inputs.row_flags & ROW_LOGPROBS) != 0
+    logprobs = sampling.logprobs(scores, chosen, wanted)
+
+    padding_slot = sequences.shape[0] - 1
+    slots = jnp.where(rows.active, inputs.row_slots, padding_slot)
+    sequences = sequences.at[slots, sequence_state.LAST_TOKEN].set(chosen)
+    return DeviceState(kv, sequences), _result(chosen, logprobs)
+
+
+def _locate(inputs: StepInputs, sequences: Array, *, page_size: int) -> qwen3.StepTokens:
+    """Ids of the tokens, and the page and offset that each one's key and value go to."""
+    last = sequences[inputs.token_slots, sequence_state.LAST_TOKEN]
+    table = sequence_state.page_table(sequences)
+    positions = inputs.token_positions
+    return qwen3.StepTokens(
+        ids=jnp.where(inputs.token_ids == DECODE_TOKEN, last, inputs.token_ids),
+        positions=positions,
+        pages=table[inputs.token_slots, positions // page_size],
+        offsets=positions % page_size,
+        tiles=inputs.tiles,
+        page_table=table,
+    )
+
+
+def _row_sampling(inputs: StepInputs, sequences: Array) -> sampling.RowSampling:
+    slots = inputs.row_slots
+
+    def floats(column: int) -> Array:
+        return sequence_state.float_column(sequences, slots, column)
+
+    return sampling.RowSampling(
+        active=(inputs.row_flags & ROW_SAMPLES) != 0,
+        temperature=floats(sequence_state.TEMPERATURE),
+        top_k=sequences[slots, sequence_state.TOP_K],
+        top_p=floats(sequence_state.TOP_P),
+        min_p=floats(sequence_state.MIN_P),
+        seed=sequences[slots, sequence_state.SEED],
+        position=inputs.token_positions[inputs.row_last] + 1,
+    )
+
+
+def _result(chosen: Array, logprobs: sampling.Logprobs) -> Array:
+    def bits(x: Array) -> Array:
+        return lax.bitcast_convert_type(x, jnp.int32)
+
+    columns = [
+        chosen[:, None],
+        bits(logprobs.sampled)[:, None],
+        logprobs.top_ids,
+        bits(logprobs.top),
+    ]
+    return jnp.concatenate(columns, axis=1)

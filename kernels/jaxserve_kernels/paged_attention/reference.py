@@ -1,0 +1,137 @@
+"""The definition of paged attention, in plain JAX with a streamed softmax.
+
+Context length is data: the loop runs to the longest context of the step, so its shapes do not
+depend on it and the work does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+_BLOCK_TOKENS = 128
+"""Keys visited per iteration: large enough for matrix products, small against a short context."""
+
+
+class QueryTiles(NamedTuple):
+    """Queries of a step in tiles: tile i is `length[i]` consecutive tokens of one sequence.
+
+    All arrays are int32 [tiles].
+    """
+
+    first: Array
+    """Index of the tile's first token among the step's tokens."""
+    length: Array
+    """Tokens in the tile; 0 for a padding tile."""
+    slot: Array
+    """Row of the page table."""
+    position: Array
+    """Position of the tile's first token in its sequence."""
+
+
+def paged_attention(
+    q: Array,
+    kv: Array,
+    layer: int,
+    page_table: Array,
+    tiles: QueryTiles,
+    *,
+    tile_size: int,
+) -> Array:
+    """Causal grouped-query attention of each token over its sequence's pages.
+
+    A token at position p attends to positions 0..p, whose keys and values are in the cache already
+    (the step's own included). Scores are scaled by head_dim ** -0.5. For one token t of a tile::
+
+        keys, values = pages of the tile's slot, positions 0..p     # [kv_heads, p + 1, head_dim]
+        out[t, h] = softmax(q[t, h] @ keys[h // group].T * scale) @ values[h // group]
+
+    Args:
+      q: [tokens, q_heads, head_dim].
+      kv: [layers, pages, kv_heads, 2, page_size, head_dim], keys then values on the axis of 2.
+      layer: index into the first axis of kv.
+      page_table: int32 [slots, pages_per_seq]; entries past a sequence's end must be valid pages
+        whose content is finite (it is multiplied by 0).
+      tiles: which tokens belong together.
+      tile_size: the most tokens that a tile holds.
+
+    Returns:
+      [tokens, q_heads, head_dim] in q's dtype; 0 for tokens that belong to no tile.
+    """
+    num_tokens, q_heads, head_dim = q.shape
+    kv_heads, page_size = kv.shape[2], kv.shape[4]
+    pages_per_block = max(1, _BLOCK_TOKENS // page_size)
+    block = pages_per_block * page_size
+    tables = _padded_tables(page_table, tiles.slot, pages_per_block)
+    tokens, positions = _tile_tokens(tiles, tile_size, num_tokens)
+
+    queries = q.at[tokens].get(mode="fill", fill_value=0)
+    queries = queries.reshape(-1, tile_size, kv_heads, q_heads // kv_heads, head_dim)
+    queries = queries.transpose(0, 2, 3, 1, 4)  # [tiles, kv_heads, group, tile, head_dim]
+
+    def attend_block(index: Array, carry: _Softmax) -> _Softmax:
+        pages = lax.dynamic_slice_in_dim(tables, index * pages_per_block, pages_per_block, axis=1)
+        block_kv = kv[layer, pages]  # [tiles, pages, kv_heads, 2, page, head_dim]
+        block_kv = block_kv.transpose(3, 0, 2, 1, 4, 5)
+        keys, values = block_kv.reshape(2, -1, kv_heads, block, head_dim)
+        scores = jnp.einsum("nhgtd,nhkd->nhgtk", queries, keys, preferred_element_type=jnp.float32)
+        scores *= head_dim**-0.5
+        key_position = index * block + jnp.arange(block)
+        visible = key_position <= positions[:, None, None, :, None]
+        return carry.add(jnp.where(visible, scores, -jnp.inf), values)
+
+    longest = jnp.max(jnp.where(tiles.length > 0, tiles.position + tiles.length, 0))
+    start = _Softmax.start(queries.shape)
+    result = lax.fori_loop(0, lax.div(longest + block - 1, block), attend_block, start)
+    out = result.total.transpose(0, 3, 1, 2, 4).reshape(-1, tile_size, q_heads, head_dim)
+    return jnp.zeros_like(q).at[tokens].set(out.astype(q.dtype), mode="drop")
+
+
+class _Softmax(NamedTuple):
+    """A softmax-weighted sum over the blocks seen so far (Milakov and Gimelshein 2018)."""
+
+    peak: Array  # float32 [..., tile]
+    weight: Array  # float32 [..., tile]
+    acc: Array  # float32 [..., tile, head_dim]
+
+    @classmethod
+    def start(cls, shape: tuple[int, ...]) -> _Softmax:
+        lowest = jnp.full(shape[:-1], jnp.finfo(jnp.float32).min)
+        return cls(lowest, jnp.zeros(shape[:-1]), jnp.zeros(shape))
+
+    def add(self, scores: Array, values: Array) -> _Softmax:
+        """Scores [tiles, kv_heads, group, tile, keys], values [tiles, kv_heads, keys, head_dim]."""
+        peak = jnp.maximum(self.peak, scores.max(-1))
+        shrink = jnp.exp(self.peak - peak)
+        probs = jnp.exp(scores - peak[..., None])
+        acc = jnp.einsum(
+            "nhgtk,nhkd->nhgtd",
+            probs.astype(values.dtype),
+            values,
+            preferred_element_type=jnp.float32,
+        )
+        return _Softmax(
+            peak, self.weight * shrink + probs.sum(-1), self.acc * shrink[..., None] + acc
+        )
+
+    @property
+    def total(self) -> Array:
+        return self.acc / jnp.maximum(self.weight, jnp.finfo(jnp.float32).tiny)[..., None]
+
+
+def _padded_tables(page_table: Array, slots: Array, pages_per_block: int) -> Array:
+    """Page tables of the tiles, widened with page 0 to whole blocks: int32 [tiles, pages]."""
+    tables = page_table[slots]
+    missing = -tables.shape[1] % pages_per_block
+    return jnp.pad(tables, ((0, 0), (0, missing)))
+
+
+def _tile_tokens(tiles: QueryTiles, tile_size: int, num_tokens: int) -> tuple[Array, Array]:
+    """Token index (num_tokens where there is none) and position, both int32 [tiles, tile]."""
+    offset = jax.lax.iota(jnp.int32, tile_size)
+    tokens = tiles.first[:, None] + offset
+    tokens = jnp.where(offset < tiles.length[:, None], tokens, num_tokens)
+    return tokens, tiles.position[:, None] + offset
