@@ -1,0 +1,50 @@
+"""Seeded random weights made on the device, for benchmarks and tests that need no checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve_checkpoints.naming import leaf_paths
+
+_NORM_NOISE = 0.02
+
+
+def dummy_params[Tree](abstract: Tree, seed: int) -> Tree:
+    """The tree of `abstract` (floating-point ShapeDtypeStructs) filled on the device.
+
+    Each leaf depends on `seed` and its path only. Vectors are norm weights: 1 + 0.02 N(0, 1).
+    Matrices [..., out, in] are N(0, 1/in), which keeps activations at their size from layer to
+    layer (0.02 for a width of 2560). One compilation per distinct shape and dtype.
+    """
+    leaves = [
+        _maker(tuple(leaf.shape), np.dtype(leaf.dtype), leaf.sharding)(
+            np.uint32(seed), np.uint32(zlib.crc32(path.encode()))
+        )
+        for path, leaf in leaf_paths(abstract)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+@functools.cache
+def _maker(
+    shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Any
+) -> Callable[[np.uint32, np.uint32], jax.Array]:
+    """Compiled (seed, hash of the path) → weights."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dummy weights are floating point, got {dtype} {list(shape)}")
+
+    def make(seed: jax.Array, leaf: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed), leaf)
+        noise = jax.random.normal(key, shape, jnp.float32)
+        if len(shape) < 2:
+            return (1.0 + _NORM_NOISE * noise).astype(dtype)
+        return (noise * shape[-1] ** -0.5).astype(dtype)
+
+    return jax.jit(make, out_shardings=sharding)

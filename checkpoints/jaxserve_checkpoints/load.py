@@ -1,0 +1,111 @@
+"""Fill a parameter tree from a checkpoint: concatenate and cast on the host, copy to the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve_checkpoints.naming import AnyRule, LeafSource, resolve_rules
+from jaxserve_checkpoints.reader import AnyArray, Checkpoint
+
+type Progress = Callable[[int, int], None]
+"""Called with (bytes on the device, bytes of the whole tree)."""
+
+type Place = Callable[[AnyArray, Any], jax.Array]
+"""Puts a host array onto a device, given the leaf's sharding or None."""
+
+MAX_BYTES_IN_FLIGHT = 1 << 30
+"""The runtime's pinned staging memory grows to the peak of unfinished copies and stays there."""
+
+_HOST_THREADS = 4
+
+
+def load_params[Tree](
+    checkpoint: Checkpoint,
+    rules: Sequence[AnyRule],
+    abstract: Tree,
+    *,
+    progress: Progress | None = None,
+    place: Place = jax.device_put,
+    max_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT,
+) -> Tree:
+    """The tree of `abstract` (ShapeDtypeStructs) with arrays of exactly those shapes and dtypes.
+
+    While one group of leaves is copied to the device the next one is put together on the host;
+    both together stay within `max_bytes_in_flight`, or two leaves where leaves are larger. Mapped
+    pages are given back behind the copies. CheckpointError: see `resolve_rules`.
+    """
+    sources = resolve_rules(rules, abstract, checkpoint)
+    total = sum(_nbytes(source) for source in sources)
+    params: list[jax.Array] = []
+
+    def settle() -> None:
+        """Wait for the copies under way, then give back the file pages behind them."""
+        jax.block_until_ready(params)
+        _release(checkpoint, sources[: len(params)])
+        if progress:
+            progress(sum(_nbytes(source) for source in sources[: len(params)]), total)
+
+    with ThreadPoolExecutor(_HOST_THREADS, thread_name_prefix="load-params") as pool:
+        for group in _groups(sources, max_bytes_in_flight // 2):
+            host = list(pool.map(lambda source: assemble(checkpoint, source), group))
+            settle()
+            params += [
+                place(array, source.leaf.sharding)
+                for array, source in zip(host, group, strict=True)
+            ]
+    settle()
+    return jax.tree.unflatten(jax.tree.structure(abstract), params)
+
+
+def assemble(checkpoint: Checkpoint, source: LeafSource) -> AnyArray:
+    """Host array of one leaf: a view of the file where nothing has to change, else a new array."""
+    dtype = np.dtype(source.leaf.dtype)
+    parts = [checkpoint.read(name) for name in source.tensors]
+    if len(parts) == 1 and parts[0].dtype == dtype and parts[0].flags.aligned:
+        return parts[0]
+    result: AnyArray = np.empty(source.leaf.shape, dtype)
+    targets = [result]
+    if len(parts) > 1:
+        edges = np.cumsum([part.shape[source.axis] for part in parts[:-1]])
+        targets = np.split(result, edges, source.axis)
+    for target, part in zip(targets, parts, strict=True):
+        _copy(target, part)
+    return result
+
+
+def _copy(target: AnyArray, part: AnyArray) -> None:
+    """Copy and cast; equal dtypes are copied as bytes, which needs no interpreter lock."""
+    if target.dtype == part.dtype and part.ndim:
+        bits = np.dtype(f"u{part.dtype.itemsize}")
+        target, part = target.view(bits), part.view(bits)
+    np.copyto(target, part, casting="unsafe")
+
+
+def _groups(sources: list[LeafSource], limit: int) -> Iterator[list[LeafSource]]:
+    """Consecutive leaves of together at most `limit` bytes, but at least one."""
+    group: list[LeafSource] = []
+    size = 0
+    for source in sources:
+        if group and size + _nbytes(source) > limit:
+            yield group
+            group, size = [], 0
+        group.append(source)
+        size += _nbytes(source)
+    if group:
+        yield group
+
+
+def _nbytes(source: LeafSource) -> int:
+    return math.prod(source.leaf.shape) * np.dtype(source.leaf.dtype).itemsize
+
+
+def _release(checkpoint: Checkpoint, sources: list[LeafSource]) -> None:
+    for source in sources:
+        for name in source.tensors:
+            checkpoint.release(name)

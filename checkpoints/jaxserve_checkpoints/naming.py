@@ -1,0 +1,199 @@
+"""Which tensors of a checkpoint fill which leaf of the parameter tree, checked in both directions.
+
+A leaf's path is `jax.tree_util.keystr(path, simple=True, separator=".")`: "layers.3.qkv".
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve_checkpoints.reader import Checkpoint, CheckpointError
+
+_MAX_PROBLEMS = 20
+_WORD = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The leaf is its sources, concatenated along `axis`.
+
+    `{layer}` (or any other braced word) in `leaf` stands for a number, which replaces the same
+    word in `sources`.
+    """
+
+    leaf: str
+    sources: tuple[str, ...]
+    axis: int = 0
+
+    def __post_init__(self) -> None:
+        known = set(_WORD.findall(self.leaf))
+        unknown = {word for source in self.sources for word in _WORD.findall(source)} - known
+        if unknown or not self.sources:
+            what = f"{sorted(unknown)} in its sources only" if unknown else "no sources"
+            raise ValueError(f"rule for {self.leaf!r} has {what}")
+
+
+@dataclass(frozen=True)
+class Ignore:
+    """Tensors with names like `pattern` (`*`, `?`) may stand in a checkpoint unused."""
+
+    pattern: str
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """`tensor` may stand in a checkpoint as a repetition of `original`, with the same shape."""
+
+    tensor: str
+    original: str
+
+
+type AnyRule = Rule | Ignore | Repeat
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeafSource:
+    """One leaf (shape, dtype, and sharding if the tree gives one) and the tensors that fill it."""
+
+    path: str
+    leaf: jax.ShapeDtypeStruct
+    tensors: tuple[str, ...]
+    axis: int
+
+
+@dataclass
+class _Findings:
+    sources: list[LeafSource] = field(default_factory=list[LeafSource])
+    problems: list[str] = field(default_factory=list[str])
+
+
+def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
+    """(path, leaf) of every leaf, in the order of `jax.tree.leaves`."""
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="."), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def resolve_rules(
+    rules: Sequence[AnyRule], abstract: Any, checkpoint: Checkpoint
+) -> list[LeafSource]:
+    """Sources of every leaf of `abstract` (ShapeDtypeStructs), in leaf order.
+
+    Every leaf is filled by exactly one Rule; every tensor fills one place, or an Ignore or Repeat
+    allows it; shapes and kinds of dtype agree. Otherwise one CheckpointError lists everything
+    that is wrong.
+    """
+    found = _Findings()
+    fills = [rule for rule in rules if isinstance(rule, Rule)]
+    for path, leaf in leaf_paths(abstract):
+        _resolve_leaf(fills, path, leaf, checkpoint, found)
+    _check_usage(rules, checkpoint, found)
+    if found.problems:
+        raise CheckpointError(_report(checkpoint, found.problems))
+    return found.sources
+
+
+def _resolve_leaf(
+    rules: Sequence[Rule], path: str, leaf: Any, checkpoint: Checkpoint, found: _Findings
+) -> None:
+    matches = [(rule, match) for rule in rules if (match := _pattern(rule.leaf).fullmatch(path))]
+    if len(matches) != 1:
+        what = " and ".join(repr(rule.leaf) for rule, _ in matches) or "no rule"
+        found.problems.append(f"{path}: filled by {what}, needs exactly one rule")
+        return
+    rule, match = matches[0]
+    tensors = tuple(_substitute(source, match.groupdict()) for source in rule.sources)
+    source = LeafSource(path=path, leaf=leaf, tensors=tensors, axis=rule.axis)
+    found.sources.append(source)
+    missing = [name for name in tensors if name not in checkpoint]
+    if missing:
+        found.problems.append(f"{path}: not in the checkpoint: {', '.join(missing)}")
+        return
+    found.problems.extend(_mismatches(source, checkpoint))
+
+
+def _pattern(leaf: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>[0-9]+)", re.escape(leaf)))
+
+
+def _substitute(source: str, numbers: dict[str, str]) -> str:
+    return _WORD.sub(lambda match: numbers[match[1]], source)
+
+
+def _mismatches(source: LeafSource, checkpoint: Checkpoint) -> list[str]:
+    """What differs between a leaf and its tensors."""
+    problems: list[str] = []
+    shapes = [checkpoint.shape(name) for name in source.tensors]
+    expected = tuple(source.leaf.shape)
+    if _concatenated(shapes, source.axis) != expected:
+        parts = " + ".join(
+            f"{name} {list(shape)}" for name, shape in zip(source.tensors, shapes, strict=True)
+        )
+        along = f" along axis {source.axis}" if len(shapes) > 1 else ""
+        problems.append(f"{source.path}: the model needs {list(expected)}, found {parts}{along}")
+    problems += [
+        f"{source.path}: {name} is {checkpoint.dtype(name)}, cannot become {source.leaf.dtype}"
+        for name in source.tensors
+        if not _castable(checkpoint.dtype(name), source.leaf.dtype)
+    ]
+    return problems
+
+
+def _concatenated(shapes: list[tuple[int, ...]], axis: int) -> tuple[int, ...] | None:
+    """Shape of the concatenation; None if the shapes do not fit together."""
+    first = shapes[0]
+    if len(shapes) == 1:
+        return first
+    if any(len(shape) <= axis for shape in shapes):
+        return None
+    if any(
+        shape[:axis] + shape[axis + 1 :] != first[:axis] + first[axis + 1 :] for shape in shapes
+    ):
+        return None
+    return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
+
+
+def _castable(source: np.dtype[Any], target: Any) -> bool:
+    """Plain weights convert between float formats; codes (integers, float8) never convert."""
+    floats = ("float16", "bfloat16", "float32", "float64")
+    target = np.dtype(target)
+    return source == target or (source.name in floats and target.name in floats)
+
+
+def _check_usage(rules: Sequence[AnyRule], checkpoint: Checkpoint, found: _Findings) -> None:
+    """Every tensor is used once, or declared as one that may be left over."""
+    used = Counter(name for source in found.sources for name in source.tensors)
+    found.problems += [
+        f"{name}: used {count} times" for name, count in sorted(used.items()) if count > 1
+    ]
+    patterns = [rule.pattern for rule in rules if isinstance(rule, Ignore)]
+    originals = {rule.tensor: rule.original for rule in rules if isinstance(rule, Repeat)}
+    for name in checkpoint.names:
+        if name in used or any(fnmatchcase(name, pattern) for pattern in patterns):
+            continue
+        original = originals.get(name)
+        if original is None:
+            found.problems.append(f"{name}: no leaf of the model takes this tensor")
+        elif original in checkpoint and checkpoint.shape(name) != checkpoint.shape(original):
+            found.problems.append(
+                f"{name}: {list(checkpoint.shape(name))}, should repeat {original} "
+                f"{list(checkpoint.shape(original))}"
+            )
+
+
+def _report(checkpoint: Checkpoint, problems: list[str]) -> str:
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    lines = [f"{checkpoint.folder}: does not fit the model, {count}:"]
+    lines += problems[:_MAX_PROBLEMS]
+    if len(problems) > _MAX_PROBLEMS:
+        lines.append(f"and {len(problems) - _MAX_PROBLEMS} more")
+    return "\n  ".join(lines)
