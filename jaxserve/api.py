@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -130,7 +130,7 @@ class Engine(Protocol):
 
     def status(self) -> EngineStatus: ...
 
-    def generate(self, request: Request) -> AsyncIterator[TokenEvent]:
+    def generate(self, request: Request) -> AsyncGenerator[TokenEvent]:
         """Submit and stream. The iterator ends after the event whose `finish` is set.
 
         Closing it early (`aclose`) aborts the sequence and frees its pages at once.

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import NamedTuple, Protocol
 
 from jaxserve.api import (
@@ -144,7 +144,7 @@ class AsyncEngine[P]:
             error=self._error,
         )
 
-    async def generate(self, request: Request) -> AsyncIterator[TokenEvent]:
+    async def generate(self, request: Request) -> AsyncGenerator[TokenEvent]:
         """See `api.Engine.generate`."""
         self._check_accepting()
         queue: asyncio.Queue[_Message] = asyncio.Queue()
