@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from jaxserve.api import EngineStatus
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -81,14 +83,16 @@ class Metrics:
         shown = name if name in self._ignored_names else "other"
         self._ignored.labels(param=shown).inc()
 
-    def set_load(self, *, running: int, waiting: int, kv_usage: float) -> None:
-        """The engine's state at this moment; `kv_usage` is a share from 0 to 1."""
-        self._running.set(running)
-        self._waiting.set(waiting)
+    # Called by the engine.
+
+    def observe_load(self, status: EngineStatus) -> None:
+        """The server calls it too, before a scrape."""
+        used = status.total_pages - status.free_pages
+        kv_usage = used / status.total_pages if status.total_pages else 0.0
+        self._running.set(status.running)
+        self._waiting.set(status.waiting)
         self._kv_usage.set(kv_usage)
         self._kv_usage_old_name.set(kv_usage)
-
-    # Called by the engine.
 
     def observe_step(self, kind: str, bucket: int, seconds: float, used: int, padded: int) -> None:
         """A step computed `used` of the `padded` rows or tokens of its bucket."""
@@ -99,6 +103,10 @@ class Metrics:
     def count_compile(self, phase: str) -> None:
         """`phase` is one of COMPILE_PHASES; one while serving is a defect."""
         self._compiles.labels(phase=phase).inc()
+
+    def count_error(self) -> None:
+        """A sequence that a failed step ended."""
+        self._errors.inc()
 
     def count_preemption(self) -> None:
         self._preemptions.inc()
@@ -173,6 +181,9 @@ class Metrics:
         self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0-1")
         self._kv_usage_old_name = self._gauge(
             "vllm:gpu_cache_usage_perc", "vllm:kv_cache_usage_perc under its former name"
+        )
+        self._errors = Counter(
+            "jaxserve_step_errors", "Sequences that a failed step ended", registry=self._registry
         )
         self._preemptions = self._counter("vllm:num_preemptions", "Sequences preempted")
         self._prefix_queries = self._counter(

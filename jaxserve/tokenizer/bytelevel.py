@@ -1,0 +1,30 @@
+"""A stand-in for models without tokenizer files: one token per byte of UTF-8."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PLAIN_CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {{- message.role + ': ' + message.content + '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- 'assistant: ' }}
+{%- endif %}
+"""
+
+
+class ByteTokenizer:
+    """Token id = byte value; ids from 256 up have no text. No markers and no end of sequence."""
+
+    vocab_size = 256
+    markers: Mapping[str, int] = {}
+    special_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
+    chat_template: str | None = PLAIN_CHAT_TEMPLATE
+
+    def encode(self, text: str, breaker: str = "") -> list[int]:
+        return list((text.replace(breaker, "") if breaker else text).encode())
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes((token,)) if 0 <= token < 256 else b""

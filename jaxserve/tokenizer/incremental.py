@@ -1,0 +1,94 @@
+"""From a stream of tokens to a stream of text: whole characters only, cut at stop strings."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxserve.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """The texts of `push` and the last `flush`, joined, are `decode` of all the tokens.
+
+    Bytes of an unfinished character wait for the next token; only bytes that can no longer become
+    a character turn into U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True):
+        self._token_bytes = tokenizer.token_bytes
+        self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        if token in self._skipped:
+            return ""
+        return self._decoder.decode(self._token_bytes(token))
+
+    def flush(self) -> str:
+        """What an unfinished character at the end becomes."""
+        return self._decoder.decode(b"", final=True)
+
+
+def decode(tokenizer: Tokenizer, tokens: Iterable[int], *, skip_special: bool = True) -> str:
+    skipped = tokenizer.special_ids if skip_special else frozenset[int]()
+    raw = b"".join(tokenizer.token_bytes(token) for token in tokens if token not in skipped)
+    return raw.decode("utf-8", "replace")
+
+
+class StopStrings:
+    """Cuts a text where the first stop string is complete, however the text is split up.
+
+    Of several that end at the same character the longest counts. Text that may still turn out to
+    be the start of a stop string is held back.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False):
+        self._matchers = [_Matcher(stop) for stop in stops]
+        self._include = include
+        self._held = ""
+        self.matched: str | None = None
+        """The stop string that ended the text; nothing may be pushed after it."""
+
+    def push(self, text: str) -> str:
+        """The text that is safe to show now."""
+        if not self._matchers:
+            return text
+        for end, char in enumerate(text, 1):
+            complete = [m.pattern for m in self._matchers if m.advance(char)]
+            if complete:
+                self.matched = max(complete, key=len)
+                seen = self._held + text[:end]
+                return seen if self._include else seen[: len(seen) - len(self.matched)]
+        seen = self._held + text
+        shown = len(seen) - max(matcher.state for matcher in self._matchers)
+        self._held = seen[shown:]
+        return seen[:shown]
+
+    def flush(self) -> str:
+        """What was held back, once no more text can come."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Matcher:
+    """Knuth-Morris-Pratt: `state` is the longest start of the pattern that ends the text so far."""
+
+    def __init__(self, pattern: str):
+        self.pattern = pattern
+        self.state = 0
+        self._fallback = [0] * len(pattern)
+        for position in range(1, len(pattern)):
+            self._fallback[position] = self._next(self._fallback[position - 1], pattern[position])
+
+    def advance(self, char: str) -> bool:
+        """Whether the pattern is complete with this character."""
+        self.state = self._next(self.state, char)
+        return self.state == len(self.pattern)
+
+    def _next(self, state: int, char: str) -> int:
+        while state and self.pattern[state] != char:
+            state = self._fallback[state - 1]
+        return state + 1 if self.pattern[state] == char else 0
