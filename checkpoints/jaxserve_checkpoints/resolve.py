@@ -43,7 +43,7 @@ def resolve_model(
     cache, with progress bars if `progress` and stderr is a terminal. CheckpointError: nothing of
     that name, incomplete folder, not reachable.
     """
-    folder = _local_folder(model)
+    folder = _local_folder(model) if model else None
     if folder is not None:
         return folder
     hub_id = HUB_NAMES.get(model.lower(), model)
