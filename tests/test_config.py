@@ -1,0 +1,206 @@
+"""Settings are read and refused where they are made."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.config import (
+    NAMED_MODELS,
+    Buckets,
+    CacheConfig,
+    ConfigError,
+    ModelSpec,
+    SamplingDefaults,
+    SchedulerConfig,
+    YarnScaling,
+)
+
+GOLDEN = Path(__file__).parent / "golden"
+
+QWEN3_4B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+"""The published config.json, in the form that transformers 4 writes."""
+
+
+def without(*keys: str) -> dict[str, Any]:
+    return {key: value for key, value in QWEN3_4B.items() if key not in keys}
+
+
+def error_of(config: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        ModelSpec.from_hf(config)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def test_published_config_is_the_named_model() -> None:
+    assert ModelSpec.from_hf(QWEN3_4B) == NAMED_MODELS["qwen3-4b"]
+
+
+def test_parameter_counts_of_the_named_models() -> None:
+    billions = {name: round(spec.num_params / 1e9, 2) for name, spec in NAMED_MODELS.items()}
+    assert billions == {
+        "qwen3-0.6b": 0.6,
+        "qwen3-1.7b": 1.72,
+        "qwen3-4b": 4.02,
+        "qwen3-8b": 8.19,
+        "qwen3-14b": 14.77,
+        "qwen3-32b": 32.76,
+    }
+
+
+def test_derived_sizes() -> None:
+    spec = NAMED_MODELS["qwen3-4b"]
+    assert (spec.q_size, spec.kv_size) == (4096, 1024)
+    assert spec.kv_bytes_per_token(2) == 147_456
+
+
+def test_rope_parameters_of_transformers_5_mean_the_same() -> None:
+    config = without("rope_theta", "rope_scaling")
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1000000}
+    assert ModelSpec.from_hf(config) == ModelSpec.from_hf(QWEN3_4B)
+
+
+@pytest.mark.parametrize("kind", ["type", "rope_type"])
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+def test_yarn_is_read_from_either_field(field: str, kind: str) -> None:
+    yarn = {kind: "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    spec = ModelSpec.from_hf(QWEN3_4B | {field: yarn})
+    assert spec.rope_scaling == YarnScaling(factor=4.0, original_max_position=32768)
+    assert spec.rope_theta == 1_000_000.0
+    assert spec.rope_scaling.score_scale == 0.1 * math.log(4.0) + 1.0
+
+
+def test_yarn_details_are_kept() -> None:
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 5000.0,
+        "factor": 2,
+        "original_max_position_embeddings": 1024,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "attention_factor": 0.5,
+    }
+    spec = ModelSpec.from_hf(without("rope_theta") | {"rope_parameters": yarn})
+    assert spec.rope_theta == 5000.0
+    assert spec.rope_scaling == YarnScaling(
+        factor=2.0, original_max_position=1024, beta_fast=16.0, beta_slow=2.0, attention_factor=0.5
+    )
+    assert spec.rope_scaling.score_scale == 0.5
+
+
+def test_yarn_without_an_original_length_takes_the_configured_one() -> None:
+    spec = ModelSpec.from_hf(QWEN3_4B | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}})
+    assert spec.rope_scaling == YarnScaling(factor=2.0, original_max_position=40960)
+
+
+def test_absent_fields_mean_what_transformers_means() -> None:
+    keys = ("head_dim", "num_key_value_heads", "rope_theta", "tie_word_embeddings", "hidden_act")
+    spec = ModelSpec.from_hf(without(*keys))
+    assert spec.head_dim == 2560 // 32
+    assert spec.kv_heads == spec.q_heads == 32
+    assert spec.rope_theta == 10_000.0
+    assert spec.tie_embeddings is False
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures is ['LlamaForCausalLM']"),
+        ({"architectures": None}, "architectures is [], supported: ['Qwen3ForCausalLM']"),
+        ({"attention_bias": True}, "attention_bias is true"),
+        ({"use_sliding_window": True}, "use_sliding_window is true"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', supported: 'silu'"),
+        ({"vocab_size": 0}, "vocab_size is missing or not a positive integer"),
+        ({"hidden_size": "2560"}, "hidden_size is missing or not a positive integer"),
+        ({"num_attention_heads": 30}, "num_attention_heads (30) must be a multiple of"),
+        ({"head_dim": 127}, "head_dim must be even for RoPE, got 127"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope type is 'linear', supported"),
+        ({"rope_scaling": {"type": "yarn"}}, "YaRN needs 'factor'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "YaRN factor must be at least 1"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(change: dict[str, Any], message: str) -> None:
+    assert message in error_of(QWEN3_4B | change)
+
+
+def test_everything_wrong_is_listed_at_once() -> None:
+    message = error_of(without("vocab_size", "hidden_size") | {"attention_bias": True})
+    for problem in ("attention_bias is true", "vocab_size is missing", "hidden_size is missing"):
+        assert problem in message
+
+
+@pytest.mark.parametrize("variant", ["tied", "untied_sharded", "yarn"])
+def test_configs_as_transformers_5_writes_them(variant: str) -> None:
+    spec = ModelSpec.from_hf(json.loads((GOLDEN / variant / "config.json").read_text()))
+    assert (spec.vocab_size, spec.embed, spec.q_heads, spec.kv_heads) == (257, 64, 4, 2)
+    assert spec.tie_embeddings == (variant != "untied_sharded")
+    yarn = YarnScaling(factor=4.0, original_max_position=64)
+    assert spec.rope_scaling == (yarn if variant == "yarn" else None)
+    assert spec.rope_theta == (10_000.0 if variant == "yarn" else 1_000_000.0)
+
+
+def test_generation_config() -> None:
+    assert SamplingDefaults.from_hf({}) == SamplingDefaults()
+    published = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    expected = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20)
+    assert SamplingDefaults.from_hf(published) == expected
+    assert SamplingDefaults.from_hf(published | {"do_sample": False}).temperature == 0.0
+
+
+def test_buckets_give_the_smallest_that_fits() -> None:
+    buckets = Buckets(decode=(1, 2, 8), prefill=(64, 256))
+    assert [buckets.decode_for(rows) for rows in (1, 2, 3, 8)] == [1, 2, 8, 8]
+    assert buckets.prefill_for(65) == 256
+    with pytest.raises(ConfigError, match="no bucket holds 9 decode rows; the largest is 8"):
+        buckets.decode_for(9)
+
+
+@pytest.mark.parametrize("sizes", [(), (2, 1), (1, 1), (0, 1)])
+def test_buckets_must_increase(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="decode buckets must be increasing and positive"):
+        Buckets(decode=sizes, prefill=(64,))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"num_pages": 1}, "at least 2 pages"), ({"num_pages": 4, "page_size": 12}, "power of two")],
+)
+def test_cache_limits(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CacheConfig(**arguments)
+
+
+def test_the_padding_page_is_not_usable() -> None:
+    assert CacheConfig(num_pages=5, page_size=16).usable_tokens == 64
+
+
+def test_scheduler_limits() -> None:
+    with pytest.raises(ConfigError, match="max_model_len must be at least 1, got 0"):
+        SchedulerConfig(max_num_seqs=1, max_model_len=0, max_num_batched_tokens=1)
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(4\) must be at least"):
+        SchedulerConfig(max_num_seqs=8, max_model_len=16, max_num_batched_tokens=4)
