@@ -1,0 +1,71 @@
+"""One request inside the scheduler: its tokens, how far they are computed and what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jaxserve.api import Request, SamplingParams
+
+NO_SLOT = -1
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """Mutable, owned by the scheduler.
+
+    `computed <= len(tokens) + in_flight <= limit`. A waiting sequence has no slot, no pages and
+    nothing computed; after a preemption it may still have samples in flight.
+    """
+
+    id: int
+    """Its number in order of arrival; never reused."""
+    request_id: str
+    params: SamplingParams
+    tokens: list[int]
+    """The prompt and every output token that the host knows."""
+    num_prompt: int
+    limit: int
+    """It ends when it has this many tokens."""
+    stops_from: int
+    """Stop tokens end it from this many tokens on."""
+    slot: int = NO_SLOT
+    pages: list[int] = field(default_factory=list[int])
+    computed: int = 0
+    """Positions whose keys and values the plans made so far compute."""
+    in_flight: int = 0
+    """Output tokens that plans made so far will sample and that are not committed."""
+    prefill_end: int = 0
+    """The tokens known at admission; below it the sequence computes known tokens in chunks."""
+
+    @classmethod
+    def of(cls, request: Request, *, seq_id: int, limit: int) -> Sequence:
+        """`limit` is what model and cache allow; `max_tokens` may lower it."""
+        num_prompt = len(request.prompt)
+        return cls(
+            id=seq_id,
+            request_id=request.id,
+            params=request.params,
+            tokens=list(request.prompt),
+            num_prompt=num_prompt,
+            limit=min(limit, num_prompt + request.params.max_tokens),
+            stops_from=num_prompt + request.params.min_tokens,
+        )
+
+    @property
+    def running(self) -> bool:
+        return self.slot != NO_SLOT
+
+    def check(self, page_size: int) -> None:
+        """AssertionError if its own numbers contradict each other."""
+        assert self.in_flight >= 0
+        assert self.num_prompt <= len(self.tokens) < self.limit, f"{self.request_id} should be over"
+        assert len(self.tokens) + self.in_flight <= self.limit
+        assert self.computed <= len(self.tokens) + self.in_flight
+        if not self.running:
+            assert not self.pages and self.computed == 0, f"{self.request_id} waits but holds pages"
+        elif self.computed < self.prefill_end:
+            assert self.in_flight == 0 and self.prefill_end == len(self.tokens)
+        else:
+            assert self.computed == len(self.tokens) + self.in_flight - 1
+        assert self.computed <= len(self.pages) * page_size
+        assert len(set(self.pages)) == len(self.pages)

@@ -1,0 +1,133 @@
+"""A device made of lists, and the same generation without any device.
+
+`FakeRunner` does what `jaxserve.plan` promises and nothing more: state per slot, keys and values
+where the page table says. The "key and value" of a position is a hash of its token and of all
+positions before it, read back through the page table, as in a real model; the next token is a hash
+of the whole context and the sampling parameters. A wrong page, a stale entry, a missed write or
+the parameters of somebody else therefore change the output.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxserve.api import FinishReason, Request, SamplingParams
+from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.plan import Row, Sampled, StepPlan
+
+VOCAB = 4
+"""Small, so that stop tokens and equal prefixes happen."""
+
+
+def attend(context: list[int], token: int) -> int:
+    """What the cache holds for a token after this context (tuples of ints hash reproducibly)."""
+    return hash((*context, len(context), token))
+
+
+def next_token(context: list[int], params: SamplingParams) -> int:
+    mixed = hash((*context, params.seed, params.top_k, int(params.temperature * 8)))
+    return (mixed >> 20) % VOCAB
+
+
+class Pending(NamedTuple):
+    """A launched step: executed, but its results are not yet on the host."""
+
+    number: int
+    sampled: list[Sampled | None]
+
+
+class FakeRunner:
+    def __init__(self, config: SchedulerConfig, cache: CacheConfig):
+        self.config, self.page_size = config, cache.page_size
+        self.kv: list[list[int | None]] = [[None] * cache.page_size for _ in range(cache.num_pages)]
+        width = -(-config.max_model_len // cache.page_size)
+        slots = config.max_num_seqs
+        self.page_table = [[0] * width for _ in range(slots)]
+        self.params: list[SamplingParams | None] = [None] * slots
+        self.last_token: list[int | None] = [None] * slots
+        self.launched = self.collected = 0
+
+    def launch(self, plan: StepPlan) -> Pending:
+        self._check_limits(plan)
+        for slot, params in plan.admissions:
+            self.params[slot] = params
+        for slot, position, page in plan.pages:
+            assert page != 0, "the padding page was given out"
+            self.page_table[slot][position] = page
+        inputs = [row.tokens or (self.last_token[row.slot],) for row in plan.rows]
+        for row, tokens in zip(plan.rows, inputs, strict=True):
+            self._write(row, tokens)  # all rows write before any reads, as on the device
+        sampled = [self._sample(row) for row in plan.rows]
+        self.launched += 1
+        return Pending(self.launched, sampled)
+
+    def collect(self, pending: Pending) -> list[Sampled | None]:
+        self.collected += 1
+        assert pending.number == self.collected, "steps are collected in launch order"
+        return pending.sampled
+
+    def _check_limits(self, plan: StepPlan) -> None:
+        assert plan.rows and all(row.num_tokens >= 1 for row in plan.rows)
+        assert plan.num_tokens <= self.config.max_num_batched_tokens
+        chunks = [bool(row.tokens) for row in plan.rows]
+        assert chunks == sorted(chunks), "decodes come first"
+        slots = [row.slot for row in plan.rows]
+        assert len(set(slots)) == len(slots), "two rows in one slot"
+        admitted = [admission.slot for admission in plan.admissions]
+        assert len(set(admitted)) == len(admitted)
+        entries = [(entry.slot, entry.position) for entry in plan.pages]
+        assert len(set(entries)) == len(entries), "a page table entry is set twice"
+        assert {*admitted, *(slot for slot, _ in entries)} <= set(slots)
+
+    def _write(self, row: Row, tokens: tuple[int | None, ...]) -> None:
+        context = self._read(row.slot, row.start)
+        for token in tokens:
+            assert token is not None, "a decode row without a last token"
+            page, offset = self._locate(row.slot, len(context))
+            self.kv[page][offset] = attend(context, token)
+            context.append(attend(context, token))
+
+    def _sample(self, row: Row) -> Sampled | None:
+        context = self._read(row.slot, row.start + row.num_tokens)
+        if not row.samples:
+            return None
+        params = self.params[row.slot]
+        assert params is not None, "a slot samples before its admission"
+        token = self.last_token[row.slot] = next_token(context, params)
+        return Sampled(token)
+
+    def _read(self, slot: int, length: int) -> list[int]:
+        context: list[int] = []
+        for position in range(length):
+            page, offset = self._locate(slot, position)
+            value = self.kv[page][offset]
+            assert value is not None, "read a position that was never written"
+            context.append(value)
+        return context
+
+    def _locate(self, slot: int, position: int) -> tuple[int, int]:
+        page = self.page_table[slot][position // self.page_size]
+        assert page != 0, "a position without a page"
+        return page, position % self.page_size
+
+
+def solo(
+    request: Request, config: SchedulerConfig, cache: CacheConfig
+) -> tuple[list[int], FinishReason]:
+    """The tokens of a request that has the device to itself, and why it ends."""
+    context: list[int] = []
+    for token in request.prompt:
+        context.append(attend(context, token))
+    outputs: list[int] = []
+    while True:
+        outputs.append(next_token(context, request.params))
+        stops = outputs[-1] in request.params.stop_token_ids
+        if stops and len(outputs) >= request.params.min_tokens:
+            return outputs, FinishReason.STOP
+        if len(outputs) == request.params.max_tokens:
+            return outputs, FinishReason.LENGTH
+        if len(context) + 1 == config.max_model_len:
+            return outputs, FinishReason.LENGTH
+        if len(context) == cache.usable_tokens:
+            return outputs, FinishReason.LENGTH  # no room to compute the token just sampled
+        context.append(attend(context, outputs[-1]))

@@ -1,0 +1,155 @@
+"""Whatever happens around a request, it gets the tokens it would get alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from jaxserve.api import FinishReason, Rejected, Request, SamplingParams
+from jaxserve.config import CacheConfig, SchedulerConfig
+from tests.scheduler.fake_runner import VOCAB, solo
+from tests.scheduler.loop import Loop
+
+
+class Arrival(NamedTuple):
+    request: Request
+    turn: int
+    abort_delay: int | None
+    """Turns until the client gives up."""
+    abort_after_launch: bool
+
+
+class Workload(NamedTuple):
+    config: SchedulerConfig
+    cache: CacheConfig
+    arrivals: list[Arrival]
+    ahead: tuple[int, ...]
+    """Steps in flight after each turn, repeated: 0 is synchronous, 1 is one step ahead."""
+    failing_turn: int | None
+
+
+LAST_ARRIVAL = 8
+tokens = st.integers(0, VOCAB - 1)
+STOPS: list[frozenset[int]] = [frozenset(), frozenset(), frozenset({0}), frozenset({1, 2})]
+
+
+@st.composite
+def requests(draw: st.DrawFn, number: int, *, long_outputs: bool) -> Request:
+    return Request(
+        id=f"r{number}",
+        prompt=tuple(draw(st.lists(tokens, min_size=1, max_size=5 if long_outputs else 12))),
+        params=SamplingParams(
+            max_tokens=draw(st.sampled_from([16, 12] if long_outputs else [8, 5, 2, 1])),
+            temperature=draw(st.sampled_from([0.0, 1.0])),
+            seed=draw(st.integers(0, 3)),
+            stop_token_ids=draw(st.sampled_from(STOPS)),
+            min_tokens=draw(st.sampled_from([0, 0, 3, 10] if long_outputs else [0, 0, 3])),
+        ),
+    )
+
+
+@st.composite
+def arrivals(draw: st.DrawFn, number: int, *, long_outputs: bool) -> Arrival:
+    return Arrival(
+        request=draw(requests(number, long_outputs=long_outputs)),
+        turn=draw(st.integers(0, 1 if long_outputs else LAST_ARRIVAL)),
+        abort_delay=draw(st.sampled_from([None] * 20 + list(range(12)))),
+        abort_after_launch=draw(st.booleans()),
+    )
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    """Half of them have several long outputs at once in a small pool, so that many preempt."""
+    long_outputs = draw(st.booleans())
+    max_num_seqs = draw(st.sampled_from([3, 5, 4] if long_outputs else [3, 5, 2, 4, 1]))
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_model_len=draw(st.sampled_from([24, 19] if long_outputs else [24, 16, 9])),
+        max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 20)),
+    )
+    page_size = draw(st.sampled_from([2, 1] if long_outputs else [2, 4, 1]))
+    pool_tokens = draw(st.integers(10, 24) if long_outputs else st.integers(8, 32))
+    cache = CacheConfig(num_pages=1 + pool_tokens // page_size, page_size=page_size)
+    count = draw(st.sampled_from([4, 5, 3] if long_outputs else [4, 8, 6, 3, 2, 1]))
+    return Workload(
+        config=config,
+        cache=cache,
+        arrivals=[draw(arrivals(number, long_outputs=long_outputs)) for number in range(count)],
+        ahead=draw(st.sampled_from([(1,), (0,), (1,), (0, 1), (2, 0, 1)])),
+        failing_turn=draw(st.sampled_from([None] * 40 + list(range(12)))),
+    )
+
+
+def play(work: Workload) -> Loop:
+    """Run a workload to its end; the loop's own checks are half of the property."""
+    loop = Loop(work.config, work.cache)
+    for turn in range(2000):
+        for arrival in work.arrivals:
+            if arrival.turn == turn:
+                _add(loop, arrival.request, work)
+        _abort(loop, work, turn, after_launch=False)
+        if loop.launch() is None:
+            if loop.in_flight:
+                loop.commit(failing=turn == work.failing_turn)
+            else:
+                assert not loop.scheduler.has_work, "there is work, but nothing can be planned"
+                if turn > LAST_ARRIVAL:
+                    return loop
+        _abort(loop, work, turn, after_launch=True)
+        while len(loop.in_flight) > work.ahead[turn % len(work.ahead)]:
+            loop.commit(failing=turn == work.failing_turn)
+    raise AssertionError("no progress")
+
+
+def _add(loop: Loop, request: Request, work: Workload) -> None:
+    need = len(request.prompt) + 1
+    fits = need <= work.config.max_model_len and need <= work.cache.usable_tokens
+    if fits:
+        loop.add(request)
+    else:
+        with pytest.raises(Rejected):
+            loop.add(request)
+
+
+def _abort(loop: Loop, work: Workload, turn: int, *, after_launch: bool) -> None:
+    for arrival in work.arrivals:
+        due = arrival.abort_delay is not None and turn == arrival.turn + arrival.abort_delay
+        if due and after_launch == arrival.abort_after_launch:
+            loop.abort(arrival.request.id)
+
+
+def check_against_solo(work: Workload) -> None:
+    loop = play(work)
+    for arrival in work.arrivals:
+        request_id = arrival.request.id
+        if request_id not in loop.events:
+            continue  # rejected
+        expected, reason = solo(arrival.request, work.config, work.cache)
+        got, finish = loop.tokens(request_id), loop.finish(request_id)
+        if finish is FinishReason.ERROR:
+            assert work.failing_turn is not None and got == expected[: len(got)]
+        elif finish is None:
+            assert arrival.abort_delay is not None and got == expected[: len(got)]
+        else:
+            assert (got, finish) == (expected, reason)
+    assert loop.scheduler.pages.num_free == work.cache.usable_pages
+    assert loop.scheduler.num_running == loop.scheduler.num_waiting == 0
+    event(f"preemptions: {min(loop.scheduler.num_preemptions, 3)}")
+    event(f"wasted rows: {min(loop.wasted_rows, 3)}")
+
+
+@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(workloads())
+def test_each_request_gets_the_tokens_it_would_get_alone(work: Workload) -> None:
+    check_against_solo(work)
+
+
+@pytest.mark.slow
+@settings(max_examples=20_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(workloads())
+def test_each_request_gets_the_tokens_it_would_get_alone_in_many_workloads(work: Workload) -> None:
+    check_against_solo(work)
