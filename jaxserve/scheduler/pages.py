@@ -17,6 +17,8 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int):
+        self.num_total = num_pages - 1
+        """Pages that can be held."""
         self._free = list(range(num_pages - 1, 0, -1))
         self._holders = [0] * num_pages
 

@@ -58,11 +58,17 @@ class PagePoolMachine(RuleBasedStateMachine):
     def accounts_balance(self) -> None:
         self.pool.check()
         assert all(self.pool.holders(page) == self.held[page] for page in range(NUM_PAGES))
-        assert self.pool.num_free == NUM_PAGES - 1 - len(+self.held)
+        assert self.pool.num_free == self.pool.num_total - len(+self.held)
 
 
 TestPagePool = PagePoolMachine.TestCase
 TestPagePool.settings = settings(max_examples=50, deadline=None)
+
+
+def test_all_pages_but_the_padding_page_can_be_held() -> None:
+    pool = PagePool(NUM_PAGES)
+    assert sorted(pool.allocate(pool.num_total)) == list(range(1, NUM_PAGES))
+    assert pool.num_free == 0
 
 
 def test_a_page_cannot_be_released_more_often_than_it_was_held() -> None:
