@@ -1,0 +1,318 @@
+"""Named shapes of paged attention, and inputs of those shapes: for tests, tuner and benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+type AnyArray = NDArray[Any]
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+}
+
+LARGE = 1e4
+"""What masked positions hold in place of keys and values: wrong sums show, products are finite."""
+
+LAYER = 1
+"""The layer that the inputs are of; layer 0 holds NaN."""
+
+
+class Chunk(NamedTuple):
+    """Consecutive queries of one sequence; the keys of all positions before are in the cache."""
+
+    start: int
+    """Position of the first query."""
+    length: int
+
+
+class Heads(NamedTuple):
+    """What the model fixes."""
+
+    q: int
+    kv: int
+    dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """One step's worth of attention. Chunk i belongs to a slot of its own."""
+
+    name: str
+    chunks: tuple[Chunk, ...]
+    heads: Heads
+    page_size: int
+    tile_size: int
+    dtype: str = "float32"
+    pages_per_seq: int = 0
+    """Width of the page table; 0: what the longest sequence needs."""
+    padding_tokens: int = 0
+    padding_tiles: int = 0
+    idle_slots: int = 1
+    """Slots without a chunk in this step."""
+
+    @property
+    def width(self) -> int:
+        longest = max((chunk.start + chunk.length for chunk in self.chunks), default=1)
+        return self.pages_per_seq or _ceil_div(longest, self.page_size)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks) + self.padding_tokens
+
+    @property
+    def num_tiles(self) -> int:
+        tiles = sum(_ceil_div(chunk.length, self.tile_size) for chunk in self.chunks)
+        return tiles + self.padding_tiles
+
+
+class AttentionInputs(NamedTuple):
+    """Arguments of `paged_attention`, as numpy arrays."""
+
+    q: AnyArray
+    kv: AnyArray
+    layer: int
+    page_table: AnyArray
+    first: AnyArray
+    length: AnyArray
+    slot: AnyArray
+    position: AnyArray
+
+
+def make_inputs(spec: AttentionSpec, seed: int) -> AttentionInputs:
+    """Normal queries, keys and values; pages in random order; poison where nothing may be read.
+
+    Positions past a sequence's end hold LARGE in its last page and in page 0; its unused table
+    entries name page 0 or pages of other sequences. Pages that no table names hold NaN, and so do
+    the other layer and the queries of the padding.
+    """
+    rng = np.random.default_rng(seed)
+    dtype = DTYPES[spec.dtype]
+    num_slots = len(spec.chunks) + spec.idle_slots
+    slots = rng.permutation(num_slots)[: len(spec.chunks)]
+    ends = [chunk.start + chunk.length for chunk in spec.chunks]
+    needed = [_ceil_div(end, spec.page_size) for end in ends]
+    pages = rng.permutation(np.arange(1, 2 + sum(needed)))  # the last one belongs to nobody
+
+    stale = rng.choice([0, *pages[:-1]], (num_slots, spec.width))
+    page_table = stale.astype(np.int32)
+    shape = (2, 2 + sum(needed), spec.heads.kv, 2, spec.page_size, spec.heads.dim)
+    kv = np.full(shape, np.nan, dtype)
+    kv[LAYER, 0] = LARGE
+    taken = 0
+    for slot, end, count in zip(slots, ends, needed, strict=True):
+        own = pages[taken : taken + count]
+        page_table[slot, :count] = own
+        normal = rng.standard_normal((count, *shape[2:]), np.float32).astype(dtype)
+        if end % spec.page_size:
+            normal[-1, :, :, end % spec.page_size :] = LARGE
+        kv[LAYER, own] = normal
+        taken += count
+    q = rng.standard_normal((spec.num_tokens, spec.heads.q, spec.heads.dim), np.float32)
+    q[spec.num_tokens - spec.padding_tokens :] = np.nan
+    return AttentionInputs(q.astype(dtype), kv, LAYER, page_table, *_tiles(spec, slots, num_slots))
+
+
+def _tiles(spec: AttentionSpec, slots: AnyArray, num_slots: int) -> Iterator[AnyArray]:
+    """first, length, slot and position of the tiles; those of the padding at the end."""
+    rows: list[tuple[int, int, int, int]] = []
+    token = 0
+    for chunk, slot in zip(spec.chunks, slots, strict=True):
+        for offset in range(0, chunk.length, spec.tile_size):
+            length = min(spec.tile_size, chunk.length - offset)
+            rows.append((token + offset, length, int(slot), chunk.start + offset))
+        token += chunk.length
+    rows += [(0, 0, num_slots - 1, 0)] * spec.padding_tiles
+    yield from np.array(rows, np.int32).reshape(-1, 4).T
+
+
+def _ceil_div(number: int, by: int) -> int:
+    return -(-number // by)
+
+
+def _decode(*lengths: int) -> tuple[Chunk, ...]:
+    """The last token of sequences of these lengths."""
+    return tuple(Chunk(length - 1, 1) for length in lengths)
+
+
+def _edges(page_size: int, most: int) -> tuple[int, ...]:
+    """Lengths around the edges of pages and of the longest sequence."""
+    return (1, page_size - 1, page_size, page_size + 1, 2 * page_size, most - 1, most)
+
+
+_SMALL = Heads(4, 2, 32)
+_QWEN3 = Heads(32, 8, 128)
+
+SMALL_SPECS: tuple[AttentionSpec, ...] = (
+    AttentionSpec(
+        name="decode_at_page_edges",
+        chunks=_decode(*_edges(4, 150)),
+        page_size=4,
+        tile_size=1,
+        pages_per_seq=38,
+        heads=_SMALL,
+    ),
+    AttentionSpec(
+        name="decode_at_page_edges_of_16_bfloat16",
+        chunks=_decode(*_edges(16, 160)),
+        page_size=16,
+        tile_size=1,
+        dtype="bfloat16",
+        heads=_QWEN3,
+    ),
+    AttentionSpec(
+        name="decode_at_page_edges_of_64_bfloat16",
+        chunks=_decode(*_edges(64, 320)),
+        page_size=64,
+        tile_size=1,
+        dtype="bfloat16",
+        heads=_QWEN3,
+    ),
+    AttentionSpec(
+        name="decode_at_block_edges",
+        chunks=_decode(127, 128, 129, 255, 256, 257),
+        page_size=16,
+        tile_size=1,
+        heads=_SMALL,
+    ),
+    AttentionSpec(
+        name="decode_with_pages_of_one_token",
+        chunks=_decode(1, 2, 3, 130),
+        page_size=1,
+        tile_size=1,
+        heads=_SMALL,
+    ),
+    AttentionSpec(
+        name="decode_with_one_head",
+        chunks=_decode(1, 40),
+        heads=Heads(1, 1, 64),
+        page_size=16,
+        tile_size=1,
+    ),
+    AttentionSpec(
+        name="decode_without_grouping",
+        chunks=_decode(5, 33),
+        heads=Heads(8, 8, 64),
+        page_size=16,
+        tile_size=1,
+    ),
+    AttentionSpec(
+        name="decode_padded",
+        chunks=_decode(3, 70),
+        page_size=16,
+        tile_size=1,
+        padding_tokens=6,
+        padding_tiles=6,
+        pages_per_seq=9,
+        heads=_SMALL,
+    ),
+    AttentionSpec(
+        name="nothing_but_padding",
+        chunks=(),
+        page_size=16,
+        tile_size=1,
+        padding_tokens=4,
+        padding_tiles=4,
+        pages_per_seq=3,
+        heads=_SMALL,
+    ),
+    AttentionSpec(
+        name="prefill_in_tiles_of_one",
+        chunks=(Chunk(0, 9), Chunk(3, 4)),
+        page_size=4,
+        tile_size=1,
+        heads=_SMALL,
+    ),
+    AttentionSpec(
+        name="prefill_that_ends_inside_a_tile",
+        chunks=(Chunk(0, 37),),
+        page_size=4,
+        tile_size=16,
+        padding_tokens=11,
+        padding_tiles=2,
+        heads=_SMALL,
+    ),
+    AttentionSpec(
+        name="prefill_that_fills_its_tiles",
+        chunks=(Chunk(0, 32), Chunk(0, 8)),
+        heads=Heads(8, 8, 32),
+        page_size=16,
+        tile_size=8,
+    ),
+    AttentionSpec(
+        name="prefill_over_several_blocks",
+        chunks=(Chunk(0, 300),),
+        page_size=64,
+        tile_size=16,
+        heads=_SMALL,
+    ),
+    AttentionSpec(
+        name="later_chunks_at_page_and_tile_edges",
+        chunks=(Chunk(3, 5), Chunk(4, 4), Chunk(5, 3), Chunk(15, 17), Chunk(130, 12)),
+        page_size=4,
+        tile_size=5,
+        padding_tokens=3,
+        padding_tiles=4,
+        heads=_SMALL,
+    ),
+    AttentionSpec(
+        name="chunks_and_decodes_together",
+        chunks=(*_decode(1, 16, 17, 90), Chunk(0, 21), Chunk(48, 33), Chunk(7, 1)),
+        page_size=16,
+        tile_size=16,
+        padding_tokens=5,
+        padding_tiles=6,
+        pages_per_seq=10,
+        heads=_SMALL,
+    ),
+    AttentionSpec(
+        name="chunks_and_decodes_together_bfloat16",
+        chunks=(*_decode(1, 64, 65, 200), Chunk(0, 40), Chunk(48, 33)),
+        page_size=64,
+        tile_size=16,
+        dtype="bfloat16",
+        padding_tokens=5,
+        padding_tiles=3,
+        heads=_QWEN3,
+    ),
+    AttentionSpec(
+        name="prefill_with_64_wide_heads_bfloat16",
+        chunks=(Chunk(0, 33), Chunk(20, 20)),
+        heads=Heads(4, 2, 64),
+        page_size=16,
+        tile_size=16,
+        dtype="bfloat16",
+    ),
+)
+"""Every edge case, small enough for an exact reference on one core."""
+
+
+def _qwen3_4b(name: str, chunks: tuple[Chunk, ...], tile_size: int) -> AttentionSpec:
+    return AttentionSpec(
+        name=f"qwen3_4b_{name}",
+        chunks=chunks,
+        page_size=64,
+        tile_size=tile_size,
+        dtype="bfloat16",
+        heads=_QWEN3,
+    )
+
+
+MODEL_SPECS: tuple[AttentionSpec, ...] = (
+    *(
+        _qwen3_4b(f"decode_{rows}x{length}", _decode(*[length] * rows), 1)
+        for rows, length in ((1, 1024), (8, 1024), (64, 1024), (256, 1024), (1, 16384), (8, 16384))
+    ),
+    _qwen3_4b("decode_64_mixed", _decode(*range(64, 64 * 65, 64)), 1),
+    _qwen3_4b("prefill_512", (Chunk(0, 512),), 16),
+    _qwen3_4b("prefill_2048", (Chunk(0, 2048),), 16),
+    _qwen3_4b("chunk_512_at_8192", (Chunk(8192, 512),), 16),
+    _qwen3_4b("prefill_448_with_63_decodes", (*_decode(*[1024] * 63), Chunk(0, 448)), 16),
+)
+"""Shapes that serving meets, for GPUs."""

@@ -1,0 +1,18 @@
+"""Settings of all tests: by environment, so that tests without arrays do not import jax."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("jaxserve", deadline=None)
+settings.load_profile("jaxserve")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Strict promotion makes every cast visible where it matters for the numerics."""
+    os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+    if "not gpu" in config.option.markexpr:
+        os.environ["JAX_PLATFORMS"] = "cpu"
