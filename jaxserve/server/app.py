@@ -1,0 +1,61 @@
+"""The aiohttp application and the runner that serves it."""
+
+from __future__ import annotations
+
+import time
+
+from aiohttp import web
+
+from jaxserve.api import Engine
+from jaxserve.chat_template import ChatTemplate
+from jaxserve.config import ServerConfig
+from jaxserve.metrics import Metrics
+from jaxserve.server import operations
+from jaxserve.server.chat import chat_completions
+from jaxserve.server.completions import completions
+from jaxserve.server.middleware import echo_request_id, error_shape
+from jaxserve.server.service import SERVICE, Service
+from jaxserve.tokenizer import Tokenizer
+
+
+def make_app(
+    engine: Engine, tokenizer: Tokenizer, config: ServerConfig, metrics: Metrics
+) -> web.Application:
+    """The HTTP side of one engine. It may be served while the engine is still starting."""
+    app = web.Application(middlewares=[error_shape], client_max_size=config.max_request_bytes)
+    source = tokenizer.chat_template
+    app[SERVICE] = Service(
+        engine=engine,
+        tokenizer=tokenizer,
+        template=ChatTemplate(source, tokenizer.markers) if source else None,
+        config=config,
+        metrics=metrics,
+        started=int(time.time()),
+    )
+    app.on_response_prepare.append(echo_request_id)
+    app.add_routes(
+        [
+            web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/completions", completions),
+            web.get("/v1/models", operations.list_models),
+            web.get("/v1/models/{model:.+}", operations.retrieve_model),
+            web.get("/health", operations.health),
+            web.get("/ready", operations.ready),
+            web.get("/metrics", operations.metrics),
+            web.get("/version", operations.version),
+            web.get("/load", operations.load),
+        ]
+    )
+    return app
+
+
+def make_runner(app: web.Application, *, shutdown_timeout: float = 5.0) -> web.AppRunner:
+    """How the app must be served, in tests and in production alike.
+
+    Without `handler_cancellation` aiohttp lets a handler go on when its client has left, and the
+    engine would generate for nobody. `shutdown_timeout` is what `cleanup` waits for handlers
+    before it cancels them; the engine ends its streams before.
+    """
+    return web.AppRunner(
+        app, handler_cancellation=True, shutdown_timeout=shutdown_timeout, access_log=None
+    )

@@ -1,0 +1,84 @@
+"""Errors as clients see them: OpenAI's nested error object on every route."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from jaxserve.api import EngineFailed, Overloaded, Rejected
+
+MAX_MESSAGE_CHARS = 1000
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """An answer other than 200. The message goes to the client: no paths, no `str(exception)`."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.message = message[:MAX_MESSAGE_CHARS]
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> web.Response:
+        headers: dict[str, str] = {}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
+            headers["Retry-After-Ms"] = str(math.ceil(self.retry_after * 1000))
+        return json_response(self.body(), status=self.status, headers=headers)
+
+
+def json_response(
+    body: Any, *, status: int = 200, headers: dict[str, str] | None = None
+) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(body),
+        status=status,
+        headers=headers,
+        content_type="application/json",
+    )
+
+
+def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def engine_error(error: Rejected | Overloaded | EngineFailed, *, accepting: bool) -> ApiError:
+    """What a failure of the engine means in HTTP; `accepting`: it takes requests in principle."""
+    if isinstance(error, Rejected):
+        return invalid(str(error), param=error.param, code=error.code)
+    if isinstance(error, Overloaded):
+        status, code = (429, "overloaded") if accepting else (503, "not_ready")
+        return ApiError(status, str(error), code=code, retry_after=error.retry_after)
+    return ApiError(503, "the engine has failed; the server must be restarted", code="failed")

@@ -1,0 +1,179 @@
+"""From the engine's tokens to the text of each choice, whatever the API it is for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import NamedTuple
+
+from jaxserve.api import (
+    Engine,
+    EngineFailed,
+    FinishReason,
+    Overloaded,
+    Rejected,
+    Request,
+    TokenEvent,
+    TokenLogprobs,
+)
+from jaxserve.metrics import Metrics
+from jaxserve.tokenizer import Detokenizer, StopStrings, Tokenizer
+
+
+class TextOptions(NamedTuple):
+    """How tokens become text."""
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special: bool = True
+    stop_token_logprobs: bool = False
+    """Whether the stop token, which is not shown, has its logprobs shown."""
+
+
+class Delta(NamedTuple):
+    """What one step added to one choice."""
+
+    choice: int
+    text: str
+    """Empty while a character is incomplete or a stop string may be under way."""
+    tokens: tuple[int, ...]
+    logprobs: TokenLogprobs | None
+    finish: FinishReason | None
+
+
+class Choice:
+    """One sequence of a request, and what came of it so far."""
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, options: TextOptions):
+        self.index = index
+        self.request = request
+        self.num_tokens = 0
+        self.cached_tokens = 0
+        self._options = options
+        self._detokenizer = Detokenizer(tokenizer, skip_special=options.skip_special)
+        self._stops = StopStrings(options.stop, include=options.include_stop)
+
+    def add(self, event: TokenEvent) -> Delta:
+        if event.finish in (FinishReason.ERROR, FinishReason.ABORT):
+            raise EngineFailed(f"the sequence ended with {event.finish}")
+        self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+        text, logprobs, finish = "", event.logprobs, event.finish
+        if event.token is not None:
+            self.num_tokens += 1
+            if finish is not FinishReason.STOP:
+                text = self._show(self._detokenizer.push(event.token))
+            elif not self._options.stop_token_logprobs:
+                logprobs = None
+        if finish is not None and self._stops.matched is None:
+            text += self._show(self._detokenizer.flush())
+        if self._stops.matched is not None:
+            finish = FinishReason.STOP
+        elif finish is not None:
+            text += self._stops.flush()
+        tokens = () if event.token is None else (event.token,)
+        return Delta(self.index, text, tokens, logprobs, finish)
+
+    def _show(self, text: str) -> str:
+        if self.num_tokens <= self.request.params.min_tokens:
+            return text
+        return self._stops.push(text)
+
+    async def run(self, engine: Engine, metrics: Metrics, arrived: float) -> AsyncGenerator[Delta]:
+        """The choice's deltas; the last one has `finish`. Closing it early aborts the sequence.
+
+        `arrived` is `time.perf_counter()` when the request came.
+        """
+        reason: str | None = FinishReason.ABORT
+        previous = 0.0
+        delta: Delta | None = None
+        try:
+            # By the time the last delta is passed on the engine's side is closed: a sequence that
+            # met a stop string must not cost another step.
+            async with aclosing(engine.generate(self.request)) as events:
+                async for event in events:
+                    now = time.perf_counter()
+                    if previous:
+                        metrics.next_token(now - previous)
+                    else:
+                        metrics.first_token(now - arrived, event.cached_tokens)
+                    previous = now
+                    delta = self.add(event)
+                    if delta.finish is not None:
+                        break
+                    yield delta
+            if delta is None or delta.finish is None:
+                raise EngineFailed("the engine's events ended without a reason")
+            reason = delta.finish
+            yield delta
+        except (Rejected, Overloaded):
+            reason = None
+            raise
+        except EngineFailed:
+            reason = FinishReason.ERROR
+            raise
+        finally:
+            if reason is not None:
+                metrics.prompt_accepted(len(self.request.prompt), self.request.params.max_tokens)
+                metrics.sequence_finished(reason, self.num_tokens, time.perf_counter() - arrived)
+
+
+class Generation:
+    """All choices of one HTTP request. Those of one prompt stand together."""
+
+    def __init__(self, choices: Sequence[Choice], choices_per_prompt: int):
+        self.choices = choices
+        self._choices_per_prompt = choices_per_prompt
+
+    def deltas(self, engine: Engine, metrics: Metrics, arrived: float) -> AsyncGenerator[Delta]:
+        runs = [choice.run(engine, metrics, arrived) for choice in self.choices]
+        return runs[0] if len(runs) == 1 else merged(runs)
+
+    @property
+    def prompt_tokens(self) -> int:
+        firsts = self.choices[:: self._choices_per_prompt]
+        return sum(len(choice.request.prompt) for choice in firsts)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(choice.cached_tokens for choice in self.choices[:: self._choices_per_prompt])
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+
+class _End(NamedTuple):
+    error: Exception | None
+
+
+async def merged[T](sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
+    """Items of all sources as they come; the first error ends all of them, and so does closing."""
+    queue: asyncio.Queue[T | _End] = asyncio.Queue()
+
+    async def pump(source: AsyncGenerator[T]) -> None:
+        error: Exception | None = None
+        try:
+            async with aclosing(source):
+                async for item in source:
+                    queue.put_nowait(item)
+        except Exception as raised:
+            error = raised
+        queue.put_nowait(_End(error))
+
+    tasks = [asyncio.create_task(pump(source)) for source in sources]
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if not isinstance(item, _End):
+                yield item
+            elif item.error is not None:
+                raise item.error
+            else:
+                running -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

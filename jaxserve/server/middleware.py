@@ -1,0 +1,60 @@
+"""What happens around every handler: errors in one shape, request ids."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from jaxserve.server.errors import ApiError
+from jaxserve.server.service import SERVICE
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER = "X-Request-Id"
+_REJECTIONS = {400: "invalid", 404: "invalid", 429: "overloaded", 503: "not_ready"}
+
+
+@web.middleware
+async def error_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn every error raised by a handler or by the router into the one shape."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        if reason := _REJECTIONS.get(error.status):
+            request.app[SERVICE].metrics.request_rejected(reason)
+        return error.response()
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return _http_error(request, error)
+    except ConnectionError:
+        raise  # the client is gone; aiohttp knows what to do
+    except Exception:
+        log.exception("%s %s failed", request.method, request.path)
+        return ApiError(500, "internal server error", code="internal_error").response()
+
+
+def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
+    match error:
+        case web.HTTPNotFound():
+            message, code = f"no such route: {request.method} {request.path}", "unknown_url"
+        case web.HTTPMethodNotAllowed():
+            message, code = f"{request.path} does not take {request.method}", "method_not_allowed"
+        case web.HTTPRequestEntityTooLarge():
+            message, code = "the request body is too large", "request_too_large"
+        case _:
+            message, code = error.reason or "bad request", None
+    response = ApiError(error.status, message, code=code).response()
+    if "Allow" in error.headers:
+        response.headers["Allow"] = error.headers["Allow"]
+    return response
+
+
+async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """A signal handler, so that streams and errors of the router have the header, too."""
+    given = request.headers.get(REQUEST_ID_HEADER, "")
+    usable = 0 < len(given) <= 256 and given.isascii() and given.isprintable()
+    response.headers[REQUEST_ID_HEADER] = given if usable else uuid.uuid4().hex

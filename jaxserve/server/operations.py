@@ -1,0 +1,83 @@
+"""What operators and load balancers ask: health, readiness, load, metrics, models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+import jaxserve
+from jaxserve.metrics import CONTENT_TYPE
+from jaxserve.server.errors import json_response
+from jaxserve.server.service import SERVICE, Service
+
+
+async def health(request: web.Request) -> web.Response:
+    """Alive: the engine thread makes progress or is idle, whatever it is busy with."""
+    service = request.app[SERVICE]
+    status = service.engine.status()
+    stalled = status.last_step_age >= service.config.stall_timeout
+    healthy = status.phase != "failed" and not stalled
+    body = {
+        "state": "stalled" if stalled and status.phase != "failed" else status.phase,
+        "running": status.running,
+        "waiting": status.waiting,
+        "last_step_age_s": round(status.last_step_age, 3),
+    }
+    return json_response(body, status=200 if healthy else 503)
+
+
+async def ready(request: web.Request) -> web.Response:
+    """Ready: requests sent now are served now."""
+    service = request.app[SERVICE]
+    status = service.engine.status()
+    stalled = status.last_step_age >= service.config.stall_timeout
+    serving = status.ready and status.phase not in ("draining", "failed") and not stalled
+    body = {"phase": "stalled" if stalled else status.phase, "progress": status.progress}
+    headers = None if serving else {"Retry-After": "1"}
+    return json_response(body, status=200 if serving else 503, headers=headers)
+
+
+async def load(request: web.Request) -> web.Response:
+    status = request.app[SERVICE].engine.status()
+    body = {
+        "server_load": status.running + status.waiting,
+        "running": status.running,
+        "waiting": status.waiting,
+        "free_pages": status.free_pages,
+        "total_pages": status.total_pages,
+    }
+    return json_response(body)
+
+
+async def metrics(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    service.metrics.observe_load(service.engine.status())
+    return web.Response(body=service.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def version(_request: web.Request) -> web.Response:
+    return json_response({"version": jaxserve.__version__})
+
+
+async def list_models(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    models = [_model(service, name) for name in service.config.model_names]
+    return json_response({"object": "list", "data": models})
+
+
+async def retrieve_model(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    return json_response(_model(service, service.model_name(request.match_info["model"])))
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "jaxserve",
+        "root": service.config.model_names[0],
+        "parent": None,
+        "max_model_len": service.engine.limits.max_model_len,
+    }

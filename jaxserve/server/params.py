@@ -1,0 +1,112 @@
+"""Request fields to the engine's sampling parameters: defaults, limits and seeds."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
+
+from jaxserve.api import EngineLimits, Request, SamplingParams
+from jaxserve.config import SamplingDefaults
+from jaxserve.server.errors import ApiError, invalid
+from jaxserve.server.generation import TextOptions
+from jaxserve.server.schema import GenerationFields
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this mean greedy, as in vLLM."""
+
+
+def sampling_params(
+    fields: GenerationFields,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    defaults: SamplingDefaults,
+    limits: EngineLimits,
+    eos_token_ids: frozenset[int],
+) -> SamplingParams:
+    """Everything but the seed, which differs between the choices."""
+    min_tokens = fields.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise invalid(
+            f"min_tokens ({min_tokens}) is more than max_tokens ({max_tokens})", param="min_tokens"
+        )
+    stops = frozenset(fields.stop_token_ids or ())
+    check_token_ids(tuple(stops), limits, "stop_token_ids")
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=_given(fields.temperature, defaults.temperature),
+        top_k=max(0, _given(fields.top_k, defaults.top_k)),
+        top_p=_given(fields.top_p, defaults.top_p),
+        min_p=_given(fields.min_p, 0.0),
+        stop_token_ids=stops if fields.ignore_eos else stops | eos_token_ids,
+        min_tokens=min_tokens,
+        logprobs=logprobs,
+    )
+    if params.top_k >= limits.vocab_size:
+        params = replace(params, top_k=0)
+    if params.temperature < GREEDY_BELOW:
+        params = replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    return params
+
+
+def text_options(fields: GenerationFields) -> TextOptions:
+    return TextOptions(
+        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+        include_stop=bool(fields.include_stop_str_in_output),
+        skip_special=fields.skip_special_tokens is not False,
+        stop_token_logprobs=bool(fields.return_token_ids),
+    )
+
+
+def choice_requests(
+    request_id: str, prompt: Sequence[int], params: SamplingParams, seed: int | None, n: int
+) -> list[Request]:
+    """One request per choice. The seed of a choice depends on nothing but `seed` and its index."""
+    return [
+        Request(
+            id=f"{request_id}-{index}",
+            prompt=tuple(prompt),
+            params=replace(params, seed=choice_seed(seed, index)),
+        )
+        for index in range(n)
+    ]
+
+
+def choice_seed(seed: int | None, index: int) -> int:
+    """32 bits; random if no seed was asked for (-1 is vLLM's way to say that)."""
+    if seed is None or seed == -1:
+        return secrets.randbits(32)
+    return int.from_bytes(blake2b(f"{seed}:{index}".encode(), digest_size=4).digest())
+
+
+def tokens_to_generate(
+    asked: int | None, prompt_tokens: int, limits: EngineLimits, *, param: str = "prompt"
+) -> int:
+    """At most what the context has room for; a prompt that leaves no room is a 400."""
+    room = limits.max_model_len - prompt_tokens
+    if room < 1:
+        raise invalid(
+            f"the prompt has {prompt_tokens} tokens; this model's maximum context length is "
+            f"{limits.max_model_len} tokens, of which at least 1 must be left for the answer",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return room if asked is None else min(asked, room)
+
+
+def check_token_ids(ids: Sequence[int], limits: EngineLimits, param: str) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
+        wrong = next(i for i in ids if not 0 <= i < limits.vocab_size)
+        raise _token_id_error(wrong, limits, param)
+
+
+def _token_id_error(token: int, limits: EngineLimits, param: str) -> ApiError:
+    return invalid(
+        f"token id {token} is not in the vocabulary: 0 to {limits.vocab_size - 1}", param=param
+    )
+
+
+def _given[T](value: T | None, default: T) -> T:
+    return default if value is None else value

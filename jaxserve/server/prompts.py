@@ -1,0 +1,196 @@
+"""What the model reads: a completion's prompts, a chat's messages through the template."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from jaxserve.api import EngineLimits
+from jaxserve.chat_template import ChatTemplate, Rendered, TemplateError
+from jaxserve.server.errors import ApiError, invalid
+from jaxserve.server.params import check_token_ids
+from jaxserve.server.schema import (
+    MAX_PROMPTS,
+    TEMPLATE_VARIABLES,
+    ChatRequest,
+    ContentPart,
+    Message,
+    Tool,
+)
+from jaxserve.tokenizer import INLINE_CHARS, Tokenizer, decode, encode_off_loop
+
+
+class Prompt(NamedTuple):
+    ids: list[int]
+    text: str | None
+    """As the client wrote it; None if it sent token ids."""
+
+    def spelled(self, tokenizer: Tokenizer) -> str:
+        return decode(tokenizer, self.ids, skip_special=False) if self.text is None else self.text
+
+
+async def completion_prompts(
+    prompt: str | Sequence[str | int | list[int]], tokenizer: Tokenizer, limits: EngineLimits
+) -> list[Prompt]:
+    """One text, several texts, one list of ids or several: each becomes one prompt.
+
+    Markers in a text become their tokens: here the caller applies the chat template, if any.
+    """
+    prompts: list[Prompt] = []
+    for item in _separate(prompt):
+        if isinstance(item, str):
+            prompts.append(Prompt(await encode_off_loop(tokenizer, item), item))
+        else:
+            prompts.append(Prompt(item, None))
+        if not prompts[-1].ids:
+            raise invalid("the prompt is empty", param="prompt")
+        check_token_ids(prompts[-1].ids, limits, "prompt")
+    return prompts
+
+
+def _separate(prompt: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [item for item in prompt if isinstance(item, int)]
+    if ids and len(ids) == len(prompt):
+        return [ids]
+    texts = [item for item in prompt if isinstance(item, str)]
+    lists = [item for item in prompt if isinstance(item, list)]
+    if len(prompt) not in (len(texts), len(lists)):
+        raise invalid("prompt mixes texts, token ids and lists of them", param="prompt")
+    if not 1 <= len(prompt) <= MAX_PROMPTS:
+        raise invalid(
+            f"prompt must hold 1 to {MAX_PROMPTS} prompts, got {len(prompt)}", param="prompt"
+        )
+    return [*texts, *lists]
+
+
+class ChatPrompt(NamedTuple):
+    ids: list[int]
+    ending: str
+    """The last characters: whether the template opened or closed a `<think>` block."""
+
+
+async def chat_prompt(
+    request: ChatRequest,
+    template: ChatTemplate | None,
+    tokenizer: Tokenizer,
+    limits: EngineLimits,
+) -> ChatPrompt:
+    if template is None:
+        raise invalid("this model has no chat template; use /v1/completions", param="messages")
+    messages = [_plain_message(i, message) for i, message in enumerate(request.messages)]
+    variables = _template_variables(request)
+    tools = _checked_tools(request)
+
+    def render() -> Rendered:
+        return template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            variables=variables,
+        )
+
+    try:
+        long = sum(len(str(message["content"])) for message in messages) > INLINE_CHARS
+        rendered = await asyncio.to_thread(render) if long else render()
+    except TemplateError as error:
+        raise invalid(str(error), param="messages", code="chat_template_error") from None
+    ids = await encode_off_loop(tokenizer, rendered.text, rendered.breaker)
+    if not ids:
+        raise invalid("the prompt is empty", param="messages")
+    check_token_ids(ids, limits, "messages")
+    return ChatPrompt(ids, rendered.text[-32:])
+
+
+def _plain_message(position: int, message: Message) -> dict[str, Any]:
+    """As templates expect it: text content, OpenAI's `developer` under its older name."""
+    role = "system" if message.role == "developer" else message.role
+    param = f"messages[{position}].content"
+    if message.content is None and role != "assistant":
+        raise invalid(f"a message of role {message.role} needs content", param=param)
+    plain: dict[str, Any] = {"role": role, "content": _text(message.content, param)}
+    if role == "assistant":
+        _add_assistant_fields(plain, message)
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    return plain
+
+
+def _add_assistant_fields(plain: dict[str, Any], message: Message) -> None:
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning is None and "</think>" in plain["content"]:
+        # Templates look for the markers in the content themselves, but there they are broken up
+        # like those in any other text from outside.
+        before, _, after = plain["content"].rpartition("</think>")
+        reasoning = before.split("</think>")[0].split("<think>")[-1].strip("\n")
+        plain["content"] = after.lstrip("\n")
+    if reasoning is not None:
+        plain["reasoning_content"] = reasoning
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": call.function.arguments or {},
+                },
+            }
+            for call in message.tool_calls
+        ]
+
+
+def _text(content: str | Sequence[ContentPart] | None, param: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for position, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            raise invalid(
+                f"content of type {part.type[:50]!r} is not supported; this model reads text",
+                param=f"{param}[{position}]",
+            )
+    return "".join(part.text or "" for part in content)
+
+
+def _template_variables(request: ChatRequest) -> Mapping[str, Any]:
+    variables = dict(request.chat_template_kwargs or {})
+    for name, value in variables.items():
+        param = f"chat_template_kwargs.{name[:100]}"
+        if name not in TEMPLATE_VARIABLES:
+            allowed = ", ".join(sorted(TEMPLATE_VARIABLES))
+            raise invalid(f"chat_template_kwargs may set: {allowed}", param=param)
+        if not isinstance(value, bool | int | float | str | None):
+            raise invalid("chat_template_kwargs takes scalar values", param=param)
+    if request.reasoning_effort is not None:
+        variables.setdefault("enable_thinking", request.reasoning_effort != "none")
+    return variables
+
+
+def _checked_tools(request: ChatRequest) -> list[dict[str, Any]] | None:
+    if request.tools is None:
+        if request.tool_choice not in (None, "none"):
+            raise invalid("tool_choice needs tools", param="tool_choice")
+        return None
+    try:
+        msgspec.convert(request.tools, list[Tool])
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        raise invalid(message, param=f"tools{path.rstrip('`')}") from None
+    if request.tool_choice not in (None, "auto", "none"):
+        raise _unsupported_choice(request.tool_choice)
+    return None if request.tool_choice == "none" else request.tools
+
+
+def _unsupported_choice(choice: Any) -> ApiError:
+    shown = json.dumps(choice)[:100]
+    return invalid(
+        f"tool_choice {shown} is not supported; use 'auto' or 'none'",
+        param="tool_choice",
+        code="unsupported_parameter",
+    )

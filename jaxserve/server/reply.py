@@ -1,0 +1,131 @@
+"""How one generation is answered: as a stream of events or as one JSON body."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from jaxserve.api import EngineFailed, Overloaded, Rejected
+from jaxserve.server.errors import ApiError, engine_error, json_response
+from jaxserve.server.generation import Delta, Generation
+from jaxserve.server.schema import GenerationFields, StreamOptions
+from jaxserve.server.service import Service
+from jaxserve.server.sse import DONE, EventStream, data_event
+
+IGNORED_HEADER = "x-jaxserve-ignored-params"
+MAX_IGNORED_SHOWN = 32
+
+
+class Reply(Protocol):
+    """One API's way to put deltas into words."""
+
+    def events(self, delta: Delta) -> bytes:
+        """Events of one step; empty if there is nothing to say yet."""
+        ...
+
+    def last_events(self) -> bytes: ...
+
+    def error_events(self, error: ApiError) -> bytes: ...
+
+    def collect(self, delta: Delta) -> None:
+        """Keep a delta for `body`."""
+        ...
+
+    def body(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """What is known of a request before its fields."""
+
+    service: Service
+    request: web.Request
+    at: float = field(default_factory=time.perf_counter)
+    created: int = field(default_factory=lambda: int(time.time()))
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+def check_stream_options(fields: GenerationFields) -> StreamOptions:
+    if fields.stream_options is None:
+        return StreamOptions()
+    if not fields.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+    return fields.stream_options
+
+
+async def answer(
+    arrival: Arrival,
+    generation: Generation,
+    reply: Reply,
+    *,
+    stream: bool,
+    ignored: tuple[str, ...],
+) -> web.StreamResponse:
+    service = arrival.service
+    headers = _ignored_header(service, ignored)
+    deltas = generation.deltas(service.engine, service.metrics, arrival.at)
+    async with aclosing(deltas):
+        try:
+            if stream:
+                return await _stream(arrival, deltas, reply, headers)
+            async for delta in deltas:
+                reply.collect(delta)
+            return json_response(reply.body(), headers=headers)
+        except (Rejected, Overloaded, EngineFailed) as error:
+            raise _as_api_error(service, error) from error
+
+
+async def _stream(
+    arrival: Arrival,
+    deltas: AsyncIterator[Delta],
+    reply: Reply,
+    headers: dict[str, str],
+) -> web.StreamResponse:
+    service = arrival.service
+    async with EventStream(arrival.request, headers, service.config.keep_alive_interval) as stream:
+        try:
+            async for delta in deltas:
+                if events := reply.events(delta):
+                    await stream.send(events)
+            await stream.send(reply.last_events())
+        except (Rejected, Overloaded, EngineFailed) as error:
+            if not stream.started:
+                raise
+            await stream.send(reply.error_events(_as_api_error(service, error)))
+    return stream.response
+
+
+def openai_error_events(error: ApiError) -> bytes:
+    return data_event(error.body()) + DONE
+
+
+def usage_body(generation: Generation, reasoning_tokens: int = 0) -> dict[str, Any]:
+    prompt, completion = generation.prompt_tokens, generation.completion_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+    }
+
+
+def _as_api_error(service: Service, error: Rejected | Overloaded | EngineFailed) -> ApiError:
+    status = service.engine.status()
+    accepting = status.ready and status.phase != "draining"
+    if isinstance(error, EngineFailed) and status.phase != "failed":
+        return ApiError(500, "the engine could not finish this request", code="generation_failed")
+    return engine_error(error, accepting=accepting)
+
+
+def _ignored_header(service: Service, ignored: tuple[str, ...]) -> dict[str, str]:
+    for name in ignored:
+        service.metrics.parameter_ignored(name[:100])
+    shown = [name[:100] for name in ignored if name.isascii() and name.isprintable()]
+    return {IGNORED_HEADER: ",".join(shown[:MAX_IGNORED_SHOWN])} if shown else {}

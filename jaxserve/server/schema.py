@@ -1,0 +1,193 @@
+"""The requests that are understood: field names, types and ranges.
+
+Everything in these classes is honoured. What else a client may send is in the tables at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from jaxserve.api import MAX_LOGPROBS
+
+MAX_CHOICES = 128
+MAX_STOPS = 4
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+
+type Count = Annotated[int, Meta(ge=0)]
+
+
+class StreamOptions(Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationFields(Struct, kw_only=True):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: (
+        Annotated[str, Meta(min_length=1, max_length=4096)]
+        | Annotated[
+            list[Annotated[str, Meta(min_length=1, max_length=4096)]], Meta(max_length=MAX_STOPS)
+        ]
+        | None
+    ) = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=256)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class ContentPart(Struct, kw_only=True):
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(Struct, kw_only=True):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Struct, kw_only=True):
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
+class Message(Struct, kw_only=True):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class ToolFunction(Struct, kw_only=True):
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class Tool(Struct, kw_only=True):
+    """Only what is checked; the template gets the object as it was sent."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class ChatRequest(GenerationFields, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+
+
+FREE_FORM = frozenset({"messages", "tools", "tool_choice", "chat_template_kwargs"})
+"""Fields that hold JSON of any shape somewhere: its depth has to be checked."""
+
+type Harmless = tuple[Any, ...]
+
+REJECTED: dict[str, Harmless] = {
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "cache_salt": (),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": (),
+    "ebnf": (),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "grammar": (),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_reasoning": (True,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logprob_token_ids": (),
+    "logits_processors": ([],),
+    "modalities": (["text"],),
+    "no_stop_trim": (False,),
+    "parallel_tool_calls": (True,),
+    "presence_penalty": (0,),
+    "previous_response_id": (),
+    "priority": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "regex": (),
+    "repetition_detection": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
+    "separate_reasoning": (True,),
+    "stop_regex": (),
+    "stream_interval": (1,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+"""Fields that would change the answer and are not supported, with the values that ask for nothing
+(null is always one of them). Any other value is a 400 that names the field."""
+
+SILENT = frozenset(
+    {
+        "metadata",
+        "moderation",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "session_id",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
+"""Fields that have no effect on the answer anywhere: accepted without a word."""
+
+TEMPLATE_VARIABLES = frozenset({"enable_thinking", "thinking", "preserve_thinking"})
+"""Names that `chat_template_kwargs` may set."""
+
+
+def field_names(kind: type[Struct]) -> frozenset[str]:
+    return frozenset(field.encode_name for field in msgspec.structs.fields(kind))

@@ -1,0 +1,54 @@
+"""What every handler works with, kept in the application under one typed key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from jaxserve.api import Engine
+from jaxserve.chat_template import ChatTemplate
+from jaxserve.config import ServerConfig
+from jaxserve.metrics import Metrics
+from jaxserve.server.errors import ApiError
+from jaxserve.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    engine: Engine
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    """None: the model has no chat template."""
+    config: ServerConfig
+    metrics: Metrics
+    started: int
+    """Unix time, shown as the models' creation time."""
+
+    def check_accepting(self) -> None:
+        """Raise the 503 of a server that is loading, draining or dead."""
+        status = self.engine.status()
+        if status.phase == "failed":
+            raise ApiError(
+                503, "the engine has failed; the server must be restarted", code="failed"
+            )
+        if not status.ready or status.phase == "draining":
+            raise ApiError(
+                503, f"the server is not ready: {status.phase}", code="not_ready", retry_after=5.0
+            )
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to report; 404 for a model that is not served here."""
+        if asked is None:
+            return self.config.model_names[0]
+        if asked not in self.config.model_names:
+            raise ApiError(
+                404,
+                f"the model {asked[:200]!r} is not served here",
+                param="model",
+                code="model_not_found",
+            )
+        return asked
+
+
+SERVICE = web.AppKey("service", Service)

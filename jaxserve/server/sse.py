@@ -1,0 +1,81 @@
+"""Server-sent events: exact framing, late headers, keep-alive comments."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+from aiohttp import web
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+_encode = msgspec.json.Encoder().encode
+
+
+def data_event(body: Any) -> bytes:
+    return b"data: %b\n\n" % _encode(body)
+
+
+class EventStream:
+    """A response that starts with its first event, so that an early failure keeps its status.
+
+    When nothing was sent for `keep_alive_interval` seconds it sends a comment, starting the
+    response if need be: proxies cut streams that are silent for long.
+    """
+
+    def __init__(
+        self, request: web.Request, headers: dict[str, str], keep_alive_interval: float
+    ) -> None:
+        self.response = web.StreamResponse(headers=HEADERS | headers)
+        self.started = False
+        self._request = request
+        self._starting = asyncio.Lock()
+        self._interval = keep_alive_interval
+        self._loop = asyncio.get_running_loop()
+        self._last_sent = self._loop.time()
+        self._keep_alive: asyncio.Task[None] | None = None
+
+    async def send(self, events: bytes) -> None:
+        """One write to the socket."""
+        if not self.started:
+            async with self._starting:
+                if not self.started:
+                    await self.response.prepare(self._request)
+                    self.started = True
+        self._last_sent = self._loop.time()
+        await self.response.write(events)
+
+    async def __aenter__(self) -> Self:
+        self._keep_alive = asyncio.create_task(self._send_keep_alives())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._keep_alive is not None:
+            self._keep_alive.cancel()
+        if error is None and self.started:
+            await self.response.write_eof()
+
+    async def _send_keep_alives(self) -> None:
+        # It looks at the clock now and then: a timer restarted by every token would cost more.
+        while True:
+            silent = self._loop.time() - self._last_sent
+            if silent < self._interval:
+                await asyncio.sleep(self._interval - silent)
+                continue
+            try:
+                await self.send(KEEP_ALIVE)
+            except ConnectionError:
+                return  # the handler learns of it by being cancelled
