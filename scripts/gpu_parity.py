@@ -5,9 +5,9 @@
     python scripts/gpu_parity.py --model FOLDER               # real weights
 
 Needs torch and transformers beside jaxserve, which may lie on PYTHONPATH=.:kernels:checkpoints
-instead of being installed. transformers runs first, in a process of its own that
-gives back the device memory when it ends: in bfloat16, and in float32 as the truth. What bfloat16
-alone costs transformers is the noise floor that jaxserve's differences are judged by:
+instead of being installed. transformers runs first, in a process of its own that gives back the
+device memory when it ends: in bfloat16, and in float32 as the truth. What bfloat16 alone costs
+transformers is the noise floor that jaxserve's differences are judged by:
 
     regret      how much less likely our most likely token is than the reference's, in its logprobs
     |dlogprob|  over the reference's 64 most likely tokens
@@ -123,12 +123,12 @@ def jaxserve_logits(folder: Path, sequences: list[np.ndarray], dtype: str) -> It
 
     import jax
     import jax.numpy as jnp
-    from jaxserve_checkpoints.load import load_params
-    from jaxserve_checkpoints.reader import open_checkpoint
 
     from jaxserve import kv_cache
     from jaxserve.config import CacheConfig, ModelSpec
     from jaxserve.models import qwen3
+    from jaxserve_checkpoints.load import load_params
+    from jaxserve_checkpoints.reader import open_checkpoint
 
     spec = ModelSpec.from_hf(json.loads((folder / "config.json").read_text()))
     started = time.perf_counter()
@@ -161,9 +161,8 @@ def step_tokens(
     sequence: np.ndarray, start: int, table: np.ndarray, page_size: int, tile_size: int
 ) -> Any:
     """Tokens start… of one sequence as a step, padded to 64 if it is a prefill."""
-    from jaxserve_kernels.paged_attention import QueryTiles
-
     from jaxserve.models.qwen3 import StepTokens
+    from jaxserve_kernels.paged_attention import QueryTiles
 
     count = len(sequence) - start
     padding = (0, -count % 64 if tile_size > 1 else 0)

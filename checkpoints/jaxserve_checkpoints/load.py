@@ -38,7 +38,8 @@ def load_params[Tree](
 
     While one group of leaves is copied to the device the next one is put together on the host;
     both together stay within `max_bytes_in_flight`, or two leaves where leaves are larger. Mapped
-    pages are given back behind the copies. CheckpointError: see `resolve_rules`.
+    pages are given back behind the copies; on a CPU, a leaf that needs no change may stay a view
+    of the mapped file. CheckpointError: see `resolve_rules`.
     """
     sources = resolve_rules(rules, abstract, checkpoint)
     total = sum(_nbytes(source) for source in sources)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxserve_checkpoints import dummy
 from jaxserve_checkpoints.dummy import dummy_params
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.naming import Rule
 from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
-from safetensors.numpy import save_file
 
 
 class Layer(NamedTuple):

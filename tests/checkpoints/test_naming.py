@@ -7,9 +7,10 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
+
 from jaxserve_checkpoints.naming import AnyRule, Ignore, Repeat, Rule, leaf_paths, resolve_rules
 from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
-from safetensors.numpy import save_file
 
 
 class Layer(NamedTuple):

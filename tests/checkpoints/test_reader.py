@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxserve_checkpoints.reader import DTYPES, CheckpointError, open_checkpoint
 from safetensors.numpy import save, save_file
+
+from jaxserve_checkpoints.reader import DTYPES, CheckpointError, open_checkpoint
 
 TENSORS = {
     "a": np.arange(12, dtype=np.float32).reshape(3, 4),

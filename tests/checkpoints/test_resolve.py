@@ -5,11 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import errors
+
+from jaxserve.config import NAMED_MODELS
 from jaxserve_checkpoints import resolve
 from jaxserve_checkpoints.reader import CheckpointError
 from jaxserve_checkpoints.resolve import HUB_NAMES, embedded_model, resolve_model
-
-from jaxserve.config import NAMED_MODELS
 
 COMMIT = "0" * 40
 
@@ -133,6 +134,40 @@ def test_downloads_ask_for_weights_configuration_and_tokenizer_only(
         assert call["cache_dir"] == tmp_path
         assert "*.bin" not in call["allow_patterns"]
         assert {"*.safetensors", "*.json", "*.jinja"} <= set(call["allow_patterns"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("GatedRepoError", "access to it must be granted"),
+        ("RepositoryNotFoundError", "no such model, or a private one"),
+        ("RevisionNotFoundError", "it has no revision 'v9'"),
+    ],
+)
+def test_refusals_of_the_hub_say_what_to_do(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = getattr(errors, name)
+
+    def download(*_: object, local_files_only: bool, **__: object) -> str:
+        raise FileNotFoundError if local_files_only else kind.__new__(kind)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    text = error_of("org/name", download_dir=tmp_path, revision="v9")
+    assert f"cannot download org/name into {tmp_path / 'models--org--name'}: {message}" in text
+
+
+def test_other_failures_of_a_download_keep_their_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(*_: object, local_files_only: bool, **__: object) -> str:
+        if local_files_only:
+            raise FileNotFoundError
+        raise RuntimeError("while writing\nmore") from OSError(28, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    text = error_of("org/name", download_dir=tmp_path)
+    assert "download failed (OSError: [Errno 28] No space left on device)" in text
 
 
 def test_a_download_without_safetensors_says_so(
