@@ -271,6 +271,7 @@ def test_a_request_gets_as_many_alternatives_as_it_asked_for() -> None:
         sched.add(Request(id=name, prompt=(1, 2), params=params))
     plan = planned(sched)
     assert [row.logprobs for row in plan.rows] == [False, True, True]
+    assert [row.logprobs for row in planned(sched).rows] == [False, True, True]
     reported = TokenLogprobs(-1.0, ((3, -0.5), (4, -1.5)))
     events = sched.commit(plan, [Sampled(0), Sampled(0, reported), Sampled(0, reported)])
     assert [event.logprobs for event in events] == [
