@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax import Array
-from jaxserve_kernels.paged_attention import QueryTiles
 
 from jaxserve import sequence_state
 from jaxserve.api import MAX_LOGPROBS, TokenLogprobs
 from jaxserve.plan import Row, Sampled, StepPlan
+from jaxserve_kernels.paged_attention import QueryTiles
 
 DECODE_TOKEN = -1
 """Stands for the slot's last sampled token, which the host may not know yet."""
@@ -92,8 +92,8 @@ class Bucket:
     def packed_size(self) -> int:
         return sum(self._sizes)
 
-    def unpack(self, packed: Array | np.ndarray) -> StepInputs:
-        """Static slices of `packed`, int32 [packed_size]; views when it is a numpy array."""
+    def unpack(self, packed: Any) -> StepInputs:
+        """Static slices of `packed`, int32 [packed_size]: traced, or views of a numpy array."""
         ends = np.cumsum(self._sizes)
         return StepInputs(
             *(packed[end - size : end] for size, end in zip(self._sizes, ends, strict=True))

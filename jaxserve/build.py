@@ -10,9 +10,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxserve_checkpoints.dummy import dummy_params
-from jaxserve_checkpoints.load import load_params
-from jaxserve_checkpoints.reader import open_checkpoint
 
 from jaxserve import kv_cache
 from jaxserve.cli import Options
@@ -23,6 +20,9 @@ from jaxserve.model_source import ModelSource
 from jaxserve.models import qwen3
 from jaxserve.runner import Pending, Runner, RunnerConfig, on_compile
 from jaxserve.scheduler import Scheduler
+from jaxserve_checkpoints.dummy import dummy_params
+from jaxserve_checkpoints.load import load_params
+from jaxserve_checkpoints.reader import open_checkpoint
 
 log = logging.getLogger(__name__)
 

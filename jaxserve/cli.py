@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,9 @@ class Options:
     log_level: str
 
 
+type _AddArgument = Callable[..., argparse.Action]
+
+
 def parse_args(argv: list[str]) -> Options:
     """Flags to Options; exits with a message on wrong ones."""
     values = vars(_parser().parse_args(argv))
@@ -54,86 +58,72 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    _add_model_flags(parser.add_argument_group("model"))
-    _add_server_flags(parser.add_argument_group("server"))
-    _add_engine_flags(parser.add_argument_group("engine"))
+    _add_model_flags(parser.add_argument_group("model").add_argument)
+    _add_server_flags(parser.add_argument_group("server").add_argument)
+    _add_engine_flags(parser.add_argument_group("engine").add_argument)
     return parser
 
 
-def _add_model_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+def _add_model_flags(add: _AddArgument) -> None:
+    add(
         "--model",
         help="a local folder with config.json and safetensors, one of "
         f"{', '.join(NAMED_MODELS)}, or a Hugging Face id; the embedded demonstration model "
         "if not given",
     )
-    group.add_argument("--tokenizer", help="folder with tokenizer files, if not the model's own")
-    group.add_argument(
-        "--served-model-name", nargs="+", help="names that clients may use for the model"
-    )
-    group.add_argument(
+    add("--tokenizer", help="folder with tokenizer files, if not the model's own")
+    add("--served-model-name", nargs="+", help="names that clients may use for the model")
+    add(
         "--load-format",
         choices=("auto", "dummy"),
         default="auto",
         help="dummy: seeded random weights made on the device, for benchmarks; needs no files",
     )
-    group.add_argument("--revision", help="branch, tag or commit on the Hugging Face hub")
-    group.add_argument("--download-dir", type=Path, help="where downloads from the hub go")
-    group.add_argument("--seed", type=int, default=0, help="of dummy weights")
+    add("--revision", help="branch, tag or commit on the Hugging Face hub")
+    add("--download-dir", type=Path, help="where downloads from the hub go")
+    add("--seed", type=int, default=0, help="of dummy weights")
 
 
-def _add_server_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    group.add_argument("--port", type=int, default=8000, help="port to listen on; 0 picks one")
-    group.add_argument(
-        "--max-num-queued-reqs", type=_positive, default=1024, help="waiting requests before 429"
-    )
-    group.add_argument(
+def _add_server_flags(add: _AddArgument) -> None:
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=int, default=8000, help="port to listen on; 0 picks one")
+    add("--max-num-queued-reqs", type=_positive, default=1024, help="waiting requests before 429")
+    add(
         "--shutdown-timeout",
         type=float,
         default=30.0,
         help="seconds that running requests get to finish on SIGTERM or Ctrl-C",
     )
-    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
 
 
-def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+def _add_engine_flags(add: _AddArgument) -> None:
+    add(
         "--dtype",
         choices=("auto", "bfloat16", "float32"),
         default="auto",
         help="of weights and KV cache; auto: bfloat16 on a GPU, float32 on a CPU",
     )
-    group.add_argument(
-        "--max-model-len", type=_tokens, help="longest prompt plus output, e.g. 8192 or 32k"
-    )
-    group.add_argument("--max-num-seqs", type=_positive, help="sequences that run at once")
-    group.add_argument(
-        "--max-num-batched-tokens", type=_positive, help="tokens computed in one step at most"
-    )
-    group.add_argument("--block-size", type=_positive, help="tokens per page of the KV cache")
-    group.add_argument(
-        "--kv-cache-memory-bytes", type=_bytes, help="size of the KV cache, e.g. 512M or 20G"
-    )
-    group.add_argument(
+    add("--max-model-len", type=_tokens, help="longest prompt plus output, e.g. 8192 or 32k")
+    add("--max-num-seqs", type=_positive, help="sequences that run at once")
+    add("--max-num-batched-tokens", type=_positive, help="tokens computed in one step at most")
+    add("--block-size", type=_positive, help="tokens per page of the KV cache")
+    add("--kv-cache-memory-bytes", type=_bytes, help="size of the KV cache, e.g. 512M or 20G")
+    add(
         "--gpu-memory-utilization",
         type=float,
         default=0.9,
         help="fraction of the GPU's memory that the process takes",
     )
-    group.add_argument(
-        "--decode-buckets", type=_sizes, help="rows of the compiled decode steps, e.g. 1,4,16"
-    )
-    group.add_argument(
-        "--prefill-buckets", type=_sizes, help="tokens of the compiled mixed steps, e.g. 64,512"
-    )
-    group.add_argument("--compile-workers", type=_positive, help="threads that compile buckets")
-    group.add_argument(
+    add("--decode-buckets", type=_sizes, help="rows of the compiled decode steps, e.g. 1,4,16")
+    add("--prefill-buckets", type=_sizes, help="tokens of the compiled mixed steps, e.g. 64,512")
+    add("--compile-workers", type=_positive, help="threads that compile buckets")
+    add(
         "--compile-cache-dir",
         type=Path,
         help="where compiled programs are kept (default: ~/.cache/jaxserve/xla)",
     )
-    group.add_argument(
+    add(
         "--forbid-compiles",
         action="store_true",
         help="debugging: a compilation while serving is an error",

@@ -19,7 +19,6 @@ from jaxserve.api import (
     EngineFailed,
     EngineLimits,
     EngineStatus,
-    FinishReason,
     Overloaded,
     Rejected,
     Request,
@@ -233,7 +232,6 @@ class AsyncEngine[P]:
         while not self._stopping:
             self._idle = in_flight is None and not scheduler.has_work
             if self._idle:
-                self._metrics.observe_load(self.status())
                 self._wake.wait()
             self._wake.clear()
             self._read_inbox(scheduler)
@@ -260,12 +258,8 @@ class AsyncEngine[P]:
             return None
 
     def _publish(self, events: list[TokenEvent]) -> None:
-        if not events:
-            return
-        for event in events:
-            if event.finish is FinishReason.ERROR:
-                self._metrics.count_error()
-        self._post(list(events))
+        if events:
+            self._post(list(events))
 
     def _read_inbox(self, scheduler: Scheduler) -> None:
         while self._inbox:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxserve_checkpoints.resolve import embedded_model, resolve_model
-
 from jaxserve.cli import Options
 from jaxserve.config import NAMED_MODELS, ConfigError, ModelSpec, SamplingDefaults
 from jaxserve.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from jaxserve_checkpoints.resolve import embedded_model, resolve_model
 
 log = logging.getLogger(__name__)
 

@@ -29,6 +29,9 @@ _FLUSH_UPDATES = 4096
 _MIXED_EXTRA_UPDATES = 256
 """State changes of a mixed step beyond its rows' own: page tables of a few joining sequences."""
 
+_KERNELS = (" fusion(", " custom-call(", " copy(", " dot(", " reduce(", " gather(", " scatter(")
+"""Instructions of a compiled program that launch a kernel."""
+
 
 class Pending(NamedTuple):
     """A launched step whose result has not been read."""
@@ -109,6 +112,13 @@ class Runner:
         """The largest scratch memory of any compiled step."""
         analyses = (step.memory_analysis() for step in self._steps.values())
         return max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
+
+    def describe_decode(self, rows: int) -> tuple[int, int]:
+        """Kernels in the compiled decode step of `rows` rows, and its scratch memory in bytes."""
+        step = self._steps[Bucket.decode(rows)]
+        entry = step.as_text().split("ENTRY", 1)[1].split("\n}", 1)[0]
+        kernels = sum(kind in entry_line for entry_line in entry.splitlines() for kind in _KERNELS)
+        return kernels, step.memory_analysis().temp_size_in_bytes
 
     def launch(self, plan: StepPlan) -> Pending:
         """Start a step; returns before it has run."""
@@ -205,7 +215,7 @@ def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 def on_compile(callback: Callable[[], None]) -> None:
     """Call back after every XLA compilation of this process, on the thread that caused it."""
 
-    def listener(event: str, duration: float, **_: str | int) -> None:
+    def listener(event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             callback()
 

@@ -17,6 +17,9 @@ from jaxserve.api import MAX_LOGPROBS
 _RADIX_BITS = 2
 """Bits of a threshold found per pass over the row: 3 comparisons per element and pass."""
 
+_MIN_TEMPERATURE = 1e-6
+"""Logits that differ by more than float32 noise are greedy here already; less could overflow."""
+
 
 class RowSampling(NamedTuple):
     """Parameters of each row, all [rows]. Rows that do not sample are not active."""
@@ -49,9 +52,10 @@ def sample(logits: Array, rows: RowSampling) -> Array:
     random = rows.active & (rows.temperature > 0)
 
     def draw() -> Array:
-        scaled = logits / jnp.where(random, rows.temperature, 1.0)[:, None]
+        temperature = jnp.maximum(rows.temperature, _MIN_TEMPERATURE)
+        scaled = logits / jnp.where(random, temperature, 1.0)[:, None]
         truncates = random & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
-        kept = lax.cond(jnp.any(truncates), lambda: _truncate(scaled, rows), lambda: scaled)
+        kept = lax.cond(jnp.any(truncates), lambda: truncate(scaled, rows), lambda: scaled)
         noisy = kept + _gumbel(rows, logits.shape[-1])
         return jnp.where(random, jnp.argmax(noisy, axis=-1).astype(jnp.int32), greedy)
 
@@ -89,7 +93,7 @@ def logprobs(logits: Array, sampled: Array, wanted: Array) -> Logprobs:
     return Logprobs(chosen, *lax.cond(jnp.any(wanted), most_likely, none))
 
 
-def _truncate(scaled: Array, rows: RowSampling) -> Array:
+def truncate(scaled: Array, rows: RowSampling) -> Array:
     """-inf for what top-k, top-p and min-p exclude; float32 [rows, vocab]."""
     vocab = scaled.shape[-1]
     keys = _ordered(scaled)
@@ -98,7 +102,9 @@ def _truncate(scaled: Array, rows: RowSampling) -> Array:
     kept = jnp.where(keys >= kth[:, None], scaled, -jnp.inf)
 
     weights = jnp.exp(kept - kept.max(-1, keepdims=True))
-    nucleus = _largest_threshold(keys, weights, rows.top_p * weights.sum(-1))
+    # A top_p that vanishes in float32 still keeps the most likely token, whose weight is 1.
+    mass = jnp.maximum(rows.top_p * weights.sum(-1), jnp.finfo(jnp.float32).tiny)
+    nucleus = _largest_threshold(keys, weights, mass)
     in_nucleus = (keys >= nucleus[:, None]) | (rows.top_p >= 1)[:, None]
     likely = weights >= rows.min_p[:, None]
     return jnp.where(in_nucleus & likely, kept, -jnp.inf)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import uvloop
 from aiohttp import web
-from jaxserve_checkpoints.reader import CheckpointError
 
 from jaxserve.api import EngineLimits
 from jaxserve.cli import Options
@@ -22,6 +21,7 @@ from jaxserve.engine import AsyncEngine, Parts, Progress
 from jaxserve.metrics import Metrics
 from jaxserve.model_source import ModelSource, find_model
 from jaxserve.server import make_app, make_runner
+from jaxserve_checkpoints.reader import CheckpointError
 
 if TYPE_CHECKING:
     from jaxserve.runner import Pending

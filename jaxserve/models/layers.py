@@ -22,13 +22,6 @@ def linear(x: Array, weight: Array) -> Array:
     )
 
 
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """x / rms(x) * weight over the last axis, computed in float32, in x's dtype."""
-    wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale).astype(x.dtype) * weight
-
-
 def swiglu(gate_up: Array) -> Array:
     """silu(gate) * up for gate_up [..., 2 * ffn], gate first: [..., ffn]."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
@@ -43,14 +36,6 @@ def rope_tables(spec: ModelSpec, positions: Array) -> tuple[Array, Array]:
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(rope_frequencies(spec))
     scale = spec.rope_scaling.score_scale if spec.rope_scaling else 1.0
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
-
-
-def rope(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate x [tokens, heads, head_dim]; the pairs are (i, i + head_dim/2) as in Hugging Face."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
 
 
 def rope_frequencies(spec: ModelSpec) -> np.ndarray:

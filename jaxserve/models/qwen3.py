@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxserve_checkpoints.naming import Rule
-from jaxserve_kernels.kv_write import kv_write
-from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
 
 from jaxserve.config import ModelSpec
-from jaxserve.models.layers import linear, rms_norm, rope, rope_tables, swiglu
+from jaxserve.models.layers import linear, rope_tables, swiglu
+from jaxserve_checkpoints.naming import AnyRule, Ignore, Repeat, Rule
+from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
+from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
+from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
 
 
 class Layer(NamedTuple):
@@ -76,7 +77,7 @@ def abstract(spec: ModelSpec, dtype: DTypeLike) -> Params:
     )
 
 
-def rules(spec: ModelSpec) -> tuple[Rule, ...]:
+def rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
     """Which tensors of a Hugging Face checkpoint make up each parameter."""
     block = "model.layers.{layer}."
     attention, mlp = block + "self_attn.", block + "mlp."
@@ -95,7 +96,11 @@ def rules(spec: ModelSpec) -> tuple[Rule, ...]:
         Rule("layers.{layer}.gate_up", weights(mlp, "gate_proj", "up_proj")),
         Rule("layers.{layer}.down", weights(mlp, "down_proj")),
         Rule("final_norm", ("model.norm.weight",)),
-        *(() if spec.tie_embeddings else (Rule("lm_head", ("lm_head.weight",)),)),
+        # A tied head may be stored as well; old exports hold RoPE's frequencies.
+        Repeat("lm_head.weight", "model.embed_tokens.weight")
+        if spec.tie_embeddings
+        else Rule("lm_head", ("lm_head.weight",)),
+        Ignore("*.rotary_emb.inv_freq"),
     )
 
 
@@ -111,19 +116,28 @@ def forward(
       Hidden states after the final norm [tokens, embed], and kv.
     """
     x = params.embedding[tokens.ids]
-    cos, sin = rope_tables(spec, tokens.positions)
-    for index, layer in enumerate(params.layers):
+    tables = rope_tables(spec, tokens.positions)
+    normed = rms_norm(x, params.layers[0].attention_norm, spec.norm_eps)
+    next_norms = [layer.attention_norm for layer in params.layers[1:]] + [params.final_norm]
+    for index, (layer, next_norm) in enumerate(zip(params.layers, next_norms, strict=True)):
         with jax.named_scope(f"layer_{index}"):
-            normed = rms_norm(x, layer.attention_norm, spec.norm_eps)
-            q, k, v = _project(layer, normed, cos, sin, spec)
-            kv = kv_write(kv, index, k, v, tokens.pages, tokens.offsets)
+            q, kv = attention_inputs(
+                linear(normed, layer.qkv),
+                kv,
+                index,
+                (layer.q_norm, layer.k_norm),
+                tables,
+                KVSlots(tokens.pages, tokens.offsets),
+                eps=spec.norm_eps,
+            )
             attended = paged_attention(
                 q, kv, index, tokens.page_table, tokens.tiles, tile_size=tile_size
             )
-            x = _residual(x, linear(attended.reshape(x.shape[0], -1), layer.out))
-            normed = rms_norm(x, layer.mlp_norm, spec.norm_eps)
-            x = _residual(x, linear(swiglu(linear(normed, layer.gate_up)), layer.down))
-    return rms_norm(x, params.final_norm, spec.norm_eps), kv
+            update = linear(attended.reshape(x.shape[0], -1), layer.out)
+            x, normed = add_rms_norm(x, update, layer.mlp_norm, spec.norm_eps)
+            update = linear(swiglu(linear(normed, layer.gate_up)), layer.down)
+            x, normed = add_rms_norm(x, update, next_norm, spec.norm_eps)
+    return normed, kv
 
 
 def logits(params: Params, hidden: Array) -> Array:
@@ -132,19 +146,3 @@ def logits(params: Params, hidden: Array) -> Array:
     return jax.lax.dot_general(
         hidden, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )
-
-
-def _project(
-    layer: Layer, x: Array, cos: Array, sin: Array, spec: ModelSpec
-) -> tuple[Array, Array, Array]:
-    """Queries, keys (normed, rotated) and values: [tokens, heads, head_dim] each."""
-    qkv = linear(x, layer.qkv).reshape(x.shape[0], -1, spec.head_dim)
-    q, k, v = jnp.split(qkv, [spec.q_heads, spec.q_heads + spec.kv_heads], axis=1)
-    q = rope(rms_norm(q, layer.q_norm, spec.norm_eps), cos, sin)
-    k = rope(rms_norm(k, layer.k_norm, spec.norm_eps), cos, sin)
-    return q, k, v
-
-
-def _residual(x: Array, update: Array) -> Array:
-    """x + update behind a barrier: without it XLA re-reads every earlier update in each norm."""
-    return jax.lax.optimization_barrier(x + update)

@@ -1,4 +1,4 @@
 """Attention of query tiles over a paged KV cache."""
 
+from jaxserve_kernels.paged_attention.api import paged_attention as paged_attention
 from jaxserve_kernels.paged_attention.reference import QueryTiles as QueryTiles
-from jaxserve_kernels.paged_attention.reference import paged_attention as paged_attention

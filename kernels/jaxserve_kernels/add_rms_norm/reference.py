@@ -1,0 +1,27 @@
+"""The definition of RMSNorm (Zhang and Sennrich 2019) and of its fusion with a residual add."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """x / rms(x) * weight over the last axis, computed in float32, in x's dtype."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale).astype(x.dtype) * weight
+
+
+def add_rms_norm(x: Array, update: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    """The new residual stream and what the next block reads::
+
+        x = x + update
+        return x, rms_norm(x, weight, eps)
+
+    x, update [tokens, embed] and weight [embed] share one dtype.
+    """
+    # Without the barrier XLA folds every earlier update into each norm and reads them all again.
+    x = jax.lax.optimization_barrier(x + update)
+    return x, rms_norm(x, weight, eps)

@@ -1,0 +1,43 @@
+"""One program per token: the row is read once and stays in registers."""
+
+from __future__ import annotations
+
+import jax
+import triton
+import triton.language as tl
+from jax import Array
+
+from jaxserve_kernels.triton_call import triton_call
+
+
+@triton.jit
+def _kernel(
+    x_ptr, update_ptr, weight_ptr, sum_ptr, out_ptr,
+    embed: tl.constexpr, eps: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * embed
+    column = tl.arange(0, BLOCK)
+    mask = column < embed
+    x = tl.load(x_ptr + row + column, mask=mask, other=0.0)
+    update = tl.load(update_ptr + row + column, mask=mask, other=0.0)
+    total = (x.to(tl.float32) + update.to(tl.float32)).to(x.dtype)
+    tl.store(sum_ptr + row + column, total, mask=mask)
+    wide = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / embed + eps)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
+    normed = (wide * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
+    tl.store(out_ptr + row + column, normed.to(x.dtype), mask=mask)
+
+
+def add_rms_norm(x: Array, update: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    tokens, embed = x.shape
+    row = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return triton_call(
+        x, update, weight,
+        kernel=_kernel,
+        name="add_rms_norm",
+        out_type=(row, row),
+        grid=(tokens,),
+        num_warps=8 if embed > 2048 else 4,
+        embed=embed, eps=eps, BLOCK=triton.next_power_of_2(embed),
+    )  # fmt: skip

@@ -1,0 +1,5 @@
+"""From the QKV projection to what attention reads: QK-norm, RoPE, KV write."""
+
+from jaxserve_kernels.attention_inputs.api import attention_inputs as attention_inputs
+from jaxserve_kernels.attention_inputs.reference import KVSlots as KVSlots
+from jaxserve_kernels.attention_inputs.reference import rope as rope

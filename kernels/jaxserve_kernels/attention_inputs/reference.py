@@ -1,0 +1,65 @@
+"""The definition of QK-norm + RoPE + KV write, in plain JAX."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxserve_kernels.add_rms_norm.reference import rms_norm
+from jaxserve_kernels.kv_write.reference import kv_write
+
+
+class KVSlots(NamedTuple):
+    """Where each token's key and value go; int32 [tokens] each. Padding goes to page 0."""
+
+    pages: Array
+    offsets: Array
+
+
+def rope(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotate x [tokens, heads, head_dim] by the angles of cos and sin [tokens, head_dim/2].
+
+    The pairs are (i, i + head_dim/2), as in Hugging Face's Qwen3 (RoFormer, arXiv 2104.09864).
+    """
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def attention_inputs(
+    qkv: Array,
+    kv: Array,
+    layer: int,
+    norms: tuple[Array, Array],
+    tables: tuple[Array, Array],
+    slots: KVSlots,
+    *,
+    eps: float,
+) -> tuple[Array, Array]:
+    """Norm and rotate queries and keys per head, and store keys and values in their pages::
+
+        q, k, v = split(qkv)                       # heads: q_heads, kv_heads, kv_heads
+        q, k = rope(rms_norm(q)), rope(rms_norm(k))
+        kv[layer, pages[t], :, :, offsets[t]] = k[t], v[t]
+
+    Args:
+      qkv: [tokens, (q_heads + 2 * kv_heads) * head_dim].
+      kv: [layers, pages, kv_heads, 2, page_size, head_dim], updated in place when donated.
+      layer: index into the first axis of kv.
+      norms: weights of the query and key norms, [head_dim] each.
+      tables: cosines and sines, float32 [tokens, head_dim/2] each.
+      slots: where keys and values go.
+
+    Returns:
+      Queries [tokens, q_heads, head_dim], and kv.
+    """
+    kv_heads, head_dim = kv.shape[2], kv.shape[5]
+    heads = qkv.reshape(qkv.shape[0], -1, head_dim)
+    q_heads = heads.shape[1] - 2 * kv_heads
+    q, k, v = jnp.split(heads, [q_heads, q_heads + kv_heads], axis=1)
+    q = rope(rms_norm(q, norms[0], eps), *tables)
+    k = rope(rms_norm(k, norms[1], eps), *tables)
+    return q, kv_write(kv, layer, k, v, slots.pages, slots.offsets)

@@ -1,0 +1,89 @@
+"""One program per token and block of heads; keys and values go straight to their page."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import triton
+import triton.language as tl
+from jax import Array
+
+from jaxserve_kernels.attention_inputs.reference import KVSlots
+from jaxserve_kernels.triton_call import triton_call
+
+_MAX_HEADS = 8
+"""Heads per program: enough to hide the load latency, few enough to fill the GPU at batch 1."""
+
+
+@triton.jit
+def _kernel(
+    qkv_ptr, kv_ptr, first_page, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    page_ptr, offset_ptr, q_ptr,
+    q_heads: tl.constexpr, kv_heads: tl.constexpr, page_size: tl.constexpr,
+    eps: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * HEADS  # heads in the order queries, keys, values
+    head = tl.arange(0, HEADS)
+    dim = tl.arange(0, HALF)
+    source = qkv_ptr + (token * (q_heads + 2 * kv_heads) + first) * (2 * HALF)
+    low = tl.load(source + head[:, None] * (2 * HALF) + dim[None, :])
+    high = tl.load(source + head[:, None] * (2 * HALF) + HALF + dim[None, :])
+    dtype = low.dtype
+    if first < q_heads + kv_heads:
+        norm_ptr = q_norm_ptr if first < q_heads else k_norm_ptr
+        norm_low = tl.load(norm_ptr + dim).to(tl.float32)
+        norm_high = tl.load(norm_ptr + HALF + dim).to(tl.float32)
+        cos = tl.load(cos_ptr + token * HALF + dim)
+        sin = tl.load(sin_ptr + token * HALF + dim)
+        wide_low = low.to(tl.float32)
+        wide_high = high.to(tl.float32)
+        square = tl.sum(wide_low * wide_low + wide_high * wide_high, axis=1) / (2 * HALF)
+        scale = tl.rsqrt(square + eps)[:, None]
+        # Rounded where the reference rounds: after the norm and after its weight.
+        a = ((wide_low * scale).to(dtype).to(tl.float32) * norm_low[None, :]).to(dtype)
+        b = ((wide_high * scale).to(dtype).to(tl.float32) * norm_high[None, :]).to(dtype)
+        wide_low = a.to(tl.float32)
+        wide_high = b.to(tl.float32)
+        low = (wide_low * cos[None, :] - wide_high * sin[None, :]).to(dtype)
+        high = (wide_high * cos[None, :] + wide_low * sin[None, :]).to(dtype)
+    if first < q_heads:
+        target = q_ptr + (token * q_heads + first + head[:, None]) * (2 * HALF) + dim[None, :]
+    else:
+        page = first_page + tl.load(page_ptr + token).to(tl.int64)
+        offset = tl.load(offset_ptr + token)
+        is_value = first >= q_heads + kv_heads
+        kv_head = first - q_heads - tl.where(is_value, kv_heads, 0) + head[:, None]
+        row = ((page * kv_heads + kv_head) * 2 + tl.where(is_value, 1, 0)) * page_size + offset
+        target = kv_ptr + row * (2 * HALF) + dim[None, :]
+    tl.store(target, low)
+    tl.store(target + HALF, high)
+
+
+def attention_inputs(
+    qkv: Array,
+    kv: Array,
+    layer: int,
+    norms: tuple[Array, Array],
+    tables: tuple[Array, Array],
+    slots: KVSlots,
+    *,
+    eps: float,
+) -> tuple[Array, Array]:
+    num_pages, kv_heads, _, page_size, head_dim = kv.shape[1:]
+    tokens = qkv.shape[0]
+    q_heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    heads = math.gcd(math.gcd(q_heads, kv_heads), _MAX_HEADS)
+    cache = jax.new_ref(kv)
+    q = triton_call(
+        qkv, cache, layer * num_pages, *norms, *tables, *slots,
+        kernel=_kernel,
+        name="attention_inputs",
+        out_type=jax.ShapeDtypeStruct((tokens, q_heads, head_dim), qkv.dtype),
+        grid=(tokens, (q_heads + 2 * kv_heads) // heads),
+        num_warps=4,
+        q_heads=q_heads, kv_heads=kv_heads, page_size=page_size,
+        eps=eps, HEADS=heads, HALF=head_dim // 2,
+    )  # fmt: skip
+    return q, jax.freeze(cache)

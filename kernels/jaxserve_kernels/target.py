@@ -1,0 +1,41 @@
+"""Which implementation of the operations to use: the device decides, a context overrides it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal, NamedTuple
+
+import jax
+
+type Implementation = Literal["reference", "triton"]
+
+
+class Target(NamedTuple):
+    """What a program is traced for."""
+
+    implementation: Implementation
+    compute_capability: int | None = None
+    """Of the GPU to compile for, e.g. 90; None: the GPU of this process."""
+
+
+_override: ContextVar[Target | None] = ContextVar("target", default=None)
+
+
+def current() -> Target:
+    """Triton on a GPU, the plain-JAX references elsewhere, unless `use` says otherwise."""
+    override = _override.get()
+    if override is not None:
+        return override
+    return Target("triton" if jax.default_backend() == "gpu" else "reference")
+
+
+@contextmanager
+def use(target: Target) -> Generator[None]:
+    """Trace for another target in this context: compiling without a GPU, comparing both."""
+    token = _override.set(target)
+    try:
+        yield
+    finally:
+        _override.reset(token)

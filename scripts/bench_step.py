@@ -1,0 +1,239 @@
+"""Time the compiled steps of a model against the memory floor of the card they run on.
+
+    python scripts/bench_step.py --model qwen3-4b --batch 1,8,64 --context 1024 --out step.json
+    python scripts/bench_step.py --compare before.json ...
+
+Every step runs as the engine runs it: from the scheduler's plan, one step ahead. The floor is the
+bytes that a step must read (weights, and the keys and values of its sequences) over the bandwidth
+of a large copy measured in the same process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from jaxserve.api import SamplingParams
+from jaxserve.config import NAMED_MODELS, Buckets, CacheConfig, ModelSpec, SchedulerConfig
+from jaxserve.metrics import Metrics
+from jaxserve.models import qwen3
+from jaxserve.plan import Admission, PageEntry, Row, StepPlan
+from jaxserve.runner import Runner, RunnerConfig
+from jaxserve_checkpoints.dummy import dummy_params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One bucket at one context length; times in milliseconds."""
+
+    batch: int
+    context: int
+    step_ms: float
+    host_ms: float
+    floor_ms: float
+    kernels: int
+    temp_mb: float
+
+    @property
+    def ratio(self) -> float:
+        return self.step_ms / self.floor_ms
+
+
+def main() -> None:
+    args = parse_args()
+    spec = NAMED_MODELS[args.model]
+    bandwidth = copy_bandwidth()
+    runner, config = make_runner(spec, args)
+    timings = [
+        time_decode(runner, config, batch, context, bandwidth, args.steps, args.temperature)
+        for context in args.context
+        for batch in args.batch
+        if batch * pages_for(context + args.steps + 8, config) <= config.cache.usable_pages
+    ]
+    result = describe(args, bandwidth, timings)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    show(result, json.loads(args.compare.read_text()) if args.compare else None)
+
+
+def parse_args() -> argparse.Namespace:
+    def sizes(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=sorted(NAMED_MODELS), default="qwen3-4b")
+    parser.add_argument("--batch", type=sizes, default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--context", type=sizes, default=[1024])
+    parser.add_argument("--steps", type=int, default=64, help="timed steps per bucket")
+    parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--kv-gib", type=float, default=46.0)
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    parser.add_argument("--compare", type=Path, help="an earlier result to compare with")
+    return parser.parse_args()
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read plus written, of copies of 2 GiB in device memory."""
+    source = jnp.ones((2**30,), jnp.bfloat16)
+    copy = jax.jit(lambda x: x + 1)
+    copy(source).block_until_ready()
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(10):
+            out = copy(source)
+        out.block_until_ready()
+        seconds.append((time.perf_counter() - start) / 10)
+    return 2 * source.nbytes / median(seconds)
+
+
+def make_runner(spec: ModelSpec, args: argparse.Namespace) -> tuple[Runner, RunnerConfig]:
+    if args.layers:
+        spec = dataclasses.replace(spec, num_layers=args.layers)
+    page_bytes = spec.kv_bytes_per_token(2) * args.page_size
+    config = RunnerConfig(
+        spec=spec,
+        cache=CacheConfig(
+            num_pages=int(args.kv_gib * 2**30) // page_bytes, page_size=args.page_size
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max(args.batch), max_model_len=40_960, max_num_batched_tokens=512
+        ),
+        buckets=Buckets(decode=tuple(sorted(set(args.batch))), prefill=(512,)),
+        dtype=jnp.bfloat16,
+        sampled_vocab=spec.vocab_size,
+    )
+    runner = Runner(config, dummy_params(qwen3.abstract(spec, jnp.bfloat16), 0), Metrics("bench"))
+    start = time.perf_counter()
+    runner.compile(os.cpu_count() or 1, lambda name, done: None)
+    print(f"compiled {len(config.all_buckets())} buckets in {time.perf_counter() - start:.1f} s")
+    return runner, config
+
+
+def pages_for(tokens: int, config: RunnerConfig) -> int:
+    return -(-tokens // config.cache.page_size)
+
+
+def time_decode(
+    runner: Runner,
+    config: RunnerConfig,
+    batch: int,
+    context: int,
+    bandwidth: float,
+    steps: int,
+    temperature: float,
+) -> Timing:
+    """Sequences of `context` tokens (the keys and values of whatever is in their pages)."""
+    per_seq = pages_for(context + steps + 8, config)
+    params = SamplingParams(max_tokens=steps, temperature=temperature)
+    plans = [
+        StepPlan(
+            rows=tuple(Row(slot, slot, context + step, (), True) for slot in range(batch)),
+            admissions=tuple(Admission(slot, params) for slot in range(batch)) if not step else (),
+            pages=tuple(
+                PageEntry(slot, position, 1 + slot * per_seq + position)
+                for slot in range(batch)
+                for position in range(per_seq)
+            )
+            if not step
+            else (),
+        )
+        for step in range(steps + 8)
+    ]
+    pending = None
+    host: list[float] = []
+    start = 0.0
+    for index, plan in enumerate(plans):
+        if index == 8:
+            runner.collect(pending)  # type: ignore[arg-type]
+            pending, start = None, time.perf_counter()
+        before = time.perf_counter()
+        launched = runner.launch(plan)
+        host.append(time.perf_counter() - before)
+        if pending is not None:
+            runner.collect(pending)
+        pending = launched
+    runner.collect(pending)  # type: ignore[arg-type]
+    elapsed = time.perf_counter() - start
+    weights = (config.spec.num_params) * 2
+    kv = batch * context * config.spec.kv_bytes_per_token(2)
+    kernels, temp = runner.describe_decode(batch)
+    return Timing(
+        batch=batch,
+        context=context,
+        step_ms=elapsed / steps * 1e3,
+        host_ms=median(host[8:]) * 1e3,
+        floor_ms=(weights + kv) / bandwidth * 1e3,
+        kernels=kernels,
+        temp_mb=temp / 2**20,
+    )
+
+
+def describe(args: argparse.Namespace, bandwidth: float, timings: list[Timing]) -> dict[str, Any]:
+    device = jax.devices()[0]
+    return {
+        "card": device.device_kind,
+        "jax": jax.__version__,
+        "driver": device.client.platform_version,
+        "python": platform.python_version(),
+        "model": args.model,
+        "layers": args.layers,
+        "temperature": args.temperature,
+        "copy_tb_per_s": bandwidth / 1e12,
+        "timings": [dataclasses.asdict(timing) for timing in timings],
+    }
+
+
+def show(result: dict[str, Any], earlier: dict[str, Any] | None) -> None:
+    known = {(t["batch"], t["context"]): t for t in (earlier or {}).get("timings", ())}
+    table = Table(
+        title=f"{result['model']} on {result['card']}, copy {result['copy_tb_per_s']:.2f} TB/s"
+    )
+    for column in ("batch", "context", "step ms", "floor ms", "ratio", "host ms", "kernels"):
+        table.add_column(column, justify="right")
+    table.add_column("tok/s", justify="right")
+    if earlier:
+        table.add_column("before ms", justify="right")
+        table.add_column("change", justify="right")
+    for values in result["timings"]:
+        timing = Timing(**values)
+        cells = [
+            str(timing.batch),
+            str(timing.context),
+            f"{timing.step_ms:.3f}",
+            f"{timing.floor_ms:.3f}",
+            f"{timing.ratio:.2f}",
+            f"{timing.host_ms:.3f}",
+            str(timing.kernels),
+            f"{timing.batch / timing.step_ms * 1e3:.0f}",
+        ]
+        if earlier:
+            before = known.get((timing.batch, timing.context))
+            cells += (
+                [f"{before['step_ms']:.3f}", f"{timing.step_ms / before['step_ms'] - 1:+.1%}"]
+                if before
+                else ["-", "-"]
+            )
+        table.add_row(*cells)
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
