@@ -77,8 +77,8 @@ class Bucket:
 
     @property
     def tiles(self) -> int:
-        """Enough for any split: each row wastes less than one tile."""
-        return self.rows if self.tile_size == 1 else self.tokens // self.tile_size + self.rows
+        """Enough for any split: each row wastes at most tile_size - 1 places of its last tile."""
+        return (self.tokens + self.rows * (self.tile_size - 1)) // self.tile_size
 
     @property
     def name(self) -> str:
@@ -145,7 +145,7 @@ def pack(plan: StepPlan, updates: Updates, bucket: Bucket, padding_slot: int) ->
     packed[: 2 * bucket.updates] = updates.padded(bucket.updates)
     for slots in (parts.token_slots, parts.row_slots, parts.tile_slots):
         slots[:] = padding_slot
-    if bucket.tile_size == 1:
+    if bucket.kind == "decode":
         _pack_decode(plan, parts)
     else:
         _pack_mixed(plan, parts, bucket.tile_size)
