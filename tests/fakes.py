@@ -1,0 +1,168 @@
+"""Stand-ins for the engine and for a model's tokenizer, scripted by the test that uses them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from jaxserve.api import (
+    EngineFailed,
+    EngineLimits,
+    EngineStatus,
+    FinishReason,
+    Request,
+    TokenEvent,
+    TokenLogprobs,
+)
+from jaxserve.tokenizer import HfTokenizer
+
+IM_START, IM_END, THINK, END_THINK, CALL, END_CALL = range(256, 262)
+SPECIAL = ("<|im_start|>", "<|im_end|>")
+NOT_SPECIAL = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+
+CHATML = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.reasoning_content %}
+        {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+    {%- endif %}
+    {{- message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>\\n' + call.function.arguments + '\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+
+
+def tiny_tokenizer(chat_template: str | None = CHATML) -> HfTokenizer:
+    """A byte-level BPE without merges: token id = byte value; the markers follow from 256 on."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    vocab = {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(hidden)}
+    full = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    full.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    full.decoder = decoders.ByteLevel()
+    full.add_special_tokens(list(SPECIAL))
+    full.add_tokens(list(NOT_SPECIAL))
+    return HfTokenizer(full, eos_token_ids=frozenset({IM_END}), chat_template=chat_template)
+
+
+type Script = Sequence[int] | Callable[[Request], Sequence[int]]
+
+
+class FakeEngine:
+    """Gives every request the tokens of a script, then waits for ever or ends with `finish`.
+
+    Like the real one it ends a sequence at its stop tokens and at max_tokens.
+    """
+
+    def __init__(
+        self,
+        script: Script = b"Hello",
+        *,
+        hang: bool = False,
+        finish: FinishReason = FinishReason.LENGTH,
+        refuse: Exception | None = None,
+        fail_after: int | None = None,
+        step: asyncio.Semaphore | None = None,
+        step_seconds: float = 0.0,
+        cached_tokens: int = 0,
+        max_model_len: int = 4096,
+        vocab_size: int = 300,
+    ):
+        self.requests: list[Request] = []
+        self.running = 0
+        self.aborted = asyncio.Event()
+        """Set when a sequence was given up before its end."""
+        self.phase = "serving"
+        self.last_step_age = 0.0
+        self._script = script
+        self._hang = hang
+        self._finish = finish
+        self._refuse = refuse
+        self._fail_after = fail_after
+        self._step = step
+        self._step_seconds = step_seconds
+        self._cached_tokens = cached_tokens
+        self._limits = EngineLimits(max_model_len, vocab_size)
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._limits
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            ready=self.phase == "serving",
+            phase=self.phase,
+            progress=1.0 if self.phase == "serving" else 0.5,
+            running=self.running,
+            waiting=0,
+            free_pages=75,
+            total_pages=100,
+            last_step_age=self.last_step_age,
+        )
+
+    async def generate(self, request: Request) -> AsyncGenerator[TokenEvent]:
+        self.requests.append(request)
+        if self._refuse is not None:
+            raise self._refuse
+        self.running += 1
+        ended = False
+        try:
+            script = self._script(request) if callable(self._script) else self._script
+            for position, token in enumerate(script):
+                await self._next_step(position)
+                event = self._event(request, token, position, last=position == len(script) - 1)
+                ended = event.finish is not None
+                yield event
+                if ended:
+                    return
+            await asyncio.Event().wait()
+        finally:
+            self.running -= 1
+            if not ended:
+                self.aborted.set()
+
+    async def _next_step(self, position: int) -> None:
+        if position == self._fail_after:
+            raise EngineFailed("RuntimeError: /secret/path at 0x7f00")
+        if self._step is not None:
+            await self._step.acquire()
+        await asyncio.sleep(self._step_seconds)
+
+    def _event(self, request: Request, token: int, position: int, *, last: bool) -> TokenEvent:
+        params = request.params
+        finish = None
+        if token in params.stop_token_ids and position >= params.min_tokens:
+            finish = FinishReason.STOP
+        elif position + 1 == params.max_tokens:
+            finish = FinishReason.LENGTH
+        elif last and not self._hang:
+            finish = self._finish
+        failed = finish in (FinishReason.ERROR, FinishReason.ABORT)
+        logprobs = None
+        if params.logprobs is not None:
+            top = tuple((token + i, -0.5 - i) for i in range(params.logprobs))
+            logprobs = TokenLogprobs(-0.5, top)
+        return TokenEvent(
+            request.id,
+            None if failed else token,
+            finish,
+            logprobs,
+            self._cached_tokens if position == 0 else 0,
+        )

@@ -1,0 +1,266 @@
+"""Whatever is wrong with a request, the answer is OpenAI's error object and names the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import pytest
+
+from jaxserve.api import EngineFailed, Overloaded, Rejected
+from tests.fakes import FakeEngine, tiny_tokenizer
+from tests.server.conftest import Serve
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+async def post(url: str, path: str, **kwargs: Any) -> tuple[int, Any, Any]:
+    async with aiohttp.request("POST", f"{url}{path}", **kwargs) as reply:
+        body = await reply.json()
+    if reply.status >= 400:
+        assert set(body) == {"error"}
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+        body = body["error"]
+    return reply.status, body, reply.headers
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 2.5}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"seed": 2**63}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop_token_ids": [300]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [300]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [["a"]]}, "prompt[0][0]"),
+        ({"prompt": None}, "prompt"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"best_of": 2}, "best_of"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"suffix": "end"}, "suffix"),
+    ],
+)
+async def test_a_bad_completion_names_the_field(serve: Serve, fields: Any, param: str) -> None:
+    url = await serve(FakeEngine())
+    status, error, _ = await post(url, "/v1/completions", json={"prompt": "Hi"} | fields)
+    assert (status, error["param"]) == (400, param)
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"tools": []}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+                "tool_choice": "required",
+            },
+            "tool_choice",
+        ),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"add_generation_prompt": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"enable_thinking": [1]}}, "chat_template_kwargs"),
+        ({"reasoning_effort": "extreme"}, "reasoning_effort"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ],
+)
+async def test_a_bad_chat_names_the_field(serve: Serve, fields: Any, param: str) -> None:
+    url = await serve(FakeEngine())
+    status, error, _ = await post(url, "/v1/chat/completions", json={"messages": MESSAGES} | fields)
+    assert status == 400
+    assert error["param"].startswith(param)
+
+
+async def test_values_that_ask_for_nothing_are_accepted(serve: Serve) -> None:
+    engine = FakeEngine()
+    harmless = {
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0,
+        "repetition_penalty": 1.0,
+        "logit_bias": None,
+        "logprobs": None,
+        "best_of": 1,
+        "response_format": {"type": "text"},
+        "tools": None,
+        "stop": None,
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+    }
+    status, _, headers = await post(
+        await serve(engine), "/v1/chat/completions", json={"messages": MESSAGES} | harmless
+    )
+    assert status == 200
+    assert "x-jaxserve-ignored-params" not in headers
+
+
+async def test_unknown_fields_are_listed_in_a_header_and_counted(serve: Serve) -> None:
+    url = await serve(FakeEngine())
+    body = {"prompt": "a", "top_q": 1, "wibble": {"x": [1]}, "\n": 1}
+    status, _, headers = await post(url, "/v1/completions", json=body)
+    assert status == 200
+    assert headers["x-jaxserve-ignored-params"] == "top_q,wibble"
+    async with aiohttp.request("GET", f"{url}/metrics") as reply:
+        assert 'jaxserve_ignored_params_total{param="wibble"} 1.0' in await reply.text()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"prompt": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "x": ' + b"[" * 100_000,
+        b'{"prompt": "a", "stop": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    ],
+)
+async def test_a_body_that_is_not_proper_json_is_a_400(serve: Serve, body: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    url = await serve(FakeEngine())
+    status, error, _ = await post(url, "/v1/completions", data=body, headers=headers)
+    assert status == 400
+    assert len(error["message"]) <= 1000
+
+
+async def test_free_form_json_may_only_be_so_deep(serve: Serve) -> None:
+    deep: Any = {}
+    for _ in range(100):
+        deep = {"a": deep}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
+    status, error, _ = await post(
+        await serve(FakeEngine()),
+        "/v1/chat/completions",
+        json={"messages": MESSAGES, "tools": tools},
+    )
+    assert (status, error["param"]) == (400, "tools")
+
+
+async def test_bodies_that_are_too_large_or_of_another_type_are_refused(serve: Serve) -> None:
+    url = await serve(FakeEngine(), max_request_bytes=100)
+    status, error, _ = await post(url, "/v1/completions", json={"prompt": "a" * 200})
+    assert (status, error["code"]) == (413, "request_too_large")
+    status, error, _ = await post(url, "/v1/completions", data={"prompt": "a"})
+    assert (status, error["code"]) == (415, "unsupported_media_type")
+
+
+async def test_unknown_routes_methods_and_models_have_the_same_shape(serve: Serve) -> None:
+    url = await serve(FakeEngine())
+    assert (await post(url, "/v1/nothing", json={}))[0] == 404
+    status, _, headers = await post(url, "/v1/models", json={})
+    assert status == 405
+    assert "GET" in headers["Allow"]
+    status, error, _ = await post(url, "/v1/completions", json={"prompt": "a", "model": "gpt"})
+    assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+
+
+async def test_a_prompt_that_cannot_fit_states_the_numbers(serve: Serve) -> None:
+    url = await serve(FakeEngine(max_model_len=10))
+    status, error, _ = await post(url, "/v1/completions", json={"prompt": "a" * 10})
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert "10 tokens" in error["message"]
+
+
+async def test_max_tokens_is_cut_to_the_room_that_the_prompt_leaves(serve: Serve) -> None:
+    engine = FakeEngine(max_model_len=10)
+    url = await serve(engine)
+    await post(url, "/v1/completions", json={"prompt": "a" * 8, "max_tokens": 50})
+    assert engine.requests[0].params.max_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status", "code"),
+    [
+        (Rejected("prompt needs 9 pages, the pool has 8", param="prompt"), 400, None),
+        (Overloaded("the queue is full"), 429, "overloaded"),
+        (EngineFailed("at 0x7f"), 500, "generation_failed"),
+        (RuntimeError("/secret/path"), 500, "internal_error"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_engine_refuses_has_a_status_even_for_a_stream(
+    serve: Serve, refusal: Exception, status: int, code: str | None, stream: bool
+) -> None:
+    url = await serve(FakeEngine(refuse=refusal))
+    body = {"prompt": "a", "stream": stream, "n": 2}
+    got, error, headers = await post(url, "/v1/completions", json=body)
+    assert (got, error["code"]) == (status, code)
+    assert ("Retry-After" in headers) == (status == 429)
+    assert "secret" not in error["message"]
+
+
+async def test_a_server_that_is_not_ready_says_when_to_come_back(serve: Serve) -> None:
+    engine = FakeEngine()
+    url = await serve(engine)
+    for phase in ("loading", "draining"):
+        engine.phase = phase
+        status, error, headers = await post(url, "/v1/completions", json={"prompt": "a"})
+        assert (status, error["code"]) == (503, "not_ready")
+        assert headers["Retry-After"] == "5"
+    assert engine.requests == []
+
+
+async def test_a_model_without_a_chat_template_only_completes(serve: Serve) -> None:
+    url = await serve(FakeEngine(), tokenizer=tiny_tokenizer(chat_template=None))
+    status, error, _ = await post(url, "/v1/chat/completions", json={"messages": MESSAGES})
+    assert status == 400
+    assert "/v1/completions" in error["message"]
+
+
+async def test_a_template_that_refuses_the_messages_is_a_400(serve: Serve) -> None:
+    template = "{{ raise_exception('no system messages') }}"
+    url = await serve(FakeEngine(), tokenizer=tiny_tokenizer(chat_template=template))
+    status, error, _ = await post(url, "/v1/chat/completions", json={"messages": MESSAGES})
+    assert (status, error["code"]) == (400, "chat_template_error")
+    assert "no system messages" in error["message"]
+
+
+async def test_request_ids_are_echoed_or_made(serve: Serve) -> None:
+    url = await serve(FakeEngine())
+    for path in ("/v1/completions", "/nowhere"):
+        for stream in (False, True):
+            body = {"prompt": "a", "stream": stream}
+            async with aiohttp.request(
+                "POST", url + path, json=body, headers={"x-request-id": "mine-1"}
+            ) as reply:
+                assert reply.headers["x-request-id"] == "mine-1"
+            async with aiohttp.request("POST", url + path, json=body) as reply:
+                assert len(reply.headers["x-request-id"]) == 32

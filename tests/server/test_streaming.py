@@ -1,0 +1,193 @@
+"""The bytes of a stream, and what becomes of it when one of the two sides goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import aiohttp
+import pytest
+
+from jaxserve.api import FinishReason
+from tests.fakes import IM_END, FakeEngine
+from tests.server.conftest import Serve, serving
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+COMPLETION = {"prompt": "Hi", "stream": True}
+
+
+async def post(url: str, path: str, body: Any) -> tuple[aiohttp.ClientResponse, bytes]:
+    async with aiohttp.request("POST", f"{url}{path}", json=body) as reply:
+        return reply, await reply.read()
+
+
+def payloads(raw: bytes) -> list[Any]:
+    events = raw.decode().removesuffix("data: [DONE]\n\n").split("\n\n")
+    return [json.loads(event.removeprefix("data: ")) for event in events if event]
+
+
+def shown(raw: bytes) -> list[str]:
+    return [choice["text"] for event in payloads(raw) for choice in event["choices"]]
+
+
+async def test_the_bytes_of_a_chat_stream_are_exactly_these(serve: Serve) -> None:
+    reply, raw = await post(await serve(FakeEngine([*b"A", IM_END])), "/v1/chat/completions", CHAT)
+    assert reply.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+    assert reply.headers["Cache-Control"] == "no-cache"
+    assert reply.headers["X-Accel-Buffering"] == "no"
+    raw = re.sub(rb"chatcmpl-[0-9a-f]{32}", b"ID", raw)
+    raw = re.sub(rb'"created":\d+', b'"created":0', raw)
+    head = '{"id":"ID","object":"chat.completion.chunk","created":0,"model":"tiny","choices":[{'
+    tail = '"logprobs":null,"finish_reason":'
+    assert raw.decode().split("\n\n") == [
+        f'data: {head}"index":0,"delta":{{"role":"assistant","content":""}},{tail}null}}]}}',
+        f'data: {head}"index":0,"delta":{{"content":"A"}},{tail}null}}]}}',
+        f'data: {head}"index":0,"delta":{{"content":""}},{tail}"stop"}}]}}',
+        "data: [DONE]",
+        "",
+    ]
+
+
+async def test_the_role_comes_in_the_same_write_as_the_first_text(serve: Serve) -> None:
+    step = asyncio.Semaphore(1)
+    url = await serve(FakeEngine(b"AB", step=step))
+    async with aiohttp.request("POST", f"{url}/v1/chat/completions", json=CHAT) as reply:
+        first = await reply.content.readany()
+        assert first.count(b"data: ") == 2
+        step.release()
+
+
+async def test_an_unfinished_character_gives_events_without_text(serve: Serve) -> None:
+    _, raw = await post(await serve(FakeEngine("aé€".encode())), "/v1/completions", COMPLETION)
+    assert shown(raw) == ["a", "", "é", "", "", "€"]
+
+
+async def test_a_character_that_stays_unfinished_becomes_a_replacement(serve: Serve) -> None:
+    _, raw = await post(await serve(FakeEngine("é".encode()[:1])), "/v1/completions", COMPLETION)
+    assert shown(raw) == ["\ufffd"]
+
+
+@pytest.mark.parametrize("include", [False, True])
+async def test_a_stop_string_ends_the_stream_and_the_work_for_it(
+    serve: Serve, include: bool
+) -> None:
+    engine = FakeEngine(b"Hello, END of it", hang=True)
+    body = COMPLETION | {"stop": ["END", "no"], "include_stop_str_in_output": include}
+    _, raw = await post(await serve(engine), "/v1/completions", body | {"max_tokens": 99})
+    assert shown(raw) == [*"Hello, ", "", "", "END" if include else ""]
+    assert payloads(raw)[-1]["choices"][0]["finish_reason"] == "stop"
+    assert engine.aborted.is_set()
+    assert engine.running == 0
+
+
+async def test_text_held_back_for_a_stop_string_appears_when_it_does_not_come(
+    serve: Serve,
+) -> None:
+    body = COMPLETION | {"stop": "END"}
+    _, raw = await post(await serve(FakeEngine(b"aENxE")), "/v1/completions", body)
+    assert shown(raw) == ["a", "", "", "ENx", "E"]
+
+
+async def test_stop_strings_wait_for_min_tokens(serve: Serve) -> None:
+    body = COMPLETION | {"stop": "a", "min_tokens": 2}
+    _, raw = await post(await serve(FakeEngine(b"aaabb")), "/v1/completions", body)
+    assert "".join(shown(raw)) == "aa"
+
+
+async def test_usage_can_come_with_every_chunk(serve: Serve) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = COMPLETION | {"stream_options": options}
+    _, raw = await post(await serve(FakeEngine(b"abc")), "/v1/completions", body)
+    counts = [event["usage"]["completion_tokens"] for event in payloads(raw)]
+    assert counts == [1, 2, 3, 3]
+    assert payloads(raw)[-1]["choices"] == []
+
+
+async def test_token_ids_come_on_request_with_the_stop_token(serve: Serve) -> None:
+    url = await serve(FakeEngine([*b"ab", IM_END]))
+    body = COMPLETION | {"return_token_ids": True}
+    _, raw = await post(url, "/v1/completions", body)
+    choices = [event["choices"][0] for event in payloads(raw)]
+    assert choices[0]["prompt_token_ids"] == list(b"Hi")
+    assert [choice["token_ids"] for choice in choices] == [[97], [98], [IM_END]]
+    _, raw = await post(url, "/v1/chat/completions", CHAT | {"return_token_ids": True})
+    choices = [event["choices"][0] for event in payloads(raw)]
+    assert [c.get("token_ids") for c in choices] == [None, [97], [98], [IM_END]]
+
+
+async def test_a_silent_stream_is_kept_alive_by_comments(serve: Serve) -> None:
+    step = asyncio.Semaphore(0)
+    url = await serve(FakeEngine(b"A", step=step), keep_alive_interval=0.03)
+    async with aiohttp.request("POST", f"{url}/v1/completions", json=COMPLETION) as reply:
+        assert await reply.content.readuntil(b"\n\n") == b": keep-alive\n\n"
+        assert await reply.content.readuntil(b"\n\n") == b": keep-alive\n\n"
+        step.release()
+        rest = (await reply.read()).replace(b": keep-alive\n\n", b"")
+    assert shown(rest) == ["A"]
+
+
+async def test_a_failure_ends_the_stream_with_an_error_and_done(serve: Serve) -> None:
+    for engine in (FakeEngine(b"ab", fail_after=1), FakeEngine(b"ab", finish=FinishReason.ERROR)):
+        _, raw = await post(await serve(engine), "/v1/completions", COMPLETION)
+        assert raw.endswith(b"\n\ndata: [DONE]\n\n")
+        error = payloads(raw)[-1]["error"]
+        assert error["type"] == "server_error"
+        assert error["code"] == "generation_failed"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("script", [b"", b"a"], ids=["queued", "decoding"])
+async def test_a_client_that_leaves_silently_frees_its_sequences(
+    serve: Serve, stream: bool, n: int, script: bytes
+) -> None:
+    engine = FakeEngine(script, hang=True)
+    url = await serve(engine)
+    body = CHAT | {"stream": stream, "n": n}
+    request = asyncio.create_task(post(url, "/v1/chat/completions", body))
+    async with asyncio.timeout(2):
+        while engine.running < n:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.02)
+        request.cancel()
+        await engine.aborted.wait()
+        while engine.running:
+            await asyncio.sleep(0.005)
+
+
+async def test_a_client_that_leaves_between_tokens_is_noticed_without_a_write(
+    serve: Serve,
+) -> None:
+    engine = FakeEngine(b"a", hang=True)
+    url = await serve(engine)
+    async with aiohttp.request("POST", f"{url}/v1/chat/completions", json=CHAT) as reply:
+        await reply.content.readline()
+    await asyncio.wait_for(engine.aborted.wait(), 1)
+
+
+async def test_shutdown_ends_streams_in_time() -> None:
+    engine = FakeEngine(b"a", hang=True)
+    async with aiohttp.ClientSession() as session, asyncio.timeout(2):
+        async with serving(engine) as url:
+            reply = await session.post(f"{url}/v1/completions", json=COMPLETION)
+            await reply.content.readline()
+        assert engine.running == 0
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await reply.read()
+
+
+async def test_a_draining_engine_ends_its_streams_with_an_error_event(serve: Serve) -> None:
+    url = await serve(FakeEngine(b"ab", finish=FinishReason.ABORT))
+    _, raw = await post(url, "/v1/completions", COMPLETION)
+    assert "error" in payloads(raw)[-1]
+
+
+async def test_more_choices_share_one_stream_and_end_together(serve: Serve) -> None:
+    engine = FakeEngine(b"ab", step_seconds=0.001)
+    _, raw = await post(await serve(engine), "/v1/completions", COMPLETION | {"n": 3})
+    choices = [event["choices"][0] for event in payloads(raw)]
+    assert sorted(choice["index"] for choice in choices) == [0, 0, 1, 1, 2, 2]
+    assert raw.count(b"[DONE]") == 1
+    assert engine.running == 0
