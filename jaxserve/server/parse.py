@@ -13,6 +13,7 @@ from jaxserve.server.errors import ApiError, invalid
 from jaxserve.server.schema import FREE_FORM, REJECTED, SILENT, field_names
 
 MAX_DEPTH = 64
+_RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MISSING = re.compile("missing required field `(.+)`")
 
 
@@ -37,12 +38,9 @@ async def read_json(request: web.Request) -> bytes:
 def parse[T: Struct](body: bytes, kind: type[T]) -> Parsed[T]:
     try:
         fields = msgspec.json.decode(body, type=kind)
-        extras = {
-            name: raw
-            for name, raw in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items()
-            if name not in field_names(kind)
-        }
-        ignored = tuple(name for name, raw in extras.items() if not _known(name, raw))
+        names = field_names(kind)
+        extras = [(n, raw) for n, raw in _RAW_FIELDS.decode(body).items() if n not in names]
+        ignored = tuple(name for name, raw in extras if not _known(name, raw))
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         missing = _MISSING.search(message)
@@ -51,7 +49,7 @@ def parse[T: Struct](body: bytes, kind: type[T]) -> Parsed[T]:
         raise invalid("the body is not valid JSON in UTF-8", code="invalid_json") from None
     except RecursionError:
         raise _too_deep(None) from None
-    for name in FREE_FORM & field_names(kind):
+    for name in FREE_FORM & names:
         _check_depth(getattr(fields, name), name)
     return Parsed(fields, ignored)
 

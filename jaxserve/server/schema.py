@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
 from jaxserve.api import MAX_LOGPROBS
@@ -190,4 +189,4 @@ TEMPLATE_VARIABLES = frozenset({"enable_thinking", "thinking", "preserve_thinkin
 
 
 def field_names(kind: type[Struct]) -> frozenset[str]:
-    return frozenset(field.encode_name for field in msgspec.structs.fields(kind))
+    return frozenset(kind.__struct_encode_fields__)
