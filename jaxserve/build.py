@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 _GPU_DECODE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _GPU_PREFILL = (16, 32, 64, 128, 256, 512, 1024, 2048)
 _CPU_DECODE = (1, 4, 16, 64)
-_CPU_PREFILL = (64, 256)
+_CPU_PREFILL = (16, 64, 256)
+_GPU_TILE, _CPU_TILE = 32, 16
 _CPU_KV_BYTES = 512 * 2**20
 _HOST_RESERVE = 512 * 2**20
 """Host memory left to everything else when weights and cache live there."""
@@ -46,6 +47,8 @@ def build_parts(
     """
     gpu = jax.default_backend() == "gpu"
     _use_compile_cache(options.compile_cache_dir)
+    watch = _CompileWatch(metrics, forbid=options.forbid_compiles)
+    on_compile(watch)
     dtype = _dtype(options.dtype, gpu=gpu)
     buckets = _buckets(options, gpu=gpu)
     scheduler = _scheduler_config(options, source.spec, buckets)
@@ -65,6 +68,7 @@ def build_parts(
         sampled_vocab=min(source.spec.vocab_size, source.tokenizer.vocab_size)
         if source.folder
         else source.spec.vocab_size,
+        tile_size=_GPU_TILE if gpu else _CPU_TILE,
     )
     runner = Runner(config, params, metrics)
     progress("compiling", 0.0)
@@ -84,7 +88,7 @@ def build_parts(
         cache.num_pages * kv_cache.page_bytes(source.spec, cache.page_size, dtype) / 2**30,
         runner.temp_bytes() / 2**30,
     )
-    _count_serving_compiles(metrics, forbid=options.forbid_compiles)
+    watch.serving = True
     return Parts(Scheduler(scheduler, cache), runner)
 
 
@@ -182,13 +186,18 @@ def _check_host_memory(spec: ModelSpec, dtype: DTypeLike, options: Options) -> N
         )
 
 
-def _count_serving_compiles(metrics: Metrics, *, forbid: bool) -> None:
-    """From now on every compilation is a bug: count it, say so, or fail."""
+class _CompileWatch:
+    """Counts compilations by phase. While serving each one is a bug: said, or fatal if asked."""
 
-    def compiled() -> None:
-        metrics.count_compile("serving")
-        if forbid:
+    def __init__(self, metrics: Metrics, *, forbid: bool):
+        self._metrics = metrics
+        self._forbid = forbid
+        self.serving = False
+
+    def __call__(self) -> None:
+        self._metrics.count_compile("serving" if self.serving else "startup")
+        if not self.serving:
+            return
+        if self._forbid:
             raise RuntimeError("a program was compiled while serving")
         log.error("a program was compiled while serving: please report this")
-
-    on_compile(compiled)

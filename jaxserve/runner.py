@@ -53,7 +53,7 @@ class RunnerConfig:
     dtype: DTypeLike
     sampled_vocab: int
     """Only token ids below it are sampled."""
-    tile_size: int = 16
+    tile_size: int
     """Query tokens of one sequence that attention handles together."""
 
     @property
@@ -149,6 +149,8 @@ class Runner:
 
     def reset(self) -> None:
         """Fresh device state after a step failed: donated buffers may be gone."""
+        for buffer in self._state:
+            buffer.delete()  # there is no room for a second cache beside the first
         self._state = self._fresh_state()
 
     def _bucket_for(self, plan: StepPlan) -> Bucket:

@@ -11,16 +11,20 @@ of a large copy measured in the same process.
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
+import gzip
 import json
 import os
 import platform
+import re
+import tempfile
 import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")
+os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")  # read when jax is imported
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +72,9 @@ def main() -> None:
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if args.profile:
+        for batch in args.batch:
+            profile(runner, config, batch, args.context[0], 8)
     show(result, json.loads(args.compare.read_text()) if args.compare else None)
 
 
@@ -84,6 +91,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--kv-gib", type=float, default=46.0)
+    parser.add_argument(
+        "--profile", action="store_true", help="print where the time of each step goes, by kernel"
+    )
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     parser.add_argument("--compare", type=Path, help="an earlier result to compare with")
     return parser.parse_args()
@@ -119,6 +129,7 @@ def make_runner(spec: ModelSpec, args: argparse.Namespace) -> tuple[Runner, Runn
         buckets=Buckets(decode=tuple(sorted(set(args.batch))), prefill=(512,)),
         dtype=jnp.bfloat16,
         sampled_vocab=spec.vocab_size,
+        tile_size=32,
     )
     runner = Runner(config, dummy_params(qwen3.abstract(spec, jnp.bfloat16), 0), Metrics("bench"))
     start = time.perf_counter()
@@ -141,49 +152,86 @@ def time_decode(
     temperature: float,
 ) -> Timing:
     """Sequences of `context` tokens (the keys and values of whatever is in their pages)."""
-    per_seq = pages_for(context + steps + 8, config)
-    params = SamplingParams(max_tokens=steps, temperature=temperature)
-    plans = [
-        StepPlan(
-            rows=tuple(Row(slot, slot, context + step, (), True) for slot in range(batch)),
-            admissions=tuple(Admission(slot, params) for slot in range(batch)) if not step else (),
-            pages=tuple(
-                PageEntry(slot, position, 1 + slot * per_seq + position)
-                for slot in range(batch)
-                for position in range(per_seq)
-            )
-            if not step
-            else (),
-        )
-        for step in range(steps + 8)
-    ]
+    plans = decode_plans(config, batch, context, steps + 8, temperature)
+    for plan in plans[:8]:
+        pending = runner.launch(plan)
+    runner.collect(pending)
     pending = None
     host: list[float] = []
-    start = 0.0
-    for index, plan in enumerate(plans):
-        if index == 8:
-            runner.collect(pending)  # type: ignore[arg-type]
-            pending, start = None, time.perf_counter()
+    start = time.perf_counter()
+    for plan in plans[8:]:
         before = time.perf_counter()
         launched = runner.launch(plan)
         host.append(time.perf_counter() - before)
         if pending is not None:
             runner.collect(pending)
         pending = launched
-    runner.collect(pending)  # type: ignore[arg-type]
+    runner.collect(pending)
     elapsed = time.perf_counter() - start
-    weights = (config.spec.num_params) * 2
+    weights = config.spec.num_params * 2
     kv = batch * context * config.spec.kv_bytes_per_token(2)
     kernels, temp = runner.describe_decode(batch)
     return Timing(
         batch=batch,
         context=context,
         step_ms=elapsed / steps * 1e3,
-        host_ms=median(host[8:]) * 1e3,
+        host_ms=median(host) * 1e3,
         floor_ms=(weights + kv) / bandwidth * 1e3,
         kernels=kernels,
         temp_mb=temp / 2**20,
     )
+
+
+def decode_plans(
+    config: RunnerConfig, batch: int, context: int, steps: int, temperature: float
+) -> list[StepPlan]:
+    """Steps of `batch` sequences that hold `context` tokens; the first one admits them."""
+    per_seq = pages_for(context + steps, config)
+    params = SamplingParams(max_tokens=steps, temperature=temperature)
+    admissions = tuple(Admission(slot, params) for slot in range(batch))
+    pages = tuple(
+        PageEntry(slot, position, 1 + slot * per_seq + position)
+        for slot in range(batch)
+        for position in range(per_seq)
+    )
+    return [
+        StepPlan(
+            rows=tuple(Row(slot, slot, context + step, (), True) for slot in range(batch)),
+            admissions=() if step else admissions,
+            pages=() if step else pages,
+        )
+        for step in range(steps)
+    ]
+
+
+def profile(runner: Runner, config: RunnerConfig, batch: int, context: int, steps: int) -> None:
+    """Print the kernels of a decode step by the time they take, from a trace of `steps` steps."""
+    plans = decode_plans(config, batch, context, steps + 4, 0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        for plan in plans[:4]:
+            runner.collect(runner.launch(plan))
+        with jax.profiler.trace(folder, create_perfetto_trace=True):
+            launched = [runner.launch(plan) for plan in plans[4:]]
+            runner.collect(launched[-1])
+        trace = next(Path(folder).rglob("perfetto_trace.json.gz"))
+        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    times: dict[str, list[float]] = collections.defaultdict(list)
+    for event in events:
+        if event.get("ph") == "X" and "correlation_id" in event.get("args", {}):
+            name = re.sub(r"(_\d+)+$", "", event["name"])
+            times[name].append(event["dur"])
+    table = Table(title=f"kernels of a step, batch {batch}, context {context}")
+    for column in ("kernel", "per step", "us each", "us per step"):
+        table.add_column(column, justify="right")
+    for name, durations in sorted(times.items(), key=lambda item: -sum(item[1]))[:25]:
+        table.add_row(
+            name[:60],
+            f"{len(durations) / steps:.1f}",
+            f"{median(durations):.2f}",
+            f"{sum(durations) / steps:.1f}",
+        )
+    table.add_row("all", "", "", f"{sum(map(sum, times.values())) / steps:.1f}")
+    Console(width=110).print(table)
 
 
 def describe(args: argparse.Namespace, bandwidth: float, timings: list[Timing]) -> dict[str, Any]:

@@ -1,0 +1,201 @@
+"""Closed-loop load on any OpenAI-compatible server: tokens per second, TTFT, TPOT.
+
+    python scripts/bench_serving.py --url http://127.0.0.1:8000 --concurrency 1,8,64 \
+        --prompt-tokens 1024 --output-tokens 128
+
+Each client sends its next request when the last one has ended. Prompts are random token ids, new
+for every request, so a prefix cache never helps. Failures are counted and shown, never dropped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import random
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Load:
+    """What every request of one point looks like."""
+
+    url: str
+    model: str
+    prompt_tokens: int
+    output_tokens: int
+    max_token_id: int
+    temperature: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One request, in seconds. TPOT is the mean time per token after the first."""
+
+    ttft: float
+    tpot: float
+    tokens: int
+    error: str | None = None
+
+
+async def main() -> None:
+    args = parse_args()
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=600)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        load = Load(
+            url=args.url.rstrip("/"),
+            model=args.model or await served_model(session, args.url),
+            prompt_tokens=args.prompt_tokens,
+            output_tokens=args.output_tokens,
+            max_token_id=args.max_token_id,
+            temperature=args.temperature,
+        )
+        points = []
+        for concurrency in args.concurrency:
+            total = max(args.min_requests, args.rounds * concurrency)
+            rng = random.Random(f"{args.seed}/{concurrency}")
+            points.append(await run_point(session, load, concurrency, total, rng))
+    result = {"load": dataclasses.asdict(load), "points": points}
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    show(result)
+
+
+def parse_args() -> argparse.Namespace:
+    def sizes(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--model", help="default: the first that the server names")
+    parser.add_argument("--concurrency", type=sizes, default=[1, 8, 64])
+    parser.add_argument("--prompt-tokens", type=int, default=1024)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--max-token-id", type=int, default=150_000)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--rounds", type=int, default=3, help="requests per client")
+    parser.add_argument("--min-requests", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    return parser.parse_args()
+
+
+async def served_model(session: aiohttp.ClientSession, url: str) -> str:
+    async with session.get(f"{url.rstrip('/')}/v1/models") as reply:
+        return (await reply.json())["data"][0]["id"]
+
+
+async def run_point(
+    session: aiohttp.ClientSession,
+    load: Load,
+    concurrency: int,
+    total: int,
+    rng: random.Random,
+) -> dict[str, Any]:
+    """`total` requests over `concurrency` clients; times in the result are milliseconds."""
+    prompts = [
+        [rng.randrange(load.max_token_id) for _ in range(load.prompt_tokens)] for _ in range(total)
+    ]
+    outcomes: list[Outcome] = []
+
+    async def client() -> None:
+        while prompts:
+            outcomes.append(await request(session, load, prompts.pop()))
+
+    start = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(concurrency)))
+    elapsed = time.perf_counter() - start
+    good = [outcome for outcome in outcomes if outcome.error is None]
+    return {
+        "concurrency": concurrency,
+        "requests": total,
+        "failed": total - len(good),
+        "errors": sorted({outcome.error for outcome in outcomes if outcome.error})[:3],
+        "output_tok_per_s": sum(outcome.tokens for outcome in good) / elapsed,
+        "ttft_ms": summary([outcome.ttft for outcome in good]),
+        "tpot_ms": summary([outcome.tpot for outcome in good]),
+    }
+
+
+async def request(session: aiohttp.ClientSession, load: Load, prompt: list[int]) -> Outcome:
+    body = {
+        "model": load.model,
+        "prompt": prompt,
+        "max_tokens": load.output_tokens,
+        "temperature": load.temperature,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    start = time.perf_counter()
+    first = last = 0.0
+    tokens = 0
+    try:
+        async with session.post(f"{load.url}/v1/completions", json=body) as reply:
+            if reply.status != 200:
+                text = (await reply.text())[:200]
+                return Outcome(ttft=0, tpot=0, tokens=0, error=f"{reply.status} {text}")
+            async for line in reply.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    return Outcome(ttft=0, tpot=0, tokens=0, error=str(chunk["error"]))
+                if chunk["choices"]:
+                    last = time.perf_counter()
+                    first = first or last
+                if chunk.get("usage"):
+                    tokens = chunk["usage"]["completion_tokens"]
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return Outcome(ttft=0, tpot=0, tokens=0, error=type(error).__name__)
+    return Outcome(ttft=first - start, tpot=(last - first) / max(tokens - 1, 1), tokens=tokens)
+
+
+def summary(seconds: list[float]) -> dict[str, float]:
+    """Median, p90 and p99 in milliseconds."""
+    if not seconds:
+        return {"p50": 0.0, "p90": 0.0, "p99": 0.0}
+    ordered = sorted(seconds)
+
+    def at(share: float) -> float:
+        return ordered[min(int(share * len(ordered)), len(ordered) - 1)] * 1e3
+
+    return {"p50": median(ordered) * 1e3, "p90": at(0.9), "p99": at(0.99)}
+
+
+def show(result: dict[str, Any]) -> None:
+    load = result["load"]
+    table = Table(
+        title=f"{load['model']}: {load['prompt_tokens']} tokens in, {load['output_tokens']} out"
+    )
+    columns = ("clients", "requests", "failed", "tok/s", "TTFT p50", "p99", "TPOT p50", "p99 (ms)")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for point in result["points"]:
+        table.add_row(
+            str(point["concurrency"]),
+            str(point["requests"]),
+            str(point["failed"]),
+            f"{point['output_tok_per_s']:.0f}",
+            f"{point['ttft_ms']['p50']:.1f}",
+            f"{point['ttft_ms']['p99']:.1f}",
+            f"{point['tpot_ms']['p50']:.2f}",
+            f"{point['tpot_ms']['p99']:.2f}",
+        )
+    Console(width=100).print(table)
+    for point in result["points"]:
+        for error in point["errors"]:
+            print(f"  {point['concurrency']} clients: {error}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
