@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
-from jaxserve_checkpoints.dummy import dummy_params
 
 from jaxserve.config import Buckets, CacheConfig, ModelSpec, SchedulerConfig
 from jaxserve.models import qwen3
 from jaxserve.runner import Runner, RunnerConfig, on_compile
+from jaxserve_checkpoints.dummy import dummy_params
 
 SPEC = ModelSpec(
     vocab_size=97,

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+
 from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
 from jaxserve_kernels.paged_attention.specs import (
     SMALL_SPECS,
@@ -17,7 +19,6 @@ from jaxserve_kernels.paged_attention.specs import (
     Heads,
     make_inputs,
 )
-from numpy.typing import NDArray
 
 type Floats = NDArray[Any]
 

@@ -1,0 +1,94 @@
+"""Plans by hand: sequences that are placed, fed and read by the test instead of a scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.api import SamplingParams
+from jaxserve.plan import Admission, PageEntry, Row, Sampled, StepPlan
+from jaxserve.runner import Runner
+
+GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
+
+TOLERANCE = 2e-5
+"""Logprobs of two float32 computations of one thing; 1e-6 to 2e-6 is the worst measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A sequence in a slot, with the pages of all its tokens."""
+
+    slot: int = 0
+    pages: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
+    params: SamplingParams = GREEDY
+
+    @property
+    def admission(self) -> Admission:
+        return Admission(self.slot, self.params)
+
+    @property
+    def entries(self) -> tuple[PageEntry, ...]:
+        return tuple(PageEntry(self.slot, index, page) for index, page in enumerate(self.pages))
+
+    def chunk(self, tokens: Sequence[int], start: int = 0, *, samples: bool = True) -> Row:
+        return Row(
+            seq_id=self.slot,
+            slot=self.slot,
+            start=start,
+            tokens=tuple(tokens),
+            samples=samples,
+            logprobs=samples,
+        )
+
+    def decode(self, start: int) -> Row:
+        return self.chunk((), start)
+
+
+def step(runner: Runner, rows: Iterable[Row], admit: Iterable[Placed] = ()) -> list[Sampled | None]:
+    """Launch and collect one step; the sequences in `admit` take their slots and pages first."""
+    return runner.collect(runner.launch(plan(rows, admit)))
+
+
+def plan(rows: Iterable[Row], admit: Iterable[Placed] = ()) -> StepPlan:
+    admit = tuple(admit)
+    return StepPlan(
+        rows=tuple(rows),
+        admissions=tuple(seq.admission for seq in admit),
+        pages=tuple(entry for seq in admit for entry in seq.entries),
+    )
+
+
+def first_token(runner: Runner, seq: Placed, prompt: Sequence[int]) -> Sampled:
+    """What follows the prompt, computed at once."""
+    return certain(step(runner, [seq.chunk(prompt)], [seq])[0])
+
+
+def generate(runner: Runner, seq: Placed, prompt: Sequence[int], count: int) -> list[Sampled]:
+    """Alone on the device: prefill, then decode; every token read before the next step."""
+    results = [first_token(runner, seq, prompt)]
+    for start in range(len(prompt), len(prompt) + count - 1):
+        results.append(certain(step(runner, [seq.decode(start)])[0]))
+    return results
+
+
+def tokens_of(results: Iterable[Sampled | None]) -> list[int]:
+    return [certain(result).token for result in results]
+
+
+def certain(result: Sampled | None) -> Sampled:
+    assert result is not None
+    return result
+
+
+def assert_same(got: Sampled | None, expected: Sampled | None) -> None:
+    """Equal tokens, and equal distributions but for rounding."""
+    got, expected = certain(got), certain(expected)
+    assert got.token == expected.token
+    assert got.logprobs is not None and expected.logprobs is not None
+    values = [
+        [lp.logprob, *(value for _, value in lp.top)] for lp in (got.logprobs, expected.logprobs)
+    ]
+    np.testing.assert_allclose(*values, rtol=0, atol=TOLERANCE)

@@ -1,0 +1,349 @@
+"""The device computes what the plan says, whatever else it computes and wherever it puts it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxserve.api import MAX_LOGPROBS, SamplingParams
+from jaxserve.plan import PageEntry, StepPlan
+from jaxserve.runner import Runner
+from tests.runner.driver import (
+    GREEDY,
+    Placed,
+    assert_same,
+    certain,
+    first_token,
+    generate,
+    plan,
+    step,
+    tokens_of,
+)
+from tests.tiny_model import COMPILES, StubMetrics, make_config, make_params, make_runner
+
+SAMPLED_VOCAB = 60
+NUM_PAGES = 41
+CONFIG = make_config(num_pages=NUM_PAGES, sampled_vocab=SAMPLED_VOCAB)
+METRICS = StubMetrics()
+PROMPT = (5, 71, 8, 8, 96, 0, 33, 12, 60, 41, 2)
+OTHER = (90, 3, 17, 64, 64, 7)
+SAMPLED = SamplingParams(max_tokens=100, temperature=1.5, top_k=40, top_p=0.98, seed=12345)
+FEATURES = [
+    GREEDY,
+    SamplingParams(max_tokens=9, temperature=0.8),
+    SamplingParams(max_tokens=9, temperature=0.8, top_k=3),
+    SamplingParams(max_tokens=9, temperature=0.8, top_p=0.5),
+    SamplingParams(max_tokens=9, temperature=0.8, min_p=0.1),
+    SAMPLED,
+]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Runner:
+    return make_runner(CONFIG, metrics=METRICS)
+
+
+@pytest.fixture
+def runner(compiled: Runner) -> Iterator[Runner]:
+    """Warm and with nothing in its memory; whatever the test does must not compile."""
+    compiled.reset()
+    METRICS.steps.clear()
+    before = COMPILES.count
+    yield compiled
+    assert COMPILES.count == before, "something was compiled while serving"
+
+
+# One sequence.
+
+
+@pytest.mark.parametrize("split", range(1, len(PROMPT)))
+def test_a_prompt_in_two_chunks_is_the_prompt(runner: Runner, split: int) -> None:
+    whole = first_token(runner, Placed(), PROMPT)
+    seq = Placed(slot=1, pages=(11, 12, 13))
+    nothing = step(runner, [seq.chunk(PROMPT[:split], samples=False)], [seq])
+    assert nothing == [None]
+    assert_same(step(runner, [seq.chunk(PROMPT[split:], split)])[0], whole)
+
+
+def test_a_prompt_token_by_token_is_the_prompt(runner: Runner) -> None:
+    whole = first_token(runner, Placed(), PROMPT)
+    seq = Placed(slot=3, pages=(11, 12, 13))
+    last = None
+    for start, token in enumerate(PROMPT):
+        admit = [seq] if start == 0 else []
+        last = step(runner, [seq.chunk([token], start)], admit)[0]
+    assert_same(last, whole)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_decoding_is_the_prefill_of_a_longer_prompt(runner: Runner, params: SamplingParams) -> None:
+    """Sampling too: the random numbers belong to the position, not to how it was reached."""
+    seq = Placed(params=params)
+    decoded = generate(runner, seq, PROMPT, 12)
+    tokens = tokens_of(decoded)
+    for count, expected in enumerate(decoded):
+        again = first_token(runner, Placed(slot=2, params=params), PROMPT + tuple(tokens[:count]))
+        assert_same(again, expected)
+
+
+def test_prompts_over_several_buckets_agree(runner: Runner) -> None:
+    """8 tokens fill the smaller bucket; the ninth needs the larger one."""
+    tokens = tuple(range(20, 40))
+    for length in (7, 8, 9, 20):
+        at_once = first_token(runner, Placed(), tokens[:length])
+        seq = Placed(slot=1)
+        step(runner, [seq.chunk(tokens[:3], samples=False)], [seq])
+        assert_same(step(runner, [seq.chunk(tokens[3:length], 3)])[0], at_once)
+    buckets = {used["used"]: used["bucket"] for used in METRICS.steps}
+    assert buckets == {7: 8, 8: 8, 9: 32, 20: 32, 3: 8, 4: 8, 5: 8, 6: 8, 17: 32}
+
+
+def test_steps_may_be_launched_before_earlier_ones_are_read(runner: Runner) -> None:
+    """Only the device knows the tokens that these decode rows compute."""
+    expected = generate(runner, Placed(), PROMPT, 9)
+    seq = Placed(slot=1, pages=(20, 21, 22, 23, 24))
+    pending = [runner.launch(plan([seq.chunk(PROMPT)], [seq]))]
+    for start in range(len(PROMPT), len(PROMPT) + 8):
+        pending.append(runner.launch(plan([seq.decode(start)])))
+    for launched, result in zip(pending, expected, strict=True):
+        assert_same(runner.collect(launched)[0], result)
+
+
+def test_a_row_that_does_not_sample_leaves_the_last_token_alone(runner: Runner) -> None:
+    expected = generate(runner, Placed(), PROMPT, 3)
+    seq = Placed(slot=1)
+    first = step(runner, [seq.chunk(PROMPT)], [seq])[0]
+    assert step(runner, [seq.chunk(PROMPT[:5], samples=False)]) == [None]
+    second = step(runner, [seq.decode(len(PROMPT))])[0]
+    assert_same(first, expected[0])
+    assert_same(second, expected[1])
+
+
+def test_only_tokens_of_the_tokenizer_are_sampled_or_reported(runner: Runner) -> None:
+    hot = SamplingParams(max_tokens=100, temperature=100.0, seed=1)
+    results = generate(runner, Placed(params=hot), PROMPT, 20)
+    assert len(set(tokens_of(results))) > 10
+    for result in results:
+        assert result.logprobs is not None and len(result.logprobs.top) == MAX_LOGPROBS
+        assert max(result.token, *(token for token, _ in result.logprobs.top)) < SAMPLED_VOCAB
+
+
+def test_logprobs_describe_the_distribution_before_sampling(runner: Runner) -> None:
+    greedy = certain(first_token(runner, Placed(), PROMPT)).logprobs
+    hot = replace(SAMPLED, temperature=2.0, seed=3)
+    sampled = first_token(runner, Placed(params=hot), PROMPT)
+    assert greedy is not None and sampled.logprobs is not None
+    assert sampled.logprobs.top == greedy.top
+    values = [value for _, value in greedy.top]
+    assert values == sorted(values, reverse=True)
+    assert greedy.logprob == values[0]
+    assert 0 < np.exp(values).sum() < 1
+
+
+# Several sequences.
+
+
+def test_sequences_of_one_step_do_not_see_each_other(runner: Runner) -> None:
+    """Prefill of one while another decodes, then both decode, then one more joins."""
+    expected = generate(runner, Placed(), PROMPT, 6)
+    other = generate(runner, Placed(), OTHER, 6)
+    a, b = Placed(slot=2, pages=(31, 9, 14, 3, 26)), Placed(slot=0, pages=(5, 30, 6))
+    long, short = len(PROMPT), len(OTHER)
+
+    assert_same(step(runner, [a.chunk(PROMPT)], [a])[0], expected[0])
+    first, none = step(runner, [a.decode(long), b.chunk(OTHER[:3], samples=False)], [b])
+    assert none is None
+    assert_same(first, expected[1])
+    first, second = step(runner, [a.decode(long + 1), b.chunk(OTHER[3:], 3)])
+    assert_same(first, expected[2])
+    assert_same(second, other[0])
+    for index in range(3):
+        rows = [b.decode(short + index), a.decode(long + 2 + index)]
+        second, first = step(runner, rows)
+        assert_same(first, expected[3 + index])
+        assert_same(second, other[1 + index])
+
+
+def test_results_come_in_the_order_of_the_rows(runner: Runner) -> None:
+    prompts = {slot: tuple(range(slot, slot + 5)) for slot in range(4)}
+    alone = {slot: first_token(runner, Placed(), prompt) for slot, prompt in prompts.items()}
+    placed = {slot: Placed(slot=slot, pages=(2 * slot + 1, 2 * slot + 2)) for slot in prompts}
+    order = [2, 0, 3, 1]
+    rows = [placed[slot].chunk(prompts[slot], samples=slot != 3) for slot in order]
+    results = step(runner, rows, placed.values())
+    assert results[2] is None
+    for slot, result in zip(order, results, strict=True):
+        if slot != 3:
+            assert_same(result, alone[slot])
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.large_base_example])
+@given(data=st.data())
+def test_slots_rows_pages_and_neighbours_do_not_matter(
+    compiled: Runner, data: st.DataObject
+) -> None:
+    """Four sequences in random slots, row orders, pages and chunks get what they get alone."""
+    prompts = [(1,), PROMPT, OTHER, tuple(range(50, 63))]
+    sampling = [data.draw(st.sampled_from(FEATURES)) for _ in prompts]
+    expected = [
+        generate(compiled, Placed(params=params), prompt, 4)
+        for prompt, params in zip(prompts, sampling, strict=True)
+    ]
+    slots = data.draw(st.permutations(range(4)))
+    pages = data.draw(st.permutations(range(1, 21)))
+    placed = [
+        Placed(slot=slots[i], pages=tuple(pages[5 * i : 5 * i + 5]), params=sampling[i])
+        for i in range(4)
+    ]
+    done, computed, outputs = [False] * 4, [0] * 4, [list[object]() for _ in range(4)]
+    before = COMPILES.count
+    while not all(done):
+        rows, owners, admit = [], [], []
+        for i in data.draw(st.permutations([i for i in range(4) if not done[i]])):
+            known = len(prompts[i])
+            if computed[i] >= known:
+                row = placed[i].decode(computed[i])
+            elif (count := min(known - computed[i], data.draw(st.integers(0, 8)))) == 0:
+                continue
+            else:
+                end = computed[i] + count
+                tokens = prompts[i][computed[i] : end]
+                row = placed[i].chunk(tokens, computed[i], samples=end == known)
+            admit += [placed[i]] if computed[i] == 0 else []
+            rows.append(row)
+            owners.append(i)
+            computed[i] += row.num_tokens
+        if not rows:
+            continue
+        for i, result in zip(owners, step(compiled, rows, admit), strict=True):
+            if result is not None:
+                assert_same(result, expected[i][len(outputs[i])])
+                outputs[i].append(result)
+            done[i] = len(outputs[i]) == 4
+    assert COMPILES.count == before
+
+
+def test_a_slot_and_its_pages_can_be_given_to_somebody_else(runner: Runner) -> None:
+    """While the step of the old owner is in flight: the device works in launch order."""
+    expected = generate(runner, Placed(params=SAMPLED), OTHER, 3)
+    runner.reset()
+    old = Placed(pages=(4, 5, 6))
+    new = Placed(pages=(6, 4), params=SAMPLED)
+    generate(runner, old, PROMPT, 1)
+    in_flight = runner.launch(plan([old.decode(len(PROMPT))]))
+    taken = runner.launch(plan([new.chunk(OTHER)], [new]))
+    runner.collect(in_flight)
+    assert_same(runner.collect(taken)[0], expected[0])
+    more = StepPlan(rows=(new.decode(6),))
+    assert_same(runner.collect(runner.launch(more))[0], expected[1])
+
+
+def test_padding_rows_do_not_touch_anybody(runner: Runner) -> None:
+    """Three rows in a bucket of four, one row in a bucket of one."""
+    alone = generate(runner, Placed(), PROMPT, 4)
+    placed = [
+        Placed(slot=slot, pages=(1 + 4 * slot, 2 + 4 * slot, 3 + 4 * slot, 4 + 4 * slot))
+        for slot in range(3)
+    ]
+    step(runner, [seq.chunk(PROMPT[:10], samples=False) for seq in placed], placed)
+    for result in step(runner, [seq.chunk(PROMPT[10:], 10) for seq in placed]):
+        assert_same(result, alone[0])
+    for index in range(3):
+        for result in step(runner, [seq.decode(len(PROMPT) + index) for seq in placed]):
+            assert_same(result, alone[1 + index])
+    assert METRICS.steps[-1] == {**METRICS.steps[-1], "kind": "decode", "used": 3, "padded": 4}
+
+
+# The runner itself.
+
+
+def test_every_combination_of_features_was_compiled_before(runner: Runner) -> None:
+    """The fixture counts: none of this compiles."""
+    placed = [
+        Placed(slot=slot, pages=(4 * slot + 1, 4 * slot + 2, 4 * slot + 3)) for slot in range(4)
+    ]
+    for params in FEATURES:
+        for count in (1, 3, 4):
+            admit = [replace(seq, params=params) for seq in placed[:count]]
+            rows = [seq.chunk(OTHER[:2], samples=index % 2 == 0) for index, seq in enumerate(admit)]
+            step(runner, rows, admit)
+            quiet = [row._replace(logprobs=False) for row in rows]
+            step(runner, quiet)
+            step(runner, [seq.decode(2)._replace(logprobs=count == 3) for seq in admit])
+    runner.reset()
+
+
+def test_more_changes_than_a_step_holds_are_applied_before_it(runner: Runner) -> None:
+    """A decode step of one row holds one update; moving a sequence to other pages takes four."""
+    expected = generate(runner, Placed(), PROMPT, 2)
+    seq = Placed(slot=1, pages=(20, 21, 22))
+    step(runner, [seq.chunk(PROMPT)], [seq])
+    twin = Placed(slot=2, pages=(25, 26, 27))
+    step(runner, [twin.chunk(PROMPT)], [twin])
+    moves = tuple(PageEntry(1, index, page) for index, page in enumerate(twin.pages))
+    moved = StepPlan(rows=(seq.decode(len(PROMPT)),), pages=moves)
+    assert_same(runner.collect(runner.launch(moved))[0], expected[1])
+    step(runner, [seq.chunk([70] * 11, samples=False)])  # goes to the twin's pages now
+    again = step(runner, [twin.decode(len(PROMPT))])[0]
+    assert certain(again).logprobs != certain(expected[1]).logprobs
+
+
+def test_page_tables_of_thousands_of_pages_arrive_whole() -> None:
+    """More changes than one call of the overflow executable holds."""
+    config = make_config(
+        max_model_len=9000, page_size=1, num_pages=9001, decode=(1,), prefill=(4,), max_num_seqs=1
+    )
+    runner = make_runner(config)
+    before = COMPILES.count
+    pages = tuple(np.random.default_rng(0).permutation(np.arange(1, 9001)).tolist())
+    seq = Placed(pages=pages)
+    runner.launch(plan([seq.chunk([1, 2, 3])], [seq]))
+    table = np.asarray(runner._state.sequences)[0, 16:]  # pyright: ignore[reportPrivateUsage]
+    assert tuple(table.tolist()) == pages
+    assert COMPILES.count == before
+
+
+def test_reset_forgets_everything_and_works_again(runner: Runner) -> None:
+    """Also after a step failed when its buffers were already donated."""
+    expected = generate(runner, Placed(), PROMPT, 3)
+    for leaf in jax.tree.leaves(runner._state):  # pyright: ignore[reportPrivateUsage]
+        leaf.delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        step(runner, [Placed().decode(len(PROMPT))])
+    runner.reset()
+    for got, want in zip(generate(runner, Placed(), PROMPT, 3), expected, strict=True):
+        assert_same(got, want)
+
+
+def test_reset_gives_the_old_memory_back_before_it_takes_new(runner: Runner) -> None:
+    """The KV cache takes all the memory there is: two of them do not fit."""
+    old = jax.tree.leaves(runner._state)  # pyright: ignore[reportPrivateUsage]
+    runner.reset()
+    assert all(leaf.is_deleted() for leaf in old)
+
+
+def test_steps_are_reported_with_the_bucket_they_ran_in(runner: Runner) -> None:
+    generate(runner, Placed(), PROMPT, 2)
+    prefill, decode = METRICS.steps
+    assert (prefill["kind"], prefill["bucket"], prefill["used"]) == ("mixed", 32, len(PROMPT))
+    assert (decode["kind"], decode["bucket"], decode["used"]) == ("decode", 1, 1)
+    assert prefill["padded"] == 32 and prefill["seconds"] > 0
+
+
+def test_a_mixed_bucket_of_one_token_computes_the_token_it_is_given() -> None:
+    config = make_config(max_num_seqs=1, decode=(1,), prefill=(1, 32), sampled_vocab=SAMPLED_VOCAB)
+    runner = make_runner(config, make_params())
+    whole = first_token(runner, Placed(), PROMPT)
+    seq = Placed(pages=(9, 10, 11))
+    step(runner, [seq.chunk(PROMPT[:10], samples=False)], [seq])
+    assert_same(step(runner, [seq.chunk(PROMPT[10:], 10)])[0], whole)
+
+
+def test_scratch_memory_of_the_largest_step_is_known(runner: Runner) -> None:
+    assert runner.temp_bytes() > 0
