@@ -1,0 +1,126 @@
+"""The model against transformers: stored logits of tiny random checkpoints, in float32."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from jaxserve import kv_cache
+from jaxserve.config import CacheConfig, ModelSpec
+from jaxserve.models import qwen3
+from jaxserve_checkpoints.load import load_params
+from jaxserve_checkpoints.reader import open_checkpoint
+from jaxserve_kernels.paged_attention import QueryTiles
+from tests.runner.driver import Placed, certain, first_token, generate, tokens_of
+from tests.tiny_model import make_config, make_runner
+
+type Floats = NDArray[np.floating[Any]]
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TOLERANCE = 1e-4
+"""Of logits up to 18 in absolute value; 3e-5 is the worst measured."""
+
+PAGE_SIZE, PAGES_PER_SEQ, TILE_SIZE = 16, 8, 16
+CACHE = CacheConfig(num_pages=PAGES_PER_SEQ + 2, page_size=PAGE_SIZE)
+
+
+class Golden(NamedTuple):
+    spec: ModelSpec
+    params: qwen3.Params
+    arrays: dict[str, NDArray[Any]]
+
+    @property
+    def sequences(self) -> list[tuple[NDArray[np.int32], Floats]]:
+        """Tokens and the logits after each of them."""
+        count = int(self.arrays["num_sequences"])
+        return [(self.arrays[f"tokens_{i}"], self.arrays[f"logits_{i}"]) for i in range(count)]
+
+    @property
+    def continuations(self) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+        """Prompts and their 64 greedy tokens."""
+        names = [(f"greedy_prompt_{i}", f"greedy_tokens_{i}") for i in range(3)]
+        return [(self.arrays[prompt], self.arrays[tokens]) for prompt, tokens in names]
+
+
+@pytest.fixture(scope="module", params=["tied", "untied_sharded", "yarn"])
+def golden(request: pytest.FixtureRequest) -> Golden:
+    folder = GOLDEN / request.param
+    spec = ModelSpec.from_hf(json.loads((folder / "config.json").read_text()))
+    abstract = qwen3.abstract(spec, jnp.float32)
+    params = load_params(open_checkpoint(folder), qwen3.rules(spec), abstract)
+    with np.load(folder / "golden.npz") as arrays:
+        return Golden(spec, params, dict(arrays))
+
+
+@partial(jax.jit, static_argnames="spec", donate_argnames="kv")
+def compute(
+    params: qwen3.Params, kv: jax.Array, tokens: qwen3.StepTokens, spec: ModelSpec
+) -> tuple[jax.Array, jax.Array]:
+    tile_size = min(TILE_SIZE, tokens.ids.shape[0])
+    hidden, kv = qwen3.forward(params, kv, tokens, spec, tile_size=tile_size)
+    return qwen3.logits(params, hidden), kv
+
+
+def locate(tokens: Sequence[int], start: int, padded: int) -> qwen3.StepTokens:
+    """A chunk of the one sequence there is, whose pages are in descending order."""
+    count, tile_size = len(tokens), min(TILE_SIZE, padded)
+    table = np.zeros((2, PAGES_PER_SEQ), np.int32)
+    table[0] = np.arange(PAGES_PER_SEQ, 0, -1)
+    positions = np.zeros(padded, np.int32)
+    positions[:count] = np.arange(start, start + count)
+    pages = np.where(np.arange(padded) < count, table[0, positions // PAGE_SIZE], 0)
+    first = np.arange(0, padded, tile_size)
+    length = np.clip(count - first, 0, tile_size)
+    parts = (first, length, np.where(length > 0, 0, 1), start + first)
+    return qwen3.StepTokens(
+        ids=jnp.asarray(np.pad(np.asarray(tokens, np.int32), (0, padded - count))),
+        positions=jnp.asarray(positions),
+        pages=jnp.asarray(pages, jnp.int32),
+        offsets=jnp.asarray(positions % PAGE_SIZE),
+        tiles=QueryTiles(*(jnp.asarray(part, jnp.int32) for part in parts)),
+        page_table=jnp.asarray(table),
+    )
+
+
+def logits_in_chunks(golden: Golden, tokens: NDArray[np.int32], size: int) -> Floats:
+    """Logits at every position, `size` tokens at a time."""
+    kv = jnp.zeros(kv_cache.shape(golden.spec, CACHE), jnp.float32)
+    results: list[Floats] = []
+    for start in range(0, len(tokens), size):
+        chunk = tokens[start : start + size]
+        scores, kv = compute(golden.params, kv, locate(chunk.tolist(), start, size), golden.spec)
+        results.append(np.asarray(scores)[: len(chunk)])
+    return np.concatenate(results)
+
+
+@pytest.mark.parametrize("size", [128, 24, 1], ids=["at_once", "chunked", "one_by_one"])
+def test_logits_are_those_of_transformers(golden: Golden, size: int) -> None:
+    for tokens, expected in golden.sequences:
+        got = logits_in_chunks(golden, tokens, size)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_the_runner_continues_prompts_as_transformers_does(golden: Golden) -> None:
+    config = make_config(
+        spec=golden.spec, max_model_len=128, page_size=PAGE_SIZE, decode=(1,), prefill=(128,)
+    )
+    runner = make_runner(config, golden.params)
+    for prompt, expected in golden.continuations:
+        got = generate(runner, Placed(), prompt.tolist(), len(expected))
+        assert tokens_of(got) == expected.tolist()
+    for tokens, logits in golden.sequences:
+        logprobs = certain(first_token(runner, Placed(), tokens.tolist())).logprobs
+        assert logprobs is not None
+        last = logits[-1].astype(np.float64)
+        expected_logprobs = last - np.log(np.exp(last - last.max()).sum()) - last.max()
+        for token, value in logprobs.top:
+            assert value == pytest.approx(expected_logprobs[token], abs=TOLERANCE)

@@ -1,0 +1,169 @@
+"""Building blocks against their formulas in numpy float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from jaxserve.config import YarnScaling
+from jaxserve.models.layers import linear, rope_frequencies, rope_tables, swiglu
+from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
+from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs, rope
+from tests.tiny_model import SPEC
+
+type Floats = NDArray[np.floating[Any]]
+
+EPS = 1e-6
+LONG = replace(SPEC, head_dim=128, rope_theta=1_000_000.0)
+YARN = YarnScaling(factor=4.0, original_max_position=32_768)
+
+
+def normal(*shape: int, seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def exact_rms_norm(x: Floats, weight: Floats) -> Floats:
+    wide = x.astype(np.float64)
+    return wide / np.sqrt((wide**2).mean(-1, keepdims=True) + EPS) * weight
+
+
+def exact_rope(x: Floats, positions: NDArray[np.int32], frequencies: Floats) -> Floats:
+    """Pairs (i, i + half) as complex numbers, turned by position times frequency."""
+    half = x.shape[-1] // 2
+    turn = np.exp(1j * positions[:, None, None] * frequencies.astype(np.float64))
+    turned = (x[..., :half] + 1j * x[..., half:]) * turn
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def test_linear_takes_weights_as_they_lie_on_disk() -> None:
+    x, weight = normal(5, 16), normal(24, 16, seed=1)
+    got = linear(jnp.asarray(x), jnp.asarray(weight))
+    np.testing.assert_allclose(got, x.astype(np.float64) @ weight.T, rtol=0, atol=1e-5)
+    narrow = linear(jnp.asarray(x, jnp.bfloat16), jnp.asarray(weight, jnp.bfloat16))
+    assert narrow.dtype == jnp.bfloat16
+
+
+def test_swiglu_gates_the_second_half_with_the_first() -> None:
+    gate_up = normal(3, 14)
+    gate, up = gate_up[:, :7].astype(np.float64), gate_up[:, 7:]
+    expected = gate / (1 + np.exp(-gate)) * up
+    np.testing.assert_allclose(swiglu(jnp.asarray(gate_up)), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_rms_norm_divides_by_the_root_mean_square(scale: float) -> None:
+    """1e-4 is where epsilon matters."""
+    x, weight = normal(4, 32) * np.float32(scale), normal(32, seed=1)
+    got = rms_norm(jnp.asarray(x), jnp.asarray(weight), EPS)
+    np.testing.assert_allclose(got, exact_rms_norm(x, weight), rtol=2e-6, atol=1e-6)
+
+
+def test_rms_norm_rounds_once_before_the_weight_as_transformers_does() -> None:
+    x = jnp.asarray(normal(4, 32), jnp.bfloat16)
+    weight = jnp.asarray(1 + 0.3 * normal(32, seed=1), jnp.bfloat16)
+    unit = exact_rms_norm(np.asarray(x, np.float64), np.ones(32)).astype(jnp.bfloat16)
+    expected = jnp.asarray(unit) * weight
+    got = rms_norm(x, weight, EPS)
+    assert got.dtype == jnp.bfloat16
+    # float32 and float64 may round to different neighbours, rarely.
+    assert (np.asarray(got) == np.asarray(expected)).mean() > 0.98
+
+
+def test_the_residual_norm_returns_the_sum_and_its_norm() -> None:
+    x, update, weight = normal(4, 32), normal(4, 32, seed=1), normal(32, seed=2)
+    total, normed = add_rms_norm(*map(jnp.asarray, (x, update, weight)), EPS)
+    np.testing.assert_array_equal(np.asarray(total), x + update)
+    np.testing.assert_allclose(normed, exact_rms_norm(x + update, weight), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("first", [0, 1, 1000])
+def test_rope_turns_pairs_by_position_times_frequency(first: int) -> None:
+    x = normal(6, 3, SPEC.head_dim)
+    positions = np.arange(first, first + 6, dtype=np.int32)
+    got = rope(jnp.asarray(x), *rope_tables(SPEC, jnp.asarray(positions)))
+    expected = exact_rope(x, positions, rope_frequencies(SPEC))
+    # float32 angles near 1,000 are off by up to 3e-5.
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6 if first < 10 else 2e-4)
+
+
+@given(distance=st.integers(0, 200), shift=st.integers(0, 800))
+def test_scores_depend_on_distance_and_not_on_position(distance: int, shift: int) -> None:
+    x = np.repeat(normal(1, 1, SPEC.head_dim), 4, axis=0)
+    positions = jnp.asarray([0, distance, shift, shift + distance], jnp.int32)
+    turned = np.asarray(rope(jnp.asarray(x), *rope_tables(SPEC, positions)), np.float64)[:, 0]
+    assert turned[0] @ turned[1] == pytest.approx(turned[2] @ turned[3], abs=1e-3)
+
+
+def test_frequencies_fall_from_one_to_the_inverse_of_theta() -> None:
+    frequencies = rope_frequencies(LONG)
+    assert frequencies.dtype == np.float32 and frequencies.shape == (64,)
+    assert frequencies[0] == 1.0
+    ratios = frequencies[1:] / frequencies[:-1]
+    np.testing.assert_allclose(ratios, LONG.rope_theta ** (-1 / 64), rtol=1e-6)
+
+
+def test_yarn_keeps_fast_rotations_and_slows_down_slow_ones() -> None:
+    plain, scaled = rope_frequencies(LONG), rope_frequencies(replace(LONG, rope_scaling=YARN))
+    turns = plain * YARN.original_max_position / (2 * math.pi)
+    fast, slow = turns > YARN.beta_fast * 1.5, turns < YARN.beta_slow / 1.5
+    assert fast.any() and slow.any()
+    np.testing.assert_array_equal(scaled[fast], plain[fast])
+    np.testing.assert_allclose(scaled[slow], plain[slow] / YARN.factor, rtol=1e-6)
+    ratio = plain / scaled
+    assert (np.diff(ratio) >= -1e-6).all() and (~fast & ~slow).any()
+
+
+def test_yarn_sharpens_attention() -> None:
+    """0.1 ln(4) + 1 on queries and on keys, unless the checkpoint says otherwise."""
+    positions = jnp.asarray([0], jnp.int32)
+    for factor, expected in ((None, 0.1 * math.log(4) + 1), (1.25, 1.25)):
+        yarn = replace(YARN, attention_factor=factor)
+        cos, sin = rope_tables(replace(LONG, rope_scaling=yarn), positions)
+        np.testing.assert_allclose(cos, np.full((1, 64), expected), rtol=1e-6)
+        assert not np.asarray(sin).any()
+
+
+def test_yarn_with_factor_one_changes_nothing() -> None:
+    """Not even where the blend has no width: a context shorter than one rotation."""
+    short = YarnScaling(factor=1.0, original_max_position=4)
+    for yarn in (replace(YARN, factor=1.0), short):
+        spec = replace(LONG, rope_scaling=yarn)
+        np.testing.assert_allclose(rope_frequencies(spec), rope_frequencies(LONG), rtol=1e-6)
+
+
+def test_attention_inputs_norm_and_rotate_per_head_and_store_keys_and_values() -> None:
+    tokens, q_heads, kv_heads, head_dim = 5, 4, 2, SPEC.head_dim
+    qkv = normal(tokens, (q_heads + 2 * kv_heads) * head_dim)
+    q_norm, k_norm = normal(2, head_dim, seed=1)
+    kv = normal(2, 6, kv_heads, 2, 4, head_dim, seed=2)
+    pages, offsets = np.int32([3, 3, 1, 5, 2]), np.int32([0, 3, 2, 1, 1])
+    positions = np.int32([7, 8, 0, 40, 3])
+    q, after = attention_inputs(
+        jnp.asarray(qkv),
+        jnp.asarray(kv),
+        1,
+        (jnp.asarray(q_norm), jnp.asarray(k_norm)),
+        rope_tables(SPEC, jnp.asarray(positions)),
+        KVSlots(jnp.asarray(pages), jnp.asarray(offsets)),
+        eps=EPS,
+    )
+    heads = qkv.reshape(tokens, -1, head_dim)
+    frequencies = rope_frequencies(SPEC)
+    queries = exact_rope(exact_rms_norm(heads[:, :4], q_norm), positions, frequencies)
+    keys = exact_rope(exact_rms_norm(heads[:, 4:6], k_norm), positions, frequencies)
+    expected = kv.copy()
+    expected[1, pages, :, 0, offsets] = keys
+    expected[1, pages, :, 1, offsets] = heads[:, 6:]
+    np.testing.assert_allclose(q, queries, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(after, expected, rtol=0, atol=1e-5)
+    untouched = np.ones(kv.shape, bool)
+    untouched[1, pages, :, :, offsets] = False
+    np.testing.assert_array_equal(np.asarray(after)[untouched], kv[untouched])
