@@ -114,7 +114,7 @@ class AsyncEngine[P]:
 
     async def stop(self) -> None:
         """End the thread after the step in flight; streams still open end with an error."""
-        self._stopping = True
+        self._stopping = self._draining = True
         self._wake.set()
         # Not join(): the loop goes on delivering meanwhile. A start-up cannot be interrupted;
         # its thread ends with the process.
@@ -146,6 +146,8 @@ class AsyncEngine[P]:
     async def generate(self, request: Request) -> AsyncGenerator[TokenEvent]:
         """See `api.Engine.generate`."""
         self._check_accepting()
+        if request.id in self._streams:
+            raise Rejected(f"a request with the id {request.id!r} is not finished")
         queue: asyncio.Queue[_Message] = asyncio.Queue()
         self._streams[request.id] = queue
         self._send(_Submit(request))

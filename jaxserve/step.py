@@ -7,10 +7,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxserve import sampling, sequence_state
+from jaxserve import sequence_state
+from jaxserve.api import MAX_LOGPROBS
 from jaxserve.batch import DECODE_TOKEN, ROW_LOGPROBS, ROW_SAMPLES, Bucket, StepInputs
 from jaxserve.config import ModelSpec
 from jaxserve.models import qwen3
+from jaxserve_kernels.sampler import Logprobs, RowSampling, sample
 
 
 class DeviceState(NamedTuple):
@@ -45,11 +47,9 @@ def run_step(
     hidden, kv = qwen3.forward(params, state.kv, tokens, spec, tile_size=bucket.tile_size)
 
     scores = qwen3.logits(params, hidden[inputs.row_last])
-    scores = jnp.where(jnp.arange(spec.vocab_size) < sampled_vocab, scores, -jnp.inf)
     rows = _row_sampling(inputs, sequences)
-    chosen = sampling.sample(scores, rows)
     wanted = (inputs.row_flags & ROW_LOGPROBS) != 0
-    logprobs = sampling.logprobs(scores, chosen, wanted)
+    chosen, logprobs = sample(scores, rows, wanted, vocab=sampled_vocab, alternatives=MAX_LOGPROBS)
 
     padding_slot = sequences.shape[0] - 1
     slots = jnp.where(rows.active, inputs.row_slots, padding_slot)
@@ -72,13 +72,13 @@ def _locate(inputs: StepInputs, sequences: Array, *, page_size: int) -> qwen3.St
     )
 
 
-def _row_sampling(inputs: StepInputs, sequences: Array) -> sampling.RowSampling:
+def _row_sampling(inputs: StepInputs, sequences: Array) -> RowSampling:
     slots = inputs.row_slots
 
     def floats(column: int) -> Array:
         return sequence_state.float_column(sequences, slots, column)
 
-    return sampling.RowSampling(
+    return RowSampling(
         active=(inputs.row_flags & ROW_SAMPLES) != 0,
         temperature=floats(sequence_state.TEMPERATURE),
         top_k=sequences[slots, sequence_state.TOP_K],
@@ -89,7 +89,7 @@ def _row_sampling(inputs: StepInputs, sequences: Array) -> sampling.RowSampling:
     )
 
 
-def _result(chosen: Array, logprobs: sampling.Logprobs) -> Array:
+def _result(chosen: Array, logprobs: Logprobs) -> Array:
     def bits(x: Array) -> Array:
         return lax.bitcast_convert_type(x, jnp.int32)
 

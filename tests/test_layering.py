@@ -29,7 +29,7 @@ LAYERS = (
         "jaxserve.plan",
         "jaxserve.tokenizer",
     ),
-    ("jaxserve.kv_cache", "jaxserve.models", "jaxserve.sampling", "jaxserve.sequence_state"),
+    ("jaxserve.kv_cache", "jaxserve.models", "jaxserve.sequence_state"),
     ("jaxserve.batch", "jaxserve.runner", "jaxserve.scheduler", "jaxserve.step"),
     ("jaxserve.engine", "jaxserve.server"),
     (

@@ -19,6 +19,7 @@ from jaxserve_kernels.paged_attention.specs import (
     AttentionSpec,
     make_inputs,
 )
+from jaxserve_kernels.sampler import Logprobs, RowSampling, sample
 
 pytestmark = pytest.mark.gpu
 
@@ -98,3 +99,63 @@ def test_attention_inputs_equal_their_reference(
 
     for out, expected in zip(run("triton"), run("reference"), strict=True):
         assert relative_error(out, expected) < TOLERANCE[dtype]
+
+
+VOCAB, PADDED = 151_669, 151_936
+KINDS = {
+    "greedy": {"temperature": 0.0},
+    "plain": {"temperature": 0.8},
+    "top_k": {"temperature": 0.7, "top_k": 20},
+    "qwen": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    "min_p": {"temperature": 1.5, "top_k": 50, "min_p": 0.1},
+    "top_p": {"temperature": 1.0, "top_p": 0.9},
+    "large_k": {"temperature": 1.0, "top_k": 300, "top_p": 0.8},
+    "cold": {"temperature": 0.01, "top_p": 0.5},
+}
+
+
+def sampler_inputs(rows: int, seed: int) -> tuple[jax.Array, RowSampling, jax.Array]:
+    """Rows of every kind in turn, some idle, some with logprobs."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 3, (rows, PADDED)).astype(np.float32)
+    logits[:, VOCAB:] = 100.0  # padding must never be chosen
+    kinds = [list(KINDS.values())[row % len(KINDS)] for row in range(rows)]
+
+    def column(name: str, default: float, dtype: str) -> jax.Array:
+        return jnp.asarray([kind.get(name, default) for kind in kinds], dtype)
+
+    sampling = RowSampling(
+        active=jnp.asarray(rng.random(rows) < 0.95),
+        temperature=column("temperature", 0.0, "float32"),
+        top_k=column("top_k", 0, "int32"),
+        top_p=column("top_p", 1.0, "float32"),
+        min_p=column("min_p", 0.0, "float32"),
+        seed=jnp.asarray(rng.integers(-(2**31), 2**31, rows), jnp.int32),
+        position=jnp.asarray(rng.integers(1, 40_000, rows), jnp.int32),
+    )
+    return jnp.asarray(logits), sampling, jnp.asarray(rng.random(rows) < 0.5)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 200])
+def test_the_sampler_chooses_what_its_reference_chooses(rows: int) -> None:
+    logits, sampling, wanted = sampler_inputs(rows, seed=rows)
+
+    def run(implementation: target.Implementation) -> tuple[jax.Array, Logprobs]:
+        with target.use(target.Target(implementation)):
+            return jax.jit(functools.partial(sample, vocab=VOCAB, alternatives=20))(
+                logits, sampling, wanted
+            )
+
+    tokens, logprobs = run("triton")
+    expected, expected_logprobs = run("reference")
+    same = np.asarray(tokens) == np.asarray(expected)
+    # A draw may differ where two noisy maxima are within rounding of each other.
+    assert same.mean() >= 0.99, np.flatnonzero(~same)
+    np.testing.assert_allclose(
+        logprobs.sampled[same], expected_logprobs.sampled[same], rtol=1e-4, atol=1e-4
+    )
+    asked = np.asarray(wanted)
+    np.testing.assert_array_equal(logprobs.top_ids[asked], expected_logprobs.top_ids[asked])
+    np.testing.assert_allclose(
+        logprobs.top[asked], expected_logprobs.top[asked], rtol=1e-4, atol=1e-4
+    )

@@ -22,14 +22,19 @@ _LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _visit(
-    block, q, peak, weight, acc, kv_ptr, table, first_page, kv_head, row_position,
+    block, q, peak, weight, acc, kv_ptr, table, width, first_page, kv_head, row_position,
     scale: tl.constexpr, kv_heads: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     KEYS: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """One block of KEYS keys: the streamed softmax of the rows moves on."""
     key_position = block * KEYS + tl.arange(0, KEYS)
     dim = tl.arange(0, DIM)
-    page = first_page + tl.load(table + key_position // PAGE).to(tl.int64)
+    if PAGE >= KEYS:
+        page = first_page + tl.load(table + block * KEYS // PAGE).to(tl.int64)
+    else:  # the last block may reach past the table
+        inside = key_position // PAGE < width
+        entry = tl.load(table + key_position // PAGE, mask=inside, other=0)
+        page = first_page + entry.to(tl.int64)
     kv_row = (page * kv_heads + kv_head) * (2 * PAGE) + key_position % PAGE
     k = tl.load(kv_ptr + kv_row[:, None] * DIM + dim[None, :])
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -82,12 +87,14 @@ def _attend(
             masked_from = tl.maximum(tl.minimum((position + 1) // KEYS, end), begin)
             for block in tl.range(begin, masked_from, num_stages=STAGES):
                 peak, weight, acc = _visit(
-                    block, q, peak, weight, acc, kv_ptr, table, first_page, kv_head, row_position,
+                    block, q, peak, weight, acc, kv_ptr, table, table_stride, first_page, kv_head,
+                    row_position,
                     scale, kv_heads, DIM, PAGE, KEYS, False,
                 )  # fmt: skip
         for block in tl.range(masked_from, end, num_stages=STAGES):
             peak, weight, acc = _visit(
-                block, q, peak, weight, acc, kv_ptr, table, first_page, kv_head, row_position,
+                block, q, peak, weight, acc, kv_ptr, table, table_stride, first_page, kv_head,
+                row_position,
                 scale, kv_heads, DIM, PAGE, KEYS, True,
             )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Choosing the next tokens on the device, without a full sort.
+"""The definition of sampling, in plain JAX, without a full sort.
 
 Each row has its own parameters and its own random numbers, fixed by (seed, position): what else
 runs in the step never changes a row's choice. Work that no row of the step needs is skipped.
@@ -12,12 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxserve.api import MAX_LOGPROBS
-
-_RADIX_BITS = 2
+RADIX_BITS = 2
 """Bits of a threshold found per pass over the row: 3 comparisons per element and pass."""
 
-_MIN_TEMPERATURE = 1e-6
+MIN_TEMPERATURE = 1e-6
 """Logits that differ by more than float32 noise are greedy here already; less could overflow."""
 
 
@@ -37,11 +35,35 @@ class Logprobs(NamedTuple):
     """Natural-log probabilities before temperature and truncation."""
 
     sampled: Array  # float32 [rows]
-    top_ids: Array  # int32 [rows, MAX_LOGPROBS], most likely first
-    top: Array  # float32 [rows, MAX_LOGPROBS]
+    top_ids: Array  # int32 [rows, alternatives], most likely first
+    top: Array  # float32 [rows, alternatives]
 
 
-def sample(logits: Array, rows: RowSampling) -> Array:
+def sample(
+    logits: Array, rows: RowSampling, wanted: Array, *, vocab: int, alternatives: int
+) -> tuple[Array, Logprobs]:
+    """The next token of each row, and its logprobs::
+
+        logits[:, vocab:] = -inf
+        tokens = choose(logits, rows)
+        return tokens, logprobs(logits, tokens, wanted)
+
+    Args:
+      logits: float32 [rows, padded vocab].
+      rows: parameters of each row.
+      wanted: bool [rows]: rows whose most likely `alternatives` tokens are wanted.
+      vocab: only token ids below it are sampled; the rest of the logits is padding.
+
+    Returns:
+      int32 [rows], and the logprobs; `top` and `top_ids` of rows that do not want them are
+      undefined.
+    """
+    logits = jnp.where(jnp.arange(logits.shape[1]) < vocab, logits, -jnp.inf)
+    tokens = choose(logits, rows)
+    return tokens, logprobs(logits, tokens, wanted, alternatives=alternatives)
+
+
+def choose(logits: Array, rows: RowSampling) -> Array:
     """The next token of each row: int32 [rows] from float32 logits [rows, vocab].
 
     Temperature first, then top-k, then top-p over what top-k left, then min-p against the most
@@ -52,7 +74,7 @@ def sample(logits: Array, rows: RowSampling) -> Array:
     random = rows.active & (rows.temperature > 0)
 
     def draw() -> Array:
-        temperature = jnp.maximum(rows.temperature, _MIN_TEMPERATURE)
+        temperature = jnp.maximum(rows.temperature, MIN_TEMPERATURE)
         scaled = logits / jnp.where(random, temperature, 1.0)[:, None]
         truncates = random & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
         kept = lax.cond(jnp.any(truncates), lambda: truncate(scaled, rows), lambda: scaled)
@@ -62,7 +84,7 @@ def sample(logits: Array, rows: RowSampling) -> Array:
     return lax.cond(jnp.any(random), draw, lambda: greedy)
 
 
-def logprobs(logits: Array, sampled: Array, wanted: Array) -> Logprobs:
+def logprobs(logits: Array, sampled: Array, wanted: Array, *, alternatives: int) -> Logprobs:
     """Logprobs of the sampled tokens and, if any row wants them, of the most likely ones.
 
     Args:
@@ -84,10 +106,10 @@ def logprobs(logits: Array, sampled: Array, wanted: Array) -> Logprobs:
             values = values.at[:, index].set(left[row, best] - norm)
             return left.at[row, best].set(-jnp.inf), ids.at[:, index].set(best), values
 
-        return lax.fori_loop(0, MAX_LOGPROBS, take, (logits, *none()))[1:]
+        return lax.fori_loop(0, alternatives, take, (logits, *none()))[1:]
 
     def none() -> tuple[Array, Array]:
-        shape = (rows, MAX_LOGPROBS)
+        shape = (rows, alternatives)
         return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
     return Logprobs(chosen, *lax.cond(jnp.any(wanted), most_likely, none))
@@ -113,21 +135,21 @@ def truncate(scaled: Array, rows: RowSampling) -> Array:
 def _largest_threshold(keys: Array, weights: Array, target: Array) -> Array:
     """Per row the largest t with sum(weights where keys >= t) >= target: uint32 [rows].
 
-    Radix search from the top bits down: every pass reads the row once and fixes _RADIX_BITS bits.
+    Radix search from the top bits down: every pass reads the row once and fixes RADIX_BITS bits.
     0 (keep everything) where rounding leaves the whole sum below target.
     """
 
     def fix_digit(index: Array, threshold: Array) -> Array:
-        shift = (32 - _RADIX_BITS * (index + 1)).astype(jnp.uint32)
+        shift = (32 - RADIX_BITS * (index + 1)).astype(jnp.uint32)
         best = threshold
-        for digit in range(1, 1 << _RADIX_BITS):
+        for digit in range(1, 1 << RADIX_BITS):
             candidate = threshold | (jnp.uint32(digit) << shift)
             mass = jnp.sum(jnp.where(keys >= candidate[:, None], weights, 0.0), axis=-1)
             best = jnp.where(mass >= target, candidate, best)
         return best
 
     start = jnp.zeros(keys.shape[:1], jnp.uint32)
-    return lax.fori_loop(0, 32 // _RADIX_BITS, fix_digit, start)
+    return lax.fori_loop(0, 32 // RADIX_BITS, fix_digit, start)
 
 
 def _ordered(x: Array) -> Array:
@@ -143,4 +165,7 @@ def _gumbel(rows: RowSampling, vocab: int) -> Array:
     keys = jax.random.wrap_key_data(
         lax.bitcast_convert_type(words, jnp.uint32), impl="threefry2x32"
     )
-    return jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))(keys)
+    bits = jax.vmap(lambda key: jax.random.bits(key, (vocab,), jnp.uint32))(keys)
+    # 23 bits at the middle of their steps: neither 0 nor 1, whose noise is infinite.
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
+    return -jnp.log(-jnp.log(uniform))

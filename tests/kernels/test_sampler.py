@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,18 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from jaxserve import sampling
 from jaxserve.api import MAX_LOGPROBS
-from jaxserve.sampling import RowSampling
+from jaxserve_kernels.sampler import RowSampling
+from jaxserve_kernels.sampler import reference as sampling
 
 ROWS, VOCAB = 4, 40
 """One shape for all properties: one compilation."""
 
 type Floats = NDArray[np.floating[Any]]
 
-sample = jax.jit(sampling.sample)
+sample = jax.jit(sampling.choose)
 truncate = jax.jit(sampling.truncate)
-logprobs = jax.jit(sampling.logprobs)
+logprobs = jax.jit(functools.partial(sampling.logprobs, alternatives=MAX_LOGPROBS))
 
 
 def make_rows(count: int = ROWS, **columns: Any) -> RowSampling:
@@ -261,12 +262,12 @@ def test_rows_that_do_not_sample_cause_no_work_and_read_as_greedy(
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((ROWS, VOCAB), np.float32))
     idle = [False, False, True, False]
 
-    asleep = sampling.sample(logits, make_rows(active=idle, temperature=[1, 1, 0, 1], top_k=3))
+    asleep = sampling.choose(logits, make_rows(active=idle, temperature=[1, 1, 0, 1], top_k=3))
     jax.effects_barrier()
     assert not draws
     np.testing.assert_array_equal(asleep, np.argmax(logits, axis=-1))
 
-    awake = sampling.sample(logits, make_rows(active=idle, temperature=1.0, seed=5))
+    awake = sampling.choose(logits, make_rows(active=idle, temperature=1.0, seed=5))
     jax.effects_barrier()
     assert len(draws) == 1
     quiet = ~np.array(idle)
