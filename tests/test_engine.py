@@ -296,6 +296,7 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
         queued = asyncio.ensure_future(events_of(engine.generate(request(1))))
         await until(lambda: engine.status().waiting == 1)
         refused = asyncio.ensure_future(first(engine.generate(request(2))))
+        await until(lambda: engine.num_streams == 3)
         runner.let_one_step_go()
         with pytest.raises(Overloaded) as refusal:
             await refused

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from jaxserve.api import MAX_LOGPROBS, SamplingParams
 from jaxserve.plan import PageEntry, StepPlan
 from jaxserve.runner import Runner
+from jaxserve_kernels.sampler import RowSampling
+from jaxserve_kernels.sampler.reference import choose
 from tests.runner.driver import (
     GREEDY,
     Placed,
@@ -25,7 +28,7 @@ from tests.runner.driver import (
     step,
     tokens_of,
 )
-from tests.tiny_model import COMPILES, StubMetrics, make_config, make_params, make_runner
+from tests.tiny_model import COMPILES, SPEC, StubMetrics, make_config, make_params, make_runner
 
 SAMPLED_VOCAB = 60
 NUM_PAGES = 41
@@ -132,6 +135,24 @@ def test_only_tokens_of_the_tokenizer_are_sampled_or_reported(runner: Runner) ->
     for result in results:
         assert result.logprobs is not None and len(result.logprobs.top) == MAX_LOGPROBS
         assert max(result.token, *(token for token, _ in result.logprobs.top)) < SAMPLED_VOCAB
+
+
+@pytest.mark.parametrize("length", [1, 4, 11])
+def test_the_random_numbers_are_those_of_the_sampled_position(
+    compiled: Runner, length: int
+) -> None:
+    """top_k keeps exactly the tokens whose logprobs are reported: the choice can be repeated."""
+    params = SamplingParams(max_tokens=1, temperature=3.0, top_k=MAX_LOGPROBS)
+    for seed in range(8):
+        seq = Placed(slot=seed % 4, params=replace(params, seed=seed))
+        result = first_token(compiled, seq, PROMPT[:length])
+        assert result.logprobs is not None
+        scores = np.full((1, SPEC.vocab_size), -np.inf, np.float32)
+        for token, value in result.logprobs.top:
+            scores[0, token] = value
+        columns = (True, np.float32(3), 0, np.float32(1), np.float32(0), seed, length)
+        rows = RowSampling(*(jnp.asarray([column]) for column in columns))
+        assert choose(jnp.asarray(scores), rows).tolist() == [result.token]
 
 
 def test_logprobs_describe_the_distribution_before_sampling(runner: Runner) -> None:
