@@ -114,8 +114,8 @@ class Runner:
         return max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
 
     def describe_decode(self, rows: int) -> tuple[int, int]:
-        """Kernels in the compiled decode step of `rows` rows, and its scratch memory in bytes."""
-        step = self._steps[Bucket.decode(rows)]
+        """Kernels in the compiled step that decodes `rows` rows, and its scratch memory in bytes."""
+        step = self._steps[self._fitting("decode", rows)]
         entry = step.as_text().split("ENTRY", 1)[1].split("\n}", 1)[0]
         kernels = sum(kind in entry_line for entry_line in entry.splitlines() for kind in _KERNELS)
         return kernels, step.memory_analysis().temp_size_in_bytes
@@ -154,9 +154,13 @@ class Runner:
         self._state = self._fresh_state()
 
     def _bucket_for(self, plan: StepPlan) -> Bucket:
-        need = len(plan.rows) if plan.decode_only else plan.num_tokens
-        kind = "decode" if plan.decode_only else "mixed"
-        fitting = [b for b in self._buckets if b.kind == kind and b.tokens >= need]
+        if plan.decode_only:
+            return self._fitting("decode", len(plan.rows))
+        return self._fitting("mixed", plan.num_tokens)
+
+    def _fitting(self, kind: str, tokens: int) -> Bucket:
+        """The smallest bucket that holds so many tokens."""
+        fitting = [b for b in self._buckets if b.kind == kind and b.tokens >= tokens]
         return min(fitting, key=lambda b: b.tokens)
 
     def _fresh_state(self) -> DeviceState:

@@ -18,6 +18,7 @@ from jaxserve.api import EngineLimits
 from jaxserve.cli import Options
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.engine import AsyncEngine, Parts, Progress
+from jaxserve.environment import prepare
 from jaxserve.metrics import Metrics
 from jaxserve.model_source import ModelSource, find_model
 from jaxserve.server import make_app, make_runner
@@ -38,8 +39,7 @@ def serve(options: Options) -> int:
     logging.basicConfig(
         level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    # The allocator's share has to be set before jax is imported.
-    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(options.gpu_memory_utilization))
+    prepare(options.gpu_memory_utilization)
     try:
         uvloop.run(_serve(options))
     except (StartupError, ConfigError, CheckpointError) as error:

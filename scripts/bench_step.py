@@ -24,7 +24,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")  # read when jax is imported
+from jaxserve.environment import prepare
+
+prepare(gpu_memory_utilization=0.92)
+
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +91,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--context", type=sizes, default=[1024])
     parser.add_argument("--steps", type=int, default=64, help="timed steps per bucket")
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
+    parser.add_argument(
+        "--separate-layers", action="store_true", help="one array per weight and layer"
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--kv-gib", type=float, default=46.0)
@@ -124,14 +130,17 @@ def make_runner(spec: ModelSpec, args: argparse.Namespace) -> tuple[Runner, Runn
             num_pages=int(args.kv_gib * 2**30) // page_bytes, page_size=args.page_size
         ),
         scheduler=SchedulerConfig(
-            max_num_seqs=max(args.batch), max_model_len=40_960, max_num_batched_tokens=512
+            max_num_seqs=max(2, *args.batch), max_model_len=40_960, max_num_batched_tokens=512
         ),
-        buckets=Buckets(decode=tuple(sorted(set(args.batch))), prefill=(512,)),
+        buckets=Buckets(decode=tuple(sorted({max(b, 2) for b in args.batch})), prefill=(512,)),
         dtype=jnp.bfloat16,
         sampled_vocab=spec.vocab_size,
         tile_size=32,
     )
-    runner = Runner(config, dummy_params(qwen3.abstract(spec, jnp.bfloat16), 0), Metrics("bench"))
+    params = dummy_params(qwen3.abstract(spec, jnp.bfloat16), 0)
+    if not args.separate_layers:
+        params = qwen3.stack_layers(params)
+    runner = Runner(config, params, Metrics("bench"))
     start = time.perf_counter()
     runner.compile(os.cpu_count() or 1, lambda name, done: None)
     print(f"compiled {len(config.all_buckets())} buckets in {time.perf_counter() - start:.1f} s")

@@ -36,6 +36,7 @@ LAYERS = (
         "jaxserve.__main__",
         "jaxserve.build",
         "jaxserve.cli",
+        "jaxserve.environment",
         "jaxserve.model_source",
         "jaxserve.serve",
     ),

@@ -34,10 +34,14 @@ class Layer(NamedTuple):
 
 
 class Params(NamedTuple):
-    """All weights. `lm_head` is None when it is tied to the embedding."""
+    """All weights. `lm_head` is None when it is tied to the embedding.
+
+    `layers` is either a tuple, or one Layer whose arrays hold all layers on a leading axis: few
+    arguments are cheap to launch on a GPU, and a CPU would copy each slice.
+    """
 
     embedding: Array  # [vocab, embed]
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer, ...] | Layer
     final_norm: Array  # [embed]
     lm_head: Array | None  # [vocab, embed]
 
@@ -53,8 +57,8 @@ class StepTokens(NamedTuple):
     page_table: Array  # [slots, pages_per_seq]
 
 
-def abstract(spec: ModelSpec, dtype: DTypeLike) -> Params:
-    """Shapes and dtypes of the parameters."""
+def abstract(spec: ModelSpec, dtype: DTypeLike, *, stacked: bool = False) -> Params:
+    """Shapes and dtypes of the parameters; see Params for `stacked`."""
 
     def array(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -69,12 +73,28 @@ def abstract(spec: ModelSpec, dtype: DTypeLike) -> Params:
         gate_up=array(2 * spec.ffn, spec.embed),
         down=array(spec.embed, spec.ffn),
     )
+    if stacked:
+        layers = Layer(*(array(spec.num_layers, *leaf.shape) for leaf in layer))
+    else:
+        layers = (layer,) * spec.num_layers
     return Params(
         embedding=array(spec.vocab_size, spec.embed),
-        layers=(layer,) * spec.num_layers,
+        layers=layers,
         final_norm=array(spec.embed),
         lm_head=None if spec.tie_embeddings else array(spec.vocab_size, spec.embed),
     )
+
+
+def stack_layers(params: Params) -> Params:
+    """Each kind of weight of all layers as one array; frees the separate ones as it goes."""
+    if isinstance(params.layers, Layer):
+        return params
+    stacked: list[Array] = []
+    for arrays in zip(*params.layers, strict=True):
+        stacked.append(jnp.stack(arrays).block_until_ready())
+        for array in arrays:
+            array.delete()
+    return params._replace(layers=Layer(*stacked))
 
 
 def rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
@@ -117,9 +137,10 @@ def forward(
     """
     x = params.embedding[tokens.ids]
     tables = rope_tables(spec, tokens.positions)
-    normed = rms_norm(x, params.layers[0].attention_norm, spec.norm_eps)
-    next_norms = [layer.attention_norm for layer in params.layers[1:]] + [params.final_norm]
-    for index, (layer, next_norm) in enumerate(zip(params.layers, next_norms, strict=True)):
+    layers = _views(params.layers)
+    normed = rms_norm(x, layers[0].attention_norm, spec.norm_eps)
+    next_norms = [*(layer.attention_norm for layer in layers[1:]), params.final_norm]
+    for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
         with jax.named_scope(f"layer_{index}"):
             q, kv = attention_inputs(
                 linear(normed, layer.qkv),
@@ -146,3 +167,11 @@ def logits(params: Params, hidden: Array) -> Array:
     return jax.lax.dot_general(
         hidden, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )
+
+
+def _views(layers: tuple[Layer, ...] | Layer) -> tuple[Layer, ...]:
+    """The layers one by one; XLA reads a stacked weight in place at its layer's offset."""
+    if not isinstance(layers, Layer):
+        return layers
+    count = layers.qkv.shape[0]
+    return tuple(Layer(*(weights[index] for weights in layers)) for index in range(count))

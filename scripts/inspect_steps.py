@@ -1,0 +1,117 @@
+"""Compile the steps of a model for a GPU that is not here, and say what the programs look like.
+
+    python scripts/inspect_steps.py --target tests/aot/h100_80gb_hbm3.textproto --layers 4
+
+Needs no GPU: XLA's compiler for it (jax-cuda13-plugin), Triton with jax-triton, and the CUDA
+toolkit's ptxas. Without the device nothing is tuned, so products may use other kernels there;
+what is inside the CUDA graph, what is copied and how much scratch memory is taken is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jaxserve.environment import prepare
+
+DUMP = tempfile.TemporaryDirectory()
+os.environ["JAX_PLATFORMS"] = "cpu"  # no client of the GPU is ever made
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={DUMP.name}"
+prepare(gpu_memory_utilization=0.9)
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxserve import kv_cache, sequence_state
+from jaxserve.batch import Bucket
+from jaxserve.config import NAMED_MODELS, CacheConfig, ModelSpec
+from jaxserve.models import qwen3
+from jaxserve.step import DeviceState, run_step
+from jaxserve_kernels import target
+
+MAX_SEQS, PAGE_SIZE, PAGES = 256, 64, 2000
+
+
+def main() -> None:
+    args = parse_args()
+    spec = dataclasses.replace(NAMED_MODELS[args.model], num_layers=args.layers)
+    sharding = topology_sharding(args.target.read_text())
+    buckets = [Bucket.decode(rows) for rows in args.decode]
+    buckets += [
+        Bucket.mixed(tokens, max_rows=MAX_SEQS, tile_size=32, updates=2 * min(tokens, MAX_SEQS))
+        for tokens in args.prefill
+    ]
+    reports = [inspect(spec, bucket, sharding) for bucket in buckets]
+    print(json.dumps(reports, indent=1))
+
+
+def parse_args() -> argparse.Namespace:
+    def sizes(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", type=Path, required=True, help="XLA's description of the GPU")
+    parser.add_argument("--model", choices=sorted(NAMED_MODELS), default="qwen3-4b")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--decode", type=sizes, default=[1, 64])
+    parser.add_argument("--prefill", type=sizes, default=[512])
+    return parser.parse_args()
+
+
+def topology_sharding(description: str) -> NamedSharding:
+    """Everything on the one GPU of the description."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="gpu", topology="1x1x1", target_config=description
+    )
+    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("gpu",))
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def inspect(spec: ModelSpec, bucket: Bucket, sharding: NamedSharding) -> dict[str, Any]:
+    """What the compiled step of a bucket holds."""
+    for old in Path(DUMP.name).iterdir():
+        old.unlink()
+    cache = CacheConfig(num_pages=PAGES, page_size=PAGE_SIZE)
+    state = DeviceState(
+        kv=jax.ShapeDtypeStruct(kv_cache.shape(spec, cache), jnp.bfloat16),
+        sequences=jax.ShapeDtypeStruct(
+            sequence_state.shape(MAX_SEQS, spec.max_position // PAGE_SIZE), jnp.int32
+        ),
+    )
+    params = qwen3.abstract(spec, jnp.bfloat16, stacked=True)
+    packed = jax.ShapeDtypeStruct((bucket.packed_size,), jnp.int32)
+    step = functools.partial(run_step, spec=spec, bucket=bucket, sampled_vocab=spec.vocab_size)
+    arguments = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        (params, state, packed),
+    )
+    with target.use(target.Target("triton", compute_capability=90)):
+        program = jax.jit(step, donate_argnums=1).lower(*arguments).compile()
+    memory = program.memory_analysis()
+    (thunks,) = Path(DUMP.name).glob("*.thunk_sequence_after_thunk_passes.txt")
+    lines = thunks.read_text().splitlines()
+    kv_shape = ",".join(map(str, state.kv.shape))
+    return {
+        "bucket": bucket.name,
+        "arguments": len(jax.tree.leaves(arguments)),
+        "outside_graph": re.findall(r"^\d+: (k\w+)", "\n".join(lines), re.M),
+        "inside_graph": sum(bool(re.match(r"\s+\d+: k\w+", line)) for line in lines),
+        "kv_copies": len(re.findall(rf"\[{kv_shape}\]\S* copy\(", program.as_text())),
+        "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in state),
+        "aliased_bytes": memory.alias_size_in_bytes,
+        "scratch_bytes": memory.temp_size_in_bytes,
+    }
+
+
+if __name__ == "__main__":
+    main()
