@@ -14,5 +14,6 @@ settings.load_profile("jaxserve")
 def pytest_configure(config: pytest.Config) -> None:
     """Strict promotion makes every cast visible where it matters for the numerics."""
     os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
-    if "not gpu" in config.option.markexpr:
+    selected: str = config.option.markexpr
+    if selected and ("gpu" not in selected or "not gpu" in selected):
         os.environ["JAX_PLATFORMS"] = "cpu"
