@@ -26,8 +26,7 @@ from jaxserve_checkpoints.reader import open_checkpoint
 
 log = logging.getLogger(__name__)
 
-# A product with one row becomes another kernel, which converts the whole weight to float32.
-_GPU_DECODE = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+_GPU_DECODE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _GPU_PREFILL = (16, 32, 64, 128, 256, 512, 1024, 2048)
 _CPU_DECODE = (1, 4, 16, 64)
 _CPU_PREFILL = (16, 64, 256)

@@ -114,7 +114,7 @@ class Runner:
         return max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
 
     def describe_decode(self, rows: int) -> tuple[int, int]:
-        """Kernels in the compiled step that decodes `rows` rows, and its scratch memory in bytes."""
+        """Kernels of the compiled step that decodes `rows` rows, and its scratch bytes."""
         step = self._steps[self._fitting("decode", rows)]
         entry = step.as_text().split("ENTRY", 1)[1].split("\n}", 1)[0]
         kernels = sum(kind in entry_line for entry_line in entry.splitlines() for kind in _KERNELS)

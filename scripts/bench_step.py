@@ -130,9 +130,9 @@ def make_runner(spec: ModelSpec, args: argparse.Namespace) -> tuple[Runner, Runn
             num_pages=int(args.kv_gib * 2**30) // page_bytes, page_size=args.page_size
         ),
         scheduler=SchedulerConfig(
-            max_num_seqs=max(2, *args.batch), max_model_len=40_960, max_num_batched_tokens=512
+            max_num_seqs=max(args.batch), max_model_len=40_960, max_num_batched_tokens=512
         ),
-        buckets=Buckets(decode=tuple(sorted({max(b, 2) for b in args.batch})), prefill=(512,)),
+        buckets=Buckets(decode=tuple(sorted(set(args.batch))), prefill=(512,)),
         dtype=jnp.bfloat16,
         sampled_vocab=spec.vocab_size,
         tile_size=32,

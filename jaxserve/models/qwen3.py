@@ -13,10 +13,11 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve.config import ModelSpec
-from jaxserve.models.layers import linear, rope_tables, swiglu
+from jaxserve.models.rope import rope_tables
 from jaxserve_checkpoints.naming import AnyRule, Ignore, Repeat, Rule
 from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
 from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
+from jaxserve_kernels.dense_matmul import gated_linear, linear, sum_parts
 from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
 
 
@@ -156,7 +157,7 @@ def forward(
             )
             update = linear(attended.reshape(x.shape[0], -1), layer.out)
             x, normed = add_rms_norm(x, update, layer.mlp_norm, spec.norm_eps)
-            update = linear(swiglu(linear(normed, layer.gate_up)), layer.down)
+            update = linear(gated_linear(normed, layer.gate_up), layer.down)
             x, normed = add_rms_norm(x, update, next_norm, spec.norm_eps)
     return normed, kv
 
@@ -164,9 +165,7 @@ def forward(
 def logits(params: Params, hidden: Array) -> Array:
     """Scores of the next token: hidden [rows, embed] to float32 [rows, vocab]."""
     head = params.embedding if params.lm_head is None else params.lm_head
-    return jax.lax.dot_general(
-        hidden, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    return sum_parts(linear(hidden, head, jnp.float32), jnp.float32)
 
 
 def _views(layers: tuple[Layer, ...] | Layer) -> tuple[Layer, ...]:

@@ -12,6 +12,7 @@ import pytest
 from jaxserve_kernels import target
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
+from jaxserve_kernels.dense_matmul import gated_linear, linear, sum_parts
 from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
 from jaxserve_kernels.paged_attention.specs import (
     MODEL_SPECS,
@@ -59,10 +60,13 @@ def test_paged_attention_equals_its_reference(spec: AttentionSpec) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize(("tokens", "embed"), [(1, 256), (3, 2560), (64, 2560), (17, 5120)])
-def test_add_rms_norm_equals_its_reference(tokens: int, embed: int, dtype: str) -> None:
+def test_add_rms_norm_equals_its_reference(tokens: int, embed: int, parts: int, dtype: str) -> None:
     keys = jax.random.split(jax.random.key(3), 3)
-    x, update = (jax.random.normal(key, (tokens, embed)).astype(dtype) for key in keys[:2])
+    x = jax.random.normal(keys[0], (tokens, embed)).astype(dtype)
+    update = jax.random.normal(keys[1], (parts, tokens, embed))
+    update = update if parts > 1 else update.astype(dtype)
     weight = (1 + 0.1 * jax.random.normal(keys[2], (embed,))).astype(dtype)
 
     def run(implementation: target.Implementation) -> tuple[jax.Array, jax.Array]:
@@ -73,17 +77,21 @@ def test_add_rms_norm_equals_its_reference(tokens: int, embed: int, dtype: str) 
         assert relative_error(out, expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "dim", "page"),
     [(32, 8, 128, 64), (4, 2, 64, 16), (40, 8, 128, 64), (1, 1, 32, 4)],
 )
 def test_attention_inputs_equal_their_reference(
-    q_heads: int, kv_heads: int, dim: int, page: int, dtype: str
+    q_heads: int, kv_heads: int, dim: int, page: int, dtype: str, parts: int
 ) -> None:
     rng = np.random.default_rng(5)
     tokens, pages = 9, 5
-    qkv = jnp.asarray(rng.standard_normal((tokens, (q_heads + 2 * kv_heads) * dim)), dtype)
+    width = (q_heads + 2 * kv_heads) * dim
+    qkv = jnp.asarray(
+        rng.standard_normal((parts, tokens, width)), "float32" if parts > 1 else dtype
+    )
     kv = jnp.asarray(rng.standard_normal((3, pages, kv_heads, 2, page, dim)), dtype)
     norms = tuple(jnp.asarray(1 + 0.1 * rng.standard_normal(dim), dtype) for _ in range(2))
     angles = rng.uniform(0, 100, (tokens, dim // 2))
@@ -99,6 +107,26 @@ def test_attention_inputs_equal_their_reference(
 
     for out, expected in zip(run("triton"), run("reference"), strict=True):
         assert relative_error(out, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 16])
+@pytest.mark.parametrize(("out", "depth"), [(6144, 2560), (2560, 4096), (2560, 9728), (768, 256)])
+def test_products_of_few_tokens_equal_their_reference(tokens: int, out: int, depth: int) -> None:
+    keys = jax.random.split(jax.random.key(out + tokens), 2)
+    x = jax.random.normal(keys[0], (tokens, depth), jnp.bfloat16)
+    weights = (jax.random.normal(keys[1], (3, out, depth)) * depth**-0.5).astype(jnp.bfloat16)
+
+    def run(implementation: target.Implementation) -> tuple[jax.Array, jax.Array]:
+        def both(x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+            product = sum_parts(linear(x, weights[1], jnp.float32), jnp.float32)
+            return product, gated_linear(x, weights[2])
+
+        with target.use(target.Target(implementation)):
+            return jax.jit(both)(x, weights)
+
+    (product, gated), (expected, expected_gated) = run("triton"), run("reference")
+    assert relative_error(product, expected) < 1e-5
+    assert relative_error(gated, expected_gated) < TOLERANCE["bfloat16"]
 
 
 VOCAB, PADDED = 151_669, 151_936

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from jaxserve.config import YarnScaling
-from jaxserve.models.layers import linear, rope_frequencies, rope_tables, swiglu
+from jaxserve.models.rope import rope_frequencies, rope_tables
 from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
 from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs, rope
+from jaxserve_kernels.dense_matmul import gated_linear, linear, sum_parts
 from tests.tiny_model import SPEC
 
 type Floats = NDArray[np.floating[Any]]
@@ -45,17 +46,27 @@ def exact_rope(x: Floats, positions: NDArray[np.int32], frequencies: Floats) -> 
 
 def test_linear_takes_weights_as_they_lie_on_disk() -> None:
     x, weight = normal(5, 16), normal(24, 16, seed=1)
-    got = linear(jnp.asarray(x), jnp.asarray(weight))
+    parts = linear(jnp.asarray(x), jnp.asarray(weight))
+    got = sum_parts(parts, jnp.float32)
     np.testing.assert_allclose(got, x.astype(np.float64) @ weight.T, rtol=0, atol=1e-5)
     narrow = linear(jnp.asarray(x, jnp.bfloat16), jnp.asarray(weight, jnp.bfloat16))
     assert narrow.dtype == jnp.bfloat16
 
 
-def test_swiglu_gates_the_second_half_with_the_first() -> None:
-    gate_up = normal(3, 14)
-    gate, up = gate_up[:, :7].astype(np.float64), gate_up[:, 7:]
+def test_partial_sums_are_added_before_they_are_rounded() -> None:
+    parts = normal(4, 3, 8)
+    expected = parts.astype(np.float64).sum(0)
+    got = sum_parts(jnp.asarray(parts), jnp.bfloat16)
+    np.testing.assert_array_equal(got, expected.astype(np.float32).astype(jnp.bfloat16))
+
+
+def test_the_gated_product_gates_the_second_half_with_the_first() -> None:
+    x, weight = normal(3, 16), normal(14, 16, seed=1)
+    product = x.astype(np.float64) @ weight.T
+    gate, up = product[:, :7], product[:, 7:]
     expected = gate / (1 + np.exp(-gate)) * up
-    np.testing.assert_allclose(swiglu(jnp.asarray(gate_up)), expected, rtol=0, atol=1e-6)
+    got = gated_linear(jnp.asarray(x), jnp.asarray(weight))
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
@@ -78,10 +89,11 @@ def test_rms_norm_rounds_once_before_the_weight_as_transformers_does() -> None:
 
 
 def test_the_residual_norm_returns_the_sum_and_its_norm() -> None:
-    x, update, weight = normal(4, 32), normal(4, 32, seed=1), normal(32, seed=2)
-    total, normed = add_rms_norm(*map(jnp.asarray, (x, update, weight)), EPS)
-    np.testing.assert_array_equal(np.asarray(total), x + update)
-    np.testing.assert_allclose(normed, exact_rms_norm(x + update, weight), rtol=0, atol=2e-6)
+    x, parts, weight = normal(4, 32), normal(3, 4, 32, seed=1), normal(32, seed=2)
+    total, normed = add_rms_norm(*map(jnp.asarray, (x, parts, weight)), EPS)
+    expected = x + parts.sum(0)
+    np.testing.assert_allclose(total, expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(normed, exact_rms_norm(expected, weight), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("first", [0, 1, 1000])
@@ -141,13 +153,14 @@ def test_yarn_with_factor_one_changes_nothing() -> None:
 
 def test_attention_inputs_norm_and_rotate_per_head_and_store_keys_and_values() -> None:
     tokens, q_heads, kv_heads, head_dim = 5, 4, 2, SPEC.head_dim
-    qkv = normal(tokens, (q_heads + 2 * kv_heads) * head_dim)
+    parts = normal(2, tokens, (q_heads + 2 * kv_heads) * head_dim)
+    qkv = parts.sum(0)
     q_norm, k_norm = normal(2, head_dim, seed=1)
     kv = normal(2, 6, kv_heads, 2, 4, head_dim, seed=2)
     pages, offsets = np.int32([3, 3, 1, 5, 2]), np.int32([0, 3, 2, 1, 1])
     positions = np.int32([7, 8, 0, 40, 3])
     q, after = attention_inputs(
-        jnp.asarray(qkv),
+        jnp.asarray(parts),
         jnp.asarray(kv),
         1,
         (jnp.asarray(q_norm), jnp.asarray(k_norm)),

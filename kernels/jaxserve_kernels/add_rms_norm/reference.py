@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxserve_kernels.dense_matmul.reference import sum_parts
+
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """x / rms(x) * weight over the last axis, computed in float32, in x's dtype."""
@@ -17,11 +19,12 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 def add_rms_norm(x: Array, update: Array, weight: Array, eps: float) -> tuple[Array, Array]:
     """The new residual stream and what the next block reads::
 
-        x = x + update
+        x = x + sum_parts(update)
         return x, rms_norm(x, weight, eps)
 
-    x, update [tokens, embed] and weight [embed] share one dtype.
+    x [tokens, embed] and weight [embed] share one dtype; update [parts, tokens, embed] are the
+    partial sums of a product.
     """
     # Without the barrier XLA folds every earlier update into each norm and reads them all again.
-    x = jax.lax.optimization_barrier(x + update)
+    x = jax.lax.optimization_barrier(x + sum_parts(update, x.dtype))
     return x, rms_norm(x, weight, eps)

@@ -13,14 +13,17 @@ from jaxserve_kernels.triton_call import triton_call
 @triton.jit
 def _kernel(
     x_ptr, update_ptr, weight_ptr, sum_ptr, out_ptr,
-    embed: tl.constexpr, eps: tl.constexpr, BLOCK: tl.constexpr,
+    stride, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * embed
     column = tl.arange(0, BLOCK)
     mask = column < embed
     x = tl.load(x_ptr + row + column, mask=mask, other=0.0)
-    update = tl.load(update_ptr + row + column, mask=mask, other=0.0)
-    total = (x.to(tl.float32) + update.to(tl.float32)).to(x.dtype)
+    update = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(parts):
+        update += tl.load(update_ptr + part * stride + row + column, mask=mask, other=0.0)
+    update = update.to(x.dtype).to(tl.float32)  # rounded where the reference rounds
+    total = (x.to(tl.float32) + update).to(x.dtype)
     tl.store(sum_ptr + row + column, total, mask=mask)
     wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / embed + eps)
@@ -39,5 +42,6 @@ def add_rms_norm(x: Array, update: Array, weight: Array, eps: float) -> tuple[Ar
         out_type=(row, row),
         grid=(tokens,),
         num_warps=8 if embed > 2048 else 4,
-        embed=embed, eps=eps, BLOCK=triton.next_power_of_2(embed),
+        stride=tokens * embed, embed=embed, eps=eps, parts=update.shape[0],
+        BLOCK=triton.next_power_of_2(embed),
     )  # fmt: skip

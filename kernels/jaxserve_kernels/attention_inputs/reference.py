@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxserve_kernels.add_rms_norm.reference import rms_norm
+from jaxserve_kernels.dense_matmul.reference import sum_parts
 from jaxserve_kernels.kv_write.reference import kv_write
 
 
@@ -41,12 +42,12 @@ def attention_inputs(
 ) -> tuple[Array, Array]:
     """Norm and rotate queries and keys per head, and store keys and values in their pages::
 
-        q, k, v = split(qkv)                       # heads: q_heads, kv_heads, kv_heads
+        q, k, v = split(sum_parts(qkv))                       # heads: q_heads, kv_heads, kv_heads
         q, k = rope(rms_norm(q)), rope(rms_norm(k))
         kv[layer, pages[t], :, :, offsets[t]] = k[t], v[t]
 
     Args:
-      qkv: [tokens, (q_heads + 2 * kv_heads) * head_dim].
+      qkv: [parts, tokens, (q_heads + 2 * kv_heads) * head_dim], partial sums of the projection.
       kv: [layers, pages, kv_heads, 2, page_size, head_dim], updated in place when donated.
       layer: index into the first axis of kv.
       norms: weights of the query and key norms, [head_dim] each.
@@ -57,7 +58,7 @@ def attention_inputs(
       Queries [tokens, q_heads, head_dim], and kv.
     """
     kv_heads, head_dim = kv.shape[2], kv.shape[5]
-    heads = qkv.reshape(qkv.shape[0], -1, head_dim)
+    heads = sum_parts(qkv, kv.dtype).reshape(qkv.shape[1], -1, head_dim)
     q_heads = heads.shape[1] - 2 * kv_heads
     q, k, v = jnp.split(heads, [q_heads, q_heads + kv_heads], axis=1)
     q = rope(rms_norm(q, norms[0], eps), *tables)

@@ -20,7 +20,8 @@ _MAX_HEADS = 8
 def _kernel(
     qkv_ptr, kv_ptr, first_page, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
     page_ptr, offset_ptr, q_ptr,
-    q_heads: tl.constexpr, kv_heads: tl.constexpr, page_size: tl.constexpr,
+    stride, parts: tl.constexpr, q_heads: tl.constexpr, kv_heads: tl.constexpr,
+    page_size: tl.constexpr,
     eps: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -28,9 +29,15 @@ def _kernel(
     head = tl.arange(0, HEADS)
     dim = tl.arange(0, HALF)
     source = qkv_ptr + (token * (q_heads + 2 * kv_heads) + first) * (2 * HALF)
-    low = tl.load(source + head[:, None] * (2 * HALF) + dim[None, :])
-    high = tl.load(source + head[:, None] * (2 * HALF) + HALF + dim[None, :])
-    dtype = low.dtype
+    source += head[:, None] * (2 * HALF) + dim[None, :]
+    dtype: tl.constexpr = kv_ptr.dtype.element_ty
+    low = tl.zeros([HEADS, HALF], tl.float32)
+    high = tl.zeros([HEADS, HALF], tl.float32)
+    for part in tl.static_range(parts):
+        low += tl.load(source + part * stride)
+        high += tl.load(source + part * stride + HALF)
+    low = low.to(dtype)
+    high = high.to(dtype)
     if first < q_heads + kv_heads:
         norm_ptr = q_norm_ptr if first < q_heads else k_norm_ptr
         norm_low = tl.load(norm_ptr + dim).to(tl.float32)
@@ -72,17 +79,18 @@ def attention_inputs(
     eps: float,
 ) -> tuple[Array, Array]:
     num_pages, kv_heads, _, page_size, head_dim = kv.shape[1:]
-    tokens = qkv.shape[0]
-    q_heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    parts, tokens, width = qkv.shape
+    q_heads = width // head_dim - 2 * kv_heads
     heads = math.gcd(math.gcd(q_heads, kv_heads), _MAX_HEADS)
     cache = jax.new_ref(kv)
     q = triton_call(
         qkv, cache, layer * num_pages, *norms, *tables, *slots,
         kernel=_kernel,
         name="attention_inputs",
-        out_type=jax.ShapeDtypeStruct((tokens, q_heads, head_dim), qkv.dtype),
+        out_type=jax.ShapeDtypeStruct((tokens, q_heads, head_dim), kv.dtype),
         grid=(tokens, (q_heads + 2 * kv_heads) // heads),
         num_warps=4,
+        stride=tokens * width, parts=parts,
         q_heads=q_heads, kv_heads=kv_heads, page_size=page_size,
         eps=eps, HEADS=heads, HALF=head_dim // 2,
     )  # fmt: skip

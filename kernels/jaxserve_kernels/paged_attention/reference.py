@@ -53,8 +53,8 @@ def paged_attention(
       q: [tokens, q_heads, head_dim].
       kv: [layers, pages, kv_heads, 2, page_size, head_dim], keys then values on the axis of 2.
       layer: index into the first axis of kv.
-      page_table: int32 [slots, pages_per_seq]; entries past a sequence's end must be valid pages
-        whose content is finite (it is multiplied by 0).
+      page_table: int32 [slots, pages_per_seq]; entries past a sequence's end must be valid pages,
+        whose content has no influence.
       tiles: which tokens belong together.
       tile_size: the most tokens that a tile holds.
 
@@ -81,6 +81,9 @@ def paged_attention(
         scores *= head_dim**-0.5
         key_position = index * block + jnp.arange(block)
         visible = key_position <= positions[:, None, None, :, None]
+        # What an earlier owner left past the end may be anything, even NaN: 0 * NaN is NaN.
+        held = key_position < (tiles.position + tiles.length)[:, None]
+        values = jnp.where(held[:, None, :, None], values, 0)
         return carry.add(jnp.where(visible, scores, -jnp.inf), values)
 
     longest = jnp.max(jnp.where(tiles.length > 0, tiles.position + tiles.length, 0))

@@ -17,8 +17,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
 }
 
-LARGE = 1e4
-"""What masked positions hold in place of keys and values: wrong sums show, products are finite."""
+POISON = np.nan
+"""What positions that must have no influence hold in place of keys and values."""
 
 LAYER = 1
 """The layer that the inputs are of; layer 0 holds NaN."""
@@ -88,9 +88,9 @@ class AttentionInputs(NamedTuple):
 def make_inputs(spec: AttentionSpec, seed: int) -> AttentionInputs:
     """Normal queries, keys and values; pages in random order; poison where nothing may be read.
 
-    Positions past a sequence's end hold LARGE in its last page and in page 0; its unused table
-    entries name page 0 or pages of other sequences. Pages that no table names hold NaN, and so do
-    the other layer and the queries of the padding.
+    Positions past a sequence's end hold POISON in its last page and in page 0; its unused table
+    entries name page 0 or pages of other sequences. So do pages that no table names, the other
+    layer and the queries of the padding.
     """
     rng = np.random.default_rng(seed)
     dtype = DTYPES[spec.dtype]
@@ -104,14 +104,14 @@ def make_inputs(spec: AttentionSpec, seed: int) -> AttentionInputs:
     page_table = stale.astype(np.int32)
     shape = (2, 2 + sum(needed), spec.heads.kv, 2, spec.page_size, spec.heads.dim)
     kv = np.full(shape, np.nan, dtype)
-    kv[LAYER, 0] = LARGE
+    kv[LAYER, 0] = POISON
     taken = 0
     for slot, end, count in zip(slots, ends, needed, strict=True):
         own = pages[taken : taken + count]
         page_table[slot, :count] = own
         normal = rng.standard_normal((count, *shape[2:]), np.float32).astype(dtype)
         if end % spec.page_size:
-            normal[-1, :, :, end % spec.page_size :] = LARGE
+            normal[-1, :, :, end % spec.page_size :] = POISON
         kv[LAYER, own] = normal
         taken += count
     q = rng.standard_normal((spec.num_tokens, spec.heads.q, spec.heads.dim), np.float32)

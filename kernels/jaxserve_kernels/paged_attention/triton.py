@@ -44,7 +44,12 @@ def _visit(
     probs = tl.exp2(scores - new_peak[:, None])
     shrink = tl.exp2(peak - new_peak)
     weight = weight * shrink + tl.sum(probs, axis=1)
-    v = tl.load(kv_ptr + (kv_row + PAGE)[:, None] * DIM + dim[None, :])
+    values = kv_ptr + (kv_row + PAGE)[:, None] * DIM + dim[None, :]
+    if MASK:  # what an earlier owner left past the end may be anything, even NaN
+        last = tl.max(row_position, axis=0)
+        v = tl.load(values, mask=key_position[:, None] <= last, other=0.0)
+    else:
+        v = tl.load(values)
     acc = tl.dot(probs.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return new_peak, weight, acc
 

@@ -1,31 +1,14 @@
-"""Building blocks of decoder models."""
+"""Rotary position embedding: the angles."""
 
 from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jaxserve.config import ModelSpec, YarnScaling
-
-
-def linear(x: Array, weight: Array) -> Array:
-    """x [..., in] times weight [out, in] transposed, accumulated in float32: [..., out]."""
-    return jax.lax.dot_general(
-        x,
-        weight,
-        (((x.ndim - 1,), (1,)), ((), ())),
-        preferred_element_type=x.dtype,
-    )
-
-
-def swiglu(gate_up: Array) -> Array:
-    """silu(gate) * up for gate_up [..., 2 * ffn], gate first: [..., ffn]."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate.astype(jnp.float32)).astype(up.dtype) * up
 
 
 def rope_tables(spec: ModelSpec, positions: Array) -> tuple[Array, Array]:

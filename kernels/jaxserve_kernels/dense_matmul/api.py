@@ -1,0 +1,42 @@
+"""Products with unquantised weights: picks the implementation by target and number of tokens."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from jaxserve_kernels import target
+from jaxserve_kernels.dense_matmul import reference
+from jaxserve_kernels.dense_matmul.config import Config, heuristic
+
+
+def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
+    """x [tokens, in] times weight [out, in] transposed, as partial sums [parts, tokens, out].
+
+    Their sum over the first axis is the product: one part in `dtype` (x's if not given), or
+    several in float32. Readers add them, by `sum_parts` or inside their own kernel.
+    """
+    config = _config(x, weight)
+    if config is None:
+        return reference.linear(x, weight, dtype or x.dtype)
+    from jaxserve_kernels.dense_matmul import triton  # needs Triton: only for GPUs
+
+    return triton.linear(x, weight, config)
+
+
+def gated_linear(x: Array, weight: Array) -> Array:
+    """See `reference.gated_linear`."""
+    config = _config(x, weight)
+    if config is None:
+        return reference.gated_linear(x, weight)
+    from jaxserve_kernels.dense_matmul import triton  # needs Triton: only for GPUs
+
+    return triton.gated_linear(x, weight, config)
+
+
+def _config(x: Array, weight: Array) -> Config | None:
+    """None: XLA's product, which is cuBLASLt on a GPU."""
+    if target.current().implementation == "reference" or x.dtype != jnp.bfloat16:
+        return None
+    return heuristic(tokens=x.shape[0], out=weight.shape[0], depth=weight.shape[1])

@@ -1,0 +1,38 @@
+"""How the product of a few tokens is launched, and up to how many it is used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_TOKENS = 16
+"""Beyond it cuBLASLt is as fast. Measured on an H100; see docs/performance.md."""
+
+_ENOUGH_PROGRAMS = 264
+"""Two for each of an H100's 132 multiprocessors keep its memory busy."""
+
+_MAX_SPLITS = 8
+"""More partial sums than this cost their readers more than the product gains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """`rows` of the weight per program, `depth` of the input per step, `splits` of the input."""
+
+    rows: int = 64
+    depth: int = 128
+    splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def heuristic(*, tokens: int, out: int, depth: int) -> Config | None:
+    """For x [tokens, depth] times a weight [out, depth]; None where the kernel does not apply."""
+    config = Config()
+    steps, rest = divmod(depth, config.depth)
+    if tokens > MAX_TOKENS or rest or out % config.rows:
+        return None
+    tiles = out // config.rows
+    choices = [splits for splits in range(1, _MAX_SPLITS + 1) if steps % splits == 0]
+    enough = [splits for splits in choices if tiles * splits >= _ENOUGH_PROGRAMS]
+    splits = enough[0] if enough else choices[-1]
+    return Config(splits=splits, num_stages=4 if steps // splits > 16 and splits > 1 else 3)

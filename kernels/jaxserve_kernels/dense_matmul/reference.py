@@ -1,0 +1,32 @@
+"""The definition of the products, in plain JAX."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+
+def linear(x: Array, weight: Array, dtype: DTypeLike) -> Array:
+    """x [tokens, in] times weight [out, in] transposed: [1, tokens, out] in `dtype`."""
+    return _product(x, weight, dtype)[None]
+
+
+def gated_linear(x: Array, weight: Array) -> Array:
+    """SwiGLU (Shazeer 2020) of x [tokens, in]: silu(x @ gate.T) * (x @ up.T), [tokens, ffn].
+
+    weight is [2 * ffn, in]: the rows of gate, then those of up.
+    """
+    gate, up = jnp.split(_product(x, weight, x.dtype), 2, axis=-1)
+    return jax.nn.silu(gate.astype(jnp.float32)).astype(up.dtype) * up
+
+
+def sum_parts(parts: Array, dtype: DTypeLike) -> Array:
+    """The product whose partial sums [parts, tokens, out] these are, in `dtype`."""
+    return parts[0].astype(dtype) if parts.shape[0] == 1 else parts.sum(0).astype(dtype)
+
+
+def _product(x: Array, weight: Array, dtype: DTypeLike) -> Array:
+    """Accumulated in float32."""
+    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)

@@ -1,0 +1,108 @@
+"""Products of a few tokens with a large weight, at the speed at which the weight can be read.
+
+The weight is the left operand, so that its rows fill the tensor cores' tall side and the few
+tokens their narrow one. Programs share the rows of a tile by splitting the input dimension; their
+float32 partial sums are added by whoever reads the result, so no pass is spent on it.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from jaxserve_kernels.dense_matmul.config import Config
+from jaxserve_kernels.triton_call import triton_call
+
+
+@triton.jit
+def _accumulate(
+    x_ptr, w_ptr, row, start,
+    tokens: tl.constexpr, k: tl.constexpr, steps: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Weight rows `row` times the tokens over `steps` of the input from `start`."""
+    token = tl.arange(0, TOKENS)
+    depth = tl.arange(0, DEPTH)
+    w = w_ptr + row.to(tl.int64)[:, None] * k + start + depth[None, :]
+    x = x_ptr + token[None, :] * k + start + depth[:, None]
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    for _ in tl.range(0, steps, num_stages=STAGES):
+        a = tl.load(w)
+        b = tl.load(x, mask=token[None, :] < tokens, other=0.0)
+        acc = tl.dot(a, b, acc)
+        w += DEPTH
+        x += DEPTH
+    return acc
+
+
+@triton.jit
+def _linear(
+    x_ptr, w_ptr, out_ptr,
+    tokens: tl.constexpr, n: tl.constexpr, k: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    steps: tl.constexpr = k // DEPTH // SPLITS
+    acc = _accumulate(
+        x_ptr, w_ptr, row, split * steps * DEPTH, tokens, k, steps, TOKENS, ROWS, DEPTH, STAGES
+    )
+    token = tl.arange(0, TOKENS)[None, :]
+    tl.store(out_ptr + (split * tokens + token) * n + row[:, None], acc, mask=token < tokens)
+
+
+@triton.jit
+def _gated(
+    x_ptr, w_ptr, out_ptr,
+    tokens: tl.constexpr, n: tl.constexpr, k: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A tile is ROWS / 2 rows of gate and the same rows of up, so the gating needs no exchange."""
+    half: tl.constexpr = ROWS // 2
+    lane = tl.arange(0, ROWS)
+    row = tl.program_id(0) * half + lane % half + (lane // half) * n
+    acc = _accumulate(x_ptr, w_ptr, row, 0, tokens, k, k // DEPTH, TOKENS, ROWS, DEPTH, STAGES)
+    gate, up = tl.split(tl.permute(tl.reshape(acc, (2, half, TOKENS)), (1, 2, 0)))
+    dtype = out_ptr.dtype.element_ty
+    gate = gate.to(dtype).to(tl.float32)  # rounded where the reference rounds
+    gated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+    out_row = tl.program_id(0) * half + tl.arange(0, half)[:, None]
+    token = tl.arange(0, TOKENS)[None, :]
+    tl.store(out_ptr + token * n + out_row, gated.to(dtype), mask=token < tokens)
+
+
+def linear(x: Array, weight: Array, config: Config) -> Array:
+    """Partial sums float32 [config.splits, tokens, out]."""
+    tokens, k = x.shape
+    n = weight.shape[0]
+    return triton_call(
+        x, weight,
+        kernel=_linear,
+        name="linear",
+        out_type=jax.ShapeDtypeStruct((config.splits, tokens, n), jnp.float32),
+        grid=(n // config.rows, config.splits),
+        num_warps=config.num_warps,
+        tokens=tokens, n=n, k=k,
+        TOKENS=max(16, triton.next_power_of_2(tokens)),
+        ROWS=config.rows, DEPTH=config.depth, SPLITS=config.splits, STAGES=config.num_stages,
+    )  # fmt: skip
+
+
+def gated_linear(x: Array, weight: Array, config: Config) -> Array:
+    """[tokens, ffn] in x's dtype; `config.splits` has no meaning here."""
+    tokens, k = x.shape
+    n = weight.shape[0] // 2
+    return triton_call(
+        x, weight,
+        kernel=_gated,
+        name="gated_linear",
+        out_type=jax.ShapeDtypeStruct((tokens, n), x.dtype),
+        grid=(2 * n // config.rows,),
+        num_warps=config.num_warps,
+        tokens=tokens, n=n, k=k,
+        TOKENS=max(16, triton.next_power_of_2(tokens)),
+        ROWS=config.rows, DEPTH=config.depth, STAGES=config.num_stages,
+    )  # fmt: skip
