@@ -29,7 +29,8 @@ def draw[T](split: Split, kind: str, sample: Callable[[], T], key: Callable[[T],
             return instance
 
 
-# Words that training may use, and words that it never sees: not even the tokenizer does.
+# Words that training draws from, and words kept out of it: two of them still stand in a template
+# (a room, an animal), and chance invents one now and then, but none is spelled or listed.
 KNOWN_WORDS = tuple(word for word in tables.WORDS if not held_out("word", word))
 UNSEEN_WORDS = tuple(word for word in tables.WORDS if held_out("word", word))
 

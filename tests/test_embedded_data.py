@@ -49,10 +49,18 @@ def test_rows_depend_on_seed_and_step_alone(block: str) -> None:
 
 @pytest.mark.parametrize(
     "task",
-    (
-        "add_subtract add_subtract_3_digits product spell reverse_letters sort_words "
-        "reverse_words repeat json_object fact"
-    ).split(),
+    [
+        "add_subtract",
+        "add_subtract_3_digits",
+        "product",
+        "spell",
+        "reverse_letters",
+        "sort_words",
+        "reverse_words",
+        "repeat",
+        "json_object",
+        "fact",
+    ],
 )
 def test_no_question_of_the_evaluation_is_trained_on(task: str) -> None:
     make = getattr(tasks, task)
