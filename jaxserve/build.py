@@ -56,9 +56,8 @@ def build_parts(
         _check_host_memory(source.spec, dtype, options)
 
     started = time.perf_counter()
-    params = _load(source, dtype, options.seed, progress)
-    if gpu:
-        params = qwen3.stack_layers(params)
+    abstract = qwen3.abstract(source.spec, dtype, stacked=gpu)
+    params = _load(source, abstract, options.seed, progress)
     loaded = time.perf_counter()
     cache = _cache_config(options, source.spec, dtype, buckets, scheduler, gpu=gpu)
     config = RunnerConfig(
@@ -131,9 +130,10 @@ def _scheduler_config(options: Options, spec: ModelSpec, buckets: Buckets) -> Sc
     )
 
 
-def _load(source: ModelSource, dtype: DTypeLike, seed: int, progress: Progress) -> qwen3.Params:
+def _load(
+    source: ModelSource, abstract: qwen3.Params, seed: int, progress: Progress
+) -> qwen3.Params:
     progress("loading", 0.0)
-    abstract = qwen3.abstract(source.spec, dtype)
     if source.folder is None:
         params = dummy_params(abstract, seed)
     else:
@@ -168,6 +168,7 @@ def _device_budget(spec: ModelSpec, dtype: DTypeLike, buckets: Buckets) -> int:
     """What is left of the process's share of the GPU after weights and step scratch."""
     stats = jax.devices()[0].memory_stats() or {}
     free = stats["bytes_limit"] - stats["bytes_in_use"]
+    free = min(free, stats.get("largest_free_block_bytes") or free)
     itemsize = jnp.dtype(dtype).itemsize
     tokens, rows = buckets.prefill[-1], buckets.decode[-1]
     activations = tokens * (4 * spec.ffn + 4 * spec.q_size + 8 * spec.embed) * itemsize

@@ -166,10 +166,11 @@ class Runner:
     def _fresh_state(self) -> DeviceState:
         config = self._config
         sequences = sequence_state.shape(config.scheduler.max_num_seqs, config.pages_per_seq)
-        return DeviceState(
+        state = DeviceState(
             kv=jnp.zeros(kv_cache.shape(config.spec, config.cache), config.dtype),
             sequences=jnp.zeros(sequences, jnp.int32),
         )
+        return jax.block_until_ready(state)  # memory that is not there is missed here, not later
 
     def _compile_step(self, bucket: Bucket) -> Any:
         step = functools.partial(

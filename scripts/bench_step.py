@@ -137,9 +137,8 @@ def make_runner(spec: ModelSpec, args: argparse.Namespace) -> tuple[Runner, Runn
         sampled_vocab=spec.vocab_size,
         tile_size=32,
     )
-    params = dummy_params(qwen3.abstract(spec, jnp.bfloat16), 0)
-    if not args.separate_layers:
-        params = qwen3.stack_layers(params)
+    abstract = qwen3.abstract(spec, jnp.bfloat16, stacked=not args.separate_layers)
+    params = dummy_params(abstract, 0)
     runner = Runner(config, params, Metrics("bench"))
     start = time.perf_counter()
     runner.compile(os.cpu_count() or 1, lambda name, done: None)

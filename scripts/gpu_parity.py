@@ -132,7 +132,8 @@ def jaxserve_logits(folder: Path, sequences: list[np.ndarray], dtype: str) -> It
 
     spec = ModelSpec.from_hf(json.loads((folder / "config.json").read_text()))
     started = time.perf_counter()
-    abstract = qwen3.abstract(spec, jnp.dtype(dtype))
+    stacked = jax.default_backend() == "gpu"  # as in serving
+    abstract = qwen3.abstract(spec, jnp.dtype(dtype), stacked=stacked)
     params = load_params(open_checkpoint(folder), qwen3.rules(spec), abstract)
     print(f"jaxserve: weights on the device in {time.perf_counter() - started:.1f} s")
 
@@ -142,7 +143,7 @@ def jaxserve_logits(folder: Path, sequences: list[np.ndarray], dtype: str) -> It
         return qwen3.logits(params, hidden), kv
 
     for sequence in sequences:
-        cache = CacheConfig(num_pages=2 + len(sequence) // 16, page_size=16)
+        cache = CacheConfig(num_pages=2 + len(sequence) // 64, page_size=64)
         kv = jnp.zeros(kv_cache.shape(spec, cache), dtype)
         table = np.random.default_rng(0).permutation(np.arange(1, cache.num_pages))
         prefilled = max(len(sequence) - DECODED_TAIL, 0)
@@ -150,7 +151,7 @@ def jaxserve_logits(folder: Path, sequences: list[np.ndarray], dtype: str) -> It
         starts = [0] * (prefilled > 0) + list(range(prefilled, len(sequence)))
         for start in starts:
             end = prefilled if start < prefilled else start + 1
-            tile_size = 16 if start < prefilled else 1
+            tile_size = 32 if start < prefilled else 1
             tokens = step_tokens(sequence[:end], start, table, cache.page_size, tile_size)
             logits, kv = run(params, kv, tokens, tile_size=tile_size)
             parts.append(np.asarray(logits[: end - start]))

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve_checkpoints.naming import leaf_paths
+from jaxserve_checkpoints.load import Filling
+from jaxserve_checkpoints.naming import leaf_parts
 
 _NORM_NOISE = 0.02
 
@@ -19,17 +20,16 @@ _NORM_NOISE = 0.02
 def dummy_params[Tree](abstract: Tree, seed: int) -> Tree:
     """The tree of `abstract` (floating-point ShapeDtypeStructs) filled on the device.
 
-    Each leaf depends on `seed` and its path only. Vectors are norm weights: 1 + 0.02 N(0, 1).
-    Matrices [..., out, in] are N(0, 1/in), which keeps activations at their size from layer to
-    layer (0.02 for a width of 2560). One compilation per distinct shape and dtype.
+    Each leaf, or layer of a stacked leaf, depends on `seed` and its path only. Vectors are norm
+    weights: 1 + 0.02 N(0, 1). Matrices [..., out, in] are N(0, 1/in), which keeps activations at
+    their size from layer to layer (0.02 for a width of 2560). One compilation per distinct shape
+    and dtype.
     """
-    leaves = [
-        _maker(tuple(leaf.shape), np.dtype(leaf.dtype), leaf.sharding)(
-            np.uint32(seed), np.uint32(zlib.crc32(path.encode()))
-        )
-        for path, leaf in leaf_paths(abstract)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+    filling = Filling(abstract)
+    for part in leaf_parts(abstract):
+        make = _maker(tuple(part.leaf.shape), np.dtype(part.leaf.dtype), part.leaf.sharding)
+        filling.put(part, make(np.uint32(seed), np.uint32(zlib.crc32(part.path.encode()))))
+    return filling.tree()
 
 
 @functools.cache

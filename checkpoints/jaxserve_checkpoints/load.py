@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxserve_checkpoints.naming import AnyRule, LeafSource, resolve_rules
+from jaxserve_checkpoints.naming import (
+    AnyRule,
+    LeafPart,
+    LeafSource,
+    leaf_parts,
+    leaf_paths,
+    resolve_rules,
+)
 from jaxserve_checkpoints.reader import AnyArray, Checkpoint
 
 type Progress = Callable[[int, int], None]
@@ -43,25 +52,60 @@ def load_params[Tree](
     """
     sources = resolve_rules(rules, abstract, checkpoint)
     total = sum(_nbytes(source) for source in sources)
-    params: list[jax.Array] = []
+    filling = Filling(abstract)
+    placed: list[LeafSource] = []
 
     def settle() -> None:
         """Wait for the copies under way, then give back the file pages behind them."""
-        jax.block_until_ready(params)
-        _release(checkpoint, sources[: len(params)])
+        filling.wait()
+        _release(checkpoint, placed)
         if progress:
-            progress(sum(_nbytes(source) for source in sources[: len(params)]), total)
+            progress(sum(_nbytes(source) for source in placed), total)
 
     with ThreadPoolExecutor(_HOST_THREADS, thread_name_prefix="load-params") as pool:
         for group in _groups(sources, max_bytes_in_flight // 2):
             host = list(pool.map(lambda source: assemble(checkpoint, source), group))
             settle()
-            params += [
-                place(array, source.leaf.sharding)
-                for array, source in zip(host, group, strict=True)
-            ]
+            for array, source in zip(host, group, strict=True):
+                filling.put(source.part, place(array, source.leaf.sharding))
+            placed += group
     settle()
-    return jax.tree.unflatten(jax.tree.structure(abstract), params)
+    return filling.tree()
+
+
+class Filling[Tree]:
+    """A tree of device arrays under way. Stacked leaves are allocated first and filled in place,
+    so that no second copy of them is ever on the device and no hole is left in its memory.
+    """
+
+    def __init__(self, abstract: Tree):
+        self._abstract = abstract
+        stacked = {part.owner for part in leaf_parts(abstract) if part.layer is not None}
+        self._leaves: dict[str, jax.Array] = {
+            path: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+            for path, leaf in leaf_paths(abstract)
+            if path in stacked
+        }
+
+    def put(self, part: LeafPart, array: jax.Array) -> None:
+        """Take one part; each part of the tree exactly once."""
+        if part.layer is None:
+            self._leaves[part.owner] = array
+        else:
+            stacked = self._leaves[part.owner]
+            self._leaves[part.owner] = _write(stacked, array, np.int32(part.layer))
+
+    def wait(self) -> None:
+        jax.block_until_ready(self._leaves)
+
+    def tree(self) -> Tree:
+        leaves = [self._leaves[path] for path, _ in leaf_paths(self._abstract)]
+        return jax.tree.unflatten(jax.tree.structure(self._abstract), leaves)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(stacked: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stacked, part, index, 0)
 
 
 def assemble(checkpoint: Checkpoint, source: LeafSource) -> AnyArray:

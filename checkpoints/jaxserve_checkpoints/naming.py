@@ -1,6 +1,8 @@
 """Which tensors of a checkpoint fill which leaf of the parameter tree, checked in both directions.
 
-A leaf's path is `jax.tree_util.keystr(path, simple=True, separator=".")`: "layers.3.qkv".
+A leaf's path is `jax.tree_util.keystr(path, simple=True, separator=".")`: "layers.3.qkv". A tree
+may also hold all layers' weights of a kind in one leaf, stacked on a leading axis: "layers.qkv" is
+then made of the parts "layers.0.qkv", "layers.1.qkv", ...
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,6 +21,7 @@ from jaxserve_checkpoints.reader import Checkpoint, CheckpointError
 
 _MAX_PROBLEMS = 20
 _WORD = re.compile(r"\{(\w+)\}")
+_STACKED = re.compile(r"(layers)\.([A-Za-z_]+)")
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,33 @@ class Repeat:
 type AnyRule = Rule | Ignore | Repeat
 
 
-@dataclass(frozen=True, kw_only=True)
-class LeafSource:
-    """One leaf (shape, dtype, and sharding if the tree gives one) and the tensors that fill it."""
+class LeafPart(NamedTuple):
+    """A leaf, or the part of a stacked leaf that belongs to one layer."""
 
     path: str
     leaf: jax.ShapeDtypeStruct
+    """Shape, dtype, and sharding if the tree gives one: of this part."""
+    owner: str
+    """Path of the tree's own leaf."""
+    layer: int | None
+    """Place on the owner's leading axis; None if it is not stacked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeafSource:
+    """One part of the tree and the tensors that fill it."""
+
+    part: LeafPart
     tensors: tuple[str, ...]
     axis: int
+
+    @property
+    def path(self) -> str:
+        return self.part.path
+
+    @property
+    def leaf(self) -> jax.ShapeDtypeStruct:
+        return self.part.leaf
 
 
 @dataclass
@@ -83,6 +105,22 @@ def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
     ]
 
 
+def leaf_parts(tree: Any) -> list[LeafPart]:
+    """What a tree of ShapeDtypeStructs is filled from, in leaf order, stacked leaves by layer."""
+    parts: list[LeafPart] = []
+    for path, leaf in leaf_paths(tree):
+        stacked = _STACKED.fullmatch(path)
+        if stacked is None:
+            parts.append(LeafPart(path, leaf, path, None))
+            continue
+        each = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=leaf.sharding)
+        parts += [
+            LeafPart(f"{stacked[1]}.{index}.{stacked[2]}", each, path, index)
+            for index in range(leaf.shape[0])
+        ]
+    return parts
+
+
 def resolve_rules(
     rules: Sequence[AnyRule], abstract: Any, checkpoint: Checkpoint
 ) -> list[LeafSource]:
@@ -94,17 +132,18 @@ def resolve_rules(
     """
     found = _Findings()
     fills = [rule for rule in rules if isinstance(rule, Rule)]
-    for path, leaf in leaf_paths(abstract):
-        _resolve_leaf(fills, path, leaf, checkpoint, found)
+    for part in leaf_parts(abstract):
+        _resolve_part(fills, part, checkpoint, found)
     _check_usage(rules, checkpoint, found)
     if found.problems:
         raise CheckpointError(_report(checkpoint, found.problems))
     return found.sources
 
 
-def _resolve_leaf(
-    rules: Sequence[Rule], path: str, leaf: Any, checkpoint: Checkpoint, found: _Findings
+def _resolve_part(
+    rules: Sequence[Rule], part: LeafPart, checkpoint: Checkpoint, found: _Findings
 ) -> None:
+    path = part.path
     matches = [(rule, match) for rule in rules if (match := _pattern(rule.leaf).fullmatch(path))]
     if len(matches) != 1:
         what = " and ".join(repr(rule.leaf) for rule, _ in matches) or "no rule"
@@ -112,7 +151,7 @@ def _resolve_leaf(
         return
     rule, match = matches[0]
     tensors = tuple(_substitute(source, match.groupdict()) for source in rule.sources)
-    source = LeafSource(path=path, leaf=leaf, tensors=tensors, axis=rule.axis)
+    source = LeafSource(part=part, tensors=tensors, axis=rule.axis)
     found.sources.append(source)
     missing = [name for name in tensors if name not in checkpoint]
     if missing:

@@ -86,18 +86,6 @@ def abstract(spec: ModelSpec, dtype: DTypeLike, *, stacked: bool = False) -> Par
     )
 
 
-def stack_layers(params: Params) -> Params:
-    """Each kind of weight of all layers as one array; frees the separate ones as it goes."""
-    if isinstance(params.layers, Layer):
-        return params
-    stacked: list[Array] = []
-    for arrays in zip(*params.layers, strict=True):
-        stacked.append(jnp.stack(arrays).block_until_ready())
-        for array in arrays:
-            array.delete()
-    return params._replace(layers=Layer(*stacked))
-
-
 def rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
     """Which tensors of a Hugging Face checkpoint make up each parameter."""
     block = "model.layers.{layer}."
