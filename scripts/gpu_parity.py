@@ -121,6 +121,10 @@ def jaxserve_logits(folder: Path, sequences: list[np.ndarray], dtype: str) -> It
     """Float32 [length, vocab] of each sequence: prefilled, the last tokens decoded one by one."""
     import functools
 
+    from jaxserve.environment import prepare
+
+    prepare(gpu_memory_utilization=0.9)
+
     import jax
     import jax.numpy as jnp
 
