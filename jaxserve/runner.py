@@ -61,6 +61,14 @@ class RunnerConfig:
         return -(-self.scheduler.max_model_len // self.cache.page_size)
 
     @property
+    def kv_shape(self) -> tuple[int, ...]:
+        return kv_cache.shape(self.spec, self.cache)
+
+    @property
+    def sequences_shape(self) -> tuple[int, int]:
+        return sequence_state.shape(self.scheduler.max_num_seqs, self.pages_per_seq)
+
+    @property
     def padding_slot(self) -> int:
         return self.scheduler.max_num_seqs
 
@@ -89,11 +97,13 @@ class Runner:
         self._buckets = config.all_buckets()
         self._steps: dict[Bucket, Any] = {}
         self._flush: Any = None
-        self._state = self._fresh_state()
-        self._width = self._state.sequences.shape[1]
+        self._width = config.sequences_shape[1]
 
     def compile(self, workers: int, progress: Callable[[str, float], None]) -> None:
         """Compile and run every bucket once; after it nothing is compiled any more.
+
+        The KV cache is allocated in between: the compiler tries products out on the device, which
+        takes memory that serving does not need.
 
         Args:
           workers: threads; XLA releases the interpreter while it compiles.
@@ -105,6 +115,7 @@ class Runner:
             for done, job in enumerate(as_completed(jobs), start=1):
                 self._steps[jobs[job]] = job.result()
                 progress(jobs[job].name, done / len(jobs))
+        self._state = self._fresh_state()
         for bucket in self._buckets:
             self._warm(bucket)
 
@@ -163,13 +174,15 @@ class Runner:
         fitting = [b for b in self._buckets if b.kind == kind and b.tokens >= tokens]
         return min(fitting, key=lambda b: b.tokens)
 
-    def _fresh_state(self) -> DeviceState:
+    def _abstract_state(self) -> DeviceState:
         config = self._config
-        sequences = sequence_state.shape(config.scheduler.max_num_seqs, config.pages_per_seq)
-        state = DeviceState(
-            kv=jnp.zeros(kv_cache.shape(config.spec, config.cache), config.dtype),
-            sequences=jnp.zeros(sequences, jnp.int32),
+        return DeviceState(
+            kv=_abstract(config.kv_shape, config.dtype),
+            sequences=_abstract(config.sequences_shape, jnp.int32),
         )
+
+    def _fresh_state(self) -> DeviceState:
+        state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._abstract_state())
         return jax.block_until_ready(state)  # memory that is not there is missed here, not later
 
     def _compile_step(self, bucket: Bucket) -> Any:
@@ -179,9 +192,11 @@ class Runner:
             bucket=bucket,
             sampled_vocab=self._config.sampled_vocab,
         )
-        packed = jax.ShapeDtypeStruct((bucket.packed_size,), jnp.int32)
+        packed = _abstract((bucket.packed_size,), jnp.int32)
         named = _named(step, f"step_{bucket.name}")
-        lowered = jax.jit(named, donate_argnums=1).lower(self._params, self._state, packed)
+        lowered = jax.jit(named, donate_argnums=1).lower(
+            self._params, self._abstract_state(), packed
+        )
         return lowered.compile()
 
     def _compile_flush(self) -> Any:
@@ -189,8 +204,9 @@ class Runner:
             addresses, values = packed.reshape(2, -1)
             return sequence_state.apply(sequences, addresses, values)
 
-        packed = jax.ShapeDtypeStruct((2 * _FLUSH_UPDATES,), jnp.int32)
-        lowered = jax.jit(flush, donate_argnums=0).lower(self._state.sequences, packed)
+        packed = _abstract((2 * _FLUSH_UPDATES,), jnp.int32)
+        sequences = self._abstract_state().sequences
+        lowered = jax.jit(flush, donate_argnums=0).lower(sequences, packed)
         return lowered.compile()
 
     def _warm(self, bucket: Bucket) -> None:
@@ -202,6 +218,10 @@ class Runner:
         for _ in range(_warm_calls()):
             self._state, results = self._steps[bucket](self._params, self._state, packed)
             results.block_until_ready()
+
+
+def _abstract(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _warm_calls() -> int:
