@@ -1,10 +1,12 @@
 # make serve    set up .venv and serve the embedded model; flags: make serve ARGS="--port 8080"
 # make test     set up what tests need, then lint, types and the fast tests
+# make compile-test   compile the steps for an H100, which needs no GPU, and check the programs
 # make slow     the tests that take minutes
 # make clean    remove .venv
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 VENV := .venv
+COMPILER := .venv-compiler
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # The tested versions; CONSTRAINTS= takes the newest that the ranges in pyproject.toml allow.
@@ -14,7 +16,7 @@ PINS := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 CUDA := $(shell command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=driver_version \
   --format=csv,noheader 2>/dev/null | head -1 | awk -F. '{print ($$1 >= 580) ? "cuda13" : "cuda12"}')
 
-.PHONY: serve test slow clean
+.PHONY: serve test compile-test slow clean
 
 serve: $(VENV)/.serve
 	$(BIN)/python -m jaxserve $(ARGS)
@@ -24,6 +26,9 @@ test: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 	$(BIN)/python -m pytest -q $(ARGS)
+
+compile-test: $(COMPILER)/.ready
+	$(COMPILER)/bin/python -m pytest -q tests/aot
 
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
@@ -43,5 +48,16 @@ $(VENV)/.test: $(VENV)/.serve
 	@$(PIP) $(PINS) -e '.[test,bench]'
 	@touch $@
 
+# An environment of its own: with the CUDA plugin installed, jax complains wherever no GPU is.
+$(COMPILER)/.ready: pyproject.toml $(CONSTRAINTS)
+	@echo "installing XLA's and Triton's compilers for GPUs into $(COMPILER) (about 700 MB)"
+	@"$$(scripts/find_python.sh)" -m venv $(COMPILER)
+	@$(COMPILER)/bin/python -m pip install --quiet --disable-pip-version-check $(PINS) \
+	  -e . pytest pytest-asyncio pytest-timeout hypothesis
+	@version="$$($(COMPILER)/bin/python -c 'import jax; print(jax.__version__)')"; \
+	$(COMPILER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" triton==3.6.0 jax-triton==0.4.1
+	@touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(COMPILER)

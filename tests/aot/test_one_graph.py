@@ -1,0 +1,75 @@
+"""The compiled steps, as an H100 would get them: compiled here, without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NEEDED = ("jax_plugins.xla_cuda13", "triton", "jax_triton")
+
+
+def missing() -> list[str]:
+    """Pieces of the GPU compiler that are not installed."""
+
+    def found(module: str) -> bool:
+        try:
+            return importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:
+            return False
+
+    lacking = [module for module in NEEDED if not found(module)]
+    has_ptxas = shutil.which("ptxas") or Path("/usr/local/cuda/bin/ptxas").exists()
+    return lacking if has_ptxas else [*lacking, "ptxas"]
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, dict[str, Any]]:
+    """Of a Qwen3-4B with four layers, by bucket."""
+    if lacking := missing():
+        pytest.skip(f"cannot compile for a GPU here, missing: {', '.join(lacking)}")
+    command = [sys.executable, "scripts/inspect_steps.py", "--layers", "4"]
+    command += ["--target", "tests/aot/h100_80gb_hbm3.textproto"]
+    command += ["--decode", "1,2,16,24,64,256", "--prefill", "16,512,2048"]
+    path = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "checkpoints"))
+    environment = {**os.environ, "PYTHONPATH": path}
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return {report["bucket"]: report for report in json.loads(result.stdout)}
+
+
+def test_a_whole_step_is_one_cuda_graph(reports: dict[str, dict[str, Any]]) -> None:
+    for name, report in reports.items():
+        assert report["outside_graph"] == ["kCommandBuffer"], name
+
+
+def test_a_step_has_few_arguments(reports: dict[str, dict[str, Any]]) -> None:
+    assert {report["arguments"] for report in reports.values()} == {13}
+
+
+def test_no_step_copies_the_kv_cache(reports: dict[str, dict[str, Any]]) -> None:
+    for name, report in reports.items():
+        assert report["kv_copies"] == 0, name
+        assert report["aliased_bytes"] == report["state_bytes"], name
+
+
+def test_scratch_memory_stays_small(reports: dict[str, dict[str, Any]]) -> None:
+    """Activations and scores of 256 rows; a weight converted by mistake takes gigabytes."""
+    for name, report in reports.items():
+        assert report["scratch_bytes"] < 256 * 2**20, name
+
+
+def test_a_layer_takes_nine_kernels_or_ten(reports: dict[str, dict[str, Any]]) -> None:
+    """Each is counted with the slice of the stacked weight that it reads, where it has one."""
+    assert reports["decode_1"]["inside_graph"] <= 4 * 17 + 20
+    assert reports["decode_64"]["inside_graph"] <= 4 * 17 + 20
