@@ -1,0 +1,96 @@
+"""The documentation names what exists: files, flags and their defaults, metrics."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from jaxserve.cli import parse_args
+from jaxserve.metrics import Metrics
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("checkpoints/*/embedded/*.md")]
+)
+OPERATIONS = ROOT / "docs" / "operations.md"
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)+\.(?:py|md|sh|json|textproto)")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+(?![\w])")
+SCRIPT = re.compile(r"scripts/\w+\.py")
+METRIC = re.compile(r"`((?:vllm:|jaxserve_)\w+)(?:\{[^`]*\})?`")
+PACKAGES = {"jaxserve_kernels", "jaxserve_checkpoints"}
+
+parametrize_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def flags_of_the_parser(capsys: pytest.CaptureFixture[str]) -> set[str]:
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    return set(re.findall(r"^ +(?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.M))
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@parametrize_pages
+def test_relative_links_resolve(page: Path) -> None:
+    for link in LINK.findall(page.read_text()):
+        if "://" in link:
+            continue
+        target, _, anchor = link.partition("#")
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), link
+        assert not anchor or anchor in anchors(file), link
+
+
+@parametrize_pages
+def test_files_that_are_named_exist(page: Path) -> None:
+    """In code spans, from the root or from the package of kernels; a model's own are not ours."""
+    for code in CODE.findall(page.read_text()):
+        for name in FILE.findall(code):
+            places = (ROOT, ROOT / "kernels" / "jaxserve_kernels")
+            assert any((place / name).exists() for place in places), name
+
+
+@parametrize_pages
+def test_flags_that_are_named_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the script that a line names, otherwise of the server."""
+    if page.name == "performance.md" or page.parent.name == "embedded":
+        return  # they quote commands of other programs, too
+    known = flags_of_the_parser(capsys)
+    for line in page.read_text().splitlines():
+        scripts = "".join((ROOT / name).read_text() for name in SCRIPT.findall(line))
+        for flag in FLAG.findall(line):
+            if flag.startswith("--xla"):
+                continue
+            assert f'"{flag}"' in scripts if scripts else flag in known, line
+
+
+def test_every_flag_is_documented_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = dict(re.findall(r"^\| `(--[a-z-]+)` \| (.*?) \|", OPERATIONS.read_text(), re.M))
+    assert rows.keys() == flags_of_the_parser(capsys) - {"--help"}
+    for name, value in asdict(parse_args([])).items():
+        shown = f"{value:g}" if type(value) is float else str(value)
+        if value is not None and not isinstance(value, bool):
+            assert rows[f"--{name.replace('_', '-')}"].strip("`") == shown
+
+
+def test_the_metrics_of_the_table_are_those_of_the_exposition() -> None:
+    families = re.findall(r"^# TYPE (\S+) ", Metrics("m").exposition().decode(), re.M)
+    exported = {name for name in families if not name.endswith("_created")}
+    assert set(METRIC.findall(OPERATIONS.read_text())) - PACKAGES == exported
+
+
+@parametrize_pages
+def test_metrics_that_are_named_exist(page: Path) -> None:
+    exposition = Metrics("m").exposition().decode()
+    for name in set(METRIC.findall(page.read_text())) - PACKAGES:
+        assert f"# TYPE {name} " in exposition, name
