@@ -89,6 +89,15 @@ def build_parts(
         cache.num_pages * kv_cache.page_bytes(source.spec, cache.page_size, dtype) / 2**30,
         runner.temp_bytes() / 2**30,
     )
+    kv_bytes = cache.num_pages * kv_cache.page_bytes(source.spec, cache.page_size, dtype)
+    weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    for kind, size in (
+        ("weights", weight_bytes),
+        ("kv", kv_bytes),
+        ("temporaries", runner.temp_bytes()),
+    ):
+        metrics.set_memory(kind, size)
+    metrics.set_cache_info(page_size=cache.page_size, num_pages=cache.usable_pages)
     watch.serving = True
     return Parts(Scheduler(scheduler, cache), runner)
 
@@ -96,6 +105,11 @@ def build_parts(
 def _use_compile_cache(folder: Path | None) -> None:
     """XLA's own cache: a restart loads what an earlier start compiled."""
     folder = folder or Path.home() / ".cache" / "jaxserve" / "xla"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # programs are loaded from it
+    except OSError as error:
+        log.warning("no compile cache, the next start compiles again: %s", error)
+        return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 

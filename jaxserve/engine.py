@@ -94,6 +94,7 @@ class AsyncEngine[P]:
         self._parts: Parts[P] | None = None
         self._last_progress = time.monotonic()
         self._idle = True
+        self._preemptions = 0
 
     # The event loop's side.
 
@@ -234,6 +235,7 @@ class AsyncEngine[P]:
         while not self._stopping:
             self._idle = in_flight is None and not scheduler.has_work
             if self._idle:
+                _check_accounts(scheduler)
                 self._wake.wait()
             self._wake.clear()
             self._read_inbox(scheduler)
@@ -252,12 +254,21 @@ class AsyncEngine[P]:
             if in_flight is not None:
                 sampled = runner.collect(in_flight[1])
                 self._publish(scheduler.commit(in_flight[0], sampled))
+            self._count_preemptions(scheduler)
             return launched
         except Exception:
             log.exception("a step failed; the sequences in the engine end with an error")
-            self._publish(scheduler.fail())
+            failed = scheduler.fail()
+            for _ in failed:
+                self._metrics.count_error()
+            self._publish(failed)
             runner.reset()
             return None
+
+    def _count_preemptions(self, scheduler: Scheduler) -> None:
+        while self._preemptions < scheduler.num_preemptions:
+            self._preemptions += 1
+            self._metrics.count_preemption()
 
     def _publish(self, events: list[TokenEvent]) -> None:
         if events:
@@ -273,3 +284,11 @@ class AsyncEngine[P]:
                 scheduler.add(message.request)
             except (Rejected, Overloaded) as error:
                 self._post([_Refused(message.request.id, error)])
+
+
+def _check_accounts(scheduler: Scheduler) -> None:
+    """When nothing runs, look whether every page and slot is accounted for."""
+    try:
+        scheduler.check()
+    except AssertionError as error:
+        log.critical("the scheduler's accounts are wrong, please report this: %s", error)

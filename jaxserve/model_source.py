@@ -45,12 +45,15 @@ def find_model(options: Options) -> ModelSource:
             options.model, download_dir=options.download_dir, revision=options.revision
         )
         name = options.model
+    text = Path(options.tokenizer) if options.tokenizer else folder
+    if options.load_format != "dummy" and not (text / "tokenizer.json").is_file():
+        raise ConfigError(f"{text} holds no tokenizer.json; --tokenizer names a folder that does")
     generation = folder / "generation_config.json"
     return ModelSource(
         names=_names(options, name),
         spec=ModelSpec.from_hf(_read_json(folder / "config.json")),
         folder=None if options.load_format == "dummy" else folder,
-        tokenizer=load_tokenizer(Path(options.tokenizer) if options.tokenizer else folder),
+        tokenizer=load_tokenizer(text),
         sampling_defaults=SamplingDefaults.from_hf(
             _read_json(generation) if generation.exists() else {}
         ),

@@ -39,6 +39,7 @@ def serve(options: Options) -> int:
     logging.basicConfig(
         level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it reports every backend it lacks
     prepare(options.gpu_memory_utilization)
     try:
         uvloop.run(_serve(options))
@@ -71,8 +72,13 @@ async def _serve(options: Options) -> None:
             await stop.wait()
             await _drain(engine, options.shutdown_timeout)
     finally:
+        starting = engine.status().phase in ("starting", "loading", "compiling")
         await engine.stop()
         await runner.cleanup()
+        if starting and stop.is_set():
+            # XLA cannot be interrupted, and threads that compile do not survive an orderly exit.
+            sys.stdout.flush()
+            os._exit(0)
 
 
 def _make_engine(options: Options, source: ModelSource, metrics: Metrics) -> AsyncEngine[Pending]:

@@ -80,8 +80,10 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request; Rejected if it can never be served, Overloaded if the queue is full."""
         self._refuse_impossible(request)
-        if len(self._waiting) >= self._config.max_queued:
-            raise Overloaded(f"{len(self._waiting)} requests are waiting, the most allowed")
+        # A burst is read at once: those that the next plan can admit do not count as queued.
+        queued = len(self._waiting) - len(self._free_slots)
+        if queued >= self._config.max_queued:
+            raise Overloaded(f"{queued} requests are waiting, the most allowed")
         # The last token of a sequence is never computed, so it needs no room in the cache.
         limit = min(self._config.max_model_len, self._cache.usable_tokens + 1)
         seq = Sequence.of(request, seq_id=self._next_id, limit=limit)

@@ -25,7 +25,7 @@ from jaxserve.server.reply import (
     openai_error_events,
     usage_body,
 )
-from jaxserve.server.schema import CompletionRequest, StreamOptions
+from jaxserve.server.schema import MAX_SEQUENCES, CompletionRequest, StreamOptions
 from jaxserve.server.service import SERVICE
 from jaxserve.server.sse import DONE, data_event
 from jaxserve.tokenizer import Tokenizer
@@ -45,6 +45,11 @@ async def completions(request: web.Request) -> web.StreamResponse:
     if fields.max_tokens == 0:
         raise invalid("max_tokens must be at least 1", param="max_tokens")
     prompts = await completion_prompts(fields.prompt, service.tokenizer, service.engine.limits)
+    if (count := len(prompts) * (fields.n or 1)) > MAX_SEQUENCES:
+        raise invalid(
+            f"prompts times n must be at most {MAX_SEQUENCES} in one request, got {count}",
+            param="n",
+        )
     reply = CompletionReply(
         arrival=arrival,
         model=model,

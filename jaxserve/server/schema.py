@@ -14,6 +14,8 @@ from jaxserve.api import MAX_LOGPROBS
 MAX_CHOICES = 128
 MAX_STOPS = 4
 MAX_PROMPTS = 1024
+MAX_SEQUENCES = 1024
+"""Prompts times choices of one request."""
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 

@@ -206,11 +206,21 @@ def test_an_id_in_use_is_rejected_and_a_finished_one_may_come_again() -> None:
 def test_a_full_queue_is_overloaded_and_takes_requests_again_when_it_moves() -> None:
     sched = scheduler(seqs=1, queued=2)
     sched.add(request("a"))
-    sched.add(request("b"))
-    with pytest.raises(Overloaded, match="2 requests are waiting"):
-        sched.add(request("c"))
     planned(sched)
+    sched.add(request("b"))
     sched.add(request("c"))
+    with pytest.raises(Overloaded, match="2 requests are waiting"):
+        sched.add(request("d"))
+    sched.abort("b")
+    sched.add(request("d"))
+
+
+def test_a_burst_that_free_slots_can_take_is_not_overload() -> None:
+    sched = scheduler(seqs=3, queued=1)
+    for name in "abcd":
+        sched.add(request(name))
+    with pytest.raises(Overloaded):
+        sched.add(request("e"))
 
 
 # Endings.

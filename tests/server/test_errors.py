@@ -264,3 +264,12 @@ async def test_request_ids_are_echoed_or_made(serve: Serve) -> None:
                 assert reply.headers["x-request-id"] == "mine-1"
             async with aiohttp.request("POST", url + path, json=body) as reply:
                 assert len(reply.headers["x-request-id"]) == 32
+
+
+async def test_one_request_holds_a_limited_number_of_sequences(serve: Serve) -> None:
+    url = await serve(FakeEngine(["a"]))
+    body = {"prompt": ["x"] * 100, "n": 11, "max_tokens": 1}
+    status, error, _ = await post(url, "/v1/completions", json=body)
+    assert status == 400
+    assert error["param"] == "n"
+    assert "1024" in error["message"] and "1100" in error["message"]

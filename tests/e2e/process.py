@@ -1,0 +1,96 @@
+"""A real `python -m jaxserve` process for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(*flags: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """Run the server on a free port of loopback, on the CPU."""
+    path = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "checkpoints"))
+    settings = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **(environment or {})}
+    settings.pop("JAX_NUMPY_DTYPE_PROMOTION", None)
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxserve", "--port", "0", *flags],
+        cwd=ROOT,
+        env=settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def read_until(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
+    """Read the output up to a line that matches."""
+    assert process.stdout is not None
+    seen: list[str] = []
+    for line in process.stdout:
+        seen.append(line)
+        if match := re.search(pattern, line):
+            return match
+    raise AssertionError(f"ended ({process.wait()}) without {pattern!r}:\n{''.join(seen)}")
+
+
+def finish(process: subprocess.Popen[str], *, timeout: float = 30.0) -> tuple[int, str]:
+    """Exit status and the rest of the output; kills what does not end in time."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        raise AssertionError(f"still running after {timeout} s:\n{output}") from None
+    return process.returncode, output
+
+
+class Server:
+    """A server that is ready, until the context ends."""
+
+    def __init__(self, *flags: str):
+        self._flags = flags
+
+    def __enter__(self) -> Server:
+        self.process = start("--forbid-compiles", *self._flags)
+        try:
+            self.url = read_until(self.process, r"is ready: \S+ at (http\S+)/v1")[1]
+        except BaseException:
+            self.process.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+        self.process.communicate()
+
+    async def metric(self, name: str) -> float:
+        """The value of a sample, `name` with its labels as in the exposition or without any."""
+        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/metrics") as reply:
+            text = await reply.text()
+        for line in text.splitlines():
+            sample, _, value = line.rpartition(" ")
+            if sample == name or sample.partition("{")[0] == name:
+                return float(value)
+        raise AssertionError(f"no metric {name}")
+
+    async def load(self) -> dict[str, int]:
+        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/load") as reply:
+            return await reply.json()
+
+    async def settled(self) -> dict[str, int]:
+        """/load once nothing runs or waits any more."""
+        deadline = time.monotonic() + 20
+        while (now := await self.load())["running"] or now["waiting"]:
+            assert time.monotonic() < deadline, now
+            await asyncio.sleep(0.05)
+        return now

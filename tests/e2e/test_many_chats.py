@@ -1,0 +1,157 @@
+"""The official client, many chats at once, a server process with the embedded model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+
+from tests.e2e.process import Server
+
+MODEL = "jaxserve-embedded"
+
+TOPICS = (
+    "Hello!",
+    "Who are you?",
+    "What is the capital of France?",
+    "What is 47 + 38?",
+    "Spell the word garden.",
+    "Sort these words: pear, apple, fig, cherry",
+    "Reverse the word lantern.",
+    "Thank you, bye!",
+)
+
+
+class Chat(NamedTuple):
+    """One conversation, and whether its client goes away in the middle."""
+
+    content: str
+    options: dict[str, Any]
+    stream: bool
+    dropped: bool
+
+
+def make_chats(count: int) -> list[Chat]:
+    """Short and long prompts, greedy and seeded, streamed and not; every third is dropped."""
+    chats = []
+    for index in range(count):
+        content = f"{TOPICS[index % len(TOPICS)]}"
+        if index % 8 == 3:  # about a thousand tokens
+            entries = "\n".join(f"key {index}{n}: value {n * 37 % 101}" for n in range(90))
+            content = f"{entries}\n{content}"
+        options: dict[str, Any] = {"max_tokens": 16 + index % 5 * 12}
+        if index % 2:
+            options |= {"temperature": 1.0, "seed": index}
+        dropped = index % 3 == 2
+        chats.append(Chat(content, options, stream=dropped or index % 4 < 2, dropped=dropped))
+    return chats
+
+
+async def run(client: openai.AsyncOpenAI, chat: Chat) -> str | None:
+    """The answer; None if it was dropped."""
+    messages: Any = [{"role": "user", "content": chat.content}]
+    if not chat.stream:
+        reply = await client.chat.completions.create(model=MODEL, messages=messages, **chat.options)
+        message = reply.choices[0].message
+        return f"{getattr(message, 'reasoning', '')}|{message.content}"
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=messages, stream=True, **chat.options
+    )
+    thoughts, texts, chunks = [], [], 0
+    async for chunk in stream:
+        delta = chunk.choices[0].delta
+        thoughts.append(getattr(delta, "reasoning", None) or "")
+        texts.append(delta.content or "")
+        chunks += 1
+        if chat.dropped and chunks == 3:
+            await stream.close()
+            return None
+    return f"{''.join(thoughts) or None}|{''.join(texts)}"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def small_pool() -> Iterator[Server]:
+    """Pages for about 1,080 tokens: one long sequence, or a few at a time."""
+    with Server("--kv-cache-memory-bytes", "9M", "--max-model-len", "1024") as running:
+        yield running
+
+
+def client_of(server: Server) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+async def assert_like_alone(server: Server, chats: list[Chat]) -> None:
+    """Run the chats together, then each alone; kept answers must be equal."""
+    free = (await server.load())["free_pages"]
+    async with client_of(server) as client:
+        together = await asyncio.gather(*(run(client, chat) for chat in chats))
+        assert (await server.settled())["free_pages"] == free, "pages are still held"
+        for chat, answer in zip(chats, together, strict=True):
+            if chat.dropped:
+                assert answer is None
+            else:
+                assert answer == await run(client, chat), chat
+    assert (await server.settled())["free_pages"] == free
+    assert await server.metric('jaxserve_compiles_total{phase="serving"}') == 0
+
+
+async def test_many_chats_get_the_answers_they_get_alone(server: Server) -> None:
+    await assert_like_alone(server, make_chats(64))
+
+
+async def test_preempted_chats_get_the_answers_they_get_alone(small_pool: Server) -> None:
+    longer = {"max_tokens": 150, "extra_body": {"ignore_eos": True}}
+    chats = [
+        Chat(topic, {**longer, "temperature": index % 2, "seed": index}, stream=True, dropped=False)
+        for index, topic in enumerate(TOPICS * 2)
+    ]
+    await assert_like_alone(small_pool, chats)
+    assert await small_pool.metric("vllm:num_preemptions_total") > 0
+
+
+async def test_choices_stops_logprobs_and_token_prompts_work_together(server: Server) -> None:
+    async with client_of(server) as client:
+        reply = await client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Who are you?"}],
+            n=3,
+            temperature=1.0,
+            seed=1,
+            max_tokens=30,
+            logprobs=True,
+            top_logprobs=5,
+        )
+        assert [choice.index for choice in reply.choices] == [0, 1, 2]
+        assert reply.usage is not None
+        assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+        logprobs = reply.choices[0].logprobs
+        assert logprobs is not None and logprobs.content
+        assert all(len(entry.top_logprobs) == 5 for entry in logprobs.content)
+
+        whole = await client.completions.create(model=MODEL, prompt=[5, 6, 7, 8], max_tokens=24)
+        text = whole.choices[0].text
+        stop = text[len(text) // 2 : len(text) // 2 + 3]
+        cut = await client.completions.create(
+            model=MODEL, prompt=[5, 6, 7, 8], max_tokens=24, stop=stop
+        )
+        assert cut.choices[0].finish_reason == "stop"
+        assert cut.choices[0].text == text[: text.index(stop)]
+
+
+async def test_what_cannot_be_served_is_refused_with_numbers(server: Server) -> None:
+    async with client_of(server) as client:
+        with pytest.raises(openai.BadRequestError, match="4096"):
+            await client.completions.create(model=MODEL, prompt=[5] * 5000, max_tokens=1)
+        with pytest.raises(openai.BadRequestError, match="999999"):
+            await client.completions.create(model=MODEL, prompt=[999_999], max_tokens=1)
+        with pytest.raises(openai.NotFoundError, match="gpt-4"):
+            await client.completions.create(model="gpt-4", prompt="hi", max_tokens=1)

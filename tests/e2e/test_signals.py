@@ -1,0 +1,103 @@
+"""How the process ends: it finishes what runs, refuses what is new, and is gone in time."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import aiohttp
+import pytest
+
+from tests.e2e.process import Server, finish, read_until, start
+
+LONG = {"model": "jaxserve-embedded", "prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_idle_server_ends_at_once(number: signal.Signals) -> None:
+    with Server() as server:
+        server.process.send_signal(number)
+        status, output = finish(server.process, timeout=5)
+    assert status == 0, output
+    assert "Traceback" not in output
+
+
+def test_a_server_that_is_still_starting_ends_at_once() -> None:
+    process = start()
+    read_until(process, "listening on")
+    process.send_signal(signal.SIGTERM)
+    status, output = finish(process, timeout=5)
+    assert status == 0, output
+    assert "Traceback" not in output
+
+
+async def test_the_port_answers_while_the_server_is_starting() -> None:
+    process = start()
+    try:
+        url = (await asyncio.to_thread(read_until, process, r"listening on (http[^;\s]+)"))[1]
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"{url}/health") as reply:
+                assert reply.status == 200
+            async with session.get(f"{url}/ready") as reply:
+                assert reply.status == 503
+                assert (await reply.json())["phase"] in ("starting", "loading", "compiling")
+            async with session.post(f"{url}/v1/completions", json=LONG) as reply:
+                assert reply.status == 503
+                assert "Retry-After" in reply.headers
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def test_running_streams_end_and_new_requests_are_refused() -> None:
+    with Server() as server:
+        async with aiohttp.ClientSession() as session:
+            body = {**LONG, "stream": True}
+            async with session.post(f"{server.url}/v1/completions", json=body) as stream:
+                await stream.content.readline()
+                server.process.send_signal(signal.SIGTERM)
+                await asyncio.sleep(0.2)
+                async with session.post(f"{server.url}/v1/completions", json=LONG) as reply:
+                    assert reply.status == 503
+                rest = (await stream.content.read()).decode()
+        assert rest.rstrip().endswith("data: [DONE]")
+        assert '"finish_reason":"length"' in rest
+        status, output = await asyncio.to_thread(finish, server.process, timeout=10)
+    assert status == 0, output
+
+
+async def test_a_second_signal_does_not_wait_for_streams() -> None:
+    with Server() as server:
+        async with aiohttp.ClientSession() as session:
+            body = {**LONG, "max_tokens": 4000, "stream": True}
+            async with session.post(f"{server.url}/v1/completions", json=body) as stream:
+                await stream.content.readline()
+                server.process.send_signal(signal.SIGINT)
+                await asyncio.sleep(0.2)
+                server.process.send_signal(signal.SIGINT)
+                status, _ = await asyncio.to_thread(finish, server.process, timeout=3)
+    assert status == 130
+
+
+async def test_clients_that_go_away_free_their_pages() -> None:
+    with Server() as server:
+        free = (await server.load())["free_pages"]
+        async with aiohttp.ClientSession() as session:
+            streams = [
+                await session.post(
+                    f"{server.url}/v1/completions",
+                    json={**LONG, "max_tokens": 3000, "stream": index % 2 == 0},
+                )
+                if index % 2 == 0
+                else asyncio.ensure_future(
+                    session.post(f"{server.url}/v1/completions", json={**LONG, "max_tokens": 3000})
+                )
+                for index in range(6)
+            ]
+            assert (await server.load())["running"] > 0
+            for stream in streams:
+                if isinstance(stream, asyncio.Future):
+                    stream.cancel()
+                else:
+                    stream.close()
+        assert (await server.settled())["free_pages"] == free
