@@ -52,7 +52,9 @@ def build_parts(
     dtype = _dtype(options.dtype, gpu=gpu)
     buckets = _buckets(options, gpu=gpu)
     scheduler = _scheduler_config(options, source.spec, buckets)
-    if not gpu:
+    if gpu:
+        _check_device_memory(source.spec, dtype)
+    else:
         _check_host_memory(source.spec, dtype, options)
 
     started = time.perf_counter()
@@ -73,10 +75,19 @@ def build_parts(
     )
     runner = Runner(config, params, metrics)
     progress("compiling", 0.0)
-    runner.compile(
-        options.compile_workers or os.cpu_count() or 1,
-        lambda name, done: progress("compiling", done),
-    )
+    try:
+        runner.compile(
+            options.compile_workers or os.cpu_count() or 1,
+            lambda name, done: progress("compiling", done),
+        )
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ConfigError(
+            f"too little memory on the device for the KV cache of {cache.usable_tokens} tokens "
+            "and the steps' scratch; lower --kv-cache-memory-bytes, --max-num-batched-tokens or "
+            f"--max-num-seqs ({str(error).splitlines()[0]})"
+        ) from None
     log.info(
         "weights in %.1f s, %d buckets compiled in %.1f s; KV cache: %d pages of %d tokens "
         "(%d tokens, %.2f GiB); largest step scratch %.2f GiB",
@@ -188,6 +199,17 @@ def _device_budget(spec: ModelSpec, dtype: DTypeLike, buckets: Buckets) -> int:
     activations = tokens * (4 * spec.ffn + 4 * spec.q_size + 8 * spec.embed) * itemsize
     scores = rows * spec.vocab_size * 4 * 4
     return free - activations - scores - 2**30
+
+
+def _check_device_memory(spec: ModelSpec, dtype: DTypeLike) -> None:
+    weights = spec.num_params * jnp.dtype(dtype).itemsize
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", weights)
+    if weights > limit:
+        raise ConfigError(
+            f"too little memory: the weights take {weights / 2**30:.1f} GiB, this process may "
+            f"take {limit / 2**30:.1f} GiB of the GPU; use a smaller model, or a higher "
+            "--gpu-memory-utilization if nothing else needs the card"
+        )
 
 
 def _check_host_memory(spec: ModelSpec, dtype: DTypeLike, options: Options) -> None:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+_PROGRESS_SECONDS = 5.0
+
+
 class StartupError(Exception):
     """The server cannot start; the message is for the person who started it."""
 
@@ -112,6 +115,7 @@ async def _start(engine: AsyncEngine[Pending], stop: asyncio.Event) -> bool:
     """Wait until the engine serves; False if a signal came first."""
     starting = asyncio.ensure_future(engine.start())
     stopping = asyncio.ensure_future(stop.wait())
+    showing = asyncio.ensure_future(_show_progress(engine))
     try:
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
@@ -120,8 +124,26 @@ async def _start(engine: AsyncEngine[Pending], stop: asyncio.Event) -> bool:
         await starting
         return True
     finally:
-        starting.cancel()
-        stopping.cancel()
+        for task in (starting, stopping, showing):
+            task.cancel()
+
+
+async def _show_progress(engine: AsyncEngine[Pending]) -> None:
+    """A bar on a terminal, a line every few seconds elsewhere, until cancelled."""
+    if not sys.stderr.isatty():
+        while True:
+            await asyncio.sleep(_PROGRESS_SECONDS)
+            status = engine.status()
+            log.info("%s, %.0f %% done", status.phase, 100 * status.progress)
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=1.0)
+        while True:
+            status = engine.status()
+            bar.update(task, description=status.phase, completed=status.progress)
+            await asyncio.sleep(0.1)
 
 
 def _greet(url: str, model: str) -> None:
