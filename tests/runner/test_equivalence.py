@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.api import FinishReason, Request, SamplingParams, TokenEvent
-from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.config import CacheConfig, ModelSpec, SchedulerConfig
+from jaxserve.models import qwen3
 from jaxserve.runner import Runner
+from jaxserve_checkpoints.load import load_params
+from jaxserve_checkpoints.reader import open_checkpoint
+from jaxserve_checkpoints.resolve import embedded_model
 from tests.runner.driver import TOLERANCE
 from tests.scheduler.loop import Loop
 from tests.tiny_model import COMPILES, SPEC, make_config, make_runner
@@ -69,6 +76,16 @@ def runner() -> Iterator[Runner]:
     assert COMPILES.count == before, "something was compiled while serving"
 
 
+@pytest.fixture(scope="module")
+def trained_runner() -> Runner:
+    """The embedded model in the same buckets, pages and lengths."""
+    folder = embedded_model()
+    spec = ModelSpec.from_hf(json.loads((folder / "config.json").read_text()))
+    abstract = qwen3.abstract(spec, jnp.float32)
+    params = load_params(open_checkpoint(folder), qwen3.rules(spec), abstract)
+    return make_runner(replace(CONFIG, spec=spec, sampled_vocab=spec.vocab_size), params)
+
+
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
     """The compiled shapes bound the limits of every workload; pools are scarce."""
@@ -107,7 +124,9 @@ def play(work: Workload, runner: Runner) -> Loop:
     raise AssertionError("no progress")
 
 
-def check_against_solo(work: Workload, runner: Runner, solo: Solo) -> Loop:
+def check_against_solo(
+    work: Workload, runner: Runner, solo: Solo, tolerance: float = TOLERANCE
+) -> Loop:
     loop = play(work, runner)
     aborted = {arrival.request.id for arrival in work.arrivals if arrival.abort_delay is not None}
     for arrival in work.arrivals:
@@ -116,20 +135,20 @@ def check_against_solo(work: Workload, runner: Runner, solo: Solo) -> Loop:
         over = bool(got) and got[-1].finish is not None
         assert over or request.id in aborted
         for event_, expected_event in zip(got, expected[: len(got)], strict=True):
-            _assert_same(event_, expected_event)
+            _assert_same(event_, expected_event, tolerance)
         assert len(got) == len(expected) or not over
     assert loop.scheduler.pages.num_free == work.cache.usable_pages
     assert loop.scheduler.num_running == loop.scheduler.num_waiting == 0
     return loop
 
 
-def _assert_same(got: TokenEvent, expected: TokenEvent) -> None:
+def _assert_same(got: TokenEvent, expected: TokenEvent, tolerance: float) -> None:
     assert (got.token, got.finish) == (expected.token, expected.finish)
     assert (got.logprobs is None) == (expected.logprobs is None)
     if got.logprobs is not None and expected.logprobs is not None:
-        assert got.logprobs.logprob == pytest.approx(expected.logprobs.logprob, abs=TOLERANCE)
+        assert got.logprobs.logprob == pytest.approx(expected.logprobs.logprob, abs=tolerance)
         values = [value for _, value in expected.logprobs.top]
-        assert [v for _, v in got.logprobs.top] == pytest.approx(values, abs=TOLERANCE)
+        assert [v for _, v in got.logprobs.top] == pytest.approx(values, abs=tolerance)
 
 
 class Solo:
@@ -165,6 +184,35 @@ def test_each_request_gets_the_tokens_it_would_get_alone(
     loop = check_against_solo(work, runner, solo)
     event(f"preemptions: {min(loop.scheduler.num_preemptions, 3)}")
     event(f"wasted rows: {min(loop.wasted_rows, 3)}")
+
+
+@pytest.fixture(scope="module")
+def trained_solo(trained_runner: Runner) -> Solo:
+    return Solo(trained_runner)
+
+
+@settings(
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example],
+)
+@given(work=workloads())
+def test_each_request_to_the_embedded_model_gets_the_tokens_it_would_get_alone(
+    work: Workload, trained_runner: Runner, trained_solo: Solo
+) -> None:
+    # Logits of eight layers: logprobs move by 3e-5 with the shape of the step, tokens do not.
+    check_against_solo(work, trained_runner, trained_solo, tolerance=1e-4)
+
+
+@pytest.mark.gpu
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(work=workloads())
+def test_each_request_gets_the_tokens_it_would_get_alone_on_a_gpu(
+    work: Workload, trained_runner: Runner, trained_solo: Solo
+) -> None:
+    """About ten thousand steps. Run it with JAX_DEFAULT_MATMUL_PRECISION=highest: float32."""
+    before = COMPILES.count
+    check_against_solo(work, trained_runner, trained_solo, tolerance=1e-3)
+    assert COMPILES.count == before, "something was compiled while serving"
 
 
 @pytest.mark.slow
