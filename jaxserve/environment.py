@@ -17,6 +17,8 @@ _XLA_FLAGS = (
 def prepare(gpu_memory_utilization: float) -> None:
     """Set what is not set already: the allocator's share of the GPU, and compiler flags."""
     os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(gpu_memory_utilization))
+    # Launching a step takes 2 ms of a thread; on a thread of its own the engine's has 1.6 of them.
+    os.environ.setdefault("PJRT_GPU_ENABLE_ASYNC_DISPATCH", "1")
     given = os.environ.get("XLA_FLAGS", "")
     ours = [flag for flag in _XLA_FLAGS if flag.split("=")[0] not in given]
     os.environ["XLA_FLAGS"] = " ".join([given, *ours]).strip()
