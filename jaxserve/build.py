@@ -23,6 +23,7 @@ from jaxserve.scheduler import Scheduler
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import open_checkpoint
+from jaxserve_kernels.kv_format import KVFormat, named
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,8 @@ def build_parts(
     abstract = qwen3.abstract(source.spec, dtype, stacked=gpu)
     params = _load(source, abstract, options.seed, progress)
     loaded = time.perf_counter()
-    cache = _cache_config(options, source.spec, dtype, buckets, scheduler, gpu=gpu)
+    kv_format = named(options.kv_cache_dtype)
+    cache = _cache_config(options, source.spec, kv_format, dtype, buckets, scheduler, gpu=gpu)
     config = RunnerConfig(
         spec=source.spec,
         cache=cache,
@@ -72,6 +74,7 @@ def build_parts(
         if source.folder
         else source.spec.vocab_size,
         tile_size=_GPU_TILE if gpu else _CPU_TILE,
+        kv_format=kv_format,
     )
     runner = Runner(config, params, metrics)
     progress("compiling", 0.0)
@@ -88,19 +91,20 @@ def build_parts(
             "and the steps' scratch; lower --kv-cache-memory-bytes, --max-num-batched-tokens or "
             f"--max-num-seqs ({str(error).splitlines()[0]})"
         ) from None
+    kv_bytes = kv_cache.total_bytes(kv_format, config.kv_shape, dtype)
     log.info(
-        "weights in %.1f s, %d buckets compiled in %.1f s; KV cache: %d pages of %d tokens "
+        "weights in %.1f s, %d buckets compiled in %.1f s; KV cache (%s): %d pages of %d tokens "
         "(%d tokens, %.2f GiB); largest step scratch %.2f GiB",
         loaded - started,
         len(config.all_buckets()),
         time.perf_counter() - loaded,
+        kv_format.name,
         cache.usable_pages,
         cache.page_size,
         cache.usable_tokens,
-        cache.num_pages * kv_cache.page_bytes(source.spec, cache.page_size, dtype) / 2**30,
+        kv_bytes / 2**30,
         runner.temp_bytes() / 2**30,
     )
-    kv_bytes = cache.num_pages * kv_cache.page_bytes(source.spec, cache.page_size, dtype)
     weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     for kind, size in (
         ("weights", weight_bytes),
@@ -174,18 +178,27 @@ def _load(
 def _cache_config(
     options: Options,
     spec: ModelSpec,
+    kv_format: KVFormat,
     dtype: DTypeLike,
     buckets: Buckets,
     scheduler: SchedulerConfig,
     *,
     gpu: bool,
 ) -> CacheConfig:
-    page_size = options.block_size or (64 if gpu else 16)
+    page_size = options.block_size or kv_format.page_size or (64 if gpu else 16)
+    if page_size != (kv_format.page_size or page_size):
+        raise ConfigError(
+            f"--block-size is {page_size}, but pages of --kv-cache-dtype {kv_format.name} have "
+            f"{kv_format.page_size} tokens; leave --block-size away"
+        )
     budget = options.kv_cache_memory_bytes
     useful = scheduler.max_num_seqs * (-(-scheduler.max_model_len // page_size)) + 1
     if budget is None:
         budget = _device_budget(spec, dtype, buckets) if gpu else _CPU_KV_BYTES
-    cache = kv_cache.fit_pages(spec, page_size, dtype, budget, scheduler.max_model_len)
+    one_page = kv_cache.shape(
+        spec, CacheConfig(num_pages=2, page_size=page_size), scheduler.max_num_seqs
+    )
+    cache = kv_cache.fit_pages(kv_format, one_page, dtype, budget, scheduler.max_model_len)
     return CacheConfig(num_pages=min(cache.num_pages, useful), page_size=page_size)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve import __version__
-from jaxserve.config import NAMED_MODELS
+from jaxserve.config import KV_CACHE_DTYPES, NAMED_MODELS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,7 @@ class Options:
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     max_num_queued_reqs: int
+    kv_cache_dtype: str
     block_size: int | None
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
@@ -107,6 +108,12 @@ def _add_engine_flags(add: _AddArgument) -> None:
     add("--max-model-len", type=_tokens, help="longest prompt plus output, e.g. 8192 or 32k")
     add("--max-num-seqs", type=_positive, help="sequences that run at once")
     add("--max-num-batched-tokens", type=_positive, help="tokens computed in one step at most")
+    add(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default="auto",
+        help="how keys and values are kept; auto: in --dtype",
+    )
     add("--block-size", type=_positive, help="tokens per page of the KV cache")
     add("--kv-cache-memory-bytes", type=_bytes, help="size of the KV cache, e.g. 512M or 20G")
     add(

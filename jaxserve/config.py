@@ -189,6 +189,10 @@ NAMED_MODELS: dict[str, ModelSpec] = {
 """Shapes of the Qwen3 dense models as published in their config.json files."""
 
 
+KV_CACHE_DTYPES = ("auto", "bf16")
+"""Names of the KV formats, whose definitions are in `jaxserve_kernels.kv_format`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """Paged KV cache. Page 0 is the padding page: written by padding, never given out."""

@@ -1,46 +1,51 @@
-"""The KV cache: its shape, and how many pages a memory budget holds."""
+"""The KV cache: its size, and how many pages a memory budget holds."""
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxserve.config import CacheConfig, ConfigError, ModelSpec
+from jaxserve_kernels.kv_format import CacheShape, KVFormat, fixed_bytes, page_bytes
 
 
-def shape(spec: ModelSpec, cache: CacheConfig) -> tuple[int, ...]:
-    """[layers, pages, kv_heads, 2, page_size, head_dim]: one head's page is contiguous."""
-    return (
-        spec.num_layers,
-        cache.num_pages,
-        spec.kv_heads,
-        2,
-        cache.page_size,
-        spec.head_dim,
+def shape(spec: ModelSpec, cache: CacheConfig, max_num_seqs: int) -> CacheShape:
+    """What a format lays out."""
+    return CacheShape(
+        layers=spec.num_layers,
+        pages=cache.num_pages,
+        kv_heads=spec.kv_heads,
+        page_size=cache.page_size,
+        head_dim=spec.head_dim,
+        slots=max_num_seqs + 1,
     )
 
 
-def page_bytes(spec: ModelSpec, page_size: int, dtype: DTypeLike) -> int:
-    """Bytes of one page in all layers."""
-    return spec.kv_bytes_per_token(jnp.dtype(dtype).itemsize) * page_size
+def total_bytes(kv_format: KVFormat, cache: CacheShape, dtype: DTypeLike) -> int:
+    """Bytes of the whole cache, for activations of `dtype`."""
+    each = page_bytes(kv_format, cache, dtype)
+    return cache.pages * each + fixed_bytes(kv_format, cache, dtype)
 
 
 def fit_pages(
-    spec: ModelSpec, page_size: int, dtype: DTypeLike, budget: int, max_model_len: int
+    kv_format: KVFormat, one_page: CacheShape, dtype: DTypeLike, budget: int, max_model_len: int
 ) -> CacheConfig:
-    """As many pages as `budget` bytes hold.
+    """As many pages as `budget` bytes hold, whatever `one_page.pages` says.
 
     Raises:
       ConfigError: not even one sequence of max_model_len tokens fits.
     """
-    each = page_bytes(spec, page_size, dtype)
-    pages = max(budget, 0) // each
-    needed = -(-max_model_len // page_size) + 1
+    each = page_bytes(kv_format, one_page, dtype)
+    fixed = fixed_bytes(kv_format, one_page, dtype)
+    pages = max(budget - fixed, 0) // each
+    needed = -(-max_model_len // one_page.page_size) + 1
     if pages < needed:
-        fits = max(pages - 1, 0) * page_size
+        fits = max(pages - 1, 0) * one_page.page_size
+        beside = f" ({fixed / 2**30:.2f} GiB of it beside the pages)" if fixed > 2**20 else ""
+        fewer = ", lower --max-num-seqs" if beside else ""
         raise ConfigError(
             f"too little memory: the KV cache gets {budget / 2**30:.2f} GiB, which holds {fits} "
             f"tokens, but one sequence of max_model_len {max_model_len} needs "
-            f"{needed * each / 2**30:.2f} GiB; lower --max-model-len or free memory"
+            f"{(needed * each + fixed) / 2**30:.2f} GiB{beside}; lower --max-model-len{fewer} "
+            "or free memory"
         )
-    return CacheConfig(num_pages=pages, page_size=page_size)
+    return CacheConfig(num_pages=pages, page_size=one_page.page_size)

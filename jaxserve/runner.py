@@ -22,6 +22,7 @@ from jaxserve.metrics import Metrics
 from jaxserve.models import qwen3
 from jaxserve.plan import Sampled, StepPlan
 from jaxserve.step import DeviceState, run_step
+from jaxserve_kernels.kv_format import AUTO, CacheShape, KVFormat
 
 _FLUSH_UPDATES = 4096
 """State changes that one call of the overflow executable holds."""
@@ -55,14 +56,15 @@ class RunnerConfig:
     """Only token ids below it are sampled."""
     tile_size: int
     """Query tokens of one sequence that attention handles together."""
+    kv_format: KVFormat = AUTO
 
     @property
     def pages_per_seq(self) -> int:
         return -(-self.scheduler.max_model_len // self.cache.page_size)
 
     @property
-    def kv_shape(self) -> tuple[int, ...]:
-        return kv_cache.shape(self.spec, self.cache)
+    def kv_shape(self) -> CacheShape:
+        return kv_cache.shape(self.spec, self.cache, self.scheduler.max_num_seqs)
 
     @property
     def sequences_shape(self) -> tuple[int, int]:
@@ -160,7 +162,7 @@ class Runner:
 
     def reset(self) -> None:
         """Fresh device state after a step failed: donated buffers may be gone."""
-        for buffer in self._state:
+        for buffer in jax.tree.leaves(self._state):
             buffer.delete()  # there is no room for a second cache beside the first
         self._state = self._fresh_state()
 
@@ -177,12 +179,16 @@ class Runner:
     def _abstract_state(self) -> DeviceState:
         config = self._config
         return DeviceState(
-            kv=_abstract(config.kv_shape, config.dtype),
+            kv=config.kv_format.abstract(config.kv_shape, config.dtype),
             sequences=_abstract(config.sequences_shape, jnp.int32),
         )
 
     def _fresh_state(self) -> DeviceState:
-        state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._abstract_state())
+        config = self._config
+        state = DeviceState(
+            kv=config.kv_format.allocate(config.kv_shape, config.dtype),
+            sequences=jnp.zeros(config.sequences_shape, jnp.int32),
+        )
         return jax.block_until_ready(state)  # memory that is not there is missed here, not later
 
     def _compile_step(self, bucket: Bucket) -> Any:

@@ -12,13 +12,14 @@ from jaxserve.api import MAX_LOGPROBS
 from jaxserve.batch import DECODE_TOKEN, ROW_LOGPROBS, ROW_SAMPLES, Bucket, StepInputs
 from jaxserve.config import ModelSpec
 from jaxserve.models import qwen3
+from jaxserve_kernels.kv_format import KV, AttentionStep, page_size
 from jaxserve_kernels.sampler import Logprobs, RowSampling, sample
 
 
 class DeviceState(NamedTuple):
     """What stays on the device between steps; donated to each."""
 
-    kv: Array  # [layers, pages, kv_heads, 2, page_size, head_dim]
+    kv: KV
     sequences: Array  # int32, see sequence_state
 
 
@@ -43,7 +44,7 @@ def run_step(
     """
     inputs = bucket.unpack(packed)
     sequences = sequence_state.apply(state.sequences, inputs.addresses, inputs.values)
-    tokens = _locate(inputs, sequences, page_size=state.kv.shape[4])
+    tokens = _locate(inputs, sequences, page_size=page_size(state.kv))
     hidden, kv = qwen3.forward(params, state.kv, tokens, spec, tile_size=bucket.tile_size)
 
     scores = qwen3.logits(params, hidden[inputs.row_last])
@@ -62,14 +63,16 @@ def _locate(inputs: StepInputs, sequences: Array, *, page_size: int) -> qwen3.St
     last = sequences[inputs.token_slots, sequence_state.LAST_TOKEN]
     table = sequence_state.page_table(sequences)
     positions = inputs.token_positions
-    return qwen3.StepTokens(
-        ids=jnp.where(inputs.token_ids == DECODE_TOKEN, last, inputs.token_ids),
+    places = AttentionStep(
+        slots=inputs.token_slots,
         positions=positions,
         pages=table[inputs.token_slots, positions // page_size],
         offsets=positions % page_size,
         tiles=inputs.tiles,
         page_table=table,
     )
+    ids = jnp.where(inputs.token_ids == DECODE_TOKEN, last, inputs.token_ids)
+    return qwen3.StepTokens(ids, places)
 
 
 def _row_sampling(inputs: StepInputs, sequences: Array) -> RowSampling:

@@ -133,6 +133,7 @@ def jaxserve_logits(folder: Path, sequences: list[np.ndarray], dtype: str) -> It
     from jaxserve.models import qwen3
     from jaxserve_checkpoints.load import load_params
     from jaxserve_checkpoints.reader import open_checkpoint
+    from jaxserve_kernels.kv_format import Dense
 
     spec = ModelSpec.from_hf(json.loads((folder / "config.json").read_text()))
     started = time.perf_counter()
@@ -148,7 +149,7 @@ def jaxserve_logits(folder: Path, sequences: list[np.ndarray], dtype: str) -> It
 
     for sequence in sequences:
         cache = CacheConfig(num_pages=2 + len(sequence) // 64, page_size=64)
-        kv = jnp.zeros(kv_cache.shape(spec, cache), dtype)
+        kv = Dense().allocate(kv_cache.shape(spec, cache, 1), dtype)
         table = np.random.default_rng(0).permutation(np.arange(1, cache.num_pages))
         prefilled = max(len(sequence) - DECODED_TAIL, 0)
         parts = []
@@ -167,6 +168,7 @@ def step_tokens(
 ) -> Any:
     """Tokens start… of one sequence as a step, padded to 64 if it is a prefill."""
     from jaxserve.models.qwen3 import StepTokens
+    from jaxserve_kernels.kv_format import AttentionStep
     from jaxserve_kernels.paged_attention import QueryTiles
 
     count = len(sequence) - start
@@ -180,14 +182,16 @@ def step_tokens(
         slot=np.zeros_like(first),
         position=first + np.int32(start),
     )
-    return StepTokens(
-        ids=np.pad(sequence[start:].astype(np.int32), padding),
+    places: Any = AttentionStep(
+        slots=np.where(real, 0, 1).astype(np.int32),
         positions=positions,
         pages=np.where(real, table[positions // page_size], 0).astype(np.int32),
         offsets=positions % page_size,
         tiles=tiles,
         page_table=np.stack([table, np.zeros_like(table)]).astype(np.int32),
     )
+    ids: Any = np.pad(sequence[start:].astype(np.int32), padding)
+    return StepTokens(ids, places)
 
 
 def compare(reference: np.ndarray, ours: np.ndarray) -> dict[str, np.ndarray]:

@@ -38,6 +38,7 @@ from jaxserve.config import NAMED_MODELS, CacheConfig, ModelSpec
 from jaxserve.models import qwen3
 from jaxserve.step import DeviceState, run_step
 from jaxserve_kernels import target
+from jaxserve_kernels.kv_format import NAMES, named
 
 MAX_SEQS, PAGE_SIZE, PAGES = 256, 64, 2000
 
@@ -51,7 +52,7 @@ def main() -> None:
         Bucket.mixed(tokens, max_rows=MAX_SEQS, tile_size=32, updates=2 * min(tokens, MAX_SEQS))
         for tokens in args.prefill
     ]
-    reports = [inspect(spec, bucket, sharding) for bucket in buckets]
+    reports = [inspect(spec, bucket, sharding, args.kv_cache_dtype) for bucket in buckets]
     print(json.dumps(reports, indent=1))
 
 
@@ -63,6 +64,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--target", type=Path, required=True, help="XLA's description of the GPU")
     parser.add_argument("--model", choices=sorted(NAMED_MODELS), default="qwen3-4b")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--kv-cache-dtype", choices=NAMES, default="auto")
     parser.add_argument("--decode", type=sizes, default=[1, 64])
     parser.add_argument("--prefill", type=sizes, default=[512])
     return parser.parse_args()
@@ -77,13 +79,15 @@ def topology_sharding(description: str) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def inspect(spec: ModelSpec, bucket: Bucket, sharding: NamedSharding) -> dict[str, Any]:
+def inspect(
+    spec: ModelSpec, bucket: Bucket, sharding: NamedSharding, kv_cache_dtype: str
+) -> dict[str, Any]:
     """What the compiled step of a bucket holds."""
     for old in Path(DUMP.name).iterdir():
         old.unlink()
     cache = CacheConfig(num_pages=PAGES, page_size=PAGE_SIZE)
     state = DeviceState(
-        kv=jax.ShapeDtypeStruct(kv_cache.shape(spec, cache), jnp.bfloat16),
+        kv=named(kv_cache_dtype).abstract(kv_cache.shape(spec, cache, MAX_SEQS), jnp.bfloat16),
         sequences=jax.ShapeDtypeStruct(
             sequence_state.shape(MAX_SEQS, spec.max_position // PAGE_SIZE), jnp.int32
         ),
@@ -100,14 +104,16 @@ def inspect(spec: ModelSpec, bucket: Bucket, sharding: NamedSharding) -> dict[st
     memory = program.memory_analysis()
     (thunks,) = Path(DUMP.name).glob("*.thunk_sequence_after_thunk_passes.txt")
     lines = thunks.read_text().splitlines()
-    kv_shape = ",".join(map(str, state.kv.shape))
+    kv_shapes = [",".join(map(str, leaf.shape)) for leaf in jax.tree.leaves(state.kv)]
     return {
         "bucket": bucket.name,
         "arguments": len(jax.tree.leaves(arguments)),
         "outside_graph": re.findall(r"^\d+: (k\w+)", "\n".join(lines), re.M),
         "inside_graph": sum(bool(re.match(r"\s+\d+: k\w+", line)) for line in lines),
-        "kv_copies": len(re.findall(rf"\[{kv_shape}\]\S* copy\(", program.as_text())),
-        "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in state),
+        "kv_copies": sum(
+            len(re.findall(rf"\[{shape}\]\S* copy\(", program.as_text())) for shape in kv_shapes
+        ),
+        "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
         "aliased_bytes": memory.alias_size_in_bytes,
         "scratch_bytes": memory.temp_size_in_bytes,
     }

@@ -16,9 +16,8 @@ from jaxserve.config import ModelSpec
 from jaxserve.models.rope import rope_tables
 from jaxserve_checkpoints.naming import AnyRule, Ignore, Repeat, Rule
 from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
-from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
 from jaxserve_kernels.dense_matmul import gated_linear, linear, sum_parts
-from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
+from jaxserve_kernels.kv_format import KV, AttentionStep, attend
 
 
 class Layer(NamedTuple):
@@ -48,14 +47,10 @@ class Params(NamedTuple):
 
 
 class StepTokens(NamedTuple):
-    """Where the tokens of a step belong. All arrays int32; padding tokens point to page 0."""
+    """The tokens of a step and where they belong."""
 
-    ids: Array  # [tokens]
-    positions: Array  # [tokens]
-    pages: Array  # [tokens]: page that takes the token's key and value
-    offsets: Array  # [tokens]: place within the page
-    tiles: QueryTiles
-    page_table: Array  # [slots, pages_per_seq]
+    ids: Array  # int32 [tokens]
+    places: AttentionStep
 
 
 def abstract(spec: ModelSpec, dtype: DTypeLike, *, stacked: bool = False) -> Params:
@@ -114,34 +109,32 @@ def rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
 
 
 def forward(
-    params: Params, kv: Array, tokens: StepTokens, spec: ModelSpec, *, tile_size: int
-) -> tuple[Array, Array]:
+    params: Params, kv: KV, tokens: StepTokens, spec: ModelSpec, *, tile_size: int
+) -> tuple[Array, KV]:
     """Run the decoder over a step's tokens and store their keys and values.
 
     Args:
-      kv: [layers, pages, kv_heads, 2, page_size, head_dim], updated in place when donated.
+      kv: the cache in its format, updated in place when donated.
 
     Returns:
       Hidden states after the final norm [tokens, embed], and kv.
     """
     x = params.embedding[tokens.ids]
-    tables = rope_tables(spec, tokens.positions)
+    tables = rope_tables(spec, tokens.places.positions)
     layers = _views(params.layers)
     normed = rms_norm(x, layers[0].attention_norm, spec.norm_eps)
     next_norms = [*(layer.attention_norm for layer in layers[1:]), params.final_norm]
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
         with jax.named_scope(f"layer_{index}"):
-            q, kv = attention_inputs(
+            attended, kv = attend(
                 linear(normed, layer.qkv),
                 kv,
                 index,
                 (layer.q_norm, layer.k_norm),
                 tables,
-                KVSlots(tokens.pages, tokens.offsets),
+                tokens.places,
                 eps=spec.norm_eps,
-            )
-            attended = paged_attention(
-                q, kv, index, tokens.page_table, tokens.tiles, tile_size=tile_size
+                tile_size=tile_size,
             )
             update = linear(attended.reshape(x.shape[0], -1), layer.out)
             x, normed = add_rms_norm(x, update, layer.mlp_norm, spec.norm_eps)

@@ -19,6 +19,7 @@ from jaxserve.config import CacheConfig, ModelSpec
 from jaxserve.models import qwen3
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import open_checkpoint
+from jaxserve_kernels.kv_format import AttentionStep, Dense
 from jaxserve_kernels.paged_attention import QueryTiles
 from tests.runner.driver import Placed, certain, first_token, generate, tokens_of
 from tests.tiny_model import make_config, make_runner
@@ -81,19 +82,21 @@ def locate(tokens: Sequence[int], start: int, padded: int) -> qwen3.StepTokens:
     first = np.arange(0, padded, tile_size)
     length = np.clip(count - first, 0, tile_size)
     parts = (first, length, np.where(length > 0, 0, 1), start + first)
-    return qwen3.StepTokens(
-        ids=jnp.asarray(np.pad(np.asarray(tokens, np.int32), (0, padded - count))),
+    places = AttentionStep(
+        slots=jnp.asarray(np.where(np.arange(padded) < count, 0, 1), jnp.int32),
         positions=jnp.asarray(positions),
         pages=jnp.asarray(pages, jnp.int32),
         offsets=jnp.asarray(positions % PAGE_SIZE),
         tiles=QueryTiles(*(jnp.asarray(part, jnp.int32) for part in parts)),
         page_table=jnp.asarray(table),
     )
+    ids = jnp.asarray(np.pad(np.asarray(tokens, np.int32), (0, padded - count)))
+    return qwen3.StepTokens(ids, places)
 
 
 def logits_in_chunks(golden: Golden, tokens: NDArray[np.int32], size: int) -> Floats:
     """Logits at every position, `size` tokens at a time."""
-    kv = jnp.zeros(kv_cache.shape(golden.spec, CACHE), jnp.float32)
+    kv = Dense().allocate(kv_cache.shape(golden.spec, CACHE, 1), jnp.float32)
     results: list[Floats] = []
     for start in range(0, len(tokens), size):
         chunk = tokens[start : start + size]

@@ -1,0 +1,14 @@
+"""How keys and values lie in memory: formats of the KV cache, and attention over each."""
+
+from jaxserve_kernels.kv_format.api import KV as KV
+from jaxserve_kernels.kv_format.api import attend as attend
+from jaxserve_kernels.kv_format.api import page_size as page_size
+from jaxserve_kernels.kv_format.base import AttentionStep as AttentionStep
+from jaxserve_kernels.kv_format.base import CacheShape as CacheShape
+from jaxserve_kernels.kv_format.base import KVFormat as KVFormat
+from jaxserve_kernels.kv_format.base import fixed_bytes as fixed_bytes
+from jaxserve_kernels.kv_format.base import page_bytes as page_bytes
+from jaxserve_kernels.kv_format.dense import Dense as Dense
+from jaxserve_kernels.kv_format.names import AUTO as AUTO
+from jaxserve_kernels.kv_format.names import NAMES as NAMES
+from jaxserve_kernels.kv_format.names import named as named
