@@ -48,6 +48,10 @@ class Request:
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
+    priority: int = 0
+    """Lower goes first, where the scheduler's policy looks at it."""
+    cache_salt: str = ""
+    """Sequences share prefixes only with those of the same salt."""
 
 
 class TokenLogprobs(NamedTuple):

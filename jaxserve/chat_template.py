@@ -48,17 +48,26 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> Rendered:
         """Messages as Hugging Face templates expect them: `content` is a string.
 
-        `variables` must be scalars; strings in them are treated as text from outside, too.
+        `continue_final` ends the text where the last message's content ends. `variables` must be
+        scalars; strings in them are treated as text from outside, too.
         """
         given = {"messages": messages, "tools": tools or None, **(variables or {})}
-        breaker = _absent_from(_strings(given))
+        breaker, end = _absent_from(_strings(given))
         context = {name: self._broken(value, breaker) for name, value in given.items()}
-        context["add_generation_prompt"] = add_generation_prompt
-        return Rendered(self._limited(context), breaker)
+        context["add_generation_prompt"] = add_generation_prompt and not continue_final
+        if continue_final:
+            context["messages"][-1]["content"] += end
+        text = self._limited(context)
+        if continue_final:
+            text, found, _ = text.rpartition(end)
+            if not found:
+                raise TemplateError("the chat template does not show the last message as it is")
+        return Rendered(text, breaker)
 
     def _broken(self, value: Any, breaker: str) -> Any:
         """The same value with every possible start of a marker in its strings followed by it."""
@@ -140,10 +149,12 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
-def _absent_from(texts: Iterator[str]) -> str:
+def _absent_from(texts: Iterator[str]) -> tuple[str, str]:
+    """Two characters that none of the texts holds."""
     free = set(_BREAKERS)
     for text in texts:
         free -= {char for char in free if char in text}
-    if not free:
+    if len(free) < 2:
         raise TemplateError("the messages hold every one of Unicode's noncharacters")
-    return min(free)
+    first, second, *_ = sorted(free)
+    return first, second

@@ -15,6 +15,7 @@ from jaxserve.server.chat import chat_completions
 from jaxserve.server.completions import completions
 from jaxserve.server.middleware import echo_request_id, error_shape
 from jaxserve.server.service import SERVICE, Service
+from jaxserve.server.tokenization import detokenize, tokenize
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -37,6 +38,9 @@ def make_app(
         [
             web.post("/v1/chat/completions", chat_completions),
             web.post("/v1/completions", completions),
+            web.post("/v1/embeddings", operations.embeddings),
+            web.post("/tokenize", tokenize),
+            web.post("/detokenize", detokenize),
             web.get("/v1/models", operations.list_models),
             web.get("/v1/models/{model:.+}", operations.retrieve_model),
             web.get("/health", operations.health),

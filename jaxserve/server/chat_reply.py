@@ -8,10 +8,11 @@ from jaxserve.api import FinishReason
 from jaxserve.server.errors import ApiError
 from jaxserve.server.generation import Delta, Generation
 from jaxserve.server.logprobs import chat_logprobs
-from jaxserve.server.output_parser import Kind, OutputParser, Piece
+from jaxserve.server.output_parser import Content, OutputParser, Piece, Reasoning
 from jaxserve.server.reply import Arrival, openai_error_events, usage_body
-from jaxserve.server.schema import StreamOptions
-from jaxserve.server.sse import DONE, data_event
+from jaxserve.server.schema import ChatRequest, StreamOptions
+from jaxserve.server.sse import DONE, event_encoder
+from jaxserve.server.tool_calls import CallArguments, CallOpened
 
 type Json = dict[str, Any]
 
@@ -24,19 +25,17 @@ class ChatReply:
         model: str,
         generation: Generation,
         options: StreamOptions,
-        parsers: list[OutputParser],
-        num_top_logprobs: int,
-        return_token_ids: bool,
+        fields: ChatRequest,
     ):
         self._generation = generation
         self._options = options
-        self._parsers = parsers
+        self._encode = event_encoder(options)
         self._tokenizer = arrival.service.tokenizer
-        self._num_top = num_top_logprobs
-        self._return_token_ids = return_token_ids
-        self._reasoning_tokens = 0
-        self._collected: list[list[Json]] = [[] for _ in parsers]
-        self._begun = [False] * len(parsers)
+        self._num_top = fields.top_logprobs or 0
+        self._return_token_ids = bool(fields.return_token_ids)
+        self._show_reasoning = fields.include_reasoning is not False
+        self._collected: list[list[Json]] = [[] for _ in generation.choices]
+        self._begun = [False] * len(generation.choices)
         self._head = {
             "id": f"chatcmpl-{arrival.id}",
             "object": "chat.completion.chunk",
@@ -45,12 +44,12 @@ class ChatReply:
         }
 
     def events(self, delta: Delta) -> bytes:
-        return b"".join(data_event(self._chunk([c])) for c in self._choices(delta))
+        return b"".join(self._encode(self._chunk([c])) for c in self._choices(delta))
 
     def last_events(self) -> bytes:
         if not self._options.include_usage:
             return DONE
-        return data_event({**self._head, "choices": [], "usage": self._usage()}) + DONE
+        return self._encode({**self._head, "choices": [], "usage": self._usage()}) + DONE
 
     def error_events(self, error: ApiError) -> bytes:
         return openai_error_events(error)
@@ -72,20 +71,16 @@ class ChatReply:
         return chunk
 
     def _usage(self) -> Json:
-        return usage_body(self._generation, self._reasoning_tokens)
+        return usage_body(self._generation)
 
     def _choices(self, delta: Delta) -> list[Json]:
         """The chunks' choices of one step: none while the parser has nothing to say."""
-        parser = self._parsers[delta.choice]
-        was_reasoning = parser.reasoning
-        pieces = parser.push(delta.text)
-        if delta.finish is not None:
-            pieces += parser.finish()
-        if was_reasoning and parser.reasoning:
-            self._reasoning_tokens += len(delta.tokens)
-        deltas = [fields for piece in pieces for fields in _delta_fields(piece)]
-        if not deltas and (self._must_speak(delta) or not delta.text):
-            deltas = [_text_fields(Kind.REASONING if parser.reasoning else Kind.CONTENT, "")]
+        parser = self._generation.choices[delta.choice].parser
+        reasoning = parser is not None and parser.reasoning
+        deltas = [_delta_fields(piece) for piece in delta.pieces if self._shown(piece)]
+        if not deltas and (self._must_speak(delta) or not (delta.text or delta.pieces)):
+            hidden = reasoning and not self._show_reasoning
+            deltas = [_reasoning_fields("") if reasoning and not hidden else {"content": ""}]
         if not deltas:
             return []
         choices = [_choice(delta.choice, fields) for fields in deltas]
@@ -95,6 +90,9 @@ class ChatReply:
             self._begun[delta.choice] = True
             choices.insert(0, self._role_choice(delta.choice))
         return choices
+
+    def _shown(self, piece: Piece) -> bool:
+        return self._show_reasoning or not isinstance(piece, Reasoning)
 
     def _must_speak(self, delta: Delta) -> bool:
         return delta.finish is not None or delta.logprobs is not None or self._return_token_ids
@@ -118,31 +116,29 @@ def _choice(index: int, fields: Json) -> Json:
     return {"index": index, "delta": fields, "logprobs": None, "finish_reason": None}
 
 
-def _finish_reason(finish: FinishReason | None, parser: OutputParser) -> str | None:
-    if finish is FinishReason.STOP and parser.num_calls:
+def _finish_reason(finish: FinishReason | None, parser: OutputParser | None) -> str | None:
+    if finish is FinishReason.STOP and parser is not None and parser.num_calls:
         return "tool_calls"
     return finish
 
 
-def _text_fields(kind: Kind, text: str) -> Json:
-    # Both names of the reasoning field are in use: vLLM's and the one of SGLang and DeepSeek.
-    if kind is Kind.REASONING:
-        return {"reasoning": text, "reasoning_content": text}
-    return {"content": text}
+def _reasoning_fields(text: str) -> Json:
+    # Both names of the field are in use: vLLM's and the one of SGLang and DeepSeek.
+    return {"reasoning": text, "reasoning_content": text}
 
 
-def _delta_fields(piece: Piece) -> list[Json]:
-    call = piece.call
-    if call is None:
-        return [_text_fields(piece.kind, piece.text)]
-    opening = {
-        "index": call.position,
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": ""},
-    }
-    arguments = {"index": call.position, "function": {"arguments": call.arguments}}
-    return [{"tool_calls": [opening]}, {"tool_calls": [arguments]}]
+def _delta_fields(piece: Piece) -> Json:
+    match piece:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return _reasoning_fields(text)
+        case CallOpened(position, name=name):
+            function = {"name": name, "arguments": ""}
+            call = {"index": position, "id": piece.id, "type": "function", "function": function}
+        case CallArguments(position, text):
+            call = {"index": position, "function": {"arguments": text}}
+    return {"tool_calls": [call]}
 
 
 def _joined(index: int, parts: list[Json]) -> Json:
@@ -150,7 +146,7 @@ def _joined(index: int, parts: list[Json]) -> Json:
     deltas = [part["delta"] for part in parts]
     message: Json = {"role": "assistant", "content": _text_of(deltas, "content"), "refusal": None}
     if reasoning := _text_of(deltas, "reasoning"):
-        message |= _text_fields(Kind.REASONING, reasoning)
+        message |= _reasoning_fields(reasoning)
     if calls := _joined_calls(deltas):
         message["tool_calls"] = calls
         message["content"] = message["content"] or None

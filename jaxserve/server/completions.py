@@ -6,15 +6,17 @@ from typing import Any
 
 from aiohttp import web
 
-from jaxserve.api import TokenLogprobs
+from jaxserve.api import EngineLimits, TokenLogprobs
 from jaxserve.server.errors import ApiError, invalid
 from jaxserve.server.generation import Choice, Delta, Generation
 from jaxserve.server.logprobs import finite, token_text
 from jaxserve.server.params import (
     choice_requests,
+    num_choices,
     sampling_params,
     text_options,
     tokens_to_generate,
+    truncated,
 )
 from jaxserve.server.parse import parse, read_json
 from jaxserve.server.prompts import Prompt, completion_prompts
@@ -27,7 +29,7 @@ from jaxserve.server.reply import (
 )
 from jaxserve.server.schema import MAX_SEQUENCES, CompletionRequest, StreamOptions
 from jaxserve.server.service import SERVICE
-from jaxserve.server.sse import DONE, data_event
+from jaxserve.server.sse import DONE, event_encoder
 from jaxserve.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -45,7 +47,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     if fields.max_tokens == 0:
         raise invalid("max_tokens must be at least 1", param="max_tokens")
     prompts = await completion_prompts(fields.prompt, service.tokenizer, service.engine.limits)
-    if (count := len(prompts) * (fields.n or 1)) > MAX_SEQUENCES:
+    prompts = [_shortened(prompt, fields, service.engine.limits) for prompt in prompts]
+    if (count := len(prompts) * num_choices(fields)) > MAX_SEQUENCES:
         raise invalid(
             f"prompts times n must be at most {MAX_SEQUENCES} in one request, got {count}",
             param="n",
@@ -64,7 +67,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 
 def _generation(arrival: Arrival, fields: CompletionRequest, prompts: list[Prompt]) -> Generation:
-    service, n = arrival.service, fields.n or 1
+    service = arrival.service
     limits = service.engine.limits
     asked = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     choices: list[Choice] = []
@@ -77,12 +80,16 @@ def _generation(arrival: Arrival, fields: CompletionRequest, prompts: list[Promp
             limits=limits,
             eos_token_ids=service.tokenizer.eos_token_ids,
         )
-        requests = choice_requests(
-            f"cmpl-{arrival.id}-{position}", prompt.ids, params, fields.seed, n
-        )
+        requests = choice_requests(f"cmpl-{arrival.id}-{position}", prompt.ids, params, fields)
         for request in requests:
             choices.append(Choice(len(choices), request, service.tokenizer, text_options(fields)))
-    return Generation(choices, n)
+    return Generation(choices, num_choices(fields))
+
+
+def _shortened(prompt: Prompt, fields: CompletionRequest, limits: EngineLimits) -> Prompt:
+    asked = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    ids = truncated(prompt.ids, asked, fields, limits)
+    return prompt if len(ids) == len(prompt.ids) else Prompt(ids, None)
 
 
 class CompletionReply:
@@ -98,6 +105,7 @@ class CompletionReply:
     ):
         self.generation = generation
         self._options = options
+        self._encode = event_encoder(options)
         self._tokenizer = arrival.service.tokenizer
         self._return_token_ids = return_token_ids
         self._head = {
@@ -118,14 +126,13 @@ class CompletionReply:
             chunk["usage"] = usage_body(self.generation)
         elif self._options.include_usage:
             chunk["usage"] = None
-        return data_event(chunk)
+        return self._encode(chunk)
 
     def last_events(self) -> bytes:
         if not self._options.include_usage:
             return DONE
-        return (
-            data_event({**self._head, "choices": [], "usage": usage_body(self.generation)}) + DONE
-        )
+        usage = usage_body(self.generation)
+        return self._encode({**self._head, "choices": [], "usage": usage}) + DONE
 
     def error_events(self, error: ApiError) -> bytes:
         return openai_error_events(error)

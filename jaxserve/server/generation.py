@@ -19,6 +19,7 @@ from jaxserve.api import (
     TokenLogprobs,
 )
 from jaxserve.metrics import Metrics
+from jaxserve.server.output_parser import OutputParser, Piece
 from jaxserve.tokenizer import Detokenizer, StopStrings, Tokenizer
 
 
@@ -41,16 +42,27 @@ class Delta(NamedTuple):
     tokens: tuple[int, ...]
     logprobs: TokenLogprobs | None
     finish: FinishReason | None
+    pieces: Sequence[Piece] = ()
+    """The same text told apart, where the choice has a parser."""
 
 
 class Choice:
     """One sequence of a request, and what came of it so far."""
 
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, options: TextOptions):
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        tokenizer: Tokenizer,
+        options: TextOptions,
+        parser: OutputParser | None = None,
+    ):
         self.index = index
         self.request = request
+        self.parser = parser
         self.num_tokens = 0
         self.cached_tokens = 0
+        self.reasoning_tokens = 0
         self._options = options
         self._detokenizer = Detokenizer(tokenizer, skip_special=options.skip_special)
         self._stops = StopStrings(options.stop, include=options.include_stop)
@@ -73,7 +85,26 @@ class Choice:
         elif finish is not None:
             text += self._stops.flush()
         tokens = () if event.token is None else (event.token,)
-        return Delta(self.index, text, tokens, logprobs, finish)
+        if self.parser is None:
+            return Delta(self.index, text, tokens, logprobs, finish)
+        pieces, finish = self._told_apart(self.parser, text, finish)
+        return Delta(self.index, text, tokens, logprobs, finish, pieces)
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended it."""
+        return self._stops.matched
+
+    def _told_apart(
+        self, parser: OutputParser, text: str, finish: FinishReason | None
+    ) -> tuple[list[Piece], FinishReason | None]:
+        was_reasoning = parser.reasoning
+        pieces = parser.push(text)
+        if was_reasoning and parser.reasoning:
+            self.reasoning_tokens += 1
+        if finish is not None:
+            pieces += parser.finish()
+        return pieces, FinishReason.STOP if parser.ended else finish
 
     def _show(self, text: str) -> str:
         if self.num_tokens <= self.request.params.min_tokens:
@@ -142,6 +173,10 @@ class Generation:
     @property
     def completion_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(choice.reasoning_tokens for choice in self.choices)
 
 
 class _End(NamedTuple):

@@ -8,7 +8,9 @@ from aiohttp import web
 
 import jaxserve
 from jaxserve.metrics import CONTENT_TYPE
-from jaxserve.server.errors import json_response
+from jaxserve.server.errors import ApiError, json_response
+from jaxserve.server.parse import parse, read_json
+from jaxserve.server.schema import EmbeddingsRequest
 from jaxserve.server.service import SERVICE, Service
 
 
@@ -69,6 +71,19 @@ async def list_models(request: web.Request) -> web.Response:
 async def retrieve_model(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     return json_response(_model(service, service.model_name(request.match_info["model"])))
+
+
+async def embeddings(request: web.Request) -> web.Response:
+    """What is served here generates text: a clear no, for a model that is known or not."""
+    service = request.app[SERVICE]
+    fields, _ = parse(await read_json(request), EmbeddingsRequest)
+    name = service.model_name(fields.model)
+    raise ApiError(
+        404,
+        f"the model {name!r} generates text and has no embeddings",
+        param="model",
+        code="model_not_supported",
+    )
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import uuid
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
+from jaxserve.server.tool_calls import (
+    CALL,
+    CallArguments,
+    CallOpened,
+    CallPart,
+    CallReader,
+    NotACall,
+    partial,
+)
 
 THINK, END_THINK = "<think>", "</think>"
-CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 
-class Kind(Enum):
-    CONTENT = auto()
-    REASONING = auto()
-    TOOL_CALL = auto()
+class Content(NamedTuple):
+    text: str
 
 
-class ToolCallText(NamedTuple):
-    """A complete call; `arguments` is JSON as the model wrote it."""
-
-    position: int
-    id: str
-    name: str
-    arguments: str
+class Reasoning(NamedTuple):
+    text: str
 
 
-class Piece(NamedTuple):
-    """A stretch of output of one kind."""
-
-    kind: Kind
-    text: str = ""
-    call: ToolCallText | None = None
+type Piece = Content | Reasoning | CallOpened | CallArguments
+"""A stretch of output of one kind."""
 
 
 class _State(Enum):
@@ -43,6 +38,8 @@ class _State(Enum):
     """Behind a block, before content: white space is dropped."""
     CONTENT = auto()
     CALL = auto()
+    ENDED = auto()
+    """The only call allowed is complete."""
 
 
 class OutputParser:
@@ -52,20 +49,28 @@ class OutputParser:
     them back when the message returns as history.
     """
 
-    def __init__(self, *, thinking: bool, tools: bool, opened: bool = False):
+    def __init__(
+        self, *, thinking: bool, tools: bool, opened: bool = False, parallel_calls: bool = True
+    ):
         """`opened`: the prompt already ended with `<think>`."""
         self._tools = tools
+        self._parallel_calls = parallel_calls
         self._state = _State.START if thinking else _State.CONTENT
         if opened:
             self._state = _State.REASONING
         self._fresh = opened
         self._pending = ""
-        self._call: list[str] = []
+        self._call = CallReader(0)
         self.num_calls = 0
 
     @property
     def reasoning(self) -> bool:
         return self._state is _State.REASONING
+
+    @property
+    def ended(self) -> bool:
+        """Nothing that comes can be shown any more: further calls are not wanted."""
+        return self._state is _State.ENDED
 
     def push(self, text: str) -> list[Piece]:
         self._pending += text
@@ -78,10 +83,13 @@ class OutputParser:
         """What is still held, once the text is complete."""
         text, self._pending = self._pending, ""
         if self._state is _State.CALL:
-            text = CALL + "".join(self._call) + text
+            parts: list[CallPart] = []
+            self._call.finish(parts)
+            return self._call_pieces(parts)
         if self._state is _State.REASONING:
-            return [Piece(Kind.REASONING, text)] if text else []
-        return [Piece(Kind.CONTENT, text)] if text and self._state is not _State.AFTER else []
+            return [Reasoning(text)] if text else []
+        shown = text and self._state not in (_State.AFTER, _State.ENDED)
+        return [Content(text)] if shown else []
 
     def _step(self, pieces: list[Piece]) -> bool:
         """Consume up to the next marker; False when more text is needed."""
@@ -96,12 +104,20 @@ class OutputParser:
                 if self._fresh:
                     self._pending = self._pending.lstrip("\n")
                     self._fresh = not self._pending
-                return self._until(END_THINK, Kind.REASONING, _State.AFTER, pieces)
+                text, found = self._until(END_THINK, _State.AFTER)
+                pieces += [Reasoning(text)] if text else []
+                return found
             case _State.CONTENT:
-                marker = CALL if self._tools else ""
-                return self._until(marker, Kind.CONTENT, _State.CALL, pieces)
+                text, found = self._until(CALL if self._tools else "", _State.CALL)
+                pieces += [Content(text)] if text else []
+                if found:
+                    self._call = CallReader(self.num_calls)
+                return found
             case _State.CALL:
-                return self._collect_call(pieces)
+                return self._read_call(pieces)
+            case _State.ENDED:
+                self._pending = ""
+                return False
 
     def _start(self) -> bool:
         seen = self._pending.lstrip()
@@ -113,66 +129,35 @@ class OutputParser:
         self._state = _State.CONTENT
         return True
 
-    def _until(self, marker: str, kind: Kind, after: _State, pieces: list[Piece]) -> bool:
+    def _until(self, marker: str, after: _State) -> tuple[str, bool]:
+        """The text that is safe to show, and whether the marker came behind it."""
         text, found, rest = self._pending.partition(marker) if marker else (self._pending, "", "")
         if found:
-            shown, self._pending, self._state = text.rstrip("\n"), rest, after
-        elif marker:
-            ready = text[: len(text) - _partial(text, marker)]
-            shown = ready.rstrip("\n")
-            self._pending = text[len(shown) :]
-        else:
-            shown, self._pending = text, ""
-        if shown:
-            pieces.append(Piece(kind, shown))
-        return bool(found)
+            self._pending, self._state = rest, after
+            return text.rstrip("\n"), True
+        if not marker:
+            self._pending = ""
+            return text, False
+        shown = text[: len(text) - partial(text, marker)].rstrip("\n")
+        self._pending = text[len(shown) :]
+        return shown, False
 
-    def _collect_call(self, pieces: list[Piece]) -> bool:
-        text, found, rest = self._pending.partition(END_CALL)
-        if not found:
-            held = _partial(text, END_CALL)
-            self._call.append(text[: len(text) - held])
-            self._pending = text[len(text) - held :]
+    def _read_call(self, pieces: list[Piece]) -> bool:
+        parts: list[CallPart] = []
+        rest = self._call.push(self._pending, parts)
+        self._pending = rest or ""
+        pieces += self._call_pieces(parts)
+        if rest is None:
             return False
-        self._call.append(text)
-        pieces.append(self._finished_call("".join(self._call)))
-        self._call, self._pending, self._state = [], rest, _State.AFTER
+        if not self._call.opened:
+            self._state = _State.CONTENT
+        else:
+            self._state = _State.AFTER if self._parallel_calls else _State.ENDED
         return True
 
-    def _finished_call(self, text: str) -> Piece:
-        call = parse_call(text)
-        if call is None:
-            return Piece(Kind.CONTENT, CALL + text + END_CALL)
-        name, arguments = call
-        position, self.num_calls = self.num_calls, self.num_calls + 1
-        return Piece(
-            Kind.TOOL_CALL,
-            call=ToolCallText(position, f"call_{uuid.uuid4().hex[:24]}", name, arguments),
-        )
-
-
-class _Call(msgspec.Struct):
-    name: str
-    arguments: msgspec.Raw = msgspec.Raw(b"{}")
-
-
-def parse_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a Hermes call; None if the model wrote something else."""
-    try:
-        call = msgspec.json.decode(text.encode(), type=_Call)
-        arguments: Any = msgspec.json.decode(call.arguments)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return None
-    if isinstance(arguments, str):
-        return call.name, arguments
-    if not isinstance(arguments, dict | None):
-        return None
-    return call.name, bytes(call.arguments).decode() if arguments is not None else "{}"
-
-
-def _partial(text: str, marker: str) -> int:
-    """Length of the longest start of the marker, short of all of it, that ends the text."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
-    return 0
+    def _call_pieces(self, parts: list[CallPart]) -> list[Piece]:
+        pieces: list[Piece] = []
+        for part in parts:
+            self.num_calls += isinstance(part, CallOpened)
+            pieces.append(Content(part.text) if isinstance(part, NotACall) else part)
+        return pieces

@@ -61,17 +61,32 @@ def text_options(fields: GenerationFields) -> TextOptions:
 
 
 def choice_requests(
-    request_id: str, prompt: Sequence[int], params: SamplingParams, seed: int | None, n: int
+    request_id: str, prompt: Sequence[int], params: SamplingParams, fields: GenerationFields
 ) -> list[Request]:
-    """One request per choice. The seed of a choice depends on nothing but `seed` and its index."""
+    """One request per choice. Its seed depends on nothing but the request's and its index."""
     return [
         Request(
             id=f"{request_id}-{index}",
             prompt=tuple(prompt),
-            params=replace(params, seed=choice_seed(seed, index)),
+            params=replace(params, seed=choice_seed(fields.seed, index)),
+            priority=fields.priority or 0,
+            cache_salt=fields.cache_salt or "",
         )
-        for index in range(n)
+        for index in range(num_choices(fields))
     ]
+
+
+def num_choices(fields: GenerationFields) -> int:
+    """`best_of` asks for nothing if it is `n`: there is no choosing among more."""
+    n = fields.n or 1
+    if fields.best_of is not None and fields.best_of != n:
+        raise invalid(
+            f"best_of must be n ({n}) or absent, got {fields.best_of}: the best of several "
+            "completions is not chosen here",
+            param="best_of",
+            code="unsupported_parameter",
+        )
+    return n
 
 
 def choice_seed(seed: int | None, index: int) -> int:
@@ -94,6 +109,26 @@ def tokens_to_generate(
             code="context_length_exceeded",
         )
     return room if asked is None else min(asked, room)
+
+
+def truncated(
+    prompt: list[int], asked: int | None, fields: GenerationFields, limits: EngineLimits
+) -> list[int]:
+    """What `truncate_prompt_tokens` keeps: the last tokens, or the first ones.
+
+    -1 keeps what leaves room for `asked` tokens of output (at least one).
+    """
+    keep = fields.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    if keep == -1:
+        keep = max(1, limits.max_model_len - max(1, asked or 1))
+    if not 1 <= keep < limits.max_model_len:
+        raise invalid(
+            f"truncate_prompt_tokens must be -1 or 1 to {limits.max_model_len - 1}, got {keep}",
+            param="truncate_prompt_tokens",
+        )
+    return prompt[:keep] if fields.truncation_side == "right" else prompt[-keep:]
 
 
 def check_token_ids(ids: Sequence[int], limits: EngineLimits, param: str) -> None:

@@ -44,7 +44,8 @@ def parse[T: Struct](body: bytes, kind: type[T]) -> Parsed[T]:
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         missing = _MISSING.search(message)
-        raise invalid(message, param=missing[1] if missing else path.strip("`.") or None) from None
+        parts = [path.strip("`."), missing[1] if missing else ""]
+        raise invalid(message, param=".".join(filter(None, parts)) or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise invalid("the body is not valid JSON in UTF-8", code="invalid_json") from None
     except RecursionError:

@@ -84,6 +84,7 @@ async def chat_prompt(
     if template is None:
         raise invalid("this model has no chat template; use /v1/completions", param="messages")
     messages = [_plain_message(i, message) for i, message in enumerate(request.messages)]
+    _check_ending(request)
     variables = _template_variables(request)
     tools = _checked_tools(request)
 
@@ -92,6 +93,7 @@ async def chat_prompt(
             messages,
             tools=tools,
             add_generation_prompt=request.add_generation_prompt is not False,
+            continue_final=bool(request.continue_final_message),
             variables=variables,
         )
 
@@ -105,6 +107,18 @@ async def chat_prompt(
         raise invalid("the prompt is empty", param="messages")
     check_token_ids(ids, limits, "messages")
     return ChatPrompt(ids, rendered.text[-32:])
+
+
+def _check_ending(request: ChatRequest) -> None:
+    if not request.continue_final_message:
+        return
+    param = "continue_final_message"
+    if request.add_generation_prompt:
+        raise invalid("continue_final_message excludes add_generation_prompt", param=param)
+    if request.messages[-1].role != "assistant" or not request.messages[-1].content:
+        raise invalid(
+            "continue_final_message needs a last message of the assistant with text", param=param
+        )
 
 
 def _plain_message(position: int, message: Message) -> dict[str, Any]:

@@ -68,7 +68,7 @@ async def answer(
     ignored: tuple[str, ...],
 ) -> web.StreamResponse:
     service = arrival.service
-    headers = _ignored_header(service, ignored)
+    headers = ignored_header(service, ignored)
     deltas = generation.deltas(service.engine, service.metrics, arrival.at)
     async with aclosing(deltas):
         try:
@@ -105,14 +105,14 @@ def openai_error_events(error: ApiError) -> bytes:
     return data_event(error.body()) + DONE
 
 
-def usage_body(generation: Generation, reasoning_tokens: int = 0) -> dict[str, Any]:
+def usage_body(generation: Generation) -> dict[str, Any]:
     prompt, completion = generation.prompt_tokens, generation.completion_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "completion_tokens_details": {"reasoning_tokens": generation.reasoning_tokens},
     }
 
 
@@ -124,7 +124,7 @@ def _as_api_error(service: Service, error: Rejected | Overloaded | EngineFailed)
     return engine_error(error, accepting=accepting)
 
 
-def _ignored_header(service: Service, ignored: tuple[str, ...]) -> dict[str, str]:
+def ignored_header(service: Service, ignored: tuple[str, ...]) -> dict[str, str]:
     for name in ignored:
         service.metrics.parameter_ignored(name[:100])
     shown = [name[:100] for name in ignored if name.isascii() and name.isprintable()]

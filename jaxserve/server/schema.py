@@ -16,8 +16,13 @@ MAX_STOPS = 4
 MAX_PROMPTS = 1024
 MAX_SEQUENCES = 1024
 """Prompts times choices of one request."""
+MAX_TOKENS = 4 * 1024 * 1024
+"""Token ids in one list; the body's size is the tighter limit."""
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
+
+SALT = r"^[^@/\\\x00]+$"
+"""vLLM's alphabet of a cache salt."""
 
 type Count = Annotated[int, Meta(ge=0)]
 
@@ -25,6 +30,7 @@ type Count = Annotated[int, Meta(ge=0)]
 class StreamOptions(Struct, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class GenerationFields(Struct, kw_only=True):
@@ -34,6 +40,7 @@ class GenerationFields(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Count | None = None
     min_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -53,6 +60,10 @@ class GenerationFields(Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=128, pattern=SALT)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
@@ -105,11 +116,38 @@ class ChatRequest(GenerationFields, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
+    include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    """Without effect: tokenizers that add tokens to every text are not supported."""
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(ChatRequest, kw_only=True):
+    """A chat's body as it is; fields that do not shape the prompt have no effect."""
+
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    tokens: Annotated[list[int], Meta(max_length=MAX_TOKENS)]
+    model: str | None = None
+
+
+class EmbeddingsRequest(Struct, kw_only=True):
+    model: str | None = None
 
 
 FREE_FORM = frozenset({"messages", "tools", "tool_choice", "chat_template_kwargs"})
@@ -121,10 +159,7 @@ REJECTED: dict[str, Harmless] = {
     "allowed_token_ids": (),
     "audio": (),
     "bad_words": ([],),
-    "best_of": (1,),
-    "cache_salt": (),
     "chat_template": (),
-    "continue_final_message": (False,),
     "documents": (),
     "ebnf": (),
     "frequency_penalty": (0,),
@@ -136,17 +171,14 @@ REJECTED: dict[str, Harmless] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "include_reasoning": (True,),
     "length_penalty": (1,),
     "logit_bias": ({},),
     "logprob_token_ids": (),
     "logits_processors": ([],),
     "modalities": (["text"],),
     "no_stop_trim": (False,),
-    "parallel_tool_calls": (True,),
     "presence_penalty": (0,),
     "previous_response_id": (),
-    "priority": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "regex": (),
@@ -160,8 +192,6 @@ REJECTED: dict[str, Harmless] = {
     "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
     "use_beam_search": (False,),
     "web_search_options": (),
 }

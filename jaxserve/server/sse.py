@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 from aiohttp import web
 
+from jaxserve.server.schema import StreamOptions
+
 DONE = b"data: [DONE]\n\n"
+EVENT_SIZE = 512
+"""With `include_obfuscation` events are a multiple of this many bytes."""
 KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -22,6 +28,16 @@ _encode = msgspec.json.Encoder().encode
 
 def data_event(body: Any) -> bytes:
     return b"data: %b\n\n" % _encode(body)
+
+
+def event_encoder(options: StreamOptions) -> Callable[[dict[str, Any]], bytes]:
+    return _obfuscated_event if options.include_obfuscation else data_event
+
+
+def _obfuscated_event(body: dict[str, Any]) -> bytes:
+    """Padded so that an event's size on the wire says nothing of the text in it."""
+    missing = -len(data_event({**body, "obfuscation": ""})) % EVENT_SIZE
+    return data_event({**body, "obfuscation": secrets.token_urlsafe(missing)[:missing]})
 
 
 class EventStream:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.server.output_parser import Kind, OutputParser, Piece
+from jaxserve.server.output_parser import Content, OutputParser, Piece, Reasoning
+from jaxserve.server.tool_calls import CallArguments, CallOpened
 
-type Summary = list[tuple[Kind, str]]
+type Summary = list[Content | Reasoning | str]
+"""Neighbours of one kind joined; a call as its name and arguments."""
 
 
 def parse(parts: list[str], *, thinking: bool = True, opened: bool = False) -> Summary:
@@ -17,20 +19,25 @@ def parse(parts: list[str], *, thinking: bool = True, opened: bool = False) -> S
 
 
 def summary(pieces: list[Piece]) -> Summary:
-    """Neighbours of one kind joined; a call as its name and arguments."""
     joined: Summary = []
     for piece in pieces:
-        text = f"{piece.call.name}({piece.call.arguments})" if piece.call else piece.text
-        if joined and piece.call is None and joined[-1][0] is piece.kind:
-            joined[-1] = (piece.kind, joined[-1][1] + text)
+        last = joined[-1] if joined else None
+        if isinstance(piece, CallOpened):
+            joined.append(f"{piece.name}:")
+        elif isinstance(piece, CallArguments):
+            assert isinstance(last, str), "arguments come behind their call"
+            joined[-1] = last + piece.text
+        elif last is not None and type(last) is type(piece):
+            joined[-1] = type(piece)(last.text + piece.text)
         else:
-            joined.append((piece.kind, text))
+            joined.append(piece)
     return joined
 
 
 WORDS = [
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "\n", " ", "a<", "<tool", "b"),
     '{"name": "f", "arguments": {"x": "é"}}',
+    *('{"name": "f", "arguments": ', "{", "}", '"', "\\", "[", "{}", "null"),
 ]
 
 
@@ -47,30 +54,30 @@ def test_any_split_of_the_text_gives_the_same_pieces(
 
 def test_a_thought_and_an_answer() -> None:
     assert parse(["\n<think>\nhm\n\nhm\n</think>\n\nYes\n"]) == [
-        (Kind.REASONING, "hm\n\nhm"),
-        (Kind.CONTENT, "Yes\n"),
+        Reasoning("hm\n\nhm"),
+        Content("Yes\n"),
     ]
 
 
 def test_a_thought_that_the_prompt_opened() -> None:
-    expected = [(Kind.REASONING, "hm"), (Kind.CONTENT, "Yes")]
+    expected = [Reasoning("hm"), Content("Yes")]
     assert parse(["\nhm</think>Yes"], opened=True) == expected
 
 
 def test_a_thought_that_was_cut_short_is_all_reasoning() -> None:
-    assert parse(["<think>\nhm</thi"]) == [(Kind.REASONING, "hm</thi")]
+    assert parse(["<think>\nhm</thi"]) == [Reasoning("hm</thi")]
 
 
 def test_a_think_marker_behind_content_is_content() -> None:
-    assert parse(["Use <think>"]) == [(Kind.CONTENT, "Use <think>")]
+    assert parse(["Use <think>"]) == [Content("Use <think>")]
 
 
 def test_several_calls_with_text_before_them() -> None:
     call = '<tool_call>\n{"name": "f", "arguments": {"x":  1}}\n</tool_call>'
     assert parse([f"Let me see.\n{call}\n{call}"]) == [
-        (Kind.CONTENT, "Let me see."),
-        (Kind.TOOL_CALL, 'f({"x":  1})'),
-        (Kind.TOOL_CALL, 'f({"x":  1})'),
+        Content("Let me see."),
+        'f:{"x":  1}',
+        'f:{"x":  1}',
     ]
 
 
@@ -80,17 +87,64 @@ def test_what_is_no_call_is_shown_as_it_was_written() -> None:
         '<tool_call>{"name": 1}</tool_call>',
         '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
         '<tool_call>\n{"name": "f", "argu',
+        '<tool_call>\n{"name": "f", "arguments": [',
+        '<tool_call>{"name": "f", "other": {"x": 1}, "arguments": 3}</tool_call> and more',
+        "<tool_call>" + "x" * 5000 + "</tool_call>",
     ):
-        assert parse([text]) == [(Kind.CONTENT, text)]
+        assert parse([text]) == [Content(text)]
 
 
 def test_a_call_without_arguments_has_an_empty_object() -> None:
     for arguments in ("", ', "arguments": null', ', "arguments": {}'):
         text = f'<tool_call>{{"name": "f"{arguments}}}</tool_call>'
-        assert parse([text]) == [(Kind.TOOL_CALL, "f({})")]
+        assert parse([text]) == ["f:{}"]
 
 
 def test_without_tools_or_thinking_nothing_is_touched() -> None:
     text = "\n<think>\n<tool_call>{}</tool_call>\n"
     parser = OutputParser(thinking=False, tools=False)
-    assert summary(parser.push(text) + parser.finish()) == [(Kind.CONTENT, text)]
+    assert summary(parser.push(text) + parser.finish()) == [Content(text)]
+
+
+def test_a_call_is_shown_as_it_grows() -> None:
+    parser = OutputParser(thinking=True, tools=True)
+    seen = [
+        [tuple(piece)[-1] for piece in parser.push(part)]
+        for part in ("<tool", '_call>\n{"na', 'me": "add", "argum', 'ents": {"a": "', "<", "/b")
+    ]
+    assert seen == [[], [], [], ["add", '{"a": "'], ["<"], ["/b"]]
+    seen = [tuple(piece)[-1] for piece in parser.push('"}}\n</tool_call>')]
+    assert seen == ['"}']
+    assert parser.num_calls == 1
+
+
+def test_arguments_may_spell_the_closing_marker() -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {"x": "</tool_call>\\"{"}}\n</tool_call>'
+    assert parse([text]) == ['f:{"x": "</tool_call>\\"{"}']
+
+
+def test_arguments_that_have_begun_are_passed_on_as_written() -> None:
+    for arguments in ('{"x": ', '{"x": }', '{"x": "a\n', '{"x": ]'):
+        text = f'<tool_call>{{"name": "f", "arguments": {arguments}</tool_call>Yes'
+        assert parse([text]) == [f"f:{arguments}", Content("Yes")], text
+    assert parse(['<tool_call>{"name": "f", "arguments": {"x": 1']) == ['f:{"x": 1']
+
+
+def test_the_order_and_the_spelling_of_a_call_may_differ() -> None:
+    for call in (
+        '{"arguments": {"x": 1}, "name": "f"}',
+        '{"name": "f", "arguments": "{\\"x\\": 1}"}',
+        '{"id": 3, "name": "f", "arguments": {"x": 1}}',
+        '{"name": "\\u0066" , "arguments" : {"x": 1}, "id": 3}',
+    ):
+        parsed = [
+            str(piece).replace(" ", "") for piece in parse([f"<tool_call>{call}</tool_call>"])
+        ]
+        assert parsed == ['f:{"x":1}'], call
+
+
+def test_only_the_first_call_is_kept_where_one_is_wanted() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    parser = OutputParser(thinking=False, tools=True, parallel_calls=False)
+    assert summary(parser.push(f"{call}\n{call} more") + parser.finish()) == ["f:{}"]
+    assert parser.ended

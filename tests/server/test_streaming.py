@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from jaxserve.api import FinishReason
-from tests.fakes import IM_END, FakeEngine
+from tests.fakes import END_THINK, IM_END, THINK, FakeEngine
 from tests.server.conftest import Serve, serving
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
@@ -191,3 +191,61 @@ async def test_more_choices_share_one_stream_and_end_together(serve: Serve) -> N
     assert sorted(choice["index"] for choice in choices) == [0, 0, 1, 1, 2, 2]
     assert raw.count(b"[DONE]") == 1
     assert engine.running == 0
+
+
+async def test_padded_events_say_nothing_by_their_size(serve: Serve) -> None:
+    url = await serve(FakeEngine([*"aé€x".encode(), IM_END]))
+    options = {"include_obfuscation": True, "include_usage": True}
+    for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+        _, raw = await post(url, path, body | {"stream_options": options})
+        events = raw.removesuffix(b"data: [DONE]\n\n").split(b"\n\n")[:-1]
+        assert len({len(event) for event in events}) == 1
+        assert len({event["obfuscation"] for event in payloads(raw)}) == len(events)
+
+
+async def test_calls_are_streamed_name_first_then_their_arguments(serve: Serve) -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    url = await serve(FakeEngine([*f"Well\n{call}\n{call}".encode(), IM_END]))
+    _, raw = await post(url, "/v1/chat/completions", CHAT | {"tools": tools})
+    choices = [event["choices"][0] for event in payloads(raw)]
+    calls = [c["delta"]["tool_calls"][0] for c in choices if "tool_calls" in c["delta"]]
+    openings = [call for call in calls if "id" in call]
+    assert [c["index"] for c in openings] == [0, 1]
+    assert all(
+        set(c) == {"index", "id", "type", "function"}
+        and c["function"] == {"name": "f", "arguments": ""}
+        for c in openings
+    )
+    grown = [c["function"]["arguments"] for c in calls if c["index"] == 1]
+    assert grown == ["", *'{"x": 1}']
+    assert {tuple(c) for c in calls if "id" not in c} == {("index", "function")}
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    assert "".join(c["delta"].get("content", "") for c in choices) == "Well"
+
+
+async def test_one_call_ends_the_work_where_no_more_are_wanted(serve: Serve) -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    engine = FakeEngine(f"{call}\n{call}".encode(), hang=True)
+    body = CHAT | {"tools": tools, "parallel_tool_calls": False, "stream": False}
+    _, raw = await post(await serve(engine), "/v1/chat/completions", body)
+    (choice,) = json.loads(raw)["choices"]
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert choice["finish_reason"] == "tool_calls"
+    assert engine.aborted.is_set()
+
+
+async def test_thoughts_may_be_left_out(serve: Serve) -> None:
+    url = await serve(FakeEngine([THINK, *b"hm", END_THINK, *b"Yes", IM_END]))
+    body = CHAT | {"include_reasoning": False}
+    _, raw = await post(url, "/v1/chat/completions", body)
+    assert b"reasoning" not in raw
+    _, raw = await post(url, "/v1/chat/completions", body | {"stream": False})
+    reply = json.loads(raw)
+    assert reply["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": "Yes",
+        "refusal": None,
+    }
+    assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2

@@ -1,0 +1,74 @@
+"""The generation behind every API whose requests are chats: the adapters only translate."""
+
+from __future__ import annotations
+
+from jaxserve.server.errors import invalid
+from jaxserve.server.generation import Choice, Generation
+from jaxserve.server.output_parser import END_THINK, THINK, OutputParser
+from jaxserve.server.params import (
+    choice_requests,
+    sampling_params,
+    text_options,
+    tokens_to_generate,
+    truncated,
+)
+from jaxserve.server.prompts import ChatPrompt, chat_prompt
+from jaxserve.server.schema import ChatRequest
+from jaxserve.server.service import Service
+
+
+async def chat_generation(service: Service, fields: ChatRequest, request_id: str) -> Generation:
+    """One choice or several, each with a parser; nothing is submitted yet.
+
+    Raises ApiError, naming the fields of `ChatRequest`.
+    """
+    limits, tokenizer = service.engine.limits, service.tokenizer
+    prompt = await chat_prompt(fields, service.template, tokenizer, limits)
+    asked = _max_tokens(fields)
+    ids = truncated(prompt.ids, asked, fields, limits)
+    params = sampling_params(
+        fields,
+        max_tokens=tokens_to_generate(asked, len(ids), limits, param="messages"),
+        logprobs=_num_logprobs(fields),
+        defaults=service.config.sampling_defaults,
+        limits=limits,
+        eos_token_ids=tokenizer.eos_token_ids,
+    )
+    options = text_options(fields)
+    choices = [
+        Choice(index, request, tokenizer, options, _output_parser(service, fields, prompt))
+        for index, request in enumerate(choice_requests(request_id, ids, params, fields))
+    ]
+    return Generation(choices, len(choices))
+
+
+def _max_tokens(fields: ChatRequest) -> int | None:
+    """The newer name goes before the older one."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        asked: int | None = getattr(fields, name)
+        if asked is not None:
+            if asked == 0:
+                raise invalid(f"{name} must be at least 1", param=name)
+            return asked
+    return None
+
+
+def _num_logprobs(fields: ChatRequest) -> int | None:
+    if fields.logprobs:
+        return fields.top_logprobs or 0
+    if fields.top_logprobs:
+        raise invalid("top_logprobs needs logprobs: true", param="top_logprobs")
+    return None
+
+
+def _output_parser(service: Service, fields: ChatRequest, prompt: ChatPrompt) -> OutputParser:
+    """Which blocks may appear follows from the model's markers and the prompt's end."""
+    ending = prompt.ending.rstrip()
+    return OutputParser(
+        thinking=THINK in service.tokenizer.markers
+        and not fields.continue_final_message
+        and not ending.endswith(END_THINK),
+        tools=bool(fields.tools) and fields.tool_choice != "none",
+        opened=ending.endswith(THINK),
+        parallel_calls=fields.parallel_tool_calls is not False,
+    )

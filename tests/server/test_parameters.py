@@ -1,0 +1,199 @@
+"""Every request field that is known: values that are taken, values that are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import aiohttp
+import pytest
+
+from jaxserve.server.schema import (
+    REJECTED,
+    SILENT,
+    ChatRequest,
+    CompletionRequest,
+    field_names,
+)
+from tests.fakes import FakeEngine
+from tests.server.conftest import Serve
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+BIG = 10**30
+
+
+class Field(NamedTuple):
+    good: tuple[Any, ...] = ()
+    bad: tuple[Any, ...] = ()
+    beside: Mapping[str, Any] = MappingProxyType({})
+    """Fields that it needs."""
+
+
+def flag(**beside: Any) -> Field:
+    return Field((True, False), (1, "yes", [], BIG), beside)
+
+
+def whole(low: int, high: int, *, also: tuple[int, ...] = ()) -> Field:
+    return Field((low, high, *also), (low - 1 if not also else -7, high + 1, 1.5, "1", True, BIG))
+
+
+INT64 = whole(-(2**63), 2**63 - 1)
+COMMON = {
+    "model": Field(("tiny", "alias"), (1, [])),
+    "stream": flag(),
+    "stream_options": Field(
+        (
+            {"include_usage": True},
+            {"continuous_usage_stats": False},
+            {"include_obfuscation": True},
+        ),
+        ({"include_usage": 1}, 1),
+        {"stream": True},
+    ),
+    "n": whole(1, 128),
+    "best_of": Field((1,), (0, 2, 129, "1")),
+    "max_tokens": Field((1, 7, 10**9), (0, -1, 1.5, "1", True)),
+    "min_tokens": Field((0, 5), (-1, 11, 1.5, "1"), {"max_tokens": 10}),
+    "temperature": Field((0, 0.0, 1, 2.0), (-0.1, 2.1, "1", True, BIG)),
+    "top_p": Field((0.01, 1), (0, 1.1, "1", BIG)),
+    "top_k": Field((-1, 0, 5, 10**6), (-2, 1.5, "1")),
+    "min_p": Field((0, 0.5, 1), (-0.1, 1.1, "1")),
+    "seed": INT64,
+    "stop": Field(
+        ("a", ["a"], ["a", "b", "c", "d"], []), ("", [""], ["a"] * 5, 1, [1], "x" * 5000)
+    ),
+    "stop_token_ids": Field(([], [1, 2]), ([-1], [300], ["1"], 1, [BIG], [1] * 300)),
+    "include_stop_str_in_output": flag(),
+    "ignore_eos": flag(),
+    "skip_special_tokens": flag(),
+    "return_token_ids": flag(),
+    "priority": INT64,
+    "cache_salt": Field(("a", "x" * 128, "é"), ("", "x" * 129, "a@b", "a/b", "a\\b", "a\0b", 1)),
+    "truncate_prompt_tokens": Field((-1, 1, 4000), (0, -2, 4096, 10**9, 1.5, "1")),
+    "truncation_side": Field(("left", "right"), ("middle", 1)),
+}
+COMPLETION = {
+    "prompt": Field(
+        ("a", ["a", "b"], [1, 2], [[1], [2]]),
+        (1, "", [], [[]], ["a", 1], [-1], [300], [BIG], [1.5], [True], {"a": 1}),
+    ),
+    "echo": flag(),
+    "logprobs": Field((0, 5, 20), (-1, 21, 1.5, True)),
+}
+CHAT = {
+    "messages": Field(
+        (
+            [{"role": "user", "content": "a"}],
+            [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+            [{"role": "developer", "content": "a"}, {"role": "user", "content": "a", "name": "b"}],
+        ),
+        (
+            [],
+            "a",
+            [1],
+            [{"role": "king", "content": "a"}],
+            [{"role": "user"}],
+            [{"content": "a"}],
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        ),
+    ),
+    "max_completion_tokens": Field((1, 7, 10**9), (0, -1, 1.5, "1")),
+    "logprobs": flag(),
+    "top_logprobs": Field((0, 5, 20), (-1, 21, 1.5), {"logprobs": True}),
+    "tools": Field(([TOOL],), ([], [1], [{}], [{"type": "other"}], [TOOL] * 129, {})),
+    "tool_choice": Field(("auto", "none"), ("sometimes", 1), {"tools": [TOOL]}),
+    "parallel_tool_calls": flag(tools=[TOOL]),
+    "reasoning_effort": Field(("none", "low", "high", "max"), ("huge", 1, 0.5)),
+    "include_reasoning": flag(),
+    "chat_template_kwargs": Field(
+        ({}, {"enable_thinking": False}), ({"x": 1}, {"enable_thinking": []}, [], 1)
+    ),
+    "add_generation_prompt": flag(),
+    "continue_final_message": Field((False,), (True, 1)),
+}
+ROUTES: dict[str, tuple[type, dict[str, Field], dict[str, Any]]] = {
+    "/v1/completions": (CompletionRequest, COMMON | COMPLETION, {"prompt": "abc"}),
+    "/v1/chat/completions": (
+        ChatRequest,
+        COMMON | CHAT,
+        {"messages": [{"role": "user", "content": "Hi"}]},
+    ),
+}
+
+
+async def post(url: str, path: str, body: Any) -> tuple[int, Any]:
+    async with aiohttp.request("POST", url + path, json=body) as reply:
+        streamed = reply.content_type == "text/event-stream"
+        return reply.status, None if streamed else await reply.json()
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_every_field_that_is_understood_is_in_this_table(path: str) -> None:
+    kind, fields, _ = ROUTES[path]
+    assert fields.keys() == field_names(kind)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_field_takes_its_range_and_nothing_else(serve: Serve, path: str) -> None:
+    _, fields, plain = ROUTES[path]
+    url = await serve(FakeEngine(b"Hi"))
+    for name, field in fields.items():
+        needed = name in plain
+        for value in (*field.good, *(() if needed else (None,))):
+            status, reply = await post(url, path, {**plain, **field.beside, name: value})
+            assert status == 200, (name, value, reply)
+        for value in field.bad:
+            status, reply = await post(url, path, {**plain, **field.beside, name: value})
+            assert status == 400, (name, value, reply)
+            if abs(value) < 2**63 if isinstance(value, int) else True:
+                assert str(reply["error"]["param"]).startswith(name), (name, value, reply)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_fields_that_are_not_supported_are_refused_unless_they_ask_for_nothing(
+    serve: Serve, path: str
+) -> None:
+    kind, _, plain = ROUTES[path]
+    url = await serve(FakeEngine(b"Hi"))
+    assert not REJECTED.keys() & field_names(kind)
+    for name, harmless in REJECTED.items():
+        for value in (None, *harmless):
+            status, reply = await post(url, path, {**plain, name: value})
+            assert status == 200, (name, value, reply)
+        status, reply = await post(url, path, {**plain, name: {"any": "thing"}})
+        assert (status, reply["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_fields_without_effect_are_taken_and_unknown_ones_are_named(
+    serve: Serve, path: str
+) -> None:
+    _, _, plain = ROUTES[path]
+    url = await serve(FakeEngine(b"Hi"))
+    body = plain | dict.fromkeys(SILENT, "x") | {"temprature": 1, "nonsense": None}
+    async with aiohttp.request("POST", url + path, json=body) as reply:
+        assert reply.status == 200
+        assert reply.headers["x-jaxserve-ignored-params"] == "temprature,nonsense"
+
+
+async def test_priority_salt_and_truncation_reach_the_engine(serve: Serve) -> None:
+    engine = FakeEngine(b"Hi", max_model_len=20)
+    url = await serve(engine)
+    long = {"prompt": list(range(30)), "priority": -3, "cache_salt": "s", "max_tokens": 4}
+    for keep, side in ((5, "left"), (5, "right"), (-1, None)):
+        body = {**long, "truncate_prompt_tokens": keep, "truncation_side": side}
+        assert (await post(url, "/v1/completions", body))[0] == 200
+    assert [request.prompt for request in engine.requests] == [
+        (25, 26, 27, 28, 29),
+        (0, 1, 2, 3, 4),
+        tuple(range(14, 30)),
+    ]
+    assert {(r.priority, r.cache_salt) for r in engine.requests} == {(-3, "s")}
+    assert (await post(url, "/v1/completions", long))[0] == 400
+
+
+async def test_best_of_is_n_or_nothing(serve: Serve) -> None:
+    url = await serve(FakeEngine(b"Hi"))
+    assert (await post(url, "/v1/completions", {"prompt": "a", "n": 2, "best_of": 2}))[0] == 200
+    assert (await post(url, "/v1/completions", {"prompt": "a", "n": 2, "best_of": 3}))[0] == 400
