@@ -10,6 +10,12 @@ from typing import NamedTuple, Protocol, runtime_checkable
 MAX_LOGPROBS = 20
 """Alternatives that a request may ask for beside each sampled token (OpenAI's chat limit)."""
 
+MAX_LOGIT_BIAS = 300
+"""Entries of a request's logit_bias (OpenAI's limit)."""
+
+MAX_STOP_TOKENS = 512
+"""Stop tokens of one sequence, end-of-sequence tokens included."""
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended."""
@@ -36,9 +42,24 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     """End-of-sequence tokens included, unless the request ignores them."""
     min_tokens: int = 0
-    """Stop tokens do not end the sequence before this many tokens."""
+    """Stop tokens are not sampled before this many tokens."""
+    presence_penalty: float = 0.0
+    """Taken from the score of each token that was sampled already."""
+    frequency_penalty: float = 0.0
+    """Taken as often as it was sampled."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative scores of tokens in the prompt or the output."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, number to add to its score), each id once; at most MAX_LOGIT_BIAS."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these are sampled; empty: all."""
     logprobs: int | None = None
     """None: not wanted; n: the sampled token's and those of the n most likely (n <= 20)."""
+
+    @property
+    def penalised(self) -> bool:
+        """Whether what was read and sampled before changes the scores."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,9 @@ from jaxserve_kernels.paged_attention import QueryTiles
 DECODE_TOKEN = -1
 """Stands for the slot's last sampled token, which the host may not know yet."""
 
-ROW_SAMPLES, ROW_LOGPROBS = 1, 2
-"""Flags of a row: it yields a token; the alternatives of that token are wanted."""
+ROW_SAMPLES, ROW_LOGPROBS, ROW_MASKED = 1, 2, 4
+"""Flags of a row: it yields a token; the alternatives of that token are wanted; the mask in its
+slot says which tokens may be chosen."""
 
 _DROPPED = np.iinfo(np.int32).max
 """The padding updates take addresses from here down: beyond any state, and all different."""
@@ -128,9 +129,9 @@ class Updates(NamedTuple):
 
 
 def _updates(plan: StepPlan, width: int) -> Iterator[tuple[int, int]]:
-    for slot, params in plan.admissions:
-        for column, value in sequence_state.columns(params):
-            yield slot * width + column, value
+    for admission in plan.admissions:
+        for column, value in sequence_state.columns(admission.params):
+            yield admission.slot * width + column, value
     for slot, position, page in plan.pages:
         yield slot * width + sequence_state.PAGES + position, page
 
@@ -188,7 +189,8 @@ def _pack_mixed(plan: StepPlan, parts: StepInputs, tile_size: int) -> None:
 
 
 def _flags(row: Row) -> int:
-    return ROW_SAMPLES * row.samples | ROW_LOGPROBS * row.logprobs
+    masked = row.mask is not None
+    return ROW_SAMPLES * row.samples | ROW_LOGPROBS * row.logprobs | ROW_MASKED * masked
 
 
 RESULT_COLUMNS = 2 + 2 * MAX_LOGPROBS

@@ -16,10 +16,17 @@ from jaxserve.api import SamplingParams, TokenLogprobs
 
 
 class Admission(NamedTuple):
-    """A sequence takes a slot: its sampling parameters go to the device."""
+    """A sequence takes a slot: its sampling parameters go to the device.
+
+    `tokens` are the prompt and the output so far (more than nothing after a preemption): penalties
+    count them, however much of them is already in the KV cache.
+    """
 
     slot: int
     params: SamplingParams
+    tokens: tuple[int, ...] = ()
+    """Empty if the parameters do not depend on them."""
+    num_prompt: int = 0
 
 
 class PageEntry(NamedTuple):
@@ -47,6 +54,8 @@ class Row(NamedTuple):
     """Whether the row's last position yields a token (all but the earlier chunks of a prompt)."""
     logprobs: bool = False
     """Whether alternatives of the sampled token are wanted."""
+    mask: bytes | None = None
+    """Bit i allows token i to be sampled; None allows all. Little-endian 4-byte words."""
 
     @property
     def num_tokens(self) -> int:

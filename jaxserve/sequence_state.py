@@ -2,6 +2,8 @@
 
     column 0              last sampled token
     columns 1..5          temperature, top_k, top_p, min_p, seed (float32 as their bits)
+    column 6              features: which tables of `slot_tables` the sampler reads
+    columns 7..9          presence, frequency and repetition penalty, if a feature
     columns PAGES..       page table
 
 A step changes the matrix by a list of (address, value) pairs, so joins, page growth and whatever
@@ -18,8 +20,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxserve.api import SamplingParams
+from jaxserve_kernels.sampler import BIASED, MASKED, PENALISED
 
 LAST_TOKEN, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED = range(6)
+FEATURES, PRESENCE, FREQUENCY, REPETITION = range(6, 10)
 PAGES = 16
 """First column of the page table: the columns before it are padded to 64 bytes."""
 
@@ -36,6 +40,21 @@ def columns(params: SamplingParams) -> Iterator[tuple[int, int]]:
     yield TOP_P, _float_bits(params.top_p)
     yield MIN_P, _float_bits(params.min_p)
     yield SEED, struct.unpack("<i", struct.pack("<I", params.seed & 0xFFFFFFFF))[0]
+    yield FEATURES, features(params)
+    if params.penalised:
+        yield PRESENCE, _float_bits(params.presence_penalty)
+        yield FREQUENCY, _float_bits(params.frequency_penalty)
+        yield REPETITION, _float_bits(params.repetition_penalty)
+
+
+def features(params: SamplingParams) -> int:
+    """What the sampler has to look up for each token of the sequence."""
+    biased = params.logit_bias or (params.min_tokens and params.stop_token_ids)
+    return (
+        PENALISED * params.penalised
+        | BIASED * bool(biased)
+        | MASKED * bool(params.allowed_token_ids)
+    )
 
 
 def apply(state: Array, addresses: Array, values: Array) -> Array:

@@ -9,11 +9,18 @@ from jax import Array, lax
 
 from jaxserve import sequence_state
 from jaxserve.api import MAX_LOGPROBS
-from jaxserve.batch import DECODE_TOKEN, ROW_LOGPROBS, ROW_SAMPLES, Bucket, StepInputs
+from jaxserve.batch import DECODE_TOKEN, ROW_LOGPROBS, ROW_MASKED, ROW_SAMPLES, Bucket, StepInputs
 from jaxserve.config import ModelSpec
 from jaxserve.models import qwen3
 from jaxserve_kernels.kv_format import KV, AttentionStep, page_size
-from jaxserve_kernels.sampler import Logprobs, RowSampling, sample
+from jaxserve_kernels.sampler import (
+    MASKED,
+    Logprobs,
+    RowAdjustments,
+    RowSampling,
+    SlotTables,
+    sample,
+)
 
 
 class DeviceState(NamedTuple):
@@ -21,6 +28,7 @@ class DeviceState(NamedTuple):
 
     kv: KV
     sequences: Array  # int32, see sequence_state
+    tables: SlotTables  # see slot_tables
 
 
 def run_step(
@@ -50,12 +58,20 @@ def run_step(
     scores = qwen3.logits(params, hidden[inputs.row_last])
     rows = _row_sampling(inputs, sequences)
     wanted = (inputs.row_flags & ROW_LOGPROBS) != 0
-    chosen, logprobs = sample(scores, rows, wanted, vocab=sampled_vocab, alternatives=MAX_LOGPROBS)
+    chosen, logprobs, tables = sample(
+        scores,
+        rows,
+        _row_adjustments(inputs, sequences),
+        state.tables,
+        wanted,
+        vocab=sampled_vocab,
+        alternatives=MAX_LOGPROBS,
+    )
 
     padding_slot = sequences.shape[0] - 1
     slots = jnp.where(rows.active, inputs.row_slots, padding_slot)
     sequences = sequences.at[slots, sequence_state.LAST_TOKEN].set(chosen)
-    return DeviceState(kv, sequences), _result(chosen, logprobs)
+    return DeviceState(kv, sequences, tables), _result(chosen, logprobs)
 
 
 def _locate(inputs: StepInputs, sequences: Array, *, page_size: int) -> qwen3.StepTokens:
@@ -89,6 +105,19 @@ def _row_sampling(inputs: StepInputs, sequences: Array) -> RowSampling:
         min_p=floats(sequence_state.MIN_P),
         seed=sequences[slots, sequence_state.SEED],
         position=inputs.token_positions[inputs.row_last] + 1,
+    )
+
+
+def _row_adjustments(inputs: StepInputs, sequences: Array) -> RowAdjustments:
+    slots = inputs.row_slots
+    features = sequences[slots, sequence_state.FEATURES]
+    masked = (inputs.row_flags & ROW_MASKED) != 0
+    return RowAdjustments(
+        features=features | jnp.where(masked, MASKED, 0),
+        slots=slots,
+        presence=sequence_state.float_column(sequences, slots, sequence_state.PRESENCE),
+        frequency=sequence_state.float_column(sequences, slots, sequence_state.FREQUENCY),
+        repetition=sequence_state.float_column(sequences, slots, sequence_state.REPETITION),
     )
 
 

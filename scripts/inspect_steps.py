@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve import kv_cache, sequence_state
+from jaxserve import kv_cache, sequence_state, slot_tables
 from jaxserve.batch import Bucket
 from jaxserve.config import NAMED_MODELS, CacheConfig, ModelSpec
 from jaxserve.models import qwen3
@@ -91,6 +91,7 @@ def inspect(
         sequences=jax.ShapeDtypeStruct(
             sequence_state.shape(MAX_SEQS, spec.max_position // PAGE_SIZE), jnp.int32
         ),
+        tables=slot_tables.abstract(MAX_SEQS, spec.vocab_size),
     )
     params = qwen3.abstract(spec, jnp.bfloat16, stacked=True)
     packed = jax.ShapeDtypeStruct((bucket.packed_size,), jnp.int32)

@@ -155,9 +155,9 @@ def test_padding_belongs_to_the_padding_slot_and_asks_for_nothing(
 def applied(plan: StepPlan) -> NDArray[np.int32]:
     """The state after a plan's changes, one by one."""
     state = np.full(STATE_SHAPE, -1, np.int32)
-    for slot, sampling in plan.admissions:
-        for column, value in sequence_state.columns(sampling):
-            state[slot, column] = value
+    for admission in plan.admissions:
+        for column, value in sequence_state.columns(admission.params):
+            state[admission.slot, column] = value
     for slot, position, page in plan.pages:
         state[slot, sequence_state.PAGES + position] = page
     return state

@@ -39,7 +39,7 @@ def test_parameters_arrive_as_they_were_sent(
         max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     )
     columns = dict(sequence_state.columns(params))
-    assert len(columns) == 5 and max(columns) < PAGES
+    assert len(columns) == 6 and max(columns) < PAGES
     width = SHAPE[1]
     addresses = jnp.asarray([slot * width + column for column in columns], jnp.int32)
     state = apply(jnp.full(SHAPE, -7, jnp.int32), addresses, jnp.asarray([*columns.values()]))
@@ -51,7 +51,7 @@ def test_parameters_arrive_as_they_were_sent(
     assert read == {TEMPERATURE: temperature, TOP_P: top_p, MIN_P: min_p}
     assert int(state[slot, TOP_K]) == top_k
     assert int(state[slot, SEED]) % 2**32 == seed % 2**32
-    assert (np.asarray(state) == -7).sum() >= state.size - 5, "somebody else's state changed"
+    assert (np.asarray(state) == -7).sum() >= state.size - 6, "somebody else's state changed"
 
 
 def test_addresses_outside_are_dropped_and_the_rest_is_untouched() -> None:

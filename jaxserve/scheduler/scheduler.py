@@ -134,7 +134,7 @@ class Scheduler:
             if budget:
                 budget -= self._plan_chunk(seq, budget, rows)
         while budget and (seq := self._admit(entries)):
-            admissions.append(Admission(seq.slot, seq.params))
+            admissions.append(_admission(seq))
             budget -= self._plan_chunk(seq, budget, rows)
         if not rows:
             return None
@@ -291,6 +291,11 @@ class Scheduler:
         for seq in self._live.values():
             assert self._by_request[seq.request_id] is seq
             seq.check(self._page_size)
+
+
+def _admission(seq: Sequence) -> Admission:
+    tokens = tuple(seq.tokens) if seq.params.penalised else ()
+    return Admission(seq.slot, seq.params, tokens, seq.num_prompt)
 
 
 def _ceil_div(number: int, by: int) -> int:

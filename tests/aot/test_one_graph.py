@@ -54,7 +54,7 @@ def test_a_whole_step_is_one_cuda_graph(reports: dict[str, dict[str, Any]]) -> N
 
 
 def test_a_step_has_few_arguments(reports: dict[str, dict[str, Any]]) -> None:
-    assert {report["arguments"] for report in reports.values()} == {13}
+    assert {report["arguments"] for report in reports.values()} == {16}
 
 
 def test_no_step_copies_the_kv_cache(reports: dict[str, dict[str, Any]]) -> None:
@@ -64,9 +64,9 @@ def test_no_step_copies_the_kv_cache(reports: dict[str, dict[str, Any]]) -> None
 
 
 def test_scratch_memory_stays_small(reports: dict[str, dict[str, Any]]) -> None:
-    """Activations and scores of 256 rows; a weight converted by mistake takes gigabytes."""
+    """Activations, and scores of 256 rows twice; a weight converted by mistake takes gigabytes."""
     for name, report in reports.items():
-        assert report["scratch_bytes"] < 256 * 2**20, name
+        assert report["scratch_bytes"] < 384 * 2**20, name
 
 
 def test_a_layer_takes_nine_kernels_or_ten(reports: dict[str, dict[str, Any]]) -> None:

@@ -20,7 +20,20 @@ from jaxserve_kernels.paged_attention.specs import (
     AttentionSpec,
     make_inputs,
 )
-from jaxserve_kernels.sampler import Logprobs, RowSampling, sample
+from jaxserve_kernels.sampler import (
+    BIASED,
+    IN_PROMPT,
+    MASKED,
+    MAX_BIASES,
+    MAX_COUNT,
+    PENALISED,
+    SUPPRESSED,
+    RowAdjustments,
+    RowSampling,
+    Sample,
+    SlotTables,
+    sample,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -164,18 +177,50 @@ def sampler_inputs(rows: int, seed: int) -> tuple[jax.Array, RowSampling, jax.Ar
     return jnp.asarray(logits), sampling, jnp.asarray(rng.random(rows) < 0.5)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 200])
+def sampler_adjustments(rows: int, seed: int) -> tuple[RowAdjustments, SlotTables]:
+    """Every combination of features in turn; a third of the rows has none."""
+    rng = np.random.default_rng(seed)
+    combinations = (0, 0, 0, 0, PENALISED, BIASED, MASKED, 3, 5, 6, 7, 7)
+    slots = rows + 3
+    counts = rng.integers(0, 5, (slots, PADDED)) * (rng.random((slots, PADDED)) < 0.02)
+    counts = counts.astype(np.int16)
+    counts[rng.random((slots, PADDED)) < 0.02] |= IN_PROMPT
+    counts[:, :8] = MAX_COUNT  # sampled or not, they stay
+    masks = rng.integers(-(2**31), 2**31, (slots, PADDED // 32)).astype(np.int32)
+    masks[::3, 1:] = 0  # only 32 tokens
+    biases = np.full((slots, 3, MAX_BIASES), 2**31 - 1, np.int32)
+    for row in biases:
+        count = rng.integers(1, 600)
+        row[0, :count] = np.sort(rng.integers(0, VOCAB, count))
+        values = rng.choice([-100.0, 5.0, SUPPRESSED], count).astype(np.float32)
+        row[1, :count] = values.view(np.int32)
+        row[2, :count] = rng.choice([10, 20_000, 2**31 - 1], count)
+    adjustments = RowAdjustments(
+        features=jnp.asarray([combinations[(row + seed) % 12] for row in range(rows)], jnp.int32),
+        slots=jnp.asarray(rng.permutation(slots)[:rows], jnp.int32),
+        presence=jnp.asarray(rng.uniform(-2, 2, rows), jnp.float32),
+        frequency=jnp.asarray(rng.uniform(-2, 2, rows), jnp.float32),
+        repetition=jnp.asarray(rng.choice([1.0, 1.3, 0.7, 1e-9], rows), jnp.float32),
+    )
+    tables = SlotTables(
+        jnp.asarray(counts), jnp.asarray(biases.reshape(slots, -1)), jnp.asarray(masks)
+    )
+    return adjustments, tables
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 12, 200])
 def test_the_sampler_chooses_what_its_reference_chooses(rows: int) -> None:
     logits, sampling, wanted = sampler_inputs(rows, seed=rows)
+    adjustments, tables = sampler_adjustments(rows, seed=rows)
 
-    def run(implementation: target.Implementation) -> tuple[jax.Array, Logprobs]:
+    def run(implementation: target.Implementation) -> Sample:
         with target.use(target.Target(implementation)):
             return jax.jit(functools.partial(sample, vocab=VOCAB, alternatives=20))(
-                logits, sampling, wanted
+                logits, sampling, adjustments, tables, wanted
             )
 
-    tokens, logprobs = run("triton")
-    expected, expected_logprobs = run("reference")
+    tokens, logprobs, counted = run("triton")
+    expected, expected_logprobs, expected_tables = run("reference")
     same = np.asarray(tokens) == np.asarray(expected)
     # A draw may differ where two noisy maxima are within rounding of each other.
     assert same.mean() >= 0.99, np.flatnonzero(~same)
@@ -187,3 +232,7 @@ def test_the_sampler_chooses_what_its_reference_chooses(rows: int) -> None:
     np.testing.assert_allclose(
         logprobs.top[asked], expected_logprobs.top[asked], rtol=1e-4, atol=1e-4
     )
+    slots = np.asarray(adjustments.slots)[same]
+    np.testing.assert_array_equal(counted.counts[slots], expected_tables.counts[slots])
+    others = np.setdiff1d(np.arange(len(tables.counts)), np.asarray(adjustments.slots))
+    np.testing.assert_array_equal(counted.counts[others], tables.counts[others])

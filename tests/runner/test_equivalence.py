@@ -36,6 +36,18 @@ SAMPLING = (
     SamplingParams(max_tokens=12, temperature=0.7, seed=3, top_p=0.9, min_p=0.02),
     SamplingParams(max_tokens=7, temperature=1.5, seed=4, stop_token_ids=frozenset(range(12))),
     SamplingParams(max_tokens=1, temperature=0.0),
+    SamplingParams(max_tokens=12, temperature=0.0, repetition_penalty=1.3, logprobs=3),
+    SamplingParams(max_tokens=12, seed=5, presence_penalty=2.0, frequency_penalty=1.5),
+    SamplingParams(
+        max_tokens=9,
+        seed=6,
+        min_tokens=5,
+        stop_token_ids=frozenset(range(40)),
+        logit_bias=((3, 6.0), (90, -100.0)),
+        frequency_penalty=-1.0,
+        top_k=30,
+    ),
+    SamplingParams(max_tokens=9, seed=7, allowed_token_ids=tuple(range(40, 50))),
 )
 
 

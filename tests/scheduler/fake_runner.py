@@ -49,8 +49,8 @@ class FakeRunner:
 
     def launch(self, plan: StepPlan) -> Pending:
         self._check_limits(plan)
-        for slot, params in plan.admissions:
-            self.params[slot] = params
+        for admission in plan.admissions:
+            self.params[admission.slot] = admission.params
         for slot, position, page in plan.pages:
             assert page != 0, "the padding page was given out"
             self.page_table[slot][position] = page

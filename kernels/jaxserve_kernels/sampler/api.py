@@ -6,15 +6,24 @@ from jax import Array
 
 from jaxserve_kernels import target
 from jaxserve_kernels.sampler import reference
-from jaxserve_kernels.sampler.reference import Logprobs, RowSampling
+from jaxserve_kernels.sampler.adjust import RowAdjustments, SlotTables
+from jaxserve_kernels.sampler.reference import RowSampling, Sample
 
 
 def sample(
-    logits: Array, rows: RowSampling, wanted: Array, *, vocab: int, alternatives: int
-) -> tuple[Array, Logprobs]:
+    logits: Array,
+    rows: RowSampling,
+    adjustments: RowAdjustments,
+    tables: SlotTables,
+    wanted: Array,
+    *,
+    vocab: int,
+    alternatives: int,
+) -> Sample:
     """See `reference.sample`."""
+    inputs = (logits, rows, adjustments, tables, wanted)
     if target.current().implementation == "reference":
-        return reference.sample(logits, rows, wanted, vocab=vocab, alternatives=alternatives)
+        return reference.sample(*inputs, vocab=vocab, alternatives=alternatives)
     from jaxserve_kernels.sampler import triton  # needs Triton: only for GPUs
 
-    return triton.sample(logits, rows, wanted, vocab=vocab, alternatives=alternatives)
+    return triton.sample(*inputs, vocab=vocab, alternatives=alternatives)

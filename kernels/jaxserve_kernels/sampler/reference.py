@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxserve_kernels.sampler.adjust import RowAdjustments, SlotTables, adjust, count
+
 RADIX_BITS = 2
 """Bits of a threshold found per pass over the row: 3 comparisons per element and pass."""
 
@@ -32,35 +34,54 @@ class RowSampling(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Natural-log probabilities before temperature and truncation."""
+    """Natural-log probabilities before adjustments, temperature and truncation."""
 
     sampled: Array  # float32 [rows]
     top_ids: Array  # int32 [rows, alternatives], most likely first
     top: Array  # float32 [rows, alternatives]
 
 
+class Sample(NamedTuple):
+    """What `sample` chose."""
+
+    tokens: Array  # int32 [rows]
+    logprobs: Logprobs
+    tables: SlotTables
+    """With the tokens of penalised rows counted."""
+
+
 def sample(
-    logits: Array, rows: RowSampling, wanted: Array, *, vocab: int, alternatives: int
-) -> tuple[Array, Logprobs]:
+    logits: Array,
+    rows: RowSampling,
+    adjustments: RowAdjustments,
+    tables: SlotTables,
+    wanted: Array,
+    *,
+    vocab: int,
+    alternatives: int,
+) -> Sample:
     """The next token of each row, and its logprobs::
 
         logits[:, vocab:] = -inf
-        tokens = choose(logits, rows)
-        return tokens, logprobs(logits, tokens, wanted)
+        tokens = choose(adjust(logits, rows.position, adjustments, tables), rows)
+        tables = count(tokens, rows.active, adjustments, tables)
+        return tokens, logprobs(logits, tokens, wanted), tables
 
     Args:
       logits: float32 [rows, padded vocab].
       rows: parameters of each row.
+      adjustments: what each row changes about its scores, with `tables` [slots, ...].
       wanted: bool [rows]: rows whose most likely `alternatives` tokens are wanted.
       vocab: only token ids below it are sampled; the rest of the logits is padding.
 
     Returns:
-      int32 [rows], and the logprobs; `top` and `top_ids` of rows that do not want them are
-      undefined.
+      Logprobs are those of the model, before adjustments; `top` and `top_ids` of rows that do not
+      want them are undefined.
     """
     logits = jnp.where(jnp.arange(logits.shape[1]) < vocab, logits, -jnp.inf)
-    tokens = choose(logits, rows)
-    return tokens, logprobs(logits, tokens, wanted, alternatives=alternatives)
+    tokens = choose(adjust(logits, rows.position, adjustments, tables), rows)
+    tables = count(tokens, rows.active, adjustments, tables)
+    return Sample(tokens, logprobs(logits, tokens, wanted, alternatives=alternatives), tables)
 
 
 def choose(logits: Array, rows: RowSampling) -> Array:

@@ -4,6 +4,9 @@ The scan leaves each chunk's maximum, its place, and its share of the softmax su
 wants the most likely token, or draws from the whole distribution, needs no more than to merge them.
 A row with a small top_k takes its tokens one by one, each from the chunk whose maximum is largest;
 other truncations search their threshold digit by digit over the row. Nothing is sorted.
+
+For a row that adjusts its scores the scan also writes the adjusted ones, and the choice reads those
+instead. They are scratch that other rows never touch.
 """
 
 from __future__ import annotations
@@ -16,11 +19,18 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from jaxserve_kernels.sampler.adjust import (
+    MAX_BIASES,
+    SUPPRESSED,
+    RowAdjustments,
+    SlotTables,
+)
 from jaxserve_kernels.sampler.reference import (
     MIN_TEMPERATURE,
     RADIX_BITS,
     Logprobs,
     RowSampling,
+    Sample,
 )
 from jaxserve_kernels.triton_call import triton_call
 
@@ -92,26 +102,76 @@ def _ordered(x):
 
 
 @triton.jit
+def _add_biases(x, ids, first, position, list_ptr, BLOCK: tl.constexpr, BIASES: tl.constexpr):
+    """Scores of the tokens `first + arange(BLOCK)` with their slot's biases."""
+    entries = tl.load(list_ptr + tl.arange(0, BIASES))
+    start = tl.sum((entries < first).to(tl.int32), axis=0)
+    end = tl.sum((entries < first + BLOCK).to(tl.int32), axis=0)
+    for entry in range(start, end):
+        token = tl.load(list_ptr + entry)
+        value = tl.load(list_ptr + BIASES + entry).to(tl.float32, bitcast=True)
+        until = tl.load(list_ptr + 2 * BIASES + entry)
+        x += tl.where((ids == token) & (position < until), value, 0.0)
+    return x
+
+
+@triton.jit
+def _penalise(x, counts, presence, frequency, repetition, LOWEST: tl.constexpr):
+    output = (counts & 0x7FFF).to(tl.float32)
+    repeated = tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + repetition), x * repetition)
+    lower = tl.where(counts != 0, repeated, x)
+    lower = lower - frequency * output
+    lower = lower - tl.where(output > 0, presence, 0.0)
+    return tl.minimum(tl.maximum(lower, LOWEST), -LOWEST)
+
+
+@triton.jit
 def _scan(
     logits_ptr, flags_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
-    position_ptr, floats_ptr, ids_ptr,
+    position_ptr, features_ptr, slots_ptr, presence_ptr, frequency_ptr, repetition_ptr,
+    counts_ptr, biases_ptr, masks_ptr, floats_ptr, ids_ptr, adjusted_ptr,
     vocab: tl.constexpr, stride: tl.constexpr, chunks: tl.constexpr,
-    MIN_T: tl.constexpr, BLOCK: tl.constexpr,
+    count_stride: tl.constexpr, mask_stride: tl.constexpr, BIASES: tl.constexpr,
+    MIN_T: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     chunk = tl.program_id(1)
-    ids = chunk * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits_ptr + row.to(tl.int64) * stride + ids, mask=ids < vocab, other=-float("inf"))
+    first = chunk * BLOCK
+    ids = first + tl.arange(0, BLOCK)
+    real = ids < vocab
+    x = tl.load(logits_ptr + row.to(tl.int64) * stride + ids, mask=real, other=-float("inf"))
     peak, best = _best(x, ids)
-    part = (row * chunks + chunk) * 3
+    part = (row * chunks + chunk) * 4
     tl.store(floats_ptr + part, peak)
     tl.store(floats_ptr + part + 1, tl.sum(tl.exp(x - tl.maximum(peak, -1.0e38)), axis=0))
     tl.store(ids_ptr + part, best)
+    position = tl.load(position_ptr + row)
+    features = tl.load(features_ptr + row)
+    if features != 0:
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        if features & 2 != 0:
+            x = _add_biases(
+                x, ids, first, position, biases_ptr + slot * (3 * BIASES), BLOCK, BIASES
+            )
+        if features & 1 != 0:
+            counts = tl.load(counts_ptr + slot * count_stride + ids, mask=real, other=0)
+            x = _penalise(
+                x, counts.to(tl.int32), tl.load(presence_ptr + row), tl.load(frequency_ptr + row),
+                tl.load(repetition_ptr + row), LOWEST,
+            )  # fmt: skip
+        if features & 4 != 0:
+            words = tl.load(masks_ptr + slot * mask_stride + ids // 32, mask=real, other=0)
+            x = tl.where((words >> (ids % 32)) & 1 != 0, x, -float("inf"))
+        x = tl.where(real, x, -float("inf"))
+        tl.store(adjusted_ptr + row.to(tl.int64) * stride + ids, x, mask=real)
+        peak, best = _best(x, ids)
+    tl.store(floats_ptr + part + 3, peak)
+    tl.store(ids_ptr + part + 2, best)
     t = tl.load(temperature_ptr + row)
     whole = (tl.load(top_k_ptr + row) <= 0) & (tl.load(top_p_ptr + row) >= 1)
     whole = whole & (tl.load(min_p_ptr + row) <= 0)
     if (tl.load(flags_ptr + row) & 1 != 0) & (t > 0) & whole:
-        noise = _gumbel(tl.load(seed_ptr + row), tl.load(position_ptr + row), ids)
+        noise = _gumbel(tl.load(seed_ptr + row), position, ids)
         noisy_peak, noisy_best = _best(tl.div_rn(x, tl.maximum(t, MIN_T)) + noise, ids)
         tl.store(floats_ptr + part + 2, noisy_peak)
         tl.store(ids_ptr + part + 1, noisy_best)
@@ -241,22 +301,31 @@ def _draw_from_thresholds(
 @triton.jit
 def _select(
     logits_ptr, flags_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
-    position_ptr, floats_ptr, ids_ptr, token_ptr, logprob_ptr, top_ids_ptr, top_ptr,
+    position_ptr, features_ptr, slots_ptr, floats_ptr, ids_ptr, adjusted_ptr, counts_ptr,
+    token_ptr, logprob_ptr, top_ids_ptr, top_ptr,
     vocab: tl.constexpr, stride: tl.constexpr, chunks: tl.constexpr, alternatives: tl.constexpr,
-    MIN_T: tl.constexpr, BITS: tl.constexpr, LIST: tl.constexpr,
+    count_stride: tl.constexpr, MIN_T: tl.constexpr, BITS: tl.constexpr, LIST: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     logits_row = logits_ptr + row.to(tl.int64) * stride
     chunk = tl.arange(0, CHUNKS)
-    part = (row * chunks + chunk) * 3
+    part = (row * chunks + chunk) * 4
     real = chunk < chunks
     peaks = tl.load(floats_ptr + part, mask=real, other=-float("inf"))
-    peak, token = _best(peaks, tl.load(ids_ptr + part, mask=real, other=0x7FFFFFFF))
+    peak = tl.max(peaks, axis=0)
     masses = tl.load(floats_ptr + part + 1, mask=real, other=0.0)
     norm = peak + tl.log(tl.sum(masses * tl.exp(peaks - peak), axis=0))
 
     flags = tl.load(flags_ptr + row)
+    features = tl.load(features_ptr + row)
+    # What the choice is made from: the adjusted scores, where there are any.
+    scores_row = logits_row
+    if features != 0:
+        scores_row = adjusted_ptr + row.to(tl.int64) * stride
+    score_peaks = tl.load(floats_ptr + part + 3, mask=real, other=-float("inf"))
+    best_ids = tl.load(ids_ptr + part + 2, mask=real, other=0x7FFFFFFF)
+    score_peak, token = _best(score_peaks, best_ids)
     t = tl.load(temperature_ptr + row)
     if (flags & 1 != 0) & (t > 0):
         t = tl.maximum(t, MIN_T)
@@ -270,14 +339,20 @@ def _select(
             token = _best(noisy, tl.load(ids_ptr + part + 1, mask=real, other=0x7FFFFFFF))[1]
         elif (k > 0) & (k <= LIST):
             token = _draw_from_list(
-                logits_row, peaks, t, k, p, min_p, seed, position, vocab, BLOCK, CHUNKS, LIST
-            )
+                scores_row, score_peaks, t, k, p, min_p, seed, position,
+                vocab, BLOCK, CHUNKS, LIST,
+            )  # fmt: skip
         else:
             token = _draw_from_thresholds(
-                logits_row, peak, t, k, p, min_p, seed, position, vocab, chunks, BLOCK, BITS
-            )
+                scores_row, score_peak, t, k, p, min_p, seed, position,
+                vocab, chunks, BLOCK, BITS,
+            )  # fmt: skip
     tl.store(token_ptr + row, token)
     tl.store(logprob_ptr + row, tl.load(logits_row + token) - norm)
+    if (flags & 1 != 0) & (features & 1 != 0):
+        counter = counts_ptr + tl.load(slots_ptr + row).to(tl.int64) * count_stride + token
+        count = tl.load(counter).to(tl.int32)
+        tl.store(counter, tl.where(count & 0x7FFF == 0x7FFF, count, count + 1).to(tl.int16))
     if flags & 2 != 0:
         last = float("inf")
         last_id = -1
@@ -288,32 +363,50 @@ def _select(
 
 
 def sample(
-    logits: Array, rows: RowSampling, wanted: Array, *, vocab: int, alternatives: int
-) -> tuple[Array, Logprobs]:
+    logits: Array,
+    rows: RowSampling,
+    adjustments: RowAdjustments,
+    tables: SlotTables,
+    wanted: Array,
+    *,
+    vocab: int,
+    alternatives: int,
+) -> Sample:
     num_rows, stride = logits.shape
     chunks = triton.cdiv(vocab, _CHUNK)
     flags = rows.active.astype(jnp.int32) * _ACTIVE + wanted.astype(jnp.int32) * _WANTED
     shared: dict[str, Any] = {
-        "vocab": vocab, "stride": stride, "chunks": chunks,
+        "vocab": vocab, "stride": stride, "chunks": chunks, "count_stride": tables.counts.shape[1],
         "MIN_T": MIN_TEMPERATURE, "BLOCK": _CHUNK, "num_warps": 8,
     }  # fmt: skip
     inputs = (logits, flags, *rows[1:])
-    parts = (num_rows * chunks * 3,)
-    floats, ids = triton_call(
+    parts = (num_rows * chunks * 4,)
+    floats, ids, adjusted = triton_call(
         *inputs,
+        *adjustments,
+        *tables,
         kernel=_scan,
         name="sampler_scan",
         out_type=(
             jax.ShapeDtypeStruct(parts, jnp.float32),
             jax.ShapeDtypeStruct(parts, jnp.int32),
+            jax.ShapeDtypeStruct(logits.shape, jnp.float32),
         ),
         grid=(num_rows, chunks),
+        mask_stride=tables.masks.shape[1],
+        BIASES=MAX_BIASES,
+        LOWEST=SUPPRESSED,
         **shared,
     )
+    counts = jax.new_ref(tables.counts)
     token, logprob, top_ids, top = triton_call(
         *inputs,
+        adjustments.features,
+        adjustments.slots,
         floats,
         ids,
+        adjusted,
+        counts,
         kernel=_select,
         name="sampler_select",
         out_type=(
@@ -329,4 +422,5 @@ def sample(
         CHUNKS=triton.next_power_of_2(chunks),
         **shared,
     )
-    return token, Logprobs(logprob, top_ids, top)
+    tables = tables._replace(counts=jax.freeze(counts))
+    return Sample(token, Logprobs(logprob, top_ids, top), tables)

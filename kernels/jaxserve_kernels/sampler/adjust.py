@@ -1,0 +1,107 @@
+"""What requests change about the model's scores before a token is chosen, in plain JAX.
+
+A row without any of it costs nothing; the tables are read only for rows whose features ask.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+PENALISED, BIASED, MASKED = 1, 2, 4
+"""Features of a row: reads its slot's counts, biases, mask."""
+
+MAX_BIASES = 1024
+"""Entries in a slot's list of biases."""
+
+SUPPRESSED = -1e30
+"""The bias of a token that should not be chosen while any other can: unlike -inf it leaves a row
+whose other tokens are all masked with something to choose, and no arithmetic makes it NaN."""
+
+IN_PROMPT = -(2**15)
+"""The bit of a count that says that the token occurs in the prompt."""
+MAX_COUNT = 2**15 - 1
+"""Counts of output tokens stay at it."""
+
+
+class RowAdjustments(NamedTuple):
+    """Of each row, all [rows]."""
+
+    features: Array  # int32: a sum of PENALISED, BIASED, MASKED
+    slots: Array  # int32: row of the tables
+    presence: Array  # float32
+    frequency: Array  # float32
+    repetition: Array  # float32 > 0
+
+
+class SlotTables(NamedTuple):
+    """A row per slot, on the device. What rows hold that no feature asks for is undefined."""
+
+    counts: Array
+    """int16 [slots, vocab]: how often the token was sampled, with IN_PROMPT if it was read."""
+    biases: Array
+    """int32 [slots, 3 * MAX_BIASES]: token ids, rising, then the largest int32; float32 bits to add
+    to their scores; positions from which on they are not added."""
+    masks: Array
+    """int32 [slots, ceil(vocab / 32)]: bit i of word w allows token 32 * w + i."""
+
+
+def adjust(logits: Array, position: Array, rows: RowAdjustments, tables: SlotTables) -> Array:
+    """The scores that tokens are chosen by, float32 [rows, vocab].
+
+    In the order of transformers and vLLM: biases; the repetition penalty, by which positive scores
+    are divided and negative ones multiplied if the token occurs in prompt or output; frequency
+    times count in the output; presence if that is not 0. Then what the mask forbids is -inf.
+
+    Args:
+      logits: float32 [rows, vocab].
+      position: int32 [rows], of the token to be chosen.
+    """
+
+    def has(feature: int) -> Array:
+        return (rows.features & feature) != 0
+
+    def changed() -> Array:
+        scores = _biased(logits, position, has(BIASED), rows, tables)
+        scores = _penalised(scores, has(PENALISED), rows, tables)
+        words = tables.masks[rows.slots]
+        bits = (words[:, :, None] >> jnp.arange(32)) & 1
+        allowed = bits.reshape(words.shape[0], -1)[:, : logits.shape[1]] != 0
+        return jnp.where(has(MASKED)[:, None] & ~allowed, -jnp.inf, scores)
+
+    return lax.cond(jnp.any(rows.features != 0), changed, lambda: logits)
+
+
+def count(tokens: Array, counted: Array, rows: RowAdjustments, tables: SlotTables) -> SlotTables:
+    """Count the chosen tokens [rows] of the rows in `counted` (bool) that have penalties."""
+    counts = tables.counts
+    old = counts[rows.slots, tokens]
+    new = jnp.where((old & MAX_COUNT) < MAX_COUNT, old + jnp.int16(1), old)
+    counted &= (rows.features & PENALISED) != 0
+    slots = jnp.where(counted, rows.slots, counts.shape[0])
+    return tables._replace(counts=counts.at[slots, tokens].set(new, mode="drop"))
+
+
+def _biased(
+    logits: Array, position: Array, biased: Array, rows: RowAdjustments, tables: SlotTables
+) -> Array:
+    ids, bits, until = jnp.split(tables.biases[rows.slots], 3, axis=1)
+    applies = biased[:, None] & (position[:, None] < until)
+    values = jnp.where(applies, lax.bitcast_convert_type(bits, jnp.float32), 0.0)
+    row = jnp.arange(logits.shape[0])[:, None]
+    return logits.at[row, ids].add(values, mode="drop")
+
+
+def _penalised(scores: Array, penalised: Array, rows: RowAdjustments, tables: SlotTables) -> Array:
+    counts = tables.counts[rows.slots, : scores.shape[1]]
+    output = (counts & MAX_COUNT).astype(jnp.float32)
+    factor = rows.repetition[:, None]
+    repeated = jnp.where(scores > 0, scores / factor, scores * factor)
+    lower = jnp.where(counts != 0, repeated, scores)
+    lower = lower - rows.frequency[:, None] * output
+    lower = lower - jnp.where(output > 0, rows.presence[:, None], 0.0)
+    # Within float32 whatever the factor, and above what the mask forbids.
+    lower = jnp.clip(lower, SUPPRESSED, -SUPPRESSED)
+    return jnp.where(penalised[:, None] & (scores > -jnp.inf), lower, scores)
