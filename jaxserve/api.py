@@ -13,9 +13,6 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 """Entries of a request's logit_bias (OpenAI's limit)."""
 
-MAX_STOP_TOKENS = 512
-"""Stop tokens of one sequence, end-of-sequence tokens included."""
-
 
 class FinishReason(StrEnum):
     """Why a sequence ended."""
@@ -50,7 +47,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative scores of tokens in the prompt or the output."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, number to add to its score), each id once; at most MAX_LOGIT_BIAS."""
+    """(token id, number to add to its score); at most MAX_LOGIT_BIAS."""
     allowed_token_ids: tuple[int, ...] = ()
     """Only these are sampled; empty: all."""
     logprobs: int | None = None

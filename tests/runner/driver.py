@@ -25,9 +25,10 @@ class Placed:
     pages: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
     params: SamplingParams = GREEDY
 
-    @property
-    def admission(self) -> Admission:
-        return Admission(self.slot, self.params)
+    def admission(self, rows: Iterable[Row]) -> Admission:
+        """The tokens of its first row are its prompt."""
+        tokens = next(row.tokens for row in rows if row.slot == self.slot)
+        return Admission(self.slot, self.params, tokens, len(tokens))
 
     @property
     def entries(self) -> tuple[PageEntry, ...]:
@@ -53,10 +54,10 @@ def step(runner: Runner, rows: Iterable[Row], admit: Iterable[Placed] = ()) -> l
 
 
 def plan(rows: Iterable[Row], admit: Iterable[Placed] = ()) -> StepPlan:
-    admit = tuple(admit)
+    admit, rows = tuple(admit), tuple(rows)
     return StepPlan(
-        rows=tuple(rows),
-        admissions=tuple(seq.admission for seq in admit),
+        rows=rows,
+        admissions=tuple(seq.admission(rows) for seq in admit),
         pages=tuple(entry for seq in admit for entry in seq.entries),
     )
 
