@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxserve import kv_cache
+from jaxserve import kv_cache, slot_tables
 from jaxserve.cli import Options
 from jaxserve.config import Buckets, CacheConfig, ConfigError, ModelSpec, SchedulerConfig
 from jaxserve.engine import Parts, Progress
@@ -211,7 +211,8 @@ def _device_budget(spec: ModelSpec, dtype: DTypeLike, buckets: Buckets) -> int:
     tokens, rows = buckets.prefill[-1], buckets.decode[-1]
     activations = tokens * (4 * spec.ffn + 4 * spec.q_size + 8 * spec.embed) * itemsize
     scores = rows * spec.vocab_size * 4 * 4
-    return free - activations - scores - 2**30
+    tables = slot_tables.num_bytes(slot_tables.abstract(rows, spec.vocab_size))
+    return free - activations - scores - tables - 2**30
 
 
 def _check_device_memory(spec: ModelSpec, dtype: DTypeLike) -> None:

@@ -31,9 +31,6 @@ _FLUSH_UPDATES = 4096
 _MIXED_EXTRA_UPDATES = 256
 """State changes of a mixed step beyond its rows' own: page tables of a few joining sequences."""
 
-_TABLE_ROWS = {"counts": (1,), "biases": (1,), "masks": (1, 16)}
-"""Rows that one call of a table's upload holds; masks also have one for all slots."""
-
 _KERNELS = (" fusion(", " custom-call(", " copy(", " dot(", " reduce(", " gather(", " scatter(")
 """Instructions of a compiled program that launch a kernel."""
 
@@ -108,7 +105,6 @@ class Runner:
         self._buckets = config.all_buckets()
         self._steps: dict[Bucket, Any] = {}
         self._flush: Any = None
-        self._uploads: dict[str, dict[int, Any]] = {}
         self._width = config.sequences_shape[1]
 
     def compile(self, workers: int, progress: Callable[[str, float], None]) -> None:
@@ -122,7 +118,7 @@ class Runner:
           progress: called with the bucket's name and the fraction done.
         """
         self._flush = self._compile_flush()
-        self._uploads = self._compile_uploads()
+        self._uploads = slot_tables.Uploads(self._config.tables)
         with ThreadPoolExecutor(workers, thread_name_prefix="compile") as pool:
             jobs = {pool.submit(self._compile_step, bucket): bucket for bucket in self._buckets}
             for done, job in enumerate(as_completed(jobs), start=1):
@@ -131,9 +127,7 @@ class Runner:
         self._state = self._fresh_state()
         for bucket in self._buckets:
             self._warm(bucket)
-        for name, sizes in self._uploads.items():
-            for size in sizes:
-                self._upload(name, {}, size)
+        self._state = self._state._replace(tables=self._uploads.warm(self._state.tables))
 
     def temp_bytes(self) -> int:
         """The largest scratch memory of any compiled step."""
@@ -155,7 +149,7 @@ class Runner:
             first, updates = updates.split(_FLUSH_UPDATES)
             sequences = self._flush(self._state.sequences, first.padded(_FLUSH_UPDATES))
             self._state = self._state._replace(sequences=sequences)
-        self._upload_rows(plan)
+        self._state = self._state._replace(tables=self._uploads(self._state.tables, plan))
         packed = batch.pack(plan, updates, bucket, self._config.padding_slot)
         started = time.perf_counter()
         self._state, results = self._steps[bucket](self._params, self._state, packed)
@@ -191,25 +185,6 @@ class Runner:
         fitting = [b for b in self._buckets if b.kind == kind and b.tokens >= tokens]
         return min(fitting, key=lambda b: b.tokens)
 
-    def _upload_rows(self, plan: StepPlan) -> None:
-        """What sequences that use the sampler's tables need in them before the step."""
-        for admission in plan.admissions:
-            for name, row in slot_tables.rows_of(admission, self._state.tables):
-                self._upload(name, {admission.slot: row})
-        masks = {row.slot: row.mask for row in plan.rows if row.mask is not None}
-        if masks:
-            words = self._state.tables.masks.shape[1]
-            self._upload("masks", {s: slot_tables.mask_row(m, words) for s, m in masks.items()})
-
-    def _upload(self, name: str, rows: dict[int, np.ndarray], size: int | None = None) -> None:
-        """Replace rows of the table `name` by slot."""
-        uploads = self._uploads[name]
-        size = size or min(size for size in uploads if size >= len(rows))
-        tables = self._state.tables
-        table = getattr(tables, name)
-        table = uploads[size](table, slot_tables.packed_rows(table, rows, size))
-        self._state = self._state._replace(tables=tables._replace(**{name: table}))
-
     def _abstract_state(self) -> DeviceState:
         config = self._config
         return DeviceState(
@@ -223,6 +198,7 @@ class Runner:
         state = DeviceState(
             kv=config.kv_format.allocate(config.kv_shape, config.dtype),
             sequences=jnp.zeros(config.sequences_shape, jnp.int32),
+            tables=jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), config.tables),
         )
         return jax.block_until_ready(state)  # memory that is not there is missed here, not later
 
@@ -249,21 +225,6 @@ class Runner:
         sequences = self._abstract_state().sequences
         lowered = jax.jit(flush, donate_argnums=0).lower(sequences, packed)
         return lowered.compile()
-
-    def _compile_uploads(self) -> dict[str, dict[int, Any]]:
-        """Of each table by number of rows."""
-        uploads: dict[str, dict[int, Any]] = {}
-        for name, table in self._config.tables._asdict().items():
-            sizes = {min(size, self._config.padding_slot) for size in _TABLE_ROWS[name]}
-            if name == "masks":
-                sizes.add(self._config.padding_slot)
-            words = table.shape[1] * table.dtype.itemsize // 4
-            upload = jax.jit(_named(slot_tables.set_rows, f"set_{name}"), donate_argnums=0)
-            uploads[name] = {
-                size: upload.lower(table, _abstract((size, 1 + words), jnp.int32)).compile()
-                for size in sorted(sizes)
-            }
-        return uploads
 
     def _warm(self, bucket: Bucket) -> None:
         """Run a step of padding: allocations and graph recording happen here, not in serving."""

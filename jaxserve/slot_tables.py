@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxserve import sequence_state
-from jaxserve.plan import Admission
+from jaxserve.plan import Admission, StepPlan
 from jaxserve_kernels.sampler import (
     BIASED,
     IN_PROMPT,
@@ -51,6 +51,57 @@ def abstract(slots: int, vocab: int) -> SlotTables:
 def num_bytes(tables: SlotTables) -> int:
     """Device memory of tables, which may be abstract."""
     return sum(table.size * table.dtype.itemsize for table in tables)
+
+
+class Uploads:
+    """Compiled programs that replace rows of the tables; made once, before serving."""
+
+    def __init__(self, tables: SlotTables):
+        """`tables` may be abstract."""
+        slots = tables.masks.shape[0] - 1
+        most = {"counts": (1,), "biases": (1,), "masks": (1, 16, slots)}
+        self._programs = {
+            name: {
+                size: _compiled(table, name, size) for size in {min(n, slots) for n in most[name]}
+            }
+            for name, table in tables._asdict().items()
+        }
+
+    def __call__(self, tables: SlotTables, plan: StepPlan) -> SlotTables:
+        """The tables, donated, with what the plan's sequences need in them."""
+        for admission in plan.admissions:
+            for name, row in rows_of(admission, tables):
+                tables = self._replaced(tables, name, {admission.slot: row})
+        masks = {row.slot: row.mask for row in plan.rows if row.mask is not None}
+        if masks:
+            words = tables.masks.shape[1]
+            rows = {slot: _words(mask, words) for slot, mask in masks.items()}
+            tables = self._replaced(tables, "masks", rows)
+        return tables
+
+    def warm(self, tables: SlotTables) -> SlotTables:
+        """Run each program once."""
+        for name, programs in self._programs.items():
+            for size in programs:
+                tables = self._replaced(tables, name, {}, size)
+        return tables
+
+    def _replaced(
+        self, tables: SlotTables, name: str, rows: Mapping[int, np.ndarray], size: int = 0
+    ) -> SlotTables:
+        programs, table = self._programs[name], getattr(tables, name)
+        size = size or min(size for size in programs if size >= len(rows))
+        return tables._replace(**{name: programs[size](table, packed_rows(table, rows, size))})
+
+
+def _compiled(table: Array, name: str, rows: int) -> Any:
+    def program(table: Array, packed: Array) -> Array:
+        return set_rows(table, packed)
+
+    program.__name__ = f"set_{name}"
+    words = table.shape[1] * table.dtype.itemsize // 4
+    packed = jax.ShapeDtypeStruct((rows, 1 + words), jnp.int32)
+    return jax.jit(program, donate_argnums=0).lower(table, packed).compile()
 
 
 def set_rows(table: Array, packed: Array) -> Array:
@@ -116,7 +167,7 @@ def _mask_of(tokens: Iterable[int], words: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
-def mask_row(mask: bytes, words: int) -> np.ndarray:
+def _words(mask: bytes, words: int) -> np.ndarray:
     """int32 [words] of a row's mask, which may end earlier: what it does not name is forbidden."""
     row = np.zeros(words, np.int32)
     given = np.frombuffer(mask, "<i4")
