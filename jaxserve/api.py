@@ -23,6 +23,41 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class GuideState(Protocol):
+    """Where a sequence stands in its grammar, and which tokens it may have next."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether `mask` is that of the next token: not until it is computed after `advance`."""
+        ...
+
+    @property
+    def mask(self) -> bytes:
+        """Bit i allows token i, the lowest bit first; what it does not reach is forbidden."""
+        ...
+
+    @property
+    def error(self) -> str | None:
+        """Why the sequence cannot go on."""
+        ...
+
+    def advance(self, token: int) -> None:
+        """The sequence got this token, which the mask allowed. Returns at once."""
+        ...
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until it is ready, at most `timeout` seconds; whether it is."""
+        ...
+
+
+class Guide(Protocol):
+    """A compiled grammar that sequences follow (structured output, forced tool calls)."""
+
+    def start(self) -> GuideState:
+        """At the beginning, ready."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose the next tokens of one sequence; every field already checked and resolved."""
@@ -52,6 +87,8 @@ class SamplingParams:
     """Only these are sampled; empty: all."""
     logprobs: int | None = None
     """None: not wanted; n: the sampled token's and those of the n most likely (n <= 20)."""
+    guide: Guide | None = None
+    """What the output must look like. Its end tokens must be among the stop tokens."""
 
     @property
     def penalised(self) -> bool:

@@ -30,6 +30,10 @@ from jaxserve.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
+_GUIDE_WAIT, _IDLE_GUIDE_WAIT = 0.001, 0.05
+"""Seconds that the next plan waits for masks of structured output, while a step is computed and
+while nothing is."""
+
 type Progress = Callable[[str, float], None]
 """Called with the phase of the start-up and the fraction of it that is done."""
 
@@ -249,6 +253,7 @@ class AsyncEngine[P]:
         """Launch one step, finish the one before; returns the step now in flight."""
         scheduler, runner = parts
         try:
+            self._end_failed(scheduler.await_guides(_GUIDE_WAIT if in_flight else _IDLE_GUIDE_WAIT))
             plan = scheduler.plan()
             launched = (plan, runner.launch(plan)) if plan is not None else None
             if in_flight is not None:
@@ -258,12 +263,14 @@ class AsyncEngine[P]:
             return launched
         except Exception:
             log.exception("a step failed; the sequences in the engine end with an error")
-            failed = scheduler.fail()
-            for _ in failed:
-                self._metrics.count_error()
-            self._publish(failed)
+            self._end_failed(scheduler.fail())
             runner.reset()
             return None
+
+    def _end_failed(self, failed: list[TokenEvent]) -> None:
+        for _ in failed:
+            self._metrics.count_error()
+        self._publish(failed)
 
     def _count_preemptions(self, scheduler: Scheduler) -> None:
         while self._preemptions < scheduler.num_preemptions:

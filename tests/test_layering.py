@@ -29,7 +29,13 @@ LAYERS = (
         "jaxserve.plan",
         "jaxserve.tokenizer",
     ),
-    ("jaxserve.kv_cache", "jaxserve.models", "jaxserve.sequence_state", "jaxserve.slot_tables"),
+    (
+        "jaxserve.kv_cache",
+        "jaxserve.models",
+        "jaxserve.sequence_state",
+        "jaxserve.slot_tables",
+        "jaxserve.structured",
+    ),
     ("jaxserve.batch", "jaxserve.runner", "jaxserve.scheduler", "jaxserve.step"),
     ("jaxserve.engine", "jaxserve.server"),
     (

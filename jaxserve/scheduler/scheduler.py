@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from jaxserve.api import FinishReason, Overloaded, Rejected, Request, TokenEvent, TokenLogprobs
+from jaxserve.api import (
+    FinishReason,
+    GuideState,
+    Overloaded,
+    Rejected,
+    Request,
+    TokenEvent,
+    TokenLogprobs,
+)
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.plan import Admission, PageEntry, Row, Sampled, StepPlan
 from jaxserve.scheduler.pages import PagePool
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
+
+log = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -59,6 +71,8 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}
         self._live: dict[int, Sequence] = {}
         self._by_request: dict[str, Sequence] = {}
+        self._guided: list[tuple[Sequence, GuideState]] = []
+        """Those whose next mask may not be known yet."""
         self._next_id = 0
         self.num_preemptions = 0
 
@@ -151,13 +165,14 @@ class Scheduler:
             if start < seq.prefill_end:
                 prefilling.append(seq)
                 continue
-            if start + 1 >= seq.limit:
-                continue  # its last token is in flight
+            if start + 1 >= seq.limit or seq.guided_to_wait:
+                continue  # its last token is in flight, or the mask of its next one is computed
             if start == len(seq.pages) * page_size and not self._grow(seq, entries):
                 break
             seq.computed = start + 1
             seq.in_flight += 1
-            rows.append(Row(seq.id, seq.slot, start, (), True, seq.params.logprobs is not None))
+            logprobs = seq.params.logprobs is not None
+            rows.append(Row(seq.id, seq.slot, start, (), True, logprobs, seq.mask))
         return prefilling
 
     def _grow(self, seq: Sequence, entries: list[PageEntry]) -> bool:
@@ -183,7 +198,9 @@ class Scheduler:
         end = min(seq.prefill_end, start + budget)
         samples = end == seq.prefill_end
         logprobs = samples and seq.params.logprobs is not None
-        rows.append(Row(seq.id, seq.slot, start, tuple(seq.tokens[start:end]), samples, logprobs))
+        mask = seq.mask if samples else None
+        tokens = tuple(seq.tokens[start:end])
+        rows.append(Row(seq.id, seq.slot, start, tokens, samples, logprobs, mask))
         seq.computed = end
         seq.in_flight += samples
         return end - start
@@ -194,7 +211,11 @@ class Scheduler:
             return None
         seq = self._waiting[0]
         needed = self._pages_for(len(seq.tokens))
-        if seq.in_flight or needed + self._headroom(seq) > self.pages.num_free:
+        if (
+            seq.in_flight
+            or seq.guided_to_wait
+            or needed + self._headroom(seq) > self.pages.num_free
+        ):
             return None
         self._waiting.popleft()
         self._running[seq.id] = seq
@@ -237,7 +258,30 @@ class Scheduler:
             events.append(TokenEvent(seq.request_id, token, finish, logprobs))
             if finish is not None:
                 self._end(seq)
+            elif seq.guide is not None:
+                seq.guide.advance(token)
+                self._guided.append((seq, seq.guide))
         return events
+
+    def await_guides(self, timeout: float) -> list[TokenEvent]:
+        """Wait for the masks of sequences that follow a grammar, at most `timeout` seconds in all.
+
+        Waiting for all lets them share the next step. Those that cannot be followed end with an
+        error.
+        """
+        deadline = time.monotonic() + timeout
+        failed: list[Sequence] = []
+        waiting, self._guided = self._guided, []
+        for seq, guide in waiting:
+            if seq.id not in self._live:
+                continue
+            if not guide.wait(max(0.0, deadline - time.monotonic())):
+                self._guided.append((seq, guide))
+            elif guide.error is not None:
+                log.error("%s: its grammar cannot be followed: %s", seq.request_id, guide.error)
+                self._end(seq)
+                failed.append(seq)
+        return [TokenEvent(seq.request_id, None, FinishReason.ERROR) for seq in failed]
 
     def fail(self, plan: StepPlan | None = None) -> list[TokenEvent]:
         """End with an error what is alive of a plan that could not be executed; None: everything.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jaxserve.api import Request, SamplingParams
+from jaxserve.api import GuideState, Request, SamplingParams
 
 NO_SLOT = -1
 
@@ -28,6 +28,8 @@ class Sequence:
     """It ends when it has this many tokens."""
     stops_from: int
     """Stop tokens end it from this many tokens on."""
+    guide: GuideState | None
+    """It computes the token after the mask of the next one is known: not one step ahead."""
     slot: int = NO_SLOT
     pages: list[int] = field(default_factory=list[int])
     computed: int = 0
@@ -49,11 +51,22 @@ class Sequence:
             num_prompt=num_prompt,
             limit=min(limit, num_prompt + request.params.max_tokens),
             stops_from=num_prompt + request.params.min_tokens,
+            guide=request.params.guide.start() if request.params.guide else None,
         )
 
     @property
     def running(self) -> bool:
         return self.slot != NO_SLOT
+
+    @property
+    def guided_to_wait(self) -> bool:
+        """Whether what it may generate next is not known yet."""
+        return self.guide is not None and (self.in_flight > 0 or not self.guide.ready)
+
+    @property
+    def mask(self) -> bytes | None:
+        """Of its next token."""
+        return None if self.guide is None else self.guide.mask
 
     def check(self, page_size: int) -> None:
         """AssertionError if its own numbers contradict each other."""
