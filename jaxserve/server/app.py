@@ -16,6 +16,7 @@ from jaxserve.server.completions import completions
 from jaxserve.server.middleware import echo_request_id, error_shape
 from jaxserve.server.service import SERVICE, Service
 from jaxserve.server.tokenization import detokenize, tokenize
+from jaxserve.structured import Guides
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -29,6 +30,7 @@ def make_app(
         engine=engine,
         tokenizer=tokenizer,
         template=ChatTemplate(source, tokenizer.markers) if source else None,
+        guides=Guides(tokenizer),
         config=config,
         metrics=metrics,
         started=int(time.time()),

@@ -10,7 +10,7 @@ from jaxserve.server.generation import Delta, Generation
 from jaxserve.server.logprobs import chat_logprobs
 from jaxserve.server.output_parser import Content, OutputParser, Piece, Reasoning
 from jaxserve.server.reply import Arrival, openai_error_events, usage_body
-from jaxserve.server.schema import ChatRequest, StreamOptions
+from jaxserve.server.schema import ChatRequest, NamedTool, StreamOptions
 from jaxserve.server.sse import DONE, event_encoder
 from jaxserve.server.tool_calls import CallArguments, CallOpened
 
@@ -34,6 +34,7 @@ class ChatReply:
         self._num_top = fields.top_logprobs or 0
         self._return_token_ids = bool(fields.return_token_ids)
         self._show_reasoning = fields.include_reasoning is not False
+        self._named_tool = isinstance(fields.tool_choice, NamedTool)
         self._collected: list[list[Json]] = [[] for _ in generation.choices]
         self._begun = [False] * len(generation.choices)
         self._head = {
@@ -85,7 +86,7 @@ class ChatReply:
             return []
         choices = [_choice(delta.choice, fields) for fields in deltas]
         self._add_token_fields(choices[0], delta)
-        choices[-1]["finish_reason"] = _finish_reason(delta.finish, parser)
+        choices[-1]["finish_reason"] = self._finish_reason(delta.finish, parser)
         if not self._begun[delta.choice]:
             self._begun[delta.choice] = True
             choices.insert(0, self._role_choice(delta.choice))
@@ -93,6 +94,12 @@ class ChatReply:
 
     def _shown(self, piece: Piece) -> bool:
         return self._show_reasoning or not isinstance(piece, Reasoning)
+
+    def _finish_reason(
+        self, finish: FinishReason | None, parser: OutputParser | None
+    ) -> str | None:
+        called = parser is not None and parser.num_calls > 0 and not self._named_tool
+        return "tool_calls" if called and finish is FinishReason.STOP else finish
 
     def _must_speak(self, delta: Delta) -> bool:
         return delta.finish is not None or delta.logprobs is not None or self._return_token_ids
@@ -114,12 +121,6 @@ class ChatReply:
 
 def _choice(index: int, fields: Json) -> Json:
     return {"index": index, "delta": fields, "logprobs": None, "finish_reason": None}
-
-
-def _finish_reason(finish: FinishReason | None, parser: OutputParser | None) -> str | None:
-    if finish is FinishReason.STOP and parser is not None and parser.num_calls:
-        return "tool_calls"
-    return finish
 
 
 def _reasoning_fields(text: str) -> Json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxserve.server.constraints import constrained, text_constraint, tool_constraint
 from jaxserve.server.errors import invalid
 from jaxserve.server.generation import Choice, Generation
 from jaxserve.server.output_parser import END_THINK, THINK, OutputParser
@@ -15,6 +16,7 @@ from jaxserve.server.params import (
 from jaxserve.server.prompts import ChatPrompt, chat_prompt
 from jaxserve.server.schema import ChatRequest
 from jaxserve.server.service import Service
+from jaxserve.structured import Thinking
 
 
 async def chat_generation(service: Service, fields: ChatRequest, request_id: str) -> Generation:
@@ -34,9 +36,12 @@ async def chat_generation(service: Service, fields: ChatRequest, request_id: str
         limits=limits,
         eos_token_ids=tokenizer.eos_token_ids,
     )
+    thinking = _thinking(service, fields, prompt)
+    constraint = tool_constraint(fields, dict(tokenizer.markers)) or text_constraint(fields)
+    params = await constrained(service, params, constraint, thinking)
     options = text_options(fields)
     choices = [
-        Choice(index, request, tokenizer, options, _output_parser(service, fields, prompt))
+        Choice(index, request, tokenizer, options, _output_parser(fields, thinking))
         for index, request in enumerate(choice_requests(request_id, ids, params, fields))
     ]
     return Generation(choices, len(choices))
@@ -61,14 +66,22 @@ def _num_logprobs(fields: ChatRequest) -> int | None:
     return None
 
 
-def _output_parser(service: Service, fields: ChatRequest, prompt: ChatPrompt) -> OutputParser:
-    """Which blocks may appear follows from the model's markers and the prompt's end."""
+def _thinking(service: Service, fields: ChatRequest, prompt: ChatPrompt) -> Thinking:
+    """Follows from the model's markers and the prompt's end."""
     ending = prompt.ending.rstrip()
+    if ending.endswith(THINK):
+        return Thinking.OPEN
+    closed = fields.continue_final_message or ending.endswith(END_THINK)
+    return Thinking.NONE if closed or THINK not in service.tokenizer.markers else Thinking.MAY_OPEN
+
+
+def _output_parser(fields: ChatRequest, thinking: Thinking) -> OutputParser:
+    """A text that follows a grammar has no calls in it, but may hold their markers in a string."""
     return OutputParser(
-        thinking=THINK in service.tokenizer.markers
-        and not fields.continue_final_message
-        and not ending.endswith(END_THINK),
-        tools=bool(fields.tools) and fields.tool_choice != "none",
-        opened=ending.endswith(THINK),
+        thinking=thinking is not Thinking.NONE,
+        tools=bool(fields.tools)
+        and fields.tool_choice != "none"
+        and text_constraint(fields) is None,
+        opened=thinking is Thinking.OPEN,
         parallel_calls=fields.parallel_tool_calls is not False,
     )

@@ -7,6 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from jaxserve.api import EngineLimits, TokenLogprobs
+from jaxserve.server.constraints import constrained, text_constraint
 from jaxserve.server.errors import ApiError, invalid
 from jaxserve.server.generation import Choice, Delta, Generation
 from jaxserve.server.logprobs import finite, token_text
@@ -56,7 +57,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     reply = CompletionReply(
         arrival=arrival,
         model=model,
-        generation=_generation(arrival, fields, prompts),
+        generation=await _generation(arrival, fields, prompts),
         options=options,
         echoes=[p.spelled(service.tokenizer) for p in prompts] if fields.echo else [],
         return_token_ids=bool(fields.return_token_ids),
@@ -66,8 +67,11 @@ async def completions(request: web.Request) -> web.StreamResponse:
     )
 
 
-def _generation(arrival: Arrival, fields: CompletionRequest, prompts: list[Prompt]) -> Generation:
+async def _generation(
+    arrival: Arrival, fields: CompletionRequest, prompts: list[Prompt]
+) -> Generation:
     service = arrival.service
+    constraint = text_constraint(fields)
     limits = service.engine.limits
     asked = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     choices: list[Choice] = []
@@ -80,6 +84,7 @@ def _generation(arrival: Arrival, fields: CompletionRequest, prompts: list[Promp
             limits=limits,
             eos_token_ids=service.tokenizer.eos_token_ids,
         )
+        params = await constrained(service, params, constraint)
         requests = choice_requests(f"cmpl-{arrival.id}-{position}", prompt.ids, params, fields)
         for request in requests:
             choices.append(Choice(len(choices), request, service.tokenizer, text_options(fields)))

@@ -42,6 +42,11 @@ def sampling_params(
         min_p=_given(fields.min_p, 0.0),
         stop_token_ids=stops if fields.ignore_eos else stops | eos_token_ids,
         min_tokens=min_tokens,
+        presence_penalty=_given(fields.presence_penalty, 0.0),
+        frequency_penalty=_given(fields.frequency_penalty, 0.0),
+        repetition_penalty=_given(fields.repetition_penalty, 1.0),
+        logit_bias=_logit_bias(fields, limits),
+        allowed_token_ids=_allowed(fields, limits),
         logprobs=logprobs,
     )
     if params.top_k >= limits.vocab_size:
@@ -49,6 +54,22 @@ def sampling_params(
     if params.temperature < GREEDY_BELOW:
         params = replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     return params
+
+
+def _logit_bias(fields: GenerationFields, limits: EngineLimits) -> tuple[tuple[int, float], ...]:
+    biases: list[tuple[int, float]] = []
+    for key, bias in (fields.logit_bias or {}).items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 20):
+            raise invalid(f"{key[:50]!r} is not a token id", param="logit_bias")
+        biases.append((int(key), bias))
+    check_token_ids([token for token, _ in biases], limits, "logit_bias")
+    return tuple(biases)
+
+
+def _allowed(fields: GenerationFields, limits: EngineLimits) -> tuple[int, ...]:
+    allowed = tuple(fields.allowed_token_ids or ())
+    check_token_ids(allowed, limits, "allowed_token_ids")
+    return allowed
 
 
 def text_options(fields: GenerationFields) -> TextOptions:

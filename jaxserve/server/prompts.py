@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import msgspec
 
 from jaxserve.api import EngineLimits
 from jaxserve.chat_template import ChatTemplate, Rendered, TemplateError
-from jaxserve.server.errors import ApiError, invalid
+from jaxserve.server.errors import invalid
 from jaxserve.server.params import check_token_ids
 from jaxserve.server.schema import (
     MAX_PROMPTS,
@@ -196,15 +195,4 @@ def _checked_tools(request: ChatRequest) -> list[dict[str, Any]] | None:
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         raise invalid(message, param=f"tools{path.rstrip('`')}") from None
-    if request.tool_choice not in (None, "auto", "none"):
-        raise _unsupported_choice(request.tool_choice)
     return None if request.tool_choice == "none" else request.tools
-
-
-def _unsupported_choice(choice: Any) -> ApiError:
-    shown = json.dumps(choice)[:100]
-    return invalid(
-        f"tool_choice {shown} is not supported; use 'auto' or 'none'",
-        param="tool_choice",
-        code="unsupported_parameter",
-    )

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from jaxserve.api import MAX_LOGPROBS
+from jaxserve.api import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
 MAX_CHOICES = 128
 MAX_STOPS = 4
@@ -33,6 +33,38 @@ class StreamOptions(Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
+type Grammar = Annotated[str, Meta(min_length=1, max_length=256 * 1024)]
+type JsonSchema = dict[str, Any] | Grammar
+"""A string holds the schema as JSON."""
+type Choices = Annotated[
+    list[Annotated[str, Meta(max_length=4096)]], Meta(min_length=1, max_length=1024)
+]
+
+
+class JsonSchemaFormat(Struct, kw_only=True):
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    """Without effect: the schema is always followed."""
+
+
+class ResponseFormat(Struct, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's field: exactly one kind of constraint."""
+
+    json: JsonSchema | None = None
+    json_object: bool | None = None
+    regex: Grammar | None = None
+    choice: Choices | None = None
+    grammar: Grammar | None = None
+    structural_tag: None = None
+
+
 class GenerationFields(Struct, kw_only=True):
     """What completions and chat have in common."""
 
@@ -47,6 +79,16 @@ class GenerationFields(Struct, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=1000)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIAS)
+        ]
+        | None
+    ) = None
+    allowed_token_ids: Annotated[list[int], Meta(min_length=1, max_length=65536)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: (
         Annotated[str, Meta(min_length=1, max_length=4096)]
@@ -64,6 +106,15 @@ class GenerationFields(Struct, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128, pattern=SALT)] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     truncation_side: Literal["left", "right"] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | None = None
+    guided_regex: Grammar | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
+    regex: Grammar | None = None
+    ebnf: Grammar | None = None
+    grammar: Grammar | None = None
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
@@ -100,6 +151,7 @@ class Message(Struct, kw_only=True):
 
 class ToolFunction(Struct, kw_only=True):
     name: Annotated[str, Meta(min_length=1, max_length=256)]
+    parameters: dict[str, Any] | None = None
 
 
 class Tool(Struct, kw_only=True):
@@ -109,13 +161,24 @@ class Tool(Struct, kw_only=True):
     function: ToolFunction
 
 
+class NamedFunction(Struct, kw_only=True):
+    name: str
+
+
+class NamedTool(Struct, kw_only=True):
+    """A `tool_choice` that names a function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatRequest(GenerationFields, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
@@ -150,46 +213,42 @@ class EmbeddingsRequest(Struct, kw_only=True):
     model: str | None = None
 
 
-FREE_FORM = frozenset({"messages", "tools", "tool_choice", "chat_template_kwargs"})
+FREE_FORM = frozenset(
+    {
+        "messages",
+        "tools",
+        "tool_choice",
+        "chat_template_kwargs",
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+    }
+)
 """Fields that hold JSON of any shape somewhere: its depth has to be checked."""
 
 type Harmless = tuple[Any, ...]
 
 REJECTED: dict[str, Harmless] = {
-    "allowed_token_ids": (),
     "audio": (),
     "bad_words": ([],),
     "chat_template": (),
     "documents": (),
-    "ebnf": (),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
-    "grammar": (),
-    "guided_choice": (),
     "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logprob_token_ids": (),
     "logits_processors": ([],),
     "modalities": (["text"],),
     "no_stop_trim": (False,),
-    "presence_penalty": (0,),
     "previous_response_id": (),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "regex": (),
     "repetition_detection": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "separate_reasoning": (True,),
     "stop_regex": (),
     "stream_interval": (1,),
-    "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (),
     "use_beam_search": (False,),

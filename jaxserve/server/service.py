@@ -11,6 +11,7 @@ from jaxserve.chat_template import ChatTemplate
 from jaxserve.config import ServerConfig
 from jaxserve.metrics import Metrics
 from jaxserve.server.errors import ApiError
+from jaxserve.structured import Guides
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -20,6 +21,7 @@ class Service:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     """None: the model has no chat template."""
+    guides: Guides
     config: ServerConfig
     metrics: Metrics
     started: int

@@ -53,10 +53,10 @@ async def post(url: str, path: str, **kwargs: Any) -> tuple[int, Any, Any]:
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [["a"]]}, "prompt[0][0]"),
         ({"prompt": None}, "prompt"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"best_of": 2}, "best_of"),
-        ({"guided_json": {}}, "guided_json"),
+        ({"guided_json": {"type": 1}}, "guided_json"),
         ({"suffix": "end"}, "suffix"),
     ],
 )
@@ -85,16 +85,16 @@ async def test_a_bad_completion_names_the_field(serve: Serve, fields: Any, param
         (
             {
                 "tools": [{"type": "function", "function": {"name": "f"}}],
-                "tool_choice": "required",
+                "tool_choice": "sometimes",
             },
             "tool_choice",
         ),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"add_generation_prompt": 1}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"enable_thinking": [1]}}, "chat_template_kwargs"),
         ({"reasoning_effort": "extreme"}, "reasoning_effort"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
     ],
 )
 async def test_a_bad_chat_names_the_field(serve: Serve, fields: Any, param: str) -> None:

@@ -21,6 +21,15 @@ from tests.server.conftest import Serve
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 BIG = 10**30
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """A response format whose schema is nested that deeply."""
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
 class Field(NamedTuple):
@@ -59,6 +68,63 @@ COMMON = {
     "top_p": Field((0.01, 1), (0, 1.1, "1", BIG)),
     "top_k": Field((-1, 0, 5, 10**6), (-2, 1.5, "1")),
     "min_p": Field((0, 0.5, 1), (-0.1, 1.1, "1")),
+    "presence_penalty": Field((-2, 0, 0.5, 2), (-2.1, 2.1, "1", BIG)),
+    "frequency_penalty": Field((-2, 0, 0.5, 2), (-2.1, 2.1, "1", BIG)),
+    "repetition_penalty": Field((0.1, 1, 1.3, 1000), (0, -1, 1001, "1", BIG)),
+    "logit_bias": Field(
+        ({}, {"5": -100, "299": 100.0}),
+        ({"a": 1}, {"300": 1}, {"-1": 1}, {"1": 101}, {"1": "1"}, {"9" * 5000: 1}, {"٣": 1}, [], 1),
+    ),
+    "allowed_token_ids": Field(([1], [5, 5, 7]), ([], [-1], [300], ["1"], 1, [BIG])),
+    "response_format": Field(
+        (
+            {"type": "text"},
+            {"type": "json_object"},
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}},
+        ),
+        (
+            {},
+            {"type": "xml"},
+            {"type": "json_schema"},
+            {"type": "json_schema", "json_schema": {"name": "x"}},
+            {"type": "json_schema", "json_schema": {"schema": {"type": "frob"}}},
+            {"type": "json_schema", "json_schema": {"schema": {"not": {}}}},
+            {"type": "structural_tag"},
+            nested(100),
+            "json",
+        ),
+    ),
+    "structured_outputs": Field(
+        (
+            {"json": SCHEMA},
+            {"json": '{"type": "object"}'},
+            {"json_object": True},
+            {"regex": "[a-z]+"},
+            {"choice": ["a", "b"]},
+            {"grammar": 'start: "a"'},
+        ),
+        (
+            {},
+            {"json": "", "regex": None},
+            {"json": "[]"},
+            {"json": False},
+            {"json_object": False},
+            {"regex": "("},
+            {"choice": []},
+            {"choice": [1]},
+            {"grammar": "start: b"},
+            {"regex": "a", "choice": ["a"]},
+            {"structural_tag": "x"},
+            {"frobnicate": 1},
+        ),
+    ),
+    "guided_json": Field((SCHEMA, '{"type": "object"}'), ({"type": "frob"}, "", 1)),
+    "guided_regex": Field(("a|b",), ("(", "", 1)),
+    "guided_choice": Field((["a", "é"],), ([], "a")),
+    "guided_grammar": Field(('start: "a"', 'root ::= "a"'), ("start: b", "x ::= (", "")),
+    "regex": Field(("a|b",), ("(", "", 1)),
+    "ebnf": Field(('root ::= "a"',), ("x ::= (", "")),
+    "grammar": Field(('root ::= "a"',), ("x ::= (", "")),
     "seed": INT64,
     "stop": Field(
         ("a", ["a"], ["a", "b", "c", "d"], []), ("", [""], ["a"] * 5, 1, [1], "x" * 5000)
@@ -102,7 +168,11 @@ CHAT = {
     "logprobs": flag(),
     "top_logprobs": Field((0, 5, 20), (-1, 21, 1.5), {"logprobs": True}),
     "tools": Field(([TOOL],), ([], [1], [{}], [{"type": "other"}], [TOOL] * 129, {})),
-    "tool_choice": Field(("auto", "none"), ("sometimes", 1), {"tools": [TOOL]}),
+    "tool_choice": Field(
+        ("auto", "none", "required", {"type": "function", "function": {"name": "f"}}),
+        ("sometimes", 1, {}, {"type": "function", "function": {"name": "g"}}),
+        {"tools": [TOOL]},
+    ),
     "parallel_tool_calls": flag(tools=[TOOL]),
     "reasoning_effort": Field(("none", "low", "high", "max"), ("huge", 1, 0.5)),
     "include_reasoning": flag(),
