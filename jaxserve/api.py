@@ -87,6 +87,8 @@ class SamplingParams:
     """Only these are sampled; empty: all."""
     logprobs: int | None = None
     """None: not wanted; n: the sampled token's and those of the n most likely (n <= 20)."""
+    prompt_logprobs: int | None = None
+    """The same of each prompt token but the first; the prompt is computed as a whole for it."""
     guide: Guide | None = None
     """What the output must look like. Its end tokens must be among the stop tokens."""
 
@@ -117,6 +119,16 @@ class TokenLogprobs(NamedTuple):
     """(token id, logprob), most likely first."""
 
 
+class PromptLogprobs(NamedTuple):
+    """Of one token of a prompt, given those before it."""
+
+    logprob: float
+    rank: int
+    """1 for the most likely token."""
+    top: tuple[tuple[int, float], ...]
+    """(token id, logprob), most likely first."""
+
+
 class TokenEvent(NamedTuple):
     """One step of one sequence, as the engine reports it.
 
@@ -130,6 +142,8 @@ class TokenEvent(NamedTuple):
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; set on the first event."""
+    prompt_logprobs: tuple[PromptLogprobs, ...] | None = None
+    """Of the prompt's tokens but the first, if they were asked for; set on the first event."""
 
 
 class Rejected(ValueError):

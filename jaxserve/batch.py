@@ -6,7 +6,7 @@ a plan into one int32 array of that bucket; the step unpacks it by static slices
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from jaxserve import sequence_state
-from jaxserve.api import MAX_LOGPROBS, TokenLogprobs
+from jaxserve.api import MAX_LOGPROBS, PromptLogprobs, TokenLogprobs
 from jaxserve.plan import Row, Sampled, StepPlan
 from jaxserve_kernels.paged_attention import QueryTiles
 
@@ -197,13 +197,23 @@ RESULT_COLUMNS = 2 + 2 * MAX_LOGPROBS
 """A row of a step's result: token, its logprob, ids and logprobs of the alternatives."""
 
 
-def unpack_results(plan: StepPlan, results: np.ndarray) -> list[Sampled | None]:
-    """What each row of the plan sampled, from int32 [rows, RESULT_COLUMNS] (floats as bits)."""
+def unpack_results(
+    plan: StepPlan,
+    results: np.ndarray,
+    prompt_logprobs: Mapping[int, tuple[PromptLogprobs, ...]],
+) -> list[Sampled | None]:
+    """What each row of the plan sampled, from int32 [rows, RESULT_COLUMNS] (floats as bits).
+
+    `prompt_logprobs` are those of rows that were scored, by index.
+    """
     tokens = results[: len(plan.rows), 0].tolist()
-    return [
+    unpacked: list[Sampled | None] = [
         Sampled(token, _logprobs(results[index]) if row.logprobs else None) if row.samples else None
         for index, (row, token) in enumerate(zip(plan.rows, tokens, strict=True))
     ]
+    for index, scored in prompt_logprobs.items():
+        unpacked[index] = (unpacked[index] or Sampled(None))._replace(prompt_logprobs=scored)
+    return unpacked
 
 
 def _logprobs(result: np.ndarray) -> TokenLogprobs:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxserve.api import SamplingParams, TokenLogprobs
+from jaxserve.api import PromptLogprobs, SamplingParams, TokenLogprobs
 
 
 class Admission(NamedTuple):
@@ -37,6 +37,15 @@ class PageEntry(NamedTuple):
     page: int
 
 
+class Scored(NamedTuple):
+    """Prompt tokens whose probabilities are wanted: each follows a position of a row."""
+
+    offset: int
+    """Of the first such position in the row; the others come next to it."""
+    tokens: tuple[int, ...]
+    alternatives: int
+
+
 class Row(NamedTuple):
     """One sequence's part of a step.
 
@@ -56,6 +65,7 @@ class Row(NamedTuple):
     """Whether alternatives of the sampled token are wanted."""
     mask: bytes | None = None
     """Bit i allows token i to be sampled; None allows all. Little-endian 4-byte words."""
+    scored: Scored | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -80,7 +90,10 @@ class StepPlan:
 
 
 class Sampled(NamedTuple):
-    """What the device chose for one row. Rows that do not sample give None in its place."""
+    """What the device found for one row; None in its place if it neither samples nor is scored."""
 
-    token: int
+    token: int | None
+    """None if the row does not sample."""
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    """Of the tokens in the row's `scored`."""

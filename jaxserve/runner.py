@@ -15,12 +15,13 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxserve import batch, kv_cache, sequence_state, slot_tables
+from jaxserve import batch, kv_cache, prompt_scores, sequence_state, slot_tables
 from jaxserve.batch import Bucket, Updates
 from jaxserve.config import Buckets, CacheConfig, ModelSpec, SchedulerConfig
 from jaxserve.metrics import Metrics
 from jaxserve.models import qwen3
 from jaxserve.plan import Sampled, StepPlan
+from jaxserve.prompt_scores import PromptScorer
 from jaxserve.step import DeviceState, run_step
 from jaxserve_kernels.kv_format import AUTO, CacheShape, KVFormat
 from jaxserve_kernels.sampler import SlotTables
@@ -40,6 +41,8 @@ class Pending(NamedTuple):
 
     plan: StepPlan
     results: Array
+    scores: list[Array]
+    """Of prompt tokens."""
     bucket: Bucket
     launched_at: float
 
@@ -119,6 +122,7 @@ class Runner:
         """
         self._flush = self._compile_flush()
         self._uploads = slot_tables.Uploads(self._config.tables)
+        self._scorer = self._make_scorer()
         with ThreadPoolExecutor(workers, thread_name_prefix="compile") as pool:
             jobs = {pool.submit(self._compile_step, bucket): bucket for bucket in self._buckets}
             for done, job in enumerate(as_completed(jobs), start=1):
@@ -152,9 +156,12 @@ class Runner:
         self._state = self._state._replace(tables=self._uploads(self._state.tables, plan))
         packed = batch.pack(plan, updates, bucket, self._config.padding_slot)
         started = time.perf_counter()
-        self._state, results = self._steps[bucket](self._params, self._state, packed)
-        results.copy_to_host_async()
-        return Pending(plan, results, bucket, started)
+        self._state, outputs = self._steps[bucket](self._params, self._state, packed)
+        outputs.results.copy_to_host_async()
+        scores: list[Array] = []
+        if outputs.hidden is not None:
+            scores = self._scorer.launch(self._params, outputs.hidden, plan)
+        return Pending(plan, outputs.results, scores, bucket, started)
 
     def collect(self, pending: Pending) -> list[Sampled | None]:
         """Wait for a step and read what its rows sampled: the only wait for the device."""
@@ -167,7 +174,8 @@ class Runner:
             used=pending.plan.num_tokens,
             padded=bucket.tokens,
         )
-        return batch.unpack_results(pending.plan, results)
+        scores = prompt_scores.read(pending.plan, pending.scores)
+        return batch.unpack_results(pending.plan, results, scores)
 
     def reset(self) -> None:
         """Fresh device state after a step failed: donated buffers may be gone."""
@@ -216,6 +224,16 @@ class Runner:
         )
         return lowered.compile()
 
+    def _make_scorer(self) -> PromptScorer:
+        config = self._config
+        mixed = (bucket.tokens for bucket in self._buckets if bucket.kind == "mixed")
+        return PromptScorer(
+            self._params,
+            {tokens: _abstract((tokens, config.spec.embed), config.dtype) for tokens in mixed},
+            rows=config.scheduler.max_num_seqs,
+            sampled_vocab=config.sampled_vocab,
+        )
+
     def _compile_flush(self) -> Any:
         def flush(sequences: Array, packed: Array) -> Array:
             addresses, values = packed.reshape(2, -1)
@@ -233,8 +251,10 @@ class Runner:
             empty, Updates.of(empty, self._width), bucket, self._config.padding_slot
         )
         for _ in range(_warm_calls()):
-            self._state, results = self._steps[bucket](self._params, self._state, packed)
-            results.block_until_ready()
+            self._state, outputs = self._steps[bucket](self._params, self._state, packed)
+            outputs.results.block_until_ready()
+            if outputs.hidden is not None:
+                self._scorer.warm(self._params, outputs.hidden)
 
 
 def _abstract(shape: tuple[int, ...], dtype: DTypeLike) -> Any:

@@ -31,6 +31,14 @@ class DeviceState(NamedTuple):
     tables: SlotTables  # see slot_tables
 
 
+class StepOutputs(NamedTuple):
+    """Beside the new state."""
+
+    results: Array  # int32 [rows, RESULT_COLUMNS], floats as their bits
+    hidden: Array | None
+    """[tokens, embed], after the final norm; of steps that may carry prompt chunks."""
+
+
 def run_step(
     params: qwen3.Params,
     state: DeviceState,
@@ -39,7 +47,7 @@ def run_step(
     spec: ModelSpec,
     bucket: Bucket,
     sampled_vocab: int,
-) -> tuple[DeviceState, Array]:
+) -> tuple[DeviceState, StepOutputs]:
     """Compute a packed plan.
 
     Args:
@@ -48,7 +56,7 @@ def run_step(
         padding that no tokenizer knows.
 
     Returns:
-      The new state, and int32 [rows, RESULT_COLUMNS] (floats as their bits).
+      The new state, and what the host may read.
     """
     inputs = bucket.unpack(packed)
     sequences = sequence_state.apply(state.sequences, inputs.addresses, inputs.values)
@@ -71,7 +79,8 @@ def run_step(
     padding_slot = sequences.shape[0] - 1
     slots = jnp.where(rows.active, inputs.row_slots, padding_slot)
     sequences = sequences.at[slots, sequence_state.LAST_TOKEN].set(chosen)
-    return DeviceState(kv, sequences, tables), _result(chosen, logprobs)
+    outputs = StepOutputs(_result(chosen, logprobs), hidden if bucket.kind == "mixed" else None)
+    return DeviceState(kv, sequences, tables), outputs
 
 
 def _locate(inputs: StepInputs, sequences: Array, *, page_size: int) -> qwen3.StepTokens:

@@ -13,6 +13,7 @@ from jaxserve.api import (
     EngineLimits,
     EngineStatus,
     FinishReason,
+    PromptLogprobs,
     Request,
     TokenEvent,
     TokenLogprobs,
@@ -165,4 +166,14 @@ class FakeEngine:
             finish,
             logprobs,
             self._cached_tokens if position == 0 else 0,
+            self._prompt_logprobs(request) if position == 0 else None,
+        )
+
+    def _prompt_logprobs(self, request: Request) -> tuple[PromptLogprobs, ...] | None:
+        """Each token is second to the one after it in the vocabulary."""
+        if (most := request.params.prompt_logprobs) is None:
+            return None
+        return tuple(
+            PromptLogprobs(-0.75, 2, ((token + 1, -0.25), (token, -0.75), (token + 2, -9.0))[:most])
+            for token in request.prompt[1:]
         )

@@ -222,7 +222,7 @@ def test_results_come_back_row_by_row() -> None:
             Row(seq_id=2, slot=1, start=0, tokens=(3,), samples=True, logprobs=True),
         )
     )
-    plain, nothing, detailed = batch.unpack_results(plan, results)
+    plain, nothing, detailed = batch.unpack_results(plan, results, {})
     assert plain is not None and plain.token == 11 and plain.logprobs is None
     assert nothing is None
     assert detailed is not None and detailed.token == 13 and detailed.logprobs is not None

@@ -36,7 +36,13 @@ LAYERS = (
         "jaxserve.slot_tables",
         "jaxserve.structured",
     ),
-    ("jaxserve.batch", "jaxserve.runner", "jaxserve.scheduler", "jaxserve.step"),
+    (
+        "jaxserve.batch",
+        "jaxserve.prompt_scores",
+        "jaxserve.runner",
+        "jaxserve.scheduler",
+        "jaxserve.step",
+    ),
     ("jaxserve.engine", "jaxserve.server"),
     (
         "jaxserve.__main__",

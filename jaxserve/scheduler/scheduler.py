@@ -17,7 +17,7 @@ from jaxserve.api import (
     TokenLogprobs,
 )
 from jaxserve.config import CacheConfig, SchedulerConfig
-from jaxserve.plan import Admission, PageEntry, Row, Sampled, StepPlan
+from jaxserve.plan import Admission, PageEntry, Row, Sampled, Scored, StepPlan
 from jaxserve.scheduler.pages import PagePool
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 
@@ -200,7 +200,8 @@ class Scheduler:
         logprobs = samples and seq.params.logprobs is not None
         mask = seq.mask if samples else None
         tokens = tuple(seq.tokens[start:end])
-        rows.append(Row(seq.id, seq.slot, start, tokens, samples, logprobs, mask))
+        scored = _scored(seq, start, end)
+        rows.append(Row(seq.id, seq.slot, start, tokens, samples, logprobs, mask, scored))
         seq.computed = end
         seq.in_flight += samples
         return end - start
@@ -240,12 +241,14 @@ class Scheduler:
         """Take the results of a plan's rows, in order; results of ended sequences are ignored."""
         events: list[TokenEvent] = []
         for row, result in zip(plan.rows, sampled, strict=True):
-            if not row.samples:
-                continue
             seq = self._live.get(row.seq_id)
             if seq is None:
                 continue  # it ended after this plan was made
-            assert result is not None, f"row of {seq.request_id} has no token"
+            if row.scored is not None and result is not None:
+                seq.prompt_logprobs += result.prompt_logprobs
+            if not row.samples:
+                continue
+            assert result is not None and result.token is not None, "a row that samples has a token"
             token = result.token
             seq.tokens.append(token)
             seq.in_flight -= 1
@@ -255,7 +258,12 @@ class Scheduler:
             elif len(seq.tokens) >= seq.limit:
                 finish = FinishReason.LENGTH
             logprobs = _wanted(result.logprobs, seq.params.logprobs)
-            events.append(TokenEvent(seq.request_id, token, finish, logprobs))
+            prompt_logprobs = None
+            if seq.params.prompt_logprobs is not None and len(seq.tokens) == seq.num_prompt + 1:
+                prompt_logprobs, seq.prompt_logprobs = tuple(seq.prompt_logprobs), []
+            events.append(
+                TokenEvent(seq.request_id, token, finish, logprobs, prompt_logprobs=prompt_logprobs)
+            )
             if finish is not None:
                 self._end(seq)
             elif seq.guide is not None:
@@ -335,6 +343,19 @@ class Scheduler:
         for seq in self._live.values():
             assert self._by_request[seq.request_id] is seq
             seq.check(self._page_size)
+
+
+def _scored(seq: Sequence, start: int, end: int) -> Scored | None:
+    """The prompt tokens after positions `start` to `end` that are still to be scored."""
+    if seq.params.prompt_logprobs is None:
+        return None
+    first, last = max(start, seq.scored), min(end, seq.num_prompt - 1)
+    if first >= last:
+        return None
+    seq.scored = last
+    return Scored(
+        first - start, tuple(seq.tokens[first + 1 : last + 1]), seq.params.prompt_logprobs
+    )
 
 
 def _admission(seq: Sequence) -> Admission:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jaxserve.api import GuideState, Request, SamplingParams
+from jaxserve.api import GuideState, PromptLogprobs, Request, SamplingParams
 
 NO_SLOT = -1
 
@@ -36,6 +36,10 @@ class Sequence:
     """Positions whose keys and values the plans made so far compute."""
     in_flight: int = 0
     """Output tokens that plans made so far will sample and that are not committed."""
+    scored: int = 0
+    """Positions of the prompt whose next token's probability was planned to be computed."""
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list[PromptLogprobs])
+    """Until its first event."""
     prefill_end: int = 0
     """The tokens known at admission; below it the sequence computes known tokens in chunks."""
 

@@ -7,7 +7,7 @@ from typing import Any
 from jaxserve.api import FinishReason
 from jaxserve.server.errors import ApiError
 from jaxserve.server.generation import Delta, Generation
-from jaxserve.server.logprobs import chat_logprobs
+from jaxserve.server.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.server.output_parser import Content, OutputParser, Piece, Reasoning
 from jaxserve.server.reply import Arrival, openai_error_events, usage_body
 from jaxserve.server.schema import ChatRequest, NamedTool, StreamOptions
@@ -34,6 +34,7 @@ class ChatReply:
         self._num_top = fields.top_logprobs or 0
         self._return_token_ids = bool(fields.return_token_ids)
         self._show_reasoning = fields.include_reasoning is not False
+        self._prompt_logprobs: list[Json | None] | None = None
         self._named_tool = isinstance(fields.tool_choice, NamedTool)
         self._collected: list[list[Json]] = [[] for _ in generation.choices]
         self._begun = [False] * len(generation.choices)
@@ -56,12 +57,18 @@ class ChatReply:
         return openai_error_events(error)
 
     def collect(self, delta: Delta) -> None:
+        if delta.prompt_logprobs is not None:
+            prompt = self._generation.choices[delta.choice].request.prompt
+            self._prompt_logprobs = prompt_logprobs(self._tokenizer, prompt, delta.prompt_logprobs)
         self._collected[delta.choice] += self._choices(delta)
 
     def body(self) -> Json:
         choices = [_joined(index, parts) for index, parts in enumerate(self._collected)]
         head = {**self._head, "object": "chat.completion"}
-        return {**head, "choices": choices, "usage": self._usage()}
+        body: Json = {**head, "choices": choices, "usage": self._usage()}
+        if self._prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._prompt_logprobs
+        return body
 
     def _chunk(self, choices: list[Json]) -> Json:
         chunk: Json = {**self._head, "choices": choices}

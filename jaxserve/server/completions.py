@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 
-from jaxserve.api import EngineLimits, TokenLogprobs
+from jaxserve.api import EngineLimits, PromptLogprobs
 from jaxserve.server.constraints import constrained, text_constraint
 from jaxserve.server.errors import ApiError, invalid
 from jaxserve.server.generation import Choice, Delta, Generation
-from jaxserve.server.logprobs import finite, token_text
+from jaxserve.server.logprobs import TextLogprobs, prompt_logprobs
 from jaxserve.server.params import (
     choice_requests,
     num_choices,
@@ -43,10 +45,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     fields, ignored = parse(await read_json(request), CompletionRequest)
     model = service.model_name(fields.model)
     options = check_stream_options(fields)
-    if fields.echo and fields.logprobs is not None:
-        raise invalid("echo with logprobs is not supported", param="echo")
-    if fields.max_tokens == 0:
-        raise invalid("max_tokens must be at least 1", param="max_tokens")
+    if fields.max_tokens == 0 and not fields.echo:
+        raise invalid("max_tokens must be at least 1 without echo", param="max_tokens")
     prompts = await completion_prompts(fields.prompt, service.tokenizer, service.engine.limits)
     prompts = [_shortened(prompt, fields, service.engine.limits) for prompt in prompts]
     if (count := len(prompts) * num_choices(fields)) > MAX_SEQUENCES:
@@ -60,7 +60,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         generation=await _generation(arrival, fields, prompts),
         options=options,
         echoes=[p.spelled(service.tokenizer) for p in prompts] if fields.echo else [],
-        return_token_ids=bool(fields.return_token_ids),
+        fields=fields,
     )
     return await answer(
         arrival, reply.generation, reply, stream=bool(fields.stream), ignored=ignored
@@ -73,7 +73,11 @@ async def _generation(
     service = arrival.service
     constraint = text_constraint(fields)
     limits = service.engine.limits
-    asked = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    asked = _asked(fields)
+    options = text_options(fields)._replace(prompt_only=fields.max_tokens == 0)
+    if fields.echo and fields.logprobs is not None:
+        # Clients that score prompts cut the last token off, whatever it is.
+        options = options._replace(stop_token_logprobs=True)
     choices: list[Choice] = []
     for position, prompt in enumerate(prompts):
         params = sampling_params(
@@ -84,16 +88,23 @@ async def _generation(
             limits=limits,
             eos_token_ids=service.tokenizer.eos_token_ids,
         )
+        if fields.echo and fields.logprobs is not None:
+            most = max(fields.logprobs, params.prompt_logprobs or 0)
+            params = replace(params, prompt_logprobs=most)
         params = await constrained(service, params, constraint)
         requests = choice_requests(f"cmpl-{arrival.id}-{position}", prompt.ids, params, fields)
         for request in requests:
-            choices.append(Choice(len(choices), request, service.tokenizer, text_options(fields)))
+            choices.append(Choice(len(choices), request, service.tokenizer, options))
     return Generation(choices, num_choices(fields))
 
 
+def _asked(fields: CompletionRequest) -> int:
+    """Tokens to compute: one at least, even if only the prompt is scored."""
+    return DEFAULT_MAX_TOKENS if fields.max_tokens is None else max(1, fields.max_tokens)
+
+
 def _shortened(prompt: Prompt, fields: CompletionRequest, limits: EngineLimits) -> Prompt:
-    asked = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
-    ids = truncated(prompt.ids, asked, fields, limits)
+    ids = truncated(prompt.ids, _asked(fields), fields, limits)
     return prompt if len(ids) == len(prompt.ids) else Prompt(ids, None)
 
 
@@ -106,13 +117,15 @@ class CompletionReply:
         generation: Generation,
         options: StreamOptions,
         echoes: list[str],
-        return_token_ids: bool,
+        fields: CompletionRequest,
     ):
         self.generation = generation
         self._options = options
         self._encode = event_encoder(options)
         self._tokenizer = arrival.service.tokenizer
-        self._return_token_ids = return_token_ids
+        self._return_token_ids = bool(fields.return_token_ids)
+        self._num_prompt_logprobs = fields.prompt_logprobs
+        self._num_echoed = fields.logprobs if fields.echo else None
         self._head = {
             "id": f"cmpl-{arrival.id}",
             "object": "text_completion",
@@ -121,7 +134,7 @@ class CompletionReply:
         }
         per_prompt = len(generation.choices) // max(1, len(echoes))
         self._states = [
-            _ChoiceState(echoes[c.index // per_prompt] if echoes else "")
+            _ChoiceState(echoes[c.index // per_prompt] if echoes else "", self._tokenizer)
             for c in generation.choices
         ]
 
@@ -157,44 +170,51 @@ class CompletionReply:
             "logprobs": None,
             "finish_reason": delta.finish,
         }
-        if delta.logprobs is not None:
-            choice["logprobs"] = state.logprobs(delta.tokens[0], delta.logprobs, self._tokenizer)
+        prompt = self.generation.choices[delta.choice].request.prompt
+        parts = list(self._logprobs(state, prompt, delta))
+        if parts:
+            choice["logprobs"] = _concatenated(parts)
+        if delta.prompt_logprobs is not None and (most := self._num_prompt_logprobs) is not None:
+            shown = [_cut(entry, most) for entry in delta.prompt_logprobs]
+            choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt, shown)
         if self._return_token_ids:
             choice["token_ids"] = list(delta.tokens)
             if not state.begun:
-                choice["prompt_token_ids"] = list(
-                    self.generation.choices[delta.choice].request.prompt
-                )
+                choice["prompt_token_ids"] = list(prompt)
         state.begun = True
         return choice
+
+    def _logprobs(
+        self, state: _ChoiceState, prompt: Sequence[int], delta: Delta
+    ) -> Iterator[dict[str, list[Any]]]:
+        if delta.prompt_logprobs is not None and (most := self._num_echoed) is not None:
+            state.logprobs = TextLogprobs(self._tokenizer, 0)
+            shown = [_cut(entry, most) for entry in delta.prompt_logprobs]
+            yield state.logprobs.of(prompt, [None, *shown])
+        if delta.logprobs is not None:
+            yield state.logprobs.of(delta.tokens, [delta.logprobs])
 
 
 class _ChoiceState:
     """What has to be remembered between the chunks of one choice."""
 
-    def __init__(self, echo: str):
+    def __init__(self, echo: str, tokenizer: Tokenizer):
         self.begun = False
         self.chunks: list[dict[str, Any]] = []
+        self.logprobs = TextLogprobs(tokenizer, len(echo))
         self._echo = echo
-        self._offset = len(echo)
 
     def take_echo(self) -> str:
         echo, self._echo = self._echo, ""
         return echo
 
-    def logprobs(self, token: int, logprobs: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, Any]:
-        text = token_text(tokenizer, token)
-        offset, self._offset = self._offset, self._offset + len(text)
-        top: dict[str, float] = {}
-        for other, logprob in logprobs.top:
-            top.setdefault(token_text(tokenizer, other), finite(logprob))
-        top.setdefault(text, finite(logprobs.logprob))
-        return {
-            "tokens": [text],
-            "token_logprobs": [finite(logprobs.logprob)],
-            "top_logprobs": [top],
-            "text_offset": [offset],
-        }
+
+def _cut(entry: PromptLogprobs, most: int) -> PromptLogprobs:
+    return entry._replace(top=entry.top[:most])
+
+
+def _concatenated(parts: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+    return {name: [value for part in parts for value in part[name]] for name in parts[0]}
 
 
 def _joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -205,7 +225,5 @@ def _joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
         whole["token_ids"] = [token for chunk in chunks for token in chunk["token_ids"]]
     logprobs = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"] is not None]
     if logprobs:
-        whole["logprobs"] = {
-            name: [value for part in logprobs for value in part[name]] for name in logprobs[0]
-        }
+        whole["logprobs"] = _concatenated(logprobs)
     return whole

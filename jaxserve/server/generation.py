@@ -13,6 +13,7 @@ from jaxserve.api import (
     EngineFailed,
     FinishReason,
     Overloaded,
+    PromptLogprobs,
     Rejected,
     Request,
     TokenEvent,
@@ -31,6 +32,8 @@ class TextOptions(NamedTuple):
     skip_special: bool = True
     stop_token_logprobs: bool = False
     """Whether the stop token, which is not shown, has its logprobs shown."""
+    prompt_only: bool = False
+    """Nothing is generated for the client: the one token that is computed is not shown."""
 
 
 class Delta(NamedTuple):
@@ -44,6 +47,7 @@ class Delta(NamedTuple):
     finish: FinishReason | None
     pieces: Sequence[Piece] = ()
     """The same text told apart, where the choice has a parser."""
+    prompt_logprobs: Sequence[PromptLogprobs] | None = None
 
 
 class Choice:
@@ -71,6 +75,15 @@ class Choice:
         if event.finish in (FinishReason.ERROR, FinishReason.ABORT):
             raise EngineFailed(f"the sequence ended with {event.finish}")
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+        if self._options.prompt_only:
+            scores = event.prompt_logprobs
+            return Delta(self.index, "", (), None, FinishReason.LENGTH, prompt_logprobs=scores)
+        delta = self._generated(event)
+        if event.prompt_logprobs is not None:
+            delta = delta._replace(prompt_logprobs=event.prompt_logprobs)
+        return delta
+
+    def _generated(self, event: TokenEvent) -> Delta:
         text, logprobs, finish = "", event.logprobs, event.finish
         if event.token is not None:
             self.num_tokens += 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.api import TokenLogprobs
+from jaxserve.api import PromptLogprobs, TokenLogprobs
 from jaxserve.tokenizer import Tokenizer
 
 LOWEST = -9999.0
@@ -17,6 +18,57 @@ def finite(logprob: float) -> float:
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     return tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Sequence[PromptLogprobs]
+) -> list[dict[str, Any] | None]:
+    """vLLM's shape: by position, then by token id; nothing comes before the first token."""
+    shown: list[dict[str, Any] | None] = [None]
+    for token, entry in zip(prompt[1:], logprobs, strict=True):
+        ranked = [(other, value, rank) for rank, (other, value) in enumerate(entry.top, 1)]
+        shown.append(
+            {
+                str(other): {
+                    "logprob": finite(value),
+                    "rank": rank,
+                    "decoded_token": token_text(tokenizer, other),
+                }
+                for other, value, rank in [(token, entry.logprob, entry.rank), *ranked]
+            }
+        )
+    return shown
+
+
+class TextLogprobs:
+    """The parts of a completion's logprobs, whose offsets go on from one to the next."""
+
+    def __init__(self, tokenizer: Tokenizer, offset: int):
+        """`offset`: characters of the text before the first part."""
+        self._tokenizer = tokenizer
+        self._offset = offset
+
+    def of(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | PromptLogprobs | None]
+    ) -> dict[str, list[Any]]:
+        part: dict[str, list[Any]] = {
+            "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
+        }  # fmt: skip
+        for token, entry in zip(tokens, logprobs, strict=True):
+            text = token_text(self._tokenizer, token)
+            part["tokens"].append(text)
+            part["token_logprobs"].append(None if entry is None else finite(entry.logprob))
+            part["top_logprobs"].append(None if entry is None else self._top(text, entry))
+            part["text_offset"].append(self._offset)
+            self._offset += len(text)
+        return part
+
+    def _top(self, text: str, entry: TokenLogprobs | PromptLogprobs) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for other, logprob in entry.top:
+            top.setdefault(token_text(self._tokenizer, other), finite(logprob))
+        top.setdefault(text, finite(entry.logprob))
+        return top
 
 
 def chat_logprobs(

@@ -48,12 +48,19 @@ def sampling_params(
         logit_bias=_logit_bias(fields, limits),
         allowed_token_ids=_allowed(fields, limits),
         logprobs=logprobs,
+        prompt_logprobs=_prompt_logprobs(fields),
     )
     if params.top_k >= limits.vocab_size:
         params = replace(params, top_k=0)
     if params.temperature < GREEDY_BELOW:
         params = replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     return params
+
+
+def _prompt_logprobs(fields: GenerationFields) -> int | None:
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise invalid("prompt_logprobs is not available with stream", param="prompt_logprobs")
+    return fields.prompt_logprobs
 
 
 def _logit_bias(fields: GenerationFields, limits: EngineLimits) -> tuple[tuple[int, float], ...]:

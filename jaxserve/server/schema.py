@@ -102,6 +102,7 @@ class GenerationFields(Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128, pattern=SALT)] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
@@ -243,7 +244,6 @@ REJECTED: dict[str, Harmless] = {
     "no_stop_trim": (False,),
     "previous_response_id": (),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "repetition_detection": (),
     "return_tokens_as_token_ids": (False,),
     "separate_reasoning": (True,),

@@ -47,6 +47,7 @@ SAMPLING = (
         frequency_penalty=-1.0,
         top_k=30,
     ),
+    SamplingParams(max_tokens=9, seed=8, prompt_logprobs=4),
     SamplingParams(max_tokens=9, seed=7, allowed_token_ids=tuple(range(40, 50))),
 )
 
@@ -140,6 +141,10 @@ def check_against_solo(
 def _assert_same(got: TokenEvent, expected: TokenEvent, tolerance: float) -> None:
     assert (got.token, got.finish) == (expected.token, expected.finish)
     assert (got.logprobs is None) == (expected.logprobs is None)
+    assert (got.prompt_logprobs is None) == (expected.prompt_logprobs is None)
+    for one, other in zip(got.prompt_logprobs or (), expected.prompt_logprobs or (), strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=tolerance)
+        assert [v for _, v in one.top] == pytest.approx([v for _, v in other.top], abs=tolerance)
     if got.logprobs is not None and expected.logprobs is not None:
         assert got.logprobs.logprob == pytest.approx(expected.logprobs.logprob, abs=tolerance)
         values = [value for _, value in expected.logprobs.top]

@@ -13,12 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.api import MAX_LOGPROBS, SamplingParams
-from jaxserve.plan import PageEntry, StepPlan
+from jaxserve.plan import PageEntry, Scored, StepPlan
 from jaxserve.runner import Runner
 from jaxserve_kernels.sampler import RowSampling
 from jaxserve_kernels.sampler.reference import choose
 from tests.runner.driver import (
     GREEDY,
+    TOLERANCE,
     Placed,
     assert_same,
     certain,
@@ -462,3 +463,49 @@ def test_logprobs_are_those_of_the_model_whatever_is_adjusted(runner: Runner) ->
     assert adjusted.token == 50
     assert adjusted.logprobs.top == plain.top
     assert adjusted.logprobs.logprob < plain.logprob
+
+
+# Logprobs of prompts.
+
+
+def test_a_prompt_token_is_as_likely_as_it_would_be_as_the_next_token(runner: Runner) -> None:
+    """Whatever chunk it is in and whoever else is scored in the same step."""
+    tail = Scored(0, PROMPT[6:], MAX_LOGPROBS)
+    a, b = Placed(), Placed(slot=1, pages=(11, 12, 13))
+    head = a.chunk(PROMPT[:5], samples=False)._replace(scored=Scored(0, PROMPT[1:6], MAX_LOGPROBS))
+    other = b.chunk(OTHER)._replace(scored=Scored(2, OTHER[3:], 3))
+    first, sampled = step(runner, [head, other], [a, b])
+    (second,) = step(runner, [a.chunk(PROMPT[5:], 5)._replace(scored=tail)])
+    assert first is not None and first.token is None
+    scores = [*first.prompt_logprobs, *certain(second).prompt_logprobs]
+    assert len(scores) == len(PROMPT) - 1
+    for count, score in enumerate(scores, 1):
+        alone = first_token(runner, Placed(slot=2, pages=(21, 22, 23)), PROMPT[:count]).logprobs
+        assert alone is not None
+        values = [value for _, value in alone.top]
+        np.testing.assert_allclose([v for _, v in score.top], values, rtol=0, atol=TOLERANCE)
+        assert [token for token, _ in score.top] == [token for token, _ in alone.top]
+        if PROMPT[count] in dict(alone.top):
+            assert abs(score.logprob - dict(alone.top)[PROMPT[count]]) < TOLERANCE
+            assert score.rank == 1 + [token for token, _ in alone.top].index(PROMPT[count])
+        else:
+            assert score.rank > MAX_LOGPROBS and score.logprob < values[-1]
+    assert [len(score.top) for score in certain(sampled).prompt_logprobs] == [3] * 3
+
+
+def test_a_long_prompt_is_scored_in_several_calls(runner: Runner) -> None:
+    """28 positions in calls of 4 rows."""
+    prompt = tuple(range(1, 30))
+    seq = Placed()
+    row = seq.chunk(prompt)._replace(scored=Scored(0, prompt[1:], 1))
+    whole = certain(step(runner, [row], [seq])[0]).prompt_logprobs
+    assert len(whole) == 28
+    seq = Placed(slot=1)
+    parts = []
+    for start in range(0, 29, 7):
+        end = min(start + 7, 29)
+        scored = Scored(0, prompt[start + 1 : end + 1], 1)
+        rows = [seq.chunk(prompt[start:end], start, samples=end == 29)._replace(scored=scored)]
+        parts += certain(step(runner, rows, [seq] if start == 0 else [])[0]).prompt_logprobs
+    values = [[score.logprob for score in scores] for scores in (whole, parts)]
+    np.testing.assert_allclose(*values, rtol=0, atol=TOLERANCE)

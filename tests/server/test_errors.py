@@ -44,7 +44,7 @@ async def post(url: str, path: str, **kwargs: Any) -> tuple[int, Any, Any]:
         ({"stop_token_ids": [300]}, "stop_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"logprobs": 21}, "logprobs"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),

@@ -134,6 +134,7 @@ COMMON = {
     "ignore_eos": flag(),
     "skip_special_tokens": flag(),
     "return_token_ids": flag(),
+    "prompt_logprobs": Field((0, 5, 20), (-1, 21, 1.5, True)),
     "priority": INT64,
     "cache_salt": Field(("a", "x" * 128, "é"), ("", "x" * 129, "a@b", "a/b", "a\\b", "a\0b", 1)),
     "truncate_prompt_tokens": Field((-1, 1, 4000), (0, -2, 4096, 10**9, 1.5, "1")),

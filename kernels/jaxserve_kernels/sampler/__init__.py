@@ -10,6 +10,8 @@ from jaxserve_kernels.sampler.adjust import SUPPRESSED as SUPPRESSED
 from jaxserve_kernels.sampler.adjust import RowAdjustments as RowAdjustments
 from jaxserve_kernels.sampler.adjust import SlotTables as SlotTables
 from jaxserve_kernels.sampler.api import sample as sample
+from jaxserve_kernels.sampler.api import score as score
 from jaxserve_kernels.sampler.reference import Logprobs as Logprobs
 from jaxserve_kernels.sampler.reference import RowSampling as RowSampling
 from jaxserve_kernels.sampler.reference import Sample as Sample
+from jaxserve_kernels.sampler.reference import TokenScores as TokenScores

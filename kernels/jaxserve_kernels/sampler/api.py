@@ -7,7 +7,7 @@ from jax import Array
 from jaxserve_kernels import target
 from jaxserve_kernels.sampler import reference
 from jaxserve_kernels.sampler.adjust import RowAdjustments, SlotTables
-from jaxserve_kernels.sampler.reference import RowSampling, Sample
+from jaxserve_kernels.sampler.reference import RowSampling, Sample, TokenScores
 
 
 def sample(
@@ -27,3 +27,12 @@ def sample(
     from jaxserve_kernels.sampler import triton  # needs Triton: only for GPUs
 
     return triton.sample(*inputs, vocab=vocab, alternatives=alternatives)
+
+
+def score(logits: Array, tokens: Array, *, vocab: int, alternatives: int) -> TokenScores:
+    """See `reference.score`."""
+    if target.current().implementation == "reference":
+        return reference.score(logits, tokens, vocab=vocab, alternatives=alternatives)
+    from jaxserve_kernels.sampler import triton
+
+    return triton.score(logits, tokens, vocab=vocab, alternatives=alternatives)

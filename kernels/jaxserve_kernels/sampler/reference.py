@@ -41,6 +41,15 @@ class Logprobs(NamedTuple):
     top: Array  # float32 [rows, alternatives]
 
 
+class TokenScores(NamedTuple):
+    """How likely given tokens are, and what else would have been."""
+
+    logprob: Array  # float32 [rows]
+    rank: Array  # int32 [rows]: 1 for the most likely token
+    top_ids: Array  # int32 [rows, alternatives], most likely first
+    top: Array  # float32 [rows, alternatives]
+
+
 class Sample(NamedTuple):
     """What `sample` chose."""
 
@@ -134,6 +143,20 @@ def logprobs(logits: Array, sampled: Array, wanted: Array, *, alternatives: int)
         return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
     return Logprobs(chosen, *lax.cond(jnp.any(wanted), most_likely, none))
+
+
+def score(logits: Array, tokens: Array, *, vocab: int, alternatives: int) -> TokenScores:
+    """Scores of given tokens: int32 [rows] under float32 logits [rows, padded vocab]."""
+    logits = jnp.where(jnp.arange(logits.shape[1]) < vocab, logits, -jnp.inf)
+    wanted = jnp.ones(tokens.shape, bool)
+    chosen, top_ids, top = logprobs(logits, tokens, wanted, alternatives=alternatives)
+    return TokenScores(chosen, ranks(logits, tokens), top_ids, top)
+
+
+def ranks(logits: Array, tokens: Array) -> Array:
+    """int32 [rows]: 1 + the number of tokens with a larger logit."""
+    value = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
+    return 1 + jnp.sum(logits > value, axis=-1, dtype=jnp.int32)
 
 
 def truncate(scaled: Array, rows: RowSampling) -> Array:

@@ -31,6 +31,8 @@ from jaxserve_kernels.sampler.reference import (
     Logprobs,
     RowSampling,
     Sample,
+    TokenScores,
+    ranks,
 )
 from jaxserve_kernels.triton_call import triton_call
 
@@ -424,3 +426,18 @@ def sample(
     )
     tables = tables._replace(counts=jax.freeze(counts))
     return Sample(token, Logprobs(logprob, top_ids, top), tables)
+
+
+def score(logits: Array, tokens: Array, *, vocab: int, alternatives: int) -> TokenScores:
+    """The alternatives by the kernels, of rows that do not sample; the rest is one pass by XLA."""
+    zeros, ones = jnp.zeros(tokens.shape, jnp.int32), jnp.ones(tokens.shape, jnp.float32)
+    rows = RowSampling(zeros != 0, 0 * ones, zeros, ones, 0 * ones, zeros, zeros)
+    adjustments = RowAdjustments(zeros, zeros, ones, ones, ones)
+    unread = SlotTables(*(jnp.zeros((1, 8), dtype) for dtype in (jnp.int16, jnp.int32, jnp.int32)))
+    _, (_, top_ids, top), _ = sample(
+        logits, rows, adjustments, unread, zeros == 0, vocab=vocab, alternatives=alternatives
+    )
+    logits = jnp.where(jnp.arange(logits.shape[1]) < vocab, logits, -jnp.inf)
+    logprob = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    logprob -= jax.nn.logsumexp(logits, axis=-1)
+    return TokenScores(logprob, ranks(logits, tokens), top_ids, top)
