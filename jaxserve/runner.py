@@ -124,11 +124,11 @@ class Runner:
         self._uploads = slot_tables.Uploads(self._config.tables)
         self._scorer = self._make_scorer()
         with ThreadPoolExecutor(workers, thread_name_prefix="compile") as pool:
-            jobs = {pool.submit(self._compile_step, bucket): bucket for bucket in self._buckets}
+            jobs = {pool.submit(self.compile_step, bucket): bucket for bucket in self._buckets}
             for done, job in enumerate(as_completed(jobs), start=1):
                 self._steps[jobs[job]] = job.result()
                 progress(jobs[job].name, done / len(jobs))
-        self._state = self._fresh_state()
+        self._state = self.fresh_state()
         for bucket in self._buckets:
             self._warm(bucket)
         self._state = self._state._replace(tables=self._uploads.warm(self._state.tables))
@@ -181,7 +181,7 @@ class Runner:
         """Fresh device state after a step failed: donated buffers may be gone."""
         for buffer in jax.tree.leaves(self._state):
             buffer.delete()  # there is no room for a second cache beside the first
-        self._state = self._fresh_state()
+        self._state = self.fresh_state()
 
     def _bucket_for(self, plan: StepPlan) -> Bucket:
         if plan.decode_only:
@@ -201,7 +201,7 @@ class Runner:
             tables=config.tables,
         )
 
-    def _fresh_state(self) -> DeviceState:
+    def fresh_state(self) -> DeviceState:
         config = self._config
         state = DeviceState(
             kv=config.kv_format.allocate(config.kv_shape, config.dtype),
@@ -210,7 +210,7 @@ class Runner:
         )
         return jax.block_until_ready(state)  # memory that is not there is missed here, not later
 
-    def _compile_step(self, bucket: Bucket) -> Any:
+    def compile_step(self, bucket: Bucket) -> Any:
         step = functools.partial(
             run_step,
             spec=self._config.spec,

@@ -18,6 +18,8 @@ class Target(NamedTuple):
     implementation: Implementation
     compute_capability: int | None = None
     """Of the GPU to compile for, e.g. 90; None: the GPU of this process."""
+    device: str | None = None
+    """Its name, for tuned launch parameters; None: the GPU of this process."""
 
 
 _override: ContextVar[Target | None] = ContextVar("target", default=None)

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from jaxserve_kernels import target
 from jaxserve_kernels.dense_matmul import reference
-from jaxserve_kernels.dense_matmul.config import Config, heuristic
+from jaxserve_kernels.dense_matmul.config import Config, choose
 
 
 def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
@@ -27,7 +27,7 @@ def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
 
 def gated_linear(x: Array, weight: Array) -> Array:
     """See `reference.gated_linear`."""
-    config = _config(x, weight)
+    config = _config(x, weight, gated=True)
     if config is None:
         return reference.gated_linear(x, weight)
     from jaxserve_kernels.dense_matmul import triton  # needs Triton: only for GPUs
@@ -35,8 +35,8 @@ def gated_linear(x: Array, weight: Array) -> Array:
     return triton.gated_linear(x, weight, config)
 
 
-def _config(x: Array, weight: Array) -> Config | None:
+def _config(x: Array, weight: Array, *, gated: bool = False) -> Config | None:
     """None: XLA's product, which is cuBLASLt on a GPU."""
     if target.current().implementation == "reference" or x.dtype != jnp.bfloat16:
         return None
-    return heuristic(tokens=x.shape[0], out=weight.shape[0], depth=weight.shape[1])
+    return choose(gated=gated, tokens=x.shape[0], out=weight.shape[0], depth=weight.shape[1])

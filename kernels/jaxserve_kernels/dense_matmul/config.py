@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxserve_kernels import tuned
+
 MAX_TOKENS = 16
 """Beyond it cuBLASLt is as fast. Measured on an H100; see docs/performance.md."""
 
@@ -25,11 +27,19 @@ class Config:
     num_stages: int = 3
 
 
-def heuristic(*, tokens: int, out: int, depth: int) -> Config | None:
-    """For x [tokens, depth] times a weight [out, depth]; None where the kernel does not apply."""
+def choose(*, gated: bool, tokens: int, out: int, depth: int) -> Config | None:
+    """For x [tokens, depth] times a weight [out, depth]; None where XLA's product is used."""
+    parameters = tuned.find("dense_matmul", ("gated" if gated else "linear", out, depth), tokens)
+    if parameters is not None:
+        return Config(**parameters)
+    return _heuristic(out, depth) if tokens <= MAX_TOKENS else None
+
+
+def _heuristic(out: int, depth: int) -> Config | None:
+    """None where the kernel does not apply."""
     config = Config()
     steps, rest = divmod(depth, config.depth)
-    if tokens > MAX_TOKENS or rest or out % config.rows:
+    if rest or out % config.rows:
         return None
     tiles = out // config.rows
     choices = [splits for splits in range(1, _MAX_SPLITS + 1) if steps % splits == 0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxserve_kernels import tuned
+
 _TARGET_PROGRAMS = 264
 """Two programs for each of an H100's 132 multiprocessors keep its memory busy."""
 
@@ -17,8 +19,11 @@ class Config:
     num_stages: int
 
 
-def heuristic(*, tiles: int, kv_heads: int, rows: int, pages_per_seq: int) -> Config:
+def choose(*, tiles: int, kv_heads: int, rows: int, pages_per_seq: int) -> Config:
     """A configuration for `rows` query rows (tokens x heads per KV head) in each tile."""
+    parameters = tuned.find("paged_attention", (rows, kv_heads), tiles)
+    if parameters is not None:
+        return Config(**parameters)
     if rows > 16:
         return Config(splits=1, num_warps=8 if rows >= 128 else 4, num_stages=2)
     wanted = _TARGET_PROGRAMS // (tiles * kv_heads)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from jaxserve_kernels.paged_attention.config import Config, heuristic
+from jaxserve_kernels.paged_attention.config import Config, choose
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.triton_call import triton_call
 
@@ -152,7 +152,7 @@ def paged_attention(
     q_heads = q.shape[1]
     num_tiles = tiles.first.shape[0]
     rows = tile_size * (q_heads // kv_heads)
-    config = config or heuristic(
+    config = config or choose(
         tiles=num_tiles, kv_heads=kv_heads, rows=rows, pages_per_seq=page_table.shape[1]
     )
     padded_rows = max(16, triton.next_power_of_2(rows))
