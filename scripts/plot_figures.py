@@ -1,4 +1,4 @@
-"""Draw the README's figure from the measurements in docs/measurements.
+"""Draw the figures of the decode step from the measurements in docs/measurements.
 
 python scripts/plot_figures.py
 """
@@ -17,8 +17,13 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 def main() -> None:
+    for card in ("h100", "h200"):
+        draw(card)
+
+
+def draw(card: str) -> None:
     """Step time over the batch, with the time that reading its bytes takes at least."""
-    result = json.loads((DOCS / "measurements" / "step_h100.json").read_text())
+    result = json.loads((DOCS / "measurements" / f"step_{card}.json").read_text())
     timings = result["timings"]
     batch = [timing["batch"] for timing in timings]
     figure, axes = plt.subplots(figsize=(7, 3.6))
@@ -49,7 +54,7 @@ def main() -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.tight_layout()
-    figure.savefig(DOCS / "figures" / "step_h100.svg", metadata={"Date": None})
+    figure.savefig(DOCS / "figures" / f"step_{card}.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":
