@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from aiohttp import web
@@ -13,7 +14,9 @@ from jaxserve.metrics import Metrics
 from jaxserve.server import operations
 from jaxserve.server.chat import chat_completions
 from jaxserve.server.completions import completions
-from jaxserve.server.middleware import echo_request_id, error_shape
+from jaxserve.server.messages import count_tokens, messages
+from jaxserve.server.middleware import BriefBadRequests, echo_request_id, error_shape
+from jaxserve.server.responses import responses
 from jaxserve.server.service import SERVICE, Service
 from jaxserve.server.tokenization import detokenize, tokenize
 from jaxserve.structured import Guides
@@ -40,6 +43,9 @@ def make_app(
         [
             web.post("/v1/chat/completions", chat_completions),
             web.post("/v1/completions", completions),
+            web.post("/v1/responses", responses),
+            web.post("/v1/messages", messages),
+            web.post("/v1/messages/count_tokens", count_tokens),
             web.post("/v1/embeddings", operations.embeddings),
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),
@@ -50,6 +56,7 @@ def make_app(
             web.get("/metrics", operations.metrics),
             web.get("/version", operations.version),
             web.get("/load", operations.load),
+            web.get("/openapi.json", operations.openapi),
         ]
     )
     return app
@@ -62,6 +69,13 @@ def make_runner(app: web.Application, *, shutdown_timeout: float = 5.0) -> web.A
     engine would generate for nobody. `shutdown_timeout` is what `cleanup` waits for handlers
     before it cancels them; the engine ends its streams before.
     """
+    web_log = logging.getLogger("jaxserve.server.http")
+    if not web_log.filters:
+        web_log.addFilter(BriefBadRequests())
     return web.AppRunner(
-        app, handler_cancellation=True, shutdown_timeout=shutdown_timeout, access_log=None
+        app,
+        handler_cancellation=True,
+        shutdown_timeout=shutdown_timeout,
+        access_log=None,
+        logger=web_log,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -18,6 +20,16 @@ _TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
+}
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
 }
 
 
@@ -51,12 +63,32 @@ class ApiError(Exception):
             }
         }
 
-    def response(self) -> web.Response:
+    def response(self, body: dict[str, Any] | None = None) -> web.Response:
+        """`body`: in the words of another API than OpenAI's."""
         headers: dict[str, str] = {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
             headers["Retry-After-Ms"] = str(math.ceil(self.retry_after * 1000))
-        return json_response(self.body(), status=self.status, headers=headers)
+        return json_response(body or self.body(), status=self.status, headers=headers)
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    named = f"{error.param}: " if error.param and error.param not in error.message else ""
+    return {"type": "error", "error": {"type": kind, "message": named + error.message}}
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Generator[None]:
+    """Errors about a field of the chat that a request was translated to name the request's own."""
+    try:
+        yield
+    except ApiError as error:
+        first, dot, rest = (error.param or "").partition(".")
+        field, bracket, position = first.partition("[")
+        if field in names:
+            error.param = names[field] + bracket + position + dot + rest
+        raise
 
 
 def json_response(

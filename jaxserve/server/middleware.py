@@ -6,9 +6,10 @@ import logging
 import uuid
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
-from jaxserve.server.errors import ApiError
+from jaxserve.server.errors import ApiError, anthropic_body
 from jaxserve.server.service import SERVICE
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ async def error_shape(request: web.Request, handler: Handler) -> web.StreamRespo
     except ApiError as error:
         if reason := _REJECTIONS.get(error.status):
             request.app[SERVICE].metrics.request_rejected(reason)
-        return error.response()
+        return _response(request, error)
     except web.HTTPException as error:
         if error.status < 400:
             raise
@@ -34,7 +35,13 @@ async def error_shape(request: web.Request, handler: Handler) -> web.StreamRespo
         raise  # the client is gone; aiohttp knows what to do
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
-        return ApiError(500, "internal server error", code="internal_error").response()
+        return _response(request, ApiError(500, "internal server error", code="internal_error"))
+
+
+def _response(request: web.Request, error: ApiError) -> web.Response:
+    """In Anthropic's shape on its routes."""
+    anthropic = request.path.startswith("/v1/messages")
+    return error.response(anthropic_body(error) if anthropic else None)
 
 
 def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
@@ -47,10 +54,21 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
             message, code = "the request body is too large", "request_too_large"
         case _:
             message, code = error.reason or "bad request", None
-    response = ApiError(error.status, message, code=code).response()
+    response = _response(request, ApiError(error.status, message, code=code))
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     return response
+
+
+class BriefBadRequests(logging.Filter):
+    """For aiohttp's logger: what no client may send is the client's affair, not a traceback."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            log.info("a request was not HTTP: %s", type(error).__name__)
+            return False
+        return True
 
 
 async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:

@@ -9,6 +9,7 @@ from aiohttp import web
 import jaxserve
 from jaxserve.metrics import CONTENT_TYPE
 from jaxserve.server.errors import ApiError, json_response
+from jaxserve.server.openapi import document
 from jaxserve.server.parse import parse, read_json
 from jaxserve.server.schema import EmbeddingsRequest
 from jaxserve.server.service import SERVICE, Service
@@ -60,6 +61,11 @@ async def metrics(request: web.Request) -> web.Response:
 
 async def version(_request: web.Request) -> web.Response:
     return json_response({"version": jaxserve.__version__})
+
+
+async def openapi(request: web.Request) -> web.Response:
+    body = document(request.app[SERVICE].config.model_names)
+    return web.Response(body=body, content_type="application/json")
 
 
 async def list_models(request: web.Request) -> web.Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 import msgspec
@@ -10,7 +11,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from jaxserve.server.errors import ApiError, invalid
-from jaxserve.server.schema import FREE_FORM, REJECTED, SILENT, field_names
+from jaxserve.server.schema import FREE_FORM, REJECTED, SILENT, Harmless, field_names
 
 MAX_DEPTH = 64
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -35,12 +36,23 @@ async def read_json(request: web.Request) -> bytes:
     return await request.read()
 
 
-def parse[T: Struct](body: bytes, kind: type[T]) -> Parsed[T]:
+def parse[T: Struct](
+    body: bytes,
+    kind: type[T],
+    rejected: Mapping[str, Harmless] = REJECTED,
+    silent: Set[str] = SILENT,
+) -> Parsed[T]:
+    """`rejected`: fields that are refused, with the values that ask for nothing; `silent`: fields
+    without effect that need no mention."""
     try:
         fields = msgspec.json.decode(body, type=kind)
         names = field_names(kind)
         extras = [(n, raw) for n, raw in _RAW_FIELDS.decode(body).items() if n not in names]
-        ignored = tuple(name for name, raw in extras if not _known(name, raw))
+        ignored = tuple(
+            name
+            for name, raw in extras
+            if name not in silent and not _harmless(name, raw, rejected)
+        )
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         missing = _MISSING.search(message)
@@ -75,15 +87,14 @@ def _children(value: Any) -> list[Any]:
     return []
 
 
-def _known(name: str, raw: msgspec.Raw) -> bool:
-    """Whether the field may stay unmentioned; raises if its value asks for what is not there."""
-    if name in SILENT:
-        return True
-    harmless = REJECTED.get(name)
-    if harmless is None:
+def _harmless(name: str, raw: msgspec.Raw, rejected: Mapping[str, Harmless]) -> bool:
+    """Whether the field asks for nothing; raises if it asks for what is not there."""
+    if name not in rejected:
         return False
     value = msgspec.json.decode(raw)
-    if value is not None and value not in harmless:
+    # True and 1 are equal in Python, and not in JSON.
+    alike = [one for one in rejected[name] if isinstance(one, bool) == isinstance(value, bool)]
+    if value is not None and value not in alike:
         raise invalid(f"{name} is not supported", param=name, code="unsupported_parameter")
     return True
 

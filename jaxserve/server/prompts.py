@@ -116,7 +116,7 @@ def _check_ending(request: ChatRequest) -> None:
         raise invalid("continue_final_message excludes add_generation_prompt", param=param)
     if request.messages[-1].role != "assistant" or not request.messages[-1].content:
         raise invalid(
-            "continue_final_message needs a last message of the assistant with text", param=param
+            "only a last message of the assistant that has text can be continued", param=param
         )
 
 

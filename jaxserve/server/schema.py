@@ -24,7 +24,9 @@ MAX_TOOLS = 128
 SALT = r"^[^@/\\\x00]+$"
 """vLLM's alphabet of a cache salt."""
 
-type Count = Annotated[int, Meta(ge=0)]
+type Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+type Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+type TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -77,7 +79,7 @@ class GenerationFields(Struct, kw_only=True):
     min_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
@@ -97,7 +99,7 @@ class GenerationFields(Struct, kw_only=True):
         ]
         | None
     ) = None
-    stop_token_ids: Annotated[list[int], Meta(max_length=256)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -105,7 +107,7 @@ class GenerationFields(Struct, kw_only=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128, pattern=SALT)] | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -116,6 +118,27 @@ class GenerationFields(Struct, kw_only=True):
     regex: Grammar | None = None
     ebnf: Grammar | None = None
     grammar: Grammar | None = None
+
+
+_TOKEN_IDS = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0},
+    "minItems": 1,
+}
+PROMPT = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {
+            "type": "array",
+            "items": {"type": "string", "minLength": 1},
+            "minItems": 1,
+            "maxItems": MAX_PROMPTS,
+        },
+        _TOKEN_IDS,
+        {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
+    ]
+}
+"""What the type of `prompt` cannot say: no mixtures, nothing empty."""
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
@@ -181,9 +204,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     tools: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
+    reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -206,7 +227,7 @@ class TokenizeChatRequest(ChatRequest, kw_only=True):
 
 
 class DetokenizeRequest(Struct, kw_only=True):
-    tokens: Annotated[list[int], Meta(max_length=MAX_TOKENS)]
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
     model: str | None = None
 
 
@@ -216,13 +237,16 @@ class EmbeddingsRequest(Struct, kw_only=True):
 
 FREE_FORM = frozenset(
     {
-        "messages",
-        "tools",
-        "tool_choice",
         "chat_template_kwargs",
+        "guided_json",
+        "input",
+        "messages",
         "response_format",
         "structured_outputs",
-        "guided_json",
+        "system",
+        "text",
+        "tool_choice",
+        "tools",
     }
 )
 """Fields that hold JSON of any shape somewhere: its depth has to be checked."""

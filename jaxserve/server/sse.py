@@ -30,14 +30,22 @@ def data_event(body: Any) -> bytes:
     return b"data: %b\n\n" % _encode(body)
 
 
+def named_event(name: str, body: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _encode(body))
+
+
 def event_encoder(options: StreamOptions) -> Callable[[dict[str, Any]], bytes]:
     return _obfuscated_event if options.include_obfuscation else data_event
 
 
 def _obfuscated_event(body: dict[str, Any]) -> bytes:
-    """Padded so that an event's size on the wire says nothing of the text in it."""
+    return data_event(padded(body))
+
+
+def padded(body: dict[str, Any]) -> dict[str, Any]:
+    """With a field that makes the event's size on the wire say nothing of the text in it."""
     missing = -len(data_event({**body, "obfuscation": ""})) % EVENT_SIZE
-    return data_event({**body, "obfuscation": secrets.token_urlsafe(missing)[:missing]})
+    return {**body, "obfuscation": secrets.token_urlsafe(missing)[:missing]}
 
 
 class EventStream:

@@ -73,12 +73,6 @@ async def run(client: openai.AsyncOpenAI, chat: Chat) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def small_pool() -> Iterator[Server]:
     """Pages for about 1,080 tokens: one long sequence, or a few at a time."""
     with Server("--kv-cache-memory-bytes", "9M", "--max-model-len", "1024") as running:

@@ -42,7 +42,7 @@ async def post(url: str, path: str, **kwargs: Any) -> tuple[int, Any, Any]:
         ({"stop": ""}, "stop"),
         ({"stop": ["a"] * 5}, "stop"),
         ({"stop_token_ids": [300]}, "stop_token_ids"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
         ({"logprobs": 21}, "logprobs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),

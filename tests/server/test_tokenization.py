@@ -58,7 +58,7 @@ async def test_what_cannot_be_tokenized_is_refused(serve: Serve) -> None:
         ("/tokenize", {}, 400, "prompt"),
         ("/tokenize", {"messages": 1}, 400, "messages"),
         ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
-        ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
         ("/detokenize", {"tokens": [300]}, 400, "tokens"),
         ("/detokenize", {"tokens": ["a"]}, 400, "tokens[0]"),
         ("/v1/embeddings", {"input": "a", "model": "tiny"}, 404, "model"),

@@ -1,0 +1,53 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from jaxserve.server.chat_turn import chat_generation
+from jaxserve.server.errors import json_response, renamed
+from jaxserve.server.messages.reply import MessagesReply
+from jaxserve.server.messages.schema import (
+    REJECTED,
+    SILENT,
+    CountTokensRequest,
+    MessagesRequest,
+    PromptFields,
+)
+from jaxserve.server.messages.translate import NAMES, prompt_to_chat, to_chat
+from jaxserve.server.parse import parse, read_json
+from jaxserve.server.prompts import chat_prompt
+from jaxserve.server.reply import Arrival, answer, ignored_header
+from jaxserve.server.service import SERVICE
+
+
+async def messages(request: web.Request) -> web.StreamResponse:
+    arrival = Arrival(service=request.app[SERVICE], request=request)
+    service = arrival.service
+    service.check_accepting()
+    fields, ignored = parse(await read_json(request), MessagesRequest, REJECTED, SILENT)
+    model = service.model_name(fields.model)
+    with renamed(NAMES):
+        generation = await chat_generation(service, to_chat(fields), f"msg_{arrival.id}")
+    reply = MessagesReply(arrival=arrival, model=model, generation=generation)
+    ignored += _without_effect(fields)
+    if fields.output_config is not None and fields.output_config.effort is not None:
+        ignored += ("output_config.effort",)
+    return await answer(arrival, generation, reply, stream=bool(fields.stream), ignored=ignored)
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    fields, ignored = parse(await read_json(request), CountTokensRequest, REJECTED, SILENT)
+    service.model_name(fields.model)
+    with renamed(NAMES):
+        prompt = await chat_prompt(
+            prompt_to_chat(fields), service.template, service.tokenizer, service.engine.limits
+        )
+    headers = ignored_header(service, ignored + _without_effect(fields))
+    return json_response({"input_tokens": len(prompt.ids)}, headers=headers)
+
+
+def _without_effect(fields: PromptFields) -> tuple[str, ...]:
+    budget = fields.thinking is not None and fields.thinking.budget_tokens is not None
+    return ("thinking.budget_tokens",) if budget else ()

@@ -1,0 +1,126 @@
+"""A request of the Messages API as a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from jaxserve.server import schema as chat
+from jaxserve.server.errors import invalid
+from jaxserve.server.messages.schema import (
+    InputMessage,
+    MessagesRequest,
+    PlainText,
+    PromptFields,
+    TextBlock,
+    ThinkingBlock,
+    ToolChoice,
+    ToolDefinition,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+
+NAMES = {
+    "stop": "stop_sequences",
+    "continue_final_message": "messages",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "chat_template_kwargs": "thinking",
+    "response_format": "output_config.format",
+}
+"""A chat's fields whose errors are about another field here."""
+
+
+def to_chat(fields: MessagesRequest) -> chat.ChatRequest:
+    request = prompt_to_chat(fields)
+    request.stream = fields.stream
+    request.max_tokens = fields.max_tokens
+    request.temperature = fields.temperature
+    request.top_p = fields.top_p
+    request.top_k = fields.top_k
+    if fields.output_config is not None and fields.output_config.format is not None:
+        schema = chat.JsonSchemaFormat(schema=fields.output_config.format.schema)
+        request.response_format = chat.ResponseFormat(type="json_schema", json_schema=schema)
+    request.stop = fields.stop_sequences
+    return request
+
+
+def prompt_to_chat(fields: PromptFields) -> chat.ChatRequest:
+    messages = [chat.Message(role="system", content=_text(fields.system))] if fields.system else []
+    for message in fields.messages:
+        messages += _translated(message)
+    if not messages:
+        raise invalid("the messages have no content", param="messages")
+    choice = fields.tool_choice
+    thinks = fields.thinking is not None and fields.thinking.type != "disabled"
+    return chat.ChatRequest(
+        messages=messages,
+        tools=[_tool(tool) for tool in fields.tools] if fields.tools else None,
+        tool_choice=_tool_choice(choice) if choice is not None else None,
+        parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
+        chat_template_kwargs={"enable_thinking": thinks},
+        # A last message of the assistant is the beginning of the answer.
+        continue_final_message=messages[-1].role == "assistant",
+    )
+
+
+def _translated(message: InputMessage) -> list[chat.Message]:
+    """One message per result of a tool; the texts between them stay together."""
+    if isinstance(message.content, str):
+        return [chat.Message(role=message.role, content=message.content)]
+    if message.role == "assistant":
+        return [_assistant(message.content)]
+    messages: list[chat.Message] = []
+    for block in message.content:
+        if isinstance(block, ToolResultBlock):
+            content = _text(block.content or "")
+            messages.append(
+                chat.Message(role="tool", tool_call_id=block.tool_use_id, content=content)
+            )
+        elif isinstance(block, TextBlock):
+            if messages and messages[-1].role == message.role:
+                messages[-1].content = f"{messages[-1].content}{block.text}"
+            else:
+                messages.append(chat.Message(role=message.role, content=block.text))
+    return messages
+
+
+def _assistant(blocks: Sequence[Any]) -> chat.Message:
+    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    calls = [
+        chat.ToolCall(
+            id=block.id, function=chat.FunctionCall(name=block.name, arguments=block.input)
+        )
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
+    return chat.Message(
+        role="assistant",
+        content="".join(texts),
+        reasoning_content="".join(thoughts) or None,
+        tool_calls=calls or None,
+    )
+
+
+def _text(content: str | Sequence[PlainText]) -> str:
+    return content if isinstance(content, str) else "".join(block.text for block in content)
+
+
+def _tool(tool: ToolDefinition) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    function["parameters"] = tool.input_schema
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: ToolChoice) -> Literal["none", "auto", "required"] | chat.NamedTool:
+    match choice.type:
+        case "tool":
+            if choice.name is None:
+                raise invalid("a tool_choice of type tool needs a name", param="tool_choice.name")
+            return chat.NamedTool(type="function", function=chat.NamedFunction(name=choice.name))
+        case "any":
+            return "required"
+        case kind:
+            return kind

@@ -1,0 +1,206 @@
+"""GET /openapi.json: made of the very types that decode requests, and of the shapes of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import msgspec
+
+import jaxserve
+from jaxserve.server import schema, shapes
+from jaxserve.server.messages import schema as messages
+from jaxserve.server.responses import schema as responses
+from jaxserve.server.schema import Harmless
+
+type Json = dict[str, Any]
+
+_ERRORS = {
+    400: "The request is not valid; the error names the field",
+    404: "No such model",
+    405: "The route does not take this method",
+    413: "The body is too large",
+    415: "The body is not JSON",
+    429: "The queue is full",
+    500: "The generation failed",
+    503: "The server is starting or draining, or has failed",
+}
+_TEXT = {"type": "string"}
+_STREAM = {
+    "schema": {
+        "type": "object",
+        "description": "One server-sent event; see docs/api.md for those of each API",
+        "properties": {"data": _TEXT, "event": _TEXT},
+        "required": ["data"],
+    }
+}
+
+
+class Operation(NamedTuple):
+    """One method of one route."""
+
+    summary: str
+    answer: type[msgspec.Struct] | None
+    """None: of no fixed shape."""
+    bodies: tuple[type[msgspec.Struct], ...] = ()
+    """Any of them may be sent."""
+    streams: bool = False
+    errors: tuple[int, ...] = (405,)
+    error: type[msgspec.Struct] = shapes.Error
+    rejected: Mapping[str, Harmless] = MappingProxyType({})
+    media: str = "application/json"
+    unhealthy: bool = False
+    """Whether the same answer may come with 503."""
+
+
+_GENERATION = tuple(_ERRORS)
+_PROMPT = (400, 404, 405, 413, 415)
+
+OPERATIONS: dict[tuple[str, str], Operation] = {
+    ("post", "/v1/chat/completions"): Operation(
+        "Answer a chat",
+        shapes.ChatCompletion,
+        (schema.ChatRequest,),
+        streams=True,
+        errors=_GENERATION,
+        rejected=schema.REJECTED,
+    ),
+    ("post", "/v1/completions"): Operation(
+        "Continue texts or token ids",
+        shapes.Completion,
+        (schema.CompletionRequest,),
+        streams=True,
+        errors=_GENERATION,
+        rejected=schema.REJECTED,
+    ),
+    ("post", "/v1/responses"): Operation(
+        "Answer a list of items, without a store",
+        shapes.Response,
+        (responses.ResponsesRequest,),
+        streams=True,
+        errors=_GENERATION,
+        rejected=responses.REJECTED,
+    ),
+    ("post", "/v1/messages"): Operation(
+        "Answer a chat in Anthropic's shape",
+        shapes.AnthropicMessage,
+        (messages.MessagesRequest,),
+        streams=True,
+        errors=_GENERATION,
+        error=shapes.AnthropicError,
+        rejected=messages.REJECTED,
+    ),
+    ("post", "/v1/messages/count_tokens"): Operation(
+        "Count the tokens of a chat in Anthropic's shape",
+        shapes.CountedTokens,
+        (messages.CountTokensRequest,),
+        errors=_PROMPT,
+        error=shapes.AnthropicError,
+        rejected=messages.REJECTED,
+    ),
+    ("post", "/v1/embeddings"): Operation(
+        "Always 404: the models served here generate text",
+        None,
+        (schema.EmbeddingsRequest,),
+        errors=_PROMPT,
+    ),
+    ("post", "/tokenize"): Operation(
+        "The tokens of a text or of a chat's prompt",
+        shapes.Tokenized,
+        (schema.TokenizeRequest, schema.TokenizeChatRequest),
+        errors=_PROMPT,
+        rejected=schema.REJECTED,
+    ),
+    ("post", "/detokenize"): Operation(
+        "The text of tokens",
+        shapes.Detokenized,
+        (schema.DetokenizeRequest,),
+        errors=_PROMPT,
+        rejected=schema.REJECTED,
+    ),
+    ("get", "/v1/models"): Operation("The served names", shapes.ModelList),
+    ("get", "/v1/models/{model}"): Operation("One of them", shapes.Model, errors=(404, 405)),
+    ("get", "/health"): Operation("Whether the engine is alive", shapes.Health, unhealthy=True),
+    ("get", "/ready"): Operation(
+        "Whether requests are served now", shapes.Readiness, unhealthy=True
+    ),
+    ("get", "/load"): Operation("Sequences and pages in use", shapes.Load),
+    ("get", "/version"): Operation("The version", shapes.Version),
+    ("get", "/metrics"): Operation("Prometheus text", None, media="text/plain"),
+    ("get", "/openapi.json"): Operation("This document", None),
+}
+
+
+def document(model_names: tuple[str, ...]) -> bytes:
+    """The OpenAPI 3.1 description of a server of these models, encoded."""
+    types = {kind for operation in OPERATIONS.values() for kind in _types(operation)}
+    _, components = msgspec.json.schema_components(
+        sorted(types, key=lambda kind: kind.__name__), ref_template="#/components/schemas/{name}"
+    )
+    for operation in OPERATIONS.values():
+        for kind in operation.bodies:
+            _complete(components[kind.__name__]["properties"], operation.rejected, model_names)
+    components["CompletionRequest"]["properties"]["prompt"] = schema.PROMPT
+    paths: dict[str, Json] = {}
+    for (method, path), operation in OPERATIONS.items():
+        paths.setdefault(path, {})[method] = _described(operation, path)
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "jaxserve", "version": jaxserve.__version__},
+            "paths": paths,
+            "components": {"schemas": components},
+        }
+    )
+
+
+def _types(operation: Operation) -> tuple[type[msgspec.Struct], ...]:
+    answers = () if operation.answer is None else (operation.answer,)
+    return (*operation.bodies, *answers, operation.error)
+
+
+def _complete(
+    properties: Json, rejected: Mapping[str, Harmless], model_names: tuple[str, ...]
+) -> None:
+    """What the types do not say: the served names, and fields with few values that are taken."""
+    if "model" in properties:
+        optional = "anyOf" in properties["model"]
+        properties["model"] = {"enum": [*model_names, *([None] if optional else [])]}
+    for name, harmless in rejected.items():
+        properties.setdefault(name, {"enum": [None, *harmless]})
+
+
+def _described(operation: Operation, path: str) -> Json:
+    described: Json = {"summary": operation.summary, "responses": _responses(operation)}
+    if operation.bodies:
+        kinds = [_reference(kind) for kind in operation.bodies]
+        body = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+        described["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": body}},
+        }
+    if "{model}" in path:
+        text = {"type": "string", "minLength": 1}
+        described["parameters"] = [
+            {"name": "model", "in": "path", "required": True, "schema": text}
+        ]
+    return described
+
+
+def _responses(operation: Operation) -> Json:
+    kind = operation.answer
+    content: Json = {operation.media: {"schema": {} if kind is None else _reference(kind)}}
+    if operation.streams:
+        content["text/event-stream"] = _STREAM
+    answers: Json = {"200": {"description": "OK", "content": content}}
+    if operation.unhealthy:
+        answers["503"] = {"description": "Not well, or not ready", "content": content}
+    error: Json = {"application/json": {"schema": _reference(operation.error)}}
+    for status in operation.errors:
+        answers[str(status)] = {"description": _ERRORS[status], "content": error}
+    return answers
+
+
+def _reference(kind: type[msgspec.Struct]) -> Json:
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}

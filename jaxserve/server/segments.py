@@ -1,0 +1,71 @@
+"""A choice's pieces as a list of blocks, for APIs that number what a model puts out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from jaxserve.server.output_parser import Content, Piece, Reasoning
+from jaxserve.server.tool_calls import CallArguments, CallOpened
+
+
+class Segment:
+    """A thought, a stretch of text, or a call."""
+
+    def __init__(self, index: int, first: Piece):
+        self.index = index
+        self.first = first
+        self._parts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """Of a call: its arguments."""
+        return "".join(self._parts)
+
+    def append(self, text: str) -> None:
+        self._parts.append(text)
+
+    def takes(self, piece: Piece) -> bool:
+        if isinstance(piece, CallArguments):
+            return isinstance(self.first, CallOpened)
+        return type(piece) is type(self.first) and not isinstance(piece, CallOpened)
+
+
+class Opened(NamedTuple):
+    segment: Segment
+
+
+class Grew(NamedTuple):
+    segment: Segment
+    text: str
+
+
+class Closed(NamedTuple):
+    segment: Segment
+
+
+type Change = Opened | Grew | Closed
+
+
+class Segments:
+    """Each is closed before the next one opens, as their order in the output demands."""
+
+    def __init__(self) -> None:
+        self.all: list[Segment] = []
+        self._open: Segment | None = None
+
+    def push(self, pieces: Iterable[Piece]) -> Iterator[Change]:
+        for piece in pieces:
+            if self._open is None or not self._open.takes(piece):
+                yield from self.close()
+                self._open = Segment(len(self.all), piece)
+                self.all.append(self._open)
+                yield Opened(self._open)
+            if isinstance(piece, Content | Reasoning | CallArguments) and piece.text:
+                self._open.append(piece.text)
+                yield Grew(self._open, piece.text)
+
+    def close(self) -> Iterator[Change]:
+        if self._open is not None:
+            yield Closed(self._open)
+            self._open = None
