@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +20,11 @@ from jaxserve.engine import Parts, Progress
 from jaxserve.metrics import Metrics
 from jaxserve.model_source import ModelSource
 from jaxserve.models import qwen3
+from jaxserve.models.quantization import HeadFormat, Quantization, WeightFormat
 from jaxserve.runner import Pending, Runner, RunnerConfig, on_compile
 from jaxserve.scheduler import Scheduler
 from jaxserve_checkpoints.dummy import dummy_params
-from jaxserve_checkpoints.load import load_params
+from jaxserve_checkpoints.load import Encode, encoded_abstract, load_params
 from jaxserve_checkpoints.reader import open_checkpoint
 from jaxserve_kernels.kv_format import KVFormat, named
 
@@ -53,14 +56,16 @@ def build_parts(
     dtype = _dtype(options.dtype, gpu=gpu)
     buckets = _buckets(options, gpu=gpu)
     scheduler = _scheduler_config(options, source.spec, buckets)
+    abstract = qwen3.abstract(source.spec, dtype, stacked=gpu)
+    encode = _quantization(options).encoder(source.spec)
+    weight_bytes = _nbytes(encoded_abstract(abstract, encode))
     if gpu:
-        _check_device_memory(source.spec, dtype)
+        _check_device_memory(weight_bytes)
     else:
-        _check_host_memory(source.spec, dtype, options)
+        _check_host_memory(weight_bytes, options)
 
     started = time.perf_counter()
-    abstract = qwen3.abstract(source.spec, dtype, stacked=gpu)
-    params = _load(source, abstract, options.seed, progress)
+    params = _load(source, abstract, encode, options.seed, progress)
     loaded = time.perf_counter()
     kv_format = named(options.kv_cache_dtype)
     cache = _cache_config(options, source.spec, kv_format, dtype, buckets, scheduler, gpu=gpu)
@@ -105,7 +110,6 @@ def build_parts(
         kv_bytes / 2**30,
         runner.temp_bytes() / 2**30,
     )
-    weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     for kind, size in (
         ("weights", weight_bytes),
         ("kv", kv_bytes),
@@ -159,18 +163,33 @@ def _scheduler_config(options: Options, spec: ModelSpec, buckets: Buckets) -> Sc
     )
 
 
+def _quantization(options: Options) -> Quantization:
+    head = options.lm_head_dtype
+    if head == "auto":
+        head = "int8" if options.quantization else "unquantized"
+    return Quantization(
+        layers=cast(WeightFormat | None, options.quantization),
+        head=None if head == "unquantized" else cast(HeadFormat, head),
+    )
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
 def _load(
-    source: ModelSource, abstract: qwen3.Params, seed: int, progress: Progress
+    source: ModelSource, abstract: qwen3.Params, encode: Encode, seed: int, progress: Progress
 ) -> qwen3.Params:
     progress("loading", 0.0)
     if source.folder is None:
-        params = dummy_params(abstract, seed)
+        params = dummy_params(abstract, seed, encode)
     else:
         params = load_params(
             open_checkpoint(source.folder),
             qwen3.rules(source.spec),
             abstract,
             progress=lambda done, total: progress("loading", done / total),
+            encode=encode,
         )
     return jax.block_until_ready(params)
 
@@ -215,8 +234,7 @@ def _device_budget(spec: ModelSpec, dtype: DTypeLike, buckets: Buckets) -> int:
     return free - activations - scores - tables - 2**30
 
 
-def _check_device_memory(spec: ModelSpec, dtype: DTypeLike) -> None:
-    weights = spec.num_params * jnp.dtype(dtype).itemsize
+def _check_device_memory(weights: int) -> None:
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", weights)
     if weights > limit:
         raise ConfigError(
@@ -226,8 +244,7 @@ def _check_device_memory(spec: ModelSpec, dtype: DTypeLike) -> None:
         )
 
 
-def _check_host_memory(spec: ModelSpec, dtype: DTypeLike, options: Options) -> None:
-    weights = spec.num_params * jnp.dtype(dtype).itemsize
+def _check_host_memory(weights: int, options: Options) -> None:
     cache = options.kv_cache_memory_bytes or _CPU_KV_BYTES
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if weights + cache + _HOST_RESERVE > available:

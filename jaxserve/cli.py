@@ -26,6 +26,8 @@ class Options:
     host: str
     port: int
     dtype: str
+    quantization: str | None
+    lm_head_dtype: str
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
@@ -104,6 +106,18 @@ def _add_engine_flags(add: _AddArgument) -> None:
         choices=("auto", "bfloat16", "float32"),
         default="auto",
         help="of weights and KV cache; auto: bfloat16 on a GPU, float32 on a CPU",
+    )
+    add(
+        "--quantization",
+        choices=("int4", "fp8", "nvfp4"),
+        help="quantise the matrices of the layers at load, by rounding to nearest",
+    )
+    add(
+        "--lm-head-dtype",
+        choices=("auto", "unquantized", "int8", "fp8"),
+        default="auto",
+        help="of the output matrix, and of the embedding where both are one; auto: int8 with "
+        "--quantization, else unquantized",
     )
     add("--max-model-len", type=_tokens, help="longest prompt plus output, e.g. 8192 or 32k")
     add("--max-num-seqs", type=_positive, help="sequences that run at once")

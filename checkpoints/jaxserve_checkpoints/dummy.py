@@ -11,21 +11,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve_checkpoints.load import Filling
+from jaxserve_checkpoints.load import Encode, Filling, as_stored
 from jaxserve_checkpoints.naming import leaf_parts
 
 _NORM_NOISE = 0.02
 
 
-def dummy_params[Tree](abstract: Tree, seed: int) -> Tree:
-    """The tree of `abstract` (floating-point ShapeDtypeStructs) filled on the device.
+def dummy_params[Tree](abstract: Tree, seed: int, encode: Encode = as_stored) -> Tree:
+    """The tree of `abstract` (floating-point ShapeDtypeStructs) filled on the device, each part
+    put through `encode`.
 
     Each leaf, or layer of a stacked leaf, depends on `seed` and its path only. Vectors are norm
     weights: 1 + 0.02 N(0, 1). Matrices [..., out, in] are N(0, 1/in), which keeps activations at
     their size from layer to layer (0.02 for a width of 2560). One compilation per distinct shape
     and dtype.
     """
-    filling = Filling(abstract)
+    filling = Filling(abstract, encode)
     for part in leaf_parts(abstract):
         make = _maker(tuple(part.leaf.shape), np.dtype(part.leaf.dtype), part.leaf.sharding)
         filling.put(part, make(np.uint32(seed), np.uint32(zlib.crc32(part.path.encode()))))

@@ -28,10 +28,20 @@ type Progress = Callable[[int, int], None]
 type Place = Callable[[AnyArray, Any], jax.Array]
 """Puts a host array onto a device, given the leaf's sharding or None."""
 
+type Encode = Callable[[str, jax.Array], Any]
+"""Given the path of a part and its array on the device, what the tree holds in its place: a
+quantised weight, any tree of arrays. It is traced for its shapes, and must not depend on the layer
+in the path."""
+
 MAX_BYTES_IN_FLIGHT = 1 << 30
 """The runtime's pinned staging memory grows to the peak of unfinished copies and stays there."""
 
 _HOST_THREADS = 4
+
+
+def as_stored(path: str, array: jax.Array) -> jax.Array:
+    """The Encode that changes nothing."""
+    return array
 
 
 def load_params[Tree](
@@ -41,9 +51,11 @@ def load_params[Tree](
     *,
     progress: Progress | None = None,
     place: Place = jax.device_put,
+    encode: Encode = as_stored,
     max_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT,
 ) -> Tree:
-    """The tree of `abstract` (ShapeDtypeStructs) with arrays of exactly those shapes and dtypes.
+    """The tree of `abstract` (ShapeDtypeStructs) with arrays of exactly those shapes and dtypes,
+    each put through `encode` as soon as it is on the device.
 
     While one group of leaves is copied to the device the next one is put together on the host;
     both together stay within `max_bytes_in_flight`, or two leaves where leaves are larger. Mapped
@@ -52,7 +64,7 @@ def load_params[Tree](
     """
     sources = resolve_rules(rules, abstract, checkpoint)
     total = sum(_nbytes(source) for source in sources)
-    filling = Filling(abstract)
+    filling = Filling(abstract, encode)
     placed: list[LeafSource] = []
 
     def settle() -> None:
@@ -78,29 +90,61 @@ class Filling[Tree]:
     so that no second copy of them is ever on the device and no hole is left in its memory.
     """
 
-    def __init__(self, abstract: Tree):
+    def __init__(self, abstract: Tree, encode: Encode = as_stored):
         self._abstract = abstract
-        stacked = {part.owner for part in leaf_parts(abstract) if part.layer is not None}
-        self._leaves: dict[str, jax.Array] = {
-            path: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-            for path, leaf in leaf_paths(abstract)
-            if path in stacked
-        }
+        self._encode = encode
+        shapes = _encoded_leaves(abstract, encode)
+        self._leaves: dict[str, Any] = {}
+        for part in leaf_parts(abstract):
+            if part.layer == 0:
+                zeros = functools.partial(_zeros, part.leaf.sharding)
+                self._leaves[part.owner] = jax.tree.map(zeros, shapes[part.owner])
 
     def put(self, part: LeafPart, array: jax.Array) -> None:
         """Take one part; each part of the tree exactly once."""
+        encoded = self._encode(part.path, array)
         if part.layer is None:
-            self._leaves[part.owner] = array
+            self._leaves[part.owner] = encoded
         else:
-            stacked = self._leaves[part.owner]
-            self._leaves[part.owner] = _write(stacked, array, np.int32(part.layer))
+            index = np.int32(part.layer)
+            self._leaves[part.owner] = jax.tree.map(
+                lambda stacked, new: _write(stacked, new, index), self._leaves[part.owner], encoded
+            )
 
     def wait(self) -> None:
         jax.block_until_ready(self._leaves)
 
     def tree(self) -> Tree:
+        """The tree of `abstract` with what `encode` made of each leaf in its place."""
         leaves = [self._leaves[path] for path, _ in leaf_paths(self._abstract)]
         return jax.tree.unflatten(jax.tree.structure(self._abstract), leaves)
+
+
+def encoded_abstract[Tree](abstract: Tree, encode: Encode) -> Tree:
+    """Shapes and dtypes of the tree that is `abstract` put through `encode`."""
+    leaves = list(_encoded_leaves(abstract, encode).values())
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def _encoded_leaves(abstract: Any, encode: Encode) -> dict[str, Any]:
+    """What stands in each leaf's place, in leaf order; stacked leaves keep their leading axis."""
+    counts = {path: leaf.shape[0] for path, leaf in leaf_paths(abstract) if leaf.shape}
+    encoded: dict[str, Any] = {}
+    for part in leaf_parts(abstract):
+        if part.owner in encoded:
+            continue
+        leading = () if part.layer is None else (counts[part.owner],)
+        shapes = jax.eval_shape(functools.partial(encode, part.path), part.leaf)
+        encoded[part.owner] = jax.tree.map(functools.partial(_with_leading, leading), shapes)
+    return encoded
+
+
+def _with_leading(leading: tuple[int, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*leading, *leaf.shape), leaf.dtype, sharding=leaf.sharding)
+
+
+def _zeros(sharding: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

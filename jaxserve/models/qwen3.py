@@ -16,21 +16,22 @@ from jaxserve.config import ModelSpec
 from jaxserve.models.rope import rope_tables
 from jaxserve_checkpoints.naming import AnyRule, Ignore, Repeat, Rule
 from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
-from jaxserve_kernels.dense_matmul import gated_linear, linear, sum_parts
 from jaxserve_kernels.kv_format import KV, AttentionStep, attend
+from jaxserve_kernels.matmul import gated_linear, linear, sum_parts, take_rows
+from jaxserve_kernels.weights import Weight
 
 
 class Layer(NamedTuple):
-    """One decoder layer. Matrices are [out, in], as on disk."""
+    """One decoder layer. Matrices are [out, in], as on disk, or quantised."""
 
     attention_norm: Array  # [embed]
-    qkv: Array  # [q_size + 2 * kv_size, embed]: queries, keys, values
+    qkv: Weight  # [q_size + 2 * kv_size, embed]: queries, keys, values
     q_norm: Array  # [head_dim]
     k_norm: Array  # [head_dim]
-    out: Array  # [embed, q_size]
+    out: Weight  # [embed, q_size]
     mlp_norm: Array  # [embed]
-    gate_up: Array  # [2 * ffn, embed]: gate, then up
-    down: Array  # [embed, ffn]
+    gate_up: Weight  # [2 * ffn, embed]: gate, then up
+    down: Weight  # [embed, ffn]
 
 
 class Params(NamedTuple):
@@ -40,10 +41,10 @@ class Params(NamedTuple):
     arguments are cheap to launch on a GPU, and a CPU would copy each slice.
     """
 
-    embedding: Array  # [vocab, embed]
+    embedding: Weight  # [vocab, embed]
     layers: tuple[Layer, ...] | Layer
     final_norm: Array  # [embed]
-    lm_head: Array | None  # [vocab, embed]
+    lm_head: Weight | None  # [vocab, embed]
 
 
 class StepTokens(NamedTuple):
@@ -119,7 +120,7 @@ def forward(
     Returns:
       Hidden states after the final norm [tokens, embed], and kv.
     """
-    x = params.embedding[tokens.ids]
+    x = take_rows(params.embedding, tokens.ids, params.final_norm.dtype)
     tables = rope_tables(spec, tokens.places.positions)
     layers = _views(params.layers)
     normed = rms_norm(x, layers[0].attention_norm, spec.norm_eps)
@@ -153,5 +154,6 @@ def _views(layers: tuple[Layer, ...] | Layer) -> tuple[Layer, ...]:
     """The layers one by one; XLA reads a stacked weight in place at its layer's offset."""
     if not isinstance(layers, Layer):
         return layers
-    count = layers.qkv.shape[0]
-    return tuple(Layer(*(weights[index] for weights in layers)) for index in range(count))
+    leaves, tree = jax.tree.flatten(layers)
+    count = layers.attention_norm.shape[0]
+    return tuple(tree.unflatten(leaf[index] for leaf in leaves) for index in range(count))

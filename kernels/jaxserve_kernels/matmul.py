@@ -1,0 +1,39 @@
+"""Products of a step's tokens with weights of any type: the type decides who computes them."""
+
+from __future__ import annotations
+
+from jax import Array
+from jax.typing import DTypeLike
+
+from jaxserve_kernels import dense_matmul, quantized_matmul
+from jaxserve_kernels.dense_matmul import sum_parts as sum_parts
+from jaxserve_kernels.quantized_matmul.reference import take_quantized_rows
+from jaxserve_kernels.weights import QUANTIZED, Weight
+
+
+def linear(x: Array, weight: Weight, dtype: DTypeLike | None = None) -> Array:
+    """x [tokens, in] times weight [out, in] transposed, as partial sums [parts, tokens, out].
+
+    Their sum over the first axis is the product: one part in `dtype` (x's if not given), or
+    several in float32. Readers add them, by `sum_parts` or inside their own kernel.
+    """
+    if isinstance(weight, QUANTIZED):
+        return quantized_matmul.linear(x, weight, dtype)
+    return dense_matmul.linear(x, weight, dtype)
+
+
+def gated_linear(x: Array, weight: Weight) -> Array:
+    """SwiGLU of x [tokens, in]: silu(x @ gate.T) * (x @ up.T), [tokens, ffn] in x's dtype.
+
+    weight is [2 * ffn, in]: the rows of gate, then those of up.
+    """
+    if isinstance(weight, QUANTIZED):
+        return quantized_matmul.gated_linear(x, weight)
+    return dense_matmul.gated_linear(x, weight)
+
+
+def take_rows(weight: Weight, ids: Array, dtype: DTypeLike) -> Array:
+    """Rows `ids` [n] of a weight [out, in] as [n, in] in `dtype`: an embedding."""
+    if isinstance(weight, QUANTIZED):
+        return take_quantized_rows(weight, ids).astype(dtype)
+    return weight[ids].astype(dtype)

@@ -1,0 +1,4 @@
+"""Products of a step's tokens with quantised weights."""
+
+from jaxserve_kernels.quantized_matmul.api import gated_linear as gated_linear
+from jaxserve_kernels.quantized_matmul.api import linear as linear

@@ -1,0 +1,24 @@
+"""Types of weights: plain arrays, and quantised ones with their layout and definition."""
+
+from jax import Array
+
+from jaxserve_kernels.weights.eight_bit import Fp8Weight as Fp8Weight
+from jaxserve_kernels.weights.eight_bit import Int8Weight as Int8Weight
+from jaxserve_kernels.weights.eight_bit import pack_fp8 as pack_fp8
+from jaxserve_kernels.weights.eight_bit import pack_int8 as pack_int8
+from jaxserve_kernels.weights.eight_bit import quantize_fp8 as quantize_fp8
+from jaxserve_kernels.weights.eight_bit import quantize_int8 as quantize_int8
+from jaxserve_kernels.weights.fp4 import Mxfp4Weight as Mxfp4Weight
+from jaxserve_kernels.weights.fp4 import Nvfp4Weight as Nvfp4Weight
+from jaxserve_kernels.weights.fp4 import pack_mxfp4 as pack_mxfp4
+from jaxserve_kernels.weights.fp4 import pack_nvfp4 as pack_nvfp4
+from jaxserve_kernels.weights.fp4 import quantize_mxfp4 as quantize_mxfp4
+from jaxserve_kernels.weights.fp4 import quantize_nvfp4 as quantize_nvfp4
+from jaxserve_kernels.weights.int4 import Int4Weight as Int4Weight
+from jaxserve_kernels.weights.int4 import pack_int4 as pack_int4
+from jaxserve_kernels.weights.int4 import quantize_int4 as quantize_int4
+
+type QuantizedWeight = Int4Weight | Int8Weight | Fp8Weight | Nvfp4Weight | Mxfp4Weight
+type Weight = Array | QuantizedWeight
+
+QUANTIZED = (Int4Weight, Int8Weight, Fp8Weight, Nvfp4Weight, Mxfp4Weight)

@@ -1,0 +1,104 @@
+"""8-bit weights: integers, or e4m3 floating point, with scales per row or per group of inputs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxserve_kernels.weights import layout
+
+E4M3_MAX = 448.0
+
+
+class Int8Weight(NamedTuple):
+    """weight[n, k] = code[n, k] * scale[n, k // group], in float32; codes are -128..127."""
+
+    packed: Array  # uint16 [out / 64, in / 128, 64, 64], see layout.pack_bytes
+    scale: Array  # float32 [out / 64, groups, 64]; one group is a scale per row
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[..., out, in]"""
+        return layout.logical_shape(self.packed)
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.shape[-1] // self.scale.shape[-2]
+
+    @staticmethod
+    def values(codes: Array) -> Array:
+        """float32 values of codes (uint8), before their scales."""
+        return jax.lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
+
+    def dequantize(self) -> Array:
+        """float32 [..., out, in]: the definition of what the codes mean."""
+        codes = layout.unpack_bytes(self.packed)
+        return self.values(codes) * _per_input(self.scale, self.group)
+
+
+class Fp8Weight(NamedTuple):
+    """weight[n, k] = e4m3(code[n, k]) * scale[n, k // group], in float32.
+
+    e4m3 is OCP's "E4M3" without infinities (arXiv 2209.05433), largest value 448.
+    """
+
+    packed: Array  # uint16 [out / 64, in / 128, 64, 64], see layout.pack_bytes
+    scale: Array  # float32 [out / 64, groups, 64]; one group is a scale per row
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[..., out, in]"""
+        return layout.logical_shape(self.packed)
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.shape[-1] // self.scale.shape[-2]
+
+    @staticmethod
+    def values(codes: Array) -> Array:
+        """float32 values of codes (uint8), before their scales."""
+        return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+
+    def dequantize(self) -> Array:
+        """float32 [..., out, in]: the definition of what the codes mean."""
+        codes = layout.unpack_bytes(self.packed)
+        return self.values(codes) * _per_input(self.scale, self.group)
+
+
+def pack_int8(codes: Array, scale: Array) -> Int8Weight:
+    """From int8 [..., out, in] and scales [..., out, groups]."""
+    codes = jax.lax.bitcast_convert_type(codes.astype(jnp.int8), jnp.uint8)
+    return Int8Weight(layout.pack_bytes(codes), layout.tile_rows(scale.astype(jnp.float32)))
+
+
+def pack_fp8(values: Array, scale: Array) -> Fp8Weight:
+    """From float8_e4m3fn [..., out, in] and scales [..., out, groups]."""
+    codes = jax.lax.bitcast_convert_type(values, jnp.uint8)
+    return Fp8Weight(layout.pack_bytes(codes), layout.tile_rows(scale.astype(jnp.float32)))
+
+
+def quantize_int8(weight: Array) -> Int8Weight:
+    """Round to nearest with one scale per row: its largest magnitude is 127."""
+    wide = weight.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / 127.0
+    codes = jnp.round(wide * jnp.where(scale == 0, 0.0, 1.0 / scale))
+    return pack_int8(jnp.clip(codes, -127, 127), scale)
+
+
+def quantize_fp8(weight: Array) -> Fp8Weight:
+    """Round to nearest with one scale per row: its largest magnitude is 448."""
+    wide = weight.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / E4M3_MAX
+    values = wide * jnp.where(scale == 0, 0.0, 1.0 / scale)
+    return pack_fp8(jnp.clip(values, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn), scale)
+
+
+def _per_input(scale: Array, group: int) -> Array:
+    """Tiled scales as [..., out, in], or [..., out, 1] where a row has one."""
+    values = layout.untile_rows(scale)
+    return values if values.shape[-1] == 1 else jnp.repeat(values, group, axis=-1)

@@ -1,0 +1,95 @@
+"""How the codes of a quantised weight lie in memory: made for the kernels, packed at load.
+
+A weight [out, in] is cut into tiles of 64 outputs by 128 inputs, each contiguous. A tile's codes
+are planes of 16-bit words, so that one load and a few bitwise instructions give whole vectors in
+their order, and no shuffle is needed:
+
+- 4-bit codes: word (n, j), j < 32, holds inputs j, 32 + j, 64 + j and 96 + j of row n, from the
+  low bits up. A group of 32, 64 or 128 inputs is one, two or four planes.
+- 8-bit codes: word (n, j), j < 64, holds inputs j (low byte) and 64 + j.
+
+What belongs to rows and groups of inputs (scales, zeros) is [out / 64, groups, 64]. All functions
+take arrays with any leading axes.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+TILE_OUT = 64
+TILE_IN = 128
+
+
+def pack_nibbles(codes: Array) -> Array:
+    """Integers 0..15 [..., out, in] to uint16 [..., out / 64, in / 128, 64, 32]."""
+    return _pack(codes, bits=4)
+
+
+def unpack_nibbles(packed: Array) -> Array:
+    """The inverse: uint8 [..., out, in]."""
+    return _unpack(packed, bits=4)
+
+
+def pack_bytes(codes: Array) -> Array:
+    """Integers 0..255 [..., out, in] to uint16 [..., out / 64, in / 128, 64, 64]."""
+    return _pack(codes, bits=8)
+
+
+def unpack_bytes(packed: Array) -> Array:
+    """The inverse: uint8 [..., out, in]."""
+    return _unpack(packed, bits=8)
+
+
+def take_byte_rows(packed: Array, ids: Array) -> Array:
+    """Codes of rows `ids` [n] of packed bytes without leading axes: uint8 [n, in]."""
+    words = packed[ids // TILE_OUT, :, ids % TILE_OUT]  # [n, in / 128, 64]
+    planes = jnp.stack([words & 255, words >> 8], axis=-2)
+    return planes.astype(jnp.uint8).reshape(ids.shape[0], -1)
+
+
+def tile_rows(values: Array) -> Array:
+    """Per row and group: [..., out, groups] to [..., out / 64, groups, 64]."""
+    *leading, out, groups = values.shape
+    _check_multiple("out", out, TILE_OUT)
+    return jnp.swapaxes(values.reshape(*leading, out // TILE_OUT, TILE_OUT, groups), -1, -2)
+
+
+def untile_rows(tiled: Array) -> Array:
+    """The inverse: [..., out, groups]."""
+    *leading, tiles, groups, rows = tiled.shape
+    return jnp.swapaxes(tiled, -1, -2).reshape(*leading, tiles * rows, groups)
+
+
+def logical_shape(packed: Array) -> tuple[int, ...]:
+    """[..., out, in] of packed codes."""
+    *leading, out_tiles, in_tiles, rows, _ = packed.shape
+    return (*leading, out_tiles * rows, in_tiles * TILE_IN)
+
+
+def _pack(codes: Array, *, bits: int) -> Array:
+    *leading, out, depth = codes.shape
+    _check_multiple("out", out, TILE_OUT)
+    _check_multiple("in", depth, TILE_IN)
+    planes = 16 // bits
+    tiles = (out // TILE_OUT, TILE_OUT, depth // TILE_IN, planes, TILE_IN // planes)
+    words = codes.astype(jnp.uint16).reshape(*leading, *tiles)
+    packed = words[..., 0, :]
+    for plane in range(1, planes):
+        packed |= words[..., plane, :] << (bits * plane)
+    return jnp.swapaxes(packed, -2, -3)
+
+
+def _unpack(packed: Array, *, bits: int) -> Array:
+    planes = 16 // bits
+    mask = (1 << bits) - 1
+    codes = [(packed >> (bits * plane)) & mask for plane in range(planes)]
+    rows_last = jnp.stack(codes, axis=-2).astype(jnp.uint8)  # [.., tiles, groups, rows, planes, j]
+    return jnp.swapaxes(rows_last, -3, -4).reshape(logical_shape(packed))
+
+
+def _check_multiple(name: str, size: int, multiple: int) -> None:
+    if size % multiple:
+        raise ValueError(
+            f"a quantised weight's {name} must be a multiple of {multiple}, got {size}"
+        )

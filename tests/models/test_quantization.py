@@ -1,0 +1,109 @@
+"""Weights quantised at load: what becomes of which matrix, and that the model still runs on it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.config import ConfigError, ModelSpec
+from jaxserve.models import qwen3
+from jaxserve.models.quantization import Quantization, WeightFormat
+from jaxserve_checkpoints.dummy import dummy_params
+from jaxserve_checkpoints.load import encoded_abstract, load_params
+from jaxserve_checkpoints.reader import open_checkpoint
+from jaxserve_checkpoints.resolve import embedded_model
+from jaxserve_kernels.weights import (
+    QUANTIZED,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    Nvfp4Weight,
+    quantize_int4,
+)
+from tests.runner.driver import Placed, generate, tokens_of
+from tests.tiny_model import SPEC, make_config, make_runner
+
+FOLDER = embedded_model()
+EMBEDDED = ModelSpec.from_hf(json.loads((FOLDER / "config.json").read_text()))
+SMALL = replace(SPEC, vocab_size=128, embed=128, ffn=128, head_dim=32)
+"""The least that a quantised weight holds."""
+
+
+def load(quantization: Quantization) -> qwen3.Params:
+    abstract = qwen3.abstract(EMBEDDED, jnp.float32)
+    encode = quantization.encoder(EMBEDDED)
+    rules = qwen3.rules(EMBEDDED)
+    return load_params(open_checkpoint(FOLDER), rules, abstract, encode=encode)
+
+
+def dequantized(params: qwen3.Params) -> Any:
+    return jax.tree.map(
+        lambda leaf: leaf.dequantize() if isinstance(leaf, QUANTIZED) else leaf,
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, QUANTIZED),
+    )
+
+
+def test_the_matrices_of_the_layers_are_quantised_and_nothing_else() -> None:
+    params = load(Quantization(layers="int4"))
+    plain = load(Quantization())
+    assert isinstance(params.layers, tuple) and isinstance(plain.layers, tuple)
+    for layer, original in zip(params.layers, plain.layers, strict=True):
+        for name in ("qkv", "out", "gate_up", "down"):
+            expected = quantize_int4(getattr(original, name))
+            jax.tree.map(np.testing.assert_array_equal, getattr(layer, name), expected)
+        for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm"):
+            np.testing.assert_array_equal(getattr(layer, name), getattr(original, name))
+    np.testing.assert_array_equal(params.embedding, plain.embedding)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("int4", Int4Weight), ("fp8", Fp8Weight), ("nvfp4", Nvfp4Weight)]
+)
+def test_stacked_layers_hold_what_separate_ones_hold(name: WeightFormat, kind: type) -> None:
+    encode = Quantization(layers=name, head="int8").encoder(SMALL)
+    separate = dummy_params(qwen3.abstract(SMALL, jnp.float32), 3, encode)
+    abstract = qwen3.abstract(SMALL, jnp.float32, stacked=True)
+    stacked = dummy_params(abstract, 3, encode)
+    assert isinstance(separate.layers, tuple) and isinstance(stacked.layers, qwen3.Layer)
+    assert isinstance(stacked.layers.qkv, kind)
+    assert isinstance(stacked.embedding, Int8Weight)
+    for index, layer in enumerate(separate.layers):
+        of_stack = jax.tree.map(lambda leaf, index=index: leaf[index], stacked.layers)
+        jax.tree.map(np.testing.assert_array_equal, of_stack, layer)
+    described = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), stacked)
+    expected = encoded_abstract(abstract, encode)
+    assert described == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), expected)
+
+
+def test_an_untied_head_is_quantised_and_the_embedding_is_not() -> None:
+    spec = replace(SMALL, tie_embeddings=False)
+    encode = Quantization(head="fp8").encoder(spec)
+    params = dummy_params(qwen3.abstract(spec, jnp.float32), 0, encode)
+    assert isinstance(params.lm_head, Fp8Weight)
+    assert not isinstance(params.embedding, QUANTIZED)
+
+
+def test_a_quantised_model_computes_with_its_dequantised_weights() -> None:
+    config = make_config(spec=SMALL, decode=(4,), prefill=(8,))
+    encode = Quantization(layers="int4", head="int8").encoder(SMALL)
+    params = dummy_params(qwen3.abstract(SMALL, jnp.float32), 1, encode)
+    answers = [
+        tokens_of(generate(make_runner(config, weights), Placed(), [5, 77, 9], 12))
+        for weights in (params, dequantized(params))
+    ]
+    assert answers[0] == answers[1]
+    assert len(set(answers[0])) > 1
+
+
+def test_a_shape_that_the_formats_cannot_hold_is_refused_with_its_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"multiple of 128; this model has qkv \[64, 32\], .*48"):
+        Quantization(layers="int4").encoder(SPEC)
+    with pytest.raises(ConfigError, match=r"lm_head \[97, 32\]"):
+        Quantization(head="int8").encoder(SPEC)
