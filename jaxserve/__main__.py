@@ -8,8 +8,13 @@ from jaxserve.cli import parse_args
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the server; returns the exit status."""
-    options = parse_args(sys.argv[1:] if argv is None else argv)
+    """Run the server, or `bench` if that is the first word; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["bench"]:
+        from jaxserve.bench.command import main as bench
+
+        return bench(argv[1:])
+    options = parse_args(argv)
     from jaxserve.serve import serve  # after the flags: --help must not pay for jax
 
     return serve(options)

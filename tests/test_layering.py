@@ -38,6 +38,7 @@ LAYERS = (
     ),
     (
         "jaxserve.batch",
+        "jaxserve.bench",
         "jaxserve.prompt_scores",
         "jaxserve.runner",
         "jaxserve.scheduler",
@@ -65,6 +66,7 @@ STRANGERS = (
 """They know each other's contract (`api`, `plan`), not each other."""
 
 WITHOUT = {
+    "jaxserve.bench": {"jax", "jaxlib"},
     "jaxserve.server": {"jax", "jaxlib"},
     "jaxserve.scheduler": {"jax", "jaxlib", "numpy"},
 }

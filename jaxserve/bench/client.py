@@ -1,0 +1,145 @@
+"""One streamed request to an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from jaxserve.bench.records import Outcome, Record
+from jaxserve.bench.traffic import Prompt, Slo
+
+_OUTPUT = ("content", "reasoning_content", "reasoning", "tool_calls")
+"""Parts of a chat delta that are output; a role alone is not a first token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The server, and how it is asked."""
+
+    url: str
+    model: str
+    endpoint: str = "completions"
+    """completions or chat."""
+    ignore_eos: bool = True
+    """Ask for exactly the drawn number of tokens; servers without the field ignore it."""
+    timeout: float = 600.0
+    """Seconds after the request was sent."""
+    api_key: str | None = None
+    slo_headers: bool = False
+    """Send each request's limits as `x-slo-ttft-ms` and `x-slo-tpot-ms`."""
+
+
+class Client:
+    """Sends prompts over one connection pool without a limit; a limit would be a hidden queue."""
+
+    def __init__(self, target: Target, session: aiohttp.ClientSession, clock: Callable[[], float]):
+        self._target = target
+        self._session = session
+        self._clock = clock
+        path = "chat/completions" if target.endpoint == "chat" else "completions"
+        self._endpoint = f"{target.url}/v1/{path}"
+
+    async def send(self, prompt: Prompt, record: Record, slo: Slo) -> None:
+        """Send now and fill in the record; never raises for what the server does."""
+        body = json.dumps(_body(self._target, prompt)).encode()
+        timeout = aiohttp.ClientTimeout(total=self._target.timeout)
+        record.sent = self._clock()
+        try:
+            async with self._session.post(
+                self._endpoint, data=body, headers=_headers(self._target, slo), timeout=timeout
+            ) as reply:
+                if reply.status != 200:
+                    text = (await reply.text())[:200]
+                    shed = reply.status in (429, 503)
+                    record.outcome = Outcome.SHED if shed else Outcome.FAILED
+                    record.error = f"HTTP {reply.status}: {text}"
+                    return
+                await self._read(reply, record)
+        except TimeoutError:
+            record.outcome = Outcome.TIMED_OUT
+            record.error = f"no end after {self._target.timeout:g} s"
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            record.outcome = Outcome.FAILED
+            record.error = f"{type(error).__name__}: {error}"
+
+    async def _read(self, reply: aiohttp.ClientResponse, record: Record) -> None:
+        ended = False
+        async for line in reply.content:
+            if not line.startswith(b"data: "):
+                continue
+            if line.startswith(b"data: [DONE]"):
+                ended = True
+                break
+            now = self._clock()
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                record.outcome = Outcome.FAILED
+                record.error = str(chunk["error"])[:200]
+                return
+            if any(_has_output(choice) for choice in chunk.get("choices", ())):
+                record.token_times.append(now)
+            if usage := chunk.get("usage"):
+                record.prompt_tokens = usage["prompt_tokens"]
+                record.output_tokens = usage["completion_tokens"]
+                details = usage.get("prompt_tokens_details") or {}
+                record.cached_tokens = details.get("cached_tokens") or 0
+        record.output_tokens = record.output_tokens or len(record.token_times)
+        if ended and record.token_times:
+            record.outcome = Outcome.COMPLETED
+        else:
+            record.outcome = Outcome.FAILED
+            record.error = "the stream ended early" if not ended else "the stream had no output"
+
+
+def _has_output(choice: dict[str, Any]) -> bool:
+    """Completions: every chunk is output (random tokens may be text that is not complete yet)."""
+    delta = choice.get("delta")
+    return delta is None or any(delta.get(part) is not None for part in _OUTPUT)
+
+
+def _body(target: Target, prompt: Prompt) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": target.model,
+        "temperature": prompt.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if target.ignore_eos:
+        body["ignore_eos"] = True
+    if target.endpoint == "chat":
+        body["messages"] = [{"role": "user", "content": prompt.prompt}]
+        body["max_completion_tokens"] = prompt.output_tokens
+    else:
+        body["prompt"] = prompt.prompt
+        body["max_tokens"] = prompt.output_tokens
+    return body
+
+
+def _headers(target: Target, slo: Slo) -> dict[str, str]:
+    headers = {"Content-Type": "application/json"}
+    if target.api_key:
+        headers["Authorization"] = f"Bearer {target.api_key}"
+    if target.slo_headers and slo.ttft is not None:
+        headers["x-slo-ttft-ms"] = f"{slo.ttft * 1e3:g}"
+    tpot = slo.tpot if slo.tpot is not None else slo.itl_p95
+    if target.slo_headers and tpot is not None:
+        headers["x-slo-tpot-ms"] = f"{tpot * 1e3:g}"
+    return headers
+
+
+async def served_model(session: aiohttp.ClientSession, url: str, api_key: str | None) -> str:
+    """The first model that the server names."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    async with session.get(f"{url}/v1/models", headers=headers) as reply:
+        reply.raise_for_status()
+        return (await reply.json())["data"][0]["id"]
+
+
+def clock_from(start: float) -> Callable[[], float]:
+    """Seconds since `start`, a reading of `time.perf_counter`."""
+    return lambda: time.perf_counter() - start

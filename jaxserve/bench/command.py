@@ -1,0 +1,118 @@
+"""`python -m jaxserve bench` and `python -m jaxserve bench compare`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from jaxserve.bench import options, results, tables
+from jaxserve.bench.experiment import ServerNotReady, run_experiment
+from jaxserve.bench.options import Experiment
+
+_EXAMPLES = """examples:
+  python -m jaxserve bench --rate 8 --duration 60 --output results.json --html results.html
+  python -m jaxserve bench --concurrency 64 --traffic fixed --input-tokens 1024
+  python -m jaxserve bench --config experiments.yaml --output results.json
+  python -m jaxserve bench compare before.json after.json
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Run a benchmark or compare result files; returns the exit status."""
+    if argv[:1] == ["compare"]:
+        return _compare(argv[1:])
+    args = _parse(argv)
+    try:
+        experiments = _experiments(args)
+        points = asyncio.run(_run(experiments, Console(stderr=True)))
+        return _report(args, points)
+    except (ServerNotReady, ValueError, OSError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("bench: interrupted; nothing was written", file=sys.stderr)
+        return 130
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="jaxserve bench",
+        description="Load an OpenAI-compatible server and report what its users would have had: "
+        "latencies from the intended send time, lost requests counted.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, help="YAML file: run (defaults) and experiments")
+    parser.add_argument("--output", type=Path, help="write everything as JSON")
+    parser.add_argument("--csv", type=Path, help="write one row per request")
+    parser.add_argument("--html", type=Path, help="write a page of plots")
+    options.add_flags(parser.add_argument_group("experiment"))
+    return parser.parse_args(argv)
+
+
+def _experiments(args: argparse.Namespace) -> list[Experiment]:
+    own = {"config", "output", "csv", "html"}
+    flags = {key: value for key, value in vars(args).items() if key not in own}
+    if args.html:
+        _report_module()  # a missing library is said before the run, not after it
+    if args.config:
+        return options.read_yaml(args.config, flags)
+    return options.from_flags(flags)
+
+
+async def _run(experiments: list[Experiment], console: Console) -> list[dict[str, Any]]:
+    points: list[dict[str, Any]] = []
+    for number, experiment in enumerate(experiments, start=1):
+        title = f"{experiment.name} ({number} of {len(experiments)})"
+        console.print(f"{title}: {experiment.url}", highlight=False)
+        points.append(
+            await run_experiment(experiment, lambda run: tables.live_view(run, console, title))  # noqa: B023
+        )
+        tables.print_point(console, points[-1])
+    return points
+
+
+def _report(args: argparse.Namespace, points: list[dict[str, Any]]) -> int:
+    document = results.document(points)
+    if args.output:
+        results.write(args.output, json.dumps(document) + "\n")
+    if args.csv:
+        results.write(args.csv, results.requests_csv(points))
+    if args.html:
+        results.write(args.html, _report_module().page([(args.html.stem, document)]))
+    return 0
+
+
+def _report_module() -> Any:
+    """The page of plots needs matplotlib, which serving does not."""
+    try:
+        from jaxserve.bench import report
+    except ImportError as error:
+        raise ValueError(f"{error}: pip install 'jaxserve[bench]'") from error
+    return report
+
+
+def _compare(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="jaxserve bench compare",
+        description="Result files side by side, with ratios to the first.",
+    )
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--html", type=Path, help="write a page of plots of all files")
+    args = parser.parse_args(argv)
+    try:
+        documents = [(path.stem, results.read(path)) for path in args.files]
+        for table in tables.compare(documents):
+            Console().print(table)
+        if args.html:
+            results.write(args.html, _report_module().page(documents))
+    except (ValueError, OSError) as error:
+        print(f"bench compare: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,179 @@
+"""Run one experiment: start its server if it has one, load it, sum up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import shlex
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import aiohttp
+
+from jaxserve.bench import arrivals, results, summary, traffic
+from jaxserve.bench.client import Target, served_model
+from jaxserve.bench.load import Limits, Run, closed_loop, open_loop
+from jaxserve.bench.options import Experiment, as_json
+from jaxserve.bench.traffic import Content, Prompt, Slo, TraceEntry, TrafficClass
+
+_SERVER_START_SECONDS = 600.0
+
+
+class ServerNotReady(RuntimeError):
+    """The server could not be reached; the message says what was tried."""
+
+
+async def run_experiment(
+    experiment: Experiment, watch: Callable[[Run], contextlib.AbstractAsyncContextManager[None]]
+) -> dict[str, Any]:
+    """One point of a result file.
+
+    Args:
+      watch: shows the run while it lasts.
+
+    Raises:
+      ServerNotReady, and ValueError for settings that do not go together.
+    """
+    trace = (
+        traffic.read_trace(experiment.trace, _content(experiment), experiment.content_seed)
+        if experiment.trace
+        else None
+    )
+    duration = trace[-1].time + 1e-3 if trace else experiment.duration
+    window = summary.stable_window(duration, experiment.warmup, experiment.cooldown)
+    run = Run(duration=duration)
+    async with _server(experiment):
+        target = await _target(experiment)
+        async with watch(run):
+            await _load(experiment, target, trace, run)
+    cpu_share = run.client_cpu_seconds / max(run.elapsed, 1e-9)
+    figures = summary.summarise(run.records, window, _slos(experiment))
+    return {
+        "name": experiment.name,
+        "settings": {**as_json(experiment), "model": target.model},
+        "summary": figures,
+        "slos": {name: dataclasses.asdict(slo) for name, slo in _slos(experiment).items()},
+        "elapsed_s": round(run.elapsed, 3),
+        "client_cpu_share": round(cpu_share, 3),
+        "warnings": summary.warnings(figures, run.records, cpu_share),
+        "requests": [results.record_json(record) for record in run.records],
+        "server_metrics": [results.sample_json(sample) for sample in run.samples],
+    }
+
+
+async def _load(
+    experiment: Experiment, target: Target, trace: list[TraceEntry] | None, run: Run
+) -> None:
+    limits = Limits(drain=experiment.drain)
+    slos = _slos(experiment)
+    prompts = traffic.generate(_classes(experiment), _content(experiment), experiment.content_seed)
+    if trace is not None:
+        await open_loop(target, [(e.time, e.prompt) for e in trace], slos, limits, run)
+    elif experiment.concurrency is not None:
+        await closed_loop(target, prompts, experiment.concurrency, slos, limits, run)
+    else:
+        times = arrivals.schedule(
+            _segments(experiment), burstiness=experiment.burstiness, seed=experiment.arrival_seed
+        )
+        scheduled: list[tuple[float, Prompt]] = list(zip(times, prompts, strict=False))
+        await open_loop(target, scheduled, slos, limits, run)
+
+
+def _segments(experiment: Experiment) -> list[arrivals.Segment]:
+    if experiment.rate_steps:
+        return arrivals.steps(experiment.rate_steps, experiment.duration)
+    if experiment.rate_end is not None:
+        return arrivals.ramp(experiment.rate, experiment.rate_end, experiment.duration)
+    return arrivals.constant_rate(experiment.rate, experiment.duration)
+
+
+def _classes(experiment: Experiment) -> tuple[TrafficClass, ...]:
+    if experiment.traffic == "fixed":
+        return (traffic.fixed(experiment.input_tokens, experiment.output_tokens),)
+    chosen = [each for each in traffic.STUDY if experiment.traffic in ("study", each.name)]
+    return traffic.with_slo(chosen, experiment.slo)
+
+
+def _slos(experiment: Experiment) -> dict[str, Slo]:
+    slos = {each.name: each.slo for each in _classes(experiment)}
+    if experiment.trace:  # a trace names its own classes; those of the study keep their limits
+        study = traffic.with_slo(traffic.STUDY, experiment.slo)
+        slos = {each.name: each.slo for each in study} | {"trace": traffic.STRICT}
+    return slos
+
+
+def _content(experiment: Experiment) -> Content:
+    return Content(
+        kind=experiment.prompts,
+        max_token_id=experiment.max_token_id,
+        shared_prefix_tokens=experiment.shared_prefix_tokens,
+        shared_prefix_share=experiment.shared_prefix_share,
+    )
+
+
+async def _target(experiment: Experiment) -> Target:
+    url = experiment.url.rstrip("/")
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
+            model = experiment.model or await served_model(session, url, experiment.api_key)
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        raise ServerNotReady(f"no server answers at {url}/v1/models: {error}") from error
+    return Target(
+        url=url,
+        model=model,
+        endpoint=experiment.endpoint,
+        ignore_eos=experiment.ignore_eos,
+        timeout=experiment.timeout,
+        api_key=experiment.api_key,
+        slo_headers=experiment.slo_headers,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _server(experiment: Experiment) -> AsyncGenerator[None]:
+    """The experiment's own server, if its settings have a command for one."""
+    if not experiment.server:
+        yield
+        return
+    process = await asyncio.create_subprocess_exec(*shlex.split(experiment.server))
+    try:
+        await _until_ready(experiment, process)
+        yield
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), 60)
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _until_ready(experiment: Experiment, process: asyncio.subprocess.Process) -> None:
+    deadline = time.monotonic() + _SERVER_START_SECONDS
+    for url in itertools.repeat(f"{experiment.url.rstrip('/')}/v1/completions"):
+        if process.returncode is not None:
+            raise ServerNotReady(f"the server ended with status {process.returncode}")
+        if time.monotonic() > deadline:
+            raise ServerNotReady(f"the server was not ready after {_SERVER_START_SECONDS:g} s")
+        if await _completes(url, experiment):
+            return
+        await asyncio.sleep(0.05)
+
+
+async def _completes(url: str, experiment: Experiment) -> bool:
+    """Whether one token can be had: a port that is open may still be loading."""
+    headers = {"Authorization": f"Bearer {experiment.api_key}"} if experiment.api_key else {}
+    try:
+        async with aiohttp.ClientSession() as session:
+            model = experiment.model or await served_model(
+                session, experiment.url.rstrip("/"), experiment.api_key
+            )
+            body = {"model": model, "prompt": [1, 2, 3], "max_tokens": 1}
+            async with session.post(url, json=body, headers=headers) as reply:
+                return reply.status == 200
+    except (aiohttp.ClientError, OSError, TimeoutError, LookupError):
+        return False

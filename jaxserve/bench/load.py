@@ -1,0 +1,160 @@
+"""Run one load: an open loop on an absolute schedule, or a closed loop of clients."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from jaxserve.bench import scrape
+from jaxserve.bench.client import Client, Target, clock_from
+from jaxserve.bench.records import Outcome, Record
+from jaxserve.bench.scrape import Sample
+from jaxserve.bench.traffic import Prompt, Slo
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A load while it runs and after; what the live view looks at."""
+
+    duration: float
+    """Seconds in which requests are sent."""
+    start: float = 0.0
+    """time.perf_counter() at the start."""
+    records: list[Record] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    client_cpu_seconds: float = 0.0
+    elapsed: float = 0.0
+    """Seconds until the last request ended or was given up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When to stop."""
+
+    drain: float
+    """Seconds that running requests get after the last one was meant to be sent."""
+    scrape_interval: float = 1.0
+
+
+async def open_loop(
+    target: Target,
+    arrivals: list[tuple[float, Prompt]],
+    slos: Mapping[str, Slo],
+    limits: Limits,
+    run: Run,
+) -> None:
+    """Send each prompt at its time, whatever became of those before."""
+    async with _session() as session:
+        run.start = time.perf_counter()
+        client = Client(target, session, clock_from(run.start))
+
+        async def drive() -> None:
+            async with _Tasks(limits.drain) as tasks:
+                for number, (when, prompt) in enumerate(arrivals):
+                    record = _record(run, number, when, prompt)
+                    await asyncio.sleep(max(0.0, when - (time.perf_counter() - run.start)))
+                    tasks.start(client.send(prompt, record, slos.get(prompt.traffic_class, Slo())))
+                await asyncio.sleep(max(0.0, run.duration - (time.perf_counter() - run.start)))
+
+        await _measured(drive(), session, target, limits, run)
+
+
+async def closed_loop(
+    target: Target,
+    prompts: Iterator[Prompt],
+    clients: int,
+    slos: Mapping[str, Slo],
+    limits: Limits,
+    run: Run,
+) -> None:
+    """Each of `clients` sends its next request when its last one has ended.
+
+    A slow server is asked less: the intended time of a request is when its client was free.
+    """
+    async with _session() as session:
+        run.start = time.perf_counter()
+        clock = clock_from(run.start)
+        client = Client(target, session, clock)
+
+        async def one() -> None:
+            while (now := clock()) < run.duration:
+                prompt = next(prompts)
+                record = _record(run, len(run.records), now, prompt)
+                await client.send(prompt, record, slos.get(prompt.traffic_class, Slo()))
+                if record.outcome is Outcome.SHED:
+                    await asyncio.sleep(0.1)  # a refused client comes back, but not at once
+
+        async def drive() -> None:
+            async with _Tasks(limits.drain) as tasks:
+                for _ in range(clients):
+                    tasks.start(one())
+                await asyncio.sleep(run.duration)
+
+        await _measured(drive(), session, target, limits, run)
+
+
+def _record(run: Run, number: int, when: float, prompt: Prompt) -> Record:
+    record = Record(
+        id=number,
+        traffic_class=prompt.traffic_class,
+        intended=when,
+        prompt_tokens=prompt.prompt_tokens,
+        max_tokens=prompt.output_tokens,
+    )
+    run.records.append(record)
+    return record
+
+
+class _Tasks:
+    """Tasks that get `drain` seconds at the end of the block; what is left then is given up."""
+
+    def __init__(self, drain: float):
+        self._drain = drain
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def __aenter__(self) -> _Tasks:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._drain if error[0] is None else 0)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def _measured(
+    drive: Coroutine[None, None, None],
+    session: aiohttp.ClientSession,
+    target: Target,
+    limits: Limits,
+    run: Run,
+) -> None:
+    """Drive the load with the server's metrics and our own CPU time beside it."""
+    cpu = time.process_time()
+    watch = asyncio.ensure_future(
+        scrape.watch(session, target, run.samples, limits.scrape_interval, run.start)
+    )
+    try:
+        await drive
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        run.elapsed = time.perf_counter() - run.start
+        run.client_cpu_seconds = time.process_time() - cpu
+
+
+def _session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+        read_bufsize=2**20,
+    )

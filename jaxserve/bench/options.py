@@ -1,0 +1,211 @@
+"""Settings of a benchmark: flags, or a YAML file of experiments over common defaults."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One point: one load on one server. Every field is a flag and a YAML key of the same name."""
+
+    name: str = "run"
+    url: str = "http://127.0.0.1:8000"
+    server: str | None = None
+    """Command that starts the server for this experiment; stopped after it."""
+    model: str | None = None
+    endpoint: str = "completions"
+    api_key: str | None = None
+    rate: float = 1.0
+    rate_end: float | None = None
+    rate_steps: tuple[float, ...] = ()
+    burstiness: float = 1.0
+    concurrency: int | None = None
+    duration: float = 60.0
+    drain: float = 60.0
+    timeout: float = 600.0
+    warmup: float | None = None
+    cooldown: float | None = None
+    traffic: str = "study"
+    input_tokens: int = 1024
+    output_tokens: int = 128
+    trace: Path | None = None
+    prompts: str = "tokens"
+    max_token_id: int = 150_000
+    shared_prefix_tokens: int = 0
+    shared_prefix_share: float = 1.0
+    ignore_eos: bool = True
+    slo: str = "study"
+    slo_headers: bool = False
+    arrival_seed: int = 0
+    content_seed: int = 0
+
+    def __post_init__(self) -> None:
+        problems = list(_problems(self))
+        if problems:
+            raise ValueError(f"experiment {self.name!r}: " + "; ".join(problems))
+
+
+def _problems(experiment: Experiment) -> Iterator[str]:
+    choices = {
+        "endpoint": ("completions", "chat"),
+        "traffic": ("study", "siso", "silo", "liso", "lilo", "fixed"),
+        "prompts": ("tokens", "text"),
+        "slo": ("study", "strict"),
+    }
+    for name, allowed in choices.items():
+        if getattr(experiment, name) not in allowed:
+            yield f"{name} is {getattr(experiment, name)!r}, supported: {', '.join(allowed)}"
+    if experiment.endpoint == "chat" and experiment.prompts == "tokens" and not experiment.trace:
+        yield "the chat endpoint takes text: use prompts: text"
+    for name in ("rate", "burstiness", "duration", "timeout"):
+        if not getattr(experiment, name) > 0:
+            yield f"{name} must be above 0, got {getattr(experiment, name)}"
+    if any(rate <= 0 for rate in experiment.rate_steps):
+        yield "rate_steps must all be above 0"
+    if experiment.concurrency is not None and experiment.concurrency < 1:
+        yield f"concurrency must be at least 1, got {experiment.concurrency}"
+
+
+_HELP = {
+    "name": "name of the run in reports",
+    "url": "base URL of the server",
+    "server": "command that starts the server; it is stopped at the end",
+    "model": "model name to ask for (default: the first that the server names)",
+    "endpoint": "completions, or chat (needs --prompts text)",
+    "api_key": "sent as a bearer token",
+    "rate": "requests per second",
+    "rate_end": "let the rate ramp in a line to this",
+    "rate_steps": "rates one after another, each for an equal part of the duration: 4,8,16",
+    "burstiness": "shape of the gaps: 1 Poisson, below 1 burstier, inf evenly spaced",
+    "concurrency": "closed loop of so many clients instead of a rate",
+    "duration": "seconds in which requests are sent",
+    "drain": "seconds that running requests get after that",
+    "timeout": "seconds a request may take",
+    "warmup": "seconds left out at the start (default: a tenth)",
+    "cooldown": "seconds left out at the end (default: a tenth)",
+    "traffic": "study (the mix of four classes), one class of it, or fixed",
+    "input_tokens": "prompt length of fixed traffic",
+    "output_tokens": "output length of fixed traffic",
+    "trace": "JSONL file of requests to replay instead",
+    "prompts": "tokens (random ids) or text (random words)",
+    "max_token_id": "random ids are below it",
+    "shared_prefix_tokens": "tokens that prompts of a class have in common (0: unique prompts)",
+    "shared_prefix_share": "share of the requests that have them",
+    "ignore_eos": "generate exactly the drawn number of tokens",
+    "slo": "study (per class) or strict (TTFT 500 ms, TPOT 50 ms)",
+    "slo_headers": "tell the server each request's limits (x-slo-ttft-ms, x-slo-tpot-ms)",
+    "arrival_seed": "seed of the arrival times",
+    "content_seed": "seed of the prompts; every point of a sweep gets its own from it",
+}
+
+
+def add_flags(parser: argparse._ActionsContainer) -> None:  # pyright: ignore[reportPrivateUsage]
+    """One flag per field; those not given stay out of the namespace."""
+    for field in fields(Experiment):
+        flag = "--" + field.name.replace("_", "-")
+        text = _HELP[field.name]
+        if isinstance(field.default, bool):
+            parser.add_argument(
+                flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+            )
+            continue
+        default = "" if field.default in (None, ()) else f" (default: {field.default})"
+        parser.add_argument(
+            flag, type=_parser_of(field.name), default=argparse.SUPPRESS, help=text + default
+        )
+
+
+def _parser_of(name: str) -> Any:
+    if name == "rate_steps":
+        return lambda text: tuple(float(part) for part in text.split(","))
+    if name == "trace":
+        return Path
+    default = {field.name: field.default for field in fields(Experiment)}[name]
+    integers = {"concurrency"}
+    floats = {"rate_end", "warmup", "cooldown"}
+    if name in integers or isinstance(default, int):
+        return int
+    if name in floats or isinstance(default, float):
+        return float
+    return str
+
+
+def from_flags(values: Mapping[str, Any]) -> list[Experiment]:
+    """The one experiment of a command line without a configuration file."""
+    names = {field.name for field in fields(Experiment)}
+    return [Experiment(**{name: value for name, value in values.items() if name in names})]
+
+
+def read_yaml(path: Path, flags: Mapping[str, Any]) -> list[Experiment]:
+    """Experiments of a file: `run` has common settings, each of `experiments` changes some.
+
+    A list where one value belongs is a sweep: every combination is a point, with a content seed of
+    its own. Flags override the file.
+
+    Raises:
+      ValueError: unknown keys or values that cannot be; the message says where.
+    """
+    document = yaml.safe_load(path.read_text()) or {}
+    if not isinstance(document, dict) or not document.keys() <= {"run", "experiments"}:
+        raise ValueError(f"{path}: expected the keys run and experiments, found {document!r:.200}")
+    common = dict(document.get("run") or {})
+    points: list[Experiment] = []
+    for number, changes in enumerate(document.get("experiments") or [{}]):
+        settings = {"name": f"experiment-{number + 1}", **common, **(changes or {})}
+        for point in _sweep(settings):
+            points.append(_experiment({**point, **flags}, path))
+    return [
+        replace(point, content_seed=point.content_seed + 1_000_003 * number)
+        for number, point in enumerate(points)
+    ]
+
+
+def _sweep(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    lists = {
+        key: value
+        for key, value in settings.items()
+        if isinstance(value, list) and key != "rate_steps"
+    }
+    for values in itertools.product(*lists.values()):
+        point = dict(zip(lists, values, strict=True))
+        suffix = "".join(f" {key}={value}" for key, value in point.items())
+        yield {**settings, **point, "name": f"{settings['name']}{suffix}"}
+
+
+def _experiment(settings: dict[str, Any], path: Path) -> Experiment:
+    known = {field.name for field in fields(Experiment)}
+    if unknown := settings.keys() - known:
+        raise ValueError(f"{path}: unknown keys {sorted(unknown)}; known: {sorted(known)}")
+    converted: dict[str, Any] = {
+        key: value if value is None or isinstance(value, bool) else _converted(key, value, path)
+        for key, value in settings.items()
+    }
+    return Experiment(**converted)
+
+
+def _converted(key: str, value: Any, path: Path) -> Any:
+    if key == "rate_steps":
+        return tuple(float(rate) for rate in value)
+    try:
+        return _parser_of(key)(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {key} is {value!r}: {error}") from error
+
+
+def as_json(experiment: Experiment) -> dict[str, Any]:
+    """For the result file; without the key, and with infinity as a word."""
+    values = dataclasses.asdict(replace(experiment, api_key=None))
+    values["trace"] = str(experiment.trace) if experiment.trace else None
+    if math.isinf(experiment.burstiness):
+        values["burstiness"] = "inf"
+    return values

@@ -1,0 +1,74 @@
+"""What happened to each request. Times are seconds from the start of the run."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from jaxserve.bench.traffic import Slo
+
+
+class Outcome(StrEnum):
+    """How a request ended. Everything but COMPLETED is a miss in every percentage."""
+
+    COMPLETED = "completed"
+    SHED = "shed"
+    """The server refused it: 429 or 503."""
+    FAILED = "failed"
+    TIMED_OUT = "timed_out"
+    UNFINISHED = "unfinished"
+    """Still running when the run ended."""
+
+
+@dataclass(kw_only=True)
+class Record:
+    """One request."""
+
+    id: int
+    traffic_class: str
+    intended: float
+    """When it was meant to be sent; latencies count from here."""
+    prompt_tokens: int
+    max_tokens: int
+    sent: float | None = None
+    token_times: list[float] = field(default_factory=list)
+    """Arrival of each chunk that carries output."""
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    outcome: Outcome = Outcome.UNFINISHED
+    error: str | None = None
+
+    @property
+    def send_lag(self) -> float | None:
+        return None if self.sent is None else self.sent - self.intended
+
+    @property
+    def ttft(self) -> float | None:
+        return self.token_times[0] - self.intended if self.token_times else None
+
+    @property
+    def e2e(self) -> float | None:
+        return self.token_times[-1] - self.intended if self.token_times else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time per output token after the first; None for fewer than two tokens."""
+        if self.output_tokens < 2 or len(self.token_times) < 2:
+            return None
+        return (self.token_times[-1] - self.token_times[0]) / (self.output_tokens - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Inter-token times: gaps between chunks."""
+        times = self.token_times
+        return [after - before for before, after in itertools.pairwise(times)]
+
+    def meets(self, slo: Slo) -> bool:
+        """Completed, and within every limit that applies. One token has no inter-token time."""
+        if self.outcome is not Outcome.COMPLETED or self.ttft is None:
+            return False
+        gaps = sorted(self.gaps)
+        p95 = gaps[min(int(0.95 * len(gaps)), len(gaps) - 1)] if gaps else None
+        measured = ((self.ttft, slo.ttft), (p95, slo.itl_p95), (self.tpot, slo.tpot))
+        return all(value is None or limit is None or value <= limit for value, limit in measured)

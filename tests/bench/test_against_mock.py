@@ -1,0 +1,189 @@
+"""The whole harness against a server with known latencies, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from jaxserve.bench import command, results
+from jaxserve.bench.experiment import ServerNotReady, run_experiment
+from jaxserve.bench.options import Experiment
+from tests.bench.mock_server import Course, serving
+
+QUICK: dict[str, Any] = {
+    "duration": 1.0,
+    "rate": 40,
+    "traffic": "fixed",
+    "input_tokens": 4,
+    "output_tokens": 5,
+    "warmup": 0.0,
+    "cooldown": 0.0,
+    "drain": 5.0,
+}
+
+
+async def measured(url: str, **settings: Any) -> dict[str, Any]:
+    experiment = Experiment(url=url, **{**QUICK, **settings})
+    return await run_experiment(experiment, lambda run: nullcontext())
+
+
+async def test_means_are_those_of_the_server() -> None:
+    """Against what the server really did, since a loaded machine stretches its sleeps too."""
+    async with serving(lambda body, number: Course(ttft=0.05, gap=0.02)) as mock:
+        point = await measured(mock.url)
+    total = point["summary"]["total"]
+    assert total["completed"] == total["sent"] == len(mock.bodies) == len(mock.writes) > 10
+    ttft = median(1e3 * times[0] for times in mock.writes.values())
+    tpot = median(1e3 * (times[-1] - times[0]) / 4 for times in mock.writes.values())
+    # From the intended send time: nothing may be subtracted, and the way there adds a little.
+    assert ttft < total["ttft_ms_of_completed"]["p50"] < ttft + 15
+    assert total["tpot_ms_of_completed"]["p50"] == pytest.approx(tpot, abs=1)
+    assert total["cached_token_share"] == pytest.approx(0.25)
+    assert point["server_metrics"][0]["running"] == 3
+
+
+async def test_every_fate_is_counted_once() -> None:
+    fates = (
+        Course(),
+        Course(status=503),
+        Course(status=429),
+        Course(status=500),
+        Course(breaks_after=2),
+        Course(ttft=30.0),
+    )
+    async with serving(lambda body, number: fates[number % 6]) as mock:
+        point = await measured(mock.url, timeout=0.5)
+    total = point["summary"]["total"]
+    outcomes = [fates[number % 6] for number in range(len(mock.bodies))]
+    assert total["sent"] == len(mock.bodies)
+    assert total["completed"] == outcomes.count(fates[0])
+    assert total["shed"] == outcomes.count(fates[1]) + outcomes.count(fates[2])
+    assert total["failed"] == outcomes.count(fates[3]) + outcomes.count(fates[4])
+    assert total["timed_out"] == outcomes.count(fates[5])
+    assert total["slo_attainment"] == pytest.approx(total["completed"] / total["sent"])
+
+
+async def test_what_runs_at_the_end_is_unfinished_and_a_miss() -> None:
+    async with serving(lambda body, number: Course(ttft=30)) as mock:
+        point = await measured(mock.url, drain=0.1, duration=0.3)
+    total = point["summary"]["total"]
+    assert total["unfinished"] == total["sent"] > 0
+    assert total["slo_attainment"] == 0
+    assert any("still running" in warning for warning in point["warnings"])
+
+
+async def test_an_open_loop_does_not_wait_for_the_server() -> None:
+    """A server that stalls is still sent every request at its time."""
+    async with serving(lambda body, number: Course(ttft=0.8)) as mock:
+        point = await measured(mock.url, rate=20, burstiness=float("inf"))
+    sent = [request["sent"] for request in point["requests"]]
+    assert sent == pytest.approx([0.025 + 0.05 * i for i in range(20)], abs=0.03)
+
+
+async def test_a_closed_loop_keeps_so_many_clients_busy() -> None:
+    async with serving(lambda body, number: Course(ttft=0.05, tokens=1)) as mock:
+        point = await measured(mock.url, concurrency=4, duration=0.6)
+    assert 4 * 8 <= len(point["requests"]) <= 4 * 13
+    prompts = {json.dumps(body["prompt"]) for body in mock.bodies}
+    assert len(prompts) == len(mock.bodies), "no prompt is sent twice"
+
+
+async def test_a_role_is_not_a_first_token() -> None:
+    async with serving(lambda body, number: Course(ttft=0.1, chat=True)) as mock:
+        point = await measured(
+            mock.url, endpoint="chat", prompts="text", rate=10, slo_headers=True, api_key="k"
+        )
+    assert point["summary"]["total"]["ttft_ms_of_completed"]["p50"] >= 100
+    assert mock.headers[0]["x-slo-ttft-ms"] == "500"
+    assert mock.headers[0]["Authorization"] == "Bearer k"
+    assert mock.bodies[0]["max_completion_tokens"] == 5
+    assert "k" not in json.dumps(point["settings"]["api_key"])
+
+
+async def test_no_server_is_one_clear_error() -> None:
+    with pytest.raises(ServerNotReady, match="no server answers at http://127"):
+        await measured("http://127.0.0.1:9")
+
+
+async def test_a_server_that_cannot_start_is_said() -> None:
+    with pytest.raises(ServerNotReady, match="status 3"):
+        await measured("http://127.0.0.1:9", server=f"{sys.executable} -c 'raise SystemExit(3)'")
+
+
+async def _invoke(*argv: str) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "jaxserve", "bench", *argv,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    out, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode()
+
+
+async def test_a_configuration_file_from_the_command_line(tmp_path: Path) -> None:
+    """A sweep of two rates writes JSON, CSV and a page; comparing the file with itself works."""
+    config = tmp_path / "bench.yaml"
+    out, table, page = tmp_path / "o.json", tmp_path / "o.csv", tmp_path / "o.html"
+    async with serving(lambda body, number: Course(status=503 if number % 5 == 0 else 200)) as mock:
+        settings = {**QUICK, "url": mock.url, "traffic": "study", "ignore_eos": False}
+        document = {"run": settings, "experiments": [{"name": "mix", "rate": [20, 40]}]}
+        config.write_text(json.dumps(document))  # JSON is YAML
+        status, text = await _invoke(
+            "--config", str(config), "--output", str(out), "--csv", str(table), "--html", str(page)
+        )
+    assert status == 0, text
+    points = results.read(out)["points"]
+    assert [point["name"] for point in points] == ["mix rate=20", "mix rate=40"]
+    assert points[0]["settings"]["content_seed"] != points[1]["settings"]["content_seed"]
+    rows = list(csv.DictReader(io.StringIO(table.read_text())))
+    assert len(rows) == len(mock.bodies) == sum(len(point["requests"]) for point in points)
+    assert {row["outcome"] for row in rows} == {"completed", "shed"}
+    html = page.read_text()
+    assert html.count("<svg") == 2 + 2 * 3 and "http-equiv" not in html
+    assert "mix rate=20" in text and "shed" in text
+    assert command.main(["compare", str(out), str(out)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--rate", "-1"], "rate must be above 0"),
+        (["--endpoint", "chat"], "prompts: text"),
+        (["--traffic", "lots"], "supported: study"),
+        (["--config", "/does/not/exist"], "No such file"),
+        (["compare", "/does/not/exist"], "No such file"),
+    ],
+)
+def test_wrong_settings_are_one_line(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(argv) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_unknown_keys_of_a_file_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "bench.yaml"
+    config.write_text("run:\n  ratee: 3\n")
+    assert command.main(["--config", str(config)]) == 1
+    assert "ratee" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_result_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.json"
+    path.write_text("{}")
+    assert command.main(["compare", str(path)]) == 1
+    assert "not a result file" in capsys.readouterr().err
