@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.bench.command import main as bench
 from jaxserve.cli import parse_args
 from jaxserve.metrics import Metrics
 
@@ -31,6 +32,12 @@ parametrize_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page
 def flags_of_the_parser(capsys: pytest.CaptureFixture[str]) -> set[str]:
     with pytest.raises(SystemExit):
         parse_args(["--help"])
+    return set(re.findall(r"^ +(?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.M))
+
+
+def flags_of_the_benchmark(capsys: pytest.CaptureFixture[str]) -> set[str]:
+    with pytest.raises(SystemExit):
+        bench(["--help"])
     return set(re.findall(r"^ +(?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.M))
 
 
@@ -62,10 +69,12 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 @parametrize_pages
 def test_flags_that_are_named_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the script that a line names, otherwise of the server."""
+    """Of the script that a line names, otherwise of the page's program."""
     if page.name == "performance.md" or page.parent.name == "embedded":
         return  # they quote commands of other programs, too
     known = flags_of_the_parser(capsys)
+    if page.name == "benchmarking.md":
+        known |= flags_of_the_benchmark(capsys)
     for line in page.read_text().splitlines():
         scripts = "".join((ROOT / name).read_text() for name in SCRIPT.findall(line))
         for flag in FLAG.findall(line):
