@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Iterator
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -16,6 +17,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import jax
 import jax.numpy as jnp
 import numpy as np
+import triton.language as tl
 from triton.runtime import interpreter
 
 _patch_lang_tensor = interpreter._patch_lang_tensor
@@ -28,6 +30,30 @@ def _patch(tensor: Any, scope: Any) -> None:
 
 
 interpreter._patch_lang_tensor = _patch
+
+_COMPARISONS = (
+    np.less, np.less_equal, np.equal, np.not_equal, np.greater_equal, np.greater
+)  # fmt: skip
+_builder: Any = interpreter.InterpreterBuilder
+_binary_op = _builder.binary_op
+
+
+def _typed_binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+    """Comparisons give truth values, operators of two integer types the type of the first."""
+    if op in _COMPARISONS:
+        return interpreter.TensorHandle(op(lhs.data, rhs.data), tl.int1)
+    if lhs.data.dtype != rhs.data.dtype and lhs.data.dtype.kind in "iu":
+        rhs = interpreter.TensorHandle(rhs.data.astype(lhs.data.dtype), rhs.dtype)
+    return _binary_op(self, lhs, rhs, op)
+
+
+_builder.binary_op = _typed_binary_op
+
+
+def tensor_range(*bounds: Any) -> Iterator[Any]:
+    """`range` for kernels that use its numbers as the tensors they are on a GPU."""
+    for number in range(*map(int, bounds)):
+        yield interpreter.interpreter_semantic.to_tensor(number, False)
 
 
 class Argument:
