@@ -1,0 +1,198 @@
+"""Streamed tokens per second of the HTTP side: the real server and scheduler, a device of lists.
+
+    python scripts/bench_http.py --clients 256 --tokens 200 --route chat
+
+The server is a process of its own: engine thread, scheduler and HTTP as in production, and a
+runner that gives out tokens of the embedded model's vocabulary at once (or after --step-ms, off
+the interpreter's lock as a device would). Clients are raw sockets in this process that count
+events; what they cost is shown, since on two cores they compete with the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from jaxserve.api import EngineLimits
+from jaxserve.config import CacheConfig, SchedulerConfig, ServerConfig
+from jaxserve.engine import AsyncEngine, Parts, Progress
+from jaxserve.metrics import Metrics
+from jaxserve.plan import Sampled, StepPlan
+from jaxserve.scheduler import Scheduler
+from jaxserve.server import make_app, make_runner
+from jaxserve.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parents[1]
+EMBEDDED = ROOT / "checkpoints" / "jaxserve_checkpoints" / "embedded"
+MAX_LENGTH = 4096
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--clients", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=200, help="per request")
+    parser.add_argument("--rounds", type=int, default=3, help="requests per client")
+    parser.add_argument("--route", choices=["chat", "completions"], default="chat")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="time of a step on the device")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    uvloop.run(_serve(args) if args.serve else _measure(args))
+
+
+class ListRunner:
+    """Gives every row that samples the next id of a fixed cycle of plain words."""
+
+    def __init__(self, step_seconds: float, vocab: int):
+        self._step_seconds = step_seconds
+        self._next = count()
+        self._vocab = vocab
+
+    def launch(self, plan: StepPlan) -> StepPlan:
+        return plan
+
+    def collect(self, pending: StepPlan) -> list[Sampled | None]:
+        time.sleep(self._step_seconds)
+        base = 300 + next(self._next) % (self._vocab - 300)
+        return [Sampled(base) if row.samples else None for row in pending.rows]
+
+    def reset(self) -> None:
+        pass
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    tokenizer = load_tokenizer(EMBEDDED)
+    page_size = 64
+    pages = 1 + args.clients * (MAX_LENGTH // page_size)
+
+    def build(progress: Progress) -> Parts[StepPlan]:
+        scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=args.clients,
+                max_model_len=MAX_LENGTH,
+                max_num_batched_tokens=max(2048, args.clients),
+            ),
+            CacheConfig(num_pages=pages, page_size=page_size),
+        )
+        return Parts(scheduler, ListRunner(args.step_ms / 1000, tokenizer.vocab_size))
+
+    metrics = Metrics("bench")
+    limits = EngineLimits(MAX_LENGTH, tokenizer.vocab_size)
+    engine = AsyncEngine(build=build, limits=limits, metrics=metrics)
+    config = ServerConfig(model_names=("bench",), host="127.0.0.1", port=0)
+    runner = make_runner(make_app(engine, tokenizer, config, metrics))
+    await runner.setup()
+    from aiohttp import web
+
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
+    await engine.start()
+    print(runner.addresses[0][1], flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await engine.stop()
+    await runner.cleanup()
+    print(json.dumps({"cpu": time.process_time()}), flush=True)
+
+
+class Client(asyncio.Protocol):
+    """Sends its request again and again, and counts the events of the answers."""
+
+    def __init__(self, request: bytes, rounds: int, done: asyncio.Future[None]):
+        self._request = request
+        self._left = rounds
+        self._done = done
+        self._tail = b""
+        self.events = 0
+        self.bytes = 0
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.bytes += len(data)
+        self.events += data.count(b"data: ")
+        self._tail = (self._tail + data)[-32:]
+        if b"[DONE]\n\n\r\n0\r\n\r\n" in self._tail:
+            self._next()
+
+    def _next(self) -> None:
+        self._tail = b""
+        self._left -= 1
+        if self._left:
+            self._transport.write(self._request)
+        else:
+            self._transport.close()
+            self._done.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._done.done():
+            self._done.set_exception(ConnectionError("the server closed the connection"))
+
+
+async def _measure(args: argparse.Namespace) -> None:
+    server = subprocess.Popen(
+        [sys.executable, __file__, "--serve", *sys.argv[1:]],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert server.stdin is not None and server.stdout is not None
+    port = int(server.stdout.readline())
+    loop = asyncio.get_running_loop()
+    request = _request(args)
+    started, cpu = time.perf_counter(), time.process_time()
+    clients: list[Client] = []
+    dones: list[asyncio.Future[None]] = []
+    for _ in range(args.clients):
+        done = loop.create_future()
+        _, client = await loop.create_connection(
+            lambda done=done: Client(request, args.rounds, done), "127.0.0.1", port
+        )
+        clients.append(client)
+        dones.append(done)
+    await asyncio.gather(*dones)
+    seconds = time.perf_counter() - started
+    own = time.process_time() - cpu
+    output, _ = server.communicate("")
+    tokens = args.clients * args.tokens * args.rounds
+    served = json.loads(output.splitlines()[-1])["cpu"]
+    print(
+        f"{args.route}, {args.clients} clients, step {args.step_ms:g} ms: "
+        f"{tokens / seconds:,.0f} tokens/s, {sum(c.events for c in clients):,} events; "
+        f"server {served / tokens * 1e6:.0f} us of CPU per token (its start included), "
+        f"clients {own / tokens * 1e6:.0f}; "
+        f"{sum(c.bytes for c in clients) / tokens:.0f} bytes per token"
+    )
+
+
+def _request(args: argparse.Namespace) -> bytes:
+    body: dict[str, object] = {
+        "max_tokens": args.tokens,
+        "stream": True,
+        "ignore_eos": True,
+        "stream_options": {"include_usage": True},
+    }
+    if args.route == "chat":
+        body["messages"] = [{"role": "user", "content": "Hello!"}]
+    else:
+        body["prompt"] = "Hello!"
+    raw = json.dumps(body).encode()
+    path = "/v1/chat/completions" if args.route == "chat" else "/v1/completions"
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(raw)}\r\n\r\n"
+    ).encode() + raw
+
+
+if __name__ == "__main__":
+    main()
