@@ -125,3 +125,26 @@ async def test_lm_eval_generate_until(server: Server) -> None:
     ]
     again = await post(server, "/v1/completions", body | {"prompt": tokenized})
     assert [c["text"] for c in again["choices"]] == [c["text"] for c in reply["choices"]]
+
+
+async def test_lm_eval_loglikelihood(server: Server) -> None:
+    """Context and continuation as ids, echoed; the client reads `[ctxlen:-1]` and its offsets."""
+    context = (await post(server, "/tokenize", {"prompt": "The capital of France"}))["tokens"]
+    ending = (await post(server, "/tokenize", {"prompt": " is Paris"}))["tokens"]
+    body = {
+        "model": MODEL,
+        "prompt": [context + ending, ending],
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+    }
+    first, _ = (await post(server, "/v1/completions", body))["choices"]
+    logprobs = first["logprobs"]
+    assert len(logprobs["token_logprobs"]) == len(context) + len(ending) + 1
+    scored = logprobs["token_logprobs"][len(context) : -1]
+    assert len(scored) == len(ending)
+    assert all(value <= 0 for value in scored)
+    tops = logprobs["top_logprobs"][len(context) : -1]
+    assert all(value <= max(top.values()) for value, top in zip(scored, tops, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import openai
@@ -194,3 +194,49 @@ async def test_the_async_clients_get_the_same(server: Server, client: openai.Ope
     async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none") as api:
         message = await api.messages.create(model=MODEL, max_tokens=96, messages=SUM)
     assert message.content[0].type == "text"
+
+
+class Answer(BaseModel):
+    """Of bounded length, whatever the model likes."""
+
+    city: Literal["Paris", "London"]
+    sure: bool
+
+
+def test_answers_are_parsed_into_types(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    content = "What is the capital of France?"
+    asked: Any = [{"role": "user", "content": content}]
+    chat = client.chat.completions.parse(
+        messages=asked, response_format=Answer, reasoning_effort="none", **GREEDY
+    )
+    assert isinstance(chat.choices[0].message.parsed, Answer)
+    response = client.responses.parse(
+        model=MODEL, temperature=0, input=content, text_format=Answer, reasoning={"effort": "none"}
+    )
+    assert isinstance(response.output_parsed, Answer)
+    schema = {**Answer.model_json_schema(), "additionalProperties": False}
+    message = claude.messages.create(
+        model=MODEL,
+        max_tokens=96,
+        messages=asked,
+        output_config={"format": {"type": "json_schema", "schema": schema}},
+    )
+    assert message.content[0].type == "text"
+    Answer.model_validate_json(message.content[0].text)
+
+
+def test_a_call_can_be_forced(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    choice: Any = {"type": "function", "function": {"name": "get_weather"}}
+    chat = client.chat.completions.create(
+        messages=WEATHER, tools=TOOLS, tool_choice=choice, **GREEDY
+    )
+    (call,) = chat.choices[0].message.tool_calls or ()
+    GetWeather.model_validate_json(call.function.arguments)
+    message = claude.messages.create(
+        model=MODEL,
+        max_tokens=96,
+        messages=WEATHER,
+        tools=[{"name": "get_weather", "input_schema": PARAMETERS}],
+        tool_choice={"type": "tool", "name": "get_weather"},
+    )
+    assert message.stop_reason == "tool_use"

@@ -18,7 +18,7 @@ def soak(*flags: str, timeout: float) -> None:
 
 def test_a_small_soak_leaves_nothing_behind(server: Server) -> None:
     # Too short to tell growth from what the allocators keep.
-    flags = ("--requests", "300", "--max-growth", "256", "--seed", "3")
+    flags = ("--requests", "60", "--max-growth", "256", "--seed", "3")
     soak(*flags, "--url", server.url, "--pid", str(server.process.pid), timeout=250)
 
 
