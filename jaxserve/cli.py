@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxserve import __version__
@@ -43,6 +43,9 @@ class Options:
     forbid_compiles: bool
     shutdown_timeout: float
     log_level: str
+    api_key: list[str] | None = field(repr=False)
+    api_key_file: Path | None
+    open_metrics: bool
 
 
 type _AddArgument = Callable[..., argparse.Action]
@@ -63,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     _add_model_flags(parser.add_argument_group("model").add_argument)
     _add_server_flags(parser.add_argument_group("server").add_argument)
+    _add_access_flags(parser.add_argument_group("access").add_argument)
     _add_engine_flags(parser.add_argument_group("engine").add_argument)
     return parser
 
@@ -98,6 +102,18 @@ def _add_server_flags(add: _AddArgument) -> None:
         help="seconds that running requests get to finish on SIGTERM or Ctrl-C",
     )
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+
+
+def _add_access_flags(add: _AddArgument) -> None:
+    add(
+        "--api-key",
+        action="extend",
+        nargs="+",
+        help="keys, one of which every request must carry; other users of the machine can read "
+        "the command line: prefer --api-key-file or JAXSERVE_API_KEY in the environment",
+    )
+    add("--api-key-file", type=Path, help="more keys, one per line")
+    add("--open-metrics", action="store_true", help="/metrics needs no key")
 
 
 def _add_engine_flags(add: _AddArgument) -> None:

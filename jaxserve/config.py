@@ -295,3 +295,7 @@ class ServerConfig:
     """Seconds between SSE comments on a stream that waits for its next token."""
     stall_timeout: float = 120.0
     """Seconds without progress of the engine thread after which `/health` is 503."""
+    api_key_digests: tuple[bytes, ...] = ()
+    """SHA-256 of the keys that clients may use; none: no key is needed."""
+    open_metrics: bool = False
+    """`/metrics` needs no key."""

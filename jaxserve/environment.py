@@ -13,6 +13,13 @@ _XLA_FLAGS = (
     "--xla_disable_hlo_passes=rematerialization",
 )
 
+API_KEY = "JAXSERVE_API_KEY"
+
+
+def api_key_of_environment() -> str | None:
+    """None if it is not set; set and empty, as a missing secret would leave it, is no key."""
+    return os.environ.get(API_KEY)
+
 
 def prepare(gpu_memory_utilization: float) -> None:
     """Set what is not set already: the allocator's share of the GPU, and compiler flags."""

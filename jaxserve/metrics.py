@@ -10,7 +10,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 COMPILE_PHASES = ("startup", "serving")
-REJECTIONS = ("invalid", "overloaded", "not_ready")
+REJECTIONS = ("invalid", "unauthorized", "overloaded", "not_ready")
 MAX_IGNORED_NAMES = 64
 """Names of ignored parameters that get a series of their own; clients choose the names."""
 

@@ -19,6 +19,7 @@ from jaxserve.cli import Options
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.engine import AsyncEngine, Parts, Progress
 from jaxserve.environment import prepare
+from jaxserve.listen import server_config
 from jaxserve.metrics import Metrics
 from jaxserve.model_source import ModelSource, find_model
 from jaxserve.server import make_app, make_runner
@@ -56,12 +57,7 @@ async def _serve(options: Options) -> None:
     source = await asyncio.to_thread(find_model, options)
     metrics = Metrics(source.names[0])
     engine = _make_engine(options, source, metrics)
-    config = ServerConfig(
-        model_names=source.names,
-        host=options.host,
-        port=options.port,
-        sampling_defaults=source.sampling_defaults,
-    )
+    config = server_config(options, source)
     runner = make_runner(make_app(engine, source.tokenizer, config, metrics))
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

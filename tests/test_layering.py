@@ -50,6 +50,7 @@ LAYERS = (
         "jaxserve.build",
         "jaxserve.cli",
         "jaxserve.environment",
+        "jaxserve.listen",
         "jaxserve.model_source",
         "jaxserve.serve",
     ),

@@ -12,6 +12,7 @@ from jaxserve.chat_template import ChatTemplate
 from jaxserve.config import ServerConfig
 from jaxserve.metrics import Metrics
 from jaxserve.server import operations
+from jaxserve.server.access import require_key
 from jaxserve.server.chat import chat_completions
 from jaxserve.server.completions import completions
 from jaxserve.server.messages import count_tokens, messages
@@ -27,7 +28,9 @@ def make_app(
     engine: Engine, tokenizer: Tokenizer, config: ServerConfig, metrics: Metrics
 ) -> web.Application:
     """The HTTP side of one engine. It may be served while the engine is still starting."""
-    app = web.Application(middlewares=[error_shape], client_max_size=config.max_request_bytes)
+    app = web.Application(
+        middlewares=[error_shape, require_key], client_max_size=config.max_request_bytes
+    )
     source = tokenizer.chat_template
     app[SERVICE] = Service(
         engine=engine,

@@ -65,7 +65,7 @@ class ApiError(Exception):
 
     def response(self, body: dict[str, Any] | None = None) -> web.Response:
         """`body`: in the words of another API than OpenAI's."""
-        headers: dict[str, str] = {}
+        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
             headers["Retry-After-Ms"] = str(math.ceil(self.retry_after * 1000))

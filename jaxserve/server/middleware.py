@@ -15,7 +15,13 @@ from jaxserve.server.service import SERVICE
 log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
-_REJECTIONS = {400: "invalid", 404: "invalid", 429: "overloaded", 503: "not_ready"}
+_REJECTIONS = {
+    400: "invalid",
+    401: "unauthorized",
+    404: "invalid",
+    429: "overloaded",
+    503: "not_ready",
+}
 
 
 @web.middleware

@@ -1,0 +1,168 @@
+"""With keys, nothing but health answers without one: routes of today, of tomorrow and of nobody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from jaxserve.cli import parse_args
+from jaxserve.config import ConfigError, ServerConfig
+from jaxserve.listen import api_keys
+from jaxserve.metrics import Metrics
+from jaxserve.server import make_app
+from jaxserve.server.access import digest
+from tests.fakes import FakeEngine, tiny_tokenizer
+from tests.server.conftest import Serve
+
+KEYS = ("first-key", "second-key")
+KEYED: dict[str, Any] = {"api_key_digests": tuple(map(digest, KEYS))}
+OPEN = {("GET", "/health"), ("HEAD", "/health"), ("GET", "/ready"), ("HEAD", "/ready")}
+
+
+def registered_routes() -> list[tuple[str, str]]:
+    config = ServerConfig(model_names=("tiny",))
+    app = make_app(FakeEngine(), tiny_tokenizer(), config, Metrics("tiny"))
+    routes: list[tuple[str, str]] = []
+    for route in app.router.routes():
+        assert isinstance(route.resource, web.Resource)
+        routes.append((route.method, route.resource.canonical.replace("{model}", "tiny")))
+    return routes
+
+
+async def status(url: str, method: str, path: str, headers: dict[str, str] | None = None) -> int:
+    async with aiohttp.request(method, url + path, headers=headers) as reply:
+        return reply.status
+
+
+async def test_every_route_but_health_needs_a_key(serve: Serve) -> None:
+    url = await serve(FakeEngine(), **KEYED)
+    routes = registered_routes()
+    assert len(routes) > 20
+    assert set(routes) >= OPEN
+    for method, path in routes:
+        without = await status(url, method, path)
+        assert (without != 401) == ((method, path) in OPEN), (method, path)
+        assert await status(url, method, path, {"x-api-key": KEYS[1]}) != 401, (method, path)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/"),
+        ("GET", "/docs"),
+        ("GET", "/health/../v1/models"),
+        ("GET", "/health/"),
+        ("GET", "//health"),
+        ("GET", "/v1/models?path=/health"),
+        ("GET", "/v1/models/health"),
+        ("POST", "/health"),
+        ("OPTIONS", "/v1/chat/completions"),
+        ("TRACE", "/v1/models"),
+    ],
+)
+async def test_what_looks_like_health_is_not(serve: Serve, method: str, path: str) -> None:
+    url = await serve(FakeEngine(), **KEYED)
+    assert await status(url, method, path) == 401
+    assert await status(url, method, path, {"Host": "localhost/health"}) == 401
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "Bearer first-key"},
+        {"Authorization": "bearer   second-key"},
+        {"x-api-key": "first-key"},
+        {"Authorization": "Bearer of-a-proxy", "x-api-key": "first-key"},
+    ],
+)
+async def test_a_key_lets_in(serve: Serve, headers: dict[str, str]) -> None:
+    url = await serve(FakeEngine(), **KEYED)
+    assert await status(url, "GET", "/v1/models", headers) == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "first-key"},
+        {"Authorization": "Basic first-key"},
+        {"Authorization": "Bearer"},
+        {"Authorization": "Bearer first-ke"},
+        {"Authorization": "Bearer first-key2"},
+        {"Authorization": "Bearer FIRST-KEY"},
+        {"Authorization": "Bearer first-key,second-key"},
+        {"Authorization": "Bearer \u00e9\u4e2d"},
+        {"x-api-key": "Bearer first-key"},
+        {"x-api-key": ""},
+    ],
+)
+async def test_anything_else_does_not(serve: Serve, headers: dict[str, str]) -> None:
+    url = await serve(FakeEngine(), **KEYED)
+    async with aiohttp.request("GET", f"{url}/v1/models", headers=headers) as reply:
+        assert (reply.status, reply.headers["WWW-Authenticate"]) == (401, "Bearer")
+        error = (await reply.json())["error"]
+    assert error["type"] == "authentication_error"
+    assert error["code"] in ("missing_api_key", "invalid_api_key")
+    assert "first" not in error["message"]
+
+
+async def test_the_messages_api_refuses_in_its_own_words(serve: Serve) -> None:
+    url = await serve(engine := FakeEngine(), **KEYED)
+    body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}]}
+    async with aiohttp.request("POST", f"{url}/v1/messages", json=body) as reply:
+        answer = await reply.json()
+    assert (reply.status, answer["type"]) == (401, "error")
+    assert answer["error"]["type"] == "authentication_error"
+    assert not engine.requests
+
+
+async def test_metrics_are_open_only_on_demand(serve: Serve) -> None:
+    url = await serve(FakeEngine(), **KEYED, open_metrics=True)
+    assert await status(url, "GET", "/v1/models") == 401
+    async with aiohttp.request("GET", f"{url}/metrics") as reply:
+        text = await reply.text()
+    sample = 'vllm:admission_rejections_total{engine="0",model_name="tiny",reason="unauthorized"}'
+    assert f"{sample} 1.0" in text
+
+
+def test_keys_come_from_flags_file_and_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# of the team\n\nfrom-file \nshared\n")
+    monkeypatch.setenv("JAXSERVE_API_KEY", "from-environment")
+    flags = ["--api-key", "a", "b", "--api-key", "shared", "--api-key-file", str(file)]
+    options = parse_args(flags)
+    assert api_keys(options) == ["a", "b", "shared", "from-file", "from-environment"]
+    assert "shared" not in repr(options)
+
+
+@pytest.mark.parametrize(
+    ("content", "environment", "flags"),
+    [
+        ("# nothing\n", None, []),
+        (None, None, []),
+        ("key", "", []),
+        ("key", None, ["--api-key", ""]),
+        ("two words", None, []),
+        ("k\u00e9y", None, []),
+    ],
+)
+def test_keys_that_would_let_everybody_or_nobody_in_refuse_the_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    content: str | None,
+    environment: str | None,
+    flags: list[str],
+) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_text(content)
+    if environment is not None:
+        monkeypatch.setenv("JAXSERVE_API_KEY", environment)
+    with pytest.raises(ConfigError, match="key"):
+        api_keys(parse_args([*flags, "--api-key-file", str(file)]))
