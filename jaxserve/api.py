@@ -129,6 +129,17 @@ class PromptLogprobs(NamedTuple):
     """(token id, logprob), most likely first."""
 
 
+class Start(NamedTuple):
+    """How a sequence came to its first token, in seconds."""
+
+    queued: float
+    """From the engine's receipt of the request to its admission."""
+    prefill: float
+    """From admission until the first token was on the host."""
+    on_host: float
+    """`time.perf_counter()` when it was."""
+
+
 class TokenEvent(NamedTuple):
     """One step of one sequence, as the engine reports it.
 
@@ -144,6 +155,8 @@ class TokenEvent(NamedTuple):
     """Prompt tokens found in the prefix cache; set on the first event."""
     prompt_logprobs: tuple[PromptLogprobs, ...] | None = None
     """Of the prompt's tokens but the first, if they were asked for; set on the first event."""
+    start: Start | None = None
+    """Set on the event of the first token."""
 
 
 class Rejected(ValueError):
@@ -209,4 +222,8 @@ class Engine(Protocol):
         Closing it early (`aclose`) aborts the sequence and frees its pages at once.
         Raises, on the first step: Rejected, Overloaded, EngineFailed.
         """
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Prefixes computed so far are not found any more; running sequences keep theirs."""
         ...

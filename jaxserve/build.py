@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from jaxserve import kv_cache, slot_tables
 from jaxserve.cli import Options
 from jaxserve.config import Buckets, CacheConfig, ConfigError, ModelSpec, SchedulerConfig
 from jaxserve.engine import Parts, Progress
+from jaxserve.measure import measure
 from jaxserve.metrics import Metrics
 from jaxserve.model_source import ModelSource
 from jaxserve.models import qwen3
@@ -36,6 +38,7 @@ _CPU_DECODE = (1, 4, 16, 64)
 _CPU_PREFILL = (16, 64, 256)
 _GPU_TILE, _CPU_TILE = 32, 16
 _CPU_KV_BYTES = 512 * 2**20
+_GPU_MAX_ITL_MS, _CPU_MAX_ITL_MS = 50.0, 1000.0
 _HOST_RESERVE = 512 * 2**20
 """Host memory left to everything else when weights and cache live there."""
 
@@ -55,7 +58,7 @@ def build_parts(
     on_compile(watch)
     dtype = _dtype(options.dtype, gpu=gpu)
     buckets = _buckets(options, gpu=gpu)
-    scheduler = _scheduler_config(options, source.spec, buckets)
+    scheduler = _scheduler_config(options, source.spec, buckets, gpu=gpu)
     abstract = qwen3.abstract(source.spec, dtype, stacked=gpu)
     encode = _quantization(options).encoder(source.spec)
     weight_bytes = _nbytes(encoded_abstract(abstract, encode))
@@ -69,6 +72,9 @@ def build_parts(
     loaded = time.perf_counter()
     kv_format = named(options.kv_cache_dtype)
     cache = _cache_config(options, source.spec, kv_format, dtype, buckets, scheduler, gpu=gpu)
+    cache = replace(
+        cache, identity=f"{source.names[0]} {jnp.dtype(dtype).name} {options.kv_cache_dtype}"
+    )
     config = RunnerConfig(
         spec=source.spec,
         cache=cache,
@@ -97,12 +103,15 @@ def build_parts(
             f"--max-num-seqs ({str(error).splitlines()[0]})"
         ) from None
     kv_bytes = kv_cache.total_bytes(kv_format, config.kv_shape, dtype)
+    compiled = time.perf_counter()
+    times = measure(runner, config)
     log.info(
-        "weights in %.1f s, %d buckets compiled in %.1f s; KV cache (%s): %d pages of %d tokens "
-        "(%d tokens, %.2f GiB); largest step scratch %.2f GiB",
+        "weights in %.1f s, %d buckets compiled in %.1f s, timed in %.1f s; KV cache (%s): "
+        "%d pages of %d tokens (%d tokens, %.2f GiB); largest step scratch %.2f GiB",
         loaded - started,
         len(config.all_buckets()),
-        time.perf_counter() - loaded,
+        compiled - loaded,
+        time.perf_counter() - compiled,
         kv_format.name,
         cache.usable_pages,
         cache.page_size,
@@ -118,7 +127,7 @@ def build_parts(
         metrics.set_memory(kind, size)
     metrics.set_cache_info(page_size=cache.page_size, num_pages=cache.usable_pages)
     watch.serving = True
-    return Parts(Scheduler(scheduler, cache), runner)
+    return Parts(Scheduler(scheduler, cache, times=times), runner)
 
 
 def _use_compile_cache(folder: Path | None) -> None:
@@ -149,7 +158,9 @@ def _buckets(options: Options, *, gpu: bool) -> Buckets:
     return Buckets(decode=decode, prefill=prefill)
 
 
-def _scheduler_config(options: Options, spec: ModelSpec, buckets: Buckets) -> SchedulerConfig:
+def _scheduler_config(
+    options: Options, spec: ModelSpec, buckets: Buckets, *, gpu: bool
+) -> SchedulerConfig:
     max_model_len = options.max_model_len or spec.max_position
     if max_model_len > spec.max_position:
         raise ConfigError(
@@ -160,6 +171,8 @@ def _scheduler_config(options: Options, spec: ModelSpec, buckets: Buckets) -> Sc
         max_model_len=max_model_len,
         max_num_batched_tokens=buckets.prefill[-1],
         max_queued=options.max_num_queued_reqs,
+        prefix_caching=options.enable_prefix_caching,
+        max_itl=(options.max_itl_ms or (_GPU_MAX_ITL_MS if gpu else _CPU_MAX_ITL_MS)) / 1e3,
     )
 
 
@@ -218,7 +231,7 @@ def _cache_config(
         spec, CacheConfig(num_pages=2, page_size=page_size), scheduler.max_num_seqs
     )
     cache = kv_cache.fit_pages(kv_format, one_page, dtype, budget, scheduler.max_model_len)
-    return CacheConfig(num_pages=min(cache.num_pages, useful), page_size=page_size)
+    return replace(cache, num_pages=min(cache.num_pages, useful))
 
 
 def _device_budget(spec: ModelSpec, dtype: DTypeLike, buckets: Buckets) -> int:

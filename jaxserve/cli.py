@@ -31,9 +31,11 @@ class Options:
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
+    max_itl_ms: float | None
     max_num_queued_reqs: int
     kv_cache_dtype: str
     block_size: int | None
+    enable_prefix_caching: bool
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
     decode_buckets: tuple[int, ...] | None
@@ -139,12 +141,23 @@ def _add_engine_flags(add: _AddArgument) -> None:
     add("--max-num-seqs", type=_positive, help="sequences that run at once")
     add("--max-num-batched-tokens", type=_positive, help="tokens computed in one step at most")
     add(
+        "--max-itl-ms",
+        type=float,
+        help="milliseconds that a prefill chunk may make running streams wait for a token",
+    )
+    add(
         "--kv-cache-dtype",
         choices=KV_CACHE_DTYPES,
         default="auto",
         help="how keys and values are kept; auto: in --dtype",
     )
     add("--block-size", type=_positive, help="tokens per page of the KV cache")
+    add(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="requests share the KV pages of equal prefixes",
+    )
     add("--kv-cache-memory-bytes", type=_bytes, help="size of the KV cache, e.g. 512M or 20G")
     add(
         "--gpu-memory-utilization",

@@ -199,6 +199,8 @@ class CacheConfig:
 
     num_pages: int
     page_size: int = 16
+    identity: str = ""
+    """What keys and values depend on beside tokens and positions: the model and their format."""
 
     def __post_init__(self) -> None:
         if self.num_pages < 2:
@@ -223,6 +225,10 @@ class SchedulerConfig:
     max_model_len: int
     max_num_batched_tokens: int
     max_queued: int = 1024
+    prefix_caching: bool = True
+    """Sequences share the pages of equal prefixes."""
+    max_itl: float = 0.05
+    """Seconds that a step with a prefill chunk may take while sequences decode."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "max_queued"):
@@ -233,6 +239,8 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): every running sequence decodes in a step"
             )
+        if self.max_itl <= 0:
+            raise ConfigError(f"max_itl must be positive, got {self.max_itl} seconds")
 
 
 @dataclass(frozen=True, kw_only=True)

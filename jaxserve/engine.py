@@ -34,6 +34,8 @@ _GUIDE_WAIT, _IDLE_GUIDE_WAIT = 0.001, 0.05
 """Seconds that the next plan waits for masks of structured output, while a step is computed and
 while nothing is."""
 
+_STEP_FAILED = "a step failed; the sequences that it held end with an error"
+
 type Progress = Callable[[str, float], None]
 """Called with the phase of the start-up and the fraction of it that is done."""
 
@@ -61,6 +63,10 @@ class _Abort(NamedTuple):
     request_id: str
 
 
+class _ResetPrefixCache(NamedTuple):
+    pass
+
+
 class _Refused(NamedTuple):
     """The scheduler did not take a request."""
 
@@ -68,7 +74,9 @@ class _Refused(NamedTuple):
     error: Rejected | Overloaded
 
 
-type _Message = TokenEvent | _Refused | EngineFailed
+type _Order = _Submit | _Abort | _ResetPrefixCache
+type _Posted = TokenEvent | _Refused | EngineFailed
+type _Message = _Posted | Overloaded
 
 
 class AsyncEngine[P]:
@@ -87,7 +95,7 @@ class AsyncEngine[P]:
         self._metrics = metrics
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, asyncio.Queue[_Message]] = {}
-        self._inbox: deque[_Submit | _Abort] = deque()
+        self._inbox: deque[_Order] = deque()
         self._wake = threading.Event()
         self._stopping = False
         self._draining = False
@@ -126,7 +134,7 @@ class AsyncEngine[P]:
         while self._phase == "serving" and self._thread.is_alive():
             await asyncio.sleep(0.01)
         for queue in self._streams.values():
-            queue.put_nowait(EngineFailed("the server is shutting down"))
+            queue.put_nowait(Overloaded("the server is shutting down", retry_after=30.0))
 
     @property
     def num_streams(self) -> int:
@@ -178,11 +186,15 @@ class AsyncEngine[P]:
         if self._draining:
             raise Overloaded("the server is shutting down", retry_after=30.0)
 
-    def _send(self, message: _Submit | _Abort) -> None:
+    def reset_prefix_cache(self) -> None:
+        """See `api.Engine.reset_prefix_cache`: before the next step is planned."""
+        self._send(_ResetPrefixCache())
+
+    def _send(self, message: _Order) -> None:
         self._inbox.append(message)
         self._wake.set()
 
-    def _deliver(self, messages: list[_Message]) -> None:
+    def _deliver(self, messages: list[_Posted]) -> None:
         """Hand one step's messages to their streams; a stream that was closed drops its own."""
         for message in messages:
             if isinstance(message, EngineFailed):
@@ -193,7 +205,7 @@ class AsyncEngine[P]:
 
     # The thread's side.
 
-    def _post(self, messages: list[_Message]) -> None:
+    def _post(self, messages: list[_Posted]) -> None:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is listening
             self._loop.call_soon_threadsafe(self._deliver, messages)
@@ -255,17 +267,34 @@ class AsyncEngine[P]:
         try:
             self._end_failed(scheduler.await_guides(_GUIDE_WAIT if in_flight else _IDLE_GUIDE_WAIT))
             plan = scheduler.plan()
-            launched = (plan, runner.launch(plan)) if plan is not None else None
-            if in_flight is not None:
+        except Exception:
+            log.exception("a plan could not be made; all requests end with an error")
+            self._recover(parts, None)
+            return None
+        launched, lost = None, list[StepPlan]()
+        if plan is not None:
+            try:
+                launched = (plan, runner.launch(plan))
+            except Exception:
+                log.exception(_STEP_FAILED)
+                lost = [plan]
+        if in_flight is not None:
+            try:
                 sampled = runner.collect(in_flight[1])
                 self._publish(scheduler.commit(in_flight[0], sampled))
-            self._count_preemptions(scheduler)
-            return launched
-        except Exception:
-            log.exception("a step failed; the sequences in the engine end with an error")
-            self._end_failed(scheduler.fail())
-            runner.reset()
+            except Exception:  # what was launched after it works on what it left behind
+                log.exception(_STEP_FAILED)
+                lost = [in_flight[0], *([] if plan is None else [plan])]
+        self._count_preemptions(scheduler)
+        if lost:
+            self._recover(parts, lost)
             return None
+        return launched
+
+    def _recover(self, parts: Parts[P], lost: list[StepPlan] | None) -> None:
+        """End the requests of lost steps (None: all), and start again with a fresh device state."""
+        self._end_failed(parts.scheduler.fail(lost))
+        parts.runner.reset()
 
     def _end_failed(self, failed: list[TokenEvent]) -> None:
         for _ in failed:
@@ -278,19 +307,25 @@ class AsyncEngine[P]:
             self._metrics.count_preemption()
 
     def _publish(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            if event.start is not None:
+                self._metrics.observe_start(event.start)
         if events:
             self._post(list(events))
 
     def _read_inbox(self, scheduler: Scheduler) -> None:
         while self._inbox:
             message = self._inbox.popleft()
-            if isinstance(message, _Abort):
-                scheduler.abort(message.request_id)
-                continue
-            try:
-                scheduler.add(message.request)
-            except (Rejected, Overloaded) as error:
-                self._post([_Refused(message.request.id, error)])
+            match message:
+                case _Abort(request_id):
+                    scheduler.abort(request_id)
+                case _ResetPrefixCache():
+                    scheduler.reset_prefix_cache()
+                case _Submit(request):
+                    try:
+                        scheduler.add(request)
+                    except (Rejected, Overloaded) as error:
+                        self._post([_Refused(request.id, error)])
 
 
 def _check_accounts(scheduler: Scheduler) -> None:

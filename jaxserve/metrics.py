@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from jaxserve.api import EngineStatus
+from jaxserve.api import EngineStatus, Start
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -61,10 +61,14 @@ class Metrics:
         self._prompt_sizes.observe(tokens)
         self._max_tokens.observe(max_tokens)
 
-    def first_token(self, seconds: float, cached_tokens: int) -> None:
+    def first_token(self, seconds: float, prompt_tokens: int, cached_tokens: int) -> None:
         """Time since the request arrived, and how much of its prompt was a prefix hit."""
         self._ttft.observe(seconds)
         self._cached_tokens.inc(cached_tokens)
+        self._prefix_queries.inc(prompt_tokens)
+        self._prefix_hits.inc(cached_tokens)
+        self._prefix_requests.labels(**self._labels, hit=str(cached_tokens > 0).lower()).inc()
+        self._computed.observe(prompt_tokens - cached_tokens)
 
     def next_token(self, seconds: float) -> None:
         """Time since the token before it."""
@@ -111,9 +115,18 @@ class Metrics:
     def count_preemption(self) -> None:
         self._preemptions.inc()
 
-    def count_prefix_lookup(self, queried_tokens: int, hit_tokens: int) -> None:
-        self._prefix_queries.inc(queried_tokens)
-        self._prefix_hits.inc(hit_tokens)
+    def observe_tokenizing(self, seconds: float) -> None:
+        """The prompts of a request were rendered and encoded."""
+        self._tokenize_time.observe(seconds)
+
+    def observe_first_write(self, seconds: float) -> None:
+        """A stream's first token was written to its socket so long after it was on the host."""
+        self._first_write_time.observe(seconds)
+
+    def observe_start(self, start: Start) -> None:
+        """A sequence has its first token."""
+        self._queue_time.observe(start.queued)
+        self._prefill_time.observe(start.prefill)
 
     def set_cache_info(self, *, page_size: int, num_pages: int) -> None:
         info = Gauge(
@@ -133,6 +146,33 @@ class Metrics:
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated")
         self._cached_tokens = self._counter(
             "vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache"
+        )
+        self._prefix_queries = self._counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache"
+        )
+        self._prefix_hits = self._counter(
+            "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache"
+        )
+        self._tokenize_time = self._histogram(
+            "jaxserve_tokenize_seconds", "Rendering and encoding the prompts of a request", _STEP
+        )
+        self._first_write_time = self._histogram(
+            "jaxserve_first_write_seconds",
+            "From the first token's arrival on the host to its write into the stream",
+            _STEP,
+        )
+        self._prefix_requests = Counter(
+            "jaxserve_prefix_cache_requests",
+            "Sequences by whether a part of their prompt was in the prefix cache",
+            [*self._labels, "hit"],
+            registry=self._registry,
+        )
+        for hit in ("true", "false"):
+            self._prefix_requests.labels(**self._labels, hit=hit)
+        self._computed = self._histogram(
+            "vllm:request_prefill_kv_computed_tokens",
+            "Prompt tokens computed per sequence: those not in the prefix cache",
+            _TOKENS,
         )
         self._ttft = self._histogram(
             "vllm:time_to_first_token_seconds", "From arrival to the first token", _TTFT
@@ -182,16 +222,16 @@ class Metrics:
         self._kv_usage_old_name = self._gauge(
             "vllm:gpu_cache_usage_perc", "vllm:kv_cache_usage_perc under its former name"
         )
+        self._queue_time = self._histogram(
+            "vllm:request_queue_time_seconds", "From the engine's receipt to admission", _TTFT
+        )
+        self._prefill_time = self._histogram(
+            "vllm:request_prefill_time_seconds", "From admission to the first token", _TTFT
+        )
         self._errors = Counter(
             "jaxserve_step_errors", "Sequences that a failed step ended", registry=self._registry
         )
         self._preemptions = self._counter("vllm:num_preemptions", "Sequences preempted")
-        self._prefix_queries = self._counter(
-            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache"
-        )
-        self._prefix_hits = self._counter(
-            "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache"
-        )
         self._step_tokens = self._histogram(
             "vllm:iteration_tokens_total",
             "Tokens computed per step",

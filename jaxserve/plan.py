@@ -74,7 +74,11 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """One step. `admissions` and `pages` apply before the rows are computed."""
+    """One step. `admissions` and `pages` apply before the rows are computed.
+
+    In every layer all rows write their keys and values before any row reads: a row may share the
+    pages that another row of the same plan fills.
+    """
 
     rows: tuple[Row, ...]
     admissions: tuple[Admission, ...] = ()

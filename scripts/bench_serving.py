@@ -2,9 +2,14 @@
 
     python scripts/bench_serving.py --url http://127.0.0.1:8000 --concurrency 1,8,64 \
         --prompt-tokens 1024 --output-tokens 128
+    python scripts/bench_serving.py --prefix-hit 256,1024,4096,16384
 
 Each client sends its next request when the last one has ended. Prompts are random token ids, new
 for every request, so a prefix cache never helps. Failures are counted and shown, never dropped.
+
+With `--prefix-hit` one client measures the time to the first token of prompts of these lengths,
+new ones and one that the server has answered before. `--stall` lets so many streams decode, sends
+one long prompt and reports how long any stream waited for a token meanwhile.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import json
 import random
 import time
@@ -44,6 +50,9 @@ class Outcome:
     tpot: float
     tokens: int
     error: str | None = None
+    cached: int = 0
+    times: tuple[float, ...] = ()
+    """When each token came."""
 
 
 async def main() -> None:
@@ -59,6 +68,12 @@ async def main() -> None:
             max_token_id=args.max_token_id,
             temperature=args.temperature,
         )
+        if args.prefix_hit:
+            show_hits(await prefix_hits(session, load, args), args.out)
+            return
+        if args.stall:
+            show_stall(await stall(session, load, args), args.out)
+            return
         points = []
         for concurrency in args.concurrency:
             total = max(args.min_requests, args.rounds * concurrency)
@@ -85,6 +100,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="requests per client")
     parser.add_argument("--min-requests", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--prefix-hit", type=sizes, metavar="LENGTHS", help="measure TTFT, cold and on a prefix hit"
+    )
+    parser.add_argument("--stall", type=int, metavar="STREAMS", help="see above")
+    parser.add_argument("--stall-prompt", type=int, default=16_384, help="tokens of the long one")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     return parser.parse_args()
 
@@ -137,8 +157,8 @@ async def request(session: aiohttp.ClientSession, load: Load, prompt: list[int])
         "stream_options": {"include_usage": True},
     }
     start = time.perf_counter()
-    first = last = 0.0
-    tokens = 0
+    times: list[float] = []
+    tokens = cached = 0
     try:
         async with session.post(f"{load.url}/v1/completions", json=body) as reply:
             if reply.status != 200:
@@ -151,13 +171,103 @@ async def request(session: aiohttp.ClientSession, load: Load, prompt: list[int])
                 if "error" in chunk:
                     return Outcome(ttft=0, tpot=0, tokens=0, error=str(chunk["error"]))
                 if chunk["choices"]:
-                    last = time.perf_counter()
-                    first = first or last
+                    times.append(time.perf_counter())
                 if chunk.get("usage"):
                     tokens = chunk["usage"]["completion_tokens"]
+                    details = chunk["usage"].get("prompt_tokens_details") or {}
+                    cached = details.get("cached_tokens") or 0
     except (aiohttp.ClientError, TimeoutError) as error:
         return Outcome(ttft=0, tpot=0, tokens=0, error=type(error).__name__)
-    return Outcome(ttft=first - start, tpot=(last - first) / max(tokens - 1, 1), tokens=tokens)
+    if not times:
+        return Outcome(ttft=0, tpot=0, tokens=0, error="an answer without a token")
+    return Outcome(
+        ttft=times[0] - start,
+        tpot=(times[-1] - times[0]) / max(tokens - 1, 1),
+        tokens=tokens,
+        cached=cached,
+        times=tuple(times),
+    )
+
+
+async def prefix_hits(
+    session: aiohttp.ClientSession, load: Load, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Per length: TTFT of 5 new prompts, and of 15 repetitions of one, after 3 more of each."""
+    load = dataclasses.replace(load, output_tokens=2)
+    rng = random.Random(f"{args.seed}/prefix")
+    points = []
+    for length in args.prefix_hit:
+        prompts = [[rng.randrange(load.max_token_id) for _ in range(length)] for _ in range(8)]
+        cold = [await request(session, load, prompt) for prompt in prompts][3:]
+        hits = [await request(session, load, prompts[-1]) for _ in range(18)][3:]
+        points.append(
+            {
+                "prompt_tokens": length,
+                "errors": sorted({o.error for o in (*cold, *hits) if o.error})[:3],
+                "cached_tokens": max(outcome.cached for outcome in hits),
+                "cold_ttft_ms": summary([o.ttft for o in cold if not o.error]),
+                "hit_ttft_ms": summary([o.ttft for o in hits if not o.error]),
+            }
+        )
+    return points
+
+
+def show_hits(points: list[dict[str, Any]], out: Path | None) -> None:
+    if out:
+        out.write_text(json.dumps(points, indent=1) + "\n")
+    table = Table(title="time to the first token, ms")
+    for column in ("prompt", "cold p50", "p90", "hit p50", "p90", "cached"):
+        table.add_column(column, justify="right")
+    for point in points:
+        cold, hit = point["cold_ttft_ms"], point["hit_ttft_ms"]
+        values = (cold["p50"], cold["p90"], hit["p50"], hit["p90"])
+        shown = [f"{value:.2f}" for value in values]
+        table.add_row(str(point["prompt_tokens"]), *shown, str(point["cached_tokens"]))
+        for error in point["errors"]:
+            print(f"  {point['prompt_tokens']} tokens: {error}")
+    Console(width=100).print(table)
+
+
+async def stall(
+    session: aiohttp.ClientSession, load: Load, args: argparse.Namespace
+) -> dict[str, Any]:
+    """The longest time between tokens of any stream, before and while a long prompt arrives."""
+    rng = random.Random(f"{args.seed}/stall")
+
+    def prompt(length: int) -> list[int]:
+        return [rng.randrange(load.max_token_id) for _ in range(length)]
+
+    streams = [asyncio.create_task(request(session, load, prompt(64))) for _ in range(args.stall)]
+    await asyncio.sleep(2.0)
+    sent = time.perf_counter()
+    single = dataclasses.replace(load, output_tokens=2)
+    long = await request(session, single, prompt(args.stall_prompt))
+    arrived = sent + long.ttft
+    outcomes = await asyncio.gather(*streams)
+
+    def gaps(begin: float, end: float) -> list[float]:
+        return [
+            later - earlier
+            for outcome in outcomes
+            for earlier, later in itertools.pairwise(outcome.times)
+            if begin <= later and earlier <= end
+        ]
+
+    before, during = gaps(sent - 0.5, sent), gaps(sent, arrived)
+    return {
+        "streams": args.stall,
+        "prompt_tokens": args.stall_prompt,
+        "errors": sorted({o.error for o in (*outcomes, long) if o.error})[:3],
+        "ttft_ms": long.ttft * 1e3,
+        "itl_before_ms": summary(before) | {"max": max(before, default=0.0) * 1e3},
+        "itl_during_ms": summary(during) | {"max": max(during, default=0.0) * 1e3},
+    }
+
+
+def show_stall(result: dict[str, Any], out: Path | None) -> None:
+    if out:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
 
 
 def summary(seconds: list[float]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 import tokenizers
@@ -15,6 +16,7 @@ from jaxserve.api import (
     FinishReason,
     PromptLogprobs,
     Request,
+    Start,
     TokenEvent,
     TokenLogprobs,
 )
@@ -90,6 +92,7 @@ class FakeEngine:
         self.running = 0
         self.aborted = asyncio.Event()
         """Set when a sequence was given up before its end."""
+        self.prefix_cache_resets = 0
         self.phase = "serving"
         self.last_step_age = 0.0
         self._script = script
@@ -139,6 +142,9 @@ class FakeEngine:
             if not ended:
                 self.aborted.set()
 
+    def reset_prefix_cache(self) -> None:
+        self.prefix_cache_resets += 1
+
     async def _next_step(self, position: int) -> None:
         if position == self._fail_after:
             raise EngineFailed("RuntimeError: /secret/path at 0x7f00")
@@ -167,6 +173,7 @@ class FakeEngine:
             logprobs,
             self._cached_tokens if position == 0 else 0,
             self._prompt_logprobs(request) if position == 0 else None,
+            Start(0.25, 0.5, time.perf_counter()) if position == 0 and not failed else None,
         )
 
     def _prompt_logprobs(self, request: Request) -> tuple[PromptLogprobs, ...] | None:

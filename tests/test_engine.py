@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -350,6 +351,34 @@ async def test_a_failed_step_ends_its_streams_with_an_error_and_the_loop_survive
         assert engine.status().phase == "serving"
 
 
+async def test_a_failed_step_leaves_those_that_were_not_in_it_alone() -> None:
+    """Waiting ones, and running ones whose tokens the lost device state held."""
+    runner = GatedRunner()
+    async with serving(runner) as engine:
+        held = [*range(4)]  # as many as run at once
+        streams = await begin(engine, runner, *map(request_of_50, held))
+        waiting = asyncio.ensure_future(events_of(engine.generate(request(7))))
+        await until(lambda: engine.status().waiting == 1)
+        runner.fail_launch = True
+        runner.let_go()
+        for stream in streams:
+            assert (await events_of(stream))[-1].finish is FinishReason.ERROR
+        assert_is_solo(await waiting, request(7))
+
+
+async def test_a_prefix_is_found_until_the_cache_is_reset() -> None:
+    async with serving(GatedRunner()) as engine:
+        prompt = replace(request(0, max_tokens=1), prompt=tuple(i % VOCAB for i in range(9)))
+
+        async def cached(number: int) -> int:
+            events = await events_of(engine.generate(replace(prompt, id=str(number))))
+            return events[0].cached_tokens
+
+        assert [await cached(0), await cached(1)] == [0, 8]
+        engine.reset_prefix_cache()
+        assert [await cached(2), await cached(3)] == [0, 8]
+
+
 async def test_a_device_that_cannot_be_reset_fails_the_engine() -> None:
     runner = GatedRunner()
     async with serving(runner) as engine:
@@ -441,7 +470,7 @@ async def test_stop_ends_open_streams_and_nothing_can_start_after_it() -> None:
         await first(engine.generate(request(1)))
     runner.let_go()
     await stopping
-    with pytest.raises(EngineFailed, match="shutting down"):
+    with pytest.raises(Overloaded, match="shutting down"):
         await events_of(stream)
     with pytest.raises(Overloaded, match="shutting down"):
         await first(engine.generate(request(2)))

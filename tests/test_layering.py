@@ -27,6 +27,7 @@ LAYERS = (
         "jaxserve.config",
         "jaxserve.metrics",
         "jaxserve.plan",
+        "jaxserve.step_times",
         "jaxserve.tokenizer",
     ),
     (
@@ -39,12 +40,13 @@ LAYERS = (
     (
         "jaxserve.batch",
         "jaxserve.bench",
+        "jaxserve.measure",
         "jaxserve.prompt_scores",
         "jaxserve.runner",
         "jaxserve.scheduler",
         "jaxserve.step",
     ),
-    ("jaxserve.engine", "jaxserve.server"),
+    ("jaxserve.engine", "jaxserve.server", "jaxserve.simulator"),
     (
         "jaxserve.__main__",
         "jaxserve.build",
@@ -60,6 +62,7 @@ LAYERS = (
 STRANGERS = (
     {"jaxserve.server", "jaxserve.engine"},
     {"jaxserve.server", "jaxserve.scheduler"},
+    {"jaxserve.scheduler", "jaxserve.measure"},
     {"jaxserve.scheduler", "jaxserve.runner"},
     {"jaxserve.scheduler", "jaxserve.step"},
     {"jaxserve.scheduler", "jaxserve.batch"},

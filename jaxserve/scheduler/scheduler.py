@@ -1,11 +1,11 @@
-"""The scheduler: first come, first served; decodes first, then prefill chunks; recompute."""
+"""The scheduler: decodes first, then prefill chunks; admission by predicted need; recompute."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from jaxserve.api import (
     FinishReason,
@@ -13,13 +13,20 @@ from jaxserve.api import (
     Overloaded,
     Rejected,
     Request,
+    Start,
     TokenEvent,
     TokenLogprobs,
 )
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.plan import Admission, PageEntry, Row, Sampled, Scored, StepPlan
+from jaxserve.scheduler import prefix
+from jaxserve.scheduler.admission import Growth, OutputLengths, peak_pages
+from jaxserve.scheduler.budget import Decodes, Pending, TokenBudget
+from jaxserve.scheduler.holdings import Holdings
 from jaxserve.scheduler.pages import PagePool
-from jaxserve.scheduler.sequence import NO_SLOT, Sequence
+from jaxserve.scheduler.queue import WaitingQueue
+from jaxserve.scheduler.sequence import Sequence
+from jaxserve.step_times import StepTimes
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +44,9 @@ class Scheduler:
     names only slots and pages that its sequences hold when `plan` returns, and an ended sequence
     is never planned again. What a sequence frees in `commit`, `abort`, `fail` or by preemption is
     given out by a later plan, or by the plan being made, which then has no row of that sequence
-    (victims are taken from the end of the order in which rows are planned). The device executes
-    plans in order, so every write and read of the old holder comes before the page table
-    entries of the new one, and the new one writes each position before it reads it:
+    (who is preempted is settled before any row is planned). The device executes plans in order,
+    so every write and read of the old holder comes before the page table entries of the new one,
+    and the new one writes each position before it reads it:
 
     - *A stop token found in `commit(t)` while the row is in plan t+1.* That row was planned, and
       launched, before the pages were freed: it writes into pages that are still its own. Its
@@ -53,28 +60,57 @@ class Scheduler:
     - *The slot's last token on the device* is read by decode rows only, and a new owner samples
       at the end of its prefill before its first decode row.
 
-    **Why it ends.** Running sequences are ordered by arrival, and all of them arrived before
-    everything that waits. A sequence that needs a page takes it from the last to arrive, so the
-    oldest always computes. `limit` lets no sequence outgrow the whole pool, so alone it never
-    lacks a page: at that size it ends with `length`. Admission leaves as many pages free as the
-    running sequences can take until the newcomer samples (`_headroom`), so nobody is preempted
-    during its prefill and each recomputation yields at least one token.
+    **Why pages may be shared.** A page is published when plans made so far compute all of its
+    positions from tokens that the host knows. It is not written after that but with the values
+    that it has: each sequence writes from its first uncomputed position on, and a hit ends at a
+    page's end. Who finds the page is planned later, or later in the same plan: in every layer a
+    step writes all its keys and values before it reads any. A hit leaves at least one token to
+    compute, whose row samples. `fail` forgets what is published: the device has lost it.
+
+    **Why it ends.** The first in rank of those that run is never preempted, and `limit` lets no
+    sequence outgrow the whole pool. It goes without a row only while no page is free and nobody
+    else can be preempted: then the others end with a step in flight, or are in their prefill,
+    whose pages they all have. Prefills advance in every step, because decode rows leave room for
+    a token (a sequence in its prefill has a slot, and slots are not more than tokens of a step).
+    Only sequences that have sampled since their admission are preempted, so each recomputation
+    yields at least one token; and who was preempted is admitted again only when there is room for
+    what everybody is expected to need. A sequence that runs alone is admitted in any case, so the
+    first in rank of all comes to run, and every request ends.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: CacheConfig):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        *,
+        times: StepTimes | None = None,
+        lengths: OutputLengths | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        """`times` decide about chunks, `lengths` about admission; `clock` gives seconds."""
         self._config = config
         self._cache = cache
+        self._clock = clock
         self._page_size = cache.page_size
-        self.pages = PagePool(cache.num_pages)
-        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._waiting: deque[Sequence] = deque()
+        self._holdings = Holdings(config, cache)
+        self._budget = TokenBudget(
+            times, max_tokens=config.max_num_batched_tokens, max_itl=config.max_itl
+        )
+        self._lengths = lengths or OutputLengths()
+        self._waiting = WaitingQueue()
         self._running: dict[int, Sequence] = {}
         self._live: dict[int, Sequence] = {}
         self._by_request: dict[str, Sequence] = {}
         self._guided: list[tuple[Sequence, GuideState]] = []
         """Those whose next mask may not be known yet."""
         self._next_id = 0
+        self._blocked: Sequence | None = None
+        """It does not fit before somebody gives pages back."""
         self.num_preemptions = 0
+
+    @property
+    def pages(self) -> PagePool:
+        return self._holdings.pages
 
     @property
     def num_running(self) -> int:
@@ -95,15 +131,22 @@ class Scheduler:
         """Queue a request; Rejected if it can never be served, Overloaded if the queue is full."""
         self._refuse_impossible(request)
         # A burst is read at once: those that the next plan can admit do not count as queued.
-        queued = len(self._waiting) - len(self._free_slots)
+        queued = len(self._waiting) - self._holdings.num_free_slots
         if queued >= self._config.max_queued:
             raise Overloaded(f"{queued} requests are waiting, the most allowed")
         # The last token of a sequence is never computed, so it needs no room in the cache.
         limit = min(self._config.max_model_len, self._cache.usable_tokens + 1)
-        seq = Sequence.of(request, seq_id=self._next_id, limit=limit)
+        seq = Sequence.of(
+            request,
+            seq_id=self._next_id,
+            limit=limit,
+            rank=(0.0, self._next_id),
+            root=prefix.root(self._cache.identity, request.cache_salt),
+            now=self._clock(),
+        )
         self._next_id += 1
         self._live[seq.id] = self._by_request[seq.request_id] = seq
-        self._waiting.append(seq)
+        self._waiting.push(seq)
 
     def _refuse_impossible(self, request: Request) -> None:
         length, longest = len(request.prompt), self._config.max_model_len
@@ -119,7 +162,7 @@ class Scheduler:
                 f"model's context of {longest} tokens",
                 code="context_length_exceeded",
             )
-        needed = self._pages_for(length + 1)
+        needed = self._holdings.pages_for(length + 1)
         if needed > self._cache.usable_pages:
             raise Rejected(
                 f"the prompt has {length} tokens; with 1 output token it needs {needed} pages of "
@@ -143,7 +186,10 @@ class Scheduler:
         entries: list[PageEntry] = []
         admissions: list[Admission] = []
         prefilling = self._plan_decodes(rows, entries)
-        budget = self._config.max_num_batched_tokens - len(rows)
+        decodes = Decodes(len(rows), sum(row.start for row in rows))
+        pending = self._pending(prefilling)
+        queued = len(prefilling) + len(self._waiting) - len(pending)
+        budget = self._budget.chunk_tokens(decodes, pending, queued)
         for seq in prefilling:
             if budget:
                 budget -= self._plan_chunk(seq, budget, rows)
@@ -157,40 +203,81 @@ class Scheduler:
     def _plan_decodes(self, rows: list[Row], entries: list[PageEntry]) -> list[Sequence]:
         """One token for each running sequence; returns those that are still in their prefill."""
         prefilling: list[Sequence] = []
-        page_size = self._page_size
-        for seq in list(self._running.values()):
+        decoding: list[Sequence] = []
+        growing: list[Sequence] = []
+        page_size, ending = self._page_size, False
+        for seq in self._running.values():
             start = seq.computed
-            if seq.slot == NO_SLOT:
-                break  # preempted by an earlier row, and so is everybody after it
             if start < seq.prefill_end:
                 prefilling.append(seq)
-                continue
-            if start + 1 >= seq.limit or seq.guided_to_wait:
-                continue  # its last token is in flight, or the mask of its next one is computed
-            if start == len(seq.pages) * page_size and not self._grow(seq, entries):
-                break
+            elif start + 1 >= seq.limit:
+                ending = True  # its last token is in flight
+            elif not seq.guided_to_wait:  # otherwise the mask of its next token is computed
+                decoding.append(seq)
+                if start == len(seq.pages) * page_size:
+                    growing.append(seq)
+        if len(growing) > self.pages.num_free:
+            idle = self._make_room(growing, ending)
+            decoding = [seq for seq in decoding if seq.id not in idle]
+        entries.extend(map(self._holdings.grow, growing))
+        for seq in decoding:
+            start = seq.computed
             seq.computed = start + 1
             seq.in_flight += 1
             logprobs = seq.params.logprobs is not None
             rows.append(Row(seq.id, seq.slot, start, (), True, logprobs, seq.mask))
         return prefilling
 
-    def _grow(self, seq: Sequence, entries: list[PageEntry]) -> bool:
-        """Give the sequence a page, if need be a later one's; False if it had to yield itself."""
-        while not self.pages.num_free:
-            victim = next(reversed(self._running.values()))
+    def _make_room(self, growing: list[Sequence], ending: bool) -> set[int]:
+        """Remove from `growing` until each of the rest can have a page; returns who is idle.
+
+        The least costly are preempted, unless somebody ends with this step: then, or if nobody
+        can be preempted, the last in rank go without a row until there are pages.
+        """
+        growing.sort(key=lambda seq: seq.rank)
+        idle: set[int] = set()
+        while len(growing) > self.pages.num_free:
+            victim = None if ending else self._victim()
+            if victim is None:
+                idle.add(growing.pop().id)
+                continue
             self._preempt(victim)
-            if victim is seq:
-                return False
-        entries.append(PageEntry(seq.slot, len(seq.pages), page := self.pages.allocate(1)[0]))
-        seq.pages.append(page)
-        return True
+            idle.add(victim.id)
+            if victim in growing:
+                growing.remove(victim)
+        return idle
+
+    def _victim(self) -> Sequence | None:
+        """Who decodes, is not the first in rank, frees a page and has least to compute again."""
+        senior = min(self._running.values(), key=lambda seq: seq.rank)
+        decoding = (seq for seq in self._running.values() if seq.computed >= seq.prefill_end)
+        candidates = [seq for seq in decoding if seq is not senior and self._frees_pages(seq)]
+
+        def cost(seq: Sequence) -> tuple[int, tuple[float, int]]:
+            return seq.computed - seq.shared * self._page_size, (-seq.rank[0], -seq.rank[1])
+
+        return min(candidates, key=cost, default=None)
+
+    def _frees_pages(self, seq: Sequence) -> bool:
+        return any(self.pages.holders(page) == 1 for page in reversed(seq.pages))
 
     def _preempt(self, seq: Sequence) -> None:
-        """Back to the front of the queue, to compute its tokens again (see the class)."""
+        """Back to its place in the queue, to compute again what is not cached (see the class)."""
         self._vacate(seq)
-        self._waiting.appendleft(seq)
+        self._waiting.push(seq)
         self.num_preemptions += 1
+
+    def _pending(self, prefilling: list[Sequence]) -> list[Pending]:
+        """Prompts that this step could advance, as far as it may matter for the budget."""
+        pending = [Pending(seq.computed, seq.prefill_end - seq.computed) for seq in prefilling]
+        wanted, enough = sum(p.tokens for p in pending), 2 * self._config.max_num_batched_tokens
+        for seq in itertools.islice(self._waiting, self._holdings.num_free_slots):
+            if wanted >= enough or seq is self._blocked:
+                break
+            cached = len(self._holdings.cached_pages(seq)) * self._page_size
+            pending.append(Pending(cached, len(seq.tokens) - cached))
+            wanted += pending[-1].tokens
+        return pending
 
     def _plan_chunk(self, seq: Sequence, budget: int, rows: list[Row]) -> int:
         """As much of the prefill as the budget allows, at least one token; returns the number."""
@@ -204,42 +291,56 @@ class Scheduler:
         rows.append(Row(seq.id, seq.slot, start, tokens, samples, logprobs, mask, scored))
         seq.computed = end
         seq.in_flight += samples
+        self._holdings.publish(seq)
         return end - start
 
     def _admit(self, entries: list[PageEntry]) -> Sequence | None:
         """Give the first in the queue a slot and the pages of all its tokens, if they are there."""
-        if not self._waiting or not self._free_slots:
+        seq = self._waiting.first()
+        if seq is None or seq is self._blocked or seq.in_flight:
             return None
-        seq = self._waiting[0]
-        needed = self._pages_for(len(seq.tokens))
-        if (
-            seq.in_flight
-            or seq.guided_to_wait
-            or needed + self._headroom(seq) > self.pages.num_free
-        ):
+        if not self._holdings.num_free_slots or seq.guided_to_wait:
             return None
-        self._waiting.popleft()
+        hit = self._holdings.cached_pages(seq)
+        if not self._has_room(seq, hit):
+            self._blocked = seq
+            return None
+        self._waiting.remove(seq)
         self._running[seq.id] = seq
-        seq.slot = self._free_slots.pop()
-        seq.pages = self.pages.allocate(needed)
-        seq.prefill_end = len(seq.tokens)
-        entries.extend(PageEntry(seq.slot, index, page) for index, page in enumerate(seq.pages))
+        entries.extend(self._holdings.take(seq, hit))
+        if seq.admitted < 0:
+            seq.admitted, seq.cached = self._clock(), seq.computed
         return seq
 
-    def _headroom(self, seq: Sequence) -> int:
-        """Pages that the running sequences can take before this one samples its first token.
+    def _has_room(self, seq: Sequence, hit: list[int]) -> bool:
+        """Whether it fits now, and everybody will fit as long as lengths are as expected."""
+        free = self.pages.num_free - self._holdings.taken_by(seq, hit)
+        if free < len(self._running):  # each of them may need a page in the next step
+            return False
+        if not self._running:
+            return True
+        new = self._holdings.pages_for(len(seq.tokens)) - len(hit)
+        running = [
+            self._growth(other, len(other.pages), len(other.pages) - other.shared)
+            for other in self._running.values()
+        ]
+        # Pages that several hold, or that came from the cache, count once and as held to the end.
+        common = self.pages.num_total - free - new - sum(growth.held for growth in running)
+        peak = peak_pages([*running, self._growth(seq, new + len(hit), new)])
+        return common + peak <= self.pages.num_total
 
-        At least one each. This step gives `seq` a token or more and each later one all of the
-        budget that decodes leave; meanwhile each other sequence grows by one token a step.
-        """
-        running = len(self._running)
-        tokens_per_step = self._config.max_num_batched_tokens - running
-        steps = _ceil_div(len(seq.tokens) - 1, tokens_per_step)
-        return running * (1 + steps // self._page_size)
+    def _growth(self, seq: Sequence, pages: int, own: int) -> Growth:
+        generated, deviation = self._lengths.expected(
+            seq.most_generated, seq.generated + seq.in_flight
+        )
+        # The last token of a sequence is never computed.
+        needed = self._holdings.pages_for(seq.num_prompt + generated - 1)
+        return Growth(own, max(needed - pages, 0), deviation / self._page_size)
 
     def commit(self, plan: StepPlan, sampled: Iterable[Sampled | None]) -> list[TokenEvent]:
         """Take the results of a plan's rows, in order; results of ended sequences are ignored."""
         events: list[TokenEvent] = []
+        page_size, now = self._page_size, self._clock()
         for row, result in zip(plan.rows, sampled, strict=True):
             seq = self._live.get(row.seq_id)
             if seq is None:
@@ -258,18 +359,25 @@ class Scheduler:
             elif len(seq.tokens) >= seq.limit:
                 finish = FinishReason.LENGTH
             logprobs = _wanted(result.logprobs, seq.params.logprobs)
-            prompt_logprobs = None
-            if seq.params.prompt_logprobs is not None and len(seq.tokens) == seq.num_prompt + 1:
-                prompt_logprobs, seq.prompt_logprobs = tuple(seq.prompt_logprobs), []
-            events.append(
-                TokenEvent(seq.request_id, token, finish, logprobs, prompt_logprobs=prompt_logprobs)
-            )
+            event = TokenEvent(seq.request_id, token, finish, logprobs)
+            if len(seq.tokens) == seq.num_prompt + 1:
+                event = self._first_event(seq, event, now)
+            events.append(event)
+            if seq.running and len(seq.tokens) >= (seq.published + 1) * page_size:
+                self._holdings.publish(seq)
             if finish is not None:
                 self._end(seq)
             elif seq.guide is not None:
                 seq.guide.advance(token)
                 self._guided.append((seq, seq.guide))
         return events
+
+    def _first_event(self, seq: Sequence, event: TokenEvent, now: float) -> TokenEvent:
+        scores = None
+        if seq.params.prompt_logprobs is not None:
+            scores, seq.prompt_logprobs = tuple(seq.prompt_logprobs), []
+        start = Start(seq.admitted - seq.arrived, now - seq.admitted, now)
+        return event._replace(cached_tokens=seq.cached, prompt_logprobs=scores, start=start)
 
     def await_guides(self, timeout: float) -> list[TokenEvent]:
         """Wait for the masks of sequences that follow a grammar, at most `timeout` seconds in all.
@@ -291,36 +399,39 @@ class Scheduler:
                 failed.append(seq)
         return [TokenEvent(seq.request_id, None, FinishReason.ERROR) for seq in failed]
 
-    def fail(self, plan: StepPlan | None = None) -> list[TokenEvent]:
-        """End with an error what is alive of a plan that could not be executed; None: everything.
+    def fail(self, plans: Iterable[StepPlan] | None = None) -> list[TokenEvent]:
+        """End with an error what is alive of plans that will not be committed; None: everything.
 
-        A failed plan is not committed. Plans made after it still are: they may hold rows of other
-        sequences.
+        The device has lost its state: the others that run wait again, to compute their tokens
+        anew, and no prefix is found. Every plan made so far is committed before, or in `plans`.
         """
-        ids = list(self._live) if plan is None else [row.seq_id for row in plan.rows]
+        rows = (row.seq_id for plan in plans or () for row in plan.rows)
+        ids = list(self._live) if plans is None else dict.fromkeys(rows)
         failed = [self._live[seq_id] for seq_id in ids if seq_id in self._live]
         for seq in failed:
             self._end(seq)
+        for seq in list(self._running.values()):
+            assert not seq.in_flight, "a plan with a sample of it is neither committed nor failed"
+            self._vacate(seq)
+            self._waiting.push(seq)
+        self.pages.forget()
         return [TokenEvent(seq.request_id, None, FinishReason.ERROR) for seq in failed]
 
-    # What sequences hold.
-
-    def _pages_for(self, tokens: int) -> int:
-        return _ceil_div(tokens, self._page_size)
+    def reset_prefix_cache(self) -> None:
+        """Prefixes computed so far are not found any more; running sequences keep theirs."""
+        self.pages.forget()
 
     def _vacate(self, seq: Sequence) -> None:
         """A running sequence gives back its pages and its slot."""
         del self._running[seq.id]
-        self.pages.release(seq.pages)
-        self._free_slots.append(seq.slot)
-        seq.pages = []
-        seq.slot = NO_SLOT
-        seq.computed = 0
+        self._holdings.give_back(seq)
+        self._blocked = None
 
     def _end(self, seq: Sequence) -> None:
         """Forget a live sequence; rows of it that are in flight find nobody in `commit`."""
         if seq.running:
             self._vacate(seq)
+            self._lengths.observe(seq.most_generated, max(seq.generated, 1))
         else:
             self._waiting.remove(seq)
         del self._live[seq.id]
@@ -328,16 +439,11 @@ class Scheduler:
 
     def check(self) -> None:
         """AssertionError if the accounts contradict each other. Linear in pages and sequences."""
-        self.pages.check()
         running, waiting = list(self._running.values()), list(self._waiting)
-        held = Counter(page for seq in running for page in seq.pages)
-        for page in range(self._cache.num_pages):
-            assert self.pages.holders(page) == held[page], f"page {page}: wrong number of holders"
-        slots = sorted(self._free_slots + [seq.slot for seq in running])
-        assert slots == list(range(self._config.max_num_seqs)), "a slot is lost or held twice"
-        order = [seq.id for seq in running + waiting]
-        assert order == sorted(set(order)), "not in order of arrival"
-        assert set(order) == set(self._live), "a live sequence is in no queue"
+        self._holdings.check(running)
+        ranks = [seq.rank for seq in waiting]
+        assert ranks == sorted(ranks), "the queue is not in order"
+        assert sorted(seq.id for seq in running + waiting) == list(self._live), "one is in no queue"
         assert all(seq.running for seq in running) and not any(seq.running for seq in waiting)
         assert list(self._by_request.values()) == list(self._live.values())
         for seq in self._live.values():
@@ -361,10 +467,6 @@ def _scored(seq: Sequence, start: int, end: int) -> Scored | None:
 def _admission(seq: Sequence) -> Admission:
     tokens = tuple(seq.tokens) if seq.params.penalised else ()
     return Admission(seq.slot, seq.params, tokens, seq.num_prompt)
-
-
-def _ceil_div(number: int, by: int) -> int:
-    return -(-number // by)
 
 
 def _wanted(logprobs: TokenLogprobs | None, most: int | None) -> TokenLogprobs | None:

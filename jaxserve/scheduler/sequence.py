@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jaxserve.api import GuideState, PromptLogprobs, Request, SamplingParams
+from jaxserve.scheduler.prefix import page_hashes
 
 NO_SLOT = -1
 
@@ -30,6 +31,22 @@ class Sequence:
     """Stop tokens end it from this many tokens on."""
     guide: GuideState | None
     """It computes the token after the mask of the next one is known: not one step ahead."""
+    rank: tuple[float, int]
+    """Lower is served first; all ranks differ."""
+    root: bytes
+    """What the hashes of its pages begin with."""
+    arrived: float
+    """On the scheduler's clock, in seconds, like `admitted`."""
+    admitted: float = -1.0
+    """When it was given a slot for the first time; negative before."""
+    cached: int = 0
+    """Tokens of the prompt that it did not have to compute when it was first admitted."""
+    hashes: list[bytes] = field(default_factory=list[bytes])
+    """Of its first full pages, as far as they were needed."""
+    published: int = 0
+    """Its first pages that others can find, or find equal ones of."""
+    shared: int = 0
+    """Its first pages that were there already when it was admitted."""
     slot: int = NO_SLOT
     pages: list[int] = field(default_factory=list[int])
     computed: int = 0
@@ -44,7 +61,16 @@ class Sequence:
     """The tokens known at admission; below it the sequence computes known tokens in chunks."""
 
     @classmethod
-    def of(cls, request: Request, *, seq_id: int, limit: int) -> Sequence:
+    def of(
+        cls,
+        request: Request,
+        *,
+        seq_id: int,
+        limit: int,
+        rank: tuple[float, int],
+        root: bytes,
+        now: float,
+    ) -> Sequence:
         """`limit` is what model and cache allow; `max_tokens` may lower it."""
         num_prompt = len(request.prompt)
         return cls(
@@ -56,6 +82,9 @@ class Sequence:
             limit=min(limit, num_prompt + request.params.max_tokens),
             stops_from=num_prompt + request.params.min_tokens,
             guide=request.params.guide.start() if request.params.guide else None,
+            rank=rank,
+            root=root,
+            arrived=now,
         )
 
     @property
@@ -72,6 +101,30 @@ class Sequence:
         """Of its next token."""
         return None if self.guide is None else self.guide.mask
 
+    @property
+    def most_cached(self) -> int:
+        """Tokens at its beginning that it need not compute if they are in the prefix cache."""
+        most = len(self.tokens) - 1
+        return most if self.params.prompt_logprobs is None else min(most, self.scored)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def most_generated(self) -> int:
+        """What `max_tokens`, the model and the cache allow."""
+        return self.limit - self.num_prompt
+
+    def page_hashes(self, count: int, page_size: int) -> list[bytes]:
+        """Of its first `count` pages, which known tokens fill."""
+        done = len(self.hashes)
+        if count > done:
+            parent = self.hashes[-1] if done else self.root
+            tokens = self.tokens[done * page_size : count * page_size]
+            self.hashes += page_hashes(parent, tokens, page_size)
+        return self.hashes[:count]
+
     def check(self, page_size: int) -> None:
         """AssertionError if its own numbers contradict each other."""
         assert self.in_flight >= 0
@@ -86,3 +139,5 @@ class Sequence:
             assert self.computed == len(self.tokens) + self.in_flight - 1
         assert self.computed <= len(self.pages) * page_size
         assert len(set(self.pages)) == len(self.pages)
+        assert self.published <= len(self.pages)
+        assert self.published * page_size <= min(self.computed, len(self.tokens))

@@ -60,6 +60,7 @@ def make_app(
             web.get("/version", operations.version),
             web.get("/load", operations.load),
             web.get("/openapi.json", operations.openapi),
+            web.post("/reset_prefix_cache", operations.reset_prefix_cache),
         ]
     )
     return app

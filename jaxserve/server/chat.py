@@ -19,7 +19,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     fields, ignored = parse(await read_json(request), ChatRequest)
     model = service.model_name(fields.model)
     options = check_stream_options(fields)
-    generation = await chat_generation(service, fields, f"chatcmpl-{arrival.id}")
+    with arrival.timed_tokenizing():
+        generation = await chat_generation(service, fields, f"chatcmpl-{arrival.id}")
     reply = ChatReply(
         arrival=arrival, model=model, generation=generation, options=options, fields=fields
     )

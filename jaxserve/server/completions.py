@@ -47,7 +47,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     options = check_stream_options(fields)
     if fields.max_tokens == 0 and not fields.echo:
         raise invalid("max_tokens must be at least 1 without echo", param="max_tokens")
-    prompts = await completion_prompts(fields.prompt, service.tokenizer, service.engine.limits)
+    with arrival.timed_tokenizing():
+        prompts = await completion_prompts(fields.prompt, service.tokenizer, service.engine.limits)
     prompts = [_shortened(prompt, fields, service.engine.limits) for prompt in prompts]
     if (count := len(prompts) * num_choices(fields)) > MAX_SEQUENCES:
         raise invalid(

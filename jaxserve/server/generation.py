@@ -16,6 +16,7 @@ from jaxserve.api import (
     PromptLogprobs,
     Rejected,
     Request,
+    Start,
     TokenEvent,
     TokenLogprobs,
 )
@@ -66,6 +67,8 @@ class Choice:
         self.parser = parser
         self.num_tokens = 0
         self.cached_tokens = 0
+        self.start: Start | None = None
+        """How it came to its first token, once that is there."""
         self.reasoning_tokens = 0
         self._options = options
         self._detokenizer = Detokenizer(tokenizer, skip_special=options.skip_special)
@@ -75,6 +78,7 @@ class Choice:
         if event.finish in (FinishReason.ERROR, FinishReason.ABORT):
             raise EngineFailed(f"the sequence ended with {event.finish}")
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+        self.start = event.start or self.start
         if self._options.prompt_only:
             scores = event.prompt_logprobs
             return Delta(self.index, "", (), None, FinishReason.LENGTH, prompt_logprobs=scores)
@@ -141,7 +145,8 @@ class Choice:
                     if previous:
                         metrics.next_token(now - previous)
                     else:
-                        metrics.first_token(now - arrived, event.cached_tokens)
+                        prompt_tokens = len(self.request.prompt)
+                        metrics.first_token(now - arrived, prompt_tokens, event.cached_tokens)
                     previous = now
                     delta = self.add(event)
                     if delta.finish is not None:
@@ -152,7 +157,7 @@ class Choice:
             reason = delta.finish
             yield delta
         except (Rejected, Overloaded):
-            reason = None
+            reason = FinishReason.ERROR if self.num_tokens else None  # cut off, or never begun
             raise
         except EngineFailed:
             reason = FinishReason.ERROR

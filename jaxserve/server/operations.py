@@ -59,6 +59,14 @@ async def metrics(request: web.Request) -> web.Response:
     return web.Response(body=service.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
 
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """For benchmarks that want each point to start cold."""
+    service = request.app[SERVICE]
+    service.check_accepting()
+    service.engine.reset_prefix_cache()
+    return json_response({})
+
+
 async def version(_request: web.Request) -> web.Response:
     return json_response({"version": jaxserve.__version__})
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Generator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from aiohttp import web
 
 from jaxserve.api import EngineFailed, Overloaded, Rejected
 from jaxserve.server.errors import ApiError, engine_error, json_response
-from jaxserve.server.generation import Delta, Generation
+from jaxserve.server.generation import Choice, Delta, Generation
 from jaxserve.server.schema import GenerationFields, StreamOptions
 from jaxserve.server.service import Service
 from jaxserve.server.sse import DONE, EventStream, data_event
@@ -49,6 +49,15 @@ class Arrival:
     at: float = field(default_factory=time.perf_counter)
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    tokenizing: list[float] = field(default_factory=list[float])
+    """Seconds that it took to make the prompts."""
+
+    @contextmanager
+    def timed_tokenizing(self) -> Generator[None]:
+        begun = time.perf_counter()
+        yield
+        self.tokenizing.append(time.perf_counter() - begun)
+        self.service.metrics.observe_tokenizing(self.tokenizing[-1])
 
 
 def check_stream_options(fields: GenerationFields) -> StreamOptions:
@@ -73,16 +82,18 @@ async def answer(
     async with aclosing(deltas):
         try:
             if stream:
-                return await _stream(arrival, deltas, reply, headers)
+                return await _stream(arrival, generation, deltas, reply, headers)
             async for delta in deltas:
                 reply.collect(delta)
-            return json_response(reply.body(), headers=headers)
+            timing = _server_timing(arrival, generation.choices[0])
+            return json_response(reply.body(), headers=headers | timing)
         except (Rejected, Overloaded, EngineFailed) as error:
             raise _as_api_error(service, error) from error
 
 
 async def _stream(
     arrival: Arrival,
+    generation: Generation,
     deltas: AsyncIterator[Delta],
     reply: Reply,
     headers: dict[str, str],
@@ -92,13 +103,41 @@ async def _stream(
         try:
             async for delta in deltas:
                 if events := reply.events(delta):
-                    await stream.send(events)
+                    if stream.silent:
+                        await _send_first(arrival, stream, events, generation.choices[delta.choice])
+                    else:
+                        await stream.send(events)
             await stream.send(reply.last_events())
         except (Rejected, Overloaded, EngineFailed) as error:
             if not stream.started:
                 raise
             await stream.send(reply.error_events(_as_api_error(service, error)))
     return stream.response
+
+
+async def _send_first(arrival: Arrival, stream: EventStream, events: bytes, choice: Choice) -> None:
+    if not stream.started:
+        stream.response.headers.update(_server_timing(arrival, choice))
+    await stream.send(events)
+    stream.silent = False
+    if choice.start is not None:
+        waited = time.perf_counter() - choice.start.on_host
+        arrival.service.metrics.observe_first_write(waited)
+
+
+def _server_timing(arrival: Arrival, choice: Choice) -> dict[str, str]:
+    """Where the time to the first token went, for who looks at one request."""
+    start = choice.start
+    if start is None:
+        return {}
+    parts = {
+        "tokenize": sum(arrival.tokenizing),
+        "queue": start.queued,
+        "prefill": start.prefill,
+        "ttft": start.on_host - arrival.at,
+    }
+    shown = ", ".join(f"{name};dur={seconds * 1e3:.2f}" for name, seconds in parts.items())
+    return {"Server-Timing": shown}
 
 
 def openai_error_events(error: ApiError) -> bytes:

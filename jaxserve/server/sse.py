@@ -60,6 +60,9 @@ class EventStream:
     ) -> None:
         self.response = web.StreamResponse(headers=HEADERS | headers)
         self.started = False
+        """The response has begun, if only with a comment."""
+        self.silent = True
+        """Nothing was sent but comments; whoever sends more says so."""
         self._request = request
         self._starting = asyncio.Lock()
         self._interval = keep_alive_interval

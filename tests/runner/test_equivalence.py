@@ -25,6 +25,7 @@ PROMPTS: tuple[tuple[int, ...], ...] = (
     (3, 14, 15, 9),
     (3, 14, 15, 9, 26),
     (53, 58, 9, 79, 32, 38, 46, 26),
+    *(tuple(range(10, 10 + length)) for length in (5, 8, 9, 12, 13)),
     tuple(range(80, 69, -1)),
     tuple(range(10, 27)),
 )

@@ -3,26 +3,53 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from jaxserve.api import FinishReason, Request, TokenEvent
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.plan import StepPlan
 from jaxserve.scheduler import Scheduler
+from jaxserve.scheduler.admission import OutputLengths
+from jaxserve.scheduler.sequence import Sequence
 from tests.scheduler.fake_runner import FakeRunner, Pending
+
+
+class Optimist(OutputLengths):
+    """Expects every sequence to end with its next token: admits what fits now, so it preempts."""
+
+    def expected(self, max_tokens: int, generated: int) -> tuple[int, float]:
+        return min(max_tokens, generated + 1), 0.0
+
+
+class WatchedScheduler(Scheduler):
+    """Checks that nobody is preempted twice without having sampled in between."""
+
+    def __init__(self, config: SchedulerConfig, cache: CacheConfig, **options: Any):
+        super().__init__(config, cache, **options)
+        self._length_at_preemption: dict[int, int] = {}
+
+    def _preempt(self, seq: Sequence) -> None:
+        length = len(seq.tokens) + seq.in_flight
+        before = self._length_at_preemption.get(seq.id, seq.num_prompt)
+        assert length > before, "preempted again without progress"
+        self._length_at_preemption[seq.id] = length
+        super()._preempt(seq)
 
 
 class Loop:
     """Collects the events of each request and checks the scheduler's accounts at every turn."""
 
-    def __init__(self, config: SchedulerConfig, cache: CacheConfig):
-        self.scheduler = Scheduler(config, cache)
+    def __init__(self, config: SchedulerConfig, cache: CacheConfig, **options: Any):
+        """`options` go to the scheduler, which is an optimist if they say nothing else."""
+        options.setdefault("lengths", Optimist())
+        self.scheduler = WatchedScheduler(config, cache, **options)
         self.runner = FakeRunner(config, cache)
+        self.cache = cache
         self.in_flight: deque[tuple[StepPlan, Pending]] = deque()
         self.events: dict[str, list[TokenEvent]] = {}
         self.over: set[str] = set()
         """Requests that must not have any more events."""
-        self._length_at_preemption: dict[int, int] = {}
-        self.wasted_rows = 0
+        self.wasted_rows = self.hit_tokens = 0
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -35,24 +62,37 @@ class Loop:
         self.scheduler.check()
 
     def launch(self) -> StepPlan | None:
-        preemptions = self.scheduler.num_preemptions
         plan = self.scheduler.plan()
         self.scheduler.check()
-        self._check_preemptions(self.scheduler.num_preemptions - preemptions)
         if plan is not None:
             self.in_flight.append((plan, self.runner.launch(plan)))
         return plan
 
     def commit(self, *, failing: bool = False) -> None:
+        if failing:
+            self.fail()
+            return
         plan, pending = self.in_flight.popleft()
         sampled = self.runner.collect(pending)
         live = self.scheduler._live  # pyright: ignore[reportPrivateUsage]
         self.wasted_rows += sum(row.seq_id not in live for row in plan.rows)
-        events = self.scheduler.fail(plan) if failing else self.scheduler.commit(plan, sampled)
+        self._take(self.scheduler.commit(plan, sampled))
+
+    def fail(self) -> None:
+        """The device loses its state and with it all steps in flight."""
+        events = self.scheduler.fail([plan for plan, _ in self.in_flight])
+        self.in_flight.clear()
+        self.runner = FakeRunner(self.runner.config, self.cache)
+        self._take(events)
+
+    def _take(self, events: list[TokenEvent]) -> None:
         self.scheduler.check()
         for event in events:
             assert event.request_id not in self.over, "an event after the end"
             assert (event.token is None) == (event.finish is FinishReason.ERROR)
+            if event.token is not None:
+                assert (event.start is not None) == (not self.events[event.request_id])
+                self.hit_tokens += event.cached_tokens
             self.events[event.request_id].append(event)
             if event.finish is not None:
                 self.over.add(event.request_id)
@@ -80,12 +120,3 @@ class Loop:
     def finish(self, request_id: str) -> FinishReason | None:
         events = self.events[request_id]
         return events[-1].finish if events else None
-
-    def _check_preemptions(self, count: int) -> None:
-        """Whoever was just preempted has sampled since the last time."""
-        waiting = self.scheduler._waiting  # pyright: ignore[reportPrivateUsage]
-        for seq in list(waiting)[:count]:
-            length = len(seq.tokens) + seq.in_flight
-            before = self._length_at_preemption.get(seq.id, seq.num_prompt)
-            assert length > before, "preempted again without progress"
-            self._length_at_preemption[seq.id] = length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -20,15 +21,20 @@ from hypothesis.stateful import (
 from jaxserve.scheduler import OutOfPages, PagePool
 
 NUM_PAGES = 9
+CONTENTS = [b"a", b"b", b"c", b"d"]
 
 
 class PagePoolMachine(RuleBasedStateMachine):
+    """Holders and published contents, kept beside the pool in the plainest way."""
+
     holdings = Bundle("holdings")
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(NUM_PAGES)
         self.held = Counter[int]()
+        self.content: dict[int, bytes] = {}
+        """What the page was published as, in the order in which free ones will be given out."""
 
     @rule(target=holdings, count=st.integers(0, 4))
     def allocate(self, count: int) -> Any:
@@ -37,9 +43,15 @@ class PagePoolMachine(RuleBasedStateMachine):
             with pytest.raises(OutOfPages, match=f"{count} pages wanted, {free} free"):
                 self.pool.allocate(count)
             return multiple()
+        idle = [page for page in self.content if not self.held[page]]
+        unpublished = self.pool.num_free - len(idle)
         pages = self.pool.allocate(count)
         assert len(pages) == count and 0 not in pages
         assert not any(self.held[page] for page in pages), "a held page was given out"
+        evicted = [page for page in pages if page in self.content]
+        assert evicted == idle[: max(0, count - unpublished)], "not the longest unused"
+        for page in evicted:
+            del self.content[page]
         self.held.update(pages)
         return pages
 
@@ -49,16 +61,45 @@ class PagePoolMachine(RuleBasedStateMachine):
         self.held.update(pages)
         return pages
 
+    @rule(target=holdings, names=st.lists(st.sampled_from(CONTENTS), max_size=3))
+    def hit(self, names: list[bytes]) -> list[int]:
+        """As an admission does: what is found is shared at once."""
+        pages = self.pool.find(names)
+        of = {content: page for page, content in self.content.items()}
+        known = list(itertools.takewhile(lambda name: name in of, names))
+        assert pages == [of[name] for name in known]
+        self.pool.share(pages)
+        self.held.update(pages)
+        return pages
+
+    @rule(pages=holdings, name=st.sampled_from(CONTENTS), index=st.integers(0, 3))
+    def publish(self, pages: list[int], name: bytes, index: int) -> None:
+        if index < len(pages) and pages[index] not in self.content:
+            self.pool.publish(pages[index], name)
+            if name not in self.content.values():
+                self.content[pages[index]] = name
+
     @rule(pages=consumes(holdings))
     def release(self, pages: list[int]) -> None:
+        """A sequence ends, is preempted or aborted."""
         self.pool.release(pages)
         self.held.subtract(pages)
+        for page in reversed(pages):
+            if page in self.content and not self.held[page]:
+                self.content[page] = self.content.pop(page)  # the most recently used
+
+    @rule()
+    def forget(self) -> None:
+        self.pool.forget()
+        self.content.clear()
 
     @invariant()
     def accounts_balance(self) -> None:
         self.pool.check()
         assert all(self.pool.holders(page) == self.held[page] for page in range(NUM_PAGES))
         assert self.pool.num_free == self.pool.num_total - len(+self.held)
+        assert self.pool.num_published == len(self.content)
+        assert all(self.pool.find([name]) == [page] for page, name in self.content.items())
 
 
 TestPagePool = PagePoolMachine.TestCase
@@ -88,6 +129,6 @@ def test_a_free_page_cannot_be_shared() -> None:
 
 def test_check_finds_a_page_that_is_lost() -> None:
     pool = PagePool(4)
-    pool._free.remove(2)  # pyright: ignore[reportPrivateUsage]
+    del pool._free[2]  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(AssertionError, match="page 2"):
         pool.check()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jaxserve.api import (
@@ -10,13 +12,14 @@ from jaxserve.api import (
     Rejected,
     Request,
     SamplingParams,
+    Start,
     TokenEvent,
     TokenLogprobs,
 )
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.plan import Sampled, StepPlan
-from jaxserve.scheduler import Scheduler
-from tests.scheduler.loop import Loop
+from jaxserve.scheduler import Scheduler, prefix
+from tests.scheduler.loop import Loop, Optimist
 
 PLAIN, STOP = 0, 9
 """Tokens that the scheduler is told were sampled: an ordinary one and a stop token."""
@@ -30,14 +33,17 @@ def scheduler(
     pages: int = 64,
     page_size: int = 2,
     queued: int = 1024,
+    prefix_caching: bool = False,
 ) -> Scheduler:
     config = SchedulerConfig(
         max_num_seqs=seqs,
         max_model_len=model_len,
         max_num_batched_tokens=tokens,
         max_queued=queued,
+        prefix_caching=prefix_caching,
     )
-    return Scheduler(config, CacheConfig(num_pages=pages + 1, page_size=page_size))
+    cache = CacheConfig(num_pages=pages + 1, page_size=page_size)
+    return Scheduler(config, cache, lengths=Optimist(), clock=lambda: 1.0)
 
 
 def request(name: str, prompt: int = 3, *, max_tokens: int = 8, min_tokens: int = 0) -> Request:
@@ -60,7 +66,7 @@ def commit(sched: Scheduler, plan: StepPlan, *tokens: int) -> list[TokenEvent]:
     sampled = [Sampled(next(results)) if row.samples else None for row in plan.rows]
     events = sched.commit(plan, sampled)
     sched.check()
-    return events
+    return [event._replace(start=None) for event in events]
 
 
 def shape(plan: StepPlan) -> list[tuple[int, int, int]]:
@@ -284,6 +290,7 @@ def test_a_request_gets_as_many_alternatives_as_it_asked_for() -> None:
     assert [row.logprobs for row in planned(sched).rows] == [False, True, True]
     reported = TokenLogprobs(-1.0, ((3, -0.5), (4, -1.5)))
     events = sched.commit(plan, [Sampled(0), Sampled(0, reported), Sampled(0, reported)])
+    assert all(event.start == Start(0.0, 0.0, 1.0) for event in events)
     assert [event.logprobs for event in events] == [
         None,
         TokenLogprobs(-1.0, ()),
@@ -357,10 +364,10 @@ def test_an_abort_of_an_unknown_or_finished_request_does_nothing() -> None:
 # Preemption.
 
 
-def preempted_in_flight() -> tuple[Scheduler, StepPlan]:
+def preempted_in_flight(*, prefix_caching: bool = False) -> tuple[Scheduler, StepPlan]:
     """`old` took the last page from `young`, one token of which is in the returned plan."""
-    sched = scheduler(pages=6)
-    sched.add(request("old"))
+    sched = scheduler(pages=6, prefix_caching=prefix_caching)
+    sched.add(replace(request("old"), cache_salt="of its own"))
     sched.add(request("young"))
     for _ in range(3):
         commit(sched, planned(sched))
@@ -403,6 +410,31 @@ def test_a_preempted_sequence_goes_before_those_that_never_ran() -> None:
     assert shape(planned(sched)) == [(1, 0, 7), (2, 0, 1)]
 
 
+def test_the_least_costly_is_preempted_and_not_the_last_to_arrive() -> None:
+    sched = scheduler(pages=11)
+    for name, length in (("old", 3), ("short", 1), ("long", 9)):
+        sched.add(request(name, length, max_tokens=20))
+    for _ in range(3):
+        commit(sched, planned(sched))
+    assert sched.num_preemptions == 0 and sched.num_running == 3
+    while not sched.num_preemptions:
+        commit(sched, planned(sched))
+    assert [seq.request_id for seq in sched._waiting] == ["short"]  # pyright: ignore
+
+
+def test_nobody_is_preempted_while_a_sequence_is_about_to_give_its_pages_back() -> None:
+    sched = scheduler(pages=6)
+    sched.add(request("old", max_tokens=20))
+    sched.add(request("ends", max_tokens=4))
+    plans = [planned(sched) for _ in range(4)]
+    assert sched.pages.num_free == 0
+    assert sched.plan() is None, "the first has to wait for a page"
+    for plan in plans:
+        commit(sched, plan)
+    assert shape(planned(sched)) == [(0, 6, 1)]
+    assert sched.num_preemptions == 0
+
+
 def test_a_sequence_that_needs_a_page_and_is_the_last_to_arrive_yields_itself() -> None:
     sched = scheduler(pages=5)
     sched.add(request("old"))
@@ -423,6 +455,143 @@ def test_in_a_pool_for_one_all_sequences_still_get_their_tokens() -> None:
     assert all(len(loop.tokens(name)) == 16 for name in "abcd")
 
 
+# Prefixes.
+
+
+def finish(sched: Scheduler, *tokens: int) -> None:
+    """Run everything to its end, one step at a time."""
+    while (plan := sched.plan()) is not None:
+        commit(sched, plan, *tokens)
+
+
+def cached_tokens(sched: Scheduler, name: str, prompt: int = 3, *, salt: str = "") -> int:
+    """Of a request that runs alone to its end."""
+    sched.add(replace(request(name, prompt, max_tokens=1), cache_salt=salt))
+    (event,) = commit(sched, planned(sched))
+    return event.cached_tokens
+
+
+def test_a_prompt_that_was_computed_before_is_found_up_to_its_last_full_page() -> None:
+    sched = scheduler(page_size=4, prefix_caching=True)
+    assert cached_tokens(sched, "cold", 11) == 0
+    assert cached_tokens(sched, "same", 11) == 8
+    assert cached_tokens(sched, "shorter", 6) == 4
+    assert cached_tokens(sched, "longer", 13) == 8
+    assert cached_tokens(sched, "longer again", 13) == 12
+    assert_empty(sched)
+
+
+def test_at_least_one_token_of_a_prompt_is_computed() -> None:
+    sched = scheduler(page_size=4, prefix_caching=True)
+    cached_tokens(sched, "cold", 8)
+    sched.add(request("hit", 8))
+    assert shape(planned(sched)) == [(1, 4, 4)]
+
+
+def test_the_first_event_tells_how_much_was_cached_and_no_later_one() -> None:
+    sched = scheduler(prefix_caching=True)
+    cached_tokens(sched, "cold", 5)
+    sched.add(request("hit", 5))
+    assert [commit(sched, planned(sched))[0].cached_tokens for _ in range(3)] == [4, 0, 0]
+
+
+def test_answers_are_found_as_the_beginning_of_a_later_prompt() -> None:
+    sched = scheduler(prefix_caching=True)
+    sched.add(request("turn 1", 3, max_tokens=4))
+    finish(sched, 4, 4, 4, 4)
+    prompt = (1, 2, 3, 4, 4, 4, 4, 5)
+    sched.add(Request(id="turn 2", prompt=prompt, params=SamplingParams(max_tokens=1)))
+    assert shape(planned(sched)) == [(1, 6, 2)]  # the last token of an answer is never computed
+
+
+def test_sequences_of_one_plan_share_their_prefix() -> None:
+    sched = scheduler(prefix_caching=True)
+    sched.add(request("a", 7))
+    sched.add(request("b", 7))
+    plan = planned(sched)
+    assert shape(plan) == [(0, 0, 7), (1, 6, 1)]
+    assert sched.pages.num_free == 64 - 4 - 1
+    commit(sched, plan)
+    finish(sched)
+    assert_empty(sched)
+
+
+def test_a_shared_prefix_outlives_the_sequence_that_computed_it() -> None:
+    sched = scheduler(prefix_caching=True)
+    sched.add(request("a", 7))
+    commit(sched, planned(sched))
+    sched.add(request("b", 7))
+    commit(sched, planned(sched))
+    sched.abort("a")
+    sched.check()
+    finish(sched)
+    assert cached_tokens(sched, "c", 7) == 6
+
+
+@pytest.mark.parametrize("salts", [("a", ""), ("a", "b"), ("", "a"), ("1:a", "a")])
+def test_requests_of_different_salt_never_share(salts: tuple[str, str]) -> None:
+    sched = scheduler(prefix_caching=True)
+    cached_tokens(sched, "cold", 7, salt=salts[0])
+    assert cached_tokens(sched, "other", 7, salt=salts[1]) == 0
+    assert cached_tokens(sched, "same", 7, salt=salts[0]) == 6
+
+
+def test_pages_of_another_model_have_other_hashes() -> None:
+    parts = [("a", ""), ("b", ""), ("", "a"), ("ab", "c"), ("a", "bc")]
+    pages = {prefix.page_hashes(prefix.root(*p), range(4), 2)[1] for p in parts}
+    assert len(pages) == len(parts)
+
+
+def test_a_page_is_found_only_behind_the_pages_it_was_computed_behind() -> None:
+    root = prefix.root("model", "")
+    first, second = (prefix.page_hashes(root, tokens, 2) for tokens in ((1, 2, 3, 4), (5, 6, 3, 4)))
+    assert first[1] != second[1]
+    assert prefix.page_hashes(first[0], (3, 4), 2) == first[1:]
+
+
+def test_the_prefix_unused_for_longest_makes_room_first() -> None:
+    sched = scheduler(pages=8, prefix_caching=True)
+    for name, length in (("old", 5), ("new", 6)):
+        sched.add(replace(request(name, max_tokens=1), prompt=(length,) * length))
+        commit(sched, planned(sched))
+    sched.add(replace(request("big", max_tokens=1), prompt=(9,) * 11))
+    commit(sched, planned(sched))
+    for name, length, cached in (("new", 6, 4), ("old", 5, 0)):
+        sched.add(replace(request(name, max_tokens=1), prompt=(length,) * length))
+        assert commit(sched, planned(sched))[0].cached_tokens == cached
+
+
+def test_a_preempted_sequence_finds_what_it_computed() -> None:
+    sched, in_flight = preempted_in_flight(prefix_caching=True)
+    commit(sched, in_flight, 5, 6)
+    sched.abort("old")
+    (row,) = planned(sched).rows
+    assert (row.start, row.tokens) == (4, (PLAIN, PLAIN, 6))  # its third page was not full
+
+
+def test_without_prefix_caching_nothing_is_found() -> None:
+    sched = scheduler()
+    cached_tokens(sched, "cold", 7)
+    assert cached_tokens(sched, "same", 7) == 0
+    assert sched.pages.num_published == 0
+
+
+def test_a_reset_forgets_prefixes_and_running_sequences_go_on() -> None:
+    sched = scheduler(prefix_caching=True)
+    sched.add(request("a", 7))
+    commit(sched, planned(sched))
+    sched.reset_prefix_cache()
+    sched.add(request("b", 7))
+    assert shape(planned(sched)) == [(0, 7, 1), (1, 0, 7)]
+
+
+def test_after_a_failure_no_prefix_is_found() -> None:
+    sched = scheduler(prefix_caching=True)
+    cached_tokens(sched, "cold", 7)
+    sched.fail([])
+    assert cached_tokens(sched, "same", 7) == 0
+
+
 # Failures of the device.
 
 
@@ -431,18 +600,22 @@ def test_a_failed_step_ends_its_requests_and_the_others_go_on() -> None:
     sched.add(request("a"))
     sched.add(request("b"))
     plan = planned(sched)
-    assert sched.fail(plan) == [TokenEvent("a", None, FinishReason.ERROR)]
+    assert sched.fail([plan]) == [TokenEvent("a", None, FinishReason.ERROR)]
     assert shape(planned(sched)) == [(1, 0, 3)]
 
 
-def test_rows_of_a_failed_sequence_in_a_later_plan_are_ignored() -> None:
-    sched = scheduler()
-    sched.add(request("a"))
-    first = planned(sched)
-    sched.add(request("b"))
-    second = planned(sched)
-    assert [event.request_id for event in sched.fail(first)] == ["a"]
-    assert commit(sched, second) == [TokenEvent("b", PLAIN)]
+def test_after_a_failure_what_is_left_starts_from_its_first_token() -> None:
+    sched = scheduler(seqs=2, tokens=4)
+    sched.add(request("a", 12))
+    sched.add(request("b", 12))
+    for _ in range(3):
+        commit(sched, planned(sched))
+    both = planned(sched)
+    assert shape(both) == [(0, 12, 1), (1, 0, 3)]
+    commit(sched, both)
+    assert sched.fail([]) == []
+    assert sched.pages.num_free == 64 and sched.num_waiting == 2
+    assert shape(planned(sched)) == [(0, 0, 4)]
 
 
 def test_failing_everything_ends_what_runs_and_what_waits() -> None:
@@ -464,4 +637,4 @@ def test_a_sequence_that_ended_before_the_failure_gets_no_error() -> None:
     sched.add(request("a"))
     first, second = planned(sched), planned(sched)
     commit(sched, first, STOP)
-    assert sched.fail(second) == []
+    assert sched.fail([second]) == []

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from jaxserve.api import FinishReason, Rejected, Request, SamplingParams
 from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.scheduler.admission import OutputLengths
 from tests.scheduler.fake_runner import VOCAB, solo
-from tests.scheduler.loop import Loop
+from tests.scheduler.loop import Loop, Optimist
 
 
 class Arrival(NamedTuple):
@@ -29,6 +30,10 @@ class Workload(NamedTuple):
     ahead: tuple[int, ...]
     """Steps in flight after each turn, repeated: 0 is synchronous, 1 is one step ahead."""
     failing_turn: int | None
+    optimist: bool
+    """Whether admission hopes for the best, so that sequences are preempted."""
+    reset_turn: int | None
+    """When the prefix cache is reset."""
 
 
 LAST_ARRIVAL = 8
@@ -48,6 +53,7 @@ def requests(draw: st.DrawFn, number: int, *, long_outputs: bool) -> Request:
             stop_token_ids=draw(st.sampled_from(STOPS)),
             min_tokens=draw(st.sampled_from([0, 0, 3, 10] if long_outputs else [0, 0, 3])),
         ),
+        cache_salt=draw(st.sampled_from(["", "", "", "a"])),
     )
 
 
@@ -70,6 +76,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         max_num_seqs=max_num_seqs,
         max_model_len=draw(st.sampled_from([24, 19] if long_outputs else [24, 16, 9])),
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 20)),
+        prefix_caching=draw(st.sampled_from([True, True, True, False])),
     )
     page_size = draw(st.sampled_from([2, 1] if long_outputs else [2, 4, 1]))
     pool_tokens = draw(st.integers(10, 24) if long_outputs else st.integers(8, 32))
@@ -81,17 +88,22 @@ def workloads(draw: st.DrawFn) -> Workload:
         arrivals=[draw(arrivals(number, long_outputs=long_outputs)) for number in range(count)],
         ahead=draw(st.sampled_from([(1,), (0,), (1,), (0, 1), (2, 0, 1)])),
         failing_turn=draw(st.sampled_from([None] * 40 + list(range(12)))),
+        optimist=long_outputs or draw(st.booleans()),
+        reset_turn=draw(st.sampled_from([None] * 20 + list(range(12)))),
     )
 
 
 def play(work: Workload) -> Loop:
     """Run a workload to its end; the loop's own checks are half of the property."""
-    loop = Loop(work.config, work.cache)
+    lengths = Optimist() if work.optimist else OutputLengths()
+    loop = Loop(work.config, work.cache, lengths=lengths)
     for turn in range(2000):
         for arrival in work.arrivals:
             if arrival.turn == turn:
                 _add(loop, arrival.request, work)
         _abort(loop, work, turn, after_launch=False)
+        if turn == work.reset_turn:
+            loop.scheduler.reset_prefix_cache()
         if loop.launch() is None:
             if loop.in_flight:
                 loop.commit(failing=turn == work.failing_turn)
@@ -138,6 +150,7 @@ def check_against_solo(work: Workload) -> None:
             assert (got, finish) == (expected, reason)
     assert loop.scheduler.pages.num_free == work.cache.usable_pages
     assert loop.scheduler.num_running == loop.scheduler.num_waiting == 0
+    event(f"prefix hits: {loop.hit_tokens > 0}")
     event(f"preemptions: {min(loop.scheduler.num_preemptions, 3)}")
     event(f"wasted rows: {min(loop.wasted_rows, 3)}")
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import aiohttp
+import pytest
 
 from tests.fakes import FakeEngine
 from tests.server.conftest import Serve
+
+CHAT = [{"role": "user", "content": "Hi"}]
 
 
 async def get(url: str, path: str) -> tuple[int, Any]:
@@ -46,6 +49,37 @@ async def test_load_and_version(serve: Serve) -> None:
     assert (await get(url, "/version"))[1]["version"]
 
 
+async def test_the_prefix_cache_is_reset_on_demand(serve: Serve) -> None:
+    engine = FakeEngine()
+    url = await serve(engine)
+    async with aiohttp.request("POST", f"{url}/reset_prefix_cache") as reply:
+        assert reply.status == 200
+    assert engine.prefix_cache_resets == 1
+    engine.phase = "loading"
+    async with aiohttp.request("POST", f"{url}/reset_prefix_cache") as reply:
+        assert reply.status == 503
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_an_answer_tells_where_the_time_to_its_first_token_went(
+    serve: Serve, path: str, stream: bool
+) -> None:
+    url = await serve(FakeEngine())
+    body: dict[str, Any] = {"prompt": "Hi"} if path == "completions" else {"messages": CHAT}
+    request = aiohttp.request("POST", f"{url}/v1/{path}", json=body | {"stream": stream})
+    async with request as reply:
+        parts = dict(part.split(";dur=") for part in reply.headers["Server-Timing"].split(", "))
+        await reply.read()
+    assert list(parts) == ["tokenize", "queue", "prefill", "ttft"]
+    assert (parts["queue"], parts["prefill"]) == ("250.00", "500.00")
+    async with aiohttp.request("GET", f"{url}/metrics") as reply:
+        lines = (await reply.text()).splitlines()
+    labels = '{engine="0",model_name="tiny"}'
+    assert f"jaxserve_tokenize_seconds_count{labels} 1.0" in lines
+    assert f"jaxserve_first_write_seconds_count{labels} {float(stream)}" in lines
+
+
 async def test_metrics_count_what_was_served(serve: Serve) -> None:
     url = await serve(FakeEngine(b"abc", cached_tokens=1))
     async with aiohttp.request("POST", f"{url}/v1/completions", json={"prompt": "Hi"}) as reply:
@@ -61,6 +95,10 @@ async def test_metrics_count_what_was_served(serve: Serve) -> None:
         f"vllm:prompt_tokens_total{{{labels}}} 2.0",
         f"vllm:generation_tokens_total{{{labels}}} 3.0",
         f"vllm:prompt_tokens_cached_total{{{labels}}} 1.0",
+        f"vllm:prefix_cache_queries_total{{{labels}}} 2.0",
+        f"vllm:prefix_cache_hits_total{{{labels}}} 1.0",
+        'jaxserve_prefix_cache_requests_total{engine="0",hit="true",model_name="tiny"} 1.0',
+        f"vllm:request_prefill_kv_computed_tokens_sum{{{labels}}} 1.0",
         f"vllm:num_requests_running{{{labels}}} 0.0",
         f"vllm:kv_cache_usage_perc{{{labels}}} 0.25",
         f"vllm:time_to_first_token_seconds_count{{{labels}}} 1.0",

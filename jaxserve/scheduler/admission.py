@@ -1,0 +1,73 @@
+"""How many pages the running sequences will need at most: what admission leaves free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import NamedTuple
+
+_WEIGHT = 0.05
+"""Of the newest sequence in the mean of its class."""
+
+_MARGIN = 1.0
+"""Less preempts more under steady overload, more leaves pages unused (see the test)."""
+
+_OVERRUN = 1.25
+"""A sequence that is as long as expected is expected to grow by this factor."""
+
+
+class OutputLengths:
+    """What part of `max_tokens` sequences generate, learned from those that ended.
+
+    Classes are powers of two of `max_tokens`: what clients ask for tells kinds of requests apart,
+    and those that ask for everything share a class of their own. Before the first of a class has
+    ended its sequences are expected to use what they asked for, up to `unknown`.
+    """
+
+    def __init__(self, unknown: int = 2048) -> None:
+        self._unknown = unknown
+        self._shares: dict[int, tuple[float, float]] = {}
+        """Mean and variance by class."""
+
+    def observe(self, max_tokens: int, generated: int) -> None:
+        """A sequence ended, for whatever reason."""
+        share, kind = generated / max_tokens, max_tokens.bit_length()
+        mean, variance = self._shares.get(kind, (share, 0.0))
+        error = share - mean
+        variance = (1 - _WEIGHT) * (variance + _WEIGHT * error * error)
+        self._shares[kind] = mean + _WEIGHT * error, variance
+
+    def expected(self, max_tokens: int, generated: int) -> tuple[int, float]:
+        """What a sequence, with `generated` tokens so far, will have at its end; the deviation."""
+        known = self._shares.get(max_tokens.bit_length())
+        if known is None:
+            return min(max_tokens, max(self._unknown, int(generated * _OVERRUN))), 0.0
+        mean, variance = known
+        most = max(int(mean * max_tokens), int(generated * _OVERRUN), generated + 1)
+        return min(max_tokens, most), math.sqrt(variance) * max_tokens
+
+
+class Growth(NamedTuple):
+    """A running sequence, in pages."""
+
+    held: int
+    """What its end frees."""
+    remaining: int
+    """What it is expected to take until then."""
+    deviation: float = 0.0
+    """Of the expectation."""
+
+
+def peak_pages(sequences: Collection[Growth]) -> float:
+    """The most pages that sequences will hold, if all grow at one pace and leave at their ends.
+
+    The maximum is reached just before one of them ends. (Gong et al. 2025, "Past-Future Scheduler
+    for LLM Serving under SLA Guarantees", use the same sum.) Added is a margin of `_MARGIN` times
+    the deviation of the sum, as of independent sequences.
+    """
+    held, peak = 0, 0
+    ordered = sorted(sequences, key=lambda sequence: -sequence.remaining)
+    for count, sequence in enumerate(ordered, start=1):
+        held += sequence.held
+        peak = max(peak, held + count * sequence.remaining)
+    return peak + _MARGIN * math.sqrt(sum(sequence.deviation**2 for sequence in sequences))

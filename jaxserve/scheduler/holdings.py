@@ -1,0 +1,83 @@
+"""What running sequences hold: a slot each, and pages, some of them shared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.plan import PageEntry
+from jaxserve.scheduler.pages import PagePool
+from jaxserve.scheduler.sequence import NO_SLOT, Sequence
+
+
+class Holdings:
+    """Gives slots and pages to sequences and takes them back."""
+
+    def __init__(self, config: SchedulerConfig, cache: CacheConfig):
+        self.pages = PagePool(cache.num_pages)
+        self._page_size = cache.page_size
+        self._num_slots = config.max_num_seqs
+        self._sharing = config.prefix_caching
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self._page_size)
+
+    def cached_pages(self, seq: Sequence) -> list[int]:
+        """Pages that hold the beginning of its tokens, all but the last token at most."""
+        if not self._sharing:
+            return []
+        most = seq.most_cached // self._page_size
+        return self.pages.find(seq.page_hashes(most, self._page_size))
+
+    def taken_by(self, seq: Sequence, hit: list[int]) -> int:
+        """Free pages that `take` needs."""
+        new = self.pages_for(len(seq.tokens)) - len(hit)
+        return new + sum(not self.pages.holders(page) for page in hit)
+
+    def take(self, seq: Sequence, hit: list[int]) -> list[PageEntry]:
+        """A slot and the pages of all its tokens, of which `hit` hold the first ones already."""
+        self.pages.share(hit)
+        seq.pages = hit + self.pages.allocate(self.pages_for(len(seq.tokens)) - len(hit))
+        seq.slot = self._free_slots.pop()
+        seq.shared = seq.published = len(hit)
+        seq.computed = len(hit) * self._page_size
+        seq.prefill_end = len(seq.tokens)
+        return [PageEntry(seq.slot, index, page) for index, page in enumerate(seq.pages)]
+
+    def grow(self, seq: Sequence) -> PageEntry:
+        """One page more; there must be a free one."""
+        entry = PageEntry(seq.slot, len(seq.pages), self.pages.allocate(1)[0])
+        seq.pages.append(entry.page)
+        return entry
+
+    def publish(self, seq: Sequence) -> None:
+        """Its full pages, computed from tokens that the host knows, can be found from now on."""
+        full = min(seq.computed, len(seq.tokens)) // self._page_size
+        if full > seq.published and self._sharing:
+            hashes = seq.page_hashes(full, self._page_size)
+            for index in range(seq.published, full):
+                self.pages.publish(seq.pages[index], hashes[index])
+            seq.published = full
+
+    def give_back(self, seq: Sequence) -> None:
+        """Its slot and all its pages, which stay findable as far as they were published."""
+        self.pages.release(seq.pages)
+        self._free_slots.append(seq.slot)
+        seq.pages = []
+        seq.slot = NO_SLOT
+        seq.computed = seq.published = seq.shared = 0
+
+    def check(self, running: Collection[Sequence]) -> None:
+        """AssertionError unless these sequences hold everything that is not free."""
+        self.pages.check()
+        held = Counter(page for seq in running for page in seq.pages)
+        for page in range(self.pages.num_total + 1):
+            assert self.pages.holders(page) == held[page], f"page {page}: wrong number of holders"
+        slots = sorted(self._free_slots + [seq.slot for seq in running])
+        assert slots == list(range(self._num_slots)), "a slot is lost or held twice"

@@ -1,0 +1,157 @@
+"""The scheduler on simulated time: traffic in, what each request experienced out.
+
+Steps take what a table of measured step times says; everything else is the real scheduler, driven
+one step ahead as the engine does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from jaxserve.api import FinishReason, Overloaded, Rejected, Request
+from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.plan import Sampled, StepPlan
+from jaxserve.scheduler import Scheduler
+from jaxserve.step_times import StepTimes
+
+STOP = -2
+"""The token that ends a simulated answer; requests have it among their stop tokens."""
+
+_TOKEN = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """A request, when it comes, and what nobody knows before: how long its answer will be."""
+
+    at: float
+    request: Request
+    output: int
+    kind: str = ""
+    """For reports."""
+    patience: float | None = None
+    """The client leaves if there was no token for so many seconds after its arrival."""
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """One request's times, in seconds from the start of the simulation."""
+
+    arrival: Arrival
+    tokens: list[float] = field(default_factory=list[float])
+    cached: int = 0
+    finished: bool = False
+    refused: bool = False
+    """At once or later, before its first token."""
+
+    @property
+    def ttft(self) -> float | None:
+        return self.tokens[0] - self.arrival.at if self.tokens else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time per token after the first; None before the second."""
+        if len(self.tokens) < 2:
+            return None
+        return (self.tokens[-1] - self.tokens[0]) / (len(self.tokens) - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Everything that happened; times in seconds."""
+
+    outcomes: list[Outcome]
+    seconds: float
+    steps: int
+    preemptions: int
+    busy: float
+    """Share of the time in which the device computed."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(len(outcome.tokens) for outcome in self.outcomes) / self.seconds
+
+
+class Simulator:
+    """One scheduler and its clock. `times` tell how long steps take, `known` what it believes."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        times: StepTimes,
+        *,
+        known: StepTimes | None = None,
+        host: float = 0.0,
+    ):
+        """`host`: seconds that the engine's thread takes per step beside waiting."""
+        self.now = 0.0
+        self.scheduler = Scheduler(config, cache, times=known or times, clock=lambda: self.now)
+        self._times = times
+        self._host = host
+        self._by_id: dict[str, Outcome] = {}
+        self._by_seq: list[Outcome] = []
+        self._in_flight: deque[tuple[StepPlan, float]] = deque()
+        """Plans and when the device will be done with them."""
+        self._steps, self._busy = 0, 0.0
+
+    def run(self, traffic: Iterable[Arrival], *, until: float = float("inf")) -> Result:
+        """Serve until everything has ended, or until the clock says `until`."""
+        coming = deque(sorted(traffic, key=lambda arrival: arrival.at))
+        outcomes = [Outcome(arrival=arrival) for arrival in coming]
+        waiting = deque(outcomes)
+        while self.now < until:
+            while waiting and waiting[0].arrival.at <= self.now:
+                self._arrive(waiting.popleft())
+            if not self.scheduler.has_work and not self._in_flight:
+                if not waiting:
+                    break
+                self.now = waiting[0].arrival.at
+                continue
+            self.turn()
+        return Result(
+            outcomes=outcomes,
+            seconds=self.now,
+            steps=self._steps,
+            preemptions=self.scheduler.num_preemptions,
+            busy=self._busy / self.now if self.now else 0.0,
+        )
+
+    def turn(self) -> None:
+        """Launch a step if there is one, and wait for the one before it."""
+        plan = self.scheduler.plan()
+        self.now += self._host
+        pending = self._in_flight.popleft() if self._in_flight else None
+        if plan is not None:
+            took = self._times.of(plan)
+            begun = max(self.now, pending[1] if pending else 0.0)
+            self._in_flight.append((plan, begun + took))
+            self._steps, self._busy = self._steps + 1, self._busy + took
+        if pending is not None:
+            self.now = max(self.now, pending[1])
+            self._commit(pending[0])
+
+    def _arrive(self, outcome: Outcome) -> None:
+        try:
+            self.scheduler.add(outcome.arrival.request)
+        except (Overloaded, Rejected):
+            outcome.refused = True
+        else:
+            self._by_id[outcome.arrival.request.id] = outcome
+            self._by_seq.append(outcome)
+
+    def _commit(self, plan: StepPlan) -> None:
+        sampled: list[Sampled | None] = []
+        for row in plan.rows:
+            arrival = self._by_seq[row.seq_id].arrival
+            generated = row.start + row.num_tokens + 1 - len(arrival.request.prompt)
+            token = STOP if generated >= arrival.output else _TOKEN
+            sampled.append(Sampled(token) if row.samples else None)
+        for event in self.scheduler.commit(plan, sampled):
+            outcome = self._by_id[event.request_id]
+            outcome.tokens.append(self.now)
+            if event.start is not None:
+                outcome.cached = event.cached_tokens
+            outcome.finished = event.finish in (FinishReason.STOP, FinishReason.LENGTH)

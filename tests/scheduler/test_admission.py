@@ -1,0 +1,84 @@
+"""What the running sequences are expected to need."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.api import Request, SamplingParams
+from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.plan import Sampled
+from jaxserve.scheduler import Scheduler
+from jaxserve.scheduler.admission import Growth, OutputLengths, peak_pages
+
+growths = st.lists(
+    st.builds(Growth, st.integers(0, 20), st.integers(0, 20), st.just(0.0)), max_size=8
+)
+
+
+@given(growths)
+def test_the_peak_is_the_most_that_is_held_at_any_time(sequences: list[Growth]) -> None:
+    held = [sum(seq.held + now for seq in sequences if seq.remaining >= now) for now in range(21)]
+    assert peak_pages(sequences) == max(held)
+
+
+def test_lengths_are_learned_per_class() -> None:
+    lengths = OutputLengths()
+    assert lengths.expected(100, 0) == (100, 0.0)
+    for _ in range(100):
+        lengths.observe(100, 25)
+        lengths.observe(2000, 2000)
+    assert lengths.expected(100, 0) == (25, 0.0)
+    assert lengths.expected(2000, 0) == (2000, 0.0)
+    assert lengths.expected(100, 60) == (75, 0.0), "longer than usual"
+    assert lengths.expected(100, 99) == (100, 0.0)
+
+
+def test_the_deviation_of_lengths_is_learned() -> None:
+    lengths = OutputLengths()
+    for number in range(1000):
+        lengths.observe(100, 20 + 40 * (number % 2))
+    expected, deviation = lengths.expected(100, 0)
+    assert 38 <= expected <= 42 and 18 <= deviation <= 22
+
+
+def test_uncertain_lengths_leave_a_margin() -> None:
+    certain = [Growth(4, 2)] * 4
+    assert peak_pages([growth._replace(deviation=3.0) for growth in certain]) == 24 + 6
+
+
+def test_before_anything_is_known_a_request_for_everything_does_not_reserve_everything() -> None:
+    assert OutputLengths(unknown=2048).expected(30_000, 0) == (2048, 0.0)
+
+
+def test_a_steady_overload_preempts_few() -> None:
+    """Sixteen times the load that fits, with ends that nobody can know."""
+    config = SchedulerConfig(max_num_seqs=64, max_model_len=1024, max_num_batched_tokens=512)
+    scheduler = Scheduler(config, CacheConfig(num_pages=257, page_size=16))
+    rng = random.Random(0)
+    ends: dict[str, int] = {}
+    number = finished = steps = 0
+    used = 0.0
+    while finished < 600:
+        while scheduler.num_waiting < 20:
+            most, share = rng.choice([(128, 0.3), (512, 0.6), (256, 1.0)])
+            name = f"r{number}"
+            ends[name] = max(1, min(most, round(rng.gauss(share, 0.2) * most)))
+            prompt = tuple(rng.randrange(1000) for _ in range(rng.randrange(8, 300)))
+            scheduler.add(Request(id=name, prompt=prompt, params=SamplingParams(max_tokens=most)))
+            number += 1
+        plan = scheduler.plan()
+        assert plan is not None
+        steps, used = steps + 1, used + 1 - scheduler.pages.num_free / 256
+        events = scheduler.commit(plan, [Sampled(7) if row.samples else None for row in plan.rows])
+        for event in events:
+            ends[event.request_id] -= 1
+            if event.finish is not None:
+                finished += 1
+            elif not ends[event.request_id]:
+                scheduler.abort(event.request_id)  # as the server does at a stop string
+                finished += 1
+    assert scheduler.num_preemptions < 0.05 * finished
+    assert used > 0.75 * steps, "the cache is not used"

@@ -1,0 +1,118 @@
+"""How large the next chunk is."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.scheduler.budget import Decodes, Pending, TokenBudget
+from jaxserve.step_times import StepTimes
+
+MS = 1e-3
+SIZES = (16, 64, 256, 1024, 2048)
+TIMES = StepTimes(
+    decode={1: 3.7 * MS, 64: 4.2 * MS, 256: 6 * MS},
+    mixed={16: 4 * MS, 64: 4.5 * MS, 256: 6 * MS, 1024: 17 * MS, 2048: 34 * MS},
+    mixed_row=0.05 * MS,
+    chunk_pair=1e-9,
+)
+IDLE = Decodes(0, 0)
+
+
+def budget(times: StepTimes | None = TIMES, *, max_itl: float = 50 * MS) -> TokenBudget:
+    return TokenBudget(times, max_tokens=2048, max_itl=max_itl)
+
+
+def test_without_measured_times_a_step_takes_all_it_can() -> None:
+    assert budget(None).chunk_tokens(Decodes(5, 100), [Pending(0, 4000)]) == 2043
+
+
+def test_a_lone_prompt_fills_the_largest_bucket_it_can() -> None:
+    assert budget().chunk_tokens(IDLE, [Pending(0, 16_384)]) == 2048
+    assert budget().chunk_tokens(IDLE, [Pending(0, 1024)]) == 1024
+
+
+def test_a_prompt_a_little_larger_than_a_bucket_takes_two_steps_and_not_a_padded_one() -> None:
+    assert budget().chunk_tokens(IDLE, [Pending(0, 1087)]) == 1024
+    assert budget().chunk_tokens(Decodes(63, 0), [Pending(0, 1024)]) == 1024 - 63
+
+
+def test_a_prompt_much_larger_than_a_bucket_takes_one_step() -> None:
+    assert budget().chunk_tokens(IDLE, [Pending(0, 2000)]) == 2048
+    assert budget().chunk_tokens(IDLE, [Pending(0, 100)]) == 256
+
+
+def test_several_prompts_count_together() -> None:
+    prompts = [Pending(0, 500), Pending(64, 524)]
+    assert budget().chunk_tokens(IDLE, prompts) == 1024
+
+
+def test_many_streams_make_chunks_smaller_and_a_queue_makes_them_larger() -> None:
+    def chunk(streams: int, prompts: int) -> int:
+        return budget().chunk_tokens(Decodes(streams, 0), [Pending(0, 8192)] * prompts) + streams
+
+    assert [chunk(8, prompts) for prompts in (1, 64)] == [256, 2048]
+    assert [chunk(streams, 8) for streams in (0, 8)] == [2048, 1024]
+
+
+def test_no_bucket_beyond_the_limit_while_sequences_decode() -> None:
+    prompts = [Pending(0, 16_384)] * 64
+    assert budget().chunk_tokens(Decodes(8, 0), prompts) == 2048 - 8
+    assert budget(max_itl=30 * MS).chunk_tokens(Decodes(8, 0), prompts) == 1024 - 8
+    assert budget(max_itl=30 * MS).chunk_tokens(IDLE, prompts) == 2048
+
+
+def test_context_before_the_chunk_counts_against_the_limit() -> None:
+    far = [Pending(15_000, 16_384)] * 64  # 34 + 30 ms
+    assert budget().chunk_tokens(Decodes(8, 0), far) == 1024 - 8
+
+
+def test_a_limit_below_the_decode_step_still_lets_prompts_advance() -> None:
+    assert budget(max_itl=MS).chunk_tokens(Decodes(8, 0), [Pending(0, 4000)]) == 256 - 8
+    assert budget(max_itl=MS).chunk_tokens(Decodes(255, 0), [Pending(0, 4000)]) >= 1
+
+
+def test_a_step_full_of_decodes_has_no_room() -> None:
+    assert budget().chunk_tokens(Decodes(2048, 0), [Pending(0, 10)]) == 0
+
+
+@given(
+    wanted=st.integers(1, 4096),
+    rows=st.sampled_from([0, 1, 15, 63, 200]),
+    seconds=st.lists(st.integers(1, 60), min_size=len(SIZES), max_size=len(SIZES)).map(sorted),
+)
+def test_filling_bucket_after_bucket_is_about_as_fast_as_can_be(
+    wanted: int, rows: int, seconds: list[int]
+) -> None:
+    """Against the best of all ways to compute a number of prompt tokens."""
+    mixed = {size: s * MS for size, s in zip(SIZES, seconds, strict=True)}
+    times = StepTimes(decode={256: 0.5 * MS}, mixed=mixed)
+    chooser = budget(times, max_itl=1.0)
+    decode = times.of_decode(rows, 0) if rows else 0.0
+
+    def cost(size: int) -> float:
+        return mixed[size] + rows * (mixed[size] - decode)
+
+    @cache
+    def best(left: int) -> float:
+        if left <= 0:
+            return 0.0
+        return min(
+            cost(size) + (0.0 if size - rows >= left else best(left - (size - rows)))
+            for size in SIZES[-3:]
+            if size > rows
+        )
+
+    took, left = 0.0, wanted
+    for _ in itertools.count():
+        if left <= 0:
+            break
+        chunk = min(chooser.chunk_tokens(Decodes(rows, 0), [Pending(0, left)]), left)
+        assert chunk >= 1
+        bucket = next(size for size in SIZES if size >= chunk + rows)
+        took += cost(bucket)
+        left -= chunk
+    assert took <= best(wanted) + max(map(cost, SIZES))

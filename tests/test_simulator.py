@@ -1,0 +1,52 @@
+"""The scheduler on simulated time does what the clock says."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.api import Request, SamplingParams
+from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.simulator import STOP, Arrival, Simulator
+from jaxserve.step_times import StepTimes
+
+TIMES = StepTimes(decode={4: 0.01}, mixed={64: 0.02, 256: 0.05})
+
+
+def simulator(*, seqs: int = 4, pages: int = 1000) -> Simulator:
+    config = SchedulerConfig(max_num_seqs=seqs, max_model_len=4096, max_num_batched_tokens=256)
+    return Simulator(config, CacheConfig(num_pages=pages, page_size=16), TIMES)
+
+
+def arrival(number: int, at: float = 0.0, *, prompt: int = 64, output: int = 3) -> Arrival:
+    params = SamplingParams(max_tokens=100, stop_token_ids=frozenset({STOP}))
+    tokens = tuple(range(number * 10_000, number * 10_000 + prompt))
+    return Arrival(
+        at=at, request=Request(id=f"r{number}", prompt=tokens, params=params), output=output
+    )
+
+
+def test_a_lone_request_takes_its_prefill_and_its_decode_steps() -> None:
+    result = simulator().run([arrival(0, at=1.0)])
+    (outcome,) = result.outcomes
+    assert outcome.tokens == pytest.approx([1.02, 1.03, 1.04])
+    assert outcome.finished and outcome.ttft == pytest.approx(0.02)
+    assert outcome.tpot == pytest.approx(0.01)
+
+
+def test_requests_beyond_the_slots_wait_for_those_before_them() -> None:
+    result = simulator(seqs=1).run([arrival(0), arrival(1)])
+    first, second = result.outcomes
+    assert second.tokens[0] > first.tokens[-1]
+    assert all(outcome.finished and len(outcome.tokens) == 3 for outcome in result.outcomes)
+
+
+def test_an_equal_prompt_is_a_prefix_hit() -> None:
+    again = Arrival(at=1.0, request=arrival(0).request, output=3)
+    result = simulator().run([arrival(0), again])
+    assert [outcome.cached for outcome in result.outcomes] == [0, 48]
+
+
+def test_a_simulation_can_be_cut_off() -> None:
+    result = simulator().run([arrival(0, output=90)], until=0.5)
+    (outcome,) = result.outcomes
+    assert not outcome.finished and 40 <= len(outcome.tokens) <= 50
