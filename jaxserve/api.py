@@ -109,6 +109,10 @@ class Request:
     """Lower goes first, where the scheduler's policy looks at it."""
     cache_salt: str = ""
     """Sequences share prefixes only with those of the same salt."""
+    ttft_slo: float | None = None
+    """Seconds from arrival in which the first token must come to be of use; None: any time."""
+    tenant: str = ""
+    """Who is served no more than the others, where the policy is fair."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -175,6 +179,10 @@ class Overloaded(RuntimeError):
         super().__init__(message)
         self.retry_after = retry_after
         """Seconds."""
+
+
+class DeadlineMissed(Overloaded):
+    """The first token cannot come before the request's deadline (HTTP 503)."""
 
 
 class EngineFailed(RuntimeError):

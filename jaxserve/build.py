@@ -173,6 +173,8 @@ def _scheduler_config(
         max_queued=options.max_num_queued_reqs,
         prefix_caching=options.enable_prefix_caching,
         max_itl=(options.max_itl_ms or (_GPU_MAX_ITL_MS if gpu else _CPU_MAX_ITL_MS)) / 1e3,
+        policy=options.scheduling_policy,
+        ttft_slo=None if options.slo_ttft_ms is None else options.slo_ttft_ms / 1e3,
     )
 
 

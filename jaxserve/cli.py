@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxserve import __version__
-from jaxserve.config import KV_CACHE_DTYPES, NAMED_MODELS
+from jaxserve.config import KV_CACHE_DTYPES, NAMED_MODELS, POLICIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,8 @@ class Options:
     max_num_batched_tokens: int | None
     max_itl_ms: float | None
     max_num_queued_reqs: int
+    scheduling_policy: str
+    slo_ttft_ms: float | None
     kv_cache_dtype: str
     block_size: int | None
     enable_prefix_caching: bool
@@ -150,6 +152,18 @@ def _add_engine_flags(add: _AddArgument) -> None:
         choices=KV_CACHE_DTYPES,
         default="auto",
         help="how keys and values are kept; auto: in --dtype",
+    )
+    add(
+        "--scheduling-policy",
+        choices=POLICIES,
+        default="fcfs",
+        help="who is next: in order of arrival, by priority with ageing, or by response ratio, "
+        "fair between API keys, without those whose deadline cannot be met",
+    )
+    add(
+        "--slo-ttft-ms",
+        type=float,
+        help="policy slo: deadline of the first token for requests without x-slo-ttft-ms",
     )
     add("--block-size", type=_positive, help="tokens per page of the KV cache")
     add(

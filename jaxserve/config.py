@@ -217,6 +217,9 @@ class CacheConfig:
         return self.usable_pages * self.page_size
 
 
+POLICIES = ("fcfs", "priority", "slo")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """Limits of one step and of one sequence."""
@@ -227,6 +230,10 @@ class SchedulerConfig:
     max_queued: int = 1024
     prefix_caching: bool = True
     """Sequences share the pages of equal prefixes."""
+    policy: str = "fcfs"
+    """One of POLICIES."""
+    ttft_slo: float | None = None
+    """Seconds to the first token that requests without a deadline of their own have, if any."""
     max_itl: float = 0.05
     """Seconds that a step with a prefill chunk may take while sequences decode."""
 
@@ -239,6 +246,8 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): every running sequence decodes in a step"
             )
+        if self.policy not in POLICIES:
+            raise ConfigError(f"the scheduling policy is {self.policy!r}, known: {POLICIES}")
         if self.max_itl <= 0:
             raise ConfigError(f"max_itl must be positive, got {self.max_itl} seconds")
 

@@ -265,6 +265,9 @@ class AsyncEngine[P]:
         """Launch one step, finish the one before; returns the step now in flight."""
         scheduler, runner = parts
         try:
+            for request_id, missed in scheduler.shed():
+                self._post([_Refused(request_id, missed)])
+                self._metrics.count_shed()
             self._end_failed(scheduler.await_guides(_GUIDE_WAIT if in_flight else _IDLE_GUIDE_WAIT))
             plan = scheduler.plan()
         except Exception:

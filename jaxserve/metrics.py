@@ -112,6 +112,10 @@ class Metrics:
         """A sequence that a failed step ended."""
         self._errors.inc()
 
+    def count_shed(self) -> None:
+        """A waiting sequence could not have its first token in time any more."""
+        self._shed.inc()
+
     def count_preemption(self) -> None:
         self._preemptions.inc()
 
@@ -230,6 +234,11 @@ class Metrics:
         )
         self._errors = Counter(
             "jaxserve_step_errors", "Sequences that a failed step ended", registry=self._registry
+        )
+        self._shed = Counter(
+            "jaxserve_deadline_shed",
+            "Sequences dropped from the queue because their deadline could not be met",
+            registry=self._registry,
         )
         self._preemptions = self._counter("vllm:num_preemptions", "Sequences preempted")
         self._step_tokens = self._histogram(

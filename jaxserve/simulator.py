@@ -121,6 +121,8 @@ class Simulator:
 
     def turn(self) -> None:
         """Launch a step if there is one, and wait for the one before it."""
+        for request_id, _ in self.scheduler.shed():
+            self._by_id[request_id].refused = True
         plan = self.scheduler.plan()
         self.now += self._host
         pending = self._in_flight.popleft() if self._in_flight else None

@@ -54,6 +54,11 @@ class StepTimes:
             + max(pairs * self.chunk_pair, depth * self.chunk_depth)
         )
 
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens per second, of the best bucket without context."""
+        return max(size / seconds for size, seconds in self.mixed.items())
+
     def of(self, plan: StepPlan) -> float:
         """A planned step."""
         chunks = [row for row in plan.rows if row.tokens]

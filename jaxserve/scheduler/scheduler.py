@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from jaxserve.api import (
+    DeadlineMissed,
     FinishReason,
     GuideState,
     Overloaded,
@@ -97,7 +98,7 @@ class Scheduler:
             times, max_tokens=config.max_num_batched_tokens, max_itl=config.max_itl
         )
         self._lengths = lengths or OutputLengths()
-        self._waiting = WaitingQueue()
+        self._waiting = WaitingQueue(config, times.prefill_rate if times else None)
         self._running: dict[int, Sequence] = {}
         self._live: dict[int, Sequence] = {}
         self._by_request: dict[str, Sequence] = {}
@@ -134,16 +135,22 @@ class Scheduler:
         queued = len(self._waiting) - self._holdings.num_free_slots
         if queued >= self._config.max_queued:
             raise Overloaded(f"{queued} requests are waiting, the most allowed")
+        now = self._clock()
         # The last token of a sequence is never computed, so it needs no room in the cache.
         limit = min(self._config.max_model_len, self._cache.usable_tokens + 1)
         seq = Sequence.of(
             request,
             seq_id=self._next_id,
             limit=limit,
-            rank=(0.0, self._next_id),
+            level=request.priority if self._config.policy == "priority" else 0,
+            rank=self._waiting.rank(request, self._next_id, now),
             root=prefix.root(self._cache.identity, request.cache_salt),
-            now=self._clock(),
+            now=now,
+            ttft_slo=self._config.ttft_slo if request.ttft_slo is None else request.ttft_slo,
         )
+        if self._config.policy == "slo":
+            seq.uncached -= len(self._holdings.cached_pages(seq)) * self._page_size
+            self._waiting.check_deadline(seq, now)
         self._next_id += 1
         self._live[seq.id] = self._by_request[seq.request_id] = seq
         self._waiting.push(seq)
@@ -174,6 +181,13 @@ class Scheduler:
         seq = self._by_request.get(request_id)
         if seq is not None:
             self._end(seq)
+
+    def shed(self) -> list[tuple[str, DeadlineMissed]]:
+        """Drop requests that wait and can no longer be served in time; ids and what to tell."""
+        shed = self._waiting.shed(self._clock())
+        for seq, _ in shed:
+            self._forget(seq)
+        return [(seq.request_id, error) for seq, error in shed]
 
     # One step.
 
@@ -253,8 +267,9 @@ class Scheduler:
         decoding = (seq for seq in self._running.values() if seq.computed >= seq.prefill_end)
         candidates = [seq for seq in decoding if seq is not senior and self._frees_pages(seq)]
 
-        def cost(seq: Sequence) -> tuple[int, tuple[float, int]]:
-            return seq.computed - seq.shared * self._page_size, (-seq.rank[0], -seq.rank[1])
+        def cost(seq: Sequence) -> tuple[int, int, int]:
+            again = seq.computed - seq.shared * self._page_size
+            return -seq.level, again, -seq.id
 
         return min(candidates, key=cost, default=None)
 
@@ -296,7 +311,8 @@ class Scheduler:
 
     def _admit(self, entries: list[PageEntry]) -> Sequence | None:
         """Give the first in the queue a slot and the pages of all its tokens, if they are there."""
-        seq = self._waiting.first()
+        now = self._clock()
+        seq = self._waiting.first(now)
         if seq is None or seq is self._blocked or seq.in_flight:
             return None
         if not self._holdings.num_free_slots or seq.guided_to_wait:
@@ -305,11 +321,11 @@ class Scheduler:
         if not self._has_room(seq, hit):
             self._blocked = seq
             return None
-        self._waiting.remove(seq)
+        self._waiting.admitted(seq, now, self._lengths.expected(seq.most_generated, 0)[0])
         self._running[seq.id] = seq
         entries.extend(self._holdings.take(seq, hit))
         if seq.admitted < 0:
-            seq.admitted, seq.cached = self._clock(), seq.computed
+            seq.admitted, seq.cached = now, seq.computed
         return seq
 
     def _has_room(self, seq: Sequence, hit: list[int]) -> bool:
@@ -434,6 +450,11 @@ class Scheduler:
             self._lengths.observe(seq.most_generated, max(seq.generated, 1))
         else:
             self._waiting.remove(seq)
+        self._forget(seq)
+
+    def _forget(self, seq: Sequence) -> None:
+        if self._blocked is seq:
+            self._blocked = None
         del self._live[seq.id]
         del self._by_request[seq.request_id]
 

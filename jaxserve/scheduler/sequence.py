@@ -31,6 +31,13 @@ class Sequence:
     """Stop tokens end it from this many tokens on."""
     guide: GuideState | None
     """It computes the token after the mask of the next one is known: not one step ahead."""
+    level: int
+    """Of priority, where it counts; lower goes first."""
+    tenant: str
+    uncached: int
+    """Tokens of the prompt that were not in the prefix cache when it came, at least 1."""
+    deadline: float | None
+    """For its first token."""
     rank: tuple[float, int]
     """Lower is served first; all ranks differ."""
     root: bytes
@@ -67,9 +74,11 @@ class Sequence:
         *,
         seq_id: int,
         limit: int,
+        level: int,
         rank: tuple[float, int],
         root: bytes,
         now: float,
+        ttft_slo: float | None,
     ) -> Sequence:
         """`limit` is what model and cache allow; `max_tokens` may lower it."""
         num_prompt = len(request.prompt)
@@ -82,6 +91,10 @@ class Sequence:
             limit=min(limit, num_prompt + request.params.max_tokens),
             stops_from=num_prompt + request.params.min_tokens,
             guide=request.params.guide.start() if request.params.guide else None,
+            level=level,
+            tenant=request.tenant,
+            uncached=num_prompt,
+            deadline=None if ttft_slo is None else now + ttft_slo,
             rank=rank,
             root=root,
             arrived=now,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from jaxserve.api import EngineFailed, Overloaded, Rejected
+from jaxserve.api import DeadlineMissed, EngineFailed, Overloaded, Rejected
 
 MAX_MESSAGE_CHARS = 1000
 
@@ -110,6 +110,8 @@ def engine_error(error: Rejected | Overloaded | EngineFailed, *, accepting: bool
     """What a failure of the engine means in HTTP; `accepting`: it takes requests in principle."""
     if isinstance(error, Rejected):
         return invalid(str(error), param=error.param, code=error.code)
+    if isinstance(error, DeadlineMissed):
+        return ApiError(503, str(error), code="deadline", retry_after=error.retry_after)
     if isinstance(error, Overloaded):
         status, code = (429, "overloaded") if accepting else (503, "not_ready")
         return ApiError(status, str(error), code=code, retry_after=error.retry_after)

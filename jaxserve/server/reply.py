@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Generator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any, Protocol
 
 from aiohttp import web
 
 from jaxserve.api import EngineFailed, Overloaded, Rejected
-from jaxserve.server.errors import ApiError, engine_error, json_response
+from jaxserve.server.errors import ApiError, engine_error, invalid, json_response
 from jaxserve.server.generation import Choice, Delta, Generation
 from jaxserve.server.schema import GenerationFields, StreamOptions
 from jaxserve.server.service import Service
 from jaxserve.server.sse import DONE, EventStream, data_event
+
+SLO_HEADER = "x-slo-ttft-ms"
+"""As load balancers and benchmarks spell it."""
 
 IGNORED_HEADER = "x-jaxserve-ignored-params"
 MAX_IGNORED_SHOWN = 32
@@ -78,6 +83,7 @@ async def answer(
 ) -> web.StreamResponse:
     service = arrival.service
     headers = ignored_header(service, ignored)
+    _classify(arrival, generation)
     deltas = generation.deltas(service.engine, service.metrics, arrival.at)
     async with aclosing(deltas):
         try:
@@ -89,6 +95,22 @@ async def answer(
             return json_response(reply.body(), headers=headers | timing)
         except (Rejected, Overloaded, EngineFailed) as error:
             raise _as_api_error(service, error) from error
+
+
+def _classify(arrival: Arrival, generation: Generation) -> None:
+    """What headers tell the scheduler: whose request it is, and by when its answer must begin."""
+    headers = arrival.request.headers
+    key = headers.get("Authorization", "")
+    given = headers.get(SLO_HEADER)
+    try:
+        slo = None if given is None else float(given) / 1e3
+    except ValueError:
+        slo = math.nan
+    if slo is not None and not 0 < slo < math.inf:
+        raise invalid(f"{SLO_HEADER} must be a positive number of milliseconds", param=SLO_HEADER)
+    tenant = sha256(key.encode()).hexdigest()[:16] if key else ""
+    for choice in generation.choices:
+        choice.request = replace(choice.request, tenant=tenant, ttft_slo=slo)
 
 
 async def _stream(

@@ -1,0 +1,184 @@
+"""The scheduling policies on simulated time: whoever waits, for whom and for how long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxserve.api import DeadlineMissed, Request, SamplingParams
+from jaxserve.config import POLICIES, CacheConfig, SchedulerConfig
+from jaxserve.scheduler import Scheduler
+from jaxserve.scheduler.queue import AGEING
+from jaxserve.simulator import STOP, Arrival, Outcome, Simulator
+from jaxserve.step_times import StepTimes
+
+TIMES = StepTimes(decode={1: 0.01, 8: 0.012}, mixed={64: 0.02, 256: 0.05}, decode_context=1e-6)
+CACHE = CacheConfig(num_pages=401, page_size=16)
+
+
+def simulator(policy: str, *, seqs: int = 1, ttft_slo: float | None = None) -> Simulator:
+    config = SchedulerConfig(
+        max_num_seqs=seqs,
+        max_model_len=2048,
+        max_num_batched_tokens=256,
+        policy=policy,
+        ttft_slo=ttft_slo,
+    )
+    return Simulator(config, CACHE, TIMES)
+
+
+def arrival(
+    name: str, at: float, *, prompt: int = 64, output: int = 10, **fields: object
+) -> Arrival:
+    params = SamplingParams(max_tokens=200, stop_token_ids=frozenset({STOP}))
+    tokens = tuple(hash((name, i)) % 100_000 for i in range(prompt))
+    request = replace(Request(id=name, prompt=tokens, params=params), **fields)
+    return Arrival(at=at, request=request, output=output)
+
+
+def order(outcomes: list[Outcome]) -> list[str]:
+    """By the time of the first token."""
+    begun = sorted((o for o in outcomes if o.tokens), key=lambda o: o.tokens[0])
+    return [outcome.arrival.request.id for outcome in begun]
+
+
+@st.composite
+def traffic(draw: st.DrawFn) -> list[Arrival]:
+    count = draw(st.integers(1, 25))
+    return [
+        arrival(
+            f"r{number}",
+            draw(st.floats(0, 3)),
+            prompt=draw(st.sampled_from([1, 40, 300, 1000])),
+            output=draw(st.integers(1, 60)),
+            priority=draw(st.integers(-1, 2)),
+            tenant=draw(st.sampled_from(["a", "b", "c"])),
+        )
+        for number in range(count)
+    ]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(traffic=traffic(), policy=st.sampled_from(POLICIES), seqs=st.integers(1, 8))
+def test_no_request_is_lost_and_the_device_never_idles_with_work_to_do(
+    traffic: list[Arrival], policy: str, seqs: int
+) -> None:
+    sim = simulator(policy, seqs=seqs)
+    result = sim.run(traffic)
+    for outcome in result.outcomes:
+        assert outcome.finished and len(outcome.tokens) == outcome.arrival.output
+    sim.scheduler.check()
+    assert sim.scheduler.pages.num_free == CACHE.usable_pages
+    # Between the first arrival and the end the device computes, but for gaps without requests.
+    spans: list[tuple[float, float]] = []
+    for begin, end in sorted((o.arrival.at, o.tokens[-1]) for o in result.outcomes):
+        if spans and begin <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
+        else:
+            spans.append((begin, end))
+    occupied = sum(end - begin for begin, end in spans)
+    assert result.busy * result.seconds >= 0.95 * occupied - 0.1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_equal_requests_are_served_in_order_of_arrival(policy: str) -> None:
+    arrivals = [arrival(f"r{i}", 0.01 * i) for i in range(20)]
+    result = simulator(policy, seqs=2).run(arrivals)
+    assert order(result.outcomes) == [f"r{i}" for i in range(20)]
+
+
+def test_priorities_are_respected() -> None:
+    levels = [2, 0, 1, 0, 2, 1]
+    arrivals = [arrival("first", 0.0)]
+    arrivals += [arrival(f"{level}-{i}", 0.05, priority=level) for i, level in enumerate(levels)]
+    got = order(simulator("priority").run(arrivals).outcomes)[1:]
+    assert got == ["0-1", "0-3", "1-2", "1-5", "2-0", "2-4"]
+
+
+def test_priority_counts_for_nothing_in_order_of_arrival() -> None:
+    arrivals = [arrival(f"r{i}", 0.01 * i, priority=-i) for i in range(5)]
+    assert order(simulator("fcfs").run(arrivals).outcomes) == [f"r{i}" for i in range(5)]
+
+
+def test_whoever_waits_long_enough_goes_before_higher_priorities() -> None:
+    """A stream of urgent requests that alone would keep the device busy for ever."""
+    patient = arrival("patient", 0.0, priority=1)
+    urgent = [arrival(f"u{i}", 0.1 * i, priority=0) for i in range(round(1.5 * AGEING / 0.1))]
+    result = simulator("priority").run([urgent[0], patient, *urgent[1:]], until=1.5 * AGEING)
+    # Those that came in the first AGEING seconds go before it, and nobody else.
+    assert abs(order(result.outcomes).index("patient") - AGEING / 0.1) <= 2
+
+
+def test_the_lowest_priority_gives_its_pages_back_first() -> None:
+    config = SchedulerConfig(
+        max_num_seqs=3, max_model_len=256, max_num_batched_tokens=64, policy="priority"
+    )
+    sim = Simulator(config, CacheConfig(num_pages=13, page_size=16), TIMES)
+    arrivals = [
+        arrival(f"p{level}", 0.0, prompt=60 - level, output=90, priority=level)
+        for level in (2, 0, 1)
+    ]
+    result = sim.run(arrivals)
+    assert all(outcome.finished for outcome in result.outcomes)
+    ends = {o.arrival.request.id: o.tokens[-1] for o in result.outcomes}
+    assert ends["p0"] < ends["p1"] < ends["p2"]
+
+
+def test_short_prompts_overtake_long_ones_and_long_ones_do_not_starve() -> None:
+    arrivals = [arrival("first", 0.0), arrival("long", 0.01, prompt=1000)]
+    arrivals += [arrival(f"short{i}", 0.02 + 0.12 * i, prompt=20) for i in range(200)]
+    got = order(simulator("slo").run(arrivals).outcomes)
+    assert got[1] == "short0" and 2 < got.index("long") < 60
+
+
+def test_prefix_hits_count_as_short_prompts() -> None:
+    seen = arrival("seen", 0.0, prompt=1000)
+    again = Arrival(at=2.0, request=replace(seen.request, id="again"), output=10)
+    arrivals = [seen, arrival("running", 1.9), arrival("new", 1.99, prompt=300), again]
+    assert order(simulator("slo").run(arrivals).outcomes) == ["seen", "running", "again", "new"]
+
+
+def test_a_tenant_with_many_requests_does_not_keep_others_waiting() -> None:
+    arrivals = [arrival(f"a{i}", 0.0, tenant="a") for i in range(30)]
+    arrivals += [arrival(f"b{i}", 0.5, tenant="b") for i in range(3)]
+    got = order(simulator("slo").run(arrivals).outcomes)
+    assert max(got.index(f"b{i}") for i in range(3)) < 16
+    got = order(simulator("fcfs").run(arrivals).outcomes)
+    assert min(got.index(f"b{i}") for i in range(3)) == 30
+
+
+def test_who_cannot_be_served_in_time_is_told_so_and_the_others_are_in_time() -> None:
+    arrivals = [arrival(f"r{i}", 0.02 * i) for i in range(200)]
+    result = simulator("slo", seqs=2, ttft_slo=1.0).run(arrivals)
+    served = [o for o in result.outcomes if not o.refused]
+    assert 20 < len(served) < 120
+    assert all(o.finished and o.ttft is not None and o.ttft <= 1.05 for o in served)
+    assert all(not o.tokens for o in result.outcomes if o.refused)
+
+
+def test_without_deadlines_nobody_is_dropped() -> None:
+    result = simulator("slo").run([arrival(f"r{i}", 0.0) for i in range(50)])
+    assert all(outcome.finished for outcome in result.outcomes)
+
+
+def test_a_request_that_would_wait_too_long_is_refused_when_it_comes() -> None:
+    now = 0.0
+    config = SchedulerConfig(
+        max_num_seqs=1, max_model_len=2048, max_num_batched_tokens=256, policy="slo"
+    )
+    scheduler = Scheduler(config, CACHE, times=TIMES, clock=lambda: now)
+    for number in range(40):
+        scheduler.add(arrival(f"r{number}", 0.0, prompt=500).request)
+    for _ in range(4):  # one each second
+        now += 1.0
+        scheduler.plan()
+        scheduler.abort(f"r{int(now) - 1}")
+    late = arrival("late", now, prompt=500, ttft_slo=20.0).request
+    with pytest.raises(DeadlineMissed, match=r"about 36\.. s, the deadline is in 20") as error:
+        scheduler.add(late)
+    assert 15 < error.value.retry_after < 17
+    scheduler.add(replace(late, id="later", ttft_slo=40.0))
+    scheduler.check()
