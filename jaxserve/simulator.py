@@ -6,6 +6,7 @@ one step ahead as the engine does.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from jaxserve.api import FinishReason, Overloaded, Rejected, Request
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.plan import Sampled, StepPlan
 from jaxserve.scheduler import Scheduler
+from jaxserve.scheduler.admission import OutputLengths
 from jaxserve.step_times import StepTimes
 
 STOP = -2
@@ -32,7 +34,7 @@ class Arrival:
     kind: str = ""
     """For reports."""
     patience: float | None = None
-    """The client leaves if there was no token for so many seconds after its arrival."""
+    """The client leaves if its answer is not complete after so many seconds."""
 
 
 @dataclass(kw_only=True)
@@ -84,17 +86,22 @@ class Simulator:
         times: StepTimes,
         *,
         known: StepTimes | None = None,
+        lengths: OutputLengths | None = None,
         host: float = 0.0,
     ):
         """`host`: seconds that the engine's thread takes per step beside waiting."""
         self.now = 0.0
-        self.scheduler = Scheduler(config, cache, times=known or times, clock=lambda: self.now)
+        self.scheduler = Scheduler(
+            config, cache, times=known or times, lengths=lengths, clock=lambda: self.now
+        )
         self._times = times
         self._host = host
         self._by_id: dict[str, Outcome] = {}
         self._by_seq: list[Outcome] = []
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         """Plans and when the device will be done with them."""
+        self._leaving: list[tuple[float, str]] = []
+        """When clients leave, the earliest first."""
         self._steps, self._busy = 0, 0.0
 
     def run(self, traffic: Iterable[Arrival], *, until: float = float("inf")) -> Result:
@@ -121,6 +128,8 @@ class Simulator:
 
     def turn(self) -> None:
         """Launch a step if there is one, and wait for the one before it."""
+        while self._leaving and self._leaving[0][0] <= self.now:
+            self.scheduler.abort(heapq.heappop(self._leaving)[1])
         for request_id, _ in self.scheduler.shed():
             self._by_id[request_id].refused = True
         plan = self.scheduler.plan()
@@ -141,8 +150,11 @@ class Simulator:
         except (Overloaded, Rejected):
             outcome.refused = True
         else:
-            self._by_id[outcome.arrival.request.id] = outcome
+            name, patience = outcome.arrival.request.id, outcome.arrival.patience
+            self._by_id[name] = outcome
             self._by_seq.append(outcome)
+            if patience is not None:
+                heapq.heappush(self._leaving, (outcome.arrival.at + patience, name))
 
     def _commit(self, plan: StepPlan) -> None:
         sampled: list[Sampled | None] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jaxserve.api import Request, SamplingParams
@@ -44,6 +46,14 @@ def test_an_equal_prompt_is_a_prefix_hit() -> None:
     again = Arrival(at=1.0, request=arrival(0).request, output=3)
     result = simulator().run([arrival(0), again])
     assert [outcome.cached for outcome in result.outcomes] == [0, 48]
+
+
+def test_a_client_leaves_when_its_patience_ends() -> None:
+    impatient = replace(arrival(0, output=90), patience=0.5)
+    result = simulator(seqs=1).run([impatient, arrival(1, at=0.1)])
+    left, next_ = result.outcomes
+    assert not left.finished and left.tokens[-1] == pytest.approx(0.5, abs=0.02)
+    assert next_.finished and 0.5 < next_.tokens[0] < 0.6
 
 
 def test_a_simulation_can_be_cut_off() -> None:
