@@ -1,10 +1,15 @@
-"""How many pages the running sequences will need at most: what admission leaves free."""
+"""Who may run: what fits at all, and what the running sequences leave room for."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
 from typing import NamedTuple
+
+from jaxserve.api import Rejected, Request
+from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.scheduler.holdings import Holdings
+from jaxserve.scheduler.sequence import Sequence
 
 _WEIGHT = 0.05
 """Of the newest sequence in the mean of its class."""
@@ -71,3 +76,58 @@ def peak_pages(sequences: Collection[Growth]) -> float:
         held += sequence.held
         peak = max(peak, held + count * sequence.remaining)
     return peak + _MARGIN * math.sqrt(sum(sequence.deviation**2 for sequence in sequences))
+
+
+def has_room(
+    seq: Sequence,
+    hit: list[int],
+    running: Collection[Sequence],
+    holdings: Holdings,
+    lengths: OutputLengths,
+) -> bool:
+    """Whether it fits now, and everybody will fit as long as lengths are as expected.
+
+    `hit`: the pages of its tokens that are cached.
+    """
+    pages = holdings.pages
+    free = pages.num_free - holdings.taken_by(seq, hit)
+    if free < len(running):  # each of them may need a page in the next step
+        return False
+    if not running:
+        return True
+
+    def growth(of: Sequence, held: int, own: int) -> Growth:
+        generated, deviation = lengths.expected(of.most_generated, of.generated + of.in_flight)
+        # The last token of a sequence is never computed.
+        needed = holdings.pages_for(of.num_prompt + generated - 1)
+        return Growth(own, max(needed - held, 0), deviation / holdings.page_size)
+
+    new = holdings.pages_for(len(seq.tokens)) - len(hit)
+    growths = [
+        growth(other, len(other.pages), len(other.pages) - other.shared) for other in running
+    ]
+    # Pages that several hold, or that came from the cache, count once and as held to the end.
+    common = pages.num_total - free - new - sum(growth.held for growth in growths)
+    peak = peak_pages([*growths, growth(seq, new + len(hit), new)])
+    return common + peak <= pages.num_total
+
+
+def refuse_impossible(request: Request, config: SchedulerConfig, cache: CacheConfig) -> None:
+    """Rejected, with the numbers, if a request can never be served."""
+    length, longest = len(request.prompt), config.max_model_len
+    if request.params.max_tokens < 1:
+        raise Rejected(f"max_tokens must be at least 1, got {request.params.max_tokens}")
+    if length == 0:
+        raise Rejected("the prompt is empty; it must have at least 1 token")
+    if length >= longest:
+        raise Rejected(
+            f"the prompt has {length} tokens; with at least 1 output token it must fit in the "
+            f"model's context of {longest} tokens",
+            code="context_length_exceeded",
+        )
+    needed = -(-(length + 1) // cache.page_size)
+    if needed > cache.usable_pages:
+        raise Rejected(
+            f"the prompt has {length} tokens; with 1 output token it needs {needed} pages of "
+            f"{cache.page_size} tokens, the KV cache has {cache.usable_pages}"
+        )

@@ -16,7 +16,7 @@ class Holdings:
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig):
         self.pages = PagePool(cache.num_pages)
-        self._page_size = cache.page_size
+        self.page_size = cache.page_size
         self._num_slots = config.max_num_seqs
         self._sharing = config.prefix_caching
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -26,14 +26,14 @@ class Holdings:
         return len(self._free_slots)
 
     def pages_for(self, tokens: int) -> int:
-        return -(-tokens // self._page_size)
+        return -(-tokens // self.page_size)
 
     def cached_pages(self, seq: Sequence) -> list[int]:
         """Pages that hold the beginning of its tokens, all but the last token at most."""
         if not self._sharing:
             return []
-        most = seq.most_cached // self._page_size
-        return self.pages.find(seq.page_hashes(most, self._page_size))
+        most = seq.most_cached // self.page_size
+        return self.pages.find(seq.page_hashes(most, self.page_size))
 
     def taken_by(self, seq: Sequence, hit: list[int]) -> int:
         """Free pages that `take` needs."""
@@ -46,7 +46,7 @@ class Holdings:
         seq.pages = hit + self.pages.allocate(self.pages_for(len(seq.tokens)) - len(hit))
         seq.slot = self._free_slots.pop()
         seq.shared = seq.published = len(hit)
-        seq.computed = len(hit) * self._page_size
+        seq.computed = len(hit) * self.page_size
         seq.prefill_end = len(seq.tokens)
         return [PageEntry(seq.slot, index, page) for index, page in enumerate(seq.pages)]
 
@@ -58,9 +58,9 @@ class Holdings:
 
     def publish(self, seq: Sequence) -> None:
         """Its full pages, computed from tokens that the host knows, can be found from now on."""
-        full = min(seq.computed, len(seq.tokens)) // self._page_size
+        full = min(seq.computed, len(seq.tokens)) // self.page_size
         if full > seq.published and self._sharing:
-            hashes = seq.page_hashes(full, self._page_size)
+            hashes = seq.page_hashes(full, self.page_size)
             for index in range(seq.published, full):
                 self.pages.publish(seq.pages[index], hashes[index])
             seq.published = full
@@ -81,3 +81,17 @@ class Holdings:
             assert self.pages.holders(page) == held[page], f"page {page}: wrong number of holders"
         slots = sorted(self._free_slots + [seq.slot for seq in running])
         assert slots == list(range(self._num_slots)), "a slot is lost or held twice"
+
+
+def choose_victim(running: Collection[Sequence], holdings: Holdings) -> Sequence | None:
+    """Who decodes, is not the first in rank, frees a page and has least to compute again."""
+    senior = min(running, key=lambda seq: seq.rank)
+
+    def frees_pages(seq: Sequence) -> bool:
+        return any(holdings.pages.holders(page) == 1 for page in reversed(seq.pages))
+
+    def cost(seq: Sequence) -> tuple[int, int, int]:
+        return -seq.level, seq.computed - seq.shared * holdings.page_size, -seq.id
+
+    decoding = (seq for seq in running if seq.computed >= seq.prefill_end and seq is not senior)
+    return min(filter(frees_pages, decoding), key=cost, default=None)

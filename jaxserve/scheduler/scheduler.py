@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Callable, Iterable
 
 from jaxserve.api import (
     DeadlineMissed,
     FinishReason,
-    GuideState,
     Overloaded,
     Rejected,
     Request,
@@ -21,15 +19,14 @@ from jaxserve.api import (
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.plan import Admission, PageEntry, Row, Sampled, Scored, StepPlan
 from jaxserve.scheduler import prefix
-from jaxserve.scheduler.admission import Growth, OutputLengths, peak_pages
+from jaxserve.scheduler.admission import OutputLengths, has_room, refuse_impossible
 from jaxserve.scheduler.budget import Decodes, Pending, TokenBudget
-from jaxserve.scheduler.holdings import Holdings
+from jaxserve.scheduler.guided import Guided
+from jaxserve.scheduler.holdings import Holdings, choose_victim
 from jaxserve.scheduler.pages import PagePool
 from jaxserve.scheduler.queue import WaitingQueue
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.step_times import StepTimes
-
-log = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -102,8 +99,7 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}
         self._live: dict[int, Sequence] = {}
         self._by_request: dict[str, Sequence] = {}
-        self._guided: list[tuple[Sequence, GuideState]] = []
-        """Those whose next mask may not be known yet."""
+        self._guided = Guided(self._live)
         self._next_id = 0
         self._blocked: Sequence | None = None
         """It does not fit before somebody gives pages back."""
@@ -130,7 +126,9 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request; Rejected if it can never be served, Overloaded if the queue is full."""
-        self._refuse_impossible(request)
+        if request.id in self._by_request:
+            raise Rejected(f"a request with the id {request.id!r} is not finished")
+        refuse_impossible(request, self._config, self._cache)
         # A burst is read at once: those that the next plan can admit do not count as queued.
         queued = len(self._waiting) - self._holdings.num_free_slots
         if queued >= self._config.max_queued:
@@ -154,27 +152,6 @@ class Scheduler:
         self._next_id += 1
         self._live[seq.id] = self._by_request[seq.request_id] = seq
         self._waiting.push(seq)
-
-    def _refuse_impossible(self, request: Request) -> None:
-        length, longest = len(request.prompt), self._config.max_model_len
-        if request.id in self._by_request:
-            raise Rejected(f"a request with the id {request.id!r} is not finished")
-        if request.params.max_tokens < 1:
-            raise Rejected(f"max_tokens must be at least 1, got {request.params.max_tokens}")
-        if length == 0:
-            raise Rejected("the prompt is empty; it must have at least 1 token")
-        if length >= longest:
-            raise Rejected(
-                f"the prompt has {length} tokens; with at least 1 output token it must fit in the "
-                f"model's context of {longest} tokens",
-                code="context_length_exceeded",
-            )
-        needed = self._holdings.pages_for(length + 1)
-        if needed > self._cache.usable_pages:
-            raise Rejected(
-                f"the prompt has {length} tokens; with 1 output token it needs {needed} pages of "
-                f"{self._page_size} tokens, the KV cache has {self._cache.usable_pages}"
-            )
 
     def abort(self, request_id: str) -> None:
         """Drop a request in any state: no more events of it. An unknown id is already over."""
@@ -251,7 +228,7 @@ class Scheduler:
         growing.sort(key=lambda seq: seq.rank)
         idle: set[int] = set()
         while len(growing) > self.pages.num_free:
-            victim = None if ending else self._victim()
+            victim = None if ending else choose_victim(self._running.values(), self._holdings)
             if victim is None:
                 idle.add(growing.pop().id)
                 continue
@@ -260,21 +237,6 @@ class Scheduler:
             if victim in growing:
                 growing.remove(victim)
         return idle
-
-    def _victim(self) -> Sequence | None:
-        """Who decodes, is not the first in rank, frees a page and has least to compute again."""
-        senior = min(self._running.values(), key=lambda seq: seq.rank)
-        decoding = (seq for seq in self._running.values() if seq.computed >= seq.prefill_end)
-        candidates = [seq for seq in decoding if seq is not senior and self._frees_pages(seq)]
-
-        def cost(seq: Sequence) -> tuple[int, int, int]:
-            again = seq.computed - seq.shared * self._page_size
-            return -seq.level, again, -seq.id
-
-        return min(candidates, key=cost, default=None)
-
-    def _frees_pages(self, seq: Sequence) -> bool:
-        return any(self.pages.holders(page) == 1 for page in reversed(seq.pages))
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to its place in the queue, to compute again what is not cached (see the class)."""
@@ -318,7 +280,7 @@ class Scheduler:
         if not self._holdings.num_free_slots or seq.guided_to_wait:
             return None
         hit = self._holdings.cached_pages(seq)
-        if not self._has_room(seq, hit):
+        if not has_room(seq, hit, self._running.values(), self._holdings, self._lengths):
             self._blocked = seq
             return None
         self._waiting.admitted(seq, now, self._lengths.expected(seq.most_generated, 0)[0])
@@ -327,31 +289,6 @@ class Scheduler:
         if seq.admitted < 0:
             seq.admitted, seq.cached = now, seq.computed
         return seq
-
-    def _has_room(self, seq: Sequence, hit: list[int]) -> bool:
-        """Whether it fits now, and everybody will fit as long as lengths are as expected."""
-        free = self.pages.num_free - self._holdings.taken_by(seq, hit)
-        if free < len(self._running):  # each of them may need a page in the next step
-            return False
-        if not self._running:
-            return True
-        new = self._holdings.pages_for(len(seq.tokens)) - len(hit)
-        running = [
-            self._growth(other, len(other.pages), len(other.pages) - other.shared)
-            for other in self._running.values()
-        ]
-        # Pages that several hold, or that came from the cache, count once and as held to the end.
-        common = self.pages.num_total - free - new - sum(growth.held for growth in running)
-        peak = peak_pages([*running, self._growth(seq, new + len(hit), new)])
-        return common + peak <= self.pages.num_total
-
-    def _growth(self, seq: Sequence, pages: int, own: int) -> Growth:
-        generated, deviation = self._lengths.expected(
-            seq.most_generated, seq.generated + seq.in_flight
-        )
-        # The last token of a sequence is never computed.
-        needed = self._holdings.pages_for(seq.num_prompt + generated - 1)
-        return Growth(own, max(needed - pages, 0), deviation / self._page_size)
 
     def commit(self, plan: StepPlan, sampled: Iterable[Sampled | None]) -> list[TokenEvent]:
         """Take the results of a plan's rows, in order; results of ended sequences are ignored."""
@@ -384,8 +321,7 @@ class Scheduler:
             if finish is not None:
                 self._end(seq)
             elif seq.guide is not None:
-                seq.guide.advance(token)
-                self._guided.append((seq, seq.guide))
+                self._guided.advance(seq, seq.guide, token)
         return events
 
     def _first_event(self, seq: Sequence, event: TokenEvent, now: float) -> TokenEvent:
@@ -401,18 +337,9 @@ class Scheduler:
         Waiting for all lets them share the next step. Those that cannot be followed end with an
         error.
         """
-        deadline = time.monotonic() + timeout
-        failed: list[Sequence] = []
-        waiting, self._guided = self._guided, []
-        for seq, guide in waiting:
-            if seq.id not in self._live:
-                continue
-            if not guide.wait(max(0.0, deadline - time.monotonic())):
-                self._guided.append((seq, guide))
-            elif guide.error is not None:
-                log.error("%s: its grammar cannot be followed: %s", seq.request_id, guide.error)
-                self._end(seq)
-                failed.append(seq)
+        failed = self._guided.wait(timeout)
+        for seq in failed:
+            self._end(seq)
         return [TokenEvent(seq.request_id, None, FinishReason.ERROR) for seq in failed]
 
     def fail(self, plans: Iterable[StepPlan] | None = None) -> list[TokenEvent]:

@@ -1,0 +1,41 @@
+"""Sequences that follow a grammar: they wait for the mask of their next token."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Container
+
+from jaxserve.api import GuideState
+from jaxserve.scheduler.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+
+class Guided:
+    """Those whose next mask may not be known yet."""
+
+    def __init__(self, live: Container[int]):
+        """`live`: ids of the sequences that have not ended."""
+        self._live = live
+        self._waiting: list[tuple[Sequence, GuideState]] = []
+
+    def advance(self, seq: Sequence, guide: GuideState, token: int) -> None:
+        """The sequence got this token; its next mask is computed beside the engine's thread."""
+        guide.advance(token)
+        self._waiting.append((seq, guide))
+
+    def wait(self, timeout: float) -> list[Sequence]:
+        """Wait for the masks, at most `timeout` seconds in all; who cannot be followed."""
+        deadline = time.monotonic() + timeout
+        failed: list[Sequence] = []
+        waiting, self._waiting = self._waiting, []
+        for seq, guide in waiting:
+            if seq.id not in self._live:
+                continue
+            if not guide.wait(max(0.0, deadline - time.monotonic())):
+                self._waiting.append((seq, guide))
+            elif guide.error is not None:
+                log.error("%s: its grammar cannot be followed: %s", seq.request_id, guide.error)
+                failed.append(seq)
+        return failed
