@@ -126,6 +126,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Whether requests are served now", shapes.Readiness, unhealthy=True
     ),
     ("get", "/load"): Operation("Sequences and pages in use", shapes.Load),
+    ("post", "/reset_prefix_cache"): Operation(
+        "Forget the prefixes computed so far", None, errors=(405, 503)
+    ),
     ("get", "/version"): Operation("The version", shapes.Version),
     ("get", "/metrics"): Operation("Prometheus text", None, media="text/plain"),
     ("get", "/openapi.json"): Operation("This document", None),
