@@ -44,10 +44,15 @@ class StepInputs(NamedTuple):
     tile_length: Array  # [tiles]
     tile_slots: Array  # [tiles]
     tile_positions: Array  # [tiles]
+    single_first: Array  # [singles]
+    single_length: Array  # [singles]
+    single_slots: Array  # [singles]
+    single_positions: Array  # [singles]
 
     @property
     def tiles(self) -> QueryTiles:
-        return QueryTiles(self.tile_first, self.tile_length, self.tile_slots, self.tile_positions)
+        tiles, singles = self[8:12], self[12:16]
+        return QueryTiles(*tiles, singles=QueryTiles(*singles) if singles[0].size else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,27 +64,37 @@ class Bucket:
     tokens: int
     rows: int
     tile_size: int
+    tiles: int
+    singles: int
+    """Places for rows of one token in a mixed step, which attention handles apart from chunks."""
     updates: int
 
     @classmethod
     def decode(cls, rows: int) -> Bucket:
-        """Every row may need one new page."""
-        return cls(kind="decode", tokens=rows, rows=rows, tile_size=1, updates=rows)
+        """Every row is a tile and may need one new page."""
+        return cls(
+            kind="decode", tokens=rows, rows=rows, tile_size=1, tiles=rows, singles=0, updates=rows
+        )
 
     @classmethod
-    def mixed(cls, tokens: int, *, max_rows: int, tile_size: int, updates: int) -> Bucket:
+    def mixed(
+        cls, tokens: int, *, max_rows: int, tile_size: int, updates: int, chunk_tokens: int = 2
+    ) -> Bucket:
+        """Tiles for any split into chunks that hold at least `chunk_tokens` on average.
+
+        Each chunk wastes at most tile_size - 1 places of its last tile.
+        """
+        rows, tile_size = min(tokens, max_rows), min(tile_size, tokens)
+        chunks = min(rows, max(tokens // chunk_tokens, 1))
         return cls(
             kind="mixed",
             tokens=tokens,
-            rows=min(tokens, max_rows),
-            tile_size=min(tile_size, tokens),
+            rows=rows,
+            tile_size=tile_size,
+            tiles=(tokens + chunks * (tile_size - 1)) // tile_size,
+            singles=rows,
             updates=updates,
         )
-
-    @property
-    def tiles(self) -> int:
-        """Enough for any split: each row wastes at most tile_size - 1 places of its last tile."""
-        return (self.tokens + self.rows * (self.tile_size - 1)) // self.tile_size
 
     @property
     def name(self) -> str:
@@ -87,11 +102,19 @@ class Bucket:
 
     @property
     def _sizes(self) -> tuple[int, ...]:
-        return (self.updates,) * 2 + (self.tokens,) * 3 + (self.rows,) * 3 + (self.tiles,) * 4
+        parts = (self.updates,) * 2 + (self.tokens,) * 3 + (self.rows,) * 3
+        return parts + (self.tiles,) * 4 + (self.singles,) * 4
 
     @property
     def packed_size(self) -> int:
         return sum(self._sizes)
+
+    def holds(self, plan: StepPlan) -> bool:
+        """Whether the plan fits; every plan within the scheduler's limits fits the largest."""
+        if self.kind == "decode":
+            return plan.decode_only and len(plan.rows) <= self.rows
+        tiles = sum(-(-row.num_tokens // self.tile_size) for row in plan.rows if _is_chunk(row))
+        return plan.num_tokens <= self.tokens and tiles <= self.tiles
 
     def unpack(self, packed: Any) -> StepInputs:
         """Static slices of `packed`, int32 [packed_size]: traced, or views of a numpy array."""
@@ -144,7 +167,7 @@ def pack(plan: StepPlan, updates: Updates, bucket: Bucket, padding_slot: int) ->
     packed = np.zeros(bucket.packed_size, np.int32)
     parts = bucket.unpack(packed)
     packed[: 2 * bucket.updates] = updates.padded(bucket.updates)
-    for slots in (parts.token_slots, parts.row_slots, parts.tile_slots):
+    for slots in (parts.token_slots, parts.row_slots, parts.tile_slots, parts.single_slots):
         slots[:] = padding_slot
     if bucket.kind == "decode":
         _pack_decode(plan, parts)
@@ -169,7 +192,9 @@ def _pack_decode(plan: StepPlan, parts: StepInputs) -> None:
 
 
 def _pack_mixed(plan: StepPlan, parts: StepInputs, tile_size: int) -> None:
-    first = tile = 0
+    first = 0
+    tiles: list[tuple[int, int, int, int]] = []
+    singles: list[tuple[int, int, int, int]] = []
     for index, row in enumerate(plan.rows):
         count = row.num_tokens
         span = slice(first, first + count)
@@ -179,13 +204,23 @@ def _pack_mixed(plan: StepPlan, parts: StepInputs, tile_size: int) -> None:
         parts.row_slots[index] = row.slot
         parts.row_last[index] = first + count - 1
         parts.row_flags[index] = _flags(row)
-        starts = np.arange(0, count, tile_size)
-        tiles = slice(tile, tile + len(starts))
-        parts.tile_first[tiles] = first + starts
-        parts.tile_length[tiles] = np.minimum(count - starts, tile_size)
-        parts.tile_slots[tiles] = row.slot
-        parts.tile_positions[tiles] = row.start + starts
-        first, tile = first + count, tile + len(starts)
+        if _is_chunk(row):
+            for offset in range(0, count, tile_size):
+                length = min(count - offset, tile_size)
+                tiles.append((first + offset, length, row.slot, row.start + offset))
+        else:
+            singles.append((first, 1, row.slot, row.start))
+        first += count
+    # The GPU starts them in this order: the longest contexts first leave the shortest tail.
+    tiles.sort(key=lambda tile: tile[1] + tile[3], reverse=True)
+    for columns, table in ((parts[8:12], tiles), (parts[12:16], singles)):
+        for column, values in zip(columns, zip(*table, strict=True), strict=False):
+            column[: len(table)] = values
+
+
+def _is_chunk(row: Row) -> bool:
+    """Rows of one token go to the single places, whether they decode or end a prompt."""
+    return row.num_tokens > 1
 
 
 def _flags(row: Row) -> int:

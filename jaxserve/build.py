@@ -29,14 +29,16 @@ from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_checkpoints.load import Encode, encoded_abstract, load_params
 from jaxserve_checkpoints.reader import open_checkpoint
 from jaxserve_kernels.kv_format import KVFormat, named
+from jaxserve_kernels.paged_attention import tile_tokens
 
 log = logging.getLogger(__name__)
 
 _GPU_DECODE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-_GPU_PREFILL = (16, 32, 64, 128, 256, 512, 1024, 2048)
+# Smaller ones take as long as 64, larger ones longer per token than 2048: see docs/performance.md.
+_GPU_PREFILL = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 _CPU_DECODE = (1, 4, 16, 64)
 _CPU_PREFILL = (16, 64, 256)
-_GPU_TILE, _CPU_TILE = 32, 16
+_CPU_TILE = 16
 _CPU_KV_BYTES = 512 * 2**20
 _GPU_MAX_ITL_MS, _CPU_MAX_ITL_MS = 50.0, 1000.0
 _HOST_RESERVE = 512 * 2**20
@@ -84,7 +86,7 @@ def build_parts(
         sampled_vocab=min(source.spec.vocab_size, source.tokenizer.vocab_size)
         if source.folder
         else source.spec.vocab_size,
-        tile_size=_GPU_TILE if gpu else _CPU_TILE,
+        tile_size=tile_tokens(source.spec.q_heads // source.spec.kv_heads) if gpu else _CPU_TILE,
         kv_format=kv_format,
     )
     runner = Runner(config, params, metrics)

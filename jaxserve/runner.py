@@ -32,6 +32,10 @@ _FLUSH_UPDATES = 4096
 _MIXED_EXTRA_UPDATES = 256
 """State changes of a mixed step beyond its rows' own: page tables of a few joining sequences."""
 
+_CHUNK_TOKENS = 8
+"""A step whose chunks are shorter on average may need a larger bucket than its tokens do: tiles
+that are never used cost time, and room for any split would be mostly that."""
+
 _KERNELS = (" fusion(", " custom-call(", " copy(", " dot(", " reduce(", " gather(", " scatter(")
 """Instructions of a compiled program that launch a kernel."""
 
@@ -91,6 +95,7 @@ class RunnerConfig:
                 max_rows=self.scheduler.max_num_seqs,
                 tile_size=self.tile_size,
                 updates=min(tokens, self.scheduler.max_num_seqs) * 2 + _MIXED_EXTRA_UPDATES,
+                chunk_tokens=2 if tokens == self.buckets.prefill[-1] else _CHUNK_TOKENS,
             )
             for tokens in self.buckets.prefill
         ]
@@ -140,7 +145,7 @@ class Runner:
 
     def describe_decode(self, rows: int) -> tuple[int, int]:
         """Kernels of the compiled step that decodes `rows` rows, and its scratch bytes."""
-        step = self._steps[self._fitting("decode", rows)]
+        step = self._steps[Bucket.decode(rows)]
         entry = step.as_text().split("ENTRY", 1)[1].split("\n}", 1)[0]
         kernels = sum(kind in entry_line for entry_line in entry.splitlines() for kind in _KERNELS)
         return kernels, step.memory_analysis().temp_size_in_bytes
@@ -184,13 +189,9 @@ class Runner:
         self._state = self.fresh_state()
 
     def _bucket_for(self, plan: StepPlan) -> Bucket:
-        if plan.decode_only:
-            return self._fitting("decode", len(plan.rows))
-        return self._fitting("mixed", plan.num_tokens)
-
-    def _fitting(self, kind: str, tokens: int) -> Bucket:
-        """The smallest bucket that holds so many tokens."""
-        fitting = [b for b in self._buckets if b.kind == kind and b.tokens >= tokens]
+        """The smallest bucket of the plan's kind that holds it."""
+        kind = "decode" if plan.decode_only else "mixed"
+        fitting = [b for b in self._buckets if b.kind == kind and b.holds(plan)]
         return min(fitting, key=lambda b: b.tokens)
 
     def _abstract_state(self) -> DeviceState:

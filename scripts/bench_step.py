@@ -41,6 +41,7 @@ from jaxserve.models import qwen3
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
 from jaxserve.runner import Runner, RunnerConfig
 from jaxserve_checkpoints.dummy import dummy_params
+from jaxserve_kernels.paged_attention import tile_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,7 @@ def make_runner(spec: ModelSpec, args: argparse.Namespace) -> tuple[Runner, Runn
         buckets=Buckets(decode=tuple(sorted(set(args.batch))), prefill=(512,)),
         dtype=jnp.bfloat16,
         sampled_vocab=spec.vocab_size,
-        tile_size=32,
+        tile_size=tile_tokens(spec.q_heads // spec.kv_heads),
     )
     abstract = qwen3.abstract(spec, jnp.bfloat16, stacked=not args.separate_layers)
     params = dummy_params(abstract, 0)
@@ -217,8 +218,13 @@ def decode_plans(
 
 
 def profile(runner: Runner, config: RunnerConfig, batch: int, context: int, steps: int) -> None:
-    """Print the kernels of a decode step by the time they take, from a trace of `steps` steps."""
     plans = decode_plans(config, batch, context, steps + 4, 0.0)
+    profile_plans(runner, plans, f"batch {batch}, context {context}")
+
+
+def profile_plans(runner: Runner, plans: list[StepPlan], what: str) -> None:
+    """Print the kernels of a step by the time they take; the first four plans warm up."""
+    steps = len(plans) - 4
     with tempfile.TemporaryDirectory() as folder:
         for plan in plans[:4]:
             runner.collect(runner.launch(plan))
@@ -232,7 +238,7 @@ def profile(runner: Runner, config: RunnerConfig, batch: int, context: int, step
         if event.get("ph") == "X" and "correlation_id" in event.get("args", {}):
             name = re.sub(r"(_\d+)+$", "", event["name"])
             times[name].append(event["dur"])
-    table = Table(title=f"kernels of a step, batch {batch}, context {context}")
+    table = Table(title=f"kernels of a step: {what}")
     for column in ("kernel", "per step", "us each", "us per step"):
         table.add_column(column, justify="right")
     for name, durations in sorted(times.items(), key=lambda item: -sum(item[1]))[:25]:

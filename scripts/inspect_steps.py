@@ -39,6 +39,7 @@ from jaxserve.models import qwen3
 from jaxserve.step import DeviceState, run_step
 from jaxserve_kernels import target
 from jaxserve_kernels.kv_format import NAMES, named
+from jaxserve_kernels.paged_attention import tile_tokens
 
 MAX_SEQS, PAGE_SIZE, PAGES = 256, 64, 2000
 
@@ -48,8 +49,11 @@ def main() -> None:
     spec = dataclasses.replace(NAMED_MODELS[args.model], num_layers=args.layers)
     sharding = topology_sharding(args.target.read_text())
     buckets = [Bucket.decode(rows) for rows in args.decode]
+    tile_size = tile_tokens(spec.q_heads // spec.kv_heads)
     buckets += [
-        Bucket.mixed(tokens, max_rows=MAX_SEQS, tile_size=32, updates=2 * min(tokens, MAX_SEQS))
+        Bucket.mixed(
+            tokens, max_rows=MAX_SEQS, tile_size=tile_size, updates=2 * min(tokens, MAX_SEQS)
+        )
         for tokens in args.prefill
     ]
     reports = [inspect(spec, bucket, sharding, args.kv_cache_dtype) for bucket in buckets]

@@ -115,12 +115,19 @@ def test_each_row_samples_from_its_last_token(step: tuple[StepPlan, Bucket]) -> 
         assert bool(inputs.row_flags[index] & ROW_LOGPROBS) == row.logprobs
 
 
+def tiles_of(inputs: StepInputs) -> list[tuple[int, int, int, int]]:
+    """(first, length, slot, position) of the tiles and then of the singles, padding included."""
+    *tiles, singles = inputs.tiles
+    lists = [tiles] if singles is None else [tiles, singles[:4]]
+    return [tuple(map(int, tile)) for part in lists for tile in zip(*part, strict=True)]
+
+
 @given(steps())
 def test_tiles_cover_each_token_once_in_runs_of_one_sequence(step: tuple[StepPlan, Bucket]) -> None:
     plan, bucket = step
     inputs = unpacked(plan, bucket)
     covered: list[int] = []
-    for first, length, slot, position in zip(*inputs.tiles, strict=True):
+    for first, length, slot, position in tiles_of(inputs):
         assert length <= bucket.tile_size
         tokens = np.arange(first, first + length)
         assert (inputs.token_slots[tokens] == slot).all()
@@ -132,6 +139,27 @@ def test_tiles_cover_each_token_once_in_runs_of_one_sequence(step: tuple[StepPla
 
 
 @given(steps())
+def test_rows_of_one_token_are_apart_from_chunks(step: tuple[StepPlan, Bucket]) -> None:
+    plan, bucket = step
+    if bucket.kind == "decode":
+        return
+    inputs = unpacked(plan, bucket)
+    alone = [row.slot for row in plan.rows if row.num_tokens == 1]
+    assert inputs.single_slots[inputs.single_length > 0].tolist() == alone
+    assert inputs.single_length.max() <= 1
+
+
+@given(steps())
+def test_tiles_with_the_longest_contexts_come_first_and_padding_last(
+    step: tuple[StepPlan, Bucket],
+) -> None:
+    inputs = unpacked(*step)
+    if step[1].kind == "mixed":
+        ends = np.where(inputs.tile_length, inputs.tile_length + inputs.tile_positions, 0)
+        assert (np.diff(ends) <= 0).all()
+
+
+@given(steps())
 def test_padding_belongs_to_the_padding_slot_and_asks_for_nothing(
     step: tuple[StepPlan, Bucket],
 ) -> None:
@@ -140,12 +168,12 @@ def test_padding_belongs_to_the_padding_slot_and_asks_for_nothing(
     num_rows, num_tokens = len(plan.rows), plan.num_tokens
     assert (inputs.token_slots[num_tokens:] == PADDING_SLOT).all()
     assert (inputs.row_slots[num_rows:] == PADDING_SLOT).all()
-    assert (inputs.tile_slots[inputs.tile_length == 0] == PADDING_SLOT).all()
+    assert all(slot == PADDING_SLOT for _, length, slot, _ in tiles_of(inputs) if length == 0)
     assert not inputs.row_flags[num_rows:].any()
     assert not inputs.token_positions[num_tokens:].any(), "padding keys go to the first place"
     ids = inputs.token_ids[num_tokens:]
     assert ((ids == 0) | (ids == DECODE_TOKEN)).all()
-    for indices in (inputs.row_last, inputs.tile_first):
+    for indices in (inputs.row_last, inputs.tile_first, inputs.single_first):
         assert ((indices >= 0) & (indices < bucket.tokens)).all()
 
 
@@ -232,14 +260,34 @@ def test_results_come_back_row_by_row() -> None:
 
 @pytest.mark.parametrize(("tokens", "tile_size"), [(1, 16), (3, 1), (7, 4), (40, 16)])
 def test_a_mixed_bucket_has_tiles_for_the_worst_split(tokens: int, tile_size: int) -> None:
-    """Rows of one token and rows just over a tile waste the most."""
+    """Rows of two tokens and rows just over a tile waste the most."""
     bucket = Bucket.mixed(tokens, max_rows=MAX_SEQS, tile_size=tile_size, updates=8)
     for num_rows in range(1, bucket.rows + 1):
-        counts = [1] * (num_rows - 1)
-        counts.append(tokens - sum(counts))
-        rows = tuple(
+        for short in (1, 2, tile_size + 1):
+            counts = [short] * (num_rows - 1)
+            counts.append(tokens - sum(counts))
+            if counts[-1] < 1:
+                continue
+            plan = prefill(counts)
+            assert bucket.holds(plan)
+            inputs = unpacked(plan, bucket)
+            assert inputs.tile_length.sum() + inputs.single_length.sum() == tokens
+
+
+def test_a_bucket_for_longer_chunks_says_when_a_plan_has_too_many_tiles() -> None:
+    bucket = Bucket.mixed(32, max_rows=MAX_SEQS, tile_size=8, updates=8, chunk_tokens=16)
+    assert bucket.tiles < Bucket.mixed(32, max_rows=MAX_SEQS, tile_size=8, updates=8).tiles
+    assert bucket.holds(prefill([16, 16]))
+    assert bucket.holds(prefill([27, 1, 1, 1, 1, 1]))
+    assert not bucket.holds(prefill([9, 9, 9]))
+    assert not bucket.holds(prefill([33]))
+
+
+def prefill(counts: list[int]) -> StepPlan:
+    """One chunk from position 0 for each of `counts`."""
+    return StepPlan(
+        rows=tuple(
             Row(seq_id=slot, slot=slot, start=0, tokens=(1,) * count, samples=True)
             for slot, count in enumerate(counts)
         )
-        inputs = unpacked(StepPlan(rows=rows), bucket)
-        assert inputs.tile_length.sum() == tokens
+    )

@@ -41,3 +41,9 @@ def use(target: Target) -> Generator[None]:
         yield
     finally:
         _override.reset(token)
+
+
+def compute_capability() -> int:
+    """Of the GPU that is traced for, e.g. 90."""
+    given = current().compute_capability
+    return given or int(jax.devices()[0].compute_capability.replace(".", ""))

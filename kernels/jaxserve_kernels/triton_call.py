@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import triton
 import triton.backends.nvidia.driver as nvidia_driver
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from jaxserve_kernels import target
 
@@ -20,6 +24,42 @@ from jax_triton import triton_lib
 _descriptor: Any = triton_lib.TensorDescMeta
 _descriptor.__required_keys__ = frozenset(_descriptor.__required_keys__) - {"is_im2col"}
 
+_compile_triton: Any = triton_lib.TritonFunction._compile_kernel
+
+
+def _compile_kernel(
+    function: Any, specialization: Any, target: Any, backend: Any, options: Mapping[str, Any]
+) -> tuple[Any, str, Any, Any]:
+    """jax-triton 0.4 takes Gluon kernels through Triton's own passes, and launches them without
+    the warps that warp specialisation adds. Triton's compiler does both right."""
+    if not isinstance(function.fn, GluonJITFunction):
+        return _compile_triton(function, specialization, target, backend, options)
+    known = {field.name for field in dataclasses.fields(backend.parse_options({}))}
+    compiled = triton.compile(
+        GluonASTSource(
+            function.fn, specialization.signature, specialization.constants, specialization.attrs
+        ),
+        target=target,
+        options={name: value for name, value in options.items() if name in known},
+    )
+    found: Any = compiled.metadata
+    kernel = triton_lib.triton_kernel_call_lib.TritonKernel(
+        found.name, found.num_warps, found.num_ctas, found.shared, compiled.asm["ptx"], "",
+        target.arch,
+    )  # fmt: skip
+    result = triton_lib.CompilationResult(
+        binary=compiled.asm["ptx"],
+        name=found.name,
+        shared_mem_bytes=found.shared,
+        ttgir="",
+        llir="",
+        tensordesc_meta=found.tensordesc_meta,
+    )
+    return kernel, "", None, result
+
+
+triton_lib.TritonFunction._compile_kernel = _compile_kernel  # type: ignore[method-assign]
+
 
 def triton_call(*args: jax.Array | jax.Ref | int, name: str, **kwargs: Any) -> Any:
     """`jax_triton.triton_call` for the current target. Ints are launch constants.
@@ -29,3 +69,8 @@ def triton_call(*args: jax.Array | jax.Ref | int, name: str, **kwargs: Any) -> A
     """
     capability = target.current().compute_capability
     return jt.triton_call(*args, name=name, compute_capability=capability, **kwargs)
+
+
+def tensor_descriptor(x: jax.Array, block: Sequence[int], layout: Any) -> Any:
+    """x as an argument that a kernel copies blocks of by TMA."""
+    return jt.TensorDescriptor.from_array(x, block, layout)

@@ -110,7 +110,7 @@ def test_paged_attention(name: str, splits: int) -> None:
         expected = jax.jit(reference)(inputs.q, inputs.kv)
     out = paged_attention_triton.paged_attention(
         jnp.asarray(inputs.q), jnp.asarray(inputs.kv), inputs.layer,
-        jnp.asarray(inputs.page_table), QueryTiles(*map(jnp.asarray, tiles)),
+        jnp.asarray(inputs.page_table), jax.tree.map(jnp.asarray, tiles),
         tile_size=spec.tile_size, config=AttentionConfig(splits=splits, num_warps=4, num_stages=3),
     )  # fmt: skip
     assert relative_error(out[used], expected[used]) < 1e-6

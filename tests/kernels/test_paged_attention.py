@@ -17,6 +17,7 @@ from jaxserve_kernels.paged_attention.specs import (
     AttentionSpec,
     Chunk,
     Heads,
+    apart,
     make_inputs,
 )
 
@@ -102,6 +103,17 @@ def test_a_prompt_in_two_chunks_gets_what_it_gets_at_once(split: int) -> None:
             part[start:end], whole[start:end], rtol=0, atol=TOLERANCE["float32"]
         )
         assert not part[:start].any() and not part[end:].any(), "wrote tokens of no tile"
+
+
+def test_single_tokens_apart_from_chunks_get_what_they_get_among_them() -> None:
+    spec = next(spec for spec in SMALL_SPECS if spec.name == "chunks_and_decodes_together")
+    inputs = make_inputs(spec, seed=6)
+    together = run(inputs, spec.tile_size)
+    tiles = apart(inputs)
+    assert tiles.singles is not None and len(tiles.singles.first) > 4
+    for given in (tiles, tiles.in_one_list()):
+        got = attend(inputs.q, inputs.kv, inputs.layer, inputs.page_table, given, tile_size=16)
+        np.testing.assert_allclose(got, together, rtol=0, atol=TOLERANCE["float32"])
 
 
 def test_the_order_of_tiles_and_the_places_of_pages_do_not_change_a_bit() -> None:

@@ -15,9 +15,11 @@ from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
 from jaxserve_kernels.dense_matmul import gated_linear, linear, sum_parts
 from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
 from jaxserve_kernels.paged_attention.specs import (
+    HOPPER_SPECS,
     MODEL_SPECS,
     SMALL_SPECS,
     AttentionSpec,
+    apart,
     make_inputs,
 )
 from jaxserve_kernels.sampler import (
@@ -48,12 +50,17 @@ TOLERANCE = {"bfloat16": 6e-3, "float32": 2e-6}
 """Relative to the norm; the bf16 result is rounded to 8 bits, which alone costs 2e-3."""
 
 
-@pytest.mark.parametrize("spec", SMALL_SPECS + MODEL_SPECS, ids=lambda spec: spec.name)
-def test_paged_attention_equals_its_reference(spec: AttentionSpec) -> None:
+@pytest.mark.parametrize("split", [False, True], ids=["one_list", "singles_apart"])
+@pytest.mark.parametrize("spec", SMALL_SPECS + HOPPER_SPECS + MODEL_SPECS, ids=lambda s: s.name)
+def test_paged_attention_equals_its_reference(spec: AttentionSpec, split: bool) -> None:
     inputs = make_inputs(spec, seed=7)
     tiles = QueryTiles(inputs.first, inputs.length, inputs.slot, inputs.position)
+    if split and spec.tile_size == 1:
+        pytest.skip("every tile has one token")
 
-    def attend(implementation: target.Implementation, dtype: jnp.dtype) -> jax.Array:
+    def attend(
+        implementation: target.Implementation, dtype: jnp.dtype, tiles: QueryTiles
+    ) -> jax.Array:
         call = functools.partial(paged_attention, layer=inputs.layer, tile_size=spec.tile_size)
         with target.use(target.Target(implementation)):
             return jax.jit(lambda q, kv, table, t: call(q, kv, page_table=table, tiles=t))(
@@ -67,8 +74,8 @@ def test_paged_attention_equals_its_reference(spec: AttentionSpec) -> None:
     for first, length in zip(inputs.first, inputs.length, strict=True):
         used[first : first + length] = True
     with jax.default_matmul_precision("highest"):
-        expected = attend("reference", jnp.float32)
-    out = attend("triton", jnp.dtype(spec.dtype))
+        expected = attend("reference", jnp.dtype("float32"), tiles)
+    out = attend("triton", jnp.dtype(spec.dtype), apart(inputs) if split else tiles)
     assert relative_error(out[used], expected[used]) < TOLERANCE[spec.dtype]
 
 

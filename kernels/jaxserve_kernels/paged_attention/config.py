@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxserve_kernels import tuned
+import jax.numpy as jnp
+from jax import Array
+
+from jaxserve_kernels import target, tuned
+
+TILE_ROWS = 128
+"""Rows of a full query tile: tokens times the query heads that share a KV head."""
 
 _TARGET_PROGRAMS = 264
 """Two programs for each of an H100's 132 multiprocessors keep its memory busy."""
@@ -17,15 +23,66 @@ class Config:
     splits: int
     num_warps: int
     num_stages: int
+    min_blocks: int = 1
+    """A split has at least so many blocks of keys; what a short context does not need idles."""
 
 
-def choose(*, tiles: int, kv_heads: int, rows: int, pages_per_seq: int) -> Config:
-    """A configuration for `rows` query rows (tokens x heads per KV head) in each tile."""
-    parameters = tuned.find("paged_attention", (rows, kv_heads), tiles)
+def tile_tokens(group: int) -> int:
+    """Tokens of a full query tile where `group` query heads share a KV head.
+
+    Half a tile is a whole number of tokens: two warpgroups share it.
+    """
+    return 2 * (TILE_ROWS // 2 // group)
+
+
+def choose(
+    *, tiles: int, kv_heads: int, rows: int, pages_per_seq: int, beside_chunks: bool = False
+) -> Config:
+    """A configuration for `rows` query rows (tokens x heads per KV head) in each tile.
+
+    Beside chunks most of the tiles are padding and latency counts for less than merging.
+    """
+    parameters = None if beside_chunks else tuned.find("paged_attention", (rows, kv_heads), tiles)
     if parameters is not None:
         return Config(**parameters)
     if rows > 16:
         return Config(splits=1, num_warps=8 if rows >= 128 else 4, num_stages=2)
     wanted = _TARGET_PROGRAMS // (tiles * kv_heads)
     splits = 1 << max(0, min(wanted, pages_per_seq, 32)).bit_length() >> 1
-    return Config(splits=max(splits, 1), num_warps=4, num_stages=3)
+    return Config(
+        splits=max(splits, 1), num_warps=4, num_stages=3, min_blocks=8 if beside_chunks else 1
+    )
+
+
+_HOPPER_PROGRAMS = 132
+"""The kernel for Hopper takes a whole multiprocessor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopperConfig:
+    """Launch parameters of the kernel for Hopper."""
+
+    splits: int
+    min_blocks: int = 8
+    """As in Config; a block is a page. Fewer cost more in merging than they gain."""
+    num_stages: int = 4
+    """Pages of keys and values that are copied ahead."""
+
+
+def fits_hopper(q: Array, kv: Array, tile_size: int) -> bool:
+    """Whether the kernel for Hopper takes such tiles; others are left to the one for any GPU."""
+    kv_heads, page_size, head_dim = kv.shape[2], kv.shape[4], kv.shape[5]
+    return (
+        1 < tile_size <= tile_tokens(q.shape[1] // kv_heads)
+        and q.dtype == kv.dtype == jnp.bfloat16
+        and page_size == 64
+        and head_dim in (64, 128)
+        and target.compute_capability() == 90
+    )
+
+
+def hopper_heuristic(*, tokens: int, tile_size: int, kv_heads: int) -> HopperConfig:
+    """A configuration for a step of `tokens` tokens, most of which may be one sequence's."""
+    programs = -(-tokens // tile_size) * kv_heads
+    splits = max(1, min(_HOPPER_PROGRAMS // programs, 16))
+    return HopperConfig(splits=1 << splits.bit_length() >> 1)

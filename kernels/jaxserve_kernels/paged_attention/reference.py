@@ -19,7 +19,8 @@ _BLOCK_TOKENS = 128
 class QueryTiles(NamedTuple):
     """Queries of a step in tiles: tile i is `length[i]` consecutive tokens of one sequence.
 
-    All arrays are int32 [tiles].
+    All arrays are int32 [tiles]. The order of tiles has no influence on the result; padding should
+    come last, and tiles with a long context first.
     """
 
     first: Array
@@ -30,6 +31,18 @@ class QueryTiles(NamedTuple):
     """Row of the page table."""
     position: Array
     """Position of the tile's first token in its sequence."""
+    singles: QueryTiles | None = None
+    """Tiles of at most one token each, beside those of up to `tile_size`: decodes beside chunks.
+    They may be left to another kernel; one that takes a single list asks for `in_one_list`."""
+
+    def in_one_list(self) -> QueryTiles:
+        """The singles behind the other tiles."""
+        if self.singles is None:
+            return self
+        first, length, slot, position = (
+            jnp.concatenate(each) for each in zip(self[:4], self.singles[:4], strict=True)
+        )
+        return QueryTiles(first, length, slot, position)
 
 
 def paged_attention(
@@ -56,11 +69,12 @@ def paged_attention(
       page_table: int32 [slots, pages_per_seq]; entries past a sequence's end must be valid pages,
         whose content has no influence.
       tiles: which tokens belong together.
-      tile_size: the most tokens that a tile holds.
+      tile_size: the most tokens that a tile holds (but for `tiles.singles`).
 
     Returns:
       [tokens, q_heads, head_dim] in q's dtype; 0 for tokens that belong to no tile.
     """
+    tiles = tiles.in_one_list()
     num_tokens, q_heads, head_dim = q.shape
     kv_heads, page_size = kv.shape[2], kv.shape[4]
     pages_per_block = max(1, _BLOCK_TOKENS // page_size)

@@ -10,6 +10,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxserve_kernels.paged_attention.config import tile_tokens
+from jaxserve_kernels.paged_attention.reference import QueryTiles
+
 type AnyArray = NDArray[Any]
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -117,6 +120,14 @@ def make_inputs(spec: AttentionSpec, seed: int) -> AttentionInputs:
     q = rng.standard_normal((spec.num_tokens, spec.heads.q, spec.heads.dim), np.float32)
     q[spec.num_tokens - spec.padding_tokens :] = np.nan
     return AttentionInputs(q.astype(dtype), kv, LAYER, page_table, *_tiles(spec, slots, num_slots))
+
+
+def apart(inputs: AttentionInputs) -> QueryTiles:
+    """The tiles, those of at most one token apart from the others, if there are any."""
+    alone = inputs.length <= 1
+    columns: list[Any] = [inputs.first, inputs.length, inputs.slot, inputs.position]
+    singles = QueryTiles(*(column[alone] for column in columns)) if alone.any() else None
+    return QueryTiles(*(column[~alone] for column in columns), singles=singles)
 
 
 def _tiles(spec: AttentionSpec, slots: AnyArray, num_slots: int) -> Iterator[AnyArray]:
@@ -293,6 +304,30 @@ SMALL_SPECS: tuple[AttentionSpec, ...] = (
 """Every edge case, small enough for an exact reference on one core."""
 
 
+_EDGES = (
+    *(Chunk(0, length) for length in (1, 33, 63, 64, 65)),
+    *(Chunk(start, 1 + start % 300) for start in (5, 7, 31, 48, 63, 64, 127, 200, 960, 1000)),
+)
+_TAILS = (Chunk(3000, 17), Chunk(40, 3), Chunk(700, 12))
+"""The ends of prompts whose beginnings are cached: few tiles, long contexts."""
+
+HOPPER_SPECS: tuple[AttentionSpec, ...] = tuple(
+    AttentionSpec(
+        name=f"{name}_of_{heads.q}x{heads.kv}x{heads.dim}",
+        chunks=chunks,
+        page_size=64,
+        tile_size=tile_tokens(heads.q // heads.kv),
+        dtype="bfloat16",
+        padding_tokens=5,
+        padding_tiles=7,
+        heads=heads,
+    )
+    for heads in (_QWEN3, Heads(40, 8, 128), Heads(16, 8, 128), Heads(8, 1, 64))
+    for name, chunks in (("edges", _EDGES), ("tails", _TAILS))
+)
+"""Around the edges of tiles and pages, for the kernel that takes only some shapes."""
+
+
 def _qwen3_4b(name: str, chunks: tuple[Chunk, ...], tile_size: int) -> AttentionSpec:
     return AttentionSpec(
         name=f"qwen3_4b_{name}",
@@ -310,9 +345,10 @@ MODEL_SPECS: tuple[AttentionSpec, ...] = (
         for rows, length in ((1, 1024), (8, 1024), (64, 1024), (256, 1024), (1, 16384), (8, 16384))
     ),
     _qwen3_4b("decode_64_mixed", _decode(*range(64, 64 * 65, 64)), 1),
-    _qwen3_4b("prefill_512", (Chunk(0, 512),), 16),
-    _qwen3_4b("prefill_2048", (Chunk(0, 2048),), 16),
-    _qwen3_4b("chunk_512_at_8192", (Chunk(8192, 512),), 16),
-    _qwen3_4b("prefill_448_with_63_decodes", (*_decode(*[1024] * 63), Chunk(0, 448)), 16),
+    _qwen3_4b("prefill_512", (Chunk(0, 512),), 32),
+    _qwen3_4b("prefill_2048", (Chunk(0, 2048),), 32),
+    _qwen3_4b("chunk_512_at_8192", (Chunk(8192, 512),), 32),
+    _qwen3_4b("chunk_64_at_16320", (Chunk(16320, 64),), 32),
+    _qwen3_4b("prefill_448_with_63_decodes", (*_decode(*[1024] * 63), Chunk(0, 448)), 32),
 )
 """Shapes that serving meets, for GPUs."""

@@ -13,7 +13,13 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from jaxserve_kernels.paged_attention.config import Config, choose
+from jaxserve_kernels.paged_attention.config import (
+    Config,
+    HopperConfig,
+    choose,
+    fits_hopper,
+    hopper_heuristic,
+)
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.triton_call import triton_call
 
@@ -57,11 +63,11 @@ def _visit(
 @triton.jit
 def _attend(
     q_ptr, kv_ptr, first_page, table_ptr, first_ptr, length_ptr, slot_ptr, position_ptr,
-    out_ptr, peak_ptr, weight_ptr,
+    out_ptr, part_ptr, peak_ptr, weight_ptr,
     table_stride, scale: tl.constexpr,
     q_heads: tl.constexpr, kv_heads: tl.constexpr, tile_size: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -81,7 +87,7 @@ def _attend(
         row_position = position + tl.minimum(token, length - 1)
 
         blocks = tl.cdiv(position + length, KEYS)
-        per_split = tl.cdiv(blocks, SPLITS)
+        per_split = tl.maximum(tl.cdiv(blocks, SPLITS), MIN_BLOCKS)
         begin = split * per_split
         end = tl.minimum(begin + per_split, blocks)
         peak = tl.full([ROWS], -1.0e30, tl.float32)
@@ -103,39 +109,57 @@ def _attend(
                 scale, kv_heads, DIM, PAGE, KEYS, True,
             )  # fmt: skip
 
-        if SPLITS == 1:
-            out = acc / weight[:, None]
-            target = out_ptr + q_row[:, None] * DIM + dim[None, :]
-            tl.store(target, out.to(out_ptr.dtype.element_ty), mask=valid[:, None])
-        else:
+        if per_split >= blocks:  # the first split has seen everything
+            if split == 0:
+                out = acc / weight[:, None]
+                target = out_ptr + q_row[:, None] * DIM + dim[None, :]
+                tl.store(target, out.to(out_ptr.dtype.element_ty), mask=valid[:, None])
+        elif begin < end:
             part = ((tile * kv_heads + kv_head) * SPLITS + split).to(tl.int64) * ROWS + row
-            tl.store(out_ptr + part[:, None] * DIM + dim[None, :], acc, mask=valid[:, None])
+            tl.store(part_ptr + part[:, None] * DIM + dim[None, :], acc, mask=valid[:, None])
             tl.store(peak_ptr + part, peak, mask=valid)
             tl.store(weight_ptr + part, weight, mask=valid)
 
 
 @triton.jit
 def _merge(
-    acc_ptr, peak_ptr, weight_ptr, first_ptr, length_ptr, out_ptr,
-    q_heads: tl.constexpr, kv_heads: tl.constexpr,
-    ROWS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
+    part_ptr, peak_ptr, weight_ptr, first_ptr, length_ptr, position_ptr, out_ptr,
+    q_heads: tl.constexpr, kv_heads: tl.constexpr, tile_size: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr,
 ):  # fmt: skip
+    """16 rows of a tile and KV head, where more than one split has a part of the context."""
     tile = tl.program_id(0)
-    q_head = tl.program_id(1)
-    token = tl.program_id(2)
+    kv_head = tl.program_id(1)
     group: tl.constexpr = q_heads // kv_heads
-    if token < tl.load(length_ptr + tile):
-        row = token * group + q_head % group
-        split = tl.arange(0, SPLITS)
+    row = tl.program_id(2) * 16 + tl.arange(0, 16)
+    length = tl.minimum(tl.load(length_ptr + tile), tile_size)
+    blocks = tl.cdiv(tl.load(position_ptr + tile) + length, KEYS)
+    per_split = tl.maximum(tl.cdiv(blocks, SPLITS), MIN_BLOCKS)
+    if (per_split < blocks) & (tl.program_id(2) * 16 < length * group):
         dim = tl.arange(0, DIM)
-        part = ((tile * kv_heads + q_head // group) * SPLITS + split).to(tl.int64) * ROWS + row
-        peaks = tl.load(peak_ptr + part)
-        shrink = tl.exp2(peaks - tl.max(peaks, axis=0))
-        weight = tl.sum(tl.load(weight_ptr + part) * shrink, axis=0)
-        acc = tl.load(acc_ptr + part[:, None] * DIM + dim[None, :])
-        out = tl.sum(acc * shrink[:, None], axis=0) / weight
-        q_row = (tl.load(first_ptr + tile).to(tl.int64) + token) * q_heads + q_head
-        tl.store(out_ptr + q_row * DIM + dim, out.to(out_ptr.dtype.element_ty))
+        valid = row < length * group
+        peak = tl.full([16], -1.0e30, tl.float32)
+        weight = tl.zeros([16], tl.float32)
+        acc = tl.zeros([16, DIM], tl.float32)
+        first_part = (tile * kv_heads + kv_head).to(tl.int64) * (SPLITS * ROWS) + row
+        for split in tl.range(0, tl.cdiv(blocks, per_split)):
+            part = first_part + split * ROWS
+            part_peak = tl.load(peak_ptr + part, mask=valid, other=-1.0e30)
+            part_weight = tl.load(weight_ptr + part, mask=valid, other=1.0)
+            part_acc = part_ptr + part[:, None] * DIM + dim[None, :]
+            part_acc = tl.load(part_acc, mask=valid[:, None], other=0.0)
+            new_peak = tl.maximum(peak, part_peak)
+            shrink = tl.exp2(peak - new_peak)
+            part_shrink = tl.exp2(part_peak - new_peak)
+            weight = weight * shrink + part_weight * part_shrink
+            acc = acc * shrink[:, None] + part_acc * part_shrink[:, None]
+            peak = new_peak
+        out = acc / weight[:, None]
+        q_row = (tl.load(first_ptr + tile).to(tl.int64) + row // group) * q_heads
+        q_row += kv_head * group + row % group
+        target = out_ptr + q_row[:, None] * DIM + dim[None, :]
+        tl.store(target, out.to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
 def paged_attention(
@@ -148,51 +172,97 @@ def paged_attention(
     tile_size: int,
     config: Config | None = None,
 ) -> Array:
-    num_pages, kv_heads, _, page_size, head_dim = kv.shape[1:]
-    q_heads = q.shape[1]
-    num_tiles = tiles.first.shape[0]
-    rows = tile_size * (q_heads // kv_heads)
-    config = config or choose(
-        tiles=num_tiles, kv_heads=kv_heads, rows=rows, pages_per_seq=page_table.shape[1]
-    )
-    padded_rows = max(16, triton.next_power_of_2(rows))
-    out_type = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    if config.splits == 1:
-        partial = (out_type, *_statistics(1))
+    result = _attention(q, kv, layer, page_table, tiles, tile_size, config=config)
+    assert result is not None
+    if tiles.singles is None:
+        return result
+    out = jax.new_ref(result)
+    _attention(q, kv, layer, page_table, tiles.singles, 1, out)
+    return jax.freeze(out)
+
+
+def _attention(
+    q: Array,
+    kv: Array,
+    layer: int,
+    page_table: Array,
+    tiles: QueryTiles,
+    tile_size: int,
+    out: jax.Ref | None = None,
+    config: Config | HopperConfig | None = None,
+) -> Array | None:
+    """Attention of `tiles` without its singles: returned, or stored in `out` between others'."""
+    kv_heads, head_dim = kv.shape[2], kv.shape[5]
+    q_heads, num_tiles = q.shape[1], tiles.first.shape[0]
+    rows = max(16, triton.next_power_of_2(tile_size * (q_heads // kv_heads)))
+    if fits_hopper(q, kv, tile_size):
+        from jaxserve_kernels.paged_attention import hopper  # not in Triton's interpreter
+
+        launch = hopper.launch
+        config = hopper_heuristic(tokens=q.shape[0], tile_size=tile_size, kv_heads=kv_heads)
     else:
-        parts = (num_tiles, kv_heads, config.splits, padded_rows)
-        partial = (
-            jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32),
-            *_statistics(num_tiles * kv_heads * config.splits * padded_rows),
+        launch = _launch
+        config = config or choose(
+            tiles=num_tiles,
+            kv_heads=kv_heads,
+            rows=tile_size * (q_heads // kv_heads),
+            pages_per_seq=page_table.shape[1],
+            beside_chunks=out is not None,
         )
-    out, peak, weight = triton_call(
-        q, kv, layer * num_pages, page_table, *tiles,
+    whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    parts = (num_tiles, kv_heads, config.splits, rows) if config.splits > 1 else ()
+    statistics = jax.ShapeDtypeStruct(parts or (1,), jnp.float32)
+    sums = jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32)
+    given = () if out is None else (out,)
+    types = (*(() if given else (whole,)), sums, statistics, statistics)
+    *result, sums, peak, weight = launch(
+        q, kv, layer, page_table, tiles, tile_size, config, rows, given, types
+    )
+    if config.splits == 1:
+        return result[0] if result else None
+    merged = jax.new_ref(result[0]) if out is None else out
+    triton_call(
+        sums, peak, weight, tiles.first, tiles.length, tiles.position, merged,
+        kernel=_merge,
+        name="paged_attention_merge",
+        out_type=(),
+        grid=(num_tiles, kv_heads, rows // 16),
+        num_warps=4,
+        q_heads=q_heads, kv_heads=kv_heads, tile_size=tile_size,
+        ROWS=rows, DIM=head_dim, KEYS=_block_keys(kv), SPLITS=config.splits,
+        MIN_BLOCKS=config.min_blocks,
+    )  # fmt: skip
+    return jax.freeze(merged) if out is None else None
+
+
+def _block_keys(kv: Array) -> int:
+    """Keys that are visited together: those of a page, or of several small ones."""
+    return max(kv.shape[4], 64)
+
+
+def _launch(
+    q: Array,
+    kv: Array,
+    layer: int,
+    page_table: Array,
+    tiles: QueryTiles,
+    tile_size: int,
+    config: Config,
+    rows: int,
+    given: tuple[jax.Ref, ...],
+    types: tuple[jax.ShapeDtypeStruct, ...],
+) -> list[Array]:
+    num_pages, kv_heads, _, page_size, head_dim = kv.shape[1:]
+    return triton_call(
+        q, kv, layer * num_pages, page_table, *tiles[:4], *given,
         kernel=_attend,
         name="paged_attention",
-        out_type=partial,
-        grid=(num_tiles, kv_heads, config.splits),
+        out_type=types,
+        grid=(tiles.first.shape[0], kv_heads, config.splits),
         num_warps=config.num_warps,
         table_stride=page_table.shape[1],
         scale=head_dim**-0.5 * _LOG2_E,
-        q_heads=q_heads, kv_heads=kv_heads, tile_size=tile_size,
-        ROWS=padded_rows, DIM=head_dim, PAGE=page_size, KEYS=max(page_size, 64),
-        SPLITS=config.splits, STAGES=config.num_stages,
+        q_heads=q.shape[1], kv_heads=kv_heads, tile_size=tile_size,
+        ROWS=rows, DIM=head_dim, PAGE=page_size, KEYS=_block_keys(kv),
+        SPLITS=config.splits, MIN_BLOCKS=config.min_blocks, STAGES=config.num_stages,
     )  # fmt: skip
-    if config.splits == 1:
-        return out
-    return triton_call(
-        out, peak, weight, tiles.first, tiles.length,
-        kernel=_merge,
-        name="paged_attention_merge",
-        out_type=out_type,
-        grid=(num_tiles, q_heads, tile_size),
-        num_warps=4,
-        q_heads=q_heads, kv_heads=kv_heads,
-        ROWS=padded_rows, DIM=head_dim, SPLITS=config.splits,
-    )  # fmt: skip
-
-
-def _statistics(size: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Peak and weight of each row's softmax."""
-    each = jax.ShapeDtypeStruct((size,), jnp.float32)
-    return each, each

@@ -1,0 +1,263 @@
+"""Paged attention of long query tiles on Hopper: a producer warp, two groups of consumer warps.
+
+A program takes one tile and KV head, and one split of the context where there are few tiles. Its
+rows are the tile's tokens times the query heads that share the KV head, 64 for each of two
+warpgroups. A producer warp walks the page table and copies keys and values of one page at a time
+into a ring in shared memory (TMA). Each warpgroup starts the scores of the next page before it
+takes the softmax of this one, and the weighted values run under it too, as in FlashAttention-3
+(Shah et al., 2024).
+"""
+
+from __future__ import annotations
+
+import jax
+from jax import Array
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from jaxserve_kernels.paged_attention.config import HopperConfig, tile_tokens
+from jaxserve_kernels.paged_attention.reference import QueryTiles
+from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
+
+_LOG2_E = 1.4426950408889634
+_MASKED = gl.constexpr(-1.0e30)
+
+
+@gluon.jit
+def _pinned(x):
+    """x, not computed later than here: the compiler would move it behind the wait for the product
+    that it is meant to run under."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.bfloat16, is_pure=False, pack=2
+    )
+
+
+@gluon.jit
+def _softmax(scores, peak, weight, scale: gl.constexpr):
+    """Streamed softmax: weights of these scores, and what shrinks everything before."""
+    new_peak = gl.maximum(peak, gl.max(scores, axis=1) * scale)
+    probs = gl.exp2(scores * scale - gl.expand_dims(new_peak, 1))
+    shrink = gl.exp2(peak - new_peak)
+    return probs, shrink, new_peak, weight * shrink + gl.sum(probs, axis=1)
+
+
+@gluon.jit
+def _visit(
+    index, block, count, q, p, acc, peak, weight, pages, ready, free, row_position,
+    scale: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
+    s_layout: gl.constexpr, o_layout: gl.constexpr,
+):  # fmt: skip
+    """Scores and softmax of a page, and the weighted values of the page before it."""
+    stage = index % STAGES
+    before = (index - 1) % STAGES
+    zeros = gl.zeros([q.shape[0], PAGE], gl.float32, s_layout)
+    keys = pages.index(2 * stage).permute((1, 0))
+    scores = warpgroup_mma(q, keys, zeros, use_acc=False, is_async=True)
+    acc_later = warpgroup_mma(p, pages.index(2 * before + 1), acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    if MASK:
+        key = block * PAGE + gl.arange(0, PAGE, gl.SliceLayout(0, s_layout))
+        visible = gl.expand_dims(key, 0) <= gl.expand_dims(row_position, 1)
+        scores = gl.where(visible, scores, _MASKED)
+    probs, shrink, peak, weight = _softmax(scores, peak, weight, scale)
+    p_next = gl.convert_layout(probs.to(gl.bfloat16), gl.DotOperandLayout(0, o_layout, 2))
+    p_next = _pinned(p_next)
+    after = index + 1  # waited for here, so that the wait ends the block that holds the softmax
+    mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1, pred=after < count)
+    acc, p, p_next = warpgroup_mma_wait(0, deps=[acc_later, p, p_next])
+    gl.thread_barrier()
+    mbarrier.arrive(free.index(before), count=1)
+    acc = acc * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, o_layout)), 1)
+    return p_next, acc, peak, weight
+
+
+@gluon.jit
+def _attend(
+    q_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free,
+    first, length, position, kv_head, begin, end, alone, part_row,
+    part: gl.constexpr, scale: gl.constexpr, q_heads: gl.constexpr, group: gl.constexpr,
+    TOKENS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, SPLITS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup `part`: tokens part * TOKENS.. of the tile, pages begin..end of the context."""
+    ROWS: gl.constexpr = 64
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAGE, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
+    row_o: gl.constexpr = gl.SliceLayout(1, o_layout)
+
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, flat))
+    token = part * TOKENS + row // group
+    valid = (row < TOKENS * group) & (token < length)
+    dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, flat)), 0)
+    q_row = (first + token).to(gl.int64) * q_heads + kv_head * group + row % group
+    places = gl.expand_dims(q_row, 1) * DIM + dim
+    mask = gl.expand_dims(valid, 1)
+    q = gl.load(q_ptr + places, mask=mask, other=0.0)
+    q = gl.convert_layout(q, gl.DotOperandLayout(0, s_layout, 2))
+
+    last = position + length - 1
+    full = (position + 1) // PAGE  # pages that every row sees all of
+    row_token = part * TOKENS + gl.arange(0, ROWS, row_s) // group
+    row_position = position + gl.minimum(row_token, length - 1)
+    key = begin * PAGE + gl.arange(0, PAGE, gl.SliceLayout(0, s_layout))
+    zeros = gl.zeros([ROWS, PAGE], gl.float32, s_layout)
+    count = end - begin
+
+    mbarrier.wait(ready.index(0), 0)
+    scores = warpgroup_mma(q, pages.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    scores = gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(row_position, 1), scores, _MASKED)
+    peak = gl.full([ROWS], _MASKED, gl.float32, row_s)
+    weight = gl.zeros([ROWS], gl.float32, row_s)
+    probs, _, peak, weight = _softmax(scores, peak, weight, scale)
+    p = gl.convert_layout(probs.to(gl.bfloat16), gl.DotOperandLayout(0, o_layout, 2))
+    acc = gl.zeros([ROWS, DIM], gl.float32, o_layout)
+    mbarrier.wait(ready.index(1), 0, pred=count > 1)
+
+    for block in range(begin + 1, gl.minimum(full, end)):
+        p, acc, peak, weight = _visit(
+            block - begin, block, count, q, p, acc, peak, weight, pages, ready, free,
+            row_position, scale, PAGE, STAGES, False, s_layout, o_layout,
+        )  # fmt: skip
+    for block in range(gl.maximum(full, begin + 1), end):
+        p, acc, peak, weight = _visit(
+            block - begin, block, count, q, p, acc, peak, weight, pages, ready, free,
+            row_position, scale, PAGE, STAGES, True, s_layout, o_layout,
+        )  # fmt: skip
+
+    values = pages.index(2 * ((count - 1) % STAGES) + 1)
+    if end * PAGE > last + 1:  # what an earlier owner left past the end may be anything, even NaN
+        value_key = (end - 1) * PAGE + gl.arange(0, PAGE, gl.SliceLayout(1, flat))
+        kept = gl.where(gl.expand_dims(value_key <= last, 1), values.load(flat), 0.0)
+        values.store(kept)  # both groups store the same
+        fence_async_shared()
+        gl.thread_barrier()
+    acc = warpgroup_mma(p, values, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+
+    if alone:
+        out = acc / gl.expand_dims(gl.convert_layout(weight, row_o), 1)
+        gl.store(out_ptr + places, gl.convert_layout(out.to(gl.bfloat16), flat), mask=mask)
+    elif SPLITS > 1:
+        part_places = (part_row + gl.expand_dims(part * TOKENS * group + row, 1)).to(gl.int64)
+        gl.store(part_ptr + part_places * DIM + dim, gl.convert_layout(acc, flat), mask=mask)
+        stat = gl.arange(0, ROWS, row_s)
+        held = (stat < TOKENS * group) & (part * TOKENS + stat // group < length)
+        place = part_row + part * TOKENS * group + stat
+        gl.store(peak_ptr + place, peak, mask=held)
+        gl.store(weight_ptr + place, weight, mask=held)
+
+
+@gluon.jit
+def _copy(
+    kv, table, pages, ready, free, begin, end, first_row, kv_head,
+    kv_heads: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The producer: keys and values of each page, as soon as both groups are done with a place."""
+    for block in range(begin, end):
+        index = block - begin
+        stage = index % STAGES
+        row = first_row + (gl.load(table + block) * kv_heads + kv_head) * (2 * PAGE)
+        mbarrier.wait(free.index(stage), ((index // STAGES) & 1) ^ 1)
+        mbarrier.expect(ready.index(stage), 2 * PAGE * DIM * 2)
+        tma.async_copy_global_to_shared(kv, [row, 0], ready.index(stage), pages.index(2 * stage))
+        tma.async_copy_global_to_shared(
+            kv, [row + PAGE, 0], ready.index(stage), pages.index(2 * stage + 1)
+        )
+
+
+@gluon.jit
+def _program(
+    q_ptr, kv, first_page, table_ptr, first_ptr, length_ptr, slot_ptr, position_ptr,
+    out_ptr, part_ptr, peak_ptr, weight_ptr,
+    table_stride, scale: gl.constexpr, q_heads: gl.constexpr, kv_heads: gl.constexpr,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
+    SPLITS: gl.constexpr, MIN_PAGES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    kv_head = gl.program_id(0)
+    tile = gl.program_id(1)
+    split = gl.program_id(2)
+    length = gl.load(length_ptr + tile)
+    if length == 0:
+        return
+    group: gl.constexpr = q_heads // kv_heads
+    position = gl.load(position_ptr + tile)
+    first = gl.load(first_ptr + tile)
+    table = table_ptr + gl.load(slot_ptr + tile).to(gl.int64) * table_stride
+    context = (position + length - 1) // PAGE + 1
+    per_split = gl.maximum((context + SPLITS - 1) // SPLITS, MIN_PAGES)
+    begin = split * per_split
+    end = gl.minimum(begin + per_split, context)
+    if begin >= end:
+        return
+    alone = per_split >= context  # the first split sees everything, and nothing is merged
+    part_row = ((tile * kv_heads + kv_head) * SPLITS + split) * ROWS
+    pages = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, PAGE, DIM], kv.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_attend, (
+                q_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free,
+                first, length, position, kv_head, begin, end, alone, part_row,
+                0, scale, q_heads, group, TOKENS, DIM, PAGE, SPLITS, STAGES,
+            )),
+            (_attend, (
+                q_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free,
+                first, length, position, kv_head, begin, end, alone, part_row,
+                1, scale, q_heads, group, TOKENS, DIM, PAGE, SPLITS, STAGES,
+            )),
+            (_copy, (
+                kv, table, pages, ready, free, begin, end,
+                first_page * (kv_heads * 2 * PAGE), kv_head, kv_heads, DIM, PAGE, STAGES,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+def launch(
+    q: Array,
+    kv: Array,
+    layer: int,
+    page_table: Array,
+    tiles: QueryTiles,
+    tile_size: int,
+    config: HopperConfig,
+    rows: int,
+    given: tuple[jax.Ref, ...],
+    types: tuple[jax.ShapeDtypeStruct, ...],
+) -> list[Array]:
+    """The result where one split has seen a tile's context; sums, peaks, weights of the others."""
+    num_pages, kv_heads, _, page_size, head_dim = kv.shape[1:]
+    q_heads = q.shape[1]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    kv_rows = tensor_descriptor(kv.reshape(-1, head_dim), (page_size, head_dim), layout)
+    return triton_call(
+        q, kv_rows, layer * num_pages, page_table, *tiles[:4], *given,
+        kernel=_program,
+        name="paged_attention_hopper",
+        out_type=types,
+        grid=(kv_heads, tiles.first.shape[0], config.splits),
+        num_warps=4,
+        table_stride=page_table.shape[1],
+        scale=head_dim**-0.5 * _LOG2_E,
+        q_heads=q_heads, kv_heads=kv_heads,
+        TOKENS=tile_tokens(q_heads // kv_heads) // 2, ROWS=rows, DIM=head_dim, PAGE=page_size,
+        SPLITS=config.splits, MIN_PAGES=config.min_blocks,
+        STAGES=config.num_stages,
+    )  # fmt: skip
