@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from jaxserve import __version__
 from jaxserve.config import KV_CACHE_DTYPES, NAMED_MODELS, POLICIES
+from jaxserve.logs import FORMATS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,15 @@ class Options:
     api_key: list[str] | None = field(repr=False)
     api_key_file: Path | None
     open_metrics: bool
+    allowed_origins: list[str] | None
+    ssl_keyfile: Path | None
+    ssl_certfile: Path | None
+    ssl_ca_certs: Path | None
+    log_format: str
+    enable_log_requests: bool
+    max_request_bytes: int
+    stall_timeout: float
+    keep_alive_interval: float
 
 
 type _AddArgument = Callable[..., argparse.Action]
@@ -105,7 +116,27 @@ def _add_server_flags(add: _AddArgument) -> None:
         default=30.0,
         help="seconds that running requests get to finish on SIGTERM or Ctrl-C",
     )
+    add(
+        "--max-request-bytes",
+        type=_bytes,
+        default=16 * 2**20,
+        help="size of a request's body before 413",
+    )
+    add(
+        "--stall-timeout",
+        type=_seconds,
+        default=120.0,
+        help="seconds without progress, with work to do, after which /health is 503",
+    )
+    add(
+        "--keep-alive-interval",
+        type=_seconds,
+        default=15.0,
+        help="seconds of silence on a stream before a comment is sent",
+    )
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    add("--log-format", choices=FORMATS, default="text", help="json: one object per line")
+    add("--enable-log-requests", action="store_true", help="log a line per request")
 
 
 def _add_access_flags(add: _AddArgument) -> None:
@@ -118,6 +149,10 @@ def _add_access_flags(add: _AddArgument) -> None:
     )
     add("--api-key-file", type=Path, help="more keys, one per line")
     add("--open-metrics", action="store_true", help="/metrics needs no key")
+    add("--allowed-origins", nargs="+", help="origins whose web pages may use the server; *: all")
+    add("--ssl-keyfile", type=Path, help="private key, PEM; with --ssl-certfile: serve HTTPS")
+    add("--ssl-certfile", type=Path, help="certificate with its chain, PEM")
+    add("--ssl-ca-certs", type=Path, help="demand client certificates signed by these, PEM")
 
 
 def _add_engine_flags(add: _AddArgument) -> None:
@@ -222,6 +257,16 @@ def _positive(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"not a positive integer: {text!r}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"not a positive number of seconds: {text!r}")
     return value
 
 

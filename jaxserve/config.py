@@ -316,3 +316,7 @@ class ServerConfig:
     """SHA-256 of the keys that clients may use; none: no key is needed."""
     open_metrics: bool = False
     """`/metrics` needs no key."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that browsers let use the server; `*`: all."""
+    log_requests: bool = False
+    """One log line per request that has ended."""

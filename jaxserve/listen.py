@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
+import ssl
 from pathlib import Path
+
+from aiohttp import web
 
 from jaxserve.cli import Options
 from jaxserve.config import ConfigError, ServerConfig
@@ -27,7 +31,49 @@ def server_config(options: Options, source: ModelSource) -> ServerConfig:
         sampling_defaults=source.sampling_defaults,
         api_key_digests=tuple(digest(key) for key in keys),
         open_metrics=options.open_metrics,
+        allowed_origins=tuple(options.allowed_origins or ()),
+        log_requests=options.enable_log_requests,
+        max_request_bytes=options.max_request_bytes,
+        stall_timeout=options.stall_timeout,
+        keep_alive_interval=options.keep_alive_interval,
     )
+
+
+def tls_context(options: Options) -> ssl.SSLContext | None:
+    """None: plain HTTP. Raises ConfigError for files that do not make a server's identity."""
+    key, certificate, clients = options.ssl_keyfile, options.ssl_certfile, options.ssl_ca_certs
+    if key is None and certificate is None and clients is None:
+        return None
+    if key is None or certificate is None:
+        raise ConfigError("HTTPS needs both --ssl-keyfile and --ssl-certfile")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        # An empty password: a key that is encrypted is an error and not a question.
+        context.load_cert_chain(certificate, key, password="")
+        if clients is not None:
+            context.load_verify_locations(clients)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ssl.SSLError) as error:
+        files = ", ".join(str(file) for file in (key, certificate, clients) if file is not None)
+        raise ConfigError(f"cannot serve HTTPS with {files}: {error}") from None
+    return context
+
+
+async def bind(
+    runner: web.AppRunner, config: ServerConfig, tls: ssl.SSLContext | None = None
+) -> str:
+    """Listen before anything slow happens: a port in use is known at once. Returns the URL."""
+    try:
+        await web.TCPSite(runner, config.host, config.port, ssl_context=tls).start()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {config.port} on {config.host} is in use; choose another with --port"
+            ) from None
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from None
+    host, port = runner.addresses[0][:2]
+    scheme = "http" if tls is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def api_keys(options: Options) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import logging
 import os
@@ -12,14 +11,14 @@ import sys
 from typing import TYPE_CHECKING
 
 import uvloop
-from aiohttp import web
 
+from jaxserve import logs
 from jaxserve.api import EngineLimits
 from jaxserve.cli import Options
-from jaxserve.config import ConfigError, ServerConfig
+from jaxserve.config import ConfigError
 from jaxserve.engine import AsyncEngine, Parts, Progress
 from jaxserve.environment import prepare
-from jaxserve.listen import server_config
+from jaxserve.listen import bind, server_config, tls_context
 from jaxserve.metrics import Metrics
 from jaxserve.model_source import ModelSource, find_model
 from jaxserve.server import make_app, make_runner
@@ -34,20 +33,14 @@ log = logging.getLogger(__name__)
 _PROGRESS_SECONDS = 5.0
 
 
-class StartupError(Exception):
-    """The server cannot start; the message is for the person who started it."""
-
-
 def serve(options: Options) -> int:
     """Serve until a signal comes; returns the exit status. Errors are one line on stderr."""
-    logging.basicConfig(
-        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logs.configure(options.log_level, options.log_format)
     logging.getLogger("jax").setLevel(logging.WARNING)  # it reports every backend it lacks
     prepare(options.gpu_memory_utilization)
     try:
         uvloop.run(_serve(options))
-    except (StartupError, ConfigError, CheckpointError) as error:
+    except (ConfigError, CheckpointError) as error:
         print(f"jaxserve: error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -57,17 +50,17 @@ async def _serve(options: Options) -> None:
     source = await asyncio.to_thread(find_model, options)
     metrics = Metrics(source.names[0])
     engine = _make_engine(options, source, metrics)
-    config = server_config(options, source)
+    config, tls = server_config(options, source), tls_context(options)
     runner = make_runner(make_app(engine, source.tokenizer, config, metrics))
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop)
     await runner.setup()
     try:
-        url = await _bind(runner, config)
+        url = await bind(runner, config, tls)
         log.info("listening on %s; loading %s", url, source.names[0])
         if await _start(engine, stop):
-            _greet(url, source.names[0])
+            _greet(url, source.names[0], keyed=bool(config.api_key_digests))
             await stop.wait()
             await _drain(engine, options.shutdown_timeout)
     finally:
@@ -91,20 +84,6 @@ def _make_engine(options: Options, source: ModelSource, metrics: Metrics) -> Asy
         vocab_size=source.spec.vocab_size,
     )
     return AsyncEngine(build=build, limits=limits, metrics=metrics)
-
-
-async def _bind(runner: web.AppRunner, config: ServerConfig) -> str:
-    """Listen before anything slow happens: a port in use is known at once."""
-    try:
-        await web.TCPSite(runner, config.host, config.port).start()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise StartupError(
-                f"port {config.port} on {config.host} is in use; choose another with --port"
-            ) from None
-        raise StartupError(f"cannot listen on {config.host}:{config.port}: {error}") from None
-    host, port = runner.addresses[0][:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 async def _start(engine: AsyncEngine[Pending], stop: asyncio.Event) -> bool:
@@ -142,11 +121,12 @@ async def _show_progress(engine: AsyncEngine[Pending]) -> None:
             await asyncio.sleep(0.1)
 
 
-def _greet(url: str, model: str) -> None:
+def _greet(url: str, model: str, *, keyed: bool) -> None:
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
+    key = "-H 'Authorization: Bearer KEY' " if keyed else ""
     print(
         f"\njaxserve is ready: {model} at {url}/v1\n\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"  curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' \\\n"
         f"    -d '{body}'\n",
         flush=True,
     )

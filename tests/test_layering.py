@@ -25,6 +25,7 @@ LAYERS = (
         "jaxserve.api",
         "jaxserve.chat_template",
         "jaxserve.config",
+        "jaxserve.logs",
         "jaxserve.metrics",
         "jaxserve.plan",
         "jaxserve.step_times",

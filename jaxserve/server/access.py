@@ -12,6 +12,9 @@ from aiohttp.typedefs import Handler
 from jaxserve.server.errors import ApiError
 from jaxserve.server.service import SERVICE
 
+KEY_NAME = web.RequestKey("key_name", str)
+"""Where a request keeps the first digits of its key's digest, for the log."""
+
 OPEN_ROUTES = frozenset({"/health", "/ready"})
 """Answered without a key, by the path of the route that was matched. Everything else, routes that
 do not exist included, needs one: a route that is added later is closed by itself."""
@@ -22,7 +25,7 @@ async def require_key(request: web.Request, handler: Handler) -> web.StreamRespo
     """401 without one of the server's keys, if it has any, before anything reads the body."""
     config = request.app[SERVICE].config
     if config.api_key_digests and not _is_open(request, metrics_too=config.open_metrics):
-        _check_key(request, config.api_key_digests)
+        request[KEY_NAME] = _check_key(request, config.api_key_digests)
     return await handler(request)
 
 
@@ -38,7 +41,7 @@ def _is_open(request: web.Request, *, metrics_too: bool) -> bool:
     return path in OPEN_ROUTES or (metrics_too and path == "/metrics")
 
 
-def _check_key(request: web.Request, known: Iterable[bytes]) -> None:
+def _check_key(request: web.Request, known: Iterable[bytes]) -> str:
     given = [digest(key) for key in _given_keys(request)]
     if not given:
         raise ApiError(
@@ -47,8 +50,10 @@ def _check_key(request: web.Request, known: Iterable[bytes]) -> None:
             code="missing_api_key",
         )
     # No early exit: the time must not tell which key was close.
-    if not sum(hmac.compare_digest(one, other) for one in given for other in known):
+    matching = [other for other in known for one in given if hmac.compare_digest(one, other)]
+    if not matching:
         raise ApiError(401, "the API key is not one of this server's", code="invalid_api_key")
+    return matching[0].hex()[:8]
 
 
 def _given_keys(request: web.Request) -> list[str]:

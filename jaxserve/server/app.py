@@ -15,8 +15,9 @@ from jaxserve.server import operations
 from jaxserve.server.access import require_key
 from jaxserve.server.chat import chat_completions
 from jaxserve.server.completions import completions
+from jaxserve.server.cors import allow_origin, preflight
 from jaxserve.server.messages import count_tokens, messages
-from jaxserve.server.middleware import BriefBadRequests, echo_request_id, error_shape
+from jaxserve.server.middleware import BriefBadRequests, echo_request_id, error_shape, log_request
 from jaxserve.server.responses import responses
 from jaxserve.server.service import SERVICE, Service
 from jaxserve.server.tokenization import detokenize, tokenize
@@ -29,7 +30,8 @@ def make_app(
 ) -> web.Application:
     """The HTTP side of one engine. It may be served while the engine is still starting."""
     app = web.Application(
-        middlewares=[error_shape, require_key], client_max_size=config.max_request_bytes
+        middlewares=[log_request, preflight, error_shape, require_key],
+        client_max_size=config.max_request_bytes,
     )
     source = tokenizer.chat_template
     app[SERVICE] = Service(
@@ -42,6 +44,7 @@ def make_app(
         started=int(time.time()),
     )
     app.on_response_prepare.append(echo_request_id)
+    app.on_response_prepare.append(allow_origin)
     app.add_routes(
         [
             web.post("/v1/chat/completions", chat_completions),

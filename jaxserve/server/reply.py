@@ -25,6 +25,8 @@ SLO_HEADER = "x-slo-ttft-ms"
 
 IGNORED_HEADER = "x-jaxserve-ignored-params"
 MAX_IGNORED_SHOWN = 32
+GENERATION = web.RequestKey("generation", Generation)
+"""Where a request keeps its Generation, for the log."""
 
 
 class Reply(Protocol):
@@ -84,6 +86,7 @@ async def answer(
     service = arrival.service
     headers = ignored_header(service, ignored)
     _classify(arrival, generation)
+    arrival.request[GENERATION] = generation
     deltas = generation.deltas(service.engine, service.metrics, arrival.at)
     async with aclosing(deltas):
         try:

@@ -1,0 +1,52 @@
+"""Cross-origin requests: which web pages a browser lets use the server."""
+
+from __future__ import annotations
+
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler
+
+from jaxserve.server.service import SERVICE
+
+METHODS = "GET, POST, OPTIONS"
+MAX_AGE = "600"
+DEFAULT_HEADERS = "Authorization, Content-Type, X-Api-Key, X-Request-Id"
+
+
+@web.middleware
+async def preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer a browser's question before a request: it comes without a key.
+
+    Only for origins that are allowed; others get what any OPTIONS request gets.
+    """
+    asked = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
+    if request.method != "OPTIONS" or not asked or _allowed(request) is None:
+        return await handler(request)
+    headers = {
+        hdrs.ACCESS_CONTROL_ALLOW_METHODS: METHODS,
+        # By name: `*` does not cover Authorization.
+        hdrs.ACCESS_CONTROL_ALLOW_HEADERS: request.headers.get(
+            hdrs.ACCESS_CONTROL_REQUEST_HEADERS, DEFAULT_HEADERS
+        ),
+        hdrs.ACCESS_CONTROL_MAX_AGE: MAX_AGE,
+    }
+    return web.Response(status=204, headers=headers)
+
+
+async def allow_origin(request: web.Request, response: web.StreamResponse) -> None:
+    """A signal handler, so that streams and errors have the header, too."""
+    origins = request.app[SERVICE].config.allowed_origins
+    if origins and origins != ("*",):
+        response.headers.add(hdrs.VARY, hdrs.ORIGIN)  # caches must keep the answers apart
+    if (origin := _allowed(request)) is not None:
+        response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
+
+
+def _allowed(request: web.Request) -> str | None:
+    """Cookies and the like are never allowed: the server has no use for them."""
+    origins = request.app[SERVICE].config.allowed_origins
+    origin = request.headers.get(hdrs.ORIGIN)
+    if origin is None or not origins:
+        return None
+    if "*" in origins:
+        return "*"
+    return origin if origin in origins else None

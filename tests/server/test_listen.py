@@ -1,0 +1,196 @@
+"""HTTPS, client certificates, web pages of other origins, and HTTP that is none."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from jaxserve.cli import parse_args
+from jaxserve.config import ConfigError, ServerConfig
+from jaxserve.listen import bind, is_loopback, tls_context
+from jaxserve.metrics import Metrics
+from jaxserve.server import make_app, make_runner
+from jaxserve.server.access import digest
+from tests.fakes import FakeEngine, tiny_tokenizer
+from tests.server.conftest import Serve
+
+PAGE = "https://chat.example.org"
+PREFLIGHT = {
+    "Origin": PAGE,
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization",
+}
+
+
+@pytest.fixture(scope="module")
+def identity(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Key and self-signed certificate of localhost."""
+    if (openssl := shutil.which("openssl")) is None:
+        pytest.skip("openssl makes the certificate")
+    folder = tmp_path_factory.mktemp("tls")
+    key, certificate = str(folder / "key.pem"), str(folder / "cert.pem")
+    subprocess.run(
+        f"{openssl} req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost "
+        f"-addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {certificate}".split(),
+        check=True,
+        capture_output=True,
+    )
+    return key, certificate
+
+
+@asynccontextmanager
+async def bound(*flags: str) -> AsyncIterator[str]:
+    config = ServerConfig(model_names=("tiny",), port=0)
+    app = make_app(FakeEngine(), tiny_tokenizer(), config, Metrics("tiny"))
+    runner = make_runner(app, shutdown_timeout=0.2)
+    await runner.setup()
+    try:
+        yield await bind(runner, config, tls_context(parse_args(list(flags))))
+    finally:
+        await runner.cleanup()
+
+
+async def test_https(identity: tuple[str, str]) -> None:
+    key, certificate = identity
+    trusting = ssl.create_default_context(cafile=certificate)
+    async with bound("--ssl-keyfile", key, "--ssl-certfile", certificate) as url:
+        assert url.startswith("https://")
+        async with aiohttp.request("GET", f"{url}/health", ssl=trusting) as reply:
+            assert reply.status == 200
+        with pytest.raises(aiohttp.ClientError):
+            async with aiohttp.request("GET", url.replace("https", "http") + "/health"):
+                pass
+
+
+async def test_clients_without_a_certificate_are_turned_away(identity: tuple[str, str]) -> None:
+    key, certificate = identity
+    flags = ("--ssl-keyfile", key, "--ssl-certfile", certificate, "--ssl-ca-certs", certificate)
+    trusting = ssl.create_default_context(cafile=certificate)
+    async with bound(*flags) as url:
+        with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
+            async with aiohttp.request("GET", f"{url}/health", ssl=trusting):
+                pass
+        trusting.load_cert_chain(certificate, key)
+        async with aiohttp.request("GET", f"{url}/health", ssl=trusting) as reply:
+            assert reply.status == 200
+
+
+def test_half_an_identity_refuses_the_start(identity: tuple[str, str], tmp_path: Path) -> None:
+    key, certificate = identity
+    with pytest.raises(ConfigError, match="both"):
+        tls_context(parse_args(["--ssl-keyfile", key]))
+    with pytest.raises(ConfigError, match="cannot serve HTTPS"):
+        missing = str(tmp_path / "none.pem")
+        tls_context(parse_args(["--ssl-keyfile", missing, "--ssl-certfile", certificate]))
+    with pytest.raises(ConfigError, match="cannot serve HTTPS"):
+        tls_context(parse_args(["--ssl-keyfile", certificate, "--ssl-certfile", certificate]))
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)],
+)
+def test_loopback_is_known(host: str, loopback: bool) -> None:
+    assert is_loopback(host) == loopback
+
+
+async def test_a_page_that_is_allowed_asks_first_and_without_a_key(serve: Serve) -> None:
+    url = await serve(FakeEngine(), allowed_origins=(PAGE,), api_key_digests=(digest("k"),))
+    target = f"{url}/v1/chat/completions"
+    async with aiohttp.request("OPTIONS", target, headers=PREFLIGHT) as reply:
+        assert reply.status == 204
+        assert reply.headers["Access-Control-Allow-Origin"] == PAGE
+        assert reply.headers["Access-Control-Allow-Headers"] == "authorization"
+        assert "POST" in reply.headers["Access-Control-Allow-Methods"]
+        assert reply.headers["Vary"] == "Origin"
+    async with aiohttp.request("POST", target, headers={"Origin": PAGE}) as reply:
+        assert reply.status == 401  # and the page may read why
+        assert reply.headers["Access-Control-Allow-Origin"] == PAGE
+
+
+@pytest.mark.parametrize("allowed", [(), ("https://other.example.org",), (PAGE + ":8443",)])
+async def test_other_pages_get_no_leave(serve: Serve, allowed: tuple[str, ...]) -> None:
+    url = await serve(FakeEngine(), allowed_origins=allowed)
+    async with aiohttp.request("OPTIONS", f"{url}/v1/models", headers=PREFLIGHT) as reply:
+        assert reply.status == 405
+        assert "Access-Control-Allow-Origin" not in reply.headers
+
+
+async def test_streams_may_be_read_by_any_page_if_all_are_allowed(serve: Serve) -> None:
+    url = await serve(FakeEngine(), allowed_origins=("*",))
+    body = {"prompt": "Hi", "stream": True}
+    request = aiohttp.request("POST", f"{url}/v1/completions", json=body, headers={"Origin": PAGE})
+    async with request as reply:
+        assert reply.headers["Access-Control-Allow-Origin"] == "*"
+        assert "Access-Control-Allow-Credentials" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /health HTTP/1.1\r\nHost: a\r\nX: a\0b\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /health\0 HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: a\r\nBad Name: x\r\n\r\n",
+        b"GET /health HTTP/9.9\r\nHost: a\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    ],
+)
+async def test_what_is_not_http_is_a_400(
+    serve: Serve, caplog: pytest.LogCaptureFixture, request_bytes: bytes
+) -> None:
+    url = await serve(FakeEngine())
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request_bytes)
+    status_line = await asyncio.wait_for(reader.readline(), 5)
+    writer.close()
+    assert status_line.split()[1] == b"400", status_line
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        '"temperature": NaN',
+        '"temperature": Infinity',
+        '"temperature": 1e999',
+        '"top_p": -Infinity',
+        '"seed": 1' + "0" * 400,
+        '"max_tokens": 1' + "0" * 5000,
+        '"max_tokens": -1e308',
+        '"stop_token_ids": [99999999999999999999]',
+        '"logit_bias": {"1": 1e400}',
+        '"logit_bias": {"99999999999999999999999": 1}',
+        '"prompt": [1e3000]',
+        '"stop": "\\ud800"',
+        '"prompt": "\\ud800"',
+        '"cache_salt": "a\\u0000b"',
+        '"n": 9223372036854775808',
+        '"logprobs": 1e20',
+    ],
+)
+async def test_numbers_and_text_beyond_all_bounds_are_400s(serve: Serve, fields: str) -> None:
+    url = await serve(engine := FakeEngine())
+    body = '{"prompt": "Hi", ' + fields + "}"
+    headers = {"Content-Type": "application/json"}
+    async with aiohttp.request(
+        "POST", f"{url}/v1/completions", data=body, headers=headers
+    ) as reply:
+        assert reply.status == 400, await reply.text()
+        assert set((await reply.json())["error"]) == {"message", "type", "param", "code"}
+    assert not engine.requests
