@@ -38,6 +38,7 @@ from jaxserve.api import SamplingParams
 from jaxserve.config import NAMED_MODELS, Buckets, CacheConfig, ModelSpec, SchedulerConfig
 from jaxserve.metrics import Metrics
 from jaxserve.models import qwen3
+from jaxserve.models.quantization import Quantization
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
 from jaxserve.runner import Runner, RunnerConfig
 from jaxserve_checkpoints.dummy import dummy_params
@@ -65,9 +66,11 @@ def main() -> None:
     args = parse_args()
     spec = NAMED_MODELS[args.model]
     bandwidth = copy_bandwidth()
-    runner, config = make_runner(spec, args)
+    runner, config, weight_bytes = make_runner(spec, args)
     timings = [
-        time_decode(runner, config, batch, context, bandwidth, args.steps, args.temperature)
+        time_decode(
+            runner, config, weight_bytes, batch, context, bandwidth, args.steps, args.temperature
+        )
         for context in args.context
         for batch in args.batch
         if batch * pages_for(context + args.steps + 8, config) <= config.cache.usable_pages
@@ -95,6 +98,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--separate-layers", action="store_true", help="one array per weight and layer"
     )
+    parser.add_argument("--quantization", choices=("int4", "fp8", "nvfp4"))
+    parser.add_argument("--lm-head-dtype", choices=("int8", "fp8"))
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--kv-gib", type=float, default=46.0)
@@ -125,7 +130,8 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / median(seconds)
 
 
-def make_runner(spec: ModelSpec, args: argparse.Namespace) -> tuple[Runner, RunnerConfig]:
+def make_runner(spec: ModelSpec, args: argparse.Namespace) -> tuple[Runner, RunnerConfig, int]:
+    """A compiled runner, its configuration, and the bytes of its weights."""
     if args.layers:
         spec = dataclasses.replace(spec, num_layers=args.layers)
     page_bytes = spec.kv_bytes_per_token(2) * args.page_size
@@ -143,12 +149,13 @@ def make_runner(spec: ModelSpec, args: argparse.Namespace) -> tuple[Runner, Runn
         tile_size=tile_tokens(spec.q_heads // spec.kv_heads),
     )
     abstract = qwen3.abstract(spec, jnp.bfloat16, stacked=not args.separate_layers)
-    params = dummy_params(abstract, 0)
+    quantization = Quantization(layers=args.quantization, head=args.lm_head_dtype)
+    params = dummy_params(abstract, 0, quantization.encoder(spec))
     runner = Runner(config, params, Metrics("bench"))
     start = time.perf_counter()
     runner.compile(os.cpu_count() or 1, lambda name, done: None)
     print(f"compiled {len(config.all_buckets())} buckets in {time.perf_counter() - start:.1f} s")
-    return runner, config
+    return runner, config, sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
 def pages_for(tokens: int, config: RunnerConfig) -> int:
@@ -158,6 +165,7 @@ def pages_for(tokens: int, config: RunnerConfig) -> int:
 def time_decode(
     runner: Runner,
     config: RunnerConfig,
+    weight_bytes: int,
     batch: int,
     context: int,
     bandwidth: float,
@@ -181,7 +189,6 @@ def time_decode(
         pending = launched
     runner.collect(pending)
     elapsed = time.perf_counter() - start
-    weights = config.spec.num_params * 2
     kv = batch * context * config.spec.kv_bytes_per_token(2)
     kernels, temp = runner.describe_decode(batch)
     return Timing(
@@ -189,7 +196,7 @@ def time_decode(
         context=context,
         step_ms=elapsed / steps * 1e3,
         host_ms=median(host) * 1e3,
-        floor_ms=(weights + kv) / bandwidth * 1e3,
+        floor_ms=(weight_bytes + kv) / bandwidth * 1e3,
         kernels=kernels,
         temp_mb=temp / 2**20,
     )
@@ -261,6 +268,8 @@ def describe(args: argparse.Namespace, bandwidth: float, timings: list[Timing]) 
         "python": platform.python_version(),
         "model": args.model,
         "layers": args.layers,
+        "quantization": args.quantization,
+        "lm_head_dtype": args.lm_head_dtype,
         "temperature": args.temperature,
         "copy_tb_per_s": bandwidth / 1e12,
         "timings": [dataclasses.asdict(timing) for timing in timings],

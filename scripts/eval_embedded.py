@@ -25,6 +25,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+type Scores = dict[str, dict[str, float | int]]
+"""task -> number of cases, number right, and their ratio."""
+
 MODEL_FOLDER = Path(__file__).parents[1] / "checkpoints/jaxserve_checkpoints/embedded"
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
@@ -94,8 +97,7 @@ def judge(cases: list[dict[str, Any]], answers: Iterable[Answer]) -> list[Result
     ]
 
 
-def accuracy(results: list[Result]) -> dict[str, dict[str, float | int]]:
-    """task -> number of cases, number right, and their ratio."""
+def accuracy(results: list[Result]) -> Scores:
     by_task: dict[str, list[bool]] = defaultdict(list)
     for result in results:
         by_task[result.task].append(result.correct)
@@ -188,14 +190,25 @@ def _answer_of(message: dict[str, Any]) -> Answer:
     return answer
 
 
-def print_table(scores: dict[str, dict[str, float | int]], title: str) -> None:
-    table = Table("task", "cases", "right", "accuracy", title=title)
+def print_table(scores: Scores, title: str, beside: dict[str, Scores]) -> None:
+    """One row per task and one for their mean; earlier results in columns of their own."""
+    table = Table("task", "cases", "right", "accuracy", *beside, title=title)
     for column in table.columns[1:]:
         column.justify = "right"
     for task, score in scores.items():
-        ratio = f"{score['accuracy']:.1%}"
-        table.add_row(task, str(score["cases"]), str(score["correct"]), ratio)
+        others = [_percent(earlier, [task]) for earlier in beside.values()]
+        ratio = _percent(scores, [task])
+        table.add_row(task, str(score["cases"]), str(score["correct"]), ratio, *others)
+    means = [_percent(each, list(scores)) for each in (scores, *beside.values())]
+    table.add_row("mean of the tasks", "", "", *means)
     Console().print(table)
+
+
+def _percent(scores: Scores, tasks: list[str]) -> str:
+    """The mean accuracy of some tasks; a dash where one was not measured."""
+    if not all(task in scores for task in tasks):
+        return "-"
+    return f"{sum(scores[task]['accuracy'] for task in tasks) / len(tasks):.1%}"
 
 
 def _parse_args() -> argparse.Namespace:
@@ -211,6 +224,13 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="at most this many cases of each task")
     parser.add_argument("--batch-tokens", type=int, default=16_384, help="--local: prompt tokens")
     parser.add_argument("--out", type=Path, help="where to write the accuracies as JSON")
+    parser.add_argument(
+        "--beside",
+        nargs="+",
+        default=[],
+        metavar="NAME=FILE",
+        help="print earlier results (files of --out) in columns of their own",
+    )
     parser.add_argument("--failures", type=int, default=0, help="print this many wrong answers")
     return parser.parse_args()
 
@@ -242,7 +262,9 @@ def main() -> None:
         )
     results = judge(cases, answers)
     scores = accuracy(results)
-    print_table(scores, f"{len(cases)} cases in {time.perf_counter() - begin:.1f} s")
+    earlier = dict(entry.split("=", 1) for entry in args.beside)
+    beside = {name: json.loads(Path(file).read_text())["tasks"] for name, file in earlier.items()}
+    print_table(scores, f"{len(cases)} cases in {time.perf_counter() - begin:.1f} s", beside)
     for wrong in [result for result in results if not result.correct][: args.failures]:
         print(json.dumps(asdict(wrong)))
     if args.out:

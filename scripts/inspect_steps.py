@@ -36,7 +36,9 @@ from jaxserve import kv_cache, sequence_state, slot_tables
 from jaxserve.batch import Bucket
 from jaxserve.config import NAMED_MODELS, CacheConfig, ModelSpec
 from jaxserve.models import qwen3
+from jaxserve.models.quantization import Quantization
 from jaxserve.step import DeviceState, run_step
+from jaxserve_checkpoints.load import encoded_abstract
 from jaxserve_kernels import target
 from jaxserve_kernels.kv_format import NAMES, named
 from jaxserve_kernels.paged_attention import tile_tokens
@@ -56,7 +58,10 @@ def main() -> None:
         )
         for tokens in args.prefill
     ]
-    reports = [inspect(spec, bucket, sharding, args.kv_cache_dtype) for bucket in buckets]
+    quantization = Quantization(layers=args.quantization, head=args.lm_head_dtype)
+    reports = [
+        inspect(spec, quantization, bucket, sharding, args.kv_cache_dtype) for bucket in buckets
+    ]
     print(json.dumps(reports, indent=1))
 
 
@@ -68,6 +73,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--target", type=Path, required=True, help="XLA's description of the GPU")
     parser.add_argument("--model", choices=sorted(NAMED_MODELS), default="qwen3-4b")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--quantization", choices=("int4", "fp8", "nvfp4"))
+    parser.add_argument("--lm-head-dtype", choices=("int8", "fp8"))
     parser.add_argument("--kv-cache-dtype", choices=NAMES, default="auto")
     parser.add_argument("--decode", type=sizes, default=[1, 64])
     parser.add_argument("--prefill", type=sizes, default=[512])
@@ -84,7 +91,11 @@ def topology_sharding(description: str) -> NamedSharding:
 
 
 def inspect(
-    spec: ModelSpec, bucket: Bucket, sharding: NamedSharding, kv_cache_dtype: str
+    spec: ModelSpec,
+    quantization: Quantization,
+    bucket: Bucket,
+    sharding: NamedSharding,
+    kv_cache_dtype: str,
 ) -> dict[str, Any]:
     """What the compiled step of a bucket holds."""
     for old in Path(DUMP.name).iterdir():
@@ -97,7 +108,8 @@ def inspect(
         ),
         tables=slot_tables.abstract(MAX_SEQS, spec.vocab_size),
     )
-    params = qwen3.abstract(spec, jnp.bfloat16, stacked=True)
+    plain = qwen3.abstract(spec, jnp.bfloat16, stacked=True)
+    params = encoded_abstract(plain, quantization.encoder(spec))
     packed = jax.ShapeDtypeStruct((bucket.packed_size,), jnp.int32)
     step = functools.partial(run_step, spec=spec, bucket=bucket, sampled_vocab=spec.vocab_size)
     arguments = jax.tree.map(

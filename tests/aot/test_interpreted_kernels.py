@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+FILES = ("tests/kernels/interpreted_kernels.py", "tests/kernels/interpreted_quantized.py")
 
 
 def test_the_kernels_equal_their_references_in_the_interpreter() -> None:
@@ -24,7 +25,7 @@ def test_the_kernels_equal_their_references_in_the_interpreter() -> None:
     environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.kernels.interpreter"]
     result = subprocess.run(
-        [*command, "tests/kernels/interpreted_kernels.py"],
+        [*command, *FILES],
         cwd=ROOT,
         env=environment,
         capture_output=True,

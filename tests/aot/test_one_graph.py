@@ -31,14 +31,12 @@ def missing() -> list[str]:
     return lacking if has_ptxas else [*lacking, "ptxas"]
 
 
-@pytest.fixture(scope="module")
-def reports() -> dict[str, dict[str, Any]]:
-    """Of a Qwen3-4B with four layers, by bucket."""
+def inspect(*flags: str) -> dict[str, dict[str, Any]]:
+    """What scripts/inspect_steps.py reports for the flags, by bucket."""
     if lacking := missing():
         pytest.skip(f"cannot compile for a GPU here, missing: {', '.join(lacking)}")
-    command = [sys.executable, "scripts/inspect_steps.py", "--layers", "4"]
+    command = [sys.executable, "scripts/inspect_steps.py", *flags]
     command += ["--target", "tests/aot/h100_80gb_hbm3.textproto"]
-    command += ["--decode", "1,2,16,24,64,256", "--prefill", "16,512,2048"]
     path = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "checkpoints"))
     environment = {**os.environ, "PYTHONPATH": path}
     result = subprocess.run(
@@ -46,6 +44,13 @@ def reports() -> dict[str, dict[str, Any]]:
     )
     assert result.returncode == 0, result.stderr[-3000:]
     return {report["bucket"]: report for report in json.loads(result.stdout)}
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, dict[str, Any]]:
+    """Of a Qwen3-4B with four layers, by bucket."""
+    buckets = ("--decode", "1,2,16,24,64,256", "--prefill", "16,512,2048")
+    return inspect("--layers", "4", *buckets)
 
 
 def test_a_whole_step_is_one_cuda_graph(reports: dict[str, dict[str, Any]]) -> None:
@@ -73,3 +78,14 @@ def test_a_layer_takes_nine_kernels_or_ten(reports: dict[str, dict[str, Any]]) -
     """Each is counted with the slice of the stacked weight that it reads, where it has one."""
     assert reports["decode_1"]["inside_graph"] <= 4 * 17 + 20
     assert reports["decode_64"]["inside_graph"] <= 4 * 17 + 20
+
+
+def test_a_step_with_quantised_weights_is_one_cuda_graph_too() -> None:
+    """Products by unpacking, in e4m3, and with the output matrix in int8."""
+    flags = ("--layers", "2", "--decode", "1,64", "--prefill", "512")
+    for name, report in inspect(
+        *flags, "--quantization", "int4", "--lm-head-dtype", "int8"
+    ).items():
+        assert report["outside_graph"] == ["kCommandBuffer"], name
+        assert report["kv_copies"] == 0, name
+        assert report["scratch_bytes"] < 384 * 2**20, name

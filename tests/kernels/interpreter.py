@@ -124,7 +124,8 @@ def _is_ref(arg: Any) -> bool:
 
 
 def _poisoned(out: jax.ShapeDtypeStruct) -> np.ndarray:
-    poison = np.nan if np.issubdtype(out.dtype, np.floating) else np.iinfo(out.dtype).max
+    floating = jnp.issubdtype(out.dtype, jnp.floating)  # numpy does not know float8 as one
+    poison = np.nan if floating else np.iinfo(out.dtype).max
     return np.full(out.shape, poison, out.dtype)
 
 

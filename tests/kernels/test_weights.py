@@ -225,3 +225,14 @@ def test_rows_of_an_eight_bit_embedding(name: str) -> None:
 def test_rows_of_other_formats_are_refused() -> None:
     with pytest.raises(TypeError, match="8-bit"):
         take_rows(weights.quantize_int4(jnp.asarray(matrix(9))), jnp.arange(3), jnp.float32)
+
+
+def test_the_largest_magnitude_that_a_row_could_hold() -> None:
+    """Of all codes with the weight's scales; 1 for a row without any."""
+    w = matrix(10)
+    w[5] = 0
+    packed = weights.quantize_int4(jnp.asarray(w))
+    each = [packed._replace(packed=jnp.full_like(packed.packed, code)) for code in (0, 0xFFFF)]
+    largest = np.max([np.abs(one.dequantize()) for one in each], axis=(0, 2))
+    largest[5] = 1
+    np.testing.assert_allclose(layout.untile_rows(packed.largest())[:, 0], largest, rtol=1e-6)

@@ -1,19 +1,49 @@
-"""Products with quantised weights."""
+"""Products with quantised weights: picks the implementation by target, format, shape and tokens."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from jaxserve_kernels import target
 from jaxserve_kernels.quantized_matmul import reference
+from jaxserve_kernels.quantized_matmul.config import Config, choose
 from jaxserve_kernels.weights import QuantizedWeight
 
 
 def linear(x: Array, weight: QuantizedWeight, dtype: DTypeLike | None = None) -> Array:
     """See `matmul.linear`."""
-    return reference.linear(x, weight, dtype or x.dtype)
+    dtype = dtype or x.dtype
+    config = _config(x, weight, gated=False)
+    if config is None:
+        return reference.linear(x, weight, dtype)
+    return _kernels(config).linear(x, weight, config, dtype)
 
 
 def gated_linear(x: Array, weight: QuantizedWeight) -> Array:
     """See `matmul.gated_linear`."""
-    return reference.gated_linear(x, weight)
+    config = _config(x, weight, gated=True)
+    if config is None:
+        return reference.gated_linear(x, weight)
+    return _kernels(config).gated_linear(x, weight, config)
+
+
+def _config(x: Array, weight: QuantizedWeight, *, gated: bool) -> Config | None:
+    """None: dequantise, then XLA's product, which is cuBLASLt on a GPU."""
+    if target.current().implementation == "reference" or x.dtype != jnp.bfloat16:
+        return None
+    return choose(weight, x.shape[0], gated=gated)
+
+
+def _kernels(config: Config) -> Any:
+    """The module that launches the method; it needs Triton: only for GPUs."""
+    if config.method == "e4m3":
+        from jaxserve_kernels.quantized_matmul.e4m3 import triton as e4m3
+
+        return e4m3
+    from jaxserve_kernels.quantized_matmul import triton
+
+    return triton

@@ -2,6 +2,7 @@
 
 from jax import Array
 
+from jaxserve_kernels.weights.eight_bit import E4M3_MAX as E4M3_MAX
 from jaxserve_kernels.weights.eight_bit import Fp8Weight as Fp8Weight
 from jaxserve_kernels.weights.eight_bit import Int8Weight as Int8Weight
 from jaxserve_kernels.weights.eight_bit import pack_fp8 as pack_fp8

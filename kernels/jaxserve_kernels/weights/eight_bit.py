@@ -22,7 +22,7 @@ class Int8Weight(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """[..., out, in]"""
-        return layout.logical_shape(self.packed)
+        return layout.logical_shape(self.packed, bits=8)
 
     @property
     def group(self) -> int:
@@ -52,7 +52,7 @@ class Fp8Weight(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """[..., out, in]"""
-        return layout.logical_shape(self.packed)
+        return layout.logical_shape(self.packed, bits=8)
 
     @property
     def group(self) -> int:

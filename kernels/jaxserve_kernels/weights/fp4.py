@@ -23,14 +23,14 @@ _NVFP4_BLOCK, _MXFP4_BLOCK = 16, 32
 class Nvfp4Weight(NamedTuple):
     """weight[n, k] = e2m1(code[n, k]) * e4m3(scale[n, k // 16]) * row_scale[n], in float32."""
 
-    packed: Array  # uint16 [out / 64, in / 128, 64, 32], see layout.pack_nibbles
+    packed: Array  # uint16 [out / 64, in / 64, 64, 16], see layout.pack_nibbles
     scale: Array  # uint32 [out / 64, in / 64, 64]: four e4m3 scales from the low byte up
     row_scale: Array  # float32 [out / 64, 1, 64]: a tensor's scale, repeated for its rows
 
     @property
     def shape(self) -> tuple[int, ...]:
         """[..., out, in]"""
-        return layout.logical_shape(self.packed)
+        return layout.logical_shape(self.packed, bits=4)
 
     def dequantize(self) -> Array:
         """float32 [..., out, in]: the definition of what the codes mean."""
@@ -50,7 +50,7 @@ class Mxfp4Weight(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """[..., out, in]"""
-        return layout.logical_shape(self.packed)
+        return layout.logical_shape(self.packed, bits=4)
 
     def dequantize(self) -> Array:
         """float32 [..., out, in]: the definition of what the codes mean. Exponent 255 is NaN."""
@@ -84,7 +84,8 @@ def pack_nvfp4(codes: Array, scale: Array, row_scale: Array) -> Nvfp4Weight:
     """From codes [..., out, in], float8_e4m3fn scales [..., out, in / 16], row_scale [..., out]."""
     words = _words_of(jax.lax.bitcast_convert_type(scale, jnp.uint8))
     rows = layout.tile_rows(row_scale.astype(jnp.float32)[..., None])
-    return Nvfp4Weight(layout.pack_nibbles(codes), layout.tile_rows(words), rows)
+    packed = layout.pack_nibbles(codes, depth=4 * _NVFP4_BLOCK)
+    return Nvfp4Weight(packed, layout.tile_rows(words), rows)
 
 
 def pack_mxfp4(codes: Array, exponents: Array) -> Mxfp4Weight:

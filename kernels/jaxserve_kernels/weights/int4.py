@@ -25,7 +25,7 @@ class Int4Weight(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """[..., out, in]"""
-        return layout.logical_shape(self.packed)
+        return layout.logical_shape(self.packed, bits=4)
 
     @property
     def group(self) -> int:
@@ -37,6 +37,15 @@ class Int4Weight(NamedTuple):
         codes = layout.unpack_nibbles(self.packed).astype(jnp.float32)
         zero = 8.0 if self.zero is None else self._per_input(self.zero)
         return (codes - zero) * self._per_input(self.scale)
+
+    def largest(self) -> Array:
+        """The largest magnitude that codes could give in each row: float32 [..., out / 64, 1, 64].
+
+        1 where all scales are 0.
+        """
+        zero = 8.0 if self.zero is None else self.zero.astype(jnp.float32)
+        reach = jnp.maximum(jnp.abs(zero), jnp.abs(15.0 - zero))
+        return layout.or_one(jnp.max(jnp.abs(self.scale) * reach, axis=-2, keepdims=True))
 
     def _per_input(self, tiled: Array) -> Array:
         values = layout.untile_rows(tiled).astype(jnp.float32)

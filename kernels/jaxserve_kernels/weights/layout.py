@@ -5,7 +5,8 @@ are planes of 16-bit words, so that one load and a few bitwise instructions give
 their order, and no shuffle is needed:
 
 - 4-bit codes: word (n, j), j < 32, holds inputs j, 32 + j, 64 + j and 96 + j of row n, from the
-  low bits up. A group of 32, 64 or 128 inputs is one, two or four planes.
+  low bits up. A group of 32, 64 or 128 inputs is one, two or four planes. Where blocks of 16 have
+  scales a tile is 64 inputs and a plane is 16, one block.
 - 8-bit codes: word (n, j), j < 64, holds inputs j (low byte) and 64 + j.
 
 What belongs to rows and groups of inputs (scales, zeros) is [out / 64, groups, 64]. All functions
@@ -21,9 +22,9 @@ TILE_OUT = 64
 TILE_IN = 128
 
 
-def pack_nibbles(codes: Array) -> Array:
-    """Integers 0..15 [..., out, in] to uint16 [..., out / 64, in / 128, 64, 32]."""
-    return _pack(codes, bits=4)
+def pack_nibbles(codes: Array, depth: int = TILE_IN) -> Array:
+    """Integers 0..15 [..., out, in] to uint16 [..., out / 64, in / depth, 64, depth / 4]."""
+    return _pack(codes, bits=4, depth=depth)
 
 
 def unpack_nibbles(packed: Array) -> Array:
@@ -33,7 +34,7 @@ def unpack_nibbles(packed: Array) -> Array:
 
 def pack_bytes(codes: Array) -> Array:
     """Integers 0..255 [..., out, in] to uint16 [..., out / 64, in / 128, 64, 64]."""
-    return _pack(codes, bits=8)
+    return _pack(codes, bits=8, depth=TILE_IN)
 
 
 def unpack_bytes(packed: Array) -> Array:
@@ -61,18 +62,23 @@ def untile_rows(tiled: Array) -> Array:
     return jnp.swapaxes(tiled, -1, -2).reshape(*leading, tiles * rows, groups)
 
 
-def logical_shape(packed: Array) -> tuple[int, ...]:
-    """[..., out, in] of packed codes."""
-    *leading, out_tiles, in_tiles, rows, _ = packed.shape
-    return (*leading, out_tiles * rows, in_tiles * TILE_IN)
+def or_one(values: Array) -> Array:
+    """Values, 1 where they are 0: to divide by."""
+    return jnp.where(values == 0, 1.0, values)
 
 
-def _pack(codes: Array, *, bits: int) -> Array:
-    *leading, out, depth = codes.shape
+def logical_shape(packed: Array, bits: int) -> tuple[int, ...]:
+    """[..., out, in] of packed codes of so many bits."""
+    *leading, out_tiles, in_tiles, rows, words = packed.shape
+    return (*leading, out_tiles * rows, in_tiles * words * 16 // bits)
+
+
+def _pack(codes: Array, *, bits: int, depth: int) -> Array:
+    *leading, out, inputs = codes.shape
     _check_multiple("out", out, TILE_OUT)
-    _check_multiple("in", depth, TILE_IN)
+    _check_multiple("in", inputs, depth)
     planes = 16 // bits
-    tiles = (out // TILE_OUT, TILE_OUT, depth // TILE_IN, planes, TILE_IN // planes)
+    tiles = (out // TILE_OUT, TILE_OUT, inputs // depth, planes, depth // planes)
     words = codes.astype(jnp.uint16).reshape(*leading, *tiles)
     packed = words[..., 0, :]
     for plane in range(1, planes):
@@ -85,7 +91,7 @@ def _unpack(packed: Array, *, bits: int) -> Array:
     mask = (1 << bits) - 1
     codes = [(packed >> (bits * plane)) & mask for plane in range(planes)]
     rows_last = jnp.stack(codes, axis=-2).astype(jnp.uint8)  # [.., tiles, groups, rows, planes, j]
-    return jnp.swapaxes(rows_last, -3, -4).reshape(logical_shape(packed))
+    return jnp.swapaxes(rows_last, -3, -4).reshape(logical_shape(packed, bits))
 
 
 def _check_multiple(name: str, size: int, multiple: int) -> None:

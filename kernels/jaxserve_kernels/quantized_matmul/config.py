@@ -1,0 +1,112 @@
+"""How a product with a quantised weight is launched, by format, shape and number of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jaxserve_kernels.weights import Fp8Weight, Int4Weight, Int8Weight, Nvfp4Weight, QuantizedWeight
+
+type Method = Literal["unpack", "e4m3"]
+
+_ENOUGH_WARPS = 1056
+"""Eight for each of an H100's or H200's 132 multiprocessors keep its memory busy."""
+
+_DEEP = 64
+"""Tiles of the input, of 128, from which more rows per program and more splits pay."""
+
+_ENOUGH_TILES = 90
+"""Programs of a product that the tensor cores bound: fewer leave too many of them idle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A program takes `rows` of the weight and `tokens`; `splits` programs share the input."""
+
+    method: Method = "unpack"
+    """Weights to bfloat16 in registers; or tokens, and weights of 4 bits, to e4m3 beforehand."""
+    rows: int = 64
+    tokens: int = 16
+    splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+    unroll: int = 1
+    """Tiles of the input in one turn of the loop; a divisor of a split's tiles."""
+
+
+def choose(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config | None:
+    """None: dequantise, then XLA's product.
+
+    The rules and their limits are the fastest of those measured on an H200 with Qwen3-4B's shapes;
+    see docs/performance.md.
+    """
+    out, depth = weight.shape
+    if not _has_kernel(weight):
+        return None
+    tiles = depth // 128
+    if _in_e4m3(weight, tokens):
+        config = _e4m3(tokens, out, tiles)
+    elif tokens <= 512 or isinstance(weight, Int8Weight):
+        config = _unpack(weight, tokens, out, tiles)
+    else:
+        return None
+    if out % config.rows or (gated and out // 2 % (config.rows // 2)):
+        return None
+    return replace(config, splits=1) if gated else config
+
+
+def _has_kernel(weight: QuantizedWeight) -> bool:
+    """Whether the kernels know the weight's groups and its depth."""
+    if isinstance(weight, Int4Weight):
+        return weight.group in (32, 64, 128)
+    if isinstance(weight, Int8Weight | Fp8Weight):
+        return weight.group in (128, weight.shape[1])
+    return weight.shape[1] % 128 == 0
+
+
+def _in_e4m3(weight: QuantizedWeight, tokens: int) -> bool:
+    """Of the 4-bit formats only the one that this was measured with."""
+    if isinstance(weight, Fp8Weight):
+        return tokens > 16
+    plain_int4 = isinstance(weight, Int4Weight) and weight.zero is None and weight.group == 128
+    return plain_int4 and tokens > 64
+
+
+def _unpack(weight: QuantizedWeight, tokens: int, out: int, tiles: int) -> Config:
+    """Bound by memory: many warps, and partial sums where a weight has few rows."""
+    token_tile = 16 if tokens <= 16 else 32 if tokens <= 32 else 64 if tokens <= 64 else 128
+    deep = tokens <= 32 and tiles >= _DEEP
+    most = 19 if deep else 8 if tokens <= 64 else 4
+    if isinstance(weight, Int8Weight | Fp8Weight):
+        token_tile = 256 if tokens > 128 else token_tile
+        config = Config(rows=128, tokens=token_tile, num_warps=8, num_stages=3)
+    else:
+        many = tokens > 64
+        config = Config(
+            rows=128 if deep or many else 64,
+            tokens=token_tile,
+            num_warps=8 if many else 4,
+            num_stages=4 if tokens <= 16 or (tokens <= 32 and not deep) else 3,
+            unroll=2 if isinstance(weight, Nvfp4Weight) else 1,  # its tiles are half as deep
+        )
+    warps = out // config.rows * -(-tokens // token_tile) * config.num_warps
+    return replace(config, splits=_splits(tiles, most, _ENOUGH_WARPS / warps))
+
+
+def _e4m3(tokens: int, out: int, tiles: int) -> Config:
+    """Bound by the tensor cores, or nearly: tiles as large as leave none of them idle."""
+    if tokens <= 64:
+        config = Config(method="e4m3", tokens=64)
+    elif out // 128 * -(-tokens // 128) >= 132:
+        config = Config(method="e4m3", rows=128, tokens=128, num_stages=3)
+    else:
+        config = Config(method="e4m3", tokens=128)
+    programs = out // config.rows * -(-tokens // config.tokens)
+    return replace(config, splits=_splits(tiles, 4, _ENOUGH_TILES / programs))
+
+
+def _splits(tiles: int, most: int, wanted: float) -> int:
+    """The fewest equal parts of the input's tiles, of at most `most`, that are `wanted` or more."""
+    divisors = [splits for splits in range(1, most + 1) if tiles % splits == 0]
+    enough = [splits for splits in divisors if splits >= wanted]
+    return enough[0] if enough else divisors[-1]

@@ -1,0 +1,124 @@
+"""Run by tests/aot/test_interpreted_kernels.py, in a process in which Triton interprets.
+
+What is written in the GPU's instructions is replaced by its meaning; the rest is the kernels' own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import triton.language as tl
+
+from jaxserve_kernels import weights
+from jaxserve_kernels.quantized_matmul import reference
+from jaxserve_kernels.quantized_matmul import triton as kernels
+from jaxserve_kernels.quantized_matmul.config import Config
+from jaxserve_kernels.quantized_matmul.e4m3 import triton as e4m3
+
+OUT, DEPTH, TOKENS = 256, 512, 5
+
+
+def with_whole_zeros(weight: Any) -> weights.Int4Weight:
+    packed = weights.quantize_int4(weight)
+    zeros = np.random.default_rng(1).integers(4, 12, packed.scale.shape, np.int32)
+    return packed._replace(zero=jnp.asarray(zeros))
+
+
+QUANTIZE: dict[str, Callable[[Any], Any]] = {
+    "int4": weights.quantize_int4,
+    "int4-g64": functools.partial(weights.quantize_int4, group=64),
+    "int4-g32": functools.partial(weights.quantize_int4, group=32),
+    "int4-whole-zeros": with_whole_zeros,
+    "int8": weights.quantize_int8,
+    "fp8": weights.quantize_fp8,
+    "nvfp4": weights.quantize_nvfp4,
+    "mxfp4": weights.quantize_mxfp4,
+}
+
+
+def nibbles(words: Any) -> Any:
+    return tuple(((words.to(tl.int32) >> (4 * p)) & 15).to(tl.float32) + 128.0 for p in range(4))
+
+
+def e2m1(words: Any) -> Any:
+    planes = []
+    for plane in range(4):
+        code = (words.to(tl.int32) >> (4 * plane)) & 15
+        exponent, mantissa = (code >> 1) & 3, (code & 1).to(tl.float32)
+        normal = (1.0 + mantissa * 0.5) * (1 << tl.maximum(exponent - 1, 0)).to(tl.float32)
+        magnitude = tl.where(exponent == 0, mantissa * 0.5, normal)
+        planes.append(tl.where(code >= 8, -magnitude, magnitude))
+    return tuple(planes)
+
+
+def int8_pair(words: Any) -> Any:
+    both = (words.to(tl.int32) & 255, words.to(tl.int32) >> 8)
+    return tuple(tl.where(code >= 128, code - 256, code).to(tl.float32) for code in both)
+
+
+def e4m3_pair(words: Any) -> Any:
+    values = []
+    for code in (words.to(tl.int32) & 255, words.to(tl.int32) >> 8):
+        exponent, mantissa = (code >> 3) & 15, (code & 7).to(tl.float32)
+        normal = (8.0 + mantissa) * (1 << exponent).to(tl.float32) * 2.0**-10
+        value = tl.where(exponent == 0, mantissa * 2.0**-9, normal)
+        values.append(tl.where(code >= 128, -value, value))
+    return tuple(values)
+
+
+@pytest.fixture(autouse=True)
+def meaning_of_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def column(rows: Any, shape: Any) -> Any:
+        return tl.broadcast_to(rows.to(tl.float32)[:, None], shape)
+
+    replacements = {
+        "_nibbles": nibbles,
+        "_less_136": lambda values: values - 136.0,
+        "_plus": lambda values, offset: values + offset,
+        "_times": lambda values, scale: values * scale,
+        "_column": column,
+        "_e2m1": e2m1,
+        "_int8_pair": int8_pair,
+        "_e4m3_pair": e4m3_pair,
+    }
+    for name, replacement in replacements.items():
+        monkeypatch.setattr(kernels, name, replacement)
+
+
+def relative_error(out: Any, expected: Any) -> float:
+    a, b = (np.asarray(x, np.float64) for x in (out, expected))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def tokens_and_weight(name: str) -> tuple[Any, Any]:
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.standard_normal((TOKENS, DEPTH)), jnp.float32)
+    return x, QUANTIZE[name](jnp.asarray(rng.standard_normal((OUT, DEPTH)) / 16, jnp.float32))
+
+
+@pytest.mark.parametrize("config", [Config(splits=2, unroll=2), Config(rows=128)], ids=str)
+@pytest.mark.parametrize("name", QUANTIZE)
+def test_products_with_unpacked_weights(name: str, config: Config) -> None:
+    x, weight = tokens_and_weight(name)
+    product = kernels.linear(x, weight, config, x.dtype).sum(0)
+    assert relative_error(product, reference.linear(x, weight, x.dtype)[0]) < 1e-6
+    gated = kernels.gated_linear(x, weight, config)
+    assert relative_error(gated, reference.gated_linear(x, weight)) < 2e-6
+
+
+@pytest.mark.parametrize("name", ["int4", "int4-g64", "int4-whole-zeros", "fp8"])
+def test_products_in_e4m3(name: str) -> None:
+    """The interpreter cuts conversions off where a GPU rounds: twice the error, at most."""
+    x, weight = tokens_and_weight(name)
+    if isinstance(weight, weights.Int4Weight):
+        converted = e4m3.to_fp8(weight).dequantize()
+        assert relative_error(converted, weight.dequantize()) < 0.065
+    product = e4m3.linear(x, weight, Config(rows=128, splits=2), x.dtype).sum(0)
+    assert relative_error(product, reference.linear(x, weight, x.dtype)[0]) < 0.1
+    gated = e4m3.gated_linear(x, weight, Config())
+    assert relative_error(gated, reference.gated_linear(x, weight)) < 0.14

@@ -1,0 +1,70 @@
+"""Which products with quantised weights are launched how: kernels fit their shapes."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.config import NAMED_MODELS
+from jaxserve_kernels import weights
+from jaxserve_kernels.quantized_matmul.config import Config, choose
+
+QUANTIZE = {
+    "int4": weights.quantize_int4,
+    "int4-g64": functools.partial(weights.quantize_int4, group=64),
+    "int8": weights.quantize_int8,
+    "fp8": weights.quantize_fp8,
+    "nvfp4": weights.quantize_nvfp4,
+    "mxfp4": weights.quantize_mxfp4,
+}
+
+
+def config_of(
+    name: str, out: int, depth: int, tokens: int, *, gated: bool = False
+) -> Config | None:
+    plain = jax.ShapeDtypeStruct((out, depth), jnp.bfloat16)
+    return choose(jax.eval_shape(QUANTIZE[name], plain), tokens, gated=gated)
+
+
+@pytest.mark.parametrize("name", QUANTIZE)
+def test_a_configuration_divides_its_product(name: str) -> None:
+    """Of every model and every bucket: rows, splits and turns of the loop come out even."""
+    for spec in NAMED_MODELS.values():
+        products = [
+            (spec.q_size + 2 * spec.kv_size, spec.embed, False),
+            (spec.embed, spec.q_size, False),
+            (2 * spec.ffn, spec.embed, True),
+            (spec.embed, spec.ffn, False),
+        ]
+        for out, depth, gated in products:
+            for tokens in (1, 2, 16, 17, 24, 48, 64, 65, 96, 128, 200, 256, 512, 2048):
+                config = config_of(name, out, depth, tokens, gated=gated)
+                if config is None:  # dequantised
+                    assert tokens > 512
+                    continue
+                tile = 64 if name == "nvfp4" and config.method == "unpack" else 128
+                turns, rest = divmod(depth // tile, config.splits)
+                assert rest == 0 and turns % config.unroll == 0
+                assert out % config.rows == 0
+                assert config.splits == 1 or not gated
+
+
+def test_few_tokens_are_unpacked_and_many_computed_in_e4m3() -> None:
+    def methods(name: str) -> list[str | None]:
+        each = [config_of(name, 6144, 2560, tokens) for tokens in (1, 16, 64, 128, 2048)]
+        return [config.method if config else None for config in each]
+
+    assert methods("int8") == ["unpack"] * 5
+    assert methods("fp8") == ["unpack", "unpack", "e4m3", "e4m3", "e4m3"]
+    assert methods("int4") == ["unpack", "unpack", "unpack", "e4m3", "e4m3"]
+    assert methods("nvfp4") == ["unpack", "unpack", "unpack", "unpack", None]
+
+
+def test_groups_that_no_kernel_knows_are_dequantised() -> None:
+    coarse = functools.partial(weights.quantize_int4, group=256)
+    plain = jax.ShapeDtypeStruct((128, 512), jnp.bfloat16)
+    assert choose(jax.eval_shape(coarse, plain), 1, gated=False) is None
+    assert config_of("int8", 192, 256, 1) is None  # 192 rows are no multiple of a program's 128
