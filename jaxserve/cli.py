@@ -58,6 +58,8 @@ class Options:
     ssl_ca_certs: Path | None
     log_format: str
     enable_log_requests: bool
+    max_num_queued_tokens: int | None
+    request_timeout: float | None
     max_request_bytes: int
     stall_timeout: float
     keep_alive_interval: float
@@ -116,6 +118,12 @@ def _add_server_flags(add: _AddArgument) -> None:
         default=30.0,
         help="seconds that running requests get to finish on SIGTERM or Ctrl-C",
     )
+    add(
+        "--max-num-queued-tokens",
+        type=_positive,
+        help="prompt tokens that wait for their first output token before 429",
+    )
+    add("--request-timeout", type=_seconds, help="seconds that a request may take in all")
     add(
         "--max-request-bytes",
         type=_bytes,

@@ -318,5 +318,9 @@ class ServerConfig:
     """`/metrics` needs no key."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that browsers let use the server; `*`: all."""
+    max_queued_tokens: int | None = None
+    """Prompt tokens that may wait for their first output token before 429; None: any number."""
+    request_timeout: float | None = None
+    """Seconds from a request's arrival until it is given up; None: as long as it takes."""
     log_requests: bool = False
     """One log line per request that has ended."""

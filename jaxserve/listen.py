@@ -34,6 +34,8 @@ def server_config(options: Options, source: ModelSource) -> ServerConfig:
         allowed_origins=tuple(options.allowed_origins or ()),
         log_requests=options.enable_log_requests,
         max_request_bytes=options.max_request_bytes,
+        max_queued_tokens=options.max_num_queued_tokens,
+        request_timeout=options.request_timeout,
         stall_timeout=options.stall_timeout,
         keep_alive_interval=options.keep_alive_interval,
     )

@@ -13,6 +13,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.metrics import Metrics
 from jaxserve.server import operations
 from jaxserve.server.access import require_key
+from jaxserve.server.backlog import Backlog
 from jaxserve.server.chat import chat_completions
 from jaxserve.server.completions import completions
 from jaxserve.server.cors import allow_origin, preflight
@@ -41,6 +42,7 @@ def make_app(
         guides=Guides(tokenizer),
         config=config,
         metrics=metrics,
+        backlog=Backlog(config.max_queued_tokens),
         started=int(time.time()),
     )
     app.on_response_prepare.append(echo_request_id)

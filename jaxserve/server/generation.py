@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
@@ -51,6 +51,9 @@ class Delta(NamedTuple):
     prompt_logprobs: Sequence[PromptLogprobs] | None = None
 
 
+def _nothing() -> None: ...
+
+
 class Choice:
     """One sequence of a request, and what came of it so far."""
 
@@ -65,6 +68,8 @@ class Choice:
         self.index = index
         self.request = request
         self.parser = parser
+        self.on_first_token: Callable[[], None] = _nothing
+        """Called when the prompt has been computed."""
         self.num_tokens = 0
         self.cached_tokens = 0
         self.start: Start | None = None
@@ -147,6 +152,7 @@ class Choice:
                     else:
                         prompt_tokens = len(self.request.prompt)
                         metrics.first_token(now - arrived, prompt_tokens, event.cached_tokens)
+                        self.on_first_token()
                     previous = now
                     delta = self.add(event)
                     if delta.finish is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Generator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, Protocol
@@ -90,10 +91,12 @@ async def answer(
     deltas = generation.deltas(service.engine, service.metrics, arrival.at)
     async with aclosing(deltas):
         try:
-            if stream:
-                return await _stream(arrival, generation, deltas, reply, headers)
-            async for delta in deltas:
-                reply.collect(delta)
+            with service.backlog.holding(generation.choices):
+                if stream:
+                    return await _stream(arrival, generation, deltas, reply, headers)
+                async with _time_limit(arrival):
+                    async for delta in deltas:
+                        reply.collect(delta)
             timing = _server_timing(arrival, generation.choices[0])
             return json_response(reply.body(), headers=headers | timing)
         except (Rejected, Overloaded, EngineFailed) as error:
@@ -126,13 +129,19 @@ async def _stream(
     service = arrival.service
     async with EventStream(arrival.request, headers, service.config.keep_alive_interval) as stream:
         try:
-            async for delta in deltas:
-                if events := reply.events(delta):
-                    if stream.silent:
-                        await _send_first(arrival, stream, events, generation.choices[delta.choice])
-                    else:
-                        await stream.send(events)
+            async with _time_limit(arrival):
+                async for delta in deltas:
+                    if events := reply.events(delta):
+                        if stream.silent:
+                            choice = generation.choices[delta.choice]
+                            await _send_first(arrival, stream, events, choice)
+                        else:
+                            await stream.send(events)
             await stream.send(reply.last_events())
+        except ApiError as error:
+            if not stream.started:
+                raise
+            await stream.send(reply.error_events(error))
         except (Rejected, Overloaded, EngineFailed) as error:
             if not stream.started:
                 raise
@@ -165,6 +174,20 @@ def _server_timing(arrival: Arrival, choice: Choice) -> dict[str, str]:
     return {"Server-Timing": shown}
 
 
+@asynccontextmanager
+async def _time_limit(arrival: Arrival) -> AsyncGenerator[None]:
+    """504 once the request has taken as long as the configuration allows."""
+    limit = arrival.service.config.request_timeout
+    left = None if limit is None else limit - (time.perf_counter() - arrival.at)
+    try:
+        async with asyncio.timeout(left):
+            yield
+    except TimeoutError:
+        raise ApiError(
+            504, f"the request took longer than the {limit:g} seconds allowed", code="timeout"
+        ) from None
+
+
 def openai_error_events(error: ApiError) -> bytes:
     return data_event(error.body()) + DONE
 
@@ -185,7 +208,10 @@ def _as_api_error(service: Service, error: Rejected | Overloaded | EngineFailed)
     accepting = status.ready and status.phase != "draining"
     if isinstance(error, EngineFailed) and status.phase != "failed":
         return ApiError(500, "the engine could not finish this request", code="generation_failed")
-    return engine_error(error, accepting=accepting)
+    answer = engine_error(error, accepting=accepting)
+    if answer.status == 429:
+        answer.retry_after = service.backlog.seconds_to_drain()
+    return answer
 
 
 def ignored_header(service: Service, ignored: tuple[str, ...]) -> dict[str, str]:

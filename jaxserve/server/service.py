@@ -10,6 +10,7 @@ from jaxserve.api import Engine
 from jaxserve.chat_template import ChatTemplate
 from jaxserve.config import ServerConfig
 from jaxserve.metrics import Metrics
+from jaxserve.server.backlog import Backlog
 from jaxserve.server.errors import ApiError
 from jaxserve.structured import Guides
 from jaxserve.tokenizer import Tokenizer
@@ -24,6 +25,7 @@ class Service:
     guides: Guides
     config: ServerConfig
     metrics: Metrics
+    backlog: Backlog
     started: int
     """Unix time, shown as the models' creation time."""
 

@@ -1,0 +1,110 @@
+"""Limits of load and time: each is hit, says when to come back, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from typing import Any
+
+import aiohttp
+import pytest
+
+from jaxserve.api import Overloaded, Request, SamplingParams
+from jaxserve.server.backlog import LONGEST_WAIT, UNKNOWN_RATE_WAIT, Backlog
+from jaxserve.server.generation import Choice, TextOptions
+from tests.fakes import FakeEngine, tiny_tokenizer
+from tests.server.conftest import Serve
+
+TOKENIZER = tiny_tokenizer()
+
+
+def choices(*sizes: int) -> list[Choice]:
+    params = SamplingParams(max_tokens=1)
+    requests = [Request(id=str(i), prompt=(1,) * n, params=params) for i, n in enumerate(sizes)]
+    return [Choice(i, r, TOKENIZER, TextOptions()) for i, r in enumerate(requests)]
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_backlog_is_bounded_and_empties_by_first_tokens_and_by_leaving() -> None:
+    backlog = Backlog(100)
+    first, second = choices(30, 30), choices(40)
+    with backlog.holding(first):
+        with backlog.holding(second):
+            assert backlog.waiting == 100
+            with pytest.raises(Overloaded, match="100 prompt tokens"), backlog.holding(choices(1)):
+                pass
+            first[1].on_first_token()
+            assert backlog.waiting == 70
+        assert backlog.waiting == 30
+    assert backlog.waiting == 0
+
+
+def test_a_request_that_finds_nothing_waiting_is_let_in() -> None:
+    backlog = Backlog(10)
+    with backlog.holding(choices(50)):
+        assert backlog.waiting == 50
+
+
+def test_the_time_to_come_back_is_what_waits_over_the_rate_of_service() -> None:
+    clock = Clock()
+    backlog = Backlog(None, clock)
+    assert backlog.seconds_to_drain() == UNKNOWN_RATE_WAIT
+    waiting = choices(*[100] * 10)
+    with ExitStack() as stack:
+        stack.enter_context(backlog.holding(waiting))
+        for choice in waiting[:4]:
+            choice.on_first_token()
+            clock.now += 0.5
+        # 400 tokens in 2 seconds; 600 wait
+        assert backlog.seconds_to_drain() == pytest.approx(3.0)
+        stack.enter_context(backlog.holding(choices(10**6)))
+        assert backlog.seconds_to_drain() == LONGEST_WAIT
+        clock.now += 60
+        assert backlog.seconds_to_drain() == UNKNOWN_RATE_WAIT
+
+
+async def test_too_many_waiting_tokens_are_a_429(serve: Serve) -> None:
+    step = asyncio.Semaphore(0)
+    url = await serve(engine := FakeEngine(step=step), max_queued_tokens=8)
+    async with aiohttp.ClientSession() as session:
+        body = {"prompt": "123456"}
+        held = asyncio.create_task(session.post(f"{url}/v1/completions", json=body))
+        while not engine.requests:
+            await asyncio.sleep(0.01)
+        for stream in (False, True):
+            reply = await session.post(f"{url}/v1/completions", json=body | {"stream": stream})
+            assert (reply.status, reply.headers["Retry-After"]) == (429, "5")
+            assert (await reply.json())["error"]["code"] == "overloaded"
+        for _ in range(10):
+            step.release()
+        assert (await held).status == 200
+        assert len(engine.requests) == 1
+        reply = await session.post(f"{url}/v1/completions", json=body | {"max_tokens": 1})
+        assert reply.status == 200
+
+
+async def test_a_request_that_takes_too_long_is_a_504(serve: Serve) -> None:
+    url = await serve(engine := FakeEngine(hang=True), request_timeout=0.2)
+    async with aiohttp.request("POST", f"{url}/v1/completions", json={"prompt": "Hi"}) as reply:
+        error = (await reply.json())["error"]
+    assert (reply.status, error["type"], error["code"]) == (504, "timeout_error", "timeout")
+    await asyncio.wait_for(engine.aborted.wait(), 5)
+    assert engine.running == 0
+
+
+async def test_a_stream_that_takes_too_long_ends_with_an_error_event(serve: Serve) -> None:
+    url = await serve(engine := FakeEngine(hang=True), request_timeout=0.2)
+    body: dict[str, Any] = {"prompt": "Hi", "stream": True}
+    async with aiohttp.request("POST", f"{url}/v1/completions", json=body) as reply:
+        text = await reply.text()
+    assert reply.status == 200
+    assert '"code":"timeout"' in text
+    assert text.endswith("data: [DONE]\n\n")
+    await asyncio.wait_for(engine.aborted.wait(), 5)
+    assert engine.running == 0
