@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from jaxserve.api import EngineFailed, Overloaded, Rejected
+from jaxserve.server.access import KEY_NAME
 from jaxserve.server.errors import ApiError, engine_error, invalid, json_response
 from jaxserve.server.generation import Choice, Delta, Generation
 from jaxserve.server.schema import GenerationFields, StreamOptions
@@ -106,7 +107,8 @@ async def answer(
 def _classify(arrival: Arrival, generation: Generation) -> None:
     """What headers tell the scheduler: whose request it is, and by when its answer must begin."""
     headers = arrival.request.headers
-    key = headers.get("Authorization", "")
+    checked = arrival.request.get(KEY_NAME, "")
+    key = checked or headers.get("Authorization", "")
     given = headers.get(SLO_HEADER)
     try:
         slo = None if given is None else float(given) / 1e3
@@ -114,7 +116,7 @@ def _classify(arrival: Arrival, generation: Generation) -> None:
         slo = math.nan
     if slo is not None and not 0 < slo < math.inf:
         raise invalid(f"{SLO_HEADER} must be a positive number of milliseconds", param=SLO_HEADER)
-    tenant = sha256(key.encode()).hexdigest()[:16] if key else ""
+    tenant = sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16] if key else ""
     for choice in generation.choices:
         choice.request = replace(choice.request, tenant=tenant, ttft_slo=slo)
 

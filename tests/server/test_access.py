@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,36 @@ async def test_the_messages_api_refuses_in_its_own_words(serve: Serve) -> None:
     assert (reply.status, answer["type"]) == (401, "error")
     assert answer["error"]["type"] == "authentication_error"
     assert not engine.requests
+
+
+async def test_a_key_is_one_tenant_however_it_is_sent(serve: Serve) -> None:
+    url = await serve(engine := FakeEngine(), **KEYED)
+    headers = [
+        {"Authorization": "Bearer first-key"},
+        {"x-api-key": "first-key", "Authorization": "Bearer of-a-proxy"},
+        {"x-api-key": "second-key"},
+    ]
+    for one in headers:
+        body = {"prompt": "Hi"}
+        async with aiohttp.request("POST", f"{url}/v1/completions", json=body, headers=one) as it:
+            assert it.status == 200
+    first, again, other = [request.tenant for request in engine.requests]
+    assert first == again != other
+
+
+@pytest.mark.parametrize(("settings", "status"), [({}, b"200"), (KEYED, b"401")])
+async def test_a_header_that_is_not_text_is_no_error(
+    serve: Serve, settings: dict[str, Any], status: bytes
+) -> None:
+    url = await serve(FakeEngine(), **settings)
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer \xff\xfe\r\n"
+        b'Content-Length: 15\r\n\r\n{"prompt":"Hi"}'
+    )
+    assert (await asyncio.wait_for(reader.readline(), 5)).split()[1] == status
+    writer.close()
 
 
 async def test_metrics_are_open_only_on_demand(serve: Serve) -> None:
