@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
-import time
-from dataclasses import replace
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,20 +15,26 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxserve import kv_cache, slot_tables
+from jaxserve import kv_cache, memory, slot_tables
 from jaxserve.cli import Options
 from jaxserve.config import Buckets, CacheConfig, ConfigError, ModelSpec, SchedulerConfig
 from jaxserve.engine import Parts, Progress
+from jaxserve.environment import compiler_settings
+from jaxserve.executables import ExecutableCache, Obtained, Program, by_reason, missing, obtain
+from jaxserve.fingerprint import program_key
 from jaxserve.measure import measure
+from jaxserve.memory import MemoryPlan
 from jaxserve.metrics import Metrics
 from jaxserve.model_source import ModelSource
 from jaxserve.models import qwen3
 from jaxserve.models.quantization import HeadFormat, Quantization, WeightFormat
-from jaxserve.runner import Pending, Runner, RunnerConfig, on_compile
+from jaxserve.runner import Pending, Runner, RunnerConfig, on_compile, programs
 from jaxserve.scheduler import Scheduler
+from jaxserve.startup import Timeline
 from jaxserve_checkpoints.dummy import dummy_params
-from jaxserve_checkpoints.load import Encode, encoded_abstract, load_params
+from jaxserve_checkpoints.load import Encode, direct_sources, encoded_abstract, load_params
 from jaxserve_checkpoints.reader import open_checkpoint
+from jaxserve_checkpoints.staging import staging_programs, stream
 from jaxserve_kernels.kv_format import KVFormat, named
 from jaxserve_kernels.paged_attention import tile_tokens
 
@@ -41,107 +48,232 @@ _CPU_PREFILL = (16, 64, 256)
 _CPU_TILE = 16
 _CPU_KV_BYTES = 512 * 2**20
 _GPU_MAX_ITL_MS, _CPU_MAX_ITL_MS = 50.0, 1000.0
-_HOST_RESERVE = 512 * 2**20
-"""Host memory left to everything else when weights and cache live there."""
 
 
-def build_parts(
-    options: Options, source: ModelSource, metrics: Metrics, progress: Progress
-) -> Parts[Pending]:
-    """Load the weights, plan the memory, compile every bucket.
+@dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """Everything about an engine that is known before weights are read and programs made."""
+
+    config: RunnerConfig
+    abstract: qwen3.Params
+    """Shapes and dtypes of the weights before `encode`."""
+    encode: Encode
+    """Quantises them."""
+    encoded: qwen3.Params
+    """Shapes and dtypes of what the steps take."""
+    limit: int
+    """Bytes that the process may take of its device."""
+    steps: list[Program]
+    """What the runner executes."""
+    staging: list[Program]
+    """What copies weights to a GPU as they are stored; empty if they are quantised."""
+    cache: ExecutableCache
+
+    @property
+    def programs(self) -> list[Program]:
+        return [*self.steps, *self.staging]
+
+    def memory(self, temporaries: int) -> MemoryPlan:
+        config = self.config
+        rows, columns = config.sequences_shape
+        return MemoryPlan(
+            limit=self.limit,
+            weights=memory.tree_bytes(self.encoded),
+            kv_cache=kv_cache.total_bytes(config.kv_format, config.kv_shape, config.dtype),
+            state=rows * columns * 4 + slot_tables.num_bytes(config.tables),
+            temporaries=temporaries,
+        )
+
+
+def plan_engine(options: Options, source: ModelSource) -> EnginePlan:
+    """Shapes, memory and programs: the same for serving and for compiling ahead of it.
 
     Raises:
       ConfigError: settings that contradict each other, or too little memory, with the numbers.
-      CheckpointError: weights that are missing, damaged or of another model.
     """
-    gpu = jax.default_backend() == "gpu"
-    _use_compile_cache(options.compile_cache_dir)
-    watch = _CompileWatch(metrics, forbid=options.forbid_compiles)
-    on_compile(watch)
+    # XLA's cache would be a second one; what a CPU takes from it cannot be serialised again.
+    jax.config.update("jax_enable_compilation_cache", False)
+    device = jax.devices()[0]
+    gpu = device.platform == "gpu"
+    spec = source.spec
     dtype = _dtype(options.dtype, gpu=gpu)
     buckets = _buckets(options, gpu=gpu)
-    scheduler = _scheduler_config(options, source.spec, buckets, gpu=gpu)
-    abstract = qwen3.abstract(source.spec, dtype, stacked=gpu)
-    encode = _quantization(options).encoder(source.spec)
-    weight_bytes = _nbytes(encoded_abstract(abstract, encode))
+    scheduler = _scheduler_config(options, spec, buckets, gpu=gpu)
+    abstract = qwen3.abstract(spec, dtype, stacked=gpu)
+    encode = _quantization(options).encoder(spec)
+    encoded = encoded_abstract(abstract, encode)
+    weights, limit = memory.tree_bytes(encoded), memory.device_limit(device)
+    budget = options.kv_cache_memory_bytes
     if gpu:
-        _check_device_memory(weight_bytes)
+        left = memory.plan_gpu_cache(spec, dtype, buckets, weights=weights, limit=limit)
+        budget = left if budget is None else budget
     else:
-        _check_host_memory(weight_bytes, options)
-
-    started = time.perf_counter()
-    params = _load(source, abstract, encode, options.seed, progress)
-    loaded = time.perf_counter()
+        budget = _CPU_KV_BYTES if budget is None else budget
+        memory.check_host_memory(weights, budget)
     kv_format = named(options.kv_cache_dtype)
-    cache = _cache_config(options, source.spec, kv_format, dtype, buckets, scheduler, gpu=gpu)
+    cache = _cache_config(options, spec, kv_format, dtype, budget, scheduler, gpu=gpu)
     cache = replace(
         cache, identity=f"{source.names[0]} {jnp.dtype(dtype).name} {options.kv_cache_dtype}"
     )
     config = RunnerConfig(
-        spec=source.spec,
+        spec=spec,
         cache=cache,
         scheduler=scheduler,
         buckets=buckets,
         dtype=dtype,
-        sampled_vocab=min(source.spec.vocab_size, source.tokenizer.vocab_size)
+        sampled_vocab=min(spec.vocab_size, source.tokenizer.vocab_size)
         if source.folder
-        else source.spec.vocab_size,
-        tile_size=tile_tokens(source.spec.q_heads // source.spec.kv_heads) if gpu else _CPU_TILE,
+        else spec.vocab_size,
+        tile_size=tile_tokens(spec.q_heads // spec.kv_heads) if gpu else _CPU_TILE,
         kv_format=kv_format,
     )
-    runner = Runner(config, params, metrics)
-    progress("compiling", 0.0)
-    try:
-        runner.compile(
-            options.compile_workers or os.cpu_count() or 1,
-            lambda name, done: progress("compiling", done),
+    key = program_key(config, encoded, compiler_settings(), device)
+    as_stored = jax.tree.structure(encoded) == jax.tree.structure(abstract)
+    staging = staging_programs(abstract) if gpu and as_stored else []
+    return EnginePlan(
+        config=config,
+        abstract=abstract,
+        encode=encode,
+        encoded=encoded,
+        limit=limit,
+        steps=programs(config, encoded),
+        staging=[_staging(*each) for each in staging],
+        cache=ExecutableCache(_cache_folder(options) / "executables", key, _title(source)),
+    )
+
+
+def build_parts(
+    options: Options,
+    source: ModelSource,
+    metrics: Metrics,
+    progress: Progress,
+    timeline: Timeline,
+) -> Parts[Pending]:
+    """Load weights and programs side by side, compile what is missing, run every bucket.
+
+    Raises:
+      ConfigError: see `plan_engine`; programs missing that `--require-precompiled` wants.
+      CheckpointError: weights that are missing, damaged or of another model.
+    """
+    with timeline.span("device"):
+        jax.devices()
+    plan = plan_engine(options, source)
+    if options.require_precompiled:
+        _require_precompiled(plan)
+    watch = _CompileWatch(metrics, forbid=options.forbid_compiles)
+    on_compile(watch)
+    workers = options.compile_workers or os.cpu_count() or 1
+    both = _Both(progress)
+    loader = _loader(source, plan, options.seed)
+
+    def load() -> qwen3.Params:
+        with timeline.span("weights"):
+            return jax.block_until_ready(loader(both.weights))
+
+    with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
+        weights = pool.submit(load)
+        with timeline.span("executables"):
+            obtained = _with_memory_errors(
+                plan, lambda: obtain(plan.steps, plan.cache, workers, both.executables)
+            )
+        params = weights.result()
+    runner = Runner(plan.config, params, metrics)
+    with timeline.span("warming"):
+        _with_memory_errors(plan, lambda: runner.start(obtained.executables, progress))
+    with timeline.span("timing"):
+        times = measure(runner, plan.config)
+    with timeline.span("trimming"):
+        memory.give_back()
+    _report(plan, runner, obtained, metrics)
+    watch.serving = True
+    return Parts(Scheduler(plan.config.scheduler, plan.config.cache, times=times), runner)
+
+
+def _require_precompiled(plan: EnginePlan) -> None:
+    lacking = missing(plan.programs, plan.cache)
+    if lacking:
+        near = plan.cache.differences()
+        raise ConfigError(
+            f"{len(lacking)} of {len(plan.programs)} programs are not precompiled in "
+            f"{plan.cache.folder}: {by_reason(lacking)}"
+            + (f". There are programs for other settings: {near}" if near else "")
+            + ". Run `jaxserve precompile` with the same flags on this machine"
         )
+
+
+def _with_memory_errors[T](plan: EnginePlan, run: Callable[[], T]) -> T:
+    """Run; memory that the device does not have is said in one line."""
+    try:
+        return run()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise ConfigError(
-            f"too little memory on the device for the KV cache of {cache.usable_tokens} tokens "
+            f"too little memory on the device for the KV cache of "
+            f"{plan.config.cache.usable_tokens} tokens "
             "and the steps' scratch; lower --kv-cache-memory-bytes, --max-num-batched-tokens or "
             f"--max-num-seqs ({str(error).splitlines()[0]})"
         ) from None
-    kv_bytes = kv_cache.total_bytes(kv_format, config.kv_shape, dtype)
-    compiled = time.perf_counter()
-    times = measure(runner, config)
+
+
+def _report(plan: EnginePlan, runner: Runner, obtained: Obtained, metrics: Metrics) -> None:
+    """The memory plan with what the compiler really needs, in the log and as metrics."""
+    config, cache = plan.config, plan.config.cache
+    planned = plan.memory(runner.temp_bytes())
+    planned.check()
     log.info(
-        "weights in %.1f s, %d buckets compiled in %.1f s, timed in %.1f s; KV cache (%s): "
-        "%d pages of %d tokens (%d tokens, %.2f GiB); largest step scratch %.2f GiB",
-        loaded - started,
-        len(config.all_buckets()),
-        compiled - loaded,
-        time.perf_counter() - compiled,
-        kv_format.name,
+        "%d of %d programs loaded, %d compiled%s",
+        len(plan.steps) - len(obtained.compiled),
+        len(plan.steps),
+        len(obtained.compiled),
+        f" ({by_reason(obtained.compiled)})" if obtained.compiled else "",
+    )
+    log.info(
+        "memory: %s; KV cache (%s): %d pages of %d tokens, %d tokens",
+        planned,
+        config.kv_format.name,
         cache.usable_pages,
         cache.page_size,
         cache.usable_tokens,
-        kv_bytes / 2**30,
-        runner.temp_bytes() / 2**30,
     )
     for kind, size in (
-        ("weights", weight_bytes),
-        ("kv", kv_bytes),
-        ("temporaries", runner.temp_bytes()),
+        ("weights", planned.weights),
+        ("kv", planned.kv_cache),
+        ("state", planned.state),
+        ("temporaries", planned.temporaries),
+        ("free", planned.headroom),
     ):
         metrics.set_memory(kind, size)
-    metrics.set_cache_info(page_size=cache.page_size, num_pages=cache.usable_pages)
-    watch.serving = True
-    return Parts(Scheduler(scheduler, cache, times=times), runner)
+    metrics.set_cache_info(page_size=config.cache.page_size, num_pages=cache.usable_pages)
 
 
-def _use_compile_cache(folder: Path | None) -> None:
-    """XLA's own cache: a restart loads what an earlier start compiled."""
-    folder = folder or Path.home() / ".cache" / "jaxserve" / "xla"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # programs are loaded from it
-    except OSError as error:
-        log.warning("no compile cache, the next start compiles again: %s", error)
-        return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+class _Both:
+    """Weights and executables load at the same time; reported as one."""
+
+    def __init__(self, report: Progress):
+        self._report = report
+        self._lock = threading.Lock()
+        self._weights = self._executables = 0.0
+        self._phase = "loading"
+
+    def weights(self, fraction: float) -> None:
+        with self._lock:
+            self._weights = fraction
+            self._report(self._phase, (self._weights + self._executables) / 2)
+
+    def executables(self, phase: str, fraction: float) -> None:
+        with self._lock:
+            self._phase, self._executables = phase, fraction
+            self._report(phase, (self._weights + self._executables) / 2)
+
+
+def _cache_folder(options: Options) -> Path:
+    return options.cache_dir or Path.home() / ".cache" / "jaxserve"
+
+
+def _title(source: ModelSource) -> str:
+    """A model's name as part of a file name."""
+    return "".join(c if c.isalnum() or c in "._-" else "-" for c in Path(source.names[0]).name)
 
 
 def _dtype(name: str, *, gpu: bool) -> DTypeLike:
@@ -190,25 +322,35 @@ def _quantization(options: Options) -> Quantization:
     )
 
 
-def _nbytes(tree: Any) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _load(
-    source: ModelSource, abstract: qwen3.Params, encode: Encode, seed: int, progress: Progress
-) -> qwen3.Params:
-    progress("loading", 0.0)
+def _loader(
+    source: ModelSource, plan: EnginePlan, seed: int
+) -> Callable[[Callable[[float], None]], qwen3.Params]:
+    """What puts the weights on the device. CheckpointError: now, not when programs are compiled."""
     if source.folder is None:
-        params = dummy_params(abstract, seed, encode)
-    else:
-        params = load_params(
-            open_checkpoint(source.folder),
-            qwen3.rules(source.spec),
-            abstract,
-            progress=lambda done, total: progress("loading", done / total),
-            encode=encode,
-        )
-    return jax.block_until_ready(params)
+        return lambda progress: dummy_params(plan.abstract, seed, plan.encode)
+    checkpoint, rules = open_checkpoint(source.folder), qwen3.rules(source.spec)
+    direct = direct_sources(checkpoint, rules, plan.abstract)
+
+    def load(progress: Callable[[float], None]) -> qwen3.Params:
+        def report(done: int, total: int) -> None:
+            progress(done / total)
+
+        if direct is None or not plan.staging:
+            return load_params(
+                checkpoint, rules, plan.abstract, progress=report, encode=plan.encode
+            )
+        copies = obtain(plan.staging, plan.cache, len(plan.staging), lambda phase, done: None)
+        return stream(direct, plan.abstract, copies.executables, progress=report)
+
+    return load
+
+
+def _staging(
+    name: str, function: Callable[..., Any], arguments: tuple[Any, ...], donated: tuple[int, ...]
+) -> Program:
+    return Program(
+        name=name, function=function, arguments=arguments, donated=donated, details="staging"
+    )
 
 
 def _cache_config(
@@ -216,7 +358,7 @@ def _cache_config(
     spec: ModelSpec,
     kv_format: KVFormat,
     dtype: DTypeLike,
-    buckets: Buckets,
+    budget: int,
     scheduler: SchedulerConfig,
     *,
     gpu: bool,
@@ -227,50 +369,12 @@ def _cache_config(
             f"--block-size is {page_size}, but pages of --kv-cache-dtype {kv_format.name} have "
             f"{kv_format.page_size} tokens; leave --block-size away"
         )
-    budget = options.kv_cache_memory_bytes
     useful = scheduler.max_num_seqs * (-(-scheduler.max_model_len // page_size)) + 1
-    if budget is None:
-        budget = _device_budget(spec, dtype, buckets) if gpu else _CPU_KV_BYTES
     one_page = kv_cache.shape(
         spec, CacheConfig(num_pages=2, page_size=page_size), scheduler.max_num_seqs
     )
     cache = kv_cache.fit_pages(kv_format, one_page, dtype, budget, scheduler.max_model_len)
     return replace(cache, num_pages=min(cache.num_pages, useful))
-
-
-def _device_budget(spec: ModelSpec, dtype: DTypeLike, buckets: Buckets) -> int:
-    """What is left of the process's share of the GPU after weights and step scratch."""
-    stats = jax.devices()[0].memory_stats() or {}
-    free = stats["bytes_limit"] - stats["bytes_in_use"]
-    free = min(free, stats.get("largest_free_block_bytes") or free)
-    itemsize = jnp.dtype(dtype).itemsize
-    tokens, rows = buckets.prefill[-1], buckets.decode[-1]
-    activations = tokens * (4 * spec.ffn + 4 * spec.q_size + 8 * spec.embed) * itemsize
-    scores = rows * spec.vocab_size * 4 * 4
-    tables = slot_tables.num_bytes(slot_tables.abstract(rows, spec.vocab_size))
-    return free - activations - scores - tables - 2**30
-
-
-def _check_device_memory(weights: int) -> None:
-    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", weights)
-    if weights > limit:
-        raise ConfigError(
-            f"too little memory: the weights take {weights / 2**30:.1f} GiB, this process may "
-            f"take {limit / 2**30:.1f} GiB of the GPU; use a smaller model, or a higher "
-            "--gpu-memory-utilization if nothing else needs the card"
-        )
-
-
-def _check_host_memory(weights: int, options: Options) -> None:
-    cache = options.kv_cache_memory_bytes or _CPU_KV_BYTES
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if weights + cache + _HOST_RESERVE > available:
-        raise ConfigError(
-            f"too little memory: weights {weights / 2**30:.1f} GiB + KV cache "
-            f"{cache / 2**30:.1f} GiB + {_HOST_RESERVE / 2**30:.1f} GiB, but "
-            f"{available / 2**30:.1f} GiB are free on this machine; "
-            "use a smaller model or a GPU"
-        )
 
 
 class _CompileWatch:

@@ -45,9 +45,11 @@ class Options:
     decode_buckets: tuple[int, ...] | None
     prefill_buckets: tuple[int, ...] | None
     compile_workers: int | None
-    compile_cache_dir: Path | None
+    cache_dir: Path | None
+    require_precompiled: bool
     forbid_compiles: bool
     shutdown_timeout: float
+    profile_startup: bool
     log_level: str
     api_key: list[str] | None = field(repr=False)
     api_key_file: Path | None
@@ -67,18 +69,28 @@ class Options:
 
 type _AddArgument = Callable[..., argparse.Action]
 
+_DESCRIPTION = "Serve a Qwen3-class language model behind an OpenAI-compatible API."
+_EPILOG = "`jaxserve precompile` with the same flags makes later starts fast."
 
-def parse_args(argv: list[str]) -> Options:
-    """Flags to Options; exits with a message on wrong ones."""
-    values = vars(_parser().parse_args(argv))
+
+COMMANDS = {
+    "precompile": "Compile every program that serving with these flags needs, and keep them.",
+}
+"""What else than serving the program does, by the first word of the command line."""
+
+
+def parse_args(argv: list[str], command: str | None = None) -> Options:
+    """Flags to Options; exits with a message on wrong ones. All commands know all flags."""
+    values = vars(_parser(command).parse_args(argv))
     return Options(**values)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="jaxserve",
-        description="Serve a Qwen3-class language model behind an OpenAI-compatible API.",
+        prog=f"jaxserve {command}" if command else "jaxserve",
+        description=COMMANDS[command] if command else _DESCRIPTION,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog=None if command else _EPILOG,
     )
     parser.add_argument("--version", action="version", version=__version__)
     _add_model_flags(parser.add_argument_group("model").add_argument)
@@ -141,6 +153,11 @@ def _add_server_flags(add: _AddArgument) -> None:
         type=_seconds,
         default=15.0,
         help="seconds of silence on a stream before a comment is sent",
+    )
+    add(
+        "--profile-startup",
+        action="store_true",
+        help="print a table of what the start took, once it serves",
     )
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     add("--log-format", choices=FORMATS, default="text", help="json: one object per line")
@@ -226,9 +243,14 @@ def _add_engine_flags(add: _AddArgument) -> None:
     add("--prefill-buckets", type=_sizes, help="tokens of the compiled mixed steps, e.g. 64,512")
     add("--compile-workers", type=_positive, help="threads that compile buckets")
     add(
-        "--compile-cache-dir",
+        "--cache-dir",
         type=Path,
-        help="where compiled programs are kept (default: ~/.cache/jaxserve/xla)",
+        help="where compiled programs are kept (default: ~/.cache/jaxserve)",
+    )
+    add(
+        "--require-precompiled",
+        action="store_true",
+        help="refuse to start where a program would have to be compiled",
     )
     add(
         "--forbid-compiles",

@@ -101,6 +101,7 @@ class AsyncEngine[P]:
         self._draining = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._ready: asyncio.Future[None] | None = None
+        self._died = asyncio.Event()
         self._phase, self._progress = "starting", 0.0
         self._error: str | None = None
         self._parts: Parts[P] | None = None
@@ -120,6 +121,11 @@ class AsyncEngine[P]:
         self._ready = self._loop.create_future()
         self._thread.start()
         await self._ready
+
+    async def failure(self) -> str:
+        """Wait until the thread that served has died; returns why. `start` has returned before."""
+        await self._died.wait()
+        return self._error or ""
 
     def drain(self) -> None:
         """Refuse new requests from now on; running ones go on."""
@@ -206,9 +212,13 @@ class AsyncEngine[P]:
     # The thread's side.
 
     def _post(self, messages: list[_Posted]) -> None:
+        self._call(self._deliver, messages)
+
+    def _call[*Args](self, function: Callable[[*Args], object], *args: *Args) -> None:
+        """On the event loop, after what was called there before."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is listening
-            self._loop.call_soon_threadsafe(self._deliver, messages)
+            self._loop.call_soon_threadsafe(function, *args)
 
     def _settle_ready(self, error: BaseException | None) -> None:
         ready, loop = self._ready, self._loop
@@ -239,6 +249,7 @@ class AsyncEngine[P]:
             else:
                 log.exception("the engine thread died")
                 self._post([EngineFailed(self._error)])
+                self._call(self._died.set)
 
     def _report(self, phase: str, progress: float) -> None:
         self._phase, self._progress = phase, progress

@@ -145,6 +145,10 @@ class Metrics:
         """Device memory planned for `kind`: weights, kv, state, temporaries, free."""
         self._memory.labels(kind=kind).set(num_bytes)
 
+    def set_startup(self, phase: str, seconds: float) -> None:
+        """How long a phase of the start took; `total` is from the process's start to ready."""
+        self._startup.labels(phase=phase).set(seconds)
+
     def _make_request_metrics(self) -> None:
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens accepted")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated")
@@ -270,6 +274,13 @@ class Metrics:
             self._compiles.labels(phase=phase)
         self._memory = Gauge(
             "jaxserve_memory_bytes", "Planned device memory", ["kind"], registry=self._registry
+        )
+
+        self._startup = Gauge(
+            "jaxserve_startup_seconds",
+            "Duration of the phases of the start",
+            ["phase"],
+            registry=self._registry,
         )
 
     def _counter(self, name: str, text: str) -> Counter:

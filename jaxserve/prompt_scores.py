@@ -8,7 +8,8 @@ step. A step whose rows are not scored pays nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,9 +18,13 @@ import numpy as np
 from jax import Array, lax
 
 from jaxserve.api import MAX_LOGPROBS, PromptLogprobs
+from jaxserve.executables import Executable, Program
 from jaxserve.models import qwen3
 from jaxserve.plan import StepPlan
 from jaxserve_kernels.sampler import score
+
+_SCORE, _TAKE = "prompt_scores", "prompt_rows_"
+"""Names of the programs; the second with the tokens of the step that it takes rows from."""
 
 _COLUMNS = 2 + 2 * MAX_LOGPROBS
 """Logprob, rank, ids and logprobs of the alternatives."""
@@ -46,33 +51,45 @@ def compute(params: qwen3.Params, taken: Array, targets: Array, *, sampled_vocab
     return jnp.concatenate(columns, axis=1)
 
 
-class PromptScorer:
-    """The compiled programs; made once, before serving."""
+def programs(
+    params: Any, hidden: Mapping[int, Any], *, rows: int, sampled_vocab: int
+) -> list[Program]:
+    """What `PromptScorer` executes.
 
-    def __init__(
-        self, params: qwen3.Params, hidden: dict[int, Any], *, rows: int, sampled_vocab: int
-    ):
-        """Args:
-        params: may be abstract.
-        hidden: abstract hidden states of each step that carries prompt chunks, by its tokens.
-        rows: positions that one call scores.
-        """
-        self._rows = rows
-        indices = jax.ShapeDtypeStruct((rows,), jnp.int32)
-
-        def take(hidden: Array, indices: Array) -> Array:
-            return hidden[indices]
-
-        def prompt_scores(params: qwen3.Params, taken: Array, targets: Array) -> Array:
-            return compute(params, taken, targets, sampled_vocab=sampled_vocab)
-
-        self._take = {
-            tokens: jax.jit(take).lower(states, indices).compile()
+    Args:
+      params: abstract.
+      hidden: abstract hidden states of each step that carries prompt chunks, by its tokens.
+      rows: positions that one call scores.
+    """
+    indices = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    embed, dtype = next((x.shape[1], x.dtype) for x in hidden.values())
+    taken = jax.ShapeDtypeStruct((rows, embed), dtype)
+    score_all = functools.partial(compute, sampled_vocab=sampled_vocab)
+    return [
+        Program(name=_SCORE, function=score_all, arguments=(params, taken, indices)),
+        *(
+            Program(name=f"{_TAKE}{tokens}", function=_take, arguments=(states, indices))
             for tokens, states in hidden.items()
+        ),
+    ]
+
+
+def _take(hidden: Array, indices: Array) -> Array:
+    return hidden[indices]
+
+
+class PromptScorer:
+    """Scores by compiled programs, made before serving."""
+
+    def __init__(self, executables: Mapping[str, Executable], *, rows: int):
+        """`executables` hold those of `programs` for so many `rows`, by name."""
+        self._rows = rows
+        self._score = executables[_SCORE]
+        self._take = {
+            int(name.removeprefix(_TAKE)): executable
+            for name, executable in executables.items()
+            if name.startswith(_TAKE)
         }
-        embed, dtype = next((x.shape[1], x.dtype) for x in hidden.values())
-        taken = jax.ShapeDtypeStruct((rows, embed), dtype)
-        self._score = jax.jit(prompt_scores).lower(params, taken, indices).compile()
 
     def launch(self, params: qwen3.Params, hidden: Array, plan: StepPlan) -> list[Array]:
         """Start what the plan's rows want scored; nothing if they want nothing."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxserve import batch, kv_cache, prompt_scores, sequence_state, slot_tables
 from jaxserve.batch import Bucket, Updates
 from jaxserve.config import Buckets, CacheConfig, ModelSpec, SchedulerConfig
+from jaxserve.executables import Executable, Program, obtain
 from jaxserve.metrics import Metrics
 from jaxserve.models import qwen3
 from jaxserve.plan import Sampled, StepPlan
@@ -103,6 +103,58 @@ class RunnerConfig:
         return sorted(mixed, key=lambda b: -b.tokens) + sorted(decode, key=lambda b: -b.rows)
 
 
+def programs(config: RunnerConfig, params: Any) -> list[Program]:
+    """Everything that a runner executes, what takes longest to compile first.
+
+    Args:
+      params: the weights, or a tree of ShapeDtypeStruct.
+    """
+    params = jax.tree.map(lambda leaf: _abstract(leaf.shape, leaf.dtype), params)
+    state = DeviceState(
+        kv=config.kv_format.abstract(config.kv_shape, config.dtype),
+        sequences=_abstract(config.sequences_shape, jnp.int32),
+        tables=config.tables,
+    )
+
+    def step(bucket: Bucket) -> Program:
+        function = functools.partial(
+            run_step, spec=config.spec, bucket=bucket, sampled_vocab=config.sampled_vocab
+        )
+        packed = _abstract((bucket.packed_size,), jnp.int32)
+        return Program(
+            name=_step_name(bucket),
+            function=function,
+            arguments=(params, state, packed),
+            donated=(1,),
+            details=repr(bucket),
+        )
+
+    def empty() -> DeviceState:
+        kv = config.kv_format.allocate(config.kv_shape, config.dtype)
+        return DeviceState(
+            kv=kv,
+            sequences=jnp.zeros(config.sequences_shape, jnp.int32),
+            tables=jax.tree.map(lambda table: jnp.zeros(table.shape, table.dtype), config.tables),
+        )
+
+    updates = _abstract((2 * _FLUSH_UPDATES,), jnp.int32)
+    return [
+        *(step(bucket) for bucket in config.all_buckets()),
+        Program(name="flush", function=_flush, arguments=(state.sequences, updates), donated=(0,)),
+        Program(name="state", function=empty, arguments=(), details=repr(state)),
+        *slot_tables.programs(config.tables),
+        *prompt_scores.programs(
+            params,
+            {
+                tokens: _abstract((tokens, config.spec.embed), config.dtype)
+                for tokens in config.buckets.prefill
+            },
+            rows=config.scheduler.max_num_seqs,
+            sampled_vocab=config.sampled_vocab,
+        ),
+    ]
+
+
 class Runner:
     """Runs plans on one device. Used by one thread at a time; owns the KV cache and its state."""
 
@@ -112,30 +164,32 @@ class Runner:
         self._metrics = metrics
         self._buckets = config.all_buckets()
         self._steps: dict[Bucket, Any] = {}
-        self._flush: Any = None
         self._width = config.sequences_shape[1]
 
     def compile(self, workers: int, progress: Callable[[str, float], None]) -> None:
-        """Compile and run every bucket once; after it nothing is compiled any more.
+        """Compile everything on so many threads, then `start`; nothing is kept on disk."""
+        obtained = obtain(programs(self._config, self._params), None, workers, progress)
+        self.start(obtained.executables, progress)
 
-        The KV cache is allocated in between: the compiler tries products out on the device, which
-        takes memory that serving does not need.
+    def start(
+        self, executables: Mapping[str, Executable], progress: Callable[[str, float], None]
+    ) -> None:
+        """Take the executables of `programs`, allocate the state, run every bucket.
+
+        The KV cache is allocated here and not before: the compiler tries products out on the
+        device, which takes memory that serving does not need.
 
         Args:
-          workers: threads; XLA releases the interpreter while it compiles.
-          progress: called with the bucket's name and the fraction done.
+          progress: called with "warming" and the fraction done.
         """
-        self._flush = self._compile_flush()
-        self._uploads = slot_tables.Uploads(self._config.tables)
-        self._scorer = self._make_scorer()
-        with ThreadPoolExecutor(workers, thread_name_prefix="compile") as pool:
-            jobs = {pool.submit(self.compile_step, bucket): bucket for bucket in self._buckets}
-            for done, job in enumerate(as_completed(jobs), start=1):
-                self._steps[jobs[job]] = job.result()
-                progress(jobs[job].name, done / len(jobs))
-        self._state = self.fresh_state()
-        for bucket in self._buckets:
+        self._steps = {bucket: executables[_step_name(bucket)] for bucket in self._buckets}
+        self._flush, self._zero_state = executables["flush"], executables["state"]
+        self._uploads = slot_tables.Uploads(self._config.tables, executables)
+        self._scorer = PromptScorer(executables, rows=self._config.scheduler.max_num_seqs)
+        self._state = self._fresh_state()
+        for done, bucket in enumerate(self._buckets, start=1):
             self._warm(bucket)
+            progress("warming", done / len(self._buckets))
         self._state = self._state._replace(tables=self._uploads.warm(self._state.tables))
 
     def temp_bytes(self) -> int:
@@ -186,7 +240,7 @@ class Runner:
         """Fresh device state after a step failed: donated buffers may be gone."""
         for buffer in jax.tree.leaves(self._state):
             buffer.delete()  # there is no room for a second cache beside the first
-        self._state = self.fresh_state()
+        self._state = self._fresh_state()
 
     def _bucket_for(self, plan: StepPlan) -> Bucket:
         """The smallest bucket of the plan's kind that holds it."""
@@ -194,56 +248,8 @@ class Runner:
         fitting = [b for b in self._buckets if b.kind == kind and b.holds(plan)]
         return min(fitting, key=lambda b: b.tokens)
 
-    def _abstract_state(self) -> DeviceState:
-        config = self._config
-        return DeviceState(
-            kv=config.kv_format.abstract(config.kv_shape, config.dtype),
-            sequences=_abstract(config.sequences_shape, jnp.int32),
-            tables=config.tables,
-        )
-
-    def fresh_state(self) -> DeviceState:
-        config = self._config
-        state = DeviceState(
-            kv=config.kv_format.allocate(config.kv_shape, config.dtype),
-            sequences=jnp.zeros(config.sequences_shape, jnp.int32),
-            tables=jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), config.tables),
-        )
-        return jax.block_until_ready(state)  # memory that is not there is missed here, not later
-
-    def compile_step(self, bucket: Bucket) -> Any:
-        step = functools.partial(
-            run_step,
-            spec=self._config.spec,
-            bucket=bucket,
-            sampled_vocab=self._config.sampled_vocab,
-        )
-        packed = _abstract((bucket.packed_size,), jnp.int32)
-        named = _named(step, f"step_{bucket.name}")
-        lowered = jax.jit(named, donate_argnums=1).lower(
-            self._params, self._abstract_state(), packed
-        )
-        return lowered.compile()
-
-    def _make_scorer(self) -> PromptScorer:
-        config = self._config
-        mixed = (bucket.tokens for bucket in self._buckets if bucket.kind == "mixed")
-        return PromptScorer(
-            self._params,
-            {tokens: _abstract((tokens, config.spec.embed), config.dtype) for tokens in mixed},
-            rows=config.scheduler.max_num_seqs,
-            sampled_vocab=config.sampled_vocab,
-        )
-
-    def _compile_flush(self) -> Any:
-        def flush(sequences: Array, packed: Array) -> Array:
-            addresses, values = packed.reshape(2, -1)
-            return sequence_state.apply(sequences, addresses, values)
-
-        packed = _abstract((2 * _FLUSH_UPDATES,), jnp.int32)
-        sequences = self._abstract_state().sequences
-        lowered = jax.jit(flush, donate_argnums=0).lower(sequences, packed)
-        return lowered.compile()
+    def _fresh_state(self) -> DeviceState:
+        return jax.block_until_ready(self._zero_state())  # missing memory is missed here, not later
 
     def _warm(self, bucket: Bucket) -> None:
         """Run a step of padding: allocations and graph recording happen here, not in serving."""
@@ -267,14 +273,14 @@ def _warm_calls() -> int:
     return 3 if jax.default_backend() == "gpu" else 1
 
 
-def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The function under a name that profiles and dumps show."""
+def _step_name(bucket: Bucket) -> str:
+    return f"step_{bucket.name}"
 
-    def call(*args: Any) -> Any:
-        return function(*args)
 
-    call.__name__ = name
-    return call
+def _flush(sequences: Array, packed: Array) -> Array:
+    """State changes that do not fit into a step."""
+    addresses, values = packed.reshape(2, -1)
+    return sequence_state.apply(sequences, addresses, values)
 
 
 def on_compile(callback: Callable[[], None]) -> None:

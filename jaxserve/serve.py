@@ -22,6 +22,7 @@ from jaxserve.listen import bind, server_config, tls_context
 from jaxserve.metrics import Metrics
 from jaxserve.model_source import ModelSource, find_model
 from jaxserve.server import make_app, make_runner
+from jaxserve.startup import Timeline, show
 from jaxserve_checkpoints.reader import CheckpointError
 
 if TYPE_CHECKING:
@@ -33,23 +34,33 @@ log = logging.getLogger(__name__)
 _PROGRESS_SECONDS = 5.0
 
 
+class EngineDied(Exception):
+    """The engine cannot go on; the message says why."""
+
+
 def serve(options: Options) -> int:
     """Serve until a signal comes; returns the exit status. Errors are one line on stderr."""
     logs.configure(options.log_level, options.log_format)
     logging.getLogger("jax").setLevel(logging.WARNING)  # it reports every backend it lacks
     prepare(options.gpu_memory_utilization)
+    timeline = Timeline()
+    timeline.add("python and imports", 0.0, timeline.now())
     try:
-        uvloop.run(_serve(options))
+        uvloop.run(_serve(options, timeline))
     except (ConfigError, CheckpointError) as error:
         print(f"jaxserve: error: {error}", file=sys.stderr)
         return 1
+    except EngineDied as error:
+        print(f"jaxserve: error: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # a device in error may hold up an orderly exit for ever
     return 0
 
 
-async def _serve(options: Options) -> None:
-    source = await asyncio.to_thread(find_model, options)
+async def _serve(options: Options, timeline: Timeline) -> None:
+    with timeline.span("model and tokenizer"):
+        source = await asyncio.to_thread(find_model, options)
     metrics = Metrics(source.names[0])
-    engine = _make_engine(options, source, metrics)
+    engine = _make_engine(options, source, metrics, timeline)
     config, tls = server_config(options, source), tls_context(options)
     runner = make_runner(make_app(engine, source.tokenizer, config, metrics))
     stop = asyncio.Event()
@@ -60,11 +71,12 @@ async def _serve(options: Options) -> None:
         url = await bind(runner, config, tls)
         log.info("listening on %s; loading %s", url, source.names[0])
         if await _start(engine, stop):
+            _report(timeline, metrics, show_table=options.profile_startup)
             _greet(url, source.names[0], keyed=bool(config.api_key_digests))
-            await stop.wait()
+            await _until_stopped(engine, stop)
             await _drain(engine, options.shutdown_timeout)
     finally:
-        starting = engine.status().phase in ("starting", "loading", "compiling")
+        starting = engine.status().phase in ("starting", "loading", "compiling", "warming")
         await engine.stop()
         await runner.cleanup()
         if starting and stop.is_set():
@@ -73,11 +85,14 @@ async def _serve(options: Options) -> None:
             os._exit(0)
 
 
-def _make_engine(options: Options, source: ModelSource, metrics: Metrics) -> AsyncEngine[Pending]:
+def _make_engine(
+    options: Options, source: ModelSource, metrics: Metrics, timeline: Timeline
+) -> AsyncEngine[Pending]:
     def build(progress: Progress) -> Parts[Pending]:
-        from jaxserve.build import build_parts  # imports jax: the port answers meanwhile
+        with timeline.span("import of jax"):
+            from jaxserve.build import build_parts  # not earlier: the port answers meanwhile
 
-        return build_parts(options, source, metrics, progress)
+        return build_parts(options, source, metrics, progress, timeline)
 
     limits = EngineLimits(
         max_model_len=options.max_model_len or source.spec.max_position,
@@ -121,6 +136,16 @@ async def _show_progress(engine: AsyncEngine[Pending]) -> None:
             await asyncio.sleep(0.1)
 
 
+def _report(timeline: Timeline, metrics: Metrics, *, show_table: bool) -> None:
+    total = timeline.now()
+    log.info("ready after %.2f s: %s", total, timeline.summary())
+    for span in timeline.spans():
+        metrics.set_startup(span.name, span.seconds)
+    metrics.set_startup("total", total)
+    if show_table:
+        print(show(timeline), file=sys.stderr, flush=True)
+
+
 def _greet(url: str, model: str, *, keyed: bool) -> None:
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
     key = "-H 'Authorization: Bearer KEY' " if keyed else ""
@@ -130,6 +155,17 @@ def _greet(url: str, model: str, *, keyed: bool) -> None:
         f"    -d '{body}'\n",
         flush=True,
     )
+
+
+async def _until_stopped(engine: AsyncEngine[Pending], stop: asyncio.Event) -> None:
+    """Wait for a signal. EngineDied: the engine was first."""
+    stopping, dying = (asyncio.ensure_future(wait) for wait in (stop.wait(), engine.failure()))
+    await asyncio.wait((stopping, dying), return_when=asyncio.FIRST_COMPLETED)
+    died = dying.done()
+    stopping.cancel()
+    dying.cancel()
+    if died:
+        raise EngineDied(f"the engine died: {dying.result()}")
 
 
 async def _drain(engine: AsyncEngine[Pending], timeout: float) -> None:

@@ -17,6 +17,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxserve import sequence_state
+from jaxserve.executables import Executable, Program
 from jaxserve.plan import Admission, StepPlan
 from jaxserve_kernels.sampler import (
     BIASED,
@@ -53,19 +54,19 @@ def num_bytes(tables: SlotTables) -> int:
     return sum(table.size * table.dtype.itemsize for table in tables)
 
 
-class Uploads:
-    """Compiled programs that replace rows of the tables; made once, before serving."""
+def programs(tables: SlotTables) -> list[Program]:
+    """What `Uploads` executes, for tables that may be abstract."""
+    return [_program(table, name, size) for name, table, size in _uploads(tables)]
 
-    def __init__(self, tables: SlotTables):
-        """`tables` may be abstract."""
-        slots = tables.masks.shape[0] - 1
-        most = {"counts": (1,), "biases": (1,), "masks": (1, 16, slots)}
-        self._programs = {
-            name: {
-                size: _compiled(table, name, size) for size in {min(n, slots) for n in most[name]}
-            }
-            for name, table in tables._asdict().items()
-        }
+
+class Uploads:
+    """Replaces rows of the tables by compiled programs, made before serving."""
+
+    def __init__(self, tables: SlotTables, executables: Mapping[str, Executable]):
+        """`tables` may be abstract; `executables` are those of `programs`, by name."""
+        self._programs: dict[str, dict[int, Executable]] = {}
+        for name, _, size in _uploads(tables):
+            self._programs.setdefault(name, {})[size] = executables[_name(name, size)]
 
     def __call__(self, tables: SlotTables, plan: StepPlan) -> SlotTables:
         """The tables, donated, with what the plan's sequences need in them."""
@@ -94,14 +95,25 @@ class Uploads:
         return tables._replace(**{name: programs[size](table, packed_rows(table, rows, size))})
 
 
-def _compiled(table: Array, name: str, rows: int) -> Any:
-    def program(table: Array, packed: Array) -> Array:
-        return set_rows(table, packed)
+def _uploads(tables: SlotTables) -> Iterator[tuple[str, Any, int]]:
+    """Name of a table, the table, and how many of its rows a program replaces."""
+    slots = tables.masks.shape[0] - 1
+    most = {"counts": (1,), "biases": (1,), "masks": (1, 16, slots)}
+    for name, table in tables._asdict().items():
+        for size in sorted({min(rows, slots) for rows in most[name]}):
+            yield name, table, size
 
-    program.__name__ = f"set_{name}"
+
+def _name(table: str, rows: int) -> str:
+    return f"set_{table}_{rows}"
+
+
+def _program(table: Any, name: str, rows: int) -> Program:
     words = table.shape[1] * table.dtype.itemsize // 4
     packed = jax.ShapeDtypeStruct((rows, 1 + words), jnp.int32)
-    return jax.jit(program, donate_argnums=0).lower(table, packed).compile()
+    return Program(
+        name=_name(name, rows), function=set_rows, arguments=(table, packed), donated=(0,)
+    )
 
 
 def set_rows(table: Array, packed: Array) -> Array:

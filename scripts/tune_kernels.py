@@ -32,10 +32,9 @@ import jaxserve_kernels
 from jaxserve import batch, sequence_state
 from jaxserve.batch import Bucket, Updates
 from jaxserve.config import NAMED_MODELS, Buckets, CacheConfig, ModelSpec, SchedulerConfig
-from jaxserve.metrics import Metrics
 from jaxserve.models import qwen3
 from jaxserve.plan import Row, StepPlan
-from jaxserve.runner import Runner, RunnerConfig
+from jaxserve.runner import RunnerConfig, programs
 from jaxserve.step import DeviceState
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels import tuned
@@ -112,7 +111,8 @@ class Bench:
         )
         self.bucket = Bucket.decode(rows)
         self.params = dummy_params(qwen3.abstract(spec, jnp.bfloat16, stacked=True), 0)
-        self.runner = Runner(config, self.params, Metrics("tune"))
+        self.programs = {program.name: program for program in programs(config, self.params)}
+        self.empty = self.programs["state"].compile()
         sequences = np.zeros(config.sequences_shape, np.int32)
         pages = 1 + np.arange(rows * per_seq).reshape(rows, per_seq)
         sequences[:rows, sequence_state.PAGES : sequence_state.PAGES + per_seq] = pages
@@ -123,23 +123,23 @@ class Bench:
         self.packed = jnp.asarray(batch.pack(plan, updates, self.bucket, padding_slot=rows))
 
     def fresh_state(self) -> DeviceState:
-        return self.runner.fresh_state()._replace(sequences=jnp.asarray(self.sequences))
+        return self.empty()._replace(sequences=jnp.asarray(self.sequences))
 
     def compile(self, parameters: Mapping[Key, tuned.Parameters]) -> Any:
         with tuned.use(parameters):
-            return self.runner.compile_step(self.bucket)
+            return self.programs[f"step_{self.bucket.name}"].compile()
 
     def time(self, program: Any, steps: int = 100, rounds: int = 5) -> float:
         """Microseconds per step: the least of some rounds."""
         for _ in range(3):  # by the third call the graph is recorded
             self.state, results = program(self.params, self.state, self.packed)
-        results.block_until_ready()
+        jax.block_until_ready(results)
         best = float("inf")
         for _ in range(rounds):
             start = time.perf_counter()
             for _ in range(steps):
                 self.state, results = program(self.params, self.state, self.packed)
-            results.block_until_ready()
+            jax.block_until_ready(results)
             best = min(best, (time.perf_counter() - start) / steps * 1e6)
         return best
 

@@ -387,8 +387,9 @@ async def test_a_device_that_cannot_be_reset_fails_the_engine() -> None:
         runner.let_go()
         *_, end = await events_of(stream)
         assert end.finish is FinishReason.ERROR
-        await until(lambda: engine.status().phase == "failed")
-        assert engine.status().error == "RuntimeError: the device is gone"
+        reason = await asyncio.wait_for(engine.failure(), 5)
+        assert reason == engine.status().error == "RuntimeError: the device is gone"
+        assert engine.status().phase == "failed"
         assert not engine.status().ready
         with pytest.raises(EngineFailed, match="the device is gone"):
             await first(engine.generate(request(1)))

@@ -29,10 +29,13 @@ LAYERS = (
         "jaxserve.metrics",
         "jaxserve.plan",
         "jaxserve.step_times",
+        "jaxserve.startup",
         "jaxserve.tokenizer",
     ),
     (
+        "jaxserve.executables",
         "jaxserve.kv_cache",
+        "jaxserve.memory",
         "jaxserve.models",
         "jaxserve.sequence_state",
         "jaxserve.slot_tables",
@@ -41,6 +44,7 @@ LAYERS = (
     (
         "jaxserve.batch",
         "jaxserve.bench",
+        "jaxserve.fingerprint",
         "jaxserve.measure",
         "jaxserve.prompt_scores",
         "jaxserve.runner",
@@ -55,6 +59,7 @@ LAYERS = (
         "jaxserve.environment",
         "jaxserve.listen",
         "jaxserve.model_source",
+        "jaxserve.precompile",
         "jaxserve.serve",
     ),
 )
@@ -185,6 +190,14 @@ def test_importing_a_part_loads_nothing_it_must_do_without(part: str) -> None:
     environment = {**os.environ, "PYTHONPATH": path}
     loaded = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
     assert not loaded.split()
+
+
+def test_programs_depend_on_no_source_that_their_key_leaves_out() -> None:
+    from jaxserve.fingerprint import NOT_IN_PROGRAMS
+
+    left_out = {f"jaxserve.{part}" for part in NOT_IN_PROGRAMS}
+    found = reachable(read_imports(), "jaxserve.runner")
+    assert not {name: by for name, by in found.items() if part_of(name) in left_out}
 
 
 def test_the_check_finds_each_kind_of_violation() -> None:

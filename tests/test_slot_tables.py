@@ -11,12 +11,17 @@ from hypothesis import strategies as st
 
 from jaxserve import slot_tables
 from jaxserve.api import SamplingParams
+from jaxserve.executables import Executable, Program, obtain
 from jaxserve.plan import Admission, Row, StepPlan
 from jaxserve_kernels.sampler import IN_PROMPT, MAX_BIASES, MAX_COUNT, SUPPRESSED, SlotTables
 
 VOCAB, SLOTS = 200, 5
 ABSTRACT = slot_tables.abstract(SLOTS, VOCAB)
 token_ids = st.integers(0, VOCAB - 1)
+
+
+def compiled(programs: list[Program]) -> dict[str, Executable]:
+    return obtain(programs, None, 1, lambda phase, done: None).executables
 
 
 def rows_of(admission: Admission) -> dict[str, np.ndarray]:
@@ -59,7 +64,7 @@ def test_a_sequence_that_uses_no_table_sends_nothing() -> None:
 
 def test_rows_arrive_in_their_slots_and_nowhere_else() -> None:
     tables = SlotTables(*(jnp.full(table.shape, -9, table.dtype) for table in ABSTRACT))
-    uploads = slot_tables.Uploads(ABSTRACT)
+    uploads = slot_tables.Uploads(ABSTRACT, compiled(slot_tables.programs(ABSTRACT)))
     tables = uploads.warm(tables)
     assert all((np.asarray(table) == -9).all() for table in tables)
     params = SamplingParams(max_tokens=9, presence_penalty=1.0, allowed_token_ids=(1, 33, 199))

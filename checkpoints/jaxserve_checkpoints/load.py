@@ -20,7 +20,8 @@ from jaxserve_checkpoints.naming import (
     leaf_paths,
     resolve_rules,
 )
-from jaxserve_checkpoints.reader import AnyArray, Checkpoint
+from jaxserve_checkpoints.reader import AnyArray, Checkpoint, Segment
+from jaxserve_checkpoints.staging import LeafBytes
 
 type Progress = Callable[[int, int], None]
 """Called with (bytes on the device, bytes of the whole tree)."""
@@ -83,6 +84,24 @@ def load_params[Tree](
             placed += group
     settle()
     return filling.tree()
+
+
+def direct_sources(
+    checkpoint: Checkpoint, rules: Sequence[AnyRule], abstract: Any
+) -> list[LeafBytes] | None:
+    """Where the bytes of each leaf lie, if all leaves are bytes of the checkpoint as they stand:
+    no cast, concatenation on the first axis only. Otherwise None.
+
+    CheckpointError: see `resolve_rules`.
+    """
+    segments: dict[str, list[Segment]] = {}
+    for source in resolve_rules(rules, abstract, checkpoint):
+        dtypes = {checkpoint.dtype(name) for name in source.tensors}
+        if dtypes != {np.dtype(source.leaf.dtype)} or (source.axis and len(source.tensors) > 1):
+            return None
+        found = [checkpoint.segment(name) for name in source.tensors]
+        segments.setdefault(source.part.owner, []).extend(found)
+    return [LeafBytes(path, leaf, tuple(segments[path])) for path, leaf in leaf_paths(abstract)]
 
 
 class Filling[Tree]:

@@ -12,7 +12,7 @@ import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import ml_dtypes
 import numpy as np
@@ -64,6 +64,14 @@ class TensorEntry:
     end: int
 
 
+class Segment(NamedTuple):
+    """Bytes [offset, offset + nbytes) of a file."""
+
+    file: Path
+    offset: int
+    nbytes: int
+
+
 class Checkpoint:
     """Tensors of one folder. Files are mapped, not read: bytes come in when they are touched."""
 
@@ -89,6 +97,11 @@ class Checkpoint:
     def nbytes(self, name: str) -> int:
         entry = self._entry(name)
         return entry.end - entry.start
+
+    def segment(self, name: str) -> Segment:
+        """Where the tensor's bytes lie."""
+        entry = self._entry(name)
+        return Segment(entry.file, entry.start, entry.end - entry.start)
 
     def read(self, name: str) -> AnyArray:
         """Read-only view of the mapped file: no copy, valid as long as the caller holds it."""

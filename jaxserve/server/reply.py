@@ -77,6 +77,10 @@ def check_stream_options(fields: GenerationFields) -> StreamOptions:
     return fields.stream_options
 
 
+_RESTART_SECONDS = 5.0
+"""When a client may come back to a server that has just shut down."""
+
+
 async def answer(
     arrival: Arrival,
     generation: Generation,
@@ -208,6 +212,9 @@ def usage_body(generation: Generation) -> dict[str, Any]:
 def _as_api_error(service: Service, error: Rejected | Overloaded | EngineFailed) -> ApiError:
     status = service.engine.status()
     accepting = status.ready and status.phase != "draining"
+    if isinstance(error, EngineFailed) and status.phase == "draining":
+        message = "the server is shutting down, this request was not finished"
+        return ApiError(503, message, code="not_ready", retry_after=_RESTART_SECONDS)
     if isinstance(error, EngineFailed) and status.phase != "failed":
         return ApiError(500, "the engine could not finish this request", code="generation_failed")
     answer = engine_error(error, accepting=accepting)

@@ -24,6 +24,21 @@ from jax_triton import triton_lib
 _descriptor: Any = triton_lib.TensorDescMeta
 _descriptor.__required_keys__ = frozenset(_descriptor.__required_keys__) - {"is_im2col"}
 
+_library: Any = triton_lib.triton_kernel_call_lib
+_TritonKernel: Any = _library.TritonKernel
+
+
+def _without_ttir(*args: Any) -> Any:
+    """A kernel's record without its Triton source form, which is there for dumps only.
+
+    Each of the 300 calls of a step has a copy of the record, in memory as long as the program.
+    """
+    name, num_warps, num_ctas, shared_memory, ptx, _ttir, *rest = args
+    return _TritonKernel(name, num_warps, num_ctas, shared_memory, ptx, "", *rest)
+
+
+_library.TritonKernel = _without_ttir
+
 _compile_triton: Any = triton_lib.TritonFunction._compile_kernel
 
 

@@ -18,11 +18,16 @@ ROOT = Path(__file__).parents[2]
 
 def start(*flags: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
     """Run the server on a free port of loopback, on the CPU."""
+    return run("-m", "jaxserve", "--port", "0", *flags, environment=environment)
+
+
+def run(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """A Python process that knows our packages, on the CPU."""
     path = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "checkpoints"))
     settings = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **(environment or {})}
     settings.pop("JAX_NUMPY_DTYPE_PROMOTION", None)
     return subprocess.Popen(
-        [sys.executable, "-m", "jaxserve", "--port", "0", *flags],
+        [sys.executable, *arguments],
         cwd=ROOT,
         env=settings,
         stdout=subprocess.PIPE,

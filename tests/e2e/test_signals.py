@@ -8,7 +8,7 @@ import signal
 import aiohttp
 import pytest
 
-from tests.e2e.process import Server, finish, read_until, start
+from tests.e2e.process import Server, finish, read_until, run, start
 
 LONG = {"model": "jaxserve-embedded", "prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True}
 
@@ -64,6 +64,76 @@ async def test_running_streams_end_and_new_requests_are_refused() -> None:
         assert '"finish_reason":"length"' in rest
         status, output = await asyncio.to_thread(finish, server.process, timeout=10)
     assert status == 0, output
+
+
+async def test_under_load_no_stream_is_cut_short() -> None:
+    with Server("--shutdown-timeout", "200") as server:
+
+        async def stream(session: aiohttp.ClientSession, index: int) -> str:
+            body = {**LONG, "prompt": [5 + index], "max_tokens": 100 + index, "stream": True}
+            async with session.post(f"{server.url}/v1/completions", json=body) as reply:
+                assert reply.status == 200
+                first = await reply.content.readline()
+                begun.release()
+                return (first + await reply.content.read()).decode()
+
+        begun = asyncio.Semaphore(0)
+        async with aiohttp.ClientSession() as session:
+            streams = [asyncio.ensure_future(stream(session, index)) for index in range(24)]
+            for _ in streams:
+                await begun.acquire()
+            server.process.send_signal(signal.SIGTERM)
+            texts = await asyncio.gather(*streams)
+        for index, text in enumerate(texts):
+            assert text.rstrip().endswith("data: [DONE]"), index
+            assert '"finish_reason":"length"' in text, index
+        status, output = await asyncio.to_thread(finish, server.process, timeout=20)
+    assert status == 0, output
+
+
+async def test_what_the_drain_cuts_off_is_told_to_come_back() -> None:
+    with Server("--shutdown-timeout", "0.3") as server:
+        async with aiohttp.ClientSession() as session:
+            body = {**LONG, "max_tokens": 4000}
+            request = asyncio.ensure_future(session.post(f"{server.url}/v1/completions", json=body))
+            while not (await server.load())["running"]:
+                await asyncio.sleep(0.01)
+            server.process.send_signal(signal.SIGTERM)
+            async with await request as reply:
+                assert reply.status == 503
+                assert int(reply.headers["Retry-After"]) > 0
+                assert (await reply.json())["error"]["code"] == "not_ready"
+        status, output = await asyncio.to_thread(finish, server.process, timeout=20)
+    assert status == 0, output
+
+
+DEVICE_LOST = """
+import sys
+from jaxserve import runner
+from jaxserve.__main__ import main
+
+def lost(*_):
+    raise RuntimeError("the device is lost")
+
+runner.Runner.launch = runner.Runner.reset = lost
+sys.exit(main())
+"""
+
+
+async def test_an_engine_that_cannot_go_on_ends_the_process_with_the_reason_last() -> None:
+    process = run("-c", DEVICE_LOST, "--port", "0")
+    try:
+        url = (await asyncio.to_thread(read_until, process, r"is ready: \S+ at (http\S+)/v1"))[1]
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/v1/completions", json=LONG) as reply,
+        ):
+            assert reply.status in (500, 503)
+        status, output = await asyncio.to_thread(finish, process, timeout=20)
+    finally:
+        process.kill()
+    assert status == 1, output
+    assert output.splitlines()[-1].endswith("the engine died: RuntimeError: the device is lost")
 
 
 async def test_a_second_signal_does_not_wait_for_streams() -> None:

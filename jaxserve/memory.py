@@ -1,0 +1,127 @@
+"""Memory of the device, planned before anything is allocated, and of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxserve import slot_tables
+from jaxserve.config import Buckets, ConfigError, ModelSpec
+
+RESERVE = 2**30
+"""Of a GPU: inputs and results of steps, rounding of allocations, copies while weights load."""
+
+_ROUNDING = 256 * 2**20
+"""The KV cache takes multiples of it, so that small differences between cards of one kind, or
+between two drivers' own needs, do not make other programs of it."""
+
+_HOST_RESERVE = 512 * 2**20
+"""Host memory left to everything else when weights and cache live there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """What the process takes of its device, in bytes."""
+
+    limit: int
+    """What it may take."""
+    weights: int
+    kv_cache: int
+    state: int
+    temporaries: int
+    """Scratch memory of the largest step."""
+
+    @property
+    def headroom(self) -> int:
+        return self.limit - self.weights - self.kv_cache - self.state - self.temporaries
+
+    def check(self) -> None:
+        """ConfigError, with the numbers, if it is more than there is."""
+        if self.headroom < 0:
+            raise ConfigError(f"too little memory: {self}; lower --kv-cache-memory-bytes")
+
+    def __str__(self) -> str:
+        return (
+            f"weights {_gib(self.weights)} + KV cache {_gib(self.kv_cache)} + "
+            f"sequences {_gib(self.state)} + largest step's scratch {_gib(self.temporaries)} of "
+            f"{_gib(self.limit)}, {_gib(self.headroom)} left"
+        )
+
+
+def tree_bytes(tree: Any) -> int:
+    """Of all arrays, or ShapeDtypeStructs, of a tree."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def device_limit(device: Any) -> int:
+    """Bytes that this process may take of the device; of a CPU, what is free now. ConfigError:
+    the device does not say."""
+    if device.platform == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+    if not limit:
+        raise ConfigError(
+            "the device's allocator does not say how much memory it may give: remove "
+            "XLA_PYTHON_CLIENT_ALLOCATOR and XLA_PYTHON_CLIENT_PREALLOCATE from the environment"
+        )
+    return limit
+
+
+def plan_gpu_cache(
+    spec: ModelSpec, dtype: DTypeLike, buckets: Buckets, *, weights: int, limit: int
+) -> int:
+    """Bytes for the KV cache: what weights, the steps' scratch (estimated) and a reserve leave.
+
+    It depends on nothing that changes from start to start, because programs depend on it.
+
+    Raises:
+      ConfigError: the weights alone do not fit.
+    """
+    if weights > limit:
+        raise ConfigError(
+            f"too little memory: the weights take {_gib(weights)}, this process may "
+            f"take {_gib(limit)} of the GPU; use a smaller model, or a higher "
+            "--gpu-memory-utilization if nothing else needs the card"
+        )
+    itemsize = jnp.dtype(dtype).itemsize
+    tokens, rows = buckets.prefill[-1], buckets.decode[-1]
+    activations = tokens * (4 * spec.ffn + 4 * spec.q_size + 8 * spec.embed) * itemsize
+    scores = rows * spec.vocab_size * 4 * 4
+    tables = slot_tables.num_bytes(slot_tables.abstract(rows, spec.vocab_size))
+    free = limit - weights - activations - scores - tables - RESERVE
+    return free // _ROUNDING * _ROUNDING
+
+
+def check_host_memory(weights: int, cache: int) -> None:
+    """ConfigError, with the numbers, if a CPU's memory does not hold weights and KV cache."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if weights + cache + _HOST_RESERVE > available:
+        raise ConfigError(
+            f"too little memory: weights {_gib(weights)} + KV cache {_gib(cache)} + "
+            f"{_gib(_HOST_RESERVE)}, but {_gib(available)} are free on this machine; "
+            "use a smaller model or a GPU"
+        )
+
+
+def give_back() -> None:
+    """Return freed memory to the system, and leave what lives from now on out of collections.
+
+    Compiling leaves gigabytes in the C library's free lists.
+    """
+    gc.collect()
+    gc.freeze()
+    with contextlib.suppress(AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if abs(count) < 2**30 else f"{count / 2**30:.1f} GiB"

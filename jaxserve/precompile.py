@@ -1,0 +1,100 @@
+"""`jaxserve precompile`: make at deploy time what every start of the server then loads."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from jaxserve.cli import Options
+from jaxserve.config import ConfigError
+from jaxserve.environment import prepare
+from jaxserve.model_source import find_model
+from jaxserve_checkpoints.reader import CheckpointError
+
+if TYPE_CHECKING:
+    from jaxserve.build import EnginePlan
+    from jaxserve.executables import Obtained
+
+
+def precompile(options: Options) -> int:
+    """Compile what the cache lacks; returns the exit status. Errors are one line on stderr."""
+    prepare(options.gpu_memory_utilization)
+    try:
+        _precompile(options)
+    except (ConfigError, CheckpointError, OSError) as error:
+        print(f"jaxserve: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _precompile(options: Options) -> None:
+    from jaxserve.build import plan_engine  # imports jax, which reads what `prepare` has set
+    from jaxserve.executables import missing, obtain
+
+    started = time.monotonic()
+    plan = plan_engine(options, find_model(options))
+    plan.cache.prepare()
+    lacking = missing(plan.programs, plan.cache)
+    todo = [program for program in plan.programs if program.name in lacking]
+    console = Console(stderr=True)
+    console.print(
+        f"{len(todo)} of {len(plan.programs)} programs to compile into {plan.cache.folder}"
+    )
+    weights = _weights([program.name for program in todo], plan.cache.compile_seconds())
+    columns = (
+        TextColumn("compiling"),
+        BarColumn(),
+        TextColumn("{task.fields[done]} of {task.fields[of]}"),
+        TimeElapsedColumn(),
+        TextColumn("about"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    with Progress(*columns, console=console, disable=not todo) as bar:
+        task = bar.add_task("", total=sum(weights.values()), done=0, of=len(todo))
+
+        def show(name: str) -> None:
+            done = bar.tasks[0].fields["done"] + 1
+            bar.update(task, advance=weights[name], done=done)
+            if not console.is_terminal:
+                left = bar.tasks[0].time_remaining
+                rest = "" if left is None else f", about {left:.0f} s left"
+                console.print(f"{done} of {len(todo)}: {name}{rest}")
+
+        obtained = obtain(
+            todo,
+            plan.cache,
+            options.compile_workers or os.cpu_count() or 1,
+            lambda phase, done: None,
+            finished=show,
+        )
+    if obtained.unkept:
+        raise OSError(f"cannot write to {plan.cache.folder}: {obtained.unkept}")
+    plan.cache.write_manifest()
+    _check_memory(plan, obtained)
+    seconds = time.monotonic() - started
+    print(f"{len(plan.programs)} programs in {plan.cache.folder} after {seconds:.0f} s")
+
+
+def _weights(names: list[str], known: dict[str, float]) -> dict[str, float]:
+    """How much of the work each program is: the seconds it took elsewhere, or a mean of those."""
+    seconds = [known[name] for name in names if name in known]
+    usual = sum(seconds) / len(seconds) if seconds else 1.0
+    return {name: known.get(name, usual) for name in names}
+
+
+def _check_memory(plan: EnginePlan, obtained: Obtained) -> None:
+    """What would not fit when serving is said here already."""
+    analyses = (executable.memory_analysis() for executable in obtained.executables.values())
+    plan.memory(max((a.temp_size_in_bytes for a in analyses if a), default=0)).check()

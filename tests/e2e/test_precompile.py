@@ -1,0 +1,89 @@
+"""Programs compiled ahead: killed half-way, completed, required, and then nothing heavy loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.process import ROOT, finish, read_until, run, start
+
+HEAVY = {"flax", "orbax", "torch", "transformers", "triton", "jax_triton", "huggingface_hub"}
+"""What a serving process must not load: seconds of its start, hundreds of megabytes."""
+
+SERVE_AND_LIST_MODULES = """
+import atexit, sys
+atexit.register(lambda: print("modules:", *sys.modules, flush=True))
+from jaxserve.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    """A small model with two steps, and a cache of its own."""
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "tests" / "golden" / "tied", folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "checkpoints/jaxserve_checkpoints/embedded" / name, folder / name)
+    shapes = ["--decode-buckets", "1", "--prefill-buckets", "16", "--max-model-len", "64"]
+    places = ["--model", str(folder), "--cache-dir", str(tmp_path / "cache")]
+    return [*places, *shapes, "--kv-cache-memory-bytes", "1M"]
+
+
+def steps_in(cache: Path) -> list[Path]:
+    return list(cache.glob("executables/*/step_*.exe"))
+
+
+def test_precompile_survives_kill_and_serving_then_compiles_nothing(
+    flags: list[str], tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    killed = run("-m", "jaxserve", "precompile", "--compile-workers", "1", *flags)
+    deadline = time.monotonic() + 120
+    while not steps_in(cache) and killed.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert len(steps_in(cache)) == 1
+
+    status, output = finish(start("--require-precompiled", *flags), timeout=60)
+    assert status == 1
+    assert "not there: step_decode_1, flush, state, " in output.splitlines()[-1]
+
+    status, output = finish(run("-m", "jaxserve", "precompile", *flags), timeout=120)
+    assert status == 0, output
+    found = re.search(r"(\d+) of (\d+) programs to compile", output)
+    assert found is not None, output
+    todo, total = found.groups()
+    assert int(todo) == int(total) - 1
+
+    arguments = ["--port", "0", "--require-precompiled", "--forbid-compiles", *flags]
+    server = run("-c", SERVE_AND_LIST_MODULES, *arguments)
+    read_until(server, f"{total} of {total} programs loaded, 0 compiled")
+    read_until(server, "is ready")
+    server.send_signal(signal.SIGTERM)
+    status, output = finish(server, timeout=20)
+    assert status == 0, output
+    modules = output.partition("modules:")[2].split()
+    assert "jaxserve.runner" in modules
+    assert not HEAVY & {module.partition(".")[0] for module in modules}
+
+    manifest = json.loads(next(cache.glob("executables/*/manifest.json")).read_text())
+    assert {"step_mixed_16", "step_decode_1", "flush", "state"} <= set(manifest["programs"])
+    assert len(manifest["programs"]) == int(total)
+
+
+def test_a_cache_that_cannot_be_written_fails_precompile_and_names_the_folder(
+    flags: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file is in the way")
+    status, output = finish(run("-m", "jaxserve", "precompile", *flags), timeout=120)
+    assert status == 1, output
+    last = output.splitlines()[-1]
+    assert last.startswith("jaxserve: error: ") and str(tmp_path / "cache") in last
