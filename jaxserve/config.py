@@ -189,7 +189,7 @@ NAMED_MODELS: dict[str, ModelSpec] = {
 """Shapes of the Qwen3 dense models as published in their config.json files."""
 
 
-KV_CACHE_DTYPES = ("auto", "bf16")
+KV_CACHE_DTYPES = ("auto", "bf16", "fp8_e4m3", "int8", "kvarn_k4v4_g128", "kvarn_k4v2_g128")
 """Names of the KV formats, whose definitions are in `jaxserve_kernels.kv_format`."""
 
 

@@ -16,7 +16,7 @@ from jaxserve.config import ModelSpec
 from jaxserve.models.rope import rope_tables
 from jaxserve_checkpoints.naming import AnyRule, Ignore, Repeat, Rule
 from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
-from jaxserve_kernels.kv_format import KV, AttentionStep, attend
+from jaxserve_kernels.kv_format import KV, AttentionStep, attend, end_step
 from jaxserve_kernels.matmul import gated_linear, linear, sum_parts, take_rows
 from jaxserve_kernels.weights import Weight
 
@@ -141,7 +141,7 @@ def forward(
             x, normed = add_rms_norm(x, update, layer.mlp_norm, spec.norm_eps)
             update = linear(gated_linear(normed, layer.gate_up), layer.down)
             x, normed = add_rms_norm(x, update, next_norm, spec.norm_eps)
-    return normed, kv
+    return normed, end_step(kv, tokens.places, tile_size=tile_size)
 
 
 def logits(params: Params, hidden: Array) -> Array:

@@ -26,7 +26,14 @@ def test_the_flag_offers_every_format() -> None:
 
 @pytest.mark.parametrize(
     ("name", "bytes_per_token"),
-    [("auto", 147_456), ("bf16", 147_456)],
+    [
+        ("auto", 147_456),
+        ("bf16", 147_456),
+        ("fp8_e4m3", 73_728),
+        ("int8", 76_032),
+        ("kvarn_k4v4_g128", 40_320),
+        ("kvarn_k4v2_g128", 31_104),
+    ],
 )
 def test_a_token_of_qwen3_4b_takes_so_many_bytes(name: str, bytes_per_token: float) -> None:
     found = kv_format.named(name)

@@ -57,10 +57,26 @@ def attention_inputs(
     Returns:
       Queries [tokens, q_heads, head_dim], and kv.
     """
-    kv_heads, head_dim = kv.shape[2], kv.shape[5]
-    heads = sum_parts(qkv, kv.dtype).reshape(qkv.shape[1], -1, head_dim)
+    q, k, v = heads_of(sum_parts(qkv, kv.dtype), norms, tables, kv_heads=kv.shape[2], eps=eps)
+    return q, kv_write(kv, layer, k, v, slots.pages, slots.offsets)
+
+
+def heads_of(
+    projected: Array,
+    norms: tuple[Array, Array],
+    tables: tuple[Array, Array],
+    *,
+    kv_heads: int,
+    eps: float,
+) -> tuple[Array, Array, Array]:
+    """Queries, keys (both normed and rotated) and values, [tokens, heads, head_dim] each.
+
+    `projected` is [tokens, (q_heads + 2 * kv_heads) * head_dim]; the others as in
+    `attention_inputs`.
+    """
+    heads = projected.reshape(projected.shape[0], -1, norms[0].shape[0])
     q_heads = heads.shape[1] - 2 * kv_heads
     q, k, v = jnp.split(heads, [q_heads, q_heads + kv_heads], axis=1)
     q = rope(rms_norm(q, norms[0], eps), *tables)
     k = rope(rms_norm(k, norms[1], eps), *tables)
-    return q, kv_write(kv, layer, k, v, slots.pages, slots.offsets)
+    return q, k, v

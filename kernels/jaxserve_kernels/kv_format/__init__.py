@@ -2,6 +2,7 @@
 
 from jaxserve_kernels.kv_format.api import KV as KV
 from jaxserve_kernels.kv_format.api import attend as attend
+from jaxserve_kernels.kv_format.api import end_step as end_step
 from jaxserve_kernels.kv_format.api import page_size as page_size
 from jaxserve_kernels.kv_format.base import AttentionStep as AttentionStep
 from jaxserve_kernels.kv_format.base import CacheShape as CacheShape

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from jax import Array
 
-from jaxserve_kernels.kv_format import dense
+from jaxserve_kernels.kv_format import dense, eight_bit, kvarn
 from jaxserve_kernels.kv_format.base import AttentionStep
+from jaxserve_kernels.kv_format.eight_bit import Fp8KV, Int8KV
+from jaxserve_kernels.kv_format.kvarn import KVarNKV
 
-type KV = Array
+type KV = Array | Int8KV | Fp8KV | KVarNKV
 """The arrays of a cache, in any format."""
 
 
@@ -39,9 +41,20 @@ def attend(
     Returns:
       [tokens, q_heads, head_dim] in the activations' dtype, and kv.
     """
+    if isinstance(kv, Int8KV | Fp8KV):
+        return eight_bit.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
+    if isinstance(kv, KVarNKV):
+        return kvarn.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
     return dense.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
 
 
 def page_size(kv: KV) -> int:
     """Tokens per page."""
-    return kv.shape[4]
+    if isinstance(kv, KVarNKV):
+        return kv.group
+    return kv.words.shape[4] if isinstance(kv, Int8KV | Fp8KV) else kv.shape[4]
+
+
+def end_step(kv: KV, step: AttentionStep, *, tile_size: int) -> KV:
+    """What is left to do in the cache when all layers have attended."""
+    return kvarn.end_step(kv, step, tile_size=tile_size) if isinstance(kv, KVarNKV) else kv

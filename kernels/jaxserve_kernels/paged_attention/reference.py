@@ -6,6 +6,7 @@ depend on it and the work does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -74,21 +75,43 @@ def paged_attention(
     Returns:
       [tokens, q_heads, head_dim] in q's dtype; 0 for tokens that belong to no tile.
     """
+
+    def read(pages: Array) -> Array:
+        return kv[layer, pages]
+
+    return attend_pages(q, read, page_table, tiles, tile_size=tile_size, page_size=kv.shape[4])
+
+
+def attend_pages(
+    q: Array,
+    read: Callable[[Array], Array],
+    page_table: Array,
+    tiles: QueryTiles,
+    *,
+    tile_size: int,
+    page_size: int,
+) -> Array:
+    """`paged_attention` over pages that `read` brings.
+
+    Args:
+      read: page ids [tiles, pages] to keys and values [tiles, pages, kv_heads, 2, page_size,
+        head_dim].
+    """
     tiles = tiles.in_one_list()
     num_tokens, q_heads, head_dim = q.shape
-    kv_heads, page_size = kv.shape[2], kv.shape[4]
     pages_per_block = max(1, _BLOCK_TOKENS // page_size)
     block = pages_per_block * page_size
     tables = _padded_tables(page_table, tiles.slot, pages_per_block)
-    tokens, positions = _tile_tokens(tiles, tile_size, num_tokens)
+    tokens, positions = tile_tokens(tiles, tile_size, num_tokens)
 
     queries = q.at[tokens].get(mode="fill", fill_value=0)
+    kv_heads = jax.eval_shape(read, tables[:, :1]).shape[2]
     queries = queries.reshape(-1, tile_size, kv_heads, q_heads // kv_heads, head_dim)
     queries = queries.transpose(0, 2, 3, 1, 4)  # [tiles, kv_heads, group, tile, head_dim]
 
-    def attend_block(index: Array, carry: _Softmax) -> _Softmax:
+    def attend_block(index: Array, carry: Softmax) -> Softmax:
         pages = lax.dynamic_slice_in_dim(tables, index * pages_per_block, pages_per_block, axis=1)
-        block_kv = kv[layer, pages]  # [tiles, pages, kv_heads, 2, page, head_dim]
+        block_kv = read(pages)  # [tiles, pages, kv_heads, 2, page, head_dim]
         block_kv = block_kv.transpose(3, 0, 2, 1, 4, 5)
         keys, values = block_kv.reshape(2, -1, kv_heads, block, head_dim)
         scores = jnp.einsum("nhgtd,nhkd->nhgtk", queries, keys, preferred_element_type=jnp.float32)
@@ -101,13 +124,13 @@ def paged_attention(
         return carry.add(jnp.where(visible, scores, -jnp.inf), values)
 
     longest = jnp.max(jnp.where(tiles.length > 0, tiles.position + tiles.length, 0))
-    start = _Softmax.start(queries.shape)
+    start = Softmax.start(queries.shape)
     result = lax.fori_loop(0, lax.div(longest + block - 1, block), attend_block, start)
     out = result.total.transpose(0, 3, 1, 2, 4).reshape(-1, tile_size, q_heads, head_dim)
     return jnp.zeros_like(q).at[tokens].set(out.astype(q.dtype), mode="drop")
 
 
-class _Softmax(NamedTuple):
+class Softmax(NamedTuple):
     """A softmax-weighted sum over the blocks seen so far (Milakov and Gimelshein 2018)."""
 
     peak: Array  # float32 [..., tile]
@@ -115,11 +138,11 @@ class _Softmax(NamedTuple):
     acc: Array  # float32 [..., tile, head_dim]
 
     @classmethod
-    def start(cls, shape: tuple[int, ...]) -> _Softmax:
+    def start(cls, shape: tuple[int, ...]) -> Softmax:
         lowest = jnp.full(shape[:-1], jnp.finfo(jnp.float32).min)
         return cls(lowest, jnp.zeros(shape[:-1]), jnp.zeros(shape))
 
-    def add(self, scores: Array, values: Array) -> _Softmax:
+    def add(self, scores: Array, values: Array) -> Softmax:
         """Scores [tiles, kv_heads, group, tile, keys], values [tiles, kv_heads, keys, head_dim]."""
         peak = jnp.maximum(self.peak, scores.max(-1))
         shrink = jnp.exp(self.peak - peak)
@@ -130,7 +153,7 @@ class _Softmax(NamedTuple):
             values,
             preferred_element_type=jnp.float32,
         )
-        return _Softmax(
+        return Softmax(
             peak, self.weight * shrink + probs.sum(-1), self.acc * shrink[..., None] + acc
         )
 
@@ -146,7 +169,7 @@ def _padded_tables(page_table: Array, slots: Array, pages_per_block: int) -> Arr
     return jnp.pad(tables, ((0, 0), (0, missing)))
 
 
-def _tile_tokens(tiles: QueryTiles, tile_size: int, num_tokens: int) -> tuple[Array, Array]:
+def tile_tokens(tiles: QueryTiles, tile_size: int, num_tokens: int) -> tuple[Array, Array]:
     """Token index (num_tokens where there is none) and position, both int32 [tiles, tile]."""
     offset = jax.lax.iota(jnp.int32, tile_size)
     tokens = tiles.first[:, None] + offset

@@ -1,0 +1,78 @@
+"""The 8-bit formats: their arrays, and which implementation runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from jaxserve_kernels import target
+from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape, zeros
+from jaxserve_kernels.kv_format.eight_bit import reference
+from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8:
+    """int8 with a scale per token and head."""
+
+    name: str = "int8"
+    page_size: int | None = None
+
+    def abstract(self, shape: CacheShape, dtype: DTypeLike) -> Int8KV:
+        words = _words(shape)
+        return Int8KV(words, _floats(words.shape[:-1]))
+
+    def allocate(self, shape: CacheShape, dtype: DTypeLike) -> Int8KV:
+        return zeros(self.abstract(shape, dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8:
+    """fp8 e4m3 with a scale per layer, head and kind: 1 unless calibrated."""
+
+    scales: tuple[tuple[tuple[float, float], ...], ...] | None = None
+    """[layers][kv_heads](key, value); what the largest magnitude divided by 448 is."""
+    name: str = "fp8_e4m3"
+    page_size: int | None = None
+
+    def abstract(self, shape: CacheShape, dtype: DTypeLike) -> Fp8KV:
+        return Fp8KV(_words(shape), _floats((shape.layers, shape.kv_heads, 2)))
+
+    def allocate(self, shape: CacheShape, dtype: DTypeLike) -> Fp8KV:
+        empty = zeros(self.abstract(shape, dtype))
+        if self.scales is None:
+            return empty._replace(scales=jnp.ones_like(empty.scales))
+        return empty._replace(scales=jnp.asarray(self.scales, jnp.float32))
+
+
+def _words(shape: CacheShape) -> Any:
+    dims = (shape.layers, shape.pages, shape.kv_heads, 2, shape.page_size, shape.head_dim // 2)
+    return jax.ShapeDtypeStruct(dims, jnp.int16)
+
+
+def _floats(dims: tuple[int, ...]) -> Any:
+    return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+
+def attend[Cache: Int8KV | Fp8KV](
+    qkv: Array,
+    kv: Cache,
+    layer: int,
+    norms: tuple[Array, Array],
+    tables: tuple[Array, Array],
+    step: AttentionStep,
+    *,
+    eps: float,
+    tile_size: int,
+) -> tuple[Array, Cache]:
+    """See `kv_format.attend`."""
+    if target.current().implementation == "reference":
+        return reference.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
+    from jaxserve_kernels.kv_format.eight_bit import triton  # needs Triton: only for GPUs
+
+    return triton.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)

@@ -1,0 +1,122 @@
+"""The definition of the 8-bit formats, in plain JAX.
+
+The bytes of one head are kept in pairs, 16 bits wide, because a GPU loads 16-bit matrices into its
+tensor cores' layout and 8-bit ones not: word i holds element i in its low byte and element
+i + head_dim/2 in its high byte.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxserve_kernels.attention_inputs.reference import heads_of
+from jaxserve_kernels.dense_matmul.reference import sum_parts
+from jaxserve_kernels.kv_format.base import AttentionStep
+from jaxserve_kernels.paged_attention.reference import attend_pages
+
+FP8_MAX = 448.0
+"""The largest finite e4m3 number (OCP 8-bit floating point specification, revision 1.0)."""
+
+
+class Int8KV(NamedTuple):
+    """Element = (byte - 128) * scale, with scale = largest magnitude of the head / 127."""
+
+    words: Array  # int16 [layers, pages, kv_heads, 2, page_size, head_dim/2]
+    scales: Array  # float32 [layers, pages, kv_heads, 2, page_size]
+
+
+class Fp8KV(NamedTuple):
+    """Element = e4m3 number * scale; what is beyond 448 * scale becomes that."""
+
+    words: Array  # int16 [layers, pages, kv_heads, 2, page_size, head_dim/2]
+    scales: Array  # float32 [layers, kv_heads, 2]
+
+
+def pair(elements: Array) -> Array:
+    """uint8 [..., head_dim] to int16 [..., head_dim/2]."""
+    low, high = jnp.split(elements.astype(jnp.uint16), 2, axis=-1)
+    return lax.bitcast_convert_type(low | (high << 8), jnp.int16)
+
+
+def unpair(words: Array) -> Array:
+    """int16 [..., head_dim/2] to uint8 [..., head_dim]."""
+    wide = lax.bitcast_convert_type(words, jnp.uint16)
+    both = jnp.concatenate([wide & 0xFF, wide >> 8], axis=-1)
+    return both.astype(jnp.uint8)
+
+
+def encode_int8(x: Array) -> tuple[Array, Array]:
+    """Words [..., head_dim/2] and scales [...] of x [..., head_dim]."""
+    x = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(x), axis=-1)
+    inverse = jnp.where(largest > 0, 127.0 / largest, 0.0)
+    codes = jnp.round(x * inverse[..., None]) + 128
+    return pair(codes.astype(jnp.uint8)), largest / 127.0
+
+
+def decode_int8(words: Array, scales: Array) -> Array:
+    return (unpair(words).astype(jnp.float32) - 128) * scales[..., None]
+
+
+def encode_fp8(x: Array, scales: Array) -> Array:
+    """Words [..., head_dim/2] of x [..., head_dim]; scales [...] are given."""
+    scaled = jnp.clip(x.astype(jnp.float32) / scales[..., None], -FP8_MAX, FP8_MAX)
+    return pair(lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), jnp.uint8))
+
+
+def decode_fp8(words: Array, scales: Array) -> Array:
+    numbers = lax.bitcast_convert_type(unpair(words), jnp.float8_e4m3fn)
+    return numbers.astype(jnp.float32) * scales[..., None]
+
+
+def write[Cache: Int8KV | Fp8KV](
+    kv: Cache, layer: int, keys: Array, values: Array, step: AttentionStep
+) -> Cache:
+    """Store keys and values [tokens, kv_heads, head_dim] at their pages and offsets."""
+    both = jnp.stack([keys, values], axis=2)
+    if isinstance(kv, Int8KV):
+        words, scales = encode_int8(both)
+        place = kv.scales.at[layer, step.pages, :, :, step.offsets]
+        kv = kv._replace(scales=place.set(scales))
+    else:
+        words = encode_fp8(both, jnp.broadcast_to(kv.scales[layer], both.shape[:-1]))
+    place = kv.words.at[layer, step.pages, :, :, step.offsets]
+    return kv._replace(words=place.set(words))
+
+
+def read(kv: Int8KV | Fp8KV, layer: int, pages: Array) -> Array:
+    """Pages of any shape as float32 [*pages.shape, kv_heads, 2, page_size, head_dim]."""
+    words = kv.words[layer, pages]
+    if isinstance(kv, Int8KV):
+        return decode_int8(words, kv.scales[layer, pages])
+    return decode_fp8(words, jnp.broadcast_to(kv.scales[layer][..., None], words.shape[:-1]))
+
+
+def attend[Cache: Int8KV | Fp8KV](
+    qkv: Array,
+    kv: Cache,
+    layer: int,
+    norms: tuple[Array, Array],
+    tables: tuple[Array, Array],
+    step: AttentionStep,
+    *,
+    eps: float,
+    tile_size: int,
+) -> tuple[Array, Cache]:
+    """See `kv_format.attend`; keys and values are rounded to the format, nothing else is."""
+    dtype = norms[0].dtype
+    heads = heads_of(sum_parts(qkv, dtype), norms, tables, kv_heads=kv.words.shape[2], eps=eps)
+    q, k, v = heads
+    kv = write(kv, layer, k, v, step)
+    out = attend_pages(
+        q.astype(jnp.float32),
+        lambda pages: read(kv, layer, pages),
+        step.page_table,
+        step.tiles,
+        tile_size=tile_size,
+        page_size=kv.words.shape[4],
+    )
+    return out.astype(dtype), kv

@@ -1,0 +1,81 @@
+"""The KVarN formats: their arrays, and which implementation runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from jaxserve_kernels import target
+from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape, zeros
+from jaxserve_kernels.kv_format.kvarn import reference
+from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVarN:
+    """4-bit keys and `value_bits`-bit values in tiles of `group` tokens, one tile per page.
+
+    Every slot has two tiles in full precision, so they never limit how many sequences run.
+    """
+
+    value_bits: int
+    group: int = 128
+
+    @property
+    def name(self) -> str:
+        return f"kvarn_k4v{self.value_bits}_g{self.group}"
+
+    @property
+    def page_size(self) -> int:
+        return self.group
+
+    def abstract(self, shape: CacheShape, dtype: DTypeLike) -> KVarNKV:
+        outer = (shape.layers, shape.pages, shape.kv_heads)
+        quarter, value_rows = shape.head_dim // 4, self.group * self.value_bits // 4
+        raw = (shape.layers, shape.slots, 2, shape.kv_heads, 2, self.group, shape.head_dim)
+
+        def array(dims: tuple[int, ...], kind: DTypeLike) -> Any:
+            return jax.ShapeDtypeStruct(dims, kind)
+
+        return KVarNKV(
+            key_words=array((*outer, self.group, quarter), jnp.int16),
+            value_words=array((*outer, value_rows, quarter), jnp.int16),
+            scales=array((*outer, 3 * (shape.head_dim + self.group)), jnp.float16),
+            raw=array(raw, jnp.dtype(dtype)),
+        )
+
+    def allocate(self, shape: CacheShape, dtype: DTypeLike) -> KVarNKV:
+        return zeros(self.abstract(shape, dtype))
+
+
+def attend(
+    qkv: Array,
+    kv: KVarNKV,
+    layer: int,
+    norms: tuple[Array, Array],
+    tables: tuple[Array, Array],
+    step: AttentionStep,
+    *,
+    eps: float,
+    tile_size: int,
+) -> tuple[Array, KVarNKV]:
+    """See `kv_format.attend`."""
+    if target.current().implementation == "reference":
+        return reference.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
+    from jaxserve_kernels.kv_format.kvarn import triton  # needs Triton: only for GPUs
+
+    return triton.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
+
+
+def end_step(kv: KVarNKV, step: AttentionStep, *, tile_size: int) -> KVarNKV:
+    """See `kv_format.end_step`."""
+    if target.current().implementation == "reference":
+        return kv
+    from jaxserve_kernels.kv_format.kvarn import triton  # needs Triton: only for GPUs
+
+    return triton.end_step(kv, step, tile_size=tile_size)

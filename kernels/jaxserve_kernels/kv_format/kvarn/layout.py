@@ -1,0 +1,110 @@
+"""Where KVarN keeps what: packed pages, and full precision per slot.
+
+One page is one tile of `group` tokens. Four codes of one token and head lie in a 16-bit word, a
+quarter of the head apart, so that a GPU unpacks them into matrices without moving any.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxserve_kernels.kv_format.kvarn import codec
+from jaxserve_kernels.kv_format.kvarn.codec import Coded
+
+SINK, TAIL = 0, 1
+"""Tiles of a slot in full precision: the sequence's first page, and the one that it fills."""
+
+
+class KVarNKV(NamedTuple):
+    """The cache. `quarter` is head_dim/4.
+
+    Word [token, i] of the keys holds the codes of channels i, i + quarter, ... in its bits 0-3,
+    4-7, .... Words of 4-bit values are the same; those of 2-bit values hold two tokens, half a
+    tile apart: word [token, i] has the codes of `token` in bits 0-7 and of token + group/2 in 8-15.
+    """
+
+    key_words: Array  # int16 [layers, pages, kv_heads, group, quarter]
+    value_words: Array  # int16 [layers, pages, kv_heads, group (4 bits) or group/2, quarter]
+    scales: Array  # float16 [layers, pages, kv_heads, 3 * (head_dim + group)], see `Scales`
+    raw: Array  # [layers, slots, 2, kv_heads, 2, group, head_dim]: sink and tail; keys, values
+
+    @property
+    def group(self) -> int:
+        return self.raw.shape[5]
+
+    @property
+    def value_bits(self) -> int:
+        return 4 * self.value_words.shape[3] // self.group
+
+
+class Scales(NamedTuple):
+    """The parts of a page's scales, in their order."""
+
+    key_scale: Array  # [head_dim]
+    key_zero: Array  # [head_dim]
+    value_column: Array  # [head_dim]
+    key_column: Array  # [group]
+    value_scale: Array  # [group]
+    value_zero: Array  # [group]
+
+
+def split_scales(scales: Array, head_dim: int) -> Scales:
+    """Scales [..., 3 * (head_dim + group)] in parts."""
+    group = scales.shape[-1] // 3 - head_dim
+    sizes = (head_dim,) * 3 + (group,) * 3
+    ends = [sum(sizes[: index + 1]) for index in range(5)]
+    return Scales(*jnp.split(scales, ends, axis=-1))
+
+
+def pack(codes: Array, bits: int) -> Array:
+    """uint8 [..., tokens, head_dim] to int16 words, as KVarNKV describes."""
+    *outer, tokens, head_dim = codes.shape
+    halves = 4 // bits
+    split = codes.astype(jnp.uint16).reshape(*outer, halves, tokens // halves, 4, head_dim // 4)
+    words = jnp.zeros((*outer, tokens // halves, head_dim // 4), jnp.uint16)
+    for half in range(halves):
+        for quarter in range(4):
+            words |= split[..., half, :, quarter, :] << (bits * (4 * half + quarter))
+    return lax.bitcast_convert_type(words, jnp.int16)
+
+
+def unpack(words: Array, bits: int) -> Array:
+    """The inverse of `pack`."""
+    wide = lax.bitcast_convert_type(words, jnp.uint16)
+    mask = jnp.uint16((1 << bits) - 1)
+    halves = [
+        jnp.concatenate(
+            [(wide >> (bits * (4 * half + quarter))) & mask for quarter in range(4)], axis=-1
+        )
+        for half in range(4 // bits)
+    ]
+    return jnp.concatenate(halves, axis=-2).astype(jnp.uint8)
+
+
+def encode_tiles(tiles: Array, value_bits: int) -> tuple[Array, Array, Array]:
+    """Key words, value words and scales of rotated tiles [..., 2, group, head_dim]."""
+    tiles = tiles.astype(jnp.float32)
+    keys = codec.encode_keys(tiles[..., 0, :, :])
+    values = codec.encode_values(tiles[..., 1, :, :], value_bits)
+    scales = [keys.row_scale, keys.row_zero, values.column_scale]
+    scales += [keys.column_scale, values.row_scale, values.row_zero]
+    return (
+        pack(jnp.swapaxes(keys.codes, -1, -2), 4),
+        pack(values.codes, value_bits),
+        jnp.concatenate(scales, axis=-1),
+    )
+
+
+def decode_tiles(
+    key_words: Array, value_words: Array, scales: Array, value_bits: int
+) -> tuple[Array, Array]:
+    """Rotated keys and values, float32 [..., group, head_dim] each."""
+    parts = split_scales(scales, 4 * key_words.shape[-1])
+    codes = jnp.swapaxes(unpack(key_words, 4), -1, -2)
+    keys = codec.decode(Coded(codes, parts.key_scale, parts.key_zero, parts.key_column))
+    codes = unpack(value_words, value_bits)
+    values = codec.decode(Coded(codes, parts.value_scale, parts.value_zero, parts.value_column))
+    return jnp.swapaxes(keys, -1, -2), values

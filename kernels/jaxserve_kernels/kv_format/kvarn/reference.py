@@ -1,0 +1,149 @@
+"""The definition of attention over a KVarN cache, in plain JAX.
+
+A query at position p sees in full precision the keys and values of its own page and, unless its
+sequence found its beginning in the cache, those of page 0; of the pages between it sees what their
+codes say. So what a token gets does not depend on how its sequence was cut into chunks.
+
+A page is encoded in the step that fills it. Until then its tokens lie in the slot's tail; those of
+page 0 lie in the slot's sink as long as the sequence lives, beside the page's codes, which other
+sequences may share.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxserve_kernels.attention_inputs.reference import heads_of
+from jaxserve_kernels.dense_matmul.reference import sum_parts
+from jaxserve_kernels.kv_format.base import AttentionStep
+from jaxserve_kernels.kv_format.kvarn.codec import rotate
+from jaxserve_kernels.kv_format.kvarn.layout import (
+    SINK,
+    TAIL,
+    KVarNKV,
+    decode_tiles,
+    encode_tiles,
+)
+from jaxserve_kernels.paged_attention.reference import Softmax, tile_tokens
+
+
+def attend(
+    qkv: Array,
+    kv: KVarNKV,
+    layer: int,
+    norms: tuple[Array, Array],
+    tables: tuple[Array, Array],
+    step: AttentionStep,
+    *,
+    eps: float,
+    tile_size: int,
+) -> tuple[Array, KVarNKV]:
+    """See `kv_format.attend`."""
+    dtype = norms[0].dtype
+    heads = heads_of(sum_parts(qkv, dtype), norms, tables, kv_heads=kv.raw.shape[3], eps=eps)
+    q, k, v = (rotate(part) for part in heads)
+    fresh = jnp.stack([k, v], axis=2).astype(kv.raw.dtype)  # [tokens, kv_heads, 2, head_dim]
+    kv = encode_filled(kv, layer, fresh, step)
+    out = rotate(attend_rotated(q, kv, layer, fresh, step, tile_size=tile_size))
+    return out.astype(dtype), keep_raw(kv, layer, fresh, step)
+
+
+def encode_filled(kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep) -> KVarNKV:
+    """Encode the pages whose last token is in this step: as many as fit in it at most."""
+    tokens, group = step.positions.shape[0], kv.group
+    filled = (step.positions + 1) % group == 0
+    most = min(tokens, tokens // group + kv.raw.shape[1])
+    (last,) = jnp.nonzero(filled, size=most, fill_value=tokens)
+    slots = step.slots.at[last].get(mode="fill", fill_value=0)
+    ends = step.positions.at[last].get(mode="fill", fill_value=group - 1)
+    tiles = _raw_pages(kv, layer, fresh, step, last - group + 1, slots, ends - group + 1)
+    pages = step.pages.at[last].get(mode="fill", fill_value=kv.key_words.shape[1])
+    encoded = encode_tiles(tiles, kv.value_bits)
+    stores = (kv.key_words, kv.value_words, kv.scales)
+    stores = [
+        store.at[layer, pages].set(new, mode="drop")
+        for store, new in zip(stores, encoded, strict=True)
+    ]
+    return KVarNKV(*stores, kv.raw)
+
+
+def keep_raw(kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep) -> KVarNKV:
+    """Store the step's tokens of first pages as sinks, those of last pages as tails."""
+    tokens, group = step.positions.shape[0], kv.group
+    page = step.positions // group
+    following = jnp.arange(tokens) + group - step.positions % group
+    last = ~_holds(step, following, step.slots, (page + 1) * group)
+    dropped = kv.raw.shape[1]
+    slots = jnp.where((page == 0) | last, step.slots, dropped)
+    place = kv.raw.at[layer, slots, jnp.where(page == 0, SINK, TAIL), :, :, step.positions % group]
+    return kv._replace(raw=place.set(fresh, mode="drop"))
+
+
+def attend_rotated(
+    q: Array, kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep, *, tile_size: int
+) -> Array:
+    """Attention in the rotated basis, float32 [tokens, q_heads, head_dim]."""
+    num_tokens, q_heads, head_dim = q.shape
+    kv_heads, group, tiles = kv.raw.shape[3], kv.group, step.tiles
+    tokens, positions = tile_tokens(tiles, tile_size, num_tokens)
+    queries = q.at[tokens].get(mode="fill", fill_value=0).astype(jnp.float32)
+    queries = queries.reshape(-1, tile_size, kv_heads, q_heads // kv_heads, head_dim)
+    queries = queries.transpose(0, 2, 3, 1, 4)  # [tiles, kv_heads, group, tile, head_dim]
+    own_sink = (step.cached[tiles.slot] == 0)[:, None]
+    row_page = positions // group
+
+    def visit(page: Array, carry: Softmax) -> Softmax:
+        where = step.page_table[tiles.slot, page]
+        stores = (store[layer, where] for store in (kv.key_words, kv.value_words, kv.scales))
+        packed = decode_tiles(*stores, value_bits=kv.value_bits)
+        start = jnp.full_like(tiles.slot, page * group)
+        first = tiles.first + start - tiles.position
+        raw = _raw_pages(kv, layer, fresh, step, first, tiles.slot, start).astype(jnp.float32)
+        in_full = (row_page == page) | ((page == 0) & own_sink)
+        key_position = start[:, None] + jnp.arange(group)
+        carry = add(carry, packed, (row_page > page) & ~in_full, key_position)
+        return add(carry, (raw[:, :, 0], raw[:, :, 1]), in_full, key_position)
+
+    def add(carry: Softmax, block: tuple[Array, Array], rows: Array, positions_: Array) -> Softmax:
+        keys, values = block  # [tiles, kv_heads, group, head_dim]
+        scores = jnp.einsum("nhgtd,nhkd->nhgtk", queries, keys) * head_dim**-0.5
+        seen = rows[:, :, None] & (positions_[:, None, :] <= positions[:, :, None])
+        held = positions_ < (tiles.position + tiles.length)[:, None]
+        values = jnp.where(held[:, None, :, None], values, 0)
+        return carry.add(jnp.where(seen[:, None, None], scores, -jnp.inf), values)
+
+    longest = jnp.max(jnp.where(tiles.length > 0, tiles.position + tiles.length, 0))
+    pages = lax.div(longest + group - 1, group)
+    total = lax.fori_loop(0, pages, visit, Softmax.start(queries.shape)).total
+    out = total.transpose(0, 3, 1, 2, 4).reshape(-1, tile_size, q_heads, head_dim)
+    return jnp.zeros(q.shape, jnp.float32).at[tokens].set(out, mode="drop")
+
+
+def _raw_pages(
+    kv: KVarNKV,
+    layer: int,
+    fresh: Array,
+    step: AttentionStep,
+    first: Array,
+    slots: Array,
+    starts: Array,
+) -> Array:
+    """The page of each of `slots` [n] from position `starts` [n] on: [n, kv_heads, 2, group, dim].
+
+    A position is either in this step, at token `first` [n] + offset, or in the slot's sink or
+    tail. Offsets of which neither holds give garbage.
+    """
+    offsets = jnp.arange(kv.group)
+    tokens = first[:, None] + offsets
+    in_step = _holds(step, tokens, slots[:, None], starts[:, None] + offsets)
+    here = fresh.at[jnp.where(in_step, tokens, 0)].get(mode="clip").transpose(0, 2, 3, 1, 4)
+    kept = kv.raw[layer, slots, jnp.where(starts == 0, SINK, TAIL)]
+    return jnp.where(in_step[:, None, None, :, None], here, kept)
+
+
+def _holds(step: AttentionStep, tokens: Array, slots: Array, positions: Array) -> Array:
+    """Whether token number `tokens` of the step is the one of these slots and positions."""
+    inside = (tokens >= 0) & (tokens < step.positions.shape[0])
+    index = jnp.where(inside, tokens, 0)
+    return inside & (step.slots[index] == slots) & (step.positions[index] == positions)

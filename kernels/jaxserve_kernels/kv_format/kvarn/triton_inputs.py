@@ -1,0 +1,109 @@
+"""QK-norm, RoPE and rotation of a step's queries, keys and values."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import triton
+import triton.language as tl
+from jax import Array
+
+from jaxserve_kernels.kv_format.base import AttentionStep
+from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
+from jaxserve_kernels.kv_format.triton_parts import head_halves
+from jaxserve_kernels.triton_call import triton_call
+
+_MAX_HEADS = 8
+
+
+@triton.jit
+def signs(SIZE: tl.constexpr, dtype: tl.constexpr):
+    """Sylvester's matrix [SIZE, SIZE] of 1 and -1: the parity of the indices' common bits."""
+    shared = tl.arange(0, SIZE)[:, None] & tl.arange(0, SIZE)[None, :]
+    shared ^= shared >> 8
+    shared ^= shared >> 4
+    shared ^= shared >> 2
+    shared ^= shared >> 1
+    return (1 - 2 * (shared & 1)).to(dtype)
+
+
+@triton.jit
+def _inputs(
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, slot_ptr, position_ptr, kv_ptr, q_ptr,
+    layer, num_slots, stride, parts: tl.constexpr, q_heads: tl.constexpr, kv_heads: tl.constexpr,
+    eps: tl.constexpr, KEEP: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * HEADS  # heads in the order queries, keys, values
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    low, high = head_halves(
+        qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, first,
+        stride, parts, q_heads, kv_heads, eps, dtype, HEADS, HALF,
+    )  # fmt: skip
+    matrix = signs(HALF, dtype)  # symmetric; on the left, where a product needs 16 rows or more
+    rotated_low = tl.trans(tl.dot(matrix, tl.trans(low), input_precision="ieee"))
+    rotated_high = tl.trans(tl.dot(matrix, tl.trans(high), input_precision="ieee"))
+    norm: tl.constexpr = (2 * HALF) ** -0.5
+    out_low = ((rotated_low + rotated_high) * norm).to(dtype)
+    out_high = ((rotated_low - rotated_high) * norm).to(dtype)
+    head = tl.arange(0, HEADS)[:, None]
+    dim = tl.arange(0, HALF)[None, :]
+    if first < q_heads:
+        target = q_ptr + (token * q_heads + first + head) * (2 * HALF) + dim
+        tl.store(target, out_low)
+        tl.store(target + HALF, out_high)
+    else:
+        is_value = tl.where(first >= q_heads + kv_heads, 1, 0)
+        kv_head = first - q_heads - is_value * kv_heads + head
+        if KEEP:  # straight into the slot's sink or tail
+            position = tl.load(position_ptr + token)
+            slot = layer * num_slots + tl.load(slot_ptr + token)
+            tile = slot.to(tl.int64) * 2 + tl.where(position >= GROUP, 1, 0)
+            row = ((tile * kv_heads + kv_head) * 2 + is_value) * GROUP + position % GROUP
+        else:
+            row = (token * kv_heads + kv_head) * 2 + is_value
+        tl.store(kv_ptr + row * (2 * HALF) + dim, out_low)
+        tl.store(kv_ptr + row * (2 * HALF) + HALF + dim, out_high)
+
+
+def inputs(
+    qkv: Array,
+    kv: KVarNKV,
+    layer: int,
+    norms: tuple[Array, Array],
+    tables: tuple[Array, Array],
+    step: AttentionStep,
+    *,
+    eps: float,
+    keep: bool,
+) -> tuple[Array, KVarNKV, Array | None]:
+    """Rotated queries [tokens, q_heads, head_dim], the cache, and keys with values.
+
+    With `keep` the latter are written to sinks and tails and are None here; that needs a step of
+    one token per sequence. Otherwise they are [tokens, kv_heads, 2, head_dim].
+    """
+    num_slots, _, kv_heads, _, group, head_dim = kv.raw.shape[1:]
+    parts, tokens, width = qkv.shape
+    q_heads = width // head_dim - 2 * kv_heads
+    heads = math.gcd(math.gcd(q_heads, kv_heads), _MAX_HEADS)
+    dtype = norms[0].dtype
+    raw = jax.new_ref(kv.raw) if keep else None
+    q_type = jax.ShapeDtypeStruct((tokens, q_heads, head_dim), dtype)
+    fresh_type = jax.ShapeDtypeStruct((tokens, kv_heads, 2, head_dim), dtype)
+    outputs = triton_call(
+        qkv, *norms, *tables, step.slots, step.positions, *([] if raw is None else [raw]),
+        kernel=_inputs,
+        name="kvarn_inputs",
+        out_type=(q_type,) if keep else (fresh_type, q_type),
+        grid=(tokens, (q_heads + 2 * kv_heads) // heads),
+        num_warps=4,
+        layer=layer, num_slots=num_slots, stride=tokens * width, parts=parts,
+        q_heads=q_heads, kv_heads=kv_heads, eps=eps, KEEP=keep,
+        HEADS=heads, HALF=head_dim // 2, GROUP=group,
+    )  # fmt: skip
+    if raw is not None:
+        return outputs[0], kv._replace(raw=jax.freeze(raw)), None
+    fresh, q = outputs
+    return q, kv, fresh
