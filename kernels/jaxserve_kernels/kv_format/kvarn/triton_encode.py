@@ -144,7 +144,8 @@ def _encode(
         column_scales = scales + (3 * DIM if KEYS else 2 * DIM)
         half_type = scales_ptr.dtype.element_ty
         tl.store(row_scales + row, (row_factor * step).to(half_type))
-        tl.store(row_scales + ROWS + row, (row_factor * zero).to(half_type))
+        row_zero = tl.clamp(row_factor * zero, -65504.0, 65504.0)
+        tl.store(row_scales + ROWS + row, row_zero.to(half_type))
         tl.store(column_scales + column, tl.exp(log_column).to(half_type))
 
 

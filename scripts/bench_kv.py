@@ -1,0 +1,294 @@
+"""Throughput of every KV format as the number of clients grows: closed loop, one process.
+
+    python scripts/bench_kv.py --model qwen3-4b --out docs/measurements/kv_h200.json
+    python scripts/bench_kv.py --loads 8192/256 --clients 1,8,32 --formats bf16,fp8_e4m3
+
+Scheduler and device as in serving, one step ahead, without HTTP. The weights are loaded once; each
+format gets the same bytes for its cache, and its own compiled steps. Every client sends its next
+request, of random tokens, when the last one has ended. Compilations during the load are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxserve.environment import prepare
+
+prepare(gpu_memory_utilization=0.92)
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from jaxserve import kv_cache
+from jaxserve.api import Request, SamplingParams
+from jaxserve.config import NAMED_MODELS, Buckets, CacheConfig, ModelSpec, SchedulerConfig
+from jaxserve.metrics import Metrics
+from jaxserve.models import qwen3
+from jaxserve.plan import Admission, PageEntry, Row, StepPlan
+from jaxserve.runner import Pending, Runner, RunnerConfig, on_compile
+from jaxserve.scheduler import Scheduler
+from jaxserve_checkpoints.dummy import dummy_params
+from jaxserve_kernels.kv_format import NAMES, fixed_bytes, named, page_bytes
+
+DENSE_PAGE = 64
+
+
+class Load(NamedTuple):
+    """Tokens of each request."""
+
+    prompt: int
+    output: int
+
+
+class CompileCounter:
+    """XLA compilations since the last look."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        on_compile(self._compiled)
+
+    def _compiled(self) -> None:
+        self._count += 1
+
+    def take(self) -> int:
+        count, self._count = self._count, 0
+        return count
+
+
+def main() -> None:
+    args = parse_args()
+    spec = NAMED_MODELS[args.model]
+    params = dummy_params(qwen3.abstract(spec, jnp.bfloat16, stacked=True), 0)
+    compiles = CompileCounter()
+    results: list[dict[str, Any]] = []
+    for name in args.formats:
+        runner, config = make_runner(spec, params, name, args)
+        compiles.take()
+        points = [
+            run_point(runner, config, load, clients, args.rounds)
+            for load in args.loads
+            for clients in args.clients
+            if clients * (load.prompt + load.output) <= args.most_tokens
+        ]
+        results.append(
+            {
+                "format": name,
+                **capacity(config, args.capacity_context),
+                "points": points,
+                "encode": encode_share(runner, config, args.clients[-1]),
+                "compiles": compiles.take(),
+            }
+        )
+        print(json.dumps(results[-1]), flush=True)
+        del runner
+        gc.collect()
+    result = {"card": jax.devices()[0].device_kind, "jax": jax.__version__, "model": args.model}
+    result |= {"formats": results}
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    show(result)
+
+
+def parse_args() -> argparse.Namespace:
+    def sizes(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    def loads(text: str) -> list[Load]:
+        return [Load(*map(int, part.split("/"))) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=sorted(NAMED_MODELS), default="qwen3-4b")
+    parser.add_argument("--formats", type=lambda text: text.split(","), default=list(NAMES[1:]))
+    parser.add_argument("--loads", type=loads, default=loads("512/128,8192/256"))
+    parser.add_argument("--clients", type=sizes, default=[1, 8, 16, 32, 64, 128, 256])
+    parser.add_argument("--rounds", type=int, default=2, help="requests per client")
+    parser.add_argument("--kv-gib", type=float, default=48.0, help="bytes of every format's cache")
+    parser.add_argument(
+        "--most-tokens",
+        type=int,
+        default=320_000,
+        help="points beyond it in the cache are left out",
+    )
+    parser.add_argument("--capacity-context", type=int, default=4096)
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    return parser.parse_args()
+
+
+def make_runner(
+    spec: ModelSpec, params: qwen3.Params, name: str, args: argparse.Namespace
+) -> tuple[Runner, RunnerConfig]:
+    """Steps for up to the most clients, with the format's share of the same bytes."""
+    kv_format = named(name)
+    page_size = kv_format.page_size or DENSE_PAGE
+    most = max(args.clients)
+    one_page = kv_cache.shape(spec, CacheConfig(num_pages=2, page_size=page_size), most)
+    config = RunnerConfig(
+        spec=spec,
+        cache=kv_cache.fit_pages(
+            kv_format, one_page, jnp.bfloat16, int(args.kv_gib * 2**30), 16_384
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=most, max_model_len=16_384, max_num_batched_tokens=2048
+        ),
+        buckets=Buckets(decode=tuple(sorted(args.clients)), prefill=(64, 512, 2048)),
+        dtype=jnp.bfloat16,
+        sampled_vocab=spec.vocab_size,
+        tile_size=32,
+        kv_format=kv_format,
+    )
+    runner = Runner(config, params, Metrics("bench"))
+    start = time.perf_counter()
+    runner.compile(os.cpu_count() or 1, lambda name, done: None)
+    print(f"{name}: {len(config.all_buckets())} buckets in {time.perf_counter() - start:.1f} s")
+    return runner, config
+
+
+def capacity(config: RunnerConfig, context: int) -> dict[str, Any]:
+    """Tokens that the cache holds, and how many sequences of `context` tokens."""
+    shape = config.kv_shape
+    per_sequence = -(-context // shape.page_size)
+    return {
+        "page_bytes": page_bytes(config.kv_format, shape, config.dtype),
+        "fixed_bytes": fixed_bytes(config.kv_format, shape, config.dtype),
+        "tokens": config.cache.usable_tokens,
+        "sequences": config.cache.usable_pages // per_sequence,
+    }
+
+
+def run_point(
+    runner: Runner, config: RunnerConfig, load: Load, clients: int, rounds: int
+) -> dict[str, Any]:
+    """`rounds` requests for each of `clients` clients, one after the other."""
+    scheduler = Scheduler(config.scheduler, config.cache)
+    rng = random.Random(f"{load}/{clients}")
+    todo = clients * rounds
+    params = SamplingParams(max_tokens=load.output, temperature=0.0)
+    started = 0
+
+    def send() -> None:
+        nonlocal started
+        prompt = tuple(rng.randrange(config.spec.vocab_size) for _ in range(load.prompt))
+        scheduler.add(Request(id=f"r{started}", prompt=prompt, params=params))
+        started += 1
+
+    for _ in range(clients):
+        send()
+    pending: deque[Pending] = deque()
+    tokens = most_running = 0
+    begin = time.perf_counter()
+    while scheduler.has_work or pending:
+        plan = scheduler.plan()
+        if plan is not None:
+            pending.append(runner.launch(plan))
+            most_running = max(most_running, scheduler.num_running)
+        if len(pending) > 1 or plan is None:
+            done = pending.popleft()
+            for event in scheduler.commit(done.plan, runner.collect(done)):
+                tokens += 1
+                if event.finish is not None and started < todo:
+                    send()
+    elapsed = time.perf_counter() - begin
+    assert tokens == todo * load.output, (tokens, todo)
+    return {
+        "load": f"{load.prompt}/{load.output}",
+        "clients": clients,
+        "tok_per_s": tokens / elapsed,
+        "seconds": elapsed,
+        "most_running": most_running,
+        "preemptions": scheduler.num_preemptions,
+    }
+
+
+def encode_share(runner: Runner, config: RunnerConfig, batch: int) -> dict[str, float] | None:
+    """Decode steps in which sequences fill their pages in turn, and steps in which none does."""
+    group = config.kv_format.page_size
+    if group is None:
+        return None
+    steps = group - 8
+    aligned = time_decode(runner, config, [1024] * batch, steps)
+    staggered = [1024 + index * group // batch for index in range(batch)]
+    spread = time_decode(runner, config, staggered, steps)
+    return {
+        "clients": batch,
+        "ms_without": aligned,
+        "ms_with": spread,
+        "share": 1 - aligned / spread,
+    }
+
+
+def time_decode(runner: Runner, config: RunnerConfig, contexts: list[int], steps: int) -> float:
+    """Milliseconds per decode step of sequences that hold so many tokens of whatever is there."""
+    page_size = config.cache.page_size
+    per_seq = -(-(max(contexts) + steps + 1) // page_size)
+    params = SamplingParams(max_tokens=steps, temperature=0.0)
+    plans = [
+        StepPlan(
+            rows=tuple(
+                Row(slot, slot, context + step, (), True) for slot, context in enumerate(contexts)
+            ),
+            admissions=()
+            if step
+            else tuple(Admission(slot, params) for slot in range(len(contexts))),
+            pages=()
+            if step
+            else tuple(
+                PageEntry(slot, position, 1 + slot * per_seq + position)
+                for slot in range(len(contexts))
+                for position in range(per_seq)
+            ),
+        )
+        for step in range(steps)
+    ]
+    for plan in plans[:4]:
+        runner.collect(runner.launch(plan))
+    begin = time.perf_counter()
+    launched = [runner.launch(plan) for plan in plans[4:]]
+    runner.collect(launched[-1])
+    return (time.perf_counter() - begin) / len(launched) * 1e3
+
+
+def show(result: dict[str, Any]) -> None:
+    """Tokens per second, and as a share of the first format's."""
+    base = result["formats"][0]
+    loads = sorted(
+        {point["load"] for point in base["points"]}, key=lambda load: int(load.split("/")[0])
+    )
+    for load in loads:
+        table = Table(title=f"{result['model']} on {result['card']}, {load}: output tok/s")
+        table.add_column("clients", justify="right")
+        for entry in result["formats"]:
+            table.add_column(entry["format"], justify="right")
+        for reference in base["points"]:
+            if reference["load"] != load:
+                continue
+            cells = [str(reference["clients"])]
+            for entry in result["formats"]:
+                (point,) = (
+                    point
+                    for point in entry["points"]
+                    if (point["load"], point["clients"]) == (load, reference["clients"])
+                )
+                ratio = point["tok_per_s"] / reference["tok_per_s"]
+                cells.append(f"{point['tok_per_s']:,.0f} ({ratio:.2f})")
+            table.add_row(*cells)
+        Console(width=140).print(table)
+    for entry in result["formats"]:
+        ratio = entry["tokens"] / base["tokens"]
+        print(
+            f"{entry['format']}: {entry['tokens']:,} tokens ({ratio:.2f}x), "
+            f"{entry['compiles']} compilations under load, encode {entry['encode']}"
+        )
+
+
+if __name__ == "__main__":
+    main()
