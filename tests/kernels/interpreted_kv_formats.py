@@ -1,0 +1,70 @@
+"""Run by tests/aot/test_interpreted_kernels.py, in a process in which Triton interprets."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve_kernels import target
+from jaxserve_kernels.kv_format import KVFormat, attend, end_step, named
+from jaxserve_kernels.kv_format.eight_bit import triton as eight_bit
+from jaxserve_kernels.kv_format.kvarn import KVarN
+from jaxserve_kernels.kv_format.kvarn import triton as kvarn
+from tests.kernels.kv_steps import EPS, LAYER, Sequences
+
+GROUP = 16
+DECODE = ((33, 0, 15, 47), (1, 1, 1, 1), 1)
+"""Two of four tokens fill a page."""
+PREFILL = ((33, 0, 15), (5, 40, 30), 16)
+"""Chunks that begin and end inside pages and cross several."""
+
+
+@pytest.mark.parametrize("work", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize(
+    "kv_format",
+    [named("int8"), named("fp8_e4m3"), *(KVarN(value_bits=b, group=GROUP) for b in (4, 2))],
+    ids=lambda kv_format: kv_format.name,
+)
+def test_attention_and_what_it_leaves(kv_format: KVFormat, work: tuple[Any, ...]) -> None:
+    starts, counts, tile_size = work
+    ends = tuple(start + count for start, count in zip(starts, counts, strict=True))
+    sequences = Sequences(lengths=ends, page_size=GROUP, head_dim=32)
+    kv = kv_format.allocate(sequences.shape, jnp.float32)
+
+    def reference(kv: Any, step: Any, tile_size: int) -> Any:
+        qkv, tables = sequences.projections(step)
+        call = partial(attend, layer=LAYER, eps=EPS, tile_size=tile_size)
+        with target.use(target.Target("reference")):
+            return jax.jit(
+                lambda qkv, kv, tables, step: call(
+                    qkv, kv, norms=sequences.norms, tables=tables, step=step
+                )
+            )(qkv, kv, tables, step)
+
+    _, kv = reference(kv, sequences.step((0,) * len(starts), starts, 8), 8)
+    step = sequences.step(starts, counts, tile_size, padding=2)
+    expected, left = reference(kv, step, tile_size)
+    qkv, tables = sequences.projections(step)
+    kernels = eight_bit if kv_format.name in ("int8", "fp8_e4m3") else kvarn
+    with target.use(target.Target("triton", compute_capability=90)):
+        out, kv = kernels.attend(
+            qkv, kv, LAYER, sequences.norms, tables, step, eps=EPS, tile_size=tile_size
+        )
+        kv = end_step(kv, step, tile_size=tile_size)
+    count = sum(counts)
+    # The interpreter rounds a few of the elements that lie between two fp8 numbers the other way.
+    error = np.abs(np.asarray(out[:count]) - np.asarray(expected[:count])).max()
+    if kv_format.name == "fp8_e4m3":
+        assert np.mean(np.asarray(kv.words) != np.asarray(left.words)) < 0.03
+        return
+    assert error < 1e-5
+    for got, wanted in zip(kv, left, strict=True):
+        # Page 0 and the padding slot may hold anything.
+        padding = -1 if got.ndim == 7 else 0
+        got, wanted = (np.delete(np.asarray(x[LAYER]), padding, axis=0) for x in (got, wanted))
+        np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-5)
