@@ -62,7 +62,8 @@ def test_attention_and_what_it_leaves(kv_format: KVFormat, work: tuple[Any, ...]
     if kv_format.name == "fp8_e4m3":
         assert np.mean(np.asarray(kv.words) != np.asarray(left.words)) < 0.03
         return
-    assert error < 1e-5
+    # A scale may round to the other float16 neighbour.
+    assert error < 1e-3
     for got, wanted in zip(kv, left, strict=True):
         # Page 0 and the padding slot may hold anything.
         padding = -1 if got.ndim == 7 else 0
