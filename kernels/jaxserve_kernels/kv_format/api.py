@@ -41,6 +41,8 @@ def attend(
     Returns:
       [tokens, q_heads, head_dim] in the activations' dtype, and kv.
     """
+    if not isinstance(kv, Array):  # one kernel for chunks and decodes
+        step = step._replace(tiles=step.tiles.in_one_list())
     if isinstance(kv, Int8KV | Fp8KV):
         return eight_bit.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
     if isinstance(kv, KVarNKV):
