@@ -43,6 +43,8 @@ def different(runner: Runner, examples: int) -> tuple[int, int, int]:
     @settings(derandomize=True, max_examples=examples, suppress_health_check=list(HealthCheck))
     @given(work=workloads())
     def check(work: Workload) -> None:
+        # A KVarN sequence that finds its beginning in the prefix cache has no sink: see its test.
+        work = work._replace(config=replace(work.config, prefix_caching=False))
         loop = play(work, runner)
         assert loop.scheduler.pages.num_free == work.cache.usable_pages
         counts[1] += len(work.arrivals)

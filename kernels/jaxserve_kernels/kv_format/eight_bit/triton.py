@@ -343,7 +343,7 @@ def read(
     statistics = jax.ShapeDtypeStruct((math.prod(parts) if splits > 1 else 1,), jnp.float32)
     partial = jax.ShapeDtypeStruct((*parts, 2 * half), jnp.float32)
     out, peak, weight = triton_call(
-        q, kv.words, kv.scales, layer, page_table, *tiles,
+        q, kv.words, kv.scales, layer, page_table, *tiles[:4],
         kernel=_attend,
         name="paged_attention_8_bit",
         out_type=(out_type if splits == 1 else partial, statistics, statistics),

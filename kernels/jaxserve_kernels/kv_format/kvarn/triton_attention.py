@@ -388,7 +388,7 @@ def attend(
     partial = jax.ShapeDtypeStruct((*parts, 4 * quarter), jnp.float32)
     out, peak, weight = triton_call(
         q, kv.raw if fresh is None else fresh, kv.key_words, kv.value_words, kv.scales, kv.raw,
-        step.slots, step.positions, page_table, step.cached, *tiles,
+        step.slots, step.positions, page_table, step.cached, *tiles[:4],
         kernel=_attend,
         name="paged_attention_kvarn",
         out_type=(out_type if splits == 1 else partial, statistics, statistics),
