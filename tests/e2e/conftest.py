@@ -11,5 +11,6 @@ from tests.e2e.process import Server
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    with Server() as running:
+    # Two programs in place of seven: the start compiles them.
+    with Server("--decode-buckets", "8", "--prefill-buckets", "128") as running:
         yield running

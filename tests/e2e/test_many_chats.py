@@ -103,6 +103,11 @@ async def test_many_chats_get_the_answers_they_get_alone(server: Server) -> None
 
 
 async def test_preempted_chats_get_the_answers_they_get_alone(small_pool: Server) -> None:
+    # Short answers teach the admission to expect short ones; then come long ones.
+    short = Chat(TOPICS[0], {"max_tokens": 150}, stream=False, dropped=False)
+    async with client_of(small_pool) as client:
+        for _ in range(4):
+            await run(client, short)
     longer = {"max_tokens": 150, "extra_body": {"ignore_eos": True}}
     chats = [
         Chat(topic, {**longer, "temperature": index % 2, "seed": index}, stream=True, dropped=False)

@@ -1,4 +1,7 @@
-"""Run by tests/aot/test_interpreted_kernels.py, in a process in which Triton interprets."""
+"""The KV formats' kernels in Triton's interpreter. Takes minutes, so it is run by hand:
+
+python -m pytest -p tests.kernels.interpreter tests/kernels/interpreted_kv_formats.py
+"""
 
 from __future__ import annotations
 
