@@ -35,7 +35,7 @@ def trained_solo(trained_runner: Runner) -> Solo:
 
 
 @settings(
-    max_examples=60,
+    max_examples=30,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example],
 )
 @given(work=workloads())
