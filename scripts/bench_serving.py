@@ -29,6 +29,9 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
+STREAM_TOKENS = 2_048
+"""Output tokens of each stream of `--stall`."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
@@ -237,7 +240,11 @@ async def stall(
     def prompt(length: int) -> list[int]:
         return [rng.randrange(load.max_token_id) for _ in range(length)]
 
-    streams = [asyncio.create_task(request(session, load, prompt(64))) for _ in range(args.stall)]
+    # Long enough to decode all the while that the long prompt is read.
+    endless = dataclasses.replace(load, output_tokens=max(load.output_tokens, STREAM_TOKENS))
+    streams = [
+        asyncio.create_task(request(session, endless, prompt(64))) for _ in range(args.stall)
+    ]
     await asyncio.sleep(2.0)
     sent = time.perf_counter()
     single = dataclasses.replace(load, output_tokens=2)
@@ -254,6 +261,8 @@ async def stall(
         ]
 
     before, during = gaps(sent - 0.5, sent), gaps(sent, arrived)
+    if not during:
+        raise SystemExit("no stream was decoding when the long prompt came: nothing was measured")
     return {
         "streams": args.stall,
         "prompt_tokens": args.stall_prompt,
