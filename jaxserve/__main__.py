@@ -20,6 +20,10 @@ def main(argv: list[str] | None = None) -> int:
         from jaxserve.precompile import precompile
 
         return precompile(options)
+    if command == "convert":
+        from jaxserve.convert import convert
+
+        return convert(options)
     from jaxserve.serve import serve  # after the flags: --help must not pay for jax
 
     return serve(options)

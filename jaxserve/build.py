@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,21 +19,26 @@ from jaxserve.cli import Options
 from jaxserve.config import Buckets, CacheConfig, ConfigError, ModelSpec, SchedulerConfig
 from jaxserve.engine import Parts, Progress
 from jaxserve.environment import compiler_settings
-from jaxserve.executables import ExecutableCache, Obtained, Program, by_reason, missing, obtain
+from jaxserve.executables import (
+    Executable,
+    ExecutableCache,
+    Obtained,
+    Program,
+    by_reason,
+    missing,
+    obtain,
+)
 from jaxserve.fingerprint import program_key
 from jaxserve.measure import measure
 from jaxserve.memory import MemoryPlan
 from jaxserve.metrics import Metrics
 from jaxserve.model_source import ModelSource
 from jaxserve.models import qwen3
-from jaxserve.models.quantization import HeadFormat, Quantization, WeightFormat
 from jaxserve.runner import Pending, Runner, RunnerConfig, on_compile, programs
 from jaxserve.scheduler import Scheduler
 from jaxserve.startup import Timeline
-from jaxserve_checkpoints.dummy import dummy_params
-from jaxserve_checkpoints.load import Encode, direct_sources, encoded_abstract, load_params
-from jaxserve_checkpoints.reader import open_checkpoint
-from jaxserve_checkpoints.staging import staging_programs, stream
+from jaxserve.weights import WeightPlan, plan_weights, weight_loader
+from jaxserve_checkpoints.staging import StagingProgram
 from jaxserve_kernels.kv_format import KVFormat, named
 from jaxserve_kernels.paged_attention import tile_tokens
 
@@ -55,18 +59,13 @@ class EnginePlan:
     """Everything about an engine that is known before weights are read and programs made."""
 
     config: RunnerConfig
-    abstract: qwen3.Params
-    """Shapes and dtypes of the weights before `encode`."""
-    encode: Encode
-    """Quantises them."""
-    encoded: qwen3.Params
-    """Shapes and dtypes of what the steps take."""
+    weights: WeightPlan
     limit: int
     """Bytes that the process may take of its device."""
     steps: list[Program]
     """What the runner executes."""
     staging: list[Program]
-    """What copies weights to a GPU as they are stored; empty if they are quantised."""
+    """What copies weights to a GPU as they are stored."""
     cache: ExecutableCache
 
     @property
@@ -78,7 +77,7 @@ class EnginePlan:
         rows, columns = config.sequences_shape
         return MemoryPlan(
             limit=self.limit,
-            weights=memory.tree_bytes(self.encoded),
+            weights=memory.tree_bytes(self.weights.encoded),
             kv_cache=kv_cache.total_bytes(config.kv_format, config.kv_shape, config.dtype),
             state=rows * columns * 4 + slot_tables.num_bytes(config.tables),
             temporaries=temporaries,
@@ -99,17 +98,16 @@ def plan_engine(options: Options, source: ModelSource) -> EnginePlan:
     dtype = _dtype(options.dtype, gpu=gpu)
     buckets = _buckets(options, gpu=gpu)
     scheduler = _scheduler_config(options, spec, buckets, gpu=gpu)
-    abstract = qwen3.abstract(spec, dtype, stacked=gpu)
-    encode = _quantization(options).encoder(spec)
-    encoded = encoded_abstract(abstract, encode)
-    weights, limit = memory.tree_bytes(encoded), memory.device_limit(device)
+    files = _cache_folder(options)
+    weights = plan_weights(options, source, dtype, files, stacked=gpu)
+    size, limit = memory.tree_bytes(weights.encoded), memory.device_limit(device)
     budget = options.kv_cache_memory_bytes
     if gpu:
-        left = memory.plan_gpu_cache(spec, dtype, buckets, weights=weights, limit=limit)
+        left = memory.plan_gpu_cache(spec, dtype, buckets, weights=size, limit=limit)
         budget = left if budget is None else budget
     else:
         budget = _CPU_KV_BYTES if budget is None else budget
-        memory.check_host_memory(weights, budget)
+        memory.check_host_memory(size, budget)
     kv_format = named(options.kv_cache_dtype)
     cache = _cache_config(options, spec, kv_format, dtype, budget, scheduler, gpu=gpu)
     cache = replace(
@@ -127,18 +125,14 @@ def plan_engine(options: Options, source: ModelSource) -> EnginePlan:
         tile_size=tile_tokens(spec.q_heads // spec.kv_heads) if gpu else _CPU_TILE,
         kv_format=kv_format,
     )
-    key = program_key(config, encoded, compiler_settings(), device)
-    as_stored = jax.tree.structure(encoded) == jax.tree.structure(abstract)
-    staging = staging_programs(abstract) if gpu and as_stored else []
+    key = program_key(config, weights.encoded, compiler_settings(), device)
     return EnginePlan(
         config=config,
-        abstract=abstract,
-        encode=encode,
-        encoded=encoded,
+        weights=weights,
         limit=limit,
-        steps=programs(config, encoded),
-        staging=[_staging(*each) for each in staging],
-        cache=ExecutableCache(_cache_folder(options) / "executables", key, _title(source)),
+        steps=programs(config, weights.encoded),
+        staging=[_staging(each) for each in weights.staging],
+        cache=ExecutableCache(files / "executables", key, source.file_name),
     )
 
 
@@ -164,7 +158,7 @@ def build_parts(
     on_compile(watch)
     workers = options.compile_workers or os.cpu_count() or 1
     both = _Both(progress)
-    loader = _loader(source, plan, options.seed)
+    loader = weight_loader(plan.weights, lambda: _copies(plan))
 
     def load() -> qwen3.Params:
         with timeline.span("weights"):
@@ -256,9 +250,9 @@ class _Both:
         self._weights = self._executables = 0.0
         self._phase = "loading"
 
-    def weights(self, fraction: float) -> None:
+    def weights(self, done: int, total: int) -> None:
         with self._lock:
-            self._weights = fraction
+            self._weights = done / total
             self._report(self._phase, (self._weights + self._executables) / 2)
 
     def executables(self, phase: str, fraction: float) -> None:
@@ -269,11 +263,6 @@ class _Both:
 
 def _cache_folder(options: Options) -> Path:
     return options.cache_dir or Path.home() / ".cache" / "jaxserve"
-
-
-def _title(source: ModelSource) -> str:
-    """A model's name as part of a file name."""
-    return "".join(c if c.isalnum() or c in "._-" else "-" for c in Path(source.names[0]).name)
 
 
 def _dtype(name: str, *, gpu: bool) -> DTypeLike:
@@ -312,44 +301,19 @@ def _scheduler_config(
     )
 
 
-def _quantization(options: Options) -> Quantization:
-    head = options.lm_head_dtype
-    if head == "auto":
-        head = "int8" if options.quantization else "unquantized"
-    return Quantization(
-        layers=cast(WeightFormat | None, options.quantization),
-        head=None if head == "unquantized" else cast(HeadFormat, head),
-    )
+def _copies(plan: EnginePlan) -> Mapping[str, Executable]:
+    """What copies the weights; compiled if it is not in the cache."""
+    workers = len(plan.staging)
+    return obtain(plan.staging, plan.cache, workers, lambda phase, done: None).executables
 
 
-def _loader(
-    source: ModelSource, plan: EnginePlan, seed: int
-) -> Callable[[Callable[[float], None]], qwen3.Params]:
-    """What puts the weights on the device. CheckpointError: now, not when programs are compiled."""
-    if source.folder is None:
-        return lambda progress: dummy_params(plan.abstract, seed, plan.encode)
-    checkpoint, rules = open_checkpoint(source.folder), qwen3.rules(source.spec)
-    direct = direct_sources(checkpoint, rules, plan.abstract)
-
-    def load(progress: Callable[[float], None]) -> qwen3.Params:
-        def report(done: int, total: int) -> None:
-            progress(done / total)
-
-        if direct is None or not plan.staging:
-            return load_params(
-                checkpoint, rules, plan.abstract, progress=report, encode=plan.encode
-            )
-        copies = obtain(plan.staging, plan.cache, len(plan.staging), lambda phase, done: None)
-        return stream(direct, plan.abstract, copies.executables, progress=report)
-
-    return load
-
-
-def _staging(
-    name: str, function: Callable[..., Any], arguments: tuple[Any, ...], donated: tuple[int, ...]
-) -> Program:
+def _staging(program: StagingProgram) -> Program:
     return Program(
-        name=name, function=function, arguments=arguments, donated=donated, details="staging"
+        name=program.name,
+        function=program.function,
+        arguments=program.arguments,
+        donated=program.donated,
+        details="staging",
     )
 
 

@@ -30,6 +30,7 @@ class Options:
     dtype: str
     quantization: str | None
     lm_head_dtype: str
+    keep_converted: bool
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
@@ -65,24 +66,52 @@ class Options:
     max_request_bytes: int
     stall_timeout: float
     keep_alive_interval: float
+    out: Path | None = None
+    """Of `convert`: where the converted checkpoint goes."""
 
 
 type _AddArgument = Callable[..., argparse.Action]
 
+_MODEL_HELP = (
+    f"a local folder with config.json and safetensors, one of {', '.join(NAMED_MODELS)}, "
+    "or a Hugging Face id"
+)
 _DESCRIPTION = "Serve a Qwen3-class language model behind an OpenAI-compatible API."
 _EPILOG = "`jaxserve precompile` with the same flags makes later starts fast."
 
 
 COMMANDS = {
     "precompile": "Compile every program that serving with these flags needs, and keep them.",
+    "convert": "Write a model's weights as the engine holds them, quantised if asked. Killed at "
+    "any moment, it goes on from there the next time.",
 }
 """What else than serving the program does, by the first word of the command line."""
 
 
 def parse_args(argv: list[str], command: str | None = None) -> Options:
-    """Flags to Options; exits with a message on wrong ones. All commands know all flags."""
-    values = vars(_parser(command).parse_args(argv))
-    return Options(**values)
+    """Flags to Options; exits with a message on wrong ones.
+
+    `precompile` knows all flags of serving, `convert` those that its result depends on.
+    """
+    if command == "convert":
+        others = vars(_parser(None).parse_args([]))
+        return Options(**others | vars(_convert_parser().parse_args(argv)))
+    return Options(**vars(_parser(command).parse_args(argv)))
+
+
+def _convert_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxserve convert",
+        description=COMMANDS["convert"],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog="Serve the result with `jaxserve --model OUT`.",
+    )
+    add = parser.add_argument
+    add("--model", required=True, help=_MODEL_HELP)
+    add("--out", type=Path, required=True, help="a folder for the converted checkpoint")
+    _add_hub_flags(add)
+    _add_weight_flags(add, "as the checkpoint has it")
+    return parser
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
@@ -101,12 +130,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def _add_model_flags(add: _AddArgument) -> None:
-    add(
-        "--model",
-        help="a local folder with config.json and safetensors, one of "
-        f"{', '.join(NAMED_MODELS)}, or a Hugging Face id; the embedded demonstration model "
-        "if not given",
-    )
+    add("--model", help=f"{_MODEL_HELP}; the embedded demonstration model if not given")
     add("--tokenizer", help="folder with tokenizer files, if not the model's own")
     add("--served-model-name", nargs="+", help="names that clients may use for the model")
     add(
@@ -115,9 +139,13 @@ def _add_model_flags(add: _AddArgument) -> None:
         default="auto",
         help="dummy: seeded random weights made on the device, for benchmarks; needs no files",
     )
+    _add_hub_flags(add)
+    add("--seed", type=int, default=0, help="of dummy weights")
+
+
+def _add_hub_flags(add: _AddArgument) -> None:
     add("--revision", help="branch, tag or commit on the Hugging Face hub")
     add("--download-dir", type=Path, help="where downloads from the hub go")
-    add("--seed", type=int, default=0, help="of dummy weights")
 
 
 def _add_server_flags(add: _AddArgument) -> None:
@@ -180,12 +208,12 @@ def _add_access_flags(add: _AddArgument) -> None:
     add("--ssl-ca-certs", type=Path, help="demand client certificates signed by these, PEM")
 
 
-def _add_engine_flags(add: _AddArgument) -> None:
+def _add_weight_flags(add: _AddArgument, auto_dtype: str) -> None:
     add(
         "--dtype",
         choices=("auto", "bfloat16", "float32"),
         default="auto",
-        help="of weights and KV cache; auto: bfloat16 on a GPU, float32 on a CPU",
+        help=f"of weights and KV cache; auto: {auto_dtype}",
     )
     add(
         "--quantization",
@@ -198,6 +226,16 @@ def _add_engine_flags(add: _AddArgument) -> None:
         default="auto",
         help="of the output matrix, and of the embedding where both are one; auto: int8 with "
         "--quantization, else unquantized",
+    )
+
+
+def _add_engine_flags(add: _AddArgument) -> None:
+    _add_weight_flags(add, "bfloat16 on a GPU, float32 on a CPU")
+    add(
+        "--keep-converted",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="weights that are quantised at load are kept in --cache-dir for the next start",
     )
     add("--max-model-len", type=_tokens, help="longest prompt plus output, e.g. 8192 or 32k")
     add("--max-num-seqs", type=_positive, help="sequences that run at once")

@@ -30,7 +30,7 @@ NOT_IN_PROGRAMS = frozenset(
     (
         *("__main__", "bench", "build", "chat_template", "cli", "convert", "engine", "environment"),
         *("fingerprint", "memory", "model_source", "precompile", "scheduler", "serve", "server"),
-        *("startup", "structured", "tokenizer"),
+        *("startup", "structured", "tokenizer", "weights"),
     )
 )
 """Parts of jaxserve that no compiled program depends on: `tests/test_layering.py` checks it."""

@@ -29,6 +29,12 @@ class ModelSource:
     tokenizer: Tokenizer
     sampling_defaults: SamplingDefaults
 
+    @property
+    def file_name(self) -> str:
+        """The model's name as part of a file name."""
+        name = Path(self.names[0]).name
+        return "".join(c if c.isalnum() or c in "._-" else "-" for c in name)
+
 
 def find_model(options: Options) -> ModelSource:
     """Resolve the model flags; downloads if the model is a hub id that is not here yet.

@@ -41,6 +41,12 @@ def flags_of_the_benchmark(capsys: pytest.CaptureFixture[str]) -> set[str]:
     return set(re.findall(r"^ +(?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.M))
 
 
+def flags_of_convert(capsys: pytest.CaptureFixture[str]) -> set[str]:
+    with pytest.raises(SystemExit):
+        parse_args(["--help"], "convert")
+    return set(re.findall(r"^ +(?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.M))
+
+
 def anchors(page: Path) -> set[str]:
     """Of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
@@ -72,7 +78,7 @@ def test_flags_that_are_named_exist(page: Path, capsys: pytest.CaptureFixture[st
     """Of the script that a line names, otherwise of the page's program."""
     if page.name == "performance.md" or page.parent.name == "embedded":
         return  # they quote commands of other programs, too
-    known = flags_of_the_parser(capsys)
+    known = flags_of_the_parser(capsys) | flags_of_convert(capsys)
     if page.name == "benchmarking.md":
         known |= flags_of_the_benchmark(capsys)
     for line in page.read_text().splitlines():

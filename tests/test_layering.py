@@ -56,11 +56,13 @@ LAYERS = (
         "jaxserve.__main__",
         "jaxserve.build",
         "jaxserve.cli",
+        "jaxserve.convert",
         "jaxserve.environment",
         "jaxserve.listen",
         "jaxserve.model_source",
         "jaxserve.precompile",
         "jaxserve.serve",
+        "jaxserve.weights",
     ),
 )
 """From the bottom up. A part may import from its own layer and those below it."""

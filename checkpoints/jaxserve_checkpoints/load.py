@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +15,7 @@ from jaxserve_checkpoints.naming import (
     AnyRule,
     LeafPart,
     LeafSource,
+    leaf_nbytes,
     leaf_parts,
     leaf_paths,
     resolve_rules,
@@ -64,7 +64,7 @@ def load_params[Tree](
     of the mapped file. CheckpointError: see `resolve_rules`.
     """
     sources = resolve_rules(rules, abstract, checkpoint)
-    total = sum(_nbytes(source) for source in sources)
+    total = sum(leaf_nbytes(source.leaf) for source in sources)
     filling = Filling(abstract, encode)
     placed: list[LeafSource] = []
 
@@ -73,7 +73,7 @@ def load_params[Tree](
         filling.wait()
         _release(checkpoint, placed)
         if progress:
-            progress(sum(_nbytes(source) for source in placed), total)
+            progress(sum(leaf_nbytes(source.leaf) for source in placed), total)
 
     with ThreadPoolExecutor(_HOST_THREADS, thread_name_prefix="load-params") as pool:
         for group in _groups(sources, max_bytes_in_flight // 2):
@@ -84,6 +84,29 @@ def load_params[Tree](
             placed += group
     settle()
     return filling.tree()
+
+
+def encoded_parts(
+    checkpoint: Checkpoint,
+    rules: Sequence[AnyRule],
+    abstract: Any,
+    encode: Encode,
+    wanted: Callable[[LeafPart], bool] = lambda part: True,
+) -> Iterator[tuple[LeafPart, Any]]:
+    """What `load_params` puts into the tree, part by part; the next one is read meanwhile.
+
+    CheckpointError: see `resolve_rules`.
+    """
+    sources = [each for each in resolve_rules(rules, abstract, checkpoint) if wanted(each.part)]
+    with ThreadPoolExecutor(1, thread_name_prefix="read-weights") as pool:
+        host = pool.submit(assemble, checkpoint, sources[0]) if sources else None
+        for index, source in enumerate(sources):
+            assert host is not None
+            array = jax.device_put(host.result(), source.leaf.sharding)
+            following = sources[index + 1 : index + 2]
+            host = pool.submit(assemble, checkpoint, following[0]) if following else None
+            yield source.part, jax.block_until_ready(encode(source.path, array))
+            _release(checkpoint, [source])
 
 
 def direct_sources(
@@ -200,17 +223,13 @@ def _groups(sources: list[LeafSource], limit: int) -> Iterator[list[LeafSource]]
     group: list[LeafSource] = []
     size = 0
     for source in sources:
-        if group and size + _nbytes(source) > limit:
+        if group and size + leaf_nbytes(source.leaf) > limit:
             yield group
             group, size = [], 0
         group.append(source)
-        size += _nbytes(source)
+        size += leaf_nbytes(source.leaf)
     if group:
         yield group
-
-
-def _nbytes(source: LeafSource) -> int:
-    return math.prod(source.leaf.shape) * np.dtype(source.leaf.dtype).itemsize
 
 
 def _release(checkpoint: Checkpoint, sources: list[LeafSource]) -> None:

@@ -7,6 +7,7 @@ then made of the parts "layers.0.qkv", "layers.1.qkv", ...
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from jaxserve_checkpoints.reader import Checkpoint, CheckpointError
 
 _MAX_PROBLEMS = 20
 _WORD = re.compile(r"\{(\w+)\}")
-_STACKED = re.compile(r"(layers)\.([A-Za-z_]+)")
+_STACKED = re.compile(r"(layers)\.([A-Za-z_][\w.]*)")
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,11 @@ def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
         (jax.tree_util.keystr(path, simple=True, separator="."), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     ]
+
+
+def leaf_nbytes(leaf: Any) -> int:
+    """Of an array, or of anything else with a shape and a dtype."""
+    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
 def leaf_parts(tree: Any) -> list[LeafPart]:

@@ -94,6 +94,11 @@ class Checkpoint:
     def dtype(self, name: str) -> np.dtype[Any]:
         return self._entry(name).dtype
 
+    @property
+    def main_dtype(self) -> np.dtype[Any]:
+        """Of the largest tensor."""
+        return max(self._entries.values(), key=lambda entry: entry.end - entry.start).dtype
+
     def nbytes(self, name: str) -> int:
         entry = self._entry(name)
         return entry.end - entry.start
@@ -194,7 +199,7 @@ def _merge(folder: Path, files: list[Path]) -> dict[str, TensorEntry]:
     merged: dict[str, TensorEntry] = {}
     twice: list[str] = []
     for file in files:
-        for name, entry in _read_header(file).items():
+        for name, entry in read_header(file)[0].items():
             if name in merged:
                 twice.append(f"{name} (in {merged[name].file.name} and {file.name})")
             merged[name] = entry
@@ -203,8 +208,11 @@ def _merge(folder: Path, files: list[Path]) -> dict[str, TensorEntry]:
     return merged
 
 
-def _read_header(file: Path) -> dict[str, TensorEntry]:
-    """Parse and check one file's header; offsets in the result count from the file's start."""
+def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
+    """Parse and check one file's header: its tensors, and its metadata.
+
+    Offsets in the result count from the file's start. CheckpointError: truncated or corrupt.
+    """
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(len(_LFS_MAGIC))
@@ -235,7 +243,7 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
         if name != "__metadata__"
     }
     _check_layout(file, entries, data_start, size)
-    return entries
+    return entries, header.get("__metadata__") or {}
 
 
 def _parse_header(file: Path, text: bytes) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxserve_checkpoints.naming import leaf_paths
+from jaxserve_checkpoints.naming import leaf_nbytes, leaf_paths
 from jaxserve_checkpoints.reader import AnyArray, CheckpointError, Segment
 
 type Progress = Callable[[int, int], None]
@@ -56,7 +56,7 @@ _ALLOCATE = "weights_empty"
 
 def staging_programs(abstract: Any) -> list[StagingProgram]:
     """Allocation of the large leaves of a tree of ShapeDtypeStruct, and writes into them."""
-    large = [leaf for _, leaf in leaf_paths(abstract) if _nbytes(leaf) > _SMALL]
+    large = [leaf for _, leaf in leaf_paths(abstract) if leaf_nbytes(leaf) > _SMALL]
 
     def allocate() -> list[jax.Array]:
         return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in large]
@@ -87,21 +87,21 @@ def stream[Tree](
       CheckpointError: a file ends before the bytes of a leaf do.
     """
     paths = leaf_paths(abstract)
-    large = [path for path, leaf in paths if _nbytes(leaf) > _SMALL]
+    large = [path for path, leaf in paths if leaf_nbytes(leaf) > _SMALL]
     leaves = dict(zip(large, executables[_ALLOCATE](), strict=True))
-    total = sum(_nbytes(leaf) for _, leaf in paths)
+    total = sum(leaf_nbytes(leaf) for _, leaf in paths)
     done = 0
     with _Reader(sources) as reader, _buffers() as buffers:
         for source in sources:
             leaf = source.leaf
             if source.path not in leaves:
-                content = np.empty(_nbytes(leaf), np.uint8)
+                content = np.empty(leaf_nbytes(leaf), np.uint8)
                 reader.read(source.segments, 0, content)
                 leaves[source.path] = jax.device_put(_typed(content, leaf).reshape(leaf.shape))
-                done += _nbytes(leaf)
+                done += leaf_nbytes(leaf)
                 continue
             write, pieces = executables[_write_name(leaf)], _pieces(leaf)
-            size = _nbytes(leaf) // pieces
+            size = leaf_nbytes(leaf) // pieces
             for index in range(pieces):
                 buffer = buffers.free()
                 reader.read(source.segments, index * size, buffer[:size])
@@ -128,14 +128,10 @@ def _write_name(leaf: Any) -> str:
 def _pieces(leaf: Any) -> int:
     """Into how many equal pieces a leaf is cut, each small enough for a buffer."""
     count = math.prod(leaf.shape)
-    pieces = -(-_nbytes(leaf) // BUFFER_BYTES)
+    pieces = -(-leaf_nbytes(leaf) // BUFFER_BYTES)
     while count % pieces:
         pieces += 1
     return pieces
-
-
-def _nbytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
 def _typed(content: AnyArray, leaf: Any) -> AnyArray:

@@ -43,6 +43,10 @@ class Quantization:
     head: HeadFormat | None = None
     """Of the output matrix, and of the embedding where they are one."""
 
+    @property
+    def changes_anything(self) -> bool:
+        return self != Quantization()
+
     def encoder(self, spec: ModelSpec) -> Encode:
         """Quantises each matrix as it arrives on the device.
 

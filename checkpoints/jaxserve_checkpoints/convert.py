@@ -1,0 +1,88 @@
+"""From a Hugging Face checkpoint to the engine's own: one part at a time, through the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve_checkpoints.load import Encode, Progress, encoded_abstract, encoded_parts
+from jaxserve_checkpoints.naming import AnyRule, LeafPart, leaf_nbytes, leaf_parts, leaf_paths
+from jaxserve_checkpoints.native import FILE, open_native, types_of
+from jaxserve_checkpoints.native_writer import NativeWriter
+from jaxserve_checkpoints.reader import Checkpoint, CheckpointError
+
+
+def convert(
+    checkpoint: Checkpoint,
+    rules: Sequence[AnyRule],
+    abstract: Any,
+    encode: Encode,
+    folder: Path,
+    *,
+    made_from: Mapping[str, Any],
+    progress: Progress = lambda done, total: None,
+) -> Path:
+    """Write what `load_params` would make of the checkpoint; returns the file.
+
+    An earlier call that was killed is gone on with; a file of the same `made_from` is checked and
+    left as it is. While one part is read the one before it is written.
+
+    Args:
+      made_from: JSON values that say what the file's content depends on.
+      progress: bytes written and in all.
+
+    Raises:
+      CheckpointError: see `resolve_rules`; no room; another conversion is there or under way.
+      OSError: the folder cannot be written.
+    """
+    if (folder / FILE).exists():
+        found = open_native(folder)
+        other = found.description.made_from
+        unlike = [name for name in made_from if made_from[name] != other.get(name)]
+        if unlike:
+            raise CheckpointError(
+                f"{folder / FILE} is another conversion, with other {', '.join(unlike)}: "
+                "choose another folder"
+            )
+        found.verify()
+        return folder / FILE
+    encoded = encoded_abstract(abstract, encode)
+    nodes = jax.tree.structure(abstract).flatten_up_to(encoded)
+    owners = dict(zip((path for path, _ in leaf_paths(abstract)), nodes, strict=True))
+    tensors = {part.path: part.leaf for part in leaf_parts(encoded)}
+    with NativeWriter(folder, tensors, made_from, types_of(abstract, encoded)) as writer:
+        have = writer.written
+
+        def wanted(part: LeafPart) -> bool:
+            return any(name not in have for name, _ in _named(part.path, owners[part.owner]))
+
+        done = sum(leaf_nbytes(tensors[name]) for name in have)
+        total = sum(leaf_nbytes(leaf) for leaf in tensors.values())
+        progress(done, total)
+        with ThreadPoolExecutor(1, thread_name_prefix="write-weights") as pool:
+            writing: Future[None] | None = None
+            for part, weight in encoded_parts(checkpoint, rules, abstract, encode, wanted):
+                arrays = {name: np.asarray(array) for name, array in _named(part.path, weight)}
+                if writing is not None:
+                    writing.result()
+                writing = pool.submit(_write_all, writer, arrays)
+                done += sum(array.nbytes for array in arrays.values())
+                progress(done, total)
+            if writing is not None:
+                writing.result()
+        return writer.finish()
+
+
+def _named(path: str, weight: Any) -> list[tuple[str, Any]]:
+    """The arrays of a part, plain or quantised, under the names of their tensors."""
+    return [(f"{path}.{field}" if field else path, array) for field, array in leaf_paths(weight)]
+
+
+def _write_all(writer: NativeWriter, arrays: Mapping[str, Any]) -> None:
+    for name, array in arrays.items():
+        writer.write(name, array)

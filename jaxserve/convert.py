@@ -1,0 +1,77 @@
+"""`jaxserve convert`: a Hugging Face checkpoint to the engine's own, once, at deploy time."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from jaxserve.cli import Options
+from jaxserve.config import ConfigError
+from jaxserve.environment import prepare
+from jaxserve.model_source import find_model
+from jaxserve_checkpoints.reader import CheckpointError
+
+_TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
+"""What belongs to a model beside its weights; without the index of their files."""
+
+
+def convert(options: Options) -> int:
+    """Write the converted checkpoint; returns the exit status. Errors are one line on stderr."""
+    prepare(options.gpu_memory_utilization)
+    try:
+        _convert(options)
+    except (ConfigError, CheckpointError, OSError) as error:
+        print(f"jaxserve: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _convert(options: Options) -> None:
+    from jaxserve.weights import convert_model  # imports jax, which reads what `prepare` has set
+
+    assert options.out is not None
+    started = time.monotonic()
+    source = find_model(options)
+    assert source.folder is not None
+    columns = (
+        TextColumn("converting"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TextColumn("about"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=None)
+        _copy_text_files(source.folder, options.out)
+        file = convert_model(
+            options,
+            source,
+            options.out,
+            lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    size, seconds = file.stat().st_size / 1e9, time.monotonic() - started
+    print(f"{size:.2f} GB in {file} after {seconds:.0f} s, every checksum compared")
+
+
+def _copy_text_files(source: Path, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    if target.samefile(source):
+        raise ConfigError(f"--out {target} is the model's own folder: choose another")
+    for pattern in _TEXT_FILES:
+        for file in source.glob(pattern):
+            if not file.name.endswith(".index.json"):
+                shutil.copyfile(file, target / file.name)
