@@ -25,7 +25,7 @@ test: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -n auto --dist loadfile $(ARGS)
 
 compile-test: $(COMPILER)/.ready
 	$(COMPILER)/bin/python -m pytest -q tests/aot

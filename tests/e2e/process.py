@@ -25,7 +25,8 @@ def run(*arguments: str, environment: dict[str, str] | None = None) -> subproces
     """A Python process that knows our packages, on the CPU."""
     path = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "checkpoints"))
     settings = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **(environment or {})}
-    settings.pop("JAX_NUMPY_DTYPE_PROMOTION", None)
+    for ours in ("JAX_NUMPY_DTYPE_PROMOTION", "XLA_FLAGS"):  # of the tests, not of a user
+        settings.pop(ours, None)
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,

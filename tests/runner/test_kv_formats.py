@@ -14,19 +14,20 @@ from jaxserve_kernels.kv_format.kvarn import KVarN
 from tests.runner.test_equivalence import CONFIG, Solo, Workload, play, workloads
 from tests.tiny_model import COMPILES, make_runner
 
-FORMATS: tuple[KVFormat, ...] = (
-    named("int8"),
-    named("fp8_e4m3"),
-    KVarN(value_bits=4, group=4),
-    KVarN(value_bits=2, group=4),
-)
+FORMATS: tuple[KVFormat, ...] = (named("int8"), KVarN(value_bits=2, group=4))
+MORE_FORMATS: tuple[KVFormat, ...] = (named("fp8_e4m3"), KVarN(value_bits=4, group=4))
+"""They share the code of the formats above, and compile for as long."""
 MOST_DIFFERENT = 0.01
 """Share of requests whose tokens may differ. Shapes move activations by 1e-7, which can round an
 element to the next code. None of 319 differed with any format; a tile that is stale, or encoded too
 early or late, changes most."""
 
 
-@pytest.fixture(scope="module", params=FORMATS, ids=lambda kv_format: kv_format.name)
+@pytest.fixture(
+    scope="module",
+    params=[*FORMATS, *(pytest.param(other, marks=pytest.mark.slow) for other in MORE_FORMATS)],
+    ids=lambda kv_format: kv_format.name,
+)
 def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
     compiled = make_runner(replace(CONFIG, kv_format=request.param))
     before = COMPILES.count
