@@ -18,8 +18,9 @@ from jaxserve_kernels.weights.fp4 import quantize_nvfp4 as quantize_nvfp4
 from jaxserve_kernels.weights.int4 import Int4Weight as Int4Weight
 from jaxserve_kernels.weights.int4 import pack_int4 as pack_int4
 from jaxserve_kernels.weights.int4 import quantize_int4 as quantize_int4
+from jaxserve_kernels.weights.ordered import OrderedWeight as OrderedWeight
 
 type QuantizedWeight = Int4Weight | Int8Weight | Fp8Weight | Nvfp4Weight | Mxfp4Weight
-type Weight = Array | QuantizedWeight
+type Weight = Array | QuantizedWeight | OrderedWeight
 
 QUANTIZED = (Int4Weight, Int8Weight, Fp8Weight, Nvfp4Weight, Mxfp4Weight)

@@ -13,9 +13,7 @@ from jaxserve_kernels.weights import layout
 E4M3_MAX = 448.0
 
 
-class Int8Weight(NamedTuple):
-    """weight[n, k] = code[n, k] * scale[n, k // group], in float32; codes are -128..127."""
-
+class _EightBitWeight(NamedTuple):
     packed: Array  # uint16 [out / 64, in / 128, 64, 64], see layout.pack_bytes
     scale: Array  # float32 [out / 64, groups, 64]; one group is a scale per row
 
@@ -32,42 +30,37 @@ class Int8Weight(NamedTuple):
     @staticmethod
     def values(codes: Array) -> Array:
         """float32 values of codes (uint8), before their scales."""
-        return jax.lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
+        raise NotImplementedError
 
     def dequantize(self) -> Array:
         """float32 [..., out, in]: the definition of what the codes mean."""
-        codes = layout.unpack_bytes(self.packed)
-        return self.values(codes) * _per_input(self.scale, self.group)
+        scale = layout.untile_rows(self.scale)
+        if scale.shape[-1] > 1:
+            scale = jnp.repeat(scale, self.group, axis=-1)
+        return self.values(layout.unpack_bytes(self.packed)) * scale
 
 
-class Fp8Weight(NamedTuple):
+class Int8Weight(_EightBitWeight):
+    """weight[n, k] = code[n, k] * scale[n, k // group], in float32; codes are -128..127."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def values(codes: Array) -> Array:
+        return jax.lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
+
+
+class Fp8Weight(_EightBitWeight):
     """weight[n, k] = e4m3(code[n, k]) * scale[n, k // group], in float32.
 
     e4m3 is OCP's "E4M3" without infinities (arXiv 2209.05433), largest value 448.
     """
 
-    packed: Array  # uint16 [out / 64, in / 128, 64, 64], see layout.pack_bytes
-    scale: Array  # float32 [out / 64, groups, 64]; one group is a scale per row
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[..., out, in]"""
-        return layout.logical_shape(self.packed, bits=8)
-
-    @property
-    def group(self) -> int:
-        """Inputs that share a scale."""
-        return self.shape[-1] // self.scale.shape[-2]
+    __slots__ = ()
 
     @staticmethod
     def values(codes: Array) -> Array:
-        """float32 values of codes (uint8), before their scales."""
         return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
-
-    def dequantize(self) -> Array:
-        """float32 [..., out, in]: the definition of what the codes mean."""
-        codes = layout.unpack_bytes(self.packed)
-        return self.values(codes) * _per_input(self.scale, self.group)
 
 
 def pack_int8(codes: Array, scale: Array) -> Int8Weight:
@@ -96,9 +89,3 @@ def quantize_fp8(weight: Array) -> Fp8Weight:
     scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / E4M3_MAX
     values = wide * jnp.where(scale == 0, 0.0, 1.0 / scale)
     return pack_fp8(jnp.clip(values, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn), scale)
-
-
-def _per_input(scale: Array, group: int) -> Array:
-    """Tiled scales as [..., out, in], or [..., out, 1] where a row has one."""
-    values = layout.untile_rows(scale)
-    return values if values.shape[-1] == 1 else jnp.repeat(values, group, axis=-1)

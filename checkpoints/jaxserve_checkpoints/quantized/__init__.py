@@ -1,0 +1,6 @@
+"""Checkpoints that somebody else has quantised: their formats, read into this engine's types."""
+
+from jaxserve_checkpoints.quantized.detect import detect as detect
+from jaxserve_checkpoints.quantized.format import Format as Format
+from jaxserve_checkpoints.quantized.modules import PackedModules as PackedModules
+from jaxserve_checkpoints.quantized.modules import QuantizedCheckpoint as QuantizedCheckpoint

@@ -1,0 +1,210 @@
+"""Which format a model folder's configuration names; settings that would be computed wrongly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from jaxserve_checkpoints.quantized import compressed_tensors as compressed
+from jaxserve_checkpoints.quantized.awq import Awq
+from jaxserve_checkpoints.quantized.format import Format
+from jaxserve_checkpoints.quantized.fp8 import BLOCK, Fp8
+from jaxserve_checkpoints.quantized.gptq import Gptq
+from jaxserve_checkpoints.quantized.hqq import Hqq
+from jaxserve_checkpoints.quantized.modelopt import ModeloptNvfp4
+from jaxserve_checkpoints.quantized.mxfp4 import Mxfp4
+from jaxserve_checkpoints.reader import CheckpointError
+
+type Config = Mapping[str, Any]
+
+SUPPORTED = (
+    "awq (version gemm), gptq, compressed-tensors (pack-quantized, int-quantized, float-quantized, "
+    "nvfp4-pack-quantized, mxfp4-pack-quantized), modelopt (NVFP4, FP8), hqq, mxfp4, fp8, "
+    "fbgemm_fp8"
+)
+
+
+class _Unsupported(Exception):
+    """A setting that this engine would compute wrongly; says what it is and what is supported."""
+
+
+def detect(folder: Path) -> Format | None:
+    """The format that `config.json` or `hf_quant_config.json` names; None: not quantised.
+
+    CheckpointError: an unknown one, or settings of it that are not supported, with both named.
+    """
+    config = _read(folder / "config.json").get("quantization_config")
+    source = "config.json"
+    if not config and (folder / "hf_quant_config.json").is_file():
+        source = "hf_quant_config.json"
+        config = {"quant_method": "modelopt", **_read(folder / source).get("quantization", {})}
+    if not config:
+        return None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder}: quantization_config in {source} is not an object")
+    config = cast(dict[str, Any], config)
+    method = config.get("quant_method")
+    try:
+        if method not in _METHODS:
+            raise _Unsupported(f"quant_method is {method!r}, supported: {SUPPORTED}")
+        return _METHODS[method](config)
+    except _Unsupported as error:
+        raise CheckpointError(f"{folder}: quantised, as {source} says: {error}") from None
+
+
+def _awq(config: Config) -> Format:
+    _demand(config, "bits", 4)
+    _demand(config, "version", "gemm", default="gemm", plain=str.lower)
+    _demand(config, "zero_point", True, default=True)
+    return Awq(group_size=_group_size(config.get("group_size", config.get("q_group_size"))))
+
+
+def _gptq(config: Config) -> Format:
+    _demand(config, "bits", 4)
+    overrides = [name for name in config.get("dynamic") or {} if not name.startswith("-:")]
+    if overrides:
+        raise _Unsupported(f"settings per module ({', '.join(overrides)}), supported: one for all")
+    written = config.get("checkpoint_format", config.get("format", "gptq"))
+    versions = {"gptq": 1, "gptq_v2": 2}
+    if written not in versions:
+        raise _Unsupported(f"checkpoint_format is {written!r}, supported: {', '.join(versions)}")
+    return Gptq(
+        group_size=_group_size(config.get("group_size")),
+        symmetric=bool(config.get("sym", True)),
+        version=versions[written],
+    )
+
+
+def _compressed_tensors(config: Config) -> Format:
+    for key in ("sparsity_config", "transform_config"):
+        if config.get(key):
+            raise _Unsupported(f"{key} is {config[key]!r:.200}, supported: none")
+    groups = list((config.get("config_groups") or {}).values())
+    schemes = [group.get("weights") for group in groups if group.get("weights")]
+    if not schemes or any(scheme != schemes[0] for scheme in schemes):
+        raise _Unsupported(f"{len(schemes)} schemes for weights, supported: one for all modules")
+    scheme = schemes[0]
+    written = groups[0].get("format") or config.get("format")
+    readers: dict[str, Callable[[Config], Format]] = {
+        "pack-quantized": _pack_quantized,
+        "int-quantized": _int_quantized,
+        "float-quantized": _float_quantized,
+        "naive-quantized": _naive_quantized,
+        "nvfp4-pack-quantized": lambda s: compressed.Nvfp4Packed(),
+        "mxfp4-pack-quantized": lambda s: compressed.Mxfp4Packed(),
+    }
+    if written not in readers:
+        raise _Unsupported(f"format is {written!r}, supported: {', '.join(readers)}")
+    return readers[written](scheme)
+
+
+def _pack_quantized(scheme: Config) -> Format:
+    _demand(scheme, "num_bits", 4)
+    _demand(scheme, "type", "int")
+    strategy = scheme.get("strategy")
+    if strategy not in ("group", "channel"):
+        raise _Unsupported(f"strategy is {strategy!r}, supported: group, channel")
+    size = scheme.get("group_size") if strategy == "group" else -1
+    return compressed.PackQuantized(
+        group_size=_group_size(size), symmetric=bool(scheme.get("symmetric", True))
+    )
+
+
+def _int_quantized(scheme: Config) -> Format:
+    _demand(scheme, "num_bits", 8)
+    _demand(scheme, "symmetric", True)
+    _demand_strategy(scheme, ("channel", "tensor"))
+    return compressed.IntQuantized()
+
+
+def _float_quantized(scheme: Config) -> Format:
+    _demand(scheme, "num_bits", 8)
+    _demand(scheme, "type", "float")
+    _demand_strategy(scheme, ("channel", "tensor", "block"))
+    blocks = scheme.get("strategy") == "block"
+    if blocks:
+        _demand(scheme, "block_structure", [BLOCK, BLOCK])
+    return Fp8(name="compressed-tensors", blocks=blocks)
+
+
+def _naive_quantized(scheme: Config) -> Format:
+    return _float_quantized(scheme) if scheme.get("type") == "float" else _int_quantized(scheme)
+
+
+def _modelopt(config: Config) -> Format:
+    algorithm = config.get("quant_algo")
+    if algorithm == "NVFP4":
+        _demand(config, "group_size", 16, default=16)
+        return ModeloptNvfp4()
+    if algorithm == "FP8":
+        return Fp8(name="modelopt", blocks=False)
+    raise _Unsupported(f"quant_algo is {algorithm!r}, supported: NVFP4, FP8")
+
+
+def _fp8(config: Config) -> Format:
+    _demand(config, "fmt", "e4m3", default="e4m3")
+    block = config.get("weight_block_size")
+    if block is None:
+        return Fp8(name="fp8", blocks=False)
+    _demand(config, "weight_block_size", [BLOCK, BLOCK])
+    return Fp8(name="fp8", blocks=True, scale=".weight_scale_inv")
+
+
+def _hqq(config: Config) -> Format:
+    settings: Config = (config.get("quant_config") or {}).get("weight_quant_params") or {}
+    _demand(settings, "nbits", 4)
+    axis = settings.get("axis", 1)
+    if axis not in (0, 1):
+        raise _Unsupported(f"axis is {axis!r}, supported: 0, 1")
+    size = _group_size(settings.get("group_size"))
+    if size == -1:
+        raise _Unsupported("group_size is -1, supported with hqq: a positive number")
+    return Hqq(group_size=size, axis=axis)
+
+
+_METHODS: dict[Any, Callable[[Config], Format]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
+    "fp8": _fp8,
+    "fbgemm_fp8": lambda config: Fp8(name="fbgemm_fp8", blocks=False),
+    "hqq": _hqq,
+    "mxfp4": lambda config: Mxfp4(),
+}
+
+
+def _demand(
+    config: Config,
+    key: str,
+    wanted: Any,
+    *,
+    default: Any = None,
+    plain: Callable[[Any], Any] = lambda value: value,
+) -> None:
+    found = config.get(key, default)
+    if found is None or plain(found) != wanted:
+        raise _Unsupported(f"{key} is {found!r}, supported: {wanted!r}")
+
+
+def _demand_strategy(scheme: Config, known: tuple[str, ...]) -> None:
+    if scheme.get("strategy") not in known:
+        raise _Unsupported(f"strategy is {scheme.get('strategy')!r}, supported: {', '.join(known)}")
+
+
+def _group_size(value: Any) -> int:
+    if not isinstance(value, int) or (value != -1 and (value < 16 or value % 16)):
+        raise _Unsupported(f"group_size is {value!r}, supported: multiples of 16, and -1 for a row")
+    return value
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object")
+    return cast(dict[str, Any], content)

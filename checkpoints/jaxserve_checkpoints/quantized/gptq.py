@@ -1,0 +1,81 @@
+"""GPTQ as AutoGPTQ and GPTQModel write it: 4 bits, packed along the inputs, zero points along the
+outputs. Version 1 stores zero points less one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxserve_checkpoints.quantized.format import (
+    FLOATS,
+    Expected,
+    Format,
+    Inconsistent,
+    IntCodes,
+    TensorInfo,
+    expect,
+    groups_of,
+    int_codes,
+    nibbles,
+    order_of,
+)
+from jaxserve_checkpoints.reader import AnyArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gptq(Format):
+    """weight[n, k] = (u[k, n] - zero[g_idx[k], n]) * scale[g_idx[k], n]"""
+
+    group_size: int
+    symmetric: bool
+    version: int
+    """1 or 2: whether stored zero points are one less than the true ones."""
+    main: ClassVar[str] = ".qweight"
+
+    def describe(self) -> str:
+        kind = "symmetric" if self.symmetric else "zero points"
+        return f"GPTQ (format {self.version}), 4 bits, groups of {self.group_size}, {kind}"
+
+    def size(
+        self, tensors: Mapping[str, TensorInfo], read: Callable[[str], AnyArray]
+    ) -> tuple[int, int]:
+        words, out = tensors[self.main].shape
+        return out, 8 * words
+
+    def layout(self, out: int, depth: int) -> dict[str, Expected]:
+        groups = groups_of(depth, self.group_size)
+        return {
+            ".qweight": expect((depth // 8, out), dtypes="int32"),
+            ".qzeros": expect((groups, out // 8), dtypes="int32"),
+            ".scales": expect((groups, out), dtypes=FLOATS),
+            ".g_idx": expect((depth,), dtypes="int32", optional=True),
+        }
+
+    def check(self, read: Callable[[str], AnyArray | None]) -> None:
+        zeros = read(".qzeros")
+        middle = 0x77777777 if self.version == 1 else 0x88888888
+        if self.symmetric and zeros is not None and (zeros.view(np.uint32) != middle).any():
+            raise Inconsistent(
+                f"sym is true, but zero points differ from 8 (stored as format {self.version}: "
+                f"{middle:#x} in each word of qzeros)"
+            )
+
+    def order(self, read: Callable[[str], AnyArray | None]) -> AnyArray | None:
+        group_index = read(".g_idx")
+        return None if group_index is None else order_of(group_index, self.group_size)
+
+    def decode(
+        self, tensors: Mapping[str, Array], size: tuple[int, int], order: Array | None
+    ) -> IntCodes:
+        codes = nibbles(tensors[".qweight"].T)
+        zero = None
+        if not self.symmetric:
+            stored = nibbles(tensors[".qzeros"]).T.astype(jnp.int32)
+            zero = stored + 1 if self.version == 1 else stored
+        codes = codes if order is None else codes[:, order]
+        return int_codes(codes, tensors[".scales"].T, zero)

@@ -1,0 +1,253 @@
+"""A quantised checkpoint seen as the plain one that it stands for, and its modules on their way to
+the device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jaxserve_checkpoints.quantized.format import Codes, Expected, Format, Inconsistent, TensorInfo
+from jaxserve_checkpoints.reader import AnyArray, Checkpoint, CheckpointError
+from jaxserve_kernels.weights import Int4Weight, OrderedWeight, Weight, layout
+
+_MAX_PROBLEMS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """A quantised linear layer of a checkpoint."""
+
+    name: str
+    size: tuple[int, int]
+    """(out, in)"""
+    tensors: tuple[str, ...]
+    """Names of those that it is decoded from, without the module's."""
+    order: AnyArray | None
+    """See Format.order."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("tensors", "order"),
+    meta_fields=("format", "sizes"),
+)
+@dataclass(frozen=True, kw_only=True)
+class PackedModules:
+    """Modules that together are one weight, one above the other, as the files have them."""
+
+    tensors: tuple[dict[str, Any], ...]
+    """Of each module: arrays, or their ShapeDtypeStructs."""
+    order: Any
+    """int32 [in], the same for all modules, or None."""
+    format: Format
+    sizes: tuple[tuple[int, int], ...]
+
+    def decode(self) -> Weight:
+        """The weight in a type of this engine; on the device, compiled once per shape."""
+        return _decode(self)
+
+
+@jax.jit
+def _decode(packed: PackedModules) -> Weight:
+    modules = [
+        packed.format.decode(tensors, size, packed.order)
+        for tensors, size in zip(packed.tensors, packed.sizes, strict=True)
+    ]
+    codes: Codes = jax.tree.map(lambda *parts: jnp.concatenate(parts), *modules)
+    weight = codes.pack()
+    if packed.order is None:
+        return weight
+    assert isinstance(weight, Int4Weight)
+    return OrderedWeight(weight, packed.order)
+
+
+class QuantizedCheckpoint:
+    """Stands for the plain checkpoint: the tensors of a quantised module `m` are one, `m.weight`.
+
+    CheckpointError: no module is quantised, or tensors that contradict the configuration or each
+    other; every problem is listed.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, format: Format) -> None:
+        self.checkpoint = checkpoint
+        self.folder = checkpoint.folder
+        self.format = format
+        self.modules: dict[str, Module] = {}
+        self.unused: list[str] = []
+        """Tensors of quantised modules that this engine has no use for."""
+        problems: list[str] = []
+        for name in checkpoint.names:
+            prefix = name.removesuffix(format.main)
+            if prefix == name or not format.holds(self._info(name)):
+                continue
+            try:
+                self.modules[prefix] = self._module(prefix)
+            except Inconsistent as error:
+                problems.append(f"{prefix}: {error}")
+        if problems or not self.modules:
+            raise CheckpointError(self._report(problems))
+        if any(module.order is not None for module in self.modules.values()):
+            self.modules = {name: _ordered(module) for name, module in self.modules.items()}
+        taken = {f"{m.name}{suffix}" for m in self.modules.values() for suffix in m.tensors}
+        # What is not there to compute with may still say what is there: shapes, orders.
+        shapes = {f"{name}{suffix}" for name in self.modules for suffix in _DESCRIBING}
+        self.unused = [
+            f"{name}{suffix}"
+            for name in self.modules
+            for suffix in format.unused
+            if f"{name}{suffix}" in checkpoint
+        ]
+        hidden = taken | shapes | set(self.unused)
+        plain = {name: name for name in checkpoint.names if name not in hidden}
+        logical = {f"{name}.weight": name for name in self.modules}
+        self.names = tuple(sorted(plain | logical))
+        self._known = frozenset(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        module = self.module(name)
+        return self.checkpoint.shape(name) if module is None else module.size
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        if self.module(name) is None:
+            return self.checkpoint.dtype(name)
+        return np.dtype(ml_dtypes.bfloat16)
+
+    def module(self, name: str) -> Module | None:
+        """The quantised module that the tensor `name` stands for, if it does."""
+        prefix = name.removesuffix(".weight")
+        return None if prefix == name else self.modules.get(prefix)
+
+    def packed(self, names: Sequence[str], path: str) -> PackedModules | None:
+        """What the tensors `names` stand for, on the host; None if none of them is quantised.
+
+        CheckpointError: only some are, or they cannot be one weight; `path` is the leaf's.
+        """
+        found = [self.module(name) for name in names]
+        modules = [module for module in found if module is not None]
+        if not modules:
+            return None
+        if len(modules) < len(found):
+            plain = [name for name, module in zip(names, found, strict=True) if module is None]
+            raise CheckpointError(
+                f"{self.folder}: {path} is one matrix, of which {modules[0].name} is quantised and "
+                f"{', '.join(plain)} is not; supported is all or nothing"
+            )
+        out, depth = sum(module.size[0] for module in modules), modules[0].size[1]
+        if out % layout.TILE_OUT or depth % layout.TILE_IN:
+            raise CheckpointError(
+                f"{self.folder}: {path} is [{out}, {depth}]; quantised weights are [out, in] with "
+                f"out a multiple of {layout.TILE_OUT} and in a multiple of {layout.TILE_IN}"
+            )
+        orders = [module.order for module in modules if module.order is not None]
+        if any(not np.array_equal(order, orders[0]) for order in orders):
+            names_of = ", ".join(module.name for module in modules)
+            raise CheckpointError(
+                f"{self.folder}: the g_idx of {names_of} differ; they share their inputs and must "
+                "have them in one order"
+            )
+        return PackedModules(
+            tensors=tuple(
+                {suffix: self.checkpoint.read(f"{m.name}{suffix}") for suffix in m.tensors}
+                for m in modules
+            ),
+            order=orders[0] if orders else None,
+            format=self.format,
+            sizes=tuple(module.size for module in modules),
+        )
+
+    def release(self, name: str) -> None:
+        """See Checkpoint.release."""
+        module = self.module(name)
+        if module is None:
+            self.checkpoint.release(name)
+            return
+        for suffix in module.tensors:
+            self.checkpoint.release(f"{module.name}{suffix}")
+
+    def _info(self, name: str) -> TensorInfo:
+        return TensorInfo(self.checkpoint.shape(name), self.checkpoint.dtype(name))
+
+    def _module(self, prefix: str) -> Module:
+        checkpoint = self.checkpoint
+
+        def read(suffix: str) -> AnyArray | None:
+            name = f"{prefix}{suffix}"
+            return checkpoint.read(name) if name in checkpoint else None
+
+        def must_read(suffix: str) -> AnyArray:
+            return checkpoint.read(f"{prefix}{suffix}")
+
+        infos = {name.removeprefix(prefix): self._info(name) for name in self._tensors_of(prefix)}
+        if len(infos[self.format.main].shape) > 3:
+            raise Inconsistent(f"{self.format.main[1:]} {list(infos[self.format.main].shape)}")
+        size = self.format.size(infos, must_read)
+        expected = self.format.layout(*size)
+        problems = [
+            problem
+            for suffix, want in expected.items()
+            if (problem := _mismatch(suffix, want, infos.get(suffix)))
+        ]
+        if problems:
+            raise Inconsistent("; ".join(problems))
+        self.format.check(read)
+        return Module(
+            name=prefix,
+            size=size,
+            tensors=tuple(
+                suffix for suffix in expected if suffix in infos and suffix not in _DESCRIBING
+            ),
+            order=self.format.order(read),
+        )
+
+    @functools.cached_property
+    def _by_module(self) -> dict[str, list[str]]:
+        groups: dict[str, list[str]] = {}
+        for name in self.checkpoint.names:
+            groups.setdefault(name.rpartition(".")[0], []).append(name)
+        return groups
+
+    def _tensors_of(self, prefix: str) -> list[str]:
+        return self._by_module[prefix]
+
+    def _report(self, problems: list[str]) -> str:
+        what = f"{self.folder}: config.json says {self.format.describe()}"
+        if not problems:
+            return f"{what}, but no module has a tensor {self.format.main[1:]} of that kind"
+        lines = [f"{what}, but", *problems[:_MAX_PROBLEMS]]
+        if len(problems) > _MAX_PROBLEMS:
+            lines.append(f"and {len(problems) - _MAX_PROBLEMS} more")
+        return "\n  ".join(lines)
+
+
+_DESCRIBING = (".g_idx", ".weight_g_idx", ".weight_shape", ".shape")
+"""Tensors that are read on the host, to know the others by."""
+
+
+def _mismatch(suffix: str, want: Expected, found: TensorInfo | None) -> str | None:
+    if found is None:
+        return None if want.optional else f"it has no {suffix[1:]}"
+    if found.shape in want.shapes and found.dtype.name in want.dtypes:
+        return None
+    shapes = " or ".join(str(list(shape)) for shape in want.shapes)
+    return (
+        f"{suffix[1:]} is {found.dtype.name} {list(found.shape)}, should be "
+        f"{' or '.join(want.dtypes)} {shapes}"
+    )
+
+
+def _ordered(module: Module) -> Module:
+    """With an order: all modules have one if any has, so that layers can be stacked."""
+    if module.order is not None:
+        return module
+    identity = np.arange(module.size[1], dtype=np.int32)
+    return Module(name=module.name, size=module.size, tensors=module.tensors, order=identity)

@@ -1,0 +1,61 @@
+"""MXFP4 as gpt-oss stores it: e2m1 in blocks of 32 with a power of two for each (OCP MX 1.0)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jax import Array
+
+from jaxserve_checkpoints.quantized.format import (
+    Expected,
+    Format,
+    Inconsistent,
+    Mxfp4Codes,
+    TensorInfo,
+    expect,
+    nibble_pairs,
+)
+from jaxserve_checkpoints.reader import AnyArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mxfp4(Format):
+    """weight[n, 32 g + i] = e2m1(nibble i of blocks[n, g]) * 2 ** (scales[n, g] - 127)
+
+    Tensors are named as the parameter, with `_blocks` and `_scales` behind it.
+    """
+
+    main: ClassVar[str] = ".weight_blocks"
+
+    def describe(self) -> str:
+        return "MXFP4 in blocks, as gpt-oss"
+
+    def size(
+        self, tensors: Mapping[str, TensorInfo], read: Callable[[str], AnyArray]
+    ) -> tuple[int, int]:
+        shape = tensors[self.main].shape
+        if len(shape) != 3:
+            raise Inconsistent(f"weight_blocks {list(shape)} is not [out, in / 32, 16]")
+        return shape[0], 32 * shape[1]
+
+    def layout(self, out: int, depth: int) -> dict[str, Expected]:
+        return {
+            ".weight_blocks": expect((out, depth // 32, 16), dtypes="uint8"),
+            ".weight_scales": expect((out, depth // 32), dtypes="uint8"),
+        }
+
+    def decode(
+        self, tensors: Mapping[str, Array], size: tuple[int, int], order: Array | None
+    ) -> Mxfp4Codes:
+        return decode_blocks(tensors[".weight_blocks"], tensors[".weight_scales"])
+
+
+def decode_blocks(blocks: Array, scales: Array) -> Mxfp4Codes:
+    """From uint8 [..., out, in / 32, 16], low halves first, and exponents [..., out, in / 32].
+
+    A model of experts has one axis before those.
+    """
+    codes = nibble_pairs(blocks)
+    return Mxfp4Codes(codes.reshape(*blocks.shape[:-2], -1), scales)

@@ -1,0 +1,31 @@
+"""Weights whose inputs are stored in another order, so that groups of them lie together."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxserve_kernels.weights.int4 import Int4Weight
+
+
+class OrderedWeight(NamedTuple):
+    """weight[n, order[i]] = stored[n, i]: the product takes its inputs in that order.
+
+    GPTQ with activation order quantises the inputs with the largest activations first; those that
+    share a scale are then scattered. Stored side by side they are groups like any other's.
+    """
+
+    stored: Int4Weight
+    order: Array  # int32 [..., in]: a permutation
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[..., out, in]"""
+        return self.stored.shape
+
+    def dequantize(self) -> Array:
+        """float32 [..., out, in]: the definition of what the codes mean."""
+        place = jnp.argsort(self.order, axis=-1)[..., None, :]
+        return jnp.take_along_axis(self.stored.dequantize(), place, axis=-1)
