@@ -35,6 +35,19 @@ from rich.table import Table
 from jaxserve.config import NAMED_MODELS, ModelSpec
 from jaxserve_kernels import weights
 from jaxserve_kernels.matmul import gated_linear, linear
+from jaxserve_kernels.weights.iq2_xxs import Iq2XxsWeight
+
+
+def random_iq2_xxs(weight: jax.Array) -> Iq2XxsWeight:
+    """Any codes of the right shape: what they are makes no difference in time."""
+    out, depth = weight.shape
+    key = jax.random.key(depth)
+    return Iq2XxsWeight(
+        points=jax.random.bits(key, (out, depth // 8), jnp.uint8),
+        signs=jax.random.bits(key, (out, depth // 32), jnp.uint32),
+        d=jnp.full((out, depth // 256), 1e-3, jnp.float16),
+    )
+
 
 QUANTIZE: dict[str, Callable[[jax.Array], Any]] = {
     "bf16": lambda weight: weight,
@@ -44,6 +57,7 @@ QUANTIZE: dict[str, Callable[[jax.Array], Any]] = {
     "int8": weights.quantize_int8,
     "nvfp4": weights.quantize_nvfp4,
     "mxfp4": weights.quantize_mxfp4,
+    "iq2_xxs": random_iq2_xxs,
 }
 RUNS = 5
 """Of each program; the fastest counts."""
@@ -228,9 +242,22 @@ def build(case: Case, stacked: Any) -> tuple[Any, jax.Array, int]:
 
 
 def product_of(case: Case, x: jax.Array, weight: Any) -> jax.Array:
+    if isinstance(weight, Iq2XxsWeight):
+        return iq2_xxs_product(case, x, weight)
     if case.product.gated:
         return gated_linear(x, weight)
     return linear(x, weight, jnp.float32 if case.product.head else x.dtype)
+
+
+def iq2_xxs_product(case: Case, x: jax.Array, weight: Iq2XxsWeight) -> jax.Array:
+    """The engine does not serve this format: its kernels are called here."""
+    from jaxserve_kernels.quantized_matmul import triton_iq2_xxs  # needs Triton
+
+    product = triton_iq2_xxs.linear(x, weight)
+    if case.product.gated:
+        gate, up = jnp.split(product, 2, axis=-1)
+        product = jax.nn.silu(gate) * up
+    return product if case.product.head else product.astype(x.dtype)
 
 
 def describe(case: Case, micros: dict[Case, float], bandwidth: float, flops: float) -> Timing:

@@ -122,7 +122,7 @@ def forward(
     """
     x = take_rows(params.embedding, tokens.ids, params.final_norm.dtype)
     tables = rope_tables(spec, tokens.places.positions)
-    layers = _views(params.layers)
+    layers = layer_views(params.layers)
     normed = rms_norm(x, layers[0].attention_norm, spec.norm_eps)
     next_norms = [*(layer.attention_norm for layer in layers[1:]), params.final_norm]
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
@@ -150,7 +150,7 @@ def logits(params: Params, hidden: Array) -> Array:
     return sum_parts(linear(hidden, head, jnp.float32), jnp.float32)
 
 
-def _views(layers: tuple[Layer, ...] | Layer) -> tuple[Layer, ...]:
+def layer_views(layers: tuple[Layer, ...] | Layer) -> tuple[Layer, ...]:
     """The layers one by one; XLA reads a stacked weight in place at its layer's offset."""
     if not isinstance(layers, Layer):
         return layers

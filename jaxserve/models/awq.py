@@ -1,0 +1,115 @@
+"""Activation-aware quantisation of a decoder layer: where the factors of each matrix go."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxserve.config import ModelSpec
+from jaxserve.models.calibration import LayerInputs
+from jaxserve.models.qwen3 import Layer
+from jaxserve_kernels.weights import (
+    QUANTIZED,
+    Int4Weight,
+    OrderedWeight,
+    Weight,
+    quantize_int4,
+)
+from jaxserve_kernels.weights.awq import (
+    InputStatistics,
+    output_error,
+    quantize_int4_clipped,
+    search_scale,
+)
+
+
+class Quantized(NamedTuple):
+    """A layer with quantised matrices, and the relative error of each product."""
+
+    layer: Layer
+    errors: LayerInputs[Array]
+    """sqrt(mean |y' - y|^2 / mean |y|^2) over the calibration data."""
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def quantize_layer_awq(
+    layer: Layer, inputs: LayerInputs[InputStatistics], spec: ModelSpec
+) -> Quantized:
+    """Search, fold, clip and round the four matrices.
+
+    A matrix's factors come off its inputs where these are made: in the norms before qkv and
+    gate_up, in the rows of values before out (one factor for all query heads that share a value),
+    in the rows of up before down. Norms are rounded to their dtype first and factors taken from
+    what that leaves, so that folding changes nothing else.
+    """
+    attention_norm, attention_scale = _folded(layer.attention_norm, _scale(layer.qkv, inputs.qkv))
+    mlp_norm, mlp_scale = _folded(layer.mlp_norm, _scale(layer.gate_up, inputs.gate_up))
+    value_scale = _shared(_scale(layer.out, _of_values(inputs.out, spec)), spec)
+    down_scale = _scale(layer.down, inputs.down)
+    qkv = jnp.ones(layer.qkv.shape[0]).at[-spec.kv_size :].set(_once(value_scale, spec))
+    gate_up = jnp.ones(2 * spec.ffn).at[spec.ffn :].set(down_scale)
+    matrices = LayerInputs(
+        qkv=_matrix(layer.qkv, inputs.qkv, attention_scale, qkv),
+        out=_matrix(layer.out, inputs.out, value_scale),
+        gate_up=_matrix(layer.gate_up, inputs.gate_up, mlp_scale, gate_up),
+        down=_matrix(layer.down, inputs.down, down_scale),
+    )
+    quantized = {name: weight for name, (weight, _) in matrices._asdict().items()}
+    return Quantized(
+        layer._replace(attention_norm=attention_norm, mlp_norm=mlp_norm, **quantized),
+        LayerInputs(*(error for _, error in matrices)),
+    )
+
+
+def _scale(weight: Weight, inputs: InputStatistics) -> Array:
+    return search_scale(_plain(weight), inputs, lambda wide: quantize_int4(wide).dequantize())
+
+
+def _plain(weight: Weight) -> Array:
+    assert not isinstance(weight, (*QUANTIZED, OrderedWeight)), "it is quantised already"
+    return weight
+
+
+def _of_values(inputs: InputStatistics, spec: ModelSpec) -> InputStatistics:
+    """With the mean of all query heads that share a value: [q_size] as before."""
+    return inputs._replace(mean=_shared(inputs.mean, spec))
+
+
+def _shared(values: Array, spec: ModelSpec) -> Array:
+    """[q_size], the query heads of each value with their mean."""
+    heads = values.reshape(spec.kv_heads, -1, spec.head_dim)
+    return jnp.broadcast_to(jnp.mean(heads, axis=1, keepdims=True), heads.shape).reshape(-1)
+
+
+def _once(values: Array, spec: ModelSpec) -> Array:
+    """[q_size] of shared values to [kv_size]."""
+    return values.reshape(spec.kv_heads, -1, spec.head_dim)[:, 0].reshape(-1)
+
+
+def _folded(norm: Array, scale: Array) -> tuple[Array, Array]:
+    """The norm's weight divided by `scale`, and the factors that this really is."""
+    wide = norm.astype(jnp.float32)
+    divided = (wide / scale).astype(norm.dtype)
+    exact = wide / jnp.where(divided == 0, 1.0, divided.astype(jnp.float32))
+    usable = (divided != 0) & (exact != 0)
+    return jnp.where(usable, divided, norm), jnp.where(usable, exact, 1.0)
+
+
+def _matrix(
+    weight: Weight, inputs: InputStatistics, scale: Array, rows: Array | None = None
+) -> tuple[Int4Weight, Array]:
+    """weight * scale / rows[:, None], clipped and rounded; and the product's relative error.
+
+    `inputs` are those before they are divided by `scale`.
+    """
+    wide = _plain(weight).astype(jnp.float32)
+    divisor = jnp.ones((1, 1)) if rows is None else rows[:, None]
+    moment = inputs.moment / scale / scale[:, None]
+    rounded = quantize_int4_clipped(wide * scale / divisor, moment)
+    difference = rounded.dequantize() * divisor / scale - wide
+    error = output_error(difference, inputs.moment) / output_error(wide, inputs.moment)
+    return rounded, jnp.sqrt(error)

@@ -1,0 +1,75 @@
+"""IQ2_XXS: bytes as GGUF files have them mean what the format defines."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from jaxserve_kernels.weights.iq2_xxs import BLOCK_BYTES, grid, read_iq2_xxs
+
+
+def test_the_grid_is_that_of_the_format() -> None:
+    """Some entries as ggml writes them, eight bytes from the high one down, and what all share."""
+    points = grid()
+    for index, text in {
+        0: "0808080808080808",
+        1: "080808080808082b",
+        2: "0808080808081919",
+        255: "2b2b2b1908081908",
+    }.items():
+        assert bytes(points[index][::-1].tolist()).hex() == text
+    numbers = [int(bytes(point[::-1].tolist()).hex(), 16) for point in points]
+    assert numbers == sorted(set(numbers))
+    assert ((points == 25).sum(axis=1) % 2 == 0).all()
+
+
+def dequantize_block(block: bytes) -> list[float]:
+    """One weight at a time, from the definition."""
+    weights: list[float] = []
+    d = float(np.frombuffer(block[:2], "<f2")[0])
+    points = grid().tolist()
+    for start in range(2, BLOCK_BYTES, 8):
+        word = int.from_bytes(block[start + 4 : start + 8], "little")
+        scale = d * (0.5 + (word >> 28)) * 0.25
+        for eighth in range(4):
+            code = (word >> (7 * eighth)) & 127
+            signs = [(code >> i) & 1 for i in range(7)]
+            signs.append(sum(signs) % 2)
+            point = points[block[start + eighth]]
+            weights += [scale * (-v if s else v) for v, s in zip(point, signs, strict=True)]
+    return weights
+
+
+def random_bytes(rows: int, blocks: int) -> NDArray[np.uint8]:
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, (rows, blocks, BLOCK_BYTES), np.uint8)
+    d = rng.uniform(1e-4, 1e-2, (rows, blocks, 1)).astype("<f2")
+    data[..., :2] = d.view(np.uint8)
+    return data.reshape(rows, -1)
+
+
+def test_blocks_are_dequantised_as_their_definition_says() -> None:
+    data = random_bytes(3, 2)
+    expected = [
+        dequantize_block(row[:BLOCK_BYTES].tobytes())
+        + dequantize_block(row[BLOCK_BYTES:].tobytes())
+        for row in data
+    ]
+    found = read_iq2_xxs(data).dequantize()
+    np.testing.assert_array_equal(np.asarray(found), np.float32(expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 64, 200])
+def test_products_are_those_with_the_dequantised_weight(tokens: int) -> None:
+    from jaxserve_kernels.quantized_matmul import triton_iq2_xxs as kernels
+
+    weight = read_iq2_xxs(random_bytes(128, 10))
+    plain = np.asarray(weight.dequantize().astype(jnp.bfloat16), np.float32)
+    np.testing.assert_array_equal(np.asarray(kernels.dequantize(weight), np.float32), plain)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(tokens, 2560)), jnp.bfloat16)
+    product = kernels.linear(x, weight)
+    expected = np.asarray(x, np.float32) @ plain.T
+    np.testing.assert_allclose(product, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
