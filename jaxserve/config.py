@@ -130,9 +130,6 @@ def _unsupported(config: Mapping[str, Any]) -> list[str]:
         problems.append("attention_bias is true, Qwen3 attention has no bias")
     if config.get("use_sliding_window"):
         problems.append("use_sliding_window is true, sliding windows are not supported")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        problems.append(f"quantization_config names {method!r}, which is not supported yet")
     if config.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act is {config['hidden_act']!r}, supported: 'silu'")
     return problems

@@ -20,6 +20,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 import jaxserve.models
+import jaxserve_checkpoints.quantized
 import jaxserve_kernels.weights
 from jaxserve.cli import Options
 from jaxserve.config import ConfigError
@@ -32,15 +33,18 @@ from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_checkpoints.load import (
     Encode,
     Progress,
+    Stored,
     as_stored,
     direct_sources,
     encoded_abstract,
     load_params,
+    packed_leaves,
 )
-from jaxserve_checkpoints.naming import AnyRule
+from jaxserve_checkpoints.naming import AnyRule, resolve_rules
 from jaxserve_checkpoints.native import NativeCheckpoint, open_native
 from jaxserve_checkpoints.native_writer import Busy, discard
-from jaxserve_checkpoints.reader import Checkpoint, CheckpointError, open_checkpoint
+from jaxserve_checkpoints.quantized import QuantizedCheckpoint, detect
+from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
 from jaxserve_checkpoints.staging import StagingProgram, staging_programs, stream
 
 log = logging.getLogger(__name__)
@@ -55,6 +59,8 @@ class WeightPlan:
 
     folder: Path | None
     """None: random ones."""
+    checkpoint: Stored | None
+    """Of `folder`, opened, if it is not one of the engine's own."""
     rules: tuple[AnyRule, ...]
     plain: qwen3.Params
     """Shapes and dtypes before `encode`."""
@@ -88,24 +94,30 @@ def plan_weights(
     Raises:
       ConfigError: a quantisation that the shapes do not allow, or that a converted checkpoint
         does not have.
-      CheckpointError: a converted checkpoint that cannot be read.
+      CheckpointError: a converted or quantised checkpoint that cannot be read.
     """
     plain = qwen3.abstract(source.spec, dtype, stacked=stacked)
-    found, keep_in, made_from = None, None, {}
+    rules = qwen3.rules(source.spec)
+    found, checkpoint, keep_in, made_from = None, None, None, {}
     if source.folder is not None and (source.folder / native.FILE).exists():
         found = open_native(source.folder)
         _check_flags(options, found)
         encode, encoded = as_stored, found.encoded(plain)
     else:
         wanted = quantization(options)
-        encode = wanted.encoder(source.spec)
-        encoded = encoded_abstract(plain, encode)
+        encode, packed = wanted.encoder(source.spec), {}
+        if source.folder is not None:
+            checkpoint = _open(source.folder, wanted)
+        if isinstance(checkpoint, QuantizedCheckpoint):
+            packed = packed_leaves(checkpoint, resolve_rules(rules, plain, checkpoint))
+        encoded = encoded_abstract(plain, encode, packed)
         if source.folder is not None and wanted.changes_anything and options.keep_converted:
             made_from = describe(source.folder, wanted, dtype)
             keep_in = cache / "checkpoints" / f"{source.file_name}-{_digest(made_from)}"
     return WeightPlan(
         folder=source.folder,
-        rules=qwen3.rules(source.spec),
+        checkpoint=checkpoint,
+        rules=rules,
         plain=plain,
         encode=encode,
         encoded=encoded,
@@ -138,7 +150,8 @@ def convert_model(options: Options, source: ModelSource, out: Path, progress: Pr
     assert source.folder is not None
     if (source.folder / native.FILE).exists():
         raise ConfigError(f"{source.folder} is converted already: convert the original")
-    checkpoint, wanted = open_checkpoint(source.folder), quantization(options)
+    wanted = quantization(options)
+    checkpoint = _open(source.folder, wanted)
     dtype = checkpoint.main_dtype if options.dtype == "auto" else np.dtype(options.dtype)
     return convert(
         checkpoint,
@@ -149,6 +162,29 @@ def convert_model(options: Options, source: ModelSource, out: Path, progress: Pr
         made_from=describe(source.folder, wanted, dtype),
         progress=progress,
     )
+
+
+def _open(folder: Path, wanted: Quantization) -> Stored:
+    """A folder's checkpoint, which may be quantised already.
+
+    Raises:
+      ConfigError: it is, and the flags want to quantise the layers.
+      CheckpointError: damaged, or quantised in a way that is not supported.
+    """
+    checkpoint, format = open_checkpoint(folder), detect(folder)
+    if format is None:
+        return checkpoint
+    if wanted.layers is not None:
+        raise ConfigError(
+            f"--quantization {wanted.layers}: {folder} is quantised already "
+            f"({format.describe()}); leave the flag away, or take the original"
+        )
+    stored = QuantizedCheckpoint(checkpoint, format)
+    log.info("%s: %s, %d matrices", folder, format.describe(), len(stored.modules))
+    if stored.unused:
+        kinds = sorted({name.rpartition(".")[2] for name in stored.unused})
+        log.info("%d tensors are not used: %s", len(stored.unused), ", ".join(kinds))
+    return stored
 
 
 def describe(folder: Path, wanted: Quantization, dtype: DTypeLike) -> dict[str, Any]:
@@ -174,7 +210,7 @@ def weight_loader(plan: WeightPlan, executables: Executables) -> Callable[[Progr
     if plan.native is not None:
         own = plan.native
         return lambda progress: _load_native(plan, own, executables, progress)
-    checkpoint = open_checkpoint(plan.folder)
+    checkpoint = plan.checkpoint or open_checkpoint(plan.folder)
     direct = direct_sources(checkpoint, plan.rules, plan.plain)
 
     def load(progress: Progress) -> qwen3.Params:
@@ -210,7 +246,7 @@ def _load_native(
 def _kept(
     plan: WeightPlan,
     folder: Path,
-    checkpoint: Checkpoint,
+    checkpoint: Stored,
     executables: Executables,
     progress: Progress,
 ) -> qwen3.Params | None:
@@ -228,7 +264,7 @@ def _kept(
     return None
 
 
-def _convert(plan: WeightPlan, folder: Path, checkpoint: Checkpoint, progress: Progress) -> None:
+def _convert(plan: WeightPlan, folder: Path, checkpoint: Stored, progress: Progress) -> None:
     log.info("quantising the weights, once: they are kept in %s", folder)
     convert(
         checkpoint,
@@ -260,7 +296,7 @@ def _check_flags(options: Options, found: NativeCheckpoint) -> None:
 def _code_digest() -> str:
     """Of the sources that say what a quantised weight is."""
     digest = hashlib.sha256()
-    for package in (jaxserve_kernels.weights, jaxserve.models):
+    for package in (jaxserve_kernels.weights, jaxserve.models, jaxserve_checkpoints.quantized):
         for path in sorted(Path(package.__path__[0]).glob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -10,15 +10,29 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve_checkpoints.load import Encode, Progress, encoded_abstract, encoded_parts
-from jaxserve_checkpoints.naming import AnyRule, LeafPart, leaf_nbytes, leaf_parts, leaf_paths
+from jaxserve_checkpoints.load import (
+    Encode,
+    Progress,
+    Stored,
+    encoded_abstract,
+    encoded_parts,
+    packed_leaves,
+)
+from jaxserve_checkpoints.naming import (
+    AnyRule,
+    LeafPart,
+    leaf_nbytes,
+    leaf_parts,
+    leaf_paths,
+    resolve_rules,
+)
 from jaxserve_checkpoints.native import FILE, open_native, types_of
 from jaxserve_checkpoints.native_writer import NativeWriter
-from jaxserve_checkpoints.reader import Checkpoint, CheckpointError
+from jaxserve_checkpoints.reader import CheckpointError
 
 
 def convert(
-    checkpoint: Checkpoint,
+    checkpoint: Stored,
     rules: Sequence[AnyRule],
     abstract: Any,
     encode: Encode,
@@ -51,7 +65,8 @@ def convert(
             )
         found.verify()
         return folder / FILE
-    encoded = encoded_abstract(abstract, encode)
+    packed = packed_leaves(checkpoint, resolve_rules(rules, abstract, checkpoint))
+    encoded = encoded_abstract(abstract, encode, packed)
     nodes = jax.tree.structure(abstract).flatten_up_to(encoded)
     owners = dict(zip((path for path, _ in leaf_paths(abstract)), nodes, strict=True))
     tensors = {part.path: part.leaf for part in leaf_parts(encoded)}

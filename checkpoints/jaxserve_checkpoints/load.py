@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -20,14 +21,18 @@ from jaxserve_checkpoints.naming import (
     leaf_paths,
     resolve_rules,
 )
-from jaxserve_checkpoints.reader import AnyArray, Checkpoint, Segment
+from jaxserve_checkpoints.quantized.modules import PackedModules, QuantizedCheckpoint
+from jaxserve_checkpoints.reader import AnyArray, Checkpoint, CheckpointError, Segment
 from jaxserve_checkpoints.staging import LeafBytes
 
 type Progress = Callable[[int, int], None]
 """Called with (bytes on the device, bytes of the whole tree)."""
 
-type Place = Callable[[AnyArray, Any], jax.Array]
-"""Puts a host array onto a device, given the leaf's sharding or None."""
+type Place = Callable[[Any, Any], Any]
+"""Puts a host array, or a tree of them, onto a device, given the leaf's sharding or None."""
+
+type Stored = Checkpoint | QuantizedCheckpoint
+"""Parts of a quantised one that are quantised already are decoded; `encode` does not see them."""
 
 type Encode = Callable[[str, jax.Array], Any]
 """Given the path of a part and its array on the device, what the tree holds in its place: a
@@ -46,7 +51,7 @@ def as_stored(path: str, array: jax.Array) -> jax.Array:
 
 
 def load_params[Tree](
-    checkpoint: Checkpoint,
+    checkpoint: Stored,
     rules: Sequence[AnyRule],
     abstract: Tree,
     *,
@@ -65,7 +70,7 @@ def load_params[Tree](
     """
     sources = resolve_rules(rules, abstract, checkpoint)
     total = sum(leaf_nbytes(source.leaf) for source in sources)
-    filling = Filling(abstract, encode)
+    filling = Filling(abstract, encode, packed_leaves(checkpoint, sources))
     placed: list[LeafSource] = []
 
     def settle() -> None:
@@ -87,7 +92,7 @@ def load_params[Tree](
 
 
 def encoded_parts(
-    checkpoint: Checkpoint,
+    checkpoint: Stored,
     rules: Sequence[AnyRule],
     abstract: Any,
     encode: Encode,
@@ -105,18 +110,39 @@ def encoded_parts(
             array = jax.device_put(host.result(), source.leaf.sharding)
             following = sources[index + 1 : index + 2]
             host = pool.submit(assemble, checkpoint, following[0]) if following else None
-            yield source.part, jax.block_until_ready(encode(source.path, array))
+            yield source.part, jax.block_until_ready(_encoded(encode, source.path, array))
             _release(checkpoint, [source])
 
 
+def packed_leaves(checkpoint: Stored, sources: Sequence[LeafSource]) -> dict[str, PackedModules]:
+    """Leaves of the tree that the checkpoint has quantised, with ShapeDtypeStructs for arrays.
+
+    CheckpointError: layers that are stacked in one leaf but not alike.
+    """
+    if isinstance(checkpoint, Checkpoint):
+        return {}
+    found: dict[str, PackedModules | None] = {}
+    for source in sources:
+        packed = checkpoint.packed(source.tensors, source.path)
+        packed = None if packed is None else packed.abstract
+        if found.setdefault(source.part.owner, packed) != packed:
+            raise CheckpointError(
+                f"{checkpoint.folder}: {source.path} is not quantised as the same matrix of the "
+                "layers before it; supported is one format for all layers"
+            )
+    return {path: packed for path, packed in found.items() if packed is not None}
+
+
 def direct_sources(
-    checkpoint: Checkpoint, rules: Sequence[AnyRule], abstract: Any
+    checkpoint: Stored, rules: Sequence[AnyRule], abstract: Any
 ) -> list[LeafBytes] | None:
     """Where the bytes of each leaf lie, if all leaves are bytes of the checkpoint as they stand:
     no cast, concatenation on the first axis only. Otherwise None.
 
     CheckpointError: see `resolve_rules`.
     """
+    if isinstance(checkpoint, QuantizedCheckpoint):
+        return None
     segments: dict[str, list[Segment]] = {}
     for source in resolve_rules(rules, abstract, checkpoint):
         dtypes = {checkpoint.dtype(name) for name in source.tensors}
@@ -132,19 +158,25 @@ class Filling[Tree]:
     so that no second copy of them is ever on the device and no hole is left in its memory.
     """
 
-    def __init__(self, abstract: Tree, encode: Encode = as_stored):
+    def __init__(
+        self,
+        abstract: Tree,
+        encode: Encode = as_stored,
+        packed: Mapping[str, PackedModules] = MappingProxyType({}),
+    ):
+        """`packed`: see `packed_leaves`."""
         self._abstract = abstract
         self._encode = encode
-        shapes = _encoded_leaves(abstract, encode)
+        shapes = _encoded_leaves(abstract, encode, packed)
         self._leaves: dict[str, Any] = {}
         for part in leaf_parts(abstract):
             if part.layer == 0:
                 zeros = functools.partial(_zeros, part.leaf.sharding)
                 self._leaves[part.owner] = jax.tree.map(zeros, shapes[part.owner])
 
-    def put(self, part: LeafPart, array: jax.Array) -> None:
+    def put(self, part: LeafPart, array: jax.Array | PackedModules) -> None:
         """Take one part; each part of the tree exactly once."""
-        encoded = self._encode(part.path, array)
+        encoded = _encoded(self._encode, part.path, array)
         if part.layer is None:
             self._leaves[part.owner] = encoded
         else:
@@ -162,13 +194,27 @@ class Filling[Tree]:
         return jax.tree.unflatten(jax.tree.structure(self._abstract), leaves)
 
 
-def encoded_abstract[Tree](abstract: Tree, encode: Encode) -> Tree:
-    """Shapes and dtypes of the tree that is `abstract` put through `encode`."""
-    leaves = list(_encoded_leaves(abstract, encode).values())
+def encoded_abstract[Tree](
+    abstract: Tree,
+    encode: Encode,
+    packed: Mapping[str, PackedModules] = MappingProxyType({}),
+) -> Tree:
+    """Shapes and dtypes of the tree that is `abstract` put through `encode`.
+
+    Args:
+      packed: see `packed_leaves`.
+    """
+    leaves = list(_encoded_leaves(abstract, encode, packed).values())
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
 
-def _encoded_leaves(abstract: Any, encode: Encode) -> dict[str, Any]:
+def _encoded(encode: Encode, path: str, array: Any) -> Any:
+    return array.decode() if isinstance(array, PackedModules) else encode(path, array)
+
+
+def _encoded_leaves(
+    abstract: Any, encode: Encode, packed: Mapping[str, PackedModules]
+) -> dict[str, Any]:
     """What stands in each leaf's place, in leaf order; stacked leaves keep their leading axis."""
     counts = {path: leaf.shape[0] for path, leaf in leaf_paths(abstract) if leaf.shape}
     encoded: dict[str, Any] = {}
@@ -176,7 +222,8 @@ def _encoded_leaves(abstract: Any, encode: Encode) -> dict[str, Any]:
         if part.owner in encoded:
             continue
         leading = () if part.layer is None else (counts[part.owner],)
-        shapes = jax.eval_shape(functools.partial(encode, part.path), part.leaf)
+        stored = packed.get(part.owner, part.leaf)
+        shapes = jax.eval_shape(functools.partial(_encoded, encode, part.path), stored)
         encoded[part.owner] = jax.tree.map(functools.partial(_with_leading, leading), shapes)
     return encoded
 
@@ -194,8 +241,13 @@ def _write(stacked: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(stacked, part, index, 0)
 
 
-def assemble(checkpoint: Checkpoint, source: LeafSource) -> AnyArray:
+def assemble(checkpoint: Stored, source: LeafSource) -> AnyArray | PackedModules:
     """Host array of one leaf: a view of the file where nothing has to change, else a new array."""
+    if isinstance(checkpoint, QuantizedCheckpoint):
+        packed = checkpoint.packed(source.tensors, source.path)
+        if packed is not None:
+            return packed
+        checkpoint = checkpoint.checkpoint
     dtype = np.dtype(source.leaf.dtype)
     parts = [checkpoint.read(name) for name in source.tensors]
     if len(parts) == 1 and parts[0].dtype == dtype and parts[0].flags.aligned:
@@ -232,7 +284,7 @@ def _groups(sources: list[LeafSource], limit: int) -> Iterator[list[LeafSource]]
         yield group
 
 
-def _release(checkpoint: Checkpoint, sources: list[LeafSource]) -> None:
+def _release(checkpoint: Stored, sources: list[LeafSource]) -> None:
     for source in sources:
         for name in source.tensors:
             checkpoint.release(name)

@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
-from jaxserve_checkpoints.reader import Checkpoint, CheckpointError
+from jaxserve_checkpoints.reader import CheckpointError
 
 _MAX_PROBLEMS = 20
 _WORD = re.compile(r"\{(\w+)\}")
@@ -61,6 +62,18 @@ class Repeat:
 
 
 type AnyRule = Rule | Ignore | Repeat
+
+
+class Tensors(Protocol):
+    """What is asked of a checkpoint here."""
+
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    def __contains__(self, name: object) -> bool: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype(self, name: str) -> np.dtype[Any]: ...
 
 
 class LeafPart(NamedTuple):
@@ -127,9 +140,7 @@ def leaf_parts(tree: Any) -> list[LeafPart]:
     return parts
 
 
-def resolve_rules(
-    rules: Sequence[AnyRule], abstract: Any, checkpoint: Checkpoint
-) -> list[LeafSource]:
+def resolve_rules(rules: Sequence[AnyRule], abstract: Any, checkpoint: Tensors) -> list[LeafSource]:
     """Sources of every leaf of `abstract` (ShapeDtypeStructs), in leaf order.
 
     Every leaf is filled by exactly one Rule; every tensor fills one place, or an Ignore or Repeat
@@ -147,7 +158,7 @@ def resolve_rules(
 
 
 def _resolve_part(
-    rules: Sequence[Rule], part: LeafPart, checkpoint: Checkpoint, found: _Findings
+    rules: Sequence[Rule], part: LeafPart, checkpoint: Tensors, found: _Findings
 ) -> None:
     path = part.path
     matches = [(rule, match) for rule in rules if (match := _pattern(rule.leaf).fullmatch(path))]
@@ -174,7 +185,7 @@ def _substitute(source: str, numbers: dict[str, str]) -> str:
     return _WORD.sub(lambda match: numbers[match[1]], source)
 
 
-def _mismatches(source: LeafSource, checkpoint: Checkpoint) -> list[str]:
+def _mismatches(source: LeafSource, checkpoint: Tensors) -> list[str]:
     """What differs between a leaf and its tensors."""
     problems: list[str] = []
     shapes = [checkpoint.shape(name) for name in source.tensors]
@@ -214,7 +225,7 @@ def _castable(source: np.dtype[Any], target: Any) -> bool:
     return source == target or (source.name in floats and target.name in floats)
 
 
-def _check_usage(rules: Sequence[AnyRule], checkpoint: Checkpoint, found: _Findings) -> None:
+def _check_usage(rules: Sequence[AnyRule], checkpoint: Tensors, found: _Findings) -> None:
     """Every tensor is used once, or declared as one that may be left over."""
     used = Counter(name for source in found.sources for name in source.tensors)
     found.problems += [
@@ -235,7 +246,7 @@ def _check_usage(rules: Sequence[AnyRule], checkpoint: Checkpoint, found: _Findi
             )
 
 
-def _report(checkpoint: Checkpoint, problems: list[str]) -> str:
+def _report(checkpoint: Tensors, problems: list[str]) -> str:
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines = [f"{checkpoint.folder}: does not fit the model, {count}:"]
     lines += problems[:_MAX_PROBLEMS]

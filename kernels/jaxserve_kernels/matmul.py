@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxserve_kernels import dense_matmul, quantized_matmul
 from jaxserve_kernels.dense_matmul import sum_parts as sum_parts
 from jaxserve_kernels.quantized_matmul.reference import take_quantized_rows
-from jaxserve_kernels.weights import QUANTIZED, OrderedWeight, Weight
+from jaxserve_kernels.weights import QUANTIZED, OrderedInt4Weight, Weight
 
 
 def linear(x: Array, weight: Weight, dtype: DTypeLike | None = None) -> Array:
@@ -17,7 +17,7 @@ def linear(x: Array, weight: Weight, dtype: DTypeLike | None = None) -> Array:
     Their sum over the first axis is the product: one part in `dtype` (x's if not given), or
     several in float32. Readers add them, by `sum_parts` or inside their own kernel.
     """
-    if isinstance(weight, OrderedWeight):
+    if isinstance(weight, OrderedInt4Weight):
         return linear(x[:, weight.order], weight.stored, dtype)
     if isinstance(weight, QUANTIZED):
         return quantized_matmul.linear(x, weight, dtype)
@@ -29,7 +29,7 @@ def gated_linear(x: Array, weight: Weight) -> Array:
 
     weight is [2 * ffn, in]: the rows of gate, then those of up.
     """
-    if isinstance(weight, OrderedWeight):
+    if isinstance(weight, OrderedInt4Weight):
         return gated_linear(x[:, weight.order], weight.stored)
     if isinstance(weight, QUANTIZED):
         return quantized_matmul.gated_linear(x, weight)
@@ -38,8 +38,6 @@ def gated_linear(x: Array, weight: Weight) -> Array:
 
 def take_rows(weight: Weight, ids: Array, dtype: DTypeLike) -> Array:
     """Rows `ids` [n] of a weight [out, in] as [n, in] in `dtype`: an embedding."""
-    if isinstance(weight, OrderedWeight):
-        weight = weight.stored
     if isinstance(weight, QUANTIZED):
         return take_quantized_rows(weight, ids).astype(dtype)
     return weight[ids].astype(dtype)

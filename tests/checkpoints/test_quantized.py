@@ -18,7 +18,7 @@ from jaxserve_checkpoints.quantized.format import nibble_pairs, nibbles, order_o
 from jaxserve_checkpoints.quantized.mxfp4 import decode_blocks
 from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
 from jaxserve_kernels.matmul import linear, sum_parts
-from jaxserve_kernels.weights import Fp8Weight, Int4Weight, OrderedWeight, Weight
+from jaxserve_kernels.weights import Fp8Weight, Int4Weight, OrderedInt4Weight, Weight
 from tests.checkpoints import quantized_files as files
 
 SIZES = {"q": (64, 256), "k": (32, 256), "v": (32, 256)}
@@ -89,7 +89,7 @@ def test_kernels_get_groups_and_zeros_that_they_know(tmp_path: Path) -> None:
 def test_a_product_takes_its_inputs_in_the_order_of_their_groups(tmp_path: Path) -> None:
     weights = files.save(tmp_path, files.KINDS["gptq-act-order"], SIZES, 1)
     weight = read(tmp_path)
-    assert isinstance(weight, OrderedWeight)
+    assert isinstance(weight, OrderedInt4Weight)
     x = np.random.default_rng(0).normal(size=(3, 256)).astype(np.float32)
     product = jax.jit(lambda *args: sum_parts(linear(*args), args[0].dtype))(x, weight)
     expected = x @ np.concatenate(list(weights.values())).T

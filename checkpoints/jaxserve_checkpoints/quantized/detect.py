@@ -35,9 +35,9 @@ def detect(folder: Path) -> Format | None:
 
     CheckpointError: an unknown one, or settings of it that are not supported, with both named.
     """
-    config = _read(folder / "config.json").get("quantization_config")
     source = "config.json"
-    if not config and (folder / "hf_quant_config.json").is_file():
+    config = _read(folder / source).get("quantization_config") if _is(folder, source) else None
+    if not config and _is(folder, "hf_quant_config.json"):
         source = "hf_quant_config.json"
         config = {"quant_method": "modelopt", **_read(folder / source).get("quantization", {})}
     if not config:
@@ -198,6 +198,10 @@ def _group_size(value: Any) -> int:
     if not isinstance(value, int) or (value != -1 and (value < 16 or value % 16)):
         raise _Unsupported(f"group_size is {value!r}, supported: multiples of 16, and -1 for a row")
     return value
+
+
+def _is(folder: Path, name: str) -> bool:
+    return (folder / name).is_file()
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxserve_checkpoints.quantized.format import Codes, Expected, Format, Inconsistent, TensorInfo
 from jaxserve_checkpoints.reader import AnyArray, Checkpoint, CheckpointError
-from jaxserve_kernels.weights import Int4Weight, OrderedWeight, Weight, layout
+from jaxserve_kernels.weights import Int4Weight, OrderedInt4Weight, Weight, layout
 
 _MAX_PROBLEMS = 20
 
@@ -49,6 +49,11 @@ class PackedModules:
     format: Format
     sizes: tuple[tuple[int, int], ...]
 
+    @property
+    def abstract(self) -> PackedModules:
+        """With ShapeDtypeStructs for arrays."""
+        return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), self)
+
     def decode(self) -> Weight:
         """The weight in a type of this engine; on the device, compiled once per shape."""
         return _decode(self)
@@ -65,7 +70,7 @@ def _decode(packed: PackedModules) -> Weight:
     if packed.order is None:
         return weight
     assert isinstance(weight, Int4Weight)
-    return OrderedWeight(weight, packed.order)
+    return OrderedInt4Weight(weight.packed, weight.scale, packed.order, weight.zero)
 
 
 class QuantizedCheckpoint:
@@ -121,6 +126,12 @@ class QuantizedCheckpoint:
         if self.module(name) is None:
             return self.checkpoint.dtype(name)
         return np.dtype(ml_dtypes.bfloat16)
+
+    @property
+    def main_dtype(self) -> np.dtype[Any]:
+        """Of what is not quantised: of its largest tensor."""
+        plain = [name for name in self.names if self.module(name) is None]
+        return self.checkpoint.dtype(max(plain, key=self.checkpoint.nbytes))
 
     def module(self, name: str) -> Module | None:
         """The quantised module that the tensor `name` stands for, if it does."""

@@ -18,9 +18,11 @@ from jaxserve_kernels.weights.fp4 import quantize_nvfp4 as quantize_nvfp4
 from jaxserve_kernels.weights.int4 import Int4Weight as Int4Weight
 from jaxserve_kernels.weights.int4 import pack_int4 as pack_int4
 from jaxserve_kernels.weights.int4 import quantize_int4 as quantize_int4
-from jaxserve_kernels.weights.ordered import OrderedWeight as OrderedWeight
+from jaxserve_kernels.weights.ordered import OrderedInt4Weight as OrderedInt4Weight
 
-type QuantizedWeight = Int4Weight | Int8Weight | Fp8Weight | Nvfp4Weight | Mxfp4Weight
-type Weight = Array | QuantizedWeight | OrderedWeight
+type QuantizedWeight = (
+    Int4Weight | Int8Weight | Fp8Weight | Nvfp4Weight | Mxfp4Weight | OrderedInt4Weight
+)
+type Weight = Array | QuantizedWeight
 
-QUANTIZED = (Int4Weight, Int8Weight, Fp8Weight, Nvfp4Weight, Mxfp4Weight)
+QUANTIZED = (Int4Weight, Int8Weight, Fp8Weight, Nvfp4Weight, Mxfp4Weight, OrderedInt4Weight)

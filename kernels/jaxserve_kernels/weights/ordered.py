@@ -10,15 +10,22 @@ from jax import Array
 from jaxserve_kernels.weights.int4 import Int4Weight
 
 
-class OrderedWeight(NamedTuple):
+class OrderedInt4Weight(NamedTuple):
     """weight[n, order[i]] = stored[n, i]: the product takes its inputs in that order.
 
     GPTQ with activation order quantises the inputs with the largest activations first; those that
     share a scale are then scattered. Stored side by side they are groups like any other's.
     """
 
-    stored: Int4Weight
+    packed: Array  # this and those below: see Int4Weight
+    scale: Array
     order: Array  # int32 [..., in]: a permutation
+    zero: Array | None = None
+
+    @property
+    def stored(self) -> Int4Weight:
+        """What inputs in that order are multiplied with."""
+        return Int4Weight(self.packed, self.scale, self.zero)
 
     @property
     def shape(self) -> tuple[int, ...]:
