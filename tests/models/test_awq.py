@@ -1,0 +1,73 @@
+"""Calibration reads what the model reads; AWQ folds its factors so that the layer stays itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.config import ModelSpec
+from jaxserve.models import qwen3
+from jaxserve.models.awq import quantize_layer_awq
+from jaxserve.models.calibration import layer_statistics, run_layer
+from jaxserve_checkpoints.dummy import dummy_params
+from jaxserve_checkpoints.load import load_params
+from jaxserve_checkpoints.reader import open_checkpoint
+from jaxserve_kernels.add_rms_norm import rms_norm
+from jaxserve_kernels.weights import quantize_int4
+from tests.tiny_model import SPEC
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "tied"
+SMALL = replace(SPEC, vocab_size=128, embed=256, ffn=256, head_dim=64, num_layers=1)
+
+
+def test_calibration_computes_what_transformers_computes() -> None:
+    spec = ModelSpec.from_hf(json.loads((GOLDEN / "config.json").read_text()))
+    abstract = qwen3.abstract(spec, jnp.float32)
+    params = load_params(open_checkpoint(GOLDEN), qwen3.rules(spec), abstract)
+    with np.load(GOLDEN / "golden.npz") as arrays:
+        tokens, logits = arrays["tokens_0"], arrays["logits_0"]
+
+    @jax.jit
+    def compute(params: qwen3.Params) -> jax.Array:
+        x = params.embedding[tokens]
+        for layer in params.layers:
+            x, _ = run_layer(layer, x, spec)
+        return qwen3.logits(params, rms_norm(x, params.final_norm, spec.norm_eps))
+
+    np.testing.assert_allclose(compute(params), logits, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_a_layer_quantised_by_awq_is_nearer_to_itself_than_one_rounded() -> None:
+    """Its factors are in norms, values and the gate's partner, and nowhere else."""
+    params = dummy_params(qwen3.abstract(SMALL, jnp.float32), 0)
+    layer = params.layers[0]
+    uneven = jnp.exp(jax.random.normal(jax.random.key(1), (SMALL.embed,)))
+    layer = layer._replace(
+        attention_norm=layer.attention_norm * uneven, mlp_norm=layer.mlp_norm * uneven
+    )
+    ids = jax.random.randint(jax.random.key(2), (2, 64), 0, SMALL.vocab_size)
+    plain = params._replace(layers=(layer,))
+    quantized, errors = quantize_layer_awq(layer, next(layer_statistics(plain, ids, SMALL)), SMALL)
+    rounded = layer._replace(
+        **{name: quantize_int4(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")}
+    )
+    run = jax.jit(partial(run_layer, spec=SMALL))
+    x = params.embedding[ids[0]]
+    expected = run(layer, x)[0] - x
+
+    def error(other: qwen3.Layer) -> float:
+        difference = run(other, x)[0] - x - expected
+        return float(jnp.sqrt(jnp.mean(difference**2) / jnp.mean(expected**2)))
+
+    assert error(quantized) < 0.8 * error(rounded)
+    assert all(0 < float(each) < 0.12 for each in errors)
+    np.testing.assert_array_equal(quantized.q_norm, layer.q_norm)
+    assert not np.array_equal(quantized.attention_norm, layer.attention_norm)
