@@ -48,6 +48,7 @@ class Holdings:
         seq.shared = seq.published = len(hit)
         seq.computed = len(hit) * self.page_size
         seq.prefill_end = len(seq.tokens)
+        seq.plain_until = 0
         return [PageEntry(seq.slot, index, page) for index, page in enumerate(seq.pages)]
 
     def grow(self, seq: Sequence) -> PageEntry:
@@ -58,12 +59,18 @@ class Holdings:
 
     def publish(self, seq: Sequence) -> None:
         """Its full pages, computed from tokens that the host knows, can be found from now on."""
+        if not self._sharing:
+            return
         full = min(seq.computed, len(seq.tokens)) // self.page_size
-        if full > seq.published and self._sharing:
+        if full > seq.published:
             hashes = seq.page_hashes(full, self.page_size)
             for index in range(seq.published, full):
                 self.pages.publish(seq.pages[index], hashes[index])
             seq.published = full
+
+    def next_full_page(self, seq: Sequence) -> int:
+        """How many tokens it has when there is a page more to publish."""
+        return (seq.published + 1) * self.page_size if self._sharing and seq.running else seq.limit
 
     def give_back(self, seq: Sequence) -> None:
         """Its slot and all its pages, which stay findable as far as they were published."""
@@ -71,7 +78,7 @@ class Holdings:
         self._free_slots.append(seq.slot)
         seq.pages = []
         seq.slot = NO_SLOT
-        seq.computed = seq.published = seq.shared = 0
+        seq.computed = seq.published = seq.shared = seq.plain_until = 0
 
     def check(self, running: Collection[Sequence]) -> None:
         """AssertionError unless these sequences hold everything that is not free."""

@@ -12,19 +12,18 @@ from jaxserve.api import (
     Overloaded,
     Rejected,
     Request,
-    Start,
     TokenEvent,
-    TokenLogprobs,
 )
 from jaxserve.config import CacheConfig, SchedulerConfig
-from jaxserve.plan import Admission, PageEntry, Row, Sampled, Scored, StepPlan
-from jaxserve.scheduler import prefix
+from jaxserve.plan import Admission, PageEntry, Row, Sampled, StepPlan
+from jaxserve.scheduler import prefix, results
 from jaxserve.scheduler.admission import OutputLengths, has_room, refuse_impossible
 from jaxserve.scheduler.budget import Decodes, Pending, TokenBudget
 from jaxserve.scheduler.guided import Guided
 from jaxserve.scheduler.holdings import Holdings, choose_victim
 from jaxserve.scheduler.pages import PagePool
 from jaxserve.scheduler.queue import WaitingQueue
+from jaxserve.scheduler.rows import admission, chunk_row, decode_row
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.step_times import StepTimes
 
@@ -185,7 +184,7 @@ class Scheduler:
             if budget:
                 budget -= self._plan_chunk(seq, budget, rows)
         while budget and (seq := self._admit(entries)):
-            admissions.append(_admission(seq))
+            admissions.append(admission(seq))
             budget -= self._plan_chunk(seq, budget, rows)
         if not rows:
             return None
@@ -203,7 +202,7 @@ class Scheduler:
                 prefilling.append(seq)
             elif start + 1 >= seq.limit:
                 ending = True  # its last token is in flight
-            elif not seq.guided_to_wait:  # otherwise the mask of its next token is computed
+            elif seq.guide is None or not seq.guided_to_wait:  # else its mask is computed
                 decoding.append(seq)
                 if start == len(seq.pages) * page_size:
                     growing.append(seq)
@@ -211,12 +210,7 @@ class Scheduler:
             idle = self._make_room(growing, ending)
             decoding = [seq for seq in decoding if seq.id not in idle]
         entries.extend(map(self._holdings.grow, growing))
-        for seq in decoding:
-            start = seq.computed
-            seq.computed = start + 1
-            seq.in_flight += 1
-            logprobs = seq.params.logprobs is not None
-            rows.append(Row(seq.id, seq.slot, start, (), True, logprobs, seq.mask))
+        rows.extend(map(decode_row, decoding))
         return prefilling
 
     def _make_room(self, growing: list[Sequence], ending: bool) -> set[int]:
@@ -257,19 +251,10 @@ class Scheduler:
         return pending
 
     def _plan_chunk(self, seq: Sequence, budget: int, rows: list[Row]) -> int:
-        """As much of the prefill as the budget allows, at least one token; returns the number."""
-        start = seq.computed
-        end = min(seq.prefill_end, start + budget)
-        samples = end == seq.prefill_end
-        logprobs = samples and seq.params.logprobs is not None
-        mask = seq.mask if samples else None
-        tokens = tuple(seq.tokens[start:end])
-        scored = _scored(seq, start, end)
-        rows.append(Row(seq.id, seq.slot, start, tokens, samples, logprobs, mask, scored))
-        seq.computed = end
-        seq.in_flight += samples
+        """Plan the next chunk of a prefill; returns its tokens."""
+        rows.append(chunk_row(seq, budget))
         self._holdings.publish(seq)
-        return end - start
+        return rows[-1].num_tokens
 
     def _admit(self, entries: list[PageEntry]) -> Sequence | None:
         """Give the first in the queue a slot and the pages of all its tokens, if they are there."""
@@ -293,9 +278,9 @@ class Scheduler:
     def commit(self, plan: StepPlan, sampled: Iterable[Sampled | None]) -> list[TokenEvent]:
         """Take the results of a plan's rows, in order; results of ended sequences are ignored."""
         events: list[TokenEvent] = []
-        page_size, now = self._page_size, self._clock()
+        live, now = self._live, self._clock()
         for row, result in zip(plan.rows, sampled, strict=True):
-            seq = self._live.get(row.seq_id)
+            seq = live.get(row.seq_id)
             if seq is None:
                 continue  # it ended after this plan was made
             if row.scored is not None and result is not None:
@@ -303,33 +288,26 @@ class Scheduler:
             if not row.samples:
                 continue
             assert result is not None and result.token is not None, "a row that samples has a token"
-            token = result.token
-            seq.tokens.append(token)
+            token, tokens = result.token, seq.tokens
+            tokens.append(token)
             seq.in_flight -= 1
-            finish = None
-            if token in seq.params.stop_token_ids and len(seq.tokens) >= seq.stops_from:
-                finish = FinishReason.STOP
-            elif len(seq.tokens) >= seq.limit:
-                finish = FinishReason.LENGTH
-            logprobs = _wanted(result.logprobs, seq.params.logprobs)
-            event = TokenEvent(seq.request_id, token, finish, logprobs)
-            if len(seq.tokens) == seq.num_prompt + 1:
-                event = self._first_event(seq, event, now)
-            events.append(event)
-            if seq.running and len(seq.tokens) >= (seq.published + 1) * page_size:
-                self._holdings.publish(seq)
-            if finish is not None:
-                self._end(seq)
-            elif seq.guide is not None:
-                self._guided.advance(seq, seq.guide, token)
+            if len(tokens) < seq.plain_until and token not in seq.stops:
+                events.append(TokenEvent(seq.request_id, token))
+            else:
+                events.append(self._take(seq, result, now))
         return events
 
-    def _first_event(self, seq: Sequence, event: TokenEvent, now: float) -> TokenEvent:
-        scores = None
-        if seq.params.prompt_logprobs is not None:
-            scores, seq.prompt_logprobs = tuple(seq.prompt_logprobs), []
-        start = Start(seq.admitted - seq.arrived, now - seq.admitted, now)
-        return event._replace(cached_tokens=seq.cached, prompt_logprobs=scores, start=start)
+    def _take(self, seq: Sequence, result: Sampled, now: float) -> TokenEvent:
+        """A token that may be more than one more token."""
+        event = results.event_of(seq, result, now)
+        self._holdings.publish(seq)
+        if event.finish is not None:
+            self._end(seq)
+        elif seq.guide is not None:
+            self._guided.advance(seq, seq.guide, seq.tokens[-1])
+        elif not seq.wants_logprobs:
+            seq.plain_until = min(seq.limit, self._holdings.next_full_page(seq))
+        return event
 
     def await_guides(self, timeout: float) -> list[TokenEvent]:
         """Wait for the masks of sequences that follow a grammar, at most `timeout` seconds in all.
@@ -397,28 +375,3 @@ class Scheduler:
         for seq in self._live.values():
             assert self._by_request[seq.request_id] is seq
             seq.check(self._page_size)
-
-
-def _scored(seq: Sequence, start: int, end: int) -> Scored | None:
-    """The prompt tokens after positions `start` to `end` that are still to be scored."""
-    if seq.params.prompt_logprobs is None:
-        return None
-    first, last = max(start, seq.scored), min(end, seq.num_prompt - 1)
-    if first >= last:
-        return None
-    seq.scored = last
-    return Scored(
-        first - start, tuple(seq.tokens[first + 1 : last + 1]), seq.params.prompt_logprobs
-    )
-
-
-def _admission(seq: Sequence) -> Admission:
-    tokens = tuple(seq.tokens) if seq.params.penalised else ()
-    return Admission(seq.slot, seq.params, tokens, seq.num_prompt)
-
-
-def _wanted(logprobs: TokenLogprobs | None, most: int | None) -> TokenLogprobs | None:
-    """The device reports one number of alternatives for all; a request gets as many as it asked."""
-    if logprobs is None or most is None:
-        return None
-    return TokenLogprobs(logprobs.logprob, logprobs.top[:most])

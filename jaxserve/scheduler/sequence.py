@@ -27,8 +27,11 @@ class Sequence:
     num_prompt: int
     limit: int
     """It ends when it has this many tokens."""
+    stops: frozenset[int]
+    """Tokens that end it."""
     stops_from: int
-    """Stop tokens end it from this many tokens on."""
+    """They do from this many tokens on."""
+    wants_logprobs: bool
     guide: GuideState | None
     """It computes the token after the mask of the next one is known: not one step ahead."""
     level: int
@@ -64,6 +67,9 @@ class Sequence:
     """Positions of the prompt whose next token's probability was planned to be computed."""
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list[PromptLogprobs])
     """Until its first event."""
+    plain_until: int = 0
+    """What makes it shorter than this is one more token and nothing else, if it is no stop token:
+    neither its first nor its last, no full page, nothing that a grammar or alternatives need."""
     prefill_end: int = 0
     """The tokens known at admission; below it the sequence computes known tokens in chunks."""
 
@@ -89,6 +95,8 @@ class Sequence:
             tokens=list(request.prompt),
             num_prompt=num_prompt,
             limit=min(limit, num_prompt + request.params.max_tokens),
+            stops=request.params.stop_token_ids,
+            wants_logprobs=request.params.logprobs is not None,
             stops_from=num_prompt + request.params.min_tokens,
             guide=request.params.guide.start() if request.params.guide else None,
             level=level,

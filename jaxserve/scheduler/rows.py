@@ -1,0 +1,46 @@
+"""The rows of a step. What they compute counts as computed from here on."""
+
+from __future__ import annotations
+
+from jaxserve.plan import Admission, Row, Scored
+from jaxserve.scheduler.sequence import Sequence
+
+
+def decode_row(seq: Sequence) -> Row:
+    """The last sampled token, which only the device may know."""
+    start = seq.computed
+    seq.computed = start + 1
+    seq.in_flight += 1
+    return Row(seq.id, seq.slot, start, (), True, seq.wants_logprobs, seq.mask)
+
+
+def chunk_row(seq: Sequence, budget: int) -> Row:
+    """As much of the prefill as the budget allows, at least one token."""
+    start = seq.computed
+    end = min(seq.prefill_end, start + budget)
+    samples = end == seq.prefill_end
+    logprobs = samples and seq.wants_logprobs
+    mask = seq.mask if samples else None
+    tokens = tuple(seq.tokens[start:end])
+    seq.computed = end
+    seq.in_flight += samples
+    return Row(seq.id, seq.slot, start, tokens, samples, logprobs, mask, _scored(seq, start, end))
+
+
+def admission(seq: Sequence) -> Admission:
+    """What the device must know of a sequence that takes a slot."""
+    tokens = tuple(seq.tokens) if seq.params.penalised else ()
+    return Admission(seq.slot, seq.params, tokens, seq.num_prompt)
+
+
+def _scored(seq: Sequence, start: int, end: int) -> Scored | None:
+    """The prompt tokens after positions `start` to `end` that are still to be scored."""
+    if seq.params.prompt_logprobs is None:
+        return None
+    first, last = max(start, seq.scored), min(end, seq.num_prompt - 1)
+    if first >= last:
+        return None
+    seq.scored = last
+    return Scored(
+        first - start, tuple(seq.tokens[first + 1 : last + 1]), seq.params.prompt_logprobs
+    )
