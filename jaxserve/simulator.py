@@ -23,6 +23,11 @@ STOP = -2
 
 _TOKEN = 0
 
+_GOES_ON, _STOPS = Sampled(_TOKEN), Sampled(STOP)
+
+_WORTH_SKIPPING = 3
+"""Turns."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
@@ -47,6 +52,11 @@ class Outcome:
     finished: bool = False
     refused: bool = False
     """At once or later, before its first token."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of its prompt and of its answer but the last."""
+        return len(self.arrival.request.prompt) + self.arrival.output - 1
 
     @property
     def ttft(self) -> float | None:
@@ -117,7 +127,8 @@ class Simulator:
                     break
                 self.now = waiting[0].arrival.at
                 continue
-            self.turn()
+            if not self._skip_to(min(until, waiting[0].arrival.at if waiting else until)):
+                self.turn()
         return Result(
             outcomes=outcomes,
             seconds=self.now,
@@ -144,6 +155,40 @@ class Simulator:
             self.now = max(self.now, pending[1])
             self._commit(pending[0])
 
+    def _skip_to(self, horizon: float) -> bool:
+        """Many turns at once, if they only let the same sequences decode; whether there were any.
+
+        What happens and when is as with `turn`, to the last bit.
+        """
+        if len(self._in_flight) != 1:
+            return False
+        if self._leaving:
+            horizon = min(horizon, self._leaving[0][0])
+        plan, done = self._in_flight[0]
+        outcomes = [self._by_seq[row.seq_id] for row in plan.rows]
+        most = min(outcome.arrival.output - len(outcome.tokens) for outcome in outcomes) - 1
+        if most < _WORTH_SKIPPING or done >= horizon:
+            return False
+        cohort = self.scheduler.cohort(plan, _TOKEN)
+        if cohort is None:
+            return False
+        most, rows, times = min(most, cohort.most_steps), len(outcomes), list[float]()
+        while self.now < horizon and cohort.steps < most:
+            took = self._times.of_decode(rows, cohort.context)
+            if not cohort.step():
+                break
+            self.now += self._host
+            begun = max(self.now, done)
+            self._busy += took
+            self.now = max(self.now, done)
+            times.append(self.now)
+            done = begun + took
+        self._steps += cohort.steps
+        self._in_flight[0] = (cohort.end(), done)
+        for outcome in outcomes:
+            outcome.tokens += times
+        return bool(times)
+
     def _arrive(self, outcome: Outcome) -> None:
         try:
             self.scheduler.add(outcome.arrival.request)
@@ -159,13 +204,16 @@ class Simulator:
     def _commit(self, plan: StepPlan) -> None:
         sampled: list[Sampled | None] = []
         for row in plan.rows:
-            arrival = self._by_seq[row.seq_id].arrival
-            generated = row.start + row.num_tokens + 1 - len(arrival.request.prompt)
-            token = STOP if generated >= arrival.output else _TOKEN
-            sampled.append(Sampled(token) if row.samples else None)
+            if row.samples:
+                ends = row.start + row.num_tokens >= self._by_seq[row.seq_id].length
+                sampled.append(_STOPS if ends else _GOES_ON)
+            else:
+                sampled.append(None)
+        now = self.now
         for event in self.scheduler.commit(plan, sampled):
             outcome = self._by_id[event.request_id]
-            outcome.tokens.append(self.now)
+            outcome.tokens.append(now)
             if event.start is not None:
                 outcome.cached = event.cached_tokens
-            outcome.finished = event.finish in (FinishReason.STOP, FinishReason.LENGTH)
+            if event.finish is not None:
+                outcome.finished = event.finish is not FinishReason.ERROR

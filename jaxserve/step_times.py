@@ -9,6 +9,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class StepTimes:
 
     def of_decode(self, rows: int, context: int) -> float:
         """A step of `rows` decode rows that have `context` tokens together."""
-        return self.decode[bucket(self.decode, rows)] + context * self.decode_context
+        return self.decode[_bucket(self._decode_sizes, rows)] + context * self.decode_context
 
     def of_mixed(
         self, tokens: int, rows: int = 0, context: int = 0, pairs: int = 0, depth: int = 0
@@ -48,11 +49,19 @@ class StepTimes:
         `depth`: the most tokens before any of them.
         """
         return (
-            self.mixed[bucket(self.mixed, tokens)]
+            self.mixed[_bucket(self._mixed_sizes, tokens)]
             + rows * self.mixed_row
             + context * self.mixed_context
             + max(pairs * self.chunk_pair, depth * self.chunk_depth)
         )
+
+    @cached_property
+    def _decode_sizes(self) -> list[int]:
+        return list(self.decode)
+
+    @cached_property
+    def _mixed_sizes(self) -> list[int]:
+        return list(self.mixed)
 
     @property
     def prefill_rate(self) -> float:
@@ -85,7 +94,6 @@ class StepTimes:
         )
 
 
-def bucket(sizes: Mapping[int, float], need: int) -> int:
+def _bucket(sizes: list[int], need: int) -> int:
     """The smallest of the (increasing) sizes that holds `need`; the largest if none does."""
-    known = list(sizes)
-    return known[min(bisect_left(known, need), len(known) - 1)]
+    return sizes[min(bisect_left(sizes, need), len(sizes) - 1)]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable
-from functools import cache
 from typing import NamedTuple
 
 from jaxserve.step_times import StepTimes
@@ -96,21 +96,26 @@ def _first_chunk(costs: dict[int, float], wanted: int) -> int:
 
     `costs`: of a chunk of at most so many tokens, increasing.
     """
-    chunks = list(costs)
+    chunks, prices = list(costs), list(costs.values())
     # Far from the end only the rate counts; near it, what the last chunk wastes.
     if wanted > 2 * chunks[-1]:
         return max(chunks, key=lambda chunk: (chunk / costs[chunk], chunk))
 
-    @cache
+    known: dict[int, float] = {}
+
     def rest(left: int) -> float:
         if left <= 0:
             return 0.0
+        if (best := known.get(left)) is not None:
+            return best
         fitting = bisect_left(chunks, left)
-        options = [costs[chunk] for chunk in chunks[fitting : fitting + 1]]
-        for chunk in chunks[max(fitting - 2, 0) : fitting]:
+        best = prices[fitting] if fitting < len(chunks) else math.inf
+        for smaller in range(max(fitting - 2, 0), fitting):
+            chunk = chunks[smaller]
             if chunk * _MOST_STEPS >= left:
-                options.append(costs[chunk] + rest(left - chunk))
-        return min(options)
+                best = min(best, prices[smaller] + rest(left - chunk))
+        known[left] = best
+        return best
 
     return min(chunks, key=lambda chunk: (costs[chunk] + rest(wanted - chunk), -chunk))
 

@@ -19,6 +19,7 @@ from jaxserve.plan import Admission, PageEntry, Row, Sampled, StepPlan
 from jaxserve.scheduler import prefix, results
 from jaxserve.scheduler.admission import OutputLengths, has_room, refuse_impossible
 from jaxserve.scheduler.budget import Decodes, Pending, TokenBudget
+from jaxserve.scheduler.cohort import Cohort, decodes_alone
 from jaxserve.scheduler.guided import Guided
 from jaxserve.scheduler.holdings import Holdings, choose_victim
 from jaxserve.scheduler.pages import PagePool
@@ -308,6 +309,25 @@ class Scheduler:
         elif not seq.wants_logprobs:
             seq.plain_until = min(seq.limit, self._holdings.next_full_page(seq))
         return event
+
+    def cohort(self, in_flight: StepPlan, token: int) -> Cohort | None:
+        """All that run, if they decode, `in_flight` is all of it, and nobody can be admitted.
+
+        Then the steps to come are equal until one of them ends, a request comes or leaves, or
+        pages are short. For the simulator: `token` is what they sample.
+        """
+        running = self._running
+        if len(in_flight.rows) != len(running) or self._may_admit():
+            return None
+        for seq, row in zip(running.values(), in_flight.rows, strict=True):
+            if not decodes_alone(seq, row, self._page_size):
+                return None
+        return Cohort(running.values(), self._holdings, token)
+
+    def _may_admit(self) -> bool:
+        if not self._waiting or not self._holdings.num_free_slots:
+            return False
+        return self._blocked is None or self._config.policy == "slo"
 
     def await_guides(self, timeout: float) -> list[TokenEvent]:
         """Wait for the masks of sequences that follow a grammar, at most `timeout` seconds in all.

@@ -1,0 +1,78 @@
+"""Sequences that decode together and nothing else: their steps are counted, not planned.
+
+The simulator's way through long answers. What a step changes is what `Scheduler.plan` and
+`Scheduler.commit` would change, one step ahead: a page taken here, a full page published there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from jaxserve.plan import Row, StepPlan
+from jaxserve.scheduler.holdings import Holdings
+from jaxserve.scheduler.sequence import Sequence
+
+
+def decodes_alone(seq: Sequence, row: Row, page_size: int) -> bool:
+    """Whether this row is all that is in flight of a sequence without anything special."""
+    return (
+        row.seq_id == seq.id
+        and not row.tokens
+        and seq.in_flight == 1
+        and seq.computed == len(seq.tokens)
+        and seq.guide is None
+        and not seq.wants_logprobs
+        and seq.published == len(seq.tokens) // page_size
+    )
+
+
+class Cohort:
+    """All running sequences, each of which has one decode row in flight."""
+
+    def __init__(self, sequences: Collection[Sequence], holdings: Holdings, token: int):
+        """`token` is what all of them sample."""
+        self.sequences = sequences
+        self.steps = 0
+        """That were planned; as many were committed."""
+        self.context = sum(seq.computed for seq in sequences)
+        """Tokens in the cache of the rows of the next step."""
+        self._holdings, self._token = holdings, token
+        self._started = {seq.id: len(seq.tokens) for seq in sequences}
+        size = holdings.page_size
+        self._by_phase: list[list[Sequence]] = [[] for _ in range(size)]
+        """Those that need a page in step 0 (and `page_size`, ...), 1, and so on."""
+        for seq in sequences:
+            self._by_phase[-seq.computed % size].append(seq)
+
+    @property
+    def most_steps(self) -> int:
+        """Before one of them has all its tokens in flight."""
+        return min(seq.limit - 1 - seq.computed for seq in self.sequences)
+
+    def step(self) -> bool:
+        """Plan one step and commit the one before; False, and no change, if pages are short."""
+        size = len(self._by_phase)
+        growing = self._by_phase[self.steps % size]
+        if len(growing) > self._holdings.pages.num_free:
+            return False
+        for seq in growing:
+            self._holdings.grow(seq)
+        self.steps += 1
+        self.context += len(self.sequences)
+        for seq in self._by_phase[self.steps % size]:
+            self._catch_up(seq)
+            self._holdings.publish(seq)
+            seq.plain_until = min(seq.limit, self._holdings.next_full_page(seq))
+        return True
+
+    def end(self) -> StepPlan:
+        """Leave every sequence as the last step left it; the plan that is in flight then."""
+        for seq in self.sequences:
+            self._catch_up(seq)
+        rows = (Row(seq.id, seq.slot, seq.computed - 1, (), True) for seq in self.sequences)
+        return StepPlan(rows=tuple(rows))
+
+    def _catch_up(self, seq: Sequence) -> None:
+        length = self._started[seq.id] + self.steps
+        seq.tokens += [self._token] * (length - len(seq.tokens))
+        seq.computed = length
