@@ -111,6 +111,8 @@ class Request:
     """Sequences share prefixes only with those of the same salt."""
     ttft_slo: float | None = None
     """Seconds from arrival in which the first token must come to be of use; None: any time."""
+    e2e_slo: float | None = None
+    """Seconds from arrival in which the whole answer must be there to be of use; None: any time."""
     tenant: str = ""
     """Who is served no more than the others, where the policy is fair."""
 

@@ -255,8 +255,8 @@ def _add_engine_flags(add: _AddArgument) -> None:
         "--scheduling-policy",
         choices=POLICIES,
         default="fcfs",
-        help="who is next: in order of arrival, by priority with ageing, or by response ratio, "
-        "fair between API keys, without those whose deadline cannot be met",
+        help="who is next: in order of arrival, by priority with ageing, or by deadline, fair "
+        "between API keys, without those whose deadline cannot be met",
     )
     add(
         "--slo-ttft-ms",

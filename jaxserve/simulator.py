@@ -47,16 +47,16 @@ class Outcome:
     """One request's times, in seconds from the start of the simulation."""
 
     arrival: Arrival
+    length: int = field(init=False)
+    """Tokens of its prompt and of its answer but the last."""
     tokens: list[float] = field(default_factory=list[float])
     cached: int = 0
     finished: bool = False
     refused: bool = False
     """At once or later, before its first token."""
 
-    @property
-    def length(self) -> int:
-        """Tokens of its prompt and of its answer but the last."""
-        return len(self.arrival.request.prompt) + self.arrival.output - 1
+    def __post_init__(self) -> None:
+        self.length = len(self.arrival.request.prompt) + self.arrival.output - 1
 
     @property
     def ttft(self) -> float | None:
@@ -162,6 +162,7 @@ class Simulator:
         """
         if len(self._in_flight) != 1:
             return False
+        horizon = min(horizon, self.scheduler.next_review)
         if self._leaving:
             horizon = min(horizon, self._leaving[0][0])
         plan, done = self._in_flight[0]
@@ -184,6 +185,7 @@ class Simulator:
             times.append(self.now)
             done = begun + took
         self._steps += cohort.steps
+        self.scheduler.num_steps += cohort.steps
         self._in_flight[0] = (cohort.end(), done)
         for outcome in outcomes:
             outcome.tokens += times

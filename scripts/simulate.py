@@ -64,6 +64,8 @@ class Setup:
     optimist: bool = False
     max_itl: float = 0.05
     deadlines: bool = False
+    e2e: bool = False
+    strict: bool = False
 
 
 SETUPS = (
@@ -72,6 +74,9 @@ SETUPS = (
     Setup(name="priority to short answers", policy="priority"),
     Setup(name="slo", policy="slo"),
     Setup(name="slo with deadlines", policy="slo", deadlines=True),
+    Setup(name="slo with all deadlines", policy="slo", deadlines=True, e2e=True),
+    Setup(name="slo strict", policy="slo", deadlines=True, e2e=True, strict=True),
+    Setup(name="same ITL 200 ms", policy="slo", deadlines=True, e2e=True, max_itl=0.2),
 )
 
 
@@ -122,7 +127,8 @@ def traffic(rate: float, count: int, seed: int, setup: Setup) -> list[Arrival]:
             prompt=tuple(rng.randrange(150_000) for _ in range(rng.randint(*prompt))),
             params=params,
             priority=0 if short else 1,
-            ttft_slo=TTFT_SLO if setup.deadlines and short else None,
+            ttft_slo=0.5 if setup.strict else TTFT_SLO if setup.deadlines and short else None,
+            e2e_slo=PATIENCE if setup.e2e else None,
         )
         length = min(rng.randint(*output), asked)
         arrivals.append(

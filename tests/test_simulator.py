@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from jaxserve.api import Request, SamplingParams
 from jaxserve.config import CacheConfig, SchedulerConfig
@@ -60,3 +64,49 @@ def test_a_simulation_can_be_cut_off() -> None:
     result = simulator().run([arrival(0, output=90)], until=0.5)
     (outcome,) = result.outcomes
     assert not outcome.finished and 40 <= len(outcome.tokens) <= 50
+
+
+class Stepwise(Simulator):
+    """Plans every step."""
+
+    def _skip_to(self, horizon: float) -> bool:
+        return False
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_counting_equal_steps_gives_what_planning_each_of_them_gives(data: st.DataObject) -> None:
+    draw: Callable[[st.SearchStrategy[Any]], Any] = data.draw
+    config = SchedulerConfig(
+        max_num_seqs=draw(st.sampled_from([2, 4])),
+        max_model_len=4096,
+        max_num_batched_tokens=256,
+        prefix_caching=draw(st.booleans()),
+        policy=draw(st.sampled_from(["fcfs", "priority", "slo"])),
+    )
+    cache = CacheConfig(num_pages=draw(st.sampled_from([14, 40, 200])), page_size=16)
+    traffic = [
+        replace(
+            arrival(
+                number % 4,  # some prompts come again
+                at=draw(st.floats(0, 2)),
+                prompt=draw(st.sampled_from([1, 15, 16, 64, 100])),
+                output=draw(st.sampled_from([1, 2, 40, 80, 100])),
+            ),
+            patience=draw(st.sampled_from([None, 0.3, 1.0])),
+        )
+        for number in range(draw(st.integers(1, 10)))
+    ]
+    traffic = [
+        replace(
+            a, request=replace(a.request, id=f"r{i}", e2e_slo=draw(st.sampled_from([None, 1.0])))
+        )
+        for i, a in enumerate(traffic)
+    ]
+    quick, slow = (kind(config, cache, TIMES, host=0.001) for kind in (Simulator, Stepwise))
+    results = quick.run(traffic), slow.run(traffic)
+    assert results[0] == results[1]
+    for simulated in (quick, slow):
+        simulated.scheduler.check()
+    pages = [simulated.scheduler.pages for simulated in (quick, slow)]
+    assert vars(pages[0]) == vars(pages[1])

@@ -31,7 +31,7 @@ class Target:
     """Seconds after the request was sent."""
     api_key: str | None = None
     slo_headers: bool = False
-    """Send each request's limits as `x-slo-ttft-ms` and `x-slo-tpot-ms`."""
+    """Send each request's limits as `x-slo-ttft-ms`, `x-slo-tpot-ms` and `x-slo-e2e-ms`."""
 
 
 class Client:
@@ -129,6 +129,8 @@ def _headers(target: Target, slo: Slo) -> dict[str, str]:
     tpot = slo.tpot if slo.tpot is not None else slo.itl_p95
     if target.slo_headers and tpot is not None:
         headers["x-slo-tpot-ms"] = f"{tpot * 1e3:g}"
+    if target.slo_headers:
+        headers["x-slo-e2e-ms"] = f"{target.timeout * 1e3:g}"
     return headers
 
 

@@ -103,7 +103,8 @@ _HELP = {
     "shared_prefix_share": "share of the requests that have them",
     "ignore_eos": "generate exactly the drawn number of tokens",
     "slo": "study (per class) or strict (TTFT 500 ms, TPOT 50 ms)",
-    "slo_headers": "tell the server each request's limits (x-slo-ttft-ms, x-slo-tpot-ms)",
+    "slo_headers": "tell the server each request's limits (x-slo-ttft-ms, x-slo-tpot-ms) and its "
+    "timeout (x-slo-e2e-ms)",
     "arrival_seed": "seed of the arrival times",
     "content_seed": "seed of the prompts; every point of a sweep gets its own from it",
 }

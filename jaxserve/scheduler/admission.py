@@ -51,6 +51,13 @@ class OutputLengths:
         most = max(int(mean * max_tokens), int(generated * _OVERRUN), generated + 1)
         return min(max_tokens, most), math.sqrt(variance) * max_tokens
 
+    def short(self, max_tokens: int) -> int:
+        """What only few of a sequence's class end before; 0 if nothing is known."""
+        if max_tokens.bit_length() not in self._shares:
+            return 0
+        expected, deviation = self.expected(max_tokens, 0)
+        return max(0, int(expected - deviation))
+
 
 class Growth(NamedTuple):
     """A running sequence, in pages."""

@@ -72,6 +72,14 @@ class TokenBudget:
         }
         return min(_first_chunk(costs, sum(prompt.tokens for prompt in prompts)), room)
 
+    def prefill_rate(self, decodes: Decodes) -> float | None:
+        """Prompt tokens per second at most beside these decodes; None without times."""
+        times, sizes = self._times, [size for size in self._buckets if size > decodes.rows]
+        if times is None or not sizes:
+            return None
+        allowed = self._within_itl(times, sizes, decodes, []) or sizes[:1]
+        return max((size - decodes.rows) / times.of_mixed(size, *decodes) for size in allowed)
+
     def _within_itl(
         self, times: StepTimes, sizes: list[int], decodes: Decodes, prompts: list[Pending]
     ) -> list[int]:

@@ -20,10 +20,10 @@ from jaxserve.scheduler import prefix, results
 from jaxserve.scheduler.admission import OutputLengths, has_room, refuse_impossible
 from jaxserve.scheduler.budget import Decodes, Pending, TokenBudget
 from jaxserve.scheduler.cohort import Cohort, decodes_alone
+from jaxserve.scheduler.deadlines import waiting_queue
 from jaxserve.scheduler.guided import Guided
 from jaxserve.scheduler.holdings import Holdings, choose_victim
 from jaxserve.scheduler.pages import PagePool
-from jaxserve.scheduler.queue import WaitingQueue
 from jaxserve.scheduler.rows import admission, chunk_row, decode_row
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.step_times import StepTimes
@@ -95,7 +95,7 @@ class Scheduler:
             times, max_tokens=config.max_num_batched_tokens, max_itl=config.max_itl
         )
         self._lengths = lengths or OutputLengths()
-        self._waiting = WaitingQueue(config, times.prefill_rate if times else None)
+        self._waiting = waiting_queue(config, cache, times, self._lengths)
         self._running: dict[int, Sequence] = {}
         self._live: dict[int, Sequence] = {}
         self._by_request: dict[str, Sequence] = {}
@@ -103,7 +103,7 @@ class Scheduler:
         self._next_id = 0
         self._blocked: Sequence | None = None
         """It does not fit before somebody gives pages back."""
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_steps = 0
 
     @property
     def pages(self) -> PagePool:
@@ -141,17 +141,15 @@ class Scheduler:
             seq_id=self._next_id,
             limit=limit,
             level=request.priority if self._config.policy == "priority" else 0,
-            rank=self._waiting.rank(request, self._next_id, now),
             root=prefix.root(self._cache.identity, request.cache_salt),
             now=now,
             ttft_slo=self._config.ttft_slo if request.ttft_slo is None else request.ttft_slo,
         )
         if self._config.policy == "slo":
             seq.uncached -= len(self._holdings.cached_pages(seq)) * self._page_size
-            self._waiting.check_deadline(seq, now)
+        self._waiting.join(seq, now)
         self._next_id += 1
         self._live[seq.id] = self._by_request[seq.request_id] = seq
-        self._waiting.push(seq)
 
     def abort(self, request_id: str) -> None:
         """Drop a request in any state: no more events of it. An unknown id is already over."""
@@ -161,7 +159,13 @@ class Scheduler:
 
     def shed(self) -> list[tuple[str, DeadlineMissed]]:
         """Drop requests that wait and can no longer be served in time; ids and what to tell."""
-        shed = self._waiting.shed(self._clock())
+        now = self._clock()
+        if now < self._waiting.next_review:
+            return []
+        running = self._running.values()
+        decodes = Decodes(len(running), sum(seq.computed for seq in running))
+        rate = self._budget.prefill_rate(decodes)
+        shed = self._waiting.review(now, self.num_steps, rate)
         for seq, _ in shed:
             self._forget(seq)
         return [(seq.request_id, error) for seq, error in shed]
@@ -243,7 +247,7 @@ class Scheduler:
         """Prompts that this step could advance, as far as it may matter for the budget."""
         pending = [Pending(seq.computed, seq.prefill_end - seq.computed) for seq in prefilling]
         wanted, enough = sum(p.tokens for p in pending), 2 * self._config.max_num_batched_tokens
-        for seq in itertools.islice(self._waiting, self._holdings.num_free_slots):
+        for seq in itertools.islice(self._waiting.upcoming(), self._holdings.num_free_slots):
             if wanted >= enough or seq is self._blocked:
                 break
             cached = len(self._holdings.cached_pages(seq)) * self._page_size
@@ -260,7 +264,7 @@ class Scheduler:
     def _admit(self, entries: list[PageEntry]) -> Sequence | None:
         """Give the first in the queue a slot and the pages of all its tokens, if they are there."""
         now = self._clock()
-        seq = self._waiting.first(now)
+        seq = self._waiting.first()
         if seq is None or seq is self._blocked or seq.in_flight:
             return None
         if not self._holdings.num_free_slots or seq.guided_to_wait:
@@ -269,7 +273,7 @@ class Scheduler:
         if not has_room(seq, hit, self._running.values(), self._holdings, self._lengths):
             self._blocked = seq
             return None
-        self._waiting.admitted(seq, now, self._lengths.expected(seq.most_generated, 0)[0])
+        self._waiting.admit(seq, now)
         self._running[seq.id] = seq
         entries.extend(self._holdings.take(seq, hit))
         if seq.admitted < 0:
@@ -279,6 +283,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, sampled: Iterable[Sampled | None]) -> list[TokenEvent]:
         """Take the results of a plan's rows, in order; results of ended sequences are ignored."""
         events: list[TokenEvent] = []
+        self.num_steps += 1
         live, now = self._live, self._clock()
         for row, result in zip(plan.rows, sampled, strict=True):
             seq = live.get(row.seq_id)
@@ -317,17 +322,21 @@ class Scheduler:
         pages are short. For the simulator: `token` is what they sample.
         """
         running = self._running
-        if len(in_flight.rows) != len(running) or self._may_admit():
+        if len(in_flight.rows) != len(running) or not self._nobody_to_admit():
             return None
         for seq, row in zip(running.values(), in_flight.rows, strict=True):
             if not decodes_alone(seq, row, self._page_size):
                 return None
         return Cohort(running.values(), self._holdings, token)
 
-    def _may_admit(self) -> bool:
-        if not self._waiting or not self._holdings.num_free_slots:
-            return False
-        return self._blocked is None or self._config.policy == "slo"
+    def _nobody_to_admit(self) -> bool:
+        first = self._waiting.first()
+        return first is None or first is self._blocked or not self._holdings.num_free_slots
+
+    @property
+    def next_review(self) -> float:
+        """When who is next may change although nothing has happened but that time passed."""
+        return self._waiting.next_review
 
     def await_guides(self, timeout: float) -> list[TokenEvent]:
         """Wait for the masks of sequences that follow a grammar, at most `timeout` seconds in all.

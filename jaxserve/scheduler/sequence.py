@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from jaxserve.api import GuideState, PromptLogprobs, Request, SamplingParams
@@ -39,8 +40,10 @@ class Sequence:
     tenant: str
     uncached: int
     """Tokens of the prompt that were not in the prefix cache when it came, at least 1."""
-    deadline: float | None
-    """For its first token."""
+    first_by: float
+    """Deadline of its first token; infinite if there is none, like the next."""
+    ended_by: float
+    """Deadline of its last token."""
     rank: tuple[float, int]
     """Lower is served first; all ranks differ."""
     root: bytes
@@ -81,7 +84,6 @@ class Sequence:
         seq_id: int,
         limit: int,
         level: int,
-        rank: tuple[float, int],
         root: bytes,
         now: float,
         ttft_slo: float | None,
@@ -102,8 +104,9 @@ class Sequence:
             level=level,
             tenant=request.tenant,
             uncached=num_prompt,
-            deadline=None if ttft_slo is None else now + ttft_slo,
-            rank=rank,
+            first_by=math.inf if ttft_slo is None else now + ttft_slo,
+            ended_by=math.inf if request.e2e_slo is None else now + request.e2e_slo,
+            rank=(0.0, seq_id),
             root=root,
             arrived=now,
         )

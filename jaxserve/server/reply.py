@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -22,7 +22,7 @@ from jaxserve.server.schema import GenerationFields, StreamOptions
 from jaxserve.server.service import Service
 from jaxserve.server.sse import DONE, EventStream, data_event
 
-SLO_HEADER = "x-slo-ttft-ms"
+FIRST_TOKEN_HEADER, ANSWER_HEADER = "x-slo-ttft-ms", "x-slo-e2e-ms"
 """As load balancers and benchmarks spell it."""
 
 IGNORED_HEADER = "x-jaxserve-ignored-params"
@@ -109,20 +109,32 @@ async def answer(
 
 
 def _classify(arrival: Arrival, generation: Generation) -> None:
-    """What headers tell the scheduler: whose request it is, and by when its answer must begin."""
+    """What headers tell the scheduler: whose request it is, and by when it must be answered."""
     headers = arrival.request.headers
     checked = arrival.request.get(KEY_NAME, "")
     key = checked or headers.get("Authorization", "")
-    given = headers.get(SLO_HEADER)
-    try:
-        slo = None if given is None else float(given) / 1e3
-    except ValueError:
-        slo = math.nan
-    if slo is not None and not 0 < slo < math.inf:
-        raise invalid(f"{SLO_HEADER} must be a positive number of milliseconds", param=SLO_HEADER)
+    first_token, answer = _seconds(headers, FIRST_TOKEN_HEADER), _seconds(headers, ANSWER_HEADER)
+    if answer is None:
+        answer = arrival.service.config.request_timeout
     tenant = sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16] if key else ""
     for choice in generation.choices:
-        choice.request = replace(choice.request, tenant=tenant, ttft_slo=slo)
+        choice.request = replace(
+            choice.request, tenant=tenant, ttft_slo=first_token, e2e_slo=answer
+        )
+
+
+def _seconds(headers: Mapping[str, str], name: str) -> float | None:
+    """A header of milliseconds."""
+    given = headers.get(name)
+    if given is None:
+        return None
+    try:
+        milliseconds = float(given)
+    except ValueError:
+        milliseconds = math.nan
+    if not 0 < milliseconds < math.inf:
+        raise invalid(f"{name} must be a positive number of milliseconds", param=name)
+    return milliseconds / 1e3
 
 
 async def _stream(

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
+from typing import cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.api import DeadlineMissed, Request, SamplingParams
+from jaxserve.api import Request, SamplingParams
 from jaxserve.config import POLICIES, CacheConfig, SchedulerConfig
 from jaxserve.scheduler import Scheduler
+from jaxserve.scheduler.deadlines import STRETCH
+from jaxserve.scheduler.in_time import Capacity, Job, in_time
 from jaxserve.scheduler.queue import AGEING
+from jaxserve.scheduler.sequence import Sequence
 from jaxserve.simulator import STOP, Arrival, Outcome, Simulator
 from jaxserve.step_times import StepTimes
 
@@ -131,7 +137,8 @@ def test_short_prompts_overtake_long_ones_and_long_ones_do_not_starve() -> None:
     arrivals = [arrival("first", 0.0), arrival("long", 0.01, prompt=1000)]
     arrivals += [arrival(f"short{i}", 0.02 + 0.12 * i, prompt=20) for i in range(200)]
     got = order(simulator("slo").run(arrivals).outcomes)
-    assert got[1] == "short0" and 2 < got.index("long") < 60
+    longest_wait = STRETCH * 1000 / TIMES.prefill_rate
+    assert got[1] == "short0" and 100 < got.index("long") <= longest_wait / 0.12 + 2
 
 
 def test_prefix_hits_count_as_short_prompts() -> None:
@@ -155,7 +162,7 @@ def test_who_cannot_be_served_in_time_is_told_so_and_the_others_are_in_time() ->
     result = simulator("slo", seqs=2, ttft_slo=1.0).run(arrivals)
     served = [o for o in result.outcomes if not o.refused]
     assert 20 < len(served) < 120
-    assert all(o.finished and o.ttft is not None and o.ttft <= 1.05 for o in served)
+    assert all(o.finished and o.ttft is not None and o.ttft <= 1.12 for o in served)
     assert all(not o.tokens for o in result.outcomes if o.refused)
 
 
@@ -164,7 +171,7 @@ def test_without_deadlines_nobody_is_dropped() -> None:
     assert all(outcome.finished for outcome in result.outcomes)
 
 
-def test_a_request_that_would_wait_too_long_is_refused_when_it_comes() -> None:
+def test_who_waits_beyond_its_deadline_is_told_when_to_come_again() -> None:
     now = 0.0
     config = SchedulerConfig(
         max_num_seqs=1, max_model_len=2048, max_num_batched_tokens=256, policy="slo"
@@ -172,13 +179,71 @@ def test_a_request_that_would_wait_too_long_is_refused_when_it_comes() -> None:
     scheduler = Scheduler(config, CACHE, times=TIMES, clock=lambda: now)
     for number in range(40):
         scheduler.add(arrival(f"r{number}", 0.0, prompt=500).request)
-    for _ in range(4):  # one each second
-        now += 1.0
-        scheduler.plan()
-        scheduler.abort(f"r{int(now) - 1}")
-    late = arrival("late", now, prompt=500, ttft_slo=20.0).request
-    with pytest.raises(DeadlineMissed, match=r"about 36\.. s, the deadline is in 20") as error:
-        scheduler.add(late)
-    assert 15 < error.value.retry_after < 17
-    scheduler.add(replace(late, id="later", ttft_slo=40.0))
+    scheduler.plan()
+    scheduler.add(arrival("late", 0.0, prompt=500, ttft_slo=20.0).request)
+    assert not scheduler.shed()
+    now = 19.8  # its prefill takes another 0.1 s at least
+    assert not scheduler.shed()
+    now = 19.95
+    ((name, error),) = scheduler.shed()
+    assert name == "late" and error.retry_after > 1
+    assert scheduler.num_waiting == 39
     scheduler.check()
+
+
+def test_short_answers_are_in_time_while_long_ones_use_what_they_leave() -> None:
+    """Twice what fits, for half a minute."""
+    near = [arrival(f"near{i}", 0.25 * i, prompt=300, ttft_slo=1.0) for i in range(120)]
+    far = [arrival(f"far{i}", 0.5 * i, prompt=300, output=60, e2e_slo=30.0) for i in range(60)]
+
+    def in_time(policy: str) -> int:
+        outcomes = simulator(policy, seqs=1).run([*near, *far]).outcomes
+        return sum(
+            o.finished
+            and o.tokens[0] - o.arrival.at <= (o.arrival.request.ttft_slo or math.inf)
+            and o.tokens[-1] - o.arrival.at <= (o.arrival.request.e2e_slo or math.inf)
+            for o in outcomes
+        )
+
+    assert in_time("fcfs") < 0.4 * 180
+    assert in_time("slo") > 0.9 * 180
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(gaps=st.lists(st.floats(0, 0.3), min_size=1, max_size=25), seqs=st.integers(1, 8))
+def test_uniform_traffic_is_served_as_in_order_of_arrival_to_the_last_bit(
+    gaps: list[float], seqs: int
+) -> None:
+    times = list(itertools.accumulate(gaps))
+    arrivals = [arrival(f"r{i}", at, prompt=200, output=20) for i, at in enumerate(times)]
+    tokens = {
+        policy: [outcome.tokens for outcome in simulator(policy, seqs=seqs).run(arrivals).outcomes]
+        for policy in ("fcfs", "slo")
+    }
+    assert tokens["slo"] == tokens["fcfs"]
+
+
+jobs = st.builds(
+    lambda deadline, prefill: Job(deadline, math.inf, prefill, 0.0, True, cast(Sequence, None)),
+    st.floats(0, 12),
+    st.integers(1, 5),
+)
+
+
+@given(jobs=st.lists(jobs, max_size=8))
+def test_as_many_as_possible_are_in_time(jobs: list[Job]) -> None:
+    jobs.sort(key=lambda job: job.due)
+
+    def feasible(chosen: list[Job]) -> bool:
+        ends = itertools.accumulate(job.prefill for job in chosen)
+        return all(end <= job.due for end, job in zip(ends, chosen, strict=True))
+
+    best = max(
+        len(chosen)
+        for count in range(len(jobs) + 1)
+        for chosen in itertools.combinations(jobs, count)
+        if feasible(list(chosen))
+    )
+    kept = in_time(jobs, 0.0, Capacity(prefill=1.0, decode=1.0))
+    assert sum(kept) == best
+    assert feasible([job for job, keep in zip(jobs, kept, strict=True) if keep])
