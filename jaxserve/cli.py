@@ -54,6 +54,8 @@ class Options:
     log_level: str
     api_key: list[str] | None = field(repr=False)
     api_key_file: Path | None
+    admin_api_key: list[str] | None = field(repr=False)
+    admin_api_key_file: Path | None
     open_metrics: bool
     allowed_origins: list[str] | None
     ssl_keyfile: Path | None
@@ -63,6 +65,7 @@ class Options:
     enable_log_requests: bool
     max_num_queued_tokens: int | None
     request_timeout: float | None
+    max_queue_time: float | None
     max_request_bytes: int
     stall_timeout: float
     keep_alive_interval: float
@@ -164,6 +167,7 @@ def _add_server_flags(add: _AddArgument) -> None:
         help="prompt tokens that wait for their first output token before 429",
     )
     add("--request-timeout", type=_seconds, help="seconds that a request may take in all")
+    add("--max-queue-time", type=_seconds, help="seconds until a request's first token before 503")
     add(
         "--max-request-bytes",
         type=_bytes,
@@ -201,6 +205,13 @@ def _add_access_flags(add: _AddArgument) -> None:
         "the command line: prefer --api-key-file or JAXSERVE_API_KEY in the environment",
     )
     add("--api-key-file", type=Path, help="more keys, one per line")
+    add(
+        "--admin-api-key",
+        action="extend",
+        nargs="+",
+        help="keys that open the routes of administrators, too, which do not exist without any",
+    )
+    add("--admin-api-key-file", type=Path, help="more of them, one per line")
     add("--open-metrics", action="store_true", help="/metrics needs no key")
     add("--allowed-origins", nargs="+", help="origins whose web pages may use the server; *: all")
     add("--ssl-keyfile", type=Path, help="private key, PEM; with --ssl-certfile: serve HTTPS")

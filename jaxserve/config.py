@@ -311,6 +311,8 @@ class ServerConfig:
     """Seconds without progress of the engine thread after which `/health` is 503."""
     api_key_digests: tuple[bytes, ...] = ()
     """SHA-256 of the keys that clients may use; none: no key is needed."""
+    admin_key_digests: tuple[bytes, ...] = ()
+    """SHA-256 of the keys of administrators; none: their routes do not exist."""
     open_metrics: bool = False
     """`/metrics` needs no key."""
     allowed_origins: tuple[str, ...] = ()
@@ -319,5 +321,9 @@ class ServerConfig:
     """Prompt tokens that may wait for their first output token before 429; None: any number."""
     request_timeout: float | None = None
     """Seconds from a request's arrival until it is given up; None: as long as it takes."""
+    max_queue_time: float | None = None
+    """Seconds from a request's arrival until its first token must be there; None: any time."""
+    body_timeout: float = 60.0
+    """Seconds that the body of a request may take to arrive."""
     log_requests: bool = False
     """One log line per request that has ended."""

@@ -269,6 +269,10 @@ class AsyncEngine[P]:
             self._idle = False
             in_flight = self._advance(parts, in_flight)
             self._last_progress = time.monotonic()
+        if in_flight is not None:
+            with contextlib.suppress(Exception):
+                # Nobody waits for it, but XLA aborts a process that ends in the middle of a step.
+                parts.runner.collect(in_flight[1])
 
     def _advance(
         self, parts: Parts[P], in_flight: tuple[StepPlan, P] | None

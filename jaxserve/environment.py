@@ -16,11 +16,12 @@ _XLA_FLAGS = (
 _NOT_IN_PROGRAMS = ("--xla_dump", "--xla_gpu_dump")
 
 API_KEY = "JAXSERVE_API_KEY"
+ADMIN_API_KEY = "JAXSERVE_ADMIN_API_KEY"
 
 
-def api_key_of_environment() -> str | None:
+def key_of_environment(variable: str) -> str | None:
     """None if it is not set; set and empty, as a missing secret would leave it, is no key."""
-    return os.environ.get(API_KEY)
+    return os.environ.get(variable)
 
 
 def prepare(gpu_memory_utilization: float) -> None:

@@ -29,8 +29,9 @@ _PACKAGES = (
 NOT_IN_PROGRAMS = frozenset(
     (
         *("__main__", "bench", "build", "chat_template", "cli", "convert", "engine", "environment"),
-        *("fingerprint", "memory", "model_source", "precompile", "scheduler", "serve", "server"),
-        *("startup", "structured", "tokenizer", "weights"),
+        *("fingerprint", "listen", "logs", "measure", "memory", "model_source"),
+        *("precompile", "scheduler", "serve", "server", "simulator", "startup", "step_times"),
+        *("structured", "tls", "tokenizer", "tracing", "weights"),
     )
 )
 """Parts of jaxserve that no compiled program depends on: `tests/test_layering.py` checks it."""

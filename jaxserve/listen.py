@@ -12,7 +12,7 @@ from aiohttp import web
 
 from jaxserve.cli import Options
 from jaxserve.config import ConfigError, ServerConfig
-from jaxserve.environment import API_KEY, api_key_of_environment
+from jaxserve.environment import ADMIN_API_KEY, API_KEY, key_of_environment
 from jaxserve.model_source import ModelSource
 from jaxserve.server.access import digest
 
@@ -30,35 +30,17 @@ def server_config(options: Options, source: ModelSource) -> ServerConfig:
         port=options.port,
         sampling_defaults=source.sampling_defaults,
         api_key_digests=tuple(digest(key) for key in keys),
+        admin_key_digests=tuple(digest(key) for key in admin_api_keys(options)),
         open_metrics=options.open_metrics,
         allowed_origins=tuple(options.allowed_origins or ()),
         log_requests=options.enable_log_requests,
         max_request_bytes=options.max_request_bytes,
         max_queued_tokens=options.max_num_queued_tokens,
         request_timeout=options.request_timeout,
+        max_queue_time=options.max_queue_time,
         stall_timeout=options.stall_timeout,
         keep_alive_interval=options.keep_alive_interval,
     )
-
-
-def tls_context(options: Options) -> ssl.SSLContext | None:
-    """None: plain HTTP. Raises ConfigError for files that do not make a server's identity."""
-    key, certificate, clients = options.ssl_keyfile, options.ssl_certfile, options.ssl_ca_certs
-    if key is None and certificate is None and clients is None:
-        return None
-    if key is None or certificate is None:
-        raise ConfigError("HTTPS needs both --ssl-keyfile and --ssl-certfile")
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        # An empty password: a key that is encrypted is an error and not a question.
-        context.load_cert_chain(certificate, key, password="")
-        if clients is not None:
-            context.load_verify_locations(clients)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except (OSError, ssl.SSLError) as error:
-        files = ", ".join(str(file) for file in (key, certificate, clients) if file is not None)
-        raise ConfigError(f"cannot serve HTTPS with {files}: {error}") from None
-    return context
 
 
 async def bind(
@@ -80,29 +62,39 @@ async def bind(
 
 def api_keys(options: Options) -> list[str]:
     """Of the flags, the file and the environment, together."""
-    keys = list(options.api_key or ())
-    if options.api_key_file is not None:
-        keys += keys_of_file(options.api_key_file)
-    if (key := api_key_of_environment()) is not None:
+    return _keys(options.api_key, "--api-key-file", options.api_key_file, API_KEY)
+
+
+def admin_api_keys(options: Options) -> list[str]:
+    """The same for administrators."""
+    file = options.admin_api_key_file
+    return _keys(options.admin_api_key, "--admin-api-key-file", file, ADMIN_API_KEY)
+
+
+def _keys(given: list[str] | None, flag: str, file: Path | None, variable: str) -> list[str]:
+    keys = list(given or ())
+    if file is not None:
+        keys += _keys_of_file(flag, file)
+    if (key := key_of_environment(variable)) is not None:
         keys.append(key)
     for key in keys:
         if not key or not key.isascii() or not key.isprintable() or " " in key:
             raise ConfigError(
-                f"an API key (--api-key, --api-key-file, {API_KEY}) is empty or has characters "
-                "that headers do not carry: printable ASCII without spaces is allowed"
+                f"an API key ({flag.removesuffix('-file')}, {flag}, {variable}) is empty or has "
+                "characters that headers do not carry: printable ASCII without spaces is allowed"
             )
     return list(dict.fromkeys(keys))
 
 
-def keys_of_file(path: Path) -> list[str]:
+def _keys_of_file(flag: str, path: Path) -> list[str]:
     """One key per line; blank lines and those that begin with # are left out."""
     try:
         lines = [line.strip() for line in path.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file {path}: cannot be read: {error}") from None
+        raise ConfigError(f"{flag} {path}: cannot be read: {error}") from None
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ConfigError(f"--api-key-file {path}: holds no key; without keys leave the flag out")
+        raise ConfigError(f"{flag} {path}: holds no key; without keys leave the flag out")
     return keys
 
 

@@ -20,6 +20,9 @@ _CONTEXT = 2048
 _ROWS = 64
 """Where the cost of context is measured, if the cache and the limits have room for it."""
 
+_SHORT_CONTEXT = 256
+"""The same where steps are slow, as on a CPU: there a longer one would take half of the start."""
+
 
 def measure(runner: Runner, config: RunnerConfig) -> StepTimes:
     """Times all buckets of a runner that is compiled and serves nobody yet.
@@ -34,6 +37,8 @@ def measure(runner: Runner, config: RunnerConfig) -> StepTimes:
         {size: seconds.of(_decode_rows(size, 1)) for size in config.buckets.decode}
     )
     mixed = _increasing({size: seconds.of(_chunk(size, 0)) for size in config.buckets.prefill})
+    if max(mixed.values()) > _SLOW:
+        context = min(context, _SHORT_CONTEXT)
     timed = max(size for size in decode if size <= max(rows, min(decode)))
     chunk = max((size for size in mixed if size <= context), default=min(mixed))
     deep = seconds.of(_decode_rows(timed, context))

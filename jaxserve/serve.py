@@ -18,11 +18,12 @@ from jaxserve.cli import Options
 from jaxserve.config import ConfigError
 from jaxserve.engine import AsyncEngine, Parts, Progress
 from jaxserve.environment import prepare
-from jaxserve.listen import bind, server_config, tls_context
+from jaxserve.listen import bind, server_config
 from jaxserve.metrics import Metrics
 from jaxserve.model_source import ModelSource, find_model
 from jaxserve.server import make_app, make_runner
 from jaxserve.startup import Timeline, show
+from jaxserve.tls import reload_when_changed, tls_context
 from jaxserve_checkpoints.reader import CheckpointError
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ async def _serve(options: Options, timeline: Timeline) -> None:
     engine = _make_engine(options, source, metrics, timeline)
     config, tls = server_config(options, source), tls_context(options)
     runner = make_runner(make_app(engine, source.tokenizer, config, metrics))
+    reloading = asyncio.ensure_future(reload_when_changed(tls, options)) if tls else None
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop)
@@ -77,6 +79,8 @@ async def _serve(options: Options, timeline: Timeline) -> None:
             await _drain(engine, options.shutdown_timeout)
     finally:
         starting = engine.status().phase in ("starting", "loading", "compiling", "warming")
+        if reloading is not None:
+            reloading.cancel()
         await engine.stop()
         await runner.cleanup()
         if starting and stop.is_set():

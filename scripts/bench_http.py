@@ -23,6 +23,7 @@ from typing import Any
 
 import uvloop
 
+from jaxserve import logs
 from jaxserve.api import EngineLimits
 from jaxserve.config import CacheConfig, SchedulerConfig, ServerConfig
 from jaxserve.engine import AsyncEngine, Parts, Progress
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="requests per client")
     parser.add_argument("--route", choices=["chat", "completions"], default="chat")
     parser.add_argument("--step-ms", type=float, default=0.0, help="time of a step on the device")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", action="store_true", help="only the server, until stdin ends")
     args = parser.parse_args()
     uvloop.run(_serve(args) if args.serve else _measure(args))
 
@@ -70,6 +71,7 @@ class ListRunner:
 
 
 async def _serve(args: argparse.Namespace) -> None:
+    logs.configure("info", "text")
     tokenizer = load_tokenizer(EMBEDDED)
     page_size = 64
     pages = 1 + args.clients * (MAX_LENGTH // page_size)
@@ -88,14 +90,14 @@ async def _serve(args: argparse.Namespace) -> None:
     metrics = Metrics("bench")
     limits = EngineLimits(MAX_LENGTH, tokenizer.vocab_size)
     engine = AsyncEngine(build=build, limits=limits, metrics=metrics)
-    config = ServerConfig(model_names=("bench",), host="127.0.0.1", port=0)
+    config = ServerConfig(model_names=("jaxserve-embedded",), host="127.0.0.1", port=0)
     runner = make_runner(make_app(engine, tokenizer, config, metrics))
     await runner.setup()
     from aiohttp import web
 
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
     await engine.start()
-    print(runner.addresses[0][1], flush=True)
+    print(f"is ready: bench at http://127.0.0.1:{runner.addresses[0][1]}/v1", flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     await engine.stop()
     await runner.cleanup()
@@ -147,7 +149,7 @@ async def _measure(args: argparse.Namespace) -> None:
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
     assert server.stdin is not None and server.stdout is not None
-    port = int(server.stdout.readline())
+    port = int(server.stdout.readline().rpartition(":")[2].partition("/")[0])
     loop = asyncio.get_running_loop()
     request = _request(args)
     started, cpu = time.perf_counter(), time.process_time()

@@ -3,9 +3,10 @@
     python scripts/soak.py --requests 10000
 
 Starts a server with the embedded model (or takes --url and --pid), keeps --concurrency requests
-going over all routes, and gives up a part of them at a random moment. Fails if an answer is a 5xx
-(429 and 503 aside), if a sequence or page is still held at the end, if the server's memory grows
-after the first fifth of the requests, or if it logged an error.
+going over all routes, and gives up a part of them at a random moment. With --without-device the
+server's device is a list of words (scripts/bench_http.py): everything else is real. Fails if an
+answer is a 5xx (429 and 503 aside), if a sequence or page is still held at the end, if the server's
+memory grows after the first fifth of the requests, or if it logged an error.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,9 @@ WORDS = [
 ]
 TOOL = {"name": "get_weather", "parameters": {"type": "object"}}
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+BUCKETS = ("--decode-buckets", "32", "--prefill-buckets", "16,64,256")
+SERVER = ("-m", "jaxserve", "--port", "0", "--forbid-compiles", *BUCKETS)
+WITHOUT_DEVICE = (str(Path(__file__).with_name("bench_http.py")), "--serve", "--clients", "64")
 MALFORMED = (
     b"",
     b"{",
@@ -71,27 +75,37 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-growth", type=float, default=24.0, help="MiB, after the first fifth")
+    parser.add_argument("--without-device", action="store_true", help="words from a list")
     parser.add_argument("--url", help="of a server that runs already")
     parser.add_argument("--pid", type=int, help="its process, for its memory")
     args = parser.parse_args()
     if args.url:
         return asyncio.run(Soak(args, args.url, args.pid).run())
-    with own_server() as (url, process, log):
+    with own_server(WITHOUT_DEVICE if args.without_device else SERVER) as (url, process, log):
         status = asyncio.run(Soak(args, url, process.pid).run())
-        process.send_signal(signal.SIGTERM)
+        if args.without_device:
+            assert process.stdin is not None
+            process.stdin.close()
+        else:
+            process.send_signal(signal.SIGTERM)
         process.wait(60)
         logged = re.findall(r"^.*(?:ERROR|CRITICAL|Traceback).*$", log.read_text(), re.M)
-        print(f"errors logged: {len(logged)}", *logged[:5], sep="\n  ")
+        print(f"errors logged: {len(logged)}")
+        if logged:
+            lines = log.read_text().splitlines()
+            first = next(at for at, line in enumerate(lines) if line.startswith(logged[0]))
+            print(*lines[first : first + 60], sep="\n")
         return status or bool(logged) or process.returncode
 
 
 @contextmanager
-def own_server() -> Iterator[tuple[str, subprocess.Popen[bytes], Path]]:
+def own_server(command: Sequence[str]) -> Iterator[tuple[str, subprocess.Popen[bytes], Path]]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "jaxserve", "--port", "0", "--forbid-compiles"],
+                [sys.executable, *command],
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")},
@@ -126,9 +140,13 @@ class Soak:
             self._session = session
             idle = await self._load()
             workers = [asyncio.create_task(self._worker()) for _ in range(self._args.concurrency)]
-            started, early = time.monotonic(), None
+            started = reported = time.monotonic()
+            early = None
             while any(not worker.done() for worker in workers):
                 await asyncio.sleep(0.2)
+                if time.monotonic() - reported > 60:
+                    reported = time.monotonic()
+                    print(f"{self._left} to go, {self._resident_mib():.0f} MiB", flush=True)
                 if early is None and self._left <= self._args.requests * 4 // 5:
                     early = self._resident_mib()
             await asyncio.gather(*workers)
@@ -200,7 +218,12 @@ class Soak:
 
 
 def _text(draw: random.Random) -> str:
-    return " ".join(draw.choices(WORDS, k=draw.choice((1, 5, 20, 300))))
+    return " ".join(draw.choices(WORDS, k=_length(draw)))
+
+
+def _length(draw: random.Random) -> int:
+    """Mostly short: on a CPU a prompt token takes a millisecond or two."""
+    return draw.choices((1, 5, 20, 300), (40, 40, 17, 3))[0]
 
 
 def _sampling(draw: random.Random) -> dict[str, Any]:
@@ -241,7 +264,7 @@ def _chat(draw: random.Random) -> dict[str, Any]:
 
 
 def _completion(draw: random.Random) -> dict[str, Any]:
-    ids = [draw.randrange(500) for _ in range(draw.choice((1, 40, 400)))]
+    ids = [draw.randrange(500) for _ in range(_length(draw))]
     prompt = draw.choice((_text(draw), [_text(draw), "a"], ids, [ids, [5]]))
     return _generation(draw) | {"prompt": prompt, "echo": draw.random() < 0.2}
 

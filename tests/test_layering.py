@@ -62,6 +62,7 @@ LAYERS = (
         "jaxserve.model_source",
         "jaxserve.precompile",
         "jaxserve.serve",
+        "jaxserve.tls",
         "jaxserve.weights",
     ),
 )

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from jaxserve.config import ServerConfig
 from jaxserve.server.errors import ApiError
 from jaxserve.server.service import SERVICE
 
@@ -19,14 +20,29 @@ OPEN_ROUTES = frozenset({"/health", "/ready"})
 """Answered without a key, by the path of the route that was matched. Everything else, routes that
 do not exist included, needs one: a route that is added later is closed by itself."""
 
+ADMIN_ROUTES = frozenset({"/reset_prefix_cache"})
+"""They change what all clients get: only for keys of administrators, and not there without any."""
+
 
 @web.middleware
 async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """401 without one of the server's keys, if it has any, before anything reads the body."""
+    """401 without a key that the server knows, if it knows any, before anything reads the body;
+    403 on routes of administrators with the key of a client. Their own keys open everything."""
     config = request.app[SERVICE].config
-    if config.api_key_digests and not _is_open(request, metrics_too=config.open_metrics):
-        request[KEY_NAME] = _check_key(request, config.api_key_digests)
+    path = _route(request)
+    clients, admins = config.api_key_digests, config.admin_key_digests
+    if path in ADMIN_ROUTES:
+        key = _checked(request, clients + admins)
+        if key not in admins:
+            raise ApiError(403, "this route is for keys of administrators", code="not_admin")
+    elif clients and not is_open(path, config):
+        _checked(request, clients + admins)
     return await handler(request)
+
+
+def is_open(path: str | None, config: ServerConfig) -> bool:
+    """Whether the route of this path answers without a key."""
+    return path in OPEN_ROUTES or (path == "/metrics" and config.open_metrics)
 
 
 def digest(key: str) -> bytes:
@@ -35,13 +51,14 @@ def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _is_open(request: web.Request, *, metrics_too: bool) -> bool:
+def _route(request: web.Request) -> str | None:
+    """Of the route that was matched, never of a header."""
     resource = request.match_info.route.resource
-    path = resource.canonical if resource is not None else None
-    return path in OPEN_ROUTES or (metrics_too and path == "/metrics")
+    return resource.canonical if resource is not None else None
 
 
-def _check_key(request: web.Request, known: Iterable[bytes]) -> str:
+def _checked(request: web.Request, known: Iterable[bytes]) -> bytes:
+    """The digest of the key that the request carries; the request keeps its name."""
     given = [digest(key) for key in _given_keys(request)]
     if not given:
         raise ApiError(
@@ -53,7 +70,8 @@ def _check_key(request: web.Request, known: Iterable[bytes]) -> str:
     matching = [other for other in known for one in given if hmac.compare_digest(one, other)]
     if not matching:
         raise ApiError(401, "the API key is not one of this server's", code="invalid_api_key")
-    return matching[0].hex()[:8]
+    request[KEY_NAME] = matching[0].hex()[:8]
+    return matching[0]
 
 
 def _given_keys(request: web.Request) -> list[str]:

@@ -18,7 +18,13 @@ from jaxserve.server.chat import chat_completions
 from jaxserve.server.completions import completions
 from jaxserve.server.cors import allow_origin, preflight
 from jaxserve.server.messages import count_tokens, messages
-from jaxserve.server.middleware import BriefBadRequests, echo_request_id, error_shape, log_request
+from jaxserve.server.middleware import (
+    ClientsAffairs,
+    close_when_draining,
+    echo_request_id,
+    error_shape,
+    log_request,
+)
 from jaxserve.server.responses import responses
 from jaxserve.server.service import SERVICE, Service
 from jaxserve.server.tokenization import detokenize, tokenize
@@ -47,6 +53,7 @@ def make_app(
     )
     app.on_response_prepare.append(echo_request_id)
     app.on_response_prepare.append(allow_origin)
+    app.on_response_prepare.append(close_when_draining)
     app.add_routes(
         [
             web.post("/v1/chat/completions", chat_completions),
@@ -65,9 +72,10 @@ def make_app(
             web.get("/version", operations.version),
             web.get("/load", operations.load),
             web.get("/openapi.json", operations.openapi),
-            web.post("/reset_prefix_cache", operations.reset_prefix_cache),
         ]
     )
+    if config.admin_key_digests:
+        app.add_routes([web.post("/reset_prefix_cache", operations.reset_prefix_cache)])
     return app
 
 
@@ -80,7 +88,7 @@ def make_runner(app: web.Application, *, shutdown_timeout: float = 5.0) -> web.A
     """
     web_log = logging.getLogger("jaxserve.server.http")
     if not web_log.filters:
-        web_log.addFilter(BriefBadRequests())
+        web_log.addFilter(ClientsAffairs())
     return web.AppRunner(
         app,
         handler_cancellation=True,

@@ -9,7 +9,7 @@ from jaxserve.server.errors import ApiError
 from jaxserve.server.generation import Delta, Generation
 from jaxserve.server.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.server.output_parser import Content, OutputParser, Piece, Reasoning
-from jaxserve.server.reply import Arrival, openai_error_events, usage_body
+from jaxserve.server.reply import Arrival, openai_error_events, usage_body, usage_event
 from jaxserve.server.schema import ChatRequest, NamedTool, StreamOptions
 from jaxserve.server.sse import DONE, event_encoder
 from jaxserve.server.tool_calls import CallArguments, CallOpened
@@ -28,6 +28,7 @@ class ChatReply:
         fields: ChatRequest,
     ):
         self._generation = generation
+        self._arrival = arrival
         self._options = options
         self._encode = event_encoder(options)
         self._tokenizer = arrival.service.tokenizer
@@ -51,7 +52,7 @@ class ChatReply:
     def last_events(self) -> bytes:
         if not self._options.include_usage:
             return DONE
-        return self._encode({**self._head, "choices": [], "usage": self._usage()}) + DONE
+        return self._encode(usage_event(self._arrival, self._generation, self._head)) + DONE
 
     def error_events(self, error: ApiError) -> bytes:
         return openai_error_events(error)

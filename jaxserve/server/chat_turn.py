@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve.server.constraints import constrained, text_constraint, tool_constraint
+from jaxserve.server.constraints import avoided, constrained, text_constraint, tool_constraint
 from jaxserve.server.errors import invalid
 from jaxserve.server.generation import Choice, Generation
 from jaxserve.server.output_parser import END_THINK, THINK, OutputParser
@@ -35,6 +35,7 @@ async def chat_generation(service: Service, fields: ChatRequest, request_id: str
         defaults=service.config.sampling_defaults,
         limits=limits,
         eos_token_ids=tokenizer.eos_token_ids,
+        guide=avoided(service, fields),
     )
     thinking = _thinking(service, fields, prompt)
     constraint = tool_constraint(fields, dict(tokenizer.markers)) or text_constraint(fields)

@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from jaxserve.api import EngineLimits, PromptLogprobs
-from jaxserve.server.constraints import constrained, text_constraint
+from jaxserve.server.constraints import avoided, constrained, text_constraint
 from jaxserve.server.errors import ApiError, invalid
 from jaxserve.server.generation import Choice, Delta, Generation
 from jaxserve.server.logprobs import TextLogprobs, prompt_logprobs
@@ -29,6 +29,7 @@ from jaxserve.server.reply import (
     check_stream_options,
     openai_error_events,
     usage_body,
+    usage_event,
 )
 from jaxserve.server.schema import MAX_SEQUENCES, CompletionRequest, StreamOptions
 from jaxserve.server.service import SERVICE
@@ -79,6 +80,7 @@ async def _generation(
     if fields.echo and fields.logprobs is not None:
         # Clients that score prompts cut the last token off, whatever it is.
         options = options._replace(stop_token_logprobs=True)
+    guide = avoided(service, fields)
     choices: list[Choice] = []
     for position, prompt in enumerate(prompts):
         params = sampling_params(
@@ -88,6 +90,7 @@ async def _generation(
             defaults=service.config.sampling_defaults,
             limits=limits,
             eos_token_ids=service.tokenizer.eos_token_ids,
+            guide=guide,
         )
         if fields.echo and fields.logprobs is not None:
             most = max(fields.logprobs, params.prompt_logprobs or 0)
@@ -121,6 +124,7 @@ class CompletionReply:
         fields: CompletionRequest,
     ):
         self.generation = generation
+        self._arrival = arrival
         self._options = options
         self._encode = event_encoder(options)
         self._tokenizer = arrival.service.tokenizer
@@ -150,8 +154,7 @@ class CompletionReply:
     def last_events(self) -> bytes:
         if not self._options.include_usage:
             return DONE
-        usage = usage_body(self.generation)
-        return self._encode({**self._head, "choices": [], "usage": usage}) + DONE
+        return self._encode(usage_event(self._arrival, self.generation, self._head)) + DONE
 
     def error_events(self, error: ApiError) -> bytes:
         return openai_error_events(error)

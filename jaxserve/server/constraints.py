@@ -13,13 +13,22 @@ from jaxserve.api import SamplingParams
 from jaxserve.server.errors import invalid
 from jaxserve.server.schema import ChatRequest, GenerationFields, NamedTool, Tool
 from jaxserve.server.service import Service
-from jaxserve.structured import GrammarError, Thinking, grammars
+from jaxserve.structured import BadWords, GrammarError, Thinking, grammars
 
 
 class Constraint(NamedTuple):
     param: str
     """The field it comes from."""
     grammar: Callable[[], str]
+
+
+def avoided(service: Service, fields: GenerationFields) -> BadWords | None:
+    """The guide that keeps bad words out, if there are any."""
+    if not fields.bad_words:
+        return None
+    if fields.allowed_token_ids:
+        raise invalid("allowed_token_ids and bad_words exclude each other", param="bad_words")
+    return BadWords(fields.bad_words, service.tokenizer)
 
 
 async def constrained(
@@ -31,10 +40,12 @@ async def constrained(
     """The parameters with the guide of the constraint; ApiError if it cannot be compiled."""
     if constraint is None:
         return params
-    if params.allowed_token_ids:
-        raise invalid(
-            f"allowed_token_ids and {constraint.param} exclude each other", param=constraint.param
-        )
+    others = {"allowed_token_ids": params.allowed_token_ids, "bad_words": params.guide}
+    for name, given in others.items():
+        if given:
+            raise invalid(
+                f"{name} and {constraint.param} exclude each other", param=constraint.param
+            )
     try:
         grammar = await asyncio.to_thread(constraint.grammar)
         guide = await service.guides.compile(grammar, thinking)

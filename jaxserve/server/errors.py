@@ -17,6 +17,7 @@ MAX_MESSAGE_CHARS = 1000
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
+    408: "timeout_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
@@ -27,6 +28,7 @@ _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
     500: "api_error",

@@ -7,7 +7,7 @@ import time
 import uuid
 from typing import Any
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
@@ -50,7 +50,7 @@ async def error_shape(request: web.Request, handler: Handler) -> web.StreamRespo
             raise
         return _http_error(request, error)
     except ConnectionError:
-        raise  # the client is gone; aiohttp knows what to do
+        raise  # the client is gone; aiohttp ends the connection
     except Exception:
         # As it was sent: percent-encoded, so that a path cannot write lines of its own.
         path, fields = request.rel_url.raw_path, {"request_id": request_id(request)}
@@ -80,11 +80,14 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
     return response
 
 
-class BriefBadRequests(logging.Filter):
-    """For aiohttp's logger: what no client may send is the client's affair, not a traceback."""
+class ClientsAffairs(logging.Filter):
+    """For aiohttp's logger: what no client may send, and that one has left while it was written to,
+    are no errors of the server."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, ConnectionError):
+            return False
         if isinstance(error, HttpProcessingError):
             log.info("a request was not HTTP: %s", type(error).__name__)
             return False
@@ -94,6 +97,13 @@ class BriefBadRequests(logging.Filter):
 async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """A signal handler, so that streams and errors of the router have the header, too."""
     response.headers[REQUEST_ID_HEADER] = request_id(request)
+
+
+async def close_when_draining(request: web.Request, response: web.StreamResponse) -> None:
+    """Clients and balancers that keep connections must not send their next request here."""
+    if request.app[SERVICE].engine.status().phase == "draining":
+        response.force_close()
+        response.headers[hdrs.CONNECTION] = "close"
 
 
 def request_id(request: web.Request) -> str:

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 import jaxserve
+from jaxserve.config import ServerConfig
 from jaxserve.server import schema, shapes
+from jaxserve.server.access import ADMIN_ROUTES, is_open
 from jaxserve.server.messages import schema as messages
 from jaxserve.server.responses import schema as responses
 from jaxserve.server.schema import Harmless
@@ -18,14 +20,23 @@ type Json = dict[str, Any]
 
 _ERRORS = {
     400: "The request is not valid; the error names the field",
+    401: "An API key is needed, or this is none of the server's",
+    403: "The key is not one of an administrator",
     404: "No such model",
     405: "The route does not take this method",
+    408: "The body came too slowly",
     413: "The body is too large",
     415: "The body is not JSON",
     429: "The queue is full",
     500: "The generation failed",
     503: "The server is starting or draining, or has failed",
+    504: "The request took longer than the server allows",
 }
+_SCHEMES: Json = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+_ANY_SCHEME: list[Json] = [{name: []} for name in _SCHEMES]
 _TEXT = {"type": "string"}
 _STREAM = {
     "schema": {
@@ -54,8 +65,8 @@ class Operation(NamedTuple):
     """Whether the same answer may come with 503."""
 
 
-_GENERATION = tuple(_ERRORS)
-_PROMPT = (400, 404, 405, 413, 415)
+_PROMPT = (400, 404, 405, 408, 413, 415)
+_GENERATION = (*_PROMPT, 429, 500, 503, 504)
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("post", "/v1/chat/completions"): Operation(
@@ -135,25 +146,31 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
 }
 
 
-def document(model_names: tuple[str, ...]) -> bytes:
-    """The OpenAPI 3.1 description of a server of these models, encoded."""
-    types = {kind for operation in OPERATIONS.values() for kind in _types(operation)}
+def document(config: ServerConfig) -> bytes:
+    """The OpenAPI 3.1 description of a server with this configuration, encoded."""
+    operations = {
+        (method, path): operation
+        for (method, path), operation in OPERATIONS.items()
+        if config.admin_key_digests or path not in ADMIN_ROUTES
+    }
+    types = {kind for operation in operations.values() for kind in _types(operation)}
     _, components = msgspec.json.schema_components(
         sorted(types, key=lambda kind: kind.__name__), ref_template="#/components/schemas/{name}"
     )
-    for operation in OPERATIONS.values():
+    for operation in operations.values():
         for kind in operation.bodies:
-            _complete(components[kind.__name__]["properties"], operation.rejected, model_names)
+            properties = components[kind.__name__]["properties"]
+            _complete(properties, operation.rejected, config.model_names)
     components["CompletionRequest"]["properties"]["prompt"] = schema.PROMPT
     paths: dict[str, Json] = {}
-    for (method, path), operation in OPERATIONS.items():
-        paths.setdefault(path, {})[method] = _described(operation, path)
+    for (method, path), operation in operations.items():
+        paths.setdefault(path, {})[method] = _described(operation, path, config)
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
             "info": {"title": "jaxserve", "version": jaxserve.__version__},
             "paths": paths,
-            "components": {"schemas": components},
+            "components": {"schemas": components, "securitySchemes": _SCHEMES},
         }
     )
 
@@ -174,8 +191,15 @@ def _complete(
         properties.setdefault(name, {"enum": [None, *harmless]})
 
 
-def _described(operation: Operation, path: str) -> Json:
-    described: Json = {"summary": operation.summary, "responses": _responses(operation)}
+def _described(operation: Operation, path: str, config: ServerConfig) -> Json:
+    admin = path in ADMIN_ROUTES
+    keyed = admin or (bool(config.api_key_digests) and not is_open(path, config))
+    refusals = (401, 403) if admin else (401,) if keyed else ()
+    described: Json = {
+        "summary": operation.summary,
+        "security": _ANY_SCHEME if keyed else [],
+        "responses": _responses(operation, refusals),
+    }
     if operation.bodies:
         kinds = [_reference(kind) for kind in operation.bodies]
         body = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
@@ -191,7 +215,7 @@ def _described(operation: Operation, path: str) -> Json:
     return described
 
 
-def _responses(operation: Operation) -> Json:
+def _responses(operation: Operation, refusals: tuple[int, ...]) -> Json:
     kind = operation.answer
     content: Json = {operation.media: {"schema": {} if kind is None else _reference(kind)}}
     if operation.streams:
@@ -200,7 +224,7 @@ def _responses(operation: Operation) -> Json:
     if operation.unhealthy:
         answers["503"] = {"description": "Not well, or not ready", "content": content}
     error: Json = {"application/json": {"schema": _reference(operation.error)}}
-    for status in operation.errors:
+    for status in (*operation.errors, *refusals):
         answers[str(status)] = {"description": _ERRORS[status], "content": error}
     return answers
 

@@ -72,7 +72,7 @@ async def version(_request: web.Request) -> web.Response:
 
 
 async def openapi(request: web.Request) -> web.Response:
-    body = document(request.app[SERVICE].config.model_names)
+    body = document(request.app[SERVICE].config)
     return web.Response(body=body, content_type="application/json")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
-from jaxserve.api import EngineLimits, Request, SamplingParams
+from jaxserve.api import EngineLimits, Guide, Request, SamplingParams
 from jaxserve.config import SamplingDefaults
 from jaxserve.server.errors import ApiError, invalid
 from jaxserve.server.generation import TextOptions
@@ -25,6 +25,7 @@ def sampling_params(
     defaults: SamplingDefaults,
     limits: EngineLimits,
     eos_token_ids: frozenset[int],
+    guide: Guide | None = None,
 ) -> SamplingParams:
     """Everything but the seed, which differs between the choices."""
     min_tokens = fields.min_tokens or 0
@@ -49,6 +50,7 @@ def sampling_params(
         allowed_token_ids=_allowed(fields, limits),
         logprobs=logprobs,
         prompt_logprobs=_prompt_logprobs(fields),
+        guide=guide,
     )
     if params.top_k >= limits.vocab_size:
         params = replace(params, top_k=0)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,20 +13,22 @@ from msgspec import Struct
 
 from jaxserve.server.errors import ApiError, invalid
 from jaxserve.server.schema import FREE_FORM, REJECTED, SILENT, Harmless, field_names
+from jaxserve.server.service import SERVICE
 
 MAX_DEPTH = 64
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_MISSING = re.compile("missing required field `(.+)`")
+_FIELD_IN_MESSAGE = re.compile("(?:missing required|contains unknown) field `(.+)`")
 
 
 class Parsed[T](NamedTuple):
     fields: T
     ignored: tuple[str, ...]
-    """Names of fields that nothing here knows."""
+    """Fields that nothing here knows, those inside of others as `field.inner`."""
 
 
 async def read_json(request: web.Request) -> bytes:
-    """The body, if it claims to be JSON. `client_max_size` of the app bounds it (413)."""
+    """The body, if it claims to be JSON. `client_max_size` of the app bounds it (413), and the
+    time that it may take (408)."""
     kind = request.content_type
     if "Content-Type" in request.headers and kind != "application/json":
         raise ApiError(
@@ -33,7 +36,14 @@ async def read_json(request: web.Request) -> bytes:
             f"Content-Type must be application/json, got {kind[:80]}",
             code="unsupported_media_type",
         )
-    return await request.read()
+    limit = request.app[SERVICE].config.body_timeout
+    try:
+        async with asyncio.timeout(limit):
+            return await request.read()
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body was not complete after {limit:g} seconds", code="body_timeout"
+        ) from None
 
 
 def parse[T: Struct](
@@ -44,19 +54,22 @@ def parse[T: Struct](
 ) -> Parsed[T]:
     """`rejected`: fields that are refused, with the values that ask for nothing; `silent`: fields
     without effect that need no mention."""
+    names = field_names(kind)
     try:
         fields = msgspec.json.decode(body, type=kind)
-        names = field_names(kind)
-        extras = [(n, raw) for n, raw in _RAW_FIELDS.decode(body).items() if n not in names]
-        ignored = tuple(
-            name
-            for name, raw in extras
-            if name not in silent and not _harmless(name, raw, rejected)
-        )
+        raw_fields = _RAW_FIELDS.decode(body)
+        ignored = {
+            name: None
+            for name, raw in raw_fields.items()
+            if name not in names and not _harmless(name, raw, rejected)
+        }
+        for name, raw in raw_fields.items():
+            if name in names and _holds_fields(value := getattr(fields, name)):
+                ignored |= dict.fromkeys(_unknown(msgspec.json.decode(raw), value, name))
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
-        missing = _MISSING.search(message)
-        parts = [path.strip("`."), missing[1] if missing else ""]
+        named = _FIELD_IN_MESSAGE.search(message)
+        parts = [path.strip("`."), named[1] if named else ""]
         raise invalid(message, param=".".join(filter(None, parts)) or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise invalid("the body is not valid JSON in UTF-8", code="invalid_json") from None
@@ -64,7 +77,28 @@ def parse[T: Struct](
         raise _too_deep(None) from None
     for name in FREE_FORM & names:
         _check_depth(getattr(fields, name), name)
-    return Parsed(fields, ignored)
+    return Parsed(fields, tuple(name for name in ignored if name not in silent))
+
+
+def _holds_fields(value: Any) -> bool:
+    return isinstance(value, Struct) or (
+        isinstance(value, list) and bool(value) and isinstance(value[0], Struct)
+    )
+
+
+def _unknown(raw: Any, value: Any, path: str) -> Iterator[str]:
+    """Fields of the JSON `raw` that `value`, decoded from it, does not have and that ask for
+    something. `path` leads there, without positions in lists."""
+    if isinstance(value, list):
+        for raw_item, item in zip(raw, value, strict=True):
+            yield from _unknown(raw_item, item, path)
+    elif isinstance(value, Struct):
+        known = {*value.__struct_encode_fields__, value.__struct_config__.tag_field}
+        for name, child in raw.items():
+            if name in value.__struct_fields__:
+                yield from _unknown(child, getattr(value, name), f"{path}.{name}")
+            elif name not in known and child not in (None, [], {}):
+                yield f"{path}.{name}"
 
 
 def _check_depth(value: Any, param: str) -> None:

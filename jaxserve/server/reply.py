@@ -25,6 +25,9 @@ from jaxserve.server.sse import DONE, EventStream, data_event
 FIRST_TOKEN_HEADER, ANSWER_HEADER = "x-slo-ttft-ms", "x-slo-e2e-ms"
 """As load balancers and benchmarks spell it."""
 
+READ_TIMEOUT_HEADER = "x-stainless-read-timeout"
+"""OpenAI's and Anthropic's clients send it, in seconds."""
+
 IGNORED_HEADER = "x-jaxserve-ignored-params"
 MAX_IGNORED_SHOWN = 32
 GENERATION = web.RequestKey("generation", Generation)
@@ -99,8 +102,9 @@ async def answer(
             with service.backlog.holding(generation.choices):
                 if stream:
                     return await _stream(arrival, generation, deltas, reply, headers)
-                async with _time_limit(arrival):
+                async with _time_limit(arrival, _read_timeout(arrival)) as patience:
                     async for delta in deltas:
+                        patience.has_begun()
                         reply.collect(delta)
             timing = _server_timing(arrival, generation.choices[0])
             return json_response(reply.body(), headers=headers | timing)
@@ -147,10 +151,11 @@ async def _stream(
     service = arrival.service
     async with EventStream(arrival.request, headers, service.config.keep_alive_interval) as stream:
         try:
-            async with _time_limit(arrival):
+            async with _time_limit(arrival) as patience:
                 async for delta in deltas:
                     if events := reply.events(delta):
                         if stream.silent:
+                            patience.has_begun()
                             choice = generation.choices[delta.choice]
                             await _send_first(arrival, stream, events, choice)
                         else:
@@ -192,18 +197,58 @@ def _server_timing(arrival: Arrival, choice: Choice) -> dict[str, str]:
     return {"Server-Timing": shown}
 
 
+class _Patience:
+    """How long a request may wait for its first token, and take in all."""
+
+    def __init__(self, waiting: float | None, ending: float | None, limit: asyncio.Timeout):
+        """Until when, in the event loop's time; `limit` is that of the sooner."""
+        self._ending, self._limit = ending, limit
+        self.waits = waiting is not None and (ending is None or waiting < ending)
+
+    def has_begun(self) -> None:
+        """The first token is there: from now on only the time in all counts."""
+        if self.waits:
+            self.waits = False
+            self._limit.reschedule(self._ending)
+
+
 @asynccontextmanager
-async def _time_limit(arrival: Arrival) -> AsyncGenerator[None]:
-    """504 once the request has taken as long as the configuration allows."""
-    limit = arrival.service.config.request_timeout
-    left = None if limit is None else limit - (time.perf_counter() - arrival.at)
+async def _time_limit(
+    arrival: Arrival, read_timeout: float | None = None
+) -> AsyncGenerator[_Patience]:
+    """504 once the request has taken as long as the configuration allows, or as its client waits
+    for an answer (`read_timeout`); 503 once it has waited too long for its first token."""
+    service = arrival.service
+    queue, takes = service.config.max_queue_time, service.config.request_timeout
+    in_all = min((limit for limit in (takes, read_timeout) if limit is not None), default=None)
+    start = asyncio.get_running_loop().time() - (time.perf_counter() - arrival.at)
+    waiting, ending = (None if limit is None else start + limit for limit in (queue, in_all))
+    first = min((end for end in (waiting, ending) if end is not None), default=None)
+    patience = None
     try:
-        async with asyncio.timeout(left):
-            yield
+        async with asyncio.timeout_at(first) as limit:
+            patience = _Patience(waiting, ending, limit)
+            yield patience
     except TimeoutError:
+        if patience is not None and patience.waits:
+            raise ApiError(
+                503,
+                f"the request has waited for {queue:g} seconds, the longest allowed here",
+                code="queue_timeout",
+                retry_after=service.backlog.seconds_to_drain(),
+            ) from None
         raise ApiError(
-            504, f"the request took longer than the {limit:g} seconds allowed", code="timeout"
+            504, f"the request took longer than the {in_all:g} seconds allowed", code="timeout"
         ) from None
+
+
+def _read_timeout(arrival: Arrival) -> float | None:
+    """How long the client waits for an answer that is not streamed, if it says so."""
+    try:
+        seconds = float(arrival.request.headers.get(READ_TIMEOUT_HEADER, "nan"))
+    except ValueError:
+        return None
+    return seconds if 0 < seconds < math.inf else None
 
 
 def openai_error_events(error: ApiError) -> bytes:
@@ -219,6 +264,17 @@ def usage_body(generation: Generation) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": generation.reasoning_tokens},
     }
+
+
+def usage_event(arrival: Arrival, generation: Generation, head: dict[str, Any]) -> dict[str, Any]:
+    """The chunk before the end of a stream that has asked for usage; `metrics` is as in vLLM."""
+    body: dict[str, Any] = {**head, "choices": [], "usage": usage_body(generation)}
+    if (start := generation.choices[0].start) is not None:
+        body["metrics"] = {
+            "queue_time_ms": round(start.queued * 1e3, 3),
+            "time_to_first_token_ms": round((start.on_host - arrival.at) * 1e3, 3),
+        }
+    return body
 
 
 def _as_api_error(service: Service, error: Rejected | Overloaded | EngineFailed) -> ApiError:

@@ -20,12 +20,14 @@ MAX_TOKENS = 4 * 1024 * 1024
 """Token ids in one list; the body's size is the tighter limit."""
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
+MAX_BAD_WORDS = 128
 
 SALT = r"^[^@/\\\x00]+$"
 """vLLM's alphabet of a cache salt."""
 
 type Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 type Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+type BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 type TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
@@ -43,7 +45,7 @@ type Choices = Annotated[
 ]
 
 
-class JsonSchemaFormat(Struct, kw_only=True):
+class JsonSchemaFormat(Struct, kw_only=True, forbid_unknown_fields=True):
     schema: dict[str, Any]
     name: str | None = None
     description: str | None = None
@@ -51,7 +53,7 @@ class JsonSchemaFormat(Struct, kw_only=True):
     """Without effect: the schema is always followed."""
 
 
-class ResponseFormat(Struct, kw_only=True):
+class ResponseFormat(Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
@@ -91,6 +93,7 @@ class GenerationFields(Struct, kw_only=True):
         | None
     ) = None
     allowed_token_ids: Annotated[list[int], Meta(min_length=1, max_length=65536)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: (
         Annotated[str, Meta(min_length=1, max_length=4096)]
@@ -255,7 +258,6 @@ type Harmless = tuple[Any, ...]
 
 REJECTED: dict[str, Harmless] = {
     "audio": (),
-    "bad_words": ([],),
     "chat_template": (),
     "documents": (),
     "function_call": ("none",),

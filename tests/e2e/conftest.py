@@ -11,6 +11,5 @@ from tests.e2e.process import Server
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    # Two programs in place of seven: the start compiles them.
-    with Server("--decode-buckets", "8", "--prefill-buckets", "128") as running:
+    with Server() as running:
         yield running

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from jaxserve.cli import parse_args
 from jaxserve.config import ConfigError, ServerConfig
-from jaxserve.listen import api_keys
+from jaxserve.listen import admin_api_keys, api_keys
 from jaxserve.metrics import Metrics
 from jaxserve.server import make_app
 from jaxserve.server.access import digest
@@ -21,11 +21,12 @@ from tests.server.conftest import Serve
 
 KEYS = ("first-key", "second-key")
 KEYED: dict[str, Any] = {"api_key_digests": tuple(map(digest, KEYS))}
+ADMIN: dict[str, Any] = {"admin_key_digests": (digest("admin-key"),)}
 OPEN = {("GET", "/health"), ("HEAD", "/health"), ("GET", "/ready"), ("HEAD", "/ready")}
 
 
 def registered_routes() -> list[tuple[str, str]]:
-    config = ServerConfig(model_names=("tiny",))
+    config = ServerConfig(model_names=("tiny",), **ADMIN)
     app = make_app(FakeEngine(), tiny_tokenizer(), config, Metrics("tiny"))
     routes: list[tuple[str, str]] = []
     for route in app.router.routes():
@@ -40,7 +41,7 @@ async def status(url: str, method: str, path: str, headers: dict[str, str] | Non
 
 
 async def test_every_route_but_health_needs_a_key(serve: Serve) -> None:
-    url = await serve(FakeEngine(), **KEYED)
+    url = await serve(FakeEngine(), **KEYED, **ADMIN)
     routes = registered_routes()
     assert len(routes) > 20
     assert set(routes) >= OPEN
@@ -69,6 +70,24 @@ async def test_what_looks_like_health_is_not(serve: Serve, method: str, path: st
     url = await serve(FakeEngine(), **KEYED)
     assert await status(url, method, path) == 401
     assert await status(url, method, path, {"Host": "localhost/health"}) == 401
+
+
+@pytest.mark.parametrize("clients", [{}, KEYED])
+async def test_routes_of_administrators_need_their_key_and_do_not_exist_without_any(
+    serve: Serve, clients: dict[str, Any]
+) -> None:
+    url = await serve(engine := FakeEngine(), **clients, **ADMIN)
+    path = "/reset_prefix_cache"
+    assert await status(url, "POST", path) == 401
+    assert await status(url, "POST", path, {"x-api-key": "other"}) == 401
+    if clients:
+        assert await status(url, "POST", path, {"x-api-key": KEYS[0]}) == 403
+    assert engine.prefix_cache_resets == 0
+    for method, route in (("POST", path), ("GET", "/v1/models")):
+        assert await status(url, method, route, {"Authorization": "Bearer admin-key"}) == 200
+    assert engine.prefix_cache_resets == 1
+    url = await serve(FakeEngine(), **clients)
+    assert await status(url, "POST", path, {"x-api-key": KEYS[0]}) == 404
 
 
 @pytest.mark.parametrize(
@@ -168,6 +187,9 @@ def test_keys_come_from_flags_file_and_environment(
     monkeypatch.setenv("JAXSERVE_API_KEY", "from-environment")
     flags = ["--api-key", "a", "b", "--api-key", "shared", "--api-key-file", str(file)]
     options = parse_args(flags)
+    assert admin_api_keys(options) == []
+    monkeypatch.setenv("JAXSERVE_ADMIN_API_KEY", "root")
+    assert admin_api_keys(options) == ["root"]
     assert api_keys(options) == ["a", "b", "shared", "from-file", "from-environment"]
     assert "shared" not in repr(options)
 

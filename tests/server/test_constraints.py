@@ -75,6 +75,8 @@ async def test_constraints_that_exclude_each_other_are_refused_by_name(serve: Se
     for fields, param in (
         ({"response_format": form, "guided_regex": "a"}, "guided_regex"),
         ({"response_format": form, "allowed_token_ids": [1]}, None),
+        ({"response_format": form, "bad_words": ["a"]}, None),
+        ({"bad_words": ["a"], "allowed_token_ids": [1]}, "bad_words"),
         ({"response_format": form, "tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
     ):

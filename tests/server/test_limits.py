@@ -108,3 +108,56 @@ async def test_a_stream_that_takes_too_long_ends_with_an_error_event(serve: Serv
     assert text.endswith("data: [DONE]\n\n")
     await asyncio.wait_for(engine.aborted.wait(), 5)
     assert engine.running == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_that_waits_too_long_for_its_first_token_is_a_503(
+    serve: Serve, stream: bool
+) -> None:
+    url = await serve(engine := FakeEngine(step=asyncio.Semaphore(0)), max_queue_time=0.2)
+    body = {"prompt": "Hi", "stream": stream}
+    async with aiohttp.request("POST", f"{url}/v1/completions", json=body) as reply:
+        error = (await reply.json())["error"]
+    assert (reply.status, error["code"]) == (503, "queue_timeout")
+    assert int(reply.headers["Retry-After"]) >= 1
+    await asyncio.wait_for(engine.aborted.wait(), 5)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_that_has_begun_may_take_longer_than_the_queue_allows(
+    serve: Serve, stream: bool
+) -> None:
+    url = await serve(FakeEngine(step=(step := asyncio.Semaphore(1))), max_queue_time=2)
+    body = {"prompt": "Hi", "stream": stream}
+
+    async def text() -> tuple[int, str]:
+        async with aiohttp.request("POST", f"{url}/v1/completions", json=body) as reply:
+            return reply.status, await reply.text()
+
+    answer = asyncio.ensure_future(text())
+    await asyncio.sleep(2.2)
+    for _ in range(10):
+        step.release()
+    status, answered = await answer
+    assert status == 200 and '"finish_reason":"length"' in answered
+
+
+@pytest.mark.parametrize(("sent", "status"), [("0.2", 504), ("nan", 200), ("x", 200)])
+async def test_nothing_is_computed_for_a_client_that_does_not_wait_for_it(
+    serve: Serve, sent: str, status: int
+) -> None:
+    """A proxy may keep the connection that its own client has left."""
+    url = await serve(FakeEngine(step_seconds=0.1))
+    headers = {"x-stainless-read-timeout": sent}
+    body = {"prompt": "Hi"}
+    async with aiohttp.request("POST", f"{url}/v1/completions", json=body, headers=headers) as it:
+        assert it.status == status
+
+
+async def test_a_body_that_comes_too_slowly_is_a_408(serve: Serve) -> None:
+    url = await serve(FakeEngine(), body_timeout=0.2)
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{")
+    assert (await asyncio.wait_for(reader.readline(), 5)).split()[1] == b"408"
+    writer.close()

@@ -1,25 +1,15 @@
-"""HTTPS, client certificates, web pages of other origins, and HTTP that is none."""
+"""Web pages of other origins, HTTP that is none, and numbers beyond all bounds."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
-import ssl
-import subprocess
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 
 import aiohttp
 import pytest
 
-from jaxserve.cli import parse_args
-from jaxserve.config import ConfigError, ServerConfig
-from jaxserve.listen import bind, is_loopback, tls_context
-from jaxserve.metrics import Metrics
-from jaxserve.server import make_app, make_runner
+from jaxserve.listen import is_loopback
 from jaxserve.server.access import digest
-from tests.fakes import FakeEngine, tiny_tokenizer
+from tests.fakes import FakeEngine
 from tests.server.conftest import Serve
 
 PAGE = "https://chat.example.org"
@@ -28,70 +18,6 @@ PREFLIGHT = {
     "Access-Control-Request-Method": "POST",
     "Access-Control-Request-Headers": "authorization",
 }
-
-
-@pytest.fixture(scope="module")
-def identity(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Key and self-signed certificate of localhost."""
-    if (openssl := shutil.which("openssl")) is None:
-        pytest.skip("openssl makes the certificate")
-    folder = tmp_path_factory.mktemp("tls")
-    key, certificate = str(folder / "key.pem"), str(folder / "cert.pem")
-    subprocess.run(
-        f"{openssl} req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost "
-        f"-addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {certificate}".split(),
-        check=True,
-        capture_output=True,
-    )
-    return key, certificate
-
-
-@asynccontextmanager
-async def bound(*flags: str) -> AsyncIterator[str]:
-    config = ServerConfig(model_names=("tiny",), port=0)
-    app = make_app(FakeEngine(), tiny_tokenizer(), config, Metrics("tiny"))
-    runner = make_runner(app, shutdown_timeout=0.2)
-    await runner.setup()
-    try:
-        yield await bind(runner, config, tls_context(parse_args(list(flags))))
-    finally:
-        await runner.cleanup()
-
-
-async def test_https(identity: tuple[str, str]) -> None:
-    key, certificate = identity
-    trusting = ssl.create_default_context(cafile=certificate)
-    async with bound("--ssl-keyfile", key, "--ssl-certfile", certificate) as url:
-        assert url.startswith("https://")
-        async with aiohttp.request("GET", f"{url}/health", ssl=trusting) as reply:
-            assert reply.status == 200
-        with pytest.raises(aiohttp.ClientError):
-            async with aiohttp.request("GET", url.replace("https", "http") + "/health"):
-                pass
-
-
-async def test_clients_without_a_certificate_are_turned_away(identity: tuple[str, str]) -> None:
-    key, certificate = identity
-    flags = ("--ssl-keyfile", key, "--ssl-certfile", certificate, "--ssl-ca-certs", certificate)
-    trusting = ssl.create_default_context(cafile=certificate)
-    async with bound(*flags) as url:
-        with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
-            async with aiohttp.request("GET", f"{url}/health", ssl=trusting):
-                pass
-        trusting.load_cert_chain(certificate, key)
-        async with aiohttp.request("GET", f"{url}/health", ssl=trusting) as reply:
-            assert reply.status == 200
-
-
-def test_half_an_identity_refuses_the_start(identity: tuple[str, str], tmp_path: Path) -> None:
-    key, certificate = identity
-    with pytest.raises(ConfigError, match="both"):
-        tls_context(parse_args(["--ssl-keyfile", key]))
-    with pytest.raises(ConfigError, match="cannot serve HTTPS"):
-        missing = str(tmp_path / "none.pem")
-        tls_context(parse_args(["--ssl-keyfile", missing, "--ssl-certfile", certificate]))
-    with pytest.raises(ConfigError, match="cannot serve HTTPS"):
-        tls_context(parse_args(["--ssl-keyfile", certificate, "--ssl-certfile", certificate]))
 
 
 @pytest.mark.parametrize(

@@ -15,18 +15,23 @@ import pytest
 from jaxserve.config import ServerConfig
 from jaxserve.metrics import Metrics
 from jaxserve.server import make_app
+from jaxserve.server.access import digest
 from jaxserve.server.openapi import OPERATIONS
 from tests.fakes import END_THINK, IM_END, THINK, FakeEngine, tiny_tokenizer
 from tests.server.conftest import Serve
 
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 USER = [{"role": "user", "content": "Hi"}]
+KEYED: dict[str, Any] = {
+    "api_key_digests": (digest("key"),),
+    "admin_key_digests": (digest("admin-key"),),
+}
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
 def test_every_route_is_described_and_nothing_else() -> None:
-    config = ServerConfig(model_names=("tiny",))
+    config = ServerConfig(model_names=("tiny",), **KEYED)
     app = make_app(FakeEngine(), tiny_tokenizer(), config, Metrics("tiny"))
     routes = {
         (route.method.lower(), route.resource.canonical)
@@ -97,6 +102,7 @@ async def fuzz(url: str, folder: Path, *options: str) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(CONFIG)),
         *("run", f"{url}/openapi.json", "--checks", "all", "--no-color", "--seed", "1", *options),
+        *("--header", "Authorization: Bearer admin-key"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         cwd=folder,  # where it keeps what it found
@@ -108,7 +114,7 @@ async def fuzz(url: str, folder: Path, *options: str) -> None:
 async def test_no_request_breaks_the_server_or_its_description(
     serve: Serve, tmp_path: Path
 ) -> None:
-    url = await serve(FakeEngine([*b"Hi", IM_END]))
+    url = await serve(FakeEngine([*b"Hi", IM_END]), **KEYED)
     await fuzz(url, tmp_path, "--phases", "fuzzing", "--max-examples", "4")
 
 
@@ -116,7 +122,7 @@ async def test_no_request_breaks_the_server_or_its_description(
 async def test_no_request_of_many_breaks_the_server_or_its_description(
     serve: Serve, tmp_path: Path
 ) -> None:
-    url = await serve(FakeEngine([*b"Hi", IM_END]))
+    url = await serve(FakeEngine([*b"Hi", IM_END]), **KEYED)
     await fuzz(
         url, tmp_path, "--phases", "examples,coverage,fuzzing,stateful", "--max-examples", "200"
     )
@@ -130,3 +136,22 @@ async def test_the_description_says_which_values_are_taken(serve: Serve) -> None
     assert chat["model"] == {"enum": ["tiny", "alias", None]}
     assert chat["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 128}
     assert chat["audio"] == {"enum": [None]}
+
+
+async def test_the_description_says_which_routes_need_a_key(serve: Serve) -> None:
+    url = await serve(FakeEngine(), **KEYED, open_metrics=True)
+    headers = {"x-api-key": "key"}
+    async with aiohttp.request("GET", f"{url}/openapi.json", headers=headers) as reply:
+        paths = json.loads(await reply.read())["paths"]
+    for (method, path), operation in OPERATIONS.items():
+        described = paths[path][method]
+        is_open = path in ("/health", "/ready", "/metrics")
+        assert bool(described["security"]) != is_open, path
+        assert ("401" in described["responses"]) != is_open, path
+        assert ("403" in described["responses"]) == (path == "/reset_prefix_cache"), path
+        assert operation.summary == described["summary"]
+    url = await serve(FakeEngine())
+    async with aiohttp.request("GET", f"{url}/openapi.json") as reply:
+        paths = json.loads(await reply.read())["paths"]
+    assert "/reset_prefix_cache" not in paths
+    assert not any(each["security"] for path in paths.values() for each in path.values())

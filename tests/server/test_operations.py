@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import aiohttp
 import pytest
 
+from jaxserve.server.access import digest
 from tests.fakes import FakeEngine
 from tests.server.conftest import Serve
 
+ADMIN = {"x-api-key": "key"}
 CHAT = [{"role": "user", "content": "Hi"}]
 
 
@@ -51,12 +54,13 @@ async def test_load_and_version(serve: Serve) -> None:
 
 async def test_the_prefix_cache_is_reset_on_demand(serve: Serve) -> None:
     engine = FakeEngine()
-    url = await serve(engine)
-    async with aiohttp.request("POST", f"{url}/reset_prefix_cache") as reply:
+    url = await serve(engine, admin_key_digests=(digest("key"),))
+    reset = partial(aiohttp.request, "POST", f"{url}/reset_prefix_cache", headers=ADMIN)
+    async with reset() as reply:
         assert reply.status == 200
     assert engine.prefix_cache_resets == 1
     engine.phase = "loading"
-    async with aiohttp.request("POST", f"{url}/reset_prefix_cache") as reply:
+    async with reset() as reply:
         assert reply.status == 503
 
 

@@ -76,6 +76,9 @@ COMMON = {
         ({"a": 1}, {"300": 1}, {"-1": 1}, {"1": 101}, {"1": "1"}, {"9" * 5000: 1}, {"٣": 1}, [], 1),
     ),
     "allowed_token_ids": Field(([1], [5, 5, 7]), ([], [-1], [300], ["1"], 1, [BIG])),
+    "bad_words": Field(
+        ([], ["a", " b"], ["w"] * 128), ([""], ["w" * 257], ["w"] * 129, ["w", 1], "w", {})
+    ),
     "response_format": Field(
         (
             {"type": "text"},
@@ -90,6 +93,8 @@ COMMON = {
             {"type": "json_schema", "json_schema": {"schema": {"type": "frob"}}},
             {"type": "json_schema", "json_schema": {"schema": {"not": {}}}},
             {"type": "structural_tag"},
+            {"type": "json_object", "schema": SCHEMA},
+            {"type": "json_schema", "json_schema": {"schema": SCHEMA, "stric": True}},
             nested(100),
             "json",
         ),

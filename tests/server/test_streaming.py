@@ -249,3 +249,15 @@ async def test_thoughts_may_be_left_out(serve: Serve) -> None:
         "refusal": None,
     }
     assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2
+
+
+async def test_a_client_that_leaves_while_it_is_written_to_is_no_error(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The write fails before anything cancels the handler; here the engine stands for it."""
+    url = await serve(FakeEngine(refuse=aiohttp.ClientConnectionResetError("closing transport")))
+    body = {"prompt": "Hi", "stream": True}
+    with pytest.raises(aiohttp.ClientError):
+        async with aiohttp.request("POST", f"{url}/v1/completions", json=body) as reply:
+            reply.raise_for_status()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -70,7 +70,7 @@ class Thinking(Struct, kw_only=True):
     """Has no effect, which the response header says."""
 
 
-class OutputFormat(Struct, kw_only=True):
+class OutputFormat(Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
@@ -116,4 +116,16 @@ REJECTED: dict[str, Harmless] = {
     "mcp_servers": ([],),
     "output_format": (),
 }
-SILENT = frozenset({"cache_control", "context_management", "metadata", "service_tier", "speed"})
+SILENT = frozenset(
+    {
+        "cache_control",
+        "context_management",
+        "messages.content.cache_control",
+        "metadata",
+        "service_tier",
+        "speed",
+        "system.cache_control",
+        "tools.cache_control",
+    }
+)
+"""Prefixes are cached without being asked."""

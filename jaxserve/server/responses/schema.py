@@ -46,7 +46,7 @@ class ReasoningOptions(Struct, kw_only=True):
     """Has no effect: the thoughts themselves are in the output."""
 
 
-class TextFormat(Struct, kw_only=True):
+class TextFormat(Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     schema: dict[str, Any] | None = None

@@ -1,0 +1,88 @@
+"""A failed step costs its own requests; a failed device ends the engine, which says why."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from jaxserve.api import EngineFailed, FinishReason, TokenEvent
+from jaxserve.engine import Progress
+from tests.engine.driver import (
+    GatedRunner,
+    assert_is_solo,
+    begin,
+    events_of,
+    first,
+    is_whole,
+    make_engine,
+    request,
+    request_of_50,
+    serving,
+    until,
+)
+
+
+@pytest.mark.parametrize("where", ["fail_launch", "fail_collect"])
+async def test_a_failed_step_ends_its_streams_with_an_error_and_the_loop_survives(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = GatedRunner()
+    async with serving(runner) as engine:
+        streams = await begin(engine, runner, *map(request_of_50, range(2)))
+        setattr(runner, where, True)
+        runner.let_go()
+        for number, stream in enumerate(streams):
+            *tokens, end = await events_of(stream)
+            assert end == TokenEvent(f"r{number}", None, FinishReason.ERROR)
+            assert all(event.finish is None for event in tokens)
+        assert_is_solo(await events_of(engine.generate(request(5))), request(5))
+        assert "a step failed" in caplog.text and runner.num_resets == 1
+        await until(lambda: is_whole(engine))
+        assert engine.status().phase == "serving"
+
+
+async def test_a_failed_step_leaves_those_that_were_not_in_it_alone() -> None:
+    """Waiting ones, and running ones whose tokens the lost device state held."""
+    runner = GatedRunner()
+    async with serving(runner) as engine:
+        held = [*range(4)]  # as many as run at once
+        streams = await begin(engine, runner, *map(request_of_50, held))
+        waiting = asyncio.ensure_future(events_of(engine.generate(request(7))))
+        await until(lambda: engine.status().waiting == 1)
+        runner.fail_launch = True
+        runner.let_go()
+        for stream in streams:
+            assert (await events_of(stream))[-1].finish is FinishReason.ERROR
+        assert_is_solo(await waiting, request(7))
+
+
+async def test_a_device_that_cannot_be_reset_fails_the_engine() -> None:
+    runner = GatedRunner()
+    async with serving(runner) as engine:
+        (stream,) = await begin(engine, runner, request_of_50(0))
+        runner.fail_launch = runner.fail_reset = True
+        runner.let_go()
+        *_, end = await events_of(stream)
+        assert end.finish is FinishReason.ERROR
+        reason = await asyncio.wait_for(engine.failure(), 5)
+        assert reason == engine.status().error == "RuntimeError: the device is gone"
+        assert engine.status().phase == "failed"
+        assert not engine.status().ready
+        with pytest.raises(EngineFailed, match="the device is gone"):
+            await first(engine.generate(request(1)))
+
+
+async def test_a_failed_build_raises_from_start() -> None:
+    def fail(_: Progress) -> None:
+        raise ValueError("the weights are damaged")
+
+    engine = make_engine(GatedRunner(), before=fail)
+    with pytest.raises(ValueError, match="the weights are damaged"):
+        await engine.start()
+    status = engine.status()
+    assert (status.phase, status.ready) == ("failed", False)
+    assert status.error == "ValueError: the weights are damaged"
+    with pytest.raises(EngineFailed, match="damaged"):
+        await first(engine.generate(request()))
+    await engine.stop()

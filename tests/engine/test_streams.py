@@ -1,0 +1,136 @@
+"""Every request gets its own tokens, in order, however many there are and whoever leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from jaxserve.api import FinishReason
+from tests.engine.driver import (
+    GatedRunner,
+    assert_is_solo,
+    begin,
+    events_of,
+    first,
+    is_whole,
+    request,
+    request_of_50,
+    serving,
+    until,
+)
+from tests.scheduler.fake_runner import VOCAB
+
+
+async def test_a_stream_yields_its_tokens_in_order_and_ends() -> None:
+    async with serving(GatedRunner()) as engine:
+        assert_is_solo(await events_of(engine.generate(request())), request())
+        assert engine.num_streams == 0
+        await until(lambda: is_whole(engine))
+
+
+async def test_a_stop_token_ends_the_stream_with_that_token() -> None:
+    stopping = request(stop_token_ids=frozenset(range(VOCAB)))
+    async with serving(GatedRunner()) as engine:
+        (event,) = await events_of(engine.generate(stopping))
+        assert event.token is not None and event.finish is FinishReason.STOP
+
+
+async def test_a_token_arrives_before_the_next_step_is_read() -> None:
+    """One step ahead: the second step is launched, the first token out, the third step held."""
+    runner = GatedRunner()
+    async with serving(runner) as engine:
+        runner.hold()
+        stream = engine.generate(request())
+        waiting = asyncio.ensure_future(first(stream))
+        runner.let_one_step_go()
+        runner.let_one_step_go()
+        assert (await waiting).token is not None
+        await until(lambda: runner.launched == 2)
+        assert runner.collected == 1
+        await stream.aclose()
+
+
+async def test_many_streams_at_once_each_get_their_own() -> None:
+    """Sixty requests on four slots."""
+    requests = [request(number, max_tokens=1 + number % 12) for number in range(60)]
+    async with serving(GatedRunner()) as engine:
+        streams = [events_of(engine.generate(each)) for each in requests]
+        for each, events in zip(requests, await asyncio.gather(*streams), strict=True):
+            assert_is_solo(events, each)
+        await until(lambda: is_whole(engine))
+
+
+async def test_requests_that_come_and_go_leave_nothing_behind() -> None:
+    async def impatient(number: int) -> None:
+        stream = engine.generate(request(number, max_tokens=50))
+        for _ in range(number % 5):
+            await anext(stream)
+        await stream.aclose()
+
+    patient = [request(number) for number in range(100, 110)]
+    async with serving(GatedRunner()) as engine:
+        streams = [events_of(engine.generate(each)) for each in patient]
+        results = await asyncio.gather(*streams, *(impatient(number) for number in range(40)))
+        for each, events in zip(patient, results, strict=False):
+            assert events is not None
+            assert_is_solo(events, each)
+        assert engine.num_streams == 0
+        await until(lambda: is_whole(engine))
+
+
+async def test_a_prefix_is_found_until_the_cache_is_reset() -> None:
+    async with serving(GatedRunner()) as engine:
+        prompt = replace(request(0, max_tokens=1), prompt=tuple(i % VOCAB for i in range(9)))
+
+        async def cached(number: int) -> int:
+            events = await events_of(engine.generate(replace(prompt, id=str(number))))
+            return events[0].cached_tokens
+
+        assert [await cached(0), await cached(1)] == [0, 8]
+        engine.reset_prefix_cache()
+        assert [await cached(2), await cached(3)] == [0, 8]
+
+
+async def test_closing_a_stream_frees_its_pages_within_one_step() -> None:
+    runner = GatedRunner()
+    async with serving(runner) as engine:
+        leaving, staying = await begin(engine, runner, request_of_50(8), request_of_50(0))
+        free = engine.status().free_pages
+        launched = runner.launched
+        await leaving.aclose()
+        runner.let_one_step_go()  # planned before
+        await until(lambda: engine.status().running == 1)
+        assert engine.status().free_pages > free
+        assert runner.launched <= launched + 1
+        await staying.aclose()
+        runner.let_go()
+        await until(lambda: is_whole(engine))
+
+
+async def test_a_cancelled_reader_aborts_its_request() -> None:
+    runner = GatedRunner()
+    async with serving(runner) as engine:
+        runner.hold()
+        reader = asyncio.ensure_future(events_of(engine.generate(request())))
+        await until(lambda: engine.num_streams == 1)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        runner.let_go()
+        await until(lambda: engine.num_streams == 0 and is_whole(engine))
+
+
+async def test_a_request_aborted_in_the_queue_never_runs() -> None:
+    runner = GatedRunner()
+    async with serving(runner) as engine:
+        streams = await begin(engine, runner, *map(request_of_50, range(4)))
+        waiting = asyncio.ensure_future(events_of(engine.generate(request(9))))
+        await until(lambda: engine.status().waiting == 1)
+        waiting.cancel()
+        runner.let_go()
+        for stream in streams:
+            assert len(await events_of(stream)) == 49
+        await until(lambda: is_whole(engine))
+        assert request(9).params not in runner.params

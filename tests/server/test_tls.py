@@ -1,0 +1,156 @@
+"""HTTPS, client certificates, files that make no identity, and certificates that are renewed."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import aiohttp
+import pytest
+
+from jaxserve.cli import Options, parse_args
+from jaxserve.config import ConfigError, ServerConfig
+from jaxserve.listen import bind
+from jaxserve.metrics import Metrics
+from jaxserve.server import make_app, make_runner
+from jaxserve.tls import reload_when_changed, tls_context
+from tests.fakes import FakeEngine, tiny_tokenizer
+
+
+class Identity(NamedTuple):
+    key: str
+    certificate: str
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--ssl-keyfile", self.key, "--ssl-certfile", self.certificate]
+
+
+def make_identity(folder: Path, name: str) -> Identity:
+    """Key and self-signed certificate of localhost."""
+    if (openssl := shutil.which("openssl")) is None:
+        pytest.skip("openssl makes the certificate")
+    made = Identity(str(folder / f"{name}.key"), str(folder / f"{name}.pem"))
+    subprocess.run(
+        f"{openssl} req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 "
+        f"-subj /CN={name} -addext subjectAltName=IP:127.0.0.1 "
+        f"-keyout {made.key} -out {made.certificate}".split(),
+        check=True,
+        capture_output=True,
+    )
+    return made
+
+
+@pytest.fixture(scope="module")
+def identity(tmp_path_factory: pytest.TempPathFactory) -> Identity:
+    return make_identity(tmp_path_factory.mktemp("tls"), "first")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Identity:
+    return make_identity(tmp_path_factory.mktemp("tls"), "second")
+
+
+@asynccontextmanager
+async def bound(tls: ssl.SSLContext | None) -> AsyncIterator[str]:
+    config = ServerConfig(model_names=("tiny",), port=0)
+    app = make_app(FakeEngine(), tiny_tokenizer(), config, Metrics("tiny"))
+    runner = make_runner(app, shutdown_timeout=0.2)
+    await runner.setup()
+    try:
+        yield await bind(runner, config, tls)
+    finally:
+        await runner.cleanup()
+
+
+def options_of(*flags: str) -> Options:
+    return parse_args(list(flags))
+
+
+async def health(url: str, trusted: str) -> int:
+    """Over a connection of its own."""
+    trusting = ssl.create_default_context(cafile=trusted)
+    async with aiohttp.request("GET", f"{url}/health", ssl=trusting) as reply:
+        return reply.status
+
+
+async def test_https(identity: Identity) -> None:
+    async with bound(tls_context(options_of(*identity.flags))) as url:
+        assert url.startswith("https://")
+        assert await health(url, identity.certificate) == 200
+        with pytest.raises(aiohttp.ClientError):
+            async with aiohttp.request("GET", url.replace("https", "http") + "/health"):
+                pass
+
+
+async def test_clients_without_a_certificate_are_turned_away(identity: Identity) -> None:
+    flags = (*identity.flags, "--ssl-ca-certs", identity.certificate)
+    trusting = ssl.create_default_context(cafile=identity.certificate)
+    async with bound(tls_context(options_of(*flags))) as url:
+        with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
+            async with aiohttp.request("GET", f"{url}/health", ssl=trusting):
+                pass
+        trusting.load_cert_chain(identity.certificate, identity.key)
+        async with aiohttp.request("GET", f"{url}/health", ssl=trusting) as reply:
+            assert reply.status == 200
+
+
+async def test_a_renewed_certificate_is_served_without_a_restart(
+    identity: Identity, other: Identity, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = Identity(str(tmp_path / "key.pem"), str(tmp_path / "cert.pem"))
+    shutil.copy(identity.key, files.key)
+    shutil.copy(identity.certificate, files.certificate)
+    options = options_of(*files.flags)
+    context = tls_context(options)
+    assert context is not None
+    reloading = asyncio.ensure_future(reload_when_changed(context, options, every=0.02))
+    async with bound(context) as url, asyncio.timeout(10):
+        shutil.copy(other.certificate, files.certificate)  # and not yet its key
+        while "stays as it was" not in caplog.text:
+            await asyncio.sleep(0.02)
+        assert await health(url, identity.certificate) == 200
+        shutil.copy(other.key, files.key)
+        while True:
+            try:
+                assert await health(url, other.certificate) == 200
+                break
+            except aiohttp.ClientError:
+                await asyncio.sleep(0.02)
+        with pytest.raises(aiohttp.ClientError):
+            await health(url, identity.certificate)
+    assert caplog.text.count("stays as it was") == 1
+    reloading.cancel()
+
+
+def test_files_that_make_no_identity_are_named_with_what_is_wrong(
+    identity: Identity, other: Identity, tmp_path: Path
+) -> None:
+    key, certificate = identity
+    encrypted, missing = str(tmp_path / "encrypted.key"), str(tmp_path / "none.pem")
+    subprocess.run(
+        f"openssl pkey -in {key} -aes256 -passout pass:secret -out {encrypted}".split(), check=True
+    )
+    broken = tmp_path / "broken.pem"
+    broken.write_text(Path(certificate).read_text()[:200])
+    for flags, message in (
+        (["--ssl-keyfile", key], "both"),
+        (["--ssl-ca-certs", certificate], "both"),
+        (Identity(missing, certificate).flags, "--ssl-keyfile .*none.pem: cannot be read: No such"),
+        (Identity(key, missing).flags, "--ssl-certfile .*none.pem: cannot be read: No such file"),
+        (Identity(str(tmp_path), certificate).flags, "cannot be read: Is a directory"),
+        (Identity(certificate, certificate).flags, "--ssl-keyfile .* holds no private key"),
+        (Identity(key, key).flags, "--ssl-certfile .* holds no certificate"),
+        (Identity(encrypted, certificate).flags, "is encrypted"),
+        (Identity(other.key, certificate).flags, "is not the key of the first certificate"),
+        (Identity(key, str(broken)).flags, "cannot serve HTTPS with"),
+        ([*identity.flags, "--ssl-ca-certs", key], "--ssl-ca-certs .* holds no certificate"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            tls_context(options_of(*flags))
