@@ -89,6 +89,22 @@ async def chat(url: str, seed: int, **fields: Any) -> Any:
     return await post(url, "/v1/chat/completions", seed=seed, **{**body, **fields})
 
 
+async def test_bad_words_are_not_generated(url: str) -> None:
+    """Neither as one token nor as two."""
+    asked = {"prompt": [5, 6, 7], "max_tokens": 30, "seed": 3, "ignore_eos": True}
+    ids = (await post(url, "/v1/completions", return_token_ids=True, **asked))["token_ids"]
+    pairs = (
+        "".join(TOKENIZER.token_bytes(i).decode("utf-8", "replace") for i in ids[at : at + 2])
+        for at in range(len(ids))
+    )
+    bad = [text for text in pairs if text.isalpha() and len(TOKENIZER.encode(text)) == 2][:1]
+    words = (TOKENIZER.token_bytes(token).decode("utf-8", "replace") for token in ids)
+    bad += [text for text in words if text.isalpha() and len(TOKENIZER.encode(text)) == 1][-2:]
+    assert len(bad) == 3
+    text = (await post(url, "/v1/completions", bad_words=bad, **asked))["text"]
+    assert text and not any(word in text for word in bad)
+
+
 async def test_json_of_a_schema_beside_free_text(url: str) -> None:
     """Constrained and free requests share steps; the free ones get what they get alone."""
     fields = {"response_format": FORM, "reasoning_effort": "none"}
