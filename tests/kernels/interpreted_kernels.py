@@ -20,7 +20,8 @@ from jaxserve_kernels.dense_matmul.config import Config
 from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
 from jaxserve_kernels.paged_attention import triton as paged_attention_triton
 from jaxserve_kernels.paged_attention.config import Config as AttentionConfig
-from jaxserve_kernels.paged_attention.specs import SMALL_SPECS, make_inputs
+from jaxserve_kernels.paged_attention.inputs import make_inputs
+from jaxserve_kernels.paged_attention.specs import SMALL_SPECS
 from jaxserve_kernels.sampler import (
     IN_PROMPT,
     MAX_BIASES,
@@ -28,6 +29,8 @@ from jaxserve_kernels.sampler import (
     RowAdjustments,
     RowSampling,
     SlotTables,
+    triton_scan,
+    triton_select,
 )
 from jaxserve_kernels.sampler import reference as sampler_reference
 from jaxserve_kernels.sampler import triton as sampler_triton
@@ -163,7 +166,8 @@ def sampler_inputs(seed: int, *, rows: int, vocab: int, padded: int) -> tuple[An
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # what is too large is clipped
 def test_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_triton, "_CHUNK", 64)
-    monkeypatch.setattr(sampler_triton, "range", tensor_range, raising=False)
+    for kernels in (triton_scan, triton_select):
+        monkeypatch.setattr(kernels, "range", tensor_range, raising=False)
     inputs = sampler_inputs(0, rows=16, vocab=300, padded=320)
     got = sampler_triton.sample(*inputs, vocab=300, alternatives=20)
     expected = sampler_reference.sample(*inputs, vocab=300, alternatives=20)
@@ -181,7 +185,8 @@ def test_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_scores_of_prompt_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_triton, "_CHUNK", 64)
-    monkeypatch.setattr(sampler_triton, "range", tensor_range, raising=False)
+    for kernels in (triton_scan, triton_select):
+        monkeypatch.setattr(kernels, "range", tensor_range, raising=False)
     logits = sampler_inputs(1, rows=6, vocab=300, padded=320)[0]
     tokens = jnp.asarray([0, 299, 7, 64, 63, 128], jnp.int32)
     got = sampler_triton.score(logits, tokens, vocab=300, alternatives=20)

@@ -11,8 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
-from jaxserve_kernels.paged_attention.specs import (
-    SMALL_SPECS,
+from jaxserve_kernels.paged_attention.inputs import (
     AttentionInputs,
     AttentionSpec,
     Chunk,
@@ -20,6 +19,7 @@ from jaxserve_kernels.paged_attention.specs import (
     apart,
     make_inputs,
 )
+from jaxserve_kernels.paged_attention.specs import SMALL_SPECS
 
 type Floats = NDArray[Any]
 

@@ -14,14 +14,8 @@ from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
 from jaxserve_kernels.dense_matmul import gated_linear, linear, sum_parts
 from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
-from jaxserve_kernels.paged_attention.specs import (
-    HOPPER_SPECS,
-    MODEL_SPECS,
-    SMALL_SPECS,
-    AttentionSpec,
-    apart,
-    make_inputs,
-)
+from jaxserve_kernels.paged_attention.inputs import AttentionSpec, apart, make_inputs
+from jaxserve_kernels.paged_attention.specs import HOPPER_SPECS, MODEL_SPECS, SMALL_SPECS
 from jaxserve_kernels.sampler import (
     BIASED,
     IN_PROMPT,

@@ -1,0 +1,193 @@
+"""The sampler's second kernel: one program per row chooses its token from what the scan left."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from jaxserve_kernels.sampler.triton_parts import gumbel, largest, ordered
+
+
+@triton.jit
+def _take(logits_row, peaks, last, last_id, vocab: tl.constexpr, BLOCK: tl.constexpr,
+          CHUNKS: tl.constexpr):  # fmt: skip
+    """The next token in order of (logit falling, id rising), and the chunks' maxima after it.
+
+    `last` and `last_id` are the token taken before: everything up to it in that order is gone.
+    """
+    chunk = tl.arange(0, CHUNKS)
+    value, home = largest(peaks, chunk)
+    ids = home * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_row + ids, mask=ids < vocab, other=-float("inf"))
+    left = (x < last) | ((x == last) & (ids > last_id))
+    x = tl.where(left, x, -float("inf"))
+    taken = tl.min(tl.where(x == value, ids, 0x7FFFFFFF), axis=0)
+    rest = tl.max(tl.where(ids == taken, -float("inf"), x), axis=0)
+    return value, taken, tl.where(chunk == home, rest, peaks)
+
+
+@triton.jit
+def _draw_from_list(
+    logits_row, peaks, t, k, p, min_p, seed, position,
+    vocab: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, LIST: tl.constexpr,
+):  # fmt: skip
+    """A token of the k most likely ones (and those that tie with the last), at most LIST."""
+    slot = tl.arange(0, LIST)
+    values = tl.full([LIST], -float("inf"), tl.float32)
+    tokens = tl.zeros([LIST], tl.int32)
+    last = float("inf")
+    last_id = -1
+    count = 0
+    more = True
+    while more:
+        value, token, peaks = _take(logits_row, peaks, last, last_id, vocab, BLOCK, CHUNKS)
+        more = ((count < k) | (value == last)) & (value > -float("inf"))
+        here = (slot == count) & more
+        values = tl.where(here, value, values)
+        tokens = tl.where(here, token, tokens)
+        count += 1
+        more = more & (count < LIST)
+        last = value
+        last_id = token
+    scaled = tl.div_rn(values, t)
+    weights = tl.exp(scaled - tl.max(scaled, axis=0))
+    total = tl.sum(weights, axis=0)
+    before = tl.cumsum(weights, axis=0) - weights
+    inside = (before < tl.maximum(p * total, 1.1754943508222875e-38)) & (values > -float("inf"))
+    lowest = tl.min(tl.where(inside, scaled, float("inf")), axis=0)
+    keep = ((scaled >= lowest) | (p >= 1)) & (weights >= min_p) & (values > -float("inf"))
+    noisy = tl.where(keep, scaled + gumbel(seed, position, tokens), -float("inf"))
+    return largest(noisy, tokens)[1]
+
+
+@triton.jit
+def _threshold(
+    logits_row, t, peak, floor, target, vocab: tl.constexpr, chunks: tl.constexpr,
+    BLOCK: tl.constexpr, BITS: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """The largest key whose tokens at or above it (and above `floor`) weigh at least `target`."""
+    found = tl.full([], 0, tl.uint32)
+    for index in range(32 // BITS):
+        shift = (32 - BITS * (index + 1)).to(tl.uint32)
+        c1 = found | (tl.full([], 1, tl.uint32) << shift)
+        c2 = found | (tl.full([], 2, tl.uint32) << shift)
+        c3 = found | (tl.full([], 3, tl.uint32) << shift)
+        m1 = tl.zeros([BLOCK], tl.float32)
+        m2 = tl.zeros([BLOCK], tl.float32)
+        m3 = tl.zeros([BLOCK], tl.float32)
+        for chunk in range(chunks):
+            ids = chunk * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(logits_row + ids, mask=ids < vocab, other=-float("inf"))
+            scaled = tl.div_rn(x, t)
+            key = ordered(scaled)
+            if WEIGHTED:
+                weight = tl.where(key >= floor, tl.exp(scaled - peak), 0.0)
+            else:
+                weight = tl.where(ids < vocab, 1.0, 0.0)
+            m1 += tl.where(key >= c1, weight, 0.0)
+            m2 += tl.where(key >= c2, weight, 0.0)
+            m3 += tl.where(key >= c3, weight, 0.0)
+        found = tl.where(tl.sum(m1, axis=0) >= target, c1, found)
+        found = tl.where(tl.sum(m2, axis=0) >= target, c2, found)
+        found = tl.where(tl.sum(m3, axis=0) >= target, c3, found)
+    return found
+
+
+@triton.jit
+def _draw_from_thresholds(
+    logits_row, peak, t, k, p, min_p, seed, position,
+    vocab: tl.constexpr, chunks: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """A token of the whole row, truncated by thresholds that are searched for."""
+    top = tl.div_rn(peak, t)
+    kth = tl.full([], 0, tl.uint32)
+    if k > 0:
+        count = tl.minimum(k, vocab).to(tl.float32)
+        kth = _threshold(logits_row, t, top, kth, count, vocab, chunks, BLOCK, BITS, False)
+    nucleus = kth
+    if p < 1:
+        total = tl.zeros([BLOCK], tl.float32)
+        for chunk in range(chunks):
+            ids = chunk * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(logits_row + ids, mask=ids < vocab, other=-float("inf"))
+            scaled = tl.div_rn(x, t)
+            total += tl.where(ordered(scaled) >= kth, tl.exp(scaled - top), 0.0)
+        mass = tl.maximum(p * tl.sum(total, axis=0), 1.1754943508222875e-38)
+        nucleus = _threshold(logits_row, t, top, kth, mass, vocab, chunks, BLOCK, BITS, True)
+    noisy_peak = -float("inf")
+    token = 0x7FFFFFFF
+    for chunk in range(chunks):
+        ids = chunk * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits_row + ids, mask=ids < vocab, other=-float("inf"))
+        scaled = tl.div_rn(x, t)
+        key = ordered(scaled)
+        keep = (key >= kth) & (key >= nucleus) & (tl.exp(scaled - top) >= min_p)
+        noisy = tl.where(keep, scaled + gumbel(seed, position, ids), -float("inf"))
+        value, best = largest(noisy, ids)
+        token = tl.where(value > noisy_peak, best, token)
+        noisy_peak = tl.maximum(noisy_peak, value)
+    return token
+
+
+@triton.jit
+def select(
+    logits_ptr, flags_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
+    position_ptr, features_ptr, slots_ptr, floats_ptr, ids_ptr, adjusted_ptr, counts_ptr,
+    token_ptr, logprob_ptr, top_ids_ptr, top_ptr,
+    vocab: tl.constexpr, stride: tl.constexpr, chunks: tl.constexpr, alternatives: tl.constexpr,
+    count_stride: tl.constexpr, MIN_T: tl.constexpr, BITS: tl.constexpr, LIST: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    logits_row = logits_ptr + row.to(tl.int64) * stride
+    chunk = tl.arange(0, CHUNKS)
+    part = (row * chunks + chunk) * 4
+    real = chunk < chunks
+    peaks = tl.load(floats_ptr + part, mask=real, other=-float("inf"))
+    peak = tl.max(peaks, axis=0)
+    masses = tl.load(floats_ptr + part + 1, mask=real, other=0.0)
+    norm = peak + tl.log(tl.sum(masses * tl.exp(peaks - peak), axis=0))
+
+    flags = tl.load(flags_ptr + row)
+    features = tl.load(features_ptr + row)
+    # What the choice is made from: the adjusted scores, where there are any.
+    scores_row = logits_row
+    if features != 0:
+        scores_row = adjusted_ptr + row.to(tl.int64) * stride
+    score_peaks = tl.load(floats_ptr + part + 3, mask=real, other=-float("inf"))
+    best_ids = tl.load(ids_ptr + part + 2, mask=real, other=0x7FFFFFFF)
+    score_peak, token = largest(score_peaks, best_ids)
+    t = tl.load(temperature_ptr + row)
+    if (flags & 1 != 0) & (t > 0):
+        t = tl.maximum(t, MIN_T)
+        k = tl.load(top_k_ptr + row)
+        p = tl.load(top_p_ptr + row)
+        min_p = tl.load(min_p_ptr + row)
+        seed = tl.load(seed_ptr + row)
+        position = tl.load(position_ptr + row)
+        if (k <= 0) & (p >= 1) & (min_p <= 0):
+            noisy = tl.load(floats_ptr + part + 2, mask=real, other=-float("inf"))
+            token = largest(noisy, tl.load(ids_ptr + part + 1, mask=real, other=0x7FFFFFFF))[1]
+        elif (k > 0) & (k <= LIST):
+            token = _draw_from_list(
+                scores_row, score_peaks, t, k, p, min_p, seed, position,
+                vocab, BLOCK, CHUNKS, LIST,
+            )  # fmt: skip
+        else:
+            token = _draw_from_thresholds(
+                scores_row, score_peak, t, k, p, min_p, seed, position,
+                vocab, chunks, BLOCK, BITS,
+            )  # fmt: skip
+    tl.store(token_ptr + row, token)
+    tl.store(logprob_ptr + row, tl.load(logits_row + token) - norm)
+    if (flags & 1 != 0) & (features & 1 != 0):
+        counter = counts_ptr + tl.load(slots_ptr + row).to(tl.int64) * count_stride + token
+        count = tl.load(counter).to(tl.int32)
+        tl.store(counter, tl.where(count & 0x7FFF == 0x7FFF, count, count + 1).to(tl.int16))
+    if flags & 2 != 0:
+        last = float("inf")
+        last_id = -1
+        for index in range(alternatives):
+            last, last_id, peaks = _take(logits_row, peaks, last, last_id, vocab, BLOCK, CHUNKS)
+            tl.store(top_ids_ptr + row * alternatives + index, last_id)
+            tl.store(top_ptr + row * alternatives + index, last - norm)
