@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton is not installed")
-PTXAS = shutil.which("ptxas") or "/usr/local/cuda/bin/ptxas"
-if not Path(PTXAS).exists():
-    pytest.skip("the CUDA toolkit's ptxas is not installed", allow_module_level=True)
+from tests.aot.ptx import check_registers_and_memory, compile_gluon, tma_blocks
 
 
 @pytest.fixture(scope="module", params=[1, 8], ids=["whole", "split"])
 def kernel(request: pytest.FixtureRequest) -> Any:
     """For Qwen3-4B's heads."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     from jaxserve_kernels.paged_attention.hopper import _program
 
     constants: dict[str, Any] = {
         "scale": 0.1, "q_heads": 32, "kv_heads": 8, "TOKENS": 16, "ROWS": 128, "DIM": 128,
         "PAGE": 64, "SPLITS": request.param, "MIN_PAGES": 8, "STAGES": 4,
     }  # fmt: skip
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     types = {
         "q_ptr": "*bf16",
-        "kv": f"tensordesc<bf16[64, 128],{layout!r}>",
+        "kv": tma_blocks(64, 128),
         "first_page": "i32",
         "out_ptr": "*bf16",
         "part_ptr": "*fp32",
@@ -41,36 +30,11 @@ def kernel(request: pytest.FixtureRequest) -> Any:
         "weight_ptr": "*fp32",
         "table_stride": "i32",
     }
-    names = _program.arg_names
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "*i32") for name in names
-    }
-    aligned = [name for name in names if name.endswith("_ptr")]
-    source = GluonASTSource(
-        _program,
-        signature,
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    return compile_gluon(_program, types, constants)
 
 
-@pytest.fixture(scope="module")
-def report(kernel: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("ptx")
-    (folder / "kernel.ptx").write_text(kernel.asm["ptx"])
-    command = [PTXAS, "-v", "-arch=sm_90a", "kernel.ptx", "-o", "kernel.cubin"]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    return result.stderr
-
-
-def test_nothing_leaves_the_registers(report: str) -> None:
-    assert re.search(r"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", report)
-
-
-def test_products_are_not_made_to_wait_for_each_other(report: str) -> None:
-    """ptxas warns where it cannot leave a product running (C7510)."""
-    assert "wgmma" not in report, report
+def test_the_program_fits_and_its_products_do_not_wait(kernel: Any, tmp_path: Path) -> None:
+    check_registers_and_memory(kernel, tmp_path)
 
 
 def test_consumers_get_the_registers_that_the_producer_gives_up(kernel: Any) -> None:

@@ -143,6 +143,26 @@ def test_products_of_few_tokens_equal_their_reference(tokens: int, out: int, dep
     assert relative_error(gated, expected_gated) < TOLERANCE["bfloat16"]
 
 
+@pytest.mark.parametrize("tokens", [17, 64, 100, 256, 1000, 2048])
+@pytest.mark.parametrize(("out", "depth"), [(6144, 2560), (2560, 9728), (19456, 2560), (768, 256)])
+def test_products_of_many_tokens_equal_their_reference(tokens: int, out: int, depth: int) -> None:
+    """Whichever kernel the dispatch chooses."""
+    keys = jax.random.split(jax.random.key(out + tokens), 2)
+    x = jax.random.normal(keys[0], (tokens, depth), jnp.bfloat16)
+    weights = (jax.random.normal(keys[1], (3, out, depth)) * depth**-0.5).astype(jnp.bfloat16)
+
+    def run(implementation: target.Implementation) -> tuple[jax.Array, jax.Array]:
+        def both(x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return sum_parts(linear(x, weights[1]), x.dtype), gated_linear(x, weights[2])
+
+        with target.use(target.Target(implementation)):
+            return jax.jit(both)(x, weights)
+
+    for got, expected in zip(run("triton"), run("reference"), strict=True):
+        assert got.dtype == expected.dtype
+        assert relative_error(got, expected) < TOLERANCE["bfloat16"]
+
+
 VOCAB, PADDED = 151_669, 151_936
 KINDS = {
     "greedy": {"temperature": 0.0},

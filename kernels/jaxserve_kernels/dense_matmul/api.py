@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from jaxserve_kernels import target
 from jaxserve_kernels.dense_matmul import reference
-from jaxserve_kernels.dense_matmul.config import Config, choose
+from jaxserve_kernels.dense_matmul.config import Config, choose, fuses_gating
 
 
 def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
@@ -27,6 +27,12 @@ def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
 
 def gated_linear(x: Array, weight: Array) -> Array:
     """See `reference.gated_linear`."""
+    if _on_gpu(x) and target.compute_capability() == 90:
+        out, depth = weight.shape
+        if fuses_gating(tokens=x.shape[0], out=out, depth=depth):
+            from jaxserve_kernels.dense_matmul import hopper  # needs Triton: only for GPUs
+
+            return hopper.gated_linear(x, weight)
     config = _config(x, weight, gated=True)
     if config is None:
         return reference.gated_linear(x, weight)
@@ -37,6 +43,11 @@ def gated_linear(x: Array, weight: Array) -> Array:
 
 def _config(x: Array, weight: Array, *, gated: bool = False) -> Config | None:
     """None: XLA's product, which is cuBLASLt on a GPU."""
-    if target.current().implementation == "reference" or x.dtype != jnp.bfloat16:
+    if not _on_gpu(x):
         return None
     return choose(gated=gated, tokens=x.shape[0], out=weight.shape[0], depth=weight.shape[1])
+
+
+def _on_gpu(x: Array) -> bool:
+    """Whether kernels of ours may compute with x."""
+    return target.current().implementation != "reference" and x.dtype == jnp.bfloat16

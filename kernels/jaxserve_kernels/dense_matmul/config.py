@@ -9,6 +9,10 @@ from jaxserve_kernels import tuned
 MAX_TOKENS = 16
 """Beyond it cuBLASLt is as fast. Measured on an H100; see docs/performance.md."""
 
+HOPPER_MIN_TOKENS = 1024
+"""From it on the product with the gating in it is faster on Hopper than cuBLASLt and a kernel that
+gates. Measured on an H200; see docs/performance.md."""
+
 _ENOUGH_PROGRAMS = 264
 """Two for each of an H100's 132 multiprocessors keep its memory busy."""
 
@@ -46,3 +50,8 @@ def _heuristic(out: int, depth: int) -> Config | None:
     enough = [splits for splits in choices if tiles * splits >= _ENOUGH_PROGRAMS]
     splits = enough[0] if enough else choices[-1]
     return Config(splits=splits, num_stages=4 if steps // splits > 16 and splits > 1 else 3)
+
+
+def fuses_gating(*, tokens: int, out: int, depth: int) -> bool:
+    """Whether the gated product of x [tokens, depth] and a weight [out, depth] takes `hopper`."""
+    return tokens >= HOPPER_MIN_TOKENS and out % 256 == 0 and depth % 64 == 0

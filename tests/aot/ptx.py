@@ -1,0 +1,65 @@
+"""A Gluon kernel compiled for an H100, and what ptxas says of it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+PTXAS = shutil.which("ptxas") or "/usr/local/cuda/bin/ptxas"
+if not Path(PTXAS).exists():
+    pytest.skip("the CUDA toolkit's ptxas is not installed", allow_module_level=True)
+
+MOST_SHARED_MEMORY = 232_448
+"""Bytes that a program may have on an H100."""
+
+
+def compile_gluon(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]) -> Any:
+    """Arguments whose names end in _ptr are 16-byte aligned pointers; others without a type are
+    int32 pointers."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    names = kernel.arg_names
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "*i32") for name in names
+    }
+    aligned = [name for name in names if name.endswith("_ptr")]
+    source = GluonASTSource(
+        kernel,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
+def tma_blocks(rows: int, columns: int) -> str:
+    """The type of a tensor that a kernel copies bfloat16 blocks of by TMA."""
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return f"tensordesc<bf16[{rows}, {columns}],{layout!r}>"
+
+
+def ptxas_report(kernel: Any, folder: Path) -> str:
+    (folder / "kernel.ptx").write_text(kernel.asm["ptx"])
+    command = [PTXAS, "-v", "-arch=sm_90a", "kernel.ptx", "-o", "kernel.cubin"]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    return result.stderr
+
+
+def check_registers_and_memory(kernel: Any, folder: Path) -> None:
+    """Nothing leaves the registers, no product waits for another (ptxas warns of it: C7510), and
+    the program fits a multiprocessor."""
+    report = ptxas_report(kernel, folder)
+    assert re.search(r"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", report)
+    assert "wgmma" not in report, report
+    assert kernel.metadata.shared <= MOST_SHARED_MEMORY
