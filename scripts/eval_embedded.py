@@ -107,13 +107,19 @@ def accuracy(results: list[Result]) -> Scores:
     }
 
 
-def answer_locally(cases: list[dict[str, Any]], folder: Path, batch_tokens: int) -> list[Answer]:
-    """Answers with the flax model in this process."""
+def answer_locally(
+    cases: list[dict[str, Any]], folder: Path, batch_tokens: int, loaded: Any = None
+) -> list[Answer]:
+    """Answers with the flax model in this process.
+
+    Args:
+      loaded: the model and its parameters, if they are not the folder's.
+    """
     from embedded_chat import Encoder, render
     from embedded_model import ModelConfig, Qwen3, generate, load_model
 
     encoder = Encoder.load(folder)
-    model, params = Qwen3(ModelConfig.load(folder)), load_model(folder)
+    model, params = loaded or (Qwen3(ModelConfig.load(folder)), load_model(folder))
     prompts = [
         encoder.ids(render(case["messages"], case["tools"], prompt=True, thinking=case["thinking"]))
         for case in cases
