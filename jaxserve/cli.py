@@ -71,6 +71,8 @@ class Options:
     keep_alive_interval: float
     out: Path | None = None
     """Of `convert`: where the converted checkpoint goes."""
+    quantization_method: str = "rtn"
+    calibration: Path | None = None
 
 
 type _AddArgument = Callable[..., argparse.Action]
@@ -114,6 +116,14 @@ def _convert_parser() -> argparse.ArgumentParser:
     add("--out", type=Path, required=True, help="a folder for the converted checkpoint")
     _add_hub_flags(add)
     _add_weight_flags(add, "as the checkpoint has it")
+    add(
+        "--quantization-method",
+        choices=("rtn", "hqq", "awq"),
+        default="rtn",
+        help="of the layers' matrices: round to nearest; with int4 half-quadratic zero points, or "
+        "factors and clipping by what a text activates (needs --calibration)",
+    )
+    add("--calibration", type=Path, help="a text file that the model reads for awq, UTF-8")
     return parser
 
 

@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -16,6 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.table import Table
 
 from jaxserve.cli import Options
 from jaxserve.config import ConfigError
@@ -57,14 +59,45 @@ def _convert(options: Options) -> None:
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=None)
         _copy_text_files(source.folder, options.out)
+        errors = _Errors(bar.console)
         file = convert_model(
             options,
             source,
             options.out,
             lambda done, total: bar.update(task, completed=done, total=total),
+            errors.add,
         )
+    errors.show(options.quantization_method)
     size, seconds = file.stat().st_size / 1e9, time.monotonic() - started
     print(f"{size:.2f} GB in {file} after {seconds:.0f} s, every checksum compared")
+
+
+class _Errors:
+    """Of quantised matrices: a line for each layer, and a table at the end."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._found: dict[str, dict[str, float]] = {}
+        """Matrix -> layer -> error."""
+
+    def add(self, path: str, error: Any) -> None:
+        place, _, matrix = path.rpartition(".")
+        self._found.setdefault(matrix, {})[place] = float(error)
+        if matrix == "down" or not place:
+            here = {name: found[place] for name, found in self._found.items() if place in found}
+            text = ", ".join(f"{name} {each:.2%}" for name, each in here.items())
+            self._console.print(f"{place or 'model'}: relative error of {text}", highlight=False)
+
+    def show(self, method: str) -> None:
+        if not self._found:
+            return
+        of = "products over the calibration text" if method == "awq" else "weights"
+        table = Table("matrix", "mean", "largest", "in", title=f"relative errors of {of}")
+        for matrix, layers in self._found.items():
+            worst = max(layers, key=layers.__getitem__)
+            mean = sum(layers.values()) / len(layers)
+            table.add_row(matrix, f"{mean:.2%}", f"{layers[worst]:.2%}", worst or "the model")
+        self._console.print(table)
 
 
 def _copy_text_files(source: Path, target: Path) -> None:

@@ -26,7 +26,16 @@ from jaxserve.cli import Options
 from jaxserve.config import ConfigError
 from jaxserve.model_source import ModelSource
 from jaxserve.models import qwen3
-from jaxserve.models.quantization import HeadFormat, Quantization, WeightFormat
+from jaxserve.models.awq import quantize_layers_awq
+from jaxserve.models.quantization import (
+    HeadFormat,
+    Method,
+    Quantization,
+    Report,
+    WeightFormat,
+    calibrated,
+    reporting,
+)
 from jaxserve_checkpoints import native
 from jaxserve_checkpoints.convert import convert
 from jaxserve_checkpoints.dummy import dummy_params
@@ -48,6 +57,8 @@ from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
 from jaxserve_checkpoints.staging import StagingProgram, staging_programs, stream
 
 log = logging.getLogger(__name__)
+
+_CALIBRATION_SEQUENCES, _CALIBRATION_TOKENS, _LEAST_TOKENS = 128, 512, 64
 
 type Executables = Callable[[], Mapping[str, Callable[..., Any]]]
 """Makes, or loads, the executables of `WeightPlan.staging`, by name."""
@@ -137,14 +148,22 @@ def quantization(options: Options) -> Quantization:
     return Quantization(
         layers=cast(WeightFormat | None, options.quantization),
         head=None if head == "unquantized" else cast(HeadFormat, head),
+        method=cast(Method, options.quantization_method),
     )
 
 
-def convert_model(options: Options, source: ModelSource, out: Path, progress: Progress) -> Path:
+def convert_model(
+    options: Options,
+    source: ModelSource,
+    out: Path,
+    progress: Progress,
+    report: Report = lambda path, error: None,
+) -> Path:
     """Write the model's weights into `out` as the flags say; returns the file.
 
     Raises:
-      ConfigError: a quantisation that the shapes do not allow; weights that are converted already.
+      ConfigError: a quantisation that the shapes do not allow; weights that are converted already;
+        a calibration text that is missing, too short or not asked for.
       CheckpointError, OSError: see `jaxserve_checkpoints.convert`.
     """
     assert source.folder is not None
@@ -153,15 +172,54 @@ def convert_model(options: Options, source: ModelSource, out: Path, progress: Pr
     wanted = quantization(options)
     checkpoint = _open(source.folder, wanted)
     dtype = checkpoint.main_dtype if options.dtype == "auto" else np.dtype(options.dtype)
+    made_from = describe(source.folder, wanted, dtype)
+    encode = reporting(wanted.encoder(source.spec), report)
+    sequences = _calibration(options, source)
+    if sequences is not None:
+        made_from["calibration"] = hashlib.sha256(sequences.tobytes()).hexdigest()[:16]
+        if not (out / native.FILE).exists():
+            abstract = qwen3.abstract(source.spec, dtype)
+            plain = load_params(checkpoint, qwen3.rules(source.spec), abstract)
+            results = quantize_layers_awq(plain, sequences, source.spec, report)
+            encode = calibrated(encode, results)
+            del plain
     return convert(
         checkpoint,
         qwen3.rules(source.spec),
         qwen3.abstract(source.spec, dtype, stacked=True),
-        wanted.encoder(source.spec),
+        encode,
         out,
-        made_from=describe(source.folder, wanted, dtype),
+        made_from=made_from,
         progress=progress,
     )
+
+
+def _calibration(options: Options, source: ModelSource) -> np.ndarray | None:
+    """Token ids [sequences, tokens] of the calibration text; None: there is none.
+
+    ConfigError: it is missing where it is needed, or the other way round, or too short.
+    """
+    needed = options.quantization_method == "awq"
+    if options.calibration is None and not needed:
+        return None
+    if options.calibration is None or not needed:
+        raise ConfigError(
+            "--quantization-method awq needs --calibration FILE, a text to read, and no other "
+            "method does"
+        )
+    try:
+        text = options.calibration.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--calibration {options.calibration} cannot be read: {error}") from None
+    ids = source.tokenizer.encode(text)
+    length = min(_CALIBRATION_TOKENS, len(ids))
+    if length < _LEAST_TOKENS:
+        raise ConfigError(
+            f"--calibration {options.calibration} has {length} tokens; at least {_LEAST_TOKENS} "
+            f"are needed, {_CALIBRATION_SEQUENCES * _CALIBRATION_TOKENS} are used"
+        )
+    count = min(len(ids) // length, _CALIBRATION_SEQUENCES)
+    return np.array(ids[: count * length], np.int32).reshape(count, length)
 
 
 def _open(folder: Path, wanted: Quantization) -> Stored:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxserve.config import ModelSpec
-from jaxserve.models.calibration import LayerInputs
-from jaxserve.models.qwen3 import Layer
+from jaxserve.models.calibration import LayerInputs, layer_statistics
+from jaxserve.models.quantization import Report
+from jaxserve.models.qwen3 import Layer, Params, layer_views
 from jaxserve_kernels.weights import (
     QUANTIZED,
     Int4Weight,
@@ -24,6 +26,27 @@ from jaxserve_kernels.weights.awq import (
     quantize_int4_clipped,
     search_scale,
 )
+
+
+def quantize_layers_awq(
+    params: Params, sequences: Any, spec: ModelSpec, report: Report
+) -> dict[str, Any]:
+    """Path of each part that changes -> what it becomes, on the host.
+
+    Args:
+      params: the unquantised model.
+      sequences: int32 [sequences, tokens], the calibration text.
+    """
+    results: dict[str, Any] = {}
+    inputs = layer_statistics(params, jnp.asarray(sequences), spec)
+    for index, (layer, known) in enumerate(zip(layer_views(params.layers), inputs, strict=True)):
+        quantized = quantize_layer_awq(layer, known, spec)
+        for name, error in quantized.errors._asdict().items():
+            report(f"layers.{index}.{name}", error)
+        for name in (*LayerInputs._fields, "attention_norm", "mlp_norm"):
+            part = getattr(quantized.layer, name)
+            results[f"layers.{index}.{name}"] = jax.tree.map(np.asarray, part)
+    return results
 
 
 class Quantized(NamedTuple):

@@ -67,7 +67,9 @@ def run_layer(layer: Layer, x: Array, spec: ModelSpec) -> tuple[Array, LayerInpu
             kv_heads=spec.kv_heads,
             eps=spec.norm_eps,
         )
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(tokens, -1)
+        wide = (each.astype(jnp.float32) for each in (q, k, v))
+        attended = jax.nn.dot_product_attention(*wide, is_causal=True)
+        attended = attended.astype(x.dtype).reshape(tokens, -1)
         x = x + sum_parts(linear(attended, layer.out), x.dtype)
         mlp_in = rms_norm(x, layer.mlp_norm, spec.norm_eps)
         gated = gated_linear(mlp_in, layer.gate_up)

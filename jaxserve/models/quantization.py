@@ -1,17 +1,20 @@
-"""Which weights are quantised at load, to what: the settings, and the encoder that follows them."""
+"""Which weights are quantised to what, and how: the settings, and the encoder that follows them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.core
+import jax.numpy as jnp
 from jax import Array
 
 from jaxserve.config import ConfigError, ModelSpec
 from jaxserve_checkpoints.load import Encode
 from jaxserve_kernels.weights import (
+    QUANTIZED,
     Weight,
     layout,
     quantize_fp8,
@@ -19,9 +22,15 @@ from jaxserve_kernels.weights import (
     quantize_int8,
     quantize_nvfp4,
 )
+from jaxserve_kernels.weights.hqq import quantize_int4_hqq
 
 type WeightFormat = Literal["int4", "fp8", "nvfp4"]
 type HeadFormat = Literal["int8", "fp8"]
+type Method = Literal["rtn", "hqq", "awq"]
+
+type Report = Callable[[str, Array], None]
+"""Called with the path of a matrix, and its relative error: of the weight, or for awq, of the
+product over the calibration data; a scalar on the device."""
 
 _QUANTIZERS: dict[str, Callable[[Array], Weight]] = {
     "int4": jax.jit(quantize_int4),
@@ -30,6 +39,8 @@ _QUANTIZERS: dict[str, Callable[[Array], Weight]] = {
     "nvfp4": jax.jit(quantize_nvfp4),
 }
 """Round to nearest, on the device; compiled once per shape."""
+
+_hqq = jax.jit(quantize_int4_hqq)
 
 _MATRICES = ("qkv", "out", "gate_up", "down")
 
@@ -42,13 +53,23 @@ class Quantization:
     """Of the matrices in the decoder layers; norms stay as they are."""
     head: HeadFormat | None = None
     """Of the output matrix, and of the embedding where they are one."""
+    method: Method = "rtn"
+    """Of the layers' matrices; the head is always rounded to nearest."""
+
+    def __post_init__(self) -> None:
+        if self.method != "rtn" and self.layers != "int4":
+            raise ConfigError(
+                f"--quantization-method {self.method} makes int4 weights, --quantization is "
+                f"{self.layers}"
+            )
 
     @property
     def changes_anything(self) -> bool:
         return self != Quantization()
 
     def encoder(self, spec: ModelSpec) -> Encode:
-        """Quantises each matrix as it arrives on the device.
+        """Quantises each matrix as it arrives on the device. Where `method` is awq the layers'
+        matrices are rounded to nearest: see `calibrated`.
 
         Raises:
           ConfigError: a matrix that the format cannot hold, with its shape.
@@ -59,7 +80,10 @@ class Quantization:
         formats[head] = self.head
 
         def encode(path: str, array: Array) -> Any:
-            name = formats.get(path.rpartition(".")[2])
+            leaf = path.rpartition(".")[2]
+            if leaf in _MATRICES and self.method == "hqq":
+                return _hqq(array)
+            name = formats.get(leaf)
             return array if name is None else _QUANTIZERS[name](array)
 
         return encode
@@ -85,3 +109,29 @@ class Quantization:
                 f"quantised weights are [out, in] with out a multiple of {layout.TILE_OUT} and in "
                 f"a multiple of {layout.TILE_IN}; this model has {', '.join(wrong)}"
             )
+
+
+def calibrated(encode: Encode, results: Mapping[str, Any]) -> Encode:
+    """`encode`, except for the parts whose results are known already."""
+    return lambda path, array: results[path] if path in results else encode(path, array)
+
+
+def reporting(encode: Encode, report: Report) -> Encode:
+    """`encode`, which reports the error of each weight that it quantises."""
+
+    def encode_and_report(path: str, array: Array) -> Any:
+        weight = encode(path, array)
+        if isinstance(weight, QUANTIZED) and not isinstance(array, jax.core.Tracer):
+            report(path, _relative_error(array, weight))
+        return weight
+
+    return encode_and_report
+
+
+@jax.jit
+def _relative_error(plain: Array, weight: Weight) -> Array:
+    """Root mean square of the difference over that of the weight."""
+    assert isinstance(weight, QUANTIZED)
+    wide = plain.astype(jnp.float32)
+    difference = weight.dequantize() - wide
+    return jnp.sqrt(jnp.sum(difference**2) / jnp.sum(wide**2))
