@@ -71,7 +71,7 @@ class Options:
     keep_alive_interval: float
     out: Path | None = None
     """Of `convert`: where the converted checkpoint goes."""
-    quantization_method: str = "rtn"
+    quantization_method: str | None = None
     calibration: Path | None = None
 
 

@@ -67,7 +67,7 @@ def _convert(options: Options) -> None:
             lambda done, total: bar.update(task, completed=done, total=total),
             errors.add,
         )
-    errors.show(options.quantization_method)
+    errors.show(options.quantization_method or "rtn")
     size, seconds = file.stat().st_size / 1e9, time.monotonic() - started
     print(f"{size:.2f} GB in {file} after {seconds:.0f} s, every checksum compared")
 
@@ -91,12 +91,12 @@ class _Errors:
     def show(self, method: str) -> None:
         if not self._found:
             return
-        of = "products over the calibration text" if method == "awq" else "weights"
-        table = Table("matrix", "mean", "largest", "in", title=f"relative errors of {of}")
+        table = Table("matrix", "of its", "mean", "largest", "in", title="relative errors")
         for matrix, layers in self._found.items():
             worst = max(layers, key=layers.__getitem__)
             mean = sum(layers.values()) / len(layers)
-            table.add_row(matrix, f"{mean:.2%}", f"{layers[worst]:.2%}", worst or "the model")
+            of = "product" if method == "awq" and worst else "weight"
+            table.add_row(matrix, of, f"{mean:.2%}", f"{layers[worst]:.2%}", worst or "the model")
         self._console.print(table)
 
 

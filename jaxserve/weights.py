@@ -148,7 +148,7 @@ def quantization(options: Options) -> Quantization:
     return Quantization(
         layers=cast(WeightFormat | None, options.quantization),
         head=None if head == "unquantized" else cast(HeadFormat, head),
-        method=cast(Method, options.quantization_method),
+        method=cast(Method, options.quantization_method or "rtn"),
     )
 
 

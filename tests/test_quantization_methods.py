@@ -78,7 +78,8 @@ def test_the_embedded_model_is_converted_and_served(
     status, text = run(capsys, *flags(out, *others))
     assert status == 0, text
     assert "layers.7: relative error of qkv" in text
-    assert f"relative errors of {'products' if method == 'awq' else 'weights'}" in text
+    assert "relative errors" in text
+    assert ("product" if method == "awq" else "weight") in text
     options = parse_args(["--model", str(out)])
     source = find_model(options)
     plan = plan_weights(options, source, jnp.float32, tmp_path, stacked=False)
