@@ -1,21 +1,26 @@
 """Compare scheduling policies on mixed traffic, on simulated time.
 
     python scripts/simulate.py --study
-    python scripts/simulate.py --times docs/measurements/step_times_h200.json --rate 10,20,40
+    python scripts/simulate.py --times docs/measurements/step_times_h200.json --half --setup fcfs --setup slo
+    python scripts/simulate.py --times docs/measurements/step_times_h200.json --day
 
 Traffic is that of a published study of one GPU under mixed load (`datavorous/to-fa`): short and
 long prompts with short and long answers, 41 : 10 : 28 : 21 %. Prompts are unique. A request is
 good if its first token came within 5 s (short answers), or if 95 % of its tokens came within
-250 ms of the one before and its answer is complete (long answers). Percentages are of all requests
-sent; refused ones and those whose client left after 180 s are not good.
+250 ms of the one before and its answer is complete (long answers); `--slo strict`: if its first
+token came within 500 ms, those after it every 50 ms on average, and its answer is complete.
+Percentages are of all requests sent; refused ones and those whose client left after 180 s are not
+good. The policy `slo` is told these limits, as by `x-slo-ttft-ms` and `x-slo-e2e-ms`.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import random
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -27,7 +32,9 @@ from jaxserve.scheduler.admission import OutputLengths
 from jaxserve.simulator import STOP, Arrival, Outcome, Result, Simulator
 from jaxserve.step_times import StepTimes
 
-TTFT_SLO, ITL_SLO, PATIENCE = 5.0, 0.25, 180.0
+PATIENCE = 180.0
+HALF_WITHIN = 0.01
+"""How near to 50 % the attainment in order of arrival must be at the rate that is looked for."""
 
 CLASSES = {
     # share, prompt tokens, output tokens, max_tokens: the ranges that the study observed and asked
@@ -36,6 +43,8 @@ CLASSES = {
     "liso": (0.276, (481, 4594), (40, 250), (64, 256)),
     "lilo": (0.207, (555, 4665), (900, 2000), (1024, 2048)),
 }
+
+SHORT_ANSWERS = ("siso", "liso")
 
 STUDY_TIMES = StepTimes(
     decode={1: 36e-3, 64: 38e-3, 256: 44e-3},
@@ -57,78 +66,162 @@ class Optimist(OutputLengths):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-    """One row of the table."""
+    """A way to schedule."""
 
     name: str
     policy: str
     optimist: bool = False
     max_itl: float = 0.05
     deadlines: bool = False
-    e2e: bool = False
-    strict: bool = False
 
 
+FCFS = Setup(name="fcfs", policy="fcfs")
+SLO = Setup(name="slo", policy="slo", deadlines=True)
 SETUPS = (
     Setup(name="fcfs, admits what fits now", policy="fcfs", optimist=True),
-    Setup(name="fcfs", policy="fcfs"),
+    FCFS,
     Setup(name="priority to short answers", policy="priority"),
-    Setup(name="slo", policy="slo"),
-    Setup(name="slo with deadlines", policy="slo", deadlines=True),
-    Setup(name="slo with all deadlines", policy="slo", deadlines=True, e2e=True),
-    Setup(name="slo strict", policy="slo", deadlines=True, e2e=True, strict=True),
-    Setup(name="same ITL 200 ms", policy="slo", deadlines=True, e2e=True, max_itl=0.2),
+    Setup(name="slo, told no deadlines", policy="slo"),
+    SLO,
+    Setup(name="slo, steps up to 200 ms", policy="slo", deadlines=True, max_itl=0.2),
 )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Load:
+    """What is sent, and to what."""
+
+    rate: float
+    count: int
+    seed: int
+    slo: str
+    """study or strict."""
+    kv_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Point:
+    """What came of a load under a setup."""
+
+    setup: str
+    rate: float
+    seed: int
+    slo: str
+    requests: int
+    attainment: dict[str, float]
+    """Of each class, and of all."""
+    goodput_requests_per_s: float
+    """Over the time in which requests were sent."""
+    goodput_tokens_per_s: float
+    output_tokens_per_s: float
+    """Until the end."""
+    preempted: float
+    """Preemptions per request."""
+    refused: float
+    simulated_s: float
+    took_s: float
+
+
 def main() -> None:
-    def numbers(text: str) -> list[float]:
+    args = _parse()
+    times = STUDY_TIMES if args.study else StepTimes.load(args.times)
+    kv_tokens = 57_000 if args.study else args.kv_tokens
+
+    def load(rate: float, seed: int) -> Load:
+        count = args.requests or max(1, round(rate * args.duration))
+        return Load(rate=rate, count=count, seed=seed, slo=args.slo, kv_tokens=kv_tokens)
+
+    def measured(rate: float, seed: int, setup: Setup) -> Point:
+        result = point(setup, times, load(rate, seed))
+        print(json.dumps(dataclasses.asdict(result)), flush=True)
+        return result
+
+    if args.day:
+        measured(0.25, args.seeds[0], FCFS)
+        return
+    setups = [setup for setup in SETUPS if not args.setup or setup.name in args.setup]
+    rates = args.rate
+    if args.half:
+        half = half_rate(lambda rate: measured(rate, args.seeds[0], FCFS).attainment["all"])
+        rates = [part * half for part in (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5)]
+    points = [
+        measured(rate, seed, setup) for rate in rates for seed in args.seeds for setup in setups
+    ]
+    Console(width=120).print(table(points, kv_tokens))
+    if args.output:
+        described = {
+            "card": "RTX 6000 Ada, computed"
+            if args.study
+            else json.loads(args.times.read_text())["card"],
+            "kv_tokens": kv_tokens,
+            "duration_s": args.duration,
+            "points": [dataclasses.asdict(point) for point in points],
+        }
+        args.output.write_text(json.dumps(described, indent=1) + "\n")
+
+
+def _parse() -> argparse.Namespace:
+    def floats(text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    def integers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--study", action="store_true", help="the study's card, model and load")
     parser.add_argument("--times", type=Path, help="a table of scripts/measure_steps.py")
-    parser.add_argument("--rate", type=numbers, default=[32.0], help="requests per second")
-    parser.add_argument("--requests", type=int, default=725)
+    parser.add_argument("--rate", type=floats, default=[32.0], help="requests per second")
+    parser.add_argument("--half", action="store_true", help="find the rate at which fcfs has 50 %%")
+    parser.add_argument("--day", action="store_true", help="24 hours, 0.25 requests per second")
+    parser.add_argument("--setup", action="append", help="only this row of the table (repeatable)")
+    parser.add_argument("--requests", type=int, help="how many (default: rate times duration)")
+    parser.add_argument("--duration", type=float, default=240.0, help="seconds of sending")
+    parser.add_argument("--slo", choices=("study", "strict"), default="study")
     parser.add_argument("--kv-tokens", type=int, default=450_000)
-    parser.add_argument("--seed", type=int, default=67)
+    parser.add_argument("--seeds", type=integers, default=[67])
+    parser.add_argument("--output", type=Path, help="write the points as JSON")
     args = parser.parse_args()
     if not args.study and args.times is None:
         parser.error("pass --study or --times")
-    times = STUDY_TIMES if args.study else StepTimes.load(args.times)
-    kv_tokens = 57_000 if args.study else args.kv_tokens
-    table = Table(title=f"{args.requests} requests, KV cache of {kv_tokens} tokens")
-    for column in ("rate", "setup", *CLASSES, "all", "good/s", "tok/s", "preempted", "min"):
-        table.add_column(column, justify="left" if column == "setup" else "right")
-    for rate in args.rate:
-        for setup in SETUPS:
-            began = time.perf_counter()
-            result = run(setup, times, kv_tokens, traffic(rate, args.requests, args.seed, setup))
-            table.add_row(f"{rate:g}", setup.name, *cells(result))
-            took = time.perf_counter() - began
-            print(f"{setup.name}: {result.seconds:.0f} s simulated in {took:.1f} s", flush=True)
-    Console(width=120).print(table)
+    if args.study:
+        args.requests = args.requests or 725
+    if args.day:
+        args.duration = 86_400.0
+    return args
 
 
-def traffic(rate: float, count: int, seed: int, setup: Setup) -> list[Arrival]:
+def half_rate(attainment: Callable[[float], float]) -> float:
+    """Where it is one half; it falls with the rate."""
+    low, high = 1.0, 2.0
+    while attainment(high) > 0.5:
+        low, high = high, 2 * high
+    while True:
+        middle = (low + high) / 2
+        found = attainment(middle)
+        if abs(found - 0.5) < HALF_WITHIN or high - low < 0.02 * high:
+            return middle
+        low, high = (middle, high) if found > 0.5 else (low, middle)
+
+
+def traffic(load: Load, setup: Setup) -> list[Arrival]:
     """Poisson arrivals; the same for every setup but for priorities and deadlines."""
-    rng = random.Random(seed)
+    rng = random.Random(load.seed)
     names, weights = list(CLASSES), [shape[0] for shape in CLASSES.values()]
     arrivals: list[Arrival] = []
     now = 0.0
-    for number in range(count):
-        now += rng.expovariate(rate)
+    for number in range(load.count):
+        now += rng.expovariate(load.rate)
         kind = rng.choices(names, weights)[0]
         _, prompt, output, most = CLASSES[kind]
         asked = rng.randint(*most)
         params = SamplingParams(max_tokens=asked, stop_token_ids=frozenset({STOP}))
-        short = kind in ("siso", "liso")
         request = Request(
             id=f"{kind}-{number}",
             prompt=tuple(rng.randrange(150_000) for _ in range(rng.randint(*prompt))),
             params=params,
-            priority=0 if short else 1,
-            ttft_slo=0.5 if setup.strict else TTFT_SLO if setup.deadlines and short else None,
-            e2e_slo=PATIENCE if setup.e2e else None,
+            priority=0 if kind in SHORT_ANSWERS else 1,
+            ttft_slo=ttft_limit(kind, load.slo) if setup.deadlines else None,
+            e2e_slo=PATIENCE if setup.deadlines else None,
         )
         length = min(rng.randint(*output), asked)
         arrivals.append(
@@ -137,7 +230,43 @@ def traffic(rate: float, count: int, seed: int, setup: Setup) -> list[Arrival]:
     return arrivals
 
 
-def run(setup: Setup, times: StepTimes, kv_tokens: int, arrivals: list[Arrival]) -> Result:
+def ttft_limit(kind: str, slo: str) -> float | None:
+    """Seconds."""
+    if slo == "strict":
+        return 0.5
+    return 5.0 if kind in SHORT_ANSWERS else None
+
+
+def point(setup: Setup, times: StepTimes, load: Load) -> Point:
+    """Simulate one load."""
+    arrivals = traffic(load, setup)
+    began = time.perf_counter()
+    result = run(setup, times, load, arrivals)
+    took = time.perf_counter() - began
+    good = [outcome for outcome in result.outcomes if is_good(outcome, load.slo)]
+    sent = arrivals[-1].at
+    by_class = {kind: [o for o in result.outcomes if o.arrival.kind == kind] for kind in CLASSES}
+    return Point(
+        setup=setup.name,
+        rate=round(load.rate, 3),
+        seed=load.seed,
+        slo=load.slo,
+        requests=load.count,
+        attainment={
+            kind: round(_share(outcomes, load.slo), 4)
+            for kind, outcomes in (*by_class.items(), ("all", result.outcomes))
+        },
+        goodput_requests_per_s=round(len(good) / sent, 3),
+        goodput_tokens_per_s=round(sum(len(outcome.tokens) for outcome in good) / sent, 1),
+        output_tokens_per_s=round(result.tokens_per_second, 1),
+        preempted=round(result.preemptions / load.count, 4),
+        refused=round(sum(o.refused for o in result.outcomes) / load.count, 4),
+        simulated_s=round(result.seconds, 1),
+        took_s=round(took, 1),
+    )
+
+
+def run(setup: Setup, times: StepTimes, load: Load, arrivals: list[Arrival]) -> Result:
     config = SchedulerConfig(
         max_num_seqs=256,
         max_model_len=8192,
@@ -146,32 +275,46 @@ def run(setup: Setup, times: StepTimes, kv_tokens: int, arrivals: list[Arrival])
         policy=setup.policy,
         max_queued=100_000,
     )
-    cache = CacheConfig(num_pages=1 + kv_tokens // 16, page_size=16)
+    cache = CacheConfig(num_pages=1 + load.kv_tokens // 16, page_size=16)
     lengths = Optimist() if setup.optimist else None
     return Simulator(config, cache, times, host=0.0005, lengths=lengths).run(arrivals)
 
 
-def good(outcome: Outcome) -> bool:
-    if outcome.arrival.kind in ("siso", "liso"):
-        return outcome.finished and outcome.ttft is not None and outcome.ttft <= TTFT_SLO
+def is_good(outcome: Outcome, slo: str) -> bool:
+    if not outcome.finished or outcome.ttft is None:
+        return False
+    limit = ttft_limit(outcome.arrival.kind, slo)
+    if limit is not None and outcome.ttft > limit:
+        return False
+    if slo == "strict":
+        return outcome.tpot is None or outcome.tpot <= 0.05
+    if outcome.arrival.kind in SHORT_ANSWERS:
+        return True
     gaps = sorted(b - a for a, b in zip(outcome.tokens, outcome.tokens[1:], strict=False))
-    return outcome.finished and (not gaps or gaps[int(0.95 * (len(gaps) - 1))] <= ITL_SLO)
+    return not gaps or gaps[int(0.95 * (len(gaps) - 1))] <= 0.25
 
 
-def cells(result: Result) -> list[str]:
-    def share(outcomes: list[Outcome]) -> str:
-        return f"{100 * sum(map(good, outcomes)) / max(len(outcomes), 1):.0f} %"
+def _share(outcomes: Sequence[Outcome], slo: str) -> float:
+    return sum(is_good(outcome, slo) for outcome in outcomes) / max(len(outcomes), 1)
 
-    outcomes = result.outcomes
-    by_class = [[o for o in outcomes if o.arrival.kind == kind] for kind in CLASSES]
-    return [
-        *map(share, by_class),
-        share(outcomes),
-        f"{sum(map(good, outcomes)) / result.seconds:.2f}",
-        f"{result.tokens_per_second:.0f}",
-        f"{100 * result.preemptions / len(outcomes):.1f} %",
-        f"{result.seconds / 60:.1f}",
-    ]
+
+def table(points: Sequence[Point], kv_tokens: int) -> Table:
+    """One row per point."""
+    shown = Table(title=f"{points[0].slo} limits, KV cache of {kv_tokens} tokens")
+    columns = ("rate", "setup", *CLASSES, "all", "good/s", "tok/s", "preempted", "refused")
+    for column in columns:
+        shown.add_column(column, justify="left" if column == "setup" else "right")
+    for each in points:
+        shown.add_row(
+            f"{each.rate:g}",
+            each.setup,
+            *(f"{100 * share:.0f} %" for share in each.attainment.values()),
+            f"{each.goodput_requests_per_s:.2f}",
+            f"{each.output_tokens_per_s:.0f}",
+            f"{100 * each.preempted:.1f} %",
+            f"{100 * each.refused:.1f} %",
+        )
+    return shown
 
 
 if __name__ == "__main__":
