@@ -1,7 +1,7 @@
 """Compare scheduling policies on mixed traffic, on simulated time.
 
     python scripts/simulate.py --study
-    python scripts/simulate.py --times docs/measurements/step_times_h200.json --half --setup fcfs --setup slo
+    python scripts/simulate.py --times docs/measurements/step_times_h200.json --half
     python scripts/simulate.py --times docs/measurements/step_times_h200.json --day
 
 Traffic is that of a published study of one GPU under mixed load (`datavorous/to-fa`): short and
@@ -217,7 +217,7 @@ def traffic(load: Load, setup: Setup) -> list[Arrival]:
         params = SamplingParams(max_tokens=asked, stop_token_ids=frozenset({STOP}))
         request = Request(
             id=f"{kind}-{number}",
-            prompt=tuple(rng.randrange(150_000) for _ in range(rng.randint(*prompt))),
+            prompt=(number,) * rng.randint(*prompt),
             params=params,
             priority=0 if kind in SHORT_ANSWERS else 1,
             ttft_slo=ttft_limit(kind, load.slo) if setup.deadlines else None,
