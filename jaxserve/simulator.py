@@ -173,17 +173,19 @@ class Simulator:
         cohort = self.scheduler.cohort(plan, _TOKEN)
         if cohort is None:
             return False
-        most, rows, times = min(most, cohort.most_steps), len(outcomes), list[float]()
-        while self.now < horizon and cohort.steps < most:
-            took = self._times.of_decode(rows, cohort.context)
+        most, times = min(most, cohort.most_steps), list[float]()
+        base, per_token = self._times.decode_line(len(outcomes))
+        now, busy = self.now, self._busy
+        while now < horizon and cohort.steps < most:
+            took = base + cohort.context * per_token
             if not cohort.step():
                 break
-            self.now += self._host
-            begun = max(self.now, done)
-            self._busy += took
-            self.now = max(self.now, done)
-            times.append(self.now)
-            done = begun + took
+            launched = now + self._host
+            now = max(launched, done)
+            times.append(now)
+            busy += took
+            done = now + took
+        self.now, self._busy = now, busy
         self._steps += cohort.steps
         self.scheduler.num_steps += cohort.steps
         self._in_flight[0] = (cohort.end(), done)

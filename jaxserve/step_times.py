@@ -38,7 +38,12 @@ class StepTimes:
 
     def of_decode(self, rows: int, context: int) -> float:
         """A step of `rows` decode rows that have `context` tokens together."""
-        return self.decode[_bucket(self._decode_sizes, rows)] + context * self.decode_context
+        base, per_token = self.decode_line(rows)
+        return base + context * per_token
+
+    def decode_line(self, rows: int) -> tuple[float, float]:
+        """Of a step of `rows` decode rows: without context, and per token of context."""
+        return self.decode[_bucket(self._decode_sizes, rows)], self.decode_context
 
     def of_mixed(
         self, tokens: int, rows: int = 0, context: int = 0, pairs: int = 0, depth: int = 0

@@ -97,6 +97,7 @@ class Load:
     slo: str
     """study or strict."""
     kv_tokens: int
+    page_size: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,11 +126,18 @@ class Point:
 def main() -> None:
     args = _parse()
     times = STUDY_TIMES if args.study else StepTimes.load(args.times)
-    kv_tokens = 57_000 if args.study else args.kv_tokens
+    kv_tokens, page_size = (57_000, 16) if args.study else (args.kv_tokens, 64)
 
     def load(rate: float, seed: int) -> Load:
         count = args.requests or max(1, round(rate * args.duration))
-        return Load(rate=rate, count=count, seed=seed, slo=args.slo, kv_tokens=kv_tokens)
+        return Load(
+            rate=rate,
+            count=count,
+            seed=seed,
+            slo=args.slo,
+            kv_tokens=kv_tokens,
+            page_size=page_size,
+        )
 
     def measured(rate: float, seed: int, setup: Setup) -> Point:
         result = point(setup, times, load(rate, seed))
@@ -275,7 +283,7 @@ def run(setup: Setup, times: StepTimes, load: Load, arrivals: list[Arrival]) -> 
         policy=setup.policy,
         max_queued=100_000,
     )
-    cache = CacheConfig(num_pages=1 + load.kv_tokens // 16, page_size=16)
+    cache = CacheConfig(num_pages=1 + load.kv_tokens // load.page_size, page_size=load.page_size)
     lengths = Optimist() if setup.optimist else None
     return Simulator(config, cache, times, host=0.0005, lengths=lengths).run(arrivals)
 

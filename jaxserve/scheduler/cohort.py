@@ -38,11 +38,11 @@ class Cohort:
         """Tokens in the cache of the rows of the next step."""
         self._holdings, self._token = holdings, token
         self._started = {seq.id: len(seq.tokens) for seq in sequences}
-        size = holdings.page_size
-        self._by_phase: list[list[Sequence]] = [[] for _ in range(size)]
+        self._rows, self._size = len(sequences), holdings.page_size
+        self._by_phase: list[list[Sequence]] = [[] for _ in range(self._size)]
         """Those that need a page in step 0 (and `page_size`, ...), 1, and so on."""
         for seq in sequences:
-            self._by_phase[-seq.computed % size].append(seq)
+            self._by_phase[-seq.computed % self._size].append(seq)
 
     @property
     def most_steps(self) -> int:
@@ -51,15 +51,14 @@ class Cohort:
 
     def step(self) -> bool:
         """Plan one step and commit the one before; False, and no change, if pages are short."""
-        size = len(self._by_phase)
-        growing = self._by_phase[self.steps % size]
-        if len(growing) > self._holdings.pages.num_free:
-            return False
-        for seq in growing:
-            self._holdings.grow(seq)
+        if growing := self._by_phase[self.steps % self._size]:
+            if len(growing) > self._holdings.pages.num_free:
+                return False
+            for seq in growing:
+                self._holdings.grow(seq)
         self.steps += 1
-        self.context += len(self.sequences)
-        for seq in self._by_phase[self.steps % size]:
+        self.context += self._rows
+        for seq in self._by_phase[self.steps % self._size]:
             self._catch_up(seq)
             self._holdings.publish(seq)
             seq.plain_until = min(seq.limit, self._holdings.next_full_page(seq))
