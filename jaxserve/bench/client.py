@@ -54,7 +54,7 @@ class Client:
                 self._endpoint, data=body, headers=_headers(self._target, slo), timeout=timeout
             ) as reply:
                 if reply.status != 200:
-                    text = (await reply.text())[:200]
+                    text = _message(await reply.text())[:200]
                     shed = reply.status in (429, 503)
                     record.outcome = Outcome.SHED if shed else Outcome.FAILED
                     record.error = f"HTTP {reply.status}: {text}"
@@ -78,8 +78,8 @@ class Client:
             now = self._clock()
             chunk = json.loads(line[6:])
             if "error" in chunk:
-                record.outcome = Outcome.FAILED
-                record.error = str(chunk["error"])[:200]
+                record.outcome = Outcome.SHED if _is_shed(chunk["error"]) else Outcome.FAILED
+                record.error = _message(line[6:].decode(errors="replace"))[:200]
                 return
             if any(_has_output(choice) for choice in chunk.get("choices", ())):
                 record.token_times.append(now)
@@ -94,6 +94,22 @@ class Client:
         else:
             record.outcome = Outcome.FAILED
             record.error = "the stream ended early" if not ended else "the stream had no output"
+
+
+def _is_shed(error: Any) -> bool:
+    """Whether an error in a stream says what the status would, had nothing been sent before."""
+    if not isinstance(error, dict):
+        return False
+    kinds = ("rate_limit_error", "service_unavailable_error", "overloaded_error")
+    return error.get("code") in (429, 503) or error.get("type") in kinds
+
+
+def _message(body: str) -> str:
+    """Of an error in OpenAI's form, or all that was sent."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body
 
 
 def _has_output(choice: dict[str, Any]) -> bool:
@@ -134,12 +150,21 @@ def _headers(target: Target, slo: Slo) -> dict[str, str]:
     return headers
 
 
-async def served_model(session: aiohttp.ClientSession, url: str, api_key: str | None) -> str:
-    """The first model that the server names."""
+async def served_model(
+    session: aiohttp.ClientSession, url: str, api_key: str | None, wanted: str | None
+) -> tuple[str, int | None]:
+    """The model to ask for, `wanted` or the first that the server names, and its context length.
+
+    The length is None where the server does not say (`max_model_len`, as vLLM has it).
+    """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with session.get(f"{url}/v1/models", headers=headers) as reply:
         reply.raise_for_status()
-        return (await reply.json())["data"][0]["id"]
+        models: list[dict[str, Any]] = (await reply.json())["data"]
+    for model in models:
+        if wanted in (None, model["id"]):
+            return model["id"], model.get("max_model_len")
+    return wanted or models[0]["id"], None
 
 
 def clock_from(start: float) -> Callable[[], float]:

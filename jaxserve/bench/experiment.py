@@ -46,7 +46,8 @@ async def run_experiment(
     window = summary.stable_window(duration, experiment.warmup, experiment.cooldown)
     run = Run(duration=duration)
     async with _server(experiment):
-        target = await _target(experiment)
+        target, room = await _target(experiment)
+        _check_lengths(experiment, trace, target.model, room)
         async with watch(run):
             await _load(experiment, target, trace, run)
     cpu_share = run.client_cpu_seconds / max(run.elapsed, 1e-9)
@@ -58,6 +59,7 @@ async def run_experiment(
         "slos": {name: dataclasses.asdict(slo) for name, slo in _slos(experiment).items()},
         "elapsed_s": round(run.elapsed, 3),
         "client_cpu_share": round(cpu_share, 3),
+        "errors": summary.errors(run.records),
         "warnings": summary.warnings(figures, run.records, cpu_share),
         "requests": [results.record_json(record) for record in run.records],
         "server_metrics": [results.sample_json(sample) for sample in run.samples],
@@ -94,7 +96,8 @@ def _classes(experiment: Experiment) -> tuple[TrafficClass, ...]:
     if experiment.traffic == "fixed":
         return (traffic.fixed(experiment.input_tokens, experiment.output_tokens),)
     chosen = [each for each in traffic.STUDY if experiment.traffic in ("study", each.name)]
-    return traffic.with_slo(chosen, experiment.slo)
+    scaled = [traffic.scaled(each, experiment.length_scale) for each in chosen]
+    return traffic.with_slo(scaled, experiment.slo)
 
 
 def _slos(experiment: Experiment) -> dict[str, Slo]:
@@ -114,14 +117,35 @@ def _content(experiment: Experiment) -> Content:
     )
 
 
-async def _target(experiment: Experiment) -> Target:
+def _check_lengths(
+    experiment: Experiment, trace: list[TraceEntry] | None, model: str, room: int | None
+) -> None:
+    """ValueError if the server would have to refuse the longest requests."""
+    if trace is not None:
+        longest = max(entry.prompt.prompt_tokens + entry.prompt.output_tokens for entry in trace)
+    else:
+        longest = max(
+            each.prompt_tokens[1] + each.output_tokens[1] + experiment.shared_prefix_tokens
+            for each in _classes(experiment)
+        )
+    if room is not None and longest > room:
+        raise ValueError(
+            f"the longest requests have {longest} tokens, prompt and answer; the server says that "
+            f"{model} takes {room} (max_model_len). --length-scale {room / longest:.2f} shortens "
+            "all; --traffic fixed with --input-tokens and --output-tokens, or --traffic siso, may "
+            "fit as well"
+        )
+
+
+async def _target(experiment: Experiment) -> tuple[Target, int | None]:
+    """Whom to ask, and the most tokens that the server says a sequence may have."""
     url = experiment.url.rstrip("/")
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
-            model = experiment.model or await served_model(session, url, experiment.api_key)
+            model, room = await served_model(session, url, experiment.api_key, experiment.model)
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise ServerNotReady(f"no server answers at {url}/v1/models: {error}") from error
-    return Target(
+    target = Target(
         url=url,
         model=model,
         endpoint=experiment.endpoint,
@@ -130,6 +154,7 @@ async def _target(experiment: Experiment) -> Target:
         api_key=experiment.api_key,
         slo_headers=experiment.slo_headers,
     )
+    return target, room
 
 
 @contextlib.asynccontextmanager
@@ -169,8 +194,8 @@ async def _completes(url: str, experiment: Experiment) -> bool:
     headers = {"Authorization": f"Bearer {experiment.api_key}"} if experiment.api_key else {}
     try:
         async with aiohttp.ClientSession() as session:
-            model = experiment.model or await served_model(
-                session, experiment.url.rstrip("/"), experiment.api_key
+            model, _ = await served_model(
+                session, experiment.url.rstrip("/"), experiment.api_key, experiment.model
             )
             body = {"model": model, "prompt": [1, 2, 3], "max_tokens": 1}
             async with session.post(url, json=body, headers=headers) as reply:

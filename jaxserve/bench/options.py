@@ -38,6 +38,7 @@ class Experiment:
     traffic: str = "study"
     input_tokens: int = 1024
     output_tokens: int = 128
+    length_scale: float = 1.0
     trace: Path | None = None
     prompts: str = "tokens"
     max_token_id: int = 150_000
@@ -67,7 +68,7 @@ def _problems(experiment: Experiment) -> Iterator[str]:
             yield f"{name} is {getattr(experiment, name)!r}, supported: {', '.join(allowed)}"
     if experiment.endpoint == "chat" and experiment.prompts == "tokens" and not experiment.trace:
         yield "the chat endpoint takes text: use prompts: text"
-    for name in ("rate", "burstiness", "duration", "timeout"):
+    for name in ("rate", "burstiness", "duration", "timeout", "length_scale"):
         if not getattr(experiment, name) > 0:
             yield f"{name} must be above 0, got {getattr(experiment, name)}"
     if any(rate <= 0 for rate in experiment.rate_steps):
@@ -96,6 +97,7 @@ _HELP = {
     "traffic": "study (the mix of four classes), one class of it, or fixed",
     "input_tokens": "prompt length of fixed traffic",
     "output_tokens": "output length of fixed traffic",
+    "length_scale": "factor on prompt and output lengths of the study's classes",
     "trace": "JSONL file of requests to replay instead",
     "prompts": "tokens (random ids) or text (random words)",
     "max_token_id": "random ids are below it",

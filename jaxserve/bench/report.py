@@ -35,7 +35,9 @@ refused, failed, timed out or did not finish are misses in every percentage.</p>
 {% for point in points %}
 <h2>{{ point.title }}</h2>
 <p>{{ point.about }}</p>
-{% for warning in point.warnings %}<p class="warning">{{ warning }}</p>{% endfor %}
+{% for error in point.errors %}
+<p class="warning">{{ error.count }} requests: {{ error.example }}</p>
+{% endfor %}{% for warning in point.warnings %}<p class="warning">{{ warning }}</p>{% endfor %}
 <table><tr><th></th>{% for name in point.columns %}<th>{{ name }}</th>{% endfor %}</tr>
 {% for row in point.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}
 </table>
@@ -71,6 +73,7 @@ def _section(title: str, point: dict[str, Any]) -> dict[str, Any]:
         "title": title,
         "about": f"{settings['model']} at {settings['url']}; figures of the requests meant to be "
         f"sent from {window['start_s']:g} to {window['end_s']:g} s.",
+        "errors": point.get("errors", ()),
         "warnings": point["warnings"],
         "columns": list(columns),
         "rows": rows,

@@ -8,8 +8,9 @@ beside them under names that say so.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,6 +122,23 @@ def _tokens_within(records: Sequence[Record], window: Window) -> float:
             each = record.output_tokens / len(record.token_times)
             tokens += each * sum(window.start <= when < window.end for when in record.token_times)
     return tokens
+
+
+def errors(records: Iterable[Record], most: int = 5) -> list[dict[str, Any]]:
+    """The commonest reasons for which requests were lost: `count`, and one message as `example`.
+
+    Messages that differ in numbers only are one reason.
+    """
+    examples: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for record in records:
+        if record.error is not None:
+            reason = re.sub(r"[0-9]+", "0", record.error)
+            examples.setdefault(reason, record.error)
+            counts[reason] += 1
+    return [
+        {"count": count, "example": examples[reason]} for reason, count in counts.most_common(most)
+    ]
 
 
 def warnings(summary: Mapping[str, Any], records: Sequence[Record], cpu_share: float) -> list[str]:

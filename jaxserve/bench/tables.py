@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from jaxserve.bench.load import Run
@@ -118,6 +119,8 @@ def print_point(console: Console, point: dict[str, Any]) -> None:
                 *(_shown(each[key][q], "{:.1f}", lost) for each in columns.values()),
             )
     console.print(table)
+    for error in point["errors"]:
+        console.print(f"[red]{error['count']} requests:[/] {escape(error['example'])}")
     for warning in point["warnings"]:
         console.print(f"[yellow]warning:[/] {warning}", highlight=False)
 

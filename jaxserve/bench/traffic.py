@@ -93,6 +93,18 @@ def fixed(prompt_tokens: int, output_tokens: int) -> TrafficClass:
     )
 
 
+def scaled(kind: TrafficClass, factor: float) -> TrafficClass:
+    """The same class with shorter or longer prompts and answers."""
+
+    def times(lengths: tuple[int, int]) -> tuple[int, int]:
+        shortest, longest = (max(1, int(length * factor)) for length in lengths)
+        return shortest, longest
+
+    return replace(
+        kind, prompt_tokens=times(kind.prompt_tokens), output_tokens=times(kind.output_tokens)
+    )
+
+
 class Prompt(NamedTuple):
     """One request's content. `prompt` is text, or token ids for the completions endpoint."""
 

@@ -14,8 +14,9 @@ from jaxserve.scheduler.queue import Shed, WaitingQueue
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.step_times import StepTimes
 
-STRETCH = 100.0
-"""Who has no deadline is due when it has waited this many times as long as its prefill takes."""
+STRETCH = 1000.0
+"""Beside others that have deadlines, who has none is due when it has waited this many times as
+long as its prefill takes."""
 
 _REVIEW_SECONDS = 0.1
 """How old a decision about who can be in time may get."""
@@ -90,7 +91,11 @@ def _early(arrived: float, deadline: float) -> float:
 
 
 class _Line:
-    """Who waits of one tenant: those in time by due time, then the others, least work first."""
+    """Who waits of one tenant.
+
+    By deadline, then those who cannot be in time, least work first. If nobody has a deadline, by
+    response ratio: time waited over prompt tokens that are not cached.
+    """
 
     def __init__(self) -> None:
         self._in_time: list[Job] = []
@@ -109,7 +114,12 @@ class _Line:
         return (self._in_time or self._rest)[-1].seq
 
     def arrange(self, jobs: list[Job], now: float, capacity: Capacity) -> None:
-        jobs.sort(key=lambda job: (job.due, job.seq.id))
+        if any(job.droppable for job in jobs):
+            jobs.sort(key=lambda job: (job.due, job.seq.id))
+        else:
+            # As of the next review, so that who has just come has waited, too.
+            then = now + _REVIEW_SECONDS
+            jobs.sort(key=lambda job: ((job.seq.arrived - then) / job.prefill, job.seq.id))
         kept = in_time(jobs, now, capacity)
         chosen = zip(jobs, kept, strict=True)
         self._in_time, self._rest = [], []
@@ -136,8 +146,8 @@ class DeadlineQueue(WaitingQueue):
 
     - Each is due at its first token's deadline, or early enough for the whole answer before the
       answer's. One without a deadline is due when it has waited `STRETCH` times as long as its
-      prefill takes: short ones early, equal ones in order of arrival, and whoever waits long
-      enough is first.
+      prefill takes; among none but such the highest response ratio is first. So short prompts go
+      early, equal ones in order of arrival, and whoever waits long enough is first.
     - When not all can be in time, those with most work are put behind the others (`in_time`).
     - Who cannot be in time even if it is admitted at once is taken out.
     - The tenant that got least comes first; all this is among a tenant's own.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,9 @@ class Course:
     gap: float = 0.01
     tokens: int = 5
     status: int = 200
+    message: str = "busy"
+    refuses_late: bool = False
+    """The status is 200 and the stream begins with an error."""
     breaks_after: int | None = None
     """Tokens after which the connection ends without [DONE]."""
     chat: bool = False
@@ -36,6 +39,7 @@ class Mock:
     headers: list[dict[str, str]] = field(default_factory=list)
     writes: dict[str, list[float]] = field(default_factory=dict)
     """By prompt: seconds from the arrival of its request to each token as it was really written."""
+    max_model_len: int | None = None
     metrics: str = "vllm:num_requests_running 3\nvllm:num_requests_waiting 2\n"
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
@@ -45,9 +49,13 @@ class Mock:
         self.headers.append(dict(request.headers))
         course = self.course(body, len(self.bodies) - 1)
         if course.status != 200:
-            return web.json_response({"error": {"message": "busy"}}, status=course.status)
+            return web.json_response({"error": {"message": course.message}}, status=course.status)
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await reply.prepare(request)
+        if course.refuses_late:
+            error = {"message": course.message, "type": "service_unavailable_error"}
+            await _send(reply, {"error": error})
+            return reply
         if course.chat:
             await _send(reply, {"choices": [{"delta": {"role": "assistant"}}]})
         for index in range(course.tokens):
@@ -80,12 +88,13 @@ async def _send(reply: web.StreamResponse, chunk: dict[str, Any]) -> None:
 
 
 @asynccontextmanager
-async def serving(course: Callable[[dict[str, Any], int], Course]) -> AsyncIterator[Mock]:
+async def serving(course: Callable[[dict[str, Any], int], Course]) -> AsyncGenerator[Mock]:
     mock = Mock(course)
     app = web.Application(client_max_size=2**26)
 
     async def models(_: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "mock"}]})
+        model = {"id": "mock", "max_model_len": mock.max_model_len}
+        return web.json_response({"data": [{"id": "other"}, model]})
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(text=mock.metrics)

@@ -6,6 +6,7 @@ import asyncio
 import csv
 import io
 import json
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,8 +14,9 @@ from statistics import median
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from jaxserve.bench import command, results
+from jaxserve.bench import command, report, results, tables
 from jaxserve.bench.experiment import ServerNotReady, run_experiment
 from jaxserve.bench.options import Experiment
 from tests.bench.mock_server import Course, serving
@@ -51,6 +53,38 @@ async def test_means_are_those_of_the_server() -> None:
     assert point["server_metrics"][0]["running"] == 3
 
 
+async def test_the_commonest_errors_are_told_with_their_counts() -> None:
+    def course(body: dict[str, Any], number: int) -> Course:
+        return (
+            Course(status=400, message=f"too long: {number} tokens")
+            if number % 3
+            else Course(status=503)
+        )
+
+    async with serving(course) as mock:
+        point = await measured(mock.url)
+    first, second = point["errors"]
+    assert first["count"] + second["count"] == point["summary"]["total"]["sent"]
+    assert first["count"] > second["count"] > 0
+    assert re.fullmatch(r"HTTP 400: too long: \d+ tokens", first["example"])
+    assert second["example"] == "HTTP 503: busy"
+    console = Console(record=True, width=100)
+    tables.print_point(console, point)
+    assert f"{first['count']} requests: HTTP 400: too long" in console.export_text()
+    assert "HTTP 503: busy" in report.page([("x", results.document([point]))])
+
+
+async def test_requests_that_cannot_fit_are_not_sent() -> None:
+    async with serving(lambda body, number: Course()) as mock:
+        mock.max_model_len = 4096
+        with pytest.raises(ValueError, match=r"6713 tokens.* takes 4096 .*--length-scale 0.61"):
+            await measured(mock.url, traffic="study", model="mock")
+        assert not mock.bodies
+        point = await measured(mock.url, traffic="lilo", model="mock", length_scale=0.6)
+    assert point["summary"]["total"]["completed"] > 0
+    assert all(len(b["prompt"]) + b["max_tokens"] <= 4096 for b in mock.bodies)
+
+
 async def test_every_fate_is_counted_once() -> None:
     fates = (
         Course(),
@@ -59,14 +93,15 @@ async def test_every_fate_is_counted_once() -> None:
         Course(status=500),
         Course(breaks_after=2),
         Course(ttft=30.0),
+        Course(refuses_late=True),
     )
-    async with serving(lambda body, number: fates[number % 6]) as mock:
+    async with serving(lambda body, number: fates[number % len(fates)]) as mock:
         point = await measured(mock.url, timeout=0.5)
     total = point["summary"]["total"]
-    outcomes = [fates[number % 6] for number in range(len(mock.bodies))]
+    outcomes = [fates[number % len(fates)] for number in range(len(mock.bodies))]
     assert total["sent"] == len(mock.bodies)
     assert total["completed"] == outcomes.count(fates[0])
-    assert total["shed"] == outcomes.count(fates[1]) + outcomes.count(fates[2])
+    assert total["shed"] == sum(outcomes.count(fates[which]) for which in (1, 2, 6))
     assert total["failed"] == outcomes.count(fates[3]) + outcomes.count(fates[4])
     assert total["timed_out"] == outcomes.count(fates[5])
     assert total["slo_attainment"] == pytest.approx(total["completed"] / total["sent"])

@@ -137,8 +137,15 @@ def test_short_prompts_overtake_long_ones_and_long_ones_do_not_starve() -> None:
     arrivals = [arrival("first", 0.0), arrival("long", 0.01, prompt=1000)]
     arrivals += [arrival(f"short{i}", 0.02 + 0.12 * i, prompt=20) for i in range(200)]
     got = order(simulator("slo").run(arrivals).outcomes)
-    longest_wait = STRETCH * 1000 / TIMES.prefill_rate
-    assert got[1] == "short0" and 100 < got.index("long") <= longest_wait / 0.12 + 2
+    assert got[1] == "short0" and 2 < got.index("long") < 60
+
+
+def test_nobody_without_a_deadline_starves_beside_those_who_have_one() -> None:
+    arrivals = [arrival("any time", 0.01, prompt=100)]
+    arrivals += [arrival(f"near{i}", 0.1 * i, ttft_slo=5.0, prompt=60) for i in range(300)]
+    got = order(simulator("slo").run(arrivals).outcomes)
+    longest_wait = STRETCH * 100 / TIMES.prefill_rate
+    assert 20 < got.index("any time") < longest_wait / 0.1 + 2
 
 
 def test_prefix_hits_count_as_short_prompts() -> None:
