@@ -83,36 +83,42 @@ def start(source: ModelSource, cache: Path, *flags: str, stacked: bool = False) 
     return params
 
 
+def check(params: Any, weights: dict[str, Any], type_: type) -> None:
+    """The matrices of unstacked layers are of the type, and what was written."""
+    for index, layer in enumerate(params.layers):
+        for name, modules in FUSED.items():
+            weight = getattr(layer, name)
+            assert isinstance(weight, type_)
+            parts = [weights[f"model.layers.{index}.{module}"] for module in modules]
+            np.testing.assert_array_equal(dequantize(weight), np.concatenate(parts))
+
+
+def test_a_quantised_checkpoint_is_served_as_it_is(tmp_path: Path) -> None:
+    source, weights = write(tmp_path / "original", "gptq-act-order")
+    check(start(source, tmp_path / "cache"), weights, OrderedInt4Weight)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "type_"),
-    [
-        ("gptq-act-order", OrderedInt4Weight),
-        pytest.param("awq", Int4Weight, marks=pytest.mark.slow),
-        pytest.param("fp8-blocks", Fp8Weight, marks=pytest.mark.slow),
-    ],
+    [("gptq-act-order", OrderedInt4Weight), ("awq", Int4Weight), ("fp8-blocks", Fp8Weight)],
 )
-def test_a_quantised_checkpoint_is_served_and_converted_as_it_is(
+def test_stacked_and_converted_it_has_the_same_codes(
     kind: str, type_: type, tmp_path: Path
 ) -> None:
-    """One by one, stacked, and from the engine's own checkpoint: the same codes."""
     source, weights = write(tmp_path / "original", kind)
     separate = start(source, tmp_path / "cache")
+    check(separate, weights, type_)
     stacked = start(source, tmp_path / "cache", stacked=True)
     out = tmp_path / "out"
     flags = parse_args(["--model", "quantised", "--out", str(out)], "convert")
     convert_model(flags, source, out, lambda done, total: None)
     own = start(replace(source, folder=out), tmp_path / "cache", stacked=True)
     jax.tree.map(np.testing.assert_array_equal, own, stacked)
-    assert not (tmp_path / "cache").exists()
     for index, layer in enumerate(separate.layers):
-        for name, modules in FUSED.items():
-            weight = getattr(layer, name)
-            assert isinstance(weight, type_)
-            parts = [weights[f"model.layers.{index}.{module}"] for module in modules]
-            found = dequantize(weight)
-            np.testing.assert_array_equal(found, np.concatenate(parts))
-            of_stack = jax.tree.map(lambda leaf, i=index: leaf[i], getattr(stacked.layers, name))
-            jax.tree.map(np.testing.assert_array_equal, of_stack, weight)
+        of_stack = jax.tree.map(lambda leaf, index=index: leaf[index], stacked.layers)
+        jax.tree.map(np.testing.assert_array_equal, of_stack, layer)
 
 
 def test_it_is_not_quantised_again_except_for_its_head(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ from jaxserve_kernels.weights.hqq import quantize_int4_hqq
 OUT, DEPTH, GROUP = 64, 256, 128
 
 
+hqq = jax.jit(lambda w: quantize_int4_hqq(w, GROUP).dequantize())
+
+
 def matrix() -> NDArray[np.float32]:
     """Weights with heavy tails."""
     rng = np.random.default_rng(0)
@@ -45,7 +48,7 @@ def hqq_group(w: NDArray[np.float32], iterations: int) -> NDArray[np.float32]:
 
 def test_hqq_moves_zero_points_as_the_paper_says() -> None:
     w = matrix()
-    found = jax.jit(lambda w: quantize_int4_hqq(w, GROUP).dequantize())(w)
+    found = hqq(w)
     groups = w.reshape(-1, GROUP)
     expected = np.stack([hqq_group(group, 20) for group in groups]).reshape(w.shape)
     # Sums in another order may tip a code on an edge, in some iteration of few groups.
@@ -58,7 +61,7 @@ def test_hqq_moves_zero_points_as_the_paper_says() -> None:
 def test_hqq_keeps_constant_groups() -> None:
     w = np.zeros((OUT, DEPTH), np.float32)
     w[1] = 0.25
-    found = jax.jit(lambda w: quantize_int4_hqq(w).dequantize())(w)
+    found = hqq(w)
     np.testing.assert_allclose(found, w, atol=1e-6)
 
 

@@ -86,7 +86,7 @@ class QuantizedCheckpoint:
         self.format = format
         self.modules: dict[str, Module] = {}
         self.unused: list[str] = []
-        """Tensors of quantised modules that this engine has no use for."""
+        """Scales of activations and caches, and what else this engine has no use for."""
         problems: list[str] = []
         for name in checkpoint.names:
             prefix = name.removesuffix(format.main)
@@ -109,6 +109,7 @@ class QuantizedCheckpoint:
             for suffix in format.unused
             if f"{name}{suffix}" in checkpoint
         ]
+        self.unused += [name for name in checkpoint.names if name.endswith(_KV_SCALES)]
         hidden = taken | shapes | set(self.unused)
         plain = {name: name for name in checkpoint.names if name not in hidden}
         logical = {f"{name}.weight": name for name in self.modules}
@@ -242,6 +243,10 @@ class QuantizedCheckpoint:
 
 _DESCRIBING = (".g_idx", ".weight_g_idx", ".weight_shape", ".shape")
 """Tensors that are read on the host, to know the others by."""
+
+
+_KV_SCALES = (".self_attn.q_scale", ".self_attn.k_scale", ".self_attn.v_scale")
+"""Of attention in fp8, beside the modules."""
 
 
 def _mismatch(suffix: str, want: Expected, found: TensorInfo | None) -> str | None:
