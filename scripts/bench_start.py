@@ -1,0 +1,118 @@
+"""Start the server some times and print how long it took and how much memory it held.
+
+    python scripts/bench_start.py --runs 3 -- --model FOLDER --require-precompiled
+
+What follows `--` are the server's flags. Ready is when `/ready` first answers 200, polled every
+20 ms from the moment that the process was made; memory is read from /proc a second later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+_MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ (\d+)\s*(.*)$")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for ready")
+    parser.add_argument("--memory", action="store_true", help="print what the memory is")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--max-ready", type=float, help="fail if the best run took longer")
+    parser.add_argument("flags", nargs="*", help="the server's")
+    options = parser.parse_args()
+    runs = [run(options.flags, options.timeout, memory=options.memory) for _ in range(options.runs)]
+    best = min(each["ready"] for each in runs)
+    print(f"best of {len(runs)}: ready after {best:.2f} s")
+    if options.json:
+        options.json.write_text(json.dumps({"flags": options.flags, "runs": runs}, indent=1))
+    return int(options.max_ready is not None and best > options.max_ready)
+
+
+def run(flags: list[str], timeout: float, *, memory: bool) -> dict[str, float]:
+    """One start: seconds until the port answers and until it is ready, memory in MB."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    load, started = os.getloadavg()[0], time.monotonic()
+    arguments = [sys.executable, "-m", "jaxserve", "--port", str(port), "--profile-startup", *flags]
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+    lines: list[str] = []
+    assert process.stderr is not None
+    reader = threading.Thread(target=lambda: lines.extend(process.stderr or ()), daemon=True)
+    reader.start()
+    try:
+        found = {"load": load, **wait(process, f"http://127.0.0.1:{port}", started, timeout)}
+        time.sleep(1.0)
+        status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+        for name, field in (("resident", "VmRSS"), ("peak", "VmHWM"), ("threads", "Threads")):
+            value = int(re.findall(rf"^{field}:\s+(\d+)", status, re.M)[0])
+            found[name] = value if name == "threads" else value / 1024
+        table = [line for line in lines if re.match(r"phase |.* \d+\.\d\ds +\d+\.\d\ds ", line)]
+        print("".join(table), end="")
+        print(", ".join(f"{name} {value:.2f}" for name, value in found.items()), flush=True)
+        if memory:
+            show_memory(process.pid)
+    except BaseException:
+        print("".join(lines[-20:]))
+        raise
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    return found
+
+
+def wait(
+    process: subprocess.Popen[str], url: str, started: float, timeout: float
+) -> dict[str, float]:
+    found: dict[str, float] = {}
+    while process.poll() is None and time.monotonic() < started + timeout:
+        for name, route in (("port", "/health"), ("ready", "/ready")):
+            if name not in found and answers(url + route):
+                found[name] = time.monotonic() - started
+        if "ready" in found:
+            return found
+        time.sleep(0.02)
+    raise SystemExit(f"not ready after {time.monotonic() - started:.0f} s")
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as reply:
+            return reply.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def show_memory(pid: int) -> None:
+    """Resident memory by what is mapped, the largest first."""
+    resident: Counter[str] = Counter()
+    mapped = ""
+    for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8").splitlines():
+        if header := _MAPPING.match(line):
+            mapped = Path(header[2]).name if header[2] else "anonymous"
+        elif line.startswith("Rss:"):
+            resident[mapped] += int(line.split()[1])
+    for name, kilobytes in resident.most_common(12):
+        print(f"  {kilobytes / 1024:8.1f} MB  {name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

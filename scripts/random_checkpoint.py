@@ -1,0 +1,108 @@
+"""Write a Hugging Face folder of a named model's shape with random bfloat16 weights.
+
+    python scripts/random_checkpoint.py qwen3-4b /tmp/qwen3-4b
+
+For measuring starts and conversions: 8 GB for qwen3-4b. The tokenizer is the embedded model's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from jaxserve.config import NAMED_MODELS, ModelSpec
+from jaxserve_checkpoints import resolve
+
+
+_POOL = 1 << 24
+"""Random numbers that all tensors are taken from."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=sorted(NAMED_MODELS))
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args()
+    spec: ModelSpec = NAMED_MODELS[options.model]
+    options.folder.mkdir(parents=True, exist_ok=True)
+    (options.folder / "config.json").write_text(json.dumps(hf_config(spec), indent=1))
+    tokenizer = Path(resolve.__file__).parent / "embedded"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tokenizer / name, options.folder / name)
+    write(options.folder / "model.safetensors", dict(shapes(spec)))
+
+
+def hf_config(spec: ModelSpec) -> dict[str, object]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.embed,
+        "intermediate_size": spec.ffn,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.q_heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope_theta,
+        "max_position_embeddings": spec.max_position,
+        "tie_word_embeddings": spec.tie_embeddings,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "model.embed_tokens.weight", (spec.vocab_size, spec.embed)
+    for layer in range(spec.num_layers):
+        block = f"model.layers.{layer}."
+        attention, mlp = block + "self_attn.", block + "mlp."
+        yield block + "input_layernorm.weight", (spec.embed,)
+        yield attention + "q_proj.weight", (spec.q_size, spec.embed)
+        yield attention + "k_proj.weight", (spec.kv_size, spec.embed)
+        yield attention + "v_proj.weight", (spec.kv_size, spec.embed)
+        yield attention + "q_norm.weight", (spec.head_dim,)
+        yield attention + "k_norm.weight", (spec.head_dim,)
+        yield attention + "o_proj.weight", (spec.embed, spec.q_size)
+        yield block + "post_attention_layernorm.weight", (spec.embed,)
+        yield mlp + "gate_proj.weight", (spec.ffn, spec.embed)
+        yield mlp + "up_proj.weight", (spec.ffn, spec.embed)
+        yield mlp + "down_proj.weight", (spec.embed, spec.ffn)
+    yield "model.norm.weight", (spec.embed,)
+    if not spec.tie_embeddings:
+        yield "lm_head.weight", (spec.vocab_size, spec.embed)
+
+
+def write(file: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Tensor after tensor, so that the memory needed is that of some rows."""
+    header: dict[str, object] = {}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    rng = np.random.default_rng(0)
+    normal = rng.standard_normal(_POOL, np.float32)
+    pools: dict[int, np.ndarray] = {}
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        for shape in shapes.values():
+            width = shape[-1] if len(shape) > 1 else 0
+            if width not in pools:
+                values = normal * width**-0.5 if width else 1.0 + 0.02 * normal
+                pools[width] = values.astype(ml_dtypes.bfloat16).view(np.uint16)
+            left = int(np.prod(shape))
+            while left:  # from another place each time, so that layers differ
+                first = int(rng.integers(0, _POOL))
+                piece = pools[width][first : first + left]
+                stream.write(piece.tobytes())
+                left -= len(piece)
+
+
+if __name__ == "__main__":
+    main()
