@@ -29,7 +29,7 @@ from jaxserve.executables import (
     obtain,
 )
 from jaxserve.fingerprint import program_key
-from jaxserve.measure import measure
+from jaxserve.measure import step_times
 from jaxserve.memory import MemoryPlan
 from jaxserve.metrics import Metrics
 from jaxserve.model_source import ModelSource
@@ -51,6 +51,7 @@ _CPU_DECODE = (1, 4, 16, 64)
 _CPU_PREFILL = (16, 64, 256)
 _CPU_TILE = 16
 _CPU_KV_BYTES = 512 * 2**20
+_STEP_TIMES = "step_times.json"
 _GPU_MAX_ITL_MS, _CPU_MAX_ITL_MS = 50.0, 1000.0
 
 
@@ -149,9 +150,9 @@ def build_parts(
       ConfigError: see `plan_engine`; programs missing that `--require-precompiled` wants.
       CheckpointError: weights that are missing, damaged or of another model.
     """
-    with timeline.span("device"):
-        jax.devices()
-    plan = plan_engine(options, source)
+    jax.devices()
+    with timeline.span("plan"):
+        plan = plan_engine(options, source)
     if options.require_precompiled:
         _require_precompiled(plan)
     watch = _CompileWatch(metrics, forbid=options.forbid_compiles)
@@ -175,7 +176,7 @@ def build_parts(
     with timeline.span("warming"):
         _with_memory_errors(plan, lambda: runner.start(obtained.executables, progress))
     with timeline.span("timing"):
-        times = measure(runner, plan.config)
+        times = step_times(runner, plan.config, plan.cache.folder / _STEP_TIMES)
     with timeline.span("trimming"):
         memory.give_back()
     _report(plan, runner, obtained, metrics)

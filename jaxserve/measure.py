@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 from jaxserve.api import SamplingParams
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
@@ -22,6 +24,24 @@ _ROWS = 64
 
 _SHORT_CONTEXT = 256
 """The same where steps are slow, as on a CPU: there a longer one would take half of the start."""
+
+
+def step_times(runner: Runner, config: RunnerConfig, file: Path) -> StepTimes:
+    """What an earlier start with the same programs measured and kept in `file`, or `measure`.
+
+    A file that cannot be read or written costs the time of measuring.
+    """
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        kept = StepTimes.load(file)
+        if (tuple(kept.decode), tuple(kept.mixed)) == (
+            config.buckets.decode,
+            config.buckets.prefill,
+        ):
+            return kept
+    times = measure(runner, config)
+    with contextlib.suppress(OSError):
+        times.save(file)
+    return times
 
 
 def measure(runner: Runner, config: RunnerConfig) -> StepTimes:

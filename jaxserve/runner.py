@@ -269,8 +269,8 @@ def _abstract(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
 
 
 def _warm_calls() -> int:
-    """On a GPU the first call runs op by op, the second records the graph, the third replays."""
-    return 3 if jax.default_backend() == "gpu" else 1
+    """On a GPU the first call runs op by op, the second records the graph for later ones."""
+    return 2 if jax.default_backend() == "gpu" else 1
 
 
 def _step_name(bucket: Bucket) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import signal
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -46,8 +48,9 @@ def serve(options: Options) -> int:
     prepare(options.gpu_memory_utilization)
     timeline = Timeline()
     timeline.add("python and imports", 0.0, timeline.now())
+    imported = _begin_with_jax(timeline)
     try:
-        uvloop.run(_serve(options, timeline))
+        uvloop.run(_serve(options, timeline, imported))
     except (ConfigError, CheckpointError) as error:
         print(f"jaxserve: error: {error}", file=sys.stderr)
         return 1
@@ -57,11 +60,32 @@ def serve(options: Options) -> int:
     return 0
 
 
-async def _serve(options: Options, timeline: Timeline) -> None:
+def _begin_with_jax(timeline: Timeline) -> threading.Event:
+    """Import jax and open the device beside what else a start does; the event: it is imported.
+
+    What fails here fails again, and is reported, where the device is used.
+    """
+    imported = threading.Event()
+
+    def run() -> None:
+        try:
+            with timeline.span("import of jax"):
+                import jax
+        finally:
+            imported.set()
+        with timeline.span("device"), contextlib.suppress(Exception):
+            jax.devices()
+
+    # Not a daemon: a process that ends inside the driver's initialisation would not end well.
+    threading.Thread(target=run, name="begin-with-jax").start()
+    return imported
+
+
+async def _serve(options: Options, timeline: Timeline, imported: threading.Event) -> None:
     with timeline.span("model and tokenizer"):
         source = await asyncio.to_thread(find_model, options)
     metrics = Metrics(source.names[0])
-    engine = _make_engine(options, source, metrics, timeline)
+    engine = _make_engine(options, source, metrics, timeline, imported)
     config, tls = server_config(options, source), tls_context(options)
     runner = make_runner(make_app(engine, source.tokenizer, config, metrics))
     reloading = asyncio.ensure_future(reload_when_changed(tls, options)) if tls else None
@@ -90,10 +114,15 @@ async def _serve(options: Options, timeline: Timeline) -> None:
 
 
 def _make_engine(
-    options: Options, source: ModelSource, metrics: Metrics, timeline: Timeline
+    options: Options,
+    source: ModelSource,
+    metrics: Metrics,
+    timeline: Timeline,
+    imported: threading.Event,
 ) -> AsyncEngine[Pending]:
     def build(progress: Progress) -> Parts[Pending]:
-        with timeline.span("import of jax"):
+        imported.wait()
+        with timeline.span("import of the engine"):
             from jaxserve.build import build_parts  # not earlier: the port answers meanwhile
 
         return build_parts(options, source, metrics, progress, timeline)

@@ -3,7 +3,8 @@
     python scripts/bench_start.py --runs 3 -- --model FOLDER --require-precompiled
 
 What follows `--` are the server's flags. Ready is when `/ready` first answers 200, polled every
-20 ms from the moment that the process was made; memory is read from /proc a second later.
+20 ms from the moment that the process was made; memory is read from /proc a second later. `cpu`
+is the processor time until then, which tells a slow start from a busy machine.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def run(flags: list[str], timeout: float, *, memory: bool) -> dict[str, float]:
     reader.start()
     try:
         found = {"load": load, **wait(process, f"http://127.0.0.1:{port}", started, timeout)}
+        found["cpu"] = cpu_seconds(process.pid)
         time.sleep(1.0)
         status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
         for name, field in (("resident", "VmRSS"), ("peak", "VmHWM"), ("threads", "Threads")):
@@ -77,6 +79,12 @@ def run(flags: list[str], timeout: float, *, memory: bool) -> dict[str, float]:
         except subprocess.TimeoutExpired:
             process.kill()
     return found
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of all its threads so far: what a start costs, whatever else the machine does."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def wait(

@@ -20,7 +20,6 @@ import numpy as np
 from jaxserve.config import NAMED_MODELS, ModelSpec
 from jaxserve_checkpoints import resolve
 
-
 _POOL = 1 << 24
 """Random numbers that all tensors are taken from."""
 

@@ -1,0 +1,73 @@
+"""Step times are measured once per set of programs, and again where the file is of no use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve import measure
+from jaxserve.measure import step_times
+from jaxserve.step_times import StepTimes
+from tests.tiny_model import make_config
+
+CONFIG = make_config(decode=(1, 4), prefill=(8, 32))
+MEASURED = StepTimes(decode={1: 0.1, 4: 0.2}, mixed={8: 0.3, 32: 0.4}, chunk_pair=1e-6)
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch) -> list[StepTimes]:
+    """One more entry for each measurement."""
+    made: list[StepTimes] = []
+
+    def measured(*_: Any) -> StepTimes:
+        made.append(MEASURED)
+        return MEASURED
+
+    monkeypatch.setattr(measure, "measure", measured)
+    return made
+
+
+def times(file: Path, config: Any = CONFIG) -> StepTimes:
+    runner: Any = None
+    return step_times(runner, config, file)
+
+
+def test_a_second_start_takes_what_the_first_one_measured(
+    tmp_path: Path, measurements: list[StepTimes]
+) -> None:
+    file = tmp_path / "step_times.json"
+    assert times(file) == times(file) == MEASURED
+    assert len(measurements) == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: file.write_text(file.read_text()[:-10]),
+        lambda file: file.write_text("[]"),
+        lambda file: file.write_text("{}"),
+        lambda file: file.write_bytes(b"\xff\x00"),
+        lambda file: file.unlink(),
+        lambda file: (file.unlink(), file.mkdir()),
+    ],
+)
+def test_a_file_of_no_use_costs_a_measurement(
+    tmp_path: Path, measurements: list[StepTimes], damage: Callable[[Path], None]
+) -> None:
+    file = tmp_path / "step_times.json"
+    times(file)
+    damage(file)
+    assert times(file) == MEASURED
+    assert len(measurements) == 2
+
+
+def test_times_of_other_buckets_are_not_taken(
+    tmp_path: Path, measurements: list[StepTimes]
+) -> None:
+    file = tmp_path / "step_times.json"
+    times(file)
+    times(file, make_config(decode=(1, 2, 4), prefill=(8, 32)))
+    assert len(measurements) == 2
