@@ -78,8 +78,8 @@ class Options:
 type _AddArgument = Callable[..., argparse.Action]
 
 _MODEL_HELP = (
-    f"a local folder with config.json and safetensors, one of {', '.join(NAMED_MODELS)}, "
-    "or a Hugging Face id"
+    "a local folder with config.json and safetensors, jaxserve-embedded, one of "
+    f"{', '.join(NAMED_MODELS)}, or a Hugging Face id"
 )
 _DESCRIPTION = "Serve a Qwen3-class language model behind an OpenAI-compatible API."
 _EPILOG = "`jaxserve precompile` with the same flags makes later starts fast."

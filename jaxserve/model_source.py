@@ -11,12 +11,9 @@ from typing import Any
 from jaxserve.cli import Options
 from jaxserve.config import NAMED_MODELS, ConfigError, ModelSpec, SamplingDefaults
 from jaxserve.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from jaxserve_checkpoints.resolve import embedded_model, resolve_model
+from jaxserve_checkpoints.resolve import EMBEDDED_NAME, resolve_model
 
 log = logging.getLogger(__name__)
-
-EMBEDDED_NAME = "jaxserve-embedded"
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
@@ -44,13 +41,8 @@ def find_model(options: Options) -> ModelSource:
     """
     if options.load_format == "dummy" and (named := _named_spec(options.model)):
         return _dummy(options, named)
-    if options.model is None:
-        folder, name = embedded_model(), EMBEDDED_NAME
-    else:
-        folder = resolve_model(
-            options.model, download_dir=options.download_dir, revision=options.revision
-        )
-        name = options.model
+    name = EMBEDDED_NAME if options.model is None else options.model
+    folder = resolve_model(name, download_dir=options.download_dir, revision=options.revision)
     text = Path(options.tokenizer) if options.tokenizer else folder
     if options.load_format != "dummy" and not (text / "tokenizer.json").is_file():
         raise ConfigError(f"{text} holds no tokenizer.json; --tokenizer names a folder that does")

@@ -11,6 +11,9 @@ from typing import Any
 
 from jaxserve_checkpoints.reader import INDEX_FILE, SINGLE_FILE, CheckpointError
 
+EMBEDDED_NAME = "jaxserve-embedded"
+"""The small model that ships inside this package."""
+
 HUB_NAMES = {
     f"qwen3-{size}": f"Qwen/Qwen3-{size.upper()}"
     for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")
@@ -36,7 +39,8 @@ def resolve_model(
     offline: bool = False,
     progress: bool = True,
 ) -> Path:
-    """Folder of a model given as a folder, a name of HUB_NAMES (any case) or "org/name".
+    """Folder of a model given as a folder, EMBEDDED_NAME, a name of HUB_NAMES (any case) or
+    "org/name".
 
     A complete copy in the Hub cache (`download_dir`, default the cache that huggingface_hub uses)
     is taken as it is, without a look at the network; otherwise the files are downloaded into that
@@ -46,10 +50,13 @@ def resolve_model(
     folder = _local_folder(model) if model else None
     if folder is not None:
         return folder
+    if model == EMBEDDED_NAME:
+        return embedded_model()
     hub_id = HUB_NAMES.get(model.lower(), model)
     if not _HUB_ID.fullmatch(hub_id):
         raise CheckpointError(
-            f"unknown model {model!r}: pass a folder, org/name, or one of {', '.join(HUB_NAMES)}"
+            f"unknown model {model!r}: pass a folder, org/name, or one of "
+            f"{', '.join((EMBEDDED_NAME, *HUB_NAMES))}"
         )
     cached = _snapshot(hub_id, revision, download_dir, offline=True)
     if cached is not None and _is_complete(cached):
