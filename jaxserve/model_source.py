@@ -15,6 +15,7 @@ from jaxserve_checkpoints.resolve import EMBEDDED_NAME, resolve_model
 
 log = logging.getLogger(__name__)
 
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
     """A model before its weights are read."""

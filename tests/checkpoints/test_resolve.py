@@ -61,7 +61,11 @@ def test_paths_that_do_not_exist_never_reach_the_hub(model: str) -> None:
 def test_unknown_names_list_the_known_ones(model: str) -> None:
     message = error_of(model)
     assert f"unknown model {model!r}" in message
-    assert "qwen3-0.6b" in message
+    assert "qwen3-0.6b" in message and "jaxserve-embedded" in message
+
+
+def test_the_embedded_model_has_a_name() -> None:
+    assert resolve_model("jaxserve-embedded") == embedded_model()
 
 
 def test_short_names_are_those_of_the_configuration() -> None:
