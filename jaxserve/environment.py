@@ -8,6 +8,9 @@ _XLA_FLAGS = (
     # cuBLASLt reads a layer's slice of a stacked weight in place and needs no tuning per layer.
     # XLA's own Triton products are as fast but are tuned for each slice on its own.
     "--xla_gpu_enable_triton_gemm=false",
+    # What is found by trying algorithms out depends on what else the card does, so two starts would
+    # run different programs. The first in cuBLASLt's own order is as fast (docs/performance.md).
+    "--xla_gpu_autotune_level=0",
     # It counts the KV cache once per in-place write, believes that memory is short, and spends
     # time on saving it.
     "--xla_disable_hlo_passes=rematerialization",

@@ -126,40 +126,33 @@ def _merge(
     part_ptr, peak_ptr, weight_ptr, first_ptr, length_ptr, position_ptr, out_ptr,
     q_heads: tl.constexpr, kv_heads: tl.constexpr, tile_size: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """16 rows of a tile and KV head, where more than one split has a part of the context."""
+    """One query of a head, where more than one split has a part of the context.
+
+    All parts are read at once: one after the other, each would wait for memory on its own.
+    """
     tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    q_head = tl.program_id(1)
+    token = tl.program_id(2)
     group: tl.constexpr = q_heads // kv_heads
-    row = tl.program_id(2) * 16 + tl.arange(0, 16)
     length = tl.minimum(tl.load(length_ptr + tile), tile_size)
     blocks = tl.cdiv(tl.load(position_ptr + tile) + length, KEYS)
     per_split = tl.maximum(tl.cdiv(blocks, SPLITS), MIN_BLOCKS)
-    if (per_split < blocks) & (tl.program_id(2) * 16 < length * group):
+    if (per_split < blocks) & (token < length):
+        split = tl.arange(0, WIDTH)
         dim = tl.arange(0, DIM)
-        valid = row < length * group
-        peak = tl.full([16], -1.0e30, tl.float32)
-        weight = tl.zeros([16], tl.float32)
-        acc = tl.zeros([16, DIM], tl.float32)
-        first_part = (tile * kv_heads + kv_head).to(tl.int64) * (SPLITS * ROWS) + row
-        for split in tl.range(0, tl.cdiv(blocks, per_split)):
-            part = first_part + split * ROWS
-            part_peak = tl.load(peak_ptr + part, mask=valid, other=-1.0e30)
-            part_weight = tl.load(weight_ptr + part, mask=valid, other=1.0)
-            part_acc = part_ptr + part[:, None] * DIM + dim[None, :]
-            part_acc = tl.load(part_acc, mask=valid[:, None], other=0.0)
-            new_peak = tl.maximum(peak, part_peak)
-            shrink = tl.exp2(peak - new_peak)
-            part_shrink = tl.exp2(part_peak - new_peak)
-            weight = weight * shrink + part_weight * part_shrink
-            acc = acc * shrink[:, None] + part_acc * part_shrink[:, None]
-            peak = new_peak
-        out = acc / weight[:, None]
-        q_row = (tl.load(first_ptr + tile).to(tl.int64) + row // group) * q_heads
-        q_row += kv_head * group + row % group
-        target = out_ptr + q_row[:, None] * DIM + dim[None, :]
-        tl.store(target, out.to(out_ptr.dtype.element_ty), mask=valid[:, None])
+        there = split * per_split < blocks
+        part = ((tile * kv_heads + q_head // group) * SPLITS + split).to(tl.int64) * ROWS
+        part += token * group + q_head % group
+        peaks = tl.load(peak_ptr + part, mask=there, other=-1.0e30)
+        shares = tl.exp2(peaks - tl.max(peaks, axis=0))
+        weight = tl.sum(tl.load(weight_ptr + part, mask=there, other=0.0) * shares, axis=0)
+        acc = part_ptr + part[:, None] * DIM + dim[None, :]
+        acc = tl.load(acc, mask=there[:, None], other=0.0)
+        out = tl.sum(acc * shares[:, None], axis=0) / weight
+        q_row = (tl.load(first_ptr + tile).to(tl.int64) + token) * q_heads + q_head
+        tl.store(out_ptr + q_row * DIM + dim, out.to(out_ptr.dtype.element_ty))
 
 
 def paged_attention(
@@ -226,11 +219,11 @@ def _attention(
         kernel=_merge,
         name="paged_attention_merge",
         out_type=(),
-        grid=(num_tiles, kv_heads, rows // 16),
+        grid=(num_tiles, q_heads, tile_size),
         num_warps=4,
         q_heads=q_heads, kv_heads=kv_heads, tile_size=tile_size,
         ROWS=rows, DIM=head_dim, KEYS=_block_keys(kv), SPLITS=config.splits,
-        MIN_BLOCKS=config.min_blocks,
+        MIN_BLOCKS=config.min_blocks, WIDTH=triton.next_power_of_2(config.splits),
     )  # fmt: skip
     return jax.freeze(merged) if out is None else None
 
