@@ -14,6 +14,7 @@ import argparse
 import collections
 import dataclasses
 import gzip
+import itertools
 import json
 import os
 import platform
@@ -52,6 +53,10 @@ class Timing:
     batch: int
     context: int
     step_ms: float
+    """Median of the times between results: a stall of the host, which other work on the machine
+    causes, is not the step's."""
+    mean_ms: float
+    """Of all timed steps, stalls included."""
     host_ms: float
     floor_ms: float
     kernels: int
@@ -179,22 +184,24 @@ def time_decode(
     runner.collect(pending)
     pending = None
     host: list[float] = []
-    start = time.perf_counter()
+    ends = [time.perf_counter()]
     for plan in plans[8:]:
         before = time.perf_counter()
         launched = runner.launch(plan)
         host.append(time.perf_counter() - before)
         if pending is not None:
             runner.collect(pending)
+            ends.append(time.perf_counter())
         pending = launched
     runner.collect(pending)
-    elapsed = time.perf_counter() - start
+    ends.append(time.perf_counter())
     kv = batch * context * config.spec.kv_bytes_per_token(2)
     kernels, temp = runner.describe_decode(batch)
     return Timing(
         batch=batch,
         context=context,
-        step_ms=elapsed / steps * 1e3,
+        step_ms=median(after - before for before, after in itertools.pairwise(ends)) * 1e3,
+        mean_ms=(ends[-1] - ends[0]) / steps * 1e3,
         host_ms=median(host) * 1e3,
         floor_ms=(weight_bytes + kv) / bandwidth * 1e3,
         kernels=kernels,
@@ -281,7 +288,16 @@ def show(result: dict[str, Any], earlier: dict[str, Any] | None) -> None:
     table = Table(
         title=f"{result['model']} on {result['card']}, copy {result['copy_tb_per_s']:.2f} TB/s"
     )
-    for column in ("batch", "context", "step ms", "floor ms", "ratio", "host ms", "kernels"):
+    for column in (
+        "batch",
+        "context",
+        "step ms",
+        "mean ms",
+        "floor ms",
+        "ratio",
+        "host ms",
+        "kernels",
+    ):
         table.add_column(column, justify="right")
     table.add_column("tok/s", justify="right")
     if earlier:
@@ -293,6 +309,7 @@ def show(result: dict[str, Any], earlier: dict[str, Any] | None) -> None:
             str(timing.batch),
             str(timing.context),
             f"{timing.step_ms:.3f}",
+            f"{timing.mean_ms:.3f}",
             f"{timing.floor_ms:.3f}",
             f"{timing.ratio:.2f}",
             f"{timing.host_ms:.3f}",
