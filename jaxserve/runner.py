@@ -176,8 +176,8 @@ class Runner:
     ) -> None:
         """Take the executables of `programs`, allocate the state, run every bucket.
 
-        The KV cache is allocated here and not before: the compiler tries products out on the
-        device, which takes memory that serving does not need.
+        The KV cache is allocated here and not before, so that what the compiler needs for a while
+        does not have to fit beside it.
 
         Args:
           progress: called with "warming" and the fraction done.
