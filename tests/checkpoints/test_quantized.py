@@ -216,6 +216,13 @@ def test_tensors_that_contradict_the_configuration_are_all_named(tmp_path: Path)
     assert "\n  v: " in text
 
 
+def test_tensors_with_another_number_of_axes_are_refused(tmp_path: Path) -> None:
+    files.save(tmp_path, files.KINDS["awq"], SIZES, 0)
+    change(tmp_path, "k.qweight", np.zeros((2, 256, 8), np.int32))
+    with pytest.raises(CheckpointError, match=r"k: \[2, 256, 8\] is not a matrix: qweight"):
+        view(tmp_path)
+
+
 def test_a_configuration_without_any_quantised_tensor_is_refused(tmp_path: Path) -> None:
     save_file({"q.weight": np.ones((4, 4), np.float32)}, tmp_path / "model.safetensors")
     config = {"quantization_config": files.AWQ}

@@ -21,6 +21,7 @@ from jaxserve_checkpoints.quantized.format import (
     expect,
     groups_of,
     int_codes,
+    matrix_size,
     nibbles,
 )
 from jaxserve_checkpoints.reader import AnyArray
@@ -41,7 +42,7 @@ class Awq(Format):
     def size(
         self, tensors: Mapping[str, TensorInfo], read: Callable[[str], AnyArray]
     ) -> tuple[int, int]:
-        depth, words = tensors[self.main].shape
+        depth, words = matrix_size(tensors, self.main)
         return 8 * words, depth
 
     def layout(self, out: int, depth: int) -> dict[str, Expected]:

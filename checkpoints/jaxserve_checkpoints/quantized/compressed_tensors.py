@@ -25,9 +25,11 @@ from jaxserve_checkpoints.quantized.format import (
     expect,
     groups_of,
     int_codes,
+    matrix_size,
     nibble_pairs,
     nibbles,
     order_of,
+    row_scales,
 )
 from jaxserve_checkpoints.reader import AnyArray
 
@@ -163,17 +165,3 @@ class Mxfp4Packed(Format):
         self, tensors: Mapping[str, Array], size: tuple[int, int], order: Array | None
     ) -> Mxfp4Codes:
         return Mxfp4Codes(nibble_pairs(tensors[".weight_packed"]), tensors[".weight_scale"])
-
-
-def matrix_size(tensors: Mapping[str, TensorInfo], name: str) -> tuple[int, int]:
-    """Shape of a tensor that must be a matrix. Inconsistent: it is not there, or is not one."""
-    found = tensors.get(name)
-    if found is None or len(found.shape) != 2:
-        what = "it has no" if found is None else f"{list(found.shape)} is not a matrix:"
-        raise Inconsistent(f"{what} {name[1:]}")
-    return found.shape[0], found.shape[1]
-
-
-def row_scales(scale: Array, out: int) -> Array:
-    """A scale per row or per tensor as float32 [out, 1]."""
-    return jnp.broadcast_to(scale.astype(jnp.float32).reshape(-1, 1), (out, 1))

@@ -205,3 +205,17 @@ def order_of(group_index: AnyArray, group_size: int) -> AnyArray | None:
             f"its inputs are in groups of {sizes.min()} to {sizes.max()}, not {group_size}"
         )
     return order
+
+
+def matrix_size(tensors: Mapping[str, TensorInfo], name: str) -> tuple[int, int]:
+    """Shape of a tensor that must be a matrix. Inconsistent: it is not there, or is not one."""
+    found = tensors.get(name)
+    if found is None or len(found.shape) != 2:
+        what = "it has no" if found is None else f"{list(found.shape)} is not a matrix:"
+        raise Inconsistent(f"{what} {name[1:]}")
+    return found.shape[0], found.shape[1]
+
+
+def row_scales(scale: Array, out: int) -> Array:
+    """A scale per row or per tensor as float32 [out, 1]."""
+    return jnp.broadcast_to(scale.astype(jnp.float32).reshape(-1, 1), (out, 1))

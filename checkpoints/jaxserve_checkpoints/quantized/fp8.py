@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxserve_checkpoints.quantized.compressed_tensors import matrix_size, row_scales
 from jaxserve_checkpoints.quantized.format import (
     FLOATS,
     Expected,
@@ -18,6 +17,8 @@ from jaxserve_checkpoints.quantized.format import (
     Fp8Codes,
     TensorInfo,
     expect,
+    matrix_size,
+    row_scales,
 )
 from jaxserve_checkpoints.reader import AnyArray
 

@@ -21,6 +21,7 @@ from jaxserve_checkpoints.quantized.format import (
     expect,
     groups_of,
     int_codes,
+    matrix_size,
     nibbles,
     order_of,
 )
@@ -44,7 +45,7 @@ class Gptq(Format):
     def size(
         self, tensors: Mapping[str, TensorInfo], read: Callable[[str], AnyArray]
     ) -> tuple[int, int]:
-        words, out = tensors[self.main].shape
+        words, out = matrix_size(tensors, self.main)
         return out, 8 * words
 
     def layout(self, out: int, depth: int) -> dict[str, Expected]:

@@ -9,7 +9,6 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from jaxserve_checkpoints.quantized.compressed_tensors import matrix_size
 from jaxserve_checkpoints.quantized.format import (
     Expected,
     Format,
@@ -17,6 +16,7 @@ from jaxserve_checkpoints.quantized.format import (
     TensorInfo,
     expect,
     groups_of,
+    matrix_size,
     nibble_pairs,
 )
 from jaxserve_checkpoints.reader import AnyArray

@@ -199,9 +199,7 @@ class QuantizedCheckpoint:
         def must_read(suffix: str) -> AnyArray:
             return checkpoint.read(f"{prefix}{suffix}")
 
-        infos = {name.removeprefix(prefix): self._info(name) for name in self._tensors_of(prefix)}
-        if len(infos[self.format.main].shape) > 3:
-            raise Inconsistent(f"{self.format.main[1:]} {list(infos[self.format.main].shape)}")
+        infos = {name.removeprefix(prefix): self._info(name) for name in self._by_module[prefix]}
         size = self.format.size(infos, must_read)
         expected = self.format.layout(*size)
         problems = [
@@ -227,9 +225,6 @@ class QuantizedCheckpoint:
         for name in self.checkpoint.names:
             groups.setdefault(name.rpartition(".")[0], []).append(name)
         return groups
-
-    def _tensors_of(self, prefix: str) -> list[str]:
-        return self._by_module[prefix]
 
     def _report(self, problems: list[str]) -> str:
         what = f"{self.folder}: config.json says {self.format.describe()}"
