@@ -39,8 +39,8 @@ def make_chats(count: int) -> list[Chat]:
     chats = []
     for index in range(count):
         content = f"{TOPICS[index % len(TOPICS)]}"
-        if index % 8 == 3:  # about a thousand tokens
-            entries = "\n".join(f"key {index}{n}: value {n * 37 % 101}" for n in range(90))
+        if index % 8 == 3:  # about five hundred tokens, several steps
+            entries = "\n".join(f"key {index}{n}: value {n * 37 % 101}" for n in range(40))
             content = f"{entries}\n{content}"
         options: dict[str, Any] = {"max_tokens": 16 + index % 5 * 12}
         if index % 2:
@@ -74,8 +74,8 @@ async def run(client: openai.AsyncOpenAI, chat: Chat) -> str | None:
 
 @pytest.fixture(scope="module")
 def small_pool() -> Iterator[Server]:
-    """Pages for about 1,080 tokens: one long sequence, or a few at a time."""
-    with Server("--kv-cache-memory-bytes", "9M", "--max-model-len", "1024") as running:
+    """Pages for about 600 tokens: one long sequence, or a few at a time."""
+    with Server("--kv-cache-memory-bytes", "5M", "--max-model-len", "512") as running:
         yield running
 
 
@@ -99,19 +99,19 @@ async def assert_like_alone(server: Server, chats: list[Chat]) -> None:
 
 
 async def test_many_chats_get_the_answers_they_get_alone(server: Server) -> None:
-    await assert_like_alone(server, make_chats(64))
+    await assert_like_alone(server, make_chats(32))
 
 
 async def test_preempted_chats_get_the_answers_they_get_alone(small_pool: Server) -> None:
     # Short answers teach the admission to expect short ones; then come long ones.
-    short = Chat(TOPICS[0], {"max_tokens": 150}, stream=False, dropped=False)
+    short = Chat(TOPICS[0], {"max_tokens": 80}, stream=False, dropped=False)
     async with client_of(small_pool) as client:
         for _ in range(4):
             await run(client, short)
-    longer = {"max_tokens": 150, "extra_body": {"ignore_eos": True}}
+    longer = {"max_tokens": 80, "extra_body": {"ignore_eos": True}}
     chats = [
         Chat(topic, {**longer, "temperature": index % 2, "seed": index}, stream=True, dropped=False)
-        for index, topic in enumerate(TOPICS * 2)
+        for index, topic in enumerate((*TOPICS, *TOPICS[:2]))
     ]
     await assert_like_alone(small_pool, chats)
     assert await small_pool.metric("vllm:num_preemptions_total") > 0
