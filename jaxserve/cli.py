@@ -63,6 +63,7 @@ class Options:
     ssl_ca_certs: Path | None
     log_format: str
     enable_log_requests: bool
+    otlp_traces_endpoint: str | None
     max_num_queued_tokens: int | None
     request_timeout: float | None
     max_queue_time: float | None
@@ -204,6 +205,11 @@ def _add_server_flags(add: _AddArgument) -> None:
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     add("--log-format", choices=FORMATS, default="text", help="json: one object per line")
     add("--enable-log-requests", action="store_true", help="log a line per request")
+    add(
+        "--otlp-traces-endpoint",
+        type=_url,
+        help="URL that takes OpenTelemetry spans of requests, e.g. http://localhost:4318/v1/traces",
+    )
 
 
 def _add_access_flags(add: _AddArgument) -> None:
@@ -357,6 +363,12 @@ def _seconds(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"not a positive number of seconds: {text!r}")
     return value
+
+
+def _url(text: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", text):
+        raise argparse.ArgumentTypeError(f"not an http:// or https:// URL: {text!r}")
+    return text
 
 
 def _sizes(text: str) -> tuple[int, ...]:

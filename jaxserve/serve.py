@@ -30,6 +30,7 @@ from jaxserve_checkpoints.reader import CheckpointError
 
 if TYPE_CHECKING:
     from jaxserve.runner import Pending
+    from jaxserve.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,8 @@ async def _serve(options: Options, timeline: Timeline, imported: threading.Event
     metrics = Metrics(source.names[0])
     engine = _make_engine(options, source, metrics, timeline, imported)
     config, tls = server_config(options, source), tls_context(options)
-    runner = make_runner(make_app(engine, source.tokenizer, config, metrics))
+    tracing = _tracing(options, source)
+    runner = make_runner(make_app(engine, source.tokenizer, config, metrics, tracing))
     reloading = asyncio.ensure_future(reload_when_changed(tls, options)) if tls else None
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -107,6 +109,8 @@ async def _serve(options: Options, timeline: Timeline, imported: threading.Event
             reloading.cancel()
         await engine.stop()
         await runner.cleanup()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.shutdown)
         if starting and stop.is_set():
             # XLA cannot be interrupted, and threads that compile do not survive an orderly exit.
             sys.stdout.flush()
@@ -132,6 +136,19 @@ def _make_engine(
         vocab_size=source.spec.vocab_size,
     )
     return AsyncEngine(build=build, limits=limits, metrics=metrics)
+
+
+def _tracing(options: Options, source: ModelSource) -> Tracing | None:
+    if options.otlp_traces_endpoint is None:
+        return None
+    try:
+        from jaxserve.tracing import Tracing  # of an extra, and of no use to most
+    except ImportError as error:
+        raise ConfigError(
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error.name} is missing): install the "
+            "extra otel, as in pip install 'jaxserve[otel]'"
+        ) from None
+    return Tracing(options.otlp_traces_endpoint, source.names[0])
 
 
 async def _start(engine: AsyncEngine[Pending], stop: asyncio.Event) -> bool:

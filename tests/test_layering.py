@@ -63,6 +63,7 @@ LAYERS = (
         "jaxserve.precompile",
         "jaxserve.serve",
         "jaxserve.tls",
+        "jaxserve.tracing",
         "jaxserve.weights",
     ),
 )

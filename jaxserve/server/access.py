@@ -29,7 +29,7 @@ async def require_key(request: web.Request, handler: Handler) -> web.StreamRespo
     """401 without a key that the server knows, if it knows any, before anything reads the body;
     403 on routes of administrators with the key of a client. Their own keys open everything."""
     config = request.app[SERVICE].config
-    path = _route(request)
+    path = route_of(request)
     clients, admins = config.api_key_digests, config.admin_key_digests
     if path in ADMIN_ROUTES:
         key = _checked(request, clients + admins)
@@ -51,7 +51,7 @@ def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _route(request: web.Request) -> str | None:
+def route_of(request: web.Request) -> str | None:
     """Of the route that was matched, never of a header."""
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else None

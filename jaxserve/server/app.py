@@ -17,27 +17,31 @@ from jaxserve.server.backlog import Backlog
 from jaxserve.server.chat import chat_completions
 from jaxserve.server.completions import completions
 from jaxserve.server.cors import allow_origin, preflight
+from jaxserve.server.finished import tell_of_request
 from jaxserve.server.messages import count_tokens, messages
 from jaxserve.server.middleware import (
     ClientsAffairs,
     close_when_draining,
     echo_request_id,
     error_shape,
-    log_request,
 )
 from jaxserve.server.responses import responses
-from jaxserve.server.service import SERVICE, Service
+from jaxserve.server.service import SERVICE, Service, Tracer
 from jaxserve.server.tokenization import detokenize, tokenize
 from jaxserve.structured import Guides
 from jaxserve.tokenizer import Tokenizer
 
 
 def make_app(
-    engine: Engine, tokenizer: Tokenizer, config: ServerConfig, metrics: Metrics
+    engine: Engine,
+    tokenizer: Tokenizer,
+    config: ServerConfig,
+    metrics: Metrics,
+    tracer: Tracer | None = None,
 ) -> web.Application:
     """The HTTP side of one engine. It may be served while the engine is still starting."""
     app = web.Application(
-        middlewares=[log_request, preflight, error_shape, require_key],
+        middlewares=[tell_of_request, preflight, error_shape, require_key],
         client_max_size=config.max_request_bytes,
     )
     source = tokenizer.chat_template
@@ -49,6 +53,7 @@ def make_app(
         config=config,
         metrics=metrics,
         backlog=Backlog(config.max_queued_tokens),
+        tracer=tracer,
         started=int(time.time()),
     )
     app.on_response_prepare.append(echo_request_id)

@@ -74,6 +74,9 @@ class Choice:
         self.cached_tokens = 0
         self.start: Start | None = None
         """How it came to its first token, once that is there."""
+        self.last_token_at = 0.0
+        """`time.perf_counter()`."""
+        self.finish: FinishReason | None = None
         self.reasoning_tokens = 0
         self._options = options
         self._detokenizer = Detokenizer(tokenizer, skip_special=options.skip_special)
@@ -153,9 +156,10 @@ class Choice:
                         prompt_tokens = len(self.request.prompt)
                         metrics.first_token(now - arrived, prompt_tokens, event.cached_tokens)
                         self.on_first_token()
-                    previous = now
+                    previous = self.last_token_at = now
                     delta = self.add(event)
                     if delta.finish is not None:
+                        self.finish = delta.finish
                         break
                     yield delta
             if delta is None or delta.finish is None:

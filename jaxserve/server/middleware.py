@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import logging
-import time
 import uuid
-from typing import Any
 
 from aiohttp import hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
-from jaxserve.server.access import KEY_NAME
 from jaxserve.server.errors import ApiError, anthropic_body
-from jaxserve.server.generation import Generation
-from jaxserve.server.reply import GENERATION
 from jaxserve.server.service import SERVICE
 
 log = logging.getLogger(__name__)
 
-requests_log = logging.getLogger("jaxserve.requests")
-
 REQUEST_ID_HEADER = "X-Request-Id"
 REQUEST_ID = web.RequestKey("request_id", str)
 MAX_REQUEST_ID_CHARS = 256
-MAX_PATH_CHARS = 200
-CLIENT_GONE = 499
-"""The status in the log of a request whose client left first (nginx's number for it)."""
 _REJECTIONS = {
     400: "invalid",
     401: "unauthorized",
@@ -113,39 +103,3 @@ def request_id(request: web.Request) -> str:
         usable = 0 < len(given) <= MAX_REQUEST_ID_CHARS and given.isascii() and given.isprintable()
         request[REQUEST_ID] = given if usable else uuid.uuid4().hex
     return request[REQUEST_ID]
-
-
-@web.middleware
-async def log_request(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """A line per request that has ended, if the configuration asks for it: never its text."""
-    if not request.app[SERVICE].config.log_requests:
-        return await handler(request)
-    begun, status = time.perf_counter(), CLIENT_GONE
-    try:
-        response = await handler(request)
-        status = response.status
-        return response
-    finally:
-        seconds = round(time.perf_counter() - begun, 4)
-        fields: dict[str, Any] = {
-            "request_id": request_id(request),
-            "method": request.method[:16],
-            "path": request.rel_url.raw_path[:MAX_PATH_CHARS],
-            "status": status,
-            "seconds": seconds,
-            "client": request.remote,
-            "key": request.get(KEY_NAME),
-            **_counts(request.get(GENERATION)),
-        }
-        shown = " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
-        requests_log.info("%s", shown, extra={"fields": fields})
-
-
-def _counts(generation: Generation | None) -> dict[str, int]:
-    if generation is None:
-        return {}
-    return {
-        "prompt_tokens": generation.prompt_tokens,
-        "cached_tokens": generation.cached_tokens,
-        "completion_tokens": generation.completion_tokens,
-    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import web
 
@@ -15,6 +16,17 @@ from jaxserve.server.errors import ApiError
 from jaxserve.structured import Guides
 from jaxserve.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from jaxserve.server.finished import Finished
+
+
+class Tracer(Protocol):
+    """Where spans of requests go."""
+
+    def record(self, finished: Finished) -> None:
+        """Of a request that generated, or was to. Returns at once."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
@@ -26,6 +38,7 @@ class Service:
     config: ServerConfig
     metrics: Metrics
     backlog: Backlog
+    tracer: Tracer | None
     started: int
     """Unix time, shown as the models' creation time."""
 

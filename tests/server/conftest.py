@@ -13,6 +13,7 @@ from jaxserve.api import Engine
 from jaxserve.config import ServerConfig
 from jaxserve.metrics import Metrics
 from jaxserve.server import make_app, make_runner
+from jaxserve.server.service import Tracer
 from jaxserve.tokenizer import Tokenizer
 from tests.fakes import tiny_tokenizer
 
@@ -23,11 +24,15 @@ MODEL = "tiny"
 
 @asynccontextmanager
 async def serving(
-    engine: Engine, *, tokenizer: Tokenizer | None = None, **settings: Any
+    engine: Engine,
+    *,
+    tokenizer: Tokenizer | None = None,
+    tracer: Tracer | None = None,
+    **settings: Any,
 ) -> AsyncIterator[str]:
     """Gives the base URL."""
     config = ServerConfig(**{"model_names": (MODEL, "alias"), **settings})
-    app = make_app(engine, tokenizer or tiny_tokenizer(), config, Metrics(MODEL))
+    app = make_app(engine, tokenizer or tiny_tokenizer(), config, Metrics(MODEL), tracer)
     runner = make_runner(app, shutdown_timeout=0.2)
     await runner.setup()
     try:

@@ -34,7 +34,8 @@ async def test_a_request_is_a_line(
     async with aiohttp.request("POST", path, json=body, headers=headers) as reply:
         await reply.read()
     (line,) = lines(caplog)
-    assert line.pop("seconds") >= 0
+    assert line.pop("seconds") >= line.pop("ttft_seconds") >= 0
+    assert line.pop("itl_seconds") >= 0 and line.pop("queue_seconds") == 0.25
     assert line.pop("time").endswith("+00:00")
     assert "secret" not in line.pop("message")
     assert line == {
@@ -46,6 +47,7 @@ async def test_a_request_is_a_line(
         "status": 200,
         "client": "127.0.0.1",
         "key": digest("k").hex()[:8],
+        "finish_reason": "length",
         "prompt_tokens": 6,
         "cached_tokens": 0,
         "completion_tokens": 5,
