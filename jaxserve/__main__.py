@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from jaxserve.cli import COMMANDS, parse_args
+from jaxserve.foreign_flags import translated
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -14,6 +15,13 @@ def main(argv: list[str] | None = None) -> int:
         from jaxserve.bench.command import main as bench
 
         return bench(argv[1:])
+    if argv[:1] == ["serve"]:  # as in vLLM: the model may follow
+        argv = ["--model", *argv[1:]] if argv[1:] and argv[1][0] != "-" else argv[1:]
+    try:
+        argv, without_effect = translated(argv)
+    except ValueError as error:
+        print(f"jaxserve: error: {error}", file=sys.stderr)
+        sys.exit(2)
     command = argv[0] if argv and argv[0] in COMMANDS else None
     options = parse_args(argv[1:] if command else argv, command)
     if command == "precompile":
@@ -26,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         return convert(options)
     from jaxserve.serve import serve  # after the flags: --help must not pay for jax
 
-    return serve(options)
+    return serve(options, without_effect)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
@@ -34,9 +35,16 @@ class Rendered(NamedTuple):
 
 
 class ChatTemplate:
-    """One model's template. `markers` are the spellings that text from outside must not make."""
+    """One model's template. `markers` are the spellings that text from outside must not make,
+    `defaults` variables for messages that come without."""
 
-    def __init__(self, source: str, markers: Iterable[str] = ()):
+    def __init__(
+        self,
+        source: str,
+        markers: Iterable[str] = (),
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+    ):
+        self._defaults = defaults
         self._template = _environment().from_string(
             source, globals={"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         )
@@ -56,7 +64,8 @@ class ChatTemplate:
         `continue_final` ends the text where the last message's content ends. `variables` must be
         scalars; strings in them are treated as text from outside, too.
         """
-        given = {"messages": messages, "tools": tools or None, **(variables or {})}
+        variables = {**self._defaults, **(variables or {})}
+        given = {"messages": messages, "tools": tools or None, **variables}
         breaker, end = _absent_from(_strings(given))
         context = {name: self._broken(value, breaker) for name, value in given.items()}
         context["add_generation_prompt"] = add_generation_prompt and not continue_final

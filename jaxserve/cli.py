@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jaxserve import __version__
-from jaxserve.config import KV_CACHE_DTYPES, NAMED_MODELS, POLICIES
+from jaxserve.config import (
+    KV_CACHE_DTYPES,
+    NAMED_MODELS,
+    POLICIES,
+    REASONING_FIELDS,
+    TEMPLATE_VARIABLES,
+)
 from jaxserve.logs import FORMATS
 
 
@@ -64,6 +72,11 @@ class Options:
     log_format: str
     enable_log_requests: bool
     otlp_traces_endpoint: str | None
+    generation_config: str
+    default_chat_template_kwargs: dict[str, Any] | None
+    reasoning_field: str
+    isolate_cache_by_key: bool
+    legacy_metrics: bool
     max_num_queued_tokens: int | None
     request_timeout: float | None
     max_queue_time: float | None
@@ -148,6 +161,17 @@ def _add_model_flags(add: _AddArgument) -> None:
     add("--tokenizer", help="folder with tokenizer files, if not the model's own")
     add("--served-model-name", nargs="+", help="names that clients may use for the model")
     add(
+        "--generation-config",
+        default="auto",
+        help="where unset sampling fields come from; auto: the model's generation_config.json; "
+        "vllm: OpenAI's defaults; or a folder that has such a file",
+    )
+    add(
+        "--default-chat-template-kwargs",
+        type=_template_variables,
+        help="of chats that do not set them, as JSON, e.g. '{\"enable_thinking\": false}'",
+    )
+    add(
         "--load-format",
         choices=("auto", "dummy"),
         default="auto",
@@ -202,6 +226,18 @@ def _add_server_flags(add: _AddArgument) -> None:
         action="store_true",
         help="print a table of what the start took, once it serves",
     )
+    add(
+        "--reasoning-field",
+        choices=REASONING_FIELDS,
+        default="both",
+        help="where chats have thoughts: reasoning as in vLLM, reasoning_content as in SGLang",
+    )
+    add(
+        "--legacy-metrics",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="export metrics under vLLM's former names, too",
+    )
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     add("--log-format", choices=FORMATS, default="text", help="json: one object per line")
     add("--enable-log-requests", action="store_true", help="log a line per request")
@@ -228,6 +264,11 @@ def _add_access_flags(add: _AddArgument) -> None:
         help="keys that open the routes of administrators, too, which do not exist without any",
     )
     add("--admin-api-key-file", type=Path, help="more of them, one per line")
+    add(
+        "--isolate-cache-by-key",
+        action="store_true",
+        help="prefixes are shared only among requests with the same API key",
+    )
     add("--open-metrics", action="store_true", help="/metrics needs no key")
     add("--allowed-origins", nargs="+", help="origins whose web pages may use the server; *: all")
     add("--ssl-keyfile", type=Path, help="private key, PEM; with --ssl-certfile: serve HTTPS")
@@ -363,6 +404,17 @@ def _seconds(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"not a positive number of seconds: {text!r}")
     return value
+
+
+def _template_variables(text: str) -> dict[str, Any]:
+    try:
+        variables = json.loads(text)
+    except ValueError:
+        variables = None
+    if not isinstance(variables, dict) or not variables.keys() <= TEMPLATE_VARIABLES:
+        names = ", ".join(sorted(TEMPLATE_VARIABLES))
+        raise argparse.ArgumentTypeError(f"not a JSON object with names out of {names}: {text!r}")
+    return variables
 
 
 def _url(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 
@@ -295,6 +296,12 @@ class SamplingDefaults:
         )
 
 
+REASONING_FIELDS = ("both", "reasoning", "reasoning_content")
+
+TEMPLATE_VARIABLES = frozenset({"enable_thinking", "thinking", "preserve_thinking"})
+"""Names that `chat_template_kwargs` may set."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """The HTTP side."""
@@ -304,6 +311,12 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+    template_variables: Mapping[str, Any] = MappingProxyType({})
+    """`chat_template_kwargs` of chats that do not set them."""
+    reasoning_field: str = "both"
+    """Where chats have thoughts: one of REASONING_FIELDS."""
+    isolate_cache_by_key: bool = False
+    """Prefixes are shared only among requests with the same API key."""
     max_request_bytes: int = 16 * 1024 * 1024
     keep_alive_interval: float = 15.0
     """Seconds between SSE comments on a stream that waits for its next token."""

@@ -29,7 +29,7 @@ _PACKAGES = (
 NOT_IN_PROGRAMS = frozenset(
     (
         *("__main__", "bench", "build", "chat_template", "cli", "convert", "engine", "environment"),
-        *("fingerprint", "listen", "logs", "measure", "memory", "model_source"),
+        *("fingerprint", "foreign_flags", "listen", "logs", "measure", "memory", "model_source"),
         *("precompile", "scheduler", "serve", "server", "simulator", "startup", "step_times"),
         *("structured", "tls", "tokenizer", "tracing", "weights"),
     )

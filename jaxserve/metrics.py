@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from collections.abc import Mapping
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 
 from jaxserve.api import EngineStatus, Start
 
@@ -38,12 +47,15 @@ _RATIO = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 class Metrics:
     """One registry per server. Every method may be called from any thread."""
 
-    def __init__(self, model_name: str):
+    def __init__(self, model_name: str, *, legacy: bool = True):
+        """`legacy`: some metrics have vLLM's former names, too."""
         self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
         self._labels = {"model_name": model_name, "engine": "0"}
         self._ignored_names: set[str] = set()
         self._make_request_metrics()
         self._make_engine_metrics()
+        self._former = _Former(self._registry, self._labels) if legacy else None
 
     def exposition(self) -> bytes:
         """All metrics as text for a scrape, of type CONTENT_TYPE."""
@@ -67,12 +79,28 @@ class Metrics:
         self._cached_tokens.inc(cached_tokens)
         self._prefix_queries.inc(prompt_tokens)
         self._prefix_hits.inc(cached_tokens)
+        if self._former is not None:
+            self._former.prefix_queries.inc(prompt_tokens)
+            self._former.prefix_hits.inc(cached_tokens)
         self._prefix_requests.labels(**self._labels, hit=str(cached_tokens > 0).lower()).inc()
         self._computed.observe(prompt_tokens - cached_tokens)
 
     def next_token(self, seconds: float) -> None:
         """Time since the token before it."""
         self._itl.observe(seconds)
+        if self._former is not None:
+            self._former.itl.observe(seconds)
+
+    def sequence_computed(self, prefill: float, decode: float, generated_tokens: int) -> None:
+        """Of a sequence that ended after its first token: seconds before it and from then on."""
+        self._decode_time.observe(decode)
+        self._inference_time.observe(prefill + decode)
+        if generated_tokens > 1:
+            self._tpot.observe(decode / (generated_tokens - 1))
+
+    def request_choices(self, n: int) -> None:
+        """How many choices a request asked for."""
+        self._choices.observe(n)
 
     def sequence_finished(self, reason: str, generated_tokens: int, seconds: float) -> None:
         """`reason` is one of FINISH_REASONS; a client that went away is an abort."""
@@ -96,7 +124,8 @@ class Metrics:
         self._running.set(status.running)
         self._waiting.set(status.waiting)
         self._kv_usage.set(kv_usage)
-        self._kv_usage_old_name.set(kv_usage)
+        if self._former is not None:
+            self._former.kv_usage.set(kv_usage)
 
     def observe_step(self, kind: str, bucket: int, seconds: float, used: int, padded: int) -> None:
         """A step computed `used` of the `padded` rows or tokens of its bucket."""
@@ -191,6 +220,18 @@ class Metrics:
         self._e2e = self._histogram(
             "vllm:e2e_request_latency_seconds", "From arrival to the last token", _E2E
         )
+        self._tpot = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Per sequence, without the first", _ITL
+        )
+        self._decode_time = self._histogram(
+            "vllm:request_decode_time_seconds", "From the first token to the last", _E2E
+        )
+        self._inference_time = self._histogram(
+            "vllm:request_inference_time_seconds", "From admission to the last token", _E2E
+        )
+        self._choices = self._histogram(
+            "vllm:request_params_n", "Choices per request", (1.0, 2.0, 5.0, 10.0, 20.0)
+        )
         self._prompt_sizes = self._histogram(
             "vllm:request_prompt_tokens", "Prompt tokens per sequence", _TOKENS
         )
@@ -227,9 +268,6 @@ class Metrics:
         self._running = self._gauge("vllm:num_requests_running", "Sequences in the running set")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Sequences in the queue")
         self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0-1")
-        self._kv_usage_old_name = self._gauge(
-            "vllm:gpu_cache_usage_perc", "vllm:kv_cache_usage_perc under its former name"
-        )
         self._queue_time = self._histogram(
             "vllm:request_queue_time_seconds", "From the engine's receipt to admission", _TTFT
         )
@@ -294,3 +332,26 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(name, text, list(self._labels), buckets=buckets, registry=self._registry)
         return family.labels(**self._labels)
+
+
+class _Former:
+    """What dashboards and autoscalers that were made for older vLLMs ask for."""
+
+    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]):
+        names = list(labels)
+        self.kv_usage = Gauge(
+            "vllm:gpu_cache_usage_perc", "vllm:kv_cache_usage_perc", names, registry=registry
+        ).labels(**labels)
+        self.prefix_queries = Counter(
+            "vllm:gpu_prefix_cache_queries", "vllm:prefix_cache_queries", names, registry=registry
+        ).labels(**labels)
+        self.prefix_hits = Counter(
+            "vllm:gpu_prefix_cache_hits", "vllm:prefix_cache_hits", names, registry=registry
+        ).labels(**labels)
+        self.itl = Histogram(
+            "vllm:time_per_output_token_seconds",
+            "vllm:inter_token_latency_seconds",
+            names,
+            buckets=_ITL,
+            registry=registry,
+        ).labels(**labels)

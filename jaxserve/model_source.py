@@ -47,16 +47,23 @@ def find_model(options: Options) -> ModelSource:
     text = Path(options.tokenizer) if options.tokenizer else folder
     if options.load_format != "dummy" and not (text / "tokenizer.json").is_file():
         raise ConfigError(f"{text} holds no tokenizer.json; --tokenizer names a folder that does")
-    generation = folder / "generation_config.json"
     return ModelSource(
         names=_names(options, name),
         spec=ModelSpec.from_hf(_read_json(folder / "config.json")),
         folder=None if options.load_format == "dummy" else folder,
         tokenizer=load_tokenizer(text),
-        sampling_defaults=SamplingDefaults.from_hf(
-            _read_json(generation) if generation.exists() else {}
-        ),
+        sampling_defaults=_sampling_defaults(options.generation_config, folder),
     )
+
+
+def _sampling_defaults(wanted: str, folder: Path) -> SamplingDefaults:
+    """`wanted`: auto (the model's, if it has any), vllm (none), or a folder that must have them."""
+    if wanted == "vllm":
+        return SamplingDefaults()
+    generation = (folder if wanted == "auto" else Path(wanted)) / "generation_config.json"
+    if wanted == "auto" and not generation.exists():
+        return SamplingDefaults()
+    return SamplingDefaults.from_hf(_read_json(generation))
 
 
 def _named_spec(model: str | None) -> ModelSpec | None:

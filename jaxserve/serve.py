@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -42,9 +43,14 @@ class EngineDied(Exception):
     """The engine cannot go on; the message says why."""
 
 
-def serve(options: Options) -> int:
-    """Serve until a signal comes; returns the exit status. Errors are one line on stderr."""
+def serve(options: Options, without_effect: Sequence[str] = ()) -> int:
+    """Serve until a signal comes; returns the exit status. Errors are one line on stderr.
+
+    `without_effect`: flags on the command line that mean nothing here.
+    """
     logs.configure(options.log_level, options.log_format)
+    if without_effect:
+        log.warning("no effect here: %s", ", ".join(without_effect))
     logging.getLogger("jax").setLevel(logging.WARNING)  # it reports every backend it lacks
     prepare(options.gpu_memory_utilization)
     timeline = Timeline()
@@ -85,7 +91,7 @@ def _begin_with_jax(timeline: Timeline) -> threading.Event:
 async def _serve(options: Options, timeline: Timeline, imported: threading.Event) -> None:
     with timeline.span("model and tokenizer"):
         source = await asyncio.to_thread(find_model, options)
-    metrics = Metrics(source.names[0])
+    metrics = Metrics(source.names[0], legacy=options.legacy_metrics)
     engine = _make_engine(options, source, metrics, timeline, imported)
     config, tls = server_config(options, source), tls_context(options)
     tracing = _tracing(options, source)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.cli import parse_args
 from jaxserve.config import (
     NAMED_MODELS,
     Buckets,
@@ -17,6 +18,7 @@ from jaxserve.config import (
     SchedulerConfig,
     YarnScaling,
 )
+from jaxserve.model_source import find_model
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -204,3 +206,19 @@ def test_scheduler_limits() -> None:
         SchedulerConfig(max_num_seqs=1, max_model_len=0, max_num_batched_tokens=1)
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(4\) must be at least"):
         SchedulerConfig(max_num_seqs=8, max_model_len=16, max_num_batched_tokens=4)
+
+
+def test_unset_sampling_fields_come_from_where_the_flag_says(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.25}')
+    for wanted, temperature in (("vllm", 1.0), (str(tmp_path), 0.25)):
+        assert find_model(parse_args(["--generation-config", wanted])).sampling_defaults == (
+            SamplingDefaults(temperature=temperature)
+        )
+    with pytest.raises(ConfigError, match=r"generation_config\.json is missing"):
+        find_model(parse_args(["--generation-config", str(tmp_path / "nothing")]))
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"chat_template": "x"}'])
+def test_template_variables_are_checked_at_the_start(text: str) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--default-chat-template-kwargs", text])

@@ -23,7 +23,7 @@ CODE = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)+\.(?:py|md|sh|json|textproto)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+(?![\w])")
 SCRIPT = re.compile(r"scripts/\w+\.py")
-METRIC = re.compile(r"`((?:vllm:|jaxserve_)\w+)(?:\{[^`]*\})?`")
+METRIC = re.compile(r"`((?:vllm:|jaxserve_|process_)\w+)(?:\{[^`]*\})?`")
 PACKAGES = {"jaxserve_kernels", "jaxserve_checkpoints"}
 
 parametrize_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

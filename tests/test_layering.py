@@ -58,6 +58,7 @@ LAYERS = (
         "jaxserve.cli",
         "jaxserve.convert",
         "jaxserve.environment",
+        "jaxserve.foreign_flags",
         "jaxserve.listen",
         "jaxserve.model_source",
         "jaxserve.precompile",

@@ -48,7 +48,9 @@ def make_app(
     app[SERVICE] = Service(
         engine=engine,
         tokenizer=tokenizer,
-        template=ChatTemplate(source, tokenizer.markers) if source else None,
+        template=ChatTemplate(source, tokenizer.markers, config.template_variables)
+        if source
+        else None,
         guides=Guides(tokenizer),
         config=config,
         metrics=metrics,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.api import FinishReason
@@ -15,6 +16,13 @@ from jaxserve.server.sse import DONE, event_encoder
 from jaxserve.server.tool_calls import CallArguments, CallOpened
 
 type Json = dict[str, Any]
+
+_REASONING_NAMES = {
+    "both": ("reasoning", "reasoning_content"),
+    "reasoning": ("reasoning",),
+    "reasoning_content": ("reasoning_content",),
+}
+"""Both names of the field are in use: vLLM's and the one of SGLang and DeepSeek."""
 
 
 class ChatReply:
@@ -34,6 +42,7 @@ class ChatReply:
         self._tokenizer = arrival.service.tokenizer
         self._num_top = fields.top_logprobs or 0
         self._return_token_ids = bool(fields.return_token_ids)
+        self._reasoning = _REASONING_NAMES[arrival.service.config.reasoning_field]
         self._show_reasoning = fields.include_reasoning is not False
         self._prompt_logprobs: list[Json | None] | None = None
         self._named_tool = isinstance(fields.tool_choice, NamedTool)
@@ -64,7 +73,9 @@ class ChatReply:
         self._collected[delta.choice] += self._choices(delta)
 
     def body(self) -> Json:
-        choices = [_joined(index, parts) for index, parts in enumerate(self._collected)]
+        choices = [
+            _joined(index, parts, self._reasoning) for index, parts in enumerate(self._collected)
+        ]
         head = {**self._head, "object": "chat.completion"}
         body: Json = {**head, "choices": choices, "usage": self._usage()}
         if self._prompt_logprobs is not None:
@@ -86,10 +97,11 @@ class ChatReply:
         """The chunks' choices of one step: none while the parser has nothing to say."""
         parser = self._generation.choices[delta.choice].parser
         reasoning = parser is not None and parser.reasoning
-        deltas = [_delta_fields(piece) for piece in delta.pieces if self._shown(piece)]
+        pieces = filter(self._shown, delta.pieces)
+        deltas = [_delta_fields(piece, self._reasoning) for piece in pieces]
         if not deltas and (self._must_speak(delta) or not (delta.text or delta.pieces)):
-            hidden = reasoning and not self._show_reasoning
-            deltas = [_reasoning_fields("") if reasoning and not hidden else {"content": ""}]
+            names = self._reasoning if reasoning and self._show_reasoning else ("content",)
+            deltas = [dict.fromkeys(names, "")]
         if not deltas:
             return []
         choices = [_choice(delta.choice, fields) for fields in deltas]
@@ -131,17 +143,12 @@ def _choice(index: int, fields: Json) -> Json:
     return {"index": index, "delta": fields, "logprobs": None, "finish_reason": None}
 
 
-def _reasoning_fields(text: str) -> Json:
-    # Both names of the field are in use: vLLM's and the one of SGLang and DeepSeek.
-    return {"reasoning": text, "reasoning_content": text}
-
-
-def _delta_fields(piece: Piece) -> Json:
+def _delta_fields(piece: Piece, reasoning_names: Sequence[str]) -> Json:
     match piece:
         case Content(text):
             return {"content": text}
         case Reasoning(text):
-            return _reasoning_fields(text)
+            return dict.fromkeys(reasoning_names, text)
         case CallOpened(position, name=name):
             function = {"name": name, "arguments": ""}
             call = {"index": position, "id": piece.id, "type": "function", "function": function}
@@ -150,12 +157,12 @@ def _delta_fields(piece: Piece) -> Json:
     return {"tool_calls": [call]}
 
 
-def _joined(index: int, parts: list[Json]) -> Json:
+def _joined(index: int, parts: list[Json], reasoning_names: Sequence[str]) -> Json:
     """The choice whose chunks these are, as a body that is not streamed shows it."""
     deltas = [part["delta"] for part in parts]
     message: Json = {"role": "assistant", "content": _text_of(deltas, "content"), "refusal": None}
-    if reasoning := _text_of(deltas, "reasoning"):
-        message |= _reasoning_fields(reasoning)
+    if reasoning := _text_of(deltas, reasoning_names[0]):
+        message |= dict.fromkeys(reasoning_names, reasoning)
     if calls := _joined_calls(deltas):
         message["tool_calls"] = calls
         message["content"] = message["content"] or None

@@ -176,6 +176,9 @@ class Choice:
             if reason is not None:
                 metrics.prompt_accepted(len(self.request.prompt), self.request.params.max_tokens)
                 metrics.sequence_finished(reason, self.num_tokens, time.perf_counter() - arrived)
+            if self.start is not None:
+                decode = max(0.0, self.last_token_at - self.start.on_host)
+                metrics.sequence_computed(self.start.prefill, decode, self.num_tokens)
 
 
 class Generation:
@@ -186,6 +189,7 @@ class Generation:
         self._choices_per_prompt = choices_per_prompt
 
     def deltas(self, engine: Engine, metrics: Metrics, arrived: float) -> AsyncGenerator[Delta]:
+        metrics.request_choices(self._choices_per_prompt)
         runs = [choice.run(engine, metrics, arrived) for choice in self.choices]
         return runs[0] if len(runs) == 1 else merged(runs)
 

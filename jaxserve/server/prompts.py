@@ -10,11 +10,11 @@ import msgspec
 
 from jaxserve.api import EngineLimits
 from jaxserve.chat_template import ChatTemplate, Rendered, TemplateError
+from jaxserve.config import TEMPLATE_VARIABLES
 from jaxserve.server.errors import invalid
 from jaxserve.server.params import check_token_ids
 from jaxserve.server.schema import (
     MAX_PROMPTS,
-    TEMPLATE_VARIABLES,
     ChatRequest,
     ContentPart,
     Message,

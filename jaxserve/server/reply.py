@@ -121,9 +121,13 @@ def _classify(arrival: Arrival, generation: Generation) -> None:
     if answer is None:
         answer = arrival.service.config.request_timeout
     tenant = sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16] if key else ""
+    isolated = arrival.service.config.isolate_cache_by_key
     for choice in generation.choices:
+        request = choice.request
+        # No salt of a client's own has a slash.
+        salt = f"{tenant}/{request.cache_salt}" if isolated else request.cache_salt
         choice.request = replace(
-            choice.request, tenant=tenant, ttft_slo=first_token, e2e_slo=answer
+            request, tenant=tenant, cache_salt=salt, ttft_slo=first_token, e2e_slo=answer
         )
 
 

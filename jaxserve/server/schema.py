@@ -301,9 +301,6 @@ SILENT = frozenset(
 )
 """Fields that have no effect on the answer anywhere: accepted without a word."""
 
-TEMPLATE_VARIABLES = frozenset({"enable_thinking", "thinking", "preserve_thinking"})
-"""Names that `chat_template_kwargs` may set."""
-
 
 def field_names(kind: type[Struct]) -> frozenset[str]:
     return frozenset(kind.__struct_encode_fields__)

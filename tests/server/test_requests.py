@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import aiohttp
+import pytest
 
 from jaxserve.api import SamplingParams
 from jaxserve.config import SamplingDefaults
+from jaxserve.server.access import digest
 from jaxserve.tokenizer import decode
-from tests.fakes import IM_END, THINK, FakeEngine, tiny_tokenizer
+from tests.fakes import END_THINK, IM_END, THINK, FakeEngine, tiny_tokenizer
 from tests.server.conftest import Serve
 
+THINKING = {"enable_thinking": True}
 USER = {"role": "user", "content": "Hi"}
 
 
@@ -131,3 +134,59 @@ async def test_an_answer_after_a_closed_think_block_is_content_from_the_start(
         message = (await reply.json())["choices"][0]["message"]
     assert message["content"] == "<think> is a tag"
     assert "reasoning" not in message
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        ("both", {"reasoning", "reasoning_content"}),
+        ("reasoning", {"reasoning"}),
+        ("reasoning_content", {"reasoning_content"}),
+    ],
+)
+async def test_thoughts_are_where_the_server_is_told_to_put_them(
+    serve: Serve, wanted: str, names: set[str]
+) -> None:
+    url = await serve(FakeEngine([THINK, *b"hm", END_THINK, *b"A", IM_END]), reasoning_field=wanted)
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    async with aiohttp.request("POST", f"{url}/v1/chat/completions", json=body) as reply:
+        message = (await reply.json())["choices"][0]["message"]
+    assert {name: message[name] for name in message if "reasoning" in name} == dict.fromkeys(
+        names, "hm"
+    )
+    stream = body | {"stream": True}
+    async with aiohttp.request("POST", f"{url}/v1/chat/completions", json=stream) as reply:
+        text = await reply.text()
+    assert {name for name in ("reasoning", "reasoning_content") if f'"{name}"' in text} == names
+
+
+async def test_chats_have_the_servers_template_variables_unless_they_say_otherwise(
+    serve: Serve,
+) -> None:
+    engine = FakeEngine(b"Hi")
+    url = await serve(engine, template_variables={"enable_thinking": False})
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    for fields in ({}, {"reasoning_effort": "high"}, {"chat_template_kwargs": THINKING}):
+        async with aiohttp.request(
+            "POST", f"{url}/v1/chat/completions", json=body | fields
+        ) as reply:
+            assert reply.status == 200
+    closed = [END_THINK in request.prompt for request in engine.requests]
+    assert closed == [True, False, False]
+
+
+async def test_prefixes_are_shared_within_a_key_only_on_demand(serve: Serve) -> None:
+    keys = {"api_key_digests": (digest("a"), digest("b"))}
+    salts: list[list[str]] = []
+    for isolated in (False, True):
+        url = await serve(engine := FakeEngine(b"Hi"), isolate_cache_by_key=isolated, **keys)
+        for key in ("a", "a", "b"):
+            body = {"prompt": "Hi", "cache_salt": "s"}
+            async with aiohttp.request(
+                "POST", f"{url}/v1/completions", json=body, headers={"x-api-key": key}
+            ) as reply:
+                assert reply.status == 200
+        salts.append([request.cache_salt for request in engine.requests])
+    assert salts[0] == ["s", "s", "s"]
+    first, again, other = salts[1]
+    assert first == again != other and "s" not in (first, other)

@@ -1,0 +1,84 @@
+"""Flags of vLLM and SGLang that are spelled otherwise here, or mean nothing here: command lines
+that were written for them start."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SAME = {
+    "--model-path": "--model",
+    "--tokenizer-path": "--tokenizer",
+    "--context-length": "--max-model-len",
+    "--max-running-requests": "--max-num-seqs",
+    "--max-queued-requests": "--max-num-queued-reqs",
+    "--mem-fraction-static": "--gpu-memory-utilization",
+    "--page-size": "--block-size",
+    "--disable-radix-cache": "--no-enable-prefix-caching",
+    "-q": "--quantization",
+}
+"""Other spellings of flags that there are."""
+
+SAME_VALUES = {
+    ("--kv-cache-dtype", "fp8"): "fp8_e4m3",
+    ("--kv-cache-dtype", "bfloat16"): "bf16",
+}
+
+ONE = frozenset(
+    {
+        *("--tensor-parallel-size", "-tp", "--tp-size", "--tp"),
+        *("--pipeline-parallel-size", "-pp", "--pp-size"),
+        *("--data-parallel-size", "-dp", "--dp-size", "--dp"),
+    }
+)
+"""A server is one process on one GPU: they may say 1."""
+
+SWITCHES = frozenset(
+    {
+        *("--async-scheduling", "--disable-log-requests", "--disable-log-stats", "--enforce-eager"),
+        *("--enable-auto-tool-choice", "--enable-cache-report", "--enable-chunked-prefill"),
+        *("--enable-metrics", "--enable-prompt-tokens-details", "--enable-request-id-headers"),
+        *("--enable-server-load-tracking", "--enable-ssl-refresh", "--trust-remote-code"),
+    }
+)
+VALUED = frozenset(
+    {
+        *("--api-server-count", "--compilation-config", "--grammar-backend", "--jit-monitor-mode"),
+        *("--max-log-len", "--max-logprobs", "--num-scheduler-steps", "--optimization-level"),
+        *("--prefix-caching-hash-algo", "--reasoning-parser", "--structured-outputs-config"),
+        *("--swap-space", "--tool-call-parser", "--uvicorn-log-level"),
+    }
+)
+"""Without effect here: what they turn on or choose is always so, or there is nothing to choose."""
+
+
+class Translated(NamedTuple):
+    argv: list[str]
+    without_effect: list[str]
+    """Flags that were left out."""
+
+
+def translated(argv: list[str]) -> Translated:
+    """A command line in the flags of jaxserve.
+
+    Raises ValueError for a number of GPUs other than one.
+    """
+    ours: list[str] = []
+    without_effect: list[str] = []
+    words = iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in SWITCHES or f"--{name.removeprefix('--no-')}" in SWITCHES:
+            without_effect.append(name)
+        elif name in VALUED or name in ONE:
+            value = value if equals else next(words, "")
+            if name in ONE and value != "1":
+                raise ValueError(f"{name} {value}: one process serves on one GPU")
+            without_effect.append(name)
+        else:
+            name = SAME.get(name, name)
+            if equals:
+                ours.append(f"{name}={SAME_VALUES.get((name, value), value)}")
+            else:
+                known = SAME_VALUES.get((ours[-1] if ours else "", name), name)
+                ours.append(known)
+    return Translated(ours, without_effect)
