@@ -19,6 +19,7 @@ from jaxserve_kernels.quantized_matmul import reference
 from jaxserve_kernels.quantized_matmul import triton as kernels
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.e4m3 import triton as e4m3
+from jaxserve_kernels.quantized_matmul.e4m3.triton_convert import to_fp8
 
 OUT, DEPTH, TOKENS = 256, 512, 5
 
@@ -88,6 +89,22 @@ def meaning_of_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, replacement in replacements.items():
         monkeypatch.setattr(kernels, name, replacement)
+    replacements = {
+        "_nibbles": e4m3_nibbles,
+        "_bf16": lambda x: x,
+        "_e2m1": e2m1,
+        "_times": e4m3_times,
+    }
+    for name, replacement in replacements.items():
+        monkeypatch.setattr(e4m3, name, replacement)
+
+
+def e4m3_nibbles(words: Any) -> Any:
+    return tuple(((words.to(tl.int32) >> (4 * p)) & 15).to(tl.int8) for p in range(4))
+
+
+def e4m3_times(values: Any, scale: Any) -> Any:
+    return (values * tl.broadcast_to(scale.to(tl.float32)[:, None], values.shape)).to(tl.float8e4nv)
 
 
 def relative_error(out: Any, expected: Any) -> float:
@@ -111,14 +128,19 @@ def test_products_with_unpacked_weights(name: str, config: Config) -> None:
     assert relative_error(gated, reference.gated_linear(x, weight)) < 2e-6
 
 
-@pytest.mark.parametrize("name", ["int4", "int4-g64", "int4-whole-zeros", "fp8"])
-def test_products_in_e4m3(name: str) -> None:
+@pytest.mark.parametrize("beforehand", [False, True], ids=["registers", "beforehand"])
+@pytest.mark.parametrize("name", QUANTIZE)
+def test_products_in_e4m3(name: str, beforehand: bool) -> None:
     """The interpreter cuts conversions off where a GPU rounds: twice the error, at most."""
     x, weight = tokens_and_weight(name)
-    if isinstance(weight, weights.Int4Weight):
-        converted = e4m3.to_fp8(weight).dequantize()
-        assert relative_error(converted, weight.dequantize()) < 0.065
-    product = e4m3.linear(x, weight, Config(rows=128, splits=2), x.dtype).sum(0)
+    if beforehand:
+        if isinstance(weight, weights.Int8Weight | weights.Fp8Weight):
+            pytest.skip("8 bits are not converted")
+        converted = to_fp8(weight).dequantize()
+        exact = isinstance(weight, weights.Mxfp4Weight)
+        assert relative_error(converted, weight.dequantize()) < (1e-7 if exact else 0.065)
+    config = Config(rows=128, splits=2, beforehand=beforehand)
+    product = e4m3.linear(x, weight, config, x.dtype).sum(0)
     assert relative_error(product, reference.linear(x, weight, x.dtype)[0]) < 0.1
-    gated = e4m3.gated_linear(x, weight, Config())
+    gated = e4m3.gated_linear(x, weight, Config(beforehand=beforehand))
     assert relative_error(gated, reference.gated_linear(x, weight)) < 0.14

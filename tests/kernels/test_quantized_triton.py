@@ -49,10 +49,8 @@ E4M3_TOLERANCE = 6.5e-2
     [
         (1, 6144, 2560),
         (24, 2560, 4096),
-        (100, 6144, 2560),
-        (512, 2560, 4096),
-        (3, 1280, 256),
-        (70, 256, 640),
+        (70, 1280, 640),
+        (600, 256, 512),
     ],
 )
 def test_products_equal_their_definition(name: str, tokens: int, out: int, depth: int) -> None:
@@ -67,8 +65,10 @@ def test_products_equal_their_definition(name: str, tokens: int, out: int, depth
             weight = jax.tree.map(lambda leaf: leaf[1], stacked)
             return sum_parts(linear(x, weight), jnp.float32), gated_linear(x, weight)
 
+        # The definition on a CPU: it compiles in a fraction of the time.
+        device = jax.devices("cpu" if implementation == "reference" else None)[0]
         with target.use(target.Target(implementation)):
-            return jax.jit(both)(x, stacked)
+            return jax.jit(both)(*jax.device_put((x, stacked), device))
 
     for gated, out_, expected in zip((False, True), run("triton"), run("reference"), strict=True):
         config = choose(second, tokens, gated=gated)

@@ -18,13 +18,20 @@ _DEEP = 64
 _ENOUGH_TILES = 90
 """Programs of a product that the tensor cores bound: fewer leave too many of them idle."""
 
+_ENOUGH_PROGRAMS = 264
+"""Two for each multiprocessor: of a product that waits for instructions, one fills the gaps of the
+other."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """A program takes `rows` of the weight and `tokens`; `splits` programs share the input."""
 
     method: Method = "unpack"
-    """Weights to bfloat16 in registers; or tokens, and weights of 4 bits, to e4m3 beforehand."""
+    """Weights to bfloat16 in registers; or tokens beforehand and weights of 4 bits to e4m3. Of int8
+    weights the latter means tokens in int8."""
+    beforehand: bool = False
+    """Weights of 4 bits become e4m3 in a pass of their own, not in registers."""
     rows: int = 64
     tokens: int = 16
     splits: int = 1
@@ -44,12 +51,12 @@ def choose(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config | Non
     if not _has_kernel(weight):
         return None
     tiles = depth // 128
-    if _in_e4m3(weight, tokens):
-        config = _e4m3(tokens, out, tiles)
-    elif tokens <= 512 or isinstance(weight, Int8Weight):
+    if not _in_e4m3(weight, tokens):
         config = _unpack(weight, tokens, out, tiles)
+    elif tokens <= _most_in_registers(weight):
+        config = _e4m3_in_registers(weight, tokens, out, tiles)
     else:
-        return None
+        config = _e4m3(tokens, out, tiles)
     if out % config.rows or (gated and out // 2 % (config.rows // 2)):
         return None
     return replace(config, splits=1) if gated else config
@@ -65,44 +72,64 @@ def _has_kernel(weight: QuantizedWeight) -> bool:
 
 
 def _in_e4m3(weight: QuantizedWeight, tokens: int) -> bool:
-    """Of the 4-bit formats only the one that this was measured with."""
-    if isinstance(weight, Fp8Weight):
-        return tokens > 16
-    plain_int4 = isinstance(weight, Int4Weight) and weight.zero is None and weight.group == 128
-    return plain_int4 and tokens > 64
+    """Where the tensor cores' rate counts, or the instructions that unpack."""
+    return tokens > (16 if isinstance(weight, Fp8Weight) else 64)
+
+
+def _most_in_registers(weight: QuantizedWeight) -> int:
+    """Tokens up to which 4 bits become e4m3 in registers: beyond it, or with very small groups,
+    a pass over the weight costs less."""
+    match weight:
+        case Int8Weight() | Fp8Weight():
+            return 0
+        case Int4Weight():
+            return 0 if weight.group == 32 else 512
+        case _:
+            return 256
 
 
 def _unpack(weight: QuantizedWeight, tokens: int, out: int, tiles: int) -> Config:
     """Bound by memory: many warps, and partial sums where a weight has few rows."""
-    token_tile = 16 if tokens <= 16 else 32 if tokens <= 32 else 64 if tokens <= 64 else 128
+    token_tile = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
     deep = tokens <= 32 and tiles >= _DEEP
-    most = 19 if deep else 8 if tokens <= 64 else 4
     if isinstance(weight, Int8Weight | Fp8Weight):
-        token_tile = 256 if tokens > 128 else token_tile
-        config = Config(rows=128, tokens=token_tile, num_warps=8, num_stages=3)
-    else:
-        many = tokens > 64
+        large = out > 65_536
         config = Config(
-            rows=128 if deep or many else 64,
+            rows=128 if large or tokens > 16 else 64,
             tokens=token_tile,
-            num_warps=8 if many else 4,
+            num_warps=8 if tokens > 16 else 4,
+            num_stages=4 if large and tokens <= 16 else 3,
+        )
+    else:
+        config = Config(
+            rows=128 if deep else 64,
+            tokens=token_tile,
             num_stages=4 if tokens <= 16 or (tokens <= 32 and not deep) else 3,
             unroll=2 if isinstance(weight, Nvfp4Weight) else 1,  # its tiles are half as deep
         )
     warps = out // config.rows * -(-tokens // token_tile) * config.num_warps
-    return replace(config, splits=_splits(tiles, most, _ENOUGH_WARPS / warps))
+    return replace(config, splits=_splits(tiles, 19 if deep else 8, _ENOUGH_WARPS / warps))
+
+
+def _e4m3_in_registers(weight: QuantizedWeight, tokens: int, out: int, tiles: int) -> Config:
+    """Bound by instructions: small tiles of integers, whose sums are scaled in every turn."""
+    config = Config(method="e4m3", tokens=64 if isinstance(weight, Int4Weight) else 128)
+    programs = out // config.rows * -(-tokens // config.tokens)
+    return replace(config, splits=_splits(tiles, 4, _ENOUGH_PROGRAMS / programs))
 
 
 def _e4m3(tokens: int, out: int, tiles: int) -> Config:
-    """Bound by the tensor cores, or nearly: tiles as large as leave none of them idle."""
+    """Few tokens: bound by memory. Many: by the tensor cores, or nearly, and then tiles are as
+    large as leave none of them idle."""
     if tokens <= 64:
-        config = Config(method="e4m3", tokens=64)
+        config = Config(method="e4m3", tokens=32 if tokens <= 32 else 64)
     elif out // 128 * -(-tokens // 128) >= 132:
         config = Config(method="e4m3", rows=128, tokens=128, num_stages=3)
     else:
         config = Config(method="e4m3", tokens=128)
     programs = out // config.rows * -(-tokens // config.tokens)
-    return replace(config, splits=_splits(tiles, 4, _ENOUGH_TILES / programs))
+    splits = _splits(tiles, 4, _ENOUGH_TILES / programs)
+    return replace(config, splits=splits, beforehand=True)
 
 
 def _splits(tiles: int, most: int, wanted: float) -> int:

@@ -142,7 +142,7 @@ def side_by_side(a, b):
 
 
 @triton.jit
-def _four_side_by_side(a, b, c, d):
+def four_side_by_side(a, b, c, d):
     four = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 3, 1))
     return tl.reshape(four, (a.shape[0], 4 * a.shape[1]))
 
@@ -171,9 +171,7 @@ def _int4_tile(
     """x, scale_ptr and zero_ptr are at the tile's first group of inputs."""
     a, b, c, d = _nibbles(words)
     if GROUP == 128:
-        acc = _int4_group(
-            acc, _four_side_by_side(a, b, c, d), x, present, scale_ptr, zero_ptr, ZERO
-        )
+        acc = _int4_group(acc, four_side_by_side(a, b, c, d), x, present, scale_ptr, zero_ptr, ZERO)
     elif GROUP == 64:
         acc = _int4_group(acc, side_by_side(a, b), x, present, scale_ptr, zero_ptr, ZERO)
         acc = _int4_group(
@@ -210,7 +208,7 @@ def _nvfp4_tile(acc, words, inputs, scale_ptr, row_scale):
     b = _times(b, _column(e4m3_byte(scales, 1), b.shape))
     c = _times(c, _column(e4m3_byte(scales, 2), c.shape))
     d = _times(d, _column(e4m3_byte(scales, 3), d.shape))
-    return acc + tl.dot(_four_side_by_side(a, b, c, d), inputs) * row_scale[:, None]
+    return acc + tl.dot(four_side_by_side(a, b, c, d), inputs) * row_scale[:, None]
 
 
 @triton.jit
@@ -228,7 +226,7 @@ def _mxfp4_tile(acc, words, inputs, scale_ptr):
     b = _times(b, _column(power(((scales >> 8) & 0xFF) - first + 127), b.shape))
     c = _times(c, _column(power(((scales >> 16) & 0xFF) - first + 127), c.shape))
     d = _times(d, _column(power(((scales >> 24) & 0xFF) - first + 127), d.shape))
-    return acc + tl.dot(_four_side_by_side(a, b, c, d), inputs) * power(first)[:, None]
+    return acc + tl.dot(four_side_by_side(a, b, c, d), inputs) * power(first)[:, None]
 
 
 @triton.jit

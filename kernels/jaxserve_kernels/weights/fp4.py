@@ -7,6 +7,7 @@ negatives. MXFP4 is the OCP Microscaling Formats specification v1.0; NVFP4 is de
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -59,6 +60,12 @@ class Mxfp4Weight(NamedTuple):
         power = jnp.where(exponent == 255, jnp.nan, power)
         values = e2m1_values(layout.unpack_nibbles(self.packed))
         return values * jnp.repeat(power, _MXFP4_BLOCK, axis=-1)
+
+    def largest_exponent(self) -> Array:
+        """Of the blocks in each row: int32 [..., out / 64, 1, 64]."""
+        bytes_ = [(self.scale >> shift) & 255 for shift in (0, 8, 16, 24)]
+        largest = functools.reduce(jnp.maximum, bytes_).astype(jnp.int32)
+        return jnp.max(largest, axis=-2, keepdims=True)
 
 
 def e2m1_values(codes: Array) -> Array:

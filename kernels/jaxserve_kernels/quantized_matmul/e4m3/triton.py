@@ -1,10 +1,13 @@
 """Products of many tokens in e4m3, at twice the tensor cores' rate for bfloat16.
 
-Tokens get one scale each, weights one per row. Weights of 4 bits are rounded to e4m3 on the way,
-in a pass of its own: with many tokens it costs little beside the product, and its error, like that
-of the tokens, is a quarter of what 4 bits cost.
+Tokens get one scale each. Weights of 8 bits are e4m3 already, or int8, and then tokens become int8
+too. Those of 4 bits become e4m3 in
+registers on their way to the tensor cores: integers exactly, because e4m3 counts from 0 to 15 in
+steps of its smallest number, and their groups' scales and zeros go to the sums; floating-point
+ones are rounded together with their blocks' scales. With very many tokens that would be done very
+often, and `triton_convert.py` does it once, in a pass of its own.
 
-Tokens are written in the order in which packed bytes lie; a product does not care.
+Tokens for packed bytes are written in the order in which those lie; a product does not care.
 """
 
 from __future__ import annotations
@@ -17,137 +20,281 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels.quantized_matmul.config import Config
-from jaxserve_kernels.quantized_matmul.triton import NO_ZERO, arrays, kind, store_gated
+from jaxserve_kernels.quantized_matmul.e4m3.triton_convert import to_fp8
+from jaxserve_kernels.quantized_matmul.triton import (
+    FP8,
+    INT4,
+    INT8,
+    NO_ZERO,
+    NVFP4,
+    arrays,
+    e4m3_byte,
+    four_side_by_side,
+    kind,
+    power,
+    side_by_side,
+    store_gated,
+)
 from jaxserve_kernels.triton_call import triton_call
-from jaxserve_kernels.weights import E4M3_MAX, Fp8Weight, Int4Weight
+from jaxserve_kernels.weights import Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight
 
 
 @triton.jit
-def _quantize_tokens(x_ptr, tokens, out_ptr, scale_ptr, k: tl.constexpr, BLOCK: tl.constexpr):
-    """One token: e4m3 in the order of packed bytes, one scale, float32 [padded].
+def _quantize_tokens(
+    x_ptr, tokens, padded, out_ptr, scale_ptr, sum_ptr,
+    k: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One token: e4m3, one scale, float32 [padded], and the sums of its groups [groups, padded].
 
-    Byte i of a tile's row holds input 64 * (i % 2) + i // 2.
+    GROUP 0: no sums, and the order of packed bytes: byte i of a tile's row holds input
+    64 * (i % 2) + i // 2.
     """
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     byte = place % 128
-    source = place - byte + 64 * (byte % 2) + byte // 2
+    source = place if GROUP else place - byte + 64 * (byte % 2) + byte // 2
     mask = place < k
     known = mask & (token < tokens)
     x = tl.load(x_ptr + token * k + source, mask=known, other=0.0).to(tl.float32)
-    scale = tl.max(tl.abs(x), axis=0) / 448.0
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    scale = tl.max(tl.abs(x), axis=0) / (127.0 if dtype == tl.int8 else 448.0)
     values = x / tl.where(scale > 0.0, scale, 1.0)
-    tl.store(out_ptr + token * k + place, values.to(tl.float8e4nv), mask=mask)
+    if dtype == tl.int8:
+        values = (values + 12582912.0) - 12582912.0  # to the nearest
+    values = values.to(dtype)
+    tl.store(out_ptr + token * k + place, values, mask=mask)
     tl.store(scale_ptr + token, scale)
+    if GROUP:
+        sums = tl.sum(tl.reshape(values.to(tl.float32), (BLOCK // GROUP, GROUP)), axis=1)
+        group = tl.arange(0, BLOCK // GROUP)
+        tl.store(sum_ptr + group * padded + token, sums, mask=group < k // GROUP)
+
+
+@triton.jit
+def _nibbles(words):
+    """Four planes of bytes: as e4m3 they are the nibbles times 2^-9."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 a, b;
+        prmt.b32 a, $4, $5, 0x6420; prmt.b32 b, $4, $5, 0x7531;
+        and.b32 $0, a, 0x0f0f0f0f; shr.u32 a, a, 4; and.b32 $1, a, 0x0f0f0f0f;
+        and.b32 $2, b, 0x0f0f0f0f; shr.u32 b, b, 4; and.b32 $3, b, 0x0f0f0f0f; }""",
+        "=&r,=&r,=&r,=&r,r,r", [words],
+        dtype=(tl.int8, tl.int8, tl.int8, tl.int8), is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _e2m1(words):
+    """Four planes of float16: exponent and mantissa to their places, then the exponent corrected.
+
+    0x7400 is 2^14, 0x8000 is -0.
+    """
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 a, b, big, zero; mov.b32 big, 0x74007400; mov.b32 zero, 0x80008000;
+        shl.b32 a, $4, 9; and.b32 a, a, 0x0e000e00; shl.b32 b, $4, 12;
+        lop3.b32 a, b, 0x80008000, a, 0xea; fma.rn.f16x2 $0, a, big, zero;
+        shl.b32 a, $4, 5; and.b32 a, a, 0x0e000e00; shl.b32 b, $4, 8;
+        lop3.b32 a, b, 0x80008000, a, 0xea; fma.rn.f16x2 $1, a, big, zero;
+        shl.b32 a, $4, 1; and.b32 a, a, 0x0e000e00; shl.b32 b, $4, 4;
+        lop3.b32 a, b, 0x80008000, a, 0xea; fma.rn.f16x2 $2, a, big, zero;
+        shr.u32 a, $4, 3; and.b32 a, a, 0x0e000e00;
+        lop3.b32 a, $4, 0x80008000, a, 0xea; fma.rn.f16x2 $3, a, big, zero; }""",
+        "=&r,=&r,=&r,=&r,r", [words],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _times(values, scale):
+    """values [rows, n] times a number per row, to e4m3."""
+    column = tl.broadcast_to(scale.to(tl.float16)[:, None], values.shape)
+    product = tl.inline_asm_elementwise(
+        "mul.rn.f16x2 $0, $1, $2;",
+        "=r,r,r", [values, column], dtype=tl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+    return product.to(tl.float8e4nv)
+
+
+@triton.jit
+def _int4_group(acc, codes, x, scale_ptr):
+    """`codes` are the weights' integers times 2^-9; `_less_zeros` takes their zeros off."""
+    part = tl.dot(codes.to(tl.float8e4nv, bitcast=True), tl.load(x))
+    return acc + part * tl.load(scale_ptr)[:, None]
+
+
+@triton.jit
+def _int4_tile(acc, words, x, scale_ptr, GROUP: tl.constexpr):
+    a, b, c, d = _nibbles(words)
+    if GROUP == 128:
+        acc = _int4_group(acc, four_side_by_side(a, b, c, d), x, scale_ptr)
+    elif GROUP == 64:
+        acc = _int4_group(acc, side_by_side(a, b), x, scale_ptr)
+        acc = _int4_group(acc, side_by_side(c, d), x + 64, scale_ptr + 64)
+    else:
+        acc = _int4_group(acc, a, x, scale_ptr)
+        acc = _int4_group(acc, b, x + 32, scale_ptr + 64)
+        acc = _int4_group(acc, c, x + 64, scale_ptr + 128)
+        acc = _int4_group(acc, d, x + 96, scale_ptr + 192)
+    return acc
+
+
+@triton.jit
+def _bf16(x):
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def _less_zeros(
+    acc, scale_ptr, zero_ptr, sum_ptr, padded, GROUPS: tl.constexpr, ZERO: tl.constexpr
+):
+    """acc less each group's scale times its zero times the tokens' sums: one small product.
+
+    The pointers are at the first of GROUPS groups, of rows and of tokens.
+    """
+    for first in tl.static_range(0, GROUPS, 32):
+        group = first + tl.arange(0, 32)
+        known = group < GROUPS
+        at = group[None, :] * 64
+        scale = tl.load(scale_ptr[:, None] + at, mask=known[None, :], other=0.0)
+        zero = 8.0
+        if ZERO != NO_ZERO:
+            zero = tl.load(zero_ptr[:, None] + at, mask=known[None, :], other=0.0).to(tl.float32)
+        sums = tl.load(sum_ptr[None, :] + group[:, None] * padded, mask=known[:, None], other=0.0)
+        acc -= tl.dot(_bf16(scale * zero), _bf16(sums))
+    return acc
+
+
+@triton.jit
+def _nvfp4_tile(acc, words, x, scale_ptr):
+    """A plane is a block. An eighth of its values is within e4m3; `_accumulate` knows of it."""
+    a, b, c, d = _e2m1(words)
+    scales = tl.load(scale_ptr)
+    a = _times(a, e4m3_byte(scales, 0) * 0.125)
+    b = _times(b, e4m3_byte(scales, 1) * 0.125)
+    c = _times(c, e4m3_byte(scales, 2) * 0.125)
+    d = _times(d, e4m3_byte(scales, 3) * 0.125)
+    return tl.dot(four_side_by_side(a, b, c, d), tl.load(x), acc)
+
+
+@triton.jit
+def _relative_power(exponent, largest):
+    """64 * 2 ** (exponent - largest), or 0 where that is too small for float16."""
+    bits = tl.maximum(exponent - largest + (15 + 6), 0) << 10
+    return bits.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _mxfp4_tile(acc, words, x, scale_ptr):
+    """A plane is a block. The largest block's power goes onto the sums, the others' relative to it,
+    all exact in e4m3 as long as they are within 2 ** 14 of each other."""
+    a, b, c, d = _e2m1(words)
+    scales = tl.load(scale_ptr).to(tl.int32, bitcast=True)
+    e0, e1 = scales & 0xFF, (scales >> 8) & 0xFF
+    e2, e3 = (scales >> 16) & 0xFF, (scales >> 24) & 0xFF
+    largest = tl.maximum(tl.maximum(e0, e1), tl.maximum(e2, e3))
+    a = _times(a, _relative_power(e0, largest))
+    b = _times(b, _relative_power(e1, largest))
+    c = _times(c, _relative_power(e2, largest))
+    d = _times(d, _relative_power(e3, largest))
+    part = tl.dot(four_side_by_side(a, b, c, d), tl.load(x))
+    return acc + part * power(tl.maximum(largest - 6, 0))[:, None]
 
 
 @triton.jit
 def _accumulate(
-    x_ptr, token_scale_ptr, packed_ptr, scale_ptr, row, token, first, steps: tl.constexpr,
-    k: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr, token_scale_ptr, sum_ptr, packed_ptr, scale_ptr, second_ptr, row, token, first, padded,
+    steps: tl.constexpr, k: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    lane = tl.arange(0, 128)
+    """Weight rows `row` times the tokens `token` over `steps` tiles of inputs from `first`.
+
+    second_ptr: zero points of INT4, scales per row of NVFP4. GROUP: inputs per scale.
+    """
+    depth: tl.constexpr = 64 if KIND == NVFP4 else 128
+    width: tl.constexpr = depth // 4 if KIND >= INT4 else depth
+    tiles: tl.constexpr = k // depth
+    groups: tl.constexpr = depth // GROUP if KIND <= INT4 else 1
     tile = (row // 64).to(tl.int64)
     inner = row % 64
-    start = tile * (k // 128) + first
-    weight = packed_ptr.to(tl.pointer_type(tl.float8e4nv)) + start * 8192 + inner * 128
-    weight = weight[:, None] + lane[None, :]
-    x = x_ptr + token.to(tl.int64)[None, :] * k + first * 128 + lane[:, None]
-    scale_at = scale_ptr + start * 64 + inner
-    acc = tl.zeros([row.shape[0], token.shape[0]], tl.float32)
+    start = tile * tiles + first
+    if KIND <= FP8:
+        packed_ptr = packed_ptr.to(tl.pointer_type(x_ptr.dtype.element_ty))
+    weight = packed_ptr + start * (64 * width) + inner * width
+    weight = weight[:, None] + tl.arange(0, width)[None, :]
+    span: tl.constexpr = GROUP if KIND == INT4 else depth  # inputs of one product
+    x = x_ptr + token.to(tl.int64)[None, :] * k + first * depth + tl.arange(0, span)[:, None]
+    scale_at = scale_ptr + start * (64 * groups) + inner
+    sums: tl.constexpr = tl.int32 if KIND == INT8 else tl.float32
+    acc = tl.zeros([row.shape[0], token.shape[0]], sums if groups == 0 else tl.float32)
     for _ in tl.range(0, steps, num_stages=STAGES):
-        if k == GROUP:
-            acc = tl.dot(tl.load(weight), tl.load(x), acc)
+        codes = tl.load(weight)
+        if KIND == INT4:
+            acc = _int4_tile(acc, codes, x, scale_at, GROUP)
+        elif KIND == NVFP4:
+            acc = _nvfp4_tile(acc, codes, x, scale_at)
+        elif KIND > NVFP4:
+            acc = _mxfp4_tile(acc, codes, x, scale_at)
+        elif groups == 0:
+            acc = tl.dot(codes, tl.load(x), acc, out_dtype=sums)
         else:
-            acc += tl.dot(tl.load(weight), tl.load(x)) * tl.load(scale_at)[:, None]
-        weight += 8192
-        x += 128
-        scale_at += 64
-    if k == GROUP:
-        acc *= tl.load(scale_ptr + row)[:, None]
+            part = tl.dot(codes, tl.load(x), out_dtype=sums).to(tl.float32)
+            acc += part * tl.load(scale_at)[:, None]
+        weight += 64 * width
+        x += depth
+        scale_at += 64 * groups
+    if KIND == INT4:
+        at = start * (64 * groups) + inner
+        acc = _less_zeros(
+            acc * 512.0, scale_ptr + at, second_ptr + at, sum_ptr + first * groups * padded + token,
+            padded, steps * groups, ZERO,
+        )  # fmt: skip
+    elif KIND == NVFP4:
+        acc *= (8.0 * tl.load(second_ptr + row))[:, None]
+    elif groups == 0:
+        acc = acc.to(tl.float32) * tl.load(scale_ptr + row)[:, None]
     return acc * tl.load(token_scale_ptr + token)[None, :]
 
 
 @triton.jit
 def _product(
-    x_ptr, token_scale_ptr, packed_ptr, scale_ptr, tokens, out_ptr,
+    x_ptr, token_scale_ptr, sum_ptr, packed_ptr, scale_ptr, second_ptr, tokens, padded, out_ptr,
     n: tl.constexpr, k: tl.constexpr,
-    GATED: tl.constexpr, GROUP: tl.constexpr,
+    GATED: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """GATED: a tile is ROWS / 2 rows of gate and the same rows of up; n is half the weight's."""
+    """GATED: a tile is ROWS / 2 rows of gate and the same rows of up; n is half the weight's.
+
+    Programs of the same rows run side by side, so that a weight is read from memory once.
+    """
     split = tl.program_id(1)
     half: tl.constexpr = ROWS // 2
     lane = tl.arange(0, ROWS)
     if GATED:
-        row = tl.program_id(0) * half + lane % half + (lane // half) * n
+        row = tl.program_id(2) * half + lane % half + (lane // half) * n
     else:
-        row = tl.program_id(0) * ROWS + lane
-    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    steps: tl.constexpr = k // 128 // SPLITS
+        row = tl.program_id(2) * ROWS + lane
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    steps: tl.constexpr = k // (64 if KIND == NVFP4 else 128) // SPLITS
     acc = _accumulate(
-        x_ptr, token_scale_ptr, packed_ptr, scale_ptr, row, token, split * steps, steps,
-        k, GROUP, STAGES,
+        x_ptr, token_scale_ptr, sum_ptr, packed_ptr, scale_ptr, second_ptr, row, token,
+        split * steps, padded, steps, k, KIND, GROUP, ZERO, STAGES,
     )  # fmt: skip
     if GATED:
-        row = tl.program_id(0) * half + tl.arange(0, half)
+        row = tl.program_id(2) * half + tl.arange(0, half)
         store_gated(acc, out_ptr, row, token, tokens, n, half, TOKENS)
     else:
         out = out_ptr + (split * tokens + token[None, :]).to(tl.int64) * n + row[:, None]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=token[None, :] < tokens)
 
 
-@triton.jit
-def _bytes_of(low, high):
-    """float32 values to words of their e4m3 codes."""
-    low = low.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint16)
-    high = high.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint16)
-    return low | (high << 8)
-
-
-@triton.jit
-def _plane(
-    words, scale_ptr, zero_ptr, inverse,
-    GROUP: tl.constexpr, ZERO: tl.constexpr, plane: tl.constexpr,
-):  # fmt: skip
-    """A plane's weights over their rows' scales, in float32."""
-    group: tl.constexpr = plane * 32 // GROUP
-    scale = tl.load(scale_ptr + group * 64) * inverse
-    zero = 8.0
-    if ZERO != NO_ZERO:
-        zero = tl.load(zero_ptr + group * 64).to(tl.float32)[:, None]
-    return (((words >> (4 * plane)) & 15).to(tl.float32) - zero) * scale[:, None]
-
-
-@triton.jit
-def _int4_to_e4m3(
-    packed_ptr, scale_ptr, zero_ptr, row_scale_ptr, out_ptr,
-    tiles: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
-):  # fmt: skip
-    """One tile of 64 rows by 128 inputs, from packed nibbles to packed bytes."""
-    tile = tl.program_id(1)
-    at = (tile.to(tl.int64) * tiles + tl.program_id(0)) * 64
-    row = tl.arange(0, 64)
-    lane = tl.arange(0, 32)
-    inverse = 1.0 / tl.load(row_scale_ptr + tile * 64 + row)
-    words = tl.load(packed_ptr + (at + row)[:, None] * 32 + lane[None, :])
-    scale = scale_ptr + at * (128 // GROUP) + row
-    zero = zero_ptr + at * (128 // GROUP) + row
-    for plane in tl.static_range(2):
-        low = _plane(words, scale, zero, inverse, GROUP, ZERO, plane)
-        high = _plane(words, scale, zero, inverse, GROUP, ZERO, plane + 2)
-        out = out_ptr + (at + row)[:, None] * 64 + 32 * plane + lane[None, :]
-        tl.store(out, _bytes_of(low, high))
-
-
-def linear(x: Array, weight: Int4Weight | Fp8Weight, config: Config, dtype: DTypeLike) -> Array:
+def linear(x: Array, weight: QuantizedWeight, config: Config, dtype: DTypeLike) -> Array:
     """Partial sums [config.splits, tokens, out]: float32, or `dtype` where there is one part."""
     dtype = dtype if config.splits == 1 else jnp.float32
     shape = (config.splits, x.shape[0], weight.shape[0])
     return _launch(x, weight, config, jax.ShapeDtypeStruct(shape, dtype), gated=False)
 
 
-def gated_linear(x: Array, weight: Int4Weight | Fp8Weight, config: Config) -> Array:
+def gated_linear(x: Array, weight: QuantizedWeight, config: Config) -> Array:
     """[tokens, ffn] in x's dtype; `config.splits` must be 1."""
     shape = (x.shape[0], weight.shape[0] // 2)
     return _launch(x, weight, config, jax.ShapeDtypeStruct(shape, x.dtype), gated=True)
@@ -155,60 +302,48 @@ def gated_linear(x: Array, weight: Int4Weight | Fp8Weight, config: Config) -> Ar
 
 def _launch(
     x: Array,
-    weight: Int4Weight | Fp8Weight,
+    weight: QuantizedWeight,
     config: Config,
     out_type: jax.ShapeDtypeStruct,
     *,
     gated: bool,
 ) -> Array:
     tokens, k = x.shape
-    weight = weight if isinstance(weight, Fp8Weight) else to_fp8(weight)
+    if config.beforehand and not isinstance(weight, Fp8Weight | Int8Weight):
+        weight = to_fp8(weight)
     padded = triton.cdiv(tokens, config.tokens) * config.tokens
-    codes, token_scale = quantize_tokens(x, padded)
+    codes, token_scale, sums = _tokens(x, padded, weight)
     return triton_call(
-        codes, token_scale, weight.packed, weight.scale, tokens,
+        codes, token_scale, sums, *arrays(weight), tokens, padded,
         kernel=_product,
-        name=f"{'gated_' if gated else ''}linear_e4m3",
+        name=f"{'gated_' if gated else ''}linear_e4m3_{type(weight).__name__}",
         out_type=out_type,
-        grid=(weight.shape[0] // config.rows, config.splits, padded // config.tokens),
+        grid=(padded // config.tokens, config.splits, weight.shape[0] // config.rows),
         num_warps=config.num_warps,
-        n=out_type.shape[-1], k=k, GATED=gated, GROUP=weight.group,
+        n=out_type.shape[-1], k=k, GATED=gated, **kind(weight),
         TOKENS=config.tokens, ROWS=config.rows, SPLITS=config.splits, STAGES=config.num_stages,
     )  # fmt: skip
 
 
-def quantize_tokens(x: Array, padded: int) -> tuple[Array, Array]:
-    """e4m3 [padded, k] in the order of packed bytes, float32 scales [padded].
+def _tokens(x: Array, padded: int, weight: QuantizedWeight) -> tuple[Array, Array, Array]:
+    """e4m3 or int8 [padded, k], float32 scales [padded], and sums of what share integers' scales.
 
     Tokens past x's are zeros.
     """
     tokens, k = x.shape
+    in_bytes = isinstance(weight, Fp8Weight | Int8Weight)
+    group = 0 if in_bytes else weight.group if isinstance(weight, Int4Weight) else 128
+    dtype = jnp.int8 if isinstance(weight, Int8Weight) else jnp.float8_e4m3fn
     return triton_call(
-        x, tokens,
+        x, tokens, padded,
         kernel=_quantize_tokens,
         name="quantize_tokens",
         out_type=(
-            jax.ShapeDtypeStruct((padded, k), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((padded, k), dtype),
             jax.ShapeDtypeStruct((padded,), jnp.float32),
+            jax.ShapeDtypeStruct((k // group if group else 1, padded), jnp.float32),
         ),
         grid=(padded,),
         num_warps=8 if k > 4096 else 4,
-        k=k, BLOCK=triton.next_power_of_2(k),
+        k=k, BLOCK=triton.next_power_of_2(k), GROUP=group,
     )  # fmt: skip
-
-
-def to_fp8(weight: Int4Weight) -> Fp8Weight:
-    """A weight of 4 bits in e4m3, with scales that put the largest possible value at 448."""
-    out, k = weight.shape
-    scale = weight.largest() / E4M3_MAX
-    described = kind(weight)
-    packed = triton_call(
-        *arrays(weight), scale,
-        kernel=_int4_to_e4m3,
-        name="int4_to_e4m3",
-        out_type=jax.ShapeDtypeStruct((out // 64, k // 128, 64, 64), jnp.uint16),
-        grid=(k // 128, out // 64),
-        num_warps=4,
-        tiles=k // 128, GROUP=described["GROUP"], ZERO=described["ZERO"],
-    )  # fmt: skip
-    return Fp8Weight(packed, scale)

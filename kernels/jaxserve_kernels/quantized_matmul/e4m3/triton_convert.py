@@ -1,0 +1,138 @@
+"""Weights of 4 bits to e4m3 on a GPU, with a scale per row, for products of many tokens.
+
+Integers and their scales are rounded to e4m3's four significant bits. The values of MXFP4 fit
+exactly, because its scales are powers of two: all within 2 ** 14 of their row's largest. So do
+those of NVFP4 that are powers of two times their block's scale; the others (1.5, 3 and 6) have six
+significant bits and are rounded.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from jaxserve_kernels.quantized_matmul.triton import (
+    INT4,
+    NO_ZERO,
+    NVFP4,
+    arrays,
+    e4m3_byte,
+    kind,
+    power,
+)
+from jaxserve_kernels.triton_call import triton_call
+from jaxserve_kernels.weights import E4M3_MAX, Fp8Weight, Int4Weight, Mxfp4Weight, Nvfp4Weight
+
+type FourBitWeight = Int4Weight | Nvfp4Weight | Mxfp4Weight
+
+
+@triton.jit
+def _e2m1(code):
+    """float32 of the low four bits as e2m1: moved to their places, then the exponent corrected."""
+    bits = ((code & 8) << 28) | ((code & 7) << 22)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
+
+
+@triton.jit
+def _words_of(low, high):
+    """float32 values to words of their e4m3 codes."""
+    low = low.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint16)
+    high = high.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint16)
+    return low | (high << 8)
+
+
+@triton.jit
+def _int4_plane(
+    words, scale_ptr, zero_ptr, factor,
+    GROUP: tl.constexpr, ZERO: tl.constexpr, plane: tl.constexpr,
+):  # fmt: skip
+    """A plane's weights, times the factors of their rows."""
+    group: tl.constexpr = plane * 32 // GROUP
+    scale = tl.load(scale_ptr + group * 64) * factor
+    zero = 8.0
+    if ZERO != NO_ZERO:
+        zero = tl.load(zero_ptr + group * 64).to(tl.float32)[:, None]
+    return (((words >> (4 * plane)) & 15).to(tl.float32) - zero) * scale[:, None]
+
+
+@triton.jit
+def _nvfp4_plane(words, scales, plane: tl.constexpr):
+    scale = e4m3_byte(scales, plane) * 0.125
+    return _e2m1(words.to(tl.int32) >> (4 * plane)) * scale[:, None]
+
+
+@triton.jit
+def _mxfp4_plane(words, scales, largest, plane: tl.constexpr):
+    """`largest`: each row's largest exponent, which becomes 6, so that 6 * 2 ** 6 is the most."""
+    exponent = tl.maximum(((scales >> (8 * plane)) & 0xFF) - largest + (127 + 6), 0)
+    return _e2m1(words.to(tl.int32) >> (4 * plane)) * power(exponent)[:, None]
+
+
+@triton.jit
+def _to_e4m3(
+    packed_ptr, scale_ptr, zero_ptr, factor_ptr, out_ptr,
+    tiles: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+):  # fmt: skip
+    """One tile of 64 rows by 128 inputs, from packed nibbles to packed bytes."""
+    tile = tl.program_id(1)
+    at = (tile.to(tl.int64) * tiles + tl.program_id(0)) * 64
+    row = tl.arange(0, 64)
+    factor = tl.load(factor_ptr + tile * 64 + row)
+    out = out_ptr + (at + row)[:, None] * 64
+    if KIND == NVFP4:  # two tiles of 64 inputs: the low and the high bytes
+        lane = tl.arange(0, 16)[None, :]
+        low_words = tl.load(packed_ptr + (2 * at + row)[:, None] * 16 + lane)
+        high_words = tl.load(packed_ptr + (2 * at + 64 + row)[:, None] * 16 + lane)
+        low_scales = tl.load(scale_ptr + 2 * at + row)
+        high_scales = tl.load(scale_ptr + 2 * at + 64 + row)
+        for plane in tl.static_range(4):
+            low = _nvfp4_plane(low_words, low_scales, plane)
+            high = _nvfp4_plane(high_words, high_scales, plane)
+            tl.store(out + 16 * plane + lane, _words_of(low, high))
+    else:
+        lane = tl.arange(0, 32)[None, :]
+        words = tl.load(packed_ptr + (at + row)[:, None] * 32 + lane)
+        for plane in tl.static_range(2):
+            if KIND == INT4:
+                scale = scale_ptr + at * (128 // GROUP) + row
+                zero = zero_ptr + at * (128 // GROUP) + row
+                low = _int4_plane(words, scale, zero, factor, GROUP, ZERO, plane)
+                high = _int4_plane(words, scale, zero, factor, GROUP, ZERO, plane + 2)
+            else:
+                scales = tl.load(scale_ptr + at + row).to(tl.int32)
+                low = _mxfp4_plane(words, scales, factor, plane)
+                high = _mxfp4_plane(words, scales, factor, plane + 2)
+            tl.store(out + 32 * plane + lane, _words_of(low, high))
+
+
+def to_fp8(weight: FourBitWeight) -> Fp8Weight:
+    """The weight in e4m3, with scales that use e4m3's range up to its largest number."""
+    out, k = weight.shape
+    scale, factor = _row_scales(weight)
+    packed = triton_call(
+        *arrays(weight), factor,
+        kernel=_to_e4m3,
+        name="weight_to_e4m3",
+        out_type=jax.ShapeDtypeStruct((out // 64, k // 128, 64, 64), jnp.uint16),
+        grid=(k // 128, out // 64),
+        num_warps=4,
+        tiles=k // 128, **kind(weight),
+    )  # fmt: skip
+    return Fp8Weight(packed, scale)
+
+
+def _row_scales(weight: FourBitWeight) -> tuple[Array, Array]:
+    """Scales of the rows in e4m3, float32 [out / 64, 1, 64], and what the kernel needs of the rows:
+    factors of integers, largest exponents of MXFP4, nothing of NVFP4."""
+    match weight:
+        case Int4Weight():
+            scale = weight.largest() / E4M3_MAX
+            return scale, 1.0 / scale
+        case Nvfp4Weight():  # 6 * 448 / 8 is within e4m3, and eighths change no mantissa
+            return 8.0 * weight.row_scale, weight.row_scale
+        case Mxfp4Weight():
+            largest = weight.largest_exponent()
+            return jnp.ldexp(jnp.float32(1.0), largest - (127 + 6)), largest
