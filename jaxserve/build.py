@@ -39,7 +39,7 @@ from jaxserve.scheduler import Scheduler
 from jaxserve.startup import Timeline
 from jaxserve.weights import WeightPlan, plan_weights, weight_loader
 from jaxserve_checkpoints.staging import StagingProgram
-from jaxserve_kernels.kv_format import KVFormat, named
+from jaxserve_kernels.kv_format import KVFormat, expanded_tokens, max_chunk_context, named
 from jaxserve_kernels.paged_attention import tile_tokens
 
 log = logging.getLogger(__name__)
@@ -103,16 +103,34 @@ def plan_engine(options: Options, source: ModelSource) -> EnginePlan:
     weights = plan_weights(options, source, dtype, files, stacked=gpu)
     size, limit = memory.tree_bytes(weights.encoded), memory.device_limit(device)
     budget = options.kv_cache_memory_bytes
+    kv_format = named(options.kv_cache_dtype)
     if gpu:
-        left = memory.plan_gpu_cache(spec, dtype, buckets, weights=size, limit=limit)
+        left = memory.plan_gpu_cache(
+            spec,
+            dtype,
+            buckets,
+            weights=size,
+            limit=limit,
+            chunk_context=expanded_tokens(
+                kv_format,
+                scheduler.max_model_len,
+                step_tokens=buckets.prefill[-1],
+                sequences=scheduler.max_num_seqs,
+            ),
+        )
         budget = left if budget is None else budget
     else:
         budget = _CPU_KV_BYTES if budget is None else budget
         memory.check_host_memory(size, budget)
-    kv_format = named(options.kv_cache_dtype)
     cache = _cache_config(options, spec, kv_format, dtype, budget, scheduler, gpu=gpu)
     cache = replace(
         cache, identity=f"{source.names[0]} {jnp.dtype(dtype).name} {options.kv_cache_dtype}"
+    )
+    scheduler = replace(
+        scheduler,
+        max_chunk_context=max_chunk_context(
+            kv_format, scheduler.max_model_len, page_size=cache.page_size
+        ),
     )
     config = RunnerConfig(
         spec=spec,

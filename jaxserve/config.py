@@ -234,6 +234,8 @@ class SchedulerConfig:
     """Seconds to the first token that requests without a deadline of their own have, if any."""
     max_itl: float = 0.05
     """Seconds that a step with a prefill chunk may take while sequences decode."""
+    max_chunk_context: int | None = None
+    """Tokens, in whole pages, that the chunks of one step may see together; None: any number."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "max_queued"):
@@ -248,6 +250,11 @@ class SchedulerConfig:
             raise ConfigError(f"the scheduling policy is {self.policy!r}, known: {POLICIES}")
         if self.max_itl <= 0:
             raise ConfigError(f"max_itl must be positive, got {self.max_itl} seconds")
+        if self.max_chunk_context is not None and self.max_chunk_context < self.max_model_len:
+            raise ConfigError(
+                f"max_chunk_context ({self.max_chunk_context}) must be at least max_model_len "
+                f"({self.max_model_len}): otherwise a long prompt would wait for ever"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

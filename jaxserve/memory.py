@@ -77,11 +77,20 @@ def device_limit(device: Any) -> int:
 
 
 def plan_gpu_cache(
-    spec: ModelSpec, dtype: DTypeLike, buckets: Buckets, *, weights: int, limit: int
+    spec: ModelSpec,
+    dtype: DTypeLike,
+    buckets: Buckets,
+    *,
+    weights: int,
+    limit: int,
+    chunk_context: int = 0,
 ) -> int:
     """Bytes for the KV cache: what weights, the steps' scratch (estimated) and a reserve leave.
 
     It depends on nothing that changes from start to start, because programs depend on it.
+
+    Args:
+      chunk_context: tokens whose keys and values a mixed step expands, one layer at a time.
 
     Raises:
       ConfigError: the weights alone do not fit.
@@ -97,7 +106,8 @@ def plan_gpu_cache(
     activations = tokens * (4 * spec.ffn + 4 * spec.q_size + 8 * spec.embed) * itemsize
     scores = rows * spec.vocab_size * 4 * 4
     tables = slot_tables.num_bytes(slot_tables.abstract(rows, spec.vocab_size))
-    free = limit - weights - activations - scores - tables - RESERVE
+    expanded = chunk_context * spec.kv_bytes_per_token(itemsize) // spec.num_layers
+    free = limit - weights - activations - scores - tables - expanded - RESERVE
     return free // _ROUNDING * _ROUNDING
 
 

@@ -38,7 +38,7 @@ from jaxserve.plan import Admission, PageEntry, Row, StepPlan
 from jaxserve.runner import Pending, Runner, RunnerConfig, on_compile
 from jaxserve.scheduler import Scheduler
 from jaxserve_checkpoints.dummy import dummy_params
-from jaxserve_kernels.kv_format import NAMES, fixed_bytes, named, page_bytes
+from jaxserve_kernels.kv_format import NAMES, fixed_bytes, max_chunk_context, named, page_bytes
 
 DENSE_PAGE = 64
 
@@ -138,7 +138,10 @@ def make_runner(
             kv_format, one_page, jnp.bfloat16, int(args.kv_gib * 2**30), 16_384
         ),
         scheduler=SchedulerConfig(
-            max_num_seqs=most, max_model_len=16_384, max_num_batched_tokens=2048
+            max_num_seqs=most,
+            max_model_len=16_384,
+            max_num_batched_tokens=2048,
+            max_chunk_context=max_chunk_context(kv_format, 16_384, page_size=page_size),
         ),
         buckets=Buckets(decode=tuple(sorted(args.clients)), prefill=(64, 512, 2048)),
         dtype=jnp.bfloat16,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterable
 
@@ -68,7 +69,7 @@ class Scheduler:
     **Why it ends.** The first in rank of those that run is never preempted, and `limit` lets no
     sequence outgrow the whole pool. It goes without a row only while no page is free and nobody
     else can be preempted: then the others end with a step in flight, or are in their prefill,
-    whose pages they all have. Prefills advance in every step, because decode rows leave room for
+    whose pages they all have. The first prefill advances in every step: decode rows leave room for
     a token (a sequence in its prefill has a slot, and slots are not more than tokens of a step).
     Only sequences that have sampled since their admission are preempted, so each recomputation
     yields at least one token; and who was preempted is admitted again only when there is room for
@@ -90,6 +91,8 @@ class Scheduler:
         self._cache = cache
         self._clock = clock
         self._page_size = cache.page_size
+        context = config.max_chunk_context
+        self._chunk_pages = sys.maxsize if context is None else self._pages_of(context)
         self._holdings = Holdings(config, cache)
         self._budget = TokenBudget(
             times, max_tokens=config.max_num_batched_tokens, max_itl=config.max_itl
@@ -185,12 +188,15 @@ class Scheduler:
         pending = self._pending(prefilling)
         queued = len(prefilling) + len(self._waiting) - len(pending)
         budget = self._budget.chunk_tokens(decodes, pending, queued)
+        room = self._chunk_pages
         for seq in prefilling:
-            if budget:
+            if budget and self._pages_of(min(seq.prefill_end, seq.computed + budget)) <= room:
                 budget -= self._plan_chunk(seq, budget, rows)
-        while budget and (seq := self._admit(entries)):
+                room -= self._pages_of(seq.computed)
+        while budget and (seq := self._admit(entries, room)):
             admissions.append(admission(seq))
             budget -= self._plan_chunk(seq, budget, rows)
+            room -= self._pages_of(seq.computed)
         if not rows:
             return None
         return StepPlan(rows=tuple(rows), admissions=tuple(admissions), pages=tuple(entries))
@@ -261,13 +267,21 @@ class Scheduler:
         self._holdings.publish(seq)
         return rows[-1].num_tokens
 
-    def _admit(self, entries: list[PageEntry]) -> Sequence | None:
-        """Give the first in the queue a slot and the pages of all its tokens, if they are there."""
+    def _pages_of(self, tokens: int) -> int:
+        return -(-tokens // self._page_size)
+
+    def _admit(self, entries: list[PageEntry], room: int) -> Sequence | None:
+        """Give the first in the queue a slot and the pages of all its tokens, if they are there.
+
+        The chunks of this step may see `room` pages more.
+        """
         now = self._clock()
         seq = self._waiting.first()
         if seq is None or seq is self._blocked or seq.in_flight:
             return None
         if not self._holdings.num_free_slots or seq.guided_to_wait:
+            return None
+        if self._pages_of(len(seq.tokens)) > room:
             return None
         hit = self._holdings.cached_pages(seq)
         if not has_room(seq, hit, self._running.values(), self._holdings, self._lengths):

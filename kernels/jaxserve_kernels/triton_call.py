@@ -28,12 +28,25 @@ _library: Any = triton_lib.triton_kernel_call_lib
 _TritonKernel: Any = _library.TritonKernel
 
 
+_MOST_SHARED_MEMORY = {
+    80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376
+}  # fmt: skip
+"""Bytes that one block may have, by compute capability."""
+
+
 def _without_ttir(*args: Any) -> Any:
     """A kernel's record without its Triton source form, which is there for dumps only.
 
     Each of the 300 calls of a step has a copy of the record, in memory as long as the program.
+    A kernel that the card could not start is refused here, where no card is needed.
     """
     name, num_warps, num_ctas, shared_memory, ptx, _ttir, *rest = args
+    most = _MOST_SHARED_MEMORY.get(rest[0], shared_memory)
+    if shared_memory > most:
+        raise ValueError(
+            f"the kernel {name} asks for {shared_memory:,} bytes of shared memory, and a GPU of "
+            f"compute capability {rest[0] / 10} has {most:,}: use smaller blocks or fewer stages"
+        )
     return _TritonKernel(name, num_warps, num_ctas, shared_memory, ptx, "", *rest)
 
 
@@ -58,7 +71,7 @@ def _compile_kernel(
         options={name: value for name, value in options.items() if name in known},
     )
     found: Any = compiled.metadata
-    kernel = triton_lib.triton_kernel_call_lib.TritonKernel(
+    kernel = _library.TritonKernel(
         found.name, found.num_warps, found.num_ctas, found.shared, compiled.asm["ptx"], "",
         target.arch,
     )  # fmt: skip

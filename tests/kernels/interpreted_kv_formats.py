@@ -23,8 +23,8 @@ from tests.kernels.kv_steps import EPS, LAYER, Sequences
 GROUP = 16
 DECODE = ((33, 0, 15, 47), (1, 1, 1, 1), 1)
 """Two of four tokens fill a page."""
-PREFILL = ((33, 0, 15), (5, 40, 30), 16)
-"""Chunks that begin and end inside pages and cross several."""
+PREFILL = ((33, 0, 15, 31), (5, 40, 30, 1), 16)
+"""Chunks that begin and end inside pages and cross several; beside them a token that fills one."""
 
 
 @pytest.mark.parametrize("work", [DECODE, PREFILL], ids=["decode", "prefill"])
@@ -50,7 +50,7 @@ def test_attention_and_what_it_leaves(kv_format: KVFormat, work: tuple[Any, ...]
             )(qkv, kv, tables, step)
 
     _, kv = reference(kv, sequences.step((0,) * len(starts), starts, 8), 8)
-    step = sequences.step(starts, counts, tile_size, padding=2)
+    step = sequences.step(starts, counts, tile_size, padding=2, apart=tile_size > 1)
     expected, left = reference(kv, step, tile_size)
     qkv, tables = sequences.projections(step)
     kernels = eight_bit if kv_format.name in ("int8", "fp8_e4m3") else kvarn

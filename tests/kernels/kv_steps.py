@@ -73,34 +73,49 @@ class Sequences:
         return jnp.asarray(weights[0], self.dtype), jnp.asarray(weights[1], self.dtype)
 
     def step(
-        self, starts: tuple[int, ...], counts: tuple[int, ...], tile_size: int, padding: int = 0
+        self,
+        starts: tuple[int, ...],
+        counts: tuple[int, ...],
+        tile_size: int,
+        padding: int = 0,
+        *,
+        apart: bool = False,
     ) -> AttentionStep:
-        """Sequence i computes counts[i] tokens from position starts[i] on."""
+        """Sequence i computes counts[i] tokens from position starts[i] on.
+
+        With `apart`, sequences of one token are `singles`.
+        """
         spare = len(self.lengths)
         slots = np.repeat(np.arange(spare), counts)
         positions = np.concatenate(
             [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
         )
         tiles: list[tuple[int, int, int, int]] = []
+        singles: list[tuple[int, int, int, int]] = []
         first = 0
         for slot, (start, count) in enumerate(zip(starts, counts, strict=True)):
             for offset in range(0, count, tile_size):
                 length = min(tile_size, count - offset)
-                tiles.append((first + offset, length, slot, start + offset))
+                kind = singles if apart and count == 1 else tiles
+                kind.append((first + offset, length, slot, start + offset))
             first += count
-        tiles += [(0, 0, spare, 0)] * (1 + padding)
+        for kind in (tiles, singles):
+            kind += [(0, 0, spare, 0)] * (1 + padding)
         slots = np.append(slots, [spare] * padding).astype(int)
         positions = np.append(positions, [0] * padding).astype(int)
 
         def ints(values: Any) -> Array:
             return jnp.asarray(np.asarray(values), jnp.int32)
 
+        def columns(tiles: list[tuple[int, int, int, int]]) -> QueryTiles:
+            return QueryTiles(*(ints(column) for column in zip(*tiles, strict=True)))
+
         return AttentionStep(
             slots=ints(slots),
             positions=ints(positions),
             pages=ints(self.page_table[slots, positions // self.page_size]),
             offsets=ints(positions % self.page_size),
-            tiles=QueryTiles(*(ints(column) for column in zip(*tiles, strict=True))),
+            tiles=columns(tiles)._replace(singles=columns(singles) if apart else None),
             page_table=ints(self.page_table),
             cached=ints([0] * (spare + 1)),
         )

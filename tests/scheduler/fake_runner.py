@@ -71,6 +71,11 @@ class FakeRunner:
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         chunks = [bool(row.tokens) for row in plan.rows]
         assert chunks == sorted(chunks), "decodes come first"
+        pages = sum(
+            -(-(row.start + row.num_tokens) // self.page_size) for row in plan.rows if row.tokens
+        )
+        most = self.config.max_chunk_context
+        assert most is None or pages <= -(-most // self.page_size), "chunks see too much"
         slots = [row.slot for row in plan.rows]
         assert len(set(slots)) == len(slots), "two rows in one slot"
         admitted = [admission.slot for admission in plan.admissions]

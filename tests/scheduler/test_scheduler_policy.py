@@ -34,6 +34,7 @@ def scheduler(
     page_size: int = 2,
     queued: int = 1024,
     prefix_caching: bool = False,
+    chunk_context: int | None = None,
 ) -> Scheduler:
     config = SchedulerConfig(
         max_num_seqs=seqs,
@@ -41,6 +42,7 @@ def scheduler(
         max_num_batched_tokens=tokens,
         max_queued=queued,
         prefix_caching=prefix_caching,
+        max_chunk_context=chunk_context,
     )
     cache = CacheConfig(num_pages=pages + 1, page_size=page_size)
     return Scheduler(config, cache, lengths=Optimist(), clock=lambda: 1.0)
@@ -118,6 +120,18 @@ def test_decodes_come_first_and_prefill_chunks_take_the_rest_of_the_budget() -> 
     fourth = planned(sched)
     assert shape(fourth) == [(0, 5, 1), (1, 6, 1), (2, 0, 2)]
     assert [row.samples for row in fourth.rows] == [True, True, True]
+
+
+def test_the_chunks_of_a_step_see_no_more_context_together_than_the_kv_format_expands() -> None:
+    """10 tokens are 5 pages: a's whole prompt, or what c and d have done by then."""
+    sched = scheduler(tokens=8, model_len=10, chunk_context=10)
+    for name, prompt in (("a", 9), ("b", 9), ("c", 3), ("d", 4)):
+        sched.add(request(name, prompt, max_tokens=1))
+    assert shape(planned(sched)) == [(0, 0, 8)]
+    assert shape(planned(sched)) == [(0, 8, 1)]  # b would see 5 pages more
+    assert shape(planned(sched)) == [(1, 0, 8)]
+    assert shape(planned(sched)) == [(1, 8, 1)]
+    assert shape(planned(sched)) == [(2, 0, 3), (3, 0, 4)]
 
 
 def test_chunks_carry_the_tokens_of_the_prompt_and_decodes_carry_none() -> None:

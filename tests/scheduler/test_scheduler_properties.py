@@ -77,6 +77,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         max_model_len=draw(st.sampled_from([24, 19] if long_outputs else [24, 16, 9])),
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 20)),
         prefix_caching=draw(st.sampled_from([True, True, True, False])),
+        max_chunk_context=draw(st.sampled_from([None, None, 24])),
     )
     page_size = draw(st.sampled_from([2, 1] if long_outputs else [2, 4, 1]))
     pool_tokens = draw(st.integers(10, 24) if long_outputs else st.integers(8, 32))

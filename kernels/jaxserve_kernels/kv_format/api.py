@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from jax import Array
 
-from jaxserve_kernels.kv_format import dense, eight_bit, kvarn
-from jaxserve_kernels.kv_format.base import AttentionStep
+from jaxserve_kernels.kv_format import chunks, dense, eight_bit, kvarn
+from jaxserve_kernels.kv_format.base import AttentionStep, KVFormat
+from jaxserve_kernels.kv_format.dense import Dense
 from jaxserve_kernels.kv_format.eight_bit import Fp8KV, Int8KV
-from jaxserve_kernels.kv_format.kvarn import KVarNKV
+from jaxserve_kernels.kv_format.kvarn import KVarN, KVarNKV
 
 type KV = Array | Int8KV | Fp8KV | KVarNKV
 """The arrays of a cache, in any format."""
@@ -41,13 +42,30 @@ def attend(
     Returns:
       [tokens, q_heads, head_dim] in the activations' dtype, and kv.
     """
-    if not isinstance(kv, Array):  # one kernel for chunks and decodes
-        step = step._replace(tiles=step.tiles.in_one_list())
     if isinstance(kv, Int8KV | Fp8KV):
         return eight_bit.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
     if isinstance(kv, KVarNKV):
         return kvarn.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
     return dense.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
+
+
+def max_chunk_context(kv_format: KVFormat, max_model_len: int, *, page_size: int) -> int | None:
+    """Tokens, in whole pages, that the chunks of one step may see together; None: any number."""
+    if isinstance(kv_format, Dense):
+        return None
+    return chunks.capacity(-(-max_model_len // page_size) * page_size)
+
+
+def expanded_tokens(
+    kv_format: KVFormat, max_model_len: int, *, step_tokens: int, sequences: int
+) -> int:
+    """Tokens whose keys and values a mixed step holds in full precision, one layer at a time."""
+    if isinstance(kv_format, Dense):
+        return 0
+    context = chunks.capacity(max_model_len)
+    if isinstance(kv_format, KVarN):
+        context += kv_format.group * kvarn.chunk_pages(step_tokens, sequences, kv_format.group)
+    return context
 
 
 def page_size(kv: KV) -> int:

@@ -1,13 +1,15 @@
 """8-bit keys and values: quantised where they are written, dequantised inside attention.
 
-Scales never touch keys or values: the keys' multiply scores, the values' probabilities (int8) or
-the result (fp8). One program of the attention per query tile, KV head and split of the context, as
-in `paged_attention`; a head is two halves because its bytes lie in pairs.
+Of single tokens, scales never touch keys or values: the keys' multiply scores, the values'
+probabilities (int8) or the result (fp8). One program per token, KV head and split of the context,
+as in `paged_attention`; a head is two halves because its bytes lie in pairs. Chunks see what
+`_expand` makes of their pages.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +17,18 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from jaxserve_kernels import target
+from jaxserve_kernels.kv_format import chunks
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
 from jaxserve_kernels.kv_format.triton_parts import (
     LOG2_E,
-    capability,
     head_halves,
-    merge_splits,
     round_even,
+    rows,
+    split_attention,
 )
+from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
 from jaxserve_kernels.paged_attention.config import Config
 from jaxserve_kernels.triton_call import triton_call
 
@@ -130,11 +135,11 @@ def _halves(words, FP8: tl.constexpr, FAST: tl.constexpr):
 @triton.jit
 def _visit(
     block, q_low, q_high, peak, weight, acc_low, acc_high, words_ptr, scales_ptr, table, width,
-    first_page, kv_head, row_position, scale,
+    first_page, kv_head, last, scale,
     kv_heads: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-    FP8: tl.constexpr, FAST: tl.constexpr, MASK: tl.constexpr,
+    FP8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """One block of KEYS keys: the streamed softmax of the rows moves on."""
+    """One block of KEYS keys, of which those up to position `last` count."""
     key_position = block * KEYS + tl.arange(0, KEYS)
     dim = tl.arange(0, HALF)
     if PAGE >= KEYS:
@@ -152,9 +157,7 @@ def _visit(
         scores *= scale
     else:
         scores *= (tl.load(scales_ptr + kv_row) * scale)[None, :]
-    last = tl.max(row_position, axis=0)
-    if MASK:
-        scores = tl.where(key_position[None, :] <= row_position[:, None], scores, -1.0e30)
+    scores = tl.where(key_position[None, :] <= last, scores, -1.0e30)
     new_peak = tl.maximum(peak, tl.max(scores, axis=1))
     probs = tl.exp2(scores - new_peak[:, None])
     shrink = tl.exp2(peak - new_peak)
@@ -162,15 +165,11 @@ def _visit(
     v_row = kv_row + PAGE
     values = words_ptr + v_row[:, None] * HALF + dim[None, :]
     # What an earlier owner left past the end may be anything, even NaN.
-    if MASK and FP8:
+    if FP8:
         words = tl.load(values, mask=key_position[:, None] <= last, other=0)
     else:
         words = tl.load(values)
-    if not FP8:
-        if MASK:
-            probs *= tl.load(scales_ptr + v_row, mask=key_position <= last, other=0.0)[None, :]
-        else:
-            probs *= tl.load(scales_ptr + v_row)[None, :]
+        probs *= tl.load(scales_ptr + v_row, mask=key_position <= last, other=0.0)[None, :]
     v_low, v_high = _halves(words, FP8, FAST)
     probs = probs.to(v_low.dtype)
     acc_low = tl.dot(probs, v_low, acc_low * shrink[:, None], input_precision="ieee")
@@ -183,7 +182,7 @@ def _attend(
     q_ptr, words_ptr, scales_ptr, layer, table_ptr, first_ptr, length_ptr, slot_ptr,
     position_ptr, out_ptr, peak_ptr, weight_ptr,
     num_pages, table_stride, scale: tl.constexpr,
-    q_heads: tl.constexpr, kv_heads: tl.constexpr, tile_size: tl.constexpr,
+    q_heads: tl.constexpr, kv_heads: tl.constexpr,
     ROWS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
@@ -191,17 +190,15 @@ def _attend(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     group: tl.constexpr = q_heads // kv_heads
-    length = tl.load(length_ptr + tile)
-    if length > 0:
+    if tl.load(length_ptr + tile) > 0:
         position = tl.load(position_ptr + tile)
         first = tl.load(first_ptr + tile).to(tl.int64)
         table = table_ptr + tl.load(slot_ptr + tile).to(tl.int64) * table_stride
         first_page = (layer * num_pages).to(tl.int64)
         row = tl.arange(0, ROWS)
         dim = tl.arange(0, HALF)
-        token = row // group
-        valid = token < tl.minimum(length, tile_size)
-        q_row = (first + token) * q_heads + kv_head * group + row % group
+        valid = row < group
+        q_row = first * q_heads + kv_head * group + row
         q_at = q_ptr + q_row[:, None] * (2 * HALF) + dim[None, :]
         q_low = tl.load(q_at, mask=valid[:, None], other=0.0)
         q_high = tl.load(q_at + HALF, mask=valid[:, None], other=0.0)
@@ -211,7 +208,6 @@ def _attend(
         elif not FAST:
             q_low = q_low.to(tl.float32)
             q_high = q_high.to(tl.float32)
-        row_position = position + tl.minimum(token, length - 1)
         score_scale = scale * 1.0
         result_scale = 1.0
         if FP8:
@@ -219,28 +215,18 @@ def _attend(
             score_scale = tl.load(scales) * scale
             result_scale = tl.load(scales + 1)
 
-        blocks = tl.cdiv(position + length, KEYS)
+        blocks = position // KEYS + 1
         per_split = tl.cdiv(blocks, SPLITS)
         begin = split * per_split
-        end = tl.minimum(begin + per_split, blocks)
         peak = tl.full([ROWS], -1.0e30, tl.float32)
         weight = tl.zeros([ROWS], tl.float32)
         acc_low = tl.zeros([ROWS, HALF], tl.float32)
         acc_high = tl.zeros([ROWS, HALF], tl.float32)
-        masked_from = begin
-        if ROWS > 16:  # long tiles: only the last blocks hold keys that a row must not see
-            masked_from = tl.maximum(tl.minimum((position + 1) // KEYS, end), begin)
-            for block in tl.range(begin, masked_from, num_stages=STAGES):
-                peak, weight, acc_low, acc_high = _visit(
-                    block, q_low, q_high, peak, weight, acc_low, acc_high, words_ptr, scales_ptr,
-                    table, table_stride, first_page, kv_head, row_position, score_scale,
-                    kv_heads, HALF, PAGE, KEYS, FP8, FAST, False,
-                )  # fmt: skip
-        for block in tl.range(masked_from, end, num_stages=STAGES):
+        for block in tl.range(begin, tl.minimum(begin + per_split, blocks), num_stages=STAGES):
             peak, weight, acc_low, acc_high = _visit(
                 block, q_low, q_high, peak, weight, acc_low, acc_high, words_ptr, scales_ptr,
-                table, table_stride, first_page, kv_head, row_position, score_scale,
-                kv_heads, HALF, PAGE, KEYS, FP8, FAST, True,
+                table, table_stride, first_page, kv_head, position, score_scale,
+                kv_heads, HALF, PAGE, KEYS, FP8, FAST,
             )  # fmt: skip
 
         acc_low *= result_scale
@@ -259,6 +245,32 @@ def _attend(
             tl.store(weight_ptr + part, weight, mask=valid)
 
 
+@triton.jit
+def _expand(
+    words_ptr, scales_ptr, page_ptr, taken_ptr, out_ptr, layer, num_pages,
+    kv_heads: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+    FP8: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of one head in page after page, times their scales."""
+    kv_head = tl.program_id(1)
+    row = tl.arange(0, 2 * PAGE)  # keys, then values
+    dim = tl.arange(0, HALF)[None, :]
+    first_page = (layer * num_pages).to(tl.int64)
+    for place in range(tl.program_id(0), tl.load(taken_ptr), tl.num_programs(0)):
+        page = first_page + tl.load(page_ptr + place)
+        source = (page * kv_heads + kv_head) * (2 * PAGE) + row
+        low, high = _halves(tl.load(words_ptr + source[:, None] * HALF + dim), FP8, FAST)
+        if FP8:
+            scale = tl.load(scales_ptr + (layer * kv_heads + kv_head) * 2 + row // PAGE)[:, None]
+        else:
+            scale = tl.load(scales_ptr + source)[:, None]
+        dtype = out_ptr.dtype.element_ty
+        target = (place * kv_heads + kv_head).to(tl.int64) * (2 * PAGE) + row
+        at = out_ptr + target[:, None] * (2 * HALF) + dim
+        tl.store(at, (low.to(tl.float32) * scale).to(dtype))
+        tl.store(at + HALF, (high.to(tl.float32) * scale).to(dtype))
+
+
 def attend[Cache: Int8KV | Fp8KV](
     qkv: Array,
     kv: Cache,
@@ -271,7 +283,16 @@ def attend[Cache: Int8KV | Fp8KV](
     tile_size: int,
 ) -> tuple[Array, Cache]:
     q, kv = write(qkv, kv, layer, norms, tables, step, eps=eps)
-    return read(q, kv, layer, step, tile_size=tile_size), kv
+    if tile_size == 1:
+        result = read(q, kv, layer, step.page_table, step.tiles.in_one_list())
+        assert result is not None
+        return result, kv
+    result = _read_chunks(q, kv, layer, step, tile_size)
+    if step.tiles.singles is None:
+        return result, kv
+    out = jax.new_ref(result)
+    read(q, kv, layer, step.page_table, step.tiles.singles, out)
+    return jax.freeze(out), kv
 
 
 def write[Cache: Int8KV | Fp8KV](
@@ -307,11 +328,8 @@ def write[Cache: Int8KV | Fp8KV](
     return q, kv if fp8 else kv._replace(scales=jax.freeze(scales))
 
 
-def heuristic(*, tiles: int, kv_heads: int, rows: int, pages_per_seq: int, fp8: bool) -> Config:
-    """A configuration for `rows` query rows (tokens x heads per KV head) in each tile."""
-    if rows > 16:
-        warps = 4 if fp8 or rows < 128 else 8
-        return Config(splits=1, num_warps=warps, num_stages=2)
+def heuristic(*, tiles: int, kv_heads: int, pages_per_seq: int) -> Config:
+    """A configuration for so many single tokens."""
     wanted = max(1, min(_TARGET_PROGRAMS // (tiles * kv_heads), pages_per_seq, 32))
     warps = 2 if tiles * kv_heads > 2 * _TARGET_PROGRAMS else 4
     return Config(splits=1 << (wanted.bit_length() - 1), num_warps=warps, num_stages=3)
@@ -321,50 +339,65 @@ def read(
     q: Array,
     kv: Int8KV | Fp8KV,
     layer: int,
-    step: AttentionStep,
-    *,
-    tile_size: int,
+    page_table: Array,
+    tiles: QueryTiles,
+    out: jax.Ref | None = None,
     config: Config | None = None,
-) -> Array:
-    """Attention of q [tokens, q_heads, head_dim] over what is in the cache."""
+) -> Array | None:
+    """Attention of single tokens, q [tokens, q_heads, head_dim]: returned, or stored in `out`."""
     num_pages, kv_heads, _, page_size, half = kv.words.shape[1:]
-    q_heads = q.shape[1]
-    tiles, page_table = step.tiles, step.page_table
     num_tiles = tiles.first.shape[0]
-    rows = tile_size * (q_heads // kv_heads)
-    fp8 = isinstance(kv, Fp8KV)
     config = config or heuristic(
-        tiles=num_tiles, kv_heads=kv_heads, rows=rows, pages_per_seq=page_table.shape[1], fp8=fp8
+        tiles=num_tiles, kv_heads=kv_heads, pages_per_seq=page_table.shape[1]
     )
-    padded_rows = max(16, triton.next_power_of_2(rows))
-    splits = config.splits
-    out_type = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    parts = (num_tiles, kv_heads, splits, padded_rows)
-    statistics = jax.ShapeDtypeStruct((math.prod(parts) if splits > 1 else 1,), jnp.float32)
-    partial = jax.ShapeDtypeStruct((*parts, 2 * half), jnp.float32)
-    out, peak, weight = triton_call(
-        q, kv.words, kv.scales, layer, page_table, *tiles[:4],
-        kernel=_attend,
-        name="paged_attention_8_bit",
-        out_type=(out_type if splits == 1 else partial, statistics, statistics),
-        grid=(num_tiles, kv_heads, splits),
-        num_warps=config.num_warps,
-        num_pages=num_pages, table_stride=page_table.shape[1],
-        scale=(2 * half) ** -0.5 * LOG2_E,
-        q_heads=q_heads, kv_heads=kv_heads, tile_size=tile_size,
-        ROWS=padded_rows, HALF=half, PAGE=page_size, KEYS=64,
-        SPLITS=splits, STAGES=config.num_stages,
-        FP8=fp8, FAST=q.dtype == jnp.bfloat16 and capability() >= (89 if fp8 else 80),
-    )  # fmt: skip
-    if splits == 1:
-        return out
-    return triton_call(
-        out, peak, weight, tiles.first, tiles.length,
-        kernel=merge_splits,
-        name="paged_attention_merge",
-        out_type=out_type,
-        grid=(num_tiles, q_heads, tile_size),
+
+    def launch(given: tuple[jax.Ref, ...], types: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
+        return triton_call(
+            q, kv.words, kv.scales, layer, page_table, *tiles[:4], *given,
+            kernel=_attend,
+            name="paged_attention_8_bit",
+            out_type=types,
+            grid=(num_tiles, kv_heads, config.splits),
+            num_warps=config.num_warps,
+            num_pages=num_pages, table_stride=page_table.shape[1],
+            scale=(2 * half) ** -0.5 * LOG2_E,
+            q_heads=q.shape[1], kv_heads=kv_heads,
+            ROWS=rows(q, kv_heads), HALF=half, PAGE=page_size, KEYS=64,
+            SPLITS=config.splits, STAGES=config.num_stages, **_numbers(q, kv),
+        )  # fmt: skip
+
+    return split_attention(launch, q, tiles, kv_heads, config.splits, out)
+
+
+def _read_chunks(
+    q: Array, kv: Int8KV | Fp8KV, layer: int, step: AttentionStep, tile_size: int
+) -> Array:
+    """Attention of the tiles that are not single tokens."""
+    num_pages, kv_heads, _, page_size, half = kv.words.shape[1:]
+    slots, width = step.page_table.shape
+    each = chunks.of_tiles(step.tiles, slots)
+    places = chunks.divide(
+        (each.end + page_size - 1) // page_size, chunks.capacity(width * page_size) // page_size
+    )
+    count = places.slot.shape[0]
+    pages = step.page_table.at[places.slot, places.number].get(mode="clip")
+    expanded = triton_call(
+        kv.words, kv.scales, pages, places.taken,
+        kernel=_expand,
+        name="expand_8_bit",
+        out_type=jax.ShapeDtypeStruct((1, count, kv_heads, 2, page_size, 2 * half), q.dtype),
+        grid=(min(count, chunks.PROGRAMS // kv_heads), kv_heads),
         num_warps=4,
-        q_heads=q_heads, kv_heads=kv_heads,
-        ROWS=padded_rows, DIM=2 * half, SPLITS=splits,
+        layer=layer, num_pages=num_pages,
+        kv_heads=kv_heads, HALF=half, PAGE=page_size, **_numbers(q, kv),
     )  # fmt: skip
+    table = jnp.minimum(places.first[:, None] + jnp.arange(width, dtype=jnp.int32), count - 1)
+    tiles = step.tiles._replace(singles=None)
+    return paged_attention(q, expanded, 0, table, tiles, tile_size=tile_size)
+
+
+def _numbers(q: Array, kv: Int8KV | Fp8KV) -> dict[str, bool]:
+    """Which numbers the bytes are, and whether there are instructions that convert them."""
+    fp8 = isinstance(kv, Fp8KV)
+    fast = q.dtype == jnp.bfloat16 and target.compute_capability() >= (89 if fp8 else 80)
+    return {"FP8": fp8, "FAST": fast}

@@ -59,6 +59,11 @@ def split_scales(scales: Array, head_dim: int) -> Scales:
     return Scales(*jnp.split(scales, ends, axis=-1))
 
 
+def chunk_pages(step_tokens: int, sequences: int, group: int) -> int:
+    """The most pages that the chunks of a step can be in, each of two tokens or more."""
+    return -(-step_tokens // group) + 2 * min(sequences, step_tokens // 2)
+
+
 def pack(codes: Array, bits: int) -> Array:
     """uint8 [..., tokens, head_dim] to int16 words, as KVarNKV describes."""
     *outer, tokens, head_dim = codes.shape

@@ -88,7 +88,7 @@ def attend_rotated(
 ) -> Array:
     """Attention in the rotated basis, float32 [tokens, q_heads, head_dim]."""
     num_tokens, q_heads, head_dim = q.shape
-    kv_heads, group, tiles = kv.raw.shape[3], kv.group, step.tiles
+    kv_heads, group, tiles = kv.raw.shape[3], kv.group, step.tiles.in_one_list()
     tokens, positions = tile_tokens(tiles, tile_size, num_tokens)
     queries = q.at[tokens].get(mode="fill", fill_value=0).astype(jnp.float32)
     queries = queries.reshape(-1, tile_size, kv_heads, q_heads // kv_heads, head_dim)

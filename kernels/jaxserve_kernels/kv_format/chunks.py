@@ -1,0 +1,71 @@
+"""Chunks of prompts over a quantised cache: their contexts in full precision for one step.
+
+A chunk reads its context once for every query tile, and codes would be converted as often. So the
+pages that a step's chunks see are converted once per layer, into a scratch cache of the dense
+format, and attention over that is `paged_attention`. Which pages those are is data: the scratch has
+a fixed size, and the scheduler keeps a step's chunks within it (`capacity`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxserve_kernels.paged_attention import QueryTiles
+
+PROGRAMS = 528
+"""That convert pages, in turn: four for each of an H100's multiprocessors."""
+
+_LEAST = 65_536
+
+
+def capacity(max_model_len: int) -> int:
+    """Tokens, in whole pages, that all chunks of one step may see together."""
+    return max(_LEAST, max_model_len)
+
+
+class Chunks(NamedTuple):
+    """The chunks of a step by slot; int32 [slots], 0 where a slot has none."""
+
+    start: Array
+    """Position of the chunk's first token."""
+    end: Array
+    """Position after its last token: its context."""
+    shift: Array
+    """What added to a position gives the token's number within the step."""
+
+
+def of_tiles(tiles: QueryTiles, slots: int) -> Chunks:
+    """The chunks that the tiles are cut from."""
+    slot = jnp.where(tiles.length > 0, tiles.slot, slots)
+    nothing = jnp.zeros(slots, jnp.int32)
+    end = nothing.at[slot].max(tiles.position + tiles.length, mode="drop")
+    far = jnp.iinfo(jnp.int32).max
+    start = jnp.full(slots, far, jnp.int32).at[slot].min(tiles.position, mode="drop")
+    shift = nothing.at[slot].set(tiles.first - tiles.position, mode="drop")
+    return Chunks(jnp.where(end > 0, start, 0), end, shift)
+
+
+class Places(NamedTuple):
+    """Places of the scratch, given to slots one after the other."""
+
+    first: Array
+    """[slots]: number of the slot's first place."""
+    taken: Array
+    """[1]: how many are given."""
+    slot: Array
+    """[places]: whose it is; any slot, if nobody's."""
+    number: Array
+    """[places]: its number among the slot's."""
+
+
+def divide(counts: Array, places: int) -> Places:
+    """Give each slot so many of the `places`."""
+    stop = jnp.cumsum(counts, dtype=jnp.int32)
+    first = stop - counts
+    place = jnp.arange(places, dtype=jnp.int32)
+    before = jnp.sum(place[:, None] >= stop[None, :], axis=1, dtype=jnp.int32)
+    slot = jnp.minimum(before, counts.shape[0] - 1)
+    return Places(first, jnp.minimum(stop[-1:], places), slot, place - first[slot])

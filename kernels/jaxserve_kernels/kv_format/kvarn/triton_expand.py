@@ -1,0 +1,179 @@
+"""The pages that a step's chunks see, in full precision: codes decoded, or as they were computed.
+
+A row sees its own page in full precision and the pages before it as their codes say. So a page of
+the chunk has two places in the scratch, and each query tile, cut where a page ends, has a page
+table of its own.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton
+import triton.language as tl
+from jax import Array
+
+from jaxserve_kernels.kv_format import chunks
+from jaxserve_kernels.kv_format.base import AttentionStep
+from jaxserve_kernels.kv_format.kvarn.codec import hadamard
+from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV, chunk_pages
+from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
+from jaxserve_kernels.triton_call import triton_call
+
+_PAGE = 64
+"""Tokens in a page of the scratch, at most: what attention is fastest with."""
+
+
+@triton.jit
+def _decode(
+    key_words_ptr, value_words_ptr, scales_ptr, out, tile, offset, row,
+    GROUP: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """The tokens `offset` of a tile, keys and values: (code * scale + zero) * column."""
+    DIM: tl.constexpr = 4 * QUARTER
+    WORD_ROWS: tl.constexpr = GROUP * BITS // 4
+    dtype: tl.constexpr = out.dtype.element_ty
+    dim = tl.arange(0, QUARTER)[None, :]
+    target = out + row[:, None] * DIM + dim
+    scales = scales_ptr + tile * (3 * (DIM + GROUP))
+    words = tl.load(key_words_ptr + tile * (GROUP * QUARTER) + offset[:, None] * QUARTER + dim)
+    words = words.to(tl.int32)
+    column = tl.load(scales + 3 * DIM + offset[:, None]).to(tl.float32)
+    for quarter in tl.static_range(4):
+        code = ((words >> (4 * quarter)) & 15).to(tl.float32)
+        channel = scales + quarter * QUARTER + dim
+        scale = tl.load(channel).to(tl.float32)
+        zero = tl.load(channel + DIM).to(tl.float32)
+        tl.store(target + quarter * QUARTER, ((code * scale + zero) * column).to(dtype))
+    at = value_words_ptr + tile * (WORD_ROWS * QUARTER)
+    words = tl.load(at + (offset % WORD_ROWS)[:, None] * QUARTER + dim).to(tl.int32)
+    words = words >> (offset // WORD_ROWS * 8)[:, None]  # words of 2-bit codes hold two tokens
+    token = scales + 3 * DIM + GROUP + offset[:, None]
+    scale = tl.load(token).to(tl.float32)
+    zero = tl.load(token + GROUP).to(tl.float32)
+    target += PAGE * DIM
+    for quarter in tl.static_range(4):
+        code = ((words >> (BITS * quarter)) & ((1 << BITS) - 1)).to(tl.float32)
+        column = tl.load(scales + 2 * DIM + quarter * QUARTER + dim).to(tl.float32)
+        tl.store(target + quarter * QUARTER, ((code * scale + zero) * column).to(dtype))
+
+
+@triton.jit
+def _expand(
+    key_words_ptr, value_words_ptr, scales_ptr, raw_ptr, fresh_ptr,
+    slot_ptr, index_ptr, page_ptr, taken_ptr, start_ptr, end_ptr, shift_ptr, out_ptr,
+    layer, num_pages, num_slots,
+    kv_heads: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    """One head in PAGE tokens of place after place. `page_ptr`: whose codes to take, or -1."""
+    kv_head = tl.program_id(1)
+    DIM: tl.constexpr = 4 * QUARTER
+    PARTS: tl.constexpr = GROUP // PAGE
+    row = tl.arange(0, PAGE)
+    first_page = (layer * num_pages).to(tl.int64)
+    for unit in range(tl.program_id(0), tl.load(taken_ptr) * PARTS, tl.num_programs(0)):
+        place = unit // PARTS
+        page = tl.load(page_ptr + place)
+        offset = unit % PARTS * PAGE + row
+        out = out_ptr + (unit * kv_heads + kv_head).to(tl.int64) * (2 * PAGE * DIM)
+        if page >= 0:
+            _decode(
+                key_words_ptr, value_words_ptr, scales_ptr, out,
+                (first_page + page) * kv_heads + kv_head, offset, row,
+                GROUP, QUARTER, BITS, PAGE,
+            )  # fmt: skip
+        else:
+            slot = tl.load(slot_ptr + place)
+            index = tl.load(index_ptr + place)
+            position = index * GROUP + offset
+            here = (position >= tl.load(start_ptr + slot)) & (position < tl.load(end_ptr + slot))
+            token = (position + tl.load(shift_ptr + slot)).to(tl.int64)
+            tile = (layer * num_slots + slot).to(tl.int64) * 2 + tl.where(index > 0, 1, 0)
+            dim = tl.arange(0, DIM)[None, :]
+            kept = raw_ptr + ((tile * kv_heads + kv_head) * (2 * GROUP) + offset)[:, None] * DIM
+            fresh = fresh_ptr + ((token * kv_heads + kv_head) * 2)[:, None] * DIM
+            mask = here[:, None]
+            for kind in tl.static_range(2):
+                new = tl.load(fresh + kind * DIM + dim, mask=mask, other=0.0)
+                old = tl.load(kept + kind * (GROUP * DIM) + dim, mask=mask == 0, other=0.0)
+                target = out + (kind * PAGE + row)[:, None] * DIM + dim
+                tl.store(target, tl.where(mask, new, old))
+
+
+def attend(
+    q: Array, kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep, *, tile_size: int
+) -> Array:
+    """Attention of the tiles that are not single tokens, rotated back.
+
+    Args:
+      q: rotated queries [tokens, q_heads, head_dim].
+      fresh: the step's rotated keys and values [tokens, kv_heads, 2, head_dim].
+    """
+    num_pages, kv_heads, group, quarter = kv.key_words.shape[1:]
+    slots, width = step.page_table.shape
+    page_size = min(_PAGE, group)
+    each = chunks.of_tiles(step.tiles, slots)
+    coded = jnp.maximum((each.end - 1) // group, 0)  # pages that are seen as codes, or are the sink
+    first_raw = each.start // group
+    raw = jnp.where(each.end > 0, coded + 1 - first_raw, 0)
+    most = chunks.capacity(width * group) // group + chunk_pages(q.shape[0], slots, group)
+    places = chunks.divide(coded + raw, most)
+    page, index = _contents(places, coded, first_raw, step)
+    count = places.slot.shape[0]
+    parts = group // page_size
+    expanded = triton_call(
+        kv.key_words, kv.value_words, kv.scales, kv.raw, fresh,
+        places.slot, index, page, places.taken, *each,
+        kernel=_expand,
+        name="expand_kvarn",
+        out_type=jax.ShapeDtypeStruct(
+            (1, count * parts, kv_heads, 2, page_size, 4 * quarter), q.dtype
+        ),
+        grid=(min(count * parts, chunks.PROGRAMS // kv_heads), kv_heads),
+        num_warps=4,
+        layer=layer, num_pages=num_pages, num_slots=kv.raw.shape[1],
+        kv_heads=kv_heads, GROUP=group, QUARTER=quarter, BITS=kv.value_bits, PAGE=page_size,
+    )  # fmt: skip
+    tiles = cut_at_pages(step.tiles, group)
+    own = (tiles.position // group)[:, None]
+    number = jnp.arange(width, dtype=jnp.int32)[None, :]
+    at = places.first[tiles.slot][:, None]
+    raw_at = at + (coded - first_raw)[tiles.slot][:, None] + own
+    table = jnp.clip(jnp.where(number == own, raw_at, at + number), 0, count - 1)
+    table = parts * table[:, :, None] + jnp.arange(parts, dtype=jnp.int32)
+    tiles = tiles._replace(slot=jnp.arange(tiles.slot.shape[0], dtype=jnp.int32))
+    table = table.reshape(-1, parts * width)
+    return _rotated_back(paged_attention(q, expanded, 0, table, tiles, tile_size=tile_size))
+
+
+def _rotated_back(x: Array) -> Array:
+    """`codec.rotate` without a matrix of float32: signs are exact in any dtype."""
+    size = x.shape[-1]
+    signs = jnp.asarray(np.sign(hadamard(size)), x.dtype)
+    return jnp.matmul(x, signs, precision="highest") * jnp.asarray(size**-0.5, x.dtype)
+
+
+def _contents(
+    places: chunks.Places, coded: Array, first_raw: Array, step: AttentionStep
+) -> tuple[Array, Array]:
+    """The page whose codes each place takes, -1 for full precision; and the page's number."""
+    slot = places.slot
+    as_codes = places.number < coded[slot]
+    index = jnp.where(as_codes, places.number, places.number - (coded - first_raw)[slot])
+    sink = (index == 0) & (step.cached[slot] == 0)
+    page = step.page_table.at[slot, index].get(mode="clip")
+    page = jnp.where(as_codes & ~sink, page, -1)
+    return page, index
+
+
+def cut_at_pages(tiles: QueryTiles, page_size: int) -> QueryTiles:
+    """The tiles without what lies past the end of their first page, then that of each."""
+    head = jnp.minimum(tiles.length, page_size - tiles.position % page_size)
+    return QueryTiles(
+        first=jnp.concatenate([tiles.first, tiles.first + head]),
+        length=jnp.concatenate([head, tiles.length - head]),
+        slot=jnp.concatenate([tiles.slot, tiles.slot]),
+        position=jnp.concatenate([tiles.position, tiles.position + head]),
+    )
