@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -19,15 +20,8 @@ from jaxserve.cli import Options
 from jaxserve.config import Buckets, CacheConfig, ConfigError, ModelSpec, SchedulerConfig
 from jaxserve.engine import Parts, Progress
 from jaxserve.environment import compiler_settings
-from jaxserve.executables import (
-    Executable,
-    ExecutableCache,
-    Obtained,
-    Program,
-    by_reason,
-    missing,
-    obtain,
-)
+from jaxserve.executable_cache import Executable, ExecutableCache, Program
+from jaxserve.executables import Obtained, OnMissing, by_reason, compile_missing, obtain
 from jaxserve.fingerprint import program_key
 from jaxserve.measure import step_times
 from jaxserve.memory import MemoryPlan
@@ -171,13 +165,15 @@ def build_parts(
     jax.devices()
     with timeline.span("plan"):
         plan = plan_engine(options, source)
+    on_missing = compile_missing
     if options.require_precompiled:
-        _require_precompiled(plan)
+        on_missing = functools.partial(_refuse_missing, plan)
+        on_missing({each.name: "not there" for each in plan.programs if not plan.cache.has(each)})
     watch = _CompileWatch(metrics, forbid=options.forbid_compiles)
     on_compile(watch)
     workers = options.compile_workers or os.cpu_count() or 1
     both = _Both(progress)
-    loader = weight_loader(plan.weights, lambda: _copies(plan))
+    loader = weight_loader(plan.weights, lambda: _copies(plan, on_missing))
 
     def load() -> qwen3.Params:
         with timeline.span("weights"):
@@ -187,7 +183,10 @@ def build_parts(
         weights = pool.submit(load)
         with timeline.span("executables"):
             obtained = _with_memory_errors(
-                plan, lambda: obtain(plan.steps, plan.cache, workers, both.executables)
+                plan,
+                lambda: obtain(
+                    plan.steps, plan.cache, workers, both.executables, on_missing=on_missing
+                ),
             )
         params = weights.result()
     runner = Runner(plan.config, params, metrics)
@@ -202,8 +201,8 @@ def build_parts(
     return Parts(Scheduler(plan.config.scheduler, plan.config.cache, times=times), runner)
 
 
-def _require_precompiled(plan: EnginePlan) -> None:
-    lacking = missing(plan.programs, plan.cache)
+def _refuse_missing(plan: EnginePlan, lacking: Mapping[str, str]) -> None:
+    """ConfigError: programs (names -> why) would have to be compiled."""
     if lacking:
         near = plan.cache.differences()
         raise ConfigError(
@@ -320,10 +319,12 @@ def _scheduler_config(
     )
 
 
-def _copies(plan: EnginePlan) -> Mapping[str, Executable]:
+def _copies(plan: EnginePlan, on_missing: OnMissing) -> Mapping[str, Executable]:
     """What copies the weights; compiled if it is not in the cache."""
     workers = len(plan.staging)
-    return obtain(plan.staging, plan.cache, workers, lambda phase, done: None).executables
+    return obtain(
+        plan.staging, plan.cache, workers, lambda phase, done: None, on_missing=on_missing
+    ).executables
 
 
 def _staging(program: StagingProgram) -> Program:

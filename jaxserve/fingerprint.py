@@ -18,7 +18,7 @@ import numpy as np
 
 import jaxserve
 import jaxserve_kernels
-from jaxserve.executables import Key
+from jaxserve.executable_cache import Key
 from jaxserve.runner import RunnerConfig
 
 _PACKAGES = (

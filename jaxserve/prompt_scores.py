@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxserve.api import MAX_LOGPROBS, PromptLogprobs
-from jaxserve.executables import Executable, Program
+from jaxserve.executable_cache import Executable, Program
 from jaxserve.models import qwen3
 from jaxserve.plan import StepPlan
 from jaxserve_kernels.sampler import score

@@ -17,7 +17,8 @@ from jax.typing import DTypeLike
 from jaxserve import batch, kv_cache, prompt_scores, sequence_state, slot_tables
 from jaxserve.batch import Bucket, Updates
 from jaxserve.config import Buckets, CacheConfig, ModelSpec, SchedulerConfig
-from jaxserve.executables import Executable, Program, obtain
+from jaxserve.executable_cache import Executable, Program
+from jaxserve.executables import obtain
 from jaxserve.metrics import Metrics
 from jaxserve.models import qwen3
 from jaxserve.plan import Sampled, StepPlan

@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxserve import sequence_state
-from jaxserve.executables import Executable, Program
+from jaxserve.executable_cache import Executable, Program
 from jaxserve.plan import Admission, StepPlan
 from jaxserve_kernels.sampler import (
     BIASED,

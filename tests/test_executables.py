@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.executables import ExecutableCache, Program, Rejected, missing, obtain
+from jaxserve.executable_cache import ExecutableCache, Program, Rejected
+from jaxserve.executables import missing, obtain
 from tests.tiny_model import COMPILES
 
 KEY = {"jaxlib": "1.0", "device": "one"}
@@ -60,6 +62,25 @@ def test_a_loaded_program_computes_what_was_compiled_and_nothing_is_compiled(
     assert COMPILES.count == before
     assert not obtained.compiled and not obtained.unkept
     check(obtained.executables["double"])
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_is_missing_may_be_refused_before_anything_is_compiled(
+    cache: ExecutableCache, there: bool
+) -> None:
+    class Refused(Exception):
+        pass
+
+    def refuse(reasons: Mapping[str, str]) -> None:
+        raise Refused(reasons)
+
+    programs = [program()] if there else [program(), program("other")]
+    before = COMPILES.count
+    with (
+        contextlib.nullcontext() if there else pytest.raises(Refused, match="'other': 'not there'")
+    ):
+        obtain(programs, cache, 2, lambda phase, done: None, on_missing=refuse)
+    assert COMPILES.count == before
 
 
 def flip_a_bit(content: bytes) -> bytes:

@@ -33,6 +33,7 @@ LAYERS = (
         "jaxserve.tokenizer",
     ),
     (
+        "jaxserve.executable_cache",
         "jaxserve.executables",
         "jaxserve.kv_cache",
         "jaxserve.memory",

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from jaxserve import slot_tables
 from jaxserve.api import SamplingParams
-from jaxserve.executables import Executable, Program, obtain
+from jaxserve.executable_cache import Executable, Program
+from jaxserve.executables import obtain
 from jaxserve.plan import Admission, Row, StepPlan
 from jaxserve_kernels.sampler import IN_PROMPT, MAX_BIASES, MAX_COUNT, SUPPRESSED, SlotTables
 

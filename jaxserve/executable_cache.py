@@ -1,0 +1,247 @@
+"""Compiled programs as files: what a deployment compiles, every start of the server loads.
+
+    FOLDER/<model and key>/manifest.json    what the key is made of, and a list of the files
+                           decode_16.exe    one line of JSON, then a pickled executable
+
+A file is written under another name and renamed, so that it is whole or not there. Its header holds
+the key, the length and the SHA-256 of what follows; nothing is unpickled before they agree, and
+nothing from files that another user can write. Pickles run code: see SECURITY.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+type Executable = jax.stages.Compiled
+
+type Key = Mapping[str, Any]
+"""What a program depends on beside its own arguments; JSON values."""
+
+_FORMAT = "jaxserve executable 1"
+_MANIFEST = "manifest.json"
+_STALE_SECONDS = 3600.0
+"""Age of an unfinished file that no writer will finish any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A function of arrays, and the shapes that it is compiled for."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    """Trees of ShapeDtypeStruct."""
+    donated: tuple[int, ...] = ()
+    details: str = ""
+    """What else the compiled code depends on, static arguments for example."""
+
+    def compile(self) -> Executable:
+        named = _named(self.function, self.name)
+        return jax.jit(named, donate_argnums=self.donated).lower(*self.arguments).compile()
+
+    @property
+    def digest(self) -> str:
+        """Of everything that tells programs of one key apart."""
+        shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{leaf.shape}", self.arguments)
+        return _digest([self.name, self.donated, self.details, repr(shapes)])
+
+
+class Rejected(Exception):
+    """An entry that must not be used; the message says why."""
+
+
+class ExecutableCache:
+    """Executables of one key in one folder. Any number of processes may read and write it."""
+
+    def __init__(self, folder: Path, key: Key, title: str):
+        """
+        Args:
+          folder: holds the entries of all keys; made if it is not there.
+          title: starts the name of this key's own folder, for people who look into it.
+        """
+        self._key = dict(key)
+        self._digest = _digest(self._key)
+        self._folder = folder / f"{title}-{self._digest[:16]}"
+        self._parent = folder
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    def load(self, program: Program) -> Executable:
+        """The program's executable. Rejected: there is none, or none that may be used."""
+        payload = self._read(program)
+        try:
+            blob, in_tree, out_tree = pickle.loads(payload)
+            return deserialize_and_load(
+                blob, in_tree, out_tree, execution_devices=jax.devices()[:1]
+            )
+        except Exception as error:  # whatever a changed class or runtime makes of it
+            raise Rejected(
+                f"cannot be loaded ({type(error).__name__}: {str(error)[:200]})"
+            ) from error
+
+    def has(self, program: Program) -> bool:
+        """There is an entry; whether it may be used, `check` and `load` say."""
+        return self._path(program).exists()
+
+    def check(self, program: Program) -> None:
+        """Rejected, as `load` would, without loading."""
+        self._read(program)
+
+    def store(self, program: Program, executable: Executable, seconds: float) -> None:
+        """Keep an executable that took so long to compile. OSError: it cannot be written."""
+        payload = pickle.dumps(serialize(executable))
+        header = {
+            "format": _FORMAT,
+            "key": self._digest,
+            "program": program.digest,
+            "name": program.name,
+            "seconds": round(seconds, 3),
+            "size": len(payload),
+            "sha256": hashlib.sha256(payload).hexdigest(),
+        }
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write_atomically(self._path(program), json.dumps(header).encode() + b"\n" + payload)
+
+    def write_manifest(self) -> None:
+        """Describe the folder: what the key is made of, and what is there. OSError as `store`."""
+        entries = {
+            header["name"]: {name: header[name] for name in ("size", "sha256", "seconds")}
+            for header in self._headers()
+        }
+        content = {"format": _FORMAT, "key": self._key, "programs": entries}
+        text = json.dumps(content, indent=1, sort_keys=True) + "\n"
+        _write_atomically(self._folder / _MANIFEST, text.encode())
+
+    def compile_seconds(self) -> dict[str, float]:
+        """How long programs of that name took to compile, for estimates; from any key."""
+        found: dict[str, float] = {}
+        for manifest in self._manifests():
+            for name, entry in manifest.get("programs", {}).items():
+                found.setdefault(name, float(entry["seconds"]))
+        return found
+
+    def differences(self) -> str:
+        """Why entries of other keys do not serve: what differs in the one nearest to this."""
+        nearest: list[str] | None = None
+        for manifest in self._manifests():
+            other = manifest.get("key", {})
+            names = sorted(self._key.keys() | other.keys())
+            unlike = [name for name in names if self._key.get(name) != other.get(name)]
+            if unlike and (nearest is None or len(unlike) < len(nearest)):
+                nearest = [
+                    f"{name} is {_short(other.get(name))}, not {_short(self._key.get(name))}"
+                    for name in unlike
+                ]
+        return "; ".join(nearest or [])
+
+    def prepare(self) -> None:
+        """Make the folder, delete what killed writers left in it. OSError: it cannot be made."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for file in self._folder.glob(".*.tmp"):
+            with contextlib.suppress(OSError):
+                if time.time() - file.stat().st_mtime > _STALE_SECONDS:
+                    file.unlink()
+
+    def _path(self, program: Program) -> Path:
+        return self._folder / f"{program.name}.exe"
+
+    def _read(self, program: Program) -> bytes:
+        """The checked payload of an entry."""
+        content = _read_own_file(self._path(program))
+        head, newline, payload = content.partition(b"\n")
+        try:
+            header = json.loads(head)
+            expected = (header["format"], header["key"], header["program"])
+            size, checksum = header["size"], header["sha256"]
+        except (ValueError, KeyError, TypeError):
+            raise Rejected("damaged: no readable header") from None
+        if not newline or expected != (_FORMAT, self._digest, program.digest):
+            raise Rejected("of another version, device or configuration")
+        if len(payload) != size:
+            raise Rejected(f"damaged: {len(payload)} bytes, its header says {size}")
+        if hashlib.sha256(payload).hexdigest() != checksum:
+            raise Rejected("damaged: its checksum differs")
+        return payload
+
+    def _headers(self) -> Iterator[dict[str, Any]]:
+        for file in sorted(self._folder.glob("*.exe")):
+            with contextlib.suppress(OSError, ValueError, KeyError), file.open("rb") as stream:
+                header = json.loads(stream.readline())
+                if header["key"] == self._digest:
+                    yield header
+
+    def _manifests(self) -> Iterator[dict[str, Any]]:
+        for file in sorted(self._parent.glob(f"*/{_MANIFEST}")):
+            with contextlib.suppress(OSError, ValueError):
+                yield json.loads(file.read_text(encoding="utf-8"))
+
+
+def _read_own_file(path: Path) -> bytes:
+    """Content of a regular file that only this user can write."""
+    try:
+        folder = path.parent.stat()
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise Rejected("not there") from None
+    except OSError as error:
+        raise Rejected(f"cannot be opened ({error.strerror})") from None
+    with os.fdopen(descriptor, "rb") as stream:
+        for what, status in (("its folder", folder), ("it", os.fstat(descriptor))):
+            if status.st_uid != os.geteuid():
+                raise Rejected(f"not trusted: {what} belongs to user {status.st_uid}")
+            if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise Rejected(f"not trusted: other users may write {what}")
+        try:
+            return stream.read()
+        except OSError as error:
+            raise Rejected(f"cannot be read ({error.strerror})") from None
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(descriptor)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function under a name that profiles and dumps show."""
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    call.__name__ = name
+    return call
