@@ -14,7 +14,7 @@ from jaxserve.server import schema, shapes
 from jaxserve.server.access import ADMIN_ROUTES, is_open
 from jaxserve.server.messages import schema as messages
 from jaxserve.server.responses import schema as responses
-from jaxserve.server.schema import Harmless
+from jaxserve.server.unsupported import REJECTED, Harmless
 
 type Json = dict[str, Any]
 
@@ -75,7 +75,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         (schema.ChatRequest,),
         streams=True,
         errors=_GENERATION,
-        rejected=schema.REJECTED,
+        rejected=REJECTED,
     ),
     ("post", "/v1/completions"): Operation(
         "Continue texts or token ids",
@@ -83,7 +83,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         (schema.CompletionRequest,),
         streams=True,
         errors=_GENERATION,
-        rejected=schema.REJECTED,
+        rejected=REJECTED,
     ),
     ("post", "/v1/responses"): Operation(
         "Answer a list of items, without a store",
@@ -121,14 +121,14 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         shapes.Tokenized,
         (schema.TokenizeRequest, schema.TokenizeChatRequest),
         errors=_PROMPT,
-        rejected=schema.REJECTED,
+        rejected=REJECTED,
     ),
     ("post", "/detokenize"): Operation(
         "The text of tokens",
         shapes.Detokenized,
         (schema.DetokenizeRequest,),
         errors=_PROMPT,
-        rejected=schema.REJECTED,
+        rejected=REJECTED,
     ),
     ("get", "/v1/models"): Operation("The served names", shapes.ModelList),
     ("get", "/v1/models/{model}"): Operation("One of them", shapes.Model, errors=(404, 405)),

@@ -12,8 +12,9 @@ from aiohttp import web
 from msgspec import Struct
 
 from jaxserve.server.errors import ApiError, invalid
-from jaxserve.server.schema import FREE_FORM, REJECTED, SILENT, Harmless, field_names
+from jaxserve.server.schema import FREE_FORM, field_names
 from jaxserve.server.service import SERVICE
+from jaxserve.server.unsupported import REJECTED, SILENT, Harmless
 
 MAX_DEPTH = 64
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from jaxserve.api import MAX_LOGPROBS
-from jaxserve.server.schema import MAX_MESSAGES, MAX_TOOLS, SALT, Effort, Harmless
+from jaxserve.server.schema import MAX_MESSAGES, MAX_TOOLS, SALT, Effort
+from jaxserve.server.unsupported import Harmless
 
 
 class Part(Struct, kw_only=True):
