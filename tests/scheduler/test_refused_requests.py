@@ -1,0 +1,69 @@
+"""What is refused, and with which words, by example."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.api import (
+    Overloaded,
+    Rejected,
+)
+from tests.scheduler.by_hand import (
+    planned,
+    request,
+    scheduler,
+)
+
+
+def test_a_prompt_that_leaves_no_room_in_the_context_is_rejected_with_the_numbers() -> None:
+    sched = scheduler(model_len=8)
+    with pytest.raises(Rejected, match=r"8 tokens.*context of 8 tokens") as caught:
+        sched.add(request("a", 8))
+    assert caught.value.code == "context_length_exceeded"
+    sched.add(request("b", 7))
+
+
+def test_a_prompt_larger_than_the_cache_is_rejected_with_the_numbers() -> None:
+    sched = scheduler(pages=4)
+    with pytest.raises(Rejected, match=r"8 tokens.*needs 5 pages of 2 tokens.*has 4"):
+        sched.add(request("a", 8))
+    sched.add(request("b", 7))
+
+
+def test_an_empty_prompt_is_rejected() -> None:
+    with pytest.raises(Rejected, match="prompt is empty"):
+        scheduler().add(request("a", 0))
+
+
+def test_a_request_for_no_tokens_is_rejected() -> None:
+    with pytest.raises(Rejected, match="at least 1, got 0"):
+        scheduler().add(request("a", max_tokens=0))
+
+
+def test_an_id_in_use_is_rejected_and_a_finished_one_may_come_again() -> None:
+    sched = scheduler()
+    sched.add(request("a"))
+    with pytest.raises(Rejected, match="'a'"):
+        sched.add(request("a"))
+    sched.abort("a")
+    sched.add(request("a"))
+
+
+def test_a_full_queue_is_overloaded_and_takes_requests_again_when_it_moves() -> None:
+    sched = scheduler(seqs=1, queued=2)
+    sched.add(request("a"))
+    planned(sched)
+    sched.add(request("b"))
+    sched.add(request("c"))
+    with pytest.raises(Overloaded, match="2 requests are waiting"):
+        sched.add(request("d"))
+    sched.abort("b")
+    sched.add(request("d"))
+
+
+def test_a_burst_that_free_slots_can_take_is_not_overload() -> None:
+    sched = scheduler(seqs=3, queued=1)
+    for name in "abcd":
+        sched.add(request(name))
+    with pytest.raises(Overloaded):
+        sched.add(request("e"))
