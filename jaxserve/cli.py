@@ -322,7 +322,7 @@ def _add_engine_flags(add: _AddArgument) -> None:
     add(
         "--scheduling-policy",
         choices=POLICIES,
-        default="fcfs",
+        default="slo",
         help="who is next: in order of arrival, by priority with ageing, or by deadline, fair "
         "between API keys, without those whose deadline cannot be met",
     )

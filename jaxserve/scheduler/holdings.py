@@ -12,7 +12,15 @@ from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 
 
 class Holdings:
-    """Gives slots and pages to sequences and takes them back."""
+    """Gives slots and pages to sequences and takes them back.
+
+    **Why pages may be shared.** A page is published when plans made so far compute all of its
+    positions from tokens that the host knows. It is not written after that but with the values
+    that it has: each sequence writes from its first uncomputed position on, and a hit ends at a
+    page's end. Who finds the page is planned later, or later in the same plan: in every layer a
+    step writes all its keys and values before it reads any. A hit leaves at least one token to
+    compute, whose row samples. `fail` forgets what is published: the device has lost it.
+    """
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig):
         self.pages = PagePool(cache.num_pages)
@@ -88,17 +96,3 @@ class Holdings:
             assert self.pages.holders(page) == held[page], f"page {page}: wrong number of holders"
         slots = sorted(self._free_slots + [seq.slot for seq in running])
         assert slots == list(range(self._num_slots)), "a slot is lost or held twice"
-
-
-def choose_victim(running: Collection[Sequence], holdings: Holdings) -> Sequence | None:
-    """Who decodes, is not the first in rank, frees a page and has least to compute again."""
-    senior = min(running, key=lambda seq: seq.rank)
-
-    def frees_pages(seq: Sequence) -> bool:
-        return any(holdings.pages.holders(page) == 1 for page in reversed(seq.pages))
-
-    def cost(seq: Sequence) -> tuple[int, int, int]:
-        return -seq.level, seq.computed - seq.shared * holdings.page_size, -seq.id
-
-    decoding = (seq for seq in running if seq.computed >= seq.prefill_end and seq is not senior)
-    return min(filter(frees_pages, decoding), key=cost, default=None)

@@ -23,8 +23,9 @@ from jaxserve.scheduler.budget import Decodes, Pending, TokenBudget
 from jaxserve.scheduler.cohort import Cohort, decodes_alone
 from jaxserve.scheduler.deadlines import waiting_queue
 from jaxserve.scheduler.guided import Guided
-from jaxserve.scheduler.holdings import Holdings, choose_victim
+from jaxserve.scheduler.holdings import Holdings
 from jaxserve.scheduler.pages import PagePool
+from jaxserve.scheduler.preemption import choose_victim
 from jaxserve.scheduler.rows import admission, chunk_row, decode_row
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.step_times import StepTimes
@@ -59,22 +60,7 @@ class Scheduler:
     - *The slot's last token on the device* is read by decode rows only, and a new owner samples
       at the end of its prefill before its first decode row.
 
-    **Why pages may be shared.** A page is published when plans made so far compute all of its
-    positions from tokens that the host knows. It is not written after that but with the values
-    that it has: each sequence writes from its first uncomputed position on, and a hit ends at a
-    page's end. Who finds the page is planned later, or later in the same plan: in every layer a
-    step writes all its keys and values before it reads any. A hit leaves at least one token to
-    compute, whose row samples. `fail` forgets what is published: the device has lost it.
-
-    **Why it ends.** The first in rank of those that run is never preempted, and `limit` lets no
-    sequence outgrow the whole pool. It goes without a row only while no page is free and nobody
-    else can be preempted: then the others end with a step in flight, or are in their prefill,
-    whose pages they all have. The first prefill advances in every step: decode rows leave room for
-    a token (a sequence in its prefill has a slot, and slots are not more than tokens of a step).
-    Only sequences that have sampled since their admission are preempted, so each recomputation
-    yields at least one token; and who was preempted is admitted again only when there is room for
-    what everybody is expected to need. A sequence that runs alone is admitted in any case, so the
-    first in rank of all comes to run, and every request ends.
+    Why pages may be shared: `Holdings`. Why every request ends: `preemption`.
     """
 
     def __init__(
@@ -244,7 +230,7 @@ class Scheduler:
         return idle
 
     def _preempt(self, seq: Sequence) -> None:
-        """Back to its place in the queue, to compute again what is not cached (see the class)."""
+        """Back to its place in the queue, to compute again what is not cached."""
         self._vacate(seq)
         self._waiting.push(seq)
         self.num_preemptions += 1

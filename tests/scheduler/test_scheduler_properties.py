@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.api import FinishReason, Rejected, Request, SamplingParams
-from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.config import POLICIES, CacheConfig, SchedulerConfig
 from jaxserve.scheduler.admission import OutputLengths
 from tests.scheduler.fake_runner import VOCAB, solo
 from tests.scheduler.loop import Loop, Optimist
@@ -78,6 +78,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 20)),
         prefix_caching=draw(st.sampled_from([True, True, True, False])),
         max_chunk_context=draw(st.sampled_from([None, None, 24])),
+        policy=draw(st.sampled_from(POLICIES)),
     )
     page_size = draw(st.sampled_from([2, 1] if long_outputs else [2, 4, 1]))
     pool_tokens = draw(st.integers(10, 24) if long_outputs else st.integers(8, 32))
