@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import uvloop
 
@@ -110,17 +110,23 @@ async def _serve(options: Options, timeline: Timeline, imported: threading.Event
             await _until_stopped(engine, stop)
             await _drain(engine, options.shutdown_timeout)
     finally:
-        starting = engine.status().phase in ("starting", "loading", "compiling", "warming")
         if reloading is not None:
             reloading.cancel()
         await engine.stop()
         await runner.cleanup()
         if tracing is not None:
             await asyncio.to_thread(tracing.shutdown)
-        if starting and stop.is_set():
-            # XLA cannot be interrupted, and threads that compile do not survive an orderly exit.
-            sys.stdout.flush()
-            os._exit(0)
+    _leave()
+
+
+def _leave() -> NoReturn:
+    """End the process, with nothing left to do. An orderly exit would wait for XLA, which cannot be
+    interrupted while it compiles, or be aborted by it: its threads may still ask for the
+    interpreter's lock, to let go of arrays, when there is no interpreter any more."""
+    logging.shutdown()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(0)
 
 
 def _make_engine(
@@ -205,12 +211,13 @@ def _report(timeline: Timeline, metrics: Metrics, *, show_table: bool) -> None:
 def _greet(url: str, model: str, *, keyed: bool) -> None:
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
     key = "-H 'Authorization: Bearer KEY' " if keyed else ""
-    print(
+    text = (
         f"\njaxserve is ready: {model} at {url}/v1\n\n"
         f"  curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' \\\n"
-        f"    -d '{body}'\n",
-        flush=True,
+        f"    -d '{body}'\n\n"
     )
+    with contextlib.suppress(OSError):  # a full disk, or nobody reads: no reason not to serve
+        os.write(1, text.encode())  # past the buffer, which would be written again at the end
 
 
 async def _until_stopped(engine: AsyncEngine[Pending], stop: asyncio.Event) -> None:

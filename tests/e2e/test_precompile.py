@@ -17,8 +17,9 @@ HEAVY = {"flax", "orbax", "torch", "transformers", "triton", "jax_triton", "hugg
 """What a serving process must not load: seconds of its start, hundreds of megabytes."""
 
 SERVE_AND_LIST_MODULES = """
-import atexit, sys
-atexit.register(lambda: print("modules:", *sys.modules, flush=True))
+import os, sys
+leave = os._exit
+os._exit = lambda status: (print("modules:", *sys.modules, flush=True), leave(status))
 from jaxserve.__main__ import main
 sys.exit(main())
 """

@@ -12,10 +12,26 @@ from tests.e2e.process import FEW_BUCKETS, Server, finish, read_until, run, star
 LONG = {"model": "jaxserve-embedded", "prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True}
 
 
-def test_an_idle_server_ends_at_once() -> None:
-    with Server() as server:
-        server.process.send_signal(signal.SIGINT)
-        status, output = finish(server.process, timeout=5)
+FULL_DISK = """
+import os, sys
+os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+from jaxserve.__main__ import main
+sys.exit(main())
+"""
+
+
+async def test_an_idle_server_ends_at_once_and_not_because_nobody_takes_its_greeting() -> None:
+    process = run("-c", FULL_DISK, "--port", "0", *FEW_BUCKETS)
+    try:
+        url = (await asyncio.to_thread(read_until, process, r"listening on (http[^;\s]+)"))[1]
+        await asyncio.to_thread(read_until, process, "ready after")
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/health") as reply:
+            assert reply.status == 200
+        process.send_signal(signal.SIGINT)
+        status, output = await asyncio.to_thread(finish, process, timeout=5)
+    finally:
+        process.kill()
+        process.communicate()
     assert status == 0, output
     assert "Traceback" not in output
 
