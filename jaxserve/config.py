@@ -322,6 +322,8 @@ class ServerConfig:
     """`chat_template_kwargs` of chats that do not set them."""
     reasoning_field: str = "both"
     """Where chats have thoughts: one of REASONING_FIELDS."""
+    by_priority: bool = False
+    """The scheduler's policy looks at priorities."""
     isolate_cache_by_key: bool = False
     """Prefixes are shared only among requests with the same API key."""
     max_request_bytes: int = 16 * 1024 * 1024

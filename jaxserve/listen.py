@@ -31,6 +31,7 @@ def server_config(options: Options, source: ModelSource) -> ServerConfig:
         sampling_defaults=source.sampling_defaults,
         template_variables=options.default_chat_template_kwargs or {},
         reasoning_field=options.reasoning_field,
+        by_priority=options.scheduling_policy == "priority",
         isolate_cache_by_key=options.isolate_cache_by_key,
         api_key_digests=tuple(digest(key) for key in keys),
         admin_key_digests=tuple(digest(key) for key in admin_api_keys(options)),

@@ -53,6 +53,7 @@ class ChatReply:
             "object": "chat.completion.chunk",
             "created": arrival.created,
             "model": model,
+            **arrival.tier(fields),
         }
 
     def events(self, delta: Delta) -> bytes:

@@ -136,6 +136,7 @@ class CompletionReply:
             "object": "text_completion",
             "created": arrival.created,
             "model": model,
+            **arrival.tier(fields),
         }
         per_prompt = len(generation.choices) // max(1, len(echoes))
         self._states = [

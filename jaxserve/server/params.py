@@ -11,6 +11,7 @@ from jaxserve.api import EngineLimits, Guide, Request, SamplingParams
 from jaxserve.config import SamplingDefaults
 from jaxserve.server.errors import ApiError, invalid
 from jaxserve.server.generation import TextOptions
+from jaxserve.server.priority import level_of
 from jaxserve.server.schema import GenerationFields
 
 GREEDY_BELOW = 1e-5
@@ -99,7 +100,7 @@ def choice_requests(
             id=f"{request_id}-{index}",
             prompt=tuple(prompt),
             params=replace(params, seed=choice_seed(fields.seed, index)),
-            priority=fields.priority or 0,
+            priority=level_of(fields),
             cache_salt=fields.cache_salt or "",
         )
         for index in range(num_choices(fields))

@@ -18,6 +18,7 @@ from jaxserve.api import EngineFailed, Overloaded, Rejected
 from jaxserve.server.access import KEY_NAME
 from jaxserve.server.errors import ApiError, engine_error, invalid, json_response
 from jaxserve.server.generation import Choice, Delta, Generation
+from jaxserve.server.priority import Ranked, level_of_header, tier_used
 from jaxserve.server.schema import GenerationFields, StreamOptions
 from jaxserve.server.service import Service
 from jaxserve.server.sse import DONE, EventStream, data_event
@@ -71,6 +72,11 @@ class Arrival:
         self.tokenizing.append(time.perf_counter() - begun)
         self.service.metrics.observe_tokenizing(self.tokenizing[-1])
 
+    def tier(self, fields: Ranked) -> dict[str, Any]:
+        """What the answer says of the request's service tier."""
+        by_priority = self.service.config.by_priority
+        return dict(tier_used(fields, self.request.headers, by_priority=by_priority))
+
 
 def check_stream_options(fields: GenerationFields) -> StreamOptions:
     if fields.stream_options is None:
@@ -113,7 +119,7 @@ async def answer(
 
 
 def _classify(arrival: Arrival, generation: Generation) -> None:
-    """What headers tell the scheduler: whose request it is, and by when it must be answered."""
+    """What headers tell the scheduler: whose request it is, how urgent, by when to answer it."""
     headers = arrival.request.headers
     checked = arrival.request.get(KEY_NAME, "")
     key = checked or headers.get("Authorization", "")
@@ -121,13 +127,19 @@ def _classify(arrival: Arrival, generation: Generation) -> None:
     if answer is None:
         answer = arrival.service.config.request_timeout
     tenant = sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16] if key else ""
+    level = level_of_header(headers)
     isolated = arrival.service.config.isolate_cache_by_key
     for choice in generation.choices:
         request = choice.request
         # No salt of a client's own has a slash.
         salt = f"{tenant}/{request.cache_salt}" if isolated else request.cache_salt
         choice.request = replace(
-            request, tenant=tenant, cache_salt=salt, ttft_slo=first_token, e2e_slo=answer
+            request,
+            priority=request.priority if level is None else level,
+            tenant=tenant,
+            cache_salt=salt,
+            ttft_slo=first_token,
+            e2e_slo=answer,
         )
 
 

@@ -25,6 +25,7 @@ MAX_BAD_WORDS = 128
 SALT = r"^[^@/\\\x00]+$"
 """vLLM's alphabet of a cache salt."""
 
+type Tier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 type Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 type Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 type BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -109,6 +110,7 @@ class GenerationFields(Struct, kw_only=True):
     return_token_ids: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    service_tier: Tier | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128, pattern=SALT)] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     truncation_side: Literal["left", "right"] | None = None

@@ -70,6 +70,9 @@ type PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """By token id, in vLLM's shape; of the first token null."""
 
 
+type UsedTier = Literal["default", "flex", "priority", "fast"]
+
+
 class CompletionChoice(Shape):
     index: int
     text: str
@@ -87,6 +90,7 @@ class Completion(Shape):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    service_tier: UsedTier | UnsetType = UNSET
 
 
 class CalledFunction(Shape):
@@ -140,6 +144,7 @@ class ChatCompletion(Shape):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    service_tier: UsedTier | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
@@ -218,6 +223,7 @@ class Response(Shape):
     top_p: float
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
+    service_tier: UsedTier | UnsetType = UNSET
 
 
 class ContentBlock(Struct, kw_only=True):

@@ -42,7 +42,6 @@ SILENT = frozenset(
         "prompt_cache_retention",
         "request_id",
         "safety_identifier",
-        "service_tier",
         "session_id",
         "store",
         "user",

@@ -136,6 +136,7 @@ COMMON = {
     "return_token_ids": flag(),
     "prompt_logprobs": Field((0, 5, 20), (-1, 21, 1.5, True)),
     "priority": INT64,
+    "service_tier": Field(("auto", "flex", "fast"), ("cheap", 1, "")),
     "cache_salt": Field(("a", "x" * 128, "é"), ("", "x" * 129, "a@b", "a/b", "a\\b", "a\0b", 1)),
     "truncate_prompt_tokens": Field((-1, 1, 4000), (0, -2, 4096, 10**9, 1.5, "1")),
     "truncation_side": Field(("left", "right"), ("middle", 1)),
@@ -262,6 +263,53 @@ async def test_priority_salt_and_truncation_reach_the_engine(serve: Serve) -> No
     ]
     assert {(r.priority, r.cache_salt) for r in engine.requests} == {(-3, "s")}
     assert (await post(url, "/v1/completions", long))[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "header", "level", "tier"),
+    [
+        ({"service_tier": "flex"}, None, 1, "flex"),
+        ({"service_tier": "priority"}, None, -1, "priority"),
+        ({"service_tier": "auto"}, None, 0, "default"),
+        ({"service_tier": "flex", "priority": 7}, None, 7, "default"),
+        ({"service_tier": "flex"}, "-5", -5, "default"),
+        ({"priority": 3}, "-5", -5, None),
+        ({}, None, 0, None),
+    ],
+)
+async def test_the_tier_is_a_priority_and_a_proxys_goes_before(
+    serve: Serve, fields: dict[str, Any], header: str | None, level: int, tier: str | None
+) -> None:
+    engine = FakeEngine(b"Hi")
+    url = await serve(engine, by_priority=True)
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    bodies: dict[str, Any] = {"completions": {"prompt": "a"}, "responses": {"input": "a"}}
+    headers = {"X-Vllm-Priority": header} if header else {}
+    for route, plain in (bodies | {"chat/completions": chat}).items():
+        body = plain | fields
+        async with aiohttp.request(
+            "POST", f"{url}/v1/{route}", json=body, headers=headers
+        ) as reply:
+            assert reply.status == 200
+            assert (await reply.json()).get("service_tier") == tier
+    assert {request.priority for request in engine.requests} == {level}
+
+
+async def test_a_tier_that_makes_no_difference_is_the_default_one(serve: Serve) -> None:
+    url = await serve(FakeEngine(b"Hi"))
+    _, answer = await post(url, "/v1/completions", {"prompt": "a", "service_tier": "priority"})
+    assert answer["service_tier"] == "default"
+
+
+@pytest.mark.parametrize("given", ["", "1.5", "high", "1_0", str(2**63)])
+async def test_a_priority_that_is_no_integer_is_refused(serve: Serve, given: str) -> None:
+    url = await serve(FakeEngine())
+    headers = {"X-Vllm-Priority": given}
+    async with aiohttp.request(
+        "POST", f"{url}/v1/completions", json={"prompt": "a"}, headers=headers
+    ) as reply:
+        assert reply.status == 400
+        assert (await reply.json())["error"]["param"] == "X-Vllm-Priority"
 
 
 async def test_best_of_is_n_or_nothing(serve: Serve) -> None:

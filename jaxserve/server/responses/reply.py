@@ -204,6 +204,7 @@ def _head(arrival: Arrival, model: str, fields: ResponsesRequest, params: Sampli
         "top_p": params.top_p,
         "truncation": "disabled",
         "usage": None,
+        **arrival.tier(fields),
     }
 
 

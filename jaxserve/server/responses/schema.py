@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from jaxserve.api import MAX_LOGPROBS
-from jaxserve.server.schema import MAX_MESSAGES, MAX_TOOLS, SALT, Effort
+from jaxserve.server.schema import MAX_MESSAGES, MAX_TOOLS, SALT, Effort, Tier
 from jaxserve.server.unsupported import Harmless
 
 
@@ -95,6 +95,7 @@ class ResponsesRequest(Struct, kw_only=True):
     metadata: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    service_tier: Tier | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128, pattern=SALT)] | None = None
 
 
@@ -111,7 +112,6 @@ SILENT = frozenset(
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
-        "service_tier",
         "user",
     }
 )

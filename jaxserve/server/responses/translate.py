@@ -46,6 +46,7 @@ def to_chat(fields: ResponsesRequest) -> chat.ChatRequest:
         reasoning_effort=fields.reasoning.effort if fields.reasoning is not None else None,
         chat_template_kwargs=fields.chat_template_kwargs,
         priority=fields.priority,
+        service_tier=fields.service_tier,
         cache_salt=fields.cache_salt,
     )
 

@@ -1,0 +1,55 @@
+"""How urgent a request is: a number in its body or from a proxy, or OpenAI's service tiers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Protocol
+
+from jaxserve.server.errors import invalid
+from jaxserve.server.schema import Tier
+
+HEADER = "X-Vllm-Priority"
+LEVELS: Mapping[Tier, int] = {"flex": 1, "priority": -1, "fast": -1}
+"""Priorities of tiers; lower goes first, the others are 0."""
+
+_INTEGER = re.compile(r"-?[0-9]{1,19}")
+
+
+class Ranked(Protocol):
+    """The fields of a request that this is about."""
+
+    priority: int | None
+    service_tier: Tier | None
+
+
+def level_of(fields: Ranked) -> int:
+    """The priority that the body asks for: a number goes before a tier."""
+    if fields.priority is not None:
+        return fields.priority
+    return 0 if fields.service_tier is None else LEVELS.get(fields.service_tier, 0)
+
+
+def level_of_header(headers: Mapping[str, str]) -> int | None:
+    """What a proxy says, which goes before the body; None: nothing.
+
+    Raises ApiError (400) for what is not an integer of 64 bits.
+    """
+    given = headers.get(HEADER)
+    if given is None:
+        return None
+    if not _INTEGER.fullmatch(given) or not -(2**63) <= int(given) < 2**63:
+        raise invalid(f"{HEADER} must be an integer of 64 bits", param=HEADER)
+    return int(given)
+
+
+def tier_used(fields: Ranked, headers: Mapping[str, str], *, by_priority: bool) -> dict[str, Tier]:
+    """The answer's `service_tier`, if the request has one: `default` unless it made a difference.
+
+    `by_priority`: the scheduler's policy looks at priorities.
+    """
+    tier = fields.service_tier
+    if tier is None:
+        return {}
+    decided = by_priority and fields.priority is None and HEADER not in headers
+    return {"service_tier": tier if decided and tier in LEVELS else "default"}
