@@ -73,6 +73,7 @@ class Options:
     enable_log_requests: bool
     otlp_traces_endpoint: str | None
     generation_config: str
+    chat_template: Path | None
     default_chat_template_kwargs: dict[str, Any] | None
     reasoning_field: str
     isolate_cache_by_key: bool
@@ -166,6 +167,7 @@ def _add_model_flags(add: _AddArgument) -> None:
         help="where unset sampling fields come from; auto: the model's generation_config.json; "
         "vllm: OpenAI's defaults; or a folder that has such a file",
     )
+    add("--chat-template", type=Path, help="a Jinja file for chats, instead of the model's own")
     add(
         "--default-chat-template-kwargs",
         type=_template_variables,

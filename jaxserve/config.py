@@ -318,6 +318,8 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+    chat_template: str | None = None
+    """Jinja for chats; None: the model's own."""
     template_variables: Mapping[str, Any] = MappingProxyType({})
     """`chat_template_kwargs` of chats that do not set them."""
     reasoning_field: str = "both"

@@ -8,8 +8,10 @@ import logging
 import ssl
 from pathlib import Path
 
+import jinja2
 from aiohttp import web
 
+from jaxserve.chat_template import ChatTemplate
 from jaxserve.cli import Options
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.environment import ADMIN_API_KEY, API_KEY, key_of_environment
@@ -20,7 +22,8 @@ log = logging.getLogger(__name__)
 
 
 def server_config(options: Options, source: ModelSource) -> ServerConfig:
-    """Raises ConfigError for keys that cannot be read or would let everybody in."""
+    """Raises ConfigError for keys that cannot be read or would let everybody in, and for a chat
+    template that cannot be read."""
     keys = api_keys(options)
     if not keys and not is_loopback(options.host):
         log.warning("no --api-key: whoever reaches %s:%d may use it", options.host, options.port)
@@ -29,6 +32,7 @@ def server_config(options: Options, source: ModelSource) -> ServerConfig:
         host=options.host,
         port=options.port,
         sampling_defaults=source.sampling_defaults,
+        chat_template=_chat_template(options.chat_template),
         template_variables=options.default_chat_template_kwargs or {},
         reasoning_field=options.reasoning_field,
         by_priority=options.scheduling_policy == "priority",
@@ -45,6 +49,20 @@ def server_config(options: Options, source: ModelSource) -> ServerConfig:
         stall_timeout=options.stall_timeout,
         keep_alive_interval=options.keep_alive_interval,
     )
+
+
+def _chat_template(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        source = path.read_text(encoding="utf-8")
+        ChatTemplate(source)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {path}: cannot be read: {error}") from None
+    except jinja2.TemplateSyntaxError as error:
+        where = f"line {error.lineno}: {error.message}"
+        raise ConfigError(f"--chat-template {path}: not a Jinja template: {where}") from None
+    return source
 
 
 async def bind(

@@ -44,7 +44,7 @@ def make_app(
         middlewares=[tell_of_request, preflight, error_shape, require_key],
         client_max_size=config.max_request_bytes,
     )
-    source = tokenizer.chat_template
+    source = tokenizer.chat_template if config.chat_template is None else config.chat_template
     app[SERVICE] = Service(
         engine=engine,
         tokenizer=tokenizer,

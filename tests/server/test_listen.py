@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import aiohttp
 import pytest
 
-from jaxserve.listen import is_loopback
+from jaxserve.cli import parse_args
+from jaxserve.config import ConfigError
+from jaxserve.listen import is_loopback, server_config
+from jaxserve.model_source import find_model
 from jaxserve.server.access import digest
-from tests.fakes import FakeEngine
+from jaxserve.tokenizer import decode
+from tests.fakes import FakeEngine, tiny_tokenizer
 from tests.server.conftest import Serve
 
 PAGE = "https://chat.example.org"
@@ -40,6 +45,39 @@ async def test_a_page_that_is_allowed_asks_first_and_without_a_key(serve: Serve)
     async with aiohttp.request("POST", target, headers={"Origin": PAGE}) as reply:
         assert reply.status == 401  # and the page may read why
         assert reply.headers["Access-Control-Allow-Origin"] == PAGE
+
+
+async def test_a_chat_template_of_ones_own_goes_before_the_models(
+    serve: Serve, tmp_path: Path
+) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages[0].content }} é ", encoding="utf-8")
+    options = parse_args(["--chat-template", str(file)])
+    config = server_config(options, find_model(options))
+    url = await serve(engine := FakeEngine(), chat_template=config.chat_template)
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    async with aiohttp.request("POST", f"{url}/v1/chat/completions", json=body) as reply:
+        assert reply.status == 200
+    assert decode(tiny_tokenizer(), engine.requests[0].prompt) == "Hi é "
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "cannot be read"),
+        (b"\xff", "cannot be read"),
+        (b"{% if", "not a Jinja template: line 1"),
+    ],
+)
+def test_a_chat_template_that_is_none_refuses_the_start(
+    tmp_path: Path, content: bytes | None, reason: str
+) -> None:
+    file = tmp_path / "chat.jinja"
+    if content is not None:
+        file.write_bytes(content)
+    options = parse_args(["--chat-template", str(file)])
+    with pytest.raises(ConfigError, match=reason):
+        server_config(options, find_model(options))
 
 
 @pytest.mark.parametrize("allowed", [(), ("https://other.example.org",), (PAGE + ":8443",)])
