@@ -102,6 +102,10 @@ class Metrics:
         """How many choices a request asked for."""
         self._choices.observe(n)
 
+    def request_generated(self, most_tokens: int) -> None:
+        """How many tokens the longest of a request's choices had when it ended."""
+        self._longest.observe(most_tokens)
+
     def sequence_finished(self, reason: str, generated_tokens: int, seconds: float) -> None:
         """`reason` is one of FINISH_REASONS; a client that went away is an abort."""
         self._finished.labels(**self._labels, finished_reason=reason).inc()
@@ -123,6 +127,7 @@ class Metrics:
         kv_usage = used / status.total_pages if status.total_pages else 0.0
         self._running.set(status.running)
         self._waiting.set(status.waiting)
+        self._waiting_for_room.set(status.waiting)
         self._kv_usage.set(kv_usage)
         if self._former is not None:
             self._former.kv_usage.set(kv_usage)
@@ -238,6 +243,11 @@ class Metrics:
         self._generation_sizes = self._histogram(
             "vllm:request_generation_tokens", "Generated tokens per sequence", _TOKENS
         )
+        self._longest = self._histogram(
+            "vllm:request_max_num_generation_tokens",
+            "Generated tokens of the longest choice per request",
+            _TOKENS,
+        )
         self._max_tokens = self._histogram(
             "vllm:request_params_max_tokens", "max_tokens per sequence", _TOKENS
         )
@@ -267,6 +277,14 @@ class Metrics:
     def _make_engine_metrics(self) -> None:
         self._running = self._gauge("vllm:num_requests_running", "Sequences in the running set")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Sequences in the queue")
+        by_reason = Gauge(
+            "vllm:num_requests_waiting_by_reason",
+            "Sequences in the queue, by what they wait for",
+            [*self._labels, "reason"],
+            registry=self._registry,
+        )
+        self._waiting_for_room = by_reason.labels(**self._labels, reason="capacity")
+        by_reason.labels(**self._labels, reason="deferred").set(0)
         self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0-1")
         self._queue_time = self._histogram(
             "vllm:request_queue_time_seconds", "From the engine's receipt to admission", _TTFT

@@ -116,6 +116,9 @@ async def answer(
             return json_response(reply.body(), headers=headers | timing)
         except (Rejected, Overloaded, EngineFailed) as error:
             raise _as_api_error(service, error) from error
+        finally:
+            if most := max(choice.num_tokens for choice in generation.choices):
+                service.metrics.request_generated(most)
 
 
 def _classify(arrival: Arrival, generation: Generation) -> None:

@@ -113,3 +113,28 @@ async def test_metrics_count_what_was_served(serve: Serve) -> None:
         f'vllm:admission_rejections_total{{{labels},reason="invalid"}} 1.0',
         'jaxserve_compiles_total{phase="serving"} 0.0',
     } <= lines
+
+
+async def test_a_request_of_several_choices_counts_its_longest(serve: Serve) -> None:
+    lengths = iter([2, 5, 3])
+    url = await serve(FakeEngine(lambda _: [*b"abcde"[: next(lengths)]]))
+    body = {"prompt": "Hi", "n": 3, "max_tokens": 9}
+    async with aiohttp.request("POST", f"{url}/v1/completions", json=body) as reply:
+        assert reply.status == 200
+    async with aiohttp.request("GET", f"{url}/metrics") as reply:
+        lines = (await reply.text()).splitlines()
+    labels = '{engine="0",model_name="tiny"}'
+    assert f"vllm:request_max_num_generation_tokens_sum{labels} 5.0" in lines
+    assert f"vllm:request_max_num_generation_tokens_count{labels} 1.0" in lines
+
+
+async def test_who_waits_waits_for_room(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    waiting = engine.status()._replace(waiting=4)
+    monkeypatch.setattr(engine, "status", lambda: waiting)
+    url = await serve(engine)
+    async with aiohttp.request("GET", f"{url}/metrics") as reply:
+        lines = (await reply.text()).splitlines()
+    name = 'vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason='
+    assert f'{name}"capacity"}} 4.0' in lines
+    assert f'{name}"deferred"}} 0.0' in lines
