@@ -35,6 +35,7 @@ class Options:
     seed: int
     host: str
     port: int
+    uds: Path | None
     dtype: str
     quantization: str | None
     lm_head_dtype: str
@@ -191,6 +192,7 @@ def _add_hub_flags(add: _AddArgument) -> None:
 def _add_server_flags(add: _AddArgument) -> None:
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8000, help="port to listen on; 0 picks one")
+    add("--uds", type=Path, help="listen on this Unix domain socket, and on no port")
     add("--max-num-queued-reqs", type=_positive, default=1024, help="waiting requests before 429")
     add(
         "--shutdown-timeout",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -317,6 +318,8 @@ class ServerConfig:
     """Names clients may use; the first one is reported."""
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: Path | None = None
+    """A Unix domain socket to listen on instead."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     chat_template: str | None = None
     """Jinja for chats; None: the model's own."""

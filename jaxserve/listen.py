@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import logging
@@ -25,12 +26,13 @@ def server_config(options: Options, source: ModelSource) -> ServerConfig:
     """Raises ConfigError for keys that cannot be read or would let everybody in, and for a chat
     template that cannot be read."""
     keys = api_keys(options)
-    if not keys and not is_loopback(options.host):
+    if not keys and options.uds is None and not is_loopback(options.host):
         log.warning("no --api-key: whoever reaches %s:%d may use it", options.host, options.port)
     return ServerConfig(
         model_names=source.names,
         host=options.host,
         port=options.port,
+        uds=options.uds,
         sampling_defaults=source.sampling_defaults,
         chat_template=_chat_template(options.chat_template),
         template_variables=options.default_chat_template_kwargs or {},
@@ -69,6 +71,10 @@ async def bind(
     runner: web.AppRunner, config: ServerConfig, tls: ssl.SSLContext | None = None
 ) -> str:
     """Listen before anything slow happens: a port in use is known at once. Returns the URL."""
+    scheme = "http" if tls is None else "https"
+    if config.uds is not None:
+        await _bind_unix(runner, config.uds, tls)
+        return f"{scheme}://localhost"
     try:
         await web.TCPSite(runner, config.host, config.port, ssl_context=tls).start()
     except OSError as error:
@@ -78,8 +84,22 @@ async def bind(
             ) from None
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from None
     host, port = runner.addresses[0][:2]
-    scheme = "http" if tls is None else "https"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+async def _bind_unix(runner: web.AppRunner, path: Path, tls: ssl.SSLContext | None) -> None:
+    """A socket that nobody answers at was left behind, and is replaced."""
+    try:
+        _, writer = await asyncio.open_unix_connection(path)
+    except OSError:
+        pass
+    else:
+        writer.close()
+        raise ConfigError(f"--uds {path}: another process listens there")
+    try:
+        await web.UnixSite(runner, path, ssl_context=tls).start()
+    except OSError as error:
+        raise ConfigError(f"--uds {path}: cannot listen: {error}") from None
 
 
 def api_keys(options: Options) -> list[str]:

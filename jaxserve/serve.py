@@ -18,7 +18,7 @@ import uvloop
 from jaxserve import logs
 from jaxserve.api import EngineLimits
 from jaxserve.cli import Options
-from jaxserve.config import ConfigError
+from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.engine import AsyncEngine, Parts, Progress
 from jaxserve.environment import prepare
 from jaxserve.listen import bind, server_config
@@ -103,10 +103,10 @@ async def _serve(options: Options, timeline: Timeline, imported: threading.Event
     await runner.setup()
     try:
         url = await bind(runner, config, tls)
-        log.info("listening on %s; loading %s", url, source.names[0])
+        log.info("listening on %s; loading %s", config.uds or url, source.names[0])
         if await _start(engine, stop):
             _report(timeline, metrics, show_table=options.profile_startup)
-            _greet(url, source.names[0], keyed=bool(config.api_key_digests))
+            _greet(url, source.names[0], config)
             await _until_stopped(engine, stop)
             await _drain(engine, options.shutdown_timeout)
     finally:
@@ -208,12 +208,13 @@ def _report(timeline: Timeline, metrics: Metrics, *, show_table: bool) -> None:
         print(show(timeline), file=sys.stderr, flush=True)
 
 
-def _greet(url: str, model: str, *, keyed: bool) -> None:
+def _greet(url: str, model: str, config: ServerConfig) -> None:
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
-    key = "-H 'Authorization: Bearer KEY' " if keyed else ""
+    key = "-H 'Authorization: Bearer KEY' " if config.api_key_digests else ""
+    through = f"--unix-socket {config.uds} " if config.uds is not None else ""
     text = (
         f"\njaxserve is ready: {model} at {url}/v1\n\n"
-        f"  curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' \\\n"
+        f"  curl {through}{url}/v1/chat/completions {key}-H 'Content-Type: application/json' \\\n"
         f"    -d '{body}'\n\n"
     )
     with contextlib.suppress(OSError):  # a full disk, or nobody reads: no reason not to serve

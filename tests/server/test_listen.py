@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from jaxserve.cli import parse_args
-from jaxserve.config import ConfigError
-from jaxserve.listen import is_loopback, server_config
+from jaxserve.config import ConfigError, ServerConfig
+from jaxserve.listen import bind, is_loopback, server_config
+from jaxserve.metrics import Metrics
 from jaxserve.model_source import find_model
+from jaxserve.server import make_app, make_runner
 from jaxserve.server.access import digest
 from jaxserve.tokenizer import decode
 from tests.fakes import FakeEngine, tiny_tokenizer
@@ -45,6 +48,34 @@ async def test_a_page_that_is_allowed_asks_first_and_without_a_key(serve: Serve)
     async with aiohttp.request("POST", target, headers={"Origin": PAGE}) as reply:
         assert reply.status == 401  # and the page may read why
         assert reply.headers["Access-Control-Allow-Origin"] == PAGE
+
+
+async def test_a_socket_is_served_and_taken_over_only_when_left_behind(tmp_path: Path) -> None:
+    path = tmp_path / "server.sock"
+    config = ServerConfig(model_names=("tiny",), uds=path)
+    app = make_app(FakeEngine(), tiny_tokenizer(), config, Metrics("tiny"))
+    left_behind = socket.socket(socket.AF_UNIX)
+    left_behind.bind(str(path))
+    left_behind.close()
+    runner = make_runner(app, shutdown_timeout=0.2)
+    await runner.setup()
+    try:
+        assert await bind(runner, config) == "http://localhost"
+        with pytest.raises(ConfigError, match="another process listens there"):
+            await bind(runner, config)
+        connector = aiohttp.UnixConnector(str(path))
+        async with (
+            aiohttp.ClientSession(connector=connector) as session,
+            session.post("http://localhost/v1/completions", json={"prompt": "a"}) as reply,
+        ):
+            assert reply.status == 200
+    finally:
+        await runner.cleanup()
+    runner = make_runner(app)
+    await runner.setup()
+    with pytest.raises(ConfigError, match="cannot listen"):
+        await bind(runner, ServerConfig(model_names=("tiny",), uds=tmp_path / "no" / "x.sock"))
+    await runner.cleanup()
 
 
 async def test_a_chat_template_of_ones_own_goes_before_the_models(
