@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +14,15 @@ from jaxserve.config import (
     NAMED_MODELS,
     POLICIES,
     REASONING_FIELDS,
-    TEMPLATE_VARIABLES,
+)
+from jaxserve.flag_values import (
+    positive,
+    seconds,
+    size_in_bytes,
+    sizes,
+    template_variables,
+    tokens,
+    url,
 )
 from jaxserve.logs import FORMATS
 
@@ -171,7 +176,7 @@ def _add_model_flags(add: _AddArgument) -> None:
     add("--chat-template", type=Path, help="a Jinja file for chats, instead of the model's own")
     add(
         "--default-chat-template-kwargs",
-        type=_template_variables,
+        type=template_variables,
         help="of chats that do not set them, as JSON, e.g. '{\"enable_thinking\": false}'",
     )
     add(
@@ -193,7 +198,12 @@ def _add_server_flags(add: _AddArgument) -> None:
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8000, help="port to listen on; 0 picks one")
     add("--uds", type=Path, help="listen on this Unix domain socket, and on no port")
-    add("--max-num-queued-reqs", type=_positive, default=1024, help="waiting requests before 429")
+    add(
+        "--max-num-queued-reqs",
+        type=positive,
+        default=1024,
+        help="waiting requests before 429",
+    )
     add(
         "--shutdown-timeout",
         type=float,
@@ -202,26 +212,30 @@ def _add_server_flags(add: _AddArgument) -> None:
     )
     add(
         "--max-num-queued-tokens",
-        type=_positive,
+        type=positive,
         help="prompt tokens that wait for their first output token before 429",
     )
-    add("--request-timeout", type=_seconds, help="seconds that a request may take in all")
-    add("--max-queue-time", type=_seconds, help="seconds until a request's first token before 503")
+    add("--request-timeout", type=seconds, help="seconds that a request may take in all")
+    add(
+        "--max-queue-time",
+        type=seconds,
+        help="seconds until a request's first token before 503",
+    )
     add(
         "--max-request-bytes",
-        type=_bytes,
+        type=size_in_bytes,
         default=16 * 2**20,
         help="size of a request's body before 413",
     )
     add(
         "--stall-timeout",
-        type=_seconds,
+        type=seconds,
         default=120.0,
         help="seconds without progress, with work to do, after which /health is 503",
     )
     add(
         "--keep-alive-interval",
-        type=_seconds,
+        type=seconds,
         default=15.0,
         help="seconds of silence on a stream before a comment is sent",
     )
@@ -247,7 +261,7 @@ def _add_server_flags(add: _AddArgument) -> None:
     add("--enable-log-requests", action="store_true", help="log a line per request")
     add(
         "--otlp-traces-endpoint",
-        type=_url,
+        type=url,
         help="URL that takes OpenTelemetry spans of requests, e.g. http://localhost:4318/v1/traces",
     )
 
@@ -309,9 +323,17 @@ def _add_engine_flags(add: _AddArgument) -> None:
         default=True,
         help="weights that are quantised at load are kept in --cache-dir for the next start",
     )
-    add("--max-model-len", type=_tokens, help="longest prompt plus output, e.g. 8192 or 32k")
-    add("--max-num-seqs", type=_positive, help="sequences that run at once")
-    add("--max-num-batched-tokens", type=_positive, help="tokens computed in one step at most")
+    add(
+        "--max-model-len",
+        type=tokens,
+        help="longest prompt plus output, e.g. 8192 or 32k",
+    )
+    add("--max-num-seqs", type=positive, help="sequences that run at once")
+    add(
+        "--max-num-batched-tokens",
+        type=positive,
+        help="tokens computed in one step at most",
+    )
     add(
         "--max-itl-ms",
         type=float,
@@ -335,23 +357,35 @@ def _add_engine_flags(add: _AddArgument) -> None:
         type=float,
         help="policy slo: deadline of the first token for requests without x-slo-ttft-ms",
     )
-    add("--block-size", type=_positive, help="tokens per page of the KV cache")
+    add("--block-size", type=positive, help="tokens per page of the KV cache")
     add(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="requests share the KV pages of equal prefixes",
     )
-    add("--kv-cache-memory-bytes", type=_bytes, help="size of the KV cache, e.g. 512M or 20G")
+    add(
+        "--kv-cache-memory-bytes",
+        type=size_in_bytes,
+        help="size of the KV cache, e.g. 512M or 20G",
+    )
     add(
         "--gpu-memory-utilization",
         type=float,
         default=0.9,
         help="fraction of the GPU's memory that the process takes",
     )
-    add("--decode-buckets", type=_sizes, help="rows of the compiled decode steps, e.g. 1,4,16")
-    add("--prefill-buckets", type=_sizes, help="tokens of the compiled mixed steps, e.g. 64,512")
-    add("--compile-workers", type=_positive, help="threads that compile buckets")
+    add(
+        "--decode-buckets",
+        type=sizes,
+        help="rows of the compiled decode steps, e.g. 1,4,16",
+    )
+    add(
+        "--prefill-buckets",
+        type=sizes,
+        help="tokens of the compiled mixed steps, e.g. 64,512",
+    )
+    add("--compile-workers", type=positive, help="threads that compile buckets")
     add(
         "--cache-dir",
         type=Path,
@@ -367,65 +401,3 @@ def _add_engine_flags(add: _AddArgument) -> None:
         action="store_true",
         help="debugging: a compilation while serving is an error",
     )
-
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-
-
-def _scaled(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"not a number with an optional unit: {text!r}")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
-
-
-def _bytes(text: str) -> int:
-    """A size in bytes: 512M and 20G are powers of ten, 512Mi and 20Gi powers of two."""
-    return _scaled(text)
-
-
-def _tokens(text: str) -> int:
-    """A length in tokens: 32k is 32 * 1024, as model cards use it."""
-    match = re.fullmatch(r"(\d+)\s*k", text.strip().lower())
-    return int(match[1]) * 1024 if match else _positive(text)
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"not a positive integer: {text!r}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"not a positive number of seconds: {text!r}")
-    return value
-
-
-def _template_variables(text: str) -> dict[str, Any]:
-    try:
-        variables = json.loads(text)
-    except ValueError:
-        variables = None
-    if not isinstance(variables, dict) or not variables.keys() <= TEMPLATE_VARIABLES:
-        names = ", ".join(sorted(TEMPLATE_VARIABLES))
-        raise argparse.ArgumentTypeError(f"not a JSON object with names out of {names}: {text!r}")
-    return variables
-
-
-def _url(text: str) -> str:
-    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", text):
-        raise argparse.ArgumentTypeError(f"not an http:// or https:// URL: {text!r}")
-    return text
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(sorted({_positive(part) for part in text.split(",")}))

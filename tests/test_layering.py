@@ -59,6 +59,7 @@ LAYERS = (
         "jaxserve.cli",
         "jaxserve.convert",
         "jaxserve.environment",
+        "jaxserve.flag_values",
         "jaxserve.foreign_flags",
         "jaxserve.listen",
         "jaxserve.model_source",

@@ -1,0 +1,73 @@
+"""Values of flags: what they look like, and what is said of others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from typing import Any
+
+from jaxserve.config import TEMPLATE_VARIABLES
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def size_in_bytes(text: str) -> int:
+    """512M and 20G are powers of ten, 512Mi and 20Gi powers of two."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"not a number with an optional unit: {text!r}")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def tokens(text: str) -> int:
+    """A length in tokens: 32k is 32 * 1024, as model cards use it."""
+    match = re.fullmatch(r"(\d+)\s*k", text.strip().lower())
+    return int(match[1]) * 1024 if match else positive(text)
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"not a positive integer: {text!r}")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"not a positive number of seconds: {text!r}")
+    return value
+
+
+def template_variables(text: str) -> dict[str, Any]:
+    """A JSON object with variables of the chat template that requests may set, too."""
+    try:
+        variables = json.loads(text)
+    except ValueError:
+        variables = None
+    if not isinstance(variables, dict) or not variables.keys() <= TEMPLATE_VARIABLES:
+        names = ", ".join(sorted(TEMPLATE_VARIABLES))
+        raise argparse.ArgumentTypeError(f"not a JSON object with names out of {names}: {text!r}")
+    return variables
+
+
+def url(text: str) -> str:
+    """Of a server, over http or https."""
+    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", text):
+        raise argparse.ArgumentTypeError(f"not an http:// or https:// URL: {text!r}")
+    return text
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them, in order, each once."""
+    return tuple(sorted({positive(part) for part in text.split(",")}))
