@@ -20,7 +20,7 @@ OPERATIONS = ROOT / "docs" / "operations.md"
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
-FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)+\.(?:py|md|sh|json|textproto)")
+FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)+\.(?:py|md|sh|jsonl?|textproto)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+(?![\w])")
 SCRIPT = re.compile(r"scripts/\w+\.py")
 METRIC = re.compile(r"`((?:vllm:|jaxserve_|process_)\w+)(?:\{[^`]*\})?`")

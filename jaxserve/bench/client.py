@@ -69,31 +69,38 @@ class Client:
 
     async def _read(self, reply: aiohttp.ClientResponse, record: Record) -> None:
         ended = False
-        async for line in reply.content:
-            if not line.startswith(b"data: "):
-                continue
-            if line.startswith(b"data: [DONE]"):
-                ended = True
-                break
-            now = self._clock()
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                record.outcome = Outcome.SHED if _is_shed(chunk["error"]) else Outcome.FAILED
-                record.error = _message(line[6:].decode(errors="replace"))[:200]
-                return
-            if any(_has_output(choice) for choice in chunk.get("choices", ())):
-                record.token_times.append(now)
-            if usage := chunk.get("usage"):
-                record.prompt_tokens = usage["prompt_tokens"]
-                record.output_tokens = usage["completion_tokens"]
-                details = usage.get("prompt_tokens_details") or {}
-                record.cached_tokens = details.get("cached_tokens") or 0
-        record.output_tokens = record.output_tokens or len(record.token_times)
+        usage: dict[str, Any] = {}
+        try:
+            async for line in reply.content:
+                if not line.startswith(b"data:"):
+                    continue  # between events, or a comment that keeps the connection alive
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    ended = True
+                    break
+                now = self._clock()
+                chunk = json.loads(data)
+                if error := _error(chunk):
+                    record.outcome = Outcome.SHED if _is_shed(error) else Outcome.FAILED
+                    record.error = _message(data.decode(errors="replace"))[:200]
+                    return
+                if any(_has_output(choice) for choice in chunk.get("choices", ())):
+                    record.token_times.append(now)
+                usage = chunk.get("usage") or usage
+        finally:  # what a lost request had got is told too
+            record.output_tokens = usage.get("completion_tokens") or len(record.token_times)
+        record.prompt_tokens = usage.get("prompt_tokens", record.prompt_tokens)
+        record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         if ended and record.token_times:
             record.outcome = Outcome.COMPLETED
         else:
             record.outcome = Outcome.FAILED
             record.error = "the stream ended early" if not ended else "the stream had no output"
+
+
+def _error(answer: dict[str, Any]) -> Any:
+    """The error that a chunk or a body is: OpenAI's and vLLM's is nested, SGLang's may be flat."""
+    return answer.get("error") or (answer if answer.get("object") == "error" else None)
 
 
 def _is_shed(error: Any) -> bool:
@@ -105,17 +112,24 @@ def _is_shed(error: Any) -> bool:
 
 
 def _message(body: str) -> str:
-    """Of an error in OpenAI's form, or all that was sent."""
+    """Of an error in one of the known forms, or all that was sent."""
     try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
+        error = _error(json.loads(body))
+        return error if isinstance(error, str) else str(error["message"])
+    except (ValueError, LookupError, TypeError, AttributeError):
         return body
 
 
 def _has_output(choice: dict[str, Any]) -> bool:
-    """Completions: every chunk is output (random tokens may be text that is not complete yet)."""
+    """Completions: every chunk is output (random tokens may be text that is not complete yet).
+
+    Chat: the same, but empty text beside a role announces the message and is no token.
+    """
     delta = choice.get("delta")
-    return delta is None or any(delta.get(part) is not None for part in _OUTPUT)
+    if delta is None:
+        return True
+    parts = [delta.get(part) for part in _OUTPUT]
+    return any(parts) or ("" in parts and not delta.get("role"))
 
 
 def _body(target: Target, prompt: Prompt) -> dict[str, Any]:
