@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve import __version__
-from jaxserve.config import (
-    KV_CACHE_DTYPES,
-    NAMED_MODELS,
-    POLICIES,
-    REASONING_FIELDS,
-)
+from jaxserve.config import KV_CACHE_DTYPES, NAMED_MODELS, POLICIES, REASONING_FIELDS
 from jaxserve.flag_values import (
     positive,
     seconds,
@@ -198,12 +193,7 @@ def _add_server_flags(add: _AddArgument) -> None:
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8000, help="port to listen on; 0 picks one")
     add("--uds", type=Path, help="listen on this Unix domain socket, and on no port")
-    add(
-        "--max-num-queued-reqs",
-        type=positive,
-        default=1024,
-        help="waiting requests before 429",
-    )
+    add("--max-num-queued-reqs", type=positive, default=1024, help="waiting requests before 429")
     add(
         "--shutdown-timeout",
         type=float,
@@ -216,11 +206,7 @@ def _add_server_flags(add: _AddArgument) -> None:
         help="prompt tokens that wait for their first output token before 429",
     )
     add("--request-timeout", type=seconds, help="seconds that a request may take in all")
-    add(
-        "--max-queue-time",
-        type=seconds,
-        help="seconds until a request's first token before 503",
-    )
+    add("--max-queue-time", type=seconds, help="seconds until a request's first token before 503")
     add(
         "--max-request-bytes",
         type=size_in_bytes,
@@ -323,17 +309,9 @@ def _add_engine_flags(add: _AddArgument) -> None:
         default=True,
         help="weights that are quantised at load are kept in --cache-dir for the next start",
     )
-    add(
-        "--max-model-len",
-        type=tokens,
-        help="longest prompt plus output, e.g. 8192 or 32k",
-    )
+    add("--max-model-len", type=tokens, help="longest prompt plus output, e.g. 8192 or 32k")
     add("--max-num-seqs", type=positive, help="sequences that run at once")
-    add(
-        "--max-num-batched-tokens",
-        type=positive,
-        help="tokens computed in one step at most",
-    )
+    add("--max-num-batched-tokens", type=positive, help="tokens computed in one step at most")
     add(
         "--max-itl-ms",
         type=float,
@@ -365,9 +343,7 @@ def _add_engine_flags(add: _AddArgument) -> None:
         help="requests share the KV pages of equal prefixes",
     )
     add(
-        "--kv-cache-memory-bytes",
-        type=size_in_bytes,
-        help="size of the KV cache, e.g. 512M or 20G",
+        "--kv-cache-memory-bytes", type=size_in_bytes, help="size of the KV cache, e.g. 512M or 20G"
     )
     add(
         "--gpu-memory-utilization",
@@ -375,16 +351,8 @@ def _add_engine_flags(add: _AddArgument) -> None:
         default=0.9,
         help="fraction of the GPU's memory that the process takes",
     )
-    add(
-        "--decode-buckets",
-        type=sizes,
-        help="rows of the compiled decode steps, e.g. 1,4,16",
-    )
-    add(
-        "--prefill-buckets",
-        type=sizes,
-        help="tokens of the compiled mixed steps, e.g. 64,512",
-    )
+    add("--decode-buckets", type=sizes, help="rows of the compiled decode steps, e.g. 1,4,16")
+    add("--prefill-buckets", type=sizes, help="tokens of the compiled mixed steps, e.g. 64,512")
     add("--compile-workers", type=positive, help="threads that compile buckets")
     add(
         "--cache-dir",
