@@ -19,6 +19,7 @@ GAP = 0.03
 """Seconds between requests."""
 
 
+@pytest.mark.slow  # holds milliseconds, which a machine that runs other tests beside it does not
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 async def test_figures_are_those_of_the_recording(endpoint: str, tmp_path: Path) -> None:
     recorded = answers(endpoint)
