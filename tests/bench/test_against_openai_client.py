@@ -31,6 +31,7 @@ class Timed(NamedTuple):
     tpot: float
 
 
+@pytest.mark.slow  # times two runs one after the other: a stall of the machine hits only one
 async def test_ttft_and_tpot_are_those_of_another_client() -> None:
     numbers: dict[str, int] = {}
 
