@@ -14,6 +14,7 @@ from prometheus_client import (
 )
 
 from jaxserve.api import EngineStatus, Start
+from jaxserve.histogram import TokenHistogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -45,7 +46,7 @@ _RATIO = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 class Metrics:
-    """One registry per server. Every method may be called from any thread."""
+    """One registry per server. Every method but `next_token` may be called from any thread."""
 
     def __init__(self, model_name: str, *, legacy: bool = True):
         """`legacy`: some metrics have vLLM's former names, too."""
@@ -56,6 +57,10 @@ class Metrics:
         self._make_request_metrics()
         self._make_engine_metrics()
         self._former = _Former(self._registry, self._labels) if legacy else None
+        itl = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
+        text = "Between two tokens of one sequence"
+        names = itl if legacy else itl[:1]
+        self._itl = TokenHistogram(names, text, _ITL, self._labels, self._registry)
 
     def exposition(self) -> bytes:
         """All metrics as text for a scrape, of type CONTENT_TYPE."""
@@ -86,10 +91,8 @@ class Metrics:
         self._computed.observe(prompt_tokens - cached_tokens)
 
     def next_token(self, seconds: float) -> None:
-        """Time since the token before it."""
+        """Time since the token before it. Called on one thread, the event loop's."""
         self._itl.observe(seconds)
-        if self._former is not None:
-            self._former.itl.observe(seconds)
 
     def sequence_computed(self, prefill: float, decode: float, generated_tokens: int) -> None:
         """Of a sequence that ended after its first token: seconds before it and from then on."""
@@ -218,9 +221,6 @@ class Metrics:
         )
         self._ttft = self._histogram(
             "vllm:time_to_first_token_seconds", "From arrival to the first token", _TTFT
-        )
-        self._itl = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between two tokens of one sequence", _ITL
         )
         self._e2e = self._histogram(
             "vllm:e2e_request_latency_seconds", "From arrival to the last token", _E2E
@@ -365,11 +365,4 @@ class _Former:
         ).labels(**labels)
         self.prefix_hits = Counter(
             "vllm:gpu_prefix_cache_hits", "vllm:prefix_cache_hits", names, registry=registry
-        ).labels(**labels)
-        self.itl = Histogram(
-            "vllm:time_per_output_token_seconds",
-            "vllm:inter_token_latency_seconds",
-            names,
-            buckets=_ITL,
-            registry=registry,
         ).labels(**labels)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import aiohttp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram
 
+from jaxserve.histogram import TokenHistogram
 from jaxserve.server.access import digest
 from tests.fakes import FakeEngine
 from tests.server.conftest import Serve
@@ -107,6 +112,7 @@ async def test_metrics_count_what_was_served(serve: Serve) -> None:
         f"vllm:kv_cache_usage_perc{{{labels}}} 0.25",
         f"vllm:time_to_first_token_seconds_count{{{labels}}} 1.0",
         f"vllm:inter_token_latency_seconds_count{{{labels}}} 2.0",
+        f"vllm:time_per_output_token_seconds_count{{{labels}}} 2.0",
         f"vllm:e2e_request_latency_seconds_count{{{labels}}} 1.0",
         f"vllm:request_success_total{{{labelled.format('length')}}} 1.0",
         f"vllm:request_success_total{{{labelled.format('abort')}}} 0.0",
@@ -138,3 +144,25 @@ async def test_who_waits_waits_for_room(serve: Serve, monkeypatch: pytest.Monkey
     name = 'vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason='
     assert f'{name}"capacity"}} 4.0' in lines
     assert f'{name}"deferred"}} 0.0' in lines
+
+
+@given(st.lists(st.floats(0, 200, width=32)))
+def test_times_between_tokens_are_counted_as_the_client_library_counts(times: list[float]) -> None:
+    bounds, labels = (0.001, 0.25, 1.0, 80.0), {"engine": "0"}
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    histogram = TokenHistogram(["itl", "former"], "Times", bounds, labels, ours)
+    library = Histogram("itl", "Times", ["engine"], buckets=bounds, registry=theirs)
+    for seconds in times:
+        histogram.observe(seconds)
+        library.labels(**labels).observe(seconds)
+    library.labels(**labels)
+    wanted = {name: value for name, value in _samples(theirs) if not name.startswith("itl_created")}
+    assert {name: value for name, value in _samples(ours) if name.startswith("itl")} == wanted
+    former = {name.removeprefix("former"): v for name, v in _samples(ours) if "former" in name}
+    assert former == {name.removeprefix("itl"): value for name, value in wanted.items()}
+
+
+def _samples(registry: CollectorRegistry) -> Iterator[tuple[str, float]]:
+    for family in registry.collect():
+        for sample in family.samples:
+            yield f"{sample.name}{sorted(sample.labels.items())}", sample.value
