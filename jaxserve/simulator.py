@@ -7,9 +7,10 @@ one step ahead as the engine does.
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxserve.api import FinishReason, Overloaded, Rejected, Request
 from jaxserve.config import CacheConfig, SchedulerConfig
@@ -57,6 +58,11 @@ class Outcome:
 
     def __post_init__(self) -> None:
         self.length = len(self.arrival.request.prompt) + self.arrival.output - 1
+
+    @property
+    def ended(self) -> bool:
+        """By the server; not so if the client left."""
+        return self.finished or self.refused
 
     @property
     def ttft(self) -> float | None:
@@ -112,17 +118,36 @@ class Simulator:
         """Plans and when the device will be done with them."""
         self._leaving: list[tuple[float, str]] = []
         """When clients leave, the earliest first."""
+        self._over: deque[float] = deque()
+        """When clients were done with a request, however it ended."""
         self._steps, self._busy = 0, 0.0
 
-    def run(self, traffic: Iterable[Arrival], *, until: float = float("inf")) -> Result:
-        """Serve until everything has ended, or until the clock says `until`."""
-        coming = deque(sorted(traffic, key=lambda arrival: arrival.at))
-        outcomes = [Outcome(arrival=arrival) for arrival in coming]
-        waiting = deque(outcomes)
+    def run(
+        self,
+        traffic: Iterable[Arrival],
+        *,
+        until: float = float("inf"),
+        clients: int | None = None,
+        pause: float = 0.0,
+    ) -> Result:
+        """Serve until everything has ended, or until the clock says `until`.
+
+        Args:
+          clients: a closed loop of so many: each sends its next request `pause` seconds after its
+            last one was over. Beyond the first of each client, `at` is only the order.
+        """
+        outcomes = [Outcome(arrival=each) for each in sorted(traffic, key=lambda each: each.at)]
+        waiting, later = deque(outcomes[:clients]), deque(outcomes[len(outcomes[:clients]) :])
         while self.now < until:
+            while later and self._over:
+                following = later.popleft()
+                following.arrival = replace(following.arrival, at=self._over.popleft() + pause)
+                insort(waiting, following, key=lambda outcome: outcome.arrival.at)
             while waiting and waiting[0].arrival.at <= self.now:
                 self._arrive(waiting.popleft())
             if not self.scheduler.has_work and not self._in_flight:
+                if later and self._over:
+                    continue
                 if not waiting:
                     break
                 self.now = waiting[0].arrival.at
@@ -140,9 +165,12 @@ class Simulator:
     def turn(self) -> None:
         """Launch a step if there is one, and wait for the one before it."""
         while self._leaving and self._leaving[0][0] <= self.now:
-            self.scheduler.abort(heapq.heappop(self._leaving)[1])
+            request_id = heapq.heappop(self._leaving)[1]
+            self.scheduler.abort(request_id)
+            if not self._by_id[request_id].ended:
+                self._over.append(self.now)
         for request_id, _ in self.scheduler.shed():
-            self._by_id[request_id].refused = True
+            self._refuse(self._by_id[request_id])
         plan = self.scheduler.plan()
         self.now += self._host
         pending = self._in_flight.popleft() if self._in_flight else None
@@ -197,13 +225,17 @@ class Simulator:
         try:
             self.scheduler.add(outcome.arrival.request)
         except (Overloaded, Rejected):
-            outcome.refused = True
+            self._refuse(outcome)
         else:
             name, patience = outcome.arrival.request.id, outcome.arrival.patience
             self._by_id[name] = outcome
             self._by_seq.append(outcome)
             if patience is not None:
                 heapq.heappush(self._leaving, (outcome.arrival.at + patience, name))
+
+    def _refuse(self, outcome: Outcome) -> None:
+        outcome.refused = True
+        self._over.append(self.now)
 
     def _commit(self, plan: StepPlan) -> None:
         sampled: list[Sampled | None] = []
@@ -221,3 +253,4 @@ class Simulator:
                 outcome.cached = event.cached_tokens
             if event.finish is not None:
                 outcome.finished = event.finish is not FinishReason.ERROR
+                self._over.append(now)

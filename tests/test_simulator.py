@@ -66,6 +66,30 @@ def test_a_simulation_can_be_cut_off() -> None:
     assert not outcome.finished and 40 <= len(outcome.tokens) <= 50
 
 
+def test_in_a_closed_loop_a_client_sends_its_next_request_when_its_last_one_is_over() -> None:
+    traffic = [arrival(number, output=output) for number, output in enumerate((3, 90, 3, 3))]
+    result = simulator().run(traffic, clients=2, pause=0.25)
+    first, long, second, third = result.outcomes
+    assert [outcome.arrival.at for outcome in (first, long)] == [0, 0]
+    for before, after in ((first, second), (second, third)):
+        assert after.arrival.at == pytest.approx(before.tokens[-1] + 0.25)
+        assert 0 < after.tokens[0] - after.arrival.at < 0.1
+    assert third.tokens[-1] < long.tokens[-1]
+
+
+def test_in_a_closed_loop_a_client_that_is_refused_or_leaves_goes_on() -> None:
+    refused = arrival(0, prompt=5000)
+    left = replace(arrival(1, output=90), patience=0.5)
+    result = simulator().run([refused, left, arrival(2)], clients=1)
+    assert [outcome.arrival.at for outcome in result.outcomes] == [
+        0,
+        0,
+        pytest.approx(0.5, abs=0.02),
+    ]
+    assert [outcome.refused for outcome in result.outcomes] == [True, False, False]
+    assert result.outcomes[2].finished
+
+
 class Stepwise(Simulator):
     """Plans every step."""
 
