@@ -226,8 +226,9 @@ class Engine(Protocol):
 
     def status(self) -> EngineStatus: ...
 
-    def generate(self, request: Request) -> AsyncGenerator[TokenEvent]:
-        """Submit and stream. The iterator ends after the event whose `finish` is set.
+    def generate(self, request: Request) -> AsyncGenerator[list[TokenEvent]]:
+        """Submit and stream: all events since the last ones, of one step unless the caller was
+        late. The iterator ends after the event whose `finish` is set.
 
         Closing it early (`aclose`) aborts the sequence and frees its pages at once.
         Raises, on the first step: Rejected, Overloaded, EngineFailed.

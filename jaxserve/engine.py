@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -24,6 +25,7 @@ from jaxserve.api import (
     Request,
     TokenEvent,
 )
+from jaxserve.mailbox import Mailbox
 from jaxserve.metrics import Metrics
 from jaxserve.plan import Sampled, StepPlan
 from jaxserve.scheduler import Scheduler
@@ -33,6 +35,9 @@ log = logging.getLogger(__name__)
 _GUIDE_WAIT, _IDLE_GUIDE_WAIT = 0.001, 0.05
 """Seconds that the next plan waits for masks of structured output, while a step is computed and
 while nothing is."""
+
+_SWITCH_INTERVAL = 0.001
+"""Seconds after which a thread gives the interpreter's lock to another one that waits for it."""
 
 _STEP_FAILED = "a step failed; the sequences that it held end with an error"
 
@@ -94,7 +99,7 @@ class AsyncEngine[P]:
         self._limits = limits
         self._metrics = metrics
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._streams: dict[str, asyncio.Queue[_Message]] = {}
+        self._streams: dict[str, Mailbox[_Message]] = {}
         self._inbox: deque[_Order] = deque()
         self._wake = threading.Event()
         self._stopping = False
@@ -139,8 +144,8 @@ class AsyncEngine[P]:
         # its thread ends with the process.
         while self._phase == "serving" and self._thread.is_alive():
             await asyncio.sleep(0.01)
-        for queue in self._streams.values():
-            queue.put_nowait(Overloaded("the server is shutting down", retry_after=30.0))
+        for mailbox in self._streams.values():
+            mailbox.put(Overloaded("the server is shutting down", retry_after=30.0))
 
     @property
     def num_streams(self) -> int:
@@ -162,23 +167,23 @@ class AsyncEngine[P]:
             error=self._error,
         )
 
-    async def generate(self, request: Request) -> AsyncGenerator[TokenEvent]:
+    async def generate(self, request: Request) -> AsyncGenerator[list[TokenEvent]]:
         """See `api.Engine.generate`."""
         self._check_accepting()
         if request.id in self._streams:
             raise Rejected(f"a request with the id {request.id!r} is not finished")
-        queue: asyncio.Queue[_Message] = asyncio.Queue()
-        self._streams[request.id] = queue
+        assert self._loop is not None
+        mailbox = self._streams[request.id] = Mailbox[_Message](self._loop)
         self._send(_Submit(request))
         finished = False
         try:
             while not finished:
-                message = await queue.get()
-                if not isinstance(message, TokenEvent):
-                    finished = True
-                    raise message.error if isinstance(message, _Refused) else message
-                finished = message.finish is not None
-                yield message
+                events, error = _up_to_end(await mailbox.take())
+                finished = error is not None or events[-1].finish is not None
+                if events:
+                    yield events
+                if error is not None:
+                    raise error
         finally:
             del self._streams[request.id]
             if not finished:
@@ -204,10 +209,10 @@ class AsyncEngine[P]:
         """Hand one step's messages to their streams; a stream that was closed drops its own."""
         for message in messages:
             if isinstance(message, EngineFailed):
-                for queue in self._streams.values():
-                    queue.put_nowait(message)
-            elif (queue := self._streams.get(message.request_id)) is not None:
-                queue.put_nowait(message)
+                for mailbox in self._streams.values():
+                    mailbox.put(message)
+            elif (mailbox := self._streams.get(message.request_id)) is not None:
+                mailbox.put(message)
 
     # The thread's side.
 
@@ -237,6 +242,9 @@ class AsyncEngine[P]:
             loop.call_soon_threadsafe(settle)
 
     def _run(self) -> None:
+        # An event loop that writes to many streams is busy for long. With Python's own 5 ms it
+        # would keep this thread from going on for as long as a step takes, after each of its waits.
+        sys.setswitchinterval(_SWITCH_INTERVAL)
         try:
             self._parts = self._build(self._report)
             self._report("serving", 1.0)
@@ -344,6 +352,18 @@ class AsyncEngine[P]:
                         scheduler.add(request)
                     except (Rejected, Overloaded) as error:
                         self._post([_Refused(request.id, error)])
+
+
+def _up_to_end(messages: list[_Message]) -> tuple[list[TokenEvent], Exception | None]:
+    """The events up to the last one of their sequence, and what ended it instead of one."""
+    events: list[TokenEvent] = []
+    for message in messages:
+        if not isinstance(message, TokenEvent):
+            return events, message.error if isinstance(message, _Refused) else message
+        events.append(message)
+        if message.finish is not None:
+            break
+    return events, None
 
 
 def _check_accounts(scheduler: Scheduler) -> None:

@@ -31,9 +31,10 @@ class TokenHistogram(Collector):
         self._sum = 0.0
         registry.register(self)
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def observe(self, value: float, count: int = 1) -> None:
+        """The same value, so many times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """For the registry."""

@@ -46,7 +46,7 @@ _RATIO = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 class Metrics:
-    """One registry per server. Every method but `next_token` may be called from any thread."""
+    """One registry per server. Every method but `next_tokens` may be called from any thread."""
 
     def __init__(self, model_name: str, *, legacy: bool = True):
         """`legacy`: some metrics have vLLM's former names, too."""
@@ -90,9 +90,14 @@ class Metrics:
         self._prefix_requests.labels(**self._labels, hit=str(cached_tokens > 0).lower()).inc()
         self._computed.observe(prompt_tokens - cached_tokens)
 
-    def next_token(self, seconds: float) -> None:
-        """Time since the token before it. Called on one thread, the event loop's."""
-        self._itl.observe(seconds)
+    def next_tokens(self, seconds: float, count: int) -> None:
+        """So many tokens came at once, `seconds` after the one before them: the others after 0.
+
+        Called on one thread, the event loop's.
+        """
+        if count:
+            self._itl.observe(seconds)
+            self._itl.observe(0.0, count - 1)
 
     def sequence_computed(self, prefill: float, decode: float, generated_tokens: int) -> None:
         """Of a sequence that ended after its first token: seconds before it and from then on."""

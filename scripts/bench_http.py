@@ -1,11 +1,14 @@
 """Streamed tokens per second of the HTTP side: the real server and scheduler, a device of lists.
 
     python scripts/bench_http.py --clients 256 --tokens 200 --route chat
+    python scripts/bench_http.py --clients 256 --step-ms 14
 
 The server is a process of its own: engine thread, scheduler and HTTP as in production, and a
-runner that gives out tokens of the embedded model's vocabulary at once (or after --step-ms, off
-the interpreter's lock as a device would). Clients are raw sockets in this process that count
-events; what they cost is shown, since on two cores they compete with the server.
+runner that gives out tokens of the embedded model's vocabulary at once. With --step-ms it gives
+them out so long after those of the step before, as a device that has the next step queued; then
+the share of the device's step rate that the engine kept is shown, where the same streams go on.
+Clients are raw sockets in this process that count events; what they cost is shown, since on two
+cores they compete with the server.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import sys
 import time
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvloop
 
@@ -50,6 +53,12 @@ def main() -> None:
     uvloop.run(_serve(args) if args.serve else _measure(args))
 
 
+class Pending(NamedTuple):
+    plan: StepPlan
+    done: float
+    """`time.perf_counter()` when the device has computed it."""
+
+
 class ListRunner:
     """Gives every row that samples the next id of a fixed cycle of plain words."""
 
@@ -57,14 +66,27 @@ class ListRunner:
         self._step_seconds = step_seconds
         self._next = count()
         self._vocab = vocab
+        self._free_at = 0.0
+        self._rows = 0
+        self.steps = 0
+        self.idle = 0.0
+        """Steps of as many rows as the step before them, and the seconds between those two."""
 
-    def launch(self, plan: StepPlan) -> StepPlan:
-        return plan
+    def launch(self, plan: StepPlan) -> Pending:
+        now = time.perf_counter()
+        if len(plan.rows) == self._rows:
+            self.steps += 1
+            self.idle += max(0.0, now - self._free_at)
+        self._rows = len(plan.rows)
+        self._free_at = max(now, self._free_at) + self._step_seconds
+        time.sleep(0)  # gives up the interpreter's lock, as the call of an executable does
+        return Pending(plan, self._free_at)
 
-    def collect(self, pending: StepPlan) -> list[Sampled | None]:
-        time.sleep(self._step_seconds)
+    def collect(self, pending: Pending) -> list[Sampled | None]:
+        if (left := pending.done - time.perf_counter()) > 0:
+            time.sleep(left)
         base = 300 + next(self._next) % (self._vocab - 300)
-        return [Sampled(base) if row.samples else None for row in pending.rows]
+        return [Sampled(base) if row.samples else None for row in pending.plan.rows]
 
     def reset(self) -> None:
         pass
@@ -76,7 +98,9 @@ async def _serve(args: argparse.Namespace) -> None:
     page_size = 64
     pages = 1 + args.clients * (MAX_LENGTH // page_size)
 
-    def build(progress: Progress) -> Parts[StepPlan]:
+    device = ListRunner(args.step_ms / 1000, tokenizer.vocab_size)
+
+    def build(progress: Progress) -> Parts[Pending]:
         scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=args.clients,
@@ -85,7 +109,7 @@ async def _serve(args: argparse.Namespace) -> None:
             ),
             CacheConfig(num_pages=pages, page_size=page_size),
         )
-        return Parts(scheduler, ListRunner(args.step_ms / 1000, tokenizer.vocab_size))
+        return Parts(scheduler, device)
 
     metrics = Metrics("bench")
     limits = EngineLimits(MAX_LENGTH, tokenizer.vocab_size)
@@ -97,11 +121,13 @@ async def _serve(args: argparse.Namespace) -> None:
 
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
     await engine.start()
+    started = time.process_time()
     print(f"is ready: bench at http://127.0.0.1:{runner.addresses[0][1]}/v1", flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     await engine.stop()
     await runner.cleanup()
-    print(json.dumps({"cpu": time.process_time()}), flush=True)
+    cpu = time.process_time() - started
+    print(json.dumps({"cpu": cpu, "steps": device.steps, "idle": device.idle}), flush=True)
 
 
 class Client(asyncio.Protocol):
@@ -167,11 +193,15 @@ async def _measure(args: argparse.Namespace) -> None:
     own = time.process_time() - cpu
     output, _ = server.communicate("")
     tokens = args.clients * args.tokens * args.rounds
-    served = json.loads(output.splitlines()[-1])["cpu"]
+    server_side = json.loads(output.splitlines()[-1])
+    kept = ""
+    if args.step_ms:
+        busy = server_side["steps"] * args.step_ms / 1000
+        kept = f"{busy / (busy + server_side['idle']):.1%} of the device's step rate; "
     print(
         f"{args.route}, {args.clients} clients, step {args.step_ms:g} ms: "
         f"{tokens / seconds:,.0f} tokens/s, {sum(c.events for c in clients):,} events; "
-        f"server {served / tokens * 1e6:.0f} us of CPU per token (its start included), "
+        f"{kept}server {server_side['cpu'] / tokens * 1e6:.0f} us of CPU per token, "
         f"clients {own / tokens * 1e6:.0f}; "
         f"{sum(c.bytes for c in clients) / tokens:.0f} bytes per token"
     )

@@ -71,7 +71,8 @@ type Script = Sequence[int] | Callable[[Request], Sequence[int]]
 class FakeEngine:
     """Gives every request the tokens of a script, then waits for ever or ends with `finish`.
 
-    Like the real one it ends a sequence at its stop tokens and at max_tokens.
+    Like the real one it ends a sequence at its stop tokens and at max_tokens. So many events come
+    `together`, as for a reader that is late.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class FakeEngine:
         fail_after: int | None = None,
         step: asyncio.Semaphore | None = None,
         step_seconds: float = 0.0,
+        together: int = 1,
         cached_tokens: int = 0,
         max_model_len: int = 4096,
         vocab_size: int = 300,
@@ -102,6 +104,7 @@ class FakeEngine:
         self._fail_after = fail_after
         self._step = step
         self._step_seconds = step_seconds
+        self._together = together
         self._cached_tokens = cached_tokens
         self._limits = EngineLimits(max_model_len, vocab_size)
 
@@ -121,7 +124,7 @@ class FakeEngine:
             last_step_age=self.last_step_age,
         )
 
-    async def generate(self, request: Request) -> AsyncGenerator[TokenEvent]:
+    async def generate(self, request: Request) -> AsyncGenerator[list[TokenEvent]]:
         self.requests.append(request)
         if self._refuse is not None:
             raise self._refuse
@@ -129,11 +132,16 @@ class FakeEngine:
         ended = False
         try:
             script = self._script(request) if callable(self._script) else self._script
+            events: list[TokenEvent] = []
             for position, token in enumerate(script):
                 await self._next_step(position)
-                event = self._event(request, token, position, last=position == len(script) - 1)
-                ended = event.finish is not None
-                yield event
+                events.append(
+                    self._event(request, token, position, last=position == len(script) - 1)
+                )
+                ended = events[-1].finish is not None
+                if ended or len(events) == self._together:
+                    yield events
+                    events = []
                 if ended:
                     return
             await asyncio.Event().wait()

@@ -27,6 +27,7 @@ LAYERS = (
         "jaxserve.config",
         "jaxserve.histogram",
         "jaxserve.logs",
+        "jaxserve.mailbox",
         "jaxserve.metrics",
         "jaxserve.plan",
         "jaxserve.step_times",

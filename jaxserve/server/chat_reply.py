@@ -12,7 +12,7 @@ from jaxserve.server.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.server.output_parser import Content, OutputParser, Piece, Reasoning
 from jaxserve.server.reply import Arrival, openai_error_events, usage_body, usage_event
 from jaxserve.server.schema import ChatRequest, NamedTool, StreamOptions
-from jaxserve.server.sse import DONE, event_encoder
+from jaxserve.server.sse import DONE, TextEvent, event_encoder
 from jaxserve.server.tool_calls import CallArguments, CallOpened
 
 type Json = dict[str, Any]
@@ -48,6 +48,9 @@ class ChatReply:
         self._named_tool = isinstance(fields.tool_choice, NamedTool)
         self._collected: list[list[Json]] = [[] for _ in generation.choices]
         self._begun = [False] * len(generation.choices)
+        self._plain = not (options.continuous_usage_stats or options.include_obfuscation)
+        self._plain &= not fields.return_token_ids
+        self._text_events: dict[tuple[int, type[Piece]], TextEvent] = {}
         self._head = {
             "id": f"chatcmpl-{arrival.id}",
             "object": "chat.completion.chunk",
@@ -57,7 +60,28 @@ class ChatReply:
         }
 
     def events(self, delta: Delta) -> bytes:
+        if (event := self._text_event(delta)) is not None:
+            return event
         return b"".join(self._encode(self._chunk([c])) for c in self._choices(delta))
+
+    def _text_event(self, delta: Delta) -> bytes | None:
+        """For what nearly all deltas are: more of the same text and nothing else."""
+        if not self._plain or delta.finish is not None or delta.logprobs is not None:
+            return None
+        if len(delta.pieces) != 1 or not self._begun[delta.choice]:
+            return None
+        piece = delta.pieces[0]
+        if not isinstance(piece, Content | Reasoning) or not self._shown(piece):
+            return None
+        index, kind = key = (delta.choice, type(piece))
+        if (event := self._text_events.get(key)) is None:
+            event = self._text_events[key] = TextEvent(
+                lambda text: self._chunk([self._piece_choice(index, kind(text))])
+            )
+        return event(piece.text)
+
+    def _piece_choice(self, index: int, piece: Piece) -> Json:
+        return _choice(index, _delta_fields(piece, self._reasoning))
 
     def last_events(self) -> bytes:
         if not self._options.include_usage:

@@ -33,7 +33,7 @@ from jaxserve.server.reply import (
 )
 from jaxserve.server.schema import MAX_SEQUENCES, CompletionRequest, StreamOptions
 from jaxserve.server.service import SERVICE
-from jaxserve.server.sse import DONE, event_encoder
+from jaxserve.server.sse import DONE, TextEvent, event_encoder
 from jaxserve.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -129,6 +129,8 @@ class CompletionReply:
         self._encode = event_encoder(options)
         self._tokenizer = arrival.service.tokenizer
         self._return_token_ids = bool(fields.return_token_ids)
+        self._plain = not (options.continuous_usage_stats or options.include_obfuscation)
+        self._plain &= not fields.return_token_ids
         self._num_prompt_logprobs = fields.prompt_logprobs
         self._num_echoed = fields.logprobs if fields.echo else None
         self._head = {
@@ -145,12 +147,30 @@ class CompletionReply:
         ]
 
     def events(self, delta: Delta) -> bytes:
-        chunk: dict[str, Any] = {**self._head, "choices": [self._choice(delta)]}
+        if (event := self._text_event(delta)) is not None:
+            return event
+        return self._encode(self._chunk(self._choice(delta)))
+
+    def _text_event(self, delta: Delta) -> bytes | None:
+        """For what nearly all deltas are: more text and nothing else."""
+        state = self._states[delta.choice]
+        if not self._plain or not state.begun or delta.finish is not None:
+            return None
+        if delta.logprobs is not None or delta.prompt_logprobs is not None:
+            return None
+        if state.text_event is None:
+            state.text_event = TextEvent(
+                lambda text: self._chunk(self._choice(delta._replace(text=text)))
+            )
+        return state.text_event(delta.text)
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
         if self._options.continuous_usage_stats:
             chunk["usage"] = usage_body(self.generation)
         elif self._options.include_usage:
             chunk["usage"] = None
-        return self._encode(chunk)
+        return chunk
 
     def last_events(self) -> bytes:
         if not self._options.include_usage:
@@ -205,6 +225,7 @@ class _ChoiceState:
 
     def __init__(self, echo: str, tokenizer: Tokenizer):
         self.begun = False
+        self.text_event: TextEvent | None = None
         self.chunks: list[dict[str, Any]] = []
         self.logprobs = TextLogprobs(tokenizer, len(echo))
         self._echo = echo

@@ -78,13 +78,26 @@ class Choice:
         """`time.perf_counter()`."""
         self.finish: FinishReason | None = None
         self.reasoning_tokens = 0
+        self._failed: FinishReason | None = None
         self._options = options
         self._detokenizer = Detokenizer(tokenizer, skip_special=options.skip_special)
         self._stops = StopStrings(options.stop, include=options.include_stop)
 
+    def _deltas(self, events: Sequence[TokenEvent]) -> list[Delta]:
+        """Up to the one with which the choice ends; what comes later is not the client's."""
+        deltas: list[Delta] = []
+        for event in events:
+            if event.finish in (FinishReason.ERROR, FinishReason.ABORT):
+                self._failed = event.finish
+                break
+            deltas.append(self.add(event))
+            self.finish = deltas[-1].finish
+            if self.finish is not None:
+                break
+        return deltas
+
     def add(self, event: TokenEvent) -> Delta:
-        if event.finish in (FinishReason.ERROR, FinishReason.ABORT):
-            raise EngineFailed(f"the sequence ended with {event.finish}")
+        """What one event of a sequence that goes on, or ends well, shows."""
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
         self.start = event.start or self.start
         if self._options.prompt_only:
@@ -136,36 +149,41 @@ class Choice:
             return text
         return self._stops.push(text)
 
-    async def run(self, engine: Engine, metrics: Metrics, arrived: float) -> AsyncGenerator[Delta]:
-        """The choice's deltas; the last one has `finish`. Closing it early aborts the sequence.
+    async def run(
+        self, engine: Engine, metrics: Metrics, arrived: float
+    ) -> AsyncGenerator[list[Delta]]:
+        """The choice's deltas, those that are there at once together; the last one has `finish`.
+        Closing it early aborts the sequence.
 
         `arrived` is `time.perf_counter()` when the request came.
         """
         reason: str | None = FinishReason.ABORT
-        previous = 0.0
-        delta: Delta | None = None
+        deltas: list[Delta] = []
         try:
             # By the time the last delta is passed on the engine's side is closed: a sequence that
             # met a stop string must not cost another step.
-            async with aclosing(engine.generate(self.request)) as events:
-                async for event in events:
+            async with aclosing(engine.generate(self.request)) as steps:
+                async for events in steps:
                     now = time.perf_counter()
-                    if previous:
-                        metrics.next_token(now - previous)
+                    if self.last_token_at:
+                        metrics.next_tokens(now - self.last_token_at, len(events))
                     else:
                         prompt_tokens = len(self.request.prompt)
-                        metrics.first_token(now - arrived, prompt_tokens, event.cached_tokens)
+                        metrics.first_token(now - arrived, prompt_tokens, events[0].cached_tokens)
+                        metrics.next_tokens(0.0, len(events) - 1)
                         self.on_first_token()
-                    previous = self.last_token_at = now
-                    delta = self.add(event)
-                    if delta.finish is not None:
-                        self.finish = delta.finish
+                    self.last_token_at = now
+                    deltas = self._deltas(events)
+                    if self.finish is not None:
                         break
-                    yield delta
-            if delta is None or delta.finish is None:
+                    if deltas:
+                        yield deltas
+                    if self._failed is not None:
+                        raise EngineFailed(f"the sequence ended with {self._failed}")
+            if self.finish is None:
                 raise EngineFailed("the engine's events ended without a reason")
-            reason = delta.finish
-            yield delta
+            reason = self.finish
+            yield deltas
         except (Rejected, Overloaded):
             reason = FinishReason.ERROR if self.num_tokens else None  # cut off, or never begun
             raise
@@ -188,7 +206,10 @@ class Generation:
         self.choices = choices
         self._choices_per_prompt = choices_per_prompt
 
-    def deltas(self, engine: Engine, metrics: Metrics, arrived: float) -> AsyncGenerator[Delta]:
+    def deltas(
+        self, engine: Engine, metrics: Metrics, arrived: float
+    ) -> AsyncGenerator[list[Delta]]:
+        """Those of one choice that are there at once come together."""
         metrics.request_choices(self._choices_per_prompt)
         runs = [choice.run(engine, metrics, arrived) for choice in self.choices]
         return runs[0] if len(runs) == 1 else merged(runs)

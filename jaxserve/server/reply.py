@@ -109,9 +109,10 @@ async def answer(
                 if stream:
                     return await _stream(arrival, generation, deltas, reply, headers)
                 async with _time_limit(arrival, _read_timeout(arrival)) as patience:
-                    async for delta in deltas:
+                    async for together in deltas:
                         patience.has_begun()
-                        reply.collect(delta)
+                        for delta in together:
+                            reply.collect(delta)
             timing = _server_timing(arrival, generation.choices[0])
             return json_response(reply.body(), headers=headers | timing)
         except (Rejected, Overloaded, EngineFailed) as error:
@@ -163,7 +164,7 @@ def _seconds(headers: Mapping[str, str], name: str) -> float | None:
 async def _stream(
     arrival: Arrival,
     generation: Generation,
-    deltas: AsyncIterator[Delta],
+    deltas: AsyncIterator[list[Delta]],
     reply: Reply,
     headers: dict[str, str],
 ) -> web.StreamResponse:
@@ -171,11 +172,11 @@ async def _stream(
     async with EventStream(arrival.request, headers, service.config.keep_alive_interval) as stream:
         try:
             async with _time_limit(arrival) as patience:
-                async for delta in deltas:
-                    if events := reply.events(delta):
+                async for together in deltas:
+                    if events := b"".join(map(reply.events, together)):
                         if stream.silent:
                             patience.has_begun()
-                            choice = generation.choices[delta.choice]
+                            choice = generation.choices[together[0].choice]
                             await _send_first(arrival, stream, events, choice)
                         else:
                             await stream.send(events)

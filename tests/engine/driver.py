@@ -117,17 +117,17 @@ def request_of_50(number: int) -> Request:
     return request(number, max_tokens=50)
 
 
-async def events_of(stream: AsyncGenerator[TokenEvent]) -> list[TokenEvent]:
-    return [event async for event in stream]
+async def events_of(stream: AsyncGenerator[list[TokenEvent]]) -> list[TokenEvent]:
+    return [event async for events in stream for event in events]
 
 
-async def first(stream: AsyncGenerator[TokenEvent]) -> TokenEvent:
-    return await asyncio.wait_for(anext(stream), 5)
+async def first(stream: AsyncGenerator[list[TokenEvent]]) -> TokenEvent:
+    return (await asyncio.wait_for(anext(stream), 5))[0]
 
 
 async def begin(
     engine: Engine, runner: GatedRunner, *requests: Request
-) -> tuple[AsyncGenerator[TokenEvent], ...]:
+) -> tuple[AsyncGenerator[list[TokenEvent]], ...]:
     """Streams that had their first token, of requests with many to go; the device is held."""
     runner.hold()
     streams = tuple(engine.generate(each) for each in requests)

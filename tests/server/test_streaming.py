@@ -50,6 +50,26 @@ async def test_the_bytes_of_a_chat_stream_are_exactly_these(serve: Serve) -> Non
     ]
 
 
+@pytest.mark.parametrize("together", [1, 2, 9])
+async def test_tokens_that_are_there_at_once_are_events_of_their_own(
+    serve: Serve, together: int
+) -> None:
+    """Up to the one that completes a stop string, whatever came with it."""
+    url = await serve(FakeEngine(b"abcdXYef", together=together))
+    _, raw = await post(url, "/v1/completions", {**COMPLETION, "stop": ["XY"]})
+    assert shown(raw) == ["a", "b", "c", "d", "", ""]
+    assert payloads(raw)[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("together", [1, 4])
+async def test_what_was_computed_before_a_failure_is_shown(serve: Serve, together: int) -> None:
+    engine = FakeEngine(b"abcd", finish=FinishReason.ERROR, together=together)
+    _, raw = await post(await serve(engine), "/v1/completions", COMPLETION)
+    *texts, error = payloads(raw)
+    assert [event["choices"][0]["text"] for event in texts] == ["a", "b", "c"]
+    assert error["error"]["code"] == "generation_failed"
+
+
 async def test_the_role_comes_in_the_same_write_as_the_first_text(serve: Serve) -> None:
     step = asyncio.Semaphore(1)
     url = await serve(FakeEngine(b"AB", step=step))
