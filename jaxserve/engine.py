@@ -39,6 +39,10 @@ while nothing is."""
 _SWITCH_INTERVAL = 0.001
 """Seconds after which a thread gives the interpreter's lock to another one that waits for it."""
 
+_QUIET = 1.0
+"""Seconds without a request before the accounts are gone through: that takes milliseconds, for
+which the next request of a lone client would wait, and its answers' last events before it."""
+
 _STEP_FAILED = "a step failed; the sequences that it held end with an error"
 
 type Progress = Callable[[str, float], None]
@@ -270,8 +274,7 @@ class AsyncEngine[P]:
         while not self._stopping:
             self._idle = in_flight is None and not scheduler.has_work
             if self._idle:
-                _check_accounts(scheduler)
-                self._wake.wait()
+                self._rest(scheduler)
             self._wake.clear()
             self._read_inbox(scheduler)
             self._idle = False
@@ -281,6 +284,13 @@ class AsyncEngine[P]:
             with contextlib.suppress(Exception):
                 # Nobody waits for it, but XLA aborts a process that ends in the middle of a step.
                 parts.runner.collect(in_flight[1])
+
+    def _rest(self, scheduler: Scheduler) -> None:
+        """Wait until there is something to do; once nothing has come for a while, look whether
+        every page and slot is accounted for."""
+        if not self._wake.wait(_QUIET):
+            _check_accounts(scheduler)
+            self._wake.wait()
 
     def _advance(
         self, parts: Parts[P], in_flight: tuple[StepPlan, P] | None
@@ -367,7 +377,6 @@ def _up_to_end(messages: list[_Message]) -> tuple[list[TokenEvent], Exception | 
 
 
 def _check_accounts(scheduler: Scheduler) -> None:
-    """When nothing runs, look whether every page and slot is accounted for."""
     try:
         scheduler.check()
     except AssertionError as error:

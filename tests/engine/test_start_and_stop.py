@@ -9,6 +9,7 @@ import pytest
 
 from jaxserve.api import Overloaded
 from jaxserve.engine import Progress
+from jaxserve.scheduler import Scheduler
 from tests.engine.driver import (
     CACHE,
     GatedRunner,
@@ -45,6 +46,35 @@ async def test_status_tells_the_phases_of_the_start() -> None:
     assert (status.phase, status.ready, status.progress) == ("serving", True, 1.0)
     assert status.free_pages == status.total_pages == CACHE.usable_pages
     await engine.stop()
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A name for each time that the scheduler's accounts were gone through."""
+    done: list[str] = []
+    monkeypatch.setattr(Scheduler, "check", lambda _: done.append("checked"))
+    return done
+
+
+async def test_accounts_are_gone_through_once_nothing_has_come_for_a_while(
+    checks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxserve.engine._QUIET", 0.0)
+    async with serving(GatedRunner()) as engine:
+        await until(lambda: len(checks) == 1)
+        await events_of(engine.generate(request()))
+        await until(lambda: len(checks) >= 2)
+
+
+async def test_the_next_request_does_not_wait_for_the_accounts(
+    checks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxserve.engine._QUIET", 3600.0)
+    async with serving(GatedRunner()) as engine:
+        for number in range(5):
+            await events_of(engine.generate(request(number)))
+        await until(lambda: is_whole(engine))
+    assert not checks
 
 
 async def test_status_counts_what_runs_and_what_waits() -> None:
