@@ -1,0 +1,335 @@
+"""Everything that is claimed of a GPU, measured again with one command.
+
+    python scripts/prove_on_card.py --list
+    python scripts/prove_on_card.py --out results                     # all of it
+    python scripts/prove_on_card.py decode serving --out results      # some of it
+    python scripts/prove_on_card.py --out results --gpus 0,1,2,3      # a card for each at a time
+
+A proof is one or more commands of this repository; each has a folder under --out with its log and
+the JSON files that docs/measurements keeps. One that passed is not run again, so a run that was
+cut off goes on where it was; --again starts anew. Several cards share their host: times of the
+host, TTFT above all, are honest with one proof at a time only. The exit status is the number of
+proofs that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+MODEL = "--model qwen3-4b --load-format dummy --cache-dir {cache}"
+CLIENTS = "1,8,32,64,128,256"
+BATCH = "1,2,4,8,16,32,64,128,256"
+
+
+class Proof(NamedTuple):
+    """`{out}`, `{cache}` and `{url}` in a command are its folder, the compiled programs' and the
+    server's address."""
+
+    shows: str
+    minutes: float
+    """On an H200, with nothing compiled before: a guide for the estimate, and a fifth of what each
+    command may take."""
+    commands: tuple[str, ...]
+    server: str | None = None
+    """Flags of the server that runs meanwhile."""
+
+
+PROOFS = {
+    "kernels": Proof(
+        "every kernel against its reference",
+        9,
+        ("-m pytest -m gpu tests/kernels -q -p no:cacheprovider",),
+    ),
+    "equality": Proof(
+        "random joins, leaves and preemptions give the tokens of requests that run alone; float32",
+        5,
+        ("-m pytest -m gpu tests/runner -q -p no:cacheprovider",),
+    ),
+    "parity": Proof(
+        "logprobs beside those of transformers (needs torch and transformers)",
+        4,
+        ("scripts/gpu_parity.py --model-config qwen3-4b --json {out}/parity.json",),
+    ),
+    "decode": Proof(
+        "decode steps of every bucket against the floor of the same process",
+        2,
+        (f"scripts/bench_step.py --batch {BATCH} --steps 100 --out {{out}}/step.json",),
+    ),
+    "prefill": Proof(
+        "mixed steps against their floor, attention, and the table of the scheduler",
+        5,
+        (
+            "scripts/bench_mixed.py --out {out}/mixed.json",
+            "scripts/bench_attention.py --out {out}/prefill_attention.json",
+            "scripts/measure_steps.py --out {out}/step_times.json",
+        ),
+    ),
+    "sampler": Proof(
+        "the sampler alone", 1, ("scripts/bench_sampler.py --out {out}/sampler.json",)
+    ),
+    "products": Proof(
+        "products of every weight format, from one token to prefill, none slower than bfloat16's",
+        8,
+        (
+            "scripts/bench_matmul.py --out {out}/matmul.json --plot {out}/matmul.svg"
+            " --assert-ratio 1.0",
+        ),
+    ),
+    "quantized-steps": Proof(
+        "decode steps with quantised weights",
+        5,
+        tuple(
+            f"scripts/bench_step.py --batch {BATCH} --steps 50 --quantization {weights}"
+            f" --lm-head-dtype {head} --out {{out}}/step_{weights}.json"
+            for weights, head in (("int4", "int8"), ("fp8", "fp8"), ("nvfp4", "fp8"))
+        ),
+    ),
+    "serving": Proof(
+        "over HTTP: first tokens cold and cached, a long prompt beside 32 streams, closed loops",
+        6,
+        (
+            "scripts/bench_serving.py --url {url} --prefix-hit 256,1024,4096,16384"
+            " --out {out}/first_token.json",
+            "scripts/bench_serving.py --url {url} --stall 32 --out {out}/stall.json",
+            f"scripts/bench_serving.py --url {{url}} --concurrency {CLIENTS} --rounds 4"
+            " --out {out}/serving.json",
+            "scripts/bench_serving.py --url {url} --concurrency 100 --rounds 1"
+            " --prompt-tokens 512 --output-tokens 128 --out {out}/burst.json",
+        ),
+        server=f"{MODEL} --forbid-compiles",
+    ),
+    "serving-int4": Proof(
+        "the same closed loops and the burst with int4 weights",
+        5,
+        (
+            f"scripts/bench_serving.py --url {{url}} --concurrency {CLIENTS} --rounds 2"
+            " --out {out}/serving_int4.json",
+            "scripts/bench_serving.py --url {url} --concurrency 100 --rounds 1"
+            " --prompt-tokens 512 --output-tokens 128 --out {out}/burst_int4.json",
+        ),
+        server=f"{MODEL} --forbid-compiles --quantization int4 --lm-head-dtype int8",
+    ),
+    "kv-formats": Proof(
+        "throughput, capacity and compiles of every KV format at 1 to 256 clients",
+        15,
+        ("scripts/bench_kv.py --clients 1,8,16,32,64,128,256 --out {out}/kv.json",),
+    ),
+    "start": Proof(
+        "from nothing to ready, and memory, with compiled programs at hand",
+        6,
+        tuple(
+            command
+            for flags in ("", " --quantization int4 --lm-head-dtype int8")
+            for command in (
+                f"-m jaxserve precompile {MODEL}{flags}",
+                f"scripts/bench_start.py --runs 3 --memory"
+                f" --json {{out}}/start{'_int4' if flags else ''}.json"
+                f" -- {MODEL}{flags} --require-precompiled",
+            )
+        ),
+    ),
+    "goodput": Proof(
+        "the study's mix in order of arrival and with deadlines, at rates up to collapse",
+        12,
+        tuple(
+            "-m jaxserve bench --rate-steps 16,24,32,48 --duration 160 --drain 60 --slo-headers"
+            f' --name {policy} --output {{out}}/{policy}.json --url {{url}} --server "{{python}}'
+            f" -m jaxserve {MODEL} --port {{port}} --max-model-len 8192"
+            f' --scheduling-policy {policy}"'
+            for policy in ("fcfs", "slo")
+        ),
+    ),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("proofs", nargs="*", metavar="PROOF", help="see --list; default: all")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--gpus", default="0", help="numbers of the cards to use: 0,1")
+    parser.add_argument("--budget", type=float, help="begin none after so many minutes")
+    parser.add_argument("--again", action="store_true", help="also those that have passed")
+    parser.add_argument("--list", action="store_true", help="what there is")
+    options = parser.parse_args()
+    if unknown := set(options.proofs) - set(PROOFS):
+        parser.error(
+            f"no proof is called {', '.join(sorted(unknown))}; there are {', '.join(PROOFS)}"
+        )
+    if options.list:
+        for name, proof in PROOFS.items():
+            print(f"{name:16} {proof.minutes:4.0f} min  {proof.shows}")
+        return 0
+    return prove(options)
+
+
+def prove(options: argparse.Namespace) -> int:
+    options.out.mkdir(parents=True, exist_ok=True)
+    gpus = options.gpus.split(",")
+    _describe(options.out / "card.json", gpus[0])
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    names = options.proofs or list(PROOFS)
+    for name in names:
+        if options.again or not _passed(options.out / name):
+            waiting.put(name)
+    begun, failed = time.monotonic(), list[str]()
+
+    def work(gpu: str, port: int) -> None:
+        while True:
+            late = options.budget is not None and time.monotonic() - begun > options.budget * 60
+            try:
+                name = waiting.get_nowait()
+            except queue.Empty:
+                return
+            if late:
+                print(f"{name}: not begun, {options.budget:g} minutes are over", flush=True)
+                failed.append(name)
+            elif not _run(name, options.out, gpu, port):
+                failed.append(name)
+
+    threads = [
+        threading.Thread(target=work, args=(gpu, 8100 + number)) for number, gpu in enumerate(gpus)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:  # what runs was interrupted, too
+        while not waiting.empty():
+            failed.append(waiting.get_nowait())
+        for thread in threads:
+            thread.join()
+    passed = [name for name in names if name not in failed]
+    print(
+        f"{len(passed)} of {len(names)} passed" + (f"; not: {', '.join(failed)}" if failed else "")
+    )
+    return len(failed)
+
+
+def _passed(folder: Path) -> bool:
+    return (folder / "passed").exists()
+
+
+def _describe(path: Path, gpu: str) -> None:
+    """The card and the versions, for whoever reads the results."""
+    asked = ["nvidia-smi", "-i", gpu, "--query-gpu=name,driver_version,memory.total"]
+    try:
+        lines = subprocess.check_output([*asked, "--format=csv,noheader"], text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"nvidia-smi found no card: {error}")
+    name, driver, memory = (part.strip() for part in lines.splitlines()[0].split(","))
+    versions: dict[str, str] = {}
+    for package in ("jax", "jaxlib", "triton", "jax-triton"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    path.write_text(
+        json.dumps({"card": name, "driver": driver, "memory": memory, **versions}, indent=1) + "\n"
+    )
+    print(
+        f"{name}, driver {driver}, jax {versions['jax']}, triton {versions['triton']}", flush=True
+    )
+
+
+def _run(name: str, out: Path, gpu: str, port: int) -> bool:
+    proof, folder = PROOFS[name], out / name
+    folder.mkdir(exist_ok=True)
+    places = {
+        "out": folder.resolve(),
+        "cache": (out / "programs").resolve(),
+        "url": f"http://127.0.0.1:{port}",
+        "port": port,
+        "python": sys.executable,
+    }
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "PYTHONUNBUFFERED": "1"}
+    if name == "equality":
+        environment["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
+    begun = time.monotonic()
+    print(f"{name}: {proof.shows}; about {proof.minutes:g} min on GPU {gpu}", flush=True)
+    with (folder / "log").open("w") as log:
+        passed = _commands(proof, places, environment, log)
+    seconds = time.monotonic() - begun
+    if passed:
+        (folder / "passed").touch()
+    print(
+        f"{name}: {'passed' if passed else 'FAILED'} after {seconds:.0f} s, see {folder / 'log'}",
+        flush=True,
+    )
+    return passed
+
+
+def _commands(
+    proof: Proof, places: dict[str, object], environment: dict[str, str], log: IO[str]
+) -> bool:
+    server = None
+    try:
+        if proof.server is not None:
+            flags = f"-m jaxserve --port {{port}} {proof.server}"
+            server = subprocess.Popen(
+                _words(flags, places), cwd=ROOT, env=environment, stdout=log, stderr=log
+            )
+            if not _ready(f"{places['url']}/ready", server):
+                return False
+        for command in proof.commands:
+            log.write(f"\n$ python {command.format(**places)}\n")
+            log.flush()
+            done = subprocess.run(
+                _words(command, places),
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                timeout=proof.minutes * 300,
+                check=False,
+            )
+            if done.returncode != 0:
+                return False
+        return True
+    except subprocess.TimeoutExpired as late:
+        log.write(f"\n{late}\n")
+        return False
+    finally:
+        if server is not None:
+            server.send_signal(signal.SIGINT)
+            try:
+                server.wait(60)
+            except subprocess.TimeoutExpired:
+                server.kill()
+
+
+def _words(command: str, places: dict[str, object]) -> list[str]:
+    return [sys.executable, *shlex.split(command.format(**places))]
+
+
+def _ready(url: str, server: subprocess.Popen[bytes], seconds: float = 600.0) -> bool:
+    """Whether the server came up; the first start compiles."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and server.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return True
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())
