@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxserve import kv_cache, memory, slot_tables
+from jaxserve import heap, kv_cache, memory, slot_tables
 from jaxserve.cli import Options
 from jaxserve.config import Buckets, CacheConfig, ConfigError, ModelSpec, SchedulerConfig
 from jaxserve.engine import Parts, Progress
@@ -195,7 +195,7 @@ def build_parts(
     with timeline.span("timing"):
         times = step_times(runner, plan.config, plan.cache.folder / _STEP_TIMES)
     with timeline.span("trimming"):
-        memory.give_back()
+        heap.settle()
     _report(plan, runner, obtained, metrics)
     watch.serving = True
     return Parts(Scheduler(plan.config.scheduler, plan.config.cache, times=times), runner)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
 import math
 import os
 from dataclasses import dataclass
@@ -120,17 +117,6 @@ def check_host_memory(weights: int, cache: int) -> None:
             f"{_gib(_HOST_RESERVE)}, but {_gib(available)} are free on this machine; "
             "use a smaller model or a GPU"
         )
-
-
-def give_back() -> None:
-    """Return freed memory to the system, and leave what lives from now on out of collections.
-
-    Compiling leaves gigabytes in the C library's free lists.
-    """
-    gc.collect()
-    gc.freeze()
-    with contextlib.suppress(AttributeError):  # another C library than glibc
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _gib(count: int) -> str:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import uvloop
 
-from jaxserve import logs
+from jaxserve import heap, logs
 from jaxserve.api import EngineLimits
 from jaxserve.config import CacheConfig, SchedulerConfig, ServerConfig
 from jaxserve.engine import AsyncEngine, Parts, Progress
@@ -121,6 +121,7 @@ async def _serve(args: argparse.Namespace) -> None:
 
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
     await engine.start()
+    heap.settle()
     started = time.process_time()
     print(f"is ready: bench at http://127.0.0.1:{runner.addresses[0][1]}/v1", flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)

@@ -25,6 +25,7 @@ LAYERS = (
         "jaxserve.api",
         "jaxserve.chat_template",
         "jaxserve.config",
+        "jaxserve.heap",
         "jaxserve.histogram",
         "jaxserve.logs",
         "jaxserve.mailbox",
