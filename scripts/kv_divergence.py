@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from divergence import compare, describe
 from embedded_chat import Encoder, render
 from eval_embedded import MODEL_FOLDER, load_cases
 from rich.console import Console
@@ -120,31 +121,6 @@ def program(name: str, spec: ModelSpec, length: int) -> Any:
         return jax.nn.log_softmax(qwen3.logits(params, hidden))
 
     return jax.jit(run)
-
-
-def compare(plain: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Sums over positions: their number, divergences, other first choices, change of the likeliest
-    token's log-probability."""
-    best = plain.argmax(-1)
-    rows = np.arange(len(plain))
-    return np.array(
-        [
-            len(plain),
-            (np.exp(plain) * (plain - other)).sum(),
-            (other.argmax(-1) != best).sum(),
-            np.abs(plain[rows, best] - other[rows, best]).sum(),
-        ]
-    )
-
-
-def describe(sums: np.ndarray) -> dict[str, float]:
-    count, divergence, flips, change = map(float, sums)
-    return {
-        "positions": int(count),
-        "mean KL, nats": divergence / count,
-        "other first choice": flips / count,
-        "mean change of the likeliest's logprob": change / count,
-    }
 
 
 if __name__ == "__main__":
