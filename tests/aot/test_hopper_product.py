@@ -19,3 +19,21 @@ def test_the_program_fits_and_its_products_do_not_wait(
     kernel = compile_gluon(_program, types, {"tokens": tokens, "n": n, "k": k})
     check_registers_and_memory(kernel, tmp_path)
     assert kernel.metadata.num_warps == 12  # two warpgroups, and one for the producer's warp
+
+
+@pytest.mark.parametrize("tokens", [1024, 512])
+def test_weights_without_a_kernel_of_their_own_take_it_too(tokens: int) -> None:
+    """Groups of 256 are dequantised; from 1,024 tokens on this product reads what that gives."""
+    pytest.importorskip("jax_triton", reason="jax-triton is not installed")
+    import jax
+    import jax.numpy as jnp
+
+    from jaxserve_kernels import target, weights
+    from jaxserve_kernels.matmul import gated_linear
+
+    plain = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
+    weight = jax.eval_shape(lambda w: weights.quantize_int4(w, group=256), plain)
+    x = jax.ShapeDtypeStruct((tokens, 256), jnp.bfloat16)
+    with target.use(target.Target("triton", compute_capability=90)):
+        traced = str(jax.make_jaxpr(gated_linear)(x, weight))
+    assert ("gated_linear_hopper" in traced) == (tokens == 1024)

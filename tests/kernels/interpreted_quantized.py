@@ -30,6 +30,14 @@ def with_whole_zeros(weight: Any) -> weights.Int4Weight:
     return packed._replace(zero=jnp.asarray(zeros))
 
 
+def with_a_block_of_zeros(weight: Any) -> weights.Mxfp4Weight:
+    """The first of each row, with the least exponent there is: its power is no measure for the
+    blocks beside it."""
+    packed = weights.quantize_mxfp4(weight.at[:, :32].set(0.0))
+    first = packed.scale.at[:, 0].set(packed.scale[:, 0] & jnp.uint32(0xFFFFFF00))
+    return packed._replace(scale=first)
+
+
 QUANTIZE: dict[str, Callable[[Any], Any]] = {
     "int4": weights.quantize_int4,
     "int4-g64": functools.partial(weights.quantize_int4, group=64),
@@ -39,6 +47,7 @@ QUANTIZE: dict[str, Callable[[Any], Any]] = {
     "fp8": weights.quantize_fp8,
     "nvfp4": weights.quantize_nvfp4,
     "mxfp4": weights.quantize_mxfp4,
+    "mxfp4-first-block-0": with_a_block_of_zeros,
 }
 
 
@@ -46,15 +55,35 @@ def nibbles(words: Any) -> Any:
     return tuple(((words.to(tl.int32) >> (4 * p)) & 15).to(tl.float32) + 128.0 for p in range(4))
 
 
-def e2m1(words: Any) -> Any:
+def e2m1_times(words: Any, *factors: Any) -> Any:
     planes = []
-    for plane in range(4):
+    for plane, factor in enumerate(factors):
         code = (words.to(tl.int32) >> (4 * plane)) & 15
         exponent, mantissa = (code >> 1) & 3, (code & 1).to(tl.float32)
         normal = (1.0 + mantissa * 0.5) * (1 << tl.maximum(exponent - 1, 0)).to(tl.float32)
         magnitude = tl.where(exponent == 0, mantissa * 0.5, normal)
-        planes.append(tl.where(code >= 8, -magnitude, magnitude))
+        planes.append(tl.where(code >= 8, -magnitude, magnitude) * factor[:, None])
     return tuple(planes)
+
+
+def e4m3_e2m1_times(words: Any, *factors: Any) -> Any:
+    planes = e2m1_times(words, *factors)
+    return tuple(plane.to(tl.float8e4nv).to(tl.int8, bitcast=True) for plane in planes)
+
+
+def e4m3_scales(factor: float) -> Callable[[Any], Any]:
+    def scales(words: Any) -> Any:
+        return tuple(kernels.e4m3_byte(words, byte) * factor for byte in range(4))
+
+    return scales
+
+
+def mxfp4_factor(factor: float) -> Callable[..., Any]:
+    def relative(words: Any, largest: Any, block: Any) -> Any:
+        exponent = ((words >> (8 * block)) & 0xFF).to(tl.int32)
+        return kernels.power(tl.maximum(exponent - largest + 127, 0)) * factor
+
+    return relative
 
 
 def int8_pair(words: Any) -> Any:
@@ -81,9 +110,10 @@ def meaning_of_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
         "_nibbles": nibbles,
         "_less_136": lambda values: values - 136.0,
         "_plus": lambda values, offset: values + offset,
-        "_times": lambda values, scale: values * scale,
         "_column": column,
-        "_e2m1": e2m1,
+        "_nvfp4_factors": e4m3_scales(2.0**-8),
+        "_mxfp4_factor": mxfp4_factor(1.0),
+        "_e2m1_times": e2m1_times,
         "_int8_pair": int8_pair,
         "_e4m3_pair": e4m3_pair,
     }
@@ -92,8 +122,9 @@ def meaning_of_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     replacements = {
         "_nibbles": e4m3_nibbles,
         "_bf16": lambda x: x,
-        "_e2m1": e2m1,
-        "_times": e4m3_times,
+        "_nvfp4_eighths": e4m3_scales(0.125),
+        "_mxfp4_factor": mxfp4_factor(64.0),
+        "_e2m1_times": e4m3_e2m1_times,
     }
     for name, replacement in replacements.items():
         monkeypatch.setattr(e4m3, name, replacement)
@@ -101,10 +132,6 @@ def meaning_of_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def e4m3_nibbles(words: Any) -> Any:
     return tuple(((words.to(tl.int32) >> (4 * p)) & 15).to(tl.int8) for p in range(4))
-
-
-def e4m3_times(values: Any, scale: Any) -> Any:
-    return (values * tl.broadcast_to(scale.to(tl.float32)[:, None], values.shape)).to(tl.float8e4nv)
 
 
 def relative_error(out: Any, expected: Any) -> float:

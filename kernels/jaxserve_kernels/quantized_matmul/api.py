@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxserve_kernels import target
-from jaxserve_kernels.quantized_matmul import reference
+from jaxserve_kernels import dense_matmul, target
 from jaxserve_kernels.quantized_matmul.config import Config, choose
 from jaxserve_kernels.weights import QuantizedWeight
 
@@ -19,7 +18,7 @@ def linear(x: Array, weight: QuantizedWeight, dtype: DTypeLike | None = None) ->
     dtype = dtype or x.dtype
     config = _config(x, weight, gated=False)
     if config is None:
-        return reference.linear(x, weight, dtype)
+        return dense_matmul.linear(x, _plain(weight, x), dtype)
     return _kernels(config).linear(x, weight, config, dtype)
 
 
@@ -27,12 +26,16 @@ def gated_linear(x: Array, weight: QuantizedWeight) -> Array:
     """See `matmul.gated_linear`."""
     config = _config(x, weight, gated=True)
     if config is None:
-        return reference.gated_linear(x, weight)
+        return dense_matmul.gated_linear(x, _plain(weight, x))
     return _kernels(config).gated_linear(x, weight, config)
 
 
+def _plain(weight: QuantizedWeight, x: Array) -> Array:
+    return weight.dequantize().astype(x.dtype)
+
+
 def _config(x: Array, weight: QuantizedWeight, *, gated: bool) -> Config | None:
-    """None: dequantise, then XLA's product, which is cuBLASLt on a GPU."""
+    """None: dequantise, then the product with the plain weight."""
     if target.current().implementation == "reference" or x.dtype != jnp.bfloat16:
         return None
     return choose(weight, x.shape[0], gated=gated)

@@ -42,7 +42,7 @@ class Config:
 
 
 def choose(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config | None:
-    """None: dequantise, then XLA's product.
+    """None: dequantise, then the product with the plain weight.
 
     The rules and their limits are the fastest of those measured on an H200 with Qwen3-4B's shapes;
     see docs/performance.md.

@@ -71,30 +71,44 @@ def _plus(values, offset):
 
 
 @triton.jit
-def _times(values, scale):
+def _nvfp4_factors(words):
+    """Four e4m3 scales without sign, times 2^118: each as bfloat16 in both halves of a word.
+
+    Two at a time: exponent and mantissa go where bfloat16 has them (a number 2^120 too small),
+    times 2^127, and 111 more in the exponent. So 0 becomes 2^-16: `_e2m1_times` takes it as 0.
+    """
     return tl.inline_asm_elementwise(
-        "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
-        "=r,r,r", [values, scale], dtype=tl.bfloat16, is_pure=True, pack=2,
+        """{ .reg .b32 a, b, big, zero; mov.b32 big, 0x7f007f00; mov.b32 zero, 0x80008000;
+        shl.b32 a, $4, 4; and.b32 a, a, 0x07f007f0; fma.rn.bf16x2 a, a, big, zero;
+        shr.u32 b, $4, 4; and.b32 b, b, 0x07f007f0; fma.rn.bf16x2 b, b, big, zero;
+        add.u32 a, a, 0x37803780; add.u32 b, b, 0x37803780;
+        prmt.b32 $0, a, a, 0x1010; prmt.b32 $1, b, b, 0x1010;
+        prmt.b32 $2, a, a, 0x3232; prmt.b32 $3, b, b, 0x3232; }""",
+        "=&r,=&r,=&r,=&r,r", [words],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
-def _e2m1(words):
-    """16-bit words to four bfloat16 vectors of e2m1 values.
+def _e2m1_times(words, a, b, c, d):
+    """16-bit words to four bfloat16 vectors of e2m1 values, times 2^-126 and a factor each.
 
-    Exponent and mantissa go where bfloat16 has them (a number 2^126 too small), then one product.
+    A nibble's sign, exponent and mantissa go where bfloat16 has them: one product puts the nibble
+    at both places, a mask takes what is meant. That is the value times 2^-126.
     """
+    shape: tl.constexpr = words.shape
     return tl.inline_asm_elementwise(
-        """{ .reg .b32 a, b, big, zero; mov.b32 big, 0x7e807e80; mov.b32 zero, 0x80008000;
-        shl.b32 a, $4, 6; and.b32 a, a, 0x01c001c0; shl.b32 b, $4, 12;
-        lop3.b32 a, b, 0x80008000, a, 0xea; fma.rn.bf16x2 $0, a, big, zero;
-        shl.b32 a, $4, 2; and.b32 a, a, 0x01c001c0; shl.b32 b, $4, 8;
-        lop3.b32 a, b, 0x80008000, a, 0xea; fma.rn.bf16x2 $1, a, big, zero;
-        shr.u32 a, $4, 2; and.b32 a, a, 0x01c001c0; shl.b32 b, $4, 4;
-        lop3.b32 a, b, 0x80008000, a, 0xea; fma.rn.bf16x2 $2, a, big, zero;
-        shr.u32 a, $4, 6; and.b32 a, a, 0x01c001c0;
-        lop3.b32 a, $4, 0x80008000, a, 0xea; fma.rn.bf16x2 $3, a, big, zero; }""",
-        "=&r,=&r,=&r,=&r,r", [words],
+        """{ .reg .b32 a, high, zero; mov.b32 zero, 0x80008000; shr.u32 high, $4, 8;
+        and.b32 a, $4, 0x000f000f; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81c081c0;
+        fma.rn.bf16x2 $0, a, $5, zero;
+        and.b32 a, $4, 0x00f000f0; mul.lo.u32 a, a, 0x0104; and.b32 a, a, 0x81c081c0;
+        fma.rn.bf16x2 $1, a, $7, zero;
+        and.b32 a, high, 0x000f000f; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81c081c0;
+        fma.rn.bf16x2 $2, a, $9, zero;
+        and.b32 a, high, 0x00f000f0; mul.lo.u32 a, a, 0x0104; and.b32 a, a, 0x81c081c0;
+        fma.rn.bf16x2 $3, a, $11, zero; }""",
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
+        [words, each(a, shape), each(b, shape), each(c, shape), each(d, shape)],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
 
@@ -145,6 +159,12 @@ def side_by_side(a, b):
 def four_side_by_side(a, b, c, d):
     four = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 3, 1))
     return tl.reshape(four, (a.shape[0], 4 * a.shape[1]))
+
+
+@triton.jit
+def each(rows, shape: tl.constexpr):
+    """[rows] for each element of [rows, n]."""
+    return tl.broadcast_to(rows[:, None], shape)
 
 
 @triton.jit
@@ -201,13 +221,12 @@ def e4m3_byte(words, byte: tl.constexpr):
 
 @triton.jit
 def _nvfp4_tile(acc, words, inputs, scale_ptr, row_scale):
-    """A plane is a block; its values times its scale are exact: 2 and 4 significant bits."""
-    a, b, c, d = _e2m1(words)
-    scales = tl.load(scale_ptr)
-    a = _times(a, _column(e4m3_byte(scales, 0), a.shape))
-    b = _times(b, _column(e4m3_byte(scales, 1), b.shape))
-    c = _times(c, _column(e4m3_byte(scales, 2), c.shape))
-    d = _times(d, _column(e4m3_byte(scales, 3), d.shape))
+    """A plane is a block; its values times its scale are exact: 2 and 4 significant bits.
+
+    They are 2^-8 of what they mean; row_scale makes up for it.
+    """
+    a, b, c, d = _nvfp4_factors(tl.load(scale_ptr))
+    a, b, c, d = _e2m1_times(words, a, b, c, d)
     return acc + tl.dot(four_side_by_side(a, b, c, d), inputs) * row_scale[:, None]
 
 
@@ -218,15 +237,33 @@ def power(exponent):
 
 
 @triton.jit
+def largest_exponent(words):
+    """Of the four in each word: int32."""
+    low = tl.maximum(words & 0xFF, (words >> 8) & 0xFF)
+    return tl.maximum(low, tl.maximum((words >> 16) & 0xFF, words >> 24)).to(tl.int32)
+
+
+@triton.jit
+def _mxfp4_factor(words, largest, block: tl.constexpr):
+    """2^126 times the block's power over the largest, as bfloat16 in both halves of a word."""
+    exponent = ((words >> (8 * block)) & 0xFF).to(tl.int32)
+    return tl.maximum(exponent - largest + 253, 0) * 0x00800080
+
+
+@triton.jit
 def _mxfp4_tile(acc, words, inputs, scale_ptr):
-    """A plane is a block. The first one's power goes onto the sums, the others' relative to it."""
-    a, b, c, d = _e2m1(words)
+    """A plane is a block. The largest one's power goes onto the sums, the others' relative to it:
+    a block of zeros may have any."""
     scales = tl.load(scale_ptr)
-    first = scales & 0xFF
-    b = _times(b, _column(power(((scales >> 8) & 0xFF) - first + 127), b.shape))
-    c = _times(c, _column(power(((scales >> 16) & 0xFF) - first + 127), c.shape))
-    d = _times(d, _column(power(((scales >> 24) & 0xFF) - first + 127), d.shape))
-    return acc + tl.dot(four_side_by_side(a, b, c, d), inputs) * power(first)[:, None]
+    largest = largest_exponent(scales)
+    a, b, c, d = _e2m1_times(
+        words,
+        _mxfp4_factor(scales, largest, 0),
+        _mxfp4_factor(scales, largest, 1),
+        _mxfp4_factor(scales, largest, 2),
+        _mxfp4_factor(scales, largest, 3),
+    )
+    return acc + tl.dot(four_side_by_side(a, b, c, d), inputs) * power(largest)[:, None]
 
 
 @triton.jit
@@ -268,7 +305,7 @@ def _accumulate(
     scale_at = scale_ptr + at
     zero_at = second_ptr + at
     if KIND == NVFP4:
-        row_scale = tl.load(second_ptr + row)
+        row_scale = tl.load(second_ptr + row) * 256.0
     elif KIND < INT4 and groups == 0:
         row_scale = tl.load(scale_ptr + row)
     acc = tl.zeros([row.shape[0], token.shape[0]], tl.float32)

@@ -28,9 +28,10 @@ from jaxserve_kernels.quantized_matmul.triton import (
     NO_ZERO,
     NVFP4,
     arrays,
-    e4m3_byte,
+    each,
     four_side_by_side,
     kind,
+    largest_exponent,
     power,
     side_by_side,
     store_gated,
@@ -84,35 +85,63 @@ def _nibbles(words):
 
 
 @triton.jit
-def _e2m1(words):
-    """Four planes of float16: exponent and mantissa to their places, then the exponent corrected.
+def _nvfp4_eighths(words):
+    """Four e4m3 scales without sign, an eighth of each: as float16 in both halves of a word.
 
-    0x7400 is 2^14, 0x8000 is -0.
+    Two at a time: exponent and mantissa go where float16 has them (a number 2^8 too small).
     """
     return tl.inline_asm_elementwise(
-        """{ .reg .b32 a, b, big, zero; mov.b32 big, 0x74007400; mov.b32 zero, 0x80008000;
-        shl.b32 a, $4, 9; and.b32 a, a, 0x0e000e00; shl.b32 b, $4, 12;
-        lop3.b32 a, b, 0x80008000, a, 0xea; fma.rn.f16x2 $0, a, big, zero;
-        shl.b32 a, $4, 5; and.b32 a, a, 0x0e000e00; shl.b32 b, $4, 8;
-        lop3.b32 a, b, 0x80008000, a, 0xea; fma.rn.f16x2 $1, a, big, zero;
-        shl.b32 a, $4, 1; and.b32 a, a, 0x0e000e00; shl.b32 b, $4, 4;
-        lop3.b32 a, b, 0x80008000, a, 0xea; fma.rn.f16x2 $2, a, big, zero;
-        shr.u32 a, $4, 3; and.b32 a, a, 0x0e000e00;
-        lop3.b32 a, $4, 0x80008000, a, 0xea; fma.rn.f16x2 $3, a, big, zero; }""",
+        """{ .reg .b32 a, b, big; mov.b32 big, 0x50005000;
+        and.b32 a, $4, 0x007f007f; shl.b32 a, a, 7; mul.rn.f16x2 a, a, big;
+        shr.u32 b, $4, 1; and.b32 b, b, 0x3f803f80; mul.rn.f16x2 b, b, big;
+        prmt.b32 $0, a, a, 0x1010; prmt.b32 $1, b, b, 0x1010;
+        prmt.b32 $2, a, a, 0x3232; prmt.b32 $3, b, b, 0x3232; }""",
         "=&r,=&r,=&r,=&r,r", [words],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
-def _times(values, scale):
-    """values [rows, n] times a number per row, to e4m3."""
-    column = tl.broadcast_to(scale.to(tl.float16)[:, None], values.shape)
-    product = tl.inline_asm_elementwise(
-        "mul.rn.f16x2 $0, $1, $2;",
-        "=r,r,r", [values, column], dtype=tl.float16, is_pure=True, pack=2,
+def _e2m1_times(words, a, b, c, d):
+    """16-bit words to four vectors of e4m3 bytes: e2m1 values times a float16 factor each.
+
+    Four lanes at a time. A byte of a table is a magnitude's float16, whose other byte is 0: a
+    nibble without its sign selects it. Signs are put onto the rounded bytes.
+    """
+    shape: tl.constexpr = words.shape
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 few, many, m, h0, h1, h2, h3, low, high, x, y; .reg .b16 p, q;
+        mov.b32 few, 0x3e3c3800; mov.b32 many, 0x46444240;
+        and.b32 m, $4, 0x77777777; prmt.b32 h0, few, many, m;
+        shr.u32 m, m, 16; prmt.b32 h1, few, many, m;
+        and.b32 m, $5, 0x77777777; prmt.b32 h2, few, many, m;
+        shr.u32 m, m, 16; prmt.b32 h3, few, many, m;
+        prmt.b32 low, $4, $5, 0x6420; prmt.b32 high, $4, $5, 0x7531;
+        prmt.b32 x, h0, h1, 0x4808; mul.rn.f16x2 x, x, $6;
+        prmt.b32 y, h2, h3, 0x4808; mul.rn.f16x2 y, y, $6;
+        cvt.rn.satfinite.e4m3x2.f16x2 p, x; cvt.rn.satfinite.e4m3x2.f16x2 q, y;
+        mov.b32 x, {p, q}; shl.b32 y, low, 4; lop3.b32 $0, y, 0x80808080, x, 0xea;
+        prmt.b32 x, h0, h1, 0x5818; mul.rn.f16x2 x, x, $10;
+        prmt.b32 y, h2, h3, 0x5818; mul.rn.f16x2 y, y, $10;
+        cvt.rn.satfinite.e4m3x2.f16x2 p, x; cvt.rn.satfinite.e4m3x2.f16x2 q, y;
+        mov.b32 x, {p, q}; lop3.b32 $1, low, 0x80808080, x, 0xea;
+        prmt.b32 x, h0, h1, 0x6828; mul.rn.f16x2 x, x, $14;
+        prmt.b32 y, h2, h3, 0x6828; mul.rn.f16x2 y, y, $14;
+        cvt.rn.satfinite.e4m3x2.f16x2 p, x; cvt.rn.satfinite.e4m3x2.f16x2 q, y;
+        mov.b32 x, {p, q}; shl.b32 y, high, 4; lop3.b32 $2, y, 0x80808080, x, 0xea;
+        prmt.b32 x, h0, h1, 0x7838; mul.rn.f16x2 x, x, $18;
+        prmt.b32 y, h2, h3, 0x7838; mul.rn.f16x2 y, y, $18;
+        cvt.rn.satfinite.e4m3x2.f16x2 p, x; cvt.rn.satfinite.e4m3x2.f16x2 q, y;
+        mov.b32 x, {p, q}; lop3.b32 $3, high, 0x80808080, x, 0xea; }""",
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [words, each(a, shape), each(b, shape), each(c, shape), each(d, shape)],
+        dtype=(tl.int8, tl.int8, tl.int8, tl.int8), is_pure=True, pack=4,
     )  # fmt: skip
-    return product.to(tl.float8e4nv)
+
+
+@triton.jit
+def _side_by_side(a, b, c, d):
+    return four_side_by_side(a, b, c, d).to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
@@ -167,36 +196,33 @@ def _less_zeros(
 @triton.jit
 def _nvfp4_tile(acc, words, x, scale_ptr):
     """A plane is a block. An eighth of its values is within e4m3; `_accumulate` knows of it."""
-    a, b, c, d = _e2m1(words)
-    scales = tl.load(scale_ptr)
-    a = _times(a, e4m3_byte(scales, 0) * 0.125)
-    b = _times(b, e4m3_byte(scales, 1) * 0.125)
-    c = _times(c, e4m3_byte(scales, 2) * 0.125)
-    d = _times(d, e4m3_byte(scales, 3) * 0.125)
-    return tl.dot(four_side_by_side(a, b, c, d), tl.load(x), acc)
+    a, b, c, d = _nvfp4_eighths(tl.load(scale_ptr))
+    a, b, c, d = _e2m1_times(words, a, b, c, d)
+    return tl.dot(_side_by_side(a, b, c, d), tl.load(x), acc)
 
 
 @triton.jit
-def _relative_power(exponent, largest):
-    """64 * 2 ** (exponent - largest), or 0 where that is too small for float16."""
-    bits = tl.maximum(exponent - largest + (15 + 6), 0) << 10
-    return bits.to(tl.int16).to(tl.float16, bitcast=True)
+def _mxfp4_factor(words, largest, block: tl.constexpr):
+    """64 times the block's power over the largest, or 0 where that is too small for float16; as
+    float16 in both halves of a word."""
+    exponent = ((words >> (8 * block)) & 0xFF).to(tl.int32)
+    return tl.maximum(exponent - largest + (15 + 6), 0) * 0x04000400
 
 
 @triton.jit
 def _mxfp4_tile(acc, words, x, scale_ptr):
     """A plane is a block. The largest block's power goes onto the sums, the others' relative to it,
     all exact in e4m3 as long as they are within 2 ** 14 of each other."""
-    a, b, c, d = _e2m1(words)
-    scales = tl.load(scale_ptr).to(tl.int32, bitcast=True)
-    e0, e1 = scales & 0xFF, (scales >> 8) & 0xFF
-    e2, e3 = (scales >> 16) & 0xFF, (scales >> 24) & 0xFF
-    largest = tl.maximum(tl.maximum(e0, e1), tl.maximum(e2, e3))
-    a = _times(a, _relative_power(e0, largest))
-    b = _times(b, _relative_power(e1, largest))
-    c = _times(c, _relative_power(e2, largest))
-    d = _times(d, _relative_power(e3, largest))
-    part = tl.dot(four_side_by_side(a, b, c, d), tl.load(x))
+    scales = tl.load(scale_ptr)
+    largest = largest_exponent(scales)
+    a, b, c, d = _e2m1_times(
+        words,
+        _mxfp4_factor(scales, largest, 0),
+        _mxfp4_factor(scales, largest, 1),
+        _mxfp4_factor(scales, largest, 2),
+        _mxfp4_factor(scales, largest, 3),
+    )
+    part = tl.dot(_side_by_side(a, b, c, d), tl.load(x))
     return acc + part * power(tl.maximum(largest - 6, 0))[:, None]
 
 

@@ -1,0 +1,139 @@
+"""Every code through the kernels' instructions, against the formats' definitions."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from jaxserve_kernels.weights.fp4 import e2m1_values
+from tests.kernels.ptx_emulator import Words, assembly
+
+UNPACK = "quantized_matmul/triton.py"
+E4M3 = "quantized_matmul/e4m3/triton.py"
+
+CODES = np.arange(65536, dtype=np.uint32)
+PAIRS = CODES | CODES[::-1] << np.uint32(16)
+"""Two words of 16 bits in a register, each with every value."""
+
+
+def bf16(words: Words) -> NDArray[np.float32]:
+    """[2, n]: of the first word's lane and of the second's."""
+    return halves(words).view(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def halves(words: Words) -> NDArray[np.uint16]:
+    return np.stack([words & 0xFFFF, words >> 16]).astype(np.uint16)
+
+
+def each_half(values: Any, dtype: Any) -> Words:
+    """Numbers as `dtype` in both halves of words."""
+    bits = np.asarray(values, np.float32).astype(dtype).view(np.uint16).astype(np.uint32)
+    return bits | bits << np.uint32(16)
+
+
+def nibble(words: Words, plane: int) -> NDArray[np.int32]:
+    return ((halves(words) >> (4 * plane)) & 15).astype(np.int32)
+
+
+def e2m1(codes: NDArray[np.int32]) -> NDArray[np.float32]:
+    return np.asarray(e2m1_values(codes))
+
+
+def e4m3(codes: Any) -> NDArray[np.float32]:
+    return np.asarray(codes).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
+def int8(codes: Any) -> NDArray[np.float32]:
+    return np.asarray(codes).astype(np.uint8).view(np.int8).astype(np.float32)
+
+
+def test_nibbles_become_integers() -> None:
+    planes = assembly(UNPACK, "_nibbles")(PAIRS)
+    for plane, words in enumerate(planes):
+        np.testing.assert_array_equal(bf16(words), 128 + nibble(PAIRS, plane))
+        (less,) = assembly(UNPACK, "_less_136")(words)
+        np.testing.assert_array_equal(bf16(less), nibble(PAIRS, plane) - 8)
+        for zero in (0, 3, 15):
+            (less,) = assembly(UNPACK, "_plus")(words, each_half(-128 - zero, ml_dtypes.bfloat16))
+            np.testing.assert_array_equal(bf16(less), nibble(PAIRS, plane) - zero)
+
+
+@pytest.mark.parametrize("name", ["_int8_pair", "_e4m3_pair"])
+def test_bytes_become_numbers(name: str) -> None:
+    low, high = (halves(PAIRS) & 255, halves(PAIRS) >> 8)
+    for words, codes in zip(assembly(UNPACK, name)(PAIRS), (low, high), strict=True):
+        is_int8 = name == "_int8_pair"
+        expected = (
+            codes.astype(np.uint8).view(np.int8).astype(np.float32) if is_int8 else e4m3(codes)
+        )
+        finite = np.isfinite(expected)
+        np.testing.assert_array_equal(bf16(words)[finite], expected[finite])
+
+
+def scale_words() -> tuple[Words, list[NDArray[np.float32]]]:
+    """Words of four e4m3 scales in which each takes every value, and the scales."""
+    code = np.arange(127, dtype=np.uint32)  # 127 is NaN
+    bytes_ = [np.roll(code, 31 * byte) for byte in range(4)]
+    words = sum(byte << np.uint32(8 * index) for index, byte in enumerate(bytes_))
+    return np.asarray(words, np.uint32), [e4m3(byte) for byte in bytes_]
+
+
+def test_nvfp4_is_exact() -> None:
+    """Every nibble with every scale, in every place."""
+    words, scales = scale_words()
+    factors = assembly(UNPACK, "_nvfp4_factors")(words)
+    nibbles = np.arange(16, dtype=np.uint32)[:, None]
+    for plane in range(4):
+        pair = nibbles << np.uint32(4 * plane) | (15 - nibbles) << np.uint32(16 + 4 * plane)
+        operands = itertools.chain.from_iterable((factor, factor) for factor in factors)
+        out = assembly(UNPACK, "_e2m1_times")(np.broadcast_to(pair, (16, 127)), *operands)
+        expected = e2m1(nibble(pair, plane)) * scales[plane]
+        np.testing.assert_array_equal(256 * bf16(out[plane]), expected)
+
+
+def test_mxfp4_is_exact() -> None:
+    """Every word, with powers within 2^100 of the largest."""
+    factors = [each_half(2.0**126 * 2.0**power, ml_dtypes.bfloat16) for power in (0, -3, -60, -100)]
+    operands = itertools.chain.from_iterable((factor, factor) for factor in factors)
+    planes = assembly(UNPACK, "_e2m1_times")(PAIRS, *operands)
+    for plane, power in enumerate((0, -3, -60, -100)):
+        expected = e2m1(nibble(PAIRS, plane)) * np.float32(2.0**power)
+        np.testing.assert_array_equal(bf16(planes[plane]), expected)
+
+
+def test_nibbles_become_e4m3_bytes() -> None:
+    planes = assembly(E4M3, "_nibbles")(PAIRS, PAIRS[::-1])
+    for plane, words in enumerate(planes):
+        np.testing.assert_array_equal(lanes(words), four_lanes(plane) & 15)
+
+
+def lanes(words: Words) -> NDArray[np.uint32]:
+    """[4, n]: the bytes."""
+    return np.stack([words >> np.uint32(8 * lane) & 255 for lane in range(4)])
+
+
+def four_lanes(plane: int) -> NDArray[np.uint32]:
+    """[4, n]: nibbles of PAIRS and of its reverse, in the order of a register's bytes."""
+    both = np.concatenate([nibble(PAIRS, plane), nibble(PAIRS[::-1], plane)])
+    return both.astype(np.uint32)
+
+
+@pytest.mark.parametrize("offset", [0, 40, 90])
+def test_e2m1_times_a_factor_is_rounded_to_e4m3(offset: int) -> None:
+    """As a float16 product that is then rounded: NVFP4's scales, an eighth of each."""
+    words, scales = scale_words()
+    factors = assembly(E4M3, "_nvfp4_eighths")(words[offset : offset + 1])
+    for factor, scale in zip(factors, scales, strict=True):
+        expected = each_half(scale[offset : offset + 1] / 8, np.float16)
+        np.testing.assert_array_equal(factor, expected)
+    operands = itertools.chain.from_iterable([factor] * 4 for factor in factors)
+    planes = assembly(E4M3, "_e2m1_times")(PAIRS, PAIRS[::-1], *operands)
+    for plane, packed in enumerate(planes):
+        exact = e2m1(four_lanes(plane).astype(np.int32)) * (scales[plane][offset] / 8)
+        rounded = exact.astype(np.float16).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        np.testing.assert_array_equal(lanes(packed), rounded)
