@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_SECONDS = 2.0
@@ -52,9 +53,9 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: list[dict[str, Any]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final: bool = False,
         variables: Mapping[str, Any] | None = None,
@@ -66,7 +67,7 @@ class ChatTemplate:
         """
         variables = {**self._defaults, **(variables or {})}
         given = {"messages": messages, "tools": tools or None, **variables}
-        breaker, end = _absent_from(_strings(given))
+        breaker, end = _absent_from(list(_strings(given)))
         context = {name: self._broken(value, breaker) for name, value in given.items()}
         context["add_generation_prompt"] = add_generation_prompt and not continue_final
         if continue_final:
@@ -84,13 +85,15 @@ class ChatTemplate:
             for start in self._marker_starts:
                 value = value.replace(start, start + breaker)
             return value
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
+            fields: dict[Any, Any] = value
             return {
                 self._broken(key, breaker): self._broken(item, breaker)
-                for key, item in value.items()
+                for key, item in fields.items()
             }
-        if isinstance(value, Sequence):
-            return [self._broken(item, breaker) for item in value]
+        if isinstance(value, list):
+            items: list[Any] = value
+            return [self._broken(item, breaker) for item in items]
         return value
 
     def _limited(self, context: Mapping[str, Any]) -> str:
@@ -112,9 +115,27 @@ class ChatTemplate:
         return "".join(parts)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """With short ways to what templates read most, the fields of messages and of loops: they give
+    what the sandbox's checks of every attribute lead to."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        kind = type(obj)
+        if kind is dict and attribute not in _METHODS:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if kind is LoopContext and attribute in _LOOP_FIELDS:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+
+_METHODS = frozenset(dir(dict))
+
+_LOOP_FIELDS = frozenset({"index", "index0", "first", "last", "length", "previtem", "nextitem"})
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     """As in transformers' `apply_chat_template`, which the published templates rely on."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _tojson
@@ -149,21 +170,21 @@ def _strftime_now(layout: str) -> str:
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
+    elif isinstance(value, dict):
+        fields: dict[Any, Any] = value
+        for key, item in fields.items():
             yield from _strings(key)
             yield from _strings(item)
-    elif isinstance(value, Sequence):
-        for item in value:
+    elif isinstance(value, list):
+        items: list[Any] = value
+        for item in items:
             yield from _strings(item)
 
 
-def _absent_from(texts: Iterator[str]) -> tuple[str, str]:
+def _absent_from(texts: list[str]) -> tuple[str, str]:
     """Two characters that none of the texts holds."""
-    free = set(_BREAKERS)
-    for text in texts:
-        free -= {char for char in free if char in text}
-    if len(free) < 2:
+    free = (char for char in _BREAKERS if not any(char in text for text in texts))
+    first, second = next(free, None), next(free, None)
+    if first is None or second is None:
         raise TemplateError("the messages hold every one of Unicode's noncharacters")
-    first, second, *_ = sorted(free)
     return first, second

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 
 from jaxserve.api import SamplingParams
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
 from jaxserve.runner import Runner, RunnerConfig
 from jaxserve.step_times import StepTimes
 
+log = logging.getLogger(__name__)
+
 _REPEATS = 3
-"""Launched one after the other, as in serving; their mean counts."""
+"""Steps of a kind that count, launched one ahead as in serving; the median is taken."""
 
 _SLOW = 0.1
 """A step that takes longer, in seconds, is not repeated."""
 
+_WARM = 8
+"""Full prefill steps before anything is timed: a card's first ones are slow, and its clocks higher
+than later."""
+
 _CONTEXT = 2048
 _ROWS = 64
 """Where the cost of context is measured, if the cache and the limits have room for it."""
+
+_BRIEF = 0.015
+"""Decode rows are timed in the two largest mixed buckets that take no longer, in seconds."""
 
 _SHORT_CONTEXT = 256
 """The same where steps are slow, as on a CPU: there a longer one would take half of the start."""
@@ -37,8 +49,10 @@ def step_times(runner: Runner, config: RunnerConfig, file: Path) -> StepTimes:
             config.buckets.decode,
             config.buckets.prefill,
         ):
+            log.info("step times, kept in %s: %s", file, kept.described())
             return kept
     times = measure(runner, config)
+    log.info("step times, measured: %s", times.described())
     with contextlib.suppress(OSError):
         times.save(file)
     return times
@@ -48,11 +62,12 @@ def measure(runner: Runner, config: RunnerConfig) -> StepTimes:
     """Times all buckets of a runner that is compiled and serves nobody yet.
 
     Keys and values of whatever is in the cache are read and written; lengths and buckets decide
-    the time, contents do not. Takes about four steps per bucket.
+    the time, contents do not. Takes about five steps per bucket.
     """
     context = min(_CONTEXT, config.scheduler.max_model_len // 2, config.cache.usable_tokens // 2)
     rows = min(_ROWS, config.scheduler.max_num_seqs - 1)
     seconds = _Stopwatch(runner, config)
+    seconds.warm(_chunk(max(config.buckets.prefill), 0))
     decode = _increasing(
         {size: seconds.of(_decode_rows(size, 1)) for size in config.buckets.decode}
     )
@@ -65,19 +80,39 @@ def measure(runner: Runner, config: RunnerConfig) -> StepTimes:
     late = seconds.of(_chunk(chunk, context))
     small = min(mixed)
     small_late = seconds.of(_chunk(small, context))
-    tokens = max((size for size in mixed if size <= 512), default=min(mixed))
-    few = min(rows, tokens - 1)
-    shallow_rows = seconds.of([*_decode_rows(few, 1), *_chunk(tokens - few, 0, slot=few)])
-    deep_rows = seconds.of([*_decode_rows(few, context), *_chunk(tokens - few, 0, slot=few)])
+    shared = [size for size, took in mixed.items() if took <= _BRIEF][-2:] or [small]
+    mixed_row, mixed_context = _decodes_in_mixed(seconds, shared, rows, context)
     return StepTimes(
         decode=decode,
         mixed=mixed,
         decode_context=_slope(deep - decode[timed], timed * context),
-        mixed_row=_slope(shallow_rows - mixed[tokens], few),
-        mixed_context=_slope(deep_rows - shallow_rows, few * context),
+        mixed_row=mixed_row,
+        mixed_context=mixed_context,
         chunk_pair=_slope(late - mixed[chunk], chunk * context),
         chunk_depth=_slope(small_late - mixed[small], context),
     )
+
+
+def _decodes_in_mixed(
+    seconds: _Stopwatch, sizes: Iterable[int], most: int, context: int
+) -> tuple[float, float]:
+    """Seconds per decode row of a full mixed step, and per token of its context.
+
+    Of all buckets together, each timed next to itself without decodes: how large chunks are turns
+    on these two, and a card that slows down meanwhile must not count as their price.
+    """
+    rows = 0
+    by_row = by_context = 0.0
+    for size in sizes:
+        few = min(most, size - 1)
+        chunk = _chunk(size - few, 0, slot=few)
+        alone = seconds.of(_chunk(size, 0))
+        shallow = seconds.of([*_decode_rows(few, 1), *chunk])
+        deep = seconds.of([*_decode_rows(few, context), *chunk])
+        rows += few
+        by_row += shallow - alone
+        by_context += deep - shallow
+    return _slope(by_row, rows), _slope(by_context, rows * context)
 
 
 def _increasing(times: dict[int, float]) -> dict[int, float]:
@@ -90,17 +125,29 @@ class _Stopwatch:
     def __init__(self, runner: Runner, config: RunnerConfig):
         self._runner, self._config = runner, config
 
+    def warm(self, rows: Iterable[Row]) -> None:
+        """Run some steps of these rows; one that is slow is enough."""
+        plan = self._placed(StepPlan(rows=tuple(rows)))
+        for _ in range(_WARM):
+            if self._run(plan, 1)[0] > _SLOW:
+                break
+
     def of(self, rows: Iterable[Row]) -> float:
         """Seconds of a step of these rows, whose slots get pages of their own first."""
         plan = StepPlan(rows=tuple(rows))
-        first = self._run(self._placed(plan), 1)
-        return first if first > _SLOW else self._run(plan, _REPEATS)
+        first = self._run(self._placed(plan), 1)[0]
+        return first if first > _SLOW else median(self._run(plan, 1 + _REPEATS)[1:])
 
-    def _run(self, plan: StepPlan, repeats: int) -> float:
-        start = time.perf_counter()
-        steps = [self._runner.launch(plan) for _ in range(repeats)]
-        steps[-1].results.block_until_ready()
-        return (time.perf_counter() - start) / repeats
+    def _run(self, plan: StepPlan, count: int) -> list[float]:
+        """Seconds from end to end of equal steps, the first from its launch."""
+        ends = [time.perf_counter()]
+        running = [self._runner.launch(plan)]
+        for left in reversed(range(count)):
+            if left:
+                running.append(self._runner.launch(plan))
+            running.pop(0).results.block_until_ready()
+            ends.append(time.perf_counter())
+        return [end - begin for begin, end in itertools.pairwise(ends)]
 
     def _placed(self, plan: StepPlan) -> StepPlan:
         cache = self._config.cache

@@ -84,6 +84,19 @@ class StepTimes:
         rows = len(plan.rows) - len(chunks)
         return self.of_mixed(plan.num_tokens, rows, context, pairs, depth)
 
+    def described(self) -> str:
+        """What decides about chunks, in a line."""
+
+        def by_size(times: Mapping[int, float]) -> str:
+            return ", ".join(f"{size}: {1e3 * seconds:.2f}" for size, seconds in times.items())
+
+        row = self.mixed_row + 1024 * self.mixed_context
+        return (
+            f"decode {by_size(self.decode)} ms; mixed {by_size(self.mixed)} ms; 1,024 tokens of a "
+            f"decode row's context {1024e6 * self.decode_context:.1f} µs, such a row in a mixed "
+            f"step {1e6 * row:.1f} µs, {1e6 * self.mixed_row:.1f} of them without context"
+        )
+
     def save(self, path: Path, **described: Any) -> None:
         """As JSON, with whatever says where it comes from."""
         path.write_text(json.dumps({**described, **asdict(self)}, indent=1) + "\n")

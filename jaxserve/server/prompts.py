@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -33,7 +33,7 @@ class Prompt(NamedTuple):
 
 
 async def completion_prompts(
-    prompt: str | Sequence[str | int | list[int]], tokenizer: Tokenizer, limits: EngineLimits
+    prompt: str | list[str | int | list[int]], tokenizer: Tokenizer, limits: EngineLimits
 ) -> list[Prompt]:
     """One text, several texts, one list of ids or several: each becomes one prompt.
 
@@ -51,21 +51,19 @@ async def completion_prompts(
     return prompts
 
 
-def _separate(prompt: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
+def _separate(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
-    ids = [item for item in prompt if isinstance(item, int)]
-    if ids and len(ids) == len(prompt):
-        return [ids]
-    texts = [item for item in prompt if isinstance(item, str)]
-    lists = [item for item in prompt if isinstance(item, list)]
-    if len(prompt) not in (len(texts), len(lists)):
+    kinds = set(map(type, prompt))  # a prompt of ids has thousands of them
+    if kinds == {int}:
+        return [cast(list[int], prompt)]
+    if len(kinds) > 1:
         raise invalid("prompt mixes texts, token ids and lists of them", param="prompt")
     if not 1 <= len(prompt) <= MAX_PROMPTS:
         raise invalid(
             f"prompt must hold 1 to {MAX_PROMPTS} prompts, got {len(prompt)}", param="prompt"
         )
-    return [*texts, *lists]
+    return cast(list[str | list[int]], prompt)
 
 
 class ChatPrompt(NamedTuple):

@@ -1,0 +1,100 @@
+"""The table that is measured at the start is the device's, also where its clocks change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+from jaxserve import measure
+from jaxserve.plan import StepPlan
+from jaxserve.step_times import StepTimes
+from tests.tiny_model import make_config
+
+MS = 1e-3
+CONFIG = make_config(
+    max_num_seqs=64,
+    max_model_len=8192,
+    num_pages=4000,
+    page_size=64,
+    decode=(1, 16, 64),
+    prefill=(64, 256, 512, 1024, 2048),
+)
+TRUE = StepTimes(
+    decode={1: 3 * MS, 16: 3.2 * MS, 64: 3.5 * MS},
+    mixed={64: 4 * MS, 256: 6 * MS, 512: 8 * MS, 1024: 14 * MS, 2048: 27 * MS},
+    decode_context=34e-9,
+    mixed_row=5e-6,
+    mixed_context=30e-9,
+    chunk_pair=1e-9,
+    chunk_depth=2e-7,
+)
+LAUNCH = 0.5 * MS
+
+
+class Launched(NamedTuple):
+    results: Launched | None
+    block_until_ready: Callable[[], None]
+
+
+class Device:
+    """Takes what `TRUE` says, times what `slowness` says at that time of the clock."""
+
+    def __init__(self, slowness: Callable[[float], float]):
+        self.now = self.busy_until = 0.0
+        self.steps = 0
+        self._slowness = slowness
+
+    def clock(self) -> float:
+        return self.now
+
+    def launch(self, plan: StepPlan) -> Any:
+        self.steps += 1
+        self.now += LAUNCH
+        begun = max(self.now, self.busy_until)
+        done = self.busy_until = begun + TRUE.of(plan) * self._slowness(begun)
+
+        def wait() -> None:
+            self.now = max(self.now, done)
+
+        return Launched(Launched(None, wait), wait)
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, slowness: Callable[[float], float]) -> StepTimes:
+    device: Any = Device(slowness)
+    monkeypatch.setattr(measure.time, "perf_counter", device.clock)
+    times = measure.measure(device, CONFIG)
+    assert device.now < 1.5, "the start would wait"
+    return times
+
+
+def within(times: StepTimes, share: float) -> None:
+    for name in ("decode", "mixed"):
+        assert getattr(times, name) == pytest.approx(getattr(TRUE, name), rel=share)
+    for tokens in TRUE.mixed:
+        wanted = TRUE.of_mixed(tokens, 60, 60 * 1024)
+        assert times.of_mixed(tokens, 60, 60 * 1024) == pytest.approx(wanted, rel=share)
+
+
+def test_a_steady_device_is_measured_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = measured(monkeypatch, lambda now: 1.0)
+    within(times, 0.01)
+    assert times.mixed_context == pytest.approx(TRUE.mixed_context, rel=0.01)
+    assert times.decode_context == pytest.approx(TRUE.decode_context, rel=0.05)
+
+
+def test_higher_clocks_at_first_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    within(measured(monkeypatch, lambda now: 0.85 if now < 0.15 else 1.0), 0.01)
+
+
+def test_a_stall_now_and_then_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    stalls = iter([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0] * 1000)
+    within(measured(monkeypatch, lambda now: next(stalls)), 0.01)
+
+
+def test_a_slow_device_is_not_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    device: Any = Device(lambda now: 100.0)
+    monkeypatch.setattr(measure.time, "perf_counter", device.clock)
+    measure.measure(device, CONFIG)
+    assert device.steps < 40
