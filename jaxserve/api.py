@@ -163,6 +163,8 @@ class TokenEvent(NamedTuple):
     """Of the prompt's tokens but the first, if they were asked for; set on the first event."""
     start: Start | None = None
     """Set on the event of the first token."""
+    preemptions: int = 0
+    """How often the sequence was preempted; set on an event that ends it with a token."""
 
 
 class Rejected(ValueError):

@@ -12,6 +12,7 @@ from jaxserve import __version__
 from jaxserve.config import KV_CACHE_DTYPES, NAMED_MODELS, POLICIES, REASONING_FIELDS
 from jaxserve.flag_values import (
     positive,
+    root_path,
     seconds,
     size_in_bytes,
     sizes,
@@ -36,6 +37,8 @@ class Options:
     host: str
     port: int
     uds: Path | None
+    root_path: str | None
+    header_timeout: float
     dtype: str
     quantization: str | None
     lm_head_dtype: str
@@ -193,6 +196,11 @@ def _add_server_flags(add: _AddArgument) -> None:
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8000, help="port to listen on; 0 picks one")
     add("--uds", type=Path, help="listen on this Unix domain socket, and on no port")
+    add(
+        "--root-path",
+        type=root_path,
+        help="a path such as /llm under which a proxy shows the server: routes answer there, too",
+    )
     add("--max-num-queued-reqs", type=positive, default=1024, help="waiting requests before 429")
     add(
         "--shutdown-timeout",
@@ -212,6 +220,13 @@ def _add_server_flags(add: _AddArgument) -> None:
         type=size_in_bytes,
         default=16 * 2**20,
         help="size of a request's body before 413",
+    )
+    add(
+        "--header-timeout",
+        type=seconds,
+        default=75.0,
+        help="seconds that a connection may wait for the whole header of its first or next request "
+        "before it is closed",
     )
     add(
         "--stall-timeout",

@@ -350,6 +350,10 @@ class ServerConfig:
     """Seconds from a request's arrival until it is given up; None: as long as it takes."""
     max_queue_time: float | None = None
     """Seconds from a request's arrival until its first token must be there; None: any time."""
+    root_path: str = ""
+    """A path that the routes stand under, too, for a proxy that does not take it away."""
+    header_timeout: float = 75.0
+    """Seconds that a connection may wait for the whole header of its next request."""
     body_timeout: float = 60.0
     """Seconds that the body of a request may take to arrive."""
     log_requests: bool = False

@@ -346,6 +346,8 @@ class AsyncEngine[P]:
         for event in events:
             if event.start is not None:
                 self._metrics.observe_start(event.start)
+            if event.finish is not None and event.token is not None:
+                self._metrics.observe_preemptions(event.preemptions)
         if events:
             self._post(list(events))
 

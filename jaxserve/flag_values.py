@@ -61,6 +61,14 @@ def template_variables(text: str) -> dict[str, Any]:
     return variables
 
 
+def root_path(text: str) -> str:
+    """A path without a slash at its end; / alone is none."""
+    path = text.rstrip("/")
+    if path and not re.fullmatch(r"(/[\w.~-]+)+", path, re.ASCII):
+        raise argparse.ArgumentTypeError(f"not a path such as /llm: {text!r}")
+    return path
+
+
 def url(text: str) -> str:
     """Of a server, over http or https."""
     if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", text):

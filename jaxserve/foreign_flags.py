@@ -13,6 +13,7 @@ SAME = {
     "--max-queued-requests": "--max-num-queued-reqs",
     "--mem-fraction-static": "--gpu-memory-utilization",
     "--page-size": "--block-size",
+    "--fastapi-root-path": "--root-path",
     "--disable-radix-cache": "--no-enable-prefix-caching",
     "-q": "--quantization",
 }

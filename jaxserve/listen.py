@@ -33,6 +33,8 @@ def server_config(options: Options, source: ModelSource) -> ServerConfig:
         host=options.host,
         port=options.port,
         uds=options.uds,
+        root_path=options.root_path or "",
+        header_timeout=options.header_timeout,
         sampling_defaults=source.sampling_defaults,
         chat_template=_chat_template(options.chat_template),
         template_variables=options.default_chat_template_kwargs or {},

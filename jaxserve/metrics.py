@@ -161,6 +161,10 @@ class Metrics:
     def count_preemption(self) -> None:
         self._preemptions.inc()
 
+    def observe_preemptions(self, times: int) -> None:
+        """How often a sequence that has ended was preempted."""
+        self._preemptions_each.observe(times)
+
     def observe_tokenizing(self, seconds: float) -> None:
         """The prompts of a request were rendered and encoded."""
         self._tokenize_time.observe(seconds)
@@ -306,6 +310,11 @@ class Metrics:
             registry=self._registry,
         )
         self._preemptions = self._counter("vllm:num_preemptions", "Sequences preempted")
+        self._preemptions_each = self._histogram(
+            "vllm:request_num_preemptions",
+            "Preemptions per sequence that was not cut off",
+            (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0),
+        )
         self._step_tokens = self._histogram(
             "vllm:iteration_tokens_total",
             "Tokens computed per step",

@@ -16,7 +16,8 @@ def event_of(seq: Sequence, result: Sampled, now: float) -> TokenEvent:
     elif length >= seq.limit:
         finish = FinishReason.LENGTH
     logprobs = _wanted(result.logprobs, seq.params.logprobs)
-    event = TokenEvent(seq.request_id, token, finish, logprobs)
+    preemptions = 0 if finish is None else seq.preemptions
+    event = TokenEvent(seq.request_id, token, finish, logprobs, preemptions=preemptions)
     return event if length != seq.num_prompt + 1 else _first(seq, event, now)
 
 

@@ -233,6 +233,7 @@ class Scheduler:
         """Back to its place in the queue, to compute again what is not cached."""
         self._vacate(seq)
         self._waiting.push(seq)
+        seq.preemptions += 1
         self.num_preemptions += 1
 
     def _pending(self, prefilling: list[Sequence]) -> list[Pending]:

@@ -64,6 +64,8 @@ class Sequence:
     pages: list[int] = field(default_factory=list[int])
     computed: int = 0
     """Positions whose keys and values the plans made so far compute."""
+    preemptions: int = 0
+    """How often it gave its pages back and computed again."""
     in_flight: int = 0
     """Output tokens that plans made so far will sample and that are not committed."""
     scored: int = 0

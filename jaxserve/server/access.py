@@ -52,9 +52,12 @@ def digest(key: str) -> bytes:
 
 
 def route_of(request: web.Request) -> str | None:
-    """Of the route that was matched, never of a header."""
+    """Of the route that was matched, never of a header; without the root path."""
     resource = request.match_info.route.resource
-    return resource.canonical if resource is not None else None
+    if resource is None:
+        return None
+    path, root = resource.canonical, request.app[SERVICE].config.root_path
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
 def _checked(request: web.Request, known: Iterable[bytes]) -> bytes:

@@ -25,6 +25,7 @@ from jaxserve.server.middleware import (
     echo_request_id,
     error_shape,
 )
+from jaxserve.server.probe import Probe
 from jaxserve.server.responses import responses
 from jaxserve.server.service import SERVICE, Service, Tracer
 from jaxserve.server.tokenization import detokenize, tokenize
@@ -55,35 +56,40 @@ def make_app(
         config=config,
         metrics=metrics,
         backlog=Backlog(config.max_queued_tokens),
+        probe=Probe(engine),
         tracer=tracer,
         started=int(time.time()),
     )
     app.on_response_prepare.append(echo_request_id)
     app.on_response_prepare.append(allow_origin)
     app.on_response_prepare.append(close_when_draining)
-    app.add_routes(
-        [
-            web.post("/v1/chat/completions", chat_completions),
-            web.post("/v1/completions", completions),
-            web.post("/v1/responses", responses),
-            web.post("/v1/messages", messages),
-            web.post("/v1/messages/count_tokens", count_tokens),
-            web.post("/v1/embeddings", operations.embeddings),
-            web.post("/tokenize", tokenize),
-            web.post("/detokenize", detokenize),
-            web.get("/v1/models", operations.list_models),
-            web.get("/v1/models/{model:.+}", operations.retrieve_model),
-            web.get("/health", operations.health),
-            web.get("/ready", operations.ready),
-            web.get("/metrics", operations.metrics),
-            web.get("/version", operations.version),
-            web.get("/load", operations.load),
-            web.get("/openapi.json", operations.openapi),
-        ]
-    )
-    if config.admin_key_digests:
-        app.add_routes([web.post("/reset_prefix_cache", operations.reset_prefix_cache)])
+    for prefix in dict.fromkeys(("", config.root_path)):
+        app.add_routes(_routes(prefix, admin=bool(config.admin_key_digests)))
     return app
+
+
+def _routes(prefix: str, *, admin: bool) -> list[web.RouteDef]:
+    routes = [
+        web.post(f"{prefix}/v1/chat/completions", chat_completions),
+        web.post(f"{prefix}/v1/completions", completions),
+        web.post(f"{prefix}/v1/responses", responses),
+        web.post(f"{prefix}/v1/messages", messages),
+        web.post(f"{prefix}/v1/messages/count_tokens", count_tokens),
+        web.post(f"{prefix}/v1/embeddings", operations.embeddings),
+        web.post(f"{prefix}/tokenize", tokenize),
+        web.post(f"{prefix}/detokenize", detokenize),
+        web.get(f"{prefix}/v1/models", operations.list_models),
+        web.get(f"{prefix}/v1/models/{{model:.+}}", operations.retrieve_model),
+        web.get(f"{prefix}/health", operations.health),
+        web.get(f"{prefix}/ready", operations.ready),
+        web.get(f"{prefix}/metrics", operations.metrics),
+        web.get(f"{prefix}/version", operations.version),
+        web.get(f"{prefix}/load", operations.load),
+        web.get(f"{prefix}/openapi.json", operations.openapi),
+    ]
+    if admin:
+        routes.append(web.post(f"{prefix}/reset_prefix_cache", operations.reset_prefix_cache))
+    return routes
 
 
 def make_runner(app: web.Application, *, shutdown_timeout: float = 5.0) -> web.AppRunner:
@@ -91,7 +97,9 @@ def make_runner(app: web.Application, *, shutdown_timeout: float = 5.0) -> web.A
 
     Without `handler_cancellation` aiohttp lets a handler go on when its client has left, and the
     engine would generate for nobody. `shutdown_timeout` is what `cleanup` waits for handlers
-    before it cancels them; the engine ends its streams before.
+    before it cancels them; the engine ends its streams before. What aiohttp calls the timeout of
+    kept connections counts from when a connection is ready for a request to the end of that
+    request's header, however its bytes come.
     """
     web_log = logging.getLogger("jaxserve.server.http")
     if not web_log.filters:
@@ -99,6 +107,7 @@ def make_runner(app: web.Application, *, shutdown_timeout: float = 5.0) -> web.A
     return web.AppRunner(
         app,
         handler_cancellation=True,
+        keepalive_timeout=app[SERVICE].config.header_timeout,
         shutdown_timeout=shutdown_timeout,
         access_log=None,
         logger=web_log,

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from jaxserve.server.constraints import avoided, constrained, text_constraint, tool_constraint
+from jaxserve.server.constraints import (
+    avoided,
+    constrained,
+    text_constraint,
+    tool_constraint,
+    within_budget,
+)
 from jaxserve.server.errors import invalid
 from jaxserve.server.generation import Choice, Generation
 from jaxserve.server.output_parser import END_THINK, THINK, OutputParser
@@ -40,6 +46,8 @@ async def chat_generation(service: Service, fields: ChatRequest, request_id: str
     thinking = _thinking(service, fields, prompt)
     constraint = tool_constraint(fields, dict(tokenizer.markers)) or text_constraint(fields)
     params = await constrained(service, params, constraint, thinking)
+    if thinking is not Thinking.NONE:
+        params = within_budget(service, params, fields, ids)
     options = text_options(fields)
     choices = [
         Choice(index, request, tokenizer, options, _output_parser(fields, thinking))

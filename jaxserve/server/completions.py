@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from jaxserve.api import EngineLimits, PromptLogprobs
-from jaxserve.server.constraints import avoided, constrained, text_constraint
+from jaxserve.server.constraints import avoided, constrained, text_constraint, within_budget
 from jaxserve.server.errors import ApiError, invalid
 from jaxserve.server.generation import Choice, Delta, Generation
 from jaxserve.server.logprobs import TextLogprobs, prompt_logprobs
@@ -96,6 +96,7 @@ async def _generation(
             most = max(fields.logprobs, params.prompt_logprobs or 0)
             params = replace(params, prompt_logprobs=most)
         params = await constrained(service, params, constraint)
+        params = within_budget(service, params, fields, prompt.ids)
         requests = choice_requests(f"cmpl-{arrival.id}-{position}", prompt.ids, params, fields)
         for request in requests:
             choices.append(Choice(len(choices), request, service.tokenizer, options))

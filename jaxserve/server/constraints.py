@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,9 +11,10 @@ import msgspec
 
 from jaxserve.api import SamplingParams
 from jaxserve.server.errors import invalid
+from jaxserve.server.output_parser import END_THINK, THINK
 from jaxserve.server.schema import ChatRequest, GenerationFields, NamedTool, Tool
 from jaxserve.server.service import Service
-from jaxserve.structured import BadWords, GrammarError, Thinking, grammars
+from jaxserve.structured import BadWords, GrammarError, Thinking, ThinkingBudget, grammars
 
 
 class Constraint(NamedTuple):
@@ -55,6 +56,22 @@ async def constrained(
         ) from None
     stops = params.stop_token_ids | guide.end_token_ids
     return replace(params, guide=guide, stop_token_ids=stops)
+
+
+def within_budget(
+    service: Service, params: SamplingParams, fields: GenerationFields, prompt: Sequence[int]
+) -> SamplingParams:
+    """The parameters with a guide that ends think blocks that are too long, if they can be."""
+    budget, tokenizer = fields.thinking_token_budget, service.tokenizer
+    can_think = {THINK, END_THINK} <= tokenizer.markers.keys()
+    if budget is None or budget >= params.max_tokens or not can_think:
+        return params
+    if params.allowed_token_ids:
+        raise invalid(
+            "allowed_token_ids and thinking_token_budget exclude each other",
+            param="thinking_token_budget",
+        )
+    return replace(params, guide=ThinkingBudget(budget, tokenizer, prompt, params.guide))
 
 
 def text_constraint(fields: GenerationFields) -> Constraint | None:

@@ -50,7 +50,8 @@ async def error_shape(request: web.Request, handler: Handler) -> web.StreamRespo
 
 def _response(request: web.Request, error: ApiError) -> web.Response:
     """In Anthropic's shape on its routes."""
-    anthropic = request.path.startswith("/v1/messages")
+    root = request.app[SERVICE].config.root_path
+    anthropic = request.path.removeprefix(root).startswith("/v1/messages")
     return error.response(anthropic_body(error) if anthropic else None)
 
 

@@ -169,6 +169,7 @@ def document(config: ServerConfig) -> bytes:
         {
             "openapi": "3.1.0",
             "info": {"title": "jaxserve", "version": jaxserve.__version__},
+            "servers": [{"url": config.root_path or "/"}],
             "paths": paths,
             "components": {"schemas": components, "securitySchemes": _SCHEMES},
         }

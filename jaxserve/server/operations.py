@@ -7,6 +7,7 @@ from typing import Any
 from aiohttp import web
 
 import jaxserve
+from jaxserve.api import EngineFailed
 from jaxserve.metrics import CONTENT_TYPE
 from jaxserve.server.errors import ApiError, json_response
 from jaxserve.server.openapi import document
@@ -16,17 +17,24 @@ from jaxserve.server.service import SERVICE, Service
 
 
 async def health(request: web.Request) -> web.Response:
-    """Alive: the engine thread makes progress or is idle, whatever it is busy with."""
+    """Alive: the engine thread makes progress or is idle, whatever it is busy with. With `deep=1`
+    it has to make a token, once it serves."""
     service = request.app[SERVICE]
     status = service.engine.status()
     stalled = status.last_step_age >= service.config.stall_timeout
     healthy = status.phase != "failed" and not stalled
-    body = {
+    body: dict[str, Any] = {
         "state": "stalled" if stalled and status.phase != "failed" else status.phase,
         "running": status.running,
         "waiting": status.waiting,
         "last_step_age_s": round(status.last_step_age, 3),
     }
+    if healthy and status.phase == "serving" and request.query.get("deep") == "1":
+        try:
+            seconds = await service.probe.seconds()
+            body["token_s"] = None if seconds is None else round(seconds, 3)
+        except EngineFailed:
+            healthy, body["state"] = False, "no_token"
     return json_response(body, status=200 if healthy else 503)
 
 

@@ -14,7 +14,7 @@ from msgspec import Struct
 from jaxserve.server.errors import ApiError, invalid
 from jaxserve.server.schema import FREE_FORM, field_names
 from jaxserve.server.service import SERVICE
-from jaxserve.server.unsupported import REJECTED, SILENT, Harmless
+from jaxserve.server.unsupported import INSTEAD, REJECTED, SILENT, Harmless
 
 MAX_DEPTH = 64
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -130,7 +130,9 @@ def _harmless(name: str, raw: msgspec.Raw, rejected: Mapping[str, Harmless]) -> 
     # True and 1 are equal in Python, and not in JSON.
     alike = [one for one in rejected[name] if isinstance(one, bool) == isinstance(value, bool)]
     if value is not None and value not in alike:
-        raise invalid(f"{name} is not supported", param=name, code="unsupported_parameter")
+        reason = f": {INSTEAD[name]}" if name in INSTEAD else ""
+        message = f"{name} is not supported{reason}"
+        raise invalid(message, param=name, code="unsupported_parameter")
     return True
 
 

@@ -114,6 +114,7 @@ class GenerationFields(Struct, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128, pattern=SALT)] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     truncation_side: Literal["left", "right"] | None = None
+    thinking_token_budget: Count | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonSchema | None = None

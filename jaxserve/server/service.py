@@ -13,6 +13,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.metrics import Metrics
 from jaxserve.server.backlog import Backlog
 from jaxserve.server.errors import ApiError
+from jaxserve.server.probe import Probe
 from jaxserve.structured import Guides
 from jaxserve.tokenizer import Tokenizer
 
@@ -38,6 +39,7 @@ class Service:
     config: ServerConfig
     metrics: Metrics
     backlog: Backlog
+    probe: Probe
     tracer: Tracer | None
     started: int
     """Unix time, shown as the models' creation time."""

@@ -164,6 +164,7 @@ class Health(Shape):
     running: int
     waiting: int
     last_step_age_s: float
+    token_s: float | UnsetType | None = UNSET
 
 
 class Readiness(Shape):

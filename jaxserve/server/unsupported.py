@@ -26,12 +26,38 @@ REJECTED: dict[str, Harmless] = {
     "stop_regex": (),
     "stream_interval": (1,),
     "suffix": ("",),
-    "thinking_token_budget": (),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
 """Fields that would change the answer and are not supported, with the values that ask for nothing
 (null is always one of them). Any other value is a 400 that names the field."""
+
+INSTEAD = {
+    "background": "wait for the answer, or stream it",
+    "chat_template": "the template is the model's or that of --chat-template",
+    "conversation": "nothing is stored here: send all of it in input",
+    "documents": "put them into the messages",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "length_penalty": "there is no beam search",
+    "logits_processors": "no code is taken from requests; see logit_bias",
+    "logprob_token_ids": "only the most likely tokens have logprobs, up to 20",
+    "no_stop_trim": "use include_stop_str_in_output",
+    "output_format": "use output_config.format",
+    "previous_response_id": "nothing is stored here: send all of it in input",
+    "prompt": "nothing is stored here: send instructions and input",
+    "prompt_embeds": "no tensors are taken from requests; token ids are",
+    "repetition_detection": "see repetition_penalty",
+    "return_tokens_as_token_ids": "use return_token_ids",
+    "separate_reasoning": "thoughts are always apart; include_reasoning: false leaves them out",
+    "stop_regex": "use stop",
+    "stream_interval": "every token is an event",
+    "suffix": "no model here fills in the middle",
+    "truncation": "leave out what does not fit",
+    "use_beam_search": "there is no beam search",
+    "web_search_options": "nothing is fetched here",
+}
+"""What an error says beside the name of a field that is refused here or by another API's route."""
 
 SILENT = frozenset(
     {

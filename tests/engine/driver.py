@@ -82,6 +82,7 @@ def make_engine(
     *,
     scheduler: SchedulerConfig = SCHEDULER,
     before: Callable[[Progress], None] = lambda report: None,
+    metrics: Metrics | None = None,
 ) -> Engine:
     """Not started. `before` runs on the engine's thread ahead of the rest of the build."""
 
@@ -90,7 +91,7 @@ def make_engine(
         return Parts(Scheduler(scheduler, CACHE), runner)
 
     limits = EngineLimits(scheduler.max_model_len, VOCAB)
-    return AsyncEngine(build=build, limits=limits, metrics=Metrics("tiny"))
+    return AsyncEngine(build=build, limits=limits, metrics=metrics or Metrics("tiny"))
 
 
 @asynccontextmanager

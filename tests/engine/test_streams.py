@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jaxserve.api import FinishReason
+from jaxserve.metrics import Metrics
 from tests.engine.driver import (
     GatedRunner,
     assert_is_solo,
@@ -72,11 +73,14 @@ async def test_a_reader_that_was_late_gets_all_that_came_meanwhile_at_once() -> 
 async def test_many_streams_at_once_each_get_their_own() -> None:
     """Sixty requests on four slots."""
     requests = [request(number, max_tokens=1 + number % 12) for number in range(60)]
-    async with serving(GatedRunner()) as engine:
+    metrics = Metrics("tiny")
+    async with serving(GatedRunner(), metrics=metrics) as engine:
         streams = [events_of(engine.generate(each)) for each in requests]
         for each, events in zip(requests, await asyncio.gather(*streams), strict=True):
             assert_is_solo(events, each)
         await until(lambda: is_whole(engine))
+    counted = b'vllm:request_num_preemptions_count{engine="0",model_name="tiny"} 60.0\n'
+    assert counted in metrics.exposition()
 
 
 async def test_requests_that_come_and_go_leave_nothing_behind() -> None:

@@ -39,7 +39,8 @@ def test_a_preempted_sequence_is_not_admitted_while_a_token_is_in_flight() -> No
 
 def test_a_token_in_flight_may_end_a_preempted_sequence() -> None:
     sched, in_flight = preempted_in_flight()
-    assert commit(sched, in_flight, PLAIN, STOP)[1].finish is FinishReason.STOP
+    ended = commit(sched, in_flight, PLAIN, STOP)[1]
+    assert (ended.finish, ended.preemptions) == (FinishReason.STOP, 1)
     assert sched.num_waiting == 0
 
 

@@ -219,3 +219,22 @@ def test_keys_that_would_let_everybody_or_nobody_in_refuse_the_start(
         monkeypatch.setenv("JAXSERVE_API_KEY", environment)
     with pytest.raises(ConfigError, match="key"):
         api_keys(parse_args([*flags, "--api-key-file", str(file)]))
+
+
+async def test_under_a_root_path_the_same_keys_count(serve: Serve) -> None:
+    keys = {"api_key_digests": (digest("k"),), "admin_key_digests": (digest("a"),)}
+    url = await serve(FakeEngine(b"Hi"), root_path="/llm", **keys)
+    client, admin = ({"x-api-key": key} for key in "ka")
+    for root in ("", "/llm"):
+        assert await status(url, "GET", f"{root}/health") == 200
+        for method, path in registered_routes():
+            if (method, path) not in OPEN:
+                assert await status(url, method, root + path) == 401
+        assert await status(url, "GET", f"{root}/v1/models", client) == 200
+        assert await status(url, "POST", f"{root}/reset_prefix_cache", client) == 403
+        assert await status(url, "POST", f"{root}/reset_prefix_cache", admin) == 200
+        async with aiohttp.request("POST", f"{url}{root}/v1/messages") as reply:
+            assert (await reply.json())["type"] == "error", "in Anthropic's shape"
+    assert await status(url, "GET", "/llm/llm/health", client) == 404
+    async with aiohttp.request("GET", f"{url}/llm/openapi.json", headers=client) as reply:
+        assert (await reply.json())["servers"] == [{"url": "/llm"}]

@@ -62,6 +62,15 @@ async def test_a_forced_call_may_only_begin_as_a_call(serve: Serve) -> None:
         assert reason == ("tool_calls" if choice == "required" else "stop")
 
 
+async def test_a_budget_that_thoughts_cannot_exceed_needs_no_guide(serve: Serve) -> None:
+    engine = FakeEngine(b"Hi")
+    cases = {(5, None): True, (10, None): False, (11, None): False, (5, "none"): False}
+    for (budget, effort), guided in cases.items():
+        fields = {"thinking_token_budget": budget, "reasoning_effort": effort, "max_tokens": 10}
+        assert (await chat(serve, engine, **fields))[0] == 200
+        assert (engine.requests[-1].params.guide is not None) == guided
+
+
 async def test_a_marker_in_constrained_text_is_text(serve: Serve) -> None:
     engine = FakeEngine([*b'{"a": "', CALL, *b'"}', IM_END])
     _, body = await chat(
@@ -77,6 +86,7 @@ async def test_constraints_that_exclude_each_other_are_refused_by_name(serve: Se
         ({"response_format": form, "allowed_token_ids": [1]}, None),
         ({"response_format": form, "bad_words": ["a"]}, None),
         ({"bad_words": ["a"], "allowed_token_ids": [1]}, "bad_words"),
+        ({"thinking_token_budget": 1, "allowed_token_ids": [1]}, "thinking_token_budget"),
         ({"response_format": form, "tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
     ):

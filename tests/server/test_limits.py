@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from contextlib import ExitStack
 from typing import Any
 
@@ -161,3 +162,34 @@ async def test_a_body_that_comes_too_slowly_is_a_408(serve: Serve) -> None:
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{")
     assert (await asyncio.wait_for(reader.readline(), 5)).split()[1] == b"408"
     writer.close()
+
+
+async def test_a_header_that_comes_too_slowly_ends_the_connection(serve: Serve) -> None:
+    """Byte by byte: what has come does not buy more time, for the next request neither."""
+    url = await serve(FakeEngine(), header_timeout=0.2)
+    host, port = url.removeprefix("http://").split(":")
+    for before in (b"", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(before)
+        drip = asyncio.create_task(_drip(writer))
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):  # there are bytes that nobody has read
+            while more := await asyncio.wait_for(reader.read(4096), 30):
+                answer += more
+        assert not drip.done(), "the server closed it, not the client"
+        assert answer.count(b"HTTP/1.1") == bool(before)
+        drip.cancel()
+        writer.close()
+
+
+async def _drip(writer: asyncio.StreamWriter) -> None:
+    for byte in b"GET /health HTTP/1.1\r\nHost: " + b"a" * 7000:
+        writer.write(bytes([byte]))
+        await asyncio.sleep(0.01)
+
+
+async def test_an_answer_that_takes_longer_than_headers_may_is_not_cut_off(serve: Serve) -> None:
+    url = await serve(FakeEngine(b"Hi", step_seconds=0.3), header_timeout=0.1)
+    body = {"prompt": "Hi", "stream": True}
+    async with aiohttp.request("POST", f"{url}/v1/completions", json=body) as reply:
+        assert (await reply.text()).endswith("data: [DONE]\n\n")

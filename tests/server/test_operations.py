@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -12,10 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
+from jaxserve.api import Overloaded
 from jaxserve.histogram import TokenHistogram
+from jaxserve.server import probe
 from jaxserve.server.access import digest
 from tests.fakes import FakeEngine
 from tests.server.conftest import Serve
+
+type Patch = pytest.MonkeyPatch
 
 ADMIN = {"x-api-key": "key"}
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -87,6 +92,28 @@ async def test_an_answer_tells_where_the_time_to_its_first_token_went(
     labels = '{engine="0",model_name="tiny"}'
     assert f"jaxserve_tokenize_seconds_count{labels} 1.0" in lines
     assert f"jaxserve_first_write_seconds_count{labels} {float(stream)}" in lines
+
+
+async def test_a_deep_health_check_has_a_token_made(serve: Serve) -> None:
+    engine = FakeEngine(b"a")
+    url = await serve(engine)
+    status, body = await get(url, "/health?deep=1")
+    assert status == 200 and body["token_s"] >= 0 and len(engine.requests) == 1
+    engine.phase = "compiling"
+    assert "token_s" not in (await get(url, "/health?deep=1"))[1]
+    url = await serve(FakeEngine(fail_after=0))
+    status, body = await get(url, "/health?deep=1")
+    assert (status, body["state"]) == (503, "no_token")
+
+
+async def test_a_server_with_much_to_do_is_healthy(serve: Serve, monkeypatch: Patch) -> None:
+    """Those who ask share one token, which waits like any other request."""
+    monkeypatch.setattr(probe, "PATIENCE", 0.1)
+    for engine in (FakeEngine(step_seconds=60.0), FakeEngine(refuse=Overloaded("full"))):
+        url = await serve(engine)
+        answers = await asyncio.gather(*[get(url, "/health?deep=1") for _ in range(5)])
+        assert all((status, body["token_s"]) == (200, None) for status, body in answers)
+        assert len(engine.requests) <= 1
 
 
 async def test_metrics_count_what_was_served(serve: Serve) -> None:

@@ -74,6 +74,7 @@ COMMON = {
     "bad_words": Field(
         ([], ["a", " b"], ["w"] * 128), ([""], ["w" * 257], ["w"] * 129, ["w", 1], "w", {})
     ),
+    "thinking_token_budget": Field((0, 100), (-1, 1.5, "1", True, BIG)),
     "response_format": Field(
         (
             {"type": "text"},

@@ -12,7 +12,6 @@ from jaxserve.server.messages.schema import (
     SILENT,
     CountTokensRequest,
     MessagesRequest,
-    PromptFields,
 )
 from jaxserve.server.messages.translate import NAMES, prompt_to_chat, to_chat
 from jaxserve.server.parse import parse, read_json
@@ -30,7 +29,6 @@ async def messages(request: web.Request) -> web.StreamResponse:
     with renamed(NAMES):
         generation = await chat_generation(service, to_chat(fields), f"msg_{arrival.id}")
     reply = MessagesReply(arrival=arrival, model=model, generation=generation)
-    ignored += _without_effect(fields)
     if fields.output_config is not None and fields.output_config.effort is not None:
         ignored += ("output_config.effort",)
     return await answer(arrival, generation, reply, stream=bool(fields.stream), ignored=ignored)
@@ -44,10 +42,5 @@ async def count_tokens(request: web.Request) -> web.Response:
         prompt = await chat_prompt(
             prompt_to_chat(fields), service.template, service.tokenizer, service.engine.limits
         )
-    headers = ignored_header(service, ignored + _without_effect(fields))
+    headers = ignored_header(service, ignored)
     return json_response({"input_tokens": len(prompt.ids)}, headers=headers)
-
-
-def _without_effect(fields: PromptFields) -> tuple[str, ...]:
-    budget = fields.thinking is not None and fields.thinking.budget_tokens is not None
-    return ("thinking.budget_tokens",) if budget else ()

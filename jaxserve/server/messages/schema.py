@@ -68,7 +68,6 @@ class ToolChoice(Struct, kw_only=True):
 class Thinking(Struct, kw_only=True):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    """Has no effect, which the response header says."""
 
 
 class OutputFormat(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -25,6 +25,7 @@ NAMES = {
     "continue_final_message": "messages",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "chat_template_kwargs": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
     "response_format": "output_config.format",
 }
 """A chat's fields whose errors are about another field here."""
@@ -41,6 +42,8 @@ def to_chat(fields: MessagesRequest) -> chat.ChatRequest:
         schema = chat.JsonSchemaFormat(schema=fields.output_config.format.schema)
         request.response_format = chat.ResponseFormat(type="json_schema", json_schema=schema)
     request.stop = fields.stop_sequences
+    if fields.thinking is not None:
+        request.thinking_token_budget = fields.thinking.budget_tokens
     return request
 
 

@@ -1,0 +1,74 @@
+"""A limit of what a sequence thinks, as a guide around the one that it follows, if any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from jaxserve.api import Guide, GuideState
+from jaxserve.tokenizer import Tokenizer
+
+
+class ThinkingBudget:
+    """Implements `api.Guide`: after so many tokens in a think block the next one is `</think>`."""
+
+    def __init__(
+        self,
+        most_tokens: int,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        inner: Guide | None = None,
+    ):
+        """The prompt may end inside of a block. The tokenizer must have their markers."""
+        self.most_tokens, self.inner = most_tokens, inner
+        self.opens, self.closes = (tokenizer.markers[marker] for marker in ("<think>", "</think>"))
+        markers = [token for token in prompt if token in (self.opens, self.closes)]
+        self.opened = markers[-1:] == [self.opens]
+        self.anything = _mask(tokenizer.vocab_size, range(tokenizer.vocab_size))
+        self.end = _mask(tokenizer.vocab_size, [self.closes])
+
+    def start(self) -> ThinkingBudgetState:
+        return ThinkingBudgetState(self, None if self.inner is None else self.inner.start())
+
+
+class ThinkingBudgetState:
+    """Implements `api.GuideState`."""
+
+    def __init__(self, guide: ThinkingBudget, inner: GuideState | None):
+        self._guide, self._inner = guide, inner
+        self._left: int | None = guide.most_tokens if guide.opened else None
+        """Tokens that the block may still have; None: outside of one."""
+
+    @property
+    def ready(self) -> bool:
+        return self._inner is None or self._inner.ready
+
+    @property
+    def mask(self) -> bytes:
+        if self._left == 0:
+            return self._guide.end  # a guide inside allows it at any point of a think block
+        return self._guide.anything if self._inner is None else self._inner.mask
+
+    @property
+    def error(self) -> str | None:
+        return None if self._inner is None else self._inner.error
+
+    def advance(self, token: int) -> None:
+        if token == self._guide.closes:
+            self._left = None
+        elif self._left is not None:
+            self._left -= 1
+        elif token == self._guide.opens:
+            self._left = self._guide.most_tokens
+        if self._inner is not None:
+            self._inner.advance(token)
+
+    def wait(self, timeout: float) -> bool:
+        return self._inner is None or self._inner.wait(timeout)
+
+
+def _mask(vocab_size: int, tokens: Iterable[int]) -> bytes:
+    allowed = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    allowed[list(tokens)] = 1
+    return np.packbits(allowed, bitorder="little").tobytes()
