@@ -324,7 +324,7 @@ def _add_engine_flags(add: _AddArgument) -> None:
         default=True,
         help="weights that are quantised at load are kept in --cache-dir for the next start",
     )
-    add("--max-model-len", type=tokens, help="longest prompt plus output, e.g. 8192 or 32k")
+    add("--max-model-len", type=tokens, help="longest prompt plus output, e.g. 8192, 32k, auto")
     add("--max-num-seqs", type=positive, help="sequences that run at once")
     add("--max-num-batched-tokens", type=positive, help="tokens computed in one step at most")
     add(

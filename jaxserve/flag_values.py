@@ -21,8 +21,10 @@ def size_in_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
-def tokens(text: str) -> int:
-    """A length in tokens: 32k is 32 * 1024, as model cards use it."""
+def tokens(text: str) -> int | None:
+    """A length in tokens: 32k is 32 * 1024, as model cards use it; auto is the model's own."""
+    if text.strip().lower() == "auto":
+        return None
     match = re.fullmatch(r"(\d+)\s*k", text.strip().lower())
     return int(match[1]) * 1024 if match else positive(text)
 

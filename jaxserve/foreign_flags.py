@@ -13,7 +13,13 @@ SAME = {
     "--max-queued-requests": "--max-num-queued-reqs",
     "--mem-fraction-static": "--gpu-memory-utilization",
     "--page-size": "--block-size",
+    "--chunked-prefill-size": "--max-num-batched-tokens",
     "--fastapi-root-path": "--root-path",
+    "--sampling-defaults": "--generation-config",
+    "--log-requests": "--enable-log-requests",
+    "--sse-keep-alive-interval": "--keep-alive-interval",
+    "--compile-cache-dir": "--cache-dir",
+    "--forbid-recompile": "--forbid-compiles",
     "--disable-radix-cache": "--no-enable-prefix-caching",
     "-q": "--quantization",
 }
@@ -22,6 +28,9 @@ SAME = {
 SAME_VALUES = {
     ("--kv-cache-dtype", "fp8"): "fp8_e4m3",
     ("--kv-cache-dtype", "bfloat16"): "bf16",
+    ("--generation-config", "model"): "auto",
+    ("--generation-config", "openai"): "vllm",
+    ("--load-format", "safetensors"): "auto",
 }
 
 ONE = frozenset(
@@ -29,6 +38,7 @@ ONE = frozenset(
         *("--tensor-parallel-size", "-tp", "--tp-size", "--tp"),
         *("--pipeline-parallel-size", "-pp", "--pp-size"),
         *("--data-parallel-size", "-dp", "--dp-size", "--dp"),
+        *("--ep-size", "--nnodes"),
     }
 )
 """A server is one process on one GPU: they may say 1."""
@@ -39,6 +49,8 @@ SWITCHES = frozenset(
         *("--enable-auto-tool-choice", "--enable-cache-report", "--enable-chunked-prefill"),
         *("--enable-metrics", "--enable-prompt-tokens-details", "--enable-request-id-headers"),
         *("--enable-server-load-tracking", "--enable-ssl-refresh", "--trust-remote-code"),
+        *("--disable-cuda-graph", "--disable-overlap-schedule", "--enable-expert-parallel"),
+        *("-O0", "-O1", "-O2", "-O3"),
     }
 )
 VALUED = frozenset(
@@ -47,6 +59,12 @@ VALUED = frozenset(
         *("--max-log-len", "--max-logprobs", "--num-scheduler-steps", "--optimization-level"),
         *("--prefix-caching-hash-algo", "--reasoning-parser", "--structured-outputs-config"),
         *("--swap-space", "--tool-call-parser", "--uvicorn-log-level"),
+        *("--collect-detailed-traces", "--disable-access-log-for-endpoints", "--stream-interval"),
+        *("--log-requests-format", "--log-requests-level", "--long-prefill-token-threshold"),
+        *("--max-prefill-tokens", "--max-total-tokens", "--num-gpu-blocks-override"),
+        *("--schedule-policy", "--speculative-config", "-sc", "--speculative-algorithm"),
+        *("--spec-method", "--spec-model", "--spec-tokens", "-cc", "-O"),
+        *("--master-addr", "--node-rank", "--dist-init-addr"),
     }
 )
 """Without effect here: what they turn on or choose is always so, or there is nothing to choose."""

@@ -20,6 +20,10 @@ def test_other_spellings_mean_the_same() -> None:
     assert (options.gpu_memory_utilization, options.block_size) == (0.8, 64)
     assert not options.enable_prefix_caching and options.kv_cache_dtype == "fp8_e4m3"
     assert without_effect == ["-tp"]
+    others = "--sampling-defaults openai --load-format=safetensors --max-model-len auto"
+    options = parse_args(translated(others.split()).argv)
+    assert (options.generation_config, options.load_format) == ("vllm", "auto")
+    assert options.max_model_len is None
     assert parse_args(translated(["--kv-cache-dtype=fp8"]).argv).kv_cache_dtype == "fp8_e4m3"
 
 

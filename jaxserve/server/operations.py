@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from aiohttp import web
 
 import jaxserve
@@ -14,6 +12,7 @@ from jaxserve.server.openapi import document
 from jaxserve.server.parse import parse, read_json
 from jaxserve.server.schema import EmbeddingsRequest
 from jaxserve.server.service import SERVICE, Service
+from jaxserve.server.shapes import Health, Load, Model, ModelList, Readiness, Version
 
 
 async def health(request: web.Request) -> web.Response:
@@ -23,18 +22,18 @@ async def health(request: web.Request) -> web.Response:
     status = service.engine.status()
     stalled = status.last_step_age >= service.config.stall_timeout
     healthy = status.phase != "failed" and not stalled
-    body: dict[str, Any] = {
-        "state": "stalled" if stalled and status.phase != "failed" else status.phase,
-        "running": status.running,
-        "waiting": status.waiting,
-        "last_step_age_s": round(status.last_step_age, 3),
-    }
+    body = Health(
+        state="stalled" if stalled and status.phase != "failed" else status.phase,
+        running=status.running,
+        waiting=status.waiting,
+        last_step_age_s=round(status.last_step_age, 3),
+    )
     if healthy and status.phase == "serving" and request.query.get("deep") == "1":
         try:
             seconds = await service.probe.seconds()
-            body["token_s"] = None if seconds is None else round(seconds, 3)
+            body.token_s = None if seconds is None else round(seconds, 3)
         except EngineFailed:
-            healthy, body["state"] = False, "no_token"
+            healthy, body.state = False, "no_token"
     return json_response(body, status=200 if healthy else 503)
 
 
@@ -44,20 +43,21 @@ async def ready(request: web.Request) -> web.Response:
     status = service.engine.status()
     stalled = status.last_step_age >= service.config.stall_timeout
     serving = status.ready and status.phase not in ("draining", "failed") and not stalled
-    body = {"phase": "stalled" if stalled else status.phase, "progress": status.progress}
+    phase = "stalled" if stalled else status.phase
+    body = Readiness(phase=phase, progress=status.progress)
     headers = None if serving else {"Retry-After": "1"}
     return json_response(body, status=200 if serving else 503, headers=headers)
 
 
 async def load(request: web.Request) -> web.Response:
     status = request.app[SERVICE].engine.status()
-    body = {
-        "server_load": status.running + status.waiting,
-        "running": status.running,
-        "waiting": status.waiting,
-        "free_pages": status.free_pages,
-        "total_pages": status.total_pages,
-    }
+    body = Load(
+        server_load=status.running + status.waiting,
+        running=status.running,
+        waiting=status.waiting,
+        free_pages=status.free_pages,
+        total_pages=status.total_pages,
+    )
     return json_response(body)
 
 
@@ -76,7 +76,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 
 
 async def version(_request: web.Request) -> web.Response:
-    return json_response({"version": jaxserve.__version__})
+    return json_response(Version(version=jaxserve.__version__))
 
 
 async def openapi(request: web.Request) -> web.Response:
@@ -87,7 +87,7 @@ async def openapi(request: web.Request) -> web.Response:
 async def list_models(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     models = [_model(service, name) for name in service.config.model_names]
-    return json_response({"object": "list", "data": models})
+    return json_response(ModelList(object="list", data=models))
 
 
 async def retrieve_model(request: web.Request) -> web.Response:
@@ -108,13 +108,13 @@ async def embeddings(request: web.Request) -> web.Response:
     )
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": service.started,
-        "owned_by": "jaxserve",
-        "root": service.config.model_names[0],
-        "parent": None,
-        "max_model_len": service.engine.limits.max_model_len,
-    }
+def _model(service: Service, name: str) -> Model:
+    return Model(
+        id=name,
+        object="model",
+        created=service.started,
+        owned_by="jaxserve",
+        root=service.config.model_names[0],
+        parent=None,
+        max_model_len=service.engine.limits.max_model_len,
+    )

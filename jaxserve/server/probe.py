@@ -37,9 +37,9 @@ class Probe:
         begun = time.perf_counter()
         try:
             async with asyncio.timeout(PATIENCE):
-                async with aclosing(self._engine.generate(request)) as events:
-                    async for event in events:
-                        if event.finish not in (FinishReason.STOP, FinishReason.LENGTH):
+                async with aclosing(self._engine.generate(request)) as stream:
+                    async for events in stream:
+                        if events[-1].finish not in (FinishReason.STOP, FinishReason.LENGTH):
                             raise EngineFailed("the token could not be made")
         except (TimeoutError, Overloaded):
             return None

@@ -1,4 +1,8 @@
-"""The bodies of answers, for /openapi.json and for the tests that hold real answers to it."""
+"""The bodies of answers: what the small ones are made of, and what /openapi.json says of all.
+
+Chats, completions and their likes are put together chunk by chunk as plain objects, in the modules
+that know how; tests hold them to the types here.
+"""
 
 from __future__ import annotations
 

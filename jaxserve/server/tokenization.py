@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from aiohttp import web
 
@@ -15,6 +13,7 @@ from jaxserve.server.prompts import chat_prompt
 from jaxserve.server.reply import ignored_header
 from jaxserve.server.schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from jaxserve.server.service import SERVICE
+from jaxserve.server.shapes import Detokenized, Tokenized
 from jaxserve.tokenizer import decode, encode_off_loop
 
 
@@ -35,14 +34,13 @@ async def tokenize(request: web.Request) -> web.Response:
         fields, ignored = parse(body, TokenizeRequest)
         service.model_name(fields.model)
         ids = await encode_off_loop(service.tokenizer, fields.prompt)
-    answer: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": service.engine.limits.max_model_len,
-        "tokens": ids,
-        "token_strs": None,
-    }
-    if fields.return_token_strs:
-        answer["token_strs"] = [token_text(service.tokenizer, token) for token in ids]
+    tokenizer = service.tokenizer
+    answer = Tokenized(
+        count=len(ids),
+        max_model_len=service.engine.limits.max_model_len,
+        tokens=ids,
+        token_strs=[token_text(tokenizer, i) for i in ids] if fields.return_token_strs else None,
+    )
     return json_response(answer, headers=ignored_header(service, ignored))
 
 
@@ -53,7 +51,7 @@ async def detokenize(request: web.Request) -> web.Response:
     service.model_name(fields.model)
     check_token_ids(fields.tokens, service.engine.limits, "tokens")
     text = decode(service.tokenizer, fields.tokens, skip_special=False)
-    return json_response({"prompt": text}, headers=ignored_header(service, ignored))
+    return json_response(Detokenized(prompt=text), headers=ignored_header(service, ignored))
 
 
 def _has_messages(body: bytes) -> bool:

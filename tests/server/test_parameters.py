@@ -317,3 +317,46 @@ async def test_best_of_is_n_or_nothing(serve: Serve) -> None:
     url = await serve(FakeEngine(b"Hi"))
     assert (await post(url, "/v1/completions", {"prompt": "a", "n": 2, "best_of": 2}))[0] == 200
     assert (await post(url, "/v1/completions", {"prompt": "a", "n": 2, "best_of": 3}))[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}] * 4097},
+            "messages",
+        ),
+        ("/v1/completions", {"prompt": ["a"] * 1025}, "prompt"),
+        ("/v1/completions", {"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
+        ("/v1/completions", {"allowed_token_ids": [1] * 65537}, "allowed_token_ids"),
+        ("/v1/completions", {"stop": "a" * 4097}, "stop"),
+        ("/v1/completions", {"guided_choice": ["a"] * 1025}, "guided_choice"),
+        ("/v1/completions", {"guided_choice": ["a" * 4097]}, "guided_choice"),
+        ("/v1/completions", {"guided_regex": "a" * (256 * 1024 + 1)}, "guided_regex"),
+        ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * 4097}, "input"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}] * 4097}, "messages"),
+    ],
+)
+async def test_what_has_no_end_has_a_bound(
+    serve: Serve, path: str, fields: dict[str, Any], param: str
+) -> None:
+    engine = FakeEngine(b"Hi")
+    url = await serve(engine)
+    plain = {"model": "tiny", "max_tokens": 1, "prompt": "a", "messages": [], "input": "a"}
+    status, reply = await post(url, path, {**plain, **fields})
+    assert status == 400 and not engine.requests
+    named = reply["error"].get("param") or reply["error"]["message"]
+    assert str(named).startswith(param)
+
+
+async def test_clients_cannot_make_any_number_of_metrics(serve: Serve) -> None:
+    url = await serve(FakeEngine(b"Hi"))
+    for many in range(2):
+        names = {f"name{many}_{number}": 1 for number in range(60)}
+        assert (await post(url, "/v1/completions", {"prompt": "a", **names}))[0] == 200
+    async with aiohttp.request("GET", f"{url}/metrics") as reply:
+        lines = (await reply.text()).splitlines()
+    counted = [line for line in lines if line.startswith("jaxserve_ignored_params_total")]
+    assert len(counted) == 64 + 1
+    assert 'jaxserve_ignored_params_total{param="other"} 56.0' in counted

@@ -345,3 +345,11 @@ async def test_errors_are_short_and_compiled_grammars_are_kept(guides: Guides) -
     grammar = grammars.choice(["kept"])
     first, second = await guides.compile(grammar), await guides.compile(grammar)
     assert first.compiled is second.compiled
+
+
+async def test_a_grammar_that_takes_too_long_to_compile_is_refused(
+    byte_guides: Guides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxserve.structured.guides.COMPILE_SECONDS", 0.0)
+    with pytest.raises(GrammarError, match="to compile"):
+        await byte_guides.compile(grammars.regex("a+"))

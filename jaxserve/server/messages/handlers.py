@@ -18,6 +18,7 @@ from jaxserve.server.parse import parse, read_json
 from jaxserve.server.prompts import chat_prompt
 from jaxserve.server.reply import Arrival, answer, ignored_header
 from jaxserve.server.service import SERVICE
+from jaxserve.server.shapes import CountedTokens
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
@@ -43,4 +44,4 @@ async def count_tokens(request: web.Request) -> web.Response:
             prompt_to_chat(fields), service.template, service.tokenizer, service.engine.limits
         )
     headers = ignored_header(service, ignored)
-    return json_response({"input_tokens": len(prompt.ids)}, headers=headers)
+    return json_response(CountedTokens(input_tokens=len(prompt.ids)), headers=headers)
