@@ -18,33 +18,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import mean
 
+from mixed_traffic import CLASSES, Load, is_good, traffic
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.api import Request, SamplingParams
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.scheduler.admission import OutputLengths
-from jaxserve.simulator import STOP, Arrival, Outcome, Result, Simulator
+from jaxserve.simulator import Arrival, Outcome, Result, Simulator
 from jaxserve.step_times import StepTimes
 
-PATIENCE = 180.0
-HALF_WITHIN = 0.01
+HALF_WITHIN = 0.005
 """How near to 50 % the attainment in order of arrival must be at the rate that is looked for."""
-
-CLASSES = {
-    # share, prompt tokens, output tokens, max_tokens: the ranges that the study observed and asked
-    "siso": (0.414, (44, 101), (30, 120), (128, 512)),
-    "silo": (0.103, (137, 157), (800, 1500), (2048, 3072)),
-    "liso": (0.276, (481, 4594), (40, 250), (64, 256)),
-    "lilo": (0.207, (555, 4665), (900, 2000), (1024, 2048)),
-}
-
-SHORT_ANSWERS = ("siso", "liso")
+PARTS_OF_HALF = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
 
 STUDY_TIMES = StepTimes(
     decode={1: 36e-3, 64: 38e-3, 256: 44e-3},
@@ -88,19 +78,6 @@ SETUPS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Load:
-    """What is sent, and to what."""
-
-    rate: float
-    count: int
-    seed: int
-    slo: str
-    """study or strict."""
-    kv_tokens: int
-    page_size: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Point:
     """What came of a load under a setup."""
 
@@ -120,49 +97,43 @@ class Point:
     """Preemptions per request."""
     refused: float
     simulated_s: float
-    took_s: float
+    cpu_s: float
+    """What the simulation took."""
 
 
 def main() -> None:
     args = _parse()
     times = STUDY_TIMES if args.study else StepTimes.load(args.times)
     kv_tokens, page_size = (57_000, 16) if args.study else (args.kv_tokens, 64)
-
-    def load(rate: float, seed: int) -> Load:
-        count = args.requests or max(1, round(rate * args.duration))
-        return Load(
-            rate=rate,
-            count=count,
-            seed=seed,
-            slo=args.slo,
-            kv_tokens=kv_tokens,
-            page_size=page_size,
-        )
+    cache = CacheConfig(num_pages=1 + kv_tokens // page_size, page_size=page_size)
 
     def measured(rate: float, seed: int, setup: Setup) -> Point:
-        result = point(setup, times, load(rate, seed))
+        count = args.requests or max(1, round(rate * args.duration))
+        load = Load(rate=rate, count=count, seed=seed, slo=args.slo, diurnal=args.day)
+        result = point(setup, times, cache, load)
         print(json.dumps(dataclasses.asdict(result)), flush=True)
         return result
 
-    if args.day:
-        measured(0.25, args.seeds[0], FCFS)
-        return
+    def fcfs(rate: float) -> float:
+        return mean(measured(rate, seed, FCFS).attainment["all"] for seed in args.seeds)
+
     setups = [setup for setup in SETUPS if not args.setup or setup.name in args.setup]
-    rates = args.rate
-    if args.half:
-        half = half_rate(lambda rate: measured(rate, args.seeds[0], FCFS).attainment["all"])
-        rates = [part * half for part in (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5)]
+    half = half_rate(fcfs) if args.half else None
+    rates = args.rate if half is None else [part * half for part in PARTS_OF_HALF]
     points = [
         measured(rate, seed, setup) for rate in rates for seed in args.seeds for setup in setups
     ]
     Console(width=120).print(table(points, kv_tokens))
     if args.output:
         described = {
+            "simulated": True,
             "card": "RTX 6000 Ada, computed"
             if args.study
             else json.loads(args.times.read_text())["card"],
+            "step_times": None if args.study else args.times.name,
             "kv_tokens": kv_tokens,
             "duration_s": args.duration,
+            "half_rate": half,
             "points": [dataclasses.asdict(point) for point in points],
         }
         args.output.write_text(json.dumps(described, indent=1) + "\n")
@@ -178,9 +149,9 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--study", action="store_true", help="the study's card, model and load")
     parser.add_argument("--times", type=Path, help="a table of scripts/measure_steps.py")
-    parser.add_argument("--rate", type=floats, default=[32.0], help="requests per second")
+    parser.add_argument("--rate", type=floats, help="requests per second (32, or 0.25 by day)")
     parser.add_argument("--half", action="store_true", help="find the rate at which fcfs has 50 %%")
-    parser.add_argument("--day", action="store_true", help="24 hours, 0.25 requests per second")
+    parser.add_argument("--day", action="store_true", help="24 hours, busiest in the afternoon")
     parser.add_argument("--setup", action="append", help="only this row of the table (repeatable)")
     parser.add_argument("--requests", type=int, help="how many (default: rate times duration)")
     parser.add_argument("--duration", type=float, default=240.0, help="seconds of sending")
@@ -195,6 +166,8 @@ def _parse() -> argparse.Namespace:
         args.requests = args.requests or 725
     if args.day:
         args.duration = 86_400.0
+        args.setup = args.setup or [SLO.name]
+    args.rate = args.rate or [0.25 if args.day else 32.0]
     return args
 
 
@@ -211,46 +184,12 @@ def half_rate(attainment: Callable[[float], float]) -> float:
         low, high = (middle, high) if found > 0.5 else (low, middle)
 
 
-def traffic(load: Load, setup: Setup) -> list[Arrival]:
-    """Poisson arrivals; the same for every setup but for priorities and deadlines."""
-    rng = random.Random(load.seed)
-    names, weights = list(CLASSES), [shape[0] for shape in CLASSES.values()]
-    arrivals: list[Arrival] = []
-    now = 0.0
-    for number in range(load.count):
-        now += rng.expovariate(load.rate)
-        kind = rng.choices(names, weights)[0]
-        _, prompt, output, most = CLASSES[kind]
-        asked = rng.randint(*most)
-        params = SamplingParams(max_tokens=asked, stop_token_ids=frozenset({STOP}))
-        request = Request(
-            id=f"{kind}-{number}",
-            prompt=(number,) * rng.randint(*prompt),
-            params=params,
-            priority=0 if kind in SHORT_ANSWERS else 1,
-            ttft_slo=ttft_limit(kind, load.slo) if setup.deadlines else None,
-            e2e_slo=PATIENCE if setup.deadlines else None,
-        )
-        length = min(rng.randint(*output), asked)
-        arrivals.append(
-            Arrival(at=now, request=request, output=length, kind=kind, patience=PATIENCE)
-        )
-    return arrivals
-
-
-def ttft_limit(kind: str, slo: str) -> float | None:
-    """Seconds."""
-    if slo == "strict":
-        return 0.5
-    return 5.0 if kind in SHORT_ANSWERS else None
-
-
-def point(setup: Setup, times: StepTimes, load: Load) -> Point:
+def point(setup: Setup, times: StepTimes, cache: CacheConfig, load: Load) -> Point:
     """Simulate one load."""
-    arrivals = traffic(load, setup)
-    began = time.perf_counter()
-    result = run(setup, times, load, arrivals)
-    took = time.perf_counter() - began
+    arrivals = traffic(load, deadlines=setup.deadlines)
+    began = time.process_time()
+    result = run(setup, times, cache, arrivals)
+    took = time.process_time() - began
     good = [outcome for outcome in result.outcomes if is_good(outcome, load.slo)]
     sent = arrivals[-1].at
     by_class = {kind: [o for o in result.outcomes if o.arrival.kind == kind] for kind in CLASSES}
@@ -270,11 +209,11 @@ def point(setup: Setup, times: StepTimes, load: Load) -> Point:
         preempted=round(result.preemptions / load.count, 4),
         refused=round(sum(o.refused for o in result.outcomes) / load.count, 4),
         simulated_s=round(result.seconds, 1),
-        took_s=round(took, 1),
+        cpu_s=round(took, 1),
     )
 
 
-def run(setup: Setup, times: StepTimes, load: Load, arrivals: list[Arrival]) -> Result:
+def run(setup: Setup, times: StepTimes, cache: CacheConfig, arrivals: list[Arrival]) -> Result:
     config = SchedulerConfig(
         max_num_seqs=256,
         max_model_len=8192,
@@ -283,23 +222,8 @@ def run(setup: Setup, times: StepTimes, load: Load, arrivals: list[Arrival]) -> 
         policy=setup.policy,
         max_queued=100_000,
     )
-    cache = CacheConfig(num_pages=1 + load.kv_tokens // load.page_size, page_size=load.page_size)
     lengths = Optimist() if setup.optimist else None
     return Simulator(config, cache, times, host=0.0005, lengths=lengths).run(arrivals)
-
-
-def is_good(outcome: Outcome, slo: str) -> bool:
-    if not outcome.finished or outcome.ttft is None:
-        return False
-    limit = ttft_limit(outcome.arrival.kind, slo)
-    if limit is not None and outcome.ttft > limit:
-        return False
-    if slo == "strict":
-        return outcome.tpot is None or outcome.tpot <= 0.05
-    if outcome.arrival.kind in SHORT_ANSWERS:
-        return True
-    gaps = sorted(b - a for a, b in zip(outcome.tokens, outcome.tokens[1:], strict=False))
-    return not gaps or gaps[int(0.95 * (len(gaps) - 1))] <= 0.25
 
 
 def _share(outcomes: Sequence[Outcome], slo: str) -> float:

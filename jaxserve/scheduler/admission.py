@@ -51,12 +51,24 @@ class OutputLengths:
         most = max(int(mean * max_tokens), int(generated * _OVERRUN), generated + 1)
         return min(max_tokens, most), math.sqrt(variance) * max_tokens
 
-    def short(self, max_tokens: int) -> int:
-        """What only few of a sequence's class end before; 0 if nothing is known."""
-        if max_tokens.bit_length() not in self._shares:
-            return 0
-        expected, deviation = self.expected(max_tokens, 0)
-        return max(0, int(expected - deviation))
+    def of_new(self, max_tokens: int) -> Answer:
+        """Of a sequence that has not begun."""
+        known = self._shares.get(max_tokens.bit_length())
+        if known is None:
+            return Answer(min(max_tokens, self._unknown), 0.0, 0)
+        mean, variance = known
+        expected = max(int(mean * max_tokens), 1)
+        deviation = math.sqrt(variance) * max_tokens
+        return Answer(expected, deviation, max(0, int(expected - deviation)))
+
+
+class Answer(NamedTuple):
+    """Tokens of an answer to come."""
+
+    expected: int
+    deviation: float
+    short: int
+    """What only few of its class end before; 0 if nothing is known."""
 
 
 class Growth(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from jaxserve.api import DeadlineMissed
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.scheduler.admission import OutputLengths
-from jaxserve.scheduler.in_time import Capacity, Job, in_time
+from jaxserve.scheduler.in_time import Capacity, Job, all_in_time, in_time
 from jaxserve.scheduler.queue import Shed, WaitingQueue
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.step_times import StepTimes
@@ -18,8 +18,9 @@ STRETCH = 1000.0
 """Beside others that have deadlines, who has none is due when it has waited this many times as
 long as its prefill takes."""
 
-_REVIEW_SECONDS = 0.1
-"""How old a decision about who can be in time may get."""
+_REVIEW_SECONDS, _REVIEW_SECONDS_EACH = 0.1, 2.5e-4
+"""How old a decision about who can be in time may get: where many wait, the second times their
+number, so that deciding takes a few hundredths of the time at most."""
 
 _STEP_SECONDS = 10.0
 """Time after which a step counts for 1/e in what steps take of late."""
@@ -61,28 +62,31 @@ class _Forecast:
         lengths: OutputLengths,
     ):
         self._lengths = lengths
-        self._cache_tokens, self._most_rows = cache.usable_tokens, config.max_num_seqs
+        self._cache_tokens, self._least_share = cache.usable_tokens, 1 / config.max_num_seqs
         self.prefill_rate = times.prefill_rate if times else _UNKNOWN_RATE
         self._full = _UNKNOWN_STEP
         if times:
-            self._full = times.of_decode(self._most_rows, self._cache_tokens)
+            self._full = times.of_decode(config.max_num_seqs, self._cache_tokens)
         self.step = _StepClock(self._full)
 
+    def decode(self, seq: Sequence, generated: int) -> float:
+        """Seconds of decode steps, times its share of them: of the cache, or of the slots."""
+        context = seq.num_prompt + generated / 2
+        share = max(context / self._cache_tokens, self._least_share)
+        return generated * self.step.seconds * share
+
     def job(self, seq: Sequence) -> Job:
-        """Its share of the decode steps is that of the cache, or of the slots."""
-        expected, deviation = self._lengths.expected(seq.most_generated, 0)
-        context = seq.num_prompt + expected / 2
-        share = max(context / self._cache_tokens, 1 / self._most_rows)
+        step = self.step.seconds
+        expected, deviation, short = self._lengths.of_new(seq.most_generated)
         prefill = seq.uncached / self.prefill_rate
-        decode = expected * self.step.seconds * share
+        decode = self.decode(seq, expected)
         if seq.first_by == seq.ended_by == math.inf:
             due = seq.arrived + STRETCH * prefill
-            return Job(due, math.inf, seq.uncached, decode, False, seq)
-        answer = (expected + deviation) * self.step.seconds
+            return Job(due, math.inf, seq.uncached, decode, expected * step, False, seq)
+        answer = (expected + deviation) * step
         due = min(_early(seq.arrived, seq.first_by), _early(seq.arrived, seq.ended_by) - answer)
-        answer = self._lengths.short(seq.most_generated) * min(self.step.seconds, self._full)
-        lost = min(seq.first_by, seq.ended_by - answer)
-        return Job(due, lost - prefill, seq.uncached, decode, True, seq)
+        lost = min(seq.first_by, seq.ended_by - short * min(step, self._full))
+        return Job(due, lost - prefill, seq.uncached, decode, expected * step, True, seq)
 
 
 def _early(arrived: float, deadline: float) -> float:
@@ -93,14 +97,15 @@ def _early(arrived: float, deadline: float) -> float:
 class _Line:
     """Who waits of one tenant.
 
-    By deadline, then those who cannot be in time, least work first. If nobody has a deadline, by
-    response ratio: time waited over prompt tokens that are not cached.
+    By what waiting costs over the work (`_cost`), if so all are in time who can be; else by
+    deadline. Then those who cannot be in time, least work first.
     """
 
     def __init__(self) -> None:
         self._in_time: list[Job] = []
         self._rest: list[Job] = []
         """The next one is last, in both."""
+        self._cheapest_last = True
 
     def __bool__(self) -> bool:
         return bool(self._in_time or self._rest)
@@ -114,23 +119,26 @@ class _Line:
         return (self._in_time or self._rest)[-1].seq
 
     def arrange(self, jobs: list[Job], now: float, capacity: Capacity) -> None:
-        if any(job.droppable for job in jobs):
-            jobs.sort(key=lambda job: (job.due, job.seq.id))
-        else:
-            # As of the next review, so that who has just come has waited, too.
-            then = now + _REVIEW_SECONDS
-            jobs.sort(key=lambda job: ((job.seq.arrived - then) / job.prefill, job.seq.id))
+        jobs.sort(key=lambda job: (job.due, job.seq.id))
         kept = in_time(jobs, now, capacity)
-        chosen = zip(jobs, kept, strict=True)
         self._in_time, self._rest = [], []
-        for job, keep in chosen:
+        for job, keep in zip(jobs, kept, strict=True):
             (self._in_time if keep else self._rest).append(job)
+        # As of the next review, so that who has just come has waited, too.
+        then = now + _REVIEW_SECONDS
+        by_cost = sorted(self._in_time, key=lambda job: (_cost(job, then), job.seq.id))
+        self._cheapest_last = all_in_time(by_cost, now, capacity)
+        if self._cheapest_last:
+            self._in_time = by_cost
         self._in_time.reverse()
         self._rest.sort(key=lambda job: (-job.decode, -job.seq.id))
 
     def insert(self, job: Job) -> None:
-        """Taken to be in time until all are arranged."""
-        insort(self._in_time, job, key=lambda job: (-job.due, -job.seq.id))
+        """Until all are arranged it is taken to be in time, and to cost least by waiting."""
+        if self._cheapest_last:
+            self._in_time.insert(0, job)
+        else:
+            insort(self._in_time, job, key=lambda job: (-job.due, -job.seq.id))
 
     def remove(self, seq: Sequence) -> None:
         for jobs in (self._in_time, self._rest):
@@ -141,16 +149,30 @@ class _Line:
         raise AssertionError("the sequence is not in its tenant's line")
 
 
+def _cost(job: Job, then: float) -> float:
+    """Of serving it before others, less goes first: minus the time that it will have waited, over
+    its prefill and over the span of its answer.
+
+    Smith (1956): the sum of what waiting costs is least if jobs are done by its cost over their
+    work. A second costs the more the shorter the answer is that somebody waits for; and the longer
+    they have waited, so that nobody starves.
+    """
+    return (job.seq.arrived - then) / (job.prefill * job.span)
+
+
 class DeadlineQueue(WaitingQueue):
     """Sequences by the latest time at which their first tokens can come and all be in time.
 
     - Each is due at its first token's deadline, or early enough for the whole answer before the
       answer's. One without a deadline is due when it has waited `STRETCH` times as long as its
-      prefill takes; among none but such the highest response ratio is first. So short prompts go
-      early, equal ones in order of arrival, and whoever waits long enough is first.
+      prefill takes.
+    - If nobody is late by it, they go in order of what their waiting costs (`_cost`): short prompts
+      and short answers early, equal ones in order of arrival, and whoever waits long enough is
+      first. Otherwise they go in order of due times.
     - When not all can be in time, those with most work are put behind the others (`in_time`).
     - Who cannot be in time even if it is admitted at once is taken out.
-    - The tenant that got least comes first; all this is among a tenant's own.
+    - The tenant that got least comes first; all this is among a tenant's own, so nobody gains over
+      others by the deadlines that it claims.
     """
 
     def __init__(
@@ -163,7 +185,9 @@ class DeadlineQueue(WaitingQueue):
         super().__init__()
         self._forecast = _Forecast(config, cache, times, lengths)
         self._served: dict[str, float] = {}
-        """Seconds of decode steps that each tenant was admitted with; of all that ever came."""
+        """Seconds that the device spent on each tenant, or is expected to; of all that came."""
+        self._charged: dict[int, float] = {}
+        """By id of those that were admitted: what is in there for their decode steps."""
         self._lines: dict[str, _Line] = {}
         """By tenant, those that have somebody."""
         self._returning: list[Sequence] = []
@@ -172,7 +196,9 @@ class DeadlineQueue(WaitingQueue):
 
     @property
     def next_review(self) -> float:
-        return self._reviewed + _REVIEW_SECONDS if self._order else math.inf
+        if not self._order:
+            return math.inf
+        return self._reviewed + max(_REVIEW_SECONDS, _REVIEW_SECONDS_EACH * len(self._order))
 
     def join(self, seq: Sequence, now: float) -> None:
         seq.rank = 0.0, seq.id
@@ -199,21 +225,29 @@ class DeadlineQueue(WaitingQueue):
     def first(self) -> Sequence | None:
         if self._returning:
             return self._returning[0]
-        return self._lines[self._tenants()[0]].first if self._lines else None
+        return self._lines[min(self._lines, key=self._standing)].first if self._lines else None
 
     def upcoming(self) -> Iterator[Sequence]:
         yield from self._returning
-        for tenant in self._tenants():
+        for tenant in sorted(self._lines, key=self._standing):
             yield from self._lines[tenant]
 
-    def _tenants(self) -> list[str]:
-        return sorted(self._lines, key=lambda name: (self._served[name], name))
+    def _standing(self, tenant: str) -> tuple[float, str]:
+        return self._served[tenant], tenant
 
     def admit(self, seq: Sequence, now: float) -> None:
         self.remove(seq)
         if seq.admitted < 0:
             job = self._forecast.job(seq)
+            self._charged[seq.id] = job.decode
             self._served[seq.tenant] += job.decode + job.prefill / self._forecast.prefill_rate
+
+    def ended(self, seq: Sequence) -> None:
+        """Its tenant is charged with what it really took: longer answers than others give to
+        requests that ask for as much are not to be had for the price of theirs."""
+        charged = self._charged.pop(seq.id, None)
+        if charged is not None and seq.tenant in self._served:
+            self._served[seq.tenant] += self._forecast.decode(seq, seq.generated) - charged
 
     def review(self, now: float, steps: int, prefill_rate: float | None) -> list[Shed]:
         self._reviewed = now
@@ -239,13 +273,17 @@ class DeadlineQueue(WaitingQueue):
         return [Shed(seq, error) for seq in late]
 
     def _catch_up(self, tenant: str) -> None:
-        """Who was away does not come back with a claim on all that the others got meanwhile."""
-        present = {seq.tenant for seq in self._order}
+        """Who was away does not come back with a claim on all that the others got meanwhile.
+
+        Who is new begins behind the others: a client that makes up a key for each request would
+        keep the others waiting for ever.
+        """
         if len(self._served) > _MOST_TENANTS:
-            self._served = {name: self._served[name] for name in present}
-        waiting = [self._served[name] for name in present]
-        least = min(waiting, default=max(self._served.values(), default=0.0))
-        self._served[tenant] = max(self._served.get(tenant, 0.0), least)
+            self._served = {name: self._served[name] for name in self._lines}
+        waiting = [self._served[name] for name in self._lines]
+        waiting = waiting or [max(self._served.values(), default=0.0)]
+        known = self._served.get(tenant)
+        self._served[tenant] = max(waiting) if known is None else max(known, min(waiting))
 
 
 def waiting_queue(

@@ -20,6 +20,8 @@ class Job(NamedTuple):
     """Prompt tokens to compute."""
     decode: float
     """Seconds of decode steps, times its share of what a step has room for."""
+    span: float
+    """Seconds from its answer's first token to its last."""
     droppable: bool
     """It has a deadline, and is of no use after it."""
     seq: Sequence
@@ -43,19 +45,32 @@ def in_time(jobs: Iterable[Job], now: float, capacity: Capacity) -> list[bool]:
     """
     listed = list(jobs)
     kept = [now <= job.due or not job.droppable for job in listed]
-    waits = (_Wait(capacity.prefill), _Wait(capacity.decode))
+    prefill, decode = (_Wait(capacity.prefill), _Wait(capacity.decode))
     for index, job in enumerate(listed):
         if not kept[index]:
             continue  # late whatever else is given up
-        for wait, work in zip(waits, (job.prefill, job.decode), strict=True):
-            wait.add(work, index if job.droppable else None)
-        for wait, work in zip(waits, (0.0, job.decode), strict=True):
-            if job.droppable and kept[index] and now + wait.seconds(work) > job.due:
+        droppable = index if job.droppable else None
+        prefill.add(job.prefill, droppable)
+        decode.add(job.decode, droppable)
+        for wait, rest in ((prefill, 0.0), (decode, job.decode)):
+            if job.droppable and kept[index] and now + wait.seconds(rest) > job.due:
                 dropped = wait.largest(kept)
                 kept[dropped] = False
-                waits[0].total -= listed[dropped].prefill
-                waits[1].total -= listed[dropped].decode
+                prefill.total -= listed[dropped].prefill
+                decode.total -= listed[dropped].decode
     return kept
+
+
+def all_in_time(jobs: Iterable[Job], now: float, capacity: Capacity) -> bool:
+    """Whether none that is `droppable` is late if the jobs are done in this order."""
+    prefill = decode = 0.0
+    for job in jobs:
+        prefill += job.prefill
+        latest = max(prefill / capacity.prefill, decode / capacity.decode)
+        if job.droppable and now + latest > job.due:
+            return False
+        decode += job.decode
+    return True
 
 
 class _Wait:
@@ -65,11 +80,13 @@ class _Wait:
         self.total = 0.0
         self._pace = pace
         self._heap: list[tuple[float, int]] = []
+        self._new: list[tuple[float, int]] = []
+        """Not in the heap yet: most often nobody asks for the largest."""
 
     def add(self, work: float, droppable: int | None) -> None:
         self.total += work
         if droppable is not None:
-            heapq.heappush(self._heap, (-work, -droppable))
+            self._new.append((-work, -droppable))
 
     def seconds(self, rest: float) -> float:
         """Until all is done but `rest`."""
@@ -77,6 +94,9 @@ class _Wait:
 
     def largest(self, kept: list[bool]) -> int:
         """Who has most of this work, of equals the last; not asked for again."""
+        for entry in self._new:
+            heapq.heappush(self._heap, entry)
+        self._new.clear()
         while True:
             index = -heapq.heappop(self._heap)[1]
             if kept[index]:

@@ -13,6 +13,10 @@ from jaxserve.scheduler.sequence import Sequence
 AGEING = 30.0
 """Seconds of waiting that are worth one level of priority."""
 
+MOST_LEVEL = 20
+"""What is above counts as this, what is below its negative as that: whoever may set priorities can
+keep others waiting for twenty minutes longer than otherwise, and not for ever."""
+
 
 class Shed(NamedTuple):
     """A sequence that left the queue because its deadline cannot be met."""
@@ -49,7 +53,8 @@ class WaitingQueue:
         Raises:
           DeadlineMissed: it would wait too long; it is not in the queue then.
         """
-        seq.rank = seq.arrived + AGEING * seq.level, seq.id
+        level = max(-MOST_LEVEL, min(seq.level, MOST_LEVEL))
+        seq.rank = seq.arrived + AGEING * level, seq.id
         self.push(seq)
 
     def push(self, seq: Sequence) -> None:
@@ -72,6 +77,9 @@ class WaitingQueue:
     def admit(self, seq: Sequence, now: float) -> None:
         """The first is taken out to run."""
         self.remove(seq)
+
+    def ended(self, seq: Sequence) -> None:
+        """One that ran is over."""
 
     def review(self, now: float, steps: int, prefill_rate: float | None) -> list[Shed]:
         """Decide anew who is next, and take out those for whom it is too late.

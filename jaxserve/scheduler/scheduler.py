@@ -385,6 +385,7 @@ class Scheduler:
             self._lengths.observe(seq.most_generated, max(seq.generated, 1))
         else:
             self._waiting.remove(seq)
+        self._waiting.ended(seq)
         self._forget(seq)
 
     def _forget(self, seq: Sequence) -> None:

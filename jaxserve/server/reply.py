@@ -126,7 +126,7 @@ def _classify(arrival: Arrival, generation: Generation) -> None:
     """What headers tell the scheduler: whose request it is, how urgent, by when to answer it."""
     headers = arrival.request.headers
     checked = arrival.request.get(KEY_NAME, "")
-    key = checked or headers.get("Authorization", "")
+    key = checked or headers.get("Authorization") or headers.get("x-api-key", "")
     first_token, answer = _seconds(headers, FIRST_TOKEN_HEADER), _seconds(headers, ANSWER_HEADER)
     if answer is None:
         answer = arrival.service.config.request_timeout

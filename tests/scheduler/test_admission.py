@@ -42,7 +42,8 @@ def test_the_deviation_of_lengths_is_learned() -> None:
         lengths.observe(100, 20 + 40 * (number % 2))
     expected, deviation = lengths.expected(100, 0)
     assert 38 <= expected <= 42 and 18 <= deviation <= 22
-    assert lengths.short(100) == int(expected - deviation) and lengths.short(1000) == 0
+    assert lengths.of_new(100) == (expected, deviation, int(expected - deviation))
+    assert lengths.of_new(1000).short == 0
 
 
 def test_uncertain_lengths_leave_a_margin() -> None:

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from jaxserve.api import Request, SamplingParams
 from jaxserve.config import POLICIES, CacheConfig, SchedulerConfig
+from jaxserve.plan import Sampled
 from jaxserve.scheduler import Scheduler
 from jaxserve.scheduler.deadlines import STRETCH
 from jaxserve.scheduler.in_time import Capacity, Job, in_time
-from jaxserve.scheduler.queue import AGEING
+from jaxserve.scheduler.queue import AGEING, MOST_LEVEL
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.simulator import STOP, Arrival, Outcome, Simulator
 from jaxserve.step_times import StepTimes
@@ -118,6 +119,22 @@ def test_whoever_waits_long_enough_goes_before_higher_priorities() -> None:
     assert abs(order(result.outcomes).index("patient") - AGEING / 0.1) <= 2
 
 
+def test_priorities_beyond_all_bounds_keep_nobody_waiting_for_ever() -> None:
+    now = 0.0
+    config = SchedulerConfig(
+        max_num_seqs=1, max_model_len=2048, max_num_batched_tokens=256, policy="priority"
+    )
+    scheduler = Scheduler(config, CACHE, times=TIMES, clock=lambda: now)
+    scheduler.add(arrival("patient", 0.0, priority=2**62).request)
+    for now in (0.0, 2 * MOST_LEVEL * AGEING - 1, 2 * MOST_LEVEL * AGEING + 1):
+        scheduler.add(arrival(f"urgent at {now}", now, priority=-(2**62)).request)
+    admitted: list[int] = []
+    while (plan := scheduler.plan()) is not None:
+        admitted += [row.seq_id for row in plan.rows]
+        scheduler.commit(plan, [Sampled(STOP) for _ in plan.rows])
+    assert admitted == [1, 2, 0, 3]
+
+
 def test_the_lowest_priority_gives_its_pages_back_first() -> None:
     config = SchedulerConfig(
         max_num_seqs=3, max_model_len=256, max_num_batched_tokens=64, policy="priority"
@@ -143,9 +160,9 @@ def test_short_prompts_overtake_long_ones_and_long_ones_do_not_starve() -> None:
 def test_nobody_without_a_deadline_starves_beside_those_who_have_one() -> None:
     arrivals = [arrival("any time", 0.01, prompt=100)]
     arrivals += [arrival(f"near{i}", 0.1 * i, ttft_slo=5.0, prompt=60) for i in range(300)]
-    got = order(simulator("slo").run(arrivals).outcomes)
+    outcomes = simulator("slo").run(arrivals).outcomes
     longest_wait = STRETCH * 100 / TIMES.prefill_rate
-    assert 20 < got.index("any time") < longest_wait / 0.1 + 2
+    assert order(outcomes).index("any time") < longest_wait / 0.1 + 2
 
 
 def test_prefix_hits_count_as_short_prompts() -> None:
@@ -162,6 +179,51 @@ def test_a_tenant_with_many_requests_does_not_keep_others_waiting() -> None:
     assert max(got.index(f"b{i}") for i in range(3)) < 16
     got = order(simulator("fcfs").run(arrivals).outcomes)
     assert min(got.index(f"b{i}") for i in range(3)) == 30
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    claimed=st.sampled_from([0.3, 1.0, 5.0]),
+    honest=st.sampled_from([None, 10.0, 30.0]),
+    names=st.permutations(["a", "b"]),
+)
+def test_tight_deadlines_for_everything_do_not_win_over_other_keys(
+    claimed: float, honest: float | None, names: list[str]
+) -> None:
+    """Twice what fits, half of it of each."""
+    arrivals = [
+        arrival(f"{tenant}{i}", 0.1 * i, prompt=200, ttft_slo=slo, tenant=tenant)
+        for i in range(100)
+        for tenant, slo in zip(names, (claimed, honest), strict=True)
+    ]
+    result = simulator("slo", seqs=2).run(arrivals, until=10.0)
+    # Once there are lengths of answers to reckon with.
+    served = [o.arrival.request.tenant for o in result.outcomes if o.tokens and o.tokens[0] > 3]
+    assert served.count(names[1]) >= 0.48 * len(served) > 25
+
+
+def test_a_key_for_each_request_does_not_keep_others_waiting_for_ever() -> None:
+    arrivals = [arrival(f"new{i}", 0.05 * i, prompt=200, tenant=f"k{i}") for i in range(200)]
+    arrivals += [arrival(f"one{i}", 0.05 * i, prompt=200, tenant="z") for i in range(200)]
+    result = simulator("slo", seqs=2).run(arrivals, until=10.0)
+    got = order(result.outcomes)
+    places = [place for place, name in enumerate(got) if name.startswith("one")]
+    assert len(places) > 8 and max(b - a for a, b in itertools.pairwise(places)) < len(got) / 4
+
+
+def test_longer_answers_than_others_give_are_paid_for() -> None:
+    """All ask for as many tokens; those of one key use them all."""
+    arrivals = [
+        arrival(f"{tenant}{i}", 0.01 * i, prompt=20, output=output, tenant=tenant)
+        for i in range(150)
+        for tenant, output in (("long", 200), ("short", 10))
+    ]
+    result = simulator("slo", seqs=2).run(arrivals, until=20.0)
+    tokens = {
+        tenant: sum(len(o.tokens) for o in result.outcomes if o.arrival.request.tenant == tenant)
+        for tenant in ("long", "short")
+    }
+    assert 0.7 < tokens["long"] / tokens["short"] < 1.5
 
 
 def test_who_cannot_be_served_in_time_is_told_so_and_the_others_are_in_time() -> None:
@@ -231,7 +293,9 @@ def test_uniform_traffic_is_served_as_in_order_of_arrival_to_the_last_bit(
 
 
 jobs = st.builds(
-    lambda deadline, prefill: Job(deadline, math.inf, prefill, 0.0, True, cast(Sequence, None)),
+    lambda deadline, prefill: Job(
+        deadline, math.inf, prefill, 0.0, 0.0, True, cast(Sequence, None)
+    ),
     st.floats(0, 12),
     st.integers(1, 5),
 )
