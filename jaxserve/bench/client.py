@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -179,8 +178,3 @@ async def served_model(
         if wanted in (None, model["id"]):
             return model["id"], model.get("max_model_len")
     return wanted or models[0]["id"], None
-
-
-def clock_from(start: float) -> Callable[[], float]:
-    """Seconds since `start`, a reading of `time.perf_counter`."""
-    return lambda: time.perf_counter() - start

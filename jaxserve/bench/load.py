@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import aiohttp
 
 from jaxserve.bench import scrape
-from jaxserve.bench.client import Client, Target, clock_from
+from jaxserve.bench.client import Client, Target
 from jaxserve.bench.records import Outcome, Record
 from jaxserve.bench.scrape import Sample
 from jaxserve.bench.traffic import Prompt, Slo
@@ -22,8 +22,8 @@ class Run:
 
     duration: float
     """Seconds in which requests are sent."""
-    start: float = 0.0
-    """time.perf_counter() at the start."""
+    clock: Callable[[], float] | None = None
+    """Seconds since the start, once it has begun."""
     records: list[Record] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     client_cpu_seconds: float = 0.0
@@ -49,18 +49,18 @@ async def open_loop(
 ) -> None:
     """Send each prompt at its time, whatever became of those before."""
     async with _session() as session:
-        run.start = time.perf_counter()
-        client = Client(target, session, clock_from(run.start))
+        clock = run.clock = _clock()
+        client = Client(target, session, clock)
 
         async def drive() -> None:
             async with _Tasks(limits.drain) as tasks:
                 for number, (when, prompt) in enumerate(arrivals):
                     record = _record(run, number, when, prompt)
-                    await asyncio.sleep(max(0.0, when - (time.perf_counter() - run.start)))
+                    await asyncio.sleep(max(0.0, when - clock()))
                     tasks.start(client.send(prompt, record, slos.get(prompt.traffic_class, Slo())))
-                await asyncio.sleep(max(0.0, run.duration - (time.perf_counter() - run.start)))
+                await asyncio.sleep(max(0.0, run.duration - clock()))
 
-        await _measured(drive(), session, target, limits, run)
+        await _measured(drive(), session, target, limits, run, clock)
 
 
 async def closed_loop(
@@ -76,8 +76,7 @@ async def closed_loop(
     A slow server is asked less: the intended time of a request is when its client was free.
     """
     async with _session() as session:
-        run.start = time.perf_counter()
-        clock = clock_from(run.start)
+        clock = run.clock = _clock()
         client = Client(target, session, clock)
 
         async def one() -> None:
@@ -94,7 +93,7 @@ async def closed_loop(
                     tasks.start(one())
                 await asyncio.sleep(run.duration)
 
-        await _measured(drive(), session, target, limits, run)
+        await _measured(drive(), session, target, limits, run, clock)
 
 
 def _record(run: Run, number: int, when: float, prompt: Prompt) -> Record:
@@ -138,19 +137,27 @@ async def _measured(
     target: Target,
     limits: Limits,
     run: Run,
+    clock: Callable[[], float],
 ) -> None:
     """Drive the load with the server's metrics and our own CPU time beside it."""
     cpu = time.process_time()
     watch = asyncio.ensure_future(
-        scrape.watch(session, target, run.samples, limits.scrape_interval, run.start)
+        scrape.watch(session, target, run.samples, limits.scrape_interval, clock)
     )
     try:
         await drive
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
-        run.elapsed = time.perf_counter() - run.start
+        run.elapsed = clock()
         run.client_cpu_seconds = time.process_time() - cpu
+
+
+def _clock() -> Callable[[], float]:
+    """Seconds from now on, by the event loop's clock."""
+    time = asyncio.get_running_loop().time
+    start = time()
+    return lambda: time() - start
 
 
 def _session() -> aiohttp.ClientSession:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import aiohttp
@@ -48,7 +48,7 @@ async def watch(
     target: Target,
     samples: list[Sample],
     interval: float,
-    start: float,
+    clock: Callable[[], float],
 ) -> None:
     """Append a sample every `interval` seconds until cancelled; a server may have no metrics."""
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
@@ -58,7 +58,7 @@ async def watch(
                 if reply.status != 200:
                     return
                 text = await reply.text()
-            samples.append(Sample(time.perf_counter() - start, parse(text)))
+            samples.append(Sample(clock(), parse(text)))
         except (aiohttp.ClientError, TimeoutError, ValueError):
             pass  # the next reading may work; the gap shows in the timeline
         await asyncio.sleep(interval)

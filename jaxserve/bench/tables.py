@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from statistics import median
@@ -42,8 +41,7 @@ async def live_view(run: Run, console: Console, name: str) -> AsyncGenerator[Non
 
 
 def _live_table(run: Run, name: str) -> Table:
-    now = time.perf_counter() - run.start if run.start else 0.0
-    left = run.duration - now
+    left = run.duration - (run.clock() if run.clock else 0.0)
     state = f"{left:.0f} s of load left" if left > 0 else "draining"
     table = Table(title=f"{name}: {state}")
     for column in ("class", "sent", "running", "completed", "lost", "TTFT p50 ms", "TPOT p50 ms"):

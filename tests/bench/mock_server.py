@@ -37,8 +37,6 @@ class Mock:
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
-    writes: dict[str, list[float]] = field(default_factory=dict)
-    """By prompt: seconds from the arrival of its request to each token as it was really written."""
     max_model_len: int | None = None
     metrics: str = "vllm:num_requests_running 3\nvllm:num_requests_waiting 2\n"
 
@@ -64,9 +62,6 @@ class Mock:
                 request.transport.abort()
                 return reply
             await _until(arrived + course.ttft + index * course.gap)
-            self.writes.setdefault(json.dumps(body.get("prompt")), []).append(
-                asyncio.get_running_loop().time() - arrived
-            )
             choice = {"delta": {"content": "x"}} if course.chat else {"text": "x"}
             await _send(reply, {"choices": [choice]})
         usage = {

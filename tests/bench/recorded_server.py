@@ -30,8 +30,6 @@ class Replay:
     url: str = ""
     asked: Counter[str] = field(default_factory=Counter)
     """By name of the answer."""
-    written: dict[str, list[float]] = field(default_factory=dict)
-    """By name: seconds from the arrival of the request to each write as it really was."""
 
 
 @asynccontextmanager
@@ -45,7 +43,7 @@ async def replaying(endpoint: str) -> AsyncGenerator[Replay]:
         body = await request.json()
         name = body["messages"][0]["content"] if endpoint == "chat" else body["prompt"]
         replay.asked[name] += 1
-        return await _send(request, by_name[name], lambda: clock() - arrived, replay)
+        return await _send(request, by_name[name], lambda: clock() - arrived)
 
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "recorded"}]})
@@ -67,14 +65,12 @@ async def replaying(endpoint: str) -> AsyncGenerator[Replay]:
 
 
 async def _send(
-    request: web.Request, answer: dict[str, Any], clock: Callable[[], float], replay: Replay
+    request: web.Request, answer: dict[str, Any], clock: Callable[[], float]
 ) -> web.StreamResponse:
     reply = web.StreamResponse(status=answer["status"], headers=answer["headers"])
     await reply.prepare(request)
-    written = replay.written.setdefault(answer["name"], [])
     for when, what in answer["writes"]:
         await asyncio.sleep(max(0.0, when - clock()))
-        written.append(clock())
         event = what if isinstance(what, str) else f"data: {json.dumps(what)}\n\n"
         await reply.write(event.encode())
     if answer["end"] == "cut":

@@ -13,14 +13,15 @@ import pytest
 
 from jaxserve.bench.experiment import run_experiment
 from jaxserve.bench.options import Experiment
-from tests.bench.recorded_server import Replay, answers, replaying
+from tests.bench.recorded_server import answers, replaying
+from tests.bench.virtual_time import at_virtual_time
 
 GAP = 0.03
 """Seconds between requests."""
 
 
-@pytest.mark.slow  # holds milliseconds, which a machine that runs other tests beside it does not
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
+@at_virtual_time
 async def test_figures_are_those_of_the_recording(endpoint: str, tmp_path: Path) -> None:
     recorded = answers(endpoint)
     trace = tmp_path / "trace.jsonl"
@@ -45,7 +46,7 @@ async def test_figures_are_those_of_the_recording(endpoint: str, tmp_path: Path)
     assert replay.asked == Counter(answer["name"] for answer in recorded), "a lost request is one"
     for answer, request in zip(recorded, point["requests"], strict=True):
         check_content(answer, request)
-    check_times(recorded, point, replay)
+    check_times(recorded, point)
     expected = [answer["expected"] for answer in recorded]
     good = [each for each in expected if each["good"]]
     total = point["summary"]["total"]
@@ -61,7 +62,7 @@ async def test_figures_are_those_of_the_recording(endpoint: str, tmp_path: Path)
 
 
 def check_content(answer: dict[str, Any], request: dict[str, Any]) -> None:
-    """What does not depend on how busy this machine is."""
+    """What was got."""
     name, expected = answer["name"], answer["expected"]
     assert request["outcome"] == expected["outcome"], (name, request["error"])
     assert request["output_tokens"] == expected["tokens"], name
@@ -72,24 +73,19 @@ def check_content(answer: dict[str, Any], request: dict[str, Any]) -> None:
         assert len(request["gaps"]) == expected["last"] - expected["first"], name
 
 
-def check_times(recorded: list[dict[str, Any]], point: dict[str, Any], replay: Replay) -> None:
-    """Against when answers were really written: a busy machine stretches the replay's sleeps too.
-
-    From the intended send time to the first output: nothing may be subtracted, and the way there
-    adds a little.
-    """
+def check_times(recorded: list[dict[str, Any]], point: dict[str, Any]) -> None:
+    """From the intended send time to the writes that the recording says."""
     ttfts: list[float] = []
     tpots: list[float] = []
     for answer, request in zip(recorded, point["requests"], strict=True):
-        expected, written = answer["expected"], replay.written[answer["name"]]
+        expected = answer["expected"]
         if expected["first"] is None:
             continue
-        first, last = written[expected["first"]], written[expected["last"]]
-        assert answer["writes"][expected["first"]][0] <= first < request["ttft"], answer["name"]
+        first, last = (answer["writes"][expected[which]][0] for which in ("first", "last"))
+        assert request["ttft"] == pytest.approx(first, abs=1e-5), answer["name"]
         if expected["outcome"] == "completed":
             ttfts.append(1e3 * first)
             tpots.append(1e3 * (last - first) / (expected["tokens"] - 1))
     total = point["summary"]["total"]
-    ttft = median_low(ttfts)
-    assert ttft < total["ttft_ms_of_completed"]["p50"] < ttft + 15
-    assert total["tpot_ms_of_completed"]["p50"] == pytest.approx(median_low(tpots), abs=1)
+    assert total["ttft_ms_of_completed"]["p50"] == pytest.approx(median_low(ttfts), abs=0.01)
+    assert total["tpot_ms_of_completed"]["p50"] == pytest.approx(median_low(tpots), abs=0.01)
