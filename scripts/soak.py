@@ -195,6 +195,8 @@ class Soak:
         if draw.random() < 0.1:
             return path, draw.choice(MALFORMED)
         body = BODIES[path](draw)
+        if not self._args.without_device and draw.random() < 0.1:  # words of a list follow nothing
+            body["response_format"] = {"type": "json_object"}
         if draw.random() < 0.1:
             body[draw.choice(tuple(body))] = draw.choice((None, -1, "x", [], {}, 10**30, 0.5))
         raw = json.dumps(body).encode()
@@ -247,6 +249,12 @@ def _generation(draw: random.Random) -> dict[str, Any]:
         ("ignore_eos", (True,)),
         ("min_tokens", (1,)),
         ("return_token_ids", (True,)),
+        ("presence_penalty", (0.5,)),
+        ("repetition_penalty", (1.1,)),
+        ("logit_bias", ({"300": 2.0},)),
+        ("bad_words", (["the", "a b"],)),
+        ("thinking_token_budget", (0, 3)),
+        ("prompt_logprobs", (0, 2)),
         ("stream_options", ({"include_usage": True},)),
     ):
         if draw.random() < 0.2:

@@ -88,6 +88,7 @@ class ClientsAffairs(logging.Filter):
 async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """A signal handler, so that streams and errors of the router have the header, too."""
     response.headers[REQUEST_ID_HEADER] = request_id(request)
+    response.headers[hdrs.SERVER] = "jaxserve"  # and not the versions of Python and aiohttp
 
 
 async def close_when_draining(request: web.Request, response: web.StreamResponse) -> None:

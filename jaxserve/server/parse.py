@@ -71,7 +71,8 @@ def parse[T: Struct](
         message, _, path = str(error).partition(" - at `$")
         named = _FIELD_IN_MESSAGE.search(message)
         parts = [path.strip("`."), named[1] if named else ""]
-        raise invalid(message, param=".".join(filter(None, parts)) or None) from None
+        param = ".".join(filter(None, parts))
+        raise invalid(f"{param}: {message}" if param else message, param=param or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise invalid("the body is not valid JSON in UTF-8", code="invalid_json") from None
     except RecursionError:

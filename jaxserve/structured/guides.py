@@ -175,7 +175,7 @@ class Guides:
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
         mask = b"" if matcher.is_error() else matcher.compute_bitmask()
         if matcher.is_error():
-            raise GrammarError(matcher.get_error().strip()[:_MAX_ERROR])
+            raise GrammarError(_told(matcher.get_error()))
         return _Compiled(matcher=matcher, mask=mask, source_chars=len(grammar))
 
 
@@ -230,6 +230,12 @@ def _think(tokenizer: Tokenizer, num_tokens: int, ends: frozenset[int]) -> _Thin
     return _Think(
         opens=opens, closes=closes, inside=np.packbits(inside, bitorder="little").tobytes()
     )
+
+
+def _told(error: str) -> str:
+    """llguidance's words, without what only its developers know."""
+    text = error.removesuffix("<non-verbose/>").strip()[:_MAX_ERROR]
+    return f"it cannot be compiled ({text})" if text.isidentifier() else text
 
 
 def _with_token(mask: bytes, token: int) -> bytes:

@@ -106,6 +106,12 @@ async def test_a_bad_chat_names_the_field(serve: Serve, fields: Any, param: str)
     assert error["param"].startswith(param)
 
 
+async def test_the_message_alone_says_which_field_is_wrong(serve: Serve) -> None:
+    body = {"messages": MESSAGES, "temperature": 3}
+    _, error, _ = await post(await serve(FakeEngine()), "/v1/chat/completions", json=body)
+    assert error["message"] == "temperature: Expected `float` <= 2.0"
+
+
 async def test_values_that_ask_for_nothing_are_accepted(serve: Serve) -> None:
     engine = FakeEngine()
     harmless = {
@@ -323,6 +329,7 @@ async def test_request_ids_are_echoed_or_made(serve: Serve) -> None:
                 assert reply.headers["x-request-id"] == "mine-1"
             async with aiohttp.request("POST", url + path, json=body) as reply:
                 assert len(reply.headers["x-request-id"]) == 32
+                assert reply.headers["Server"] == "jaxserve"
 
 
 async def test_one_request_holds_a_limited_number_of_sequences(serve: Serve) -> None:

@@ -197,6 +197,11 @@ async def test_what_cannot_be_guaranteed_is_refused(guides: Guides, schema: Any)
         await guides.compile(grammars.json_schema(schema))
 
 
+async def test_a_schema_that_is_only_itself_is_refused_in_words(guides: Guides) -> None:
+    with pytest.raises(GrammarError, match=r"^it cannot be compiled \(\w+\)$"):
+        await guides.compile(grammars.json_schema({"$ref": "#"}))
+
+
 async def test_white_space_comes_to_an_end(guides: Guides, tokenizer: Tokenizer) -> None:
     state = (await guides.compile(grammars.json_object())).start()
     state.advance(*tokenizer.encode("{"))
