@@ -39,6 +39,7 @@ class Options:
     uds: Path | None
     root_path: str | None
     header_timeout: float
+    enable_force_include_usage: bool
     dtype: str
     quantization: str | None
     lm_head_dtype: str
@@ -250,6 +251,11 @@ def _add_server_flags(add: _AddArgument) -> None:
         choices=REASONING_FIELDS,
         default="both",
         help="where chats have thoughts: reasoning as in vLLM, reasoning_content as in SGLang",
+    )
+    add(
+        "--enable-force-include-usage",
+        action="store_true",
+        help="streams of chats and completions end with usage, asked for or not",
     )
     add(
         "--legacy-metrics",

@@ -350,6 +350,8 @@ class ServerConfig:
     """Seconds from a request's arrival until it is given up; None: as long as it takes."""
     max_queue_time: float | None = None
     """Seconds from a request's arrival until its first token must be there; None: any time."""
+    force_include_usage: bool = False
+    """Every stream of chats and completions ends with usage, asked for or not."""
     root_path: str = ""
     """A path that the routes stand under, too, for a proxy that does not take it away."""
     header_timeout: float = 75.0

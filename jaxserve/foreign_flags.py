@@ -17,6 +17,7 @@ SAME = {
     "--fastapi-root-path": "--root-path",
     "--sampling-defaults": "--generation-config",
     "--log-requests": "--enable-log-requests",
+    "--stream-response-default-include-usage": "--enable-force-include-usage",
     "--sse-keep-alive-interval": "--keep-alive-interval",
     "--compile-cache-dir": "--cache-dir",
     "--forbid-recompile": "--forbid-compiles",

@@ -35,6 +35,7 @@ def server_config(options: Options, source: ModelSource) -> ServerConfig:
         uds=options.uds,
         root_path=options.root_path or "",
         header_timeout=options.header_timeout,
+        force_include_usage=options.enable_force_include_usage,
         sampling_defaults=source.sampling_defaults,
         chat_template=_chat_template(options.chat_template),
         template_variables=options.default_chat_template_kwargs or {},

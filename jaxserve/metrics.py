@@ -87,6 +87,8 @@ class Metrics:
         if self._former is not None:
             self._former.prefix_queries.inc(prompt_tokens)
             self._former.prefix_hits.inc(cached_tokens)
+        self._local_compute.inc(prompt_tokens - cached_tokens)
+        self._local_hits.inc(cached_tokens)
         self._prefix_requests.labels(**self._labels, hit=str(cached_tokens > 0).lower()).inc()
         self._computed.observe(prompt_tokens - cached_tokens)
 
@@ -207,6 +209,14 @@ class Metrics:
         self._prefix_hits = self._counter(
             "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache"
         )
+        by_source = Counter(
+            "vllm:prompt_tokens_by_source",
+            "Prompt tokens by where their keys and values came from",
+            [*self._labels, "source"],
+            registry=self._registry,
+        )
+        self._local_compute = by_source.labels(**self._labels, source="local_compute")
+        self._local_hits = by_source.labels(**self._labels, source="local_cache_hit")
         self._tokenize_time = self._histogram(
             "jaxserve_tokenize_seconds", "Rendering and encoding the prompts of a request", _STEP
         )

@@ -18,7 +18,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     service.check_accepting()
     fields, ignored = parse(await read_json(request), ChatRequest)
     model = service.model_name(fields.model)
-    options = check_stream_options(fields)
+    options = check_stream_options(service, fields)
     with arrival.timed_tokenizing():
         generation = await chat_generation(service, fields, f"chatcmpl-{arrival.id}")
     reply = ChatReply(

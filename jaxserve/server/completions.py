@@ -45,7 +45,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     service.check_accepting()
     fields, ignored = parse(await read_json(request), CompletionRequest)
     model = service.model_name(fields.model)
-    options = check_stream_options(fields)
+    options = check_stream_options(service, fields)
     if fields.max_tokens == 0 and not fields.echo:
         raise invalid("max_tokens must be at least 1 without echo", param="max_tokens")
     with arrival.timed_tokenizing():

@@ -63,6 +63,8 @@ class Operation(NamedTuple):
     media: str = "application/json"
     unhealthy: bool = False
     """Whether the same answer may come with 503."""
+    query: Mapping[str, str] = MappingProxyType({})
+    """Parameters that the URL may have, and what they do."""
 
 
 _PROMPT = (400, 404, 405, 408, 413, 415)
@@ -132,7 +134,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("get", "/v1/models"): Operation("The served names", shapes.ModelList),
     ("get", "/v1/models/{model}"): Operation("One of them", shapes.Model, errors=(404, 405)),
-    ("get", "/health"): Operation("Whether the engine is alive", shapes.Health, unhealthy=True),
+    ("get", "/health"): Operation(
+        "Whether the engine is alive",
+        shapes.Health,
+        unhealthy=True,
+        query={"deep": "1: a server that serves has to make a token"},
+    ),
     ("get", "/ready"): Operation(
         "Whether requests are served now", shapes.Readiness, unhealthy=True
     ),
@@ -208,11 +215,15 @@ def _described(operation: Operation, path: str, config: ServerConfig) -> Json:
             "required": True,
             "content": {"application/json": {"schema": body}},
         }
+    parameters: list[Json] = [
+        {"name": name, "in": "query", "description": text, "schema": _TEXT}
+        for name, text in operation.query.items()
+    ]
     if "{model}" in path:
         text = {"type": "string", "minLength": 1}
-        described["parameters"] = [
-            {"name": "model", "in": "path", "required": True, "schema": text}
-        ]
+        parameters.append({"name": "model", "in": "path", "required": True, "schema": text})
+    if parameters:
+        described["parameters"] = parameters
     return described
 
 

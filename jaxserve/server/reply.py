@@ -78,12 +78,13 @@ class Arrival:
         return dict(tier_used(fields, self.request.headers, by_priority=by_priority))
 
 
-def check_stream_options(fields: GenerationFields) -> StreamOptions:
-    if fields.stream_options is None:
-        return StreamOptions()
-    if not fields.stream:
+def check_stream_options(service: Service, fields: GenerationFields) -> StreamOptions:
+    if fields.stream_options is not None and not fields.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-    return fields.stream_options
+    options = fields.stream_options or StreamOptions()
+    if service.config.force_include_usage:
+        options.include_usage = True
+    return options
 
 
 _RESTART_SECONDS = 5.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
@@ -132,6 +132,8 @@ async def test_metrics_count_what_was_served(serve: Serve) -> None:
         f"vllm:generation_tokens_total{{{labels}}} 3.0",
         f"vllm:prompt_tokens_cached_total{{{labels}}} 1.0",
         f"vllm:prefix_cache_queries_total{{{labels}}} 2.0",
+        f'vllm:prompt_tokens_by_source_total{{{labels},source="local_compute"}} 1.0',
+        f'vllm:prompt_tokens_by_source_total{{{labels},source="local_cache_hit"}} 1.0',
         f"vllm:prefix_cache_hits_total{{{labels}}} 1.0",
         'jaxserve_prefix_cache_requests_total{engine="0",hit="true",model_name="tiny"} 1.0',
         f"vllm:request_prefill_kv_computed_tokens_sum{{{labels}}} 1.0",
@@ -173,6 +175,7 @@ async def test_who_waits_waits_for_room(serve: Serve, monkeypatch: pytest.Monkey
     assert f'{name}"deferred"}} 0.0' in lines
 
 
+@settings(max_examples=25)
 @given(st.lists(st.floats(0, 200, width=32)))
 def test_times_between_tokens_are_counted_as_the_client_library_counts(times: list[float]) -> None:
     bounds, labels = (0.001, 0.25, 1.0, 80.0), {"engine": "0"}

@@ -116,6 +116,14 @@ async def test_stop_strings_wait_for_min_tokens(serve: Serve) -> None:
     assert "".join(shown(raw)) == "aa"
 
 
+async def test_usage_can_be_the_servers_wish(serve: Serve) -> None:
+    url = await serve(FakeEngine(b"abc"), force_include_usage=True)
+    _, raw = await post(url, "/v1/completions", COMPLETION)
+    assert payloads(raw)[-1]["usage"]["completion_tokens"] == 3
+    _, raw = await post(url, "/v1/completions", COMPLETION | {"stream": False})
+    assert json.loads(raw)["usage"]["completion_tokens"] == 3
+
+
 async def test_usage_can_come_with_every_chunk(serve: Serve) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = COMPLETION | {"stream_options": options}
