@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import signal
 import sys
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from rich.console import Console
 
 from jaxserve.bench import options, results, tables
 from jaxserve.bench.experiment import ServerNotReady, run_experiment
+from jaxserve.bench.load import Run
 from jaxserve.bench.options import Experiment
 
 _EXAMPLES = """examples:
@@ -28,16 +32,20 @@ def main(argv: list[str]) -> int:
     if argv[:1] == ["compare"]:
         return _compare(argv[1:])
     args = _parse(argv)
+    points: list[dict[str, Any]] = []
+    status = 0
     try:
         experiments = _experiments(args)
-        points = asyncio.run(_run(experiments, Console(stderr=True)))
-        return _report(args, points)
+        asyncio.run(_run(experiments, Console(stderr=True), points, args))
     except (ServerNotReady, ValueError, OSError) as error:
         print(f"bench: {error}", file=sys.stderr)
-        return 1
+        status = 1
     except KeyboardInterrupt:
-        print("bench: interrupted; nothing was written", file=sys.stderr)
-        return 130
+        print("bench: interrupted", file=sys.stderr)
+        status = 130
+    if any(point["interrupted"] for point in points):
+        status = 130
+    return _report(args, points) or status if points else status
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -59,34 +67,70 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _experiments(args: argparse.Namespace) -> list[Experiment]:
     own = {"config", "output", "csv", "html"}
     flags = {key: value for key, value in vars(args).items() if key not in own}
+    for path in (args.output, args.csv, args.html):
+        if path is not None:
+            results.check_writable(path)  # said before the run, not after it, as a missing library
     if args.html:
-        _report_module()  # a missing library is said before the run, not after it
+        _report_module()
     if args.config:
         return options.read_yaml(args.config, flags)
     return options.from_flags(flags)
 
 
-async def _run(experiments: list[Experiment], console: Console) -> list[dict[str, Any]]:
-    points: list[dict[str, Any]] = []
+async def _run(
+    experiments: list[Experiment],
+    console: Console,
+    points: list[dict[str, Any]],
+    args: argparse.Namespace,
+) -> None:
+    """Append each point as soon as there is one; an interrupted one is the last."""
     for number, experiment in enumerate(experiments, start=1):
         title = f"{experiment.name} ({number} of {len(experiments)})"
         console.print(f"{title}: {experiment.url}", highlight=False)
-        points.append(
-            await run_experiment(experiment, lambda run: tables.live_view(run, console, title))  # noqa: B023
-        )
+        points.append(await run_experiment(experiment, lambda run: _watched(run, console, title)))  # noqa: B023
         tables.print_point(console, points[-1])
-    return points
+        if points[-1]["interrupted"]:
+            return
+        if args.output and number < len(experiments):  # what may come to lose the others
+            results.write(args.output, _as_json(points))
+
+
+@contextlib.asynccontextmanager
+async def _watched(run: Run, console: Console, title: str) -> AsyncGenerator[None]:
+    """Shown while it lasts; Ctrl-C ends it, and keeps what there is."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, run.interrupt)
+    try:
+        async with tables.live_view(run, console, title):
+            yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+def _as_json(points: list[dict[str, Any]]) -> str:
+    return json.dumps(results.document(points)) + "\n"
 
 
 def _report(args: argparse.Namespace, points: list[dict[str, Any]]) -> int:
-    document = results.document(points)
-    if args.output:
-        results.write(args.output, json.dumps(document) + "\n")
-    if args.csv:
-        results.write(args.csv, results.requests_csv(points))
-    if args.html:
-        results.write(args.html, _report_module().page([(args.html.stem, document)]))
-    return 0
+    """Write the files that were asked for: all that can be."""
+    status = 0
+    for path, text in (
+        (args.output, lambda: _as_json(points)),
+        (args.csv, lambda: results.requests_csv(points)),
+        (args.html, lambda: _page(args.html, points)),
+    ):
+        if path is None:
+            continue
+        try:
+            results.write(path, text())
+        except OSError as error:
+            print(f"bench: {path} was not written: {error}", file=sys.stderr)
+            status = 1
+    return status
+
+
+def _page(path: Path, points: list[dict[str, Any]]) -> str:
+    return _report_module().page([(path.stem, results.document(points))])
 
 
 def _report_module() -> Any:

@@ -50,6 +50,8 @@ async def run_experiment(
         _check_lengths(experiment, trace, target.model, room)
         async with watch(run):
             await _load(experiment, target, trace, run)
+    if run.interrupted:
+        window = summary.stable_window(min(duration, run.elapsed), 0.0, 0.0)
     cpu_share = run.client_cpu_seconds / max(run.elapsed, 1e-9)
     figures = summary.summarise(run.records, window, _slos(experiment))
     return {
@@ -60,7 +62,9 @@ async def run_experiment(
         "elapsed_s": round(run.elapsed, 3),
         "client_cpu_share": round(cpu_share, 3),
         "errors": summary.errors(run.records),
-        "warnings": summary.warnings(figures, run.records, cpu_share),
+        "interrupted": run.interrupted,
+        "warnings": summary.warnings(figures, run.records, cpu_share)
+        + ([f"interrupted after {run.elapsed:.1f} s of {duration:g} s"] if run.interrupted else []),
         "requests": [results.record_json(record) for record in run.records],
         "server_metrics": [results.sample_json(sample) for sample in run.samples],
     }
@@ -139,12 +143,20 @@ def _check_lengths(
 
 async def _target(experiment: Experiment) -> tuple[Target, int | None]:
     """Whom to ask, and the most tokens that the server says a sequence may have."""
-    url = experiment.url.rstrip("/")
+    url = _base(experiment)
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
             model, room = await served_model(session, url, experiment.api_key, experiment.model)
+    except aiohttp.ClientResponseError as error:
+        key = "; --api-key is sent as a bearer token" if error.status in (401, 403) else ""
+        raise ServerNotReady(
+            f"{url}/v1/models answers {error.status} {error.message}{key}"
+        ) from error
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise ServerNotReady(f"no server answers at {url}/v1/models: {error}") from error
+        why = str(error) or type(error).__name__
+        raise ServerNotReady(f"no server answers at {url}/v1/models: {why}") from error
+    except (LookupError, TypeError, ValueError) as error:
+        raise ServerNotReady(f"{url}/v1/models names no model: {error!r}") from error
     target = Target(
         url=url,
         model=model,
@@ -157,13 +169,21 @@ async def _target(experiment: Experiment) -> tuple[Target, int | None]:
     return target, room
 
 
+def _base(experiment: Experiment) -> str:
+    """Of the server's URL, which many write with the /v1 that OpenAI's client needs."""
+    return experiment.url.rstrip("/").removesuffix("/v1")
+
+
 @contextlib.asynccontextmanager
 async def _server(experiment: Experiment) -> AsyncGenerator[None]:
     """The experiment's own server, if its settings have a command for one."""
     if not experiment.server:
         yield
         return
-    process = await asyncio.create_subprocess_exec(*shlex.split(experiment.server))
+    try:
+        process = await asyncio.create_subprocess_exec(*shlex.split(experiment.server))
+    except OSError as error:
+        raise ServerNotReady(f"the server's command {experiment.server!r}: {error}") from error
     try:
         await _until_ready(experiment, process)
         yield
@@ -179,7 +199,7 @@ async def _server(experiment: Experiment) -> AsyncGenerator[None]:
 
 async def _until_ready(experiment: Experiment, process: asyncio.subprocess.Process) -> None:
     deadline = time.monotonic() + _SERVER_START_SECONDS
-    for url in itertools.repeat(f"{experiment.url.rstrip('/')}/v1/completions"):
+    for url in itertools.repeat(f"{_base(experiment)}/v1/completions"):
         if process.returncode is not None:
             raise ServerNotReady(f"the server ended with status {process.returncode}")
         if time.monotonic() > deadline:
@@ -195,10 +215,10 @@ async def _completes(url: str, experiment: Experiment) -> bool:
     try:
         async with aiohttp.ClientSession() as session:
             model, _ = await served_model(
-                session, experiment.url.rstrip("/"), experiment.api_key, experiment.model
+                session, _base(experiment), experiment.api_key, experiment.model
             )
             body = {"model": model, "prompt": [1, 2, 3], "max_tokens": 1}
             async with session.post(url, json=body, headers=headers) as reply:
                 return reply.status == 200
-    except (aiohttp.ClientError, OSError, TimeoutError, LookupError):
+    except (aiohttp.ClientError, OSError, TimeoutError, LookupError, TypeError, ValueError):
         return False

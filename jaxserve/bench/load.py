@@ -29,6 +29,25 @@ class Run:
     client_cpu_seconds: float = 0.0
     elapsed: float = 0.0
     """Seconds until the last request ended or was given up."""
+    interrupted: bool = False
+    _driving: asyncio.Future[None] | None = None
+
+    def interrupt(self) -> None:
+        """Send nothing more, and give up what runs: those requests are unfinished."""
+        self.interrupted = True
+        if self._driving is not None:
+            self._driving.cancel()
+
+    async def drive(self, load: Coroutine[None, None, None]) -> None:
+        """Until it is over or interrupted."""
+        self._driving = asyncio.ensure_future(load)
+        if self.interrupted:
+            self._driving.cancel()
+        try:
+            await self._driving
+        except asyncio.CancelledError:
+            if not self.interrupted:
+                raise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,11 +164,13 @@ async def _measured(
         scrape.watch(session, target, run.samples, limits.scrape_interval, clock)
     )
     try:
-        await drive
+        await run.drive(drive)
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         run.elapsed = clock()
+        if run.interrupted:  # one waited for its time
+            run.records = [record for record in run.records if record.sent is not None]
         run.client_cpu_seconds = time.process_time() - cpu
 
 

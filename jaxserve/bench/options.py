@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -56,6 +57,16 @@ class Experiment:
             raise ValueError(f"experiment {self.name!r}: " + "; ".join(problems))
 
 
+_ABOVE_0 = ("rate", "burstiness", "duration", "timeout", "length_scale")
+_AT_LEAST = {
+    **dict.fromkeys(("drain", "warmup", "cooldown", "rate_end"), 0),
+    **dict.fromkeys(("shared_prefix_tokens", "shared_prefix_share"), 0),
+    **dict.fromkeys(("arrival_seed", "content_seed"), 0),
+    **dict.fromkeys(("concurrency", "input_tokens", "output_tokens", "max_token_id"), 1),
+}
+_OPTIONAL = {"server", "model", "api_key", "rate_end", "concurrency", "warmup", "cooldown", "trace"}
+
+
 def _problems(experiment: Experiment) -> Iterator[str]:
     choices = {
         "endpoint": ("completions", "chat"),
@@ -66,15 +77,22 @@ def _problems(experiment: Experiment) -> Iterator[str]:
     for name, allowed in choices.items():
         if getattr(experiment, name) not in allowed:
             yield f"{name} is {getattr(experiment, name)!r}, supported: {', '.join(allowed)}"
+    if not re.match("https?://", experiment.url):
+        yield f"url is {experiment.url!r}, it must begin with http:// or https://"
     if experiment.endpoint == "chat" and experiment.prompts == "tokens" and not experiment.trace:
         yield "the chat endpoint takes text: use prompts: text"
-    for name in ("rate", "burstiness", "duration", "timeout", "length_scale"):
-        if not getattr(experiment, name) > 0:
-            yield f"{name} must be above 0, got {getattr(experiment, name)}"
-    if any(rate <= 0 for rate in experiment.rate_steps):
-        yield "rate_steps must all be above 0"
-    if experiment.concurrency is not None and experiment.concurrency < 1:
-        yield f"concurrency must be at least 1, got {experiment.concurrency}"
+    for name, value in vars(experiment).items():
+        if value is None:
+            if name not in _OPTIONAL:
+                yield f"{name} has no value"
+        elif name in _ABOVE_0 and not value > 0:
+            yield f"{name} must be above 0, got {value}"
+        elif name in _AT_LEAST and not value >= _AT_LEAST[name]:
+            yield f"{name} must be at least {_AT_LEAST[name]}, got {value}"
+        elif value == math.inf and name not in ("burstiness", "timeout"):
+            yield f"{name} must be finite"
+    if not all(0 < rate < math.inf for rate in experiment.rate_steps):
+        yield f"rate_steps must all be above 0 and finite, got {experiment.rate_steps}"
 
 
 _HELP = {
@@ -158,19 +176,36 @@ def read_yaml(path: Path, flags: Mapping[str, Any]) -> list[Experiment]:
     Raises:
       ValueError: unknown keys or values that cannot be; the message says where.
     """
-    document = yaml.safe_load(path.read_text()) or {}
-    if not isinstance(document, dict) or not document.keys() <= {"run", "experiments"}:
-        raise ValueError(f"{path}: expected the keys run and experiments, found {document!r:.200}")
-    common = dict(document.get("run") or {})
+    common, experiments = _read(path)
     points: list[Experiment] = []
-    for number, changes in enumerate(document.get("experiments") or [{}]):
-        settings = {"name": f"experiment-{number + 1}", **common, **(changes or {})}
+    for number, changes in enumerate(experiments):
+        settings = {"name": f"experiment-{number + 1}", **common, **changes}
         for point in _sweep(settings):
             points.append(_experiment({**point, **flags}, path))
     return [
         replace(point, content_seed=point.content_seed + 1_000_003 * number)
         for number, point in enumerate(points)
     ]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What the experiments have in common, and what each changes."""
+    try:
+        document = yaml.safe_load(path.read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(document, dict) or not document.keys() <= {"run", "experiments"}:
+        raise ValueError(f"{path}: expected the keys run and experiments, found {document!r:.200}")
+    common, experiments = document.get("run") or {}, document.get("experiments") or [{}]
+    if not isinstance(common, dict):
+        raise ValueError(f"{path}: run must hold settings, found {common!r:.200}")
+    if not isinstance(experiments, list):
+        raise ValueError(f"{path}: experiments must be a list, found {experiments!r:.200}")
+    changes = [each or {} for each in experiments]
+    for each in changes:
+        if not isinstance(each, dict):
+            raise ValueError(f"{path}: an experiment must hold settings, found {each!r:.200}")
+    return common, changes
 
 
 def _sweep(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -197,9 +232,9 @@ def _experiment(settings: dict[str, Any], path: Path) -> Experiment:
 
 
 def _converted(key: str, value: Any, path: Path) -> Any:
-    if key == "rate_steps":
-        return tuple(float(rate) for rate in value)
     try:
+        if key == "rate_steps":
+            return tuple(float(rate) for rate in value)
         return _parser_of(key)(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {key} is {value!r}: {error}") from error

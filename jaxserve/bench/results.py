@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import errno
 import io
 import json
 import os
@@ -97,6 +98,15 @@ def write(path: Path, text: str) -> None:
             raise
     os.chmod(file.name, 0o644)
     os.replace(file.name, path)
+
+
+def check_writable(path: Path) -> None:
+    """OSError, with the path, if `write` could not."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "is a directory, not a file", str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
 
 
 def read(path: Path) -> dict[str, Any]:

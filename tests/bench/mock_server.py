@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +37,8 @@ class Mock:
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    stop: Callable[[], Awaitable[None]] = field(init=False)
+    """Answers nobody from then on."""
     max_model_len: int | None = None
     metrics: str = "vllm:num_requests_running 3\nvllm:num_requests_waiting 2\n"
 
@@ -103,7 +105,7 @@ async def serving(course: Callable[[dict[str, Any], int], Course]) -> AsyncGener
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     host, port = runner.addresses[0][:2]
-    mock.url = f"http://{host}:{port}"
+    mock.url, mock.stop = f"http://{host}:{port}", runner.cleanup
     try:
         yield mock
     finally:

@@ -9,7 +9,8 @@ import json
 import math
 import re
 import sys
-from contextlib import nullcontext
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -19,6 +20,7 @@ from rich.console import Console
 
 from jaxserve.bench import command, report, results, tables
 from jaxserve.bench.experiment import ServerNotReady, run_experiment
+from jaxserve.bench.load import Run
 from jaxserve.bench.options import Experiment
 from tests.bench.mock_server import Course, serving
 from tests.bench.virtual_time import at_virtual_time
@@ -147,6 +149,42 @@ async def test_what_runs_at_the_end_is_unfinished_and_a_miss() -> None:
 
 
 @at_virtual_time
+async def test_an_interrupted_run_keeps_what_it_has() -> None:
+    @asynccontextmanager
+    async def interrupted(run: Run) -> AsyncGenerator[None]:
+        asyncio.get_running_loop().call_later(0.5, run.interrupt)
+        yield
+
+    async with serving(lambda body, number: Course(ttft=0.1)) as mock:
+        experiment = Experiment(url=mock.url, **{**QUICK, "duration": 60.0})
+        point = await run_experiment(experiment, interrupted)
+    total = point["summary"]["total"]
+    assert point["interrupted"] and point["elapsed_s"] == pytest.approx(0.5, abs=0.001)
+    assert total["sent"] == len(mock.bodies) == total["completed"] + total["unfinished"]
+    assert total["completed"] > 5 and total["unfinished"] > 0
+    assert point["summary"]["window"]["end_s"] == pytest.approx(0.5, abs=0.001)
+    assert point["warnings"][-1] == "interrupted after 0.5 s of 60 s"
+
+
+@at_virtual_time
+async def test_the_url_may_be_the_one_that_clients_need() -> None:
+    async with serving(lambda body, number: Course()) as mock:
+        point = await measured(mock.url + "/v1/", duration=0.2)
+    assert point["summary"]["total"]["completed"] > 0
+
+
+@at_virtual_time
+async def test_a_server_that_dies_loses_what_it_was_sent_then() -> None:
+    async with serving(lambda body, number: Course(ttft=0.05)) as mock:
+        asyncio.get_running_loop().call_later(0.5, lambda: asyncio.ensure_future(mock.stop()))
+        point = await measured(mock.url)
+    total = point["summary"]["total"]
+    assert total["completed"] > 5 and total["failed"] > 5
+    assert total["completed"] + total["failed"] == total["sent"]
+    assert any("Cannot connect" in error["example"] for error in point["errors"])
+
+
+@at_virtual_time
 async def test_an_open_loop_does_not_wait_for_the_server() -> None:
     """A server that stalls is still sent every request at its time."""
     async with serving(lambda body, number: Course(ttft=0.8)) as mock:
@@ -225,6 +263,13 @@ async def test_a_configuration_file_from_the_command_line(tmp_path: Path) -> Non
     ("argv", "message"),
     [
         (["--rate", "-1"], "rate must be above 0"),
+        (["--url", "localhost:8000"], "must begin with http://"),
+        (["--rate", "nan"], "rate must be above 0, got nan"),
+        (["--rate", "inf"], "rate must be finite"),
+        (["--rate-end", "-3"], "rate_end must be at least 0, got -3"),
+        (["--rate-steps", "4,0"], "rate_steps must all be above 0"),
+        (["--output-tokens", "0"], "output_tokens must be at least 1, got 0"),
+        (["--output", "/"], "is a directory"),
         (["--endpoint", "chat"], "prompts: text"),
         (["--traffic", "lots"], "supported: study"),
         (["--config", "/does/not/exist"], "No such file"),
@@ -239,13 +284,28 @@ def test_wrong_settings_are_one_line(
     assert message in error and error.count("\n") == 1
 
 
-def test_unknown_keys_of_a_file_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run:\n  ratee: 3\n", "unknown keys ['ratee']"),
+        ("run: {rate: [1,\n", "is not YAML"),
+        ("experiments: {rate: 1}\n", "experiments must be a list"),
+        ("experiments: [fast]\n", "must hold settings, found 'fast'"),
+        ("run: 3\n", "run must hold settings"),
+        ("run: {rate: fast}\n", "rate is 'fast'"),
+        ("run: {rate_steps: 4}\n", "rate_steps is 4"),
+        ("run: {rate: }\n", "rate has no value"),
+        ("- rate\n", "expected the keys run and experiments"),
+    ],
+)
+def test_mistakes_in_a_file_are_one_line(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "bench.yaml"
-    config.write_text("run:\n  ratee: 3\n")
+    config.write_text(text)
     assert command.main(["--config", str(config)]) == 1
-    assert "ratee" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
 
 
 def test_a_file_that_is_no_result_is_refused(
