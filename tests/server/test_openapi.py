@@ -119,6 +119,7 @@ async def test_no_request_breaks_the_server_or_its_description(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 async def test_no_request_of_many_breaks_the_server_or_its_description(
     serve: Serve, tmp_path: Path
 ) -> None:

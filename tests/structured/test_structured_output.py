@@ -105,6 +105,15 @@ async def test_bad_words_are_not_generated(url: str) -> None:
     assert text and not any(word in text for word in bad)
 
 
+async def test_a_thought_ends_with_its_budget(url: str) -> None:
+    opens, closes = (TOKENIZER.markers[marker] for marker in ("<think>", "</think>"))
+    asked = {"prompt": [5, opens], "max_tokens": 9, "seed": 3, "return_token_ids": True}
+    free = (await post(url, "/v1/completions", ignore_eos=True, **asked))["token_ids"]
+    cut = (await post(url, "/v1/completions", thinking_token_budget=4, **asked))["token_ids"]
+    assert closes not in free
+    assert cut[:4] == free[:4] and cut[4] == closes and len(cut) > 5
+
+
 async def test_json_of_a_schema_beside_free_text(url: str) -> None:
     """Constrained and free requests share steps; the free ones get what they get alone."""
     fields = {"response_format": FORM, "reasoning_effort": "none"}
