@@ -113,8 +113,10 @@ class Bucket:
         """Whether the plan fits; every plan within the scheduler's limits fits the largest."""
         if self.kind == "decode":
             return plan.decode_only and len(plan.rows) <= self.rows
+        if plan.num_tokens > self.tokens:
+            return False
         tiles = sum(-(-row.num_tokens // self.tile_size) for row in plan.rows if _is_chunk(row))
-        return plan.num_tokens <= self.tokens and tiles <= self.tiles
+        return tiles <= self.tiles
 
     def unpack(self, packed: Any) -> StepInputs:
         """Static slices of `packed`, int32 [packed_size]: traced, or views of a numpy array."""
@@ -195,30 +197,33 @@ def _pack_decode(plan: StepPlan, parts: StepInputs) -> None:
 
 
 def _pack_mixed(plan: StepPlan, parts: StepInputs, tile_size: int) -> None:
-    first = 0
+    rows, count = plan.rows, len(plan.rows)
+    lengths = np.fromiter((row.num_tokens for row in rows), np.int32, count)
+    slots = np.fromiter((row.slot for row in rows), np.int32, count)
+    starts = np.fromiter((row.start for row in rows), np.int32, count)
+    ends = np.cumsum(lengths, dtype=np.int32)
+    firsts, total = ends - lengths, plan.num_tokens
+    parts.token_ids[:total] = DECODE_TOKEN
+    parts.token_slots[:total] = np.repeat(slots, lengths)
+    parts.token_positions[:total] = np.arange(total) + np.repeat(starts - firsts, lengths)
+    parts.row_slots[:count] = slots
+    parts.row_last[:count] = ends - 1
+    parts.row_flags[:count] = [_flags(row) for row in rows]
     tiles: list[tuple[int, int, int, int]] = []
-    singles: list[tuple[int, int, int, int]] = []
-    for index, row in enumerate(plan.rows):
-        count = row.num_tokens
-        span = slice(first, first + count)
-        parts.token_ids[span] = row.tokens or DECODE_TOKEN
-        parts.token_slots[span] = row.slot
-        parts.token_positions[span] = np.arange(row.start, row.start + count)
-        parts.row_slots[index] = row.slot
-        parts.row_last[index] = first + count - 1
-        parts.row_flags[index] = _flags(row)
+    for row, first in zip(rows, firsts.tolist(), strict=True):
+        if row.tokens:
+            parts.token_ids[first : first + len(row.tokens)] = row.tokens
         if _is_chunk(row):
-            for offset in range(0, count, tile_size):
-                length = min(count - offset, tile_size)
+            for offset in range(0, len(row.tokens), tile_size):
+                length = min(len(row.tokens) - offset, tile_size)
                 tiles.append((first + offset, length, row.slot, row.start + offset))
-        else:
-            singles.append((first, 1, row.slot, row.start))
-        first += count
     # The GPU starts them in this order: the longest contexts first leave the shortest tail.
     tiles.sort(key=lambda tile: tile[1] + tile[3], reverse=True)
-    for columns, table in ((parts[8:12], tiles), (parts[12:16], singles)):
-        for column, values in zip(columns, zip(*table, strict=True), strict=False):
-            column[: len(table)] = values
+    for column, values in zip(parts[8:12], zip(*tiles, strict=True), strict=False):
+        column[: len(tiles)] = values
+    singles = np.flatnonzero(lengths == 1)
+    for column, values in zip(parts[12:16], (firsts, lengths, slots, starts), strict=True):
+        column[: len(singles)] = values[singles]
 
 
 def _is_chunk(row: Row) -> bool:

@@ -10,6 +10,7 @@ once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from jaxserve.api import PromptLogprobs, SamplingParams, TokenLogprobs
@@ -84,11 +85,11 @@ class StepPlan:
     admissions: tuple[Admission, ...] = ()
     pages: tuple[PageEntry, ...] = ()
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
 
-    @property
+    @cached_property
     def decode_only(self) -> bool:
         return not any(row.tokens for row in self.rows)
 

@@ -246,8 +246,7 @@ class Runner:
     def _bucket_for(self, plan: StepPlan) -> Bucket:
         """The smallest bucket of the plan's kind that holds it."""
         kind = "decode" if plan.decode_only else "mixed"
-        fitting = [b for b in self._buckets if b.kind == kind and b.holds(plan)]
-        return min(fitting, key=lambda b: b.tokens)
+        return next(b for b in reversed(self._buckets) if b.kind == kind and b.holds(plan))
 
     def _fresh_state(self) -> DeviceState:
         return jax.block_until_ready(self._zero_state())  # missing memory is missed here, not later

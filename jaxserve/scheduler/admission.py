@@ -109,6 +109,8 @@ def has_room(
     `hit`: the pages of its tokens that are cached.
     """
     pages = holdings.pages
+    if holdings.most + holdings.most_of(seq) <= pages.num_total:
+        return True
     free = pages.num_free - holdings.taken_by(seq, hit)
     if free < len(running):  # each of them may need a page in the next step
         return False

@@ -28,6 +28,8 @@ class Holdings:
         self._num_slots = config.max_num_seqs
         self._sharing = config.prefix_caching
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self.most = 0
+        """Pages that those who run would take if all became as long as they may."""
 
     @property
     def num_free_slots(self) -> int:
@@ -35,6 +37,10 @@ class Holdings:
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
+
+    def most_of(self, seq: Sequence) -> int:
+        """Its part of `most`. The last token of a sequence is never computed."""
+        return self.pages_for(seq.limit - 1)
 
     def cached_pages(self, seq: Sequence) -> list[int]:
         """Pages that hold the beginning of its tokens, all but the last token at most."""
@@ -53,6 +59,7 @@ class Holdings:
         self.pages.share(hit)
         seq.pages = hit + self.pages.allocate(self.pages_for(len(seq.tokens)) - len(hit))
         seq.slot = self._free_slots.pop()
+        self.most += self.most_of(seq)
         seq.shared = seq.published = len(hit)
         seq.computed = len(hit) * self.page_size
         seq.prefill_end = len(seq.tokens)
@@ -83,6 +90,7 @@ class Holdings:
     def give_back(self, seq: Sequence) -> None:
         """Its slot and all its pages, which stay findable as far as they were published."""
         self.pages.release(seq.pages)
+        self.most -= self.most_of(seq)
         self._free_slots.append(seq.slot)
         seq.pages = []
         seq.slot = NO_SLOT
@@ -94,5 +102,6 @@ class Holdings:
         held = Counter(page for seq in running for page in seq.pages)
         for page in range(self.pages.num_total + 1):
             assert self.pages.holders(page) == held[page], f"page {page}: wrong number of holders"
+        assert self.most == sum(map(self.most_of, running))
         slots = sorted(self._free_slots + [seq.slot for seq in running])
         assert slots == list(range(self._num_slots)), "a slot is lost or held twice"

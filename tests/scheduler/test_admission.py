@@ -55,6 +55,36 @@ def test_before_anything_is_known_a_request_for_everything_does_not_reserve_ever
     assert OutputLengths(unknown=2048).expected(30_000, 0) == (2048, 0.0)
 
 
+class Pessimist(OutputLengths):
+    """Is so unsure that no margin is enough."""
+
+    def expected(self, max_tokens: int, generated: int) -> tuple[int, float]:
+        return max_tokens, 1e9
+
+
+@given(
+    pages=st.integers(1, 40),
+    requests=st.lists(st.tuples(st.integers(1, 30), st.integers(2, 30)), min_size=1, max_size=6),
+)
+def test_who_fits_at_the_longest_that_all_may_become_is_not_kept_waiting(
+    pages: int, requests: list[tuple[int, int]]
+) -> None:
+    config = SchedulerConfig(max_num_seqs=6, max_model_len=64, max_num_batched_tokens=512)
+    cache = CacheConfig(num_pages=1 + pages, page_size=4)
+    scheduler = Scheduler(config, cache, lengths=Pessimist())
+    taken = 0
+    for number, (prompt, output) in enumerate(requests):
+        most = -(-(prompt + output - 1) // cache.page_size)
+        if taken + most > pages:
+            break
+        taken += most
+        params = SamplingParams(max_tokens=output)
+        scheduler.add(Request(id=str(number), prompt=(number,) * prompt, params=params))
+    scheduler.plan()
+    assert scheduler.num_waiting == 0
+    scheduler.check()
+
+
 def test_a_steady_overload_preempts_few() -> None:
     """Sixteen times the load that fits, with ends that nobody can know."""
     config = SchedulerConfig(max_num_seqs=64, max_model_len=1024, max_num_batched_tokens=512)
