@@ -197,33 +197,41 @@ def _pack_decode(plan: StepPlan, parts: StepInputs) -> None:
 
 
 def _pack_mixed(plan: StepPlan, parts: StepInputs, tile_size: int) -> None:
-    rows, count = plan.rows, len(plan.rows)
-    lengths = np.fromiter((row.num_tokens for row in rows), np.int32, count)
-    slots = np.fromiter((row.slot for row in rows), np.int32, count)
-    starts = np.fromiter((row.start for row in rows), np.int32, count)
-    ends = np.cumsum(lengths, dtype=np.int32)
-    firsts, total = ends - lengths, plan.num_tokens
-    parts.token_ids[:total] = DECODE_TOKEN
-    parts.token_slots[:total] = np.repeat(slots, lengths)
-    parts.token_positions[:total] = np.arange(total) + np.repeat(starts - firsts, lengths)
-    parts.row_slots[:count] = slots
-    parts.row_last[:count] = ends - 1
-    parts.row_flags[:count] = [_flags(row) for row in rows]
+    first = 0
     tiles: list[tuple[int, int, int, int]] = []
-    for row, first in zip(rows, firsts.tolist(), strict=True):
-        if row.tokens:
-            parts.token_ids[first : first + len(row.tokens)] = row.tokens
+    singles: list[tuple[int, int, int, int, int]] = []
+    for index, row in enumerate(plan.rows):
+        count = row.num_tokens
         if _is_chunk(row):
-            for offset in range(0, len(row.tokens), tile_size):
-                length = min(len(row.tokens) - offset, tile_size)
+            span = slice(first, first + count)
+            parts.token_ids[span] = row.tokens
+            parts.token_slots[span] = row.slot
+            parts.token_positions[span] = np.arange(row.start, row.start + count)
+            for offset in range(0, count, tile_size):
+                length = min(count - offset, tile_size)
                 tiles.append((first + offset, length, row.slot, row.start + offset))
+            parts.row_slots[index], parts.row_last[index] = row.slot, first + count - 1
+        else:
+            token = row.tokens[0] if row.tokens else DECODE_TOKEN
+            singles.append((index, first, row.slot, row.start, token))
+        first += count
+    parts.row_flags[: len(plan.rows)] = [_flags(row) for row in plan.rows]
     # The GPU starts them in this order: the longest contexts first leave the shortest tail.
     tiles.sort(key=lambda tile: tile[1] + tile[3], reverse=True)
     for column, values in zip(parts[8:12], zip(*tiles, strict=True), strict=False):
         column[: len(tiles)] = values
-    singles = np.flatnonzero(lengths == 1)
-    for column, values in zip(parts[12:16], (firsts, lengths, slots, starts), strict=True):
-        column[: len(singles)] = values[singles]
+    if singles:
+        _pack_singles(np.array(singles, np.int32), parts)
+
+
+def _pack_singles(singles: np.ndarray, parts: StepInputs) -> None:
+    """Rows of one token: int32 [rows, (index of the row, of the token, slot, position, id)]."""
+    rows, places, slots, positions, ids = singles.T
+    parts.token_ids[places], parts.token_slots[places] = ids, slots
+    parts.token_positions[places] = positions
+    parts.row_slots[rows], parts.row_last[rows] = slots, places
+    for column, values in zip(parts[12:16], (places, 1, slots, positions), strict=True):
+        column[: len(singles)] = values
 
 
 def _is_chunk(row: Row) -> bool:

@@ -10,8 +10,18 @@ import numpy as np
 from jaxserve.api import SamplingParams
 from jaxserve.plan import Admission, PageEntry, Row, Sampled, StepPlan
 from jaxserve.runner import Runner
+from tests.tiny_model import StubMetrics, make_config
 
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
+SAMPLED = SamplingParams(max_tokens=100, temperature=1.5, top_k=40, top_p=0.98, seed=12345)
+
+PROMPT = (5, 71, 8, 8, 96, 0, 33, 12, 60, 41, 2)
+OTHER = (90, 3, 17, 64, 64, 7)
+
+SAMPLED_VOCAB, NUM_PAGES = 60, 41
+CONFIG = make_config(num_pages=NUM_PAGES, sampled_vocab=SAMPLED_VOCAB)
+METRICS = StubMetrics()
+"""Of the fixture `runner`, like `CONFIG`."""
 
 TOLERANCE = 2e-5
 """Logprobs of two float32 computations of one thing; 1e-6 to 2e-6 is the worst measured."""
