@@ -1,7 +1,11 @@
 """Time a model's products in every format of weights, against bfloat16 and against the floor.
 
-    python scripts/bench_matmul.py --tokens 1,16,64,256,2048 --out matmul.json --plot matmul.svg
-    python scripts/bench_matmul.py --formats bf16,int4 --assert-ratio 1.05
+    python scripts/bench_matmul.py --out matmul.json --plot matmul.svg --assert-ratio 1.05
+    python scripts/bench_matmul.py --tokens 1,2048 --formats bf16,int4 --budget 5 --out some.json
+
+Each result is printed and written as it comes. Run again with the same --out it goes on where it
+was cut off, by --budget or by anything else: finished products are not measured again. --tiny has
+small shapes, to try the script without a card; its times mean nothing.
 
 Each product is called through `jaxserve_kernels.matmul`, so the dispatch is measured with it,
 many times in one CUDA graph with other weights each time, as a step does it. The floor is the
@@ -29,12 +33,18 @@ prepare(gpu_memory_utilization=0.9)
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
-from rich.table import Table
+from matmul_report import (
+    Timing,
+    assert_never_slower,
+    layer_totals,
+    line,
+    plot,
+    show,
+)
 
 from jaxserve.config import NAMED_MODELS, ModelSpec
-from jaxserve_kernels import weights
-from jaxserve_kernels.matmul import gated_linear, linear
+from jaxserve_kernels import target, weights
+from jaxserve_kernels.matmul import gated_linear, linear, sum_parts
 from jaxserve_kernels.weights.iq2_xxs import Iq2XxsWeight
 
 
@@ -56,19 +66,42 @@ def with_zeros(weight: jax.Array) -> weights.Int4Weight:
     return packed._replace(zero=zero)
 
 
+def in_another_order(weight: jax.Array) -> weights.OrderedInt4Weight:
+    """As GPTQ with activation order leaves them: the product's inputs are gathered first."""
+    packed = weights.quantize_int4(weight)
+    order = jax.random.permutation(jax.random.key(2), weight.shape[1]).astype(jnp.int32)
+    return weights.OrderedInt4Weight(packed.packed, packed.scale, order)
+
+
 QUANTIZE: dict[str, Callable[[jax.Array], Any]] = {
     "bf16": lambda weight: weight,
     "int4": weights.quantize_int4,
     "int4-g64": functools.partial(weights.quantize_int4, group=64),
     "int4-zeros": with_zeros,
+    "int4-act-order": in_another_order,
     "fp8": weights.quantize_fp8,
     "int8": weights.quantize_int8,
     "nvfp4": weights.quantize_nvfp4,
     "mxfp4": weights.quantize_mxfp4,
     "iq2_xxs": random_iq2_xxs,
 }
+HEADS = ("bf16", "int8", "fp8")
+"""What the engine has output matrices in."""
+
 RUNS = 5
 """Of each program; the fastest counts."""
+
+CACHES = 256 * 10**6
+"""Bytes, several times a card's L2."""
+
+TINY = ModelSpec.from_hf(
+    {
+        "architectures": ["Qwen3ForCausalLM"], "vocab_size": 256, "hidden_size": 256,
+        "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 128, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 128, "tie_word_embeddings": True, "rope_theta": 1e6,
+    }
+)  # fmt: skip
 
 
 class Product(NamedTuple):
@@ -81,21 +114,6 @@ class Product(NamedTuple):
     head: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Timing:
-    """One product in one format; times in microseconds."""
-
-    product: str
-    format: str
-    tokens: int
-    us: float
-    floor_us: float
-    tb_per_s: float
-    tflop_per_s: float
-    ratio_to_bf16: float
-    """The time over bfloat16's in this process; for `layer` and `head`, what a step sees."""
-
-
 class Case(NamedTuple):
     product: Product
     format: str
@@ -104,37 +122,62 @@ class Case(NamedTuple):
 
 def main() -> None:
     args = parse_args()
-    products = products_of(NAMED_MODELS[args.model])
-    bandwidth, flops = copy_bandwidth(), peak_flops()
+    deadline = math.inf if args.budget is None else time.monotonic() + args.budget * 60
+    spec = TINY if args.tiny else NAMED_MODELS[args.model]
     cases = [
         Case(product, name, tokens)
-        for product in products
         for name in args.formats
+        for product in products_of(spec)
         for tokens in args.tokens
-        if not product.head or tokens <= args.max_rows
+        if not product.head or (name in HEADS and tokens <= args.max_rows)
     ]
-    micros: dict[Case, float] = {}
-    timings: list[Timing] = []
-    for case, us in measure(cases, args.workers):
-        micros[case] = us
-        timings.append(describe(case, micros, bandwidth, flops))
-        print(line(timings[-1]), flush=True)
-    timings += layer_totals(timings, products)
-    result = {
+    result = earlier(args) or {
         "card": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "model": args.model,
-        "copy_tb_per_s": bandwidth / 1e12,
-        "bf16_tflop_per_s": flops / 1e12,
-        "timings": [dataclasses.asdict(timing) for timing in timings],
+        "model": "tiny" if args.tiny else args.model,
+        "copy_tb_per_s": copy_bandwidth(args.tiny) / 1e12,
+        "bf16_tflop_per_s": peak_flops(args.tiny) / 1e12,
+        "products": [],
     }
+    timings = [Timing(**timing) for timing in result["products"]]
+    known = {(t.product, t.format, t.tokens): t.us for t in timings}
+    left = [case for case in cases if key_of(case) not in known]
+    print(f"{len(cases) - len(left)} of {len(cases)} products are known", flush=True)
+    for case, us in measure(left, args.workers, deadline):
+        known[key_of(case)] = us
+        timings.append(describe(case, known, result))
+        print(line(timings[-1]), flush=True)
+        result["products"] = [dataclasses.asdict(timing) for timing in timings]
+        result["layers"] = [dataclasses.asdict(timing) for timing in layer_totals(timings)]
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+    timings += layer_totals(timings)
     show(result, timings)
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.plot:
         plot(result, timings, args.plot)
     if args.assert_ratio:
         assert_never_slower(timings, args.assert_ratio)
+    if missing := sum(key_of(case) not in known for case in cases):
+        raise SystemExit(f"--budget is spent, {missing} of {len(cases)} products are not measured")
+
+
+def key_of(case: Case) -> tuple[str, str, int]:
+    return case.product.name, case.format, case.tokens
+
+
+def earlier(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What a run of the same card, jax and model left in --out."""
+    if args.out is None or not args.out.exists():
+        return None
+    found = json.loads(args.out.read_text())
+    same = {
+        "card": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "model": "tiny" if args.tiny else args.model,
+    }
+    if wrong := {name: found.get(name) for name in same if found.get(name) != same[name]}:
+        raise SystemExit(f"{args.out} is of another run ({wrong}, here {same}): choose another")
+    return found
 
 
 def parse_args() -> argparse.Namespace:
@@ -149,11 +192,15 @@ def parse_args() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=sorted(NAMED_MODELS), default="qwen3-4b")
-    parser.add_argument("--tokens", type=sizes, default=[1, 16, 64, 128, 256, 512, 2048])
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
+    parser.add_argument(
+        "--tokens", type=sizes, default=[1, 16, 64, 128, 256, 512, 1024, 2048, 8192]
+    )
     parser.add_argument("--formats", type=formats, default=list(QUANTIZE))
     parser.add_argument("--max-rows", type=int, default=256, help="of the output matrix's product")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="compiling threads")
-    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    parser.add_argument("--budget", type=float, help="begin nothing new after so many minutes")
+    parser.add_argument("--out", type=Path, help="the result as JSON, read at the beginning")
     parser.add_argument("--plot", type=Path, help="draw a layer's time over the tokens, as SVG")
     parser.add_argument(
         "--assert-ratio",
@@ -173,17 +220,18 @@ def products_of(spec: ModelSpec) -> list[Product]:
     ]
 
 
-def copy_bandwidth() -> float:
+def copy_bandwidth(tiny: bool) -> float:
     """Bytes per second, read plus written, of copies of 2 GiB of integers."""
-    source = jnp.ones((2**29,), jnp.int32)
+    source = jnp.ones((2**20 if tiny else 2**29,), jnp.int32)
     seconds = fastest(jax.jit(lambda x: x + 1), source, calls=10)
     return 2 * source.nbytes / seconds
 
 
-def peak_flops() -> float:
+def peak_flops(tiny: bool) -> float:
     """Of a large square product in bfloat16."""
-    side = jnp.ones((8192, 8192), jnp.bfloat16)
-    return 2 * 8192**3 / fastest(jax.jit(jnp.dot), side, side, calls=10)
+    size = 256 if tiny else 8192
+    side = jnp.ones((size, size), jnp.bfloat16)
+    return 2 * size**3 / fastest(jax.jit(jnp.dot), side, side, calls=10)
 
 
 def fastest(call: Callable[..., Any], *args: Any, calls: int) -> float:
@@ -200,8 +248,9 @@ def fastest(call: Callable[..., Any], *args: Any, calls: int) -> float:
     return best
 
 
-def measure(cases: list[Case], workers: int) -> Iterator[tuple[Case, float]]:
-    """Microseconds of each case. One product and format at a time holds device memory.
+def measure(cases: list[Case], workers: int, deadline: float) -> Iterator[tuple[Case, float]]:
+    """Microseconds of each case. One product and format at a time holds device memory, and none is
+    begun after the deadline.
 
     All programs of it are compiled before the first is timed: making an executable drops the CUDA
     graphs of the others.
@@ -210,6 +259,8 @@ def measure(cases: list[Case], workers: int) -> Iterator[tuple[Case, float]]:
     for case in cases:
         groups.setdefault((case.product, case.format), []).append(case)
     for (product, name), members in groups.items():
+        if time.monotonic() > deadline:
+            return
         stacked = make_weights(product, name)
         # XLA tries cuBLASLt's algorithms out: nothing else may run on the card then.
         with ThreadPoolExecutor(1 if name == "bf16" else workers) as pool:
@@ -220,8 +271,8 @@ def measure(cases: list[Case], workers: int) -> Iterator[tuple[Case, float]]:
 
 
 def make_weights(product: Product, name: str) -> Any:
-    """Many layers' weights [layers, ...], together far larger than any cache."""
-    layers = 3 if product.head else -(-(10**9) // (product.out * product.depth))
+    """Weights of some layers [layers, ...], together several times as large as any cache."""
+    layers = min(max(-(-CACHES // weight_bytes(product, name)), 3), 32)
 
     @jax.jit
     def one(layer: jax.Array) -> Any:
@@ -240,6 +291,8 @@ def build(case: Case, stacked: Any) -> tuple[Any, jax.Array, int]:
     is kept, so that none is dropped and the host has little to do.
     """
     layers = jax.tree.leaves(stacked)[0].shape[0]
+    if case.tokens >= 1024:  # bound by the tensor cores
+        layers = min(layers, 4)
     key = jax.random.key(case.tokens)
     x = jax.random.normal(key, (case.tokens, case.product.depth), jnp.bfloat16)
 
@@ -262,17 +315,23 @@ def product_of(case: Case, x: jax.Array, weight: Any) -> jax.Array:
 
 def iq2_xxs_product(case: Case, x: jax.Array, weight: Iq2XxsWeight) -> jax.Array:
     """The engine does not serve this format: its kernels are called here."""
-    from jaxserve_kernels.quantized_matmul import triton_iq2_xxs  # needs Triton
+    if target.current().implementation == "reference":
+        product = sum_parts(linear(x, weight.dequantize().astype(x.dtype)), jnp.float32)
+    else:
+        from jaxserve_kernels.quantized_matmul import triton_iq2_xxs  # needs Triton
 
-    product = triton_iq2_xxs.linear(x, weight)
+        product = triton_iq2_xxs.linear(x, weight)
     if case.product.gated:
         gate, up = jnp.split(product, 2, axis=-1)
         product = jax.nn.silu(gate) * up
     return product if case.product.head else product.astype(x.dtype)
 
 
-def describe(case: Case, micros: dict[Case, float], bandwidth: float, flops: float) -> Timing:
-    product, us = case.product, micros[case]
+def describe(
+    case: Case, micros: dict[tuple[str, str, int], float], result: dict[str, Any]
+) -> Timing:
+    bandwidth, flops = result["copy_tb_per_s"] * 1e12, result["bf16_tflop_per_s"] * 1e12
+    product, us = case.product, micros[key_of(case)]
     size = weight_bytes(product, case.format)
     work = 2 * case.tokens * product.out * product.depth
     return Timing(
@@ -283,7 +342,7 @@ def describe(case: Case, micros: dict[Case, float], bandwidth: float, flops: flo
         floor_us=max(size / bandwidth, work / flops) * 1e6,
         tb_per_s=size / us / 1e6,
         tflop_per_s=work / us / 1e6,
-        ratio_to_bf16=us / micros[case._replace(format="bf16")],
+        ratio_to_bf16=us / micros[key_of(case._replace(format="bf16"))],
     )
 
 
@@ -291,93 +350,6 @@ def weight_bytes(product: Product, name: str) -> int:
     plain = jax.ShapeDtypeStruct((product.out, product.depth), jnp.bfloat16)
     leaves = jax.tree.leaves(jax.eval_shape(QUANTIZE[name], plain))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-
-
-def layer_totals(timings: list[Timing], products: list[Product]) -> list[Timing]:
-    """The four products of a layer together."""
-    layer = {product.name for product in products if not product.head}
-    groups: dict[tuple[str, int], list[Timing]] = {}
-    for timing in timings:
-        if timing.product in layer:
-            groups.setdefault((timing.format, timing.tokens), []).append(timing)
-    totals = {key: sum(timing.us for timing in group) for key, group in groups.items()}
-    return [
-        Timing(
-            product="layer",
-            format=name,
-            tokens=tokens,
-            us=totals[name, tokens],
-            floor_us=sum(timing.floor_us for timing in group),
-            tb_per_s=sum(t.tb_per_s * t.us for t in group) / totals[name, tokens],
-            tflop_per_s=sum(t.tflop_per_s * t.us for t in group) / totals[name, tokens],
-            ratio_to_bf16=totals[name, tokens] / totals["bf16", tokens],
-        )
-        for (name, tokens), group in groups.items()
-    ]
-
-
-def line(t: Timing) -> str:
-    return (
-        f"{t.product:8} {t.format:10} {t.tokens:5} tokens {t.us:7.1f} us, {t.ratio_to_bf16:.2f} of "
-        f"bf16, {t.us / t.floor_us:.2f} of the floor"
-    )
-
-
-def assert_never_slower(timings: list[Timing], limit: float) -> None:
-    slower = [
-        f"{t.product} {t.format} at {t.tokens} tokens: {t.ratio_to_bf16:.2f} times bfloat16"
-        for t in timings
-        if t.product in ("layer", "head") and t.ratio_to_bf16 > limit
-    ]
-    if slower:
-        raise SystemExit("slower than bfloat16:\n" + "\n".join(slower))
-
-
-def show(result: dict[str, Any], timings: list[Timing]) -> None:
-    title = (
-        f"{result['model']} on {result['card']}: copy {result['copy_tb_per_s']:.2f} TB/s, "
-        f"bfloat16 {result['bf16_tflop_per_s']:.0f} TFLOP/s; times over bfloat16's"
-    )
-    table = Table(title=title)
-    table.add_column("tokens", justify="right")
-    for name in dict.fromkeys(t.format for t in timings):
-        table.add_column(name, justify="right")
-    for product in ("layer", "head"):
-        for tokens in dict.fromkeys(t.tokens for t in timings if t.product == product):
-            cells = [
-                f"{t.us:.0f} us ({t.ratio_to_bf16:.2f})"
-                for t in timings
-                if (t.product, t.tokens) == (product, tokens)
-            ]
-            table.add_row(f"{product} {tokens}", *cells)
-    Console(width=140).print(table)
-
-
-def plot(result: dict[str, Any], timings: list[Timing], path: Path) -> None:
-    """A layer's products, time over tokens, one line for each format."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
-    layer = [timing for timing in timings if timing.product == "layer"]
-    for name in dict.fromkeys(timing.format for timing in layer):
-        line = [timing for timing in layer if timing.format == name]
-        style = "o--" if name == "bf16" else "o-"
-        axes.plot([t.tokens for t in line], [t.us for t in line], style, label=name, ms=3)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    ticks = sorted({timing.tokens for timing in layer})
-    axes.set_xticks(ticks, [str(tokens) for tokens in ticks])
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("µs for the four products of a layer")
-    axes.set_title(f"{result['model']}, {result['card']}", fontsize=10)
-    axes.legend(frameon=False)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":

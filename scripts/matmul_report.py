@@ -1,0 +1,131 @@
+"""What timings of products say: totals of a layer, the never-slower rule, a table, a plot."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+LAYER = ("qkv", "out", "gate_up", "down")
+COMPARED_ONLY = ("iq2_xxs",)
+"""Formats that the engine does not serve: no rule holds for them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One product in one format; times in microseconds."""
+
+    product: str
+    format: str
+    tokens: int
+    us: float
+    floor_us: float
+    tb_per_s: float
+    tflop_per_s: float
+    ratio_to_bf16: float
+    """The time over bfloat16's in this process; for `layer` and `head`, what a step sees."""
+
+
+def layer_totals(timings: list[Timing]) -> list[Timing]:
+    """The four products of a layer together, where all are known, and bfloat16's."""
+    known: dict[tuple[str, int], list[Timing]] = {}
+    for timing in timings:
+        if timing.product in LAYER:
+            known.setdefault((timing.format, timing.tokens), []).append(timing)
+    groups = {
+        (name, tokens): group
+        for (name, tokens), group in known.items()
+        if len(group) == len(LAYER) and len(known.get(("bf16", tokens), ())) == len(LAYER)
+    }
+    totals = {key: sum(timing.us for timing in group) for key, group in groups.items()}
+    return [
+        Timing(
+            product="layer",
+            format=name,
+            tokens=tokens,
+            us=totals[name, tokens],
+            floor_us=sum(timing.floor_us for timing in group),
+            tb_per_s=sum(t.tb_per_s * t.us for t in group) / totals[name, tokens],
+            tflop_per_s=sum(t.tflop_per_s * t.us for t in group) / totals[name, tokens],
+            ratio_to_bf16=totals[name, tokens] / totals["bf16", tokens],
+        )
+        for (name, tokens), group in groups.items()
+    ]
+
+
+def line(t: Timing) -> str:
+    return (
+        f"{t.product:8} {t.format:10} {t.tokens:5} tokens {t.us:7.1f} us, {t.ratio_to_bf16:.2f} of "
+        f"bf16, {t.us / t.floor_us:.2f} of the floor"
+    )
+
+
+def assert_never_slower(timings: list[Timing], limit: float) -> None:
+    """SystemExit: a layer, or the output matrix, in a format that the engine serves takes more than
+    `limit` times what it takes in bfloat16."""
+    slower = [
+        f"{t.product} {t.format} at {t.tokens} tokens: {t.ratio_to_bf16:.2f} times bfloat16"
+        for t in timings
+        if t.product in ("layer", "head")
+        and t.format not in COMPARED_ONLY
+        and t.ratio_to_bf16 > limit
+    ]
+    if slower:
+        raise SystemExit("slower than bfloat16:\n" + "\n".join(slower))
+
+
+def show(result: dict[str, Any], timings: list[Timing]) -> None:
+    title = (
+        f"{result['model']} on {result['card']}: copy {result['copy_tb_per_s']:.2f} TB/s, "
+        f"bfloat16 {result['bf16_tflop_per_s']:.0f} TFLOP/s; times over bfloat16's"
+    )
+    table = Table(title=title)
+    table.add_column("tokens", justify="right")
+    formats = list(dict.fromkeys(t.format for t in timings))
+    for name in formats:
+        table.add_column(name, justify="right")
+    for product in ("layer", "head"):
+        for tokens in dict.fromkeys(t.tokens for t in timings if t.product == product):
+            found = {t.format: t for t in timings if (t.product, t.tokens) == (product, tokens)}
+            cells = [
+                f"{found[name].us:.0f} us ({found[name].ratio_to_bf16:.2f})"
+                if name in found
+                else "-"
+                for name in formats
+            ]
+            table.add_row(f"{product} {tokens}", *cells)
+    Console(width=140).print(table)
+
+
+def _cell(timing: Timing | None) -> str:
+    return "-" if timing is None else f"{timing.us:.0f} us ({timing.ratio_to_bf16:.2f})"
+
+
+def plot(result: dict[str, Any], timings: list[Timing], path: Path) -> None:
+    """A layer's products, time over tokens, one line for each format."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    layer = [timing for timing in timings if timing.product == "layer"]
+    for name in dict.fromkeys(timing.format for timing in layer):
+        line = [timing for timing in layer if timing.format == name]
+        style = "o--" if name == "bf16" else "o-"
+        axes.plot([t.tokens for t in line], [t.us for t in line], style, label=name, ms=3)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = sorted({timing.tokens for timing in layer})
+    axes.set_xticks(ticks, [str(tokens) for tokens in ticks])
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("µs for the four products of a layer")
+    axes.set_title(f"{result['model']}, {result['card']}", fontsize=10)
+    axes.legend(frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
