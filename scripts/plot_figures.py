@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import mean
 
 import matplotlib
 
@@ -22,6 +23,51 @@ def main() -> None:
     for card in ("h100", "h200"):
         draw_step(card)
     draw_policies()
+    draw_simulated_policies()
+
+
+def draw_simulated_policies() -> None:
+    """Goodput and shares in time of the study's mix, simulated: means of the seeds, and spread."""
+    result = json.loads((DOCS / "measurements" / "policies_simulated_h200.json").read_text())
+    half = result["half_rate"]
+    figure, (goodput, classes) = plt.subplots(1, 2, figsize=(9, 3.4))
+    for setup, mark in (("fcfs", "s-"), ("slo, told no deadlines", "^-"), ("slo", "o-")):
+        points = [point for point in result["points"] if point["setup"] == setup]
+        rates = sorted({point["rate"] for point in points})
+        if not rates:
+            continue
+        by_rate = [[point for point in points if point["rate"] == rate] for rate in rates]
+        good = [[point["goodput_requests_per_s"] for point in each] for each in by_rate]
+        middle = [mean(each) for each in good]
+        spread = [
+            [value - min(each) for value, each in zip(middle, good, strict=True)],
+            [max(each) - value for value, each in zip(middle, good, strict=True)],
+        ]
+        line = goodput.errorbar(rates, middle, spread, fmt=mark, capsize=3, label=setup)
+        worst = [
+            mean(min(list(point["attainment"].values())[:-1]) for point in each) for each in by_rate
+        ]
+        every = [mean(point["attainment"]["all"] for point in each) for each in by_rate]
+        color = line.lines[0].get_color()
+        classes.plot(rates, every, mark, color=color)
+        classes.plot(rates, worst, mark[0] + ":", color=color)
+    most = max(point["rate"] for point in result["points"])
+    goodput.plot((0, most), (0, most), "--", color="gray", label="all of them in time")
+    goodput.set_ylabel("requests per second in time")
+    classes.set_ylabel("share of requests in time")
+    for axes in (goodput, classes):
+        axes.axvline(half, color="gray", linewidth=0.8)
+        axes.set_xlim(0)
+        axes.set_ylim(0)
+        axes.set_xlabel("requests sent per second")
+    goodput.legend(frameon=False, fontsize=8)
+    classes.set_title("solid: of all, dotted: of the class with least", fontsize=8)
+    goodput.annotate(
+        "fcfs has 50 %", (half, 0), textcoords="offset points", xytext=(3, 4), fontsize=8
+    )
+    title = f"Simulated with step times of {result['card']}: mix of the study for "
+    figure.suptitle(f"{title}{result['duration_s']:g} s", fontsize=10)
+    _save(figure, "policies_simulated_h200")
 
 
 def draw_policies() -> None:
