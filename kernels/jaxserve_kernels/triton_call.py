@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import jax
 import triton
 import triton.backends.nvidia.driver as nvidia_driver
+from jax.interpreters import mlir
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from jaxserve_kernels import target
+from jaxserve_kernels import ptxas, target
 
 # jax-triton 0.4 asks for Triton 3.7; with 3.6 its import needs one constant and its tensor
 # descriptors one key less. Both are no-ops on 3.7.
@@ -26,6 +29,7 @@ _descriptor.__required_keys__ = frozenset(_descriptor.__required_keys__) - {"is_
 
 _library: Any = triton_lib.triton_kernel_call_lib
 _TritonKernel: Any = _library.TritonKernel
+_TritonKernelCall: Any = _library.TritonKernelCall
 
 
 _MOST_SHARED_MEMORY = {
@@ -33,24 +37,100 @@ _MOST_SHARED_MEMORY = {
 }  # fmt: skip
 """Bytes that one block may have, by compute capability."""
 
+_carried: ContextVar[set[str]] = ContextVar("carried")
+"""Names of the machine codes that calls lowered so far have brought into the program."""
 
-def _without_ttir(*args: Any) -> Any:
-    """A kernel's record without its Triton source form, which is there for dumps only.
 
-    Each of the 300 calls of a step has a copy of the record, in memory as long as the program.
+class _Kernel(NamedTuple):
+    """What the calls of a kernel record of it."""
+
+    record: Any
+    code: str
+    """Names the machine code; empty if the record holds PTX instead."""
+    with_code: bytes
+    """What a record that brings the machine code has at its end."""
+
+
+def _kernel(*args: Any) -> _Kernel:
+    """A kernel's record without its Triton source form, and with machine code in place of PTX.
+
+    Each of the 300 calls of a step has a copy of the record, in its program's text and twice in the
+    call itself, in memory as long as the program. jaxlib takes machine code that a record brings,
+    and keeps it by the record's PTX, of which a digest serves as well. So one call of a program
+    brings the code and the others its name: XLA makes the calls of a program in their order.
     A kernel that the card could not start is refused here, where no card is needed.
     """
-    name, num_warps, num_ctas, shared_memory, ptx, _ttir, *rest = args
-    most = _MOST_SHARED_MEMORY.get(rest[0], shared_memory)
+    name, num_warps, num_ctas, shared_memory, ptx, _ttir, capability, *rest = args
+    most = _MOST_SHARED_MEMORY.get(capability, shared_memory)
     if shared_memory > most:
         raise ValueError(
             f"the kernel {name} asks for {shared_memory:,} bytes of shared memory, and a GPU of "
-            f"compute capability {rest[0] / 10} has {most:,}: use smaller blocks or fewer stages"
+            f"compute capability {capability / 10} has {most:,}: use smaller blocks or fewer stages"
         )
-    return _TritonKernel(name, num_warps, num_ctas, shared_memory, ptx, "", *rest)
+    cubin = ptxas.assemble(ptx, capability)
+    launch = (name, num_warps, num_ctas, shared_memory)
+    if cubin is None:
+        return _Kernel(_TritonKernel(*launch, ptx, "", capability, *rest), "", b"")
+    image = _field(1, cubin) + _field(2, name.encode()) + _number(3, shared_memory)
+    code = hashlib.sha256(image).hexdigest()
+    return _Kernel(
+        _TritonKernel(*launch, code, "", capability, *rest),
+        code,
+        _field(1, _field(1, _field(11, image))),
+    )
 
 
-_library.TritonKernel = _without_ttir
+class _KernelCall:
+    """In place of jaxlib's TritonKernelCall."""
+
+    def __init__(self, kernel: _Kernel, *args: Any):
+        self._kernel = kernel
+        self._call = _TritonKernelCall(kernel.record, *args)
+
+    def to_proto(self, name: str, metadata: bytes) -> bytes:
+        """TritonAnyKernelCall of jaxlib/gpu/triton.proto. What stands twice in a message is merged
+        when it is read, so that fields can be added at its end."""
+        record = self._call.to_proto(name, metadata)
+        carried = _carried.get()
+        if self._kernel.code in carried:
+            return record
+        carried.add(self._kernel.code)
+        return record + self._kernel.with_code
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """A field of a protocol buffer that holds bytes."""
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
+
+
+def _number(number: int, value: int) -> bytes:
+    return _varint(number << 3) + _varint(value)
+
+
+def _varint(value: int) -> bytes:
+    groups = bytearray()
+    while value > 127:
+        groups.append(value & 127 | 128)
+        value >>= 7
+    return bytes((*groups, value))
+
+
+def _lower(context: Any, *args: Any, **kwargs: Any) -> Any:
+    """As jax-triton does, knowing which program the call is of."""
+    shared = context.module_context.cached_primitive_lowerings
+    token = _carried.set(shared.setdefault(_carried, set()))
+    try:
+        return triton_lib.triton_kernel_call_lowering(
+            triton_lib.make_cuda_target, context, *args, **kwargs
+        )
+    finally:
+        _carried.reset(token)
+
+
+_library.TritonKernel = _kernel
+_library.TritonKernelCall = _KernelCall
+# Not cached by jax: equal calls differ in who brings the code.
+mlir.register_lowering(triton_lib.triton_kernel_call_p, _lower, platform="cuda", cacheable=False)
 
 _compile_triton: Any = triton_lib.TritonFunction._compile_kernel
 
