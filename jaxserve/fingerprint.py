@@ -29,9 +29,10 @@ _PACKAGES = (
 NOT_IN_PROGRAMS = frozenset(
     (
         *("__main__", "bench", "build", "chat_template", "cli", "convert", "engine", "environment"),
-        *("fingerprint", "foreign_flags", "listen", "logs", "measure", "memory", "model_source"),
-        *("precompile", "scheduler", "serve", "server", "simulator", "startup", "step_times"),
-        *("structured", "tls", "tokenizer", "tracing", "weights"),
+        *("fingerprint", "flag_values", "foreign_flags", "histogram", "listen", "logs", "measure"),
+        *("memory", "metrics", "model_source", "models.awq", "models.calibration"),
+        *("models.quantization", "precompile", "scheduler", "serve", "server", "simulator"),
+        *("startup", "step_times", "structured", "tls", "tokenizer", "tracing", "weights"),
     )
 )
 """Parts of jaxserve that no compiled program depends on: `tests/test_layering.py` checks it."""
@@ -83,10 +84,9 @@ def program_sources() -> Iterator[tuple[str, Path]]:
         root = Path(package.__path__[0])
         for path in sorted(root.rglob("*")):
             name = path.relative_to(root)
-            if (
-                path.suffix in (".py", ".json")
-                and name.with_suffix("").parts[0] not in NOT_IN_PROGRAMS
-            ):
+            parts = name.with_suffix("").parts
+            wanted = NOT_IN_PROGRAMS.isdisjoint((parts[0], ".".join(parts)))
+            if path.suffix in (".py", ".json") and wanted:
                 yield f"{package.__name__}/{name.as_posix()}", path
 
 

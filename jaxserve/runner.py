@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from jaxserve.batch import Bucket, Updates
 from jaxserve.config import Buckets, CacheConfig, ModelSpec, SchedulerConfig
 from jaxserve.executable_cache import Executable, Program
 from jaxserve.executables import obtain
-from jaxserve.metrics import Metrics
 from jaxserve.models import qwen3
 from jaxserve.plan import Sampled, StepPlan
 from jaxserve.prompt_scores import PromptScorer
@@ -50,6 +49,14 @@ class Pending(NamedTuple):
     """Of prompt tokens."""
     bucket: Bucket
     launched_at: float
+
+
+class StepObserver(Protocol):
+    """Told of every step; `jaxserve.metrics.Metrics`, of which no program depends."""
+
+    def observe_step(self, kind: str, bucket: int, seconds: float, used: int, padded: int) -> None:
+        """It computed `used` of the `padded` rows or tokens of its bucket."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,10 +166,10 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
 class Runner:
     """Runs plans on one device. Used by one thread at a time; owns the KV cache and its state."""
 
-    def __init__(self, config: RunnerConfig, params: qwen3.Params, metrics: Metrics):
+    def __init__(self, config: RunnerConfig, params: qwen3.Params, observer: StepObserver):
         self._config = config
         self._params = params
-        self._metrics = metrics
+        self._observer = observer
         self._buckets = config.all_buckets()
         self._steps: dict[Bucket, Any] = {}
         self._width = config.sequences_shape[1]
@@ -227,7 +234,7 @@ class Runner:
         """Wait for a step and read what its rows sampled: the only wait for the device."""
         results = np.asarray(pending.results)
         bucket = pending.bucket
-        self._metrics.observe_step(
+        self._observer.observe_step(
             kind=bucket.kind,
             bucket=bucket.tokens,
             seconds=time.perf_counter() - pending.launched_at,
