@@ -26,16 +26,11 @@ _PACKAGES = (
     *("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
 )
 
-NOT_IN_PROGRAMS = frozenset(
-    (
-        *("__main__", "bench", "build", "chat_template", "cli", "convert", "engine", "environment"),
-        *("fingerprint", "flag_values", "foreign_flags", "histogram", "listen", "logs", "measure"),
-        *("memory", "metrics", "model_source", "models.awq", "models.calibration"),
-        *("models.quantization", "precompile", "scheduler", "serve", "server", "simulator"),
-        *("startup", "step_times", "structured", "tls", "tokenizer", "tracing", "weights"),
-    )
+_OURS = (
+    *("api", "batch", "config", "executable_cache", "executables", "kv_cache", "models/qwen3"),
+    *("models/rope", "plan", "prompt_scores", "runner", "sequence_state", "slot_tables", "step"),
 )
-"""Parts of jaxserve that no compiled program depends on: `tests/test_layering.py` checks it."""
+"""Parts of jaxserve that programs depend on, and no others: `tests/test_layering.py` checks it."""
 
 
 def program_key(
@@ -80,14 +75,12 @@ def sources_digest() -> str:
 
 def program_sources() -> Iterator[tuple[str, Path]]:
     """(name, file) of every source file that programs may depend on, in a fixed order."""
-    for package in (jaxserve, jaxserve_kernels):
-        root = Path(package.__path__[0])
-        for path in sorted(root.rglob("*")):
-            name = path.relative_to(root)
-            parts = name.with_suffix("").parts
-            wanted = NOT_IN_PROGRAMS.isdisjoint((parts[0], ".".join(parts)))
-            if path.suffix in (".py", ".json") and wanted:
-                yield f"{package.__name__}/{name.as_posix()}", path
+    for name in _OURS:
+        yield f"jaxserve/{name}.py", Path(jaxserve.__path__[0], f"{name}.py")
+    root = Path(jaxserve_kernels.__path__[0])
+    for path in sorted(root.rglob("*")):
+        if path.suffix in (".py", ".json"):
+            yield f"jaxserve_kernels/{path.relative_to(root).as_posix()}", path
 
 
 def _describe(params: Any) -> list[str]:
