@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import pickle
 import stat
@@ -25,6 +26,10 @@ from typing import Any
 
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+from jaxserve_kernels import records, target
+
+log = logging.getLogger(__name__)
 
 type Executable = jax.stages.Compiled
 
@@ -50,8 +55,20 @@ class Program:
     """What else the compiled code depends on, static arguments for example."""
 
     def compile(self) -> Executable:
+        """For the current target. Where jaxlib does not take the machine code that calls of Triton
+        kernels share, it assembles each itself."""
+        try:
+            return self._lowered().compile()
+        except jax.errors.JaxRuntimeError as error:
+            if target.current().implementation != "triton" or records.hold_source():
+                raise
+            log.warning("%s is compiled again, with PTX in every call: %s", self.name, error)
+            with records.with_source():
+                return self._lowered().compile()
+
+    def _lowered(self) -> jax.stages.Lowered:
         named = _named(self.function, self.name)
-        return jax.jit(named, donate_argnums=self.donated).lower(*self.arguments).compile()
+        return jax.jit(named, donate_argnums=self.donated).lower(*self.arguments)
 
     @property
     def digest(self) -> str:

@@ -14,7 +14,7 @@ import triton.backends.nvidia.driver as nvidia_driver
 from jax.interpreters import mlir
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from jaxserve_kernels import ptxas, target
+from jaxserve_kernels import ptxas, records, target
 
 # jax-triton 0.4 asks for Triton 3.7; with 3.6 its import needs one constant and its tensor
 # descriptors one key less. Both are no-ops on 3.7.
@@ -42,22 +42,26 @@ _carried: ContextVar[set[str]] = ContextVar("carried")
 
 
 class _Kernel(NamedTuple):
-    """What the calls of a kernel record of it."""
+    """What the calls of a kernel may record of it."""
 
-    record: Any
-    code: str
-    """Names the machine code; empty if the record holds PTX instead."""
-    with_code: bytes
+    source: Any
+    """A record with PTX."""
+    code: str = ""
+    """Names the machine code; empty if there is no assembler."""
+    named: Any = None
+    """A record with the name in place of PTX."""
+    with_code: bytes = b""
     """What a record that brings the machine code has at its end."""
 
 
 def _kernel(*args: Any) -> _Kernel:
-    """A kernel's record without its Triton source form, and with machine code in place of PTX.
+    """A kernel's records, without its Triton source form.
 
     Each of the 300 calls of a step has a copy of the record, in its program's text and twice in the
     call itself, in memory as long as the program. jaxlib takes machine code that a record brings,
     and keeps it by the record's PTX, of which a digest serves as well. So one call of a program
-    brings the code and the others its name: XLA makes the calls of a program in their order.
+    brings the code and the others its name. The one must be made before the others: it is the first
+    that is traced, and in a step all later ones need its result.
     A kernel that the card could not start is refused here, where no card is needed.
     """
     name, num_warps, num_ctas, shared_memory, ptx, _ttir, capability, *rest = args
@@ -67,35 +71,34 @@ def _kernel(*args: Any) -> _Kernel:
             f"the kernel {name} asks for {shared_memory:,} bytes of shared memory, and a GPU of "
             f"compute capability {capability / 10} has {most:,}: use smaller blocks or fewer stages"
         )
-    cubin = ptxas.assemble(ptx, capability)
     launch = (name, num_warps, num_ctas, shared_memory)
+    source = _TritonKernel(*launch, ptx, "", capability, *rest)
+    cubin = None if records.hold_source() else ptxas.assemble(ptx, capability)
     if cubin is None:
-        return _Kernel(_TritonKernel(*launch, ptx, "", capability, *rest), "", b"")
+        return _Kernel(source)
     image = _field(1, cubin) + _field(2, name.encode()) + _number(3, shared_memory)
     code = hashlib.sha256(image).hexdigest()
-    return _Kernel(
-        _TritonKernel(*launch, code, "", capability, *rest),
-        code,
-        _field(1, _field(1, _field(11, image))),
-    )
+    named = _TritonKernel(*launch, code, "", capability, *rest)
+    return _Kernel(source, code, named, _field(1, _field(1, _field(11, image))))
 
 
 class _KernelCall:
     """In place of jaxlib's TritonKernelCall."""
 
     def __init__(self, kernel: _Kernel, *args: Any):
-        self._kernel = kernel
-        self._call = _TritonKernelCall(kernel.record, *args)
+        self._kernel, self._args = kernel, args
 
     def to_proto(self, name: str, metadata: bytes) -> bytes:
         """TritonAnyKernelCall of jaxlib/gpu/triton.proto. What stands twice in a message is merged
         when it is read, so that fields can be added at its end."""
-        record = self._call.to_proto(name, metadata)
-        carried = _carried.get()
-        if self._kernel.code in carried:
+        kernel, carried = self._kernel, _carried.get()
+        if not kernel.code or records.hold_source():
+            return _TritonKernelCall(kernel.source, *self._args).to_proto(name, metadata)
+        record = _TritonKernelCall(kernel.named, *self._args).to_proto(name, metadata)
+        if kernel.code in carried:
             return record
-        carried.add(self._kernel.code)
-        return record + self._kernel.with_code
+        carried.add(kernel.code)
+        return record + kernel.with_code
 
 
 def _field(number: int, content: bytes) -> bytes:
