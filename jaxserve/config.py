@@ -23,6 +23,10 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    """The bounds between fast and slow rotations are whole pairs."""
 
     def __post_init__(self) -> None:
         if self.factor < 1.0:
@@ -30,10 +34,14 @@ class YarnScaling:
 
     @property
     def score_scale(self) -> float:
-        """Factor on the rotated queries and keys: 0.1 ln(factor) + 1 unless given."""
+        """Factor on the rotated queries and keys: 0.1 ln(factor) + 1 unless given, or the ratio of
+        that with each logarithm times `mscale` and `mscale_all_dim`, as DeepSeek's models have."""
         if self.attention_factor is not None:
             return self.attention_factor
-        return 0.1 * math.log(self.factor) + 1.0
+        log = 0.1 * math.log(self.factor)
+        if self.mscale and self.mscale_all_dim:
+            return (self.mscale * log + 1.0) / (self.mscale_all_dim * log + 1.0)
+        return log + 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +130,14 @@ class ModelSpec:
         )
 
 
+_YARN_FIELDS = frozenset(
+    (
+        *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
+        *("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    )
+)
+
+
 def _unsupported(config: Mapping[str, Any]) -> list[str]:
     """What in a Hugging Face config this engine would compute wrongly."""
     problems: list[str] = []
@@ -141,6 +157,11 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, YarnScaling | None]:
     """RoPE base and scaling; transformers 5 writes `rope_parameters`, earlier ones two fields."""
     rope = dict(config.get("rope_scaling") or {})
     rope.update(config.get("rope_parameters") or {})
+    partial = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise ConfigError(
+            f"config.json: partial_rotary_factor is {partial}, but all of a head is rotated here"
+        )
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
@@ -153,12 +174,17 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, YarnScaling | None]:
             "config.json: YaRN needs 'factor' and 'original_max_position_embeddings', "
             f"found {sorted(rope)}"
         )
+    if unknown := sorted(name for name in rope.keys() - _YARN_FIELDS if rope[name] is not None):
+        raise ConfigError(f"config.json: YaRN with {', '.join(unknown)} is not supported")
     return theta, YarnScaling(
         factor=float(rope["factor"]),
         original_max_position=int(original),
         beta_fast=float(rope.get("beta_fast") or 32.0),
         beta_slow=float(rope.get("beta_slow") or 1.0),
         attention_factor=rope.get("attention_factor"),
+        mscale=rope.get("mscale"),
+        mscale_all_dim=rope.get("mscale_all_dim"),
+        truncate=rope.get("truncate") is not False,
     )
 
 

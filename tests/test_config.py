@@ -115,6 +115,19 @@ def test_yarn_details_are_kept() -> None:
     assert spec.rope_scaling.score_scale == 0.5
 
 
+def test_yarn_scores_as_deepseek_has_them() -> None:
+    """transformers' _compute_yarn_parameters: only with both is their ratio taken."""
+    yarn = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
+    both = ModelSpec.from_hf(
+        QWEN3_4B | {"rope_scaling": yarn | {"mscale": 1.0, "mscale_all_dim": 0.707}}
+    )
+    one = ModelSpec.from_hf(QWEN3_4B | {"rope_scaling": yarn | {"mscale": 1.0}})
+    assert both.rope_scaling is not None and one.rope_scaling is not None
+    log = 0.1 * math.log(40.0)
+    assert both.rope_scaling.score_scale == pytest.approx((log + 1) / (0.707 * log + 1))
+    assert one.rope_scaling.score_scale == log + 1
+
+
 def test_yarn_without_an_original_length_takes_the_configured_one() -> None:
     spec = ModelSpec.from_hf(QWEN3_4B | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}})
     assert spec.rope_scaling == YarnScaling(factor=2.0, original_max_position=40960)
@@ -143,6 +156,11 @@ def test_absent_fields_mean_what_transformers_means() -> None:
         ({"head_dim": 127}, "head_dim must be even for RoPE, got 127"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope type is 'linear', supported"),
         ({"rope_scaling": {"type": "yarn"}}, "YaRN needs 'factor'"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, "attn_factor": 1.2}},
+            "YaRN with attn_factor is not supported",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "YaRN factor must be at least 1"),
     ],
 )

@@ -38,8 +38,10 @@ def _yarn(frequencies: np.ndarray, yarn: YarnScaling, dim: int, theta: float) ->
         turns = yarn.original_max_position / (rotations * 2 * math.pi)
         return dim * math.log(turns) / (2 * math.log(theta))
 
-    low = max(math.floor(pair_with(yarn.beta_fast)), 0)
-    high = min(math.ceil(pair_with(yarn.beta_slow)), dim - 1)
+    low, high = pair_with(yarn.beta_fast), pair_with(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     width = max(high - low, 1e-3)
     slow = np.clip((np.arange(dim // 2) - low) / width, 0.0, 1.0)
     return frequencies * (1 - slow) + frequencies / yarn.factor * slow

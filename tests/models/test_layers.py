@@ -133,6 +133,20 @@ def test_yarn_keeps_fast_rotations_and_slows_down_slow_ones() -> None:
     assert (np.diff(ratio) >= -1e-6).all() and (~fast & ~slow).any()
 
 
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_blends_between_the_pairs_that_turn_often_and_rarely(truncate: bool) -> None:
+    """In equal steps from one to the other; whole pairs only if they are truncated."""
+    yarn = replace(YARN, truncate=truncate)
+    plain, scaled = rope_frequencies(LONG), rope_frequencies(replace(LONG, rope_scaling=yarn))
+    turns = np.log(plain * YARN.original_max_position / (2 * math.pi))
+    pairs = np.arange(64)
+    low, high = (np.interp(-math.log(turn), -turns, pairs) for turn in (32.0, 1.0))
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    slow = np.clip((pairs - low) / (high - low), 0, 1)
+    np.testing.assert_allclose(scaled, plain * (1 - slow + slow / YARN.factor), rtol=1e-5)
+
+
 def test_yarn_sharpens_attention() -> None:
     """0.1 ln(4) + 1 on queries and on keys, unless the checkpoint says otherwise."""
     positions = jnp.asarray([0], jnp.int32)
