@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 import triton
 import triton.backends.nvidia.driver as nvidia_driver
+from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
@@ -37,8 +38,45 @@ _MOST_SHARED_MEMORY = {
 }  # fmt: skip
 """Bytes that one block may have, by compute capability."""
 
-_carried: ContextVar[set[str]] = ContextVar("carried")
-"""Names of the machine codes that calls lowered so far have brought into the program."""
+
+class _Codes:
+    """Which machine codes a value of a program that is lowered needs, through all before it."""
+
+    def __init__(self) -> None:
+        self._of: dict[Any, frozenset[str]] = {}
+
+    def before(self, values: Iterable[Any]) -> frozenset[str]:
+        """Names of the codes that calls have brought on whose results the values depend."""
+        owners = [value.owner for value in values]
+        todo = list(owners)
+        while todo:
+            known = {each: self._of.get(each) for each in _operations_before(todo[-1])}
+            unknown = [each for each, codes in known.items() if codes is None]
+            if unknown:
+                todo += unknown
+            else:
+                self._of.setdefault(todo.pop(), frozenset().union(*filter(None, known.values())))
+        return frozenset().union(*(self._of[owner] for owner in owners))
+
+    def add(self, operation: Any, codes: frozenset[str]) -> None:
+        self._of[operation] = codes
+
+
+def _operations_before(operation: Any) -> list[Any]:
+    """Those that make its operands; arguments of functions and loops have none."""
+    operands = () if isinstance(operation, ir.Block) else operation.operands
+    return [value.owner for value in operands]
+
+
+class _Call:
+    """One that is lowered."""
+
+    def __init__(self, codes: frozenset[str]):
+        self.codes = codes
+        """What calls before it have brought, and itself."""
+
+
+_call: ContextVar[_Call] = ContextVar("call")
 
 
 class _Kernel(NamedTuple):
@@ -59,9 +97,9 @@ def _kernel(*args: Any) -> _Kernel:
 
     Each of the 300 calls of a step has a copy of the record, in its program's text and twice in the
     call itself, in memory as long as the program. jaxlib takes machine code that a record brings,
-    and keeps it by the record's PTX, of which a digest serves as well. So one call of a program
-    brings the code and the others its name. The one must be made before the others: it is the first
-    that is traced, and in a step all later ones need its result.
+    and keeps it by the record's PTX, of which a digest serves as well. So a call brings the code,
+    and those that depend on its result name it: in whichever order XLA makes the calls of a
+    program, it makes them later.
     A kernel that the card could not start is refused here, where no card is needed.
     """
     name, num_warps, num_ctas, shared_memory, ptx, _ttir, capability, *rest = args
@@ -91,13 +129,13 @@ class _KernelCall:
     def to_proto(self, name: str, metadata: bytes) -> bytes:
         """TritonAnyKernelCall of jaxlib/gpu/triton.proto. What stands twice in a message is merged
         when it is read, so that fields can be added at its end."""
-        kernel, carried = self._kernel, _carried.get()
+        kernel, call = self._kernel, _call.get()
         if not kernel.code or records.hold_source():
             return _TritonKernelCall(kernel.source, *self._args).to_proto(name, metadata)
         record = _TritonKernelCall(kernel.named, *self._args).to_proto(name, metadata)
-        if kernel.code in carried:
+        if kernel.code in call.codes:
             return record
-        carried.add(kernel.code)
+        call.codes |= {kernel.code}
         return record + kernel.with_code
 
 
@@ -119,15 +157,18 @@ def _varint(value: int) -> bytes:
 
 
 def _lower(context: Any, *args: Any, **kwargs: Any) -> Any:
-    """As jax-triton does, knowing which program the call is of."""
-    shared = context.module_context.cached_primitive_lowerings
-    token = _carried.set(shared.setdefault(_carried, set()))
+    """As jax-triton does, knowing what the program has brought before."""
+    codes = context.module_context.cached_primitive_lowerings.setdefault(_Codes, _Codes())
+    call = _Call(codes.before(args))
+    token = _call.set(call)
     try:
-        return triton_lib.triton_kernel_call_lowering(
+        results = triton_lib.triton_kernel_call_lowering(
             triton_lib.make_cuda_target, context, *args, **kwargs
         )
     finally:
-        _carried.reset(token)
+        _call.reset(token)
+    codes.add(results[0].owner, call.codes)
+    return results
 
 
 _library.TritonKernel = _kernel

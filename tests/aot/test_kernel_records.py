@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,14 @@ def gpu() -> NamedSharding:
 
 
 def norms(calls: int) -> list[bytes]:
-    """The records of a program's calls of one kernel, as jaxlib reads them."""
-    program = jax.jit(functools.partial(chain, calls=calls))
+    """The records of so many calls of one kernel, each on the result of the one before."""
+    return records_of(functools.partial(chain, calls=calls))
+
+
+def records_of(function: Callable[..., Any]) -> list[bytes]:
+    """The records of a program's calls, as jaxlib reads them."""
     with target.use(target.Target("triton", compute_capability=90)):
-        lowered = program.trace(*ARGUMENTS).lower(lowering_platforms=("cuda",))
+        lowered = jax.jit(function).trace(*ARGUMENTS).lower(lowering_platforms=("cuda",))
     main = lowered.compiler_ir().body.operations[0]
     attributes = (each.attributes for each in main.regions[0].blocks[0].operations)
     configs = [each["mhlo.backend_config"] for each in attributes if "call_target_name" in each]
@@ -68,6 +73,18 @@ def test_one_call_of_a_program_brings_the_code_and_the_others_name_it() -> None:
     for other in others:
         assert first.startswith(other)
         assert len(other) < 200
+
+
+def test_calls_that_do_not_depend_on_each_other_both_bring_the_code() -> None:
+    """XLA may make either of them first."""
+
+    def apart(x: jax.Array, update: jax.Array, weight: jax.Array) -> Any:
+        one = add_rms_norm(x, update[None], weight, eps=1e-6)
+        other = add_rms_norm(update, x[None], weight, eps=1e-6)
+        return add_rms_norm(one[0], other[0][None], weight, eps=1e-6)
+
+    first, second, after = records_of(apart)
+    assert CODE in first and CODE in second and CODE not in after
 
 
 def test_every_program_brings_the_code_itself() -> None:
