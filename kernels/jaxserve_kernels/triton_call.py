@@ -39,6 +39,9 @@ _MOST_SHARED_MEMORY = {
 """Bytes that one block may have, by compute capability."""
 
 
+_BARRIER = "stablehlo.optimization_barrier"
+
+
 class _Codes:
     """Which machine codes a value of a program that is lowered needs, through all before it."""
 
@@ -47,7 +50,7 @@ class _Codes:
 
     def before(self, values: Iterable[Any]) -> frozenset[str]:
         """Names of the codes that calls have brought on whose results the values depend."""
-        owners = [value.owner for value in values]
+        owners = [_maker(value) for value in values]
         todo = list(owners)
         while todo:
             known = {each: self._of.get(each) for each in _operations_before(todo[-1])}
@@ -65,7 +68,15 @@ class _Codes:
 def _operations_before(operation: Any) -> list[Any]:
     """Those that make its operands; arguments of functions and loops have none."""
     operands = () if isinstance(operation, ir.Block) else operation.operands
-    return [value.owner for value in operands]
+    return [_maker(value) for value in operands]
+
+
+def _maker(value: Any) -> Any:
+    """The operation that makes a value, or the block whose argument it is. A barrier makes nothing:
+    XLA removes it, and what it tied together is in no order any more."""
+    while not isinstance(value.owner, ir.Block) and value.owner.name == _BARRIER:
+        value = value.owner.operands[ir.OpResult(value).result_number]
+    return value.owner
 
 
 class _Call:

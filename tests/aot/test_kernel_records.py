@@ -80,6 +80,7 @@ def test_calls_that_do_not_depend_on_each_other_both_bring_the_code() -> None:
 
     def apart(x: jax.Array, update: jax.Array, weight: jax.Array) -> Any:
         one = add_rms_norm(x, update[None], weight, eps=1e-6)
+        update, _ = jax.lax.optimization_barrier((update, one[0]))  # XLA removes it
         other = add_rms_norm(update, x[None], weight, eps=1e-6)
         return add_rms_norm(one[0], other[0][None], weight, eps=1e-6)
 
