@@ -154,10 +154,8 @@ class Updates(NamedTuple):
 
 
 def _updates(plan: StepPlan, width: int) -> Iterator[tuple[int, int]]:
-    starts = {row.slot: row.start for row in plan.rows} if plan.admissions else {}
     for admission in plan.admissions:
         base = admission.slot * width
-        yield base + sequence_state.CACHED, starts.get(admission.slot, 0)
         for column, value in sequence_state.columns(admission.params):
             yield base + column, value
     for slot, position, page in plan.pages:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
-from jaxserve import heap, kv_cache, memory, slot_tables
+from jaxserve import heap, kv_cache, kv_scales, memory, slot_tables
 from jaxserve.cli import Options
 from jaxserve.config import Buckets, CacheConfig, ConfigError, ModelSpec, SchedulerConfig
 from jaxserve.engine import Parts, Progress
@@ -31,9 +32,16 @@ from jaxserve.models import qwen3
 from jaxserve.runner import Pending, Runner, RunnerConfig, on_compile, programs
 from jaxserve.scheduler import Scheduler
 from jaxserve.startup import Timeline
-from jaxserve.weights import WeightPlan, plan_weights, weight_loader
+from jaxserve.weights import WeightPlan, plan_weights, read_calibration, weight_loader
+from jaxserve_checkpoints.reader import open_checkpoint
 from jaxserve_checkpoints.staging import StagingProgram
-from jaxserve_kernels.kv_format import KVFormat, expanded_tokens, max_chunk_context, named
+from jaxserve_kernels.kv_format import (
+    KVFormat,
+    expanded_tokens,
+    has_scales,
+    max_chunk_context,
+    named,
+)
 from jaxserve_kernels.paged_attention import tile_tokens
 
 log = logging.getLogger(__name__)
@@ -98,6 +106,7 @@ def plan_engine(options: Options, source: ModelSource) -> EnginePlan:
     size, limit = memory.tree_bytes(weights.encoded), memory.device_limit(device)
     budget = options.kv_cache_memory_bytes
     kv_format = named(options.kv_cache_dtype)
+    _check_calibration(options, kv_format)
     if gpu:
         left = memory.plan_gpu_cache(
             spec,
@@ -191,7 +200,8 @@ def build_parts(
         params = weights.result()
     runner = Runner(plan.config, params, metrics)
     with timeline.span("warming"):
-        _with_memory_errors(plan, lambda: runner.start(obtained.executables, progress))
+        prepare = functools.partial(_set_kv_scales, options, source, plan.config)
+        _with_memory_errors(plan, lambda: runner.start(obtained.executables, progress, prepare))
     with timeline.span("timing"):
         times = step_times(runner, plan.config, plan.cache.folder / _STEP_TIMES)
     with timeline.span("trimming"):
@@ -199,6 +209,30 @@ def build_parts(
     _report(plan, runner, obtained, metrics)
     watch.serving = True
     return Parts(Scheduler(plan.config.scheduler, plan.config.cache, times=times), runner)
+
+
+def _set_kv_scales(
+    options: Options, source: ModelSource, config: RunnerConfig, runner: Runner
+) -> None:
+    """For a format that has scales: those that a text shows to fit, the checkpoint's, or 1."""
+    if not has_scales(config.kv_format):
+        return
+    if options.calculate_kv_scales:
+        text = read_calibration(options.calibration) if options.calibration else kv_scales.TEXT
+        ids = source.tokenizer.encode(text)
+        scales, origin = kv_scales.calculated(runner, config, ids), f"from {len(ids)} tokens"
+    else:
+        files = open_checkpoint(source.folder) if source.folder else None
+        scales, origin = files and kv_scales.stored(files, config.spec), "from the checkpoint"
+        if scales is not None:
+            runner.use_kv_scales(scales)
+    if scales is None:
+        log.info("scales of the KV cache: 1, so keys and values end at 448")
+    else:
+        log.info(
+            "scales of the KV cache: %s, keys end at %.3g to %.3g, values at %.3g to %.3g",
+            *(origin, *(448 * f(scales[:, :, kind]) for kind in (0, 1) for f in (np.min, np.max))),
+        )
 
 
 def _refuse_missing(plan: EnginePlan, lacking: Mapping[str, str]) -> None:
@@ -277,6 +311,18 @@ class _Both:
         with self._lock:
             self._phase, self._executables = phase, fraction
             self._report(phase, (self._weights + self._executables) / 2)
+
+
+def _check_calibration(options: Options, kv_format: KVFormat) -> None:
+    """ConfigError: flags that would have no effect, or a text that cannot be read."""
+    if options.calculate_kv_scales and not has_scales(kv_format):
+        raise ConfigError(
+            f"--calculate-kv-scales is for --kv-cache-dtype fp8_e4m3, not for {kv_format.name}"
+        )
+    if options.calibration and not options.calculate_kv_scales:
+        raise ConfigError("--calibration is a text for --calculate-kv-scales, which is missing")
+    if options.calibration:
+        read_calibration(options.calibration)
 
 
 def _cache_folder(options: Options) -> Path:

@@ -52,6 +52,7 @@ class Options:
     scheduling_policy: str
     slo_ttft_ms: float | None
     kv_cache_dtype: str
+    calculate_kv_scales: bool
     block_size: int | None
     enable_prefix_caching: bool
     kv_cache_memory_bytes: int | None
@@ -93,6 +94,7 @@ class Options:
     """Of `convert`: where the converted checkpoint goes."""
     quantization_method: str | None = None
     calibration: Path | None = None
+    """A text that the model reads, for `convert` or for scales of the KV cache."""
 
 
 type _AddArgument = Callable[..., argparse.Action]
@@ -344,6 +346,13 @@ def _add_engine_flags(add: _AddArgument) -> None:
         default="auto",
         help="how keys and values are kept; auto: in --dtype",
     )
+    add(
+        "--calculate-kv-scales",
+        action="store_true",
+        help="the KV cache's scales in fp8 by what the model computes for a text, in place of the "
+        "checkpoint's, or of 1",
+    )
+    add("--calibration", type=Path, help="the text for it, a UTF-8 file; without one a short one")
     add(
         "--scheduling-policy",
         choices=POLICIES,

@@ -226,6 +226,9 @@ class CacheConfig:
     page_size: int = 16
     identity: str = ""
     """What keys and values depend on beside tokens and positions: the model and their format."""
+    own_tokens: int = 0
+    """At its beginning, in whole pages, that each sequence computes itself, found in the prefix
+    cache or not: the format keeps them for each slot as well."""
 
     def __post_init__(self) -> None:
         if self.num_pages < 2:

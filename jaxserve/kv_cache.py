@@ -5,7 +5,7 @@ from __future__ import annotations
 from jax.typing import DTypeLike
 
 from jaxserve.config import CacheConfig, ConfigError, ModelSpec
-from jaxserve_kernels.kv_format import CacheShape, KVFormat, fixed_bytes, page_bytes
+from jaxserve_kernels.kv_format import CacheShape, KVFormat, fixed_bytes, own_tokens, page_bytes
 
 
 def shape(spec: ModelSpec, cache: CacheConfig, max_num_seqs: int) -> CacheShape:
@@ -48,4 +48,6 @@ def fit_pages(
             f"{(needed * each + fixed) / 2**30:.2f} GiB{beside}; lower --max-model-len{fewer} "
             "or free memory"
         )
-    return CacheConfig(num_pages=pages, page_size=one_page.page_size)
+    return CacheConfig(
+        num_pages=pages, page_size=one_page.page_size, own_tokens=own_tokens(kv_format)
+    )

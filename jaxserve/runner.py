@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
+from numpy.typing import NDArray
 
 from jaxserve import batch, kv_cache, prompt_scores, sequence_state, slot_tables
 from jaxserve.batch import Bucket, Updates
@@ -23,7 +24,14 @@ from jaxserve.models import qwen3
 from jaxserve.plan import Sampled, StepPlan
 from jaxserve.prompt_scores import PromptScorer
 from jaxserve.step import DeviceState, run_step
-from jaxserve_kernels.kv_format import AUTO, CacheShape, KVFormat
+from jaxserve_kernels.kv_format import (
+    AUTO,
+    CacheShape,
+    KVFormat,
+    has_scales,
+    largest_magnitudes,
+    with_scales,
+)
 from jaxserve_kernels.sampler import SlotTables
 
 _FLUSH_UPDATES = 4096
@@ -35,6 +43,8 @@ _MIXED_EXTRA_UPDATES = 256
 _CHUNK_TOKENS = 8
 """A step whose chunks are shorter on average may need a larger bucket than its tokens do: tiles
 that are never used cost time, and room for any split would be mostly that."""
+
+_LARGEST = "kv_largest"
 
 _KERNELS = (" fusion(", " custom-call(", " copy(", " dot(", " reduce(", " gather(", " scatter(")
 """Instructions of a compiled program that launch a kernel."""
@@ -146,10 +156,12 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
         )
 
     updates = _abstract((2 * _FLUSH_UPDATES,), jnp.int32)
+    scaled = has_scales(config.kv_format)
     return [
         *(step(bucket) for bucket in config.all_buckets()),
         Program(name="flush", function=_flush, arguments=(state.sequences, updates), donated=(0,)),
         Program(name="state", function=empty, arguments=(), details=repr(state)),
+        *([Program(name=_LARGEST, function=largest_magnitudes, arguments=(state.kv,))] * scaled),
         *slot_tables.programs(config.tables),
         *prompt_scores.programs(
             params,
@@ -173,6 +185,7 @@ class Runner:
         self._buckets = config.all_buckets()
         self._steps: dict[Bucket, Any] = {}
         self._width = config.sequences_shape[1]
+        self._kv_scales: NDArray[np.float32] | None = None
 
     def compile(self, workers: int, progress: Callable[[str, float], None]) -> None:
         """Compile everything on so many threads, then `start`; nothing is kept on disk."""
@@ -180,7 +193,10 @@ class Runner:
         self.start(obtained.executables, progress)
 
     def start(
-        self, executables: Mapping[str, Executable], progress: Callable[[str, float], None]
+        self,
+        executables: Mapping[str, Executable],
+        progress: Callable[[str, float], None],
+        prepare: Callable[[Runner], None] = lambda runner: None,
     ) -> None:
         """Take the executables of `programs`, allocate the state, run every bucket.
 
@@ -189,12 +205,15 @@ class Runner:
 
         Args:
           progress: called with "warming" and the fraction done.
+          prepare: called in between, when steps can run and none has: sets scales of the cache.
         """
         self._steps = {bucket: executables[_step_name(bucket)] for bucket in self._buckets}
         self._flush, self._zero_state = executables["flush"], executables["state"]
         self._uploads = slot_tables.Uploads(self._config.tables, executables)
         self._scorer = PromptScorer(executables, rows=self._config.scheduler.max_num_seqs)
+        self._largest = executables.get(_LARGEST)
         self._state = self._fresh_state()
+        prepare(self)
         for done, bucket in enumerate(self._buckets, start=1):
             self._warm(bucket)
             progress("warming", done / len(self._buckets))
@@ -250,13 +269,26 @@ class Runner:
             buffer.delete()  # there is no room for a second cache beside the first
         self._state = self._fresh_state()
 
+    def use_kv_scales(self, scales: NDArray[np.float32]) -> None:
+        """From now on, for a format that has them; see `kv_format.with_scales`."""
+        self._kv_scales = scales
+        self._state = self._state._replace(kv=with_scales(self._state.kv, scales))
+
+    def largest_magnitudes(self) -> NDArray[np.float32]:
+        """Of the keys and values in the cache: see `kv_format.largest_magnitudes`."""
+        assert self._largest is not None
+        return np.asarray(self._largest(self._state.kv))
+
     def _bucket_for(self, plan: StepPlan) -> Bucket:
         """The smallest bucket of the plan's kind that holds it."""
         kind = "decode" if plan.decode_only else "mixed"
         return next(b for b in reversed(self._buckets) if b.kind == kind and b.holds(plan))
 
     def _fresh_state(self) -> DeviceState:
-        return jax.block_until_ready(self._zero_state())  # missing memory is missed here, not later
+        state = jax.block_until_ready(self._zero_state())  # missing memory is missed here
+        if self._kv_scales is None:
+            return state
+        return state._replace(kv=with_scales(state.kv, self._kv_scales))
 
     def _warm(self, bucket: Bucket) -> None:
         """Run a step of padding: allocations and graph recording happen here, not in serving."""

@@ -24,7 +24,7 @@ from jaxserve.api import SamplingParams
 from jaxserve_kernels.sampler import BIASED, MASKED, PENALISED
 
 LAST_TOKEN, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED = range(6)
-FEATURES, PRESENCE, FREQUENCY, REPETITION, CACHED = range(6, 11)
+FEATURES, PRESENCE, FREQUENCY, REPETITION = range(6, 10)
 PAGES = 16
 """First column of the page table: the columns before it are padded to 64 bytes."""
 

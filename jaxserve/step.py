@@ -95,7 +95,6 @@ def _locate(inputs: StepInputs, sequences: Array, *, page_size: int) -> qwen3.St
         offsets=positions % page_size,
         tiles=inputs.tiles,
         page_table=table,
-        cached=sequences[:, sequence_state.CACHED],
     )
     ids = jnp.where(inputs.token_ids == DECODE_TOKEN, last, inputs.token_ids)
     return qwen3.StepTokens(ids, places)

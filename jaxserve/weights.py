@@ -207,11 +207,7 @@ def _calibration(options: Options, source: ModelSource) -> np.ndarray | None:
             "--quantization-method awq needs --calibration FILE, a text to read, and no other "
             "method does"
         )
-    try:
-        text = options.calibration.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--calibration {options.calibration} cannot be read: {error}") from None
-    ids = source.tokenizer.encode(text)
+    ids = source.tokenizer.encode(read_calibration(options.calibration))
     length = min(_CALIBRATION_TOKENS, len(ids))
     if length < _LEAST_TOKENS:
         raise ConfigError(
@@ -220,6 +216,14 @@ def _calibration(options: Options, source: ModelSource) -> np.ndarray | None:
         )
     count = min(len(ids) // length, _CALIBRATION_SEQUENCES)
     return np.array(ids[: count * length], np.int32).reshape(count, length)
+
+
+def read_calibration(path: Path) -> str:
+    """The text of `--calibration`. ConfigError: it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--calibration {path} cannot be read: {error}") from None
 
 
 def _open(folder: Path, wanted: Quantization) -> Stored:

@@ -189,7 +189,6 @@ def step_tokens(
         offsets=positions % page_size,
         tiles=tiles,
         page_table=np.stack([table, np.zeros_like(table)]).astype(np.int32),
-        cached=np.zeros(2, np.int32),
     )
     ids: Any = np.pad(sequence[start:].astype(np.int32), padding)
     return StepTokens(ids, places)

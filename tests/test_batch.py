@@ -183,9 +183,7 @@ def test_padding_belongs_to_the_padding_slot_and_asks_for_nothing(
 def applied(plan: StepPlan) -> NDArray[np.int32]:
     """The state after a plan's changes, one by one."""
     state = np.full(STATE_SHAPE, -1, np.int32)
-    starts = {row.slot: row.start for row in plan.rows}
     for admission in plan.admissions:
-        state[admission.slot, sequence_state.CACHED] = starts.get(admission.slot, 0)
         for column, value in sequence_state.columns(admission.params):
             state[admission.slot, column] = value
     for slot, position, page in plan.pages:

@@ -49,6 +49,7 @@ LAYERS = (
         "jaxserve.batch",
         "jaxserve.bench",
         "jaxserve.fingerprint",
+        "jaxserve.kv_scales",
         "jaxserve.measure",
         "jaxserve.prompt_scores",
         "jaxserve.runner",

@@ -127,21 +127,42 @@ def forward(
     next_norms = [*(layer.attention_norm for layer in layers[1:]), params.final_norm]
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
         with jax.named_scope(f"layer_{index}"):
-            attended, kv = attend(
-                linear(normed, layer.qkv),
-                kv,
-                index,
-                (layer.q_norm, layer.k_norm),
-                tables,
-                tokens.places,
-                eps=spec.norm_eps,
-                tile_size=tile_size,
+            x, normed, kv = decoder_layer(
+                layer, next_norm, index, x, normed, kv, tables, tokens, spec, tile_size=tile_size
             )
-            update = linear(attended.reshape(x.shape[0], -1), layer.out)
-            x, normed = add_rms_norm(x, update, layer.mlp_norm, spec.norm_eps)
-            update = linear(gated_linear(normed, layer.gate_up), layer.down)
-            x, normed = add_rms_norm(x, update, next_norm, spec.norm_eps)
     return normed, end_step(kv, tokens.places, tile_size=tile_size)
+
+
+def decoder_layer(
+    layer: Layer,
+    next_norm: Array,
+    index: int,
+    x: Array,
+    normed: Array,
+    kv: KV,
+    tables: tuple[Array, Array],
+    tokens: StepTokens,
+    spec: ModelSpec,
+    *,
+    tile_size: int,
+) -> tuple[Array, Array, KV]:
+    """Layer number `index` on x [tokens, embed], which comes with its norm and leaves with the next
+    one's: x, normed, and the cache."""
+    attended, kv = attend(
+        linear(normed, layer.qkv),
+        kv,
+        index,
+        (layer.q_norm, layer.k_norm),
+        tables,
+        tokens.places,
+        eps=spec.norm_eps,
+        tile_size=tile_size,
+    )
+    update = linear(attended.reshape(x.shape[0], -1), layer.out)
+    x, normed = add_rms_norm(x, update, layer.mlp_norm, spec.norm_eps)
+    update = linear(gated_linear(normed, layer.gate_up), layer.down)
+    x, normed = add_rms_norm(x, update, next_norm, spec.norm_eps)
+    return x, normed, kv
 
 
 def logits(params: Params, hidden: Array) -> Array:

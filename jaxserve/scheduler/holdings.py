@@ -19,12 +19,15 @@ class Holdings:
     that it has: each sequence writes from its first uncomputed position on, and a hit ends at a
     page's end. Who finds the page is planned later, or later in the same plan: in every layer a
     step writes all its keys and values before it reads any. A hit leaves at least one token to
-    compute, whose row samples. `fail` forgets what is published: the device has lost it.
+    compute, whose row samples. Where a format keeps the first tokens for each slot, a hit leaves
+    these as well, to be computed before the rest. `fail` forgets what is published: the device has
+    lost it.
     """
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig):
         self.pages = PagePool(cache.num_pages)
         self.page_size = cache.page_size
+        self._own_tokens = cache.own_tokens
         self._num_slots = config.max_num_seqs
         self._sharing = config.prefix_caching
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -47,7 +50,13 @@ class Holdings:
         if not self._sharing:
             return []
         most = seq.most_cached // self.page_size
-        return self.pages.find(seq.page_hashes(most, self.page_size))
+        found = self.pages.find(seq.page_hashes(most, self.page_size))
+        return found if len(found) * self.page_size > self._own_tokens else []
+
+    def cached_tokens(self, seq: Sequence) -> int:
+        """Of its tokens, those that it need not compute."""
+        found = len(self.cached_pages(seq)) * self.page_size
+        return found - self._own_tokens if found else 0
 
     def taken_by(self, seq: Sequence, hit: list[int]) -> int:
         """Free pages that `take` needs."""
@@ -62,6 +71,8 @@ class Holdings:
         self.most += self.most_of(seq)
         seq.shared = seq.published = len(hit)
         seq.computed = len(hit) * self.page_size
+        if hit and self._own_tokens:
+            seq.computed, seq.skip_from, seq.skip_to = 0, self._own_tokens, seq.computed
         seq.prefill_end = len(seq.tokens)
         seq.plain_until = 0
         return [PageEntry(seq.slot, index, page) for index, page in enumerate(seq.pages)]
@@ -95,6 +106,7 @@ class Holdings:
         seq.pages = []
         seq.slot = NO_SLOT
         seq.computed = seq.published = seq.shared = seq.plain_until = 0
+        seq.skip_from = seq.skip_to = 0
 
     def check(self, running: Collection[Sequence]) -> None:
         """AssertionError unless these sequences hold everything that is not free."""

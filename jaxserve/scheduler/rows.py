@@ -15,14 +15,16 @@ def decode_row(seq: Sequence) -> Row:
 
 
 def chunk_row(seq: Sequence, budget: int) -> Row:
-    """As much of the prefill as the budget allows, at least one token."""
+    """As much of the prefill as the budget allows, at least one token; not across a gap."""
     start = seq.computed
-    end = min(seq.prefill_end, start + budget)
+    end = min(seq.prefill_end, start + budget, seq.skip_from or seq.prefill_end)
     samples = end == seq.prefill_end
     logprobs = samples and seq.wants_logprobs
     mask = seq.mask if samples else None
     tokens = tuple(seq.tokens[start:end])
     seq.computed = end
+    if end == seq.skip_from:
+        seq.computed, seq.skip_from, seq.skip_to = seq.skip_to, 0, 0
     seq.in_flight += samples
     return Row(seq.id, seq.slot, start, tokens, samples, logprobs, mask, _scored(seq, start, end))
 

@@ -135,7 +135,7 @@ class Scheduler:
             ttft_slo=self._config.ttft_slo if request.ttft_slo is None else request.ttft_slo,
         )
         if self._config.policy == "slo":
-            seq.uncached -= len(self._holdings.cached_pages(seq)) * self._page_size
+            seq.uncached -= self._holdings.cached_tokens(seq)
         self._waiting.join(seq, now)
         self._next_id += 1
         self._live[seq.id] = self._by_request[seq.request_id] = seq
@@ -178,11 +178,11 @@ class Scheduler:
         for seq in prefilling:
             if budget and self._pages_of(min(seq.prefill_end, seq.computed + budget)) <= room:
                 budget -= self._plan_chunk(seq, budget, rows)
-                room -= self._pages_of(seq.computed)
+                room -= self._pages_of(rows[-1].start + rows[-1].num_tokens)
         while budget and (seq := self._admit(entries, room)):
             admissions.append(admission(seq))
             budget -= self._plan_chunk(seq, budget, rows)
-            room -= self._pages_of(seq.computed)
+            room -= self._pages_of(rows[-1].start + rows[-1].num_tokens)
         if not rows:
             return None
         return StepPlan(rows=tuple(rows), admissions=tuple(admissions), pages=tuple(entries))
@@ -238,12 +238,12 @@ class Scheduler:
 
     def _pending(self, prefilling: list[Sequence]) -> list[Pending]:
         """Prompts that this step could advance, as far as it may matter for the budget."""
-        pending = [Pending(seq.computed, seq.prefill_end - seq.computed) for seq in prefilling]
+        pending = [Pending(seq.computed, seq.to_prefill) for seq in prefilling]
         wanted, enough = sum(p.tokens for p in pending), 2 * self._config.max_num_batched_tokens
         for seq in itertools.islice(self._waiting.upcoming(), self._holdings.num_free_slots):
             if wanted >= enough or seq is self._blocked:
                 break
-            cached = len(self._holdings.cached_pages(seq)) * self._page_size
+            cached = self._holdings.cached_tokens(seq)
             pending.append(Pending(cached, len(seq.tokens) - cached))
             wanted += pending[-1].tokens
         return pending
@@ -278,7 +278,7 @@ class Scheduler:
         self._running[seq.id] = seq
         entries.extend(self._holdings.take(seq, hit))
         if seq.admitted < 0:
-            seq.admitted, seq.cached = now, seq.computed
+            seq.admitted, seq.cached = now, seq.prefill_end - seq.to_prefill
         return seq
 
     def commit(self, plan: StepPlan, sampled: Iterable[Sampled | None]) -> list[TokenEvent]:

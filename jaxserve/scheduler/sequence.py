@@ -63,7 +63,10 @@ class Sequence:
     slot: int = NO_SLOT
     pages: list[int] = field(default_factory=list[int])
     computed: int = 0
-    """Positions whose keys and values the plans made so far compute."""
+    """Positions whose keys and values the plans made so far compute, or that were there."""
+    skip_from: int = 0
+    """When so many are computed, those up to `skip_to` are there already. Both 0: none."""
+    skip_to: int = 0
     preemptions: int = 0
     """How often it gave its pages back and computed again."""
     in_flight: int = 0
@@ -118,6 +121,11 @@ class Sequence:
         return self.slot != NO_SLOT
 
     @property
+    def to_prefill(self) -> int:
+        """Known tokens that it has still to compute."""
+        return self.prefill_end - self.computed - (self.skip_to - self.skip_from)
+
+    @property
     def guided_to_wait(self) -> bool:
         """Whether what it may generate next is not known yet."""
         return self.guide is not None and (self.in_flight > 0 or not self.guide.ready)
@@ -166,4 +174,6 @@ class Sequence:
         assert self.computed <= len(self.pages) * page_size
         assert len(set(self.pages)) == len(self.pages)
         assert self.published <= len(self.pages)
-        assert self.published * page_size <= min(self.computed, len(self.tokens))
+        there = max(self.computed, self.skip_to)
+        assert self.published * page_size <= min(there, len(self.tokens))
+        assert self.computed < self.skip_from < self.skip_to or self.skip_from == self.skip_to == 0

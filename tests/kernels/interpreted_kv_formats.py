@@ -1,4 +1,4 @@
-"""The KV formats' kernels in Triton's interpreter. Takes minutes, so it is run by hand:
+"""The KV formats' kernels in Triton's interpreter:
 
 python -m pytest -p tests.kernels.interpreter tests/kernels/interpreted_kv_formats.py
 """
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxserve_kernels import target
-from jaxserve_kernels.kv_format import KVFormat, attend, end_step, named
+from jaxserve_kernels.kv_format import KVFormat, attend, chunks, end_step, named
 from jaxserve_kernels.kv_format.eight_bit import triton as eight_bit
 from jaxserve_kernels.kv_format.kvarn import KVarN
 from jaxserve_kernels.kv_format.kvarn import triton as kvarn
@@ -22,9 +22,17 @@ from tests.kernels.kv_steps import EPS, LAYER, Sequences
 
 GROUP = 16
 DECODE = ((33, 0, 15, 47), (1, 1, 1, 1), 1)
-"""Two of four tokens fill a page."""
-PREFILL = ((33, 0, 15, 31), (5, 40, 30, 1), 16)
+"""Two of four tokens fill a page, one of them its sequence's first."""
+PREFILL = ((18, 0, 31), (20, 33, 1), 16)
 """Chunks that begin and end inside pages and cross several; beside them a token that fills one."""
+
+
+@pytest.fixture(autouse=True)
+def small_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs one program after the other: as few as share the pages of a step, and
+    no more places than its chunks see."""
+    monkeypatch.setattr(chunks, "PROGRAMS", 4)
+    monkeypatch.setattr(chunks, "LEAST", 128)
 
 
 @pytest.mark.parametrize("work", [DECODE, PREFILL], ids=["decode", "prefill"])

@@ -117,7 +117,6 @@ class Sequences:
             offsets=ints(positions % self.page_size),
             tiles=columns(tiles)._replace(singles=columns(singles) if apart else None),
             page_table=ints(self.page_table),
-            cached=ints([0] * (spare + 1)),
         )
 
     def projections(self, step: AttentionStep, parts: int = 1, scale: float = 1.0) -> Projections:

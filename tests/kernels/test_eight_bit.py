@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from jaxserve_kernels.kv_format import attend, named
+from jaxserve_kernels.kv_format import attend, largest_magnitudes, named, with_scales
 from jaxserve_kernels.kv_format.eight_bit import reference
 from tests.kernels.kv_steps import EPS, LAYER, Sequences
 
@@ -43,6 +43,30 @@ def test_fp8_has_four_bits_of_mantissa_and_saturates(
     # Below 2**-6 the steps are those of the subnormal numbers, 2**-9.
     allowed = np.maximum(np.abs(clipped) / 16, scale * 2**-10)
     assert (np.abs(decoded - clipped) <= allowed * 1.0001).all()
+
+
+def test_fp8_rounds_the_same_with_any_scale_that_is_a_power_of_two_and_fits() -> None:
+    heads = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+    heads = np.where(np.abs(heads) < 2**-5, 1, heads)
+    plain, other = (
+        decode_fp8(encode_fp8(heads, scales), scales)
+        for scales in (np.full(64, scale, np.float32) for scale in (1, 2**-5))
+    )
+    np.testing.assert_array_equal(plain, other)
+
+
+def test_the_largest_magnitudes_are_those_of_all_pages_but_paddings() -> None:
+    shape = Sequences(lengths=(40,), page_size=4).shape
+    kv = with_scales(named("fp8_e4m3").allocate(shape, jnp.float32), np.full((2, 2, 2), 0.5))
+    rng = np.random.default_rng(0)
+    kept = rng.normal(size=(2, shape.pages, 2, 2, 4, 16)).astype(np.float32)
+    kept[:, 0] = 100
+    kept[1, 3, 1, 0, 2, 13] = -300  # beyond 448 * 0.5
+    words = encode_fp8(kept, np.full(kept.shape[:-1], 0.5, np.float32))
+    largest = largest_magnitudes(kv._replace(words=words))
+    expected = np.abs(kept[:, 1:]).max(axis=(1, 4, 5))
+    np.testing.assert_allclose(largest, np.minimum(expected, 224), rtol=1 / 15)
+    assert float(largest[1, 1, 0]) == 224
 
 
 def test_what_was_never_written_decodes_to_a_finite_number() -> None:

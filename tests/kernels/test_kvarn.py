@@ -132,19 +132,27 @@ def test_attention_sees_codes_between_the_sink_and_the_tail(value_bits: int) -> 
         np.testing.assert_allclose(out[position], expected, rtol=0, atol=5e-6)
 
 
-def test_a_sequence_that_found_its_beginning_in_the_cache_reads_its_codes() -> None:
-    """Its slot has no sink: page 0 is what another sequence has encoded."""
+def test_a_sequence_that_shares_pages_but_computes_the_first_one_gets_what_it_gets_alone() -> None:
     sequences = Sequences(lengths=(20, 20), page_size=4, head_dim=8)
     kv = KVarN(value_bits=4, group=4).allocate(sequences.shape, jnp.float32)
     run: Any = jax.jit(partial(attend, layer=LAYER, eps=EPS, tile_size=4))
-    first = sequences.step((0, 0), (12, 0), 4)
-    qkv, tables = sequences.projections(first)
-    _, kv = run(qkv, kv, norms=sequences.norms, tables=tables, step=first)
-    second = sequences.step((0, 8), (0, 6), 4)
-    table = np.array(second.page_table)
-    table[1, :2] = table[0, :2]
-    second = second._replace(page_table=jnp.asarray(table), cached=jnp.asarray([0, 8, 0]))
-    qkv, tables = sequences.projections(second)
-    stale = kv._replace(raw=kv.raw.at[:, 1].set(jnp.nan))  # of an earlier owner of the slot
-    out, _ = run(qkv, stale, norms=sequences.norms, tables=tables, step=second)
-    assert np.isfinite(out[:6]).all()
+
+    def compute(kv: Any, starts: tuple[int, int], counts: tuple[int, int], table: Any) -> Any:
+        """Both sequences have the same tokens."""
+        step = sequences.step(starts, counts, 4)
+        qkv, tables = sequences.projections(step._replace(slots=jnp.zeros_like(step.slots)))
+        pages = table[np.asarray(step.slots), np.asarray(step.positions) // 4]
+        step = step._replace(page_table=jnp.asarray(table), pages=jnp.asarray(pages))
+        return run(qkv, kv, norms=sequences.norms, tables=tables, step=step)
+
+    table = np.array(sequences.page_table)
+    alone, _ = compute(kv, (0, 0), (0, 18), table)
+    _, kv = compute(kv, (0, 0), (12, 0), table)
+    table[1, :3] = table[0, :3]
+    # Nobody reads the codes of a first page, nor what an earlier owner of the slot left.
+    kv = kv._replace(
+        raw=kv.raw.at[:, 1].set(jnp.nan), scales=kv.scales.at[:, table[0, 0]].set(jnp.nan)
+    )
+    _, kv = compute(kv, (0, 0), (0, 4), table)
+    out, _ = compute(kv, (0, 12), (0, 6), table)
+    np.testing.assert_allclose(out[:6], alone[12:18], rtol=0, atol=2e-5)

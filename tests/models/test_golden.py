@@ -89,7 +89,6 @@ def locate(tokens: Sequence[int], start: int, padded: int) -> qwen3.StepTokens:
         offsets=jnp.asarray(positions % PAGE_SIZE),
         tiles=QueryTiles(*(jnp.asarray(part, jnp.int32) for part in parts)),
         page_table=jnp.asarray(table),
-        cached=jnp.zeros(2, jnp.int32),
     )
     ids = jnp.asarray(np.pad(np.asarray(tokens, np.int32), (0, padded - count)))
     return qwen3.StepTokens(ids, places)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from jaxserve.runner import Runner
-from jaxserve_kernels.kv_format import KVFormat, named
+from jaxserve_kernels.kv_format import KVFormat, named, own_tokens
 from jaxserve_kernels.kv_format.kvarn import KVarN
 from tests.runner.test_equivalence import CONFIG, Solo, Workload, play, workloads
 from tests.tiny_model import COMPILES, make_runner
@@ -23,29 +24,34 @@ element to the next code. None of 319 differed with any format; a tile that is s
 early or late, changes most."""
 
 
+class Served(NamedTuple):
+    runner: Runner
+    kv_format: KVFormat
+
+
 @pytest.fixture(
     scope="module",
     params=[*FORMATS, *(pytest.param(other, marks=pytest.mark.slow) for other in MORE_FORMATS)],
     ids=lambda kv_format: kv_format.name,
 )
-def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     compiled = make_runner(replace(CONFIG, kv_format=request.param))
     before = COMPILES.count
-    yield compiled
+    yield Served(compiled, request.param)
     assert COMPILES.count == before, "something was compiled while serving"
 
 
-def different(runner: Runner, examples: int) -> tuple[int, int, int]:
-    """Of random workloads with joins, leaves, aborts, chunks and preemptions: requests whose
-    tokens are not those they get alone, all requests, preemptions."""
-    solo = Solo(runner)
+def different(served: Served, examples: int) -> tuple[int, int, int]:
+    """Of random workloads with joins, leaves, aborts, chunks, preemptions and prefix hits in scarce
+    pools: requests whose tokens are not those they get alone, all requests, preemptions."""
+    runner, solo = served.runner, Solo(served.runner)
     counts = [0, 0, 0]
 
     @settings(derandomize=True, max_examples=examples, suppress_health_check=list(HealthCheck))
     @given(work=workloads())
     def check(work: Workload) -> None:
-        # A KVarN sequence that finds its beginning in the prefix cache has no sink: see its test.
-        work = work._replace(config=replace(work.config, prefix_caching=False))
+        own = own_tokens(served.kv_format)
+        work = work._replace(cache=replace(work.cache, own_tokens=own))
         loop = play(work, runner)
         assert loop.scheduler.pages.num_free == work.cache.usable_pages
         counts[1] += len(work.arrivals)
@@ -59,13 +65,13 @@ def different(runner: Runner, examples: int) -> tuple[int, int, int]:
     return counts[0], counts[1], counts[2]
 
 
-def test_each_request_gets_the_tokens_it_would_get_alone(runner: Runner) -> None:
-    found, requests, _ = different(runner, examples=6)
+def test_each_request_gets_the_tokens_it_would_get_alone(served: Served) -> None:
+    found, requests, _ = different(served, examples=6)
     assert found <= MOST_DIFFERENT * requests, f"{found} of {requests}"
 
 
 @pytest.mark.slow
-def test_each_request_gets_its_tokens_in_many_workloads(runner: Runner) -> None:
-    found, requests, preemptions = different(runner, examples=200)
+def test_each_request_gets_its_tokens_in_many_workloads(served: Served) -> None:
+    found, requests, preemptions = different(served, examples=200)
     assert preemptions > 40
     assert found <= MOST_DIFFERENT * requests, f"{found} of {requests}"

@@ -28,6 +28,7 @@ def scheduler(
     queued: int = 1024,
     prefix_caching: bool = False,
     chunk_context: int | None = None,
+    own_tokens: int = 0,
 ) -> Scheduler:
     config = SchedulerConfig(
         max_num_seqs=seqs,
@@ -37,7 +38,7 @@ def scheduler(
         prefix_caching=prefix_caching,
         max_chunk_context=chunk_context,
     )
-    cache = CacheConfig(num_pages=pages + 1, page_size=page_size)
+    cache = CacheConfig(num_pages=pages + 1, page_size=page_size, own_tokens=own_tokens)
     return Scheduler(config, cache, lengths=Optimist(), clock=lambda: 1.0)
 
 

@@ -46,11 +46,15 @@ class FakeRunner:
         self.params: list[SamplingParams | None] = [None] * slots
         self.last_token: list[int | None] = [None] * slots
         self.launched = self.collected = 0
+        self.own_tokens = cache.own_tokens
+        self.own: list[int] = [0] * slots
+        """How many of its first tokens the sequence in each slot has computed itself."""
 
     def launch(self, plan: StepPlan) -> Pending:
         self._check_limits(plan)
         for admission in plan.admissions:
             self.params[admission.slot] = admission.params
+            self.own[admission.slot] = 0
         for slot, position, page in plan.pages:
             assert page != 0, "the padding page was given out"
             self.page_table[slot][position] = page
@@ -85,6 +89,8 @@ class FakeRunner:
         assert {*admitted, *(slot for slot, _ in entries)} <= set(slots)
 
     def _write(self, row: Row, tokens: tuple[int | None, ...]) -> None:
+        assert row.start <= self.own[row.slot] or self.own[row.slot] >= self.own_tokens
+        self.own[row.slot] = max(self.own[row.slot], row.start + len(tokens))
         context = self._read(row.slot, row.start)
         for token in tokens:
             assert token is not None, "a decode row without a last token"

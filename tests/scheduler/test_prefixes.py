@@ -46,6 +46,30 @@ def test_a_prompt_that_was_computed_before_is_found_up_to_its_last_full_page() -
     assert_empty(sched)
 
 
+def test_a_hit_leaves_the_tokens_that_each_sequence_computes_itself() -> None:
+    sched = scheduler(page_size=4, prefix_caching=True, own_tokens=4)
+    assert cached_tokens(sched, "cold", 13) == 0
+    sched.add(replace(request("hit", 13, max_tokens=1)))
+    first = planned(sched)
+    assert shape(first) == [(1, 0, 4)]
+    rest = planned(sched)
+    assert shape(rest) == [(1, 12, 1)]
+    assert commit(sched, first, *[PLAIN] * 0) == []
+    (event,) = commit(sched, rest)
+    assert event.cached_tokens == 8
+    assert_empty(sched)
+
+
+def test_pages_that_a_sequence_would_compute_itself_are_no_hit() -> None:
+    sched = scheduler(page_size=4, prefix_caching=True, own_tokens=4)
+    assert cached_tokens(sched, "cold", 7) == 0
+    sched.add(replace(request("same", 7, max_tokens=1)))
+    plan = planned(sched)
+    assert shape(plan) == [(1, 0, 7)]
+    (event,) = commit(sched, plan)
+    assert event.cached_tokens == 0
+
+
 def test_at_least_one_token_of_a_prompt_is_computed() -> None:
     sched = scheduler(page_size=4, prefix_caching=True)
     cached_tokens(sched, "cold", 8)

@@ -82,7 +82,11 @@ def workloads(draw: st.DrawFn) -> Workload:
     )
     page_size = draw(st.sampled_from([2, 1] if long_outputs else [2, 4, 1]))
     pool_tokens = draw(st.integers(10, 24) if long_outputs else st.integers(8, 32))
-    cache = CacheConfig(num_pages=1 + pool_tokens // page_size, page_size=page_size)
+    cache = CacheConfig(
+        num_pages=1 + pool_tokens // page_size,
+        page_size=page_size,
+        own_tokens=page_size * draw(st.sampled_from([0, 0, 1, 2])),
+    )
     count = draw(st.sampled_from([4, 5, 3] if long_outputs else [4, 8, 6, 3, 2, 1]))
     return Workload(
         config=config,

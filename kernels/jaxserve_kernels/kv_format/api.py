@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
 from jaxserve_kernels.kv_format import chunks, dense, eight_bit, kvarn
 from jaxserve_kernels.kv_format.base import AttentionStep, KVFormat
 from jaxserve_kernels.kv_format.dense import Dense
-from jaxserve_kernels.kv_format.eight_bit import Fp8KV, Int8KV
+from jaxserve_kernels.kv_format.eight_bit import Fp8, Fp8KV, Int8KV
 from jaxserve_kernels.kv_format.kvarn import KVarN, KVarNKV
 
 type KV = Array | Int8KV | Fp8KV | KVarNKV
@@ -49,6 +51,12 @@ def attend(
     return dense.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
 
 
+def own_tokens(kv_format: KVFormat) -> int:
+    """Tokens at the beginning, in whole pages, that each sequence has to compute itself: a page
+    that others have computed does not give it all that the format keeps of them."""
+    return kv_format.group if isinstance(kv_format, KVarN) else 0
+
+
 def max_chunk_context(kv_format: KVFormat, max_model_len: int, *, page_size: int) -> int | None:
     """Tokens, in whole pages, that the chunks of one step may see together; None: any number."""
     if isinstance(kv_format, Dense):
@@ -73,6 +81,26 @@ def page_size(kv: KV) -> int:
     if isinstance(kv, KVarNKV):
         return kv.group
     return kv.words.shape[4] if isinstance(kv, Int8KV | Fp8KV) else kv.shape[4]
+
+
+def has_scales(kv_format: KVFormat) -> bool:
+    """Whether caches of the format have scales that are set before they are used."""
+    return isinstance(kv_format, Fp8)
+
+
+def with_scales(kv: KV, scales: ArrayLike) -> KV:
+    """An empty cache of a format that `has_scales` with these, float32 [layers, kv_heads, 2].
+
+    A magnitude of 448 times its scale is the largest that fits; keys, then values.
+    """
+    assert isinstance(kv, Fp8KV)
+    return kv._replace(scales=jnp.asarray(scales, jnp.float32))
+
+
+def largest_magnitudes(kv: KV) -> Array:
+    """What scales are found by: see `eight_bit.reference.largest_magnitudes`."""
+    assert isinstance(kv, Fp8KV)
+    return eight_bit.largest_magnitudes(kv)
 
 
 def end_step(kv: KV, step: AttentionStep, *, tile_size: int) -> KV:

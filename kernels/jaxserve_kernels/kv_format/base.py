@@ -36,7 +36,6 @@ class AttentionStep(NamedTuple):
     offsets: Array  # [tokens]: place within the page
     tiles: QueryTiles
     page_table: Array  # [slots, pages_per_seq]
-    cached: Array  # [slots]: tokens whose pages the sequence found in the cache
 
 
 class KVFormat(Protocol):

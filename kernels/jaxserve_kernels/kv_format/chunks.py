@@ -18,12 +18,13 @@ from jaxserve_kernels.paged_attention import QueryTiles
 PROGRAMS = 528
 """That convert pages, in turn: four for each of an H100's multiprocessors."""
 
-_LEAST = 65_536
+LEAST = 65_536
+"""Tokens that the chunks of a step may see together, where no sequence is longer."""
 
 
 def capacity(max_model_len: int) -> int:
     """Tokens, in whole pages, that all chunks of one step may see together."""
-    return max(_LEAST, max_model_len)
+    return max(LEAST, max_model_len)
 
 
 class Chunks(NamedTuple):

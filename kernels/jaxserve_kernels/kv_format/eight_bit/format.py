@@ -33,10 +33,8 @@ class Int8:
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8:
-    """fp8 e4m3 with a scale per layer, head and kind: 1 unless calibrated."""
+    """fp8 e4m3 with a scale per layer, head and kind: 1 until others are set."""
 
-    scales: tuple[tuple[tuple[float, float], ...], ...] | None = None
-    """[layers][kv_heads](key, value); what the largest magnitude divided by 448 is."""
     name: str = "fp8_e4m3"
     page_size: int | None = None
 
@@ -45,9 +43,7 @@ class Fp8:
 
     def allocate(self, shape: CacheShape, dtype: DTypeLike) -> Fp8KV:
         empty = zeros(self.abstract(shape, dtype))
-        if self.scales is None:
-            return empty._replace(scales=jnp.ones_like(empty.scales))
-        return empty._replace(scales=jnp.asarray(self.scales, jnp.float32))
+        return empty._replace(scales=jnp.ones_like(empty.scales))
 
 
 def _words(shape: CacheShape) -> Any:

@@ -72,6 +72,18 @@ def decode_fp8(words: Array, scales: Array) -> Array:
     return numbers.astype(jnp.float32) * scales[..., None]
 
 
+def largest_magnitudes(kv: Fp8KV) -> Array:
+    """Of what the pages hold but padding's, float32 [layers, kv_heads, 2]: keys, then values.
+
+    448 * scale stands for all that is larger. Without their signs the bytes of e4m3 numbers are in
+    the order of the numbers.
+    """
+    bits = lax.bitcast_convert_type(kv.words[:, 1:], jnp.uint16)
+    largest = jnp.maximum(bits & 0x7F, (bits >> 8) & 0x7F).max(axis=(1, 4, 5))
+    numbers = lax.bitcast_convert_type(largest.astype(jnp.uint8), jnp.float8_e4m3fn)
+    return numbers.astype(jnp.float32) * kv.scales
+
+
 def write[Cache: Int8KV | Fp8KV](
     kv: Cache, layer: int, keys: Array, values: Array, step: AttentionStep
 ) -> Cache:

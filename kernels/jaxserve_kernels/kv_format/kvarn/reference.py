@@ -1,12 +1,12 @@
 """The definition of attention over a KVarN cache, in plain JAX.
 
-A query at position p sees in full precision the keys and values of its own page and, unless its
-sequence found its beginning in the cache, those of page 0; of the pages between it sees what their
-codes say. So what a token gets does not depend on how its sequence was cut into chunks.
+A query at position p sees in full precision the keys and values of its own page and of page 0; of
+the pages between it sees what their codes say. So what a token gets does not depend on how its
+sequence was cut into chunks.
 
-A page is encoded in the step that fills it. Until then its tokens lie in the slot's tail; those of
-page 0 lie in the slot's sink as long as the sequence lives, beside the page's codes, which other
-sequences may share.
+A page is encoded in the step that fills it. Until then its tokens lie in the slot's tail. Those of
+page 0 lie in the slot's sink as long as the sequence lives, and are never encoded: a sequence that
+finds its beginning in the prefix cache computes them again (`api.own_tokens`).
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def attend(
 
 
 def encode_filled(kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep) -> KVarNKV:
-    """Encode the pages whose last token is in this step: as many as fit in it at most."""
+    """Encode the pages but the first whose last token is in this step: at most all that fit."""
     tokens, group = step.positions.shape[0], kv.group
-    filled = (step.positions + 1) % group == 0
+    filled = ((step.positions + 1) % group == 0) & (step.positions >= group)
     most = min(tokens, tokens // group + kv.raw.shape[1])
     (last,) = jnp.nonzero(filled, size=most, fill_value=tokens)
     slots = step.slots.at[last].get(mode="fill", fill_value=0)
-    ends = step.positions.at[last].get(mode="fill", fill_value=group - 1)
+    ends = step.positions.at[last].get(mode="fill", fill_value=2 * group - 1)
     tiles = _raw_pages(kv, layer, fresh, step, last - group + 1, slots, ends - group + 1)
     pages = step.pages.at[last].get(mode="fill", fill_value=kv.key_words.shape[1])
     encoded = encode_tiles(tiles, kv.value_bits)
@@ -93,7 +93,6 @@ def attend_rotated(
     queries = q.at[tokens].get(mode="fill", fill_value=0).astype(jnp.float32)
     queries = queries.reshape(-1, tile_size, kv_heads, q_heads // kv_heads, head_dim)
     queries = queries.transpose(0, 2, 3, 1, 4)  # [tiles, kv_heads, group, tile, head_dim]
-    own_sink = (step.cached[tiles.slot] == 0)[:, None]
     row_page = positions // group
 
     def visit(page: Array, carry: Softmax) -> Softmax:
@@ -103,7 +102,7 @@ def attend_rotated(
         start = jnp.full_like(tiles.slot, page * group)
         first = tiles.first + start - tiles.position
         raw = _raw_pages(kv, layer, fresh, step, first, tiles.slot, start).astype(jnp.float32)
-        in_full = (row_page == page) | ((page == 0) & own_sink)
+        in_full = (row_page == page) | (page == 0)
         key_position = start[:, None] + jnp.arange(group)
         carry = add(carry, packed, (row_page > page) & ~in_full, key_position)
         return add(carry, (raw[:, :, 0], raw[:, :, 1]), in_full, key_position)

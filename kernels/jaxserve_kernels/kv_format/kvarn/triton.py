@@ -36,7 +36,7 @@ def attend(
     )
     read = partial(triton_attention.attend, q)
     if fresh is None:
-        result = read(kv, layer, step.page_table, step.cached, step.tiles.in_one_list())
+        result = read(kv, layer, step.page_table, step.tiles.in_one_list())
         assert result is not None
         return result, kv
     kv = encode_filled(kv, layer, 1, fresh, step)
@@ -45,7 +45,7 @@ def attend(
     if step.tiles.singles is None:
         return result, kv
     out = jax.new_ref(result)
-    read(kv, layer, step.page_table, step.cached, step.tiles.singles, out)
+    read(kv, layer, step.page_table, step.tiles.singles, out)
     return jax.freeze(out), kv
 
 

@@ -214,7 +214,7 @@ def _raw_page(
 @triton.jit
 def _attend(
     q_ptr, key_words_ptr, value_words_ptr, scales_ptr, raw_ptr,
-    table_ptr, cached_ptr, first_ptr, length_ptr, slot_ptr, position_ptr,
+    table_ptr, first_ptr, length_ptr, slot_ptr, position_ptr,
     out_ptr, peak_ptr, weight_ptr,
     layer, num_pages, num_slots, table_stride,
     scale: tl.constexpr,
@@ -248,13 +248,12 @@ def _attend(
         acc2 = tl.zeros([ROWS, QUARTER], tl.float32)
         acc3 = tl.zeros([ROWS, QUARTER], tl.float32)
 
-        own_sink = tl.load(cached_ptr + slot) == 0
         own = position // GROUP  # the token's page
         per_split = tl.cdiv(own + 1, SPLITS)
         begin = split * per_split
         stop = tl.minimum(begin + per_split, own + 1)
         page_base = (layer * num_pages).to(tl.int64)
-        packed_from = tl.maximum(begin, tl.where(own_sink, 1, 0))
+        packed_from = tl.maximum(begin, 1)
         for index in tl.range(packed_from, tl.minimum(stop, own), num_stages=STAGES):
             page = page_base + tl.load(table + index)
             peak, weight, acc0, acc1, acc2, acc3 = _packed_page(
@@ -262,8 +261,8 @@ def _attend(
                 key_words_ptr, value_words_ptr, scales_ptr, kv_head,
                 scale, kv_heads, GROUP, QUARTER, BITS, FAST,
             )  # fmt: skip
-        # In full precision: page 0 if it is this split's and the sequence's own, and the token's.
-        sink = (begin == 0) & own_sink & (own > 0)
+        # In full precision: page 0 if it is this split's, and the token's.
+        sink = (begin == 0) & (own > 0)
         raw_stop = tl.where((begin <= own) & (stop > own), 2, 1)  # a split may be empty
         for number in range(tl.where(sink, 0, 1), raw_stop):
             peak, weight, acc0, acc1, acc2, acc3 = _raw_page(
@@ -314,7 +313,6 @@ def attend(
     kv: KVarNKV,
     layer: int,
     page_table: Array,
-    cached: Array,
     tiles: QueryTiles,
     out: jax.Ref | None = None,
     config: Config | None = None,
@@ -331,7 +329,7 @@ def attend(
 
     def launch(given: tuple[jax.Ref, ...], types: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
         return triton_call(
-            q, kv.key_words, kv.value_words, kv.scales, kv.raw, page_table, cached, *tiles[:4],
+            q, kv.key_words, kv.value_words, kv.scales, kv.raw, page_table, *tiles[:4],
             *given,
             kernel=_attend,
             name="paged_attention_kvarn",

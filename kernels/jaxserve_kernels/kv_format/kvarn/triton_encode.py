@@ -135,7 +135,7 @@ def _encode_tile(
     channel = row if KEYS else column
     slot = tl.load(slot_ptr + last)
     start = tl.load(position_ptr + last) - (GROUP - 1)
-    tile = ((layer * num_slots + slot).to(tl.int64) * 2 + tl.where(start > 0, 1, 0)) * kv_heads
+    tile = ((layer * num_slots + slot).to(tl.int64) * 2 + 1) * kv_heads  # the tail
     kept = raw_ptr + ((tile + head) * 2 + KIND) * (GROUP * DIM) + offset * DIM + channel
     if FRESH:
         source = last - (GROUP - 1) + offset
@@ -238,8 +238,8 @@ def encode_filled(
 
 
 def _filling(step: AttentionStep, most: int, group: int) -> tuple[Array, Array]:
-    """Which tokens fill a page, int32 [most], and how many do, int32 [1]."""
-    fills = (step.positions + 1) % group == 0
+    """Which tokens fill a page that is not the first, int32 [most], and how many, int32 [1]."""
+    fills = ((step.positions + 1) % group == 0) & (step.positions >= group)
     number = jnp.cumsum(fills, dtype=jnp.int32)
     places = jnp.where(fills, number - 1, most)
     tokens = jnp.arange(fills.shape[0], dtype=jnp.int32)

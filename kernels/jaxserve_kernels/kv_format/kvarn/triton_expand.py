@@ -116,7 +116,8 @@ def attend(
     page_size = min(_PAGE, group)
     each = chunks.of_tiles(step.tiles, slots)
     coded = jnp.maximum((each.end - 1) // group, 0)  # pages that are seen as codes, or are the sink
-    first_raw = each.start // group
+    # The sink is in full precision already, unless nothing is seen but that page.
+    first_raw = jnp.maximum(each.start // group, jnp.minimum(coded, 1))
     raw = jnp.where(each.end > 0, coded + 1 - first_raw, 0)
     most = chunks.capacity(width * group) // group + chunk_pages(q.shape[0], slots, group)
     places = chunks.divide(coded + raw, most)
@@ -141,7 +142,8 @@ def attend(
     number = jnp.arange(width, dtype=jnp.int32)[None, :]
     at = places.first[tiles.slot][:, None]
     raw_at = at + (coded - first_raw)[tiles.slot][:, None] + own
-    table = jnp.clip(jnp.where(number == own, raw_at, at + number), 0, count - 1)
+    takes_raw = (number == own) & (own >= first_raw[tiles.slot][:, None])
+    table = jnp.clip(jnp.where(takes_raw, raw_at, at + number), 0, count - 1)
     table = parts * table[:, :, None] + jnp.arange(parts, dtype=jnp.int32)
     tiles = tiles._replace(slot=jnp.arange(tiles.slot.shape[0], dtype=jnp.int32))
     table = table.reshape(-1, parts * width)
@@ -162,9 +164,8 @@ def _contents(
     slot = places.slot
     as_codes = places.number < coded[slot]
     index = jnp.where(as_codes, places.number, places.number - (coded - first_raw)[slot])
-    sink = (index == 0) & (step.cached[slot] == 0)
     page = step.page_table.at[slot, index].get(mode="clip")
-    page = jnp.where(as_codes & ~sink, page, -1)
+    page = jnp.where(as_codes & (index > 0), page, -1)  # the first is the sink
     return page, index
 
 
