@@ -1,11 +1,14 @@
 """Throughput of every KV format as the number of clients grows: closed loop, one process.
 
-    python scripts/bench_kv.py --model qwen3-4b --out docs/measurements/kv_h200.json
+    python scripts/bench_kv.py --model qwen3-4b --budget 30 --out docs/measurements/kv_sweep.json
     python scripts/bench_kv.py --loads 8192/256 --clients 1,8,32 --formats bf16,fp8_e4m3
 
 Scheduler and device as in serving, one step ahead, without HTTP. The weights are loaded once; each
 format gets the same bytes for its cache, and its own compiled steps. Every client sends its next
 request, of random tokens, when the last one has ended. Compilations during the load are counted.
+
+Each point is printed and written when it is there. After --budget minutes no other is begun; the
+same command goes on from what --out holds, and draws the plot beside it (.svg).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import random
 import time
@@ -38,6 +42,7 @@ from jaxserve.plan import Admission, PageEntry, Row, StepPlan
 from jaxserve.runner import Pending, Runner, RunnerConfig, on_compile
 from jaxserve.scheduler import Scheduler
 from jaxserve_checkpoints.dummy import dummy_params
+from jaxserve_checkpoints.resolve import EMBEDDED_NAME, embedded_model
 from jaxserve_kernels.kv_format import NAMES, fixed_bytes, max_chunk_context, named, page_bytes
 
 DENSE_PAGE = 64
@@ -67,36 +72,95 @@ class CompileCounter:
 
 def main() -> None:
     args = parse_args()
-    spec = NAMED_MODELS[args.model]
-    params = dummy_params(qwen3.abstract(spec, jnp.bfloat16, stacked=True), 0)
+    budget = Budget(args.budget)
+    spec = spec_of(args.model)
+    params = dummy_params(qwen3.abstract(spec, args.dtype, stacked=args.stacked), 0)
     compiles = CompileCounter()
-    results: list[dict[str, Any]] = []
+    result = earlier(args)
     for name in args.formats:
+        entry: dict[str, Any] = result["formats"].setdefault(name, {"points": {}, "compiles": 0})
+        todo = [point for point in wanted(args) if point_name(*point) not in entry["points"]]
+        if not todo and "encode" in entry:
+            continue
+        if budget.spent:
+            break
         runner, config = make_runner(spec, params, name, args)
+        entry |= capacity(config, args.capacity_context)
         compiles.take()
-        points = [
-            run_point(runner, config, load, clients, args.rounds)
-            for load in args.loads
-            for clients in args.clients
-            if clients * (load.prompt + load.output) <= args.most_tokens
-        ]
-        results.append(
-            {
-                "format": name,
-                **capacity(config, args.capacity_context),
-                "points": points,
-                "encode": encode_share(runner, config, args.clients[-1]),
-                "compiles": compiles.take(),
-            }
-        )
-        print(json.dumps(results[-1]), flush=True)
+        for load, clients in todo:
+            if budget.spent:
+                break
+            point = run_point(runner, config, load, clients, args.rounds)
+            print(json.dumps({"format": name} | point), flush=True)
+            entry["points"][point_name(load, clients)] = point
+            keep(result, args.out)
+        else:
+            entry["encode"] = encode_share(runner, config, args.clients[-1])
+        entry["compiles"] += compiles.take()
+        keep(result, args.out)
         del runner
         gc.collect()
-    result = {"card": jax.devices()[0].device_kind, "jax": jax.__version__, "model": args.model}
-    result |= {"formats": results}
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
     show(result)
+    if args.out:
+        plot(result, args.out.with_suffix(".svg"))
+
+
+def wanted(args: argparse.Namespace) -> list[tuple[Load, int]]:
+    """The points of every format."""
+    return [
+        (load, clients)
+        for load in args.loads
+        for clients in args.clients
+        if clients * (load.prompt + load.output) <= args.most_tokens
+    ]
+
+
+def point_name(load: Load, clients: int) -> str:
+    return f"{load.prompt}/{load.output} {clients}"
+
+
+class Budget:
+    """Minutes after which nothing is begun; None: any number."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
+        self._said = False
+
+    @property
+    def spent(self) -> bool:
+        over = time.monotonic() > self._end
+        if over and not self._said:
+            print("the budget is spent; the same command goes on from here", flush=True)
+            self._said = True
+        return over
+
+
+def earlier(args: argparse.Namespace) -> dict[str, Any]:
+    """What --out holds of this very measurement; ValueError if it is of another."""
+    head = {
+        "card": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "model": args.model,
+        "kv_gib": args.kv_gib,
+        "rounds": args.rounds,
+    }
+    if args.out and args.out.exists():
+        found = json.loads(args.out.read_text())
+        if head | {"formats": None} != found | {"formats": None}:
+            raise ValueError(f"{args.out} is of another measurement: remove it, or name another")
+        return found
+    return head | {"formats": {}}
+
+
+def keep(result: dict[str, Any], out: Path | None) -> None:
+    if out:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def spec_of(model: str) -> ModelSpec:
+    if model == EMBEDDED_NAME:
+        return ModelSpec.from_hf(json.loads((embedded_model() / "config.json").read_text()))
+    return NAMED_MODELS[model]
 
 
 def parse_args() -> argparse.Namespace:
@@ -106,8 +170,10 @@ def parse_args() -> argparse.Namespace:
     def loads(text: str) -> list[Load]:
         return [Load(*map(int, part.split("/"))) for part in text.split(",")]
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=sorted(NAMED_MODELS), default="qwen3-4b")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--model", choices=[EMBEDDED_NAME, *sorted(NAMED_MODELS)], default="qwen3-4b"
+    )
     parser.add_argument("--formats", type=lambda text: text.split(","), default=list(NAMES[1:]))
     parser.add_argument("--loads", type=loads, default=loads("512/128,8192/256"))
     parser.add_argument("--clients", type=sizes, default=[1, 8, 16, 32, 64, 128, 256])
@@ -120,8 +186,14 @@ def parse_args() -> argparse.Namespace:
         help="points beyond it in the cache are left out",
     )
     parser.add_argument("--capacity-context", type=int, default=4096)
-    parser.add_argument("--out", type=Path, help="write the result as JSON")
-    return parser.parse_args()
+    parser.add_argument("--max-model-len", type=int, default=16_384)
+    parser.add_argument("--prefill", type=sizes, default=[64, 512, 2048], help="mixed buckets")
+    parser.add_argument("--budget", type=float, help="minutes after which no point is begun")
+    parser.add_argument("--out", type=Path, help="write the result as JSON, and go on from it")
+    args = parser.parse_args()
+    args.stacked = jax.default_backend() == "gpu"
+    args.dtype = jnp.bfloat16 if args.stacked else jnp.float32
+    return args
 
 
 def make_runner(
@@ -135,16 +207,16 @@ def make_runner(
     config = RunnerConfig(
         spec=spec,
         cache=kv_cache.fit_pages(
-            kv_format, one_page, jnp.bfloat16, int(args.kv_gib * 2**30), 16_384
+            kv_format, one_page, args.dtype, int(args.kv_gib * 2**30), args.max_model_len
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=most,
-            max_model_len=16_384,
-            max_num_batched_tokens=2048,
-            max_chunk_context=max_chunk_context(kv_format, 16_384, page_size=page_size),
+            max_model_len=args.max_model_len,
+            max_num_batched_tokens=args.prefill[-1],
+            max_chunk_context=max_chunk_context(kv_format, args.max_model_len, page_size=page_size),
         ),
-        buckets=Buckets(decode=tuple(sorted(args.clients)), prefill=(64, 512, 2048)),
-        dtype=jnp.bfloat16,
+        buckets=Buckets(decode=tuple(sorted(args.clients)), prefill=tuple(args.prefill)),
+        dtype=args.dtype,
         sampled_vocab=spec.vocab_size,
         tile_size=32,
         kv_format=kv_format,
@@ -218,8 +290,9 @@ def encode_share(runner: Runner, config: RunnerConfig, batch: int) -> dict[str, 
     if group is None:
         return None
     steps = group - 8
-    aligned = time_decode(runner, config, [1024] * batch, steps)
-    staggered = [1024 + index * group // batch for index in range(batch)]
+    context = min(1024, config.scheduler.max_model_len // (2 * group) * group)
+    aligned = time_decode(runner, config, [context] * batch, steps)
+    staggered = [context + index * group // batch for index in range(batch)]
     spread = time_decode(runner, config, staggered, steps)
     return {
         "clients": batch,
@@ -261,36 +334,69 @@ def time_decode(runner: Runner, config: RunnerConfig, contexts: list[int], steps
 
 
 def show(result: dict[str, Any]) -> None:
-    """Tokens per second, and as a share of the first format's."""
-    base = result["formats"][0]
-    loads = sorted(
-        {point["load"] for point in base["points"]}, key=lambda load: int(load.split("/")[0])
-    )
-    for load in loads:
+    """Tokens per second, and as a share of the first format's; a dash where none was measured."""
+    formats: dict[str, dict[str, Any]] = result["formats"]
+    if not formats:
+        return
+    base = next(iter(formats.values()))
+    for load, points in by_load(formats).items():
         table = Table(title=f"{result['model']} on {result['card']}, {load}: output tok/s")
-        table.add_column("clients", justify="right")
-        for entry in result["formats"]:
-            table.add_column(entry["format"], justify="right")
-        for reference in base["points"]:
-            if reference["load"] != load:
-                continue
-            cells = [str(reference["clients"])]
-            for entry in result["formats"]:
-                (point,) = (
-                    point
-                    for point in entry["points"]
-                    if (point["load"], point["clients"]) == (load, reference["clients"])
-                )
-                ratio = point["tok_per_s"] / reference["tok_per_s"]
-                cells.append(f"{point['tok_per_s']:,.0f} ({ratio:.2f})")
+        for column in ("clients", *formats):
+            table.add_column(column, justify="right")
+        for clients in points:
+            cells = [str(clients)]
+            reference = base["points"].get(f"{load} {clients}")
+            for entry in formats.values():
+                point = entry["points"].get(f"{load} {clients}")
+                ratio = point and reference and point["tok_per_s"] / reference["tok_per_s"]
+                text = f"{point['tok_per_s']:,.0f}" if point else "-"
+                cells.append(text + (f" ({ratio:.2f})" if ratio else ""))
             table.add_row(*cells)
         Console(width=140).print(table)
-    for entry in result["formats"]:
+    for name, entry in formats.items():
         ratio = entry["tokens"] / base["tokens"]
         print(
-            f"{entry['format']}: {entry['tokens']:,} tokens ({ratio:.2f}x), "
-            f"{entry['compiles']} compilations under load, encode {entry['encode']}"
+            f"{name}: {entry['tokens']:,} tokens ({ratio:.2f}x), {entry['sequences']} sequences of "
+            f"--capacity-context, {entry['compiles']} compilations under load, "
+            f"encode {entry.get('encode', 'not measured')}"
         )
+
+
+def by_load(formats: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
+    """Which numbers of clients were measured with each load."""
+    found: dict[str, set[int]] = {}
+    for entry in formats.values():
+        for point in entry["points"].values():
+            found.setdefault(point["load"], set()).add(point["clients"])
+    return {load: sorted(clients) for load, clients in found.items()}
+
+
+def plot(result: dict[str, Any], file: Path) -> None:
+    """Output tokens per second over clients, a panel for each load."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    loads = by_load(result["formats"])
+    if not loads:
+        return
+    figure, panels = plt.subplots(1, len(loads), figsize=(4.5 * len(loads), 3.6), squeeze=False)
+    for axes, (load, clients) in zip(panels[0], loads.items(), strict=True):
+        for name, entry in result["formats"].items():
+            points = {n: p for n in clients if (p := entry["points"].get(f"{load} {n}"))}
+            speeds = [point["tok_per_s"] for point in points.values()]
+            axes.plot(list(points), speeds, "o-", label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(0)
+        axes.set_title(f"{load} tokens", fontsize=9)
+        axes.set_xlabel("clients")
+        axes.set_ylabel("output tokens per second")
+    panels[0][0].legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{result['model']}, {result['card']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(file)
+    print(f"plot: {file}")
 
 
 if __name__ == "__main__":
