@@ -200,7 +200,7 @@ def build_parts(
         params = weights.result()
     runner = Runner(plan.config, params, metrics)
     with timeline.span("warming"):
-        prepare = functools.partial(_set_kv_scales, options, source, plan.config)
+        prepare = functools.partial(_set_kv_scales, options, source, plan)
         _with_memory_errors(plan, lambda: runner.start(obtained.executables, progress, prepare))
     with timeline.span("timing"):
         times = step_times(runner, plan.config, plan.cache.folder / _STEP_TIMES)
@@ -211,10 +211,9 @@ def build_parts(
     return Parts(Scheduler(plan.config.scheduler, plan.config.cache, times=times), runner)
 
 
-def _set_kv_scales(
-    options: Options, source: ModelSource, config: RunnerConfig, runner: Runner
-) -> None:
+def _set_kv_scales(options: Options, source: ModelSource, plan: EnginePlan, runner: Runner) -> None:
     """For a format that has scales: those that a text shows to fit, the checkpoint's, or 1."""
+    config, weights = plan.config, plan.weights
     if not has_scales(config.kv_format):
         return
     if options.calculate_kv_scales:
@@ -222,8 +221,9 @@ def _set_kv_scales(
         ids = source.tokenizer.encode(text)
         scales, origin = kv_scales.calculated(runner, config, ids), f"from {len(ids)} tokens"
     else:
-        files = open_checkpoint(source.folder) if source.folder else None
-        scales, origin = files and kv_scales.stored(files, config.spec), "from the checkpoint"
+        scales, origin = None, "from the checkpoint"
+        if weights.folder is not None and weights.native is None:  # the engine's own has none
+            scales = kv_scales.stored(open_checkpoint(weights.folder), config.spec)
         if scales is not None:
             runner.use_kv_scales(scales)
     if scales is None:
