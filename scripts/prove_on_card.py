@@ -87,7 +87,7 @@ PROOFS = {
         8,
         (
             "scripts/bench_matmul.py --out {out}/matmul.json --plot {out}/matmul.svg"
-            " --assert-ratio 1.0",
+            " --budget 20 --assert-ratio 1.0",
         ),
     ),
     "quantized-steps": Proof(
@@ -127,7 +127,7 @@ PROOFS = {
     "kv-formats": Proof(
         "throughput, capacity and compiles of every KV format at 1 to 256 clients",
         15,
-        ("scripts/bench_kv.py --clients 1,8,16,32,64,128,256 --out {out}/kv.json",),
+        ("scripts/bench_kv.py --budget 30 --out {out}/kv.json",),
     ),
     "start": Proof(
         "from nothing to ready, and memory, with compiled programs at hand",
