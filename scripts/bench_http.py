@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 import uvloop
 
 from jaxserve import heap, logs
-from jaxserve.api import EngineLimits
+from jaxserve.api import EngineLimits, PromptLogprobs
 from jaxserve.config import CacheConfig, SchedulerConfig, ServerConfig
 from jaxserve.engine import AsyncEngine, Parts, Progress
 from jaxserve.metrics import Metrics
-from jaxserve.plan import Sampled, StepPlan
+from jaxserve.plan import Row, Sampled, StepPlan
 from jaxserve.scheduler import Scheduler
 from jaxserve.server import make_app, make_runner
 from jaxserve.tokenizer import load_tokenizer
@@ -86,10 +86,19 @@ class ListRunner:
         if (left := pending.done - time.perf_counter()) > 0:
             time.sleep(left)
         base = 300 + next(self._next) % (self._vocab - 300)
-        return [Sampled(base) if row.samples else None for row in pending.plan.rows]
+        return [_sampled(row, base) for row in pending.plan.rows]
 
     def reset(self) -> None:
         pass
+
+
+def _sampled(row: Row, token: int) -> Sampled | None:
+    """Each token of a prompt is the likeliest one, and no other is known."""
+    scored = row.scored.tokens if row.scored else ()
+    if not row.samples and not scored:
+        return None
+    scores = tuple(PromptLogprobs(-1.0, 1, ((each, -1.0),)) for each in scored)
+    return Sampled(token if row.samples else None, prompt_logprobs=scores)
 
 
 async def _serve(args: argparse.Namespace) -> None:
