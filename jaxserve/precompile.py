@@ -23,7 +23,7 @@ from jaxserve.model_source import find_model
 from jaxserve_checkpoints.reader import CheckpointError
 
 if TYPE_CHECKING:
-    from jaxserve.build import EnginePlan
+    from jaxserve.engine_plan import EnginePlan
     from jaxserve.executables import Obtained
 
 
@@ -39,7 +39,7 @@ def precompile(options: Options) -> int:
 
 
 def _precompile(options: Options) -> None:
-    from jaxserve.build import plan_engine  # imports jax, which reads what `prepare` has set
+    from jaxserve.engine_plan import plan_engine  # imports jax, which reads what `prepare` has set
     from jaxserve.executables import missing, obtain
 
     started = time.monotonic()

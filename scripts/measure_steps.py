@@ -20,13 +20,14 @@ prepare(gpu_memory_utilization=0.9)
 import jax
 import jax.numpy as jnp
 
-from jaxserve.build import _GPU_DECODE, _GPU_PREFILL, _GPU_TILE
 from jaxserve.config import NAMED_MODELS, Buckets, CacheConfig, SchedulerConfig
+from jaxserve.engine_plan import GPU_DECODE, GPU_PREFILL
 from jaxserve.measure import _chunk, _decode_rows, _Stopwatch, measure
 from jaxserve.metrics import Metrics
 from jaxserve.models import qwen3
 from jaxserve.runner import Runner, RunnerConfig
 from jaxserve_checkpoints.dummy import dummy_params
+from jaxserve_kernels.paged_attention import tile_tokens
 
 
 def main() -> None:
@@ -37,8 +38,8 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(NAMED_MODELS), default="qwen3-4b")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--kv-gib", type=float, default=46.0)
-    parser.add_argument("--decode-buckets", type=sizes, default=_GPU_DECODE)
-    parser.add_argument("--prefill-buckets", type=sizes, default=_GPU_PREFILL)
+    parser.add_argument("--decode-buckets", type=sizes, default=GPU_DECODE)
+    parser.add_argument("--prefill-buckets", type=sizes, default=GPU_PREFILL)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
@@ -63,7 +64,7 @@ def main() -> None:
                 if chunk < 1 or rows >= config.scheduler.max_num_seqs:
                     continue
                 took = watch.of([*_decode_rows(rows, context), *_chunk(chunk, before, slot=rows)])
-                predicted = times.of_mixed(tokens, rows, rows * context, chunk * before)
+                predicted = times.of_mixed(tokens, rows, rows * context, chunk * before, before)
                 show(f"mixed {rows} x {context} + {chunk} after {before}", predicted, took)
 
 
@@ -83,7 +84,7 @@ def make_runner(args: argparse.Namespace) -> tuple[Runner, RunnerConfig]:
         buckets=Buckets(decode=args.decode_buckets, prefill=args.prefill_buckets),
         dtype=jnp.bfloat16,
         sampled_vocab=spec.vocab_size,
-        tile_size=_GPU_TILE,
+        tile_size=tile_tokens(spec.q_heads // spec.kv_heads),
     )
     params = dummy_params(qwen3.abstract(spec, jnp.bfloat16, stacked=True), 0)
     runner = Runner(config, params, Metrics("measure"))

@@ -60,6 +60,7 @@ LAYERS = (
     (
         "jaxserve.__main__",
         "jaxserve.build",
+        "jaxserve.engine_plan",
         "jaxserve.cli",
         "jaxserve.convert",
         "jaxserve.environment",

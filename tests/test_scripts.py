@@ -1,0 +1,33 @@
+"""The type checker does not read scripts: what they take from the packages must be there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = sorted((Path(__file__).parents[1] / "scripts").glob("*.py"))
+OURS = ("jaxserve", "jaxserve_kernels", "jaxserve_checkpoints")
+ABSENT = ("triton", "jax_triton", "torch")
+"""Packages that need not be here; modules that need them are not looked into."""
+
+
+def taken(script: Path) -> Iterator[tuple[str, str]]:
+    """(module, name) of all imports from our packages."""
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in OURS:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_what_a_script_imports_exists(script: Path) -> None:
+    for name, attribute in taken(script):
+        try:
+            module = importlib.import_module(name)
+            if not hasattr(module, attribute):
+                importlib.import_module(f"{name}.{attribute}")
+        except ModuleNotFoundError as error:
+            assert error.name in ABSENT
