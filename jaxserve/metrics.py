@@ -305,6 +305,13 @@ class Metrics:
         self._waiting_for_room = by_reason.labels(**self._labels, reason="capacity")
         by_reason.labels(**self._labels, reason="deferred").set(0)
         self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0-1")
+        lora = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        Gauge(
+            "vllm:lora_requests_info",
+            "LoRA adapters, which are not served; the value is the time of the start",
+            lora,
+            registry=self._registry,
+        ).labels("0", "", "").set_to_current_time()
         self._queue_time = self._histogram(
             "vllm:request_queue_time_seconds", "From the engine's receipt to admission", _TTFT
         )
