@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from jaxserve import heap
 from jaxserve.cli import COMMANDS, parse_args
 from jaxserve.foreign_flags import translated
 
@@ -32,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         from jaxserve.convert import convert
 
         return convert(options)
+    heap.import_freely()
     from jaxserve.serve import serve  # after the flags: --help must not pay for jax
 
     return serve(options, without_effect)

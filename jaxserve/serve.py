@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import uvloop
 
-from jaxserve import logs
+from jaxserve import heap, logs
 from jaxserve.api import EngineLimits
 from jaxserve.cli import Options
 from jaxserve.config import ConfigError, ServerConfig
@@ -140,7 +140,7 @@ def _make_engine(
         imported.wait()
         with timeline.span("import of the engine"):
             from jaxserve.build import build_parts  # not earlier: the port answers meanwhile
-
+        heap.imported()
         return build_parts(options, source, metrics, progress, timeline)
 
     limits = EngineLimits(

@@ -24,6 +24,15 @@ import urllib.request
 from collections import Counter
 from pathlib import Path
 
+_STATUS = {
+    "resident": "VmRSS",
+    "anonymous": "RssAnon",
+    "of files": "RssFile",
+    "peak": "VmHWM",
+    "threads": "Threads",
+}
+"""Names here -> those in /proc/PID/status. Pages of files are in the system's cache as well."""
+
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ (\d+)\s*(.*)$")
 
 
@@ -61,7 +70,7 @@ def run(flags: list[str], timeout: float, *, memory: bool) -> dict[str, float]:
         found["cpu"] = cpu_seconds(process.pid)
         time.sleep(1.0)
         status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
-        for name, field in (("resident", "VmRSS"), ("peak", "VmHWM"), ("threads", "Threads")):
+        for name, field in _STATUS.items():
             value = int(re.findall(rf"^{field}:\s+(\d+)", status, re.M)[0])
             found[name] = value if name == "threads" else value / 1024
         table = [line for line in lines if re.match(r"phase |.* \d+\.\d\ds +\d+\.\d\ds ", line)]
