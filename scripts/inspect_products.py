@@ -22,16 +22,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from jaxserve_kernels.quantized_matmul import triton as unpack
+from jaxserve_kernels.quantized_matmul import triton_arguments as arguments
 from jaxserve_kernels.quantized_matmul.e4m3 import triton as e4m3
 
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 THREADS, ROWS, COLUMNS, DEPTH = 128, 64, 9728, 2560
 FORMATS: dict[str, dict[str, Any]] = {
-    "int4": {"KIND": unpack.INT4.value, "GROUP": 128, "ZERO": unpack.NO_ZERO.value},
-    "int4-zeros": {"KIND": unpack.INT4.value, "GROUP": 128, "ZERO": unpack.WHOLE_ZERO.value},
-    "nvfp4": {"KIND": unpack.NVFP4.value, "GROUP": 16, "ZERO": 0},
-    "mxfp4": {"KIND": unpack.MXFP4.value, "GROUP": 32, "ZERO": 0},
-    "fp8": {"KIND": unpack.FP8.value, "GROUP": DEPTH, "ZERO": 0},
+    "int4": {"KIND": arguments.INT4.value, "GROUP": 128, "ZERO": arguments.NO_ZERO.value},
+    "int4-zeros": {"KIND": arguments.INT4.value, "GROUP": 128, "ZERO": arguments.WHOLE_ZERO.value},
+    "nvfp4": {"KIND": arguments.NVFP4.value, "GROUP": 16, "ZERO": 0},
+    "mxfp4": {"KIND": arguments.MXFP4.value, "GROUP": 32, "ZERO": 0},
+    "fp8": {"KIND": arguments.FP8.value, "GROUP": DEPTH, "ZERO": 0},
 }
 
 

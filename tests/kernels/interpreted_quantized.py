@@ -17,6 +17,7 @@ import triton.language as tl
 from jaxserve_kernels import weights
 from jaxserve_kernels.quantized_matmul import reference
 from jaxserve_kernels.quantized_matmul import triton as kernels
+from jaxserve_kernels.quantized_matmul import triton_unpack as unpack
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.e4m3 import triton as e4m3
 from jaxserve_kernels.quantized_matmul.e4m3.triton_convert import to_fp8
@@ -73,7 +74,7 @@ def e4m3_e2m1_times(words: Any, *factors: Any) -> Any:
 
 def e4m3_scales(factor: float) -> Callable[[Any], Any]:
     def scales(words: Any) -> Any:
-        return tuple(kernels.e4m3_byte(words, byte) * factor for byte in range(4))
+        return tuple(unpack.e4m3_byte(words, byte) * factor for byte in range(4))
 
     return scales
 
@@ -81,7 +82,7 @@ def e4m3_scales(factor: float) -> Callable[[Any], Any]:
 def mxfp4_factor(factor: float) -> Callable[..., Any]:
     def relative(words: Any, largest: Any, block: Any) -> Any:
         exponent = ((words >> (8 * block)) & 0xFF).to(tl.int32)
-        return kernels.power(tl.maximum(exponent - largest + 127, 0)) * factor
+        return unpack.power(tl.maximum(exponent - largest + 127, 0)) * factor
 
     return relative
 
@@ -107,18 +108,20 @@ def meaning_of_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
         return tl.broadcast_to(rows.to(tl.float32)[:, None], shape)
 
     replacements = {
-        "_nibbles": nibbles,
-        "_less_136": lambda values: values - 136.0,
-        "_plus": lambda values, offset: values + offset,
-        "_column": column,
-        "_nvfp4_factors": e4m3_scales(2.0**-8),
-        "_mxfp4_factor": mxfp4_factor(1.0),
-        "_e2m1_times": e2m1_times,
-        "_int8_pair": int8_pair,
-        "_e4m3_pair": e4m3_pair,
+        "nibbles": nibbles,
+        "less_136": lambda values: values - 136.0,
+        "less_128": lambda values: values - 128.0,
+        "plus": lambda values, offset: values + offset,
+        "column": column,
+        "nvfp4_factors": e4m3_scales(2.0**-8),
+        "mxfp4_factor": mxfp4_factor(1.0),
+        "e2m1_times": e2m1_times,
+        "int8_pair": int8_pair,
+        "e4m3_pair": e4m3_pair,
     }
     for name, replacement in replacements.items():
-        monkeypatch.setattr(kernels, name, replacement)
+        for module in (unpack, kernels):
+            monkeypatch.setattr(module, name, replacement, raising=module is unpack)
     replacements = {
         "_nibbles": e4m3_nibbles,
         "_bf16": lambda x: x,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from jaxserve_kernels.weights.fp4 import e2m1_values
 from tests.kernels.ptx_emulator import Words, assembly
 
-UNPACK = "quantized_matmul/triton.py"
+UNPACK = "quantized_matmul/triton_unpack.py"
 E4M3 = "quantized_matmul/e4m3/triton.py"
 
 CODES = np.arange(65536, dtype=np.uint32)
@@ -53,21 +53,23 @@ def int8(codes: Any) -> NDArray[np.float32]:
 
 
 def test_nibbles_become_integers() -> None:
-    planes = assembly(UNPACK, "_nibbles")(PAIRS)
+    planes = assembly(UNPACK, "nibbles")(PAIRS)
     for plane, words in enumerate(planes):
         np.testing.assert_array_equal(bf16(words), 128 + nibble(PAIRS, plane))
-        (less,) = assembly(UNPACK, "_less_136")(words)
+        (less,) = assembly(UNPACK, "less_136")(words)
         np.testing.assert_array_equal(bf16(less), nibble(PAIRS, plane) - 8)
+        (less,) = assembly(UNPACK, "less_128")(words)
+        np.testing.assert_array_equal(bf16(less), nibble(PAIRS, plane))
         for zero in (0, 3, 15):
-            (less,) = assembly(UNPACK, "_plus")(words, each_half(-128 - zero, ml_dtypes.bfloat16))
+            (less,) = assembly(UNPACK, "plus")(words, each_half(-128 - zero, ml_dtypes.bfloat16))
             np.testing.assert_array_equal(bf16(less), nibble(PAIRS, plane) - zero)
 
 
-@pytest.mark.parametrize("name", ["_int8_pair", "_e4m3_pair"])
+@pytest.mark.parametrize("name", ["int8_pair", "e4m3_pair"])
 def test_bytes_become_numbers(name: str) -> None:
     low, high = (halves(PAIRS) & 255, halves(PAIRS) >> 8)
     for words, codes in zip(assembly(UNPACK, name)(PAIRS), (low, high), strict=True):
-        is_int8 = name == "_int8_pair"
+        is_int8 = name == "int8_pair"
         expected = (
             codes.astype(np.uint8).view(np.int8).astype(np.float32) if is_int8 else e4m3(codes)
         )
@@ -86,12 +88,12 @@ def scale_words() -> tuple[Words, list[NDArray[np.float32]]]:
 def test_nvfp4_is_exact() -> None:
     """Every nibble with every scale, in every place."""
     words, scales = scale_words()
-    factors = assembly(UNPACK, "_nvfp4_factors")(words)
+    factors = assembly(UNPACK, "nvfp4_factors")(words)
     nibbles = np.arange(16, dtype=np.uint32)[:, None]
     for plane in range(4):
         pair = nibbles << np.uint32(4 * plane) | (15 - nibbles) << np.uint32(16 + 4 * plane)
         operands = itertools.chain.from_iterable((factor, factor) for factor in factors)
-        out = assembly(UNPACK, "_e2m1_times")(np.broadcast_to(pair, (16, 127)), *operands)
+        out = assembly(UNPACK, "e2m1_times")(np.broadcast_to(pair, (16, 127)), *operands)
         expected = e2m1(nibble(pair, plane)) * scales[plane]
         np.testing.assert_array_equal(256 * bf16(out[plane]), expected)
 
@@ -100,7 +102,7 @@ def test_mxfp4_is_exact() -> None:
     """Every word, with powers within 2^100 of the largest."""
     factors = [each_half(2.0**126 * 2.0**power, ml_dtypes.bfloat16) for power in (0, -3, -60, -100)]
     operands = itertools.chain.from_iterable((factor, factor) for factor in factors)
-    planes = assembly(UNPACK, "_e2m1_times")(PAIRS, *operands)
+    planes = assembly(UNPACK, "e2m1_times")(PAIRS, *operands)
     for plane, power in enumerate((0, -3, -60, -100)):
         expected = e2m1(nibble(PAIRS, plane)) * np.float32(2.0**power)
         np.testing.assert_array_equal(bf16(planes[plane]), expected)

@@ -21,20 +21,22 @@ from jax.typing import DTypeLike
 
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.e4m3.triton_convert import to_fp8
-from jaxserve_kernels.quantized_matmul.triton import (
+from jaxserve_kernels.quantized_matmul.triton import store_gated
+from jaxserve_kernels.quantized_matmul.triton_arguments import (
     FP8,
     INT4,
     INT8,
     NO_ZERO,
     NVFP4,
     arrays,
+    kind,
+)
+from jaxserve_kernels.quantized_matmul.triton_unpack import (
     each,
     four_side_by_side,
-    kind,
     largest_exponent,
     power,
     side_by_side,
-    store_gated,
 )
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight

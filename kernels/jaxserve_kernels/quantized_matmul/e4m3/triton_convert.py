@@ -14,15 +14,8 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from jaxserve_kernels.quantized_matmul.triton import (
-    INT4,
-    NO_ZERO,
-    NVFP4,
-    arrays,
-    e4m3_byte,
-    kind,
-    power,
-)
+from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, NVFP4, arrays, kind
+from jaxserve_kernels.quantized_matmul.triton_unpack import e4m3_byte, power
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import E4M3_MAX, Fp8Weight, Int4Weight, Mxfp4Weight, Nvfp4Weight
 

@@ -1,0 +1,69 @@
+"""Attention of chunks: the pages they see become plain keys and values first, once per layer."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from jaxserve_kernels.kv_format import chunks
+from jaxserve_kernels.kv_format.base import AttentionStep
+from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
+from jaxserve_kernels.kv_format.eight_bit.triton_numbers import halves, numbers
+from jaxserve_kernels.paged_attention import paged_attention
+from jaxserve_kernels.triton_call import triton_call
+
+
+@triton.jit
+def _expand(
+    words_ptr, scales_ptr, page_ptr, taken_ptr, out_ptr, layer, num_pages,
+    kv_heads: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+    FP8: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of one head in page after page, times their scales."""
+    kv_head = tl.program_id(1)
+    row = tl.arange(0, 2 * PAGE)  # keys, then values
+    dim = tl.arange(0, HALF)[None, :]
+    first_page = (layer * num_pages).to(tl.int64)
+    for place in range(tl.program_id(0), tl.load(taken_ptr), tl.num_programs(0)):
+        page = first_page + tl.load(page_ptr + place)
+        source = (page * kv_heads + kv_head) * (2 * PAGE) + row
+        low, high = halves(tl.load(words_ptr + source[:, None] * HALF + dim), FP8, FAST)
+        if FP8:
+            scale = tl.load(scales_ptr + (layer * kv_heads + kv_head) * 2 + row // PAGE)[:, None]
+        else:
+            scale = tl.load(scales_ptr + source)[:, None]
+        dtype = out_ptr.dtype.element_ty
+        target = (place * kv_heads + kv_head).to(tl.int64) * (2 * PAGE) + row
+        at = out_ptr + target[:, None] * (2 * HALF) + dim
+        tl.store(at, (low.to(tl.float32) * scale).to(dtype))
+        tl.store(at + HALF, (high.to(tl.float32) * scale).to(dtype))
+
+
+def read_chunks(
+    q: Array, kv: Int8KV | Fp8KV, layer: int, step: AttentionStep, tile_size: int
+) -> Array:
+    """Attention of the tiles that are not single tokens."""
+    num_pages, kv_heads, _, page_size, half = kv.words.shape[1:]
+    slots, width = step.page_table.shape
+    each = chunks.of_tiles(step.tiles, slots)
+    places = chunks.divide(
+        (each.end + page_size - 1) // page_size, chunks.capacity(width * page_size) // page_size
+    )
+    count = places.slot.shape[0]
+    pages = step.page_table.at[places.slot, places.number].get(mode="clip")
+    expanded = triton_call(
+        kv.words, kv.scales, pages, places.taken,
+        kernel=_expand,
+        name="expand_8_bit",
+        out_type=jax.ShapeDtypeStruct((1, count, kv_heads, 2, page_size, 2 * half), q.dtype),
+        grid=(min(count, chunks.PROGRAMS // kv_heads), kv_heads),
+        num_warps=4,
+        layer=layer, num_pages=num_pages,
+        kv_heads=kv_heads, HALF=half, PAGE=page_size, **numbers(q, kv),
+    )  # fmt: skip
+    table = jnp.minimum(places.first[:, None] + jnp.arange(width, dtype=jnp.int32), count - 1)
+    tiles = step.tiles._replace(singles=None)
+    return paged_attention(q, expanded, 0, table, tiles, tile_size=tile_size)

@@ -1,0 +1,94 @@
+"""Queries, and the step's keys and values in 8 bits in their pages."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import triton
+import triton.language as tl
+from jax import Array
+
+from jaxserve_kernels.kv_format.base import AttentionStep
+from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
+from jaxserve_kernels.kv_format.triton_parts import head_halves, round_even
+from jaxserve_kernels.triton_call import triton_call
+
+_MAX_HEADS = 8
+
+
+@triton.jit
+def _write(
+    qkv_ptr, words_ptr, scales_ptr, layer, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    page_ptr, offset_ptr, q_ptr,
+    num_pages, stride, parts: tl.constexpr, q_heads: tl.constexpr, kv_heads: tl.constexpr,
+    page_size: tl.constexpr, eps: tl.constexpr, FP8: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * HEADS  # heads in the order queries, keys, values
+    head = tl.arange(0, HEADS)
+    dim = tl.arange(0, HALF)
+    low, high = head_halves(
+        qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, first,
+        stride, parts, q_heads, kv_heads, eps, q_ptr.dtype.element_ty, HEADS, HALF,
+    )  # fmt: skip
+    if first < q_heads:
+        target = q_ptr + (token * q_heads + first + head[:, None]) * (2 * HALF) + dim[None, :]
+        tl.store(target, low)
+        tl.store(target + HALF, high)
+    else:
+        page = (layer * num_pages).to(tl.int64) + tl.load(page_ptr + token).to(tl.int64)
+        is_value = tl.where(first >= q_heads + kv_heads, 1, 0)
+        kv_head = first - q_heads - is_value * kv_heads + head
+        row = ((page * kv_heads + kv_head) * 2 + is_value) * page_size
+        row += tl.load(offset_ptr + token)
+        wide_low = low.to(tl.float32)
+        wide_high = high.to(tl.float32)
+        if FP8:
+            scale = tl.load(scales_ptr + (layer * kv_heads + kv_head) * 2 + is_value)[:, None]
+            fp8_low = tl.clamp(wide_low / scale, -448.0, 448.0).to(tl.float8e4nv)
+            fp8_high = tl.clamp(wide_high / scale, -448.0, 448.0).to(tl.float8e4nv)
+            low_byte = fp8_low.to(tl.uint8, bitcast=True).to(tl.int32)
+            high_byte = fp8_high.to(tl.uint8, bitcast=True).to(tl.int32)
+        else:
+            largest = tl.max(tl.maximum(tl.abs(wide_low), tl.abs(wide_high)), axis=1)
+            inverse = tl.where(largest > 0, 127.0 / largest, 0.0)[:, None]
+            tl.store(scales_ptr + row, largest / 127.0)
+            low_byte = round_even(wide_low * inverse).to(tl.int32) + 128
+            high_byte = round_even(wide_high * inverse).to(tl.int32) + 128
+        words = (low_byte | (high_byte << 8)).to(tl.int16)
+        tl.store(words_ptr + row[:, None] * HALF + dim[None, :], words)
+
+
+def write[Cache: Int8KV | Fp8KV](
+    qkv: Array,
+    kv: Cache,
+    layer: int,
+    norms: tuple[Array, Array],
+    tables: tuple[Array, Array],
+    step: AttentionStep,
+    *,
+    eps: float,
+) -> tuple[Array, Cache]:
+    """Queries [tokens, q_heads, head_dim], and the cache with the step's keys and values."""
+    num_pages, kv_heads, _, page_size, half = kv.words.shape[1:]
+    parts, tokens, width = qkv.shape
+    q_heads = width // (2 * half) - 2 * kv_heads
+    heads = math.gcd(math.gcd(q_heads, kv_heads), _MAX_HEADS)
+    fp8 = isinstance(kv, Fp8KV)
+    words = jax.new_ref(kv.words)
+    scales = kv.scales if fp8 else jax.new_ref(kv.scales)
+    q = triton_call(
+        qkv, words, scales, layer, *norms, *tables, step.pages, step.offsets,
+        kernel=_write,
+        name="kv_write_8_bit",
+        out_type=jax.ShapeDtypeStruct((tokens, q_heads, 2 * half), norms[0].dtype),
+        grid=(tokens, (q_heads + 2 * kv_heads) // heads),
+        num_warps=4,
+        num_pages=num_pages, stride=tokens * width, parts=parts,
+        q_heads=q_heads, kv_heads=kv_heads, page_size=page_size,
+        eps=eps, FP8=fp8, HEADS=heads, HALF=half,
+    )  # fmt: skip
+    kv = kv._replace(words=jax.freeze(words))
+    return q, kv if fp8 else kv._replace(scales=jax.freeze(scales))

@@ -1,0 +1,67 @@
+"""Numbers of 8 bits in registers: a head is two halves, whose bytes lie in pairs."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from jaxserve_kernels import target
+from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
+
+
+@triton.jit
+def _int8_halves(words):
+    """Both bytes less 128, exact in bfloat16: the byte becomes the last of a float's mantissa."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 a,b,c,d; .reg .f32 e,f,g,h,k; mov.f32 k,0f4B000080;
+        prmt.b32 a,$2,0x4B000000,0x7440; prmt.b32 b,$2,0x4B000000,0x7442;
+        prmt.b32 c,$2,0x4B000000,0x7441; prmt.b32 d,$2,0x4B000000,0x7443;
+        mov.b32 e,a; mov.b32 f,b; mov.b32 g,c; mov.b32 h,d;
+        sub.f32 e,e,k; sub.f32 f,f,k; sub.f32 g,g,k; sub.f32 h,h,k;
+        mov.b32 a,e; mov.b32 b,f; mov.b32 c,g; mov.b32 d,h;
+        prmt.b32 $0,a,b,0x7632; prmt.b32 $1,c,d,0x7632; }""",
+        "=r,=r,r", [words], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _fp8_halves(words):
+    """Both bytes as numbers, exact in float16."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .b16 x,y; .reg .b32 a,b; mov.b32 {x,y},$2;
+        cvt.rn.f16x2.e4m3x2 a,x; cvt.rn.f16x2.e4m3x2 b,y;
+        prmt.b32 $0,a,b,0x5410; prmt.b32 $1,a,b,0x7632; }""",
+        "=r,=r,r", [words], (tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _float_of_fp8(byte):
+    """Sign, exponent and mantissa moved to their places in a float32, then its bias corrected."""
+    bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+
+
+@triton.jit
+def halves(words, FP8: tl.constexpr, FAST: tl.constexpr):
+    if FAST and FP8:
+        first, second = _fp8_halves(words)
+    elif FAST:
+        first, second = _int8_halves(words)
+    else:
+        low = words.to(tl.int32) & 0xFF
+        high = (words.to(tl.int32) >> 8) & 0xFF
+        if FP8:
+            first, second = _float_of_fp8(low), _float_of_fp8(high)
+        else:
+            first, second = (low - 128).to(tl.float32), (high - 128).to(tl.float32)
+    return first, second
+
+
+def numbers(q: Array, kv: Int8KV | Fp8KV) -> dict[str, bool]:
+    """Which numbers the bytes are, and whether there are instructions that convert them."""
+    fp8 = isinstance(kv, Fp8KV)
+    fast = q.dtype == jnp.bfloat16 and target.compute_capability() >= (89 if fp8 else 80)
+    return {"FP8": fp8, "FAST": fast}
