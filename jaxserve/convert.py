@@ -9,20 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 
 from jaxserve.cli import Options
 from jaxserve.config import ConfigError
 from jaxserve.environment import prepare
 from jaxserve.model_source import find_model
+from jaxserve.progress import Work
 from jaxserve_checkpoints.reader import CheckpointError
 
 _TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
@@ -47,26 +40,14 @@ def _convert(options: Options) -> None:
     started = time.monotonic()
     source = find_model(options)
     assert source.folder is not None
-    columns = (
-        TextColumn("converting"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TextColumn("about"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=None)
+    with Work("converting") as work:
         _copy_text_files(source.folder, options.out)
-        errors = _Errors(bar.console)
-        file = convert_model(
-            options,
-            source,
-            options.out,
-            lambda done, total: bar.update(task, completed=done, total=total),
-            errors.add,
-        )
+        errors = _Errors(work.console)
+
+        def show(done: int, total: int) -> None:
+            work.update(done, total, f"{done / 1e9:.2f} of {total / 1e9:.2f} GB")
+
+        file = convert_model(options, source, options.out, show, errors.add)
     errors.show(options.quantization_method or "rtn")
     size, seconds = file.stat().st_size / 1e9, time.monotonic() - started
     print(f"{size:.2f} GB in {file} after {seconds:.0f} s, every checksum compared")

@@ -7,19 +7,11 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-
 from jaxserve.cli import Options
 from jaxserve.config import ConfigError
 from jaxserve.environment import prepare
 from jaxserve.model_source import find_model
+from jaxserve.progress import Work
 from jaxserve_checkpoints.reader import CheckpointError
 
 if TYPE_CHECKING:
@@ -47,30 +39,17 @@ def _precompile(options: Options) -> None:
     plan.cache.prepare()
     lacking = missing(plan.programs, plan.cache)
     todo = [program for program in plan.programs if program.name in lacking]
-    console = Console(stderr=True)
-    console.print(
-        f"{len(todo)} of {len(plan.programs)} programs to compile into {plan.cache.folder}"
-    )
+    found = f"{len(todo)} of {len(plan.programs)} programs to compile into {plan.cache.folder}"
+    print(found, file=sys.stderr)
     weights = _weights([program.name for program in todo], plan.cache.compile_seconds())
-    columns = (
-        TextColumn("compiling"),
-        BarColumn(),
-        TextColumn("{task.fields[done]} of {task.fields[of]}"),
-        TimeElapsedColumn(),
-        TextColumn("about"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
-    with Progress(*columns, console=console, disable=not todo) as bar:
-        task = bar.add_task("", total=sum(weights.values()), done=0, of=len(todo))
+    done: list[str] = []
+    with Work("compiling") as work:
 
         def show(name: str) -> None:
-            done = bar.tasks[0].fields["done"] + 1
-            bar.update(task, advance=weights[name], done=done)
-            if not console.is_terminal:
-                left = bar.tasks[0].time_remaining
-                rest = "" if left is None else f", about {left:.0f} s left"
-                console.print(f"{done} of {len(todo)}: {name}{rest}")
+            done.append(name)
+            seconds = sum(weights[each] for each in done)
+            state = f"{len(done)} of {len(todo)}: {name}"
+            work.update(seconds, sum(weights.values()), state, say=True)
 
         obtained = obtain(
             todo,

@@ -69,6 +69,7 @@ LAYERS = (
         "jaxserve.listen",
         "jaxserve.model_source",
         "jaxserve.precompile",
+        "jaxserve.progress",
         "jaxserve.serve",
         "jaxserve.tls",
         "jaxserve.tracing",

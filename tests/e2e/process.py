@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import re
+import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +29,16 @@ def start(*flags: str, environment: dict[str, str] | None = None) -> subprocess.
     return run("-m", "jaxserve", "--port", "0", *flags, environment=environment)
 
 
-def run(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """A Python process that knows our packages, on the CPU."""
+def run(
+    *arguments: str,
+    environment: dict[str, str] | None = None,
+    before: Callable[[], None] | None = None,
+) -> subprocess.Popen[str]:
+    """A Python process that knows our packages, on the CPU.
+
+    Args:
+      before: called in the process before it becomes Python, to take something from it.
+    """
     path = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "checkpoints"))
     settings = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **(environment or {})}
     for ours in ("JAX_NUMPY_DTYPE_PROMOTION", "XLA_FLAGS"):  # of the tests, not of a user
@@ -35,10 +47,37 @@ def run(*arguments: str, environment: dict[str, str] | None = None) -> subproces
         [sys.executable, *arguments],
         cwd=ROOT,
         env=settings,
+        preexec_fn=before,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def files_of_at_most(size: int) -> Callable[[], None]:
+    """For `run`: a write beyond it fails half-way, as on a full disk."""
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def obey_permissions() -> None:
+    """For `run`: files' modes count for root, too, without the capabilities to ignore them."""
+    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP, takes effect at exec
+
+
+def small_model(folder: Path) -> Path:
+    """Fill the folder with a checkpoint that takes seconds to compile and no time to run."""
+    shutil.copytree(ROOT / "tests" / "golden" / "tied", folder, dirs_exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "checkpoints/jaxserve_checkpoints/embedded" / name, folder / name)
+    return folder
+
+
+SMALL_SHAPES = (
+    *("--decode-buckets", "1", "--prefill-buckets", "16", "--max-model-len", "64"),
+    *("--kv-cache-memory-bytes", "1M"),
+)
+"""Two steps for `small_model`."""
 
 
 def read_until(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.process import ROOT, finish, read_until, run, start
+from tests.e2e.process import SMALL_SHAPES, finish, read_until, run, small_model, start
 
 HEAVY = {"flax", "orbax", "torch", "transformers", "triton", "jax_triton", "huggingface_hub"}
 """What a serving process must not load: seconds of its start, hundreds of megabytes."""
@@ -28,13 +27,8 @@ sys.exit(main())
 @pytest.fixture
 def flags(tmp_path: Path) -> list[str]:
     """A small model with two steps, and a cache of its own."""
-    folder = tmp_path / "model"
-    shutil.copytree(ROOT / "tests" / "golden" / "tied", folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(ROOT / "checkpoints/jaxserve_checkpoints/embedded" / name, folder / name)
-    shapes = ["--decode-buckets", "1", "--prefill-buckets", "16", "--max-model-len", "64"]
-    places = ["--model", str(folder), "--cache-dir", str(tmp_path / "cache")]
-    return [*places, *shapes, "--kv-cache-memory-bytes", "1M"]
+    model = small_model(tmp_path / "model")
+    return ["--model", str(model), "--cache-dir", str(tmp_path / "cache"), *SMALL_SHAPES]
 
 
 def steps_in(cache: Path) -> list[Path]:

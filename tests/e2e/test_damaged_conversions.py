@@ -1,0 +1,135 @@
+"""Real conversions that are killed, have no room, meet another one, or are damaged later."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.process import (
+    ROOT,
+    SMALL_SHAPES,
+    files_of_at_most,
+    finish,
+    run,
+    small_model,
+    start,
+)
+
+pytestmark = pytest.mark.slow
+
+FILE, JOURNAL = "jaxserve.safetensors", ".jaxserve.safetensors.journal"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("model"))
+
+
+def convert(model: Path, out: Path) -> list[str]:
+    return ["-m", "jaxserve", "convert", "--model", str(model), "--out", str(out)]
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 1.2 GB: converting it takes long enough to be killed in."""
+    folder = tmp_path_factory.mktemp("larger")
+    script = ROOT / "scripts" / "random_checkpoint.py"
+    status, output = finish(run(str(script), "qwen3-0.6b", str(folder)), timeout=240)
+    assert status == 0, output
+    return folder
+
+
+def test_a_killed_conversion_is_gone_on_with_and_gives_the_same_file(
+    larger: Path, tmp_path: Path
+) -> None:
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    journal = out / JOURNAL
+
+    def parts() -> int:
+        return journal.read_text().count("\n") if journal.exists() else 0
+
+    killed = run(*convert(larger, out))
+    deadline = time.monotonic() + 120
+    while parts() < 20 and killed.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert parts() >= 20 and not (out / FILE).exists()
+
+    status, output = finish(start("--model", str(out), *SMALL_SHAPES), timeout=120)
+    assert status == 1
+    assert "Traceback" not in output
+    assert output.splitlines()[-1].startswith("jaxserve: error: ")
+
+    for folder in (out, whole):
+        status, output = finish(run(*convert(larger, folder)), timeout=240)
+        assert status == 0, output
+    assert {file.name for file in out.iterdir()} == {file.name for file in whole.iterdir()}
+    assert filecmp.cmp(out / FILE, whole / FILE, shallow=False)
+
+
+def test_a_conversion_without_room_says_how_much_it_needs_and_leaves_nothing(
+    model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    limit = files_of_at_most((model / "model.safetensors").stat().st_size - 1000)
+    status, output = finish(run(*convert(model, out), before=limit), timeout=120)
+    assert status == 1, output
+    assert re.search(r"the converted weights take .* GB, .* GB are free", output.splitlines()[-1])
+    assert not [file for file in out.iterdir() if "safetensors" in file.name]
+
+
+def test_a_second_conversion_into_the_folder_is_refused_while_the_first_runs(
+    larger: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    first = run(*convert(larger, out))
+    try:
+        deadline = time.monotonic() + 120
+        while not (out / JOURNAL).exists():
+            assert first.poll() is None and time.monotonic() < deadline
+            time.sleep(0.005)
+        os.kill(first.pid, signal.SIGSTOP)
+        status, output = finish(run(*convert(larger, out)), timeout=120)
+        assert status == 1
+        assert "another process is converting into this folder" in output.splitlines()[-1]
+    finally:
+        os.kill(first.pid, signal.SIGCONT)
+    status, output = finish(first, timeout=240)
+    assert status == 0, output
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1000)
+
+
+def empty(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, truncate, empty])
+def test_a_damaged_converted_checkpoint_is_refused_with_its_file(
+    model: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    out = tmp_path / "out"
+    status, output = finish(run(*convert(model, out)), timeout=120)
+    assert status == 0, output
+    damage(out / FILE)
+    status, output = finish(start("--model", str(out), *SMALL_SHAPES), timeout=120)
+    assert status == 1, output
+    assert "Traceback" not in output
+    last = output.splitlines()[-1]
+    assert last.startswith("jaxserve: error: ") and FILE in last

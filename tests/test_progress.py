@@ -1,0 +1,41 @@
+"""Work under way, where there is no terminal: lines, not too many, with an estimate."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve import progress
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_lines_come_every_few_seconds_and_estimate_the_rest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    with progress.Work("converting", clock=clock) as work:
+        for second in range(12):
+            clock.now = 100.0 + second
+            work.update(second * 10, 200, f"{second * 10} of 200")
+    assert capsys.readouterr().err.splitlines() == [
+        "50 of 200, about 15 s left",
+        "100 of 200, about 10 s left",
+    ]
+
+
+def test_what_is_to_be_said_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    with progress.Work("compiling", clock=clock) as work:
+        for done in range(1, 4):
+            clock.now += 0.5
+            work.update(done, 3, f"{done} of 3", say=True)
+    assert [line.partition(",")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "1 of 3",
+        "2 of 3",
+        "3 of 3",
+    ]
