@@ -28,7 +28,9 @@ from jaxserve_kernels.sampler import (
     RowSampling,
     Sample,
     SlotTables,
+    TokenScores,
     sample,
+    score,
 )
 
 pytestmark = pytest.mark.gpu
@@ -173,7 +175,12 @@ KINDS = {
     "top_p": {"temperature": 1.0, "top_p": 0.9},
     "large_k": {"temperature": 1.0, "top_k": 300, "top_p": 0.8},
     "cold": {"temperature": 0.01, "top_p": 0.5},
+    "nucleus": {"temperature": 0.5, "top_p": 0.9},
+    "min_p_alone": {"temperature": 1.0, "min_p": 0.02},
+    "nucleus_min_p": {"temperature": 0.35, "top_p": 0.95, "min_p": 0.05},
 }
+"""Logits with a deviation of 3 leave nuclei of 10 to 100 tokens at a temperature of 0.5, a few at
+0.35, and thousands at 1."""
 
 
 def sampler_inputs(rows: int, seed: int) -> tuple[jax.Array, RowSampling, jax.Array]:
@@ -257,3 +264,20 @@ def test_the_sampler_chooses_what_its_reference_chooses(rows: int) -> None:
     np.testing.assert_array_equal(counted.counts[slots], expected_tables.counts[slots])
     others = np.setdiff1d(np.arange(len(tables.counts)), np.asarray(adjustments.slots))
     np.testing.assert_array_equal(counted.counts[others], tables.counts[others])
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_scores_of_given_tokens_equal_their_reference(rows: int) -> None:
+    logits, _, _ = sampler_inputs(rows, seed=rows)
+    tokens = jnp.asarray(np.random.default_rng(rows).integers(0, VOCAB, rows), jnp.int32)
+
+    def run(implementation: target.Implementation) -> TokenScores:
+        with target.use(target.Target(implementation)):
+            scored = functools.partial(score, vocab=VOCAB, alternatives=20)
+            return jax.jit(scored)(logits, tokens)
+
+    got, expected = run("triton"), run("reference")
+    np.testing.assert_array_equal(got.rank, expected.rank)
+    np.testing.assert_array_equal(got.top_ids, expected.top_ids)
+    np.testing.assert_allclose(got.logprob, expected.logprob, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(got.top, expected.top, rtol=1e-4, atol=1e-4)

@@ -1,9 +1,11 @@
 """The sampler as two kernels: a scan of the vocabulary in parallel, then one program per row.
 
-The scan leaves each chunk's maximum, its place, and its share of the softmax sum; a row that only
-wants the most likely token, or draws from the whole distribution, needs no more than to merge them.
-A row with a small top_k takes its tokens one by one, each from the chunk whose maximum is largest;
-other truncations search their threshold digit by digit over the row. Nothing is sorted.
+The scan leaves each chunk's maximum, its place, and its share of the softmax sum, and the same of
+the noisy scores; a row that only wants the most likely token, or draws from the whole distribution,
+needs no more than to merge them. A row with a top_p or min_p checks whether the token drawn is
+among those that they leave, and draws again where it is not. A row with a small top_k takes its
+tokens one by one, each from the chunk whose maximum is largest; one with a large top_k searches its
+threshold digit by digit over the row. Nothing is sorted.
 
 For a row that adjusts its scores the scan also writes the adjusted ones, and the choice reads those
 instead. They are scratch that other rows never touch.
@@ -62,7 +64,7 @@ def sample(
         "MIN_T": MIN_TEMPERATURE, "BLOCK": _CHUNK, "num_warps": 8,
     }  # fmt: skip
     inputs = (logits, flags, *rows[1:])
-    parts = (num_rows * chunks * 4,)
+    parts = (num_rows * chunks * 5,)
     floats, ids, adjusted = triton_call(
         *inputs,
         *adjustments,

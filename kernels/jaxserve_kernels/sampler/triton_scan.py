@@ -34,7 +34,7 @@ def _penalise(x, counts, presence, frequency, repetition, LOWEST: tl.constexpr):
 
 @triton.jit
 def scan(
-    logits_ptr, flags_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
+    logits_ptr, flags_ptr, temperature_ptr, top_k_ptr, top_p_ptr, _min_p_ptr, seed_ptr,
     position_ptr, features_ptr, slots_ptr, presence_ptr, frequency_ptr, repetition_ptr,
     counts_ptr, biases_ptr, masks_ptr, floats_ptr, ids_ptr, adjusted_ptr,
     vocab: tl.constexpr, stride: tl.constexpr, chunks: tl.constexpr,
@@ -48,7 +48,7 @@ def scan(
     real = ids < vocab
     x = tl.load(logits_ptr + row.to(tl.int64) * stride + ids, mask=real, other=-float("inf"))
     peak, best = largest(x, ids)
-    part = (row * chunks + chunk) * 4
+    part = (row * chunks + chunk) * 5
     tl.store(floats_ptr + part, peak)
     tl.store(floats_ptr + part + 1, tl.sum(tl.exp(x - tl.maximum(peak, -1.0e38)), axis=0))
     tl.store(ids_ptr + part, best)
@@ -75,10 +75,12 @@ def scan(
     tl.store(floats_ptr + part + 3, peak)
     tl.store(ids_ptr + part + 2, best)
     t = tl.load(temperature_ptr + row)
-    whole = (tl.load(top_k_ptr + row) <= 0) & (tl.load(top_p_ptr + row) >= 1)
-    whole = whole & (tl.load(min_p_ptr + row) <= 0)
-    if (tl.load(flags_ptr + row) & 1 != 0) & (t > 0) & whole:
+    if (tl.load(flags_ptr + row) & 1 != 0) & (t > 0) & (tl.load(top_k_ptr + row) <= 0):
+        scaled = tl.div_rn(x, tl.maximum(t, MIN_T))
         noise = gumbel(tl.load(seed_ptr + row), position, ids)
-        noisy_peak, noisy_best = largest(tl.div_rn(x, tl.maximum(t, MIN_T)) + noise, ids)
+        noisy_peak, noisy_best = largest(scaled + noise, ids)
         tl.store(floats_ptr + part + 2, noisy_peak)
         tl.store(ids_ptr + part + 1, noisy_best)
+        if tl.load(top_p_ptr + row) < 1:
+            highest = tl.maximum(tl.max(scaled, axis=0), -1.0e38)
+            tl.store(floats_ptr + part + 4, tl.sum(tl.exp(scaled - highest), axis=0))

@@ -61,6 +61,46 @@ def _draw_from_list(
 
 
 @triton.jit
+def _draw_from_nucleus(
+    logits_row, token, top, mass, t, min_p, seed, position,
+    vocab: tl.constexpr, chunks: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The token with the most noise among those that `mass` and min_p leave (both in weights, of
+    which the largest is 1); `token` is the one with the most noise of all.
+
+    A token is out where those above it reach the mass, and then so is every token below it. So the
+    limit need not be searched for: the best of the tokens above is next, until one is in. The first
+    is in as often as top_p says.
+    """
+    more = True
+    while more:
+        value = tl.div_rn(tl.load(logits_row + token), t)
+        more = tl.exp(value - top) < min_p
+        if (mass < float("inf")) & (more == 0):
+            above = tl.zeros([BLOCK], tl.float32)
+            for chunk in range(chunks):
+                ids = chunk * BLOCK + tl.arange(0, BLOCK)
+                x = tl.load(logits_row + ids, mask=ids < vocab, other=-float("inf"))
+                scaled = tl.div_rn(x, t)
+                above += tl.where(scaled > value, tl.exp(scaled - top), 0.0)
+            more = tl.sum(above, axis=0) >= mass
+        if more:
+            noisy_peak = -float("inf")
+            for chunk in range(chunks):
+                ids = chunk * BLOCK + tl.arange(0, BLOCK)
+                x = tl.load(logits_row + ids, mask=ids < vocab, other=-float("inf"))
+                scaled = tl.div_rn(x, t)
+                noise = gumbel(seed, position, ids)
+                likely = (scaled > value) & (tl.exp(scaled - top) >= min_p)
+                noisy = tl.where(likely, scaled + noise, -float("inf"))
+                peak, best = largest(noisy, ids)
+                token = tl.where(peak > noisy_peak, best, token)
+                noisy_peak = tl.maximum(noisy_peak, peak)
+            more = noisy_peak > -float("inf")  # always, unless scores are infinite
+    return token
+
+
+@triton.jit
 def _threshold(
     logits_row, t, peak, floor, target, vocab: tl.constexpr, chunks: tl.constexpr,
     BLOCK: tl.constexpr, BITS: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -101,9 +141,8 @@ def _draw_from_thresholds(
     """A token of the whole row, truncated by thresholds that are searched for."""
     top = tl.div_rn(peak, t)
     kth = tl.full([], 0, tl.uint32)
-    if k > 0:
-        count = tl.minimum(k, vocab).to(tl.float32)
-        kth = _threshold(logits_row, t, top, kth, count, vocab, chunks, BLOCK, BITS, False)
+    count = tl.minimum(k, vocab).to(tl.float32)
+    kth = _threshold(logits_row, t, top, kth, count, vocab, chunks, BLOCK, BITS, False)
     nucleus = kth
     if p < 1:
         total = tl.zeros([BLOCK], tl.float32)
@@ -141,7 +180,7 @@ def select(
     row = tl.program_id(0)
     logits_row = logits_ptr + row.to(tl.int64) * stride
     chunk = tl.arange(0, CHUNKS)
-    part = (row * chunks + chunk) * 4
+    part = (row * chunks + chunk) * 5
     real = chunk < chunks
     peaks = tl.load(floats_ptr + part, mask=real, other=-float("inf"))
     peak = tl.max(peaks, axis=0)
@@ -165,10 +204,21 @@ def select(
         min_p = tl.load(min_p_ptr + row)
         seed = tl.load(seed_ptr + row)
         position = tl.load(position_ptr + row)
-        if (k <= 0) & (p >= 1) & (min_p <= 0):
+        if k <= 0:
             noisy = tl.load(floats_ptr + part + 2, mask=real, other=-float("inf"))
             token = largest(noisy, tl.load(ids_ptr + part + 1, mask=real, other=0x7FFFFFFF))[1]
-        elif (k > 0) & (k <= LIST):
+            if (p < 1) | (min_p > 0):
+                top = tl.div_rn(score_peak, t)
+                mass = float("inf")
+                if p < 1:
+                    shares = tl.load(floats_ptr + part + 4, mask=real, other=0.0)
+                    weights = tl.exp(tl.div_rn(score_peaks, t) - top)
+                    mass = tl.maximum(p * tl.sum(shares * weights, axis=0), 1.1754943508222875e-38)
+                token = _draw_from_nucleus(
+                    scores_row, token, top, mass, t, min_p, seed, position,
+                    vocab, chunks, BLOCK,
+                )  # fmt: skip
+        elif k <= LIST:
             token = _draw_from_list(
                 scores_row, score_peaks, t, k, p, min_p, seed, position,
                 vocab, BLOCK, CHUNKS, LIST,
