@@ -1,6 +1,7 @@
 """The traffic of a published study of one GPU under mixed load, and who of it was served well.
 
-Short and long prompts with short and long answers (`datavorous/to-fa`). Prompts are unique.
+Short and long prompts with short and long answers (`datavorous/to-fa`). Prompts are unique, or
+`replayed` as the study's were.
 """
 
 from __future__ import annotations
@@ -25,6 +26,14 @@ CLASSES = {
 
 SHORT_ANSWERS = ("siso", "liso")
 
+LONG_PROMPTS = ("liso", "lilo")
+
+FILES = (420, 1240, 2070, 2890, 3720, 4530)
+"""Tokens of the study's six source files. It tells the shortest and the longest prompt; that the
+others lie evenly between them is chosen."""
+TASKS = 8
+SYSTEM_TOKENS, TASK_TOKENS = 40, 22
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
@@ -38,6 +47,8 @@ class Load:
     diurnal: bool = False
     """The rate is the mean of a day that begins at midnight; 1.8 times as much at 4 in the
     afternoon, a fifth at 4 at night."""
+    replayed: bool = False
+    """Long prompts are one of FILES with one of TASKS after it: 48 for each class."""
 
 
 def traffic(load: Load, *, deadlines: bool) -> list[Arrival]:
@@ -55,7 +66,9 @@ def traffic(load: Load, *, deadlines: bool) -> list[Arrival]:
         params = SamplingParams(max_tokens=asked, stop_token_ids=frozenset({STOP}))
         request = Request(
             id=f"{kind}-{number}",
-            prompt=(number,) * rng.randint(*prompt),
+            prompt=_replayed(kind, rng)
+            if load.replayed and kind in LONG_PROMPTS
+            else (number,) * rng.randint(*prompt),
             params=params,
             priority=0 if kind in SHORT_ANSWERS else 1,
             ttft_slo=ttft_limit(kind, load.slo) if deadlines else None,
@@ -66,6 +79,13 @@ def traffic(load: Load, *, deadlines: bool) -> list[Arrival]:
             Arrival(at=now, request=request, output=length, kind=kind, patience=PATIENCE)
         )
     return arrivals
+
+
+def _replayed(kind: str, rng: random.Random) -> tuple[int, ...]:
+    """The class's system prompt, a file and a task. Negative: no prompt's own token is."""
+    file, task = rng.randrange(len(FILES)), rng.randrange(TASKS)
+    system = (-1 - LONG_PROMPTS.index(kind),) * SYSTEM_TOKENS
+    return system + (-10 - file,) * FILES[file] + (-20 - task,) * TASK_TOKENS
 
 
 def _time_of_day(seconds: float) -> float:

@@ -63,6 +63,9 @@ class Setup:
     optimist: bool = False
     max_itl: float = 0.05
     deadlines: bool = False
+    prefix_caching: bool = True
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
 
 
 FCFS = Setup(name="fcfs", policy="fcfs")
@@ -215,9 +218,10 @@ def point(setup: Setup, times: StepTimes, cache: CacheConfig, load: Load) -> Poi
 
 def run(setup: Setup, times: StepTimes, cache: CacheConfig, arrivals: list[Arrival]) -> Result:
     config = SchedulerConfig(
-        max_num_seqs=256,
+        max_num_seqs=setup.max_num_seqs,
         max_model_len=8192,
-        max_num_batched_tokens=2048,
+        max_num_batched_tokens=setup.max_num_batched_tokens,
+        prefix_caching=setup.prefix_caching,
         max_itl=setup.max_itl,
         policy=setup.policy,
         max_queued=100_000,
