@@ -7,7 +7,8 @@ Every step runs as the engine runs it: from the scheduler's plan, one step ahead
 step is the larger of its bytes (weights once, keys and values of each sequence once) over the rate
 of a copy and its operations over the rate of a large product, both measured in the same process.
 Operations are those of the model: two per weight and token, with the output matrix only for tokens
-that are sampled, and four per head, dimension and visible key.
+that are sampled, and four per head, dimension and visible key. With --quantization the floor is
+still that of bfloat16 weights and products, so that ratios compare.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from jaxserve.api import SamplingParams
 from jaxserve.config import NAMED_MODELS, Buckets, CacheConfig, ModelSpec, SchedulerConfig
 from jaxserve.metrics import Metrics
 from jaxserve.models import qwen3
+from jaxserve.models.quantization import Quantization
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
 from jaxserve.runner import Runner, RunnerConfig
 from jaxserve_checkpoints.dummy import dummy_params
@@ -123,6 +125,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompts", type=sizes, default=[256, 1024, 4096, 16384])
     parser.add_argument("--steps", type=int, default=12, help="timed steps per case")
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
+    parser.add_argument("--quantization", choices=("int4", "fp8", "nvfp4"))
+    parser.add_argument("--lm-head-dtype", choices=("int8", "fp8"))
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--profile", action="store_true", help="print the kernels of each bucket")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
@@ -170,7 +174,9 @@ def make_runner(spec: ModelSpec, args: argparse.Namespace) -> tuple[Runner, Runn
         sampled_vocab=spec.vocab_size,
         tile_size=tile_tokens(spec.q_heads // spec.kv_heads),
     )
-    params = dummy_params(qwen3.abstract(spec, jnp.bfloat16, stacked=True), 0)
+    quantization = Quantization(layers=args.quantization, head=args.lm_head_dtype)
+    abstract = qwen3.abstract(spec, jnp.bfloat16, stacked=True)
+    params = dummy_params(abstract, 0, quantization.encoder(spec))
     runner = Runner(config, params, Metrics("bench"))
     start = time.perf_counter()
     runner.compile(os.cpu_count() or 1, lambda name, done: None)
@@ -274,6 +280,8 @@ def describe(
         "driver": device.client.platform_version,
         "model": args.model,
         "layers": args.layers,
+        "quantization": args.quantization,
+        "lm_head_dtype": args.lm_head_dtype,
         "copy_tb_per_s": rates.copy / 1e12,
         "product_tflop_per_s": rates.product / 1e12,
         "decode_context": DECODE_CONTEXT,

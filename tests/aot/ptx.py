@@ -20,7 +20,9 @@ MOST_SHARED_MEMORY = 232_448
 """Bytes that a program may have on an H100."""
 
 
-def compile_gluon(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]) -> Any:
+def compile_gluon(
+    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], *, num_warps: int = 4
+) -> Any:
     """Arguments whose names end in _ptr are 16-byte aligned pointers; others without a type are
     int32 pointers."""
     import triton
@@ -38,7 +40,9 @@ def compile_gluon(kernel: Any, types: Mapping[str, str], constants: Mapping[str,
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    return triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}
+    )
 
 
 def tma_blocks(rows: int, columns: int) -> str:

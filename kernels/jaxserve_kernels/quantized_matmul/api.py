@@ -47,6 +47,10 @@ def _kernels(config: Config) -> Any:
         from jaxserve_kernels.quantized_matmul.e4m3 import triton as e4m3
 
         return e4m3
+    if config.method == "few":
+        from jaxserve_kernels.quantized_matmul import triton_few
+
+        return triton_few
     from jaxserve_kernels.quantized_matmul import triton
 
     return triton

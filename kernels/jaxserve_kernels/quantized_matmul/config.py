@@ -7,13 +7,16 @@ from typing import Literal
 
 from jaxserve_kernels.weights import Fp8Weight, Int4Weight, Int8Weight, Nvfp4Weight, QuantizedWeight
 
-type Method = Literal["unpack", "e4m3"]
+type Method = Literal["few", "unpack", "e4m3"]
 
 _ENOUGH_WARPS = 1056
 """Eight for each of an H100's or H200's 132 multiprocessors keep its memory busy."""
 
 _DEEP = 64
 """Tiles of the input, of 128, from which more rows per program and more splits pay."""
+
+_FEW = 8
+"""Tokens of the tensor cores' smallest product."""
 
 _ENOUGH_TILES = 90
 """Programs of a product that the tensor cores bound: fewer leave too many of them idle."""
@@ -28,8 +31,8 @@ class Config:
     """A program takes `rows` of the weight and `tokens`; `splits` programs share the input."""
 
     method: Method = "unpack"
-    """Weights to bfloat16 in registers; or tokens beforehand and weights of 4 bits to e4m3. Of int8
-    weights the latter means tokens in int8."""
+    """Weights to bfloat16 in registers, by `triton_few` or by `triton`; or tokens beforehand and
+    weights of 4 bits to e4m3. Of int8 weights the last means tokens in int8."""
     beforehand: bool = False
     """Weights of 4 bits become e4m3 in a pass of their own, not in registers."""
     rows: int = 64
@@ -51,7 +54,9 @@ def choose(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config | Non
     if not _has_kernel(weight):
         return None
     tiles = depth // 128
-    if not _in_e4m3(weight, tokens):
+    if tokens <= _FEW and isinstance(weight, Int4Weight):
+        config = _few(depth, gated=gated)
+    elif not _in_e4m3(weight, tokens):
         config = _unpack(weight, tokens, out, tiles)
     elif tokens <= _most_in_registers(weight):
         config = _e4m3_in_registers(weight, tokens, out, tiles)
@@ -86,6 +91,16 @@ def _most_in_registers(weight: QuantizedWeight) -> int:
             return 0 if weight.group == 32 else 512
         case _:
             return 256
+
+
+def _few(depth: int, *, gated: bool) -> Config:
+    """Four warps with up to five tiles each, which a thread has registers for; parts where there
+    are more tiles, or more warps where there must not be parts."""
+    tiles = depth // 128
+    if not gated:
+        return Config(method="few", rows=16, tokens=_FEW, splits=-(-tiles // 20))
+    warps = next((warps for warps in (4, 8) if tiles <= 8 * warps), 16)
+    return Config(method="few", rows=16, tokens=_FEW, num_warps=warps)
 
 
 def _unpack(weight: QuantizedWeight, tokens: int, out: int, tiles: int) -> Config:
