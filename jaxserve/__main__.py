@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
-from jaxserve import heap
+from jaxserve import gpu_driver, heap
 from jaxserve.cli import COMMANDS, parse_args
 from jaxserve.foreign_flags import translated
+from jaxserve.startup import Timeline
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,10 +35,12 @@ def main(argv: list[str] | None = None) -> int:
         from jaxserve.convert import convert
 
         return convert(options)
+    timeline = Timeline()
+    gpu_driver.open_early(timeline, os.environ.get("JAX_PLATFORMS"))
     heap.import_freely()
     from jaxserve.serve import serve  # after the flags: --help must not pay for jax
 
-    return serve(options, without_effect)
+    return serve(options, timeline, without_effect)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,9 @@ def build_parts(
     on_compile(watch)
     workers = options.compile_workers or os.cpu_count() or 1
     both = _Both(progress)
-    loader = weight_loader(plan.weights, lambda: _copies(plan, on_missing))
+    with timeline.span("copies"):
+        copies = _copies(plan, on_missing)
+    loader = weight_loader(plan.weights, copies)
 
     def load() -> qwen3.Params:
         with timeline.span("weights"):
@@ -191,7 +193,7 @@ class _Both:
 
 
 def _copies(plan: EnginePlan, on_missing: OnMissing) -> Mapping[str, Executable]:
-    """What copies the weights; compiled if it is not in the cache."""
+    """What copies the weights: before the steps, which are many, so that the copying begins."""
     workers = len(plan.staging)
     return obtain(
         plan.staging, plan.cache, workers, lambda phase, done: None, on_missing=on_missing

@@ -99,9 +99,9 @@ class PromptScorer:
             for first in range(0, len(wanted), self._rows)
         ]
 
-    def warm(self, params: qwen3.Params, hidden: Array) -> None:
-        """Run the programs for hidden states of this shape once."""
-        self._call(params, hidden, []).block_until_ready()
+    def warm(self, params: qwen3.Params, hidden: Array) -> Array:
+        """Run the programs for hidden states of this shape once; returns before they have run."""
+        return self._call(params, hidden, [])
 
     def _call(self, params: qwen3.Params, hidden: Array, wanted: list[tuple[int, int]]) -> Array:
         packed = np.zeros((2, self._rows), np.int32)

@@ -214,10 +214,12 @@ class Runner:
         self._largest = executables.get(_LARGEST)
         self._state = self._fresh_state()
         prepare(self)
+        launched: list[Array] = []
         for done, bucket in enumerate(self._buckets, start=1):
-            self._warm(bucket)
+            launched += self._warm(bucket)
             progress("warming", done / len(self._buckets))
         self._state = self._state._replace(tables=self._uploads.warm(self._state.tables))
+        jax.block_until_ready((launched, self._state))
 
     def temp_bytes(self) -> int:
         """The largest scratch memory of any compiled step."""
@@ -290,17 +292,20 @@ class Runner:
             return state
         return state._replace(kv=with_scales(state.kv, self._kv_scales))
 
-    def _warm(self, bucket: Bucket) -> None:
-        """Run a step of padding: allocations and graph recording happen here, not in serving."""
+    def _warm(self, bucket: Bucket) -> list[Array]:
+        """Run a step of padding: allocations and graph recording happen here, not in serving.
+        Returns results before the device has them: the next bucket is launched meanwhile."""
         empty = StepPlan(rows=())
         packed = batch.pack(
             empty, Updates.of(empty, self._width), bucket, self._config.padding_slot
         )
+        launched: list[Array] = []
         for _ in range(_warm_calls()):
             self._state, outputs = self._steps[bucket](self._params, self._state, packed)
-            outputs.results.block_until_ready()
+            launched.append(outputs.results)
             if outputs.hidden is not None:
-                self._scorer.warm(self._params, outputs.hidden)
+                launched.append(self._scorer.warm(self._params, outputs.hidden))
+        return launched
 
 
 def _abstract(shape: tuple[int, ...], dtype: DTypeLike) -> Any:

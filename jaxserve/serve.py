@@ -43,7 +43,7 @@ class EngineDied(Exception):
     """The engine cannot go on; the message says why."""
 
 
-def serve(options: Options, without_effect: Sequence[str] = ()) -> int:
+def serve(options: Options, timeline: Timeline, without_effect: Sequence[str] = ()) -> int:
     """Serve until a signal comes; returns the exit status. Errors are one line on stderr.
 
     `without_effect`: flags on the command line that mean nothing here.
@@ -53,7 +53,6 @@ def serve(options: Options, without_effect: Sequence[str] = ()) -> int:
         log.warning("no effect here: %s", ", ".join(without_effect))
     logging.getLogger("jax").setLevel(logging.WARNING)  # it reports every backend it lacks
     prepare(options.gpu_memory_utilization)
-    timeline = Timeline()
     timeline.add("python and imports", 0.0, timeline.now())
     imported = _begin_with_jax(timeline)
     try:

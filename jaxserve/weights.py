@@ -60,8 +60,8 @@ log = logging.getLogger(__name__)
 
 _CALIBRATION_SEQUENCES, _CALIBRATION_TOKENS, _LEAST_TOKENS = 128, 512, 64
 
-type Executables = Callable[[], Mapping[str, Callable[..., Any]]]
-"""Makes, or loads, the executables of `WeightPlan.staging`, by name."""
+type Executables = Mapping[str, Callable[..., Any]]
+"""Those of `WeightPlan.staging`, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ def plan_weights(
         native=found,
         keep_in=keep_in,
         made_from=made_from,
-        staging=staging_programs(encoded) if stacked else [],
+        staging=staging_programs(encoded) if stacked and source.folder is not None else [],
         seed=options.seed,
     )
 
@@ -281,7 +281,7 @@ def weight_loader(plan: WeightPlan, executables: Executables) -> Callable[[Progr
             if kept is not None:
                 return kept
         if direct is not None and plan.staging and not plan.quantized:
-            return stream(direct, plan.plain, executables(), progress=progress)
+            return stream(direct, plan.plain, executables, progress=progress)
         return load_params(
             checkpoint, plan.rules, plan.plain, progress=progress, encode=plan.encode
         )
@@ -298,7 +298,7 @@ def _load_native(
         verified = pool.submit(own.verify)
         direct = direct_sources(own.tensors, rules, plan.encoded) if plan.staging else None
         if direct is not None:
-            params = stream(direct, plan.encoded, executables(), progress=progress)
+            params = stream(direct, plan.encoded, executables, progress=progress)
         else:
             params = load_params(own.tensors, rules, plan.encoded, progress=progress)
         verified.result()

@@ -66,6 +66,7 @@ LAYERS = (
         "jaxserve.environment",
         "jaxserve.flag_values",
         "jaxserve.foreign_flags",
+        "jaxserve.gpu_driver",
         "jaxserve.listen",
         "jaxserve.model_source",
         "jaxserve.precompile",

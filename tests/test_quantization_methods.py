@@ -83,7 +83,7 @@ def test_the_embedded_model_is_converted_and_served(
     options = parse_args(["--model", str(out)])
     source = find_model(options)
     plan = plan_weights(options, source, jnp.float32, tmp_path, stacked=False)
-    params: Any = weight_loader(plan, dict)(lambda done, total: None)
+    params: Any = weight_loader(plan, {})(lambda done, total: None)
     assert isinstance(params.layers[0].qkv, Int4Weight)
     assert (params.layers[0].qkv.zero is None) == (method == "awq")
     original = open_checkpoint(embedded_model()).read("model.layers.0.input_layernorm.weight")

@@ -78,7 +78,7 @@ def write(folder: Path, kind: str) -> tuple[ModelSource, dict[str, Any]]:
 
 def start(source: ModelSource, cache: Path, *flags: str, stacked: bool = False) -> qwen3.Params:
     plan = plan_weights(parse_args(list(flags)), source, jnp.float32, cache, stacked=stacked)
-    params = weight_loader(replace(plan, staging=[]), dict)(lambda done, total: None)
+    params = weight_loader(replace(plan, staging=[]), {})(lambda done, total: None)
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda leaf: leaf.shape, plan.encoded)
     return params
 

@@ -69,7 +69,7 @@ def start(
 ) -> qwen3.Params:
     """What a start with these flags puts on the device."""
     plan = plan_weights(chosen or options(*flags), source, jnp.float32, cache, stacked=False)
-    return weight_loader(plan, dict)(lambda done, total: None)
+    return weight_loader(plan, {})(lambda done, total: None)
 
 
 def assert_same(one: Any, other: Any) -> None:
