@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from jaxserve_checkpoints.reader import CheckpointError
 _TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 """What belongs to a model beside its weights; without the index of their files."""
 
+_INTERRUPTED = 128 + 2
+"""The exit status of a command that Ctrl-C ended, as a shell has it."""
+
 
 def convert(options: Options) -> int:
     """Write the converted checkpoint; returns the exit status. Errors are one line on stderr."""
@@ -30,6 +34,9 @@ def convert(options: Options) -> int:
     except (ConfigError, CheckpointError, OSError) as error:
         print(f"jaxserve: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("jaxserve: interrupted; the same command goes on from here", file=sys.stderr)
+        return _INTERRUPTED
     return 0
 
 
@@ -40,17 +47,28 @@ def _convert(options: Options) -> None:
     started = time.monotonic()
     source = find_model(options)
     assert source.folder is not None
-    with Work("converting") as work:
-        _copy_text_files(source.folder, options.out)
-        errors = _Errors(work.console)
+    out, folder = options.out, source.folder
+    work = Work("converting")
+    errors = _Errors(work.console)
 
-        def show(done: int, total: int) -> None:
-            work.update(done, total, f"{done / 1e9:.2f} of {total / 1e9:.2f} GB")
+    def show(done: int, total: int) -> None:
+        work.update(done, total, f"{_size(done)} of {_size(total)}")
 
-        file = convert_model(options, source, options.out, show, errors.add)
+    with ExitStack() as shown:
+
+        def begin() -> None:
+            _copy_text_files(folder, out)
+            shown.enter_context(work)
+
+        file = convert_model(options, source, out, show, errors.add, begin)
     errors.show(options.quantization_method or "rtn")
-    size, seconds = file.stat().st_size / 1e9, time.monotonic() - started
-    print(f"{size:.2f} GB in {file} after {seconds:.0f} s, every checksum compared")
+    size, seconds = _size(file.stat().st_size), time.monotonic() - started
+    print(f"{size} in {file} after {seconds:.0f} s, every checksum compared")
+
+
+def _size(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 class _Errors:

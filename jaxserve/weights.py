@@ -158,8 +158,12 @@ def convert_model(
     out: Path,
     progress: Progress,
     report: Report = lambda path, error: None,
+    begin: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write the model's weights into `out` as the flags say; returns the file.
+
+    `begin` is called once the flags and the files are known to fit: what they do not allow is
+    refused before anything is written.
 
     Raises:
       ConfigError: a quantisation that the shapes do not allow; weights that are converted already;
@@ -175,6 +179,7 @@ def convert_model(
     made_from = describe(source.folder, wanted, dtype)
     encode = reporting(wanted.encoder(source.spec), report)
     sequences = _calibration(options, source)
+    begin()
     if sequences is not None:
         made_from["calibration"] = hashlib.sha256(sequences.tobytes()).hexdigest()[:16]
         if not (out / native.FILE).exists():

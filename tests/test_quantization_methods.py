@@ -33,7 +33,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
 
 
 def test_methods_other_than_rounding_make_int4() -> None:
-    with pytest.raises(ConfigError, match="hqq makes int4 weights, --quantization is fp8"):
+    with pytest.raises(ConfigError, match=r"hqq makes int4 weights: .* not fp8"):
         Quantization(layers="fp8", method="hqq")
 
 
@@ -51,6 +51,8 @@ def test_awq_needs_a_text_and_the_others_none(
     status, text = run(capsys, *flags(tmp_path / "out", *others))
     assert status == 1
     assert message in " ".join(text.split())
+    assert text.startswith("jaxserve: error:")  # no bar
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_text_that_is_too_short_is_refused(
@@ -61,6 +63,18 @@ def test_a_text_that_is_too_short_is_refused(
     status, text = run(capsys, *flags(tmp_path / "out", *others))
     assert status == 1
     assert "at least 64 are needed" in " ".join(text.split())
+
+
+def test_an_interrupted_conversion_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxserve.weights.convert_model", interrupted)
+    status, text = run(capsys, *flags(tmp_path / "out"))
+    assert status == 130
+    assert text == "jaxserve: interrupted; the same command goes on from here\n"
 
 
 @pytest.mark.slow

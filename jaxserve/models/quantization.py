@@ -58,9 +58,10 @@ class Quantization:
 
     def __post_init__(self) -> None:
         if self.method != "rtn" and self.layers != "int4":
+            instead = f", not {self.layers}" if self.layers else ""
             raise ConfigError(
-                f"--quantization-method {self.method} makes int4 weights, --quantization is "
-                f"{self.layers}"
+                f"--quantization-method {self.method} makes int4 weights: "
+                f"it takes --quantization int4{instead}"
             )
 
     @property
