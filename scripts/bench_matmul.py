@@ -249,24 +249,26 @@ def fastest(call: Callable[..., Any], *args: Any, calls: int) -> float:
 
 
 def measure(cases: list[Case], workers: int, deadline: float) -> Iterator[tuple[Case, float]]:
-    """Microseconds of each case. One product and format at a time holds device memory, and none is
-    begun after the deadline.
+    """Microseconds of each case. One format at a time holds device memory, and none is begun after
+    the deadline.
 
     All programs of it are compiled before the first is timed: making an executable drops the CUDA
     graphs of the others.
     """
-    groups: dict[tuple[Product, str], list[Case]] = {}
+    groups: dict[str, list[Case]] = {}
     for case in cases:
-        groups.setdefault((case.product, case.format), []).append(case)
-    for (product, name), members in groups.items():
+        groups.setdefault(case.format, []).append(case)
+    for name, members in groups.items():
         if time.monotonic() > deadline:
             return
-        stacked = make_weights(product, name)
-        # XLA tries cuBLASLt's algorithms out: nothing else may run on the card then.
-        with ThreadPoolExecutor(1 if name == "bf16" else workers) as pool:
-            programs = list(pool.map(lambda case: build(case, stacked), members))  # noqa: B023
+        products = dict.fromkeys(case.product for case in members)
+        stacked = {product: make_weights(product, name) for product in products}
+        with ThreadPoolExecutor(workers) as pool:
+            programs = list(
+                pool.map(lambda case: build(case, stacked[case.product]), members)  # noqa: B023
+            )
         for case, (program, x, layers) in zip(members, programs, strict=True):
-            seconds = fastest(program, x, stacked, calls=3) / layers
+            seconds = fastest(program, x, stacked[case.product], calls=3) / layers
             yield case, seconds * 1e6
 
 
