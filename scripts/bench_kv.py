@@ -14,6 +14,7 @@ same command goes on from what --out holds, and draws the plot beside it (.svg).
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import math
@@ -78,12 +79,13 @@ def main() -> None:
     compiles = CompileCounter()
     result = earlier(args)
     for name in args.formats:
-        entry: dict[str, Any] = result["formats"].setdefault(name, {"points": {}, "compiles": 0})
+        entry: dict[str, Any] = result["formats"].get(name, {"points": {}, "compiles": 0})
         todo = [point for point in wanted(args) if point_name(*point) not in entry["points"]]
         if not todo and "encode" in entry:
             continue
         if budget.spent:
             break
+        result["formats"][name] = entry
         runner, config = make_runner(spec, params, name, args)
         entry |= capacity(config, args.capacity_context)
         compiles.take()
@@ -285,52 +287,53 @@ def run_point(
 
 
 def encode_share(runner: Runner, config: RunnerConfig, batch: int) -> dict[str, float] | None:
-    """Decode steps in which sequences fill their pages in turn, and steps in which none does."""
+    """What encoding adds to decode steps: the same step with none, some and all of its sequences
+    at the last token of a page. `share`: of a step, where sequences fill their pages in turn."""
     group = config.kv_format.page_size
     if group is None:
         return None
-    steps = group - 8
-    context = min(1024, config.scheduler.max_model_len // (2 * group) * group)
-    aligned = time_decode(runner, config, [context] * batch, steps)
-    staggered = [context + index * group // batch for index in range(batch)]
-    spread = time_decode(runner, config, staggered, steps)
+    last = min(1024, config.scheduler.max_model_len // (2 * group) * group) + group - 1
+    in_turn = -(-batch // group)  # sequences that fill a page in one step
+
+    def step_ms(filling: int) -> float:
+        return time_decode(runner, config, [last - (index >= filling) for index in range(batch)])
+
+    without, some, everyone = step_ms(0), step_ms(in_turn), step_ms(batch)
     return {
         "clients": batch,
-        "ms_without": aligned,
-        "ms_with": spread,
-        "share": 1 - aligned / spread,
+        "ms_without": without,
+        f"ms_with_{in_turn}_filling": some,
+        "ms_with_all_filling": everyone,
+        "share": (some - without) * batch / (group * in_turn) / without,
+        "share_in_lockstep": (everyone - without) / group / without,
     }
 
 
-def time_decode(runner: Runner, config: RunnerConfig, contexts: list[int], steps: int) -> float:
+def time_decode(
+    runner: Runner, config: RunnerConfig, contexts: list[int], steps: int = 64
+) -> float:
     """Milliseconds per decode step of sequences that hold so many tokens of whatever is there."""
-    page_size = config.cache.page_size
-    per_seq = -(-(max(contexts) + steps + 1) // page_size)
+    per_seq = -(-(max(contexts) + 1) // config.cache.page_size)
     params = SamplingParams(max_tokens=steps, temperature=0.0)
-    plans = [
-        StepPlan(
-            rows=tuple(
-                Row(slot, slot, context + step, (), True) for slot, context in enumerate(contexts)
-            ),
-            admissions=()
-            if step
-            else tuple(Admission(slot, params) for slot in range(len(contexts))),
-            pages=()
-            if step
-            else tuple(
-                PageEntry(slot, position, 1 + slot * per_seq + position)
-                for slot in range(len(contexts))
-                for position in range(per_seq)
-            ),
-        )
-        for step in range(steps)
-    ]
-    for plan in plans[:4]:
+    again = StepPlan(
+        rows=tuple(Row(slot, slot, context, (), True) for slot, context in enumerate(contexts))
+    )
+    slots = range(len(contexts))
+    first = dataclasses.replace(
+        again,
+        admissions=tuple(Admission(slot, params) for slot in slots),
+        pages=tuple(
+            PageEntry(slot, number, 1 + slot * per_seq + number)
+            for slot in slots
+            for number in range(per_seq)
+        ),
+    )
+    for plan in (first, again, again):
         runner.collect(runner.launch(plan))
     begin = time.perf_counter()
-    launched = [runner.launch(plan) for plan in plans[4:]]
+    launched = [runner.launch(again) for _ in range(steps)]
     runner.collect(launched[-1])
-    return (time.perf_counter() - begin) / len(launched) * 1e3
+    return (time.perf_counter() - begin) / steps * 1e3
 
 
 def show(result: dict[str, Any]) -> None:

@@ -37,6 +37,7 @@ from jaxserve.models.quantization import Quantization
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
 from jaxserve.runner import Runner, RunnerConfig
 from jaxserve_checkpoints.dummy import dummy_params
+from jaxserve_kernels.kv_format import NAMES, max_chunk_context, named, own_tokens
 from jaxserve_kernels.paged_attention import tile_tokens
 
 LONGEST = 40_960
@@ -108,9 +109,9 @@ def main() -> None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     show(result)
     if args.profile:
-        for bucket in args.buckets:
-            plan = plan_of(config, Work(chunk=bucket))
-            bench_step.profile_plans(runner, [plan] * 12, f"a chunk of {bucket} tokens")
+        for work in works(args.buckets, args.decodes):
+            what = f"{work.chunk} tokens from {work.start} on, {work.decodes} decodes"
+            bench_step.profile_plans(runner, [plan_of(config, work)] * 12, what)
 
 
 def parse_args() -> argparse.Namespace:
@@ -127,7 +128,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
     parser.add_argument("--quantization", choices=("int4", "fp8", "nvfp4"))
     parser.add_argument("--lm-head-dtype", choices=("int8", "fp8"))
-    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--kv-cache-dtype", choices=NAMES, default="auto")
+    parser.add_argument("--page-size", type=int, default=64, help="unless the format says it")
     parser.add_argument("--profile", action="store_true", help="print the kernels of each bucket")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     return parser.parse_args()
@@ -158,21 +160,25 @@ def keys(count: int) -> Sequence[jax.Array]:
 
 
 def make_runner(spec: ModelSpec, args: argparse.Namespace) -> tuple[Runner, RunnerConfig]:
-    per_decode = -(-(DECODE_CONTEXT + 1) // args.page_size)
+    kv_format = named(args.kv_cache_dtype)
+    page_size = kv_format.page_size or args.page_size
+    per_decode = -(-(DECODE_CONTEXT + 1) // page_size)
     longest = max([16_384 + max(args.buckets), *args.prompts])
-    pages = 1 + -(-longest // args.page_size) + args.decodes * per_decode
+    pages = 1 + -(-longest // page_size) + args.decodes * per_decode
     config = RunnerConfig(
         spec=spec,
-        cache=CacheConfig(num_pages=pages, page_size=args.page_size),
+        cache=CacheConfig(num_pages=pages, page_size=page_size, own_tokens=own_tokens(kv_format)),
         scheduler=SchedulerConfig(
             max_num_seqs=min(256, max(args.buckets)),
             max_model_len=LONGEST,
             max_num_batched_tokens=max(args.buckets),
+            max_chunk_context=max_chunk_context(kv_format, LONGEST, page_size=page_size),
         ),
         buckets=Buckets(decode=(1,), prefill=tuple(args.buckets)),
         dtype=jnp.bfloat16,
         sampled_vocab=spec.vocab_size,
         tile_size=tile_tokens(spec.q_heads // spec.kv_heads),
+        kv_format=kv_format,
     )
     quantization = Quantization(layers=args.quantization, head=args.lm_head_dtype)
     abstract = qwen3.abstract(spec, jnp.bfloat16, stacked=True)
@@ -282,6 +288,7 @@ def describe(
         "layers": args.layers,
         "quantization": args.quantization,
         "lm_head_dtype": args.lm_head_dtype,
+        "kv_cache_dtype": args.kv_cache_dtype,
         "copy_tb_per_s": rates.copy / 1e12,
         "product_tflop_per_s": rates.product / 1e12,
         "decode_context": DECODE_CONTEXT,

@@ -4,8 +4,8 @@
     python scripts/bench_step.py --compare before.json ...
 
 Every step runs as the engine runs it: from the scheduler's plan, one step ahead. The floor is the
-bytes that a step must read (weights, and the keys and values of its sequences) over the bandwidth
-of a large copy measured in the same process.
+bytes that a step must read (weights, and the keys and values of its sequences as full pages hold
+them) over the bandwidth of a large copy measured in the same process.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from jaxserve import kv_cache
 from jaxserve.api import SamplingParams
 from jaxserve.config import NAMED_MODELS, Buckets, CacheConfig, ModelSpec, SchedulerConfig
 from jaxserve.metrics import Metrics
@@ -43,6 +44,7 @@ from jaxserve.models.quantization import Quantization
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
 from jaxserve.runner import Runner, RunnerConfig
 from jaxserve_checkpoints.dummy import dummy_params
+from jaxserve_kernels.kv_format import NAMES, max_chunk_context, named, page_bytes
 from jaxserve_kernels.paged_attention import tile_tokens
 
 
@@ -106,7 +108,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--quantization", choices=("int4", "fp8", "nvfp4"))
     parser.add_argument("--lm-head-dtype", choices=("int8", "fp8"))
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--kv-cache-dtype", choices=NAMES, default="auto")
+    parser.add_argument("--page-size", type=int, default=64, help="unless the format says it")
     parser.add_argument("--kv-gib", type=float, default=46.0)
     parser.add_argument(
         "--profile", action="store_true", help="print where the time of each step goes, by kernel"
@@ -139,19 +142,25 @@ def make_runner(spec: ModelSpec, args: argparse.Namespace) -> tuple[Runner, Runn
     """A compiled runner, its configuration, and the bytes of its weights."""
     if args.layers:
         spec = dataclasses.replace(spec, num_layers=args.layers)
-    page_bytes = spec.kv_bytes_per_token(2) * args.page_size
+    kv_format = named(args.kv_cache_dtype)
+    page_size, longest = kv_format.page_size or args.page_size, 40_960
+    one_page = kv_cache.shape(spec, CacheConfig(num_pages=2, page_size=page_size), max(args.batch))
     config = RunnerConfig(
         spec=spec,
-        cache=CacheConfig(
-            num_pages=int(args.kv_gib * 2**30) // page_bytes, page_size=args.page_size
+        cache=kv_cache.fit_pages(
+            kv_format, one_page, jnp.bfloat16, int(args.kv_gib * 2**30), longest
         ),
         scheduler=SchedulerConfig(
-            max_num_seqs=max(args.batch), max_model_len=40_960, max_num_batched_tokens=512
+            max_num_seqs=max(args.batch),
+            max_model_len=longest,
+            max_num_batched_tokens=512,
+            max_chunk_context=max_chunk_context(kv_format, longest, page_size=page_size),
         ),
         buckets=Buckets(decode=tuple(sorted(set(args.batch))), prefill=(512,)),
         dtype=jnp.bfloat16,
         sampled_vocab=spec.vocab_size,
         tile_size=tile_tokens(spec.q_heads // spec.kv_heads),
+        kv_format=kv_format,
     )
     abstract = qwen3.abstract(spec, jnp.bfloat16, stacked=not args.separate_layers)
     quantization = Quantization(layers=args.quantization, head=args.lm_head_dtype)
@@ -165,6 +174,11 @@ def make_runner(spec: ModelSpec, args: argparse.Namespace) -> tuple[Runner, Runn
 
 def pages_for(tokens: int, config: RunnerConfig) -> int:
     return -(-tokens // config.cache.page_size)
+
+
+def token_bytes(config: RunnerConfig) -> float:
+    """Of a full page's token, in all layers."""
+    return page_bytes(config.kv_format, config.kv_shape, config.dtype) / config.cache.page_size
 
 
 def time_decode(
@@ -195,7 +209,7 @@ def time_decode(
         pending = launched
     runner.collect(pending)
     ends.append(time.perf_counter())
-    kv = batch * context * config.spec.kv_bytes_per_token(2)
+    kv = batch * context * token_bytes(config)
     kernels, temp = runner.describe_decode(batch)
     return Timing(
         batch=batch,
@@ -277,6 +291,7 @@ def describe(args: argparse.Namespace, bandwidth: float, timings: list[Timing]) 
         "layers": args.layers,
         "quantization": args.quantization,
         "lm_head_dtype": args.lm_head_dtype,
+        "kv_cache_dtype": args.kv_cache_dtype,
         "temperature": args.temperature,
         "copy_tb_per_s": bandwidth / 1e12,
         "timings": [dataclasses.asdict(timing) for timing in timings],

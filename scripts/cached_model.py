@@ -1,5 +1,6 @@
 """The embedded model over a KV cache of any format: what it predicts of prompts, and its greedy
-answers, several sequences at once. The definitions of the formats, without kernels or scheduler."""
+answers, several sequences at once, without a scheduler. On a GPU by the kernels that serve,
+elsewhere by the definitions of the formats."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from jax import Array
 from jaxserve.config import ModelSpec
 from jaxserve.models import qwen3
 from jaxserve.models.rope import rope_tables
+from jaxserve_kernels import target
 from jaxserve_kernels.add_rms_norm import rms_norm
 from jaxserve_kernels.kv_format import AttentionStep, CacheShape, KVFormat
 from jaxserve_kernels.matmul import take_rows
@@ -44,10 +46,16 @@ class Shape:
         return 1 + self.tokens // PAGE + self.sequences * (2 + self.answer // PAGE)
 
 
-SHAPES = (
+CPU_SHAPES = (
     Shape(tokens=2048, sequences=32, tile=64, answer=384),
     Shape(tokens=4096, sequences=2, tile=128, answer=32),
 )
+GPU_SHAPES = (Shape(tokens=16_384, sequences=256, tile=32, answer=384),)
+"""One, because kernels take seconds to compile."""
+
+
+def shapes() -> tuple[Shape, ...]:
+    return GPU_SHAPES if jax.default_backend() == "gpu" else CPU_SHAPES
 
 
 class Batch(NamedTuple):
@@ -62,8 +70,8 @@ class Batch(NamedTuple):
 
 
 class Result(NamedTuple):
-    log_probs: list[np.ndarray]
-    """Of each prompt: float32 [tokens, vocabulary], after each of its tokens."""
+    log_probs: Array
+    """float32 [tokens of the shape, vocabulary], after each token of one prompt after the other."""
     answers: list[list[int]]
     """Without the token that ended them."""
 
@@ -78,10 +86,10 @@ def in_batches(lengths: Sequence[int], answers: Sequence[int]) -> Iterator[tuple
     Raises:
       ValueError: one that no shape holds.
     """
-    open_: dict[Shape, list[int]] = {shape: [] for shape in SHAPES}
+    open_: dict[Shape, list[int]] = {shape: [] for shape in shapes()}
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
         size, answer = lengths[index], answers[index]
-        fitting = [s for s in SHAPES if size <= s.tokens and answer <= s.answer]
+        fitting = [s for s in shapes() if size <= s.tokens and answer <= s.answer]
         if not fitting:
             raise ValueError(f"{size} tokens of prompt and {answer} of answer fit into no shape")
         shape = fitting[0]
@@ -133,7 +141,7 @@ class CachedModel:
         self._format = kv_format
         self._stops = stop_ids
         self._read = jax.jit(self._prompts, static_argnums=0)
-        self._write = jax.jit(self._answers, static_argnums=0, donate_argnums=2)
+        self._write = jax.jit(self._answers, static_argnums=0)
 
     def run(
         self, prompts: Sequence[Sequence[int]], shape: Shape, most: Sequence[int] | None
@@ -141,10 +149,8 @@ class CachedModel:
         """Read prompts, and answer with at most `most` tokens each; None: no answers."""
         work = batch(prompts, shape)
         log_probs, first, kv = self._read(shape, self._params, work)
-        ends = np.cumsum(work.lengths)[: len(prompts)]
-        read = np.split(np.asarray(log_probs[: ends[-1]]), ends[:-1])
         if most is None:
-            return Result(read, [])
+            return Result(log_probs, [])
         limits = np.zeros(shape.sequences, np.int32)
         limits[: len(prompts)] = most
         written = np.asarray(self._write(shape, self._params, kv, first, work, limits))
@@ -152,7 +158,7 @@ class CachedModel:
         for row, limit in zip(written.tolist(), most, strict=False):
             ends_at = [row.index(stop) for stop in self._stops if stop in row]
             answers.append(row[: min([limit, *ends_at])])
-        return Result(read, answers)
+        return Result(log_probs, answers)
 
     def _prompts(self, shape: Shape, params: qwen3.Params, work: Batch) -> tuple[Array, Array, Any]:
         """Log-probabilities [tokens, vocabulary], the first token of each answer, the cache."""
@@ -203,10 +209,10 @@ class CachedModel:
 def _forward(
     params: qwen3.Params, kv: Any, tokens: qwen3.StepTokens, spec: ModelSpec, tile_size: int
 ) -> tuple[Array, Any]:
-    """`qwen3.forward` with one layer in a loop, which compiles in an eighth of the time.
-
-    The layers are stacked, and no format has work left at the end of a step on a CPU.
-    """
+    """`qwen3.forward`; on a CPU with one layer in a loop, which compiles in an eighth of the time:
+    the layers are stacked, and no format has work left at the end of a step there."""
+    if target.current().implementation == "triton":
+        return qwen3.forward(params, kv, tokens, spec, tile_size=tile_size)
     layers = params.layers
     assert isinstance(layers, qwen3.Layer)
     x = take_rows(params.embedding, tokens.ids, params.final_norm.dtype)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from numpy.typing import NDArray
 
 
@@ -22,6 +25,20 @@ def compare(plain: NDArray[np.floating], other: NDArray[np.floating]) -> NDArray
             np.abs(plain[rows, best] - other[rows, best]).sum(dtype=np.float64),
         ]
     )
+
+
+@jax.jit
+def compare_where(plain: Array, other: Array, counted: Array) -> Array:
+    """`compare` of the positions that are `counted`, bool [positions], on the device."""
+    best = plain.argmax(-1)[:, None]
+    change = jnp.take_along_axis(plain - other, best, axis=-1)[:, 0]
+    sums = [
+        jnp.ones_like(change),
+        (jnp.exp(plain) * (plain - other)).sum(-1),
+        (other.argmax(-1) != best[:, 0]).astype(change.dtype),
+        jnp.abs(change),
+    ]
+    return jnp.where(counted, jnp.stack(sums), 0).sum(-1)
 
 
 def describe(sums: NDArray[np.float64]) -> dict[str, float]:

@@ -1,14 +1,15 @@
 """What each KV format costs the embedded model: answers, long-context recall, and predictions.
 
-    python scripts/eval_kv_formats.py --rounds 10 --out docs/measurements/kv_accuracy_cpu.json
+    python scripts/eval_kv_formats.py --out docs/measurements/kv_accuracy_h200.json
     python scripts/eval_kv_formats.py --tasks recall_4k --formats fp8_e4m3,int8
 
 Of each format, beside bfloat16: how many of the stored questions the model
 answers right, greedily (recall_256 to recall_4k ask for one entry of a list of so many tokens; 4k
 is the model's whole context); and teacher-forced over the prompts, from --first tokens on, how far
-the distribution of the next token moves. Weights and activations are float32, the formats' plain
-definitions run, and every format reads every prompt as one chunk. A round takes one case of each
-task; results are printed and written as they come, so a run may be stopped after any round.
+the distribution of the next token moves. Every format reads every prompt as one chunk. On a GPU
+weights and activations are bfloat16 and the kernels that serve run; elsewhere they are float32, and
+the formats' plain definitions run. A round takes one case of each task; results are printed and
+written as they come, so a run may be stopped after any round.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
-from itertools import zip_longest
+from concurrent.futures import ThreadPoolExecutor
+from itertools import batched, chain, zip_longest
 from pathlib import Path
 from typing import Any
+
+from jaxserve.environment import prepare
+
+prepare(gpu_memory_utilization=0.3)
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cached_model import CachedModel, in_batches
-from divergence import compare, describe
+from cached_model import CachedModel, in_batches, shapes
+from divergence import compare_where, describe
 from embedded_chat import Encoder, render
 from eval_embedded import MODEL_FOLDER, Result, accuracy, judge, load_cases, parse_answer, select
 from rich.console import Console
@@ -38,31 +44,39 @@ from jaxserve_checkpoints.reader import open_checkpoint
 from jaxserve_kernels.kv_format import NAMES, named
 
 PLAIN = "bf16"
+ON_GPU = jax.default_backend() == "gpu"
+AT_ONCE = 25 if ON_GPU else 1
+"""Rounds whose cases share batches."""
 
 
 def main() -> None:
     args = parse_args()
     encoder = Encoder.load(MODEL_FOLDER)
     spec = ModelSpec.from_hf(json.loads((MODEL_FOLDER / "config.json").read_text()))
+    dtype = jnp.bfloat16 if ON_GPU else jnp.float32
     params = load_params(
-        open_checkpoint(MODEL_FOLDER), qwen3.rules(spec), qwen3.abstract(spec, jnp.float32)
+        open_checkpoint(MODEL_FOLDER), qwen3.rules(spec), qwen3.abstract(spec, dtype)
     )
     params = params._replace(layers=jax.tree.map(lambda *a: jnp.stack(a), *params.layers))
     names = [PLAIN, *(name for name in args.formats if name != PLAIN)]
     models = {name: CachedModel(spec, params, named(name), encoder.stop_ids) for name in names}
     found = Found(names, args.first)
     begin = time.perf_counter()
+    if ON_GPU:
+        with ThreadPoolExecutor(len(models)) as pool:
+            list(pool.map(lambda model: model.run([[0, 0]], shapes()[0], [2]), models.values()))
+        print(f"compiled, {time.perf_counter() - begin:.0f} s", flush=True)
     stored = select(load_cases(MODEL_FOLDER / "eval.jsonl.gz"), args.tasks, args.rounds)
-    for number, cases in enumerate(in_rounds(stored), start=1):
-        run_round(cases, models, encoder, found)
-        print(f"round {number}, {time.perf_counter() - begin:.0f} s", flush=True)
+    for number, rounds in enumerate(batched(in_rounds(stored), AT_ONCE), start=1):
+        run_cases(list(chain.from_iterable(rounds)), models, encoder, found)
+        print(f"round {number * AT_ONCE}, {time.perf_counter() - begin:.0f} s", flush=True)
         if args.out:
             args.out.write_text(json.dumps(found.report(), indent=1) + "\n")
     show(found.report())
 
 
 class Found:
-    """Results by format, and sums of `divergence.compare` over positions from `first` on."""
+    """Results by format, and sums of `divergence.compare_where` over positions from `first` on."""
 
     def __init__(self, names: list[str], first: int) -> None:
         self.first = first
@@ -72,10 +86,12 @@ class Found:
     def add(self, name: str, results: list[Result]) -> None:
         self.results[name] += results
 
-    def compare(self, name: str, plain: list[np.ndarray], other: list[np.ndarray]) -> None:
-        for expected, got in zip(plain, other, strict=True):
-            if len(expected) > self.first:
-                self.sums[name] += compare(expected[self.first :], got[self.first :])
+    def compare(self, name: str, plain: jax.Array, other: jax.Array, lengths: list[int]) -> None:
+        """Log-probabilities after the tokens of prompts of these lengths."""
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        counted = np.zeros(len(plain), bool)
+        counted[: len(positions)] = positions >= self.first
+        self.sums[name] += np.asarray(compare_where(plain, other, counted), np.float64)
 
     def report(self) -> dict[str, Any]:
         formats: dict[str, Any] = {}
@@ -92,7 +108,7 @@ class Found:
             }
         return {
             "device": jax.devices()[0].device_kind,
-            "dtype": "float32",
+            "dtype": "bfloat16" if ON_GPU else "float32",
             "cases": len(self.results[PLAIN]),
             "divergence from position": self.first,
             "formats": formats,
@@ -108,7 +124,7 @@ def in_rounds(cases: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         yield [case for case in group if case is not None]
 
 
-def run_round(
+def run_cases(
     cases: list[dict[str, Any]], models: dict[str, CachedModel], encoder: Encoder, found: Found
 ) -> None:
     prompts = [
@@ -118,11 +134,12 @@ def run_round(
     limits = [case["max_tokens"] for case in cases]
     for shape, group in in_batches([len(prompt) for prompt in prompts], limits):
         chosen, most = [prompts[index] for index in group], [limits[index] for index in group]
-        plain: list[np.ndarray] = []
+        lengths = [len(prompt) for prompt in chosen]
+        plain: jax.Array | None = None
         for name, model in models.items():
             result = model.run(chosen, shape, most)
-            plain = plain or result.log_probs
-            found.compare(name, plain, result.log_probs)
+            plain = result.log_probs if plain is None else plain
+            found.compare(name, plain, result.log_probs, lengths)
             answers = [parse_answer(encoder.text(tokens)) for tokens in result.answers]
             found.add(name, judge([cases[index] for index in group], answers))
 

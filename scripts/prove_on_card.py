@@ -125,9 +125,12 @@ PROOFS = {
         server=f"{MODEL} --forbid-compiles --quantization int4 --lm-head-dtype int8",
     ),
     "kv-formats": Proof(
-        "throughput, capacity and compiles of every KV format at 1 to 256 clients",
-        15,
-        ("scripts/bench_kv.py --budget 30 --out {out}/kv.json",),
+        "throughput, capacity, compiles and accuracy of every KV format at 1 to 256 clients",
+        17,
+        (
+            "scripts/bench_kv.py --budget 30 --out {out}/kv.json",
+            "scripts/eval_kv_formats.py --out {out}/kv_accuracy.json",
+        ),
     ),
     "start": Proof(
         "from nothing to ready, and memory, with compiled programs at hand",

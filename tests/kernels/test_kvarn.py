@@ -47,6 +47,18 @@ def test_the_rotation_is_its_own_inverse_and_keeps_products() -> None:
     np.testing.assert_allclose(product, x @ y.T, atol=1e-4)
 
 
+def test_scales_lie_in_pairs_that_are_used_together() -> None:
+    scales = layout.Scales(*(jnp.arange(n) + 100 * i for i, n in enumerate((8, 8, 8, 4, 4, 4))))
+    joined = layout.join_scales(scales)
+    pairs = joined.reshape(-1, 2).tolist()
+    assert pairs[:2] == [[0, 100], [1, 101]], "a channel's scale and zero"
+    assert pairs[8] == [200, 204], "columns half a head apart"
+    assert pairs[12] == [300, 302], "columns half a tile apart"
+    assert pairs[-1] == [403, 503], "a token's scale and zero"
+    for got, expected in zip(layout.split_scales(joined, 8), scales, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
 @pytest.mark.parametrize("kind", ["plain", "channels", "tokens", "channels and tokens"])
 @pytest.mark.parametrize("bits", [2, 4])
 def test_no_element_is_off_by_more_than_half_a_step(kind: str, bits: int) -> None:

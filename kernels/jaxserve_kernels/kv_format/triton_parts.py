@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jax import Array
-
-from jaxserve_kernels.paged_attention import QueryTiles
-from jaxserve_kernels.triton_call import triton_call
 
 LOG2_E = 1.4426950408889634
-
-
-def rows(q: Array, kv_heads: int) -> int:
-    """Rows of a single token's tile: the query heads that share a KV head, but no fewer than the
-    tensor cores take."""
-    return max(16, triton.next_power_of_2(q.shape[1] // kv_heads))
 
 
 @triton.jit
@@ -62,66 +47,3 @@ def head_halves(
         low = (wide_low * cos[None, :] - wide_high * sin[None, :]).to(dtype)
         high = (wide_high * cos[None, :] + wide_low * sin[None, :]).to(dtype)
     return low, high
-
-
-@triton.jit
-def round_even(x):
-    """To the nearest integer, halves to the even one; for |x| < 2**22."""
-    return (x + 12582912.0) - 12582912.0
-
-
-@triton.jit
-def _merge_splits(
-    acc_ptr, peak_ptr, weight_ptr, first_ptr, length_ptr, out_ptr,
-    q_heads: tl.constexpr, kv_heads: tl.constexpr,
-    ROWS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Adds what the programs that share a context found, by their softmax weights."""
-    tile = tl.program_id(0)
-    q_head = tl.program_id(1)
-    group: tl.constexpr = q_heads // kv_heads
-    if tl.load(length_ptr + tile) > 0:
-        split = tl.arange(0, SPLITS)
-        dim = tl.arange(0, DIM)
-        part = ((tile * kv_heads + q_head // group) * SPLITS + split).to(tl.int64) * ROWS
-        part += q_head % group
-        peaks = tl.load(peak_ptr + part)
-        shrink = tl.exp2(peaks - tl.max(peaks, axis=0))
-        weight = tl.sum(tl.load(weight_ptr + part) * shrink, axis=0)
-        acc = tl.load(acc_ptr + part[:, None] * DIM + dim[None, :])
-        out = tl.sum(acc * shrink[:, None], axis=0) / weight
-        q_row = tl.load(first_ptr + tile).to(tl.int64) * q_heads + q_head
-        tl.store(out_ptr + q_row * DIM + dim, out.to(out_ptr.dtype.element_ty))
-
-
-type Launch = Callable[[tuple[jax.Ref, ...], tuple[jax.ShapeDtypeStruct, ...]], Any]
-"""Launches a kernel whose last parameters are the result (or sums), peaks and weights: given
-arrays that it writes, and the types of those that it makes."""
-
-
-def split_attention(
-    launch: Launch, q: Array, tiles: QueryTiles, kv_heads: int, splits: int, out: jax.Ref | None
-) -> Array | None:
-    """Attention of single tokens whose contexts `splits` programs share: returned, or stored in
-    `out` between others' results."""
-    num_tiles, q_heads, head_dim = tiles.first.shape[0], *q.shape[1:]
-    whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    given = () if out is None else (out,)
-    made = () if given else (whole,)
-    if splits == 1:
-        nothing = jax.ShapeDtypeStruct((1,), jnp.float32)
-        result = launch(given, (*made, nothing, nothing))
-        return None if given else result[0]
-    parts = (num_tiles, kv_heads, splits, rows(q, kv_heads))
-    statistics = jax.ShapeDtypeStruct(parts, jnp.float32)
-    sums = jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32)
-    result = triton_call(
-        *launch((), (sums, statistics, statistics)), tiles.first, tiles.length, *given,
-        kernel=_merge_splits,
-        name="paged_attention_merge",
-        out_type=made,
-        grid=(num_tiles, q_heads),
-        num_warps=4,
-        q_heads=q_heads, kv_heads=kv_heads, ROWS=parts[3], DIM=head_dim, SPLITS=splits,
-    )  # fmt: skip
-    return None if given else result[0]

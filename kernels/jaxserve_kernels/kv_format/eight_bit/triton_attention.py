@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jax import Array
 
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
 from jaxserve_kernels.kv_format.eight_bit.triton_numbers import halves, numbers
-from jaxserve_kernels.kv_format.triton_parts import LOG2_E, rows, split_attention
+from jaxserve_kernels.kv_format.triton_parts import LOG2_E
 from jaxserve_kernels.paged_attention import QueryTiles
 from jaxserve_kernels.paged_attention.config import Config
 from jaxserve_kernels.triton_call import triton_call
@@ -138,6 +139,30 @@ def _attend(
             tl.store(weight_ptr + part, weight, mask=valid)
 
 
+@triton.jit
+def _merge_splits(
+    acc_ptr, peak_ptr, weight_ptr, first_ptr, length_ptr, out_ptr,
+    q_heads: tl.constexpr, kv_heads: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Adds what the programs that share a context found, by their softmax weights."""
+    tile = tl.program_id(0)
+    q_head = tl.program_id(1)
+    group: tl.constexpr = q_heads // kv_heads
+    if tl.load(length_ptr + tile) > 0:
+        split = tl.arange(0, SPLITS)
+        dim = tl.arange(0, DIM)
+        part = ((tile * kv_heads + q_head // group) * SPLITS + split).to(tl.int64) * ROWS
+        part += q_head % group
+        peaks = tl.load(peak_ptr + part)
+        shrink = tl.exp2(peaks - tl.max(peaks, axis=0))
+        weight = tl.sum(tl.load(weight_ptr + part) * shrink, axis=0)
+        acc = tl.load(acc_ptr + part[:, None] * DIM + dim[None, :])
+        out = tl.sum(acc * shrink[:, None], axis=0) / weight
+        q_row = tl.load(first_ptr + tile).to(tl.int64) * q_heads + q_head
+        tl.store(out_ptr + q_row * DIM + dim, out.to(out_ptr.dtype.element_ty))
+
+
 def heuristic(*, tiles: int, kv_heads: int, pages_per_seq: int) -> Config:
     """A configuration for so many single tokens."""
     wanted = max(1, min(_TARGET_PROGRAMS // (tiles * kv_heads), pages_per_seq, 32))
@@ -156,10 +181,13 @@ def read(
 ) -> Array | None:
     """Attention of single tokens, q [tokens, q_heads, head_dim]: returned, or stored in `out`."""
     num_pages, kv_heads, _, page_size, half = kv.words.shape[1:]
-    num_tiles = tiles.first.shape[0]
+    num_tiles, q_heads, head_dim = tiles.first.shape[0], *q.shape[1:]
     config = config or heuristic(
         tiles=num_tiles, kv_heads=kv_heads, pages_per_seq=page_table.shape[1]
     )
+    rows = max(16, triton.next_power_of_2(q_heads // kv_heads))  # what the tensor cores take
+    given = () if out is None else (out,)
+    made = () if given else (jax.ShapeDtypeStruct(q.shape, q.dtype),)
 
     def launch(given: tuple[jax.Ref, ...], types: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
         return triton_call(
@@ -170,10 +198,26 @@ def read(
             grid=(num_tiles, kv_heads, config.splits),
             num_warps=config.num_warps,
             num_pages=num_pages, table_stride=page_table.shape[1],
-            scale=(2 * half) ** -0.5 * LOG2_E,
-            q_heads=q.shape[1], kv_heads=kv_heads,
-            ROWS=rows(q, kv_heads), HALF=half, PAGE=page_size, KEYS=64,
+            scale=head_dim**-0.5 * LOG2_E,
+            q_heads=q_heads, kv_heads=kv_heads,
+            ROWS=rows, HALF=half, PAGE=page_size, KEYS=64,
             SPLITS=config.splits, STAGES=config.num_stages, **numbers(q, kv),
         )  # fmt: skip
 
-    return split_attention(launch, q, tiles, kv_heads, config.splits, out)
+    if config.splits == 1:
+        nothing = jax.ShapeDtypeStruct((1,), jnp.float32)
+        result = launch(given, (*made, nothing, nothing))
+        return None if given else result[0]
+    parts = (num_tiles, kv_heads, config.splits, rows)
+    statistics = jax.ShapeDtypeStruct(parts, jnp.float32)
+    sums = jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32)
+    result = triton_call(
+        *launch((), (sums, statistics, statistics)), tiles.first, tiles.length, *given,
+        kernel=_merge_splits,
+        name="paged_attention_merge",
+        out_type=made,
+        grid=(num_tiles, q_heads),
+        num_warps=4,
+        q_heads=q_heads, kv_heads=kv_heads, ROWS=rows, DIM=head_dim, SPLITS=config.splits,
+    )  # fmt: skip
+    return None if given else result[0]

@@ -11,10 +11,16 @@ from jax import Array
 
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
-from jaxserve_kernels.kv_format.triton_parts import head_halves, round_even
+from jaxserve_kernels.kv_format.triton_parts import head_halves
 from jaxserve_kernels.triton_call import triton_call
 
 _MAX_HEADS = 8
+
+
+@triton.jit
+def round_even(x):
+    """To the nearest integer, halves to the even one; for |x| < 2**22."""
+    return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit

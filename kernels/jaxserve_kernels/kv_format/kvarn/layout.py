@@ -41,7 +41,8 @@ class KVarNKV(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The parts of a page's scales, in their order."""
+    """The parts of a page's scales, in their order: 32-bit words of two, which a GPU can copy
+    ahead. A scale is beside its zero; of columns, one is beside that half of them later."""
 
     key_scale: Array  # [head_dim]
     key_zero: Array  # [head_dim]
@@ -51,12 +52,38 @@ class Scales(NamedTuple):
     value_zero: Array  # [group]
 
 
+def join_scales(parts: Scales) -> Array:
+    """Parts to scales [..., 3 * (head_dim + group)]."""
+    return jnp.concatenate(
+        [
+            _side_by_side(parts.key_scale, parts.key_zero),
+            _side_by_side(*jnp.split(parts.value_column, 2, axis=-1)),
+            _side_by_side(*jnp.split(parts.key_column, 2, axis=-1)),
+            _side_by_side(parts.value_scale, parts.value_zero),
+        ],
+        axis=-1,
+    )
+
+
 def split_scales(scales: Array, head_dim: int) -> Scales:
-    """Scales [..., 3 * (head_dim + group)] in parts."""
+    """The inverse of `join_scales`."""
     group = scales.shape[-1] // 3 - head_dim
-    sizes = (head_dim,) * 3 + (group,) * 3
-    ends = [sum(sizes[: index + 1]) for index in range(5)]
-    return Scales(*jnp.split(scales, ends, axis=-1))
+    ends = (2 * head_dim, 3 * head_dim, 3 * head_dim + group)
+    words = (part.reshape(*part.shape[:-1], -1, 2) for part in jnp.split(scales, ends, axis=-1))
+    keys, value_column, key_column, values = words
+    return Scales(
+        keys[..., 0],
+        keys[..., 1],
+        jnp.concatenate([value_column[..., 0], value_column[..., 1]], axis=-1),
+        jnp.concatenate([key_column[..., 0], key_column[..., 1]], axis=-1),
+        values[..., 0],
+        values[..., 1],
+    )
+
+
+def _side_by_side(first: Array, second: Array) -> Array:
+    """[..., n] twice to [..., 2 * n]: one of each in turn."""
+    return jnp.stack([first, second], axis=-1).reshape(*first.shape[:-1], -1)
 
 
 def chunk_pages(step_tokens: int, sequences: int, group: int) -> int:
@@ -94,12 +121,14 @@ def encode_tiles(tiles: Array, value_bits: int) -> tuple[Array, Array, Array]:
     tiles = tiles.astype(jnp.float32)
     keys = codec.encode_keys(tiles[..., 0, :, :])
     values = codec.encode_values(tiles[..., 1, :, :], value_bits)
-    scales = [keys.row_scale, keys.row_zero, values.column_scale]
-    scales += [keys.column_scale, values.row_scale, values.row_zero]
+    scales = Scales(
+        keys.row_scale, keys.row_zero, values.column_scale,
+        keys.column_scale, values.row_scale, values.row_zero,
+    )  # fmt: skip
     return (
         pack(jnp.swapaxes(keys.codes, -1, -2), 4),
         pack(values.codes, value_bits),
-        jnp.concatenate(scales, axis=-1),
+        join_scales(scales),
     )
 
 

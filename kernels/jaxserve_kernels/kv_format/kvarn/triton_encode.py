@@ -173,9 +173,11 @@ def _encode_tile(
     row_scales = scales if KEYS else scales + 3 * DIM + GROUP
     column_scales = scales + (3 * DIM if KEYS else 2 * DIM)
     half_type = scales_ptr.dtype.element_ty
-    tl.store(row_scales + row, step.to(half_type))
-    tl.store(row_scales + ROWS + row, tl.clamp(low, -65504.0, 65504.0).to(half_type))
-    tl.store(column_scales + column, column_scale.to(half_type))
+    tl.store(row_scales + 2 * row, step.to(half_type))
+    tl.store(row_scales + 2 * row + 1, tl.clamp(low, -65504.0, 65504.0).to(half_type))
+    half: tl.constexpr = COLUMNS // 2
+    place = column % half * 2 + column // half
+    tl.store(column_scales + place, column_scale.to(half_type))
 
 
 @triton.jit

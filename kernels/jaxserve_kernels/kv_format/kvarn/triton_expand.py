@@ -39,23 +39,25 @@ def _decode(
     scales = scales_ptr + tile * (3 * (DIM + GROUP))
     words = tl.load(key_words_ptr + tile * (GROUP * QUARTER) + offset[:, None] * QUARTER + dim)
     words = words.to(tl.int32)
-    column = tl.load(scales + 3 * DIM + offset[:, None]).to(tl.float32)
+    place = offset % (GROUP // 2) * 2 + offset // (GROUP // 2)
+    column = tl.load(scales + 3 * DIM + place[:, None]).to(tl.float32)
     for quarter in tl.static_range(4):
         code = ((words >> (4 * quarter)) & 15).to(tl.float32)
-        channel = scales + quarter * QUARTER + dim
+        channel = scales + 2 * (quarter * QUARTER + dim)
         scale = tl.load(channel).to(tl.float32)
-        zero = tl.load(channel + DIM).to(tl.float32)
+        zero = tl.load(channel + 1).to(tl.float32)
         tl.store(target + quarter * QUARTER, ((code * scale + zero) * column).to(dtype))
     at = value_words_ptr + tile * (WORD_ROWS * QUARTER)
     words = tl.load(at + (offset % WORD_ROWS)[:, None] * QUARTER + dim).to(tl.int32)
     words = words >> (offset // WORD_ROWS * 8)[:, None]  # words of 2-bit codes hold two tokens
-    token = scales + 3 * DIM + GROUP + offset[:, None]
+    token = scales + 3 * DIM + GROUP + 2 * offset[:, None]
     scale = tl.load(token).to(tl.float32)
-    zero = tl.load(token + GROUP).to(tl.float32)
+    zero = tl.load(token + 1).to(tl.float32)
     target += PAGE * DIM
     for quarter in tl.static_range(4):
         code = ((words >> (BITS * quarter)) & ((1 << BITS) - 1)).to(tl.float32)
-        column = tl.load(scales + 2 * DIM + quarter * QUARTER + dim).to(tl.float32)
+        channel = scales + 2 * DIM + 2 * (quarter % 2 * QUARTER + dim) + quarter // 2
+        column = tl.load(channel).to(tl.float32)
         tl.store(target + quarter * QUARTER, ((code * scale + zero) * column).to(dtype))
 
 
@@ -151,10 +153,12 @@ def attend(
 
 
 def _rotated_back(x: Array) -> Array:
-    """`codec.rotate` without a matrix of float32: signs are exact in any dtype."""
+    """`codec.rotate` without a matrix of float32: signs are exact in any dtype. As a matrix, whose
+    product XLA scales while it computes it."""
     size = x.shape[-1]
     signs = jnp.asarray(np.sign(hadamard(size)), x.dtype)
-    return jnp.matmul(x, signs, precision="highest") * jnp.asarray(size**-0.5, x.dtype)
+    rotated = jnp.matmul(x.reshape(-1, size), signs, precision="highest")
+    return (rotated * jnp.asarray(size**-0.5, x.dtype)).reshape(x.shape)
 
 
 def _contents(

@@ -21,11 +21,21 @@ _MAX_HEADS = 8
 def signs(SIZE: tl.constexpr, dtype: tl.constexpr):
     """Sylvester's matrix [SIZE, SIZE] of 1 and -1: the parity of the indices' common bits."""
     shared = tl.arange(0, SIZE)[:, None] & tl.arange(0, SIZE)[None, :]
-    shared ^= shared >> 8
     shared ^= shared >> 4
-    shared ^= shared >> 2
-    shared ^= shared >> 1
-    return (1 - 2 * (shared & 1)).to(dtype)
+    odd = 0x6996 >> (shared & 15)  # bit n is the parity of n; indices have eight bits
+    return tl.where((odd & 1) != 0, -1.0, 1.0).to(dtype)
+
+
+@triton.jit
+def _rotated_quarters(half, matrix):
+    """Two matrices [heads, quarter] of one [heads, half]: each quarter's part of it, rotated."""
+    HEADS: tl.constexpr = half.shape[0]
+    QUARTER: tl.constexpr = half.shape[1] // 2
+    rows = tl.reshape(half, [2 * HEADS, QUARTER])
+    # The matrix is symmetric; on the left, where a product needs 16 rows or more.
+    rows = tl.trans(tl.dot(matrix, tl.trans(rows), input_precision="ieee"))
+    first, second = tl.split(tl.permute(tl.reshape(rows, [HEADS, 2, QUARTER]), (0, 2, 1)))
+    return first + second, first - second
 
 
 @triton.jit
@@ -42,18 +52,15 @@ def _inputs(
         qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, first,
         stride, parts, q_heads, kv_heads, eps, dtype, HEADS, HALF,
     )  # fmt: skip
-    matrix = signs(HALF, dtype)  # symmetric; on the left, where a product needs 16 rows or more
-    rotated_low = tl.trans(tl.dot(matrix, tl.trans(low), input_precision="ieee"))
-    rotated_high = tl.trans(tl.dot(matrix, tl.trans(high), input_precision="ieee"))
+    QUARTER: tl.constexpr = HALF // 2
+    matrix = signs(QUARTER, dtype)
+    a, b = _rotated_quarters(low, matrix)
+    c, d = _rotated_quarters(high, matrix)
     norm: tl.constexpr = (2 * HALF) ** -0.5
-    out_low = ((rotated_low + rotated_high) * norm).to(dtype)
-    out_high = ((rotated_low - rotated_high) * norm).to(dtype)
     head = tl.arange(0, HEADS)[:, None]
-    dim = tl.arange(0, HALF)[None, :]
+    dim = tl.arange(0, QUARTER)[None, :]
     if first < q_heads:
         target = q_ptr + (token * q_heads + first + head) * (2 * HALF) + dim
-        tl.store(target, out_low)
-        tl.store(target + HALF, out_high)
     else:
         is_value = tl.where(first >= q_heads + kv_heads, 1, 0)
         kv_head = first - q_heads - is_value * kv_heads + head
@@ -64,8 +71,11 @@ def _inputs(
             row = ((tile * kv_heads + kv_head) * 2 + is_value) * GROUP + position % GROUP
         else:
             row = (token * kv_heads + kv_head) * 2 + is_value
-        tl.store(kv_ptr + row * (2 * HALF) + dim, out_low)
-        tl.store(kv_ptr + row * (2 * HALF) + HALF + dim, out_high)
+        target = kv_ptr + row * (2 * HALF) + dim
+    tl.store(target, ((a + c) * norm).to(dtype))
+    tl.store(target + QUARTER, ((b + d) * norm).to(dtype))
+    tl.store(target + 2 * QUARTER, ((a - c) * norm).to(dtype))
+    tl.store(target + 3 * QUARTER, ((b - d) * norm).to(dtype))
 
 
 def inputs(
@@ -98,7 +108,7 @@ def inputs(
         name="kvarn_inputs",
         out_type=(q_type,) if keep else (fresh_type, q_type),
         grid=(tokens, (q_heads + 2 * kv_heads) // heads),
-        num_warps=4,
+        num_warps=4 if keep else 2,
         layer=layer, num_slots=num_slots, stride=tokens * width, parts=parts,
         q_heads=q_heads, kv_heads=kv_heads, eps=eps, KEEP=keep,
         HEADS=heads, HALF=head_dim // 2, GROUP=group,
