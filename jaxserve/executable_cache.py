@@ -27,7 +27,7 @@ from typing import Any
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from jaxserve_kernels import records, target
+from jaxserve_kernels import chain, records, target
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +102,8 @@ class ExecutableCache:
     def load(self, program: Program) -> Executable:
         """The program's executable. Rejected: there is none, or none that may be used."""
         payload = self._read(program)
+        if target.current().implementation == "triton":
+            chain.register()
         try:
             blob, in_tree, out_tree = pickle.loads(payload)
             return deserialize_and_load(

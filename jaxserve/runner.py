@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -231,6 +232,7 @@ class Runner:
         step = self._steps[Bucket.decode(rows)]
         entry = step.as_text().split("ENTRY", 1)[1].split("\n}", 1)[0]
         kernels = sum(kind in entry_line for entry_line in entry.splitlines() for kind in _KERNELS)
+        kernels += sum(int(count) - 1 for count in re.findall(r"launches = (\d+) : i64", entry))
         return kernels, step.memory_analysis().temp_size_in_bytes
 
     def launch(self, plan: StepPlan) -> Pending:

@@ -5,6 +5,7 @@ Grouped-query attention with an RMSNorm on every query and key head, RoPE, SwiGL
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxserve.config import ModelSpec
 from jaxserve.models.rope import rope_tables
 from jaxserve_checkpoints.naming import AnyRule, Ignore, Repeat, Rule
+from jaxserve_kernels import chain
 from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
 from jaxserve_kernels.kv_format import KV, AttentionStep, attend, end_step
 from jaxserve_kernels.matmul import gated_linear, linear, sum_parts, take_rows
@@ -122,15 +124,35 @@ def forward(
     """
     x = take_rows(params.embedding, tokens.ids, params.final_norm.dtype)
     tables = rope_tables(spec, tokens.places.positions)
-    layers = layer_views(params.layers)
-    normed = rms_norm(x, layers[0].attention_norm, spec.norm_eps)
-    next_norms = [*(layer.attention_norm for layer in layers[1:]), params.final_norm]
+    normed = rms_norm(x, layer_views(params.layers)[0].attention_norm, spec.norm_eps)
+    layers = functools.partial(_decoder_layers, spec=spec, tile_size=tile_size)
+    arguments = (params.layers, params.final_norm, x, normed, kv, tables, tokens)
+    # A decode step is too short to wait for the start of each kernel.
+    normed, kv = chain.call(layers, *arguments) if tile_size == 1 else layers(*arguments)
+    return normed, end_step(kv, tokens.places, tile_size=tile_size)
+
+
+def _decoder_layers(
+    stack: tuple[Layer, ...] | Layer,
+    final_norm: Array,
+    x: Array,
+    normed: Array,
+    kv: KV,
+    tables: tuple[Array, Array],
+    tokens: StepTokens,
+    *,
+    spec: ModelSpec,
+    tile_size: int,
+) -> tuple[Array, KV]:
+    """All layers on x [tokens, embed], which comes with its norm: the final norm, and the cache."""
+    layers = layer_views(stack)
+    next_norms = [*(layer.attention_norm for layer in layers[1:]), final_norm]
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
         with jax.named_scope(f"layer_{index}"):
             x, normed, kv = decoder_layer(
                 layer, next_norm, index, x, normed, kv, tables, tokens, spec, tile_size=tile_size
             )
-    return normed, end_step(kv, tokens.places, tile_size=tile_size)
+    return normed, kv
 
 
 def decoder_layer(

@@ -7,8 +7,19 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
+
+
+class Code(NamedTuple):
+    """A compiled kernel."""
+
+    name: str
+    warps: int
+    shared_bytes: int
+    ptx: str
+    compute_capability: int
 
 
 def assemble(ptx: str, compute_capability: int) -> bytes | None:
@@ -28,6 +39,11 @@ def assemble(ptx: str, compute_capability: int) -> bytes | None:
         if subprocess.run(command, capture_output=True, check=False).returncode != 0:
             return None
         return cubin.read_bytes()
+
+
+def available() -> bool:
+    """Whether there is an assembler here."""
+    return _path() is not None
 
 
 @functools.cache

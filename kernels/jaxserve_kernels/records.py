@@ -10,7 +10,8 @@ import jaxlib.version
 
 _KNOWN_JAXLIBS = ((0, 11),)
 """Versions whose handler of Triton calls is known to take machine code that a record brings, and to
-keep it by the record's PTX. It is not documented; with others, every record holds PTX."""
+keep it by the record's PTX, and whose foreign functions have the structures of `chain`. Neither
+is documented; with others, every record holds PTX, and there are no chains."""
 
 _source: ContextVar[bool] = ContextVar("source", default=False)
 

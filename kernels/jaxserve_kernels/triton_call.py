@@ -15,7 +15,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from jaxserve_kernels import ptxas, records, target
+from jaxserve_kernels import early, ptxas, records, target
 
 # jax-triton 0.4 asks for Triton 3.7; with 3.6 its import needs one constant and its tensor
 # descriptors one key less. Both are no-ops on 3.7.
@@ -28,6 +28,7 @@ from jax_triton import triton_lib
 _descriptor: Any = triton_lib.TensorDescMeta
 _descriptor.__required_keys__ = frozenset(_descriptor.__required_keys__) - {"is_im2col"}
 
+jax_triton: Any = triton_lib
 _library: Any = triton_lib.triton_kernel_call_lib
 _TritonKernel: Any = _library.TritonKernel
 _TritonKernelCall: Any = _library.TritonKernelCall
@@ -93,6 +94,7 @@ _call: ContextVar[_Call] = ContextVar("call")
 class _Kernel(NamedTuple):
     """What the calls of a kernel may record of it."""
 
+    compiled: ptxas.Code
     source: Any
     """A record with PTX."""
     code: str = ""
@@ -123,23 +125,48 @@ def _kernel(*args: Any) -> _Kernel:
     launch = (name, num_warps, num_ctas, shared_memory)
     source = _TritonKernel(*launch, ptx, "", capability, *rest)
     cubin = None if records.hold_source() else ptxas.assemble(ptx, capability)
+    compiled = ptxas.Code(name, num_warps, shared_memory, ptx, capability)
     if cubin is None:
-        return _Kernel(source)
+        return _Kernel(compiled, source)
     image = _field(1, cubin) + _field(2, name.encode()) + _number(3, shared_memory)
     code = hashlib.sha256(image).hexdigest()
     named = _TritonKernel(*launch, code, "", capability, *rest)
-    return _Kernel(source, code, named, _field(1, _field(1, _field(11, image))))
+    return _Kernel(compiled, source, code, named, _field(1, _field(1, _field(11, image))))
+
+
+class _Parameter(NamedTuple):
+    """Of a kernel."""
+
+    record: Any
+    """What jaxlib takes."""
+    number: tuple[str, int | float] | None
+    """A format of `struct`, and a value; None: a buffer."""
+
+
+_FORMATS = {"i1": "B", "i8": "b", "i16": "h", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
+            "fp32": "f", "fp64": "d"}  # fmt: skip
+
+
+class Described(Exception):
+    """Carries a compiled kernel, its grid and its numbers (None: a buffer) out of jax-triton's
+    lowering of a call, where `describing` asks for them."""
+
+
+describing: ContextVar[bool] = ContextVar("describing", default=False)
 
 
 class _KernelCall:
     """In place of jaxlib's TritonKernelCall."""
 
-    def __init__(self, kernel: _Kernel, *args: Any):
-        self._kernel, self._args = kernel, args
+    def __init__(self, kernel: _Kernel, x: int, y: int, z: int, parameters: list[_Parameter]):
+        self._kernel, self._args = kernel, (x, y, z, [each.record for each in parameters])
+        self._numbers = [each.number for each in parameters]
 
     def to_proto(self, name: str, metadata: bytes) -> bytes:
         """TritonAnyKernelCall of jaxlib/gpu/triton.proto. What stands twice in a message is merged
         when it is read, so that fields can be added at its end."""
+        if describing.get():
+            raise Described(self._kernel.compiled, self._args[:3], self._numbers)
         kernel, call = self._kernel, _call.get()
         if not kernel.code or records.hold_source():
             return _TritonKernelCall(kernel.source, *self._args).to_proto(name, metadata)
@@ -184,6 +211,16 @@ def _lower(context: Any, *args: Any, **kwargs: Any) -> Any:
 
 _library.TritonKernel = _kernel
 _library.TritonKernelCall = _KernelCall
+_create_array: Any = _library.create_array_parameter
+_create_scalar: Any = _library.create_scalar_parameter
+_create_descriptor: Any = _library.create_tma_descriptor_parameter
+_library.create_array_parameter = lambda *args: _Parameter(_create_array(*args), None)
+_library.create_scalar_parameter = lambda value, dtype: _Parameter(
+    _create_scalar(value, dtype), (_FORMATS.get(dtype, ""), value)
+)
+_library.create_tma_descriptor_parameter = lambda **kwargs: _Parameter(
+    _create_descriptor(**kwargs), None
+)
 # Not cached by jax: equal calls differ in who brings the code.
 mlir.register_lowering(triton_lib.triton_kernel_call_p, _lower, platform="cuda", cacheable=False)
 
@@ -231,6 +268,8 @@ def triton_call(*args: jax.Array | jax.Ref | int, name: str, **kwargs: Any) -> A
     cannot tune while a graph is recorded.
     """
     capability = target.current().compute_capability
+    if "EARLY" in kwargs["kernel"].arg_names:
+        kwargs["EARLY"] = early.starts()
     return jt.triton_call(*args, name=name, compute_capability=capability, **kwargs)
 
 

@@ -74,9 +74,10 @@ def test_scratch_memory_stays_small(reports: dict[str, dict[str, Any]]) -> None:
         assert report["scratch_bytes"] < 384 * 2**20, name
 
 
-def test_a_layer_takes_nine_kernels_or_ten(reports: dict[str, dict[str, Any]]) -> None:
+def test_layers_are_one_chain_of_kernels_or_nine_each(reports: dict[str, dict[str, Any]]) -> None:
     """Each is counted with the slice of the stacked weight that it reads, where it has one."""
-    assert reports["decode_1"]["inside_graph"] <= 4 * 17 + 20
+    for bucket in ("decode_1", "decode_16", "decode_24"):
+        assert reports[bucket]["inside_graph"] <= 24, bucket
     assert reports["decode_64"]["inside_graph"] <= 4 * 17 + 20
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve_kernels import target
+from jaxserve_kernels import chain, target
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
 from jaxserve_kernels.dense_matmul import gated_linear, linear, sum_parts
@@ -143,6 +143,34 @@ def test_products_of_few_tokens_equal_their_reference(tokens: int, out: int, dep
     (product, gated), (expected, expected_gated) = run("triton"), run("reference")
     assert relative_error(product, expected) < 1e-5
     assert relative_error(gated, expected_gated) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16, 32])
+@pytest.mark.parametrize(("embed", "ffn"), [(2560, 9728), (256, 512)])
+def test_a_chain_of_kernels_equals_its_reference(tokens: int, embed: int, ffn: int) -> None:
+    keys = jax.random.split(jax.random.key(tokens), 4)
+    gate_up = (jax.random.normal(keys[0], (2, 2 * ffn, embed)) * embed**-0.5).astype(jnp.bfloat16)
+    down = (jax.random.normal(keys[1], (2, embed, ffn)) * ffn**-0.5).astype(jnp.bfloat16)
+    norms = (1 + 0.1 * jax.random.normal(keys[2], (3, embed))).astype(jnp.bfloat16)
+
+    def layers(x: jax.Array, update: jax.Array, *weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        gate_up, down, norms = weights
+        for layer in range(2):
+            x, normed = add_rms_norm(x, update, norms[layer], 1e-6)
+            update = linear(gated_linear(normed, gate_up[layer]), down[layer])
+        return add_rms_norm(x, update, norms[2], 1e-6)
+
+    with target.use(target.Target("triton")):
+        program = jax.jit(lambda *arrays: chain.call(layers, *arrays))
+        for step in range(4):  # by the third call a graph is replayed
+            x = jax.random.normal(jax.random.fold_in(keys[3], step), (tokens, embed))
+            arrays = (x.astype(jnp.bfloat16), x[None] / 2, gate_up, down, norms)
+            out = program(*arrays)
+            with target.use(target.Target("reference")):
+                expected = jax.jit(layers)(*arrays)
+            for got, wanted in zip(out, expected, strict=True):
+                assert relative_error(got, wanted) < 2 * TOLERANCE["bfloat16"]
+        assert "jaxserve_kernel_chain" in program.lower(*arrays).as_text()
 
 
 @pytest.mark.parametrize("tokens", [17, 64, 100, 256, 1000, 2048])

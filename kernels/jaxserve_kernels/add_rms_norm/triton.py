@@ -6,6 +6,7 @@ import jax
 import triton
 import triton.language as tl
 from jax import Array
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.triton_call import triton_call
 
@@ -14,10 +15,15 @@ from jaxserve_kernels.triton_call import triton_call
 def _kernel(
     x_ptr, update_ptr, weight_ptr, sum_ptr, out_ptr,
     stride, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * embed
     column = tl.arange(0, BLOCK)
     mask = column < embed
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     x = tl.load(x_ptr + row + column, mask=mask, other=0.0)
     update = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(parts):
@@ -27,7 +33,6 @@ def _kernel(
     tl.store(sum_ptr + row + column, total, mask=mask)
     wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / embed + eps)
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
     normed = (wide * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
     tl.store(out_ptr + row + column, normed.to(x.dtype), mask=mask)
 

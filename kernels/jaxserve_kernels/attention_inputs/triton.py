@@ -8,6 +8,7 @@ import jax
 import triton
 import triton.language as tl
 from jax import Array
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.attention_inputs.reference import KVSlots
 from jaxserve_kernels.triton_call import triton_call
@@ -22,7 +23,7 @@ def _kernel(
     page_ptr, offset_ptr, q_ptr,
     stride, parts: tl.constexpr, q_heads: tl.constexpr, kv_heads: tl.constexpr,
     page_size: tl.constexpr,
-    eps: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    eps: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * HEADS  # heads in the order queries, keys, values
@@ -33,17 +34,22 @@ def _kernel(
     dtype: tl.constexpr = kv_ptr.dtype.element_ty
     low = tl.zeros([HEADS, HALF], tl.float32)
     high = tl.zeros([HEADS, HALF], tl.float32)
+    norm_ptr = q_norm_ptr if first < q_heads else k_norm_ptr
+    norm_low = tl.load(norm_ptr + dim).to(tl.float32)
+    norm_high = tl.load(norm_ptr + HALF + dim).to(tl.float32)
+    cos = tl.load(cos_ptr + token * HALF + dim)
+    sin = tl.load(sin_ptr + token * HALF + dim)
+    page = first_page + tl.load(page_ptr + token).to(tl.int64)
+    offset = tl.load(offset_ptr + token)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     for part in tl.static_range(parts):
         low += tl.load(source + part * stride)
         high += tl.load(source + part * stride + HALF)
     low = low.to(dtype)
     high = high.to(dtype)
     if first < q_heads + kv_heads:
-        norm_ptr = q_norm_ptr if first < q_heads else k_norm_ptr
-        norm_low = tl.load(norm_ptr + dim).to(tl.float32)
-        norm_high = tl.load(norm_ptr + HALF + dim).to(tl.float32)
-        cos = tl.load(cos_ptr + token * HALF + dim)
-        sin = tl.load(sin_ptr + token * HALF + dim)
         wide_low = low.to(tl.float32)
         wide_high = high.to(tl.float32)
         square = tl.sum(wide_low * wide_low + wide_high * wide_high, axis=1) / (2 * HALF)
@@ -58,8 +64,6 @@ def _kernel(
     if first < q_heads:
         target = q_ptr + (token * q_heads + first + head[:, None]) * (2 * HALF) + dim[None, :]
     else:
-        page = first_page + tl.load(page_ptr + token).to(tl.int64)
-        offset = tl.load(offset_ptr + token)
         is_value = first >= q_heads + kv_heads
         kv_head = first - q_heads - tl.where(is_value, kv_heads, 0) + head[:, None]
         row = ((page * kv_heads + kv_head) * 2 + tl.where(is_value, 1, 0)) * page_size + offset

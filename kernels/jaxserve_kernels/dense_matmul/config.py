@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxserve_kernels import tuned
+from jaxserve_kernels import early, tuned
 
 MAX_TOKENS = 16
 """Beyond it cuBLASLt is as fast. Measured on an H100; see docs/performance.md."""
@@ -15,6 +15,9 @@ gates. Measured on an H200; see docs/performance.md."""
 
 _ENOUGH_PROGRAMS = 264
 """Two for each of an H100's 132 multiprocessors keep its memory busy."""
+
+MAX_CHAINED_TOKENS = 32
+"""In a chain of kernels, which can hold no product of XLA's."""
 
 _MAX_SPLITS = 8
 """More partial sums than this cost their readers more than the product gains."""
@@ -36,7 +39,8 @@ def choose(*, gated: bool, tokens: int, out: int, depth: int) -> Config | None:
     parameters = tuned.find("dense_matmul", ("gated" if gated else "linear", out, depth), tokens)
     if parameters is not None:
         return Config(**parameters)
-    return _heuristic(out, depth) if tokens <= MAX_TOKENS else None
+    most = MAX_CHAINED_TOKENS if early.starts() else MAX_TOKENS
+    return _heuristic(out, depth) if tokens <= most else None
 
 
 def _heuristic(out: int, depth: int) -> Config | None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jax import Array
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.paged_attention.config import (
     Config,
@@ -68,16 +69,24 @@ def _attend(
     q_heads: tl.constexpr, kv_heads: tl.constexpr, tile_size: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
     SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     group: tl.constexpr = q_heads // kv_heads
     length = tl.load(length_ptr + tile)
+    position = tl.load(position_ptr + tile)
+    first = tl.load(first_ptr + tile).to(tl.int64)
+    table = table_ptr + tl.load(slot_ptr + tile).to(tl.int64) * table_stride
+    blocks = tl.cdiv(position + length, KEYS)
+    per_split = tl.maximum(tl.cdiv(blocks, SPLITS), MIN_BLOCKS)
+    begin = split * per_split
+    end = tl.minimum(begin + per_split, blocks)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     if length > 0:
-        position = tl.load(position_ptr + tile)
-        first = tl.load(first_ptr + tile).to(tl.int64)
-        table = table_ptr + tl.load(slot_ptr + tile).to(tl.int64) * table_stride
         row = tl.arange(0, ROWS)
         dim = tl.arange(0, DIM)
         token = row // group
@@ -86,10 +95,6 @@ def _attend(
         q = tl.load(q_ptr + q_row[:, None] * DIM + dim[None, :], mask=valid[:, None], other=0.0)
         row_position = position + tl.minimum(token, length - 1)
 
-        blocks = tl.cdiv(position + length, KEYS)
-        per_split = tl.maximum(tl.cdiv(blocks, SPLITS), MIN_BLOCKS)
-        begin = split * per_split
-        end = tl.minimum(begin + per_split, blocks)
         peak = tl.full([ROWS], -1.0e30, tl.float32)
         weight = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM], tl.float32)
@@ -127,6 +132,7 @@ def _merge(
     q_heads: tl.constexpr, kv_heads: tl.constexpr, tile_size: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
     SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """One query of a head, where more than one split has a part of the context.
 
@@ -139,6 +145,9 @@ def _merge(
     length = tl.minimum(tl.load(length_ptr + tile), tile_size)
     blocks = tl.cdiv(tl.load(position_ptr + tile) + length, KEYS)
     per_split = tl.maximum(tl.cdiv(blocks, SPLITS), MIN_BLOCKS)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     if (per_split < blocks) & (token < length):
         split = tl.arange(0, WIDTH)
         dim = tl.arange(0, DIM)

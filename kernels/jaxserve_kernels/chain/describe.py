@@ -1,0 +1,59 @@
+"""How the kernels of a chain are launched: found where jax-triton would write records of them."""
+
+from __future__ import annotations
+
+import types
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxserve_kernels import ptxas
+from jaxserve_kernels.chain.launches import Number
+from jaxserve_kernels.triton_call import Described, describing, jax_triton
+
+_OUTPUT: Any = jax_triton._OutputPlaceholder
+_NUMBER: Any = jax_triton._StaticArg
+
+
+class Description(NamedTuple):
+    """How a kernel is launched."""
+
+    code: ptxas.Code
+    grid: tuple[int, int, int]
+    numbers: list[Number | None]
+    """The kernel's parameters in order; None: the next buffer."""
+    buffers: list[tuple[bool, int]]
+    """Whether it is an operand of the call, and which operand or result."""
+
+
+class _Operand(NamedTuple):
+    number: int
+
+
+def describe(equation: Any) -> Description:
+    """The launch that a traced call of a kernel becomes; compiles the kernel."""
+    params = equation.params
+    avals = [getattr(var.aval, "inner_aval", var.aval) for var in equation.invars]
+    context = types.SimpleNamespace(
+        avals_in=avals,
+        avals_out=[var.aval for var in equation.outvars],
+        module_context=types.SimpleNamespace(platforms=("cuda",)),
+    )
+    token = describing.set(True)
+    try:
+        jax_triton.triton_kernel_call_lowering(jax_triton.make_cuda_target, context, **params)
+    except Described as found:
+        code, grid, numbers = found.args
+    else:
+        raise AssertionError("jax-triton has lowered a call without a record")
+    finally:
+        describing.reset(token)
+    marks = params["in_tree"].unflatten([_Operand(index) for index in range(len(avals))])
+    kinds = (_Operand, _OUTPUT, _NUMBER)
+    leaves = jax.tree.leaves(marks, is_leaf=lambda leaf: isinstance(leaf, kinds))
+    buffers = [
+        (True, leaf.number) if isinstance(leaf, _Operand) else (False, leaf.ordinal)
+        for leaf in leaves
+        if not isinstance(leaf, _NUMBER)
+    ]
+    return Description(code, grid, numbers, buffers)

@@ -1,0 +1,91 @@
+"""XLA's side of a chain of kernels: a foreign function.
+
+XLA captures the launches of one call into one graph inside the step's, and such a graph keeps the
+edges over which a kernel starts early; between calls there are none, because each is a graph of its
+own (jax registers no handler that could add nodes to the step's).
+
+The handler is a Python function behind a C pointer, so nothing is compiled on the host. XLA calls
+it when it runs a program for the first time, when it records the program's graph, and when buffers
+have moved since.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from ctypes import POINTER, byref, c_void_p
+
+import jax
+
+from jaxserve_kernels.chain import c_types, launches
+from jaxserve_kernels.chain.launches import DIGEST_BYTES, Chain, check
+
+TARGET = "jaxserve_kernel_chain"
+"""Name of the custom call."""
+
+_chains: dict[bytes, Chain] = {}
+_lock = threading.Lock()
+
+
+@functools.cache
+def register(platform: str = "CUDA") -> None:
+    """Make the call known to XLA; before a program with it is made or loaded."""
+    handlers = {"execute": jax.ffi.pycapsule(_handle)}
+    jax.ffi.register_ffi_target(TARGET, handlers, platform=platform)
+
+
+@c_types.Function
+def _handle(address: int) -> int | None:
+    """An XLA_FFI_Handler: launches, or says what it can do."""
+    frame = c_types.CallFrame.from_address(address)
+    try:
+        if frame.extension and frame.extension.contents.type == c_types.METADATA:
+            _describe(ctypes.cast(frame.extension, POINTER(c_types.MetadataExtension)).contents)
+            return None
+        stream, error = _stream(frame)
+        if error is None:
+            _launch(frame, stream)
+        return error
+    except Exception as error:
+        message = f"{TARGET}: {error!r}".encode()
+        arguments = c_types.ErrorArguments(
+            ctypes.sizeof(c_types.ErrorArguments), None, message, c_types.INTERNAL
+        )
+        return c_types.Function(frame.api.contents.error_create)(ctypes.addressof(arguments))
+
+
+def _describe(extension: c_types.MetadataExtension) -> None:
+    metadata = extension.metadata.contents
+    version = ctypes.sizeof(c_types.Version)
+    metadata.version = c_types.Version(version, None, *c_types.API_VERSION)
+    metadata.traits = c_types.CAPTURABLE
+    metadata.state_type = 0
+
+
+def _stream(frame: c_types.CallFrame) -> tuple[int, int | None]:
+    """Where to launch, and an error of XLA's if that is not to be had."""
+    get = c_types.StreamArguments(ctypes.sizeof(c_types.StreamArguments), None, frame.context)
+    error = c_types.Function(frame.api.contents.stream_get)(ctypes.addressof(get))
+    return get.stream or 0, error
+
+
+def _launch(frame: c_types.CallFrame, stream: int) -> None:
+    buffers = [
+        group.items[index].contents.data or 0
+        for group in (frame.operands, frame.results)
+        for index in range(group.size)
+    ]
+    attribute = frame.attributes.items[0].contents
+    driver, context = launches.driver(), c_void_p()
+    with _lock:
+        digest = ctypes.string_at(attribute.data, DIGEST_BYTES)
+        if digest not in _chains:
+            packed = ctypes.string_at(attribute.data, attribute.size)
+            _chains[digest] = Chain(packed[DIGEST_BYTES:])
+        check(driver.cuStreamGetCtx(c_void_p(stream), byref(context)), "cuStreamGetCtx")
+        check(driver.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent")
+        try:
+            _chains[digest].launch(buffers, stream)
+        finally:
+            driver.cuCtxPopCurrent_v2(byref(context))

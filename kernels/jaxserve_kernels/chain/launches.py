@@ -1,0 +1,162 @@
+"""A chain of launches: packed into a program, and run from there."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import json
+import struct
+import zlib
+from collections.abc import Sequence
+from ctypes import byref, c_uint32, c_void_p
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxserve_kernels import ptxas
+from jaxserve_kernels.chain import c_types
+from jaxserve_kernels.chain.plan import Place
+
+type Number = tuple[str, int | float]
+"""A format of `struct`, and a value."""
+
+
+class Launch(NamedTuple):
+    """One kernel of a chain."""
+
+    code: ptxas.Code
+    grid: tuple[int, int, int]
+    parameters: tuple[Place | Number, ...]
+    """In the kernel's order."""
+
+
+def pack(launches: Sequence[Launch]) -> bytes:
+    """A digest, by which a chain is known at run time, and the chain."""
+    codes = list(dict.fromkeys(launch.code for launch in launches))
+    cubins = [_assemble(code) for code in codes]
+    head = {
+        "kernels": [
+            (code.name, 32 * code.warps, code.shared_bytes, len(cubin))
+            for code, cubin in zip(codes, cubins, strict=True)
+        ],
+        "launches": [
+            (codes.index(launch.code), launch.grid, launch.parameters) for launch in launches
+        ],
+    }
+    text = json.dumps(head).encode()
+    body = zlib.compress(struct.pack("<I", len(text)) + text + b"".join(cubins))
+    return hashlib.sha256(body).digest() + body
+
+
+DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+@functools.cache
+def _assemble(code: ptxas.Code) -> bytes:
+    cubin = ptxas.assemble(code.ptx, code.compute_capability)
+    if cubin is None:
+        raise RuntimeError(
+            f"CUDA's ptxas, which compiles {code.name}, is not on the path or has failed: install "
+            "the CUDA toolkit, or nvidia-cuda-nvcc beside jax"
+        )
+    return cubin
+
+
+class _Kernel(NamedTuple):
+    name: str
+    threads: int
+    shared_bytes: int
+    cubin: bytes
+
+
+class Chain:
+    """Launches with their arguments in C, of which only addresses change."""
+
+    def __init__(self, body: bytes):
+        """
+        Args:
+          body: what `pack` puts behind the digest.
+        """
+        body = zlib.decompress(body)
+        (length,) = struct.unpack_from("<I", body)
+        head = json.loads(body[4 : 4 + length])
+        at = 4 + length
+        self._kernels: list[_Kernel] = []
+        for name, threads, shared_bytes, size in head["kernels"]:
+            self._kernels.append(_Kernel(name, threads, shared_bytes, body[at : at + size]))
+            at += size
+        self._functions: list[Any] = []
+        parameters = [each for _, _, launch in head["launches"] for each in launch]
+        places = sorted({(first, second) for first, second in parameters if isinstance(first, int)})
+        self._index = {place: index for index, place in enumerate(places)}
+        self._buffers = np.array([buffer for buffer, _ in places], np.int64)
+        self._offsets = np.array([offset for _, offset in places], np.uint64)
+        self._addresses = np.zeros(len(places) + 1, np.uint64)  # the last one stays null
+        self._numbers: list[Any] = []  # held: C points to them
+        self._launches = [self._prepare(*launch) for launch in head["launches"]]
+        self._launches[0][1].num_attributes = 0  # what comes before the chain has ended
+
+    def _prepare(self, index: int, grid: list[int], parameters: list[Any]) -> tuple[int, Any, Any]:
+        slots = self._addresses.ctypes.data
+        null = slots + 8 * len(self._index)
+        arguments: list[int] = []
+        for kind, value in parameters:
+            if isinstance(kind, int):
+                arguments.append(slots + 8 * self._index[kind, value])
+            else:
+                number = ctypes.create_string_buffer(struct.pack(f"={kind}", value))
+                self._numbers.append(number)
+                arguments.append(ctypes.addressof(number))
+        # Triton appends pointers to two scratch buffers, which these kernels do not use.
+        pointers = (c_void_p * (len(arguments) + 2))(*arguments, null, null)
+        kernel = self._kernels[index]
+        config = c_types.LaunchConfig(
+            grid=(c_uint32 * 3)(*grid),
+            block=(c_uint32 * 3)(kernel.threads, 1, 1),
+            shared_bytes=kernel.shared_bytes,
+            attributes=ctypes.pointer(c_types.LaunchAttribute(c_types.PROGRAMMATIC, 0, 1)),
+            num_attributes=1,
+        )
+        return index, config, pointers
+
+    def launch(self, buffers: Sequence[int], stream: int) -> None:
+        """Launch all on a stream of the current context.
+
+        Args:
+          buffers: addresses of the call's operands, then of its results.
+        """
+        self._functions = self._functions or [_load(kernel) for kernel in self._kernels]
+        self._addresses[:-1] = np.array(buffers, np.uint64)[self._buffers] + self._offsets
+        launch = driver().cuLaunchKernelEx
+        for index, config, arguments in self._launches:
+            config.stream = stream
+            status = launch(byref(config), self._functions[index], arguments, None)
+            check(status, f"the launch of {self._kernels[index].name}")
+
+
+@functools.cache
+def _load(kernel: _Kernel) -> c_void_p:
+    module, function = c_void_p(), c_void_p()
+    cuda = driver()
+    check(cuda.cuModuleLoadData(byref(module), kernel.cubin), "cuModuleLoadData")
+    name = kernel.name.encode()
+    check(cuda.cuModuleGetFunction(byref(function), module, name), "cuModuleGetFunction")
+    # Kernels share a multiprocessor only if they agree on how its memory is divided.
+    for attribute, value in (
+        (c_types.MAX_SHARED_BYTES, kernel.shared_bytes),
+        (c_types.SHARED_CARVEOUT, 100),
+    ):
+        check(cuda.cuFuncSetAttribute(function, attribute, value), "cuFuncSetAttribute")
+    return function
+
+
+@functools.cache
+def driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def check(status: int, what: str) -> None:
+    """Raises RuntimeError if a function of CUDA's driver has failed."""
+    if status:
+        raise RuntimeError(f"CUDA error {status} from {what}")

@@ -1,0 +1,76 @@
+"""One call for many kernels, in a program that is traced and lowered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend import core
+from jax.interpreters import mlir
+
+from jaxserve_kernels import early
+from jaxserve_kernels.chain import handler, plan
+from jaxserve_kernels.chain.describe import describe
+from jaxserve_kernels.chain.launches import Launch, Number, pack
+
+_chain_p = core.Primitive("kernel_chain")
+_chain_p.multiple_results = True
+
+
+class Traced(NamedTuple):
+    """A function that calls kernels and does nothing else, with its arguments."""
+
+    jaxpr: Any
+    operands: list[Any]
+    results: Any
+    """A tree of shapes."""
+
+    def call(self) -> Any:
+        results = _chain_p.bind(*self.operands, jaxpr=self.jaxpr)
+        return jax.tree.unflatten(jax.tree.structure(self.results), results)
+
+
+def trace(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Traced | None:
+    """None: the function computes something outside of kernels."""
+    with early.use():
+        closed, results = jax.make_jaxpr(function, return_shape=True)(*args, **kwargs)
+    try:
+        plan.make(closed.jaxpr)
+    except plan.NotAChain:
+        return None
+    return Traced(closed.jaxpr, [*closed.consts, *jax.tree.leaves((args, kwargs))], results)
+
+
+@_chain_p.def_abstract_eval
+def _(*_: Any, jaxpr: Any) -> list[Any]:
+    return [var.aval for var in jaxpr.outvars]
+
+
+def _lower(context: Any, *operands: Any, jaxpr: Any) -> Any:
+    planned = plan.make(jaxpr)
+    launches = [_launch(each) for each in planned.calls]
+    handler.register()
+    rule = jax.ffi.ffi_lowering(handler.TARGET, operand_output_aliases=planned.aliases)
+    scratch = ShapedArray((planned.scratch_bytes,), jnp.uint8)
+    context = context.replace(avals_out=[*context.avals_out, scratch])
+    count = len(launches)  # for people who look at the program
+    return rule(context, *operands, chain=pack(launches), launches=count)[:-1]
+
+
+def _launch(call: plan.KernelCall) -> Launch:
+    described = describe(call.equation)
+    buffers = iter(described.buffers)
+    parameters: list[plan.Place | Number] = []
+    for number in described.numbers:
+        if number is not None:
+            parameters.append(number)
+            continue
+        is_operand, index = next(buffers)
+        parameters.append((call.operands if is_operand else call.results)[index])
+    return Launch(described.code, described.grid, tuple(parameters))
+
+
+mlir.register_lowering(_chain_p, _lower, platform="cuda")

@@ -1,0 +1,145 @@
+"""From a traced function that does nothing but call kernels to a list of launches.
+
+Between the calls there may be views: slices of whole rows, other shapes, references. Every array
+that a kernel makes gets a place: one of the function's results, or one in a scratch buffer, from
+the kernel that writes it to the last one that reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+_ALIGNMENT = 256
+
+
+class NotAChain(Exception):
+    """The function computes something outside of kernels; the message says what."""
+
+
+class Place(NamedTuple):
+    """Bytes from `offset` of a buffer: the operands of the call come first, then its results, the
+    last of which is the scratch buffer."""
+
+    buffer: int
+    offset: int
+
+
+class KernelCall(NamedTuple):
+    """A kernel's equation, and where its operands and results are."""
+
+    equation: Any
+    operands: tuple[Place, ...]
+    results: tuple[Place, ...]
+
+
+class Plan(NamedTuple):
+    """What a function becomes."""
+
+    calls: tuple[KernelCall, ...]
+    aliases: dict[int, int]
+    """Operands that are written in place, and the results that they then are."""
+    scratch_bytes: int
+
+
+class _View(NamedTuple):
+    """An array inside another one, which a kernel or the caller made."""
+
+    root: Any
+    offset: int
+
+
+def make(jaxpr: Any) -> Plan:
+    """The launches and buffers of a function.
+
+    Raises:
+      NotAChain: see there.
+    """
+    views: dict[Any, _View] = {var: _View(var, 0) for var in (*jaxpr.constvars, *jaxpr.invars)}
+    equations: list[Any] = []
+    last_use: dict[Any, int] = {}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "triton_kernel_call":
+            if "EARLY" not in equation.params["metaparams"]:
+                raise NotAChain(f"{equation.params['name']} cannot be started early")
+            for var in equation.invars:
+                last_use[views[var].root] = len(equations)
+            for var in equation.outvars:
+                views[var] = _View(var, 0)
+                last_use[var] = len(equations)
+            equations.append(equation)
+        else:
+            views[equation.outvars[0]] = _view(equation, views)
+    given = [*jaxpr.constvars, *jaxpr.invars]
+    places = {var: Place(index, 0) for index, var in enumerate(given)}
+    aliases: dict[int, int] = {}
+    for index, var in enumerate(jaxpr.outvars):
+        root, offset = views[var]
+        if offset or _bytes(root.aval) != _bytes(var.aval):
+            raise NotAChain("a result is a part of another array")
+        if root in places:
+            aliases[places[root].buffer] = index
+        else:
+            places[root] = Place(len(given) + index, 0)
+    scratch = _Scratch()
+    buffer = len(given) + len(jaxpr.outvars)
+    calls: list[KernelCall] = []
+    for index, equation in enumerate(equations):
+        for var in equation.outvars:
+            if var not in places:
+                places[var] = Place(buffer, scratch.take(_bytes(var.aval), index, last_use[var]))
+        calls.append(
+            KernelCall(
+                equation,
+                tuple(_at(places, views[var]) for var in equation.invars),
+                tuple(places[var] for var in equation.outvars),
+            )
+        )
+    return Plan(tuple(calls), aliases, max(scratch.size, _ALIGNMENT))
+
+
+def _at(places: dict[Any, Place], view: _View) -> Place:
+    buffer, offset = places[view.root]
+    return Place(buffer, offset + view.offset)
+
+
+def _view(equation: Any, views: dict[Any, _View]) -> _View:
+    name, source = equation.primitive.name, equation.invars[0]
+    if name in ("new_ref", "freeze", "reshape", "squeeze"):
+        return views[source]
+    if name == "slice" and equation.params["strides"] is None:
+        starts, limits = equation.params["start_indices"], equation.params["limit_indices"]
+        shape = source.aval.shape
+        if not any(starts[1:]) and limits[1:] == shape[1:]:
+            root, offset = views[source]
+            return _View(root, offset + starts[0] * (_bytes(source.aval) // shape[0]))
+    raise NotAChain(f"{name} between kernels")
+
+
+def _bytes(aval: Any) -> int:
+    aval = getattr(aval, "inner_aval", aval)
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+class _Scratch:
+    """Places that arrays have for a while."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._taken: list[tuple[int, int, int]] = []  # begin, end, last use
+
+    def take(self, size: int, now: int, last_use: int) -> int:
+        size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._taken = [place for place in self._taken if place[2] >= now]
+        begin = next(start for start in self._starts() if self._free(start, start + size))
+        self._taken.append((begin, begin + size, last_use))
+        self.size = max(self.size, begin + size)
+        return begin
+
+    def _starts(self) -> Iterator[int]:
+        yield 0
+        yield from sorted(end for _, end, _ in self._taken)
+
+    def _free(self, begin: int, end: int) -> bool:
+        return all(end <= taken or begin >= until for taken, until, _ in self._taken)

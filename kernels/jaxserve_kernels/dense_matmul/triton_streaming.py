@@ -1,0 +1,175 @@
+"""Products of a few tokens in a chain of kernels: weights are copied before the inputs exist.
+
+As in `triton.py` the weight is the left operand and programs may share the rows of a tile by
+splitting the input. Here each program fills a ring of tiles of the weight in shared memory, and
+only then waits for the kernels before it. So the memory streams while they run.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import triton
+from jax import Array
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from jaxserve_kernels.dense_matmul.config import Config
+from jaxserve_kernels.triton_call import triton_call
+
+
+@gluon.jit
+def _accumulate(
+    x_ptr, w_ptr, row, start,
+    tokens: gl.constexpr, k: gl.constexpr, steps: gl.constexpr,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr, copy: gl.constexpr, acc_layout: gl.constexpr,
+):  # fmt: skip
+    """Weight rows `row` times the tokens over `steps` of the input from `start`."""
+    ahead: gl.constexpr = STAGES - 1
+    token = gl.expand_dims(gl.arange(0, TOKENS, gl.SliceLayout(1, copy)), 1)
+    depth = gl.expand_dims(gl.arange(0, DEPTH, gl.SliceLayout(0, copy)), 0)
+    w = w_ptr + gl.expand_dims(row.to(gl.int64), 1) * k + start + depth
+    x = x_ptr + token * k + start + depth
+    w_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DEPTH], gl.bfloat16)
+    x_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, DEPTH], gl.bfloat16)
+    w_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, DEPTH], w_tile)
+    x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, DEPTH], x_tile)
+
+    if EARLY:
+        gdc_launch_dependents()
+    for step in gl.static_range(ahead):
+        if step < steps:
+            async_copy.async_copy_global_to_shared(w_ring.index(step), w + step * DEPTH)
+        async_copy.commit_group()
+    if EARLY:
+        gdc_wait()
+    for step in gl.static_range(ahead):
+        if step < steps:
+            async_copy.async_copy_global_to_shared(
+                x_ring.index(step), x + step * DEPTH, mask=token < tokens
+            )
+        async_copy.commit_group()
+
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, acc_layout)
+    for step in range(steps + gl.program_id(2)):  # not unrolled: the grid has no third dimension
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()
+        gl.thread_barrier()
+        later = step + ahead
+        if later < steps:
+            stage = later % STAGES
+            async_copy.async_copy_global_to_shared(w_ring.index(stage), w + later * DEPTH)
+            async_copy.async_copy_global_to_shared(
+                x_ring.index(stage), x + later * DEPTH, mask=token < tokens
+            )
+        async_copy.commit_group()
+        stage = step % STAGES
+        inputs = x_ring.index(stage).permute((1, 0))
+        acc = warpgroup_mma(w_ring.index(stage), inputs, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    return acc
+
+
+@gluon.jit
+def _linear(
+    x_ptr, w_ptr, out_ptr,
+    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr, TOKENS: gl.constexpr,
+    ROWS: gl.constexpr, DEPTH: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr = False,
+):  # fmt: skip
+    copy: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DEPTH, DEPTH // 8], [4, 1], [1, 0])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    out_layout: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
+    split = gl.program_id(1)
+    first = gl.program_id(0) * ROWS
+    row = first + gl.arange(0, ROWS, gl.SliceLayout(1, copy))
+    steps: gl.constexpr = k // DEPTH // SPLITS
+    acc = _accumulate(
+        x_ptr, w_ptr, row, split * steps * DEPTH, tokens, k, steps, TOKENS, ROWS, DEPTH, STAGES,
+        EARLY, copy, acc_layout,
+    )  # fmt: skip
+    acc = gl.convert_layout(acc, out_layout)
+    token = gl.expand_dims(gl.arange(0, TOKENS, gl.SliceLayout(0, out_layout)), 0)
+    out_row = gl.expand_dims(first + gl.arange(0, ROWS, gl.SliceLayout(1, out_layout)), 1)
+    gl.store(out_ptr + (split * tokens + token) * n + out_row, acc, mask=token < tokens)
+
+
+@gluon.jit
+def _gated(
+    x_ptr, w_ptr, out_ptr,
+    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr, TOKENS: gl.constexpr,
+    ROWS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr = False,
+):  # fmt: skip
+    """A tile is ROWS / 2 rows of gate and the same rows of up."""
+    half: gl.constexpr = ROWS // 2
+    copy: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DEPTH, DEPTH // 8], [4, 1], [1, 0])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    out_layout: gl.constexpr = gl.BlockedLayout([2, 1], [16, 2], [1, 4], [0, 1])
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
+    first = gl.program_id(0) * half
+    lane = gl.arange(0, ROWS, gl.SliceLayout(1, copy))
+    row = first + lane % half + (lane // half) * n
+    acc = _accumulate(
+        x_ptr, w_ptr, row, 0, tokens, k, k // DEPTH, TOKENS, ROWS, DEPTH, STAGES,
+        EARLY, copy, acc_layout,
+    )  # fmt: skip
+    sums = gl.allocate_shared_memory(gl.float32, [ROWS, TOKENS], flat)
+    sums.store(acc)
+    gl.thread_barrier()
+    gate = sums.slice(0, half).load(out_layout)
+    up = sums.slice(half, half).load(out_layout)
+    dtype = out_ptr.dtype.element_ty
+    gate = gate.to(dtype).to(gl.float32)  # rounded where the reference rounds
+    sigmoid = 1.0 / (1.0 + gl.exp(-gate))
+    gated = (gate * sigmoid).to(dtype).to(gl.float32) * up.to(dtype).to(gl.float32)
+    token = gl.expand_dims(gl.arange(0, TOKENS, gl.SliceLayout(0, out_layout)), 0)
+    out_row = gl.expand_dims(first + gl.arange(0, half, gl.SliceLayout(1, out_layout)), 1)
+    gl.store(out_ptr + token * n + out_row, gated.to(dtype), mask=token < tokens)
+
+
+def linear(x: Array, weight: Array, config: Config) -> Array:
+    """Partial sums float32 [config.splits, tokens, out]."""
+    tokens, k = x.shape
+    n = weight.shape[0]
+    return triton_call(
+        x, weight,
+        kernel=_linear,
+        name="linear",
+        out_type=jax.ShapeDtypeStruct((config.splits, tokens, n), jnp.float32),
+        grid=(n // config.rows, config.splits),
+        num_warps=4,
+        tokens=tokens, n=n, k=k,
+        TOKENS=max(16, triton.next_power_of_2(tokens)),
+        ROWS=config.rows, DEPTH=config.depth, SPLITS=config.splits, STAGES=_stages(tokens),
+    )  # fmt: skip
+
+
+def gated_linear(x: Array, weight: Array, config: Config) -> Array:
+    """[tokens, ffn] in x's dtype; `config.splits` has no meaning here."""
+    tokens, k = x.shape
+    n = weight.shape[0] // 2
+    return triton_call(
+        x, weight,
+        kernel=_gated,
+        name="gated_linear",
+        out_type=jax.ShapeDtypeStruct((tokens, n), x.dtype),
+        grid=(2 * n // config.rows,),
+        num_warps=4,
+        tokens=tokens, n=n, k=k,
+        TOKENS=max(16, triton.next_power_of_2(tokens)),
+        ROWS=config.rows, DEPTH=config.depth, STAGES=_stages(tokens),
+    )  # fmt: skip
+
+
+def _stages(tokens: int) -> int:
+    """Tiles in the ring. Three leave room for three programs per multiprocessor; with keys and
+    values of several sequences to read meanwhile, two programs of four are faster."""
+    return 3 if tokens <= 4 else 4

@@ -1,0 +1,163 @@
+"""Chains of kernels: what a traced function becomes, and its launches by a driver of the test's."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.core import ShapedArray
+from jax.extend import core
+
+from jaxserve_kernels.chain import c_types, handler, launches, plan
+from jaxserve_kernels.chain.launches import Launch, pack
+from jaxserve_kernels.chain.plan import Place
+from jaxserve_kernels.ptxas import Code
+
+kernel_p = core.Primitive("triton_kernel_call")
+
+
+@kernel_p.def_abstract_eval
+def _(*_: Any, size: int, **__: Any) -> Any:
+    return ShapedArray((size,), jnp.float32)
+
+
+def kernel(*operands: jax.Array, size: int, chained: bool = True) -> jax.Array:
+    metaparams = ("EARLY",) if chained else ()
+    return kernel_p.bind(*operands, size=size, name="kernel", metaparams=metaparams)
+
+
+def planned(function: Callable[..., Any], *shapes: tuple[int, ...]) -> plan.Plan:
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return plan.make(jax.make_jaxpr(function)(*arguments).jaxpr)
+
+
+def test_results_have_their_own_place_and_what_lies_between_shares_scratch() -> None:
+    def function(x: jax.Array) -> jax.Array:
+        for _ in range(4):
+            x = kernel(x, size=64)
+        return x
+
+    found = planned(function, (64,))
+    first, second, third, last = found.calls
+    operand, result, scratch = 0, 1, 2
+    assert first.operands == (Place(operand, 0),)
+    assert last.results == (Place(result, 0),)
+    assert (
+        first.results == second.operands == third.results == last.operands == (Place(scratch, 0),)
+    )
+    assert second.results == third.operands == (Place(scratch, 256),)
+    assert found.scratch_bytes == 512
+
+
+def test_an_array_keeps_its_place_until_it_has_been_read_last() -> None:
+    def function(x: jax.Array) -> jax.Array:
+        kept = kernel(x, size=64)
+        return kernel(kept, kernel(kernel(x, size=1), size=1), size=2)
+
+    calls = planned(function, (64,)).calls
+    places = [call.results[0] for call in calls[:3]]
+    assert len(set(places)) == 3
+    assert calls[3].operands == (places[0], places[2])
+
+
+def test_rows_and_shapes_are_views() -> None:
+    def function(stack: jax.Array) -> jax.Array:
+        return kernel(stack[3].reshape(2, 8), size=1)
+
+    (call,) = planned(function, (5, 4, 4)).calls
+    assert call.operands == (Place(0, 3 * 16 * 4),)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: kernel(x + 1, size=4),
+        lambda x: kernel(x[:, 1:3], size=4),
+        lambda x: kernel(kernel(x, size=4), size=4, chained=False),
+        lambda x: kernel(x, size=4)[1:3],
+    ],
+    ids=["arithmetic", "parts of rows", "a kernel that cannot start early", "a part as a result"],
+)
+def test_other_functions_are_no_chains(function: Callable[..., Any]) -> None:
+    with pytest.raises(plan.NotAChain):
+        planned(function, (4, 4))
+
+
+class Driver:
+    """CUDA's, as far as it is needed; its kernels compute on the host."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[str, list[int], int]] = []
+        self.status = 0
+
+    def cuModuleLoadData(self, module: Any, code: bytes) -> int:
+        module._obj.value = int.from_bytes(code, "little")
+        return 0
+
+    def cuModuleGetFunction(self, function: Any, module: Any, _: bytes) -> int:
+        function._obj.value = module.value
+        return 0
+
+    def cuFuncSetAttribute(self, *_: Any) -> int:
+        return 0
+
+    cuStreamGetCtx = cuCtxPushCurrent_v2 = cuCtxPopCurrent_v2 = cuFuncSetAttribute
+
+    def cuLaunchKernelEx(self, given: Any, function: Any, arguments: Any, _: None) -> int:
+        config: c_types.LaunchConfig = given._obj
+        name = function.value.to_bytes(8, "little").rstrip(b"\0").decode()
+        self.launched.append((name, list(config.grid), config.num_attributes))
+
+        def buffer(index: int) -> Any:
+            address = ctypes.c_uint64.from_address(arguments[index]).value
+            return np.ctypeslib.as_array((ctypes.c_float * 4).from_address(address))
+
+        if name == "scale":
+            buffer(1)[:] = buffer(0) * ctypes.c_float.from_address(arguments[2]).value
+        else:
+            buffer(2)[:] = buffer(0) + buffer(1)
+        return self.status
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    monkeypatch.setattr(launches, "driver", lambda: driver)
+    monkeypatch.setattr(launches, "_assemble", lambda code: code.name.encode())
+    monkeypatch.setattr(handler, "_stream", lambda frame: (7, None))
+    handler.register("cpu")
+    return driver
+
+
+def chain(factor: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """x[4:8] * factor + y, by two kernels and one scratch buffer."""
+    scale, add = (Code(name, 4, 0, "", 90) for name in ("scale", "add"))
+    x, y, out, scratch = Place(0, 16), Place(1, 0), Place(2, 0), Place(3, 0)
+    packed = pack(
+        [
+            Launch(scale, (1, 2, 3), (x, scratch, ("f", factor))),
+            Launch(add, (4, 1, 1), (scratch, y, out)),
+        ]
+    )
+    types = [jax.ShapeDtypeStruct((4,), jnp.float32)] * 2
+    call = jax.ffi.ffi_call(handler.TARGET, types)
+    return lambda *arrays: call(*arrays, chain=packed, launches=2)[0]
+
+
+def test_one_call_launches_all_kernels_in_order(driver: Driver) -> None:
+    for factor in (3.0, 5.0):
+        out = jax.jit(chain(factor))(jnp.arange(8.0), jnp.ones(4))
+        np.testing.assert_array_equal(out, np.arange(4, 8) * factor + 1)
+    # All but the first are started early.
+    assert driver.launched == [("scale", [1, 2, 3], 0), ("add", [4, 1, 1], 1)] * 2
+
+
+def test_a_failed_launch_is_an_error_of_the_program(driver: Driver) -> None:
+    driver.status = 719
+    with pytest.raises(jax.errors.JaxRuntimeError, match="CUDA error 719 from the launch of scale"):
+        jax.block_until_ready(jax.jit(chain(7.0))(jnp.arange(8.0), jnp.ones(4)))
