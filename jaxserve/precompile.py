@@ -32,7 +32,7 @@ def precompile(options: Options) -> int:
 
 def _precompile(options: Options) -> None:
     from jaxserve.engine_plan import plan_engine  # imports jax, which reads what `prepare` has set
-    from jaxserve.executables import missing, obtain
+    from jaxserve.executables import by_reason, missing, obtain
 
     started = time.monotonic()
     plan = plan_engine(options, find_model(options))
@@ -40,7 +40,8 @@ def _precompile(options: Options) -> None:
     lacking = missing(plan.programs, plan.cache)
     todo = [program for program in plan.programs if program.name in lacking]
     found = f"{len(todo)} of {len(plan.programs)} programs to compile into {plan.cache.folder}"
-    print(found, file=sys.stderr)
+    unusable = {each.name: lacking[each.name] for each in todo if plan.cache.has(each)}
+    print(f"{found} ({by_reason(unusable)})" if unusable else found, file=sys.stderr)
     weights = _weights([program.name for program in todo], plan.cache.compile_seconds())
     done: list[str] = []
     with Work("compiling") as work:

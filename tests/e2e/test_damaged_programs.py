@@ -147,7 +147,9 @@ def test_every_damaged_program_is_refused_by_name_or_compiled_again_and_replaced
     assert f"{total} of {total} programs loaded, 0 compiled" in output
 
 
-def test_precompile_repairs_what_is_damaged_and_nothing_else(model: Path, cache: Path) -> None:
+def test_precompile_repairs_what_is_damaged_says_why_and_touches_nothing_else(
+    model: Path, cache: Path
+) -> None:
     total = len(programs(cache))
     whole = {name: file.stat().st_mtime_ns for name, file in programs(cache).items()}
     for name, (damage, _) in DAMAGE.items():
@@ -156,6 +158,8 @@ def test_precompile_repairs_what_is_damaged_and_nothing_else(model: Path, cache:
     status, output = precompile(model, cache)
     assert status == 0, output
     assert f"5 of {total} programs to compile" in output
+    for name, (_, reason) in DAMAGE.items():
+        assert re.search(rf"{reason}: [^;]*\b{name}\b", output), name
     for name, file in programs(cache).items():
         assert (file.stat().st_mtime_ns == whole[name]) == (name not in DAMAGE), name
     manifest = json.loads(next(cache.glob("executables/*/manifest.json")).read_text())
