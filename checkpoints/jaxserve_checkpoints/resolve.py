@@ -134,7 +134,9 @@ def _snapshot(
             return None
         unreachable = isinstance(error, (LocalEntryNotFoundError, ConnectionError))
         problem = f"{'not reachable' if unreachable else 'download failed'} ({_first_line(error)})"
+    meant_here = Path(hub_id).parent.is_dir()
     raise CheckpointError(
+        f"{f'there is no folder {hub_id}, and ' if meant_here else ''}"
         f"cannot download {hub_id} into {_cache_folder(hub_id, download_dir)}: {problem}; "
         f"{_OTHERWISE}"
     )

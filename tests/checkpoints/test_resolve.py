@@ -161,6 +161,20 @@ def test_refusals_of_the_hub_say_what_to_do(
     assert f"cannot download org/name into {tmp_path / 'models--org--name'}: {message}" in text
 
 
+def test_a_folder_that_was_mistyped_is_not_only_looked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(*_: object, **__: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    message = "there is no folder models/mistyped, and cannot download models/mistyped into"
+    assert message in error_of("models/mistyped", download_dir=tmp_path)
+    assert "there is no folder" not in error_of("org/name", download_dir=tmp_path)
+
+
 def test_other_failures_of_a_download_keep_their_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
