@@ -73,14 +73,19 @@ def encode_filled(kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep) ->
 
 def keep_raw(kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep) -> KVarNKV:
     """Store the step's tokens of first pages as sinks, those of last pages as tails."""
-    tokens, group = step.positions.shape[0], kv.group
-    page = step.positions // group
-    following = jnp.arange(tokens) + group - step.positions % group
-    last = ~_holds(step, following, step.slots, (page + 1) * group)
-    dropped = kv.raw.shape[1]
-    slots = jnp.where((page == 0) | last, step.slots, dropped)
-    place = kv.raw.at[layer, slots, jnp.where(page == 0, SINK, TAIL), :, :, step.positions % group]
+    group = kv.group
+    slots = jnp.where(kept(step, group), step.slots, kv.raw.shape[1])
+    tiles = jnp.where(step.positions < group, SINK, TAIL)
+    place = kv.raw.at[layer, slots, tiles, :, :, step.positions % group]
     return kv._replace(raw=place.set(fresh, mode="drop"))
+
+
+def kept(step: AttentionStep, group: int) -> Array:
+    """Which of the step's tokens are in full precision after it, bool [tokens]: those of their
+    sequences' first pages, and of the pages where the step leaves them."""
+    page = step.positions // group
+    following = jnp.arange(page.shape[0]) + group - step.positions % group
+    return (page == 0) | ~_holds(step, following, step.slots, (page + 1) * group)
 
 
 def attend_rotated(

@@ -21,7 +21,8 @@ from jaxserve_kernels.kv_format.kvarn.codec import (
     VALUE_FLOOR,
     VALUE_ITERATIONS,
 )
-from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
+from jaxserve_kernels.kv_format.kvarn.layout import SINK, TAIL, KVarNKV
+from jaxserve_kernels.kv_format.kvarn.reference import kept
 from jaxserve_kernels.triton_call import triton_call
 
 _PROGRAMS = 264
@@ -250,42 +251,35 @@ def _filling(step: AttentionStep, most: int, group: int) -> tuple[Array, Array]:
 
 @triton.jit
 def _keep_raw(
-    fresh_ptr, slot_ptr, position_ptr, raw_ptr, layer, num_slots, num_tokens,
-    kv_heads: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr,
+    fresh_ptr, place_ptr, raw_ptr, first_tile,
+    kv_heads: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
-    slot = tl.load(slot_ptr + token)
-    position = tl.load(position_ptr + token)
-    page = position // GROUP
-    following = token + GROUP - position % GROUP  # of the next page, if the step goes on there
-    inside = following < num_tokens
-    goes_on = tl.load(slot_ptr + following, mask=inside, other=-1) == slot
-    start = tl.load(position_ptr + following, mask=inside, other=-1)
-    goes_on = goes_on & (start == (page + 1) * GROUP)
-    if (page == 0) | (goes_on == 0):
+    place = tl.load(place_ptr + token)
+    if place >= 0:
         row = tl.arange(0, ROWS)[:, None]  # head, keys or values
         valid = row < 2 * kv_heads
         dim = tl.arange(0, DIM)[None, :]
         x = tl.load(fresh_ptr + (token.to(tl.int64) * 2 * kv_heads + row) * DIM + dim, mask=valid)
-        tile = (layer * num_slots + slot).to(tl.int64) * 2 + tl.where(page > 0, 1, 0)
-        at = (tile * 2 * kv_heads + row) * GROUP + position % GROUP
+        tile = (first_tile + place // GROUP).to(tl.int64)
+        at = (tile * 2 * kv_heads + row) * GROUP + place % GROUP
         tl.store(raw_ptr + at * DIM + dim, x, mask=valid)
 
 
 def keep_raw(kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep) -> KVarNKV:
     """See `reference.keep_raw`."""
     num_slots, _, kv_heads, _, group, head_dim = kv.raw.shape[1:]
-    tokens = step.positions.shape[0]
+    tile = 2 * step.slots + jnp.where(step.positions < group, SINK, TAIL)
+    place = jnp.where(kept(step, group), tile * group + step.positions % group, -1)
     raw = jax.new_ref(kv.raw)
     triton_call(
-        fresh, step.slots, step.positions, raw, layer,
+        fresh, place, raw,
         kernel=_keep_raw,
         name="kvarn_keep_raw",
         out_type=(),
-        grid=(tokens,),
+        grid=place.shape,
         num_warps=4,
-        num_slots=num_slots, num_tokens=tokens, kv_heads=kv_heads, GROUP=group, DIM=head_dim,
+        first_tile=2 * layer * num_slots, kv_heads=kv_heads, GROUP=group, DIM=head_dim,
         ROWS=triton.next_power_of_2(2 * kv_heads),
     )  # fmt: skip
     return kv._replace(raw=jax.freeze(raw))
