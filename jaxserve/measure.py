@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import random
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,7 +30,7 @@ than later."""
 
 _CONTEXT = 2048
 _ROWS = 64
-"""Where the cost of context is measured, if the cache and the limits have room for it."""
+"""Context, and decode rows of mixed steps, if the cache and the limits have room for it."""
 
 _BRIEF = 0.015
 """Decode rows are timed in the two largest mixed buckets that take no longer, in seconds."""
@@ -62,30 +63,33 @@ def measure(runner: Runner, config: RunnerConfig) -> StepTimes:
     """Times all buckets of a runner that is compiled and serves nobody yet.
 
     Keys and values of whatever is in the cache are read and written; lengths and buckets decide
-    the time, contents do not. Takes about five steps per bucket.
+    the time, contents do not, but tokens do: see `_Stopwatch.chunk`. Takes about five steps per
+    bucket.
     """
     context = min(_CONTEXT, config.scheduler.max_model_len // 2, config.cache.usable_tokens // 2)
-    rows = min(_ROWS, config.scheduler.max_num_seqs - 1)
     seconds = _Stopwatch(runner, config)
-    seconds.warm(_chunk(max(config.buckets.prefill), 0))
+    seconds.warm(seconds.chunk(max(config.buckets.prefill), 0))
+    mixed = _increasing(
+        {size: seconds.of(seconds.chunk(size, 0)) for size in reversed(config.buckets.prefill)}
+    )
     decode = _increasing(
         {size: seconds.of(_decode_rows(size, 1)) for size in config.buckets.decode}
     )
-    mixed = _increasing({size: seconds.of(_chunk(size, 0)) for size in config.buckets.prefill})
     if max(mixed.values()) > _SLOW:
         context = min(context, _SHORT_CONTEXT)
-    timed = max(size for size in decode if size <= max(rows, min(decode)))
     chunk = max((size for size in mixed if size <= context), default=min(mixed))
-    deep = seconds.of(_decode_rows(timed, context))
-    late = seconds.of(_chunk(chunk, context))
+    late = seconds.of(seconds.chunk(chunk, context))
     small = min(mixed)
-    small_late = seconds.of(_chunk(small, context))
+    small_late = seconds.of(seconds.chunk(small, context))
     shared = [size for size, took in mixed.items() if took <= _BRIEF][-2:] or [small]
+    rows = min(_ROWS, config.scheduler.max_num_seqs - 1)
     mixed_row, mixed_context = _decodes_in_mixed(seconds, shared, rows, context)
+    most = max(decode)
+    deep = seconds.of(_decode_rows(most, context))
     return StepTimes(
         decode=decode,
         mixed=mixed,
-        decode_context=_slope(deep - decode[timed], timed * context),
+        decode_context=_slope(deep - decode[most], most * context),
         mixed_row=mixed_row,
         mixed_context=mixed_context,
         chunk_pair=_slope(late - mixed[chunk], chunk * context),
@@ -105,8 +109,8 @@ def _decodes_in_mixed(
     by_row = by_context = 0.0
     for size in sizes:
         few = min(most, size - 1)
-        chunk = _chunk(size - few, 0, slot=few)
-        alone = seconds.of(_chunk(size, 0))
+        chunk = seconds.chunk(size - few, 0, slot=few)
+        alone = seconds.of(seconds.chunk(size, 0))
         shallow = seconds.of([*_decode_rows(few, 1), *chunk])
         deep = seconds.of([*_decode_rows(few, context), *chunk])
         rows += few
@@ -124,6 +128,13 @@ def _increasing(times: dict[int, float]) -> dict[int, float]:
 class _Stopwatch:
     def __init__(self, runner: Runner, config: RunnerConfig):
         self._runner, self._config = runner, config
+        ids = range(config.sampled_vocab)
+        self._ids = tuple(random.Random(0).choices(ids, k=max(config.buckets.prefill)))
+
+    def chunk(self, tokens: int, start: int, slot: int = 0) -> list[Row]:
+        """All tokens different, as in prompts: products of equal ones take less power, so that a
+        card at its limit computes them a seventh faster."""
+        return [Row(slot, slot, start, self._ids[:tokens], True)]
 
     def warm(self, rows: Iterable[Row]) -> None:
         """Run some steps of these rows; one that is slow is enough."""
@@ -162,10 +173,6 @@ class _Stopwatch:
 
 def _decode_rows(count: int, context: int) -> list[Row]:
     return [Row(slot, slot, context, (), True) for slot in range(count)]
-
-
-def _chunk(tokens: int, start: int, slot: int = 0) -> list[Row]:
-    return [Row(slot, slot, start, (0,) * tokens, True)]
 
 
 def _slope(seconds: float, count: int) -> float:

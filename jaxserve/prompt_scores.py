@@ -1,23 +1,26 @@
 """Logprobs of prompt tokens, from what a prefill leaves: programs of their own beside the steps.
 
-A step that carries prompt chunks returns its hidden states. If a prompt's logprobs are wanted, a
-small program takes the positions in question out of them, and one more, the same for all steps,
-computes their scores; so many at a time that the scores need no more memory than those of a decode
-step. A step whose rows are not scored pays nothing.
+A step that carries prompt chunks returns its tokens as the last layer's attention left them. If a
+prompt's logprobs are wanted, a small program takes the positions in question out of them, and one
+more, the same for all steps, does what is left of the last layer and computes their scores; so many
+at a time that the scores need no more memory than those of a decode step. A step whose rows are not
+scored pays nothing.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from jaxserve.api import MAX_LOGPROBS, PromptLogprobs
+from jaxserve.config import ModelSpec
 from jaxserve.executable_cache import Executable, Program
 from jaxserve.models import qwen3
 from jaxserve.plan import StepPlan
@@ -30,8 +33,15 @@ _COLUMNS = 2 + 2 * MAX_LOGPROBS
 """Logprob, rank, ids and logprobs of the alternatives."""
 
 
-def compute(params: qwen3.Params, taken: Array, targets: Array, *, sampled_vocab: int) -> Array:
-    """Scores of `targets` [rows] after hidden states [rows, embed].
+def compute(
+    params: qwen3.Params,
+    taken: qwen3.Attended,
+    targets: Array,
+    *,
+    spec: ModelSpec,
+    sampled_vocab: int,
+) -> Array:
+    """Scores of `targets` [rows] after so many tokens.
 
     Returns:
       int32 [rows, _COLUMNS], floats as their bits.
@@ -40,7 +50,7 @@ def compute(params: qwen3.Params, taken: Array, targets: Array, *, sampled_vocab
     def bits(x: Array) -> Array:
         return lax.bitcast_convert_type(x, jnp.int32)
 
-    logits = qwen3.logits(params, taken)
+    logits = qwen3.logits(params, qwen3.finish(params, taken, spec))
     scores = score(logits, targets, vocab=sampled_vocab, alternatives=MAX_LOGPROBS)
     columns = [
         bits(scores.logprob)[:, None],
@@ -52,30 +62,38 @@ def compute(params: qwen3.Params, taken: Array, targets: Array, *, sampled_vocab
 
 
 def programs(
-    params: Any, hidden: Mapping[int, Any], *, rows: int, sampled_vocab: int
+    params: Any,
+    steps: Iterable[int],
+    *,
+    spec: ModelSpec,
+    dtype: DTypeLike,
+    rows: int,
+    sampled_vocab: int,
 ) -> list[Program]:
     """What `PromptScorer` executes.
 
     Args:
       params: abstract.
-      hidden: abstract hidden states of each step that carries prompt chunks, by its tokens.
+      steps: tokens of each step that carries prompt chunks.
       rows: positions that one call scores.
     """
+
+    def abstract(tokens: int) -> qwen3.Attended:
+        return qwen3.abstract_attended(spec, dtype, tokens)
+
     indices = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    embed, dtype = next((x.shape[1], x.dtype) for x in hidden.values())
-    taken = jax.ShapeDtypeStruct((rows, embed), dtype)
-    score_all = functools.partial(compute, sampled_vocab=sampled_vocab)
+    score_all = functools.partial(compute, spec=spec, sampled_vocab=sampled_vocab)
     return [
-        Program(name=_SCORE, function=score_all, arguments=(params, taken, indices)),
+        Program(name=_SCORE, function=score_all, arguments=(params, abstract(rows), indices)),
         *(
-            Program(name=f"{_TAKE}{tokens}", function=_take, arguments=(states, indices))
-            for tokens, states in hidden.items()
+            Program(
+                name=f"{_TAKE}{tokens}",
+                function=qwen3.Attended.of,
+                arguments=(abstract(tokens), indices),
+            )
+            for tokens in steps
         ),
     ]
-
-
-def _take(hidden: Array, indices: Array) -> Array:
-    return hidden[indices]
 
 
 class PromptScorer:
@@ -91,23 +109,25 @@ class PromptScorer:
             if name.startswith(_TAKE)
         }
 
-    def launch(self, params: qwen3.Params, hidden: Array, plan: StepPlan) -> list[Array]:
+    def launch(self, params: qwen3.Params, attended: qwen3.Attended, plan: StepPlan) -> list[Array]:
         """Start what the plan's rows want scored; nothing if they want nothing."""
         wanted = list(_wanted(plan))
         return [
-            self._call(params, hidden, wanted[first : first + self._rows])
+            self._call(params, attended, wanted[first : first + self._rows])
             for first in range(0, len(wanted), self._rows)
         ]
 
-    def warm(self, params: qwen3.Params, hidden: Array) -> Array:
-        """Run the programs for hidden states of this shape once; returns before they have run."""
-        return self._call(params, hidden, [])
+    def warm(self, params: qwen3.Params, attended: qwen3.Attended) -> Array:
+        """Run the programs for so many tokens once; returns before they have run."""
+        return self._call(params, attended, [])
 
-    def _call(self, params: qwen3.Params, hidden: Array, wanted: list[tuple[int, int]]) -> Array:
+    def _call(
+        self, params: qwen3.Params, attended: qwen3.Attended, wanted: list[tuple[int, int]]
+    ) -> Array:
         packed = np.zeros((2, self._rows), np.int32)
         if wanted:
             packed[:, : len(wanted)] = np.asarray(wanted, np.int32).T
-        taken = self._take[hidden.shape[0]](hidden, packed[0])
+        taken = self._take[attended.x.shape[0]](attended, packed[0])
         scores: Array = self._score(params, taken, packed[1])
         scores.copy_to_host_async()
         return scores

@@ -166,10 +166,9 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
         *slot_tables.programs(config.tables),
         *prompt_scores.programs(
             params,
-            {
-                tokens: _abstract((tokens, config.spec.embed), config.dtype)
-                for tokens in config.buckets.prefill
-            },
+            config.buckets.prefill,
+            spec=config.spec,
+            dtype=config.dtype,
             rows=config.scheduler.max_num_seqs,
             sampled_vocab=config.sampled_vocab,
         ),
@@ -249,8 +248,8 @@ class Runner:
         self._state, outputs = self._steps[bucket](self._params, self._state, packed)
         outputs.results.copy_to_host_async()
         scores: list[Array] = []
-        if outputs.hidden is not None:
-            scores = self._scorer.launch(self._params, outputs.hidden, plan)
+        if outputs.attended is not None:
+            scores = self._scorer.launch(self._params, outputs.attended, plan)
         return Pending(plan, outputs.results, scores, bucket, started)
 
     def collect(self, pending: Pending) -> list[Sampled | None]:
@@ -305,8 +304,8 @@ class Runner:
         for _ in range(_warm_calls()):
             self._state, outputs = self._steps[bucket](self._params, self._state, packed)
             launched.append(outputs.results)
-            if outputs.hidden is not None:
-                launched.append(self._scorer.warm(self._params, outputs.hidden))
+            if outputs.attended is not None:
+                launched.append(self._scorer.warm(self._params, outputs.attended))
         return launched
 
 

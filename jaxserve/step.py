@@ -35,8 +35,8 @@ class StepOutputs(NamedTuple):
     """Beside the new state."""
 
     results: Array  # int32 [rows, RESULT_COLUMNS], floats as their bits
-    hidden: Array | None
-    """[tokens, embed], after the final norm; of steps that may carry prompt chunks."""
+    attended: qwen3.Attended | None
+    """All tokens, before the end of the last layer; of steps that may carry prompt chunks."""
 
 
 def run_step(
@@ -61,9 +61,13 @@ def run_step(
     inputs = bucket.unpack(packed)
     sequences = sequence_state.apply(state.sequences, inputs.addresses, inputs.values)
     tokens = _locate(inputs, sequences, page_size=page_size(state.kv))
-    hidden, kv = qwen3.forward(params, state.kv, tokens, spec, tile_size=bucket.tile_size)
-
-    scores = qwen3.logits(params, hidden[inputs.row_last])
+    attended = None
+    if bucket.kind == "mixed":
+        attended, kv = qwen3.forward(params, state.kv, tokens, spec, tile_size=bucket.tile_size)
+        hidden = qwen3.finish(params, attended.of(inputs.row_last), spec)
+    else:  # each token is the last of its row
+        hidden, kv = qwen3.decode(params, state.kv, tokens, spec)
+    scores = qwen3.logits(params, hidden)
     rows = _row_sampling(inputs, sequences)
     wanted = (inputs.row_flags & ROW_LOGPROBS) != 0
     chosen, logprobs, tables = sample(
@@ -79,7 +83,7 @@ def run_step(
     padding_slot = sequences.shape[0] - 1
     slots = jnp.where(rows.active, inputs.row_slots, padding_slot)
     sequences = sequences.at[slots, sequence_state.LAST_TOKEN].set(chosen)
-    outputs = StepOutputs(_result(chosen, logprobs), hidden if bucket.kind == "mixed" else None)
+    outputs = StepOutputs(_result(chosen, logprobs), attended)
     return DeviceState(kv, sequences, tables), outputs
 
 

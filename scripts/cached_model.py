@@ -209,10 +209,13 @@ class CachedModel:
 def _forward(
     params: qwen3.Params, kv: Any, tokens: qwen3.StepTokens, spec: ModelSpec, tile_size: int
 ) -> tuple[Array, Any]:
-    """`qwen3.forward`; on a CPU with one layer in a loop, which compiles in an eighth of the time:
-    the layers are stacked, and no format has work left at the end of a step there."""
+    """All hidden states; on a CPU with one layer in a loop, which compiles in an eighth of the
+    time: the layers are stacked, and no format has work left at the end of a step there."""
     if target.current().implementation == "triton":
-        return qwen3.forward(params, kv, tokens, spec, tile_size=tile_size)
+        if tile_size == 1:
+            return qwen3.decode(params, kv, tokens, spec)
+        attended, kv = qwen3.forward(params, kv, tokens, spec, tile_size=tile_size)
+        return qwen3.finish(params, attended, spec), kv
     layers = params.layers
     assert isinstance(layers, qwen3.Layer)
     x = take_rows(params.embedding, tokens.ids, params.final_norm.dtype)

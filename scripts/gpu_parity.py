@@ -144,7 +144,11 @@ def jaxserve_logits(folder: Path, sequences: list[np.ndarray], dtype: str) -> It
 
     @functools.partial(jax.jit, static_argnames="tile_size", donate_argnames="kv")
     def run(params: Any, kv: Any, tokens: Any, tile_size: int) -> Any:
-        hidden, kv = qwen3.forward(params, kv, tokens, spec, tile_size=tile_size)
+        if tile_size == 1:
+            hidden, kv = qwen3.decode(params, kv, tokens, spec)
+        else:
+            attended, kv = qwen3.forward(params, kv, tokens, spec, tile_size=tile_size)
+            hidden = qwen3.finish(params, attended, spec)
         return qwen3.logits(params, hidden), kv
 
     for sequence in sequences:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jaxserve.config import NAMED_MODELS, Buckets, CacheConfig, SchedulerConfig
 from jaxserve.engine_plan import GPU_DECODE, GPU_PREFILL
-from jaxserve.measure import _chunk, _decode_rows, _Stopwatch, measure
+from jaxserve.measure import _decode_rows, _Stopwatch, measure
 from jaxserve.metrics import Metrics
 from jaxserve.models import qwen3
 from jaxserve.runner import Runner, RunnerConfig
@@ -63,7 +63,9 @@ def main() -> None:
                 chunk = tokens - rows
                 if chunk < 1 or rows >= config.scheduler.max_num_seqs:
                     continue
-                took = watch.of([*_decode_rows(rows, context), *_chunk(chunk, before, slot=rows)])
+                took = watch.of(
+                    [*_decode_rows(rows, context), *watch.chunk(chunk, before, slot=rows)]
+                )
                 predicted = times.of_mixed(tokens, rows, rows * context, chunk * before, before)
                 show(f"mixed {rows} x {context} + {chunk} after {before}", predicted, took)
 

@@ -6,6 +6,7 @@ Grouped-query attention with an RMSNorm on every query and key head, RoPE, SwiGL
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -111,28 +112,84 @@ def rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
     )
 
 
+class Attended(NamedTuple):
+    """Tokens after the attention of the last layer: what is left to do concerns each alone."""
+
+    x: Array  # [tokens, embed]
+    attended: Array  # [tokens, q_size]
+
+    def of(self, rows: Array) -> Attended:
+        """The tokens at `rows` [n]."""
+        return Attended(self.x[rows], self.attended[rows])
+
+
+def abstract_attended(spec: ModelSpec, dtype: DTypeLike, tokens: int) -> Attended:
+    """Shapes and dtypes of so many."""
+
+    def array(width: int) -> Any:
+        return jax.ShapeDtypeStruct((tokens, width), dtype)
+
+    return Attended(array(spec.embed), array(spec.q_size))
+
+
 def forward(
     params: Params, kv: KV, tokens: StepTokens, spec: ModelSpec, *, tile_size: int
-) -> tuple[Array, KV]:
-    """Run the decoder over a step's tokens and store their keys and values.
+) -> tuple[Attended, KV]:
+    """Run a step's tokens through the decoder and store their keys and values.
+
+    Only tokens whose hidden state somebody wants need the rest of the last layer: `finish`.
 
     Args:
       kv: the cache in its format, updated in place when donated.
 
     Returns:
+      All tokens before the end of the last layer, and kv.
+    """
+    x, normed, tables = _begin(params, tokens, spec)
+    layers = layer_views(params.layers)
+    next_norms = [layer.attention_norm for layer in layers[1:]]
+    x, normed, kv = _run_layers(
+        layers[:-1], next_norms, x, normed, kv, tables, tokens, spec, tile_size=tile_size
+    )
+    index = len(layers) - 1
+    with jax.named_scope(f"layer_{index}"):
+        attended, kv = _attend(
+            layers[index], index, normed, kv, tables, tokens, spec, tile_size=tile_size
+        )
+    return Attended(x, attended), end_step(kv, tokens.places, tile_size=tile_size)
+
+
+def finish(params: Params, tokens: Attended, spec: ModelSpec) -> Array:
+    """Hidden states after the final norm [tokens, embed]."""
+    layers = layer_views(params.layers)
+    with jax.named_scope(f"layer_{len(layers) - 1}"):
+        return _feed_forward(layers[-1], params.final_norm, *tokens, spec)[1]
+
+
+def decode(params: Params, kv: KV, tokens: StepTokens, spec: ModelSpec) -> tuple[Array, KV]:
+    """`forward` and `finish` of tokens that are each the next one of their sequence.
+
+    Returns:
       Hidden states after the final norm [tokens, embed], and kv.
     """
+    x, normed, tables = _begin(params, tokens, spec)
+    layers = functools.partial(_decode_layers, spec=spec)
+    # A decode step is too short to wait for the start of each kernel.
+    normed, kv = chain.call(layers, params.layers, params.final_norm, x, normed, kv, tables, tokens)
+    return normed, end_step(kv, tokens.places, tile_size=1)
+
+
+def _begin(
+    params: Params, tokens: StepTokens, spec: ModelSpec
+) -> tuple[Array, Array, tuple[Array, Array]]:
+    """x [tokens, embed], x with the first norm, and RoPE's tables."""
     x = take_rows(params.embedding, tokens.ids, params.final_norm.dtype)
     tables = rope_tables(spec, tokens.places.positions)
-    normed = rms_norm(x, layer_views(params.layers)[0].attention_norm, spec.norm_eps)
-    layers = functools.partial(_decoder_layers, spec=spec, tile_size=tile_size)
-    arguments = (params.layers, params.final_norm, x, normed, kv, tables, tokens)
-    # A decode step is too short to wait for the start of each kernel.
-    normed, kv = chain.call(layers, *arguments) if tile_size == 1 else layers(*arguments)
-    return normed, end_step(kv, tokens.places, tile_size=tile_size)
+    first = layer_views(params.layers)[0]
+    return x, rms_norm(x, first.attention_norm, spec.norm_eps), tables
 
 
-def _decoder_layers(
+def _decode_layers(
     stack: tuple[Layer, ...] | Layer,
     final_norm: Array,
     x: Array,
@@ -142,17 +199,32 @@ def _decoder_layers(
     tokens: StepTokens,
     *,
     spec: ModelSpec,
-    tile_size: int,
 ) -> tuple[Array, KV]:
     """All layers on x [tokens, embed], which comes with its norm: the final norm, and the cache."""
     layers = layer_views(stack)
     next_norms = [*(layer.attention_norm for layer in layers[1:]), final_norm]
+    return _run_layers(layers, next_norms, x, normed, kv, tables, tokens, spec, tile_size=1)[1:]
+
+
+def _run_layers(
+    layers: Sequence[Layer],
+    next_norms: Sequence[Array],
+    x: Array,
+    normed: Array,
+    kv: KV,
+    tables: tuple[Array, Array],
+    tokens: StepTokens,
+    spec: ModelSpec,
+    *,
+    tile_size: int,
+) -> tuple[Array, Array, KV]:
+    """The first layers one after the other; see `decoder_layer`."""
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
         with jax.named_scope(f"layer_{index}"):
             x, normed, kv = decoder_layer(
                 layer, next_norm, index, x, normed, kv, tables, tokens, spec, tile_size=tile_size
             )
-    return normed, kv
+    return x, normed, kv
 
 
 def decoder_layer(
@@ -170,6 +242,22 @@ def decoder_layer(
 ) -> tuple[Array, Array, KV]:
     """Layer number `index` on x [tokens, embed], which comes with its norm and leaves with the next
     one's: x, normed, and the cache."""
+    attended, kv = _attend(layer, index, normed, kv, tables, tokens, spec, tile_size=tile_size)
+    return *_feed_forward(layer, next_norm, x, attended, spec), kv
+
+
+def _attend(
+    layer: Layer,
+    index: int,
+    normed: Array,
+    kv: KV,
+    tables: tuple[Array, Array],
+    tokens: StepTokens,
+    spec: ModelSpec,
+    *,
+    tile_size: int,
+) -> tuple[Array, KV]:
+    """The heads' results [tokens, q_size], and the cache."""
     attended, kv = attend(
         linear(normed, layer.qkv),
         kv,
@@ -180,11 +268,16 @@ def decoder_layer(
         eps=spec.norm_eps,
         tile_size=tile_size,
     )
-    update = linear(attended.reshape(x.shape[0], -1), layer.out)
-    x, normed = add_rms_norm(x, update, layer.mlp_norm, spec.norm_eps)
+    return attended.reshape(normed.shape[0], -1), kv
+
+
+def _feed_forward(
+    layer: Layer, next_norm: Array, x: Array, attended: Array, spec: ModelSpec
+) -> tuple[Array, Array]:
+    """What follows a layer's attention: x, and x with the next norm."""
+    x, normed = add_rms_norm(x, linear(attended, layer.out), layer.mlp_norm, spec.norm_eps)
     update = linear(gated_linear(normed, layer.gate_up), layer.down)
-    x, normed = add_rms_norm(x, update, next_norm, spec.norm_eps)
-    return x, normed, kv
+    return add_rms_norm(x, update, next_norm, spec.norm_eps)
 
 
 def logits(params: Params, hidden: Array) -> Array:

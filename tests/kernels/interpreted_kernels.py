@@ -94,6 +94,7 @@ def test_attention_inputs(parts: int) -> None:
         ("decode_padded", 2),
         ("decode_with_one_head", 2),
         ("prefill_in_tiles_of_one", 2),
+        ("later_chunks_at_page_and_tile_edges", 3),
     ],
 )
 def test_paged_attention(name: str, splits: int) -> None:

@@ -67,8 +67,8 @@ def compute(
     params: qwen3.Params, kv: jax.Array, tokens: qwen3.StepTokens, spec: ModelSpec
 ) -> tuple[jax.Array, jax.Array]:
     tile_size = min(TILE_SIZE, tokens.ids.shape[0])
-    hidden, kv = qwen3.forward(params, kv, tokens, spec, tile_size=tile_size)
-    return qwen3.logits(params, hidden), kv
+    attended, kv = qwen3.forward(params, kv, tokens, spec, tile_size=tile_size)
+    return qwen3.logits(params, qwen3.finish(params, attended, spec)), kv
 
 
 def locate(tokens: Sequence[int], start: int, padded: int) -> qwen3.StepTokens:

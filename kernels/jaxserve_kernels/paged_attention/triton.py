@@ -26,6 +26,10 @@ from jaxserve_kernels.triton_call import triton_call
 
 _LOG2_E = 1.4426950408889634
 
+_MERGED = 32
+"""Rows of parts that a merging program holds: a program has to start even if nothing is merged, so
+for chunks there are few large ones."""
+
 
 @triton.jit
 def _visit(
@@ -131,16 +135,16 @@ def _merge(
     part_ptr, peak_ptr, weight_ptr, first_ptr, length_ptr, position_ptr, out_ptr,
     q_heads: tl.constexpr, kv_heads: tl.constexpr, tile_size: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """One query of a head, where more than one split has a part of the context.
+    """TAKEN rows of a tile and KV head, where more than one split has a part of the context.
 
     All parts are read at once: one after the other, each would wait for memory on its own.
     """
     tile = tl.program_id(0)
-    q_head = tl.program_id(1)
-    token = tl.program_id(2)
+    kv_head = tl.program_id(1)
+    begin = tl.program_id(2) * TAKEN
     group: tl.constexpr = q_heads // kv_heads
     length = tl.minimum(tl.load(length_ptr + tile), tile_size)
     blocks = tl.cdiv(tl.load(position_ptr + tile) + length, KEYS)
@@ -148,20 +152,23 @@ def _merge(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    if (per_split < blocks) & (token < length):
+    if (per_split < blocks) & (begin < length * group):
         split = tl.arange(0, WIDTH)
+        row = tl.minimum(begin + tl.arange(0, TAKEN), length * group - 1)  # the last one again
         dim = tl.arange(0, DIM)
-        there = split * per_split < blocks
-        part = ((tile * kv_heads + q_head // group) * SPLITS + split).to(tl.int64) * ROWS
-        part += token * group + q_head % group
+        there = (split * per_split < blocks)[:, None]
+        part = ((tile * kv_heads + kv_head) * SPLITS + split).to(tl.int64) * ROWS
+        part = part[:, None] + row[None, :]
         peaks = tl.load(peak_ptr + part, mask=there, other=-1.0e30)
-        shares = tl.exp2(peaks - tl.max(peaks, axis=0))
+        shares = tl.exp2(peaks - tl.max(peaks, axis=0)[None, :])
         weight = tl.sum(tl.load(weight_ptr + part, mask=there, other=0.0) * shares, axis=0)
-        acc = part_ptr + part[:, None] * DIM + dim[None, :]
-        acc = tl.load(acc, mask=there[:, None], other=0.0)
-        out = tl.sum(acc * shares[:, None], axis=0) / weight
-        q_row = (tl.load(first_ptr + tile).to(tl.int64) + token) * q_heads + q_head
-        tl.store(out_ptr + q_row * DIM + dim, out.to(out_ptr.dtype.element_ty))
+        acc = part_ptr + part[:, :, None] * DIM + dim[None, None, :]
+        acc = tl.load(acc, mask=there[:, :, None], other=0.0)
+        out = tl.sum(acc * shares[:, :, None], axis=0) / weight[:, None]
+        q_row = (tl.load(first_ptr + tile).to(tl.int64) + row // group) * q_heads
+        q_row += kv_head * group + row % group
+        target = out_ptr + q_row[:, None] * DIM + dim[None, :]
+        tl.store(target, out.to(out_ptr.dtype.element_ty))
 
 
 def paged_attention(
@@ -223,16 +230,18 @@ def _attention(
     if config.splits == 1:
         return result[0] if result else None
     merged = jax.new_ref(result[0]) if out is None else out
+    group, width = q_heads // kv_heads, triton.next_power_of_2(config.splits)
+    taken = 1 if tile_size == 1 else max(1, min(rows, _MERGED // width))
     triton_call(
         sums, peak, weight, tiles.first, tiles.length, tiles.position, merged,
         kernel=_merge,
         name="paged_attention_merge",
         out_type=(),
-        grid=(num_tiles, q_heads, tile_size),
+        grid=(num_tiles, kv_heads, triton.cdiv(tile_size * group, taken)),
         num_warps=4,
         q_heads=q_heads, kv_heads=kv_heads, tile_size=tile_size,
         ROWS=rows, DIM=head_dim, KEYS=_block_keys(kv), SPLITS=config.splits,
-        MIN_BLOCKS=config.min_blocks, WIDTH=triton.next_power_of_2(config.splits),
+        MIN_BLOCKS=config.min_blocks, WIDTH=width, TAKEN=taken,
     )  # fmt: skip
     return jax.freeze(merged) if out is None else None
 
