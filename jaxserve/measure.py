@@ -28,6 +28,10 @@ _WARM = 8
 """Full prefill steps before anything is timed: a card's first ones are slow, and its clocks higher
 than later."""
 
+_BUSY = 0.05
+"""Seconds of equal steps, one behind the other, before those of a mixed bucket count: a card that
+rests between steps has power for higher clocks than serving leaves it."""
+
 _CONTEXT = 2048
 _ROWS = 64
 """Context, and decode rows of mixed steps, if the cache and the limits have room for it."""
@@ -147,7 +151,10 @@ class _Stopwatch:
         """Seconds of a step of these rows, whose slots get pages of their own first."""
         plan = StepPlan(rows=tuple(rows))
         first = self._run(self._placed(plan), 1)[0]
-        return first if first > _SLOW else median(self._run(plan, 1 + _REPEATS)[1:])
+        if first > _SLOW:
+            return first
+        before = 1 if plan.decode_only else 1 + int(_BUSY / first)
+        return median(self._run(plan, before + _REPEATS)[before:])
 
     def _run(self, plan: StepPlan, count: int) -> list[float]:
         """Seconds from end to end of equal steps, the first from its launch."""

@@ -142,11 +142,16 @@ class Metrics:
         if self._former is not None:
             self._former.kv_usage.set(kv_usage)
 
-    def observe_step(self, kind: str, bucket: int, seconds: float, used: int, padded: int) -> None:
-        """A step computed `used` of the `padded` rows or tokens of its bucket."""
+    def observe_step(
+        self, kind: str, bucket: int, seconds: float, used: int, padded: int, late: bool
+    ) -> None:
+        """A step computed `used` of the `padded` rows or tokens of its bucket; `late`: it was
+        launched after the one before it had ended."""
         self._steps.labels(kind=kind, bucket=str(bucket)).observe(seconds)
         self._padding.labels(kind=kind).observe(1.0 - used / padded)
         self._step_tokens.observe(used)
+        if late:
+            self._late_steps.labels(kind=kind).inc()
 
     def count_compile(self, phase: str) -> None:
         """`phase` is one of COMPILE_PHASES; one while serving is a defect."""
@@ -351,6 +356,14 @@ class Metrics:
             buckets=_RATIO,
             registry=self._registry,
         )
+        self._late_steps = Counter(
+            "jaxserve_late_steps",
+            "Steps launched after the one before them had ended: the device waited for the host",
+            ["kind"],
+            registry=self._registry,
+        )
+        for kind in ("decode", "mixed"):
+            self._late_steps.labels(kind=kind)
         self._compiles = Counter(
             "jaxserve_compiles",
             "XLA compiles; stays 0 while serving",

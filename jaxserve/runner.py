@@ -60,13 +60,17 @@ class Pending(NamedTuple):
     """Of prompt tokens."""
     bucket: Bucket
     launched_at: float
+    late: bool
+    """The step before it was in flight until now, but had ended: the device waited."""
 
 
 class StepObserver(Protocol):
     """Told of every step; `jaxserve.metrics.Metrics`, of which no program depends."""
 
-    def observe_step(self, kind: str, bucket: int, seconds: float, used: int, padded: int) -> None:
-        """It computed `used` of the `padded` rows or tokens of its bucket."""
+    def observe_step(
+        self, kind: str, bucket: int, seconds: float, used: int, padded: int, late: bool
+    ) -> None:
+        """It computed `used` of the `padded` rows or tokens of its bucket; see `Pending.late`."""
         ...
 
 
@@ -186,6 +190,8 @@ class Runner:
         self._steps: dict[Bucket, Any] = {}
         self._width = config.sequences_shape[1]
         self._kv_scales: NDArray[np.float32] | None = None
+        self._in_flight: Array | None = None
+        """Results of the last step that was launched, until they are read."""
 
     def compile(self, workers: int, progress: Callable[[str, float], None]) -> None:
         """Compile everything on so many threads, then `start`; nothing is kept on disk."""
@@ -245,16 +251,20 @@ class Runner:
         self._state = self._state._replace(tables=self._uploads(self._state.tables, plan))
         packed = batch.pack(plan, updates, bucket, self._config.padding_slot)
         started = time.perf_counter()
+        late = self._in_flight is not None and self._in_flight.is_ready()
         self._state, outputs = self._steps[bucket](self._params, self._state, packed)
+        self._in_flight = outputs.results
         outputs.results.copy_to_host_async()
         scores: list[Array] = []
         if outputs.attended is not None:
             scores = self._scorer.launch(self._params, outputs.attended, plan)
-        return Pending(plan, outputs.results, scores, bucket, started)
+        return Pending(plan, outputs.results, scores, bucket, started, late)
 
     def collect(self, pending: Pending) -> list[Sampled | None]:
         """Wait for a step and read what its rows sampled: the only wait for the device."""
         results = np.asarray(pending.results)
+        if self._in_flight is pending.results:
+            self._in_flight = None
         bucket = pending.bucket
         self._observer.observe_step(
             kind=bucket.kind,
@@ -262,6 +272,7 @@ class Runner:
             seconds=time.perf_counter() - pending.launched_at,
             used=pending.plan.num_tokens,
             padded=bucket.tokens,
+            late=pending.late,
         )
         scores = prompt_scores.read(pending.plan, pending.scores)
         return batch.unpack_results(pending.plan, results, scores)
@@ -270,6 +281,7 @@ class Runner:
         """Fresh device state after a step failed: donated buffers may be gone."""
         for buffer in jax.tree.leaves(self._state):
             buffer.delete()  # there is no room for a second cache beside the first
+        self._in_flight = None
         self._state = self._fresh_state()
 
     def use_kv_scales(self, scales: NDArray[np.float32]) -> None:

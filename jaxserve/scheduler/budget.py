@@ -12,8 +12,18 @@ from jaxserve.step_times import StepTimes
 _MOST_STEPS = 8
 """Nothing is cut into more chunks than this to spare padding."""
 
+_NOTHING = 1e-9
+"""Seconds: tables with noise may have a mixed step that takes no longer than a decode step."""
+
 _SLOWDOWN = 2.0
 """A mixed step may take this many times the decode step, whatever the limit: prompts advance."""
+
+READ_WITHIN = 36
+"""Steps within which all prompt tokens that wait are to be read, as long as steps may be so large:
+about how many times longer than for a next token one waits for a first one."""
+
+_DEARER = 1.05
+"""A smaller chunk is taken although its tokens cost up to so many times what they cost at best."""
 
 
 class Decodes(NamedTuple):
@@ -34,14 +44,15 @@ class Pending(NamedTuple):
 
 
 class TokenBudget:
-    """Chooses chunks so that all sequences together wait as little as possible.
+    """Chooses chunks so that tokens come fast and first tokens do not wait too long for it.
 
     A step is padded to its bucket, so the choice is one of buckets: which of them to fill now,
-    when what is left over takes further steps. A step with a chunk makes each prompt wait for as
-    long as it takes, and each decoding sequence for as much longer as it takes than a step of
-    decodes alone; the choice with the least sum over all of them wins. So a queue makes chunks
-    larger, and many streams make them smaller, as far as that pays. While sequences decode no
-    step may take longer than `max_itl`, as far as the measured times tell.
+    when what is left over takes further steps. What a chunk costs is the time that its step takes
+    beyond one of the decodes alone. While nobody decodes, the least time for all prompts wins.
+    While sequences decode, small chunks whose tokens are cheap come first, but never so small that
+    what waits would take more than `READ_WITHIN` steps: so a queue makes chunks larger, and as
+    many prompts are read as come, whatever the measured times are worth. No step may then take
+    longer than `max_itl`, as far as they tell.
     """
 
     def __init__(self, times: StepTimes | None, *, max_tokens: int, max_itl: float):
@@ -63,14 +74,15 @@ class TokenBudget:
         sizes = [size for size in self._buckets if size > decodes.rows]
         if not sizes or not prompts:
             return room
+        wanted = sum(prompt.tokens for prompt in prompts)
         allowed = self._within_itl(self._times, sizes, decodes, prompts) or sizes[:1]
-        costs = {
-            size - decodes.rows: self._waiting_time(
-                self._times, size, decodes, len(prompts) + queued
-            )
-            for size in allowed
-        }
-        return min(_first_chunk(costs, sum(prompt.tokens for prompt in prompts)), room)
+        costs = self._costs(self._times, allowed, decodes)
+        if decodes.rows:
+            waiting = wanted * (1 + queued / len(prompts))
+            chunk, costs = _cheap_chunk(costs, waiting / READ_WITHIN)
+            if chunk <= wanted:
+                return chunk
+        return min(_first_chunk(costs, wanted), room)
 
     def prefill_rate(self, decodes: Decodes) -> float | None:
         """Prompt tokens per second at most beside these decodes; None without times."""
@@ -92,11 +104,25 @@ class TokenBudget:
             if times.of_mixed(size, *decodes, *_reads(prompts, size - decodes.rows)) <= limit
         ]
 
-    def _waiting_time(self, times: StepTimes, size: int, decodes: Decodes, prompts: int) -> float:
-        """Of all sequences, for a full bucket without context before its chunks."""
-        step = times.of_mixed(size, *decodes)
+    def _costs(self, times: StepTimes, sizes: list[int], decodes: Decodes) -> dict[int, float]:
+        """Seconds by chunk, for full buckets without context before the chunks."""
         alone = times.of_decode(*decodes) if decodes.rows else 0.0
-        return prompts * step + decodes.rows * max(step - alone, 0.0)
+        return {
+            size - decodes.rows: max(times.of_mixed(size, *decodes) - alone, _NOTHING)
+            for size in sizes
+        }
+
+
+def _cheap_chunk(costs: dict[int, float], least: float) -> tuple[int, dict[int, float]]:
+    """The smallest chunk of at least `least` tokens (if there is one) that are cheap; and the
+    costs of all such chunks, cheap or not."""
+    enough = {chunk: cost for chunk, cost in costs.items() if chunk >= least}
+    if not enough:
+        chunk = max(costs)
+        enough = {chunk: costs[chunk]}
+    price = min(cost / chunk for chunk, cost in enough.items())
+    cheap = next(chunk for chunk, cost in enough.items() if cost / chunk <= _DEARER * price)
+    return cheap, enough
 
 
 def _first_chunk(costs: dict[int, float], wanted: int) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import cache
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.scheduler import budget as budgets
 from jaxserve.scheduler.budget import Decodes, Pending, TokenBudget
 from jaxserve.step_times import StepTimes
 
@@ -54,8 +56,38 @@ def test_many_streams_make_chunks_smaller_and_a_queue_makes_them_larger() -> Non
     def chunk(streams: int, prompts: int) -> int:
         return budget().chunk_tokens(Decodes(streams, 0), [Pending(0, 8192)] * prompts) + streams
 
-    assert [chunk(8, prompts) for prompts in (1, 64)] == [256, 2048]
-    assert [chunk(streams, 8) for streams in (0, 8)] == [2048, 1024]
+    assert [chunk(8, prompts) for prompts in (1, 3, 64)] == [256, 1024, 2048]
+    assert [chunk(streams, 1) for streams in (0, 8)] == [2048, 256]
+
+
+@given(
+    streams=st.integers(1, 200),
+    prompts=st.lists(st.integers(1, 2000), min_size=1, max_size=8),
+    queued=st.integers(0, 100),
+    wrong=st.floats(0.5, 2.0),
+)
+def test_what_waits_is_read_within_so_many_steps_whatever_the_times_are_worth(
+    streams: int, prompts: list[int], queued: int, wrong: float
+) -> None:
+    """Or in the largest steps that there are."""
+    mixed = {
+        size: seconds * wrong**index for index, (size, seconds) in enumerate(TIMES.mixed.items())
+    }
+    chooser = budget(replace(TIMES, mixed=mixed), max_itl=10.0)
+    pending = [Pending(0, tokens) for tokens in prompts]
+    chunk = chooser.chunk_tokens(Decodes(streams, 0), pending, queued)
+    waiting = sum(prompts) * (1 + queued / len(prompts))
+    assert chunk >= min(waiting / budgets.READ_WITHIN, sum(prompts), SIZES[-1] - streams)
+
+
+def test_small_chunks_that_cost_little_more_are_preferred_while_sequences_decode() -> None:
+    def chunk(seconds: float) -> int:
+        times = replace(TIMES, mixed=TIMES.mixed | {64: seconds})
+        return budget(times).chunk_tokens(Decodes(8, 0), [Pending(0, 1000)])
+
+    # Beside eight decodes a bucket of 256 takes 8.87 µs per prompt token beyond their 4.2 ms.
+    assert chunk(4.2 * MS - 0.4 * MS + 56 * 1.04 * 8.87e-6) == 64 - 8
+    assert chunk(4.2 * MS - 0.4 * MS + 56 * 1.06 * 8.87e-6) == 256 - 8
 
 
 def test_no_bucket_beyond_the_limit_while_sequences_decode() -> None:

@@ -27,8 +27,11 @@ from jaxserve_kernels.triton_call import triton_call
 _LOG2_E = 1.4426950408889634
 
 _MERGED = 32
-"""Rows of parts that a merging program holds: a program has to start even if nothing is merged, so
-for chunks there are few large ones."""
+"""Rows of parts that a program holds where many tiles might be merged: a program has to start even
+if its tile needs none."""
+
+_FEW_PROGRAMS = 10_000
+"""With one row each they start in little time, and where parts are merged they are faster."""
 
 
 @triton.jit
@@ -231,7 +234,8 @@ def _attention(
         return result[0] if result else None
     merged = jax.new_ref(result[0]) if out is None else out
     group, width = q_heads // kv_heads, triton.next_power_of_2(config.splits)
-    taken = 1 if tile_size == 1 else max(1, min(rows, _MERGED // width))
+    each = num_tiles * kv_heads * tile_size * group
+    taken = 1 if each <= _FEW_PROGRAMS else max(1, min(rows, _MERGED // width))
     triton_call(
         sums, peak, weight, tiles.first, tiles.length, tiles.position, merged,
         kernel=_merge,
