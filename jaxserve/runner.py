@@ -190,7 +190,7 @@ class Runner:
         self._steps: dict[Bucket, Any] = {}
         self._width = config.sequences_shape[1]
         self._kv_scales: NDArray[np.float32] | None = None
-        self._in_flight: Array | None = None
+        self._in_flight: Any = None
         """Results of the last step that was launched, until they are read."""
 
     def compile(self, workers: int, progress: Callable[[str, float], None]) -> None:
