@@ -339,6 +339,17 @@ def test_steps_are_reported_with_the_bucket_they_ran_in(runner: Runner) -> None:
     assert prefill["padded"] == 32 and prefill["seconds"] > 0
 
 
+def test_a_step_launched_after_the_one_before_it_had_ended_is_late(runner: Runner) -> None:
+    seq = Placed()
+    first = runner.launch(plan([seq.chunk(PROMPT)], [seq]))
+    first.results.block_until_ready()
+    second = runner.launch(plan([seq.decode(len(PROMPT))]))
+    runner.collect(first)
+    runner.collect(second)
+    runner.collect(runner.launch(plan([seq.decode(len(PROMPT) + 1)])))  # nothing was in flight
+    assert [step["late"] for step in METRICS.steps] == [False, True, False]
+
+
 def test_a_mixed_bucket_of_one_token_computes_the_token_it_is_given() -> None:
     config = make_config(max_num_seqs=1, decode=(1,), prefill=(1, 32), sampled_vocab=SAMPLED_VOCAB)
     runner = make_runner(config, make_params())
