@@ -147,13 +147,16 @@ PROOFS = {
         ),
     ),
     "goodput": Proof(
-        "the study's mix in order of arrival and with deadlines, at rates up to collapse",
-        12,
+        "the study's mix in order of arrival and by deadline, where fcfs has half of it in time and"
+        " at twice that rate",
+        16,
         tuple(
-            "-m jaxserve bench --rate-steps 16,24,32,48 --duration 160 --drain 60 --slo-headers"
-            f' --name {policy} --output {{out}}/{policy}.json --url {{url}} --server "{{python}}'
-            f" -m jaxserve {MODEL} --port {{port}} --max-model-len 8192"
-            f' --scheduling-policy {policy}"'
+            f"-m jaxserve bench --rate {rate} --duration 120 --drain 70 --timeout 180 --warmup 0"
+            f" --cooldown 30 --slo-headers --name {policy}-{rate}"
+            f' --output {{out}}/{policy}_{rate}.json --url {{url}} --server "{{python}}'
+            f" -m jaxserve {MODEL} --port {{port}} --kv-cache-memory-bytes 62G"
+            f' --max-model-len 8192 --scheduling-policy {policy}"'
+            for rate in (19, 38)
             for policy in ("fcfs", "slo")
         ),
     ),
