@@ -51,6 +51,8 @@ def main() -> None:
 
 def compiled(kernel: Any, name: str, launch: dict[str, Any]) -> Any:
     constants = {"n": COLUMNS, "k": DEPTH, "ROWS": ROWS, **FORMATS[name], **launch}
+    if "EARLY" in kernel.arg_names:
+        constants["EARLY"] = False
     bits = name in ("nvfp4", "mxfp4")
     types = {
         "x_ptr": "*fp8e4nv" if kernel is e4m3._product else "*bf16",

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve_kernels import target, weights
+from jaxserve_kernels import chain, target, weights
+from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.matmul import gated_linear, linear, sum_parts
 from jaxserve_kernels.quantized_matmul.config import choose
 
@@ -76,6 +77,40 @@ def test_products_equal_their_definition(name: str, tokens: int, out: int, depth
         in_e4m3 = config is not None and config.method == "e4m3"
         limit = E4M3_TOLERANCE if in_e4m3 else TOLERANCE
         assert relative_error(out_, expected) < limit, config
+
+
+@pytest.mark.parametrize(
+    ("tokens", "embed", "ffn"), [(1, 2560, 9728), (5, 2560, 9728), (8, 256, 512)]
+)
+def test_a_chain_of_products_equals_its_definition(tokens: int, embed: int, ffn: int) -> None:
+    """Of few tokens with 4-bit integers: codes are read before the kernels before them end."""
+    keys = jax.random.split(jax.random.key(tokens), 4)
+    quantize = jax.jit(weights.quantize_int4)
+    gate_up = quantize(jax.random.normal(keys[0], (2, 2 * ffn, embed)) * embed**-0.5)
+    down = quantize(jax.random.normal(keys[1], (2, embed, ffn)) * ffn**-0.5)
+    norms = (1 + 0.1 * jax.random.normal(keys[2], (3, embed))).astype(jnp.bfloat16)
+
+    def layers(
+        x: jax.Array, update: jax.Array, gate_up: Any, down: Any, norms: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        for layer in range(2):
+            gates, downs = (jax.tree.map(lambda leaf: leaf[layer], w) for w in (gate_up, down))  # noqa: B023
+            x, normed = add_rms_norm(x, update, norms[layer], 1e-6)
+            update = linear(gated_linear(normed, gates), downs)
+        return add_rms_norm(x, update, norms[2], 1e-6)
+
+    with target.use(target.Target("triton")):
+        program = jax.jit(lambda *arrays: chain.call(layers, *arrays))
+        for step in range(4):  # by the third call a graph is replayed
+            x = jax.random.normal(jax.random.fold_in(keys[3], step), (tokens, embed))
+            arrays = (x.astype(jnp.bfloat16), x[None] / 2, gate_up, down, norms)
+            out = program(*arrays)
+            with target.use(target.Target("reference")):
+                # Another function: jax would take the chain's trace of `layers`.
+                expected = jax.jit(lambda *arrays: layers(*arrays))(*arrays)
+            for got, wanted in zip(out, expected, strict=True):
+                assert relative_error(got, wanted) < 2 * TOLERANCE
+        assert "jaxserve_kernel_chain" in program.lower(*arrays).as_text()
 
 
 def relative_error(out: jax.Array, expected: jax.Array) -> float:
