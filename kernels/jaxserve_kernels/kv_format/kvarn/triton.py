@@ -40,7 +40,7 @@ def attend(
         assert result is not None
         return result, kv
     kv = encode_filled(kv, layer, 1, fresh, step)
-    result = triton_expand.attend(q, kv, layer, fresh, step, tile_size=tile_size)
+    result, kv = triton_expand.attend(q, kv, layer, fresh, step, tile_size=tile_size)
     kv = keep_raw(kv, layer, fresh, step)
     if step.tiles.singles is None:
         return result, kv

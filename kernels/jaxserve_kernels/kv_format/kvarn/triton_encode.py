@@ -216,13 +216,18 @@ def _encode(
 def encode_filled(
     kv: KVarNKV, first_layer: int, layers: int, fresh: Array | None, step: AttentionStep
 ) -> KVarNKV:
-    """Encode in some layers what the step filled; `fresh` None: the tails hold its tokens too."""
+    """Encode in some layers what the step filled; `fresh` None: the tails hold its tokens too.
+
+    A mixed step writes `raw` in place afterwards. So that XLA knows in which order, whoever only
+    reads it takes and returns it as well: a copy of all sinks and tails per layer otherwise.
+    """
     num_pages, kv_heads, group, quarter = kv.key_words.shape[1:]
     num_tokens = step.positions.shape[0]
     refs = [jax.new_ref(part) for part in (kv.key_words, kv.value_words, kv.scales)]
+    raw = kv.raw if fresh is None else jax.new_ref(kv.raw)
     filling, count = _filling(step, min(num_tokens, num_tokens // group + kv.raw.shape[1]), group)
     triton_call(
-        kv.raw if fresh is None else fresh, kv.raw, filling, count,
+        kv.raw if fresh is None else fresh, raw, filling, count,
         step.slots, step.positions, step.pages, *refs,
         kernel=_encode,
         name="kvarn_encode",
@@ -237,7 +242,7 @@ def encode_filled(
         GROUP=group, DIM=4 * quarter,
     )  # fmt: skip
     stores = (jax.freeze(ref) for ref in refs)
-    return KVarNKV(*stores, kv.raw)
+    return KVarNKV(*stores, raw if isinstance(raw, Array) else jax.freeze(raw))
 
 
 def _filling(step: AttentionStep, most: int, group: int) -> tuple[Array, Array]:

@@ -106,8 +106,8 @@ def _expand(
 
 def attend(
     q: Array, kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep, *, tile_size: int
-) -> Array:
-    """Attention of the tiles that are not single tokens, rotated back.
+) -> tuple[Array, KVarNKV]:
+    """Attention of the tiles that are not single tokens, rotated back; and kv, see `encode_filled`.
 
     Args:
       q: rotated queries [tokens, q_heads, head_dim].
@@ -126,8 +126,9 @@ def attend(
     page, index = _contents(places, coded, first_raw, step)
     count = places.slot.shape[0]
     parts = group // page_size
+    raw_ref = jax.new_ref(kv.raw)
     expanded = triton_call(
-        kv.key_words, kv.value_words, kv.scales, kv.raw, fresh,
+        kv.key_words, kv.value_words, kv.scales, raw_ref, fresh,
         places.slot, index, page, places.taken, *each,
         kernel=_expand,
         name="expand_kvarn",
@@ -149,7 +150,8 @@ def attend(
     table = parts * table[:, :, None] + jnp.arange(parts, dtype=jnp.int32)
     tiles = tiles._replace(slot=jnp.arange(tiles.slot.shape[0], dtype=jnp.int32))
     table = table.reshape(-1, parts * width)
-    return _rotated_back(paged_attention(q, expanded, 0, table, tiles, tile_size=tile_size))
+    result = paged_attention(q, expanded, 0, table, tiles, tile_size=tile_size)
+    return _rotated_back(result), kv._replace(raw=jax.freeze(raw_ref))
 
 
 def _rotated_back(x: Array) -> Array:
