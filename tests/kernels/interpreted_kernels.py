@@ -100,7 +100,7 @@ def test_attention_inputs(parts: int) -> None:
 def test_paged_attention(name: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SPECS[name]
     if spec.tile_size > 1:  # as where there are many tiles
-        monkeypatch.setattr(paged_attention_triton, "_FEW_PROGRAMS", 0)
+        monkeypatch.setattr(paged_attention_triton, "_MANY_PROGRAMS", 0)
     inputs = make_inputs(spec, seed=3)
     tiles = QueryTiles(inputs.first, inputs.length, inputs.slot, inputs.position)
     used = np.zeros(spec.num_tokens, bool)

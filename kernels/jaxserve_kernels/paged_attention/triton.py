@@ -7,6 +7,8 @@ and a second kernel merges their results by their softmax weights.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -26,12 +28,12 @@ from jaxserve_kernels.triton_call import triton_call
 
 _LOG2_E = 1.4426950408889634
 
-_MERGED = 32
-"""Rows of parts that a program holds where many tiles might be merged: a program has to start even
-if its tile needs none."""
+_MANY_PROGRAMS = 10_000
+"""A program has to start even if its tile has nothing to merge: beyond so many of one row each
+that takes longer than merging does."""
 
-_FEW_PROGRAMS = 10_000
-"""With one row each they start in little time, and where parts are merged they are faster."""
+_MERGED = 32
+"""Rows of parts that a program holds then."""
 
 
 @triton.jit
@@ -138,16 +140,16 @@ def _merge(
     part_ptr, peak_ptr, weight_ptr, first_ptr, length_ptr, position_ptr, out_ptr,
     q_heads: tl.constexpr, kv_heads: tl.constexpr, tile_size: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """TAKEN rows of a tile and KV head, where more than one split has a part of the context.
+    """One query of a head, where more than one split has a part of the context.
 
     All parts are read at once: one after the other, each would wait for memory on its own.
     """
     tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    begin = tl.program_id(2) * TAKEN
+    q_head = tl.program_id(1)
+    token = tl.program_id(2)
     group: tl.constexpr = q_heads // kv_heads
     length = tl.minimum(tl.load(length_ptr + tile), tile_size)
     blocks = tl.cdiv(tl.load(position_ptr + tile) + length, KEYS)
@@ -155,6 +157,37 @@ def _merge(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
+    if (per_split < blocks) & (token < length):
+        split = tl.arange(0, WIDTH)
+        dim = tl.arange(0, DIM)
+        there = split * per_split < blocks
+        part = ((tile * kv_heads + q_head // group) * SPLITS + split).to(tl.int64) * ROWS
+        part += token * group + q_head % group
+        peaks = tl.load(peak_ptr + part, mask=there, other=-1.0e30)
+        shares = tl.exp2(peaks - tl.max(peaks, axis=0))
+        weight = tl.sum(tl.load(weight_ptr + part, mask=there, other=0.0) * shares, axis=0)
+        acc = part_ptr + part[:, None] * DIM + dim[None, :]
+        acc = tl.load(acc, mask=there[:, None], other=0.0)
+        out = tl.sum(acc * shares[:, None], axis=0) / weight
+        q_row = (tl.load(first_ptr + tile).to(tl.int64) + token) * q_heads + q_head
+        tl.store(out_ptr + q_row * DIM + dim, out.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _merge_many(
+    part_ptr, peak_ptr, weight_ptr, first_ptr, length_ptr, position_ptr, out_ptr,
+    q_heads: tl.constexpr, kv_heads: tl.constexpr, tile_size: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr,
+):  # fmt: skip
+    """`_merge` of TAKEN rows of a tile and KV head."""
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    begin = tl.program_id(2) * TAKEN
+    group: tl.constexpr = q_heads // kv_heads
+    length = tl.minimum(tl.load(length_ptr + tile), tile_size)
+    blocks = tl.cdiv(tl.load(position_ptr + tile) + length, KEYS)
+    per_split = tl.maximum(tl.cdiv(blocks, SPLITS), MIN_BLOCKS)
     if (per_split < blocks) & (begin < length * group):
         split = tl.arange(0, WIDTH)
         row = tl.minimum(begin + tl.arange(0, TAKEN), length * group - 1)  # the last one again
@@ -233,19 +266,24 @@ def _attention(
     if config.splits == 1:
         return result[0] if result else None
     merged = jax.new_ref(result[0]) if out is None else out
-    group, width = q_heads // kv_heads, triton.next_power_of_2(config.splits)
-    each = num_tiles * kv_heads * tile_size * group
-    taken = 1 if each <= _FEW_PROGRAMS else max(1, min(rows, _MERGED // width))
+    constants: dict[str, int] = {
+        "q_heads": q_heads, "kv_heads": kv_heads, "tile_size": tile_size, "ROWS": rows,
+        "DIM": head_dim, "KEYS": _block_keys(kv), "SPLITS": config.splits,
+        "MIN_BLOCKS": config.min_blocks, "WIDTH": triton.next_power_of_2(config.splits),
+    }  # fmt: skip
+    kernel, grid = _merge, (num_tiles, q_heads, tile_size)
+    if math.prod(grid) > _MANY_PROGRAMS:
+        taken = constants["TAKEN"] = max(1, min(rows, _MERGED // constants["WIDTH"]))
+        kernel = _merge_many
+        grid = (num_tiles, kv_heads, triton.cdiv(tile_size * (q_heads // kv_heads), taken))
     triton_call(
         sums, peak, weight, tiles.first, tiles.length, tiles.position, merged,
-        kernel=_merge,
+        kernel=kernel,
         name="paged_attention_merge",
         out_type=(),
-        grid=(num_tiles, kv_heads, triton.cdiv(tile_size * group, taken)),
+        grid=grid,
         num_warps=4,
-        q_heads=q_heads, kv_heads=kv_heads, tile_size=tile_size,
-        ROWS=rows, DIM=head_dim, KEYS=_block_keys(kv), SPLITS=config.splits,
-        MIN_BLOCKS=config.min_blocks, WIDTH=width, TAKEN=taken,
+        **constants,
     )  # fmt: skip
     return jax.freeze(merged) if out is None else None
 
