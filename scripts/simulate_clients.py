@@ -1,6 +1,6 @@
 """A closed loop on simulated time, for comparison with what `scripts/bench_serving.py` measured.
 
-    python scripts/simulate_clients.py --times docs/measurements/step_times_serving_h200.json \
+    python scripts/simulate_clients.py --times docs/measurements/step_times_mixed_h200.json \
         --measured docs/measurements/serving_h200.json
     python scripts/simulate_clients.py --times TABLE --believed OTHER_TABLE --spread 0.5
 
