@@ -137,6 +137,7 @@ class Chain:
 
 @functools.cache
 def _load(kernel: _Kernel) -> c_void_p:
+    """On the device of the current context; a process has one."""
     module, function = c_void_p(), c_void_p()
     cuda = driver()
     check(cuda.cuModuleLoadData(byref(module), kernel.cubin), "cuModuleLoadData")
