@@ -29,7 +29,7 @@ from jaxserve_kernels.kv_format import (
 )
 from jaxserve_kernels.paged_attention import tile_tokens
 
-GPU_DECODE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+GPU_DECODE = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256)
 # Smaller ones take as long as 64, larger ones longer per token than 2048: see docs/performance.md.
 GPU_PREFILL = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 _CPU_DECODE = (1, 4, 16, 64)
