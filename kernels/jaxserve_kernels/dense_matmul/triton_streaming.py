@@ -30,9 +30,12 @@ def _accumulate(
     x_ptr, w_ptr, row, start,
     tokens: gl.constexpr, k: gl.constexpr, steps: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr, copy: gl.constexpr, acc_layout: gl.constexpr,
+    EARLY: gl.constexpr, NEXT_FIRST: gl.constexpr, copy: gl.constexpr, acc_layout: gl.constexpr,
 ):  # fmt: skip
-    """Weight rows `row` times the tokens over `steps` of the input from `start`."""
+    """Weight rows `row` times the tokens over `steps` of the input from `start`.
+
+    The next kernel may be brought in before this one reads (NEXT_FIRST), or when it has read.
+    """
     ahead: gl.constexpr = STAGES - 1
     token = gl.expand_dims(gl.arange(0, TOKENS, gl.SliceLayout(1, copy)), 1)
     depth = gl.expand_dims(gl.arange(0, DEPTH, gl.SliceLayout(0, copy)), 0)
@@ -43,7 +46,7 @@ def _accumulate(
     w_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, DEPTH], w_tile)
     x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, DEPTH], x_tile)
 
-    if EARLY:
+    if EARLY and NEXT_FIRST:
         gdc_launch_dependents()
     for step in gl.static_range(ahead):
         if step < steps:
@@ -75,6 +78,8 @@ def _accumulate(
         inputs = x_ring.index(stage).permute((1, 0))
         acc = warpgroup_mma(w_ring.index(stage), inputs, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
+    if EARLY and not NEXT_FIRST:
+        gdc_launch_dependents()
     return acc
 
 
@@ -83,7 +88,7 @@ def _linear(
     x_ptr, w_ptr, out_ptr,
     tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr, TOKENS: gl.constexpr,
     ROWS: gl.constexpr, DEPTH: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr = False,
+    NEXT_FIRST: gl.constexpr, EARLY: gl.constexpr = False,
 ):  # fmt: skip
     copy: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DEPTH, DEPTH // 8], [4, 1], [1, 0])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
@@ -94,7 +99,7 @@ def _linear(
     steps: gl.constexpr = k // DEPTH // SPLITS
     acc = _accumulate(
         x_ptr, w_ptr, row, split * steps * DEPTH, tokens, k, steps, TOKENS, ROWS, DEPTH, STAGES,
-        EARLY, copy, acc_layout,
+        EARLY, NEXT_FIRST, copy, acc_layout,
     )  # fmt: skip
     acc = gl.convert_layout(acc, out_layout)
     token = gl.expand_dims(gl.arange(0, TOKENS, gl.SliceLayout(0, out_layout)), 0)
@@ -106,7 +111,8 @@ def _linear(
 def _gated(
     x_ptr, w_ptr, out_ptr,
     tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr, TOKENS: gl.constexpr,
-    ROWS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr = False,
+    ROWS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, NEXT_FIRST: gl.constexpr,
+    EARLY: gl.constexpr = False,
 ):  # fmt: skip
     """A tile is ROWS / 2 rows of gate and the same rows of up."""
     half: gl.constexpr = ROWS // 2
@@ -119,7 +125,7 @@ def _gated(
     row = first + lane % half + (lane // half) * n
     acc = _accumulate(
         x_ptr, w_ptr, row, 0, tokens, k, k // DEPTH, TOKENS, ROWS, DEPTH, STAGES,
-        EARLY, copy, acc_layout,
+        EARLY, NEXT_FIRST, copy, acc_layout,
     )  # fmt: skip
     sums = gl.allocate_shared_memory(gl.float32, [ROWS, TOKENS], flat)
     sums.store(acc)
@@ -148,7 +154,7 @@ def linear(x: Array, weight: Array, config: Config) -> Array:
         num_warps=4,
         tokens=tokens, n=n, k=k,
         TOKENS=max(16, triton.next_power_of_2(tokens)),
-        ROWS=config.rows, DEPTH=config.depth, SPLITS=config.splits, STAGES=_stages(tokens),
+        ROWS=config.rows, DEPTH=config.depth, SPLITS=config.splits, **_order(tokens),
     )  # fmt: skip
 
 
@@ -165,11 +171,12 @@ def gated_linear(x: Array, weight: Array, config: Config) -> Array:
         num_warps=4,
         tokens=tokens, n=n, k=k,
         TOKENS=max(16, triton.next_power_of_2(tokens)),
-        ROWS=config.rows, DEPTH=config.depth, STAGES=_stages(tokens),
+        ROWS=config.rows, DEPTH=config.depth, **_order(tokens),
     )  # fmt: skip
 
 
-def _stages(tokens: int) -> int:
-    """Tiles in the ring. Three leave room for three programs per multiprocessor; with keys and
-    values of several sequences to read meanwhile, two programs of four are faster."""
-    return 3 if tokens <= 4 else 4
+def _order(tokens: int) -> dict[str, int | bool]:
+    """Tiles in the ring: three leave room for three programs per multiprocessor. With keys and
+    values of many sequences to read meanwhile, two programs of four are faster. Measured on an
+    H200; see docs/performance.md."""
+    return {"STAGES": 3, "NEXT_FIRST": False} if tokens <= 8 else {"STAGES": 4, "NEXT_FIRST": True}
