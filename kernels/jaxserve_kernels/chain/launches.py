@@ -154,8 +154,8 @@ def _load(kernel: _Kernel) -> c_void_p:
 
 @functools.cache
 def driver() -> Any:
-    """CUDA's. Its calls keep the interpreter: given away 300 times in a row, it would have to be won
-    back from busy threads as often."""
+    """CUDA's. Its calls keep the interpreter: given away 300 times in a row, it would have to be
+    won back from busy threads as often."""
     return ctypes.PyDLL("libcuda.so.1")
 
 
