@@ -299,19 +299,6 @@ class Buckets:
             if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
                 raise ConfigError(f"{name} buckets must be increasing and positive, got {sizes}")
 
-    def decode_for(self, rows: int) -> int:
-        return _smallest(self.decode, rows, "decode rows")
-
-    def prefill_for(self, tokens: int) -> int:
-        return _smallest(self.prefill, tokens, "step tokens")
-
-
-def _smallest(sizes: tuple[int, ...], need: int, what: str) -> int:
-    for size in sizes:
-        if size >= need:
-            return size
-    raise ConfigError(f"no bucket holds {need} {what}; the largest is {sizes[-1]}")
-
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingDefaults:

@@ -192,14 +192,6 @@ def test_generation_config() -> None:
     assert SamplingDefaults.from_hf(published | {"do_sample": False}).temperature == 0.0
 
 
-def test_buckets_give_the_smallest_that_fits() -> None:
-    buckets = Buckets(decode=(1, 2, 8), prefill=(64, 256))
-    assert [buckets.decode_for(rows) for rows in (1, 2, 3, 8)] == [1, 2, 8, 8]
-    assert buckets.prefill_for(65) == 256
-    with pytest.raises(ConfigError, match="no bucket holds 9 decode rows; the largest is 8"):
-        buckets.decode_for(9)
-
-
 @pytest.mark.parametrize("sizes", [(), (2, 1), (1, 1), (0, 1)])
 def test_buckets_must_increase(sizes: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="decode buckets must be increasing and positive"):
