@@ -30,7 +30,8 @@ from jaxserve_kernels.kv_format import (
 from jaxserve_kernels.paged_attention import tile_tokens
 
 GPU_DECODE = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256)
-# Smaller ones take as long as 64, larger ones longer per token than 2048: see docs/performance.md.
+# Smaller ones take as long as 64, larger ones longer per token than 2048: see "Buckets" in
+# docs/performance/prefill.md.
 GPU_PREFILL = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 _CPU_DECODE = (1, 4, 16, 64)
 _CPU_PREFILL = (16, 64, 256)

@@ -9,7 +9,8 @@ _XLA_FLAGS = (
     # XLA's own Triton products are as fast but are tuned for each slice on its own.
     "--xla_gpu_enable_triton_gemm=false",
     # What is found by trying algorithms out depends on what else the card does, so two starts would
-    # run different programs. The first in cuBLASLt's own order is as fast (docs/performance.md).
+    # run different programs. The first in cuBLASLt's own order is as fast: see "Outliers" in
+    # docs/performance/decode.md.
     "--xla_gpu_autotune_level=0",
     # It counts the KV cache once per in-place write, believes that memory is short, and spends
     # time on saving it.

@@ -14,7 +14,7 @@ from jaxserve.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("checkpoints/*/embedded/*.md")]
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("checkpoints/*/embedded/*.md")]
 )
 OPERATIONS = ROOT / "docs" / "operations.md"
 
@@ -76,7 +76,7 @@ def test_files_that_are_named_exist(page: Path) -> None:
 @parametrize_pages
 def test_flags_that_are_named_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the script that a line names, otherwise of the page's program."""
-    if page.name == "performance.md" or page.parent.name == "embedded":
+    if page.name == "performance.md" or page.parent.name in ("performance", "embedded"):
         return  # they quote commands of other programs, too
     known = flags_of_the_parser(capsys) | flags_of_convert(capsys)
     if page.name == "benchmarking.md":
