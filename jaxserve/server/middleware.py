@@ -56,13 +56,22 @@ def _response(request: web.Request, error: ApiError) -> web.Response:
 
 
 def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
+    config = request.app[SERVICE].config
     match error:
         case web.HTTPNotFound():
-            message, code = f"no such route: {request.method} {request.path}", "unknown_url"
+            message = f"no such route: {request.method} {request.path}"
+            message, code = (
+                f"{message[:500]}; GET {config.root_path}/openapi.json lists them",
+                "unknown_url",
+            )
         case web.HTTPMethodNotAllowed():
-            message, code = f"{request.path} does not take {request.method}", "method_not_allowed"
+            taken = ", ".join(sorted(error.allowed_methods))
+            message = f"{request.path} does not take {request.method}, but {taken}"
+            code = "method_not_allowed"
         case web.HTTPRequestEntityTooLarge():
-            message, code = "the request body is too large", "request_too_large"
+            limit = config.max_request_bytes
+            message = f"the request body is too large: this server takes {limit:,} bytes"
+            code = "request_too_large"
         case _:
             message, code = error.reason or "bad request", None
     response = _response(request, ApiError(error.status, message, code=code))

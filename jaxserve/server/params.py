@@ -70,7 +70,8 @@ def _logit_bias(fields: GenerationFields, limits: EngineLimits) -> tuple[tuple[i
     biases: list[tuple[int, float]] = []
     for key, bias in (fields.logit_bias or {}).items():
         if not (key.isascii() and key.isdecimal() and len(key) < 20):
-            raise invalid(f"{key[:50]!r} is not a token id", param="logit_bias")
+            last = limits.vocab_size - 1
+            raise invalid(f"{key[:50]!r} is not a token id: 0 to {last}", param="logit_bias")
         biases.append((int(key), bias))
     check_token_ids([token for token, _ in biases], limits, "logit_bias")
     return tuple(biases)

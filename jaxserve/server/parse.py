@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
@@ -15,10 +14,10 @@ from jaxserve.server.errors import ApiError, invalid
 from jaxserve.server.schema import FREE_FORM, field_names
 from jaxserve.server.service import SERVICE
 from jaxserve.server.unsupported import INSTEAD, REJECTED, SILENT, Harmless
+from jaxserve.server.validation import not_json, wrong_field
 
 MAX_DEPTH = 64
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_FIELD_IN_MESSAGE = re.compile("(?:missing required|contains unknown) field `(.+)`")
 
 
 class Parsed[T](NamedTuple):
@@ -68,13 +67,9 @@ def parse[T: Struct](
             if name in names and _holds_fields(value := getattr(fields, name)):
                 ignored |= dict.fromkeys(_unknown(msgspec.json.decode(raw), value, name))
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        named = _FIELD_IN_MESSAGE.search(message)
-        parts = [path.strip("`."), named[1] if named else ""]
-        param = ".".join(filter(None, parts))
-        raise invalid(f"{param}: {message}" if param else message, param=param or None) from None
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise invalid("the body is not valid JSON in UTF-8", code="invalid_json") from None
+        raise wrong_field(error, body, kind) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise not_json(error, body) from None
     except RecursionError:
         raise _too_deep(None) from None
     for name in FREE_FORM & names:

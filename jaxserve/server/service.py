@@ -63,7 +63,8 @@ class Service:
         if asked not in self.config.model_names:
             raise ApiError(
                 404,
-                f"the model {asked[:200]!r} is not served here",
+                f"the model {asked[:200]!r} is not served here; what is: "
+                + ", ".join(map(repr, self.config.model_names)),
                 param="model",
                 code="model_not_found",
             )

@@ -106,10 +106,41 @@ async def test_a_bad_chat_names_the_field(serve: Serve, fields: Any, param: str)
     assert error["param"].startswith(param)
 
 
-async def test_the_message_alone_says_which_field_is_wrong(serve: Serve) -> None:
-    body = {"messages": MESSAGES, "temperature": 3}
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": 3}, "temperature: Expected `float` <= 2.0, got 3"),
+        ({"stop": ["a"] * 5}, "stop: Expected `array` of length <= 4, got 5"),
+        ({"stop": [""]}, "stop[0]: Expected `str` of length >= 1, got ''"),
+        ({"cache_salt": "/" * 99}, "cache_salt: Expected `str` matching regex"),
+        ({"bad_words": ["a" * 999]}, "bad_words[0]: Expected `str` of length <= 256, got 999"),
+        ({"logit_bias": {"1": 101}}, "logit_bias[...]: Expected `float` <= 100.0"),
+        ({"logit_bias": {"x": 1}}, "'x' is not a token id: 0 to 299"),
+        ({"tool_choice": "maybe"}, "tool_choice: Invalid enum value 'maybe': it may be 'auto', "),
+        ({"response_format": {"type": "xml"}}, "response_format.type: Invalid enum value 'xml'"),
+        ({"messages": 1}, "messages: Expected `array`, got `int`"),
+        ({"messages": None}, "messages: Expected `array`, got `null`"),
+        ({"model": "gpt"}, "the model 'gpt' is not served here; what is: 'tiny'"),
+    ],
+)
+async def test_the_message_alone_says_which_field_is_wrong_and_what_it_may_be(
+    serve: Serve, fields: Any, message: str
+) -> None:
+    body = {"messages": MESSAGES} | fields
     _, error, _ = await post(await serve(FakeEngine()), "/v1/chat/completions", json=body)
-    assert error["message"] == "temperature: Expected `float` <= 2.0"
+    assert error["message"].startswith(message)
+
+
+async def test_kinds_of_blocks_are_listed(serve: Serve) -> None:
+    content = [{"type": "image", "source": {}}]
+    body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
+    async with aiohttp.request(
+        "POST", await serve(FakeEngine()) + "/v1/messages", json=body
+    ) as reply:
+        message = (await reply.json())["error"]["message"]
+    assert "'image'" in message
+    assert "it may be " in message
+    assert "'text'" in message
 
 
 async def test_values_that_ask_for_nothing_are_accepted(serve: Serve) -> None:
@@ -224,6 +255,8 @@ async def test_a_body_that_is_not_proper_json_is_a_400(serve: Serve, body: bytes
     status, error, _ = await post(url, "/v1/completions", data=body, headers=headers)
     assert status == 400
     assert len(error["message"]) <= 1000
+    if error["code"] == "invalid_json":
+        assert "JSON" in error["message"]
 
 
 async def test_free_form_json_may_only_be_so_deep(serve: Serve) -> None:
@@ -243,15 +276,19 @@ async def test_bodies_that_are_too_large_or_of_another_type_are_refused(serve: S
     url = await serve(FakeEngine(), max_request_bytes=100)
     status, error, _ = await post(url, "/v1/completions", json={"prompt": "a" * 200})
     assert (status, error["code"]) == (413, "request_too_large")
+    assert "100 bytes" in error["message"]
     status, error, _ = await post(url, "/v1/completions", data={"prompt": "a"})
     assert (status, error["code"]) == (415, "unsupported_media_type")
 
 
 async def test_unknown_routes_methods_and_models_have_the_same_shape(serve: Serve) -> None:
     url = await serve(FakeEngine())
-    assert (await post(url, "/v1/nothing", json={}))[0] == 404
-    status, _, headers = await post(url, "/v1/models", json={})
+    status, error, _ = await post(url, "/v1/nothing", json={})
+    assert status == 404
+    assert error["message"].endswith("/v1/nothing; GET /openapi.json lists them")
+    status, error, headers = await post(url, "/v1/models", json={})
     assert status == 405
+    assert error["message"] == "/v1/models does not take POST, but GET, HEAD"
     assert "GET" in headers["Allow"]
     status, error, _ = await post(url, "/v1/completions", json={"prompt": "a", "model": "gpt"})
     assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")

@@ -1,0 +1,91 @@
+"""What is wrong with a body, in words: which field, what it may be, what it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import msgspec
+from msgspec import Struct, inspect
+
+from jaxserve.server.errors import ApiError, invalid
+
+MAX_SHOWN = 60
+"""Characters of a value that its error repeats."""
+
+_FIELD_IN_MESSAGE = re.compile("(?:missing required|contains unknown) field `(.+)`")
+_STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
+_type_info = cache(inspect.type_info)
+
+type Step = str | int
+"""A field's name or a position; `...` stands for a key of a mapping, which msgspec keeps back."""
+
+
+def not_json(error: Exception, body: bytes) -> ApiError:
+    """`error`: what msgspec says of a body that it cannot read as JSON, without the body's text."""
+    if not body:
+        return invalid("the body is empty where JSON is expected", code="invalid_json")
+    # Python's own error for what is not UTF-8 would repeat the bytes.
+    said = str(error) if isinstance(error, msgspec.DecodeError) else "not UTF-8"
+    reason = said.removeprefix("JSON is malformed: ")
+    return invalid(f"the body is not valid JSON in UTF-8: {reason}", code="invalid_json")
+
+
+def wrong_field(error: msgspec.ValidationError, body: bytes, kind: type[Struct]) -> ApiError:
+    """The 400 for a `body` that is JSON but no `kind`: names the field, and adds to msgspec's words
+    the value that a bound excludes, or the values that there are."""
+    message, _, path = str(error).partition(" - at `$")
+    steps = [
+        int(position) if position.isdecimal() else name or "..."
+        for name, position in _STEP.findall(path)
+    ]
+    if message.startswith("Invalid "):
+        choices = ", ".join(map(repr, dict.fromkeys(_choices(_type_info(kind), steps))))
+        message += f": it may be {choices}" if choices else ""
+    elif message.startswith("Expected ") and "got" not in message:
+        message += _shown(body, steps)
+    named = _FIELD_IN_MESSAGE.search(message)
+    param = ".".join(filter(None, (path.strip("`."), named[1] if named else "")))
+    where = param or ("the body" if message.startswith("Expected ") else "")
+    return invalid(f"{where}: {message}" if where else message, param=param or None)
+
+
+def _shown(body: bytes, steps: Sequence[Step]) -> str:
+    """What stands there, for a number or a short text, or how long it is."""
+    try:
+        value = msgspec.json.decode(body)
+        for step in steps:
+            value = value[step]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):
+        return ""  # a key of a mapping is not known; behind the field the body may not be JSON
+    if isinstance(value, list | dict):
+        return f", got {len(value)}"
+    if isinstance(value, str) and len(value) > MAX_SHOWN:
+        return f", got {len(value)} characters"
+    return f", got {value!r}"[:MAX_SHOWN] if isinstance(value, str | int | float) else ""
+
+
+def _choices(info: inspect.Type, steps: Sequence[Step]) -> Iterator[Any]:
+    """The values that the type has for an enumeration there, or for what tells structs apart."""
+    match info:
+        case inspect.Metadata(type=inner):
+            yield from _choices(inner, steps)
+        case inspect.UnionType(types=types):
+            for one in types:
+                yield from _choices(one, steps)
+        case inspect.LiteralType(values=values) if not steps:
+            yield from values
+        case inspect.ListType(item_type=inner) if steps and isinstance(steps[0], int):
+            yield from _choices(inner, steps[1:])
+        case inspect.DictType(value_type=inner) if steps and steps[0] == "...":
+            yield from _choices(inner, steps[1:])
+        case inspect.StructType(fields=fields, tag=tag, tag_field=tag_field) if steps:
+            if [tag_field] == list(steps):
+                yield tag
+            for field in fields:
+                if field.encode_name == steps[0]:
+                    yield from _choices(field.type, steps[1:])
+        case _:
+            pass
