@@ -32,7 +32,9 @@ from jaxserve_kernels.kv_format import has_scales
 
 log = logging.getLogger(__name__)
 
-_STEP_TIMES = "step_times.json"
+
+class OutOfDeviceMemory(ConfigError):
+    """The device has less memory left than was planned with: for others hold some, most often."""
 
 
 def build_parts(
@@ -45,7 +47,8 @@ def build_parts(
     """Load weights and programs side by side, compile what is missing, run every bucket.
 
     Raises:
-      ConfigError: see `plan_engine`; programs missing that `--require-precompiled` wants.
+      ConfigError: see `plan_engine`; programs missing that `--require-precompiled` wants;
+        OutOfDeviceMemory.
       CheckpointError: weights that are missing, damaged or of another model.
     """
     jax.devices()
@@ -76,13 +79,13 @@ def build_parts(
                     plan.steps, plan.cache, workers, both.executables, on_missing=on_missing
                 ),
             )
-        params = weights.result()
+        params = _with_memory_errors(plan, weights.result)
     runner = Runner(plan.config, params, metrics)
     with timeline.span("warming"):
         prepare = functools.partial(_set_kv_scales, options, source, plan)
         _with_memory_errors(plan, lambda: runner.start(obtained.executables, progress, prepare))
     with timeline.span("timing"):
-        times = step_times(runner, plan.config, plan.cache.folder / _STEP_TIMES)
+        times = step_times(runner, plan.config, plan.step_times_file)
     with timeline.span("trimming"):
         heap.settle()
     _report(plan, runner, obtained, metrics)
@@ -133,11 +136,11 @@ def _with_memory_errors[T](plan: EnginePlan, run: Callable[[], T]) -> T:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise ConfigError(
-            f"too little memory on the device for the KV cache of "
-            f"{plan.config.cache.usable_tokens} tokens "
-            "and the steps' scratch; lower --kv-cache-memory-bytes, --max-num-batched-tokens or "
-            f"--max-num-seqs ({str(error).splitlines()[0]})"
+        raise OutOfDeviceMemory(
+            f"too little memory on the device for the weights, the KV cache of "
+            f"{plan.config.cache.usable_tokens} tokens and the steps' scratch; if no other process "
+            "uses it, lower --kv-cache-memory-bytes, --max-num-batched-tokens or --max-num-seqs "
+            f"({str(error).splitlines()[0]})"
         ) from None
 
 

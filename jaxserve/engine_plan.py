@@ -58,6 +58,11 @@ class EnginePlan:
     def programs(self) -> list[Program]:
         return [*self.steps, *self.staging]
 
+    @property
+    def step_times_file(self) -> Path:
+        """Beside the programs: other ones take other times."""
+        return self.cache.folder / "step_times.json"
+
     def memory(self, temporaries: int) -> MemoryPlan:
         config = self.config
         rows, columns = config.sequences_shape

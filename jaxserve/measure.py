@@ -43,19 +43,25 @@ _SHORT_CONTEXT = 256
 """The same where steps are slow, as on a CPU: there a longer one would take half of the start."""
 
 
+def kept_times(config: RunnerConfig, file: Path) -> StepTimes | None:
+    """What was measured with the same programs before; None: nothing, or nothing of use."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        kept = StepTimes.load(file)
+        buckets = config.buckets
+        if (tuple(kept.decode), tuple(kept.mixed)) == (buckets.decode, buckets.prefill):
+            return kept
+    return None
+
+
 def step_times(runner: Runner, config: RunnerConfig, file: Path) -> StepTimes:
-    """What an earlier start with the same programs measured and kept in `file`, or `measure`.
+    """What `jaxserve precompile` or an earlier start kept in `file`, or `measure`.
 
     A file that cannot be read or written costs the time of measuring.
     """
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-        kept = StepTimes.load(file)
-        if (tuple(kept.decode), tuple(kept.mixed)) == (
-            config.buckets.decode,
-            config.buckets.prefill,
-        ):
-            log.info("step times, kept in %s: %s", file, kept.described())
-            return kept
+    kept = kept_times(config, file)
+    if kept is not None:
+        log.info("step times, kept in %s: %s", file, kept.described())
+        return kept
     times = measure(runner, config)
     log.info("step times, measured: %s", times.described())
     with contextlib.suppress(OSError):

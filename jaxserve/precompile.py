@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING
 from jaxserve.cli import Options
 from jaxserve.config import ConfigError
 from jaxserve.environment import prepare
-from jaxserve.model_source import find_model
+from jaxserve.metrics import Metrics
+from jaxserve.model_source import ModelSource, find_model
 from jaxserve.progress import Work
+from jaxserve.startup import Timeline
 from jaxserve_checkpoints.reader import CheckpointError
+
+_LOADING = 0.8
+"""How much of a start that is tried is over when its steps can run."""
 
 if TYPE_CHECKING:
     from jaxserve.engine_plan import EnginePlan
@@ -35,7 +40,8 @@ def _precompile(options: Options) -> None:
     from jaxserve.executables import by_reason, missing, obtain
 
     started = time.monotonic()
-    plan = plan_engine(options, find_model(options))
+    source = find_model(options)
+    plan = plan_engine(options, source)
     plan.cache.prepare()
     lacking = missing(plan.programs, plan.cache)
     todo = [program for program in plan.programs if program.name in lacking]
@@ -63,8 +69,38 @@ def _precompile(options: Options) -> None:
         raise OSError(f"cannot write to {plan.cache.folder}: {obtained.unkept}")
     plan.cache.write_manifest()
     _check_memory(plan, obtained)
+    del obtained
+    tried = _try_start(options, source, plan)
     seconds = time.monotonic() - started
-    print(f"{len(plan.programs)} programs in {plan.cache.folder} after {seconds:.0f} s")
+    print(f"{len(plan.programs)} programs in {plan.cache.folder} after {seconds:.0f} s; {tried}")
+
+
+def _try_start(options: Options, source: ModelSource, plan: EnginePlan) -> str:
+    """Start an engine once, if something is left that only a start does; says what came of it.
+
+    That times the steps, which the scheduler needs to know, while the machine serves nobody, and
+    keeps weights that are quantised at load. A device whose memory is taken (by the server that
+    this one will replace) is no reason to fail.
+    """
+    from jaxserve.build import OutOfDeviceMemory, build_parts
+    from jaxserve.measure import kept_times
+
+    if kept_times(plan.config, plan.step_times_file) and not plan.weights.to_be_converted:
+        return "steps were timed before"
+    begun: set[str] = set()
+    with Work("trying a start") as work:
+
+        def show(phase: str, fraction: float) -> None:
+            warming = phase == "warming"
+            done = _LOADING + (1 - _LOADING) * fraction if warming else _LOADING * fraction
+            work.update(done, 1.0, f"trying a start: {phase}", say=phase not in begun)
+            begun.add(phase)
+
+        try:
+            build_parts(options, source, Metrics(source.names[0]), show, Timeline())
+        except OutOfDeviceMemory as error:
+            return f"steps are not timed, which the first start will do: {error}"
+    return "steps are timed"
 
 
 def _weights(names: list[str], known: dict[str, float]) -> dict[str, float]:

@@ -93,6 +93,11 @@ class WeightPlan:
         """The steps take other types than plain arrays."""
         return jax.tree.structure(self.encoded) != jax.tree.structure(self.plain)
 
+    @property
+    def to_be_converted(self) -> bool:
+        """The first start will quantise, and keep what it gets."""
+        return self.keep_in is not None and not (self.keep_in / native.FILE).exists()
+
 
 def plan_weights(
     options: Options, source: ModelSource, dtype: DTypeLike, cache: Path, *, stacked: bool

@@ -57,9 +57,11 @@ def test_precompile_survives_kill_and_serving_then_compiles_nothing(
     assert found is not None, output
     todo, total = found.groups()
     assert int(todo) == int(total) - 1
+    assert "steps are timed" in output.splitlines()[-1]
 
     arguments = ["--port", "0", "--require-precompiled", "--forbid-compiles", *flags]
     server = run("-c", SERVE_AND_LIST_MODULES, *arguments)
+    read_until(server, "step times, kept in")
     read_until(server, f"{total} of {total} programs loaded, 0 compiled")
     read_until(server, "is ready")
     server.send_signal(signal.SIGTERM)
@@ -82,3 +84,26 @@ def test_a_cache_that_cannot_be_written_fails_precompile_and_names_the_folder(
     assert status == 1, output
     last = output.splitlines()[-1]
     assert last.startswith("jaxserve: error: ") and str(tmp_path / "cache") in last
+
+
+DEVICE_TAKEN = """
+import sys
+from jaxserve import build
+from jaxserve.__main__ import main
+
+def build_parts(*_):
+    raise build.OutOfDeviceMemory("another process has it")
+
+build.build_parts = build_parts
+sys.exit(main())
+"""
+
+
+def test_a_device_whose_memory_is_taken_keeps_programs_and_leaves_timing_to_the_first_start(
+    flags: list[str], tmp_path: Path
+) -> None:
+    status, output = finish(run("-c", DEVICE_TAKEN, "precompile", *flags), timeout=120)
+    assert status == 0, output
+    last = output.splitlines()[-1]
+    assert last.endswith("not timed, which the first start will do: another process has it")
+    assert steps_in(tmp_path / "cache")
