@@ -133,17 +133,23 @@ PROOFS = {
         ),
     ),
     "start": Proof(
-        "from nothing to ready, and memory, with compiled programs at hand",
-        6,
-        tuple(
-            command
-            for flags in ("", " --quantization int4 --lm-head-dtype int8")
-            for command in (
-                f"-m jaxserve precompile {MODEL}{flags}",
-                f"scripts/bench_start.py --runs 3 --memory"
-                f" --json {{out}}/start{'_int4' if flags else ''}.json"
-                f" -- {MODEL}{flags} --require-precompiled",
-            )
+        "from nothing to ready, and memory, with compiled programs at hand: a safetensors folder,"
+        " and one converted to int4",
+        5,
+        (
+            "scripts/random_checkpoint.py qwen3-4b {cache}/models/bf16",
+            "-m jaxserve convert --model {cache}/models/bf16 --out {cache}/models/int4"
+            " --quantization int4",
+            *(
+                command
+                for name in ("bf16", "int4")
+                for command in (
+                    f"-m jaxserve precompile --model {{cache}}/models/{name} --cache-dir {{cache}}",
+                    f"scripts/bench_start.py --runs 3 --memory --json {{out}}/start_{name}.json"
+                    f" -- --model {{cache}}/models/{name} --cache-dir {{cache}}"
+                    " --require-precompiled",
+                )
+            ),
         ),
     ),
     "goodput": Proof(
