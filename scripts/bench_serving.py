@@ -6,6 +6,8 @@
 
 Each client sends its next request when the last one has ended. Prompts are random token ids, new
 for every request, so a prefix cache never helps. Failures are counted and shown, never dropped.
+Of jaxserve the share of steps is shown, too, that were launched late: when the device had nothing
+left to do, which is how a host shows that is too slow for its streams.
 
 With `--prefix-hit` one client measures the time to the first token of prompts of these lengths,
 new ones and one that the server has answered before. `--stall` lets so many streams decode, sends
@@ -20,10 +22,11 @@ import dataclasses
 import itertools
 import json
 import random
+import re
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from rich.console import Console
@@ -134,9 +137,11 @@ async def run_point(
         while prompts:
             outcomes.append(await request(session, load, prompts.pop()))
 
+    before = await steps(session, load)
     start = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(concurrency)))
     elapsed = time.perf_counter() - start
+    after = await steps(session, load)
     good = [outcome for outcome in outcomes if outcome.error is None]
     return {
         "concurrency": concurrency,
@@ -146,7 +151,28 @@ async def run_point(
         "output_tok_per_s": sum(outcome.tokens for outcome in good) / elapsed,
         "ttft_ms": summary([outcome.ttft for outcome in good]),
         "tpot_ms": summary([outcome.tpot for outcome in good]),
+        "steps": after.all - before.all,
+        "late_steps": after.late - before.late,
     }
+
+
+class Steps(NamedTuple):
+    """Of a server since its start; `late`: launched when the device had nothing left to do."""
+
+    all: int
+    late: int
+
+
+async def steps(session: aiohttp.ClientSession, load: Load) -> Steps:
+    """What jaxserve's metrics say; other servers have none."""
+    async with session.get(f"{load.url}/metrics") as reply:
+        text = await reply.text() if reply.status == 200 else ""
+
+    def total(name: str) -> int:
+        values = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        return int(sum(map(float, values)))
+
+    return Steps(total("jaxserve_step_seconds_count"), total("jaxserve_late_steps_total"))
 
 
 async def request(session: aiohttp.ClientSession, load: Load, prompt: list[int]) -> Outcome:
@@ -296,7 +322,17 @@ def show(result: dict[str, Any]) -> None:
     table = Table(
         title=f"{load['model']}: {load['prompt_tokens']} tokens in, {load['output_tokens']} out"
     )
-    columns = ("clients", "requests", "failed", "tok/s", "TTFT p50", "p99", "TPOT p50", "p99 (ms)")
+    columns = (
+        "clients",
+        "requests",
+        "failed",
+        "tok/s",
+        "TTFT p50",
+        "p99",
+        "TPOT p50",
+        "p99 (ms)",
+        "late",
+    )
     for column in columns:
         table.add_column(column, justify="right")
     for point in result["points"]:
@@ -309,6 +345,7 @@ def show(result: dict[str, Any]) -> None:
             f"{point['ttft_ms']['p99']:.1f}",
             f"{point['tpot_ms']['p50']:.2f}",
             f"{point['tpot_ms']['p99']:.2f}",
+            f"{point['late_steps'] / point['steps']:.1%}" if point["steps"] else "",
         )
     Console(width=100).print(table)
     for point in result["points"]:

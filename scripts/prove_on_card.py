@@ -110,6 +110,8 @@ PROOFS = {
             " --out {out}/serving.json",
             "scripts/bench_serving.py --url {url} --concurrency 100 --rounds 1"
             " --prompt-tokens 512 --output-tokens 128 --out {out}/burst.json",
+            "scripts/bench_serving.py --url {url} --concurrency 256 --rounds 1"
+            " --prompt-tokens 64 --output-tokens 512 --out {out}/streams.json",
         ),
         server=f"{MODEL} --forbid-compiles",
     ),
