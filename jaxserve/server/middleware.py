@@ -60,10 +60,8 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
     match error:
         case web.HTTPNotFound():
             message = f"no such route: {request.method} {request.path}"
-            message, code = (
-                f"{message[:500]}; GET {config.root_path}/openapi.json lists them",
-                "unknown_url",
-            )
+            message = f"{message[:500]}; GET {config.root_path}/openapi.json lists them"
+            code = "unknown_url"
         case web.HTTPMethodNotAllowed():
             taken = ", ".join(sorted(error.allowed_methods))
             message = f"{request.path} does not take {request.method}, but {taken}"
