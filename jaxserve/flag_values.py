@@ -31,24 +31,67 @@ def tokens(text: str) -> int | None:
 
 def positive(text: str) -> int:
     """A whole number above 0."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
+    if (value := _integer(text)) < 1:
         raise argparse.ArgumentTypeError(f"not a positive integer: {text!r}")
+    return value
+
+
+def whole(text: str) -> int:
+    """A whole number from 0."""
+    if (value := _integer(text)) < 0:
+        raise argparse.ArgumentTypeError(f"not a whole number from 0: {text!r}")
+    return value
+
+
+def port(text: str) -> int:
+    """Of TCP; 0 is any that is free."""
+    if not 0 <= (value := _integer(text)) <= 65535:
+        raise argparse.ArgumentTypeError(f"not a port from 0 to 65535: {text!r}")
     return value
 
 
 def seconds(text: str) -> float:
     """A number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
+    if not 0 < (value := _number(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"not a positive number of seconds: {text!r}")
     return value
+
+
+def above_0(text: str) -> float:
+    """A number; inf is no limit."""
+    if not (value := _number(text)) > 0:
+        raise argparse.ArgumentTypeError(f"not a number above 0: {text!r}")
+    return value
+
+
+def from_0(text: str) -> float:
+    """A finite number, 0 included."""
+    if not 0 <= (value := _number(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"not a number from 0: {text!r}")
+    return value
+
+
+def share(text: str) -> float:
+    """A number above 0, up to 1."""
+    if not 0 < (value := _number(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"not a share above 0 and up to 1: {text!r}")
+    return value
+
+
+def _integer(text: str) -> int:
+    """-1 for what is none."""
+    try:
+        return int(text)
+    except ValueError:
+        return -1
+
+
+def _number(text: str) -> float:
+    """NaN, which no bound includes, for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def template_variables(text: str) -> dict[str, Any]:

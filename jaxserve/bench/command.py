@@ -18,6 +18,7 @@ from jaxserve.bench import options, results, tables
 from jaxserve.bench.experiment import ServerNotReady, run_experiment
 from jaxserve.bench.load import Run
 from jaxserve.bench.options import Experiment
+from jaxserve.flag_parser import FlagParser
 
 _EXAMPLES = """examples:
   python -m jaxserve bench --rate 8 --duration 60 --output results.json --html results.html
@@ -49,12 +50,11 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="jaxserve bench",
         description="Load an OpenAI-compatible server and report what its users would have had: "
         "latencies from the intended send time, lost requests counted.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", type=Path, help="YAML file: run (defaults) and experiments")
     parser.add_argument("--output", type=Path, help="write everything as JSON")
@@ -143,11 +143,12 @@ def _report_module() -> Any:
 
 
 def _compare(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="jaxserve bench compare",
+        usage="jaxserve bench compare [flags] FILE [FILE ...]",
         description="Result files side by side, with ratios to the first.",
     )
-    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("files", nargs="+", type=Path, help="of `jaxserve bench --output`")
     parser.add_argument("--html", type=Path, help="write a page of plots of all files")
     args = parser.parse_args(argv)
     try:

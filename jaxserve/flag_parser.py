@@ -1,0 +1,67 @@
+"""A parser of flags whose errors are one line and say which flag was probably meant."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import textwrap
+from collections.abc import Sequence
+from typing import Any, NoReturn, override
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Flags are written out: a prefix of one is none, so that flags of later versions take no
+    command line's meaning away."""
+
+    def __init__(
+        self,
+        *,
+        prog: str,
+        description: str,
+        epilog: str | None = None,
+        usage: str | None = None,
+        commands: str = "",
+    ):
+        """`commands`: what the first word may be, with commas, for programs that have commands."""
+        super().__init__(
+            prog=prog,
+            usage=usage or f"{prog} [flags]",
+            description=textwrap.fill(description, 80),
+            epilog=epilog,
+            formatter_class=_Formatter,
+            allow_abbrev=False,
+        )
+        self._commands = commands
+
+    @override
+    def parse_args(  # pyright: ignore[reportIncompatibleMethodOverride]  (its overloads)
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> argparse.Namespace:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._unknown(unknown[0], first=unknown[0] == (args or [""])[0]))
+        return parsed
+
+    def _unknown(self, word: str, *, first: bool) -> str:
+        if not word.startswith("-"):
+            if first and self._commands:
+                return f"unknown command {word!r}; commands are {self._commands}"
+            return f"{word!r} belongs to no flag"
+        name = word.partition("=")[0]
+        near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.7)
+        return f"unknown flag {name}" + (f"; is {near[0]} meant?" if near else "")
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with status 2, without the pages of usage that would hide the line."""
+        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help lists all flags)\n")
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults are shown where there is one."""
+
+    @override
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
