@@ -95,7 +95,10 @@ def obtain(
             except OSError as error:
                 failures.append(str(error))
     if failures:
-        log.warning("compiled programs cannot be kept, every start compiles: %s", failures[0])
+        log.warning(
+            "compiled programs cannot be kept, every start compiles: %s; another --cache-dir?",
+            failures[0],
+        )
     return Obtained(executables, reasons, failures[0] if failures else "")
 
 

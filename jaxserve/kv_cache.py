@@ -40,13 +40,13 @@ def fit_pages(
     needed = -(-max_model_len // one_page.page_size) + 1
     if pages < needed:
         fits = max(pages - 1, 0) * one_page.page_size
-        beside = f" ({fixed / 2**30:.2f} GiB of it beside the pages)" if fixed > 2**20 else ""
-        fewer = ", lower --max-num-seqs" if beside else ""
+        beside = f" ({fixed / 2**20:,.0f} MiB of it beside the pages)" if fixed > 2**20 else ""
+        fewer = ", --max-num-seqs" if beside else ""
         raise ConfigError(
-            f"too little memory: the KV cache gets {budget / 2**30:.2f} GiB, which holds {fits} "
+            f"too little memory: the KV cache gets {budget / 2**20:,.0f} MiB, which holds {fits} "
             f"tokens, but one sequence of max_model_len {max_model_len} needs "
-            f"{(needed * each + fixed) / 2**30:.2f} GiB{beside}; lower --max-model-len{fewer} "
-            "or free memory"
+            f"{(needed * each + fixed) / 2**20:,.0f} MiB{beside}; lower --max-model-len{fewer}, or "
+            "give it more: --kv-cache-memory-bytes, or memory that something else takes"
         )
     return CacheConfig(
         num_pages=pages, page_size=one_page.page_size, own_tokens=own_tokens(kv_format)

@@ -48,9 +48,10 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         return (
-            f"weights {_gib(self.weights)} + KV cache {_gib(self.kv_cache)} + "
-            f"sequences {_gib(self.state)} + largest step's scratch {_gib(self.temporaries)} of "
-            f"{_gib(self.limit)}, {_gib(self.headroom)} left"
+            f"weights {in_words(self.weights)} + KV cache {in_words(self.kv_cache)} + "
+            f"sequences {in_words(self.state)} + largest step's scratch "
+            f"{in_words(self.temporaries)} of {in_words(self.limit)}, "
+            f"{in_words(self.headroom)} left"
         )
 
 
@@ -94,8 +95,8 @@ def plan_gpu_cache(
     """
     if weights > limit:
         raise ConfigError(
-            f"too little memory: the weights take {_gib(weights)}, this process may "
-            f"take {_gib(limit)} of the GPU; use a smaller model, or a higher "
+            f"too little memory: the weights take {in_words(weights)}, this process may "
+            f"take {in_words(limit)} of the GPU; use a smaller model, or a higher "
             "--gpu-memory-utilization if nothing else needs the card"
         )
     itemsize = jnp.dtype(dtype).itemsize
@@ -113,11 +114,16 @@ def check_host_memory(weights: int, cache: int) -> None:
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if weights + cache + _HOST_RESERVE > available:
         raise ConfigError(
-            f"too little memory: weights {_gib(weights)} + KV cache {_gib(cache)} + "
-            f"{_gib(_HOST_RESERVE)}, but {_gib(available)} are free on this machine; "
+            f"too little memory: weights {in_words(weights)} + KV cache {in_words(cache)} + "
+            f"{in_words(_HOST_RESERVE)}, but {in_words(available)} are free on this machine; "
             "use a smaller model or a GPU"
         )
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if abs(count) < 2**30 else f"{count / 2**30:.1f} GiB"
+def in_words(count: int) -> str:
+    """Bytes for people: three digits and a unit."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= size:
+            value = count / size
+            return f"{value:.1f} {unit}" if abs(value) < 100 else f"{value:.0f} {unit}"
+    return f"{count} bytes"

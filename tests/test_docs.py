@@ -1,8 +1,10 @@
-"""The documentation names what exists: files, flags and their defaults, metrics."""
+"""The documentation names what exists: files, flags and their defaults, metrics, messages."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,6 +27,8 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+(?![\w])")
 SCRIPT = re.compile(r"scripts/\w+\.py")
 METRIC = re.compile(r"`((?:vllm:|jaxserve_|process_)\w+)(?:\{[^`]*\})?`")
 PACKAGES = {"jaxserve_kernels", "jaxserve_checkpoints"}
+NOT_OURS = {"Unable to initialize backend 'tpu'"}
+"""Messages of the table for troubleshooting that come from a library."""
 
 parametrize_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -110,3 +114,27 @@ def test_metrics_that_are_named_exist(page: Path) -> None:
     exposition = Metrics("m").exposition().decode()
     for name in set(METRIC.findall(page.read_text())) - PACKAGES:
         assert f"# TYPE {name} " in exposition, name
+
+
+def texts_of_sources() -> Iterator[str]:
+    """Every string of the packages, with … for what f-strings put in."""
+    for package in ("jaxserve", "checkpoints", "kernels"):
+        for file in (ROOT / package).glob("**/*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    parts = (
+                        part if isinstance(part, ast.Constant) else None for part in node.values
+                    )
+                    yield "".join("…" if part is None else str(part.value) for part in parts)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
+
+
+def test_messages_of_the_table_for_troubleshooting_are_those_of_the_sources() -> None:
+    """Piece by piece: what stands between two … or colons is in one string."""
+    table = OPERATIONS.read_text().partition("\n## Troubleshooting\n")[2]
+    messages = set(re.findall(r"^\| `(.+?)` \| ", table, re.M)) - NOT_OURS
+    assert len(messages) > 20
+    said = "\n".join(texts_of_sources()).replace("`", "")
+    pieces = {piece.strip(" :,()") for message in messages for piece in re.split("…|: ", message)}
+    assert [piece for piece in pieces if piece not in said] == []

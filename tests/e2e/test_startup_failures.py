@@ -82,7 +82,7 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_numbers() -> None:
 
 def test_a_model_too_large_for_the_machine_is_refused_with_numbers() -> None:
     message = fails_with("--model", "qwen3-32b", "--load-format", "dummy")
-    assert "too little memory: weights 122.0 GiB" in message
+    assert "too little memory: weights 122 GiB" in message
 
 
 def test_a_length_beyond_the_model_is_refused() -> None:
