@@ -10,16 +10,28 @@ from jaxserve.cli import COMMANDS, parse_args
 from jaxserve.foreign_flags import translated
 from jaxserve.startup import Timeline
 
+_INTERRUPTED = 128 + 2
+"""The exit status of a command that Ctrl-C ended, as a shell has it."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the server, or the command that the first word names; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        goes_on = "; the same command goes on from here" if argv[:1] and argv[0] in COMMANDS else ""
+        print(f"jaxserve: interrupted{goes_on}", file=sys.stderr, flush=True)
+        os._exit(_INTERRUPTED)  # an orderly exit would wait for threads that compile or download
+
+
+def _run(argv: list[str]) -> int:
     if argv[:1] == ["bench"]:
         from jaxserve.bench.command import main as bench
 
         return bench(argv[1:])
     if argv[:1] == ["serve"]:  # as in vLLM: the model may follow
-        argv = ["--model", *argv[1:]] if argv[1:] and argv[1][0] != "-" else argv[1:]
+        argv = ["--model", *argv[1:]] if argv[1:] and not argv[1].startswith("-") else argv[1:]
     try:
         argv, without_effect = translated(argv)
     except ValueError as error:

@@ -22,9 +22,6 @@ from jaxserve_checkpoints.reader import CheckpointError
 _TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 """What belongs to a model beside its weights; without the index of their files."""
 
-_INTERRUPTED = 128 + 2
-"""The exit status of a command that Ctrl-C ended, as a shell has it."""
-
 
 def convert(options: Options) -> int:
     """Write the converted checkpoint; returns the exit status. Errors are one line on stderr."""
@@ -34,9 +31,6 @@ def convert(options: Options) -> int:
     except (ConfigError, CheckpointError, OSError) as error:
         print(f"jaxserve: error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("jaxserve: interrupted; the same command goes on from here", file=sys.stderr)
-        return _INTERRUPTED
     return 0
 
 

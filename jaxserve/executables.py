@@ -103,11 +103,15 @@ def obtain(
 
 
 def _on_threads(workers: int, run: Callable[[Program], None], programs: Sequence[Program]) -> None:
-    """Run for each program; the first error ends the wait."""
+    """Run for each program; after the first error, or Ctrl-C, no other is begun."""
     with ThreadPoolExecutor(max(1, workers), thread_name_prefix="executables") as pool:
         jobs = [pool.submit(run, program) for program in programs]
-        for job in as_completed(jobs):
-            job.result()
+        try:
+            for job in as_completed(jobs):
+                job.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def missing(programs: Sequence[Program], cache: ExecutableCache) -> dict[str, str]:

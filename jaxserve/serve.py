@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvloop
 
@@ -37,6 +37,10 @@ log = logging.getLogger(__name__)
 
 
 _PROGRESS_SECONDS = 5.0
+
+
+class _Stopped(Exception):
+    """A signal came before the server was ready."""
 
 
 class EngineDied(Exception):
@@ -88,26 +92,37 @@ def _begin_with_jax(timeline: Timeline) -> threading.Event:
 
 
 async def _serve(options: Options, timeline: Timeline, imported: threading.Event) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop)
+    try:
+        await _serve_until(stop, options, timeline, imported)
+    except _Stopped:
+        log.info("stopped while starting")
+    _leave()
+
+
+async def _serve_until(
+    stop: asyncio.Event, options: Options, timeline: Timeline, imported: threading.Event
+) -> None:
+    """_Stopped: a signal came before the server was ready."""
     with timeline.span("model and tokenizer"):
-        source = await asyncio.to_thread(find_model, options)
+        source = await _unless(stop, asyncio.to_thread(find_model, options))
     metrics = Metrics(source.names[0], legacy=options.legacy_metrics)
     engine = _make_engine(options, source, metrics, timeline, imported)
     config, tls = server_config(options, source), tls_context(options)
     tracing = _tracing(options, source)
     runner = make_runner(make_app(engine, source.tokenizer, config, metrics, tracing))
     reloading = asyncio.ensure_future(reload_when_changed(tls, options)) if tls else None
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop)
     await runner.setup()
     try:
         url = await bind(runner, config, tls)
         log.info("listening on %s; loading %s", config.uds or url, source.names[0])
-        if await _start(engine, stop):
-            _report(timeline, metrics, show_table=options.profile_startup)
-            _greet(url, source.names[0], config)
-            await _until_stopped(engine, stop)
-            await _drain(engine, options.shutdown_timeout)
+        await _start(engine, stop)
+        _report(timeline, metrics, show_table=options.profile_startup)
+        _greet(url, source.names[0], config)
+        await _until_stopped(engine, stop)
+        await _drain(engine, options.shutdown_timeout)
     finally:
         if reloading is not None:
             reloading.cancel()
@@ -115,7 +130,6 @@ async def _serve(options: Options, timeline: Timeline, imported: threading.Event
         await runner.cleanup()
         if tracing is not None:
             await asyncio.to_thread(tracing.shutdown)
-    _leave()
 
 
 def _leave() -> NoReturn:
@@ -162,21 +176,26 @@ def _tracing(options: Options, source: ModelSource) -> Tracing | None:
     return Tracing(options.otlp_traces_endpoint, source.names[0])
 
 
-async def _start(engine: AsyncEngine[Pending], stop: asyncio.Event) -> bool:
-    """Wait until the engine serves; False if a signal came first."""
-    starting = asyncio.ensure_future(engine.start())
-    stopping = asyncio.ensure_future(stop.wait())
+async def _start(engine: AsyncEngine[Pending], stop: asyncio.Event) -> None:
+    """Wait until the engine serves; _Stopped if a signal came first."""
     showing = asyncio.ensure_future(_show_progress(engine))
     try:
-        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            log.info("stopped while starting")
-            return False
-        await starting
-        return True
+        await _unless(stop, engine.start())
     finally:
-        for task in (starting, stopping, showing):
-            task.cancel()
+        showing.cancel()
+
+
+async def _unless[T](stop: asyncio.Event, doing: Coroutine[Any, Any, T]) -> T:
+    """The result of `doing`; _Stopped if a signal came first. What a thread does goes on."""
+    working, stopping = asyncio.ensure_future(doing), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise _Stopped
+        return await working
+    finally:
+        working.cancel()
+        stopping.cancel()
 
 
 async def _show_progress(engine: AsyncEngine[Pending]) -> None:

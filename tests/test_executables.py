@@ -83,6 +83,22 @@ def test_what_is_missing_may_be_refused_before_anything_is_compiled(
     assert COMPILES.count == before
 
 
+def test_nothing_is_begun_after_a_failure(tmp_path: Path) -> None:
+    traced: list[str] = []
+
+    def bad(x: Any) -> Any:
+        raise ZeroDivisionError
+
+    def later(x: Any) -> Any:
+        traced.append("later")
+        return x
+
+    programs = [program("bad", function=bad), *(program(f"{n}", function=later) for n in range(3))]
+    with pytest.raises(ZeroDivisionError):
+        obtain(programs, cache_at(tmp_path), 1, lambda phase, done: None)
+    assert len(traced) <= 1  # the one thread may have taken the next before it was told
+
+
 def flip_a_bit(content: bytes) -> bytes:
     middle = len(content) * 3 // 4
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]

@@ -65,18 +65,6 @@ def test_a_text_that_is_too_short_is_refused(
     assert "at least 64 are needed" in " ".join(text.split())
 
 
-def test_an_interrupted_conversion_says_how_to_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("jaxserve.weights.convert_model", interrupted)
-    status, text = run(capsys, *flags(tmp_path / "out"))
-    assert status == 130
-    assert text == "jaxserve: interrupted; the same command goes on from here\n"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["hqq", "awq"])
 def test_the_embedded_model_is_converted_and_served(

@@ -58,6 +58,33 @@ async def test_a_server_that_is_starting_answers_and_ends_at_once() -> None:
     assert "Traceback" not in output
 
 
+ENDLESS_DOWNLOAD = """
+import sys, time
+from jaxserve import serve
+from jaxserve.__main__ import main
+
+def find_model(options):
+    print("downloading", file=sys.stderr, flush=True)
+    time.sleep(600)
+
+serve.find_model = find_model
+sys.exit(main())
+"""
+
+
+def test_a_server_that_looks_for_its_model_ends_at_once() -> None:
+    process = run("-c", ENDLESS_DOWNLOAD, "--port", "0")
+    try:
+        read_until(process, "downloading")
+        process.send_signal(signal.SIGINT)
+        status, output = finish(process, timeout=5)
+    finally:
+        process.kill()
+        process.communicate()
+    assert (status, "Traceback" in output) == (0, False), output
+    assert "stopped while starting" in output
+
+
 async def test_what_runs_or_waits_is_finished_and_new_requests_are_refused() -> None:
     with Server("--shutdown-timeout", "200") as server:
         begun = asyncio.Semaphore(0)

@@ -1,9 +1,13 @@
-"""A command line is right, or one line says what is wrong with it."""
+"""A command line is right, or one line says what is wrong with it; Ctrl-C ends it with one."""
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import pytest
 
+from jaxserve.__main__ import main
 from jaxserve.bench.command import main as bench
 from jaxserve.cli import parse_args
 
@@ -42,7 +46,7 @@ def test_one_line_says_what_is_wrong(
 
 
 def test_the_ends_of_ranges_are_allowed() -> None:
-    line = "--port 0 --gpu-memory-utilization 1 --shutdown-timeout 0 --max-itl-ms inf"
+    line: str = "--port 0 --gpu-memory-utilization 1 --shutdown-timeout 0 --max-itl-ms inf"
     options = parse_args(line.split())
     assert (options.port, options.gpu_memory_utilization) == (0, 1.0)
     assert (options.shutdown_timeout, options.max_itl_ms) == (0.0, float("inf"))
@@ -70,3 +74,26 @@ def test_help_shows_commands_and_no_default_where_there_is_none(
     assert "(default: 8000)" in shown
     for command in ("serve", "precompile", "convert", "bench"):
         assert f"\n  {command} " in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("precompile", "interrupted; the same command goes on from here"),
+        ("convert --model a --out b", "interrupted; the same command goes on from here"),
+        ("--port 0", "interrupted"),
+    ],
+)
+def test_an_interrupted_command_says_how_to_go_on(
+    line: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for module in ("precompile", "convert", "serve"):
+        monkeypatch.setattr(f"jaxserve.{module}.prepare", interrupted)
+    monkeypatch.setattr("os._exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == f"jaxserve: {said}\n"
