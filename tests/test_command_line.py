@@ -46,8 +46,9 @@ def test_one_line_says_what_is_wrong(
 
 
 def test_the_ends_of_ranges_are_allowed() -> None:
-    line: str = "--port 0 --gpu-memory-utilization 1 --shutdown-timeout 0 --max-itl-ms inf"
-    options = parse_args(line.split())
+    options = parse_args(
+        ["--port=0", "--gpu-memory-utilization=1", "--shutdown-timeout=0", "--max-itl-ms=inf"]
+    )
     assert (options.port, options.gpu_memory_utilization) == (0, 1.0)
     assert (options.shutdown_timeout, options.max_itl_ms) == (0.0, float("inf"))
 
