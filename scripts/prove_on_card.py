@@ -266,7 +266,7 @@ def _describe(path: Path, gpu: str) -> None:
 def _run(name: str, out: Path, gpu: str, port: int) -> bool:
     proof, folder = PROOFS[name], out / name
     folder.mkdir(exist_ok=True)
-    places = {
+    places: dict[str, object] = {
         "out": folder.resolve(),
         "cache": (out / "programs").resolve(),
         "url": f"http://127.0.0.1:{port}",
