@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxserve import kv_cache, memory, slot_tables
+from jaxserve import gpu_driver, kv_cache, memory, slot_tables
 from jaxserve.cli import Options
 from jaxserve.config import Buckets, CacheConfig, ConfigError, ModelSpec, SchedulerConfig
-from jaxserve.environment import compiler_settings
+from jaxserve.environment import compiler_settings, memory_share
 from jaxserve.executable_cache import ExecutableCache, Program
 from jaxserve.fingerprint import program_key
 from jaxserve.memory import MemoryPlan
@@ -66,11 +68,15 @@ class EnginePlan:
     def memory(self, temporaries: int) -> MemoryPlan:
         config = self.config
         rows, columns = config.sequences_shape
+        results = 4 * math.prod(config.results_shape)
         return MemoryPlan(
             limit=self.limit,
             weights=memory.tree_bytes(self.weights.encoded),
             kv_cache=kv_cache.total_bytes(config.kv_format, config.kv_shape, config.dtype),
-            state=rows * columns * 4 + slot_tables.num_bytes(config.tables),
+            state=rows * columns * 4
+            + slot_tables.num_bytes(config.tables)
+            + memory.tree_bytes(config.attended)
+            + results,
             temporaries=temporaries,
         )
 
@@ -91,7 +97,7 @@ def plan_engine(options: Options, source: ModelSource) -> EnginePlan:
     scheduler = _scheduler_config(options, spec, buckets, gpu=gpu)
     files = _cache_folder(options)
     weights = plan_weights(options, source, dtype, files, stacked=gpu)
-    size, limit = memory.tree_bytes(weights.encoded), memory.device_limit(device)
+    size, limit = memory.tree_bytes(weights.encoded), _device_limit(device)
     budget = options.kv_cache_memory_bytes
     kv_format = named(options.kv_cache_dtype)
     _check_calibration(options, kv_format)
@@ -144,6 +150,11 @@ def plan_engine(options: Options, source: ModelSource) -> EnginePlan:
         staging=[_staging(each) for each in weights.staging],
         cache=ExecutableCache(files / "executables", key, source.file_name),
     )
+
+
+def _device_limit(device: Any) -> int:
+    """Without statistics of its own, the allocator takes a share of the card."""
+    return memory.device_limit(device, int(memory_share() * gpu_driver.total_memory()))
 
 
 def _check_calibration(options: Options, kv_format: KVFormat) -> None:

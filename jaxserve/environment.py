@@ -31,9 +31,11 @@ def key_of_environment(variable: str) -> str | None:
 def prepare(gpu_memory_utilization: float) -> None:
     """Set what is not set already: the allocator's share of the GPU, and compiler flags."""
     os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(gpu_memory_utilization))
-    # XLA's own allocator keeps 8 bytes of host memory for every 256 of the pool: 4 GB, and 1.5 s of
-    # the start, for 126 GiB. CUDA's costs neither, and steps are as fast.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
+    # It gives a step's scratch the same addresses each time, so that its graph is launched as it
+    # was recorded. With CUDA's pool (cuda_async) addresses wander, and changing a mixed step's
+    # graph takes 7 ms. XLA's own (bfc) keeps 8 bytes of host memory for every 256 of the pool:
+    # 4 GB, and 1.5 s of the start, for 126 GiB.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "vmm")
     # Launching a step takes 2 ms of a thread; on a thread of its own the engine's has 1.6 of them.
     os.environ.setdefault("PJRT_GPU_ENABLE_ASYNC_DISPATCH", "1")
     # Kernels carry their source lines otherwise, which doubles their size in every program.
@@ -41,6 +43,11 @@ def prepare(gpu_memory_utilization: float) -> None:
     given = os.environ.get("XLA_FLAGS", "")
     ours = [flag for flag in _XLA_FLAGS if flag.split("=")[0] not in given]
     os.environ["XLA_FLAGS"] = " ".join([given, *ours]).strip()
+
+
+def memory_share() -> float:
+    """The allocator's share of the GPU, after `prepare`."""
+    return float(os.environ["XLA_CLIENT_MEM_FRACTION"])
 
 
 def compiler_settings() -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""Opening the GPU's driver beside Python's imports, which hold the interpreter and not the card."""
+"""What is asked of the GPU's driver itself: to open early, beside Python's imports, which hold the
+interpreter and not the card; and how much memory the card has."""
 
 from __future__ import annotations
 
@@ -41,3 +42,15 @@ def open_first(driver: Any) -> None:
     device, context = ctypes.c_int(), ctypes.c_void_p()
     if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
+def total_memory() -> int:
+    """Bytes of the first GPU; 0 if the driver does not say."""
+    try:
+        driver = ctypes.CDLL(_LIBRARY)
+    except OSError:
+        return 0
+    device, size = ctypes.c_int(), ctypes.c_size_t()
+    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+        driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+    return size.value

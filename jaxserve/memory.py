@@ -60,15 +60,19 @@ def tree_bytes(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def device_limit(device: Any) -> int:
+def device_limit(device: Any, otherwise: int) -> int:
     """Bytes that this process may take of the device; of a CPU, what is free now. ConfigError:
-    the device does not say."""
+    nobody says.
+
+    Args:
+      otherwise: that of a GPU whose allocator does not say it; 0: not known.
+    """
     if device.platform == "cpu":
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+    limit = (device.memory_stats() or {}).get("bytes_limit", 0) or otherwise
     if not limit:
         raise ConfigError(
-            "the device's allocator does not say how much memory it may give: remove "
+            "neither the device's allocator nor the driver says how much memory there is: remove "
             "XLA_PYTHON_CLIENT_ALLOCATOR and XLA_PYTHON_CLIENT_PREALLOCATE from the environment"
         )
     return limit

@@ -1,23 +1,22 @@
-"""Logprobs of prompt tokens, from what a prefill leaves: programs of their own beside the steps.
+"""Logprobs of prompt tokens, from what a prefill leaves: a program of its own beside the steps.
 
-A step that carries prompt chunks returns its tokens as the last layer's attention left them. If a
-prompt's logprobs are wanted, a small program takes the positions in question out of them, and one
-more, the same for all steps, does what is left of the last layer and computes their scores; so many
-at a time that the scores need no more memory than those of a decode step. A step whose rows are not
-scored pays nothing.
+A step that carries prompt chunks leaves its tokens on the device as the last layer's attention left
+them. If a prompt's logprobs are wanted, a small program takes the positions in question out of
+them, does what is left of the last layer and computes their scores; so many at a time that the
+scores need no more memory than those of a decode step. A step whose rows are not scored pays
+nothing.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.typing import DTypeLike
 
 from jaxserve.api import MAX_LOGPROBS, PromptLogprobs
 from jaxserve.config import ModelSpec
@@ -26,8 +25,8 @@ from jaxserve.models import qwen3
 from jaxserve.plan import StepPlan
 from jaxserve_kernels.sampler import score
 
-_SCORE, _TAKE = "prompt_scores", "prompt_rows_"
-"""Names of the programs; the second with the tokens of the step that it takes rows from."""
+_SCORE = "prompt_scores"
+"""Name of the program."""
 
 _COLUMNS = 2 + 2 * MAX_LOGPROBS
 """Logprob, rank, ids and logprobs of the alternatives."""
@@ -35,13 +34,17 @@ _COLUMNS = 2 + 2 * MAX_LOGPROBS
 
 def compute(
     params: qwen3.Params,
-    taken: qwen3.Attended,
-    targets: Array,
+    attended: qwen3.Attended,
+    wanted: Array,
     *,
     spec: ModelSpec,
     sampled_vocab: int,
 ) -> Array:
-    """Scores of `targets` [rows] after so many tokens.
+    """Scores of tokens after those of a step.
+
+    Args:
+      attended: all of the step.
+      wanted: int32 [2, rows], positions among them and the tokens that follow these.
 
     Returns:
       int32 [rows, _COLUMNS], floats as their bits.
@@ -50,8 +53,8 @@ def compute(
     def bits(x: Array) -> Array:
         return lax.bitcast_convert_type(x, jnp.int32)
 
-    logits = qwen3.logits(params, qwen3.finish(params, taken, spec))
-    scores = score(logits, targets, vocab=sampled_vocab, alternatives=MAX_LOGPROBS)
+    logits = qwen3.logits(params, qwen3.finish(params, attended.of(wanted[0]), spec))
+    scores = score(logits, wanted[1], vocab=sampled_vocab, alternatives=MAX_LOGPROBS)
     columns = [
         bits(scores.logprob)[:, None],
         scores.rank[:, None],
@@ -61,53 +64,29 @@ def compute(
     return jnp.concatenate(columns, axis=1)
 
 
-def programs(
-    params: Any,
-    steps: Iterable[int],
-    *,
-    spec: ModelSpec,
-    dtype: DTypeLike,
-    rows: int,
-    sampled_vocab: int,
-) -> list[Program]:
+def program(
+    params: Any, attended: qwen3.Attended, *, spec: ModelSpec, rows: int, sampled_vocab: int
+) -> Program:
     """What `PromptScorer` executes.
 
     Args:
-      params: abstract.
-      steps: tokens of each step that carries prompt chunks.
+      params: abstract, as `attended` is.
       rows: positions that one call scores.
     """
-
-    def abstract(tokens: int) -> qwen3.Attended:
-        return qwen3.abstract_attended(spec, dtype, tokens)
-
-    indices = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    score_all = functools.partial(compute, spec=spec, sampled_vocab=sampled_vocab)
-    return [
-        Program(name=_SCORE, function=score_all, arguments=(params, abstract(rows), indices)),
-        *(
-            Program(
-                name=f"{_TAKE}{tokens}",
-                function=qwen3.Attended.of,
-                arguments=(abstract(tokens), indices),
-            )
-            for tokens in steps
-        ),
-    ]
+    return Program(
+        name=_SCORE,
+        function=functools.partial(compute, spec=spec, sampled_vocab=sampled_vocab),
+        arguments=(params, attended, jax.ShapeDtypeStruct((2, rows), jnp.int32)),
+    )
 
 
 class PromptScorer:
-    """Scores by compiled programs, made before serving."""
+    """Scores by a compiled program, made before serving."""
 
     def __init__(self, executables: Mapping[str, Executable], *, rows: int):
-        """`executables` hold those of `programs` for so many `rows`, by name."""
+        """`executables` hold that of `program` for so many `rows`, by name."""
         self._rows = rows
         self._score = executables[_SCORE]
-        self._take = {
-            int(name.removeprefix(_TAKE)): executable
-            for name, executable in executables.items()
-            if name.startswith(_TAKE)
-        }
 
     def launch(self, params: qwen3.Params, attended: qwen3.Attended, plan: StepPlan) -> list[Array]:
         """Start what the plan's rows want scored; nothing if they want nothing."""
@@ -118,7 +97,7 @@ class PromptScorer:
         ]
 
     def warm(self, params: qwen3.Params, attended: qwen3.Attended) -> Array:
-        """Run the programs for so many tokens once; returns before they have run."""
+        """Run the program once; returns before it has run."""
         return self._call(params, attended, [])
 
     def _call(
@@ -127,8 +106,7 @@ class PromptScorer:
         packed = np.zeros((2, self._rows), np.int32)
         if wanted:
             packed[:, : len(wanted)] = np.asarray(wanted, np.int32).T
-        taken = self._take[attended.x.shape[0]](attended, packed[0])
-        scores: Array = self._score(params, taken, packed[1])
+        scores: Array = self._score(params, attended, packed)
         scores.copy_to_host_async()
         return scores
 

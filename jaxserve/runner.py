@@ -45,7 +45,7 @@ _CHUNK_TOKENS = 8
 """A step whose chunks are shorter on average may need a larger bucket than its tokens do: tiles
 that are never used cost time, and room for any split would be mostly that."""
 
-_LARGEST = "kv_largest"
+_LARGEST, _RESULTS = "kv_largest", "results"
 
 _KERNELS = (" fusion(", " custom-call(", " copy(", " dot(", " reduce(", " gather(", " scatter(")
 """Instructions of a compiled program that launch a kernel."""
@@ -107,6 +107,15 @@ class RunnerConfig:
         return slot_tables.abstract(self.scheduler.max_num_seqs, self.spec.vocab_size)
 
     @property
+    def attended(self) -> qwen3.Attended:
+        """Abstract."""
+        return qwen3.abstract_attended(self.spec, self.dtype, self.buckets.prefill[-1])
+
+    @property
+    def results_shape(self) -> tuple[int, int]:
+        return self.scheduler.max_num_seqs, batch.RESULT_COLUMNS
+
+    @property
     def padding_slot(self) -> int:
         return self.scheduler.max_num_seqs
 
@@ -137,6 +146,8 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
         kv=config.kv_format.abstract(config.kv_shape, config.dtype),
         sequences=_abstract(config.sequences_shape, jnp.int32),
         tables=config.tables,
+        attended=config.attended,
+        results=_abstract(config.results_shape, jnp.int32),
     )
 
     def step(bucket: Bucket) -> Program:
@@ -152,12 +163,17 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
             details=repr(bucket),
         )
 
+    def zeros(abstract: Any) -> Array:
+        return jnp.zeros(abstract.shape, abstract.dtype)
+
     def empty() -> DeviceState:
         kv = config.kv_format.allocate(config.kv_shape, config.dtype)
         return DeviceState(
             kv=kv,
             sequences=jnp.zeros(config.sequences_shape, jnp.int32),
-            tables=jax.tree.map(lambda table: jnp.zeros(table.shape, table.dtype), config.tables),
+            tables=jax.tree.map(zeros, config.tables),
+            attended=jax.tree.map(zeros, config.attended),
+            results=zeros(state.results),
         )
 
     updates = _abstract((2 * _FLUSH_UPDATES,), jnp.int32)
@@ -166,13 +182,13 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
         *(step(bucket) for bucket in config.all_buckets()),
         Program(name="flush", function=_flush, arguments=(state.sequences, updates), donated=(0,)),
         Program(name="state", function=empty, arguments=(), details=repr(state)),
+        Program(name=_RESULTS, function=jnp.copy, arguments=(state.results,)),
         *([Program(name=_LARGEST, function=largest_magnitudes, arguments=(state.kv,))] * scaled),
         *slot_tables.programs(config.tables),
-        *prompt_scores.programs(
+        prompt_scores.program(
             params,
-            config.buckets.prefill,
+            state.attended,
             spec=config.spec,
-            dtype=config.dtype,
             rows=config.scheduler.max_num_seqs,
             sampled_vocab=config.sampled_vocab,
         ),
@@ -215,12 +231,13 @@ class Runner:
         """
         self._steps = {bucket: executables[_step_name(bucket)] for bucket in self._buckets}
         self._flush, self._zero_state = executables["flush"], executables["state"]
+        self._results = executables[_RESULTS]
         self._uploads = slot_tables.Uploads(self._config.tables, executables)
         self._scorer = PromptScorer(executables, rows=self._config.scheduler.max_num_seqs)
         self._largest = executables.get(_LARGEST)
         self._state = self._fresh_state()
         prepare(self)
-        launched: list[Array] = []
+        launched = [self._scorer.warm(self._params, self._state.attended)]
         for done, bucket in enumerate(self._buckets, start=1):
             launched += self._warm(bucket)
             progress("warming", done / len(self._buckets))
@@ -252,13 +269,12 @@ class Runner:
         packed = batch.pack(plan, updates, bucket, self._config.padding_slot)
         started = time.perf_counter()
         late = self._in_flight is not None and self._in_flight.is_ready()
-        self._state, outputs = self._steps[bucket](self._params, self._state, packed)
-        self._in_flight = outputs.results
-        outputs.results.copy_to_host_async()
-        scores: list[Array] = []
-        if outputs.attended is not None:
-            scores = self._scorer.launch(self._params, outputs.attended, plan)
-        return Pending(plan, outputs.results, scores, bucket, started, late)
+        self._state = self._steps[bucket](self._params, self._state, packed)
+        results: Array = self._results(self._state.results)  # the next step overwrites the state's
+        self._in_flight = results
+        results.copy_to_host_async()
+        scores = self._scorer.launch(self._params, self._state.attended, plan)
+        return Pending(plan, results, scores, bucket, started, late)
 
     def collect(self, pending: Pending) -> list[Sampled | None]:
         """Wait for a step and read what its rows sampled: the only wait for the device."""
@@ -314,10 +330,8 @@ class Runner:
         )
         launched: list[Array] = []
         for _ in range(_warm_calls()):
-            self._state, outputs = self._steps[bucket](self._params, self._state, packed)
-            launched.append(outputs.results)
-            if outputs.attended is not None:
-                launched.append(self._scorer.warm(self._params, outputs.attended))
+            self._state = self._steps[bucket](self._params, self._state, packed)
+            launched.append(self._results(self._state.results))
         return launched
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -24,19 +25,21 @@ from jaxserve_kernels.sampler import (
 
 
 class DeviceState(NamedTuple):
-    """What stays on the device between steps; donated to each."""
+    """What stays on the device between steps; donated to each.
+
+    Results are here, too, and not outputs of their own: XLA keeps intermediates of every layer in
+    the memory of an output as long as it is free, and the memory of an output is elsewhere in each
+    step, so that most nodes of the step's CUDA graph would have to be changed before its launch.
+    """
 
     kv: KV
     sequences: Array  # int32, see sequence_state
     tables: SlotTables  # see slot_tables
-
-
-class StepOutputs(NamedTuple):
-    """Beside the new state."""
-
-    results: Array  # int32 [rows, RESULT_COLUMNS], floats as their bits
-    attended: qwen3.Attended | None
-    """All tokens, before the end of the last layer; of steps that may carry prompt chunks."""
+    attended: qwen3.Attended
+    """The tokens of the last step that could carry prompt chunks, before the end of its last layer;
+    [tokens of the largest such step, ...]."""
+    results: Array
+    """Of the last step: int32 [rows of the largest step, RESULT_COLUMNS], floats as their bits."""
 
 
 def run_step(
@@ -47,7 +50,7 @@ def run_step(
     spec: ModelSpec,
     bucket: Bucket,
     sampled_vocab: int,
-) -> tuple[DeviceState, StepOutputs]:
+) -> DeviceState:
     """Compute a packed plan.
 
     Args:
@@ -56,15 +59,16 @@ def run_step(
         padding that no tokenizer knows.
 
     Returns:
-      The new state, and what the host may read.
+      The new state, which holds what the host may read.
     """
     inputs = bucket.unpack(packed)
     sequences = sequence_state.apply(state.sequences, inputs.addresses, inputs.values)
     tokens = _locate(inputs, sequences, page_size=page_size(state.kv))
-    attended = None
+    kept = state.attended
     if bucket.kind == "mixed":
         attended, kv = qwen3.forward(params, state.kv, tokens, spec, tile_size=bucket.tile_size)
         hidden = qwen3.finish(params, attended.of(inputs.row_last), spec)
+        kept = jax.tree.map(_overwritten, kept, attended)
     else:  # each token is the last of its row
         hidden, kv = qwen3.decode(params, state.kv, tokens, spec)
     scores = qwen3.logits(params, hidden)
@@ -83,8 +87,13 @@ def run_step(
     padding_slot = sequences.shape[0] - 1
     slots = jnp.where(rows.active, inputs.row_slots, padding_slot)
     sequences = sequences.at[slots, sequence_state.LAST_TOKEN].set(chosen)
-    outputs = StepOutputs(_result(chosen, logprobs), attended)
-    return DeviceState(kv, sequences, tables), outputs
+    results = _overwritten(state.results, _result(chosen, logprobs))
+    return DeviceState(kv, sequences, tables, kept, results)
+
+
+def _overwritten(old: Array, new: Array) -> Array:
+    """`old` with its first rows replaced."""
+    return lax.dynamic_update_slice(old, new, (0,) * old.ndim)
 
 
 def _locate(inputs: StepInputs, sequences: Array, *, page_size: int) -> qwen3.StepTokens:

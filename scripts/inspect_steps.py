@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve import kv_cache, sequence_state, slot_tables
+from jaxserve import batch, kv_cache, sequence_state, slot_tables
 from jaxserve.batch import Bucket
 from jaxserve.config import NAMED_MODELS, CacheConfig, ModelSpec
 from jaxserve.models import qwen3
@@ -43,7 +43,7 @@ from jaxserve_kernels import target
 from jaxserve_kernels.kv_format import NAMES, named
 from jaxserve_kernels.paged_attention import tile_tokens
 
-MAX_SEQS, PAGE_SIZE, PAGES = 256, 64, 2000
+MAX_SEQS, MAX_TOKENS, PAGE_SIZE, PAGES = 256, 2048, 64, 2000
 
 
 def main() -> None:
@@ -107,6 +107,8 @@ def inspect(
             sequence_state.shape(MAX_SEQS, spec.max_position // PAGE_SIZE), jnp.int32
         ),
         tables=slot_tables.abstract(MAX_SEQS, spec.vocab_size),
+        attended=qwen3.abstract_attended(spec, jnp.bfloat16, max(bucket.tokens, MAX_TOKENS)),
+        results=jax.ShapeDtypeStruct((MAX_SEQS, batch.RESULT_COLUMNS), jnp.int32),
     )
     plain = qwen3.abstract(spec, jnp.bfloat16, stacked=True)
     params = encoded_abstract(plain, quantization.encoder(spec))
@@ -132,6 +134,7 @@ def inspect(
         ),
         "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
         "aliased_bytes": memory.alias_size_in_bytes,
+        "other_output_bytes": memory.output_size_in_bytes - memory.alias_size_in_bytes,
         "scratch_bytes": memory.temp_size_in_bytes,
     }
 

@@ -69,3 +69,27 @@ def test_without_a_driver_or_for_another_platform_nothing_happens(
     driver = Driver()
     opened(monkeypatch, driver, "cpu")
     assert driver.calls == []
+
+
+def test_the_size_of_the_card_is_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sized(Driver):
+        def cuDeviceTotalMem_v2(self, size: Any, device: Any) -> int:
+            size._obj.value = 80 * 2**30
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Sized())
+    assert gpu_driver.total_memory() == 80 * 2**30
+
+
+@pytest.mark.parametrize("failing", ["cuInit", "cuDeviceGet"])
+def test_the_size_of_no_card_is_nothing(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(**{failing: 100}))
+    assert gpu_driver.total_memory() == 0
+
+
+def test_without_a_driver_there_is_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> Driver:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    assert gpu_driver.total_memory() == 0
