@@ -82,19 +82,24 @@ class Growth(NamedTuple):
     """Of the expectation."""
 
 
-def peak_pages(sequences: Collection[Growth]) -> float:
+def peak_pages(sequences: Collection[Growth]) -> int:
     """The most pages that sequences will hold, if all grow at one pace and leave at their ends.
 
     The maximum is reached just before one of them ends. (Gong et al. 2025, "Past-Future Scheduler
-    for LLM Serving under SLA Guarantees", use the same sum.) Added is a margin of `_MARGIN` times
-    the deviation of the sum, as of independent sequences.
+    for LLM Serving under SLA Guarantees", use the same sum.)
     """
     held, peak = 0, 0
     ordered = sorted(sequences, key=lambda sequence: -sequence.remaining)
     for count, sequence in enumerate(ordered, start=1):
         held += sequence.held
         peak = max(peak, held + count * sequence.remaining)
-    return peak + _MARGIN * math.sqrt(sum(sequence.deviation**2 for sequence in sequences))
+    return peak
+
+
+def margin(sequences: Collection[Growth]) -> float:
+    """Pages beyond the expected peak: `_MARGIN` times the deviation of the sum, as of independent
+    sequences."""
+    return _MARGIN * math.sqrt(sum(sequence.deviation**2 for sequence in sequences))
 
 
 def has_room(
@@ -105,6 +110,10 @@ def has_room(
     lengths: OutputLengths,
 ) -> bool:
     """Whether it fits now, and everybody will fit as long as lengths are as expected.
+
+    It need not all fit if the sequence is expected to be gone before the others hold most: then it
+    makes nothing tighter. Otherwise long answers that turn out longer than expected would keep
+    everybody out, short answers too, until they end.
 
     `hit`: the pages of its tokens that are cached.
     """
@@ -129,8 +138,9 @@ def has_room(
     ]
     # Pages that several hold, or that came from the cache, count once and as held to the end.
     common = pages.num_total - free - new - sum(growth.held for growth in growths)
-    peak = peak_pages([*growths, growth(seq, new + len(hit), new)])
-    return common + peak <= pages.num_total
+    grown = [*growths, growth(seq, new + len(hit), new)]
+    peak = peak_pages(grown)
+    return common + peak + margin(grown) <= pages.num_total or peak <= peak_pages(growths)
 
 
 def refuse_impossible(request: Request, config: SchedulerConfig, cache: CacheConfig) -> None:

@@ -11,7 +11,7 @@ from jaxserve.api import Request, SamplingParams
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.plan import Sampled
 from jaxserve.scheduler import Scheduler
-from jaxserve.scheduler.admission import Growth, OutputLengths, peak_pages
+from jaxserve.scheduler.admission import Growth, OutputLengths, margin, peak_pages
 
 growths = st.lists(
     st.builds(Growth, st.integers(0, 20), st.integers(0, 20), st.just(0.0)), max_size=8
@@ -47,8 +47,8 @@ def test_the_deviation_of_lengths_is_learned() -> None:
 
 
 def test_uncertain_lengths_leave_a_margin() -> None:
-    certain = [Growth(4, 2)] * 4
-    assert peak_pages([growth._replace(deviation=3.0) for growth in certain]) == 24 + 6
+    assert margin([Growth(4, 2)] * 4) == 0
+    assert margin([Growth(4, 2, deviation=3.0)] * 4) == 6
 
 
 def test_before_anything_is_known_a_request_for_everything_does_not_reserve_everything() -> None:
@@ -83,6 +83,44 @@ def test_who_fits_at_the_longest_that_all_may_become_is_not_kept_waiting(
     scheduler.plan()
     assert scheduler.num_waiting == 0
     scheduler.check()
+
+
+class Share(OutputLengths):
+    """Expects a part of what is asked for, exactly."""
+
+    part = 0.1
+
+    def expected(self, max_tokens: int, generated: int) -> tuple[int, float]:
+        return max(int(self.part * max_tokens), generated + 1), 0.0
+
+
+def test_an_answer_that_ends_before_the_pages_get_scarce_is_not_kept_waiting() -> None:
+    config = SchedulerConfig(max_num_seqs=6, max_model_len=200, max_num_batched_tokens=64)
+    lengths = Share()
+    scheduler = Scheduler(config, CacheConfig(num_pages=61, page_size=4), lengths=lengths)
+
+    def come(name: str, output: int) -> None:
+        params = SamplingParams(max_tokens=output)
+        scheduler.add(Request(id=name, prompt=(len(name), *range(7)), params=params))
+
+    def step() -> None:
+        plan = scheduler.plan()
+        assert plan is not None
+        scheduler.commit(plan, [Sampled(7) if row.samples else None for row in plan.rows])
+
+    come("one", 150)
+    come("another", 150)
+    step()
+    assert scheduler.num_running == 2
+    lengths.part = 1.0  # they will need 78 of 60 pages
+    step()
+    come("long", 100)
+    step()
+    assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
+    scheduler.abort("long")
+    come("short", 8)
+    step()
+    assert (scheduler.num_running, scheduler.num_waiting) == (3, 0)
 
 
 def test_a_steady_overload_preempts_few() -> None:
