@@ -15,7 +15,7 @@ streams that was 13 times per 10,000 tokens, for 1.5 ms and now and then 70 (scr
 on two busy cores). Most objects of a request are in no cycle and go without it."""
 
 _MADV_DONTNEED = 4
-_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ([rwxsp-]{4}) \S+ \S+ \S+\s+/(?!dev/)")
+_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ([rwxsp-]{4}) \S+ \S+ \S+ *(.*)$")
 
 
 def import_freely() -> None:
@@ -56,8 +56,10 @@ def _clean_mappings() -> Iterator[tuple[int, int]]:
     """Addresses of files mapped into this process that it cannot write, and has not written."""
     place = None
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines():
-        if found := _MAPPING.match(line):
-            private = found[3][1] == "-" and found[3][3] == "p"
-            place = (int(found[1], 16), int(found[2], 16)) if private else None
+        if found := _MAPPING.match(line):  # of whatever kind: its figures are not the last one's
+            start, end, rights, path = found.groups()
+            file = path.startswith("/") and not path.startswith("/dev/")
+            private = rights[1] == "-" and rights[3] == "p"
+            place = (int(start, 16), int(end, 16)) if file and private else None
         elif line.startswith("Anonymous:") and place is not None and line.split()[1] == "0":
             yield place

@@ -20,10 +20,14 @@ LIBRARY.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def mapped(file: Path) -> int:
-    """The address of a private mapping of the whole file, as a library's are."""
+    """The address of a private mapping of the whole file, as a library's are; behind it one of no
+    file, of which nothing is in memory."""
+    flags, fixed = mmap.MAP_PRIVATE, 0x10
+    both = LIBRARY.mmap(None, 2 * SIZE, 0, flags | mmap.MAP_ANONYMOUS, -1, 0)
     with file.open("rb") as stream:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        address = LIBRARY.mmap(None, SIZE, protection, mmap.MAP_PRIVATE, stream.fileno(), 0)
+        address = LIBRARY.mmap(both, SIZE, protection, flags | fixed, stream.fileno(), 0)
+    assert address == both
     assert address not in (None, ctypes.c_void_p(-1).value)
     return address
 

@@ -22,7 +22,7 @@ COMMANDS = sorted(
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_uses_flags_that_there_are(command: str) -> None:
     words = shlex.split(command)
-    server = flags_in(ROOT / "jaxserve" / "cli.py")
+    server = flags_in(ROOT / "jaxserve" / "cli.py") | flags_in(ROOT / "jaxserve" / "flags.py")
     if words[:2] == ["-m", "pytest"]:
         assert (ROOT / words[4]).exists()
     elif words[:3] == ["-m", "jaxserve", "bench"]:
