@@ -2,6 +2,7 @@
 
     python scripts/bench_step.py --model qwen3-4b --batch 1,8,64 --context 1024 --out step.json
     python scripts/bench_step.py --compare before.json ...
+    python scripts/bench_step.py --quantization int4 --compare bfloat16.json --assert-ratio 1.0
 
 Every step runs as the engine runs it: from the scheduler's plan, one step ahead. The floor is the
 bytes that a step must read (weights, and the keys and values of its sequences as full pages hold
@@ -89,7 +90,10 @@ def main() -> None:
     if args.profile:
         for batch in args.batch:
             profile(runner, config, batch, args.context[0], 8)
-    show(result, json.loads(args.compare.read_text()) if args.compare else None)
+    earlier = json.loads(args.compare.read_text()) if args.compare else None
+    show(result, earlier)
+    if earlier and args.assert_ratio:
+        assert_never_slower(result, earlier, args.assert_ratio)
 
 
 def parse_args() -> argparse.Namespace:
@@ -116,7 +120,15 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     parser.add_argument("--compare", type=Path, help="an earlier result to compare with")
-    return parser.parse_args()
+    parser.add_argument(
+        "--assert-ratio",
+        type=float,
+        help="fail if a step takes more than so many times what it takes in --compare's result",
+    )
+    args = parser.parse_args()
+    if args.assert_ratio and not args.compare:
+        parser.error("--assert-ratio needs the result of --compare")
+    return args
 
 
 def copy_bandwidth() -> float:
@@ -296,6 +308,18 @@ def describe(args: argparse.Namespace, bandwidth: float, timings: list[Timing]) 
         "copy_tb_per_s": bandwidth / 1e12,
         "timings": [dataclasses.asdict(timing) for timing in timings],
     }
+
+
+def assert_never_slower(result: dict[str, Any], earlier: dict[str, Any], limit: float) -> None:
+    """SystemExit: some step takes more than `limit` times what it took before."""
+    before = {(t["batch"], t["context"]): t["step_ms"] for t in earlier["timings"]}
+    slower = [
+        f"batch {t['batch']}, context {t['context']}: {t['step_ms']:.3f} ms, was {known:.3f}"
+        for t in result["timings"]
+        if (known := before.get((t["batch"], t["context"]))) and t["step_ms"] > limit * known
+    ]
+    if slower:
+        raise SystemExit(f"more than {limit} times the time:\n" + "\n".join(slower))
 
 
 def show(result: dict[str, Any], earlier: dict[str, Any] | None) -> None:
