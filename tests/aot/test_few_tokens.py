@@ -1,4 +1,5 @@
-"""The product of few tokens with 4-bit integers, as ptxas makes it: what its speed rests on."""
+"""Products of few and of some tokens with 4-bit integers, as ptxas makes them: what their speed
+rests on."""
 
 from __future__ import annotations
 
@@ -9,7 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.aot.ptx import compile_gluon, ptxas_report
+from tests.aot.ptx import (
+    MOST_SHARED_MEMORY,
+    check_registers_and_memory,
+    compile_gluon,
+    ptxas_report,
+)
 
 STEPS = 5
 
@@ -35,16 +41,38 @@ def test_all_codes_are_asked_for_before_the_first_is_used(
 ) -> None:
     """A thread's codes of a tile are 16 bytes of each of two rows; in a chain they are asked for
     before the kernel waits for those before it (ACQBULK)."""
-    import triton
-
     kernel = compiled(tokens, group, early)
     report = ptxas_report(kernel, tmp_path)
     assert re.search(r"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", report)
     registers = re.search(r"Used (\d+) registers", report)
     assert registers and int(registers[1]) <= 128  # four programs for each multiprocessor
-    nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    code = subprocess.run(
-        [nvdisasm, "-c", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True
-    ).stdout
-    before, _ = code.split("ACQBULK" if early else "HMMA.16816", 1)
+    before, _ = disassembled(tmp_path).split("ACQBULK" if early else "HMMA.16816", 1)
     assert len(re.findall(r"LDG\.E\.128", before)) >= 2 * STEPS
+
+
+def disassembled(folder: Path) -> str:
+    import triton
+
+    nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    command = [nvdisasm, "-c", folder / "kernel.cubin"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_ring_of_codes_is_asked_for_before_the_kernels_before_end(tmp_path: Path) -> None:
+    """16 tokens, in a chain; three programs share a multiprocessor, and their products do not wait
+    for each other."""
+    from jaxserve_kernels.quantized_matmul.triton_streaming import _product
+
+    types = {
+        "x_ptr": "*bf16", "packed_ptr": "*u16", "scale_ptr": "*fp32", "zero_ptr": "*i32",
+        "out_ptr": "*bf16",
+    }  # fmt: skip
+    constants = {
+        "tokens": 16, "n": 9728, "k": 2560, "GATED": True, "KIND": 2, "GROUP": 64, "ZERO": 1,
+        "TOKENS": 16, "ROWS": 64, "STEPS": 20, "STAGES": 8, "EARLY": True,
+    }  # fmt: skip
+    kernel = compile_gluon(_product, types, constants)
+    check_registers_and_memory(kernel, tmp_path)
+    assert 3 * kernel.metadata.shared <= MOST_SHARED_MEMORY
+    before, _ = disassembled(tmp_path).split("ACQBULK", 1)
+    assert len(re.findall(r"LDGSTS\.E\S*\.128", before)) == 2 * 7

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.config import NAMED_MODELS
-from jaxserve_kernels import weights
+from jaxserve_kernels import early, weights
 from jaxserve_kernels.quantized_matmul.config import Config, choose
 
 QUANTIZE = {
@@ -62,6 +62,28 @@ def test_few_tokens_are_unpacked_and_many_computed_in_e4m3() -> None:
         one = "few" if name.startswith("int4") else "unpack"
         some = "e4m3" if name == "fp8" else "unpack"
         assert methods(name) == [one, "unpack", some, "e4m3", "e4m3"]
+
+
+def test_in_a_chain_some_tokens_with_integers_stream() -> None:
+    """Whole tiles of rows, no part without a tile of the input, few enough for their readers."""
+    for spec in NAMED_MODELS.values():
+        for out, depth, gated in (
+            (spec.q_size + 2 * spec.kv_size, spec.embed, False),
+            (spec.embed, spec.ffn, False),
+            (2 * spec.ffn, spec.embed, True),
+        ):
+            for tokens in (9, 16, 17, 32, 48, 64):
+                with early.use():
+                    config = config_of("int4", out, depth, tokens, gated=gated)
+                assert config is not None and config.method == "stream"
+                assert tokens <= config.tokens and out % config.rows == 0
+                steps = -(-(depth // 128) // config.splits)
+                assert config.splits <= 8 and (config.splits - 1) * steps < depth // 128
+                assert config.splits == 1 or not gated
+    with early.use():
+        for name, tokens in (("int4", 65), ("nvfp4", 16)):
+            config = config_of(name, 6144, 2560, tokens)
+            assert config is not None and config.method != "stream"
 
 
 def test_a_thread_has_registers_for_all_its_codes_of_few_tokens() -> None:

@@ -80,10 +80,19 @@ def test_products_equal_their_definition(name: str, tokens: int, out: int, depth
 
 
 @pytest.mark.parametrize(
-    ("tokens", "embed", "ffn"), [(1, 2560, 9728), (5, 2560, 9728), (8, 256, 512)]
+    ("tokens", "embed", "ffn"),
+    [
+        (1, 2560, 9728),
+        (5, 2560, 9728),
+        (8, 256, 512),
+        (12, 2560, 9728),
+        (32, 256, 640),
+        (50, 256, 512),
+    ],
 )
 def test_a_chain_of_products_equals_its_definition(tokens: int, embed: int, ffn: int) -> None:
-    """Of few tokens with 4-bit integers: codes are read before the kernels before them end."""
+    """Of few and of some tokens with 4-bit integers: codes are read before the kernels before
+    them end."""
     keys = jax.random.split(jax.random.key(tokens), 4)
     quantize = jax.jit(weights.quantize_int4)
     gate_up = quantize(jax.random.normal(keys[0], (2, 2 * ffn, embed)) * embed**-0.5)

@@ -51,6 +51,10 @@ def _kernels(config: Config) -> Any:
         from jaxserve_kernels.quantized_matmul import triton_few
 
         return triton_few
+    if config.method == "stream":
+        from jaxserve_kernels.quantized_matmul import triton_streaming
+
+        return triton_streaming
     from jaxserve_kernels.quantized_matmul import triton
 
     return triton

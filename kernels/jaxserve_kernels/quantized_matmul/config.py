@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from jaxserve_kernels import early
 from jaxserve_kernels.weights import Fp8Weight, Int4Weight, Int8Weight, Nvfp4Weight, QuantizedWeight
 
-type Method = Literal["few", "unpack", "e4m3"]
+type Method = Literal["few", "stream", "unpack", "e4m3"]
 
 _ENOUGH_WARPS = 1056
 """Eight for each of an H100's or H200's 132 multiprocessors keep its memory busy."""
@@ -17,6 +18,15 @@ _DEEP = 64
 
 _FEW = 8
 """Tokens of the tensor cores' smallest product."""
+
+_MAX_CHAINED = 64
+"""Tokens of a chain's product by `triton_streaming`."""
+
+_STREAMING_PROGRAMS = 396
+"""Three for each multiprocessor: their rings fill its shared memory."""
+
+_MOST_PARTS = 8
+"""More partial sums than these cost their readers more than the product gains."""
 
 _ENOUGH_TILES = 90
 """Programs of a product that the tensor cores bound: fewer leave too many of them idle."""
@@ -31,8 +41,9 @@ class Config:
     """A program takes `rows` of the weight and `tokens`; `splits` programs share the input."""
 
     method: Method = "unpack"
-    """Weights to bfloat16 in registers, by `triton_few` or by `triton`; or tokens beforehand and
-    weights of 4 bits to e4m3. Of int8 weights the last means tokens in int8."""
+    """Weights to bfloat16 in registers, by `triton_few`, by `triton_streaming` or by `triton`; or
+    tokens beforehand and weights of 4 bits to e4m3. Of int8 weights the last means tokens in int8.
+    """
     beforehand: bool = False
     """Weights of 4 bits become e4m3 in a pass of their own, not in registers."""
     rows: int = 64
@@ -56,6 +67,8 @@ def choose(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config | Non
     tiles = depth // 128
     if tokens <= _FEW and isinstance(weight, Int4Weight):
         config = _few(depth, gated=gated)
+    elif tokens <= _MAX_CHAINED and isinstance(weight, Int4Weight) and early.starts():
+        config = _streaming(tokens, out, tiles)
     elif not _in_e4m3(weight, tokens):
         config = _unpack(weight, tokens, out, tiles)
     elif tokens <= _most_in_registers(weight):
@@ -101,6 +114,14 @@ def _few(depth: int, *, gated: bool) -> Config:
         return Config(method="few", rows=16, tokens=_FEW, splits=-(-tiles // 20))
     warps = next((warps for warps in (4, 8) if tiles <= 8 * warps), 16)
     return Config(method="few", rows=16, tokens=_FEW, num_warps=warps)
+
+
+def _streaming(tokens: int, out: int, tiles: int) -> Config:
+    """Rings that leave room for three programs per multiprocessor, and as many programs."""
+    tile, stages = next((t, s) for t, s in ((16, 8), (32, 5), (64, 3)) if tokens <= t)
+    parts = min(_MOST_PARTS, max(1, _STREAMING_PROGRAMS // (out // 64)), tiles)
+    splits = -(-tiles // -(-tiles // parts))  # none is empty
+    return Config(method="stream", tokens=tile, splits=splits, num_stages=stages)
 
 
 def _unpack(weight: QuantizedWeight, tokens: int, out: int, tiles: int) -> Config:
