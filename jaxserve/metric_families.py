@@ -1,0 +1,258 @@
+"""What is measured: names (vLLM's where it has one, `jaxserve_*` for the rest), labels, buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+COMPILE_PHASES = ("startup", "serving")
+REJECTIONS = ("invalid", "unauthorized", "overloaded", "not_ready")
+
+# vLLM's buckets, finer at the low end: a 4B model decodes in 2 to 4 ms on an H100.
+ITL = (
+    *(0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2),
+    *(0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_TTFT = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0),
+    *(7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_E2E = (
+    *(0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_STEP = (
+    *(0.0005, 0.001, 0.0015, 0.002, 0.0025, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02),
+    *(0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0),
+)
+_TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+_RATIO = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+
+class _Families:
+    """What is declared here has the labels of the model."""
+
+    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]):
+        self._registry = registry
+        self._labels = labels
+
+    def _counter(self, name: str, text: str) -> Counter:
+        family = Counter(name, text, list(self._labels), registry=self._registry)
+        return family.labels(**self._labels)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        family = Gauge(name, text, list(self._labels), registry=self._registry)
+        return family.labels(**self._labels)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(name, text, list(self._labels), buckets=buckets, registry=self._registry)
+        return family.labels(**self._labels)
+
+
+class RequestFamilies(_Families):
+    """What the server counts and times."""
+
+    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]):
+        super().__init__(registry, labels)
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens accepted")
+        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated")
+        self.cached_tokens = self._counter(
+            "vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache"
+        )
+        self.prefix_queries = self._counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache"
+        )
+        self.prefix_hits = self._counter(
+            "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache"
+        )
+        by_source = Counter(
+            "vllm:prompt_tokens_by_source",
+            "Prompt tokens by where their keys and values came from",
+            [*self._labels, "source"],
+            registry=self._registry,
+        )
+        self.local_compute = by_source.labels(**self._labels, source="local_compute")
+        self.local_hits = by_source.labels(**self._labels, source="local_cache_hit")
+        self.tokenize_time = self._histogram(
+            "jaxserve_tokenize_seconds", "Rendering and encoding the prompts of a request", _STEP
+        )
+        self.first_write_time = self._histogram(
+            "jaxserve_first_write_seconds",
+            "From the first token's arrival on the host to its write into the stream",
+            _STEP,
+        )
+        self.prefix_requests = Counter(
+            "jaxserve_prefix_cache_requests",
+            "Sequences by whether a part of their prompt was in the prefix cache",
+            [*self._labels, "hit"],
+            registry=self._registry,
+        )
+        for hit in ("true", "false"):
+            self.prefix_requests.labels(**self._labels, hit=hit)
+        self.computed = self._histogram(
+            "vllm:request_prefill_kv_computed_tokens",
+            "Prompt tokens computed per sequence: those not in the prefix cache",
+            _TOKENS,
+        )
+        self.ttft = self._histogram(
+            "vllm:time_to_first_token_seconds", "From arrival to the first token", _TTFT
+        )
+        self.e2e = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From arrival to the last token", _E2E
+        )
+        self.tpot = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Per sequence, without the first", ITL
+        )
+        self.decode_time = self._histogram(
+            "vllm:request_decode_time_seconds", "From the first token to the last", _E2E
+        )
+        self.inference_time = self._histogram(
+            "vllm:request_inference_time_seconds", "From admission to the last token", _E2E
+        )
+        self.choices = self._histogram(
+            "vllm:request_params_n", "Choices per request", (1.0, 2.0, 5.0, 10.0, 20.0)
+        )
+        self.prompt_sizes = self._histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens per sequence", _TOKENS
+        )
+        self.generation_sizes = self._histogram(
+            "vllm:request_generation_tokens", "Generated tokens per sequence", _TOKENS
+        )
+        self.longest = self._histogram(
+            "vllm:request_max_num_generation_tokens",
+            "Generated tokens of the longest choice per request",
+            _TOKENS,
+        )
+        self.max_tokens = self._histogram(
+            "vllm:request_params_max_tokens", "max_tokens per sequence", _TOKENS
+        )
+        self.finished = Counter(
+            "vllm:request_success",
+            "Sequences that ended, by reason",
+            [*self._labels, "finished_reason"],
+            registry=self._registry,
+        )
+        self.rejected = Counter(
+            "vllm:admission_rejections",
+            "Requests answered with an error before any work",
+            [*self._labels, "reason"],
+            registry=self._registry,
+        )
+        for reason in FINISH_REASONS:
+            self.finished.labels(**self._labels, finished_reason=reason)
+        for reason in REJECTIONS:
+            self.rejected.labels(**self._labels, reason=reason)
+        self.ignored = Counter(
+            "jaxserve_ignored_params",
+            "Request fields that were accepted and had no effect",
+            ["param"],
+            registry=self._registry,
+        )
+
+
+class EngineFamilies(_Families):
+    """What the engine counts and times."""
+
+    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]):
+        super().__init__(registry, labels)
+        self.running = self._gauge("vllm:num_requests_running", "Sequences in the running set")
+        self.waiting = self._gauge("vllm:num_requests_waiting", "Sequences in the queue")
+        by_reason = Gauge(
+            "vllm:num_requests_waiting_by_reason",
+            "Sequences in the queue, by what they wait for",
+            [*self._labels, "reason"],
+            registry=self._registry,
+        )
+        self.waiting_for_room = by_reason.labels(**self._labels, reason="capacity")
+        by_reason.labels(**self._labels, reason="deferred").set(0)
+        self.kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0-1")
+        lora = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        Gauge(
+            "vllm:lora_requests_info",
+            "LoRA adapters, which are not served; the value is the time of the start",
+            lora,
+            registry=self._registry,
+        ).labels("0", "", "").set_to_current_time()
+        self.queue_time = self._histogram(
+            "vllm:request_queue_time_seconds", "From the engine's receipt to admission", _TTFT
+        )
+        self.prefill_time = self._histogram(
+            "vllm:request_prefill_time_seconds", "From admission to the first token", _TTFT
+        )
+        self.errors = Counter(
+            "jaxserve_step_errors", "Sequences that a failed step ended", registry=self._registry
+        )
+        self.shed = Counter(
+            "jaxserve_deadline_shed",
+            "Sequences dropped from the queue because their deadline could not be met",
+            registry=self._registry,
+        )
+        self.preemptions = self._counter("vllm:num_preemptions", "Sequences preempted")
+        self.preemptions_each = self._histogram(
+            "vllm:request_num_preemptions",
+            "Preemptions per sequence that was not cut off",
+            (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0),
+        )
+        self.step_tokens = self._histogram(
+            "vllm:iteration_tokens_total",
+            "Tokens computed per step",
+            (1.0, *(float(2**e) for e in range(3, 15))),
+        )
+        self.steps = Histogram(
+            "jaxserve_step_seconds",
+            "Duration of a step by the bucket it ran in",
+            ["kind", "bucket"],
+            buckets=_STEP,
+            registry=self._registry,
+        )
+        self.padding = Histogram(
+            "jaxserve_step_padding_ratio",
+            "Share of a step's bucket that was padding",
+            ["kind"],
+            buckets=_RATIO,
+            registry=self._registry,
+        )
+        self.late_steps = Counter(
+            "jaxserve_late_steps",
+            "Steps launched after the one before them had ended: the device waited for the host",
+            ["kind"],
+            registry=self._registry,
+        )
+        for kind in ("decode", "mixed"):
+            self.late_steps.labels(kind=kind)
+        self.compiles = Counter(
+            "jaxserve_compiles",
+            "XLA compiles; stays 0 while serving",
+            ["phase"],
+            registry=self._registry,
+        )
+        for phase in COMPILE_PHASES:
+            self.compiles.labels(phase=phase)
+        self.memory = Gauge(
+            "jaxserve_memory_bytes", "Planned device memory", ["kind"], registry=self._registry
+        )
+
+        self.startup = Gauge(
+            "jaxserve_startup_seconds",
+            "Duration of the phases of the start",
+            ["phase"],
+            registry=self._registry,
+        )
+
+
+class FormerFamilies:
+    """What dashboards and autoscalers that were made for older vLLMs ask for."""
+
+    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]):
+        names = list(labels)
+        self.kv_usage = Gauge(
+            "vllm:gpu_cache_usage_perc", "vllm:kv_cache_usage_perc", names, registry=registry
+        ).labels(**labels)
+        self.prefix_queries = Counter(
+            "vllm:gpu_prefix_cache_queries", "vllm:prefix_cache_queries", names, registry=registry
+        ).labels(**labels)
+        self.prefix_hits = Counter(
+            "vllm:gpu_prefix_cache_hits", "vllm:prefix_cache_hits", names, registry=registry
+        ).labels(**labels)
