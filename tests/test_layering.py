@@ -30,6 +30,7 @@ LAYERS = (
         "jaxserve.histogram",
         "jaxserve.logs",
         "jaxserve.mailbox",
+        "jaxserve.metric_families",
         "jaxserve.metrics",
         "jaxserve.plan",
         "jaxserve.step_times",
