@@ -156,9 +156,9 @@ def refuse_impossible(request: Request, config: SchedulerConfig, cache: CacheCon
             f"model's context of {longest} tokens",
             code="context_length_exceeded",
         )
-    needed = -(-(length + 1) // cache.page_size)
+    needed = -(-length // cache.page_size)  # the last token of a sequence is never computed
     if needed > cache.usable_pages:
         raise Rejected(
-            f"the prompt has {length} tokens; with 1 output token it needs {needed} pages of "
-            f"{cache.page_size} tokens, the KV cache has {cache.usable_pages}"
+            f"the prompt has {length} tokens and needs {needed} pages of {cache.page_size} tokens, "
+            f"the KV cache has {cache.usable_pages}"
         )

@@ -32,6 +32,14 @@ def test_a_stop_token_ends_the_sequence_and_is_reported() -> None:
     assert_empty(sched)
 
 
+def test_a_prompt_that_fills_the_cache_still_has_its_one_token() -> None:
+    sched = scheduler(pages=4)
+    sched.add(request("a", 8))
+    (event,) = commit(sched, planned(sched), PLAIN)
+    assert event.finish is FinishReason.LENGTH
+    assert_empty(sched, pages=4)
+
+
 def test_stop_tokens_before_min_tokens_do_not_end_the_sequence() -> None:
     sched = scheduler()
     sched.add(request("a", min_tokens=2))

@@ -25,9 +25,9 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_rejected_with_the_number
 
 def test_a_prompt_larger_than_the_cache_is_rejected_with_the_numbers() -> None:
     sched = scheduler(pages=4)
-    with pytest.raises(Rejected, match=r"8 tokens.*needs 5 pages of 2 tokens.*has 4"):
-        sched.add(request("a", 8))
-    sched.add(request("b", 7))
+    with pytest.raises(Rejected, match=r"9 tokens.*needs 5 pages of 2 tokens.*has 4"):
+        sched.add(request("a", 9))
+    sched.add(request("b", 8))
 
 
 def test_an_empty_prompt_is_rejected() -> None:

@@ -124,8 +124,8 @@ def play(work: Workload) -> Loop:
 
 
 def _add(loop: Loop, request: Request, work: Workload) -> None:
-    need = len(request.prompt) + 1
-    fits = need <= work.config.max_model_len and need <= work.cache.usable_tokens
+    length = len(request.prompt)  # the last token of a sequence is never computed
+    fits = length < work.config.max_model_len and length <= work.cache.usable_tokens
     if fits:
         loop.add(request)
     else:
