@@ -7,6 +7,8 @@
 Each client sends its next request when the last one has ended; prompts are new. `--believed` is
 the table that the scheduler goes by, where that is another one than `--times`, which says how long
 steps take. With `--spread 0.5` lengths are drawn from half of what was asked to one and a half.
+With `--stall 32` so many streams decode instead, and a prompt of 16,384 tokens comes, as with
+`scripts/bench_serving.py --stall`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import random
 from bisect import bisect_left
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +75,9 @@ def main() -> None:
     args = _parse()
     times = StepTimes.load(args.times)
     believed = StepTimes.load(args.believed or args.times)
+    if args.stall:
+        print(json.dumps(stall(args, times, believed)))
+        return
     points = [point(args, times, believed, clients) for clients in args.concurrency]
     for each in points:
         print(json.dumps(dataclasses.asdict(each)))
@@ -96,11 +102,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--max-itl-ms", type=float, default=50.0)
     parser.add_argument("--kv-tokens", type=int, default=846_400)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stall", type=int, metavar="STREAMS", help="see above")
+    parser.add_argument("--stall-prompt", type=int, default=16_384, help="tokens of the long one")
     return parser.parse_args()
 
 
-def point(args: argparse.Namespace, times: StepTimes, believed: StepTimes, clients: int) -> Point:
-    """One load."""
+def simulator(args: argparse.Namespace, times: StepTimes, believed: StepTimes) -> Simulator:
     config = SchedulerConfig(
         max_num_seqs=256,
         max_model_len=40_960,
@@ -109,10 +116,41 @@ def point(args: argparse.Namespace, times: StepTimes, believed: StepTimes, clien
         policy="slo",
     )
     cache = CacheConfig(num_pages=1 + args.kv_tokens // PAGE_SIZE, page_size=PAGE_SIZE)
+    return Simulator(config, cache, times, known=believed, host=HOST)
+
+
+def point(args: argparse.Namespace, times: StepTimes, believed: StepTimes, clients: int) -> Point:
+    """One load."""
     watched = WatchedTimes(**{f.name: getattr(times, f.name) for f in dataclasses.fields(times)})
-    simulator = Simulator(config, cache, watched, known=believed, host=HOST)
-    result = simulator.run(traffic(args, clients), clients=clients, pause=PAUSE)
+    load = traffic(args, clients)
+    result = simulator(args, watched, believed).run(load, clients=clients, pause=PAUSE)
     return summary(clients, result, watched)
+
+
+def stall(args: argparse.Namespace, times: StepTimes, believed: StepTimes) -> dict[str, float]:
+    """Milliseconds to the first token of a long prompt, and between tokens of others meanwhile."""
+
+    def arrival(number: int, at: float, prompt: int, output: int) -> Arrival:
+        params = SamplingParams(max_tokens=output)
+        request = Request(id=str(number), prompt=(number,) * prompt, params=params)
+        return Arrival(at=at, request=request, output=output)
+
+    streams = [arrival(number, 0.0, 64, 2_000) for number in range(args.stall)]
+    sent = 2.0
+    load = [*streams, arrival(args.stall, sent, args.stall_prompt, 2)]
+    outcomes = simulator(args, times, believed).run(load).outcomes
+    arrived = outcomes[-1].tokens[0]
+    gaps = [
+        later - earlier
+        for outcome in outcomes[:-1]
+        for earlier, later in pairwise(outcome.tokens)
+        if sent <= later and earlier <= arrived
+    ]
+    return {
+        "ttft_ms": round((arrived - sent) * 1e3, 1),
+        "itl_p50_ms": _at(gaps, 0.5),
+        "itl_max_ms": _at(gaps, 1.0),
+    }
 
 
 def traffic(args: argparse.Namespace, clients: int) -> list[Arrival]:
@@ -134,9 +172,7 @@ def summary(clients: int, result: Result, watched: WatchedTimes) -> Point:
     ttfts = [outcome.ttft for outcome in result.outcomes if outcome.ttft is not None]
     tpots = [outcome.tpot for outcome in result.outcomes if outcome.tpot is not None]
     gaps = [
-        after - before
-        for outcome in result.outcomes
-        for before, after in zip(outcome.tokens, outcome.tokens[1:], strict=False)
+        after - before for outcome in result.outcomes for before, after in pairwise(outcome.tokens)
     ]
     sizes, steps = list(watched.mixed), watched.mixed_steps
     buckets = [sizes[bisect_left(sizes, tokens)] for tokens, _ in steps]

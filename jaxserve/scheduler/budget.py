@@ -41,6 +41,8 @@ class Pending(NamedTuple):
     """Tokens computed or cached so far."""
     tokens: int
     """Still to compute, at least 1."""
+    read: int = 0
+    """Of those before `start`, computed for it and not found in the cache."""
 
 
 class TokenBudget:
@@ -78,7 +80,8 @@ class TokenBudget:
         allowed = self._within_itl(self._times, sizes, decodes, prompts) or sizes[:1]
         costs = self._costs(self._times, allowed, decodes)
         if decodes.rows:
-            waiting = wanted * (1 + queued / len(prompts))
+            # What is read already counts, or a long prompt's chunks would shrink as it is read.
+            waiting = wanted * (1 + queued / len(prompts)) + sum(prompt.read for prompt in prompts)
             chunk, costs = _cheap_chunk(costs, waiting / READ_WITHIN)
             if chunk <= wanted:
                 return chunk
@@ -157,10 +160,10 @@ def _first_chunk(costs: dict[int, float], wanted: int) -> int:
 def _reads(prompts: list[Pending], tokens: int) -> tuple[int, int]:
     """Pairs and depth of the first `tokens` tokens, see `StepTimes.of_mixed`."""
     pairs = depth = 0
-    for start, wanted in prompts:
-        taken = min(wanted, tokens)
-        pairs += taken * start
-        depth = max(depth, start)
+    for prompt in prompts:
+        taken = min(prompt.tokens, tokens)
+        pairs += taken * prompt.start
+        depth = max(depth, prompt.start)
         tokens -= taken
         if not tokens:
             break

@@ -58,6 +58,10 @@ class Holdings:
         found = len(self.cached_pages(seq)) * self.page_size
         return found - self._own_tokens if found else 0
 
+    def read(self, seq: Sequence) -> int:
+        """Of its tokens, those computed since its admission: what preempting it would waste."""
+        return max(seq.computed - seq.shared * self.page_size, 0)
+
     def taken_by(self, seq: Sequence, hit: list[int]) -> int:
         """Free pages that `take` needs."""
         new = self.pages_for(len(seq.tokens)) - len(hit)

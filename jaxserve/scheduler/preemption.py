@@ -27,7 +27,7 @@ def choose_victim(running: Collection[Sequence], holdings: Holdings) -> Sequence
         return any(holdings.pages.holders(page) == 1 for page in reversed(seq.pages))
 
     def cost(seq: Sequence) -> tuple[int, int, int]:
-        return -seq.level, seq.computed - seq.shared * holdings.page_size, -seq.id
+        return -seq.level, holdings.read(seq), -seq.id
 
     decoding = (seq for seq in running if seq.computed >= seq.prefill_end and seq is not senior)
     return min(filter(frees_pages, decoding), key=cost, default=None)

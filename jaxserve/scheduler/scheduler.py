@@ -238,7 +238,9 @@ class Scheduler:
 
     def _pending(self, prefilling: list[Sequence]) -> list[Pending]:
         """Prompts that this step could advance, as far as it may matter for the budget."""
-        pending = [Pending(seq.computed, seq.to_prefill) for seq in prefilling]
+        pending = [
+            Pending(seq.computed, seq.to_prefill, self._holdings.read(seq)) for seq in prefilling
+        ]
         wanted, enough = sum(p.tokens for p in pending), 2 * self._config.max_num_batched_tokens
         for seq in itertools.islice(self._waiting.upcoming(), self._holdings.num_free_slots):
             if wanted >= enough or seq is self._blocked:

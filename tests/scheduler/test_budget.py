@@ -80,6 +80,19 @@ def test_what_waits_is_read_within_so_many_steps_whatever_the_times_are_worth(
     assert chunk >= min(waiting / budgets.READ_WITHIN, sum(prompts), SIZES[-1] - streams)
 
 
+def test_chunks_of_a_prompt_do_not_shrink_as_it_is_read() -> None:
+    def chunk(read: int) -> int:
+        left = Pending(read, 36_000 - read, read)
+        return budget(max_itl=1.0).chunk_tokens(Decodes(8, 0), [left])
+
+    assert [chunk(read) for read in (0, 18_000, 34_000)] == [1024 - 8] * 3
+
+
+def test_what_was_found_in_the_cache_makes_no_chunk_larger() -> None:
+    found = Pending(32_000, 1000)
+    assert budget(max_itl=1.0).chunk_tokens(Decodes(8, 0), [found]) == 256 - 8
+
+
 def test_small_chunks_that_cost_little_more_are_preferred_while_sequences_decode() -> None:
     def chunk(seconds: float) -> int:
         times = replace(TIMES, mixed=TIMES.mixed | {64: seconds})
