@@ -39,12 +39,13 @@ from jaxserve_kernels.sampler import (
 
 VOCAB, PADDED, SLOTS, CHAIN = 151_669, 151_936, 256, 20
 KINDS = {
-    "greedy": (0.0, 0, 1.0),
-    "plain": (0.8, 0, 1.0),
-    "top_k 20, top_p 0.95": (0.6, 20, 0.95),
-    "top_p 0.9": (1.0, 0, 0.9),
+    "greedy": (0.0, 0, 1.0, 0.0),
+    "plain": (0.8, 0, 1.0, 0.0),
+    "top_k 20, top_p 0.95": (0.6, 20, 0.95, 0.0),
+    "top_p 0.9": (1.0, 0, 0.9, 0.0),
+    "min_p 0.05": (1.0, 0, 1.0, 0.05),
 }
-"""Temperature, top_k, top_p."""
+"""Temperature, top_k, top_p, min_p."""
 FEATURES = {
     "none": 0,
     "penalties": PENALISED,
@@ -57,13 +58,14 @@ FEATURES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", default="1,64,256")
+    parser.add_argument("--features", default=",".join(FEATURES), help="only these")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     report: dict[str, Any] = {"device": jax.devices()[0].device_kind, "unit": "us"}
     for rows in map(int, args.batch.split(",")):
         for kind in KINDS:
-            for name, features in FEATURES.items():
-                taken = measure(rows, kind, features)
+            for name in args.features.split(","):
+                taken = measure(rows, kind, FEATURES[name])
                 report[f"{rows} rows, {kind}, {name}"] = round(taken, 1)
                 print(f"{rows:4} rows  {kind:22} {name:12} {taken:8.1f} us", flush=True)
     if args.out:
@@ -74,14 +76,14 @@ def measure(rows: int, kind: str, features: int) -> float:
     """Microseconds of one call, the best of five chains."""
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(0, 3, (rows, PADDED)), jnp.float32)
-    temperature, top_k, top_p = KINDS[kind]
+    temperature, top_k, top_p, min_p = KINDS[kind]
     numbers, ones = jnp.arange(rows, dtype=jnp.int32), jnp.ones(rows)
     sampling = RowSampling(
         active=ones > 0,
         temperature=ones * temperature,
         top_k=jnp.full(rows, top_k, jnp.int32),
         top_p=ones * top_p,
-        min_p=0 * ones,
+        min_p=ones * min_p,
         seed=numbers,
         position=0 * numbers,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,9 @@ from jaxserve_kernels import chain, target
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
 from jaxserve_kernels.dense_matmul import gated_linear, linear, sum_parts
+from jaxserve_kernels.kv_format import AttentionStep, attend
 from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
-from jaxserve_kernels.paged_attention.inputs import AttentionSpec, apart, make_inputs
+from jaxserve_kernels.paged_attention.inputs import AttentionSpec, Chunk, Heads, apart, make_inputs
 from jaxserve_kernels.paged_attention.specs import HOPPER_SPECS, MODEL_SPECS, SMALL_SPECS
 from jaxserve_kernels.sampler import (
     BIASED,
@@ -172,6 +174,47 @@ def test_a_chain_of_kernels_equals_its_reference(tokens: int, embed: int, ffn: i
             for got, wanted in zip(out, expected, strict=True):
                 assert relative_error(got, wanted) < 2 * TOLERANCE["bfloat16"]
         assert "jaxserve_kernel_chain" in program.lower(*arrays).as_text()
+
+
+@pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(40, 8, 128), Heads(8, 8, 64)], ids=str)
+@pytest.mark.parametrize("starts", [(1024,), (0, 63, 64, 65, 200, 1, 128)], ids=["one", "some"])
+def test_attention_in_a_chain_equals_its_reference(starts: tuple[int, ...], heads: Heads) -> None:
+    """One kernel computes the attention's inputs too; past keys are read before they exist."""
+    chunks = tuple(Chunk(start, 1) for start in starts)
+    spec = AttentionSpec(
+        name="", chunks=chunks, heads=heads, page_size=64, tile_size=1, dtype="bfloat16",
+        padding_tokens=1, padding_tiles=1, pages_per_seq=24,
+    )  # fmt: skip
+    inputs = make_inputs(spec, seed=3)
+    tiles = QueryTiles(inputs.first, inputs.length, inputs.slot, inputs.position)
+    tokens, used = spec.num_tokens, len(starts)
+    positions, slots = np.zeros((2, tokens), np.int32)
+    positions[inputs.first[:used]] = inputs.position[:used]
+    slots[inputs.first[:used]] = inputs.slot[:used]
+    pages = inputs.page_table[slots, positions // 64] * (np.arange(tokens) < used)
+    step = AttentionStep(slots, positions, pages, positions % 64, tiles, inputs.page_table)
+    rng = np.random.default_rng(4)
+    norms = tuple(jnp.asarray(1 + 0.1 * rng.standard_normal(heads.dim), "bfloat16") for _ in "qk")
+    angles = rng.uniform(0, 100, (tokens, heads.dim // 2))
+    tables = (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32))
+    width = (heads.q + 2 * heads.kv) * heads.dim
+    qkv = jnp.asarray(rng.standard_normal((4, tokens, width)), jnp.float32)
+
+    def layer(qkv: jax.Array, kv: jax.Array, *args: Any) -> tuple[jax.Array, jax.Array]:
+        return attend(qkv, kv, inputs.layer, *args, eps=1e-6, tile_size=1)
+
+    arrays = (qkv, jnp.asarray(inputs.kv), norms, tables, step)
+    with target.use(target.Target("triton")):
+        program = jax.jit(lambda *arrays: chain.call(layer, *arrays))
+        out, kv = program(*arrays)
+        assert "paged_attention" in str(jax.make_jaxpr(program)(*arrays))
+        assert "attention_inputs" not in str(jax.make_jaxpr(program)(*arrays))
+    with target.use(target.Target("reference")):
+        expected, expected_kv = jax.jit(lambda *arrays: layer(*arrays))(*arrays)
+    assert relative_error(out[:used], expected[:used]) < TOLERANCE["bfloat16"]
+    kv, expected_kv = (np.asarray(x[inputs.layer, 1:], np.float32) for x in (kv, expected_kv))
+    np.testing.assert_array_equal(np.isnan(kv), np.isnan(expected_kv))
+    assert relative_error(np.nan_to_num(kv), np.nan_to_num(expected_kv)) < TOLERANCE["bfloat16"]
 
 
 @pytest.mark.parametrize("tokens", [17, 64, 100, 256, 1000, 2048])

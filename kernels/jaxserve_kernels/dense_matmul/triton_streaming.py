@@ -24,6 +24,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from jaxserve_kernels.dense_matmul.config import Config
 from jaxserve_kernels.triton_call import triton_call
 
+_MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
+
+_SHARED_MEMORY = 228 * 1024
+"""Of each of them, in bytes."""
+
+_RESERVED = 1024
+"""Bytes of it that each program takes beside its own."""
+
 
 @gluon.jit
 def _accumulate(
@@ -145,6 +154,7 @@ def linear(x: Array, weight: Array, config: Config) -> Array:
     """Partial sums float32 [config.splits, tokens, out]."""
     tokens, k = x.shape
     n = weight.shape[0]
+    programs, steps = n // config.rows * config.splits, k // config.depth // config.splits
     return triton_call(
         x, weight,
         kernel=_linear,
@@ -153,8 +163,8 @@ def linear(x: Array, weight: Array, config: Config) -> Array:
         grid=(n // config.rows, config.splits),
         num_warps=4,
         tokens=tokens, n=n, k=k,
-        TOKENS=max(16, triton.next_power_of_2(tokens)),
-        ROWS=config.rows, DEPTH=config.depth, SPLITS=config.splits, **_order(tokens),
+        ROWS=config.rows, DEPTH=config.depth, SPLITS=config.splits,
+        **_launch(tokens, programs, steps, config),
     )  # fmt: skip
 
 
@@ -162,21 +172,29 @@ def gated_linear(x: Array, weight: Array, config: Config) -> Array:
     """[tokens, ffn] in x's dtype; `config.splits` has no meaning here."""
     tokens, k = x.shape
     n = weight.shape[0] // 2
+    programs, steps = 2 * n // config.rows, k // config.depth
     return triton_call(
         x, weight,
         kernel=_gated,
         name="gated_linear",
         out_type=jax.ShapeDtypeStruct((tokens, n), x.dtype),
-        grid=(2 * n // config.rows,),
+        grid=(programs,),
         num_warps=4,
         tokens=tokens, n=n, k=k,
-        TOKENS=max(16, triton.next_power_of_2(tokens)),
-        ROWS=config.rows, DEPTH=config.depth, **_order(tokens),
+        ROWS=config.rows, DEPTH=config.depth, **_launch(tokens, programs, steps, config),
     )  # fmt: skip
 
 
-def _order(tokens: int) -> dict[str, int | bool]:
-    """Tiles in the ring: three leave room for three programs per multiprocessor. With keys and
-    values of many sequences to read meanwhile, two programs of four are faster. Measured on an
-    H200; see docs/performance.md."""
-    return {"STAGES": 3, "NEXT_FIRST": False} if tokens <= 8 else {"STAGES": 4, "NEXT_FIRST": True}
+def _launch(tokens: int, programs: int, steps: int, config: Config) -> dict[str, int | bool]:
+    """How programs of so many steps fill the multiprocessors: each holds three of them, or as many
+    as there are for it, whose rings of tiles share its memory.
+
+    When the next kernel may be brought in was measured on an H200; see docs/performance/decode.md.
+    """
+    columns = max(8, triton.next_power_of_2(tokens))
+    tile = 2 * (config.rows + columns) * config.depth
+    resident = min(3, -(-programs // _MULTIPROCESSORS))
+    fit = (_SHARED_MEMORY // resident - _RESERVED) // tile
+    return {
+        "TOKENS": columns, "STAGES": min(fit, steps + 1), "NEXT_FIRST": tokens <= 8 or tokens > 16,
+    }  # fmt: skip

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from jaxserve_kernels import early
 from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
 from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape, zeros
 from jaxserve_kernels.paged_attention import paged_attention
@@ -49,6 +50,14 @@ def attend(
 ) -> tuple[Array, Array]:
     """See `api.attend`."""
     slots = KVSlots(step.pages, step.offsets)
+    if early.starts():
+        from jaxserve_kernels.paged_attention import triton_streaming  # needs Triton
+
+        q_heads = qkv.shape[2] // kv.shape[5] - 2 * kv.shape[2]
+        if triton_streaming.fits(kv, q_heads, tile_size):
+            return triton_streaming.attend(
+                qkv, kv, layer, norms, tables, slots, step.page_table, step.tiles, eps=eps
+            )
     q, kv = attention_inputs(qkv, kv, layer, norms, tables, slots, eps=eps)
     out = paged_attention(q, kv, layer, step.page_table, step.tiles, tile_size=tile_size)
     return out.astype(norms[0].dtype), kv

@@ -50,7 +50,10 @@ def choose(
     wanted = _TARGET_PROGRAMS // (tiles * kv_heads)
     splits = 1 << max(0, min(wanted, pages_per_seq, 32)).bit_length() >> 1
     return Config(
-        splits=max(splits, 1), num_warps=4, num_stages=3, min_blocks=8 if beside_chunks else 1
+        splits=max(splits, 1),
+        num_warps=4,
+        num_stages=2 if splits >= 8 else 3,  # few blocks to visit: more room for the next kernels
+        min_blocks=8 if beside_chunks else 1,
     )
 
 

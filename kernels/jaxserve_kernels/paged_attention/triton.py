@@ -26,7 +26,7 @@ from jaxserve_kernels.paged_attention.config import (
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.triton_call import triton_call
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 
 _MANY_PROGRAMS = 10_000
 """A program has to start even if its tile has nothing to merge: beyond so many of one row each
@@ -255,21 +255,50 @@ def _attention(
             beside_chunks=out is not None,
         )
     whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    parts = (num_tiles, kv_heads, config.splits, rows) if config.splits > 1 else ()
-    statistics = jax.ShapeDtypeStruct(parts or (1,), jnp.float32)
-    sums = jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32)
     given = () if out is None else (out,)
-    types = (*(() if given else (whole,)), sums, statistics, statistics)
+    parts = part_types(num_tiles, kv_heads, config.splits, rows, head_dim)
+    types = (*(() if given else (whole,)), *parts)
     *result, sums, peak, weight = launch(
         q, kv, layer, page_table, tiles, tile_size, config, rows, given, types
     )
     if config.splits == 1:
         return result[0] if result else None
     merged = jax.new_ref(result[0]) if out is None else out
+    merge(
+        (sums, peak, weight), tiles, merged,
+        tile_size=tile_size, kv_heads=kv_heads, keys=_block_keys(kv), min_blocks=config.min_blocks,
+    )  # fmt: skip
+    return jax.freeze(merged) if out is None else None
+
+
+def part_types(
+    tiles: int, kv_heads: int, splits: int, rows: int, head_dim: int
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What the splits leave for `merge`: sums, peaks and weights; next to nothing for one split."""
+    parts = (tiles, kv_heads, splits, rows) if splits > 1 else ()
+    statistics = jax.ShapeDtypeStruct(parts or (1,), jnp.float32)
+    return jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32), statistics, statistics
+
+
+def merge(
+    parts: tuple[Array, Array, Array],
+    tiles: QueryTiles,
+    out: jax.Ref,
+    *,
+    tile_size: int,
+    kv_heads: int,
+    keys: int,
+    min_blocks: int,
+) -> None:
+    """Fill the rows of `out` [tokens, q_heads, head_dim] of which several splits have a part;
+    see `part_types`. Blocks of `keys` keys were visited, at least `min_blocks` by a split."""
+    sums = parts[0]
+    num_tiles, _, splits, rows, head_dim = sums.shape
+    q_heads = out.shape[1]
     constants: dict[str, int] = {
         "q_heads": q_heads, "kv_heads": kv_heads, "tile_size": tile_size, "ROWS": rows,
-        "DIM": head_dim, "KEYS": _block_keys(kv), "SPLITS": config.splits,
-        "MIN_BLOCKS": config.min_blocks, "WIDTH": triton.next_power_of_2(config.splits),
+        "DIM": head_dim, "KEYS": keys, "SPLITS": splits,
+        "MIN_BLOCKS": min_blocks, "WIDTH": triton.next_power_of_2(splits),
     }  # fmt: skip
     kernel, grid = _merge, (num_tiles, q_heads, tile_size)
     if math.prod(grid) > _MANY_PROGRAMS:
@@ -277,7 +306,7 @@ def _attention(
         kernel = _merge_many
         grid = (num_tiles, kv_heads, triton.cdiv(tile_size * (q_heads // kv_heads), taken))
     triton_call(
-        sums, peak, weight, tiles.first, tiles.length, tiles.position, merged,
+        *parts, tiles.first, tiles.length, tiles.position, out,
         kernel=kernel,
         name="paged_attention_merge",
         out_type=(),
@@ -285,7 +314,6 @@ def _attention(
         num_warps=4,
         **constants,
     )  # fmt: skip
-    return jax.freeze(merged) if out is None else None
 
 
 def _block_keys(kv: Array) -> int:
@@ -314,7 +342,7 @@ def _launch(
         grid=(tiles.first.shape[0], kv_heads, config.splits),
         num_warps=config.num_warps,
         table_stride=page_table.shape[1],
-        scale=head_dim**-0.5 * _LOG2_E,
+        scale=head_dim**-0.5 * LOG2_E,
         q_heads=q.shape[1], kv_heads=kv_heads, tile_size=tile_size,
         ROWS=rows, DIM=head_dim, PAGE=page_size, KEYS=_block_keys(kv),
         SPLITS=config.splits, MIN_BLOCKS=config.min_blocks, STAGES=config.num_stages,

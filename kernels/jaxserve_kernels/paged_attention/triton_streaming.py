@@ -1,0 +1,277 @@
+"""Attention of single tokens in a chain of kernels: what earlier steps have left in the cache is
+copied before this step's queries exist.
+
+A program takes one token and KV head, and one split of the context. It fills a ring of pages in
+shared memory, and only then waits for the kernels before it. Then it norms and rotates the queries
+that share the KV head, the token's key and its value, all from the projection's partial sums: no
+kernel lies between. The new key is the first that the softmax sees, in the split that holds its
+page; that program writes it and the value into the cache, too.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from jaxserve_kernels.attention_inputs import KVSlots
+from jaxserve_kernels.paged_attention.config import choose
+from jaxserve_kernels.paged_attention.reference import QueryTiles
+from jaxserve_kernels.paged_attention.triton import LOG2_E, merge, part_types
+from jaxserve_kernels.triton_call import triton_call
+
+_PAGE = 64
+_ROWS = 16
+"""Queries that share a KV head, its key and its value, and padding."""
+
+_MASKED = gl.constexpr(-1.0e30)
+
+
+@gluon.jit
+def _copy(
+    kv_ptr, page, keys, values, block, stage, position, kv_head,
+    kv_heads: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """A page's keys and values; zeros from the new token on."""
+    place = gl.arange(0, PAGE, gl.SliceLayout(1, layout))
+    dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, layout)), 0)
+    row = (page.to(gl.int64) * kv_heads + kv_head) * (2 * PAGE) + place
+    there = gl.expand_dims(block * PAGE + place < position, 1)
+    source = kv_ptr + gl.expand_dims(row, 1) * DIM + dim
+    async_copy.async_copy_global_to_shared(keys.index(stage), source, mask=there)
+    async_copy.async_copy_global_to_shared(values.index(stage), source + PAGE * DIM, mask=there)
+
+
+@gluon.jit
+def _rounded(x):
+    """To bfloat16's digits."""
+    return x.to(gl.bfloat16).to(gl.float32)
+
+
+@gluon.jit
+def _joined(low, high):
+    """The halves of rows behind one another."""
+    return gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), [low.shape[0], 2 * low.shape[1]])
+
+
+@gluon.jit
+def _attend(
+    qkv_ptr, kv_ptr, first_page, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    page_ptr, offset_ptr, table_ptr, first_ptr, length_ptr, slot_ptr, position_ptr,
+    out_ptr, part_ptr, peak_ptr, weight_ptr,
+    stride: gl.constexpr, table_stride: gl.constexpr, parts: gl.constexpr, eps: gl.constexpr,
+    scale: gl.constexpr,
+    q_heads: gl.constexpr, kv_heads: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr,
+    PAGE: gl.constexpr, SPLITS: gl.constexpr, MIN_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr = False,
+):  # fmt: skip
+    HALF: gl.constexpr = DIM // 2
+    group: gl.constexpr = q_heads // kv_heads
+    copy: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1, HALF // 16], [8, 4], [1, 4], [1, 0])
+    flat_row: gl.constexpr = gl.SliceLayout(1, flat)
+    flat_dim: gl.constexpr = gl.SliceLayout(0, flat)
+    sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
+    sums_row: gl.constexpr = gl.SliceLayout(1, sums)
+    sums_dim: gl.constexpr = gl.SliceLayout(0, sums)
+    left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, sums, 2)
+    tile_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+
+    tile = gl.program_id(0)
+    kv_head = gl.program_id(1)
+    split = gl.program_id(2)
+    length = gl.load(length_ptr + tile)
+    position = gl.load(position_ptr + tile)
+    token = gl.load(first_ptr + tile).to(gl.int64)
+    table = table_ptr + gl.load(slot_ptr + tile).to(gl.int64) * table_stride
+    blocks = position // PAGE + 1
+    per_split = gl.maximum((blocks + SPLITS - 1) // SPLITS, MIN_BLOCKS)
+    begin = split * per_split
+    end = gl.minimum(begin + per_split, blocks)
+    owner = end == blocks  # of the new key and value
+    if EARLY:
+        gdc_launch_dependents()
+    if begin >= end:
+        return
+    if length == 0:
+        if EARLY:
+            gdc_wait()  # so that this kernel never ends before those that it follows
+        return
+
+    keys = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PAGE, DIM], tile_layout)
+    values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PAGE, DIM], tile_layout)
+    pages = ()
+    for stage in gl.static_range(STAGES):  # asked for at once
+        page = gl.load(table + gl.minimum(begin + stage, end - 1))
+        pages = pages + (page,)  # noqa: RUF005  (Triton knows no other way)
+    for stage in gl.static_range(STAGES):
+        if begin + stage < end:
+            _copy(
+                kv_ptr, first_page + pages[stage], keys, values, begin + stage, stage, position,
+                kv_head, kv_heads, DIM, PAGE, copy,
+            )  # fmt: skip
+        async_copy.commit_group()
+
+    row = gl.arange(0, ROWS, flat_row)
+    dim = gl.expand_dims(gl.arange(0, HALF, flat_dim), 0)
+    is_query = gl.expand_dims(row < group, 1)
+    is_key = gl.expand_dims(row == group, 1)
+    is_value = gl.expand_dims(row == group + 1, 1)
+    head = gl.where(row < group, kv_head * group + row, q_heads + kv_head)
+    head = gl.expand_dims(gl.where(row == group + 1, q_heads + kv_heads + kv_head, head), 1)
+    norm_low = gl.where(is_query, gl.load(q_norm_ptr + dim), gl.load(k_norm_ptr + dim))
+    norm_high = gl.where(
+        is_query, gl.load(q_norm_ptr + HALF + dim), gl.load(k_norm_ptr + HALF + dim)
+    )
+    cos = gl.load(cos_ptr + token * HALF + dim)
+    sin = gl.load(sin_ptr + token * HALF + dim)
+    new_page = first_page + gl.load(page_ptr + token)
+    new_offset = gl.load(offset_ptr + token)
+    source = qkv_ptr + (token * (q_heads + 2 * kv_heads) + head) * DIM + dim
+    there = is_query | is_key | is_value
+    low = gl.zeros([ROWS, HALF], gl.float32, flat)
+    high = gl.zeros([ROWS, HALF], gl.float32, flat)
+    if EARLY:
+        gdc_wait()
+    for part in gl.static_range(parts):
+        low += gl.load(source + part * stride, mask=there, other=0.0)
+        high += gl.load(source + part * stride + HALF, mask=there, other=0.0)
+
+    # Rounded where the reference rounds: the projection, after the norm and after its weight.
+    low = _rounded(low)
+    high = _rounded(high)
+    square = gl.sum(low * low + high * high, axis=1) / DIM
+    rsqrt = gl.expand_dims(gl.rsqrt(square + eps), 1)
+    a = _rounded(_rounded(low * rsqrt) * norm_low.to(gl.float32))
+    b = _rounded(_rounded(high * rsqrt) * norm_high.to(gl.float32))
+    wide_low = gl.where(is_value, low, _rounded(a * cos - b * sin))
+    wide_high = gl.where(is_value, high, _rounded(b * cos + a * sin))
+    low = wide_low.to(gl.bfloat16)
+    high = wide_high.to(gl.bfloat16)
+    q = gl.convert_layout(_joined(low, high), left)
+
+    peak = gl.full([ROWS], _MASKED, gl.float32, sums_row)
+    weights = gl.zeros([ROWS, PAGE], gl.float32, sums)
+    acc = gl.zeros([ROWS, DIM], gl.float32, sums)
+    own_weight = 0.0
+    if owner:
+        kv_row = (new_page.to(gl.int64) * kv_heads + kv_head) * (2 * PAGE) + new_offset
+        target = kv_ptr + (kv_row + gl.where(is_value, PAGE, 0)) * DIM + dim
+        gl.store(target, low, mask=is_key | is_value)
+        gl.store(target + HALF, high, mask=is_key | is_value)
+        key_low = gl.sum(gl.where(is_key, wide_low, 0.0), axis=0)
+        key_high = gl.sum(gl.where(is_key, wide_high, 0.0), axis=0)
+        score = gl.sum(
+            wide_low * gl.expand_dims(key_low, 0) + wide_high * gl.expand_dims(key_high, 0), axis=1
+        )
+        peak = gl.convert_layout(score * scale, sums_row)
+        value_low = gl.sum(gl.where(is_value, wide_low, 0.0), axis=0)
+        value_high = gl.sum(gl.where(is_value, wide_high, 0.0), axis=0)
+        value = gl.reshape(gl.permute(gl.join(value_low, value_high), (1, 0)), [DIM])
+        acc += gl.expand_dims(gl.convert_layout(value, sums_dim), 0)
+        own_weight = 1.0
+
+    zeros = gl.zeros([ROWS, PAGE], gl.float32, sums)
+    new_weight = gl.full([ROWS], 1.0, gl.float32, sums_row) * own_weight
+    for block in range(begin, end):
+        slot = (block - begin) % STAGES
+        async_copy.wait_group(STAGES - 1)
+        gl.thread_barrier()
+        scores = mma_v2(q, keys.index(slot).permute((1, 0)).load(right), zeros) * scale
+        key = block * PAGE + gl.arange(0, PAGE, sums_dim)
+        scores = gl.where(gl.expand_dims(key < position, 0), scores, _MASKED)
+        new_peak = gl.maximum(peak, gl.max(scores, axis=1))
+        shrink = gl.exp2(peak - new_peak)
+        probs = gl.exp2(scores - gl.expand_dims(new_peak, 1))
+        peak = new_peak
+        weights = weights * gl.expand_dims(shrink, 1) + probs
+        new_weight = new_weight * shrink
+        p = gl.convert_layout(probs.to(gl.bfloat16), left)
+        acc = mma_v2(p, values.index(slot).load(right), acc * gl.expand_dims(shrink, 1))
+        if block + STAGES < end:
+            gl.thread_barrier()
+            _copy(
+                kv_ptr, first_page + gl.load(table + block + STAGES), keys, values,
+                block + STAGES, slot, position, kv_head, kv_heads, DIM, PAGE, copy,
+            )  # fmt: skip
+        async_copy.commit_group()
+    weight = gl.sum(weights, axis=1) + new_weight
+
+    query = gl.arange(0, ROWS, sums_row)
+    out_dim = gl.expand_dims(gl.arange(0, DIM, sums_dim), 0)
+    valid = gl.expand_dims(query < group, 1)
+    if per_split >= blocks:  # the first split has seen everything
+        out = acc / gl.expand_dims(weight, 1)
+        out_row = token * q_heads + kv_head * group + gl.expand_dims(query, 1)
+        gl.store(out_ptr + out_row * DIM + out_dim, out.to(gl.bfloat16), mask=valid)
+    elif SPLITS > 1:
+        place = ((tile * kv_heads + kv_head) * SPLITS + split).to(gl.int64) * ROWS + query
+        gl.store(part_ptr + gl.expand_dims(place, 1) * DIM + out_dim, acc, mask=valid)
+        gl.store(peak_ptr + place, peak, mask=query < group)
+        gl.store(weight_ptr + place, weight, mask=query < group)
+
+
+def fits(kv: Array, q_heads: int, tile_size: int) -> bool:
+    """Whether these kernels take such a cache; other ones are left to those that any chain has."""
+    kv_heads, page_size, head_dim = kv.shape[2], kv.shape[4], kv.shape[5]
+    return (
+        tile_size == 1
+        and kv.dtype == jnp.bfloat16
+        and page_size == _PAGE
+        and head_dim in (64, 128)
+        and q_heads // kv_heads + 2 <= _ROWS
+    )
+
+
+def attend(
+    qkv: Array,
+    kv: Array,
+    layer: int,
+    norms: tuple[Array, Array],
+    tables: tuple[Array, Array],
+    slots: KVSlots,
+    page_table: Array,
+    tiles: QueryTiles,
+    *,
+    eps: float,
+) -> tuple[Array, Array]:
+    """`attention_inputs`, and `paged_attention` of tiles of one token: its result, and kv."""
+    num_pages, kv_heads, _, _, head_dim = kv.shape[1:]
+    parts, tokens, width = qkv.shape
+    q_heads = width // head_dim - 2 * kv_heads
+    num_tiles = tiles.first.shape[0]
+    config = choose(
+        tiles=num_tiles,
+        kv_heads=kv_heads,
+        rows=q_heads // kv_heads,
+        pages_per_seq=page_table.shape[1],
+    )
+    cache = jax.new_ref(kv)
+    out, *sums = triton_call(
+        qkv, cache, layer * num_pages, *norms, *tables, *slots, page_table, *tiles[:4],
+        kernel=_attend,
+        name="paged_attention",
+        out_type=(
+            jax.ShapeDtypeStruct((tokens, q_heads, head_dim), kv.dtype),
+            *part_types(num_tiles, kv_heads, config.splits, _ROWS, head_dim),
+        ),
+        grid=(num_tiles, kv_heads, config.splits),
+        num_warps=4,
+        stride=tokens * width, table_stride=page_table.shape[1],
+        parts=parts, eps=eps, scale=head_dim**-0.5 * LOG2_E,
+        q_heads=q_heads, kv_heads=kv_heads, ROWS=_ROWS, DIM=head_dim, PAGE=_PAGE,
+        SPLITS=config.splits, MIN_BLOCKS=config.min_blocks, STAGES=config.num_stages,
+    )  # fmt: skip
+    if config.splits > 1:
+        merged = jax.new_ref(out)
+        merge(
+            tuple(sums), tiles, merged,
+            tile_size=1, kv_heads=kv_heads, keys=_PAGE, min_blocks=config.min_blocks,
+        )  # fmt: skip
+        out = jax.freeze(merged)
+    return out, jax.freeze(cache)
