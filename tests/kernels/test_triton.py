@@ -186,13 +186,14 @@ def test_attention_in_a_chain_equals_its_reference(starts: tuple[int, ...], head
         padding_tokens=1, padding_tiles=1, pages_per_seq=24,
     )  # fmt: skip
     inputs = make_inputs(spec, seed=3)
-    tiles = QueryTiles(inputs.first, inputs.length, inputs.slot, inputs.position)
+    tiles = QueryTiles(*(jnp.asarray(each) for each in inputs[4:]))
     tokens, used = spec.num_tokens, len(starts)
     positions, slots = np.zeros((2, tokens), np.int32)
     positions[inputs.first[:used]] = inputs.position[:used]
     slots[inputs.first[:used]] = inputs.slot[:used]
     pages = inputs.page_table[slots, positions // 64] * (np.arange(tokens) < used)
-    step = AttentionStep(slots, positions, pages, positions % 64, tiles, inputs.page_table)
+    places = (jnp.asarray(each) for each in (slots, positions, pages, positions % 64))
+    step = AttentionStep(*places, tiles, jnp.asarray(inputs.page_table))
     rng = np.random.default_rng(4)
     norms = tuple(jnp.asarray(1 + 0.1 * rng.standard_normal(heads.dim), "bfloat16") for _ in "qk")
     angles = rng.uniform(0, 100, (tokens, heads.dim // 2))
@@ -200,7 +201,7 @@ def test_attention_in_a_chain_equals_its_reference(starts: tuple[int, ...], head
     width = (heads.q + 2 * heads.kv) * heads.dim
     qkv = jnp.asarray(rng.standard_normal((4, tokens, width)), jnp.float32)
 
-    def layer(qkv: jax.Array, kv: jax.Array, *args: Any) -> tuple[jax.Array, jax.Array]:
+    def layer(qkv: jax.Array, kv: jax.Array, *args: Any) -> Any:
         return attend(qkv, kv, inputs.layer, *args, eps=1e-6, tile_size=1)
 
     arrays = (qkv, jnp.asarray(inputs.kv), norms, tables, step)

@@ -54,7 +54,7 @@ def attend(
         from jaxserve_kernels.paged_attention import triton_streaming  # needs Triton
 
         q_heads = qkv.shape[2] // kv.shape[5] - 2 * kv.shape[2]
-        if triton_streaming.fits(kv, q_heads, tile_size):
+        if triton_streaming.fits(kv, q_heads, step.tiles, tile_size):
             return triton_streaming.attend(
                 qkv, kv, layer, norms, tables, slots, step.page_table, step.tiles, eps=eps
             )

@@ -28,6 +28,9 @@ _PAGE = 64
 _ROWS = 16
 """Queries that share a KV head, its key and its value, and padding."""
 
+_MAX_TILES = 32
+"""Of more, not all programs fit on the card at once, and those that wait copy nothing ahead."""
+
 _MASKED = gl.constexpr(-1.0e30)
 
 
@@ -216,11 +219,12 @@ def _attend(
         gl.store(weight_ptr + place, weight, mask=query < group)
 
 
-def fits(kv: Array, q_heads: int, tile_size: int) -> bool:
-    """Whether these kernels take such a cache; other ones are left to those that any chain has."""
+def fits(kv: Array, q_heads: int, tiles: QueryTiles, tile_size: int) -> bool:
+    """Whether this kernel is for such tiles; others are left to the kernels that any chain has."""
     kv_heads, page_size, head_dim = kv.shape[2], kv.shape[4], kv.shape[5]
     return (
         tile_size == 1
+        and tiles.first.shape[0] <= _MAX_TILES
         and kv.dtype == jnp.bfloat16
         and page_size == _PAGE
         and head_dim in (64, 128)
