@@ -224,7 +224,8 @@ def _forward(
 
     def body(carry: Any, each: Any) -> tuple[Any, None]:
         x, normed, kv = carry
-        layer, next_norm, index = each
+        layer, next_weight, index = each
+        next_norm = qwen3.Norm(next_weight)
         carry = qwen3.decoder_layer(
             layer, next_norm, index, x, normed, kv, tables, tokens, spec, tile_size=tile_size
         )

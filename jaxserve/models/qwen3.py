@@ -20,7 +20,15 @@ from jaxserve_checkpoints.naming import AnyRule, Ignore, Repeat, Rule
 from jaxserve_kernels import chain
 from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
 from jaxserve_kernels.kv_format import KV, AttentionStep, attend, end_step
-from jaxserve_kernels.matmul import gated_linear, linear, sum_parts, take_rows
+from jaxserve_kernels.matmul import (
+    QuantizedTokens,
+    gated_linear,
+    linear,
+    plain,
+    sum_parts,
+    take_rows,
+    token_format,
+)
 from jaxserve_kernels.weights import Weight
 
 
@@ -48,6 +56,17 @@ class Params(NamedTuple):
     layers: tuple[Layer, ...] | Layer
     final_norm: Array  # [embed]
     lm_head: Weight | None  # [vocab, embed]
+
+
+type Normed = Array | QuantizedTokens
+"""Tokens with a norm [tokens, embed], in the form that the product with them reads."""
+
+
+class Norm(NamedTuple):
+    """A norm's weight, and the matrix that reads what it gives, if it matters in which form."""
+
+    weight: Array
+    reader: Weight | None = None
 
 
 class StepTokens(NamedTuple):
@@ -147,9 +166,8 @@ def forward(
     """
     x, normed, tables = _begin(params, tokens, spec)
     layers = layer_views(params.layers)
-    next_norms = [layer.attention_norm for layer in layers[1:]]
     x, normed, kv = _run_layers(
-        layers[:-1], next_norms, x, normed, kv, tables, tokens, spec, tile_size=tile_size
+        layers[:-1], _next_norms(layers), x, normed, kv, tables, tokens, spec, tile_size=tile_size
     )
     index = len(layers) - 1
     with jax.named_scope(f"layer_{index}"):
@@ -163,7 +181,7 @@ def finish(params: Params, tokens: Attended, spec: ModelSpec) -> Array:
     """Hidden states after the final norm [tokens, embed]."""
     layers = layer_views(params.layers)
     with jax.named_scope(f"layer_{len(layers) - 1}"):
-        return _feed_forward(layers[-1], params.final_norm, *tokens, spec)[1]
+        return plain(_feed_forward(layers[-1], Norm(params.final_norm), *tokens, spec)[1])
 
 
 def decode(params: Params, kv: KV, tokens: StepTokens, spec: ModelSpec) -> tuple[Array, KV]:
@@ -202,22 +220,28 @@ def _decode_layers(
 ) -> tuple[Array, KV]:
     """All layers on x [tokens, embed], which comes with its norm: the final norm, and the cache."""
     layers = layer_views(stack)
-    next_norms = [*(layer.attention_norm for layer in layers[1:]), final_norm]
-    return _run_layers(layers, next_norms, x, normed, kv, tables, tokens, spec, tile_size=1)[1:]
+    next_norms = [*_next_norms(layers), Norm(final_norm)]
+    _, last, kv = _run_layers(layers, next_norms, x, normed, kv, tables, tokens, spec, tile_size=1)
+    return plain(last), kv
+
+
+def _next_norms(layers: Sequence[Layer]) -> list[Norm]:
+    """Of each layer but the last one."""
+    return [Norm(layer.attention_norm, layer.qkv) for layer in layers[1:]]
 
 
 def _run_layers(
     layers: Sequence[Layer],
-    next_norms: Sequence[Array],
+    next_norms: Sequence[Norm],
     x: Array,
-    normed: Array,
+    normed: Normed,
     kv: KV,
     tables: tuple[Array, Array],
     tokens: StepTokens,
     spec: ModelSpec,
     *,
     tile_size: int,
-) -> tuple[Array, Array, KV]:
+) -> tuple[Array, Normed, KV]:
     """The first layers one after the other; see `decoder_layer`."""
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
         with jax.named_scope(f"layer_{index}"):
@@ -229,17 +253,17 @@ def _run_layers(
 
 def decoder_layer(
     layer: Layer,
-    next_norm: Array,
+    next_norm: Norm,
     index: int,
     x: Array,
-    normed: Array,
+    normed: Normed,
     kv: KV,
     tables: tuple[Array, Array],
     tokens: StepTokens,
     spec: ModelSpec,
     *,
     tile_size: int,
-) -> tuple[Array, Array, KV]:
+) -> tuple[Array, Normed, KV]:
     """Layer number `index` on x [tokens, embed], which comes with its norm and leaves with the next
     one's: x, normed, and the cache."""
     attended, kv = _attend(layer, index, normed, kv, tables, tokens, spec, tile_size=tile_size)
@@ -249,7 +273,7 @@ def decoder_layer(
 def _attend(
     layer: Layer,
     index: int,
-    normed: Array,
+    normed: Normed,
     kv: KV,
     tables: tuple[Array, Array],
     tokens: StepTokens,
@@ -272,12 +296,15 @@ def _attend(
 
 
 def _feed_forward(
-    layer: Layer, next_norm: Array, x: Array, attended: Array, spec: ModelSpec
-) -> tuple[Array, Array]:
+    layer: Layer, next_norm: Norm, x: Array, attended: Array, spec: ModelSpec
+) -> tuple[Array, Normed]:
     """What follows a layer's attention: x, and x with the next norm."""
-    x, normed = add_rms_norm(x, linear(attended, layer.out), layer.mlp_norm, spec.norm_eps)
+    out = linear(attended, layer.out)
+    form = token_format(layer.gate_up, x.shape[0], x.dtype, gated=True)
+    x, normed = add_rms_norm(x, out, layer.mlp_norm, spec.norm_eps, form)
     update = linear(gated_linear(normed, layer.gate_up), layer.down)
-    return add_rms_norm(x, update, next_norm, spec.norm_eps)
+    form = token_format(next_norm.reader, x.shape[0], x.dtype)
+    return add_rms_norm(x, update, next_norm.weight, spec.norm_eps, form)
 
 
 def logits(params: Params, hidden: Array) -> Array:

@@ -7,33 +7,49 @@ from jax.typing import DTypeLike
 
 from jaxserve_kernels import dense_matmul, quantized_matmul
 from jaxserve_kernels.dense_matmul import sum_parts as sum_parts
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens as QuantizedTokens
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import TokenFormat
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import plain as plain
 from jaxserve_kernels.quantized_matmul.reference import take_quantized_rows
 from jaxserve_kernels.weights import QUANTIZED, OrderedInt4Weight, Weight
 
 
-def linear(x: Array, weight: Weight, dtype: DTypeLike | None = None) -> Array:
+def token_format(
+    weight: Weight | None, tokens: int, dtype: DTypeLike, *, gated: bool = False
+) -> TokenFormat | None:
+    """What a product with the weight reads in place of tokens in `dtype`: None, those, or 8 bits.
+
+    Whoever makes the tokens may make `QuantizedTokens` of that format at once; given others, the
+    product does it in a kernel of its own.
+    """
+    if isinstance(weight, QUANTIZED) and not isinstance(weight, OrderedInt4Weight):
+        return quantized_matmul.token_format(weight, tokens, dtype, gated=gated)
+    return None
+
+
+def linear(x: Array | QuantizedTokens, weight: Weight, dtype: DTypeLike | None = None) -> Array:
     """x [tokens, in] times weight [out, in] transposed, as partial sums [parts, tokens, out].
 
     Their sum over the first axis is the product: one part in `dtype` (x's if not given), or
     several in float32. Readers add them, by `sum_parts` or inside their own kernel.
     """
     if isinstance(weight, OrderedInt4Weight):
-        return linear(x[:, weight.order], weight.stored, dtype)
+        return linear(plain(x)[:, weight.order], weight.stored, dtype)
     if isinstance(weight, QUANTIZED):
         return quantized_matmul.linear(x, weight, dtype)
-    return dense_matmul.linear(x, weight, dtype)
+    return dense_matmul.linear(plain(x), weight, dtype)
 
 
-def gated_linear(x: Array, weight: Weight) -> Array:
+def gated_linear(x: Array | QuantizedTokens, weight: Weight) -> Array:
     """SwiGLU of x [tokens, in]: silu(x @ gate.T) * (x @ up.T), [tokens, ffn] in x's dtype.
 
     weight is [2 * ffn, in]: the rows of gate, then those of up.
     """
     if isinstance(weight, OrderedInt4Weight):
-        return gated_linear(x[:, weight.order], weight.stored)
+        return gated_linear(plain(x)[:, weight.order], weight.stored)
     if isinstance(weight, QUANTIZED):
         return quantized_matmul.gated_linear(x, weight)
-    return dense_matmul.gated_linear(x, weight)
+    return dense_matmul.gated_linear(plain(x), weight)
 
 
 def take_rows(weight: Weight, ids: Array, dtype: DTypeLike) -> Array:

@@ -15,12 +15,15 @@ import pytest
 import triton.language as tl
 
 from jaxserve_kernels import weights
+from jaxserve_kernels.add_rms_norm.triton import add_rms_norm
 from jaxserve_kernels.quantized_matmul import reference
 from jaxserve_kernels.quantized_matmul import triton as kernels
 from jaxserve_kernels.quantized_matmul import triton_unpack as unpack
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.e4m3 import triton as e4m3
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, format_for
 from jaxserve_kernels.quantized_matmul.e4m3.triton_convert import to_fp8
+from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
 
 OUT, DEPTH, TOKENS = 256, 512, 5
 
@@ -174,3 +177,20 @@ def test_products_in_e4m3(name: str, beforehand: bool) -> None:
     assert relative_error(product, reference.linear(x, weight, x.dtype)[0]) < 0.1
     gated = e4m3.gated_linear(x, weight, Config(beforehand=beforehand))
     assert relative_error(gated, reference.gated_linear(x, weight)) < 0.14
+
+
+@pytest.mark.parametrize("name", ["int4-g64", "int8", "fp8"])
+def test_a_norm_makes_the_tokens_that_its_reader_would(name: str) -> None:
+    """Sums of groups and none, the order of inputs and that of weights in bytes."""
+    x, weight = tokens_and_weight(name)
+    update, norm = 0.5 * x[None], jnp.linspace(0.5, 1.5, DEPTH)
+    form = format_for(weight, TOKENS, Config(method="e4m3", tokens=16))
+    total, tokens = add_rms_norm(x, update, norm, 1e-6, form)
+    same, normed = add_rms_norm(x, update, norm, 1e-6)
+    assert isinstance(tokens, QuantizedTokens) and tokens.shape == x.shape
+    expected = quantized(normed, form)
+    assert np.array_equal(total, same)
+    assert np.array_equal(tokens.scale, expected.scale)
+    codes = (np.asarray(each.codes[:TOKENS], np.float32) for each in (tokens, expected))
+    assert np.array_equal(*codes)
+    assert form.group == 0 or np.array_equal(tokens.sums[:, :TOKENS], expected.sums[:, :TOKENS])

@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve_kernels import chain, target, weights
 from jaxserve_kernels.add_rms_norm import add_rms_norm
-from jaxserve_kernels.matmul import gated_linear, linear, sum_parts
+from jaxserve_kernels.matmul import gated_linear, linear, sum_parts, token_format
 from jaxserve_kernels.quantized_matmul.config import choose
 
 pytestmark = pytest.mark.gpu
@@ -120,6 +120,29 @@ def test_a_chain_of_products_equals_its_definition(tokens: int, embed: int, ffn:
             for got, wanted in zip(out, expected, strict=True):
                 assert relative_error(got, wanted) < 2 * TOLERANCE
         assert "jaxserve_kernel_chain" in program.lower(*arrays).as_text()
+
+
+@pytest.mark.parametrize("name", ["int4", "int4-g64", "fp8"])
+def test_a_norm_makes_the_tokens_that_its_reader_would(name: str) -> None:
+    """To the last bit: tokens in 8 bits from the norm's kernel, or from one after it."""
+    keys = jax.random.split(jax.random.key(7), 3)
+    weight = jax.jit(QUANTIZE[name])(jax.random.normal(keys[0], (1280, 640), jnp.bfloat16))
+    x = jax.random.normal(keys[1], (130, 640), jnp.bfloat16)
+    update = jax.random.normal(keys[2], (2, 130, 640))
+    norm = jnp.full((640,), 1.5, jnp.bfloat16)
+
+    def run(quantizing: bool) -> tuple[jax.Array, jax.Array]:
+        def both(x: jax.Array, update: jax.Array, weight: Any) -> tuple[jax.Array, jax.Array]:
+            form = token_format(weight, x.shape[0], x.dtype) if quantizing else None
+            assert (form is not None) == quantizing
+            total, normed = add_rms_norm(x, update, norm, 1e-6, form)
+            return total, sum_parts(linear(normed, weight), jnp.float32)
+
+        return jax.jit(both)(x, update, weight)
+
+    with target.use(target.Target("triton")):
+        for together, apart in zip(run(True), run(False), strict=True):
+            assert np.array_equal(together, apart)
 
 
 def relative_error(out: jax.Array, expected: jax.Array) -> float:

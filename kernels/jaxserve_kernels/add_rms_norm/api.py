@@ -6,12 +6,20 @@ from jax import Array
 
 from jaxserve_kernels import target
 from jaxserve_kernels.add_rms_norm import reference
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, TokenFormat
 
 
-def add_rms_norm(x: Array, update: Array, weight: Array, eps: float) -> tuple[Array, Array]:
-    """See `reference.add_rms_norm`."""
+def add_rms_norm(
+    x: Array, update: Array, weight: Array, eps: float, form: TokenFormat | None = None
+) -> tuple[Array, Array | QuantizedTokens]:
+    """See `reference.add_rms_norm`.
+
+    Args:
+      form: what the normed tokens become, for a reader that takes 8 bits (`matmul.token_format`,
+        which asks for it only where there are kernels). Both are the same as one after the other.
+    """
     if target.current().implementation == "reference":
         return reference.add_rms_norm(x, update, weight, eps)
     from jaxserve_kernels.add_rms_norm import triton  # needs Triton: only for GPUs
 
-    return triton.add_rms_norm(x, update, weight, eps)
+    return triton.add_rms_norm(x, update, weight, eps, form)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import triton
 import triton.language as tl
 from jax import Array
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, TokenFormat
+from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import out_types, store_quantized
 from jaxserve_kernels.triton_call import triton_call
 
 
 @triton.jit
-def _kernel(
-    x_ptr, update_ptr, weight_ptr, sum_ptr, out_ptr,
+def _normed(
+    x_ptr, update_ptr, weight_ptr, total_ptr,
     stride, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    """Stores the program's row plus its updates, and returns it with the norm, in x's dtype."""
     row = tl.program_id(0).to(tl.int64) * embed
     column = tl.arange(0, BLOCK)
     mask = column < embed
@@ -30,23 +35,66 @@ def _kernel(
         update += tl.load(update_ptr + part * stride + row + column, mask=mask, other=0.0)
     update = update.to(x.dtype).to(tl.float32)  # rounded where the reference rounds
     total = (x.to(tl.float32) + update).to(x.dtype)
-    tl.store(sum_ptr + row + column, total, mask=mask)
+    tl.store(total_ptr + row + column, total, mask=mask)
     wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / embed + eps)
     normed = (wide * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
-    tl.store(out_ptr + row + column, normed.to(x.dtype), mask=mask)
+    return normed.to(x.dtype)
 
 
-def add_rms_norm(x: Array, update: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+@triton.jit
+def _kernel(
+    x_ptr, update_ptr, weight_ptr, total_ptr, out_ptr,
+    stride, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr = False,
+):  # fmt: skip
+    normed = _normed(
+        x_ptr, update_ptr, weight_ptr, total_ptr, stride, embed, eps, parts, BLOCK, EARLY
+    )
+    column = tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * embed + column
+    tl.store(out_ptr + at, normed, mask=column < embed)
+
+
+@triton.jit
+def _quantizing(
+    x_ptr, update_ptr, weight_ptr, padded, total_ptr, codes_ptr, scale_ptr, sum_ptr,
+    stride, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    normed = _normed(
+        x_ptr, update_ptr, weight_ptr, total_ptr, stride, embed, eps, parts, BLOCK, False
+    ).to(tl.float32)
+    store_quantized(
+        normed, tl.program_id(0), padded, codes_ptr, scale_ptr, sum_ptr, embed, GROUP
+    )  # fmt: skip
+
+
+def add_rms_norm(
+    x: Array, update: Array, weight: Array, eps: float, form: TokenFormat | None = None
+) -> tuple[Array, Array | QuantizedTokens]:
     tokens, embed = x.shape
     row = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return triton_call(
-        x, update, weight,
-        kernel=_kernel,
-        name="add_rms_norm",
-        out_type=(row, row),
-        grid=(tokens,),
-        num_warps=8 if embed > 2048 else 4,
-        stride=tokens * embed, embed=embed, eps=eps, parts=update.shape[0],
-        BLOCK=triton.next_power_of_2(embed),
+    launch: dict[str, Any] = {
+        "grid": (tokens,),
+        "num_warps": 8 if embed > 2048 else 4,
+        "stride": tokens * embed, "embed": embed, "eps": eps, "parts": update.shape[0],
+        "BLOCK": triton.next_power_of_2(embed),
+    }  # fmt: skip
+    if form is None:
+        return triton_call(
+            x, update, weight,
+            kernel=_kernel,
+            name="add_rms_norm",
+            out_type=(row, row),
+            **launch,
+        )  # fmt: skip
+    total, *quantized = triton_call(
+        x, update, weight, form.padded,
+        kernel=_quantizing,
+        name="add_rms_norm_quantizing",
+        out_type=(row, *out_types(tokens, embed, form)),
+        GROUP=form.group,
+        **launch,
     )  # fmt: skip
+    return total, QuantizedTokens(*quantized)

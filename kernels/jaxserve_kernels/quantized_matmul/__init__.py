@@ -2,3 +2,4 @@
 
 from jaxserve_kernels.quantized_matmul.api import gated_linear as gated_linear
 from jaxserve_kernels.quantized_matmul.api import linear as linear
+from jaxserve_kernels.quantized_matmul.api import token_format as token_format

@@ -4,37 +4,52 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels import dense_matmul, target
-from jaxserve_kernels.quantized_matmul.config import Config, choose
+from jaxserve_kernels.quantized_matmul.config import Config, choose, reads_quantized
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import (
+    QuantizedTokens,
+    TokenFormat,
+    format_for,
+    plain,
+)
 from jaxserve_kernels.weights import QuantizedWeight
 
 
-def linear(x: Array, weight: QuantizedWeight, dtype: DTypeLike | None = None) -> Array:
+def linear(
+    x: Array | QuantizedTokens, weight: QuantizedWeight, dtype: DTypeLike | None = None
+) -> Array:
     """See `matmul.linear`."""
     dtype = dtype or x.dtype
     config = _config(x, weight, gated=False)
     if config is None:
-        return dense_matmul.linear(x, _plain(weight, x), dtype)
+        return dense_matmul.linear(plain(x), weight.dequantize().astype(x.dtype), dtype)
     return _kernels(config).linear(x, weight, config, dtype)
 
 
-def gated_linear(x: Array, weight: QuantizedWeight) -> Array:
+def gated_linear(x: Array | QuantizedTokens, weight: QuantizedWeight) -> Array:
     """See `matmul.gated_linear`."""
     config = _config(x, weight, gated=True)
     if config is None:
-        return dense_matmul.gated_linear(x, _plain(weight, x))
+        return dense_matmul.gated_linear(plain(x), weight.dequantize().astype(x.dtype))
     return _kernels(config).gated_linear(x, weight, config)
 
 
-def _plain(weight: QuantizedWeight, x: Array) -> Array:
-    return weight.dequantize().astype(x.dtype)
+def token_format(
+    weight: QuantizedWeight, tokens: int, dtype: DTypeLike, *, gated: bool
+) -> TokenFormat | None:
+    """What the product reads in place of tokens in `dtype`, if that should be made beforehand."""
+    config = _config(jax.ShapeDtypeStruct((tokens, weight.shape[1]), dtype), weight, gated=gated)
+    if config is None or config.method != "e4m3" or not reads_quantized(weight, tokens):
+        return None
+    return format_for(weight, tokens, config)
 
 
-def _config(x: Array, weight: QuantizedWeight, *, gated: bool) -> Config | None:
+def _config(x: Any, weight: QuantizedWeight, *, gated: bool) -> Config | None:
     """None: dequantise, then the product with the plain weight."""
     if target.current().implementation == "reference" or x.dtype != jnp.bfloat16:
         return None

@@ -28,6 +28,9 @@ _STREAMING_PROGRAMS = 396
 _MOST_PARTS = 8
 """More partial sums than these cost their readers more than the product gains."""
 
+_MOST_APART = 128
+"""Tokens that become 8 bits in a kernel of their own, after a norm."""
+
 _ENOUGH_TILES = 90
 """Programs of a product that the tensor cores bound: fewer leave too many of them idle."""
 
@@ -78,6 +81,12 @@ def choose(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config | Non
     if out % config.rows or (gated and out // 2 % (config.rows // 2)):
         return None
     return replace(config, splits=1) if gated else config
+
+
+def reads_quantized(weight: QuantizedWeight, tokens: int) -> bool:
+    """Whether it pays that a norm before a product in e4m3 makes its tokens' 8 bits: it takes 1 %
+    off a step of 256 rows with int4. With fewer rows it made no difference, nor with NVFP4."""
+    return tokens > _MOST_APART and isinstance(weight, Int4Weight | Fp8Weight)
 
 
 def _has_kernel(weight: QuantizedWeight) -> bool:

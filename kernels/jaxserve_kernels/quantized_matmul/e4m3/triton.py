@@ -20,7 +20,9 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels.quantized_matmul.config import Config
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, format_for
 from jaxserve_kernels.quantized_matmul.e4m3.triton_convert import to_fp8
+from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
 from jaxserve_kernels.quantized_matmul.triton import store_gated
 from jaxserve_kernels.quantized_matmul.triton_arguments import (
     FP8,
@@ -39,38 +41,7 @@ from jaxserve_kernels.quantized_matmul.triton_unpack import (
     side_by_side,
 )
 from jaxserve_kernels.triton_call import triton_call
-from jaxserve_kernels.weights import Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight
-
-
-@triton.jit
-def _quantize_tokens(
-    x_ptr, tokens, padded, out_ptr, scale_ptr, sum_ptr,
-    k: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """One token: e4m3, one scale, float32 [padded], and the sums of its groups [groups, padded].
-
-    GROUP 0: no sums, and the order of packed bytes: byte i of a tile's row holds input
-    64 * (i % 2) + i // 2.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    byte = place % 128
-    source = place if GROUP else place - byte + 64 * (byte % 2) + byte // 2
-    mask = place < k
-    known = mask & (token < tokens)
-    x = tl.load(x_ptr + token * k + source, mask=known, other=0.0).to(tl.float32)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    scale = tl.max(tl.abs(x), axis=0) / (127.0 if dtype == tl.int8 else 448.0)
-    values = x / tl.where(scale > 0.0, scale, 1.0)
-    if dtype == tl.int8:
-        values = (values + 12582912.0) - 12582912.0  # to the nearest
-    values = values.to(dtype)
-    tl.store(out_ptr + token * k + place, values, mask=mask)
-    tl.store(scale_ptr + token, scale)
-    if GROUP:
-        sums = tl.sum(tl.reshape(values.to(tl.float32), (BLOCK // GROUP, GROUP)), axis=1)
-        group = tl.arange(0, BLOCK // GROUP)
-        tl.store(sum_ptr + group * padded + token, sums, mask=group < k // GROUP)
+from jaxserve_kernels.weights import Fp8Weight, Int8Weight, QuantizedWeight
 
 
 @triton.jit
@@ -230,8 +201,8 @@ def _mxfp4_tile(acc, words, x, scale_ptr):
 
 @triton.jit
 def _accumulate(
-    x_ptr, token_scale_ptr, sum_ptr, packed_ptr, scale_ptr, second_ptr, row, token, first, padded,
-    steps: tl.constexpr, k: tl.constexpr,
+    x_ptr, token_scale_ptr, sum_ptr, packed_ptr, scale_ptr, second_ptr, row, token, first,
+    tokens, padded, steps: tl.constexpr, k: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Weight rows `row` times the tokens `token` over `steps` tiles of inputs from `first`.
@@ -280,7 +251,7 @@ def _accumulate(
         acc *= (8.0 * tl.load(second_ptr + row))[:, None]
     elif groups == 0:
         acc = acc.to(tl.float32) * tl.load(scale_ptr + row)[:, None]
-    return acc * tl.load(token_scale_ptr + token)[None, :]
+    return acc * tl.load(token_scale_ptr + token, mask=token < tokens, other=0.0)[None, :]
 
 
 @triton.jit
@@ -305,7 +276,7 @@ def _product(
     steps: tl.constexpr = k // (64 if KIND == NVFP4 else 128) // SPLITS
     acc = _accumulate(
         x_ptr, token_scale_ptr, sum_ptr, packed_ptr, scale_ptr, second_ptr, row, token,
-        split * steps, padded, steps, k, KIND, GROUP, ZERO, STAGES,
+        split * steps, tokens, padded, steps, k, KIND, GROUP, ZERO, STAGES,
     )  # fmt: skip
     if GATED:
         row = tl.program_id(2) * half + tl.arange(0, half)
@@ -315,21 +286,23 @@ def _product(
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=token[None, :] < tokens)
 
 
-def linear(x: Array, weight: QuantizedWeight, config: Config, dtype: DTypeLike) -> Array:
+def linear(
+    x: Array | QuantizedTokens, weight: QuantizedWeight, config: Config, dtype: DTypeLike
+) -> Array:
     """Partial sums [config.splits, tokens, out]: float32, or `dtype` where there is one part."""
     dtype = dtype if config.splits == 1 else jnp.float32
     shape = (config.splits, x.shape[0], weight.shape[0])
     return _launch(x, weight, config, jax.ShapeDtypeStruct(shape, dtype), gated=False)
 
 
-def gated_linear(x: Array, weight: QuantizedWeight, config: Config) -> Array:
+def gated_linear(x: Array | QuantizedTokens, weight: QuantizedWeight, config: Config) -> Array:
     """[tokens, ffn] in x's dtype; `config.splits` must be 1."""
     shape = (x.shape[0], weight.shape[0] // 2)
     return _launch(x, weight, config, jax.ShapeDtypeStruct(shape, x.dtype), gated=True)
 
 
 def _launch(
-    x: Array,
+    x: Array | QuantizedTokens,
     weight: QuantizedWeight,
     config: Config,
     out_type: jax.ShapeDtypeStruct,
@@ -337,12 +310,13 @@ def _launch(
     gated: bool,
 ) -> Array:
     tokens, k = x.shape
+    if not isinstance(x, QuantizedTokens):
+        x = quantized(x, format_for(weight, tokens, config))
+    padded = x.codes.shape[0]
     if config.beforehand and not isinstance(weight, Fp8Weight | Int8Weight):
         weight = to_fp8(weight)
-    padded = triton.cdiv(tokens, config.tokens) * config.tokens
-    codes, token_scale, sums = _tokens(x, padded, weight)
     return triton_call(
-        codes, token_scale, sums, *arrays(weight), tokens, padded,
+        *x, *arrays(weight), tokens, padded,
         kernel=_product,
         name=f"{'gated_' if gated else ''}linear_e4m3_{type(weight).__name__}",
         out_type=out_type,
@@ -350,28 +324,4 @@ def _launch(
         num_warps=config.num_warps,
         n=out_type.shape[-1], k=k, GATED=gated, **kind(weight),
         TOKENS=config.tokens, ROWS=config.rows, SPLITS=config.splits, STAGES=config.num_stages,
-    )  # fmt: skip
-
-
-def _tokens(x: Array, padded: int, weight: QuantizedWeight) -> tuple[Array, Array, Array]:
-    """e4m3 or int8 [padded, k], float32 scales [padded], and sums of what share integers' scales.
-
-    Tokens past x's are zeros.
-    """
-    tokens, k = x.shape
-    in_bytes = isinstance(weight, Fp8Weight | Int8Weight)
-    group = 0 if in_bytes else weight.group if isinstance(weight, Int4Weight) else 128
-    dtype = jnp.int8 if isinstance(weight, Int8Weight) else jnp.float8_e4m3fn
-    return triton_call(
-        x, tokens, padded,
-        kernel=_quantize_tokens,
-        name="quantize_tokens",
-        out_type=(
-            jax.ShapeDtypeStruct((padded, k), dtype),
-            jax.ShapeDtypeStruct((padded,), jnp.float32),
-            jax.ShapeDtypeStruct((k // group if group else 1, padded), jnp.float32),
-        ),
-        grid=(padded,),
-        num_warps=8 if k > 4096 else 4,
-        k=k, BLOCK=triton.next_power_of_2(k), GROUP=group,
     )  # fmt: skip
