@@ -67,7 +67,7 @@ def test_attention_equals_its_reference(
         if any(starts):
             _, kv = run("reference", kv, sequences.step((0,) * len(starts), starts, 32), 32, cpu)
         step = sequences.step(starts, counts, tile_size, apart=tile_size > 1)
-        expected, _ = run("reference", kv, step, tile_size, cpu)
+        expected, kept = run("reference", kv, step, tile_size, cpu)
     with jax.default_matmul_precision("highest"):
         out, left = run("triton", kv, step, tile_size, gpu)
     # The bf16 result is rounded to 8 bits (2e-3), so are probabilities, and so may be the step's
@@ -78,3 +78,10 @@ def test_attention_equals_its_reference(
     bound = 1.5e-2 if name == "fp8_e4m3" and tile_size > 1 else 1e-2
     assert error < (bound if dtype == "bfloat16" else 2e-3), f"{name}: {error:.2e}"
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(left))
+    if name.startswith("kvarn") and dtype == "float32":
+        # Page 0 is padding's. A code between two may be either.
+        for words, right in (
+            (left.key_words, kept.key_words),
+            (left.value_words, kept.value_words),
+        ):
+            assert np.mean(np.asarray(words[LAYER, 1:]) != np.asarray(right[LAYER, 1:])) < 2e-3

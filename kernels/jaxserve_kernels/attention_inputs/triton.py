@@ -8,9 +8,9 @@ import jax
 import triton
 import triton.language as tl
 from jax import Array
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.attention_inputs.reference import KVSlots
+from jaxserve_kernels.attention_inputs.triton_parts import head_halves
 from jaxserve_kernels.triton_call import triton_call
 
 _MAX_HEADS = 8
@@ -29,38 +29,12 @@ def _kernel(
     first = tl.program_id(1) * HEADS  # heads in the order queries, keys, values
     head = tl.arange(0, HEADS)
     dim = tl.arange(0, HALF)
-    source = qkv_ptr + (token * (q_heads + 2 * kv_heads) + first) * (2 * HALF)
-    source += head[:, None] * (2 * HALF) + dim[None, :]
-    dtype: tl.constexpr = kv_ptr.dtype.element_ty
-    low = tl.zeros([HEADS, HALF], tl.float32)
-    high = tl.zeros([HEADS, HALF], tl.float32)
-    norm_ptr = q_norm_ptr if first < q_heads else k_norm_ptr
-    norm_low = tl.load(norm_ptr + dim).to(tl.float32)
-    norm_high = tl.load(norm_ptr + HALF + dim).to(tl.float32)
-    cos = tl.load(cos_ptr + token * HALF + dim)
-    sin = tl.load(sin_ptr + token * HALF + dim)
     page = first_page + tl.load(page_ptr + token).to(tl.int64)
     offset = tl.load(offset_ptr + token)
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    for part in tl.static_range(parts):
-        low += tl.load(source + part * stride)
-        high += tl.load(source + part * stride + HALF)
-    low = low.to(dtype)
-    high = high.to(dtype)
-    if first < q_heads + kv_heads:
-        wide_low = low.to(tl.float32)
-        wide_high = high.to(tl.float32)
-        square = tl.sum(wide_low * wide_low + wide_high * wide_high, axis=1) / (2 * HALF)
-        scale = tl.rsqrt(square + eps)[:, None]
-        # Rounded where the reference rounds: after the norm and after its weight.
-        a = ((wide_low * scale).to(dtype).to(tl.float32) * norm_low[None, :]).to(dtype)
-        b = ((wide_high * scale).to(dtype).to(tl.float32) * norm_high[None, :]).to(dtype)
-        wide_low = a.to(tl.float32)
-        wide_high = b.to(tl.float32)
-        low = (wide_low * cos[None, :] - wide_high * sin[None, :]).to(dtype)
-        high = (wide_high * cos[None, :] + wide_low * sin[None, :]).to(dtype)
+    low, high = head_halves(
+        qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, first,
+        stride, parts, q_heads, kv_heads, eps, kv_ptr.dtype.element_ty, HEADS, HALF, EARLY,
+    )  # fmt: skip
     if first < q_heads:
         target = q_ptr + (token * q_heads + first + head[:, None]) * (2 * HALF) + dim[None, :]
     else:

@@ -1,4 +1,4 @@
-"""How the paged attention kernels are launched."""
+"""What the paged attention kernels have in common, and how they are launched."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from jaxserve_kernels import target, tuned
 
 TILE_ROWS = 128
 """Rows of a full query tile: tokens times the query heads that share a KV head."""
+
+LOG2_E = 1.4426950408889634
+"""Exponentials are powers of two."""
 
 _TARGET_PROGRAMS = 264
 """Two programs for each of an H100's 132 multiprocessors keep its memory busy."""

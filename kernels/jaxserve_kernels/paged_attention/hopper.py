@@ -22,11 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxserve_kernels.paged_attention.config import HopperConfig, tile_tokens
+from jaxserve_kernels.paged_attention.config import LOG2_E, HopperConfig, tile_tokens
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 
-_LOG2_E = 1.4426950408889634
 _MASKED = gl.constexpr(-1.0e30)
 
 
@@ -255,7 +254,7 @@ def launch(
         grid=(kv_heads, tiles.first.shape[0], config.splits),
         num_warps=4,
         table_stride=page_table.shape[1],
-        scale=head_dim**-0.5 * _LOG2_E,
+        scale=head_dim**-0.5 * LOG2_E,
         q_heads=q_heads, kv_heads=kv_heads,
         TOKENS=tile_tokens(q_heads // kv_heads) // 2, ROWS=rows, DIM=head_dim, PAGE=page_size,
         SPLITS=config.splits, MIN_PAGES=config.min_blocks,

@@ -17,6 +17,7 @@ from jax import Array
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.paged_attention.config import (
+    LOG2_E,
     Config,
     HopperConfig,
     choose,
@@ -25,8 +26,6 @@ from jaxserve_kernels.paged_attention.config import (
 )
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.triton_call import triton_call
-
-LOG2_E = 1.4426950408889634
 
 _MANY_PROGRAMS = 10_000
 """A program has to start even if its tile has nothing to merge: beyond so many of one row each

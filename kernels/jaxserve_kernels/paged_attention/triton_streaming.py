@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from jaxserve_kernels.attention_inputs import KVSlots
 from jaxserve_kernels.paged_attention.config import choose
 from jaxserve_kernels.paged_attention.reference import QueryTiles
-from jaxserve_kernels.paged_attention.triton import LOG2_E, merge, part_types
+from jaxserve_kernels.paged_attention.triton import merge, part_types
 from jaxserve_kernels.triton_call import triton_call
 
 _PAGE = 64

@@ -16,9 +16,8 @@ from jax import Array
 
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
 from jaxserve_kernels.kv_format.eight_bit.triton_numbers import halves, numbers
-from jaxserve_kernels.kv_format.triton_parts import LOG2_E
 from jaxserve_kernels.paged_attention import QueryTiles
-from jaxserve_kernels.paged_attention.config import Config
+from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.triton_call import triton_call
 
 _TARGET_PROGRAMS = 528
@@ -84,10 +83,11 @@ def _attend(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     group: tl.constexpr = q_heads // kv_heads
-    if tl.load(length_ptr + tile) > 0:
-        position = tl.load(position_ptr + tile)
-        first = tl.load(first_ptr + tile).to(tl.int64)
-        table = table_ptr + tl.load(slot_ptr + tile).to(tl.int64) * table_stride
+    length = tl.load(length_ptr + tile)
+    position = tl.load(position_ptr + tile)
+    first = tl.load(first_ptr + tile).to(tl.int64)
+    table = table_ptr + tl.load(slot_ptr + tile).to(tl.int64) * table_stride
+    if length > 0:
         first_page = (layer * num_pages).to(tl.int64)
         row = tl.arange(0, ROWS)
         dim = tl.arange(0, HALF)
@@ -149,7 +149,8 @@ def _merge_splits(
     tile = tl.program_id(0)
     q_head = tl.program_id(1)
     group: tl.constexpr = q_heads // kv_heads
-    if tl.load(length_ptr + tile) > 0:
+    length = tl.load(length_ptr + tile)
+    if length > 0:
         split = tl.arange(0, SPLITS)
         dim = tl.arange(0, DIM)
         part = ((tile * kv_heads + q_head // group) * SPLITS + split).to(tl.int64) * ROWS

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from jaxserve_kernels.attention_inputs.triton_parts import head_halves
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
-from jaxserve_kernels.kv_format.triton_parts import head_halves
 from jaxserve_kernels.triton_call import triton_call
 
 _MAX_HEADS = 8
@@ -37,7 +37,7 @@ def _write(
     dim = tl.arange(0, HALF)
     low, high = head_halves(
         qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, first,
-        stride, parts, q_heads, kv_heads, eps, q_ptr.dtype.element_ty, HEADS, HALF,
+        stride, parts, q_heads, kv_heads, eps, q_ptr.dtype.element_ty, HEADS, HALF, False,
     )  # fmt: skip
     if first < q_heads:
         target = q_ptr + (token * q_heads + first + head[:, None]) * (2 * HALF) + dim[None, :]

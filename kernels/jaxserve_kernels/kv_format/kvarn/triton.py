@@ -8,8 +8,6 @@ what is left in sinks and tails, which rows of one token read.
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 from jax import Array
 
@@ -34,18 +32,16 @@ def attend(
     q, kv, fresh = inputs(
         qkv, kv, layer, norms, tables, step, eps=eps, keep=_decodes(step, tile_size)
     )
-    read = partial(triton_attention.attend, q)
     if fresh is None:
-        result = read(kv, layer, step.page_table, step.tiles.in_one_list())
-        assert result is not None
-        return result, kv
+        tiles = step.tiles.in_one_list()
+        return triton_attention.attend(q, kv, layer, step.page_table, tiles), kv
     kv = encode_filled(kv, layer, 1, fresh, step)
     result, kv = triton_expand.attend(q, kv, layer, fresh, step, tile_size=tile_size)
     kv = keep_raw(kv, layer, fresh, step)
     if step.tiles.singles is None:
         return result, kv
     out = jax.new_ref(result)
-    read(kv, layer, step.page_table, step.tiles.singles, out)
+    triton_attention.attend_some(q, kv, layer, step.page_table, step.tiles.singles, out)
     return jax.freeze(out), kv
 
 

@@ -1,24 +1,14 @@
-"""Attention of single tokens over a KVarN cache: codes go into the products, scales to their other
-factor.
+"""Attention of single tokens over a KVarN cache.
 
-Of a packed tile, with q and p the rows' queries and probabilities::
-
-    score[g]  = column[g] * (sum_d (q[d] * scale[d]) * code[g, d] + sum_d q[d] * zero[d])
-    out[d]   += column[d] * (sum_g (p[g] * scale[g]) * code[g, d] + sum_g p[g] * zero[g])
-
-A code enters as the bfloat16 number 128 + code, which takes one instruction to make; what that
-adds is taken off again with the factors as they were rounded. Zeros are moved to the middle of the
-codes' range, so that rounding the factors costs little.
-
-A head is four quarters, because that is how its codes lie in words. Keys and channels are the rows
-of products and queries their columns, so codes go from shared memory to registers to the tensor
-cores as they are. A program is one warp: what programs wait for is each other's results and memory,
-not a lack of threads, and alone a warp needs no barriers. A context is cut into units of about the
-same number of bytes, a page of codes or `_CHUNK` keys in full precision, and programs share those.
-`_merge` adds what they found and rotates it back.
+A program is one warp: what programs wait for is each other's results and memory, not a lack of
+threads, and alone a warp needs no barriers. A context is cut into units of about the same number
+of bytes, a page of codes or `_CHUNK` keys in full precision, and programs share those. `_merge`
+adds what they found and rotates it back.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,240 +18,88 @@ from jax import Array
 
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
 from jaxserve_kernels.kv_format.kvarn.triton_inputs import signs
-from jaxserve_kernels.kv_format.triton_parts import LOG2_E
+from jaxserve_kernels.kv_format.kvarn.triton_page import packed_page, raw_keys
 from jaxserve_kernels.paged_attention import QueryTiles
-from jaxserve_kernels.paged_attention.config import Config
+from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.triton_call import triton_call
 
 _TARGET_PROGRAMS = 1056
 """Eight for each of an H100's multiprocessors, as many as their registers leave room for."""
+
+_MOST_PARTS = 16
+"""Into which a context is split beside chunks."""
 
 _CHUNK = 32
 """Keys in full precision that are visited together: as many bytes as a page of codes."""
 
 
 @triton.jit
-def _quarters_4(words):
-    """128 + each of the four nibbles, in bfloat16."""
-    return tl.inline_asm_elementwise(
-        """{ .reg .b32 a,b,c; shr.u32 a,$4,4; shr.u32 b,$4,8; shr.u32 c,$4,12;
-        lop3.b32 $0,$4,0x000f000f,0x43004300,0xea; lop3.b32 $1,a,0x000f000f,0x43004300,0xea;
-        lop3.b32 $2,b,0x000f000f,0x43004300,0xea; lop3.b32 $3,c,0x000f000f,0x43004300,0xea; }""",
-        "=r,=r,=r,=r,r", [words],
-        (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@triton.jit
-def _quarters_2_low(words):
-    """128 + each of the four codes in the low byte, in bfloat16."""
-    return tl.inline_asm_elementwise(
-        """{ .reg .b32 a,b,c; shr.u32 a,$4,2; shr.u32 b,$4,4; shr.u32 c,$4,6;
-        lop3.b32 $0,$4,0x00030003,0x43004300,0xea; lop3.b32 $1,a,0x00030003,0x43004300,0xea;
-        lop3.b32 $2,b,0x00030003,0x43004300,0xea; lop3.b32 $3,c,0x00030003,0x43004300,0xea; }""",
-        "=r,=r,=r,=r,r", [words],
-        (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@triton.jit
-def _quarters_2_high(words):
-    """128 + each of the four codes in the high byte, in bfloat16."""
-    return tl.inline_asm_elementwise(
-        """{ .reg .b32 a,b,c,d; shr.u32 a,$4,8; shr.u32 b,$4,10; shr.u32 c,$4,12; shr.u32 d,$4,14;
-        lop3.b32 $0,a,0x00030003,0x43004300,0xea; lop3.b32 $1,b,0x00030003,0x43004300,0xea;
-        lop3.b32 $2,c,0x00030003,0x43004300,0xea; lop3.b32 $3,d,0x00030003,0x43004300,0xea; }""",
-        "=r,=r,=r,=r,r", [words],
-        (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@triton.jit
-def _quarters(words, HALF: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr):
-    """The codes of the four quarters of half a tile; 128 more if FAST."""
-    if FAST:
-        if BITS == 4:
-            a, b, c, d = _quarters_4(words)
-        elif HALF == 0:
-            a, b, c, d = _quarters_2_low(words)
-        else:
-            a, b, c, d = _quarters_2_high(words)
-    else:
-        MASK: tl.constexpr = (1 << BITS) - 1
-        wide = words.to(tl.int32) >> (0 if BITS == 4 else 8 * HALF)
-        a = (wide & MASK).to(tl.float32)
-        b = ((wide >> BITS) & MASK).to(tl.float32)
-        c = ((wide >> (2 * BITS)) & MASK).to(tl.float32)
-        d = ((wide >> (3 * BITS)) & MASK).to(tl.float32)
-    return a, b, c, d
-
-
-@triton.jit
-def _dot4(x0, x1, x2, x3, y0, y1, y2, y3):
-    """Sum of the products of x [keys, quarter] with y [quarter, queries]."""
-    out = tl.dot(x0, y0, input_precision="ieee")
-    out = tl.dot(x1, y1, out, input_precision="ieee")
-    out = tl.dot(x2, y2, out, input_precision="ieee")
-    return tl.dot(x3, y3, out, input_precision="ieee")
-
-
-@triton.jit
-def _two(words):
-    """The float16 numbers in the low and the high half of words, in float32."""
-    low = words.to(tl.int16).to(tl.float16, bitcast=True)
-    high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    return low.to(tl.float32), high.to(tl.float32)
-
-
-@triton.jit
-def _scaled_query(q, scales, dtype: tl.constexpr, OFFSET: tl.constexpr):
-    """One quarter of q [quarter, queries] times the keys' scales, rounded; and what zeros and
-    offset add to scores."""
-    scale, zero = _two(scales)
-    wide = q.to(tl.float32)
-    factor = (wide * scale[:, None]).to(dtype)
-    rest = wide * (zero + 7.5 * scale)[:, None] - OFFSET * factor.to(tl.float32)
-    return factor, tl.sum(rest, axis=0)
-
-
-@triton.jit
-def _key_scores(
-    words_at, f0, f1, f2, f3, rest, column, scale: tl.constexpr, FAST: tl.constexpr
+def _attend_part(
+    q_ptr, key_words_ptr, value_words_ptr, scales_ptr, raw_ptr, table_ptr, first_ptr,
+    sums_ptr, peak_ptr, weight_ptr, tile, kv_head, split, splits, position, slot,
+    first_page, first_slot, table_stride,
+    scale: tl.constexpr,
+    q_heads: tl.constexpr, kv_heads: tl.constexpr,
+    ROWS: tl.constexpr, QUARTER: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    CHUNK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Scores [keys, queries] of a quarter of a tile's keys."""
-    k0, k1, k2, k3 = _quarters(tl.load(words_at), 0, 4, FAST)
-    scores = _dot4(k0, k1, k2, k3, f0, f1, f2, f3)
-    return (scores + rest[None, :]) * (column * scale)[:, None]
-
-
-@triton.jit
-def _value_factors(
-    scores, peak, scales, dtype: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr
-):
-    """Probabilities times the values' scales, rounded; their own sum; what zeros and offset add."""
-    probs = tl.exp2(scores - peak[None, :])
-    scale, zero = _two(scales)
-    factor = (probs * scale[:, None]).to(dtype)
-    rest = probs * (zero + MIDDLE * scale)[:, None] - OFFSET * factor.to(tl.float32)
-    return factor, tl.sum(probs, axis=0), tl.sum(rest, axis=0)
-
-
-@triton.jit
-def _add_values(
-    words_at, factor, r0, r1, r2, r3, HALF: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr
-):
-    """A quarter of a tile's values, [quarter, keys], times their factors [keys, queries]."""
-    v0, v1, v2, v3 = _quarters(tl.load(words_at), HALF, BITS, FAST)
-    r0 = tl.dot(v0, factor, r0, input_precision="ieee")
-    r1 = tl.dot(v1, factor, r1, input_precision="ieee")
-    r2 = tl.dot(v2, factor, r2, input_precision="ieee")
-    r3 = tl.dot(v3, factor, r3, input_precision="ieee")
-    return r0, r1, r2, r3
-
-
-@triton.jit
-def _packed_page(
-    page, q0, q1, q2, q3, peak, weight, acc0, acc1, acc2, acc3,
-    key_words_ptr, value_words_ptr, scales_ptr, kv_head,
-    scale: tl.constexpr, kv_heads: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr,
-    BITS: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """One tile of codes, a quarter of its keys at a time: more would not fit the registers."""
+    """One of the parts into which the context of a tile, a token, is split."""
+    group: tl.constexpr = q_heads // kv_heads
     DIM: tl.constexpr = 4 * QUARTER
-    KEYS: tl.constexpr = GROUP // 4
-    STEP: tl.constexpr = KEYS * QUARTER
-    LATER: tl.constexpr = 2 * STEP if BITS == 4 else 0  # words of 2-bit values hold two tokens
-    MIDDLE: tl.constexpr = ((1 << BITS) - 1) / 2
-    ADDED: tl.constexpr = 128.0 if FAST else 0.0
-    dtype: tl.constexpr = tl.bfloat16 if FAST else tl.float32
-    dim = tl.arange(0, QUARTER)
-    key = tl.arange(0, KEYS)
-    head_page = page * kv_heads + kv_head
-    keys = key_words_ptr + head_page * (GROUP * QUARTER) + key[:, None] * QUARTER + dim[None, :]
-    values = value_words_ptr + head_page * (GROUP * BITS // 4 * QUARTER)
-    values += key[None, :] * QUARTER + dim[:, None]
-    # Words of two scales: [DIM] of keys, [DIM/2] and [GROUP/2] of columns, [GROUP] of values.
-    words = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    words += head_page * (3 * (DIM + GROUP) // 2)
-    f0, rest = _scaled_query(q0, tl.load(words + dim), dtype, ADDED + 7.5)
-    f1, more = _scaled_query(q1, tl.load(words + QUARTER + dim), dtype, ADDED + 7.5)
-    rest += more
-    f2, more = _scaled_query(q2, tl.load(words + 2 * QUARTER + dim), dtype, ADDED + 7.5)
-    rest += more
-    f3, more = _scaled_query(q3, tl.load(words + 3 * QUARTER + dim), dtype, ADDED + 7.5)
-    rest += more
-    words += DIM
-    c0, c2 = _two(tl.load(words + dim))
-    c1, c3 = _two(tl.load(words + QUARTER + dim))
-    words += DIM // 2
-    t0, t2 = _two(tl.load(words + key))
-    t1, t3 = _two(tl.load(words + KEYS + key))
-    words += GROUP // 2 + key
-    s0 = _key_scores(keys, f0, f1, f2, f3, rest, t0, scale, FAST)
-    s1 = _key_scores(keys + STEP, f0, f1, f2, f3, rest, t1, scale, FAST)
-    s2 = _key_scores(keys + 2 * STEP, f0, f1, f2, f3, rest, t2, scale, FAST)
-    s3 = _key_scores(keys + 3 * STEP, f0, f1, f2, f3, rest, t3, scale, FAST)
-    highest = tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), axis=0)
-    new_peak = tl.maximum(peak, highest)
-    p0, w0, rest = _value_factors(s0, new_peak, tl.load(words), dtype, ADDED + MIDDLE, MIDDLE)
-    p1, w1, more = _value_factors(
-        s1, new_peak, tl.load(words + KEYS), dtype, ADDED + MIDDLE, MIDDLE
-    )
-    rest += more
-    p2, w2, more = _value_factors(
-        s2, new_peak, tl.load(words + 2 * KEYS), dtype, ADDED + MIDDLE, MIDDLE
-    )
-    rest += more
-    p3, w3, more = _value_factors(
-        s3, new_peak, tl.load(words + 3 * KEYS), dtype, ADDED + MIDDLE, MIDDLE
-    )
-    rest = (rest + more)[None, :]
-    shrink = tl.exp2(peak - new_peak)
-    weight = weight * shrink + ((w0 + w1) + (w2 + w3))
-    none = tl.zeros([QUARTER, peak.shape[0]], tl.float32)
-    r0, r1, r2, r3 = _add_values(values, p0, none, none, none, none, 0, BITS, FAST)
-    r0, r1, r2, r3 = _add_values(values + STEP, p1, r0, r1, r2, r3, 0, BITS, FAST)
-    values += LATER
-    r0, r1, r2, r3 = _add_values(values, p2, r0, r1, r2, r3, 1, BITS, FAST)
-    r0, r1, r2, r3 = _add_values(values + STEP, p3, r0, r1, r2, r3, 1, BITS, FAST)
-    shrink = shrink[None, :]
-    acc0 = acc0 * shrink + (r0 + rest) * c0[:, None]
-    acc1 = acc1 * shrink + (r1 + rest) * c1[:, None]
-    acc2 = acc2 * shrink + (r2 + rest) * c2[:, None]
-    acc3 = acc3 * shrink + (r3 + rest) * c3[:, None]
-    return new_peak, weight, acc0, acc1, acc2, acc3
-
-
-@triton.jit
-def _raw_keys(
-    held, keys, values, q0, q1, q2, q3, peak, weight, acc0, acc1, acc2, acc3,
-    scale: tl.constexpr, QUARTER: tl.constexpr,
-):  # fmt: skip
-    """Keys in full precision, of which those that are `held` count, at [keys, quarter], and values
-    at [quarter, keys]."""
-    seen = held[:, None]
-    k0 = tl.load(keys, mask=seen, other=0.0)
-    k1 = tl.load(keys + QUARTER, mask=seen, other=0.0)
-    k2 = tl.load(keys + 2 * QUARTER, mask=seen, other=0.0)
-    k3 = tl.load(keys + 3 * QUARTER, mask=seen, other=0.0)
-    columns = held[None, :]
-    v0 = tl.load(values, mask=columns, other=0.0)
-    v1 = tl.load(values + QUARTER, mask=columns, other=0.0)
-    v2 = tl.load(values + 2 * QUARTER, mask=columns, other=0.0)
-    v3 = tl.load(values + 3 * QUARTER, mask=columns, other=0.0)
-    scores = _dot4(k0, k1, k2, k3, q0, q1, q2, q3) * scale
-    scores = tl.where(seen, scores, -1.0e30)
-    new_peak = tl.maximum(peak, tl.max(scores, axis=0))
-    probs = tl.where(seen, tl.exp2(scores - new_peak[None, :]), 0.0)
-    shrink = tl.exp2(peak - new_peak)
-    weight = weight * shrink + tl.sum(probs, axis=0)
-    probs = probs.to(q0.dtype)
-    shrink = shrink[None, :]
-    acc0 = tl.dot(v0, probs, acc0 * shrink, input_precision="ieee")
-    acc1 = tl.dot(v1, probs, acc1 * shrink, input_precision="ieee")
-    acc2 = tl.dot(v2, probs, acc2 * shrink, input_precision="ieee")
-    acc3 = tl.dot(v3, probs, acc3 * shrink, input_precision="ieee")
-    return new_peak, weight, acc0, acc1, acc2, acc3
+    own = position // GROUP  # the token's page
+    # Units: of the sink if that is another page, of the own page, of the pages between.
+    sink_units = tl.minimum(own, 1) * (GROUP // CHUNK)
+    raw_units = sink_units + position % GROUP // CHUNK + 1
+    units = raw_units + tl.maximum(own - 1, 0)
+    per_split = tl.cdiv(units, splits)
+    begin = split * per_split
+    stop = tl.minimum(begin + per_split, units)
+    row = tl.arange(0, ROWS)
+    valid = row < group
+    peak = tl.full([ROWS], -1.0e30, tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    at = ((tile * kv_heads + kv_head) * splits + split).to(tl.int64) * ROWS + row
+    if begin < stop:
+        table = table_ptr + slot.to(tl.int64) * table_stride
+        dim = tl.arange(0, QUARTER)
+        q_row = tl.load(first_ptr + tile).to(tl.int64) * q_heads + kv_head * group + row
+        q_at = q_ptr + q_row[None, :] * DIM + dim[:, None]
+        there = valid[None, :]
+        q0 = tl.load(q_at, mask=there, other=0.0)
+        q1 = tl.load(q_at + QUARTER, mask=there, other=0.0)
+        q2 = tl.load(q_at + 2 * QUARTER, mask=there, other=0.0)
+        q3 = tl.load(q_at + 3 * QUARTER, mask=there, other=0.0)
+        acc0 = tl.zeros([QUARTER, ROWS], tl.float32)
+        acc1 = tl.zeros([QUARTER, ROWS], tl.float32)
+        acc2 = tl.zeros([QUARTER, ROWS], tl.float32)
+        acc3 = tl.zeros([QUARTER, ROWS], tl.float32)
+        for index in tl.range(tl.maximum(begin, raw_units), stop, num_stages=STAGES):
+            page = first_page + tl.load(table + index - raw_units + 1).to(tl.int64)
+            peak, weight, acc0, acc1, acc2, acc3 = packed_page(
+                page, q0, q1, q2, q3, peak, weight, acc0, acc1, acc2, acc3,
+                key_words_ptr, value_words_ptr, scales_ptr, kv_head,
+                scale, kv_heads, GROUP, QUARTER, BITS, FAST,
+            )  # fmt: skip
+        first_tile = (first_slot + slot).to(tl.int64) * 2
+        for index in tl.range(begin, tl.minimum(stop, raw_units), num_stages=STAGES):
+            in_own = index >= sink_units
+            offset = (index - tl.where(in_own, sink_units, 0)) * CHUNK + tl.arange(0, CHUNK)
+            held = (offset <= position % GROUP) | (in_own == 0)
+            kept = first_tile + tl.where(in_own & (own > 0), 1, 0)
+            kept = raw_ptr + ((kept * kv_heads + kv_head) * 2 * GROUP + offset) * DIM
+            keys = kept[:, None] + dim[None, :]
+            values = kept[None, :] + GROUP * DIM + dim[:, None]
+            peak, weight, acc0, acc1, acc2, acc3 = raw_keys(
+                held, keys, values, q0, q1, q2, q3, peak, weight, acc0, acc1, acc2, acc3,
+                scale, QUARTER,
+            )  # fmt: skip
+        target = sums_ptr + at[None, :] * DIM + dim[:, None]
+        tl.store(target, acc0, mask=there)
+        tl.store(target + QUARTER, acc1, mask=there)
+        tl.store(target + 2 * QUARTER, acc2, mask=there)
+        tl.store(target + 3 * QUARTER, acc3, mask=there)
+    tl.store(peak_ptr + at, peak, mask=valid)
+    tl.store(weight_ptr + at, weight, mask=valid)
 
 
 @triton.jit
@@ -269,76 +107,90 @@ def _attend(
     q_ptr, key_words_ptr, value_words_ptr, scales_ptr, raw_ptr,
     table_ptr, first_ptr, length_ptr, slot_ptr, position_ptr,
     sums_ptr, peak_ptr, weight_ptr,
-    layer, num_pages, num_slots, table_stride,
+    first_page, first_slot, table_stride,
     scale: tl.constexpr,
     q_heads: tl.constexpr, kv_heads: tl.constexpr,
     ROWS: tl.constexpr, QUARTER: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
     CHUNK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
+    """A program per tile, KV head and part."""
     tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    splits = tl.num_programs(2)
+    length = tl.load(length_ptr + tile)
+    position = tl.load(position_ptr + tile)
+    slot = tl.load(slot_ptr + tile)
+    if length > 0:
+        _attend_part(
+            q_ptr, key_words_ptr, value_words_ptr, scales_ptr, raw_ptr, table_ptr, first_ptr,
+            sums_ptr, peak_ptr, weight_ptr,
+            tile, tl.program_id(1), tl.program_id(2), tl.num_programs(2), position, slot,
+            first_page, first_slot, table_stride,
+            scale, q_heads, kv_heads, ROWS, QUARTER, GROUP, BITS, CHUNK, STAGES, FAST,
+        )  # fmt: skip
+
+
+@triton.jit
+def _splits_of(count, kv_heads: tl.constexpr, PROGRAMS: tl.constexpr, MOST: tl.constexpr):
+    """Into how many parts contexts are split so that there is work for all programs."""
+    return tl.minimum(tl.maximum(PROGRAMS // (tl.maximum(count, 1) * kv_heads), 1), MOST)
+
+
+@triton.jit
+def _attend_some(
+    q_ptr, key_words_ptr, value_words_ptr, scales_ptr, raw_ptr,
+    table_ptr, first_ptr, count_ptr, slot_ptr, position_ptr,
+    sums_ptr, peak_ptr, weight_ptr,
+    first_page, first_slot, table_stride,
+    scale: tl.constexpr,
+    q_heads: tl.constexpr, kv_heads: tl.constexpr,
+    ROWS: tl.constexpr, QUARTER: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    CHUNK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
+    PROGRAMS: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Programs take parts in turn, of as many tiles as there are, which is data."""
+    count = tl.load(count_ptr)
+    splits = _splits_of(count, kv_heads, PROGRAMS, MOST)
+    for unit in range(tl.program_id(0), count * kv_heads * splits, PROGRAMS):
+        tile = unit // (kv_heads * splits)
+        _attend_part(
+            q_ptr, key_words_ptr, value_words_ptr, scales_ptr, raw_ptr, table_ptr, first_ptr,
+            sums_ptr, peak_ptr, weight_ptr,
+            tile, unit // splits % kv_heads, unit % splits, splits,
+            tl.load(position_ptr + tile), tl.load(slot_ptr + tile),
+            first_page, first_slot, table_stride,
+            scale, q_heads, kv_heads, ROWS, QUARTER, GROUP, BITS, CHUNK, STAGES, FAST,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge_part(
+    sums_ptr, peak_ptr, weight_ptr, first_ptr, out_ptr, tile, q_head, splits,
+    q_heads: tl.constexpr, kv_heads: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Adds what the programs that share a context found, by their softmax weights, and rotates it
+    back: Sylvester's matrix is that of the high bits of an index times that of the low ones."""
     group: tl.constexpr = q_heads // kv_heads
-    DIM: tl.constexpr = 4 * QUARTER
-    if tl.load(length_ptr + tile) > 0:
-        position = tl.load(position_ptr + tile)
-        own = position // GROUP  # the token's page
-        # Units: of the sink if that is another page, of the own page, of the pages between.
-        sink_units = tl.minimum(own, 1) * (GROUP // CHUNK)
-        raw_units = sink_units + position % GROUP // CHUNK + 1
-        units = raw_units + tl.maximum(own - 1, 0)
-        per_split = tl.cdiv(units, splits)
-        begin = split * per_split
-        stop = tl.minimum(begin + per_split, units)
-        row = tl.arange(0, ROWS)
-        valid = row < group
-        peak = tl.full([ROWS], -1.0e30, tl.float32)
-        weight = tl.zeros([ROWS], tl.float32)
-        at = ((tile * kv_heads + kv_head) * splits + split).to(tl.int64) * ROWS + row
-        if begin < stop:
-            slot = tl.load(slot_ptr + tile)
-            table = table_ptr + slot.to(tl.int64) * table_stride
-            dim = tl.arange(0, QUARTER)
-            q_row = tl.load(first_ptr + tile).to(tl.int64) * q_heads + kv_head * group + row
-            q_at = q_ptr + q_row[None, :] * DIM + dim[:, None]
-            there = valid[None, :]
-            q0 = tl.load(q_at, mask=there, other=0.0)
-            q1 = tl.load(q_at + QUARTER, mask=there, other=0.0)
-            q2 = tl.load(q_at + 2 * QUARTER, mask=there, other=0.0)
-            q3 = tl.load(q_at + 3 * QUARTER, mask=there, other=0.0)
-            acc0 = tl.zeros([QUARTER, ROWS], tl.float32)
-            acc1 = tl.zeros([QUARTER, ROWS], tl.float32)
-            acc2 = tl.zeros([QUARTER, ROWS], tl.float32)
-            acc3 = tl.zeros([QUARTER, ROWS], tl.float32)
-            first_page = (layer * num_pages).to(tl.int64)
-            for index in tl.range(tl.maximum(begin, raw_units), stop, num_stages=STAGES):
-                page = first_page + tl.load(table + index - raw_units + 1)
-                peak, weight, acc0, acc1, acc2, acc3 = _packed_page(
-                    page, q0, q1, q2, q3, peak, weight, acc0, acc1, acc2, acc3,
-                    key_words_ptr, value_words_ptr, scales_ptr, kv_head,
-                    scale, kv_heads, GROUP, QUARTER, BITS, FAST,
-                )  # fmt: skip
-            first_tile = (layer * num_slots + slot).to(tl.int64) * 2
-            for index in tl.range(begin, tl.minimum(stop, raw_units), num_stages=STAGES):
-                in_own = index >= sink_units
-                offset = (index - tl.where(in_own, sink_units, 0)) * CHUNK + tl.arange(0, CHUNK)
-                held = (offset <= position % GROUP) | (in_own == 0)
-                kept = first_tile + tl.where(in_own & (own > 0), 1, 0)
-                kept = raw_ptr + ((kept * kv_heads + kv_head) * 2 * GROUP + offset) * DIM
-                keys = kept[:, None] + dim[None, :]
-                values = kept[None, :] + GROUP * DIM + dim[:, None]
-                peak, weight, acc0, acc1, acc2, acc3 = _raw_keys(
-                    held, keys, values, q0, q1, q2, q3, peak, weight, acc0, acc1, acc2, acc3,
-                    scale, QUARTER,
-                )  # fmt: skip
-            target = sums_ptr + at[None, :] * DIM + dim[:, None]
-            tl.store(target, acc0, mask=there)
-            tl.store(target + QUARTER, acc1, mask=there)
-            tl.store(target + 2 * QUARTER, acc2, mask=there)
-            tl.store(target + 3 * QUARTER, acc3, mask=there)
-        tl.store(peak_ptr + at, peak, mask=valid)
-        tl.store(weight_ptr + at, weight, mask=valid)
+    LOW: tl.constexpr = 8
+    HIGH: tl.constexpr = DIM // LOW
+    split = tl.arange(0, SPLITS)
+    dim = tl.arange(0, DIM)
+    there = split < splits
+    part = ((tile * kv_heads + q_head // group) * splits + split).to(tl.int64) * ROWS
+    part += q_head % group
+    # 0 of a program that had nothing to do.
+    weights = tl.load(weight_ptr + part, mask=there, other=0.0)
+    acc = tl.load(
+        sums_ptr + part[:, None] * DIM + dim[None, :], mask=(weights > 0)[:, None], other=0.0
+    )
+    peaks = tl.load(peak_ptr + part, mask=there, other=-1.0e30)
+    shares = tl.exp2(peaks - tl.max(peaks, axis=0))
+    norm = (DIM**-0.5) / tl.sum(weights * shares, axis=0)
+    x = tl.reshape(tl.sum(acc * (shares * norm)[:, None], axis=0), [HIGH, LOW])
+    x = tl.sum(x[:, :, None] * signs(LOW, tl.float32)[None, :, :], axis=1)
+    x = tl.sum(x[:, None, :] * signs(HIGH, tl.float32)[:, :, None], axis=0)
+    q_row = tl.load(first_ptr + tile).to(tl.int64) * q_heads + q_head
+    target = out_ptr + q_row * DIM + dim
+    tl.store(target, tl.reshape(x, [DIM]).to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -347,39 +199,35 @@ def _merge(
     q_heads: tl.constexpr, kv_heads: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the programs that share a context found, by their softmax weights, and rotates it
-    back: Sylvester's matrix is that of the high bits of an index times that of the low ones."""
+    """A program per tile and query head."""
     tile = tl.program_id(0)
-    q_head = tl.program_id(1)
-    group: tl.constexpr = q_heads // kv_heads
-    LOW: tl.constexpr = 8
-    HIGH: tl.constexpr = DIM // LOW
-    if tl.load(length_ptr + tile) > 0:
-        split = tl.arange(0, SPLITS)
-        dim = tl.arange(0, DIM)
-        part = ((tile * kv_heads + q_head // group) * SPLITS + split).to(tl.int64) * ROWS
-        part += q_head % group
-        weights = tl.load(weight_ptr + part)  # 0 of a program that had nothing to do
-        acc = tl.load(
-            sums_ptr + part[:, None] * DIM + dim[None, :], mask=(weights > 0)[:, None], other=0.0
-        )
-        peaks = tl.load(peak_ptr + part)
-        shares = tl.exp2(peaks - tl.max(peaks, axis=0))
-        norm = (DIM**-0.5) / tl.sum(weights * shares, axis=0)
-        x = tl.reshape(tl.sum(acc * (shares * norm)[:, None], axis=0), [HIGH, LOW])
-        x = tl.sum(x[:, :, None] * signs(LOW, tl.float32)[None, :, :], axis=1)
-        x = tl.sum(x[:, None, :] * signs(HIGH, tl.float32)[:, :, None], axis=0)
-        q_row = tl.load(first_ptr + tile).to(tl.int64) * q_heads + q_head
-        target = out_ptr + q_row * DIM + dim
-        tl.store(target, tl.reshape(x, [DIM]).to(out_ptr.dtype.element_ty))
+    length = tl.load(length_ptr + tile)
+    if length > 0:
+        _merge_part(
+            sums_ptr, peak_ptr, weight_ptr, first_ptr, out_ptr, tile, tl.program_id(1), SPLITS,
+            q_heads, kv_heads, ROWS, DIM, SPLITS,
+        )  # fmt: skip
 
 
-def heuristic(
-    *, tiles: int, kv_heads: int, pages_per_seq: int, beside_chunks: bool = False
-) -> Config:
-    """A configuration for so many single tokens; beside chunks most of them are padding."""
-    least = 8 if beside_chunks else 1
-    wanted = max(least, min(_TARGET_PROGRAMS // (tiles * kv_heads), pages_per_seq + 4, 32))
+@triton.jit
+def _merge_some(
+    sums_ptr, peak_ptr, weight_ptr, first_ptr, count_ptr, out_ptr,
+    q_heads: tl.constexpr, kv_heads: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, PROGRAMS: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """`_merge` after `_attend_some`: programs take query heads in turn."""
+    count = tl.load(count_ptr)
+    splits = _splits_of(count, kv_heads, PROGRAMS, MOST)
+    for unit in range(tl.program_id(0), count * q_heads, PROGRAMS):
+        _merge_part(
+            sums_ptr, peak_ptr, weight_ptr, first_ptr, out_ptr,
+            unit // q_heads, unit % q_heads, splits, q_heads, kv_heads, ROWS, DIM, MOST,
+        )  # fmt: skip
+
+
+def heuristic(*, tiles: int, kv_heads: int, pages_per_seq: int) -> Config:
+    """A configuration for so many single tokens."""
+    wanted = max(1, min(_TARGET_PROGRAMS // (tiles * kv_heads), pages_per_seq + 4, 32))
     return Config(splits=1 << (wanted.bit_length() - 1), num_warps=1, num_stages=2)
 
 
@@ -389,50 +237,94 @@ def attend(
     layer: int,
     page_table: Array,
     tiles: QueryTiles,
-    out: jax.Ref | None = None,
     config: Config | None = None,
-) -> Array | None:
+) -> Array:
     """Attention of single tokens, rotated q [tokens, q_heads, head_dim], rotated back.
 
-    Their own keys and values are in the slots' sinks and tails. Returned, or stored in `out`.
+    Their own keys and values are in the slots' sinks and tails.
     """
-    num_pages, kv_heads, group, quarter = kv.key_words.shape[1:]
     num_tiles, q_heads, head_dim = tiles.first.shape[0], *q.shape[1:]
+    kv_heads = kv.key_words.shape[2]
     config = config or heuristic(
-        tiles=num_tiles,
-        kv_heads=kv_heads,
-        pages_per_seq=page_table.shape[1],
-        beside_chunks=out is not None,
+        tiles=num_tiles, kv_heads=kv_heads, pages_per_seq=page_table.shape[1]
     )
-    rows = max(8, triton.next_power_of_2(q_heads // kv_heads))
-    parts = (num_tiles, kv_heads, config.splits, rows)
+    rows = _rows(q, kv)
+    arrays, types, numbers = _arguments(q, kv, layer, num_tiles * config.splits)
     sums, peak, weight = triton_call(
-        q, kv.key_words, kv.value_words, kv.scales, kv.raw, page_table, *tiles[:4],
+        *arrays, page_table, *tiles[:4],
         kernel=_attend,
         name="paged_attention_kvarn",
-        out_type=(
-            jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct(parts, jnp.float32),
-            jax.ShapeDtypeStruct(parts, jnp.float32),
-        ),
+        out_type=types,
         grid=(num_tiles, kv_heads, config.splits),
-        num_warps=config.num_warps,
-        layer=layer, num_pages=num_pages, num_slots=kv.raw.shape[1],
-        table_stride=page_table.shape[1],
-        scale=head_dim**-0.5 * LOG2_E,
-        q_heads=q_heads, kv_heads=kv_heads,
-        ROWS=rows, QUARTER=quarter, GROUP=group, BITS=kv.value_bits,
-        CHUNK=min(_CHUNK, group), STAGES=config.num_stages,
-        FAST=q.dtype == jnp.bfloat16,
+        num_warps=config.num_warps, STAGES=config.num_stages,
+        table_stride=page_table.shape[1], **numbers,
     )  # fmt: skip
-    given = () if out is None else (out,)
-    result = triton_call(
-        sums, peak, weight, tiles.first, tiles.length, *given,
+    return triton_call(
+        sums, peak, weight, tiles.first, tiles.length,
         kernel=_merge,
         name="paged_attention_kvarn_merge",
-        out_type=() if given else (jax.ShapeDtypeStruct(q.shape, q.dtype),),
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(num_tiles, q_heads),
         num_warps=4,
         q_heads=q_heads, kv_heads=kv_heads, ROWS=rows, DIM=head_dim, SPLITS=config.splits,
     )  # fmt: skip
-    return None if given else result[0]
+
+
+def attend_some(
+    q: Array, kv: KVarNKV, layer: int, page_table: Array, tiles: QueryTiles, out: jax.Ref
+) -> None:
+    """The same of as many tiles as there are, the first ones, beside chunks: stored in `out`.
+
+    There are places for as many as run at most, of which most are padding in most steps: programs
+    that only find that out would take as long as those that have something to do.
+    """
+    num_tiles, q_heads, head_dim = tiles.first.shape[0], *q.shape[1:]
+    kv_heads = kv.key_words.shape[2]
+    rows = _rows(q, kv)
+    count = jnp.sum(tiles.length > 0, dtype=jnp.int32).reshape(1)
+    parts = max(num_tiles, _TARGET_PROGRAMS // kv_heads)
+    arrays, types, numbers = _arguments(q, kv, layer, parts)
+    sums, peak, weight = triton_call(
+        *arrays, page_table, tiles.first, count, tiles.slot, tiles.position,
+        kernel=_attend_some,
+        name="paged_attention_kvarn_some",
+        out_type=types,
+        grid=(_TARGET_PROGRAMS,),
+        num_warps=1, STAGES=2,
+        table_stride=page_table.shape[1], PROGRAMS=_TARGET_PROGRAMS, MOST=_MOST_PARTS, **numbers,
+    )  # fmt: skip
+    triton_call(
+        sums, peak, weight, tiles.first, count, out,
+        kernel=_merge_some,
+        name="paged_attention_kvarn_merge_some",
+        out_type=(),
+        grid=(_TARGET_PROGRAMS,),
+        num_warps=4,
+        q_heads=q_heads, kv_heads=kv_heads, ROWS=rows, DIM=head_dim,
+        PROGRAMS=_TARGET_PROGRAMS, MOST=_MOST_PARTS,
+    )  # fmt: skip
+
+
+def _rows(q: Array, kv: KVarNKV) -> int:
+    """Query heads that share a KV head, as many as products take at least."""
+    return max(8, triton.next_power_of_2(q.shape[1] // kv.key_words.shape[2]))
+
+
+def _arguments(
+    q: Array, kv: KVarNKV, layer: int, parts: int
+) -> tuple[tuple[Array, ...], tuple[jax.ShapeDtypeStruct, ...], dict[str, Any]]:
+    """What both kernels take and make: arrays, the parts' types, and numbers."""
+    num_pages, kv_heads, group, quarter = kv.key_words.shape[1:]
+    shape = (parts, kv_heads, _rows(q, kv))
+    types = (
+        jax.ShapeDtypeStruct((*shape, q.shape[2]), jnp.float32),
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+    )
+    numbers = {
+        "first_page": layer * num_pages, "first_slot": layer * kv.raw.shape[1],
+        "scale": q.shape[2] ** -0.5 * LOG2_E, "q_heads": q.shape[1], "kv_heads": kv_heads,
+        "ROWS": shape[2], "QUARTER": quarter, "GROUP": group, "BITS": kv.value_bits,
+        "CHUNK": min(_CHUNK, group), "FAST": q.dtype == jnp.bfloat16,
+    }  # fmt: skip
+    return (q, kv.key_words, kv.value_words, kv.scales, kv.raw), types, numbers

@@ -2,6 +2,11 @@
 
 Which tokens of the step fill a page, and how many, is data that the programs read: a step that
 fills no page costs an empty launch, and no shape follows the running set.
+
+In a mixed step each layer waits for its encoder, which runs a tile once and then not again before
+hundreds of megabytes of weights have gone through the caches. So what counts is how few
+instructions it has: loops over parts of the tile, which stays in the first-level cache, and
+scales in a few words of memory, from where each part takes its own.
 """
 
 from __future__ import annotations
@@ -26,7 +31,12 @@ from jaxserve_kernels.kv_format.kvarn.reference import kept
 from jaxserve_kernels.triton_call import triton_call
 
 _PROGRAMS = 264
-"""Two for each of an H100's 132 multiprocessors; a tile's matrix leaves no room for more."""
+"""Two for each of an H100's 132 multiprocessors."""
+
+_WARPS = 4
+
+_PART = 32
+"""Tokens, or channels, of a tile that are loaded together."""
 
 
 @triton.jit
@@ -40,9 +50,81 @@ def _extremes(a_low, a_high, b_low, b_high):
 
 
 @triton.jit
-def _std(x, axis: tl.constexpr, COUNT: tl.constexpr):
-    """Sample standard deviation of a matrix over one axis, which is kept; in one pass."""
-    total, squares = tl.reduce((x, x * x), axis, _sums, keep_dims=True)
+def _part(
+    fresh_ptr, kept_ptr, old, token, channel,
+    stride: tl.constexpr, FRESH: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Some tokens' and channels' elements of the tile, float32 [tokens, channels]. The first `old`
+    tokens are in the tail, the others the step's own."""
+    if FRESH:
+        x = tl.load(kept_ptr + token * DIM + channel, mask=token < old, other=0.0)
+        x += tl.load(fresh_ptr + token * stride + channel, mask=token >= old, other=0.0)
+    else:
+        x = tl.load(kept_ptr + token * DIM + channel)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _reduced(
+    fresh_ptr, kept_ptr, old, weights_ptr, out_ptr,
+    OVER_TOKENS: tl.constexpr, EXTREMES: tl.constexpr,
+    stride: tl.constexpr, FRESH: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Two numbers of each channel over the tokens, or the other way round, whose elements have
+    weights: the sum and that of the squares, or the least and the largest.
+
+    They go through memory, at `out_ptr`, so that each thread holds one and not what a part leaves.
+    """
+    LENGTH: tl.constexpr = DIM if OVER_TOKENS else GROUP
+    COUNT: tl.constexpr = GROUP if OVER_TOKENS else DIM
+    if OVER_TOKENS:
+        first = tl.zeros([PART, DIM], tl.float32)
+    else:
+        first = tl.zeros([GROUP, PART], tl.float32)
+    second = first
+    if EXTREMES:
+        first += float("inf")
+        second -= float("inf")
+    for begin in range(0, COUNT, PART):
+        if OVER_TOKENS:
+            token = begin + tl.arange(0, PART)[:, None]
+            channel = tl.arange(0, DIM)[None, :]
+        else:
+            token = tl.arange(0, GROUP)[:, None]
+            channel = begin + tl.arange(0, PART)[None, :]
+        x = _part(fresh_ptr, kept_ptr, old, token, channel, stride, FRESH, DIM)
+        x *= tl.load(weights_ptr + (token if OVER_TOKENS else channel))
+        if EXTREMES:
+            first = tl.minimum(first, x)
+            second = tl.maximum(second, x)
+        else:
+            first += x
+            second += x * x
+    if EXTREMES:
+        first, second = tl.reduce((first, second), 0 if OVER_TOKENS else 1, _extremes)
+    else:
+        first, second = tl.reduce((first, second), 0 if OVER_TOKENS else 1, _sums)
+    at = out_ptr + tl.arange(0, LENGTH)
+    later: tl.constexpr = GROUP if GROUP > DIM else DIM
+    tl.store(at, first)
+    tl.store(at + later, second)
+    tl.debug_barrier()
+    return tl.load(at), tl.load(at + later)
+
+
+@triton.jit
+def _std(
+    fresh_ptr, kept_ptr, old, weights_ptr, out_ptr, OVER_TOKENS: tl.constexpr,
+    stride: tl.constexpr, FRESH: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Sample standard deviations of channels over tokens, or the other way round."""
+    COUNT: tl.constexpr = GROUP if OVER_TOKENS else DIM
+    total, squares = _reduced(
+        fresh_ptr, kept_ptr, old, weights_ptr, out_ptr,
+        OVER_TOKENS, False, stride, FRESH, GROUP, DIM, PART,
+    )  # fmt: skip
     off = squares - total * (total * (1 / COUNT))
     return tl.sqrt(tl.maximum(off, 0.0) * (1 / (COUNT - 1)))
 
@@ -50,7 +132,8 @@ def _std(x, axis: tl.constexpr, COUNT: tl.constexpr):
 @triton.jit
 def _spread(std):
     """Largest over smallest."""
-    return tl.max(std) / tl.maximum(tl.min(std), 1e-8)
+    low, high = tl.reduce((std, std), 0, _extremes)
+    return high / tl.maximum(low, 1e-8)
 
 
 @triton.jit
@@ -60,27 +143,44 @@ def _times_std(scale, std, LOWEST: tl.constexpr):
 
 @triton.jit
 def _balance(
-    x, LOWEST: tl.constexpr, ITERATIONS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Row [ROWS, 1] and column [1, COLUMNS] scales: `codec._scales`, in numbers, not logarithms.
+    fresh_ptr, kept_ptr, old, row_ptr, column_ptr, out_ptr,
+    KEYS: tl.constexpr, LOWEST: tl.constexpr, ITERATIONS: tl.constexpr,
+    stride: tl.constexpr, FRESH: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Row [ROWS] and column [COLUMNS] scales: `codec._scales`, in numbers, not logarithms.
 
     Dividing a row divides its deviation, so each deviation needs the matrix divided along the
-    other axis only.
+    other axis only. The pointers are to where the inverse of the scales may be kept.
     """
-    row = tl.full([ROWS, 1], 1.0, tl.float32)
-    column = tl.full([1, COLUMNS], 1.0, tl.float32)
-    column_std = _std(x, 0, ROWS)
-    best = _spread(column_std) + _spread(_std(x, 1, COLUMNS))
+    ROWS: tl.constexpr = DIM if KEYS else GROUP
+    COLUMNS: tl.constexpr = GROUP if KEYS else DIM
+    row = tl.full([ROWS], 1.0, tl.float32)
+    column = tl.full([COLUMNS], 1.0, tl.float32)
+    column_std = column
     best_row = row
     best_column = column
-    for _ in tl.static_range(ITERATIONS):
-        column = _times_std(column, column_std, LOWEST)
+    best = float("inf")
+    for iteration in range(ITERATIONS + 1):  # the first one: no scales
+        if iteration > 0:
+            column = _times_std(column, column_std, LOWEST)
         inverse = 1.0 / column
-        plain_std = _std(x * inverse, 1, COLUMNS)
-        row = _times_std(row, plain_std / row, LOWEST)
+        tl.store(column_ptr + tl.arange(0, COLUMNS), inverse)
+        tl.debug_barrier()
+        row_std = _std(
+            fresh_ptr, kept_ptr, old, column_ptr, out_ptr,
+            KEYS, stride, FRESH, GROUP, DIM, PART,
+        )  # fmt: skip
+        if iteration > 0:
+            row = _times_std(row, row_std / row, LOWEST)
         row_inverse = 1.0 / row
-        column_std = _std(x * row_inverse, 0, ROWS) * inverse
-        found = _spread(column_std) + _spread(plain_std * row_inverse)
+        tl.store(row_ptr + tl.arange(0, ROWS), row_inverse)
+        tl.debug_barrier()
+        column_std = inverse * _std(
+            fresh_ptr, kept_ptr, old, row_ptr, out_ptr,
+            not KEYS, stride, FRESH, GROUP, DIM, PART,
+        )  # fmt: skip
+        found = _spread(column_std) + _spread(row_std * row_inverse)
         best_row = tl.where(found <= best, row, best_row)
         best_column = tl.where(found <= best, column, best_column)
         best = tl.minimum(found, best)
@@ -88,36 +188,42 @@ def _balance(
 
 
 @triton.jit
-def _words(
-    codes, KEYS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr
-):
-    """Codes, shifted to their quarter's bits, to words of tokens and of those half a tile later.
-
-    Words of 2-bit codes hold both tokens, and the second result is no other. The sum over quarters
-    is one between threads, so both tokens' go together.
-    """
-    HALF: tl.constexpr = GROUP // 2
-    if KEYS:
-        pairs = tl.permute(tl.reshape(codes, [4 * QUARTER, 2, HALF]), [0, 2, 1])
-    else:
-        pairs = tl.permute(tl.reshape(codes, [2, HALF, 4 * QUARTER]), [1, 2, 0])
-    low, high = tl.split(pairs)
-    both = low | (high << (4 * BITS))
-    if KEYS:
-        both = tl.sum(tl.reshape(both, [4, QUARTER, HALF]), axis=0)
-    else:
-        both = tl.sum(tl.reshape(both, [HALF, 4, QUARTER]), axis=1)
-    return both.to(tl.int16), (both >> 16).to(tl.int16)
+def _write_words(
+    fresh_ptr, kept_ptr, old, inverse_ptr, low_ptr, factor_ptr, words_ptr,
+    KEYS: tl.constexpr, BITS: tl.constexpr, stride: tl.constexpr, FRESH: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Each word's codes from where its elements lie: those of four quarters of a token, and of
+    2-bit codes those of the token half a tile later as well."""
+    QUARTER: tl.constexpr = DIM // 4
+    WORD_ROWS: tl.constexpr = GROUP * BITS // 4
+    ROWS: tl.constexpr = 2 * PART if WORD_ROWS >= 2 * PART else WORD_ROWS
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    word = tl.arange(0, QUARTER)[None, :]
+    for first in range(0, WORD_ROWS, ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        words = tl.zeros([ROWS, QUARTER], tl.int32)
+        for place in range(16 // BITS):
+            token = row + place // 4 * WORD_ROWS
+            channel = place % 4 * QUARTER + word
+            x = _part(fresh_ptr, kept_ptr, old, token, channel, stride, FRESH, DIM)
+            x *= tl.load(inverse_ptr + (token if KEYS else channel))
+            own = channel if KEYS else token
+            x = (x - tl.load(low_ptr + own)) * tl.load(factor_ptr + own)
+            # 1.5 * 2 ** 23 leaves the number, rounded to even, in the lowest bits.
+            code = (x + 12582912.0).to(tl.int32, bitcast=True) & LEVELS
+            words |= code << (BITS * place)
+        tl.store(words_ptr + row * QUARTER + word, words.to(tl.int16))
 
 
 @triton.jit
 def _encode_tile(
-    fresh_ptr, raw_ptr, slot_ptr, position_ptr, page_ptr, words_ptr, scales_ptr,
-    last, layer, head, num_pages, num_slots,
+    fresh_ptr, raw_ptr, slot_ptr, position_ptr, page_ptr, words_ptr, scales_ptr, vectors_ptr,
+    last, layer, head, first_page, num_pages, first_slot, num_slots,
     kv_heads: tl.constexpr,
     KEYS: tl.constexpr, BITS: tl.constexpr, FRESH: tl.constexpr,
     LOWEST: tl.constexpr, ITERATIONS: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The keys or values of one head in the page whose last token is number `last`.
 
@@ -126,51 +232,50 @@ def _encode_tile(
     """
     ROWS: tl.constexpr = DIM if KEYS else GROUP
     COLUMNS: tl.constexpr = GROUP if KEYS else DIM
-    QUARTER: tl.constexpr = DIM // 4
+    SIZE: tl.constexpr = GROUP if GROUP > DIM else DIM
     KIND: tl.constexpr = 0 if KEYS else 1
     LEVELS: tl.constexpr = (1 << BITS) - 1
-    WORD_ROWS: tl.constexpr = GROUP * BITS // 4
-    row = tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, COLUMNS)[None, :]
-    offset = column if KEYS else row  # token within the tile
-    channel = row if KEYS else column
+    stride: tl.constexpr = kv_heads * 2 * DIM
     slot = tl.load(slot_ptr + last)
-    start = tl.load(position_ptr + last) - (GROUP - 1)
-    tile = ((layer * num_slots + slot).to(tl.int64) * 2 + 1) * kv_heads  # the tail
-    kept = raw_ptr + ((tile + head) * 2 + KIND) * (GROUP * DIM) + offset * DIM + channel
+    tile = (first_slot + layer * num_slots + slot).to(tl.int64) * 2 + 1  # the tail
+    kept_ptr = raw_ptr + ((tile * kv_heads + head) * 2 + KIND) * (GROUP * DIM)
+    old = 0
     if FRESH:
+        offset = tl.arange(0, GROUP)
         source = last - (GROUP - 1) + offset
         maybe = source >= 0
+        start = tl.load(position_ptr + last) - (GROUP - 1)
         same = tl.load(slot_ptr + source, mask=maybe, other=-1) == slot
         found = tl.load(position_ptr + source, mask=maybe, other=-1)
-        here = maybe & same & (found == start + offset)
-        at = fresh_ptr + ((source * kv_heads + head) * 2 + KIND) * DIM + channel
-        x = tl.load(at, mask=here, other=0.0) + tl.load(kept, mask=here == 0, other=0.0)
-    else:
-        x = tl.load(kept)
-    x = x.to(tl.float32)
-    row_scale, column_scale = _balance(x, LOWEST, ITERATIONS, ROWS, COLUMNS)
-    x *= 1.0 / column_scale
-    low, high = tl.reduce((x, x), 1, _extremes, keep_dims=True)
+        old = tl.sum(tl.where(maybe & same & (found == start + offset), 0, 1))
+    first = (last - (GROUP - 1)).to(tl.int64)
+    fresh_ptr += first * stride + (head * 2 + KIND) * DIM
+    row_ptr = vectors_ptr
+    column_ptr = vectors_ptr + SIZE
+    out_ptr = vectors_ptr + 2 * SIZE
+    row_scale, column_scale = _balance(
+        fresh_ptr, kept_ptr, old, row_ptr, column_ptr, out_ptr,
+        KEYS, LOWEST, ITERATIONS, stride, FRESH, GROUP, DIM, PART,
+    )  # fmt: skip
+    column = tl.arange(0, COLUMNS)
+    tl.store(column_ptr + column, 1.0 / column_scale)
+    tl.debug_barrier()
+    low, high = _reduced(
+        fresh_ptr, kept_ptr, old, column_ptr, out_ptr,
+        KEYS, True, stride, FRESH, GROUP, DIM, PART,
+    )  # fmt: skip
     step = tl.maximum((high - low) / row_scale * (1 / LEVELS), 1e-10) * row_scale
-    factor = 1.0 / step
-    # 1.5 * 2 ** 23 leaves the number, rounded to even, in the lowest bits.
-    codes = ((x - low) * factor + 12582912.0).to(tl.int32, bitcast=True) & LEVELS
-
-    page = (layer * num_pages).to(tl.int64) + tl.load(page_ptr + last)
-    first, second = _words(codes << (channel // QUARTER * BITS), KEYS, BITS, GROUP, QUARTER)
-    token = tl.arange(0, GROUP // 2)
-    word = tl.arange(0, QUARTER)
-    target = words_ptr + (page * kv_heads + head) * (WORD_ROWS * QUARTER)
-    if KEYS:
-        target += token[None, :] * QUARTER + word[:, None]
-    else:
-        target += token[:, None] * QUARTER + word[None, :]
-    tl.store(target, first)
-    if BITS == 4:
-        tl.store(target + GROUP // 2 * QUARTER, second)
-
-    scales = scales_ptr + (page * kv_heads + head) * (3 * (DIM + GROUP))
+    row = tl.arange(0, ROWS)
+    tl.store(row_ptr + row, 1.0 / step)
+    tl.debug_barrier()
+    page = (first_page + layer * num_pages + tl.load(page_ptr + last)).to(tl.int64)
+    page = page * kv_heads + head
+    _write_words(
+        fresh_ptr, kept_ptr, old, column_ptr, out_ptr, row_ptr,
+        words_ptr + page * (GROUP * BITS // 4 * (DIM // 4)),
+        KEYS, BITS, stride, FRESH, GROUP, DIM, PART,
+    )  # fmt: skip
+    scales = scales_ptr + page * (3 * (DIM + GROUP))
     row_scales = scales if KEYS else scales + 3 * DIM + GROUP
     column_scales = scales + (3 * DIM if KEYS else 2 * DIM)
     half_type = scales_ptr.dtype.element_ty
@@ -179,37 +284,41 @@ def _encode_tile(
     half: tl.constexpr = COLUMNS // 2
     place = column % half * 2 + column // half
     tl.store(column_scales + place, column_scale.to(half_type))
+    tl.debug_barrier()  # the next tile's scales go where this one's are read
 
 
 @triton.jit
 def _encode(
     fresh_ptr, raw_ptr, filling_ptr, count_ptr, slot_ptr, position_ptr, page_ptr,
-    key_words_ptr, value_words_ptr, scales_ptr,
-    first_layer, num_pages, num_slots,
+    key_words_ptr, value_words_ptr, scales_ptr, vectors_ptr,
+    first_page, num_pages, first_slot, num_slots,
     layers: tl.constexpr, kv_heads: tl.constexpr,
     VALUE_BITS: tl.constexpr, FRESH: tl.constexpr,
     KEY_LOWEST: tl.constexpr, KEY_ITERATIONS: tl.constexpr,
     VALUE_LOWEST: tl.constexpr, VALUE_ITERATIONS: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Programs take tiles in turn: all keys, then all values."""
     tiles = tl.load(count_ptr) * (kv_heads * layers)
+    SIZE: tl.constexpr = GROUP if GROUP > DIM else DIM
+    vectors_ptr += tl.program_id(0) * (4 * SIZE)
     for unit in range(tl.program_id(0), 2 * tiles, tl.num_programs(0)):
         index = unit % tiles
-        layer = first_layer + index // kv_heads % layers
+        layer = index // kv_heads % layers
         head = index % kv_heads
         last = tl.load(filling_ptr + index // (kv_heads * layers))
         if unit < tiles:
             _encode_tile(
                 fresh_ptr, raw_ptr, slot_ptr, position_ptr, page_ptr, key_words_ptr, scales_ptr,
-                last, layer, head, num_pages, num_slots, kv_heads,
-                True, 4, FRESH, KEY_LOWEST, KEY_ITERATIONS, GROUP, DIM,
+                vectors_ptr, last, layer, head, first_page, num_pages, first_slot, num_slots,
+                kv_heads, True, 4, FRESH, KEY_LOWEST, KEY_ITERATIONS, GROUP, DIM, PART,
             )  # fmt: skip
         else:
             _encode_tile(
                 fresh_ptr, raw_ptr, slot_ptr, position_ptr, page_ptr, value_words_ptr, scales_ptr,
-                last, layer, head, num_pages, num_slots, kv_heads,
-                False, VALUE_BITS, FRESH, VALUE_LOWEST, VALUE_ITERATIONS, GROUP, DIM,
+                vectors_ptr, last, layer, head, first_page, num_pages, first_slot, num_slots,
+                kv_heads, False, VALUE_BITS, FRESH, VALUE_LOWEST, VALUE_ITERATIONS, GROUP, DIM,
+                PART,
             )  # fmt: skip
 
 
@@ -226,20 +335,23 @@ def encode_filled(
     refs = [jax.new_ref(part) for part in (kv.key_words, kv.value_words, kv.scales)]
     raw = kv.raw if fresh is None else jax.new_ref(kv.raw)
     filling, count = _filling(step, min(num_tokens, num_tokens // group + kv.raw.shape[1]), group)
+    num_slots, dim = kv.raw.shape[1], 4 * quarter
+    programs = min(_PROGRAMS, 2 * filling.shape[0] * kv_heads * layers)
     triton_call(
         kv.raw if fresh is None else fresh, raw, filling, count,
         step.slots, step.positions, step.pages, *refs,
         kernel=_encode,
         name="kvarn_encode",
-        out_type=(),
-        grid=(min(_PROGRAMS, 2 * filling.shape[0] * kv_heads * layers),),
-        num_warps=4,
+        out_type=(jax.ShapeDtypeStruct((programs, 4, max(group, dim)), jnp.float32),),
+        grid=(programs,),
+        num_warps=_WARPS,
         num_stages=1,
-        first_layer=first_layer, num_pages=num_pages, num_slots=kv.raw.shape[1],
+        first_page=first_layer * num_pages, num_pages=num_pages,
+        first_slot=first_layer * num_slots, num_slots=num_slots,
         layers=layers, kv_heads=kv_heads, VALUE_BITS=kv.value_bits, FRESH=fresh is not None,
         KEY_LOWEST=math.exp(KEY_FLOOR), KEY_ITERATIONS=KEY_ITERATIONS,
         VALUE_LOWEST=math.exp(VALUE_FLOOR), VALUE_ITERATIONS=VALUE_ITERATIONS,
-        GROUP=group, DIM=4 * quarter,
+        GROUP=group, DIM=dim, PART=min(_PART, group, dim),
     )  # fmt: skip
     stores = (jax.freeze(ref) for ref in refs)
     return KVarNKV(*stores, raw if isinstance(raw, Array) else jax.freeze(raw))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import triton
 import triton.language as tl
 from jax import Array
@@ -65,7 +64,7 @@ def _decode(
 def _expand(
     key_words_ptr, value_words_ptr, scales_ptr, raw_ptr, fresh_ptr,
     slot_ptr, index_ptr, page_ptr, taken_ptr, start_ptr, end_ptr, shift_ptr, out_ptr,
-    layer, num_pages, num_slots,
+    first_page, first_slot,
     kv_heads: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +73,6 @@ def _expand(
     DIM: tl.constexpr = 4 * QUARTER
     PARTS: tl.constexpr = GROUP // PAGE
     row = tl.arange(0, PAGE)
-    first_page = (layer * num_pages).to(tl.int64)
     for unit in range(tl.program_id(0), tl.load(taken_ptr) * PARTS, tl.num_programs(0)):
         place = unit // PARTS
         page = tl.load(page_ptr + place)
@@ -83,7 +81,7 @@ def _expand(
         if page >= 0:
             _decode(
                 key_words_ptr, value_words_ptr, scales_ptr, out,
-                (first_page + page) * kv_heads + kv_head, offset, row,
+                (first_page + page).to(tl.int64) * kv_heads + kv_head, offset, row,
                 GROUP, QUARTER, BITS, PAGE,
             )  # fmt: skip
         else:
@@ -92,7 +90,7 @@ def _expand(
             position = index * GROUP + offset
             here = (position >= tl.load(start_ptr + slot)) & (position < tl.load(end_ptr + slot))
             token = (position + tl.load(shift_ptr + slot)).to(tl.int64)
-            tile = (layer * num_slots + slot).to(tl.int64) * 2 + tl.where(index > 0, 1, 0)
+            tile = (first_slot + slot).to(tl.int64) * 2 + tl.where(index > 0, 1, 0)
             dim = tl.arange(0, DIM)[None, :]
             kept = raw_ptr + ((tile * kv_heads + kv_head) * (2 * GROUP) + offset)[:, None] * DIM
             fresh = fresh_ptr + ((token * kv_heads + kv_head) * 2)[:, None] * DIM
@@ -137,7 +135,7 @@ def attend(
         ),
         grid=(min(count * parts, chunks.PROGRAMS // kv_heads), kv_heads),
         num_warps=4,
-        layer=layer, num_pages=num_pages, num_slots=kv.raw.shape[1],
+        first_page=layer * num_pages, first_slot=layer * kv.raw.shape[1],
         kv_heads=kv_heads, GROUP=group, QUARTER=quarter, BITS=kv.value_bits, PAGE=page_size,
     )  # fmt: skip
     tiles = cut_at_pages(step.tiles, group)
@@ -155,12 +153,10 @@ def attend(
 
 
 def _rotated_back(x: Array) -> Array:
-    """`codec.rotate` without a matrix of float32: signs are exact in any dtype. As a matrix, whose
-    product XLA scales while it computes it."""
-    size = x.shape[-1]
-    signs = jnp.asarray(np.sign(hadamard(size)), x.dtype)
-    rotated = jnp.matmul(x.reshape(-1, size), signs, precision="highest")
-    return (rotated * jnp.asarray(size**-0.5, x.dtype)).reshape(x.shape)
+    """`codec.rotate` in x's dtype: the elements, all of one magnitude, are 1e-4 off in bfloat16. As
+    a matrix, for which XLA has a product that needs no other shape."""
+    matrix = jnp.asarray(hadamard(x.shape[-1]), x.dtype)
+    return jnp.matmul(x.reshape(-1, x.shape[-1]), matrix, precision="highest").reshape(x.shape)
 
 
 def _contents(

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from jaxserve_kernels.attention_inputs.triton_parts import head_halves
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
-from jaxserve_kernels.kv_format.triton_parts import head_halves
 from jaxserve_kernels.triton_call import triton_call
 
 _MAX_HEADS = 8
@@ -41,7 +41,7 @@ def _rotated_quarters(half, matrix):
 @triton.jit
 def _inputs(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, slot_ptr, position_ptr, kv_ptr, q_ptr,
-    layer, num_slots, stride, parts: tl.constexpr, q_heads: tl.constexpr, kv_heads: tl.constexpr,
+    first_slot, stride, parts: tl.constexpr, q_heads: tl.constexpr, kv_heads: tl.constexpr,
     eps: tl.constexpr, KEEP: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +50,7 @@ def _inputs(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     low, high = head_halves(
         qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, first,
-        stride, parts, q_heads, kv_heads, eps, dtype, HEADS, HALF,
+        stride, parts, q_heads, kv_heads, eps, dtype, HEADS, HALF, False,
     )  # fmt: skip
     QUARTER: tl.constexpr = HALF // 2
     matrix = signs(QUARTER, dtype)
@@ -66,7 +66,7 @@ def _inputs(
         kv_head = first - q_heads - is_value * kv_heads + head
         if KEEP:  # straight into the slot's sink or tail
             position = tl.load(position_ptr + token)
-            slot = layer * num_slots + tl.load(slot_ptr + token)
+            slot = first_slot + tl.load(slot_ptr + token)
             tile = slot.to(tl.int64) * 2 + tl.where(position >= GROUP, 1, 0)
             row = ((tile * kv_heads + kv_head) * 2 + is_value) * GROUP + position % GROUP
         else:
@@ -109,7 +109,7 @@ def inputs(
         out_type=(q_type,) if keep else (fresh_type, q_type),
         grid=(tokens, (q_heads + 2 * kv_heads) // heads),
         num_warps=4 if keep else 2,
-        layer=layer, num_slots=num_slots, stride=tokens * width, parts=parts,
+        first_slot=layer * num_slots, stride=tokens * width, parts=parts,
         q_heads=q_heads, kv_heads=kv_heads, eps=eps, KEEP=keep,
         HEADS=heads, HALF=head_dim // 2, GROUP=group,
     )  # fmt: skip

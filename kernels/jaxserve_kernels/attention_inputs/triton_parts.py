@@ -1,11 +1,10 @@
-"""Pieces that the Triton kernels of several KV formats share."""
+"""QK-norm and RoPE of some heads of a token, for the kernels that write them somewhere."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-LOG2_E = 1.4426950408889634
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -13,11 +12,12 @@ def head_halves(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, first,
     stride, parts: tl.constexpr, q_heads: tl.constexpr, kv_heads: tl.constexpr,
     eps: tl.constexpr, dtype: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of a token from number `first` on, queries and keys normed and rotated.
 
     Two matrices [HEADS, HALF] of `dtype`, rounded where the reference rounds: the first and the
-    second half of each head.
+    second half of each head. EARLY: waits for the kernels before this one, whose work qkv is.
     """
     head = tl.arange(0, HEADS)
     dim = tl.arange(0, HALF)
@@ -25,21 +25,25 @@ def head_halves(
     source += head[:, None] * (2 * HALF) + dim[None, :]
     low = tl.zeros([HEADS, HALF], tl.float32)
     high = tl.zeros([HEADS, HALF], tl.float32)
+    norm_ptr = q_norm_ptr if first < q_heads else k_norm_ptr
+    norm_low = tl.load(norm_ptr + dim).to(tl.float32)
+    norm_high = tl.load(norm_ptr + HALF + dim).to(tl.float32)
+    cos = tl.load(cos_ptr + token * HALF + dim)
+    sin = tl.load(sin_ptr + token * HALF + dim)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     for part in tl.static_range(parts):
-        low += tl.load(source + part * stride).to(tl.float32)
-        high += tl.load(source + part * stride + HALF).to(tl.float32)
+        low += tl.load(source + part * stride)
+        high += tl.load(source + part * stride + HALF)
     low = low.to(dtype)
     high = high.to(dtype)
     if first < q_heads + kv_heads:
-        norm_ptr = q_norm_ptr if first < q_heads else k_norm_ptr
-        norm_low = tl.load(norm_ptr + dim).to(tl.float32)
-        norm_high = tl.load(norm_ptr + HALF + dim).to(tl.float32)
-        cos = tl.load(cos_ptr + token * HALF + dim)
-        sin = tl.load(sin_ptr + token * HALF + dim)
         wide_low = low.to(tl.float32)
         wide_high = high.to(tl.float32)
         square = tl.sum(wide_low * wide_low + wide_high * wide_high, axis=1) / (2 * HALF)
         scale = tl.rsqrt(square + eps)[:, None]
+        # Rounded where the reference rounds: after the norm and after its weight.
         a = ((wide_low * scale).to(dtype).to(tl.float32) * norm_low[None, :]).to(dtype)
         b = ((wide_high * scale).to(dtype).to(tl.float32) * norm_high[None, :]).to(dtype)
         wide_low = a.to(tl.float32)

@@ -1,0 +1,245 @@
+"""Attention of a token's heads over one page: codes go into the products, scales to their other
+factor.
+
+Of a packed tile, with q and p the rows' queries and probabilities::
+
+    score[g]  = column[g] * (sum_d (q[d] * scale[d]) * code[g, d] + sum_d q[d] * zero[d])
+    out[d]   += column[d] * (sum_g (p[g] * scale[g]) * code[g, d] + sum_g p[g] * zero[g])
+
+A code enters as the bfloat16 number 128 + code, which takes one instruction to make; what that
+adds is taken off again with the factors as they were rounded. Zeros are moved to the middle of the
+codes' range, so that rounding the factors costs little.
+
+A head is four quarters, because that is how its codes lie in words. Keys and channels are the rows
+of products and queries their columns, so codes go from shared memory to registers to the tensor
+cores as they are.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _quarters_4(words):
+    """128 + each of the four nibbles, in bfloat16."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 a,b,c; shr.u32 a,$4,4; shr.u32 b,$4,8; shr.u32 c,$4,12;
+        lop3.b32 $0,$4,0x000f000f,0x43004300,0xea; lop3.b32 $1,a,0x000f000f,0x43004300,0xea;
+        lop3.b32 $2,b,0x000f000f,0x43004300,0xea; lop3.b32 $3,c,0x000f000f,0x43004300,0xea; }""",
+        "=r,=r,=r,=r,r", [words],
+        (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _quarters_2_low(words):
+    """128 + each of the four codes in the low byte, in bfloat16."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 a,b,c; shr.u32 a,$4,2; shr.u32 b,$4,4; shr.u32 c,$4,6;
+        lop3.b32 $0,$4,0x00030003,0x43004300,0xea; lop3.b32 $1,a,0x00030003,0x43004300,0xea;
+        lop3.b32 $2,b,0x00030003,0x43004300,0xea; lop3.b32 $3,c,0x00030003,0x43004300,0xea; }""",
+        "=r,=r,=r,=r,r", [words],
+        (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _quarters_2_high(words):
+    """128 + each of the four codes in the high byte, in bfloat16."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 a,b,c,d; shr.u32 a,$4,8; shr.u32 b,$4,10; shr.u32 c,$4,12; shr.u32 d,$4,14;
+        lop3.b32 $0,a,0x00030003,0x43004300,0xea; lop3.b32 $1,b,0x00030003,0x43004300,0xea;
+        lop3.b32 $2,c,0x00030003,0x43004300,0xea; lop3.b32 $3,d,0x00030003,0x43004300,0xea; }""",
+        "=r,=r,=r,=r,r", [words],
+        (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _quarters(words, HALF: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr):
+    """The codes of the four quarters of half a tile; 128 more if FAST."""
+    if FAST:
+        if BITS == 4:
+            a, b, c, d = _quarters_4(words)
+        elif HALF == 0:
+            a, b, c, d = _quarters_2_low(words)
+        else:
+            a, b, c, d = _quarters_2_high(words)
+    else:
+        MASK: tl.constexpr = (1 << BITS) - 1
+        wide = words.to(tl.int32) >> (0 if BITS == 4 else 8 * HALF)
+        a = (wide & MASK).to(tl.float32)
+        b = ((wide >> BITS) & MASK).to(tl.float32)
+        c = ((wide >> (2 * BITS)) & MASK).to(tl.float32)
+        d = ((wide >> (3 * BITS)) & MASK).to(tl.float32)
+    return a, b, c, d
+
+
+@triton.jit
+def _dot4(x0, x1, x2, x3, y0, y1, y2, y3):
+    """Sum of the products of x [keys, quarter] with y [quarter, queries]."""
+    out = tl.dot(x0, y0, input_precision="ieee")
+    out = tl.dot(x1, y1, out, input_precision="ieee")
+    out = tl.dot(x2, y2, out, input_precision="ieee")
+    return tl.dot(x3, y3, out, input_precision="ieee")
+
+
+@triton.jit
+def _two(words):
+    """The float16 numbers in the low and the high half of words, in float32."""
+    low = words.to(tl.int16).to(tl.float16, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _scaled_query(q, scales, dtype: tl.constexpr, OFFSET: tl.constexpr):
+    """One quarter of q [quarter, queries] times the keys' scales, rounded; and what zeros and
+    offset add to scores."""
+    scale, zero = _two(scales)
+    wide = q.to(tl.float32)
+    factor = (wide * scale[:, None]).to(dtype)
+    rest = wide * (zero + 7.5 * scale)[:, None] - OFFSET * factor.to(tl.float32)
+    return factor, tl.sum(rest, axis=0)
+
+
+@triton.jit
+def _key_scores(
+    words_at, f0, f1, f2, f3, rest, column, scale: tl.constexpr, FAST: tl.constexpr
+):  # fmt: skip
+    """Scores [keys, queries] of a quarter of a tile's keys."""
+    k0, k1, k2, k3 = _quarters(tl.load(words_at), 0, 4, FAST)
+    scores = _dot4(k0, k1, k2, k3, f0, f1, f2, f3)
+    return (scores + rest[None, :]) * (column * scale)[:, None]
+
+
+@triton.jit
+def _value_factors(
+    scores, peak, scales, dtype: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr
+):
+    """Probabilities times the values' scales, rounded; their own sum; what zeros and offset add."""
+    probs = tl.exp2(scores - peak[None, :])
+    scale, zero = _two(scales)
+    factor = (probs * scale[:, None]).to(dtype)
+    rest = probs * (zero + MIDDLE * scale)[:, None] - OFFSET * factor.to(tl.float32)
+    return factor, tl.sum(probs, axis=0), tl.sum(rest, axis=0)
+
+
+@triton.jit
+def _add_values(
+    words_at, factor, r0, r1, r2, r3, HALF: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr
+):
+    """A quarter of a tile's values, [quarter, keys], times their factors [keys, queries]."""
+    v0, v1, v2, v3 = _quarters(tl.load(words_at), HALF, BITS, FAST)
+    r0 = tl.dot(v0, factor, r0, input_precision="ieee")
+    r1 = tl.dot(v1, factor, r1, input_precision="ieee")
+    r2 = tl.dot(v2, factor, r2, input_precision="ieee")
+    r3 = tl.dot(v3, factor, r3, input_precision="ieee")
+    return r0, r1, r2, r3
+
+
+@triton.jit
+def packed_page(
+    page, q0, q1, q2, q3, peak, weight, acc0, acc1, acc2, acc3,
+    key_words_ptr, value_words_ptr, scales_ptr, kv_head,
+    scale: tl.constexpr, kv_heads: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr,
+    BITS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """One tile of codes, a quarter of its keys at a time: more would not fit the registers."""
+    DIM: tl.constexpr = 4 * QUARTER
+    KEYS: tl.constexpr = GROUP // 4
+    STEP: tl.constexpr = KEYS * QUARTER
+    LATER: tl.constexpr = 2 * STEP if BITS == 4 else 0  # words of 2-bit values hold two tokens
+    MIDDLE: tl.constexpr = ((1 << BITS) - 1) / 2
+    ADDED: tl.constexpr = 128.0 if FAST else 0.0
+    dtype: tl.constexpr = tl.bfloat16 if FAST else tl.float32
+    dim = tl.arange(0, QUARTER)
+    key = tl.arange(0, KEYS)
+    head_page = page * kv_heads + kv_head
+    keys = key_words_ptr + head_page * (GROUP * QUARTER) + key[:, None] * QUARTER + dim[None, :]
+    values = value_words_ptr + head_page * (GROUP * BITS // 4 * QUARTER)
+    values += key[None, :] * QUARTER + dim[:, None]
+    # Words of two scales: [DIM] of keys, [DIM/2] and [GROUP/2] of columns, [GROUP] of values.
+    words = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    words += head_page * (3 * (DIM + GROUP) // 2)
+    f0, rest = _scaled_query(q0, tl.load(words + dim), dtype, ADDED + 7.5)
+    f1, more = _scaled_query(q1, tl.load(words + QUARTER + dim), dtype, ADDED + 7.5)
+    rest += more
+    f2, more = _scaled_query(q2, tl.load(words + 2 * QUARTER + dim), dtype, ADDED + 7.5)
+    rest += more
+    f3, more = _scaled_query(q3, tl.load(words + 3 * QUARTER + dim), dtype, ADDED + 7.5)
+    rest += more
+    words += DIM
+    c0, c2 = _two(tl.load(words + dim))
+    c1, c3 = _two(tl.load(words + QUARTER + dim))
+    words += DIM // 2
+    t0, t2 = _two(tl.load(words + key))
+    t1, t3 = _two(tl.load(words + KEYS + key))
+    words += GROUP // 2 + key
+    s0 = _key_scores(keys, f0, f1, f2, f3, rest, t0, scale, FAST)
+    s1 = _key_scores(keys + STEP, f0, f1, f2, f3, rest, t1, scale, FAST)
+    s2 = _key_scores(keys + 2 * STEP, f0, f1, f2, f3, rest, t2, scale, FAST)
+    s3 = _key_scores(keys + 3 * STEP, f0, f1, f2, f3, rest, t3, scale, FAST)
+    highest = tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), axis=0)
+    new_peak = tl.maximum(peak, highest)
+    p0, w0, rest = _value_factors(s0, new_peak, tl.load(words), dtype, ADDED + MIDDLE, MIDDLE)
+    p1, w1, more = _value_factors(
+        s1, new_peak, tl.load(words + KEYS), dtype, ADDED + MIDDLE, MIDDLE
+    )
+    rest += more
+    p2, w2, more = _value_factors(
+        s2, new_peak, tl.load(words + 2 * KEYS), dtype, ADDED + MIDDLE, MIDDLE
+    )
+    rest += more
+    p3, w3, more = _value_factors(
+        s3, new_peak, tl.load(words + 3 * KEYS), dtype, ADDED + MIDDLE, MIDDLE
+    )
+    rest = (rest + more)[None, :]
+    shrink = tl.exp2(peak - new_peak)
+    weight = weight * shrink + ((w0 + w1) + (w2 + w3))
+    none = tl.zeros([QUARTER, peak.shape[0]], tl.float32)
+    r0, r1, r2, r3 = _add_values(values, p0, none, none, none, none, 0, BITS, FAST)
+    r0, r1, r2, r3 = _add_values(values + STEP, p1, r0, r1, r2, r3, 0, BITS, FAST)
+    values += LATER
+    r0, r1, r2, r3 = _add_values(values, p2, r0, r1, r2, r3, 1, BITS, FAST)
+    r0, r1, r2, r3 = _add_values(values + STEP, p3, r0, r1, r2, r3, 1, BITS, FAST)
+    shrink = shrink[None, :]
+    acc0 = acc0 * shrink + (r0 + rest) * c0[:, None]
+    acc1 = acc1 * shrink + (r1 + rest) * c1[:, None]
+    acc2 = acc2 * shrink + (r2 + rest) * c2[:, None]
+    acc3 = acc3 * shrink + (r3 + rest) * c3[:, None]
+    return new_peak, weight, acc0, acc1, acc2, acc3
+
+
+@triton.jit
+def raw_keys(
+    held, keys, values, q0, q1, q2, q3, peak, weight, acc0, acc1, acc2, acc3,
+    scale: tl.constexpr, QUARTER: tl.constexpr,
+):  # fmt: skip
+    """Keys in full precision, of which those that are `held` count, at [keys, quarter], and values
+    at [quarter, keys]."""
+    seen = held[:, None]
+    k0 = tl.load(keys, mask=seen, other=0.0)
+    k1 = tl.load(keys + QUARTER, mask=seen, other=0.0)
+    k2 = tl.load(keys + 2 * QUARTER, mask=seen, other=0.0)
+    k3 = tl.load(keys + 3 * QUARTER, mask=seen, other=0.0)
+    columns = held[None, :]
+    v0 = tl.load(values, mask=columns, other=0.0)
+    v1 = tl.load(values + QUARTER, mask=columns, other=0.0)
+    v2 = tl.load(values + 2 * QUARTER, mask=columns, other=0.0)
+    v3 = tl.load(values + 3 * QUARTER, mask=columns, other=0.0)
+    scores = _dot4(k0, k1, k2, k3, q0, q1, q2, q3) * scale
+    scores = tl.where(seen, scores, -1.0e30)
+    new_peak = tl.maximum(peak, tl.max(scores, axis=0))
+    probs = tl.where(seen, tl.exp2(scores - new_peak[None, :]), 0.0)
+    shrink = tl.exp2(peak - new_peak)
+    weight = weight * shrink + tl.sum(probs, axis=0)
+    probs = probs.to(q0.dtype)
+    shrink = shrink[None, :]
+    acc0 = tl.dot(v0, probs, acc0 * shrink, input_precision="ieee")
+    acc1 = tl.dot(v1, probs, acc1 * shrink, input_precision="ieee")
+    acc2 = tl.dot(v2, probs, acc2 * shrink, input_precision="ieee")
+    acc3 = tl.dot(v3, probs, acc3 * shrink, input_precision="ieee")
+    return new_peak, weight, acc0, acc1, acc2, acc3
