@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve_kernels import target
+from jaxserve_kernels import chain, target
 from jaxserve_kernels.kv_format import attend, end_step, named
 from jaxserve_kernels.paged_attention import tile_tokens
 from tests.kernels.kv_steps import EPS, LAYER, Sequences
@@ -16,6 +16,7 @@ from tests.kernels.kv_steps import EPS, LAYER, Sequences
 pytestmark = pytest.mark.gpu
 
 DECODE = ((0, 1, 62, 63, 64, 65, 127, 128, 500, 1300), (1,) * 10)
+FORMATS = ("int8", "fp8_e4m3", "kvarn_k4v4_g128", "kvarn_k4v2_g128")
 CHUNKS = ((0, 0, 64, 100, 127, 700, 255, 130), (3, 300, 64, 29, 2, 150, 1, 1))
 """With two rows of one token, of which one fills a page."""
 
@@ -32,7 +33,7 @@ def relative_error(out: jax.Array, expected: jax.Array) -> float:
     ids=str,
 )
 @pytest.mark.parametrize("work", [DECODE, CHUNKS], ids=["decode", "chunks"])
-@pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "kvarn_k4v4_g128", "kvarn_k4v2_g128"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_attention_equals_its_reference(
     name: str, work: tuple[Any, ...], dtype: str, heads: tuple[int, int, int]
 ) -> None:
@@ -85,3 +86,33 @@ def test_attention_equals_its_reference(
             (left.value_words, kept.value_words),
         ):
             assert np.mean(np.asarray(words[LAYER, 1:]) != np.asarray(right[LAYER, 1:])) < 2e-3
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_attention_is_the_same_in_a_chain(name: str) -> None:
+    """Bit for bit, and so is what it leaves: each kernel waits for those before it."""
+    starts, counts = DECODE
+    sequences = Sequences(
+        lengths=tuple(start + 1 for start in starts), page_size=named(name).page_size or 64,
+        dtype="bfloat16", q_heads=32, kv_heads=8, head_dim=128,
+    )  # fmt: skip
+    step = sequences.step(starts, counts, 1)
+    qkv, tables = sequences.projections(step, parts=4)
+    kv = named(name).allocate(sequences.shape, "bfloat16")
+
+    def layers(qkv: Any, kv: Any, tables: Any, step: Any) -> Any:
+        outs = []
+        for layer in range(2):
+            out, kv = attend(qkv, kv, layer, sequences.norms, tables, step, eps=EPS, tile_size=1)
+            outs.append(out)
+        return *outs, kv
+
+    with target.use(target.Target("triton")):
+        chained = jax.jit(lambda *arrays: chain.call(layers, *arrays))
+        separate = jax.jit(lambda *arrays: layers(*arrays))
+        assert "jaxserve_kernel_chain" in chained.lower(qkv, kv, tables, step).as_text()
+        for _ in range(4):  # by the third call a graph is replayed
+            results = (call(qkv, kv, tables, step) for call in (chained, separate))
+            for got, wanted in zip(*map(jax.tree.leaves, results), strict=True):
+                np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
+            qkv = qkv + 1

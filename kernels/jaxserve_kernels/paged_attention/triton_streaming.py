@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.attention_inputs import KVSlots
-from jaxserve_kernels.paged_attention.config import choose
+from jaxserve_kernels.paged_attention.config import LOG2_E, choose
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.paged_attention.triton import merge, part_types
 from jaxserve_kernels.triton_call import triton_call

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jax import Array
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
 from jaxserve_kernels.kv_format.eight_bit.triton_numbers import halves, numbers
@@ -78,6 +79,7 @@ def _attend(
     q_heads: tl.constexpr, kv_heads: tl.constexpr,
     ROWS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, FAST: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -87,6 +89,9 @@ def _attend(
     position = tl.load(position_ptr + tile)
     first = tl.load(first_ptr + tile).to(tl.int64)
     table = table_ptr + tl.load(slot_ptr + tile).to(tl.int64) * table_stride
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     if length > 0:
         first_page = (layer * num_pages).to(tl.int64)
         row = tl.arange(0, ROWS)
@@ -144,12 +149,16 @@ def _merge_splits(
     acc_ptr, peak_ptr, weight_ptr, first_ptr, length_ptr, out_ptr,
     q_heads: tl.constexpr, kv_heads: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Adds what the programs that share a context found, by their softmax weights."""
     tile = tl.program_id(0)
     q_head = tl.program_id(1)
     group: tl.constexpr = q_heads // kv_heads
     length = tl.load(length_ptr + tile)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     if length > 0:
         split = tl.arange(0, SPLITS)
         dim = tl.arange(0, DIM)

@@ -29,7 +29,7 @@ def _write(
     page_ptr, offset_ptr, q_ptr,
     num_pages, stride, parts: tl.constexpr, q_heads: tl.constexpr, kv_heads: tl.constexpr,
     page_size: tl.constexpr, eps: tl.constexpr, FP8: tl.constexpr,
-    HEADS: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * HEADS  # heads in the order queries, keys, values
@@ -37,7 +37,7 @@ def _write(
     dim = tl.arange(0, HALF)
     low, high = head_halves(
         qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, first,
-        stride, parts, q_heads, kv_heads, eps, q_ptr.dtype.element_ty, HEADS, HALF, False,
+        stride, parts, q_heads, kv_heads, eps, q_ptr.dtype.element_ty, HEADS, HALF, EARLY,
     )  # fmt: skip
     if first < q_heads:
         target = q_ptr + (token * q_heads + first + head[:, None]) * (2 * HALF) + dim[None, :]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jax import Array
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
 from jaxserve_kernels.kv_format.kvarn.triton_inputs import signs
@@ -112,12 +113,16 @@ def _attend(
     q_heads: tl.constexpr, kv_heads: tl.constexpr,
     ROWS: tl.constexpr, QUARTER: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
     CHUNK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """A program per tile, KV head and part."""
     tile = tl.program_id(0)
     length = tl.load(length_ptr + tile)
     position = tl.load(position_ptr + tile)
     slot = tl.load(slot_ptr + tile)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     if length > 0:
         _attend_part(
             q_ptr, key_words_ptr, value_words_ptr, scales_ptr, raw_ptr, table_ptr, first_ptr,
@@ -198,10 +203,14 @@ def _merge(
     sums_ptr, peak_ptr, weight_ptr, first_ptr, length_ptr, out_ptr,
     q_heads: tl.constexpr, kv_heads: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """A program per tile and query head."""
     tile = tl.program_id(0)
     length = tl.load(length_ptr + tile)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     if length > 0:
         _merge_part(
             sums_ptr, peak_ptr, weight_ptr, first_ptr, out_ptr, tile, tl.program_id(1), SPLITS,

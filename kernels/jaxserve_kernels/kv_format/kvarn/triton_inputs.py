@@ -44,13 +44,14 @@ def _inputs(
     first_slot, stride, parts: tl.constexpr, q_heads: tl.constexpr, kv_heads: tl.constexpr,
     eps: tl.constexpr, KEEP: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * HEADS  # heads in the order queries, keys, values
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     low, high = head_halves(
         qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, first,
-        stride, parts, q_heads, kv_heads, eps, dtype, HEADS, HALF, False,
+        stride, parts, q_heads, kv_heads, eps, dtype, HEADS, HALF, EARLY,
     )  # fmt: skip
     QUARTER: tl.constexpr = HALF // 2
     matrix = signs(QUARTER, dtype)
