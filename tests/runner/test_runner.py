@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.api import MAX_LOGPROBS, SamplingParams
-from jaxserve.plan import PageEntry, StepPlan
+from jaxserve.plan import PageEntry, Sampled, StepPlan
 from jaxserve.runner import Runner
 from jaxserve_kernels.sampler import RowSampling
 from jaxserve_kernels.sampler.reference import choose
@@ -119,6 +120,10 @@ def test_only_tokens_of_the_tokenizer_are_sampled_or_reported(runner: Runner) ->
         assert max(result.token, *(token for token, _ in result.logprobs.top)) < SAMPLED_VOCAB
 
 
+jitted_choose = jax.jit(choose)
+"""Op by op it would compile its loops in every call."""
+
+
 @pytest.mark.parametrize("length", [1, 4, 11])
 def test_the_random_numbers_are_those_of_the_sampled_position(
     compiled: Runner, length: int
@@ -134,7 +139,7 @@ def test_the_random_numbers_are_those_of_the_sampled_position(
             scores[0, token] = value
         columns = (True, np.float32(3), 0, np.float32(1), np.float32(0), seed, length)
         rows = RowSampling(*(jnp.asarray([column]) for column in columns))
-        assert choose(jnp.asarray(scores), rows).tolist() == [result.token]
+        assert jitted_choose(jnp.asarray(scores), rows).tolist() == [result.token]
 
 
 def test_logprobs_describe_the_distribution_before_sampling(runner: Runner) -> None:
@@ -186,6 +191,12 @@ def test_results_come_in_the_order_of_the_rows(runner: Runner) -> None:
             assert_same(result, alone[slot])
 
 
+@cache
+def generated(runner: Runner, params: SamplingParams, prompt: tuple[int, ...]) -> list[Sampled]:
+    """Four tokens, alone on the device."""
+    return generate(runner, Placed(params=params), prompt, 4)
+
+
 @settings(max_examples=40, suppress_health_check=[HealthCheck.large_base_example])
 @given(data=st.data())
 def test_slots_rows_pages_and_neighbours_do_not_matter(
@@ -195,7 +206,7 @@ def test_slots_rows_pages_and_neighbours_do_not_matter(
     prompts = [(1,), PROMPT, OTHER, tuple(range(50, 63))]
     sampling = [data.draw(st.sampled_from(FEATURES)) for _ in prompts]
     expected = [
-        generate(compiled, Placed(params=params), prompt, 4)
+        generated(compiled, params, prompt)
         for prompt, params in zip(prompts, sampling, strict=True)
     ]
     slots = data.draw(st.permutations(range(4)))
