@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.api import MAX_LOGPROBS, SamplingParams
@@ -197,7 +197,7 @@ def generated(runner: Runner, params: SamplingParams, prompt: tuple[int, ...]) -
     return generate(runner, Placed(params=params), prompt, 4)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.large_base_example])
+@settings(max_examples=40)
 @given(data=st.data())
 def test_slots_rows_pages_and_neighbours_do_not_matter(
     compiled: Runner, data: st.DataObject
@@ -223,8 +223,8 @@ def test_slots_rows_pages_and_neighbours_do_not_matter(
             known = len(prompts[i])
             if computed[i] >= known:
                 row = placed[i].decode(computed[i])
-            elif (count := min(known - computed[i], data.draw(st.integers(0, 8)))) == 0:
-                continue
+            elif (count := min(known - computed[i], 8 - data.draw(st.integers(0, 8)))) == 0:
+                continue  # not what the smallest example does: it would never end
             else:
                 end = computed[i] + count
                 tokens = prompts[i][computed[i] : end]
