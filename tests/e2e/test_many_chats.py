@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import openai
 import pytest
 
-from tests.e2e.process import Server
+from tests.e2e.process import Server, small_model
 
 MODEL = "jaxserve-embedded"
 
@@ -50,8 +50,21 @@ def make_chats(count: int) -> list[Chat]:
     return chats
 
 
-async def run(client: openai.AsyncOpenAI, chat: Chat) -> str | None:
+class Completion(NamedTuple):
+    """Of a prompt of token ids."""
+
+    prompt: list[int]
+    options: dict[str, Any]
+    dropped: bool = False
+
+
+async def run(client: openai.AsyncOpenAI, chat: Chat | Completion) -> str | None:
     """The answer; None if it was dropped."""
+    if isinstance(chat, Completion):
+        whole = await client.completions.create(
+            model="small", prompt=chat.prompt, extra_body=chat.options
+        )
+        return whole.choices[0].text
     messages: Any = [{"role": "user", "content": chat.content}]
     if not chat.stream:
         reply = await client.chat.completions.create(model=MODEL, messages=messages, **chat.options)
@@ -73,9 +86,11 @@ async def run(client: openai.AsyncOpenAI, chat: Chat) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def small_pool() -> Iterator[Server]:
-    """Pages for about 600 tokens: one long sequence, or a few at a time."""
-    with Server("--kv-cache-memory-bytes", "5M", "--max-model-len", "512") as running:
+def small_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model that takes seconds to compile, and pages for four sequences of 92 tokens."""
+    folder = small_model(tmp_path_factory.mktemp("model"))
+    flags = ("--kv-cache-memory-bytes", "420k", "--max-model-len", "128", "--block-size", "16")
+    with Server("--model", str(folder), "--served-model-name", "small", *flags) as running:
         yield running
 
 
@@ -83,7 +98,7 @@ def client_of(server: Server) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-async def assert_like_alone(server: Server, chats: list[Chat]) -> None:
+async def assert_like_alone(server: Server, chats: Sequence[Chat | Completion]) -> None:
     """Run the chats together, then each alone; kept answers must be equal."""
     free = (await server.load())["free_pages"]
     async with client_of(server) as client:
@@ -102,18 +117,18 @@ async def test_many_chats_get_the_answers_they_get_alone(server: Server) -> None
     await assert_like_alone(server, make_chats(32))
 
 
-async def test_preempted_chats_get_the_answers_they_get_alone(small_pool: Server) -> None:
+async def test_preempted_completions_get_the_answers_they_get_alone(small_pool: Server) -> None:
     # Short answers teach the admission to expect short ones; then come long ones.
-    short = Chat(TOPICS[0], {"max_tokens": 80}, stream=False, dropped=False)
+    short = Completion([1, 2, 3], {"max_tokens": 80, "stop_token_ids": list(range(256))})
     async with client_of(small_pool) as client:
         for _ in range(4):
             await run(client, short)
-    longer = {"max_tokens": 80, "extra_body": {"ignore_eos": True}}
-    chats = [
-        Chat(topic, {**longer, "temperature": index % 2, "seed": index}, stream=True, dropped=False)
-        for index, topic in enumerate((*TOPICS, *TOPICS[:2]))
+    longer = {"max_tokens": 80, "ignore_eos": True}
+    asked = [
+        Completion([7 + index] * 12, {**longer, "temperature": index % 2, "seed": index})
+        for index in range(10)
     ]
-    await assert_like_alone(small_pool, chats)
+    await assert_like_alone(small_pool, asked)
     assert await small_pool.metric("vllm:num_preemptions_total") > 0
 
 
