@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from jaxserve_kernels import early, tuned
 
 MAX_TOKENS = 16
-"""Beyond it cuBLASLt is as fast. Measured on an H100; see docs/performance.md."""
+"""Beyond it cuBLASLt is as fast. Measured on an H100; see docs/performance/decode.md."""
 
 HOPPER_MIN_TOKENS = 1024
 """From it on the product with the gating in it is faster on Hopper than cuBLASLt and a kernel that
-gates. Measured on an H200; see docs/performance.md."""
+gates. Measured on an H200; see docs/performance/prefill.md."""
 
 _ENOUGH_PROGRAMS = 264
 """Two for each of an H100's 132 multiprocessors keep its memory busy."""

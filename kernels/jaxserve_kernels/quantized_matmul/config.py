@@ -62,7 +62,7 @@ def choose(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config | Non
     """None: dequantise, then the product with the plain weight.
 
     The rules and their limits are the fastest of those measured on an H200 with Qwen3-4B's shapes;
-    see docs/performance.md.
+    see docs/performance/quantised_weights.md.
     """
     out, depth = weight.shape
     if not _has_kernel(weight):
