@@ -196,5 +196,5 @@ def _launch(tokens: int, programs: int, steps: int, config: Config) -> dict[str,
     resident = min(3, -(-programs // _MULTIPROCESSORS))
     fit = (_SHARED_MEMORY // resident - _RESERVED) // tile
     return {
-        "TOKENS": columns, "STAGES": min(fit, steps + 1), "NEXT_FIRST": tokens <= 8 or tokens > 16,
+        "TOKENS": columns, "STAGES": min(fit, steps + 1), "NEXT_FIRST": tokens <= 16,
     }  # fmt: skip

@@ -55,7 +55,7 @@ def choose(
     return Config(
         splits=max(splits, 1),
         num_warps=4,
-        num_stages=2 if splits >= 8 else 3,  # few blocks to visit: more room for the next kernels
+        num_stages=2 if splits > 8 else 3,  # few blocks to visit: more room for the next kernels
         min_blocks=8 if beside_chunks else 1,
     )
 
