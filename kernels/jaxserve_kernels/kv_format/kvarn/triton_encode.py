@@ -34,6 +34,7 @@ _PROGRAMS = 264
 """Two for each of an H100's 132 multiprocessors."""
 
 _WARPS = 4
+"""More wait for each other longer than they work, even on a tile alone: docs/performance."""
 
 _PART = 32
 """Tokens, or channels, of a tile that are loaded together."""
