@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 
-from jaxserve import heap, kv_scales
+from jaxserve import heap, kv_scales, memory
 from jaxserve.cli import Options
 from jaxserve.config import ConfigError
 from jaxserve.engine import Parts, Progress
@@ -134,7 +134,7 @@ def _with_memory_errors[T](plan: EnginePlan, run: Callable[[], T]) -> T:
     try:
         return run()
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not memory.is_exhausted(error):
             raise
         raise OutOfDeviceMemory(
             f"too little memory on the device for the weights, the KV cache of "

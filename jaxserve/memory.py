@@ -55,6 +55,11 @@ class MemoryPlan:
         )
 
 
+def is_exhausted(error: Exception) -> bool:
+    """Whether XLA or the driver failed for want of device memory: there is no type for it."""
+    return any(name in str(error) for name in ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY"))
+
+
 def tree_bytes(tree: Any) -> int:
     """Of all arrays, or ShapeDtypeStructs, of a tree."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
