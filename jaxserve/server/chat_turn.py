@@ -32,7 +32,7 @@ async def chat_generation(service: Service, fields: ChatRequest, request_id: str
     """
     limits, tokenizer = service.engine.limits, service.tokenizer
     prompt = await chat_prompt(fields, service.template, tokenizer, limits)
-    asked = _max_tokens(fields)
+    asked = _asked(fields)
     ids = truncated(prompt.ids, asked, fields, limits)
     params = sampling_params(
         fields,
@@ -56,15 +56,10 @@ async def chat_generation(service: Service, fields: ChatRequest, request_id: str
     return Generation(choices, len(choices))
 
 
-def _max_tokens(fields: ChatRequest) -> int | None:
-    """The newer name goes before the older one."""
-    for name in ("max_completion_tokens", "max_tokens"):
-        asked: int | None = getattr(fields, name)
-        if asked is not None:
-            if asked == 0:
-                raise invalid(f"{name} must be at least 1", param=name)
-            return asked
-    return None
+def _asked(fields: ChatRequest) -> int | None:
+    """Tokens to generate: the newer name goes before the older one."""
+    newer = fields.max_completion_tokens
+    return fields.max_tokens if newer is None else newer
 
 
 def _num_logprobs(fields: ChatRequest) -> int | None:

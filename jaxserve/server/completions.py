@@ -46,8 +46,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     fields, ignored = parse(await read_json(request), CompletionRequest)
     model = service.model_name(fields.model)
     options = check_stream_options(service, fields)
-    if fields.max_tokens == 0 and not fields.echo:
-        raise invalid("max_tokens must be at least 1 without echo", param="max_tokens")
+    asked = _asked(fields)
     with arrival.timed_tokenizing():
         prompts = await completion_prompts(fields.prompt, service.tokenizer, service.engine.limits)
     prompts = [_shortened(prompt, fields, service.engine.limits) for prompt in prompts]
@@ -59,7 +58,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     reply = CompletionReply(
         arrival=arrival,
         model=model,
-        generation=await _generation(arrival, fields, prompts),
+        generation=await _generation(arrival, fields, prompts, asked),
         options=options,
         echoes=[p.spelled(service.tokenizer) for p in prompts] if fields.echo else [],
         fields=fields,
@@ -70,12 +69,11 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 
 async def _generation(
-    arrival: Arrival, fields: CompletionRequest, prompts: list[Prompt]
+    arrival: Arrival, fields: CompletionRequest, prompts: list[Prompt], asked: int
 ) -> Generation:
     service = arrival.service
     constraint = text_constraint(fields)
     limits = service.engine.limits
-    asked = _asked(fields)
     options = text_options(fields)._replace(prompt_only=fields.max_tokens == 0)
     if fields.echo and fields.logprobs is not None:
         # Clients that score prompts cut the last token off, whatever it is.
@@ -105,7 +103,14 @@ async def _generation(
 
 def _asked(fields: CompletionRequest) -> int:
     """Tokens to compute: one at least, even if only the prompt is scored."""
-    return DEFAULT_MAX_TOKENS if fields.max_tokens is None else max(1, fields.max_tokens)
+    if fields.max_tokens is None:
+        return DEFAULT_MAX_TOKENS
+    if fields.max_tokens < (0 if fields.echo else 1):
+        bound = ">= 0" if fields.echo else ">= 1, or 0 with echo"
+        raise invalid(
+            f"max_tokens: Expected `int` {bound}, got {fields.max_tokens}", param="max_tokens"
+        )
+    return max(1, fields.max_tokens)
 
 
 def _shortened(prompt: Prompt, fields: CompletionRequest, limits: EngineLimits) -> Prompt:

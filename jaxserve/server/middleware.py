@@ -86,7 +86,7 @@ class ClientsAffairs(logging.Filter):
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, ConnectionError):
             return False
-        if isinstance(error, HttpProcessingError):
+        if isinstance(error, HttpProcessingError | web.RequestPayloadError):
             log.info("a request was not HTTP: %s", type(error).__name__)
             return False
         return True

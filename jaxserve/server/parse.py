@@ -44,6 +44,10 @@ async def read_json(request: web.Request) -> bytes:
         raise ApiError(
             408, f"the body was not complete after {limit:g} seconds", code="body_timeout"
         ) from None
+    except web.RequestPayloadError:
+        raise invalid(
+            "the body's transfer broke, or it is not compressed as its Content-Encoding says"
+        ) from None
 
 
 def parse[T: Struct](

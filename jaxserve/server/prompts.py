@@ -20,6 +20,7 @@ from jaxserve.server.schema import (
     Message,
     Tool,
 )
+from jaxserve.server.validation import wrong_field
 from jaxserve.tokenizer import INLINE_CHARS, Tokenizer, decode, encode_off_loop
 
 
@@ -175,7 +176,7 @@ def _template_variables(request: ChatRequest) -> Mapping[str, Any]:
         param = f"chat_template_kwargs.{name[:100]}"
         if name not in TEMPLATE_VARIABLES:
             allowed = ", ".join(sorted(TEMPLATE_VARIABLES))
-            raise invalid(f"chat_template_kwargs may set: {allowed}", param=param)
+            raise invalid(f"{param}: chat_template_kwargs may set {allowed}", param=param)
         if not isinstance(value, bool | int | float | str | None):
             raise invalid("chat_template_kwargs takes scalar values", param=param)
     if request.reasoning_effort is not None:
@@ -191,6 +192,5 @@ def _checked_tools(request: ChatRequest) -> list[dict[str, Any]] | None:
     try:
         msgspec.convert(request.tools, list[Tool])
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        raise invalid(message, param=f"tools{path.rstrip('`')}") from None
+        raise wrong_field(error, request.tools, list[Tool], at="tools") from None
     return None if request.tool_choice == "none" else request.tools

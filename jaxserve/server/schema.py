@@ -28,6 +28,7 @@ SALT = r"^[^@/\\\x00]+$"
 type Tier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 type Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 type Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+type Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 type BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 type TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
@@ -78,7 +79,6 @@ class GenerationFields(Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: Count | None = None
     min_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -89,10 +89,12 @@ class GenerationFields(Struct, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=1000)] | None = None
     logit_bias: (
         Annotated[
-            dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIAS)
+            dict[str, Annotated[float, Meta(extra_json_schema={"minimum": -100, "maximum": 100})]],
+            Meta(max_length=MAX_LOGIT_BIAS),
         ]
         | None
     ) = None
+    """`params` checks the values: msgspec would not say whose is out of range."""
     allowed_token_ids: Annotated[list[int], Meta(min_length=1, max_length=65536)] | None = None
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -149,6 +151,8 @@ PROMPT = {
 
 class CompletionRequest(GenerationFields, kw_only=True):
     prompt: str | list[str | int | list[int]]
+    max_tokens: Annotated[int, Meta(le=2**31 - 1, extra_json_schema={"minimum": 0})] | None = None
+    """0 only with `echo`; else from 1."""
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -204,7 +208,8 @@ class NamedTool(Struct, kw_only=True):
 
 class ChatRequest(GenerationFields, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Count | None = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None

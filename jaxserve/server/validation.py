@@ -8,14 +8,14 @@ from functools import cache
 from typing import Any
 
 import msgspec
-from msgspec import Struct, inspect
+from msgspec import inspect
 
 from jaxserve.server.errors import ApiError, invalid
 
 MAX_SHOWN = 60
 """Characters of a value that its error repeats."""
 
-_FIELD_IN_MESSAGE = re.compile("(?:missing required|contains unknown) field `(.+)`")
+_FIELD_IN_MESSAGE = re.compile("Object (missing required|contains unknown) field `(.+)`")
 _STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
 _type_info = cache(inspect.type_info)
 
@@ -33,9 +33,12 @@ def not_json(error: Exception, body: bytes) -> ApiError:
     return invalid(f"the body is not valid JSON in UTF-8: {reason}", code="invalid_json")
 
 
-def wrong_field(error: msgspec.ValidationError, body: bytes, kind: type[Struct]) -> ApiError:
-    """The 400 for a `body` that is JSON but no `kind`: names the field, and adds to msgspec's words
-    the value that a bound excludes, or the values that there are."""
+def wrong_field(
+    error: msgspec.ValidationError, sent: bytes | Sequence[Any], kind: Any, at: str = ""
+) -> ApiError:
+    """The 400 for JSON that is no `kind`: names the field, and adds to msgspec's words the value
+    that a bound excludes, or the values that there are. `sent`: a body, or the list that its field
+    `at` holds."""
     message, _, path = str(error).partition(" - at `$")
     steps = [
         int(position) if position.isdecimal() else name or "..."
@@ -45,17 +48,20 @@ def wrong_field(error: msgspec.ValidationError, body: bytes, kind: type[Struct])
         choices = ", ".join(map(repr, dict.fromkeys(_choices(_type_info(kind), steps))))
         message += f": it may be {choices}" if choices else ""
     elif message.startswith("Expected ") and "got" not in message:
-        message += _shown(body, steps)
-    named = _FIELD_IN_MESSAGE.search(message)
-    param = ".".join(filter(None, (path.strip("`."), named[1] if named else "")))
+        message += _shown(sent, steps)
+    param = (at + path).strip("`.")
+    if named := _FIELD_IN_MESSAGE.fullmatch(message):
+        param = f"{param}.{named[2]}".removeprefix(".")
+        said = "is required" if named[1] == "missing required" else "is not known"
+        return invalid(f"{param} {said}", param=param)
     where = param or ("the body" if message.startswith("Expected ") else "")
     return invalid(f"{where}: {message}" if where else message, param=param or None)
 
 
-def _shown(body: bytes, steps: Sequence[Step]) -> str:
+def _shown(sent: bytes | Sequence[Any], steps: Sequence[Step]) -> str:
     """What stands there, for a number or a short text, or how long it is."""
     try:
-        value = msgspec.json.decode(body)
+        value = msgspec.json.decode(sent) if isinstance(sent, bytes) else sent
         for step in steps:
             value = value[step]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):

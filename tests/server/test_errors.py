@@ -114,10 +114,25 @@ async def test_a_bad_chat_names_the_field(serve: Serve, fields: Any, param: str)
         ({"stop": [""]}, "stop[0]: Expected `str` of length >= 1, got ''"),
         ({"cache_salt": "/" * 99}, "cache_salt: Expected `str` matching regex"),
         ({"bad_words": ["a" * 999]}, "bad_words[0]: Expected `str` of length <= 256, got 999"),
-        ({"logit_bias": {"1": 101}}, "logit_bias[...]: Expected `float` <= 100.0"),
+        (
+            {"logit_bias": {"1": 1, "2": 101}},
+            "logit_bias.2: Expected `float` from -100 to 100, got",
+        ),
         ({"logit_bias": {"x": 1}}, "'x' is not a token id: 0 to 299"),
         ({"tool_choice": "maybe"}, "tool_choice: Invalid enum value 'maybe': it may be 'auto', "),
         ({"response_format": {"type": "xml"}}, "response_format.type: Invalid enum value 'xml'"),
+        ({"max_tokens": 0}, "max_tokens: Expected `int` >= 1, got 0"),
+        ({"max_tokens": -1}, "max_tokens: Expected `int` >= 1, got -1"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens: Expected `int` >= 1, got -1"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function is required"),
+        ({"tools": [{"type": "web"}]}, "tools[0].type: Invalid enum value 'web': it may be 'func"),
+        (
+            {"tools": [{"type": "function", "function": {"name": ""}}]},
+            "tools[0].function.name: Expected `str` of length >= 1, got ''",
+        ),
+        ({"messages": [{"content": "Hi"}]}, "messages[0].role is required"),
+        ({"response_format": {"type": "text", "x": 1}}, "response_format.x is not known"),
+        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x: chat_template_kwargs may "),
         ({"messages": 1}, "messages: Expected `array`, got `int`"),
         ({"messages": None}, "messages: Expected `array`, got `null`"),
         ({"model": "gpt"}, "the model 'gpt' is not served here; what is: 'tiny'"),
@@ -129,6 +144,22 @@ async def test_the_message_alone_says_which_field_is_wrong_and_what_it_may_be(
     body = {"messages": MESSAGES} | fields
     _, error, _ = await post(await serve(FakeEngine()), "/v1/chat/completions", json=body)
     assert error["message"].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "bound"),
+    [
+        ({"max_tokens": 0}, ">= 1, or 0 with echo, got 0"),
+        ({"max_tokens": -1}, ">= 1, or 0 with echo, got -1"),
+        ({"max_tokens": -1, "echo": True}, ">= 0, got -1"),
+    ],
+)
+async def test_a_completion_without_tokens_needs_echo(
+    serve: Serve, fields: Any, bound: str
+) -> None:
+    body = {"prompt": "a"} | fields
+    _, error, _ = await post(await serve(FakeEngine()), "/v1/completions", json=body)
+    assert error["message"] == f"max_tokens: Expected `int` {bound}"
 
 
 async def test_kinds_of_blocks_are_listed(serve: Serve) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import io
 import socket
 from pathlib import Path
 
@@ -155,6 +157,18 @@ async def test_what_is_not_http_is_a_400(
     status_line = await asyncio.wait_for(reader.readline(), 5)
     writer.close()
     assert status_line.split()[1] == b"400", status_line
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("body", [b"{}", gzip.compress(b"{}" * 99)[:-9]])
+@pytest.mark.parametrize(("kind", "status"), [("application/json", 400), ("text/plain", 415)])
+async def test_a_body_that_cannot_be_unpacked_is_the_clients_affair(
+    serve: Serve, caplog: pytest.LogCaptureFixture, body: bytes, kind: str, status: int
+) -> None:
+    url = f"{await serve(FakeEngine())}/v1/completions"
+    headers = {"Content-Type": kind, "Content-Encoding": "gzip"}
+    async with aiohttp.request("POST", url, data=io.BytesIO(body), headers=headers) as reply:
+        assert reply.status == status, await reply.text()
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
