@@ -105,9 +105,10 @@ class ModelSpec:
             "num_hidden_layers",
             "num_attention_heads",
         )
+        optional = ("num_key_value_heads", "head_dim", "max_position_embeddings")
         problems += [
             f"{key} is missing or not a positive integer"
-            for key in required
+            for key in (*required, *(key for key in optional if config.get(key) is not None))
             if not isinstance(config.get(key), int) or config[key] <= 0
         ]
         if problems:
@@ -122,10 +123,10 @@ class ModelSpec:
             q_heads=q_heads,
             kv_heads=config.get("num_key_value_heads") or q_heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // q_heads,
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            norm_eps=_number(config, "rms_norm_eps", 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
-            max_position=config.get("max_position_embeddings", 40_960),
+            max_position=config.get("max_position_embeddings") or 40_960,
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         )
 
@@ -162,7 +163,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, YarnScaling | None]:
         raise ConfigError(
             f"config.json: partial_rotary_factor is {partial}, but all of a head is rotated here"
         )
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    theta = _number(rope if rope.get("rope_theta") else config, "rope_theta", 10_000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, None
@@ -177,15 +178,25 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, YarnScaling | None]:
     if unknown := sorted(name for name in rope.keys() - _YARN_FIELDS if rope[name] is not None):
         raise ConfigError(f"config.json: YaRN with {', '.join(unknown)} is not supported")
     return theta, YarnScaling(
-        factor=float(rope["factor"]),
+        factor=_number(rope, "factor", 1.0),
         original_max_position=int(original),
-        beta_fast=float(rope.get("beta_fast") or 32.0),
-        beta_slow=float(rope.get("beta_slow") or 1.0),
+        beta_fast=_number(rope, "beta_fast", 32.0) or 32.0,
+        beta_slow=_number(rope, "beta_slow", 1.0) or 1.0,
         attention_factor=rope.get("attention_factor"),
         mscale=rope.get("mscale"),
         mscale_all_dim=rope.get("mscale_all_dim"),
         truncate=rope.get("truncate") is not False,
     )
+
+
+def _number(
+    config: Mapping[str, Any], key: str, default: float, file: str = "config.json"
+) -> float:
+    """`default` where the file has none, or null. ConfigError: it has something else."""
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float | None):
+        raise ConfigError(f"{file}: {key} is {value!r}, which is not a number")
+    return default if value is None else float(value)
 
 
 def _qwen3(
@@ -310,13 +321,17 @@ class SamplingDefaults:
 
     @classmethod
     def from_hf(cls, generation: Mapping[str, Any]) -> SamplingDefaults:
-        """Read a `generation_config.json`; `do_sample: false` means greedy."""
+        """Read a `generation_config.json`; `do_sample: false` means greedy.
+
+        ConfigError: a value that is no number.
+        """
         if generation.get("do_sample") is False:
             return cls(temperature=0.0)
+        file = "generation_config.json"
         return cls(
-            temperature=float(generation.get("temperature", 1.0)),
-            top_p=float(generation.get("top_p", 1.0)),
-            top_k=int(generation.get("top_k", 0)),
+            temperature=_number(generation, "temperature", 1.0, file),
+            top_p=_number(generation, "top_p", 1.0, file),
+            top_k=int(_number(generation, "top_k", 0, file)),
         )
 
 

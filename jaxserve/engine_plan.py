@@ -240,4 +240,9 @@ def _cache_config(
         spec, CacheConfig(num_pages=2, page_size=page_size), scheduler.max_num_seqs
     )
     cache = kv_cache.fit_pages(kv_format, one_page, dtype, budget, scheduler.max_model_len)
+    if options.max_num_seqs is not None and options.max_num_seqs > cache.usable_pages:
+        raise ConfigError(
+            f"--max-num-seqs is {options.max_num_seqs}, but the KV cache has "
+            f"{cache.usable_pages} pages, and each sequence needs one at least"
+        )
     return replace(cache, num_pages=min(cache.num_pages, useful))

@@ -88,6 +88,7 @@ def obtain(
     _on_threads(min(workers, _LOADERS), load, programs)
     if reasons:
         on_missing(reasons)
+        progress("compiling", len(executables) / len(programs))
         _on_threads(workers, make, [each for each in programs if each.name in reasons])
         if cache is not None and not failures:
             try:

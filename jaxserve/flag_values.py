@@ -10,14 +10,24 @@ from typing import Any
 
 from jaxserve.config import TEMPLATE_VARIABLES
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
 
 
 def size_in_bytes(text: str) -> int:
     """512M and 20G are powers of ten, 512Mi and 20Gi powers of two."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
     if match is None:
-        raise argparse.ArgumentTypeError(f"not a number with an optional unit: {text!r}")
+        raise argparse.ArgumentTypeError(f"not a size such as 512M, 20G or 20Gi: {text!r}")
     return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
@@ -34,6 +44,20 @@ def positive(text: str) -> int:
     if (value := _integer(text)) < 1:
         raise argparse.ArgumentTypeError(f"not a positive integer: {text!r}")
     return value
+
+
+def power_of_2(text: str) -> int:
+    """1, 2, 4 and so on."""
+    if (value := _integer(text)) < 1 or value & (value - 1):
+        raise argparse.ArgumentTypeError(f"not a power of two: {text!r}")
+    return value
+
+
+def model_name(text: str) -> str:
+    """Something that a client can write."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("a name must not be empty")
+    return text
 
 
 def whole(text: str) -> int:

@@ -10,8 +10,10 @@ from jaxserve.config import KV_CACHE_DTYPES, NAMED_MODELS, POLICIES, REASONING_F
 from jaxserve.flag_values import (
     above_0,
     from_0,
+    model_name,
     port,
     positive,
+    power_of_2,
     root_path,
     seconds,
     share,
@@ -36,7 +38,12 @@ MODEL_HELP = (
 def add_model_flags(add: AddArgument) -> None:
     add("--model", help=f"{MODEL_HELP}; the embedded demonstration model if not given")
     add("--tokenizer", help="folder with tokenizer files, if not the model's own")
-    add("--served-model-name", nargs="+", help="names that clients may use for the model")
+    add(
+        "--served-model-name",
+        type=model_name,
+        nargs="+",
+        help="names that clients may use for the model",
+    )
     add(
         "--generation-config",
         default="auto",
@@ -234,7 +241,7 @@ def add_engine_flags(add: AddArgument) -> None:
         type=above_0,
         help="policy slo: deadline of the first token for requests without x-slo-ttft-ms",
     )
-    add("--block-size", type=positive, help="tokens per page of the KV cache")
+    add("--block-size", type=power_of_2, help="tokens per page of the KV cache, a power of two")
     add(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,

@@ -63,7 +63,7 @@ def _chat_template(path: Path | None) -> str | None:
         source = path.read_text(encoding="utf-8")
         ChatTemplate(source)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template {path}: cannot be read: {error}") from None
+        raise ConfigError(f"--chat-template {path}: cannot be read: {_reason(error)}") from None
     except jinja2.TemplateSyntaxError as error:
         where = f"line {error.lineno}: {error.message}"
         raise ConfigError(f"--chat-template {path}: not a Jinja template: {where}") from None
@@ -136,11 +136,16 @@ def _keys_of_file(flag: str, path: Path) -> list[str]:
     try:
         lines = [line.strip() for line in path.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{flag} {path}: cannot be read: {error}") from None
+        raise ConfigError(f"{flag} {path}: cannot be read: {_reason(error)}") from None
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise ConfigError(f"{flag} {path}: holds no key; without keys leave the flag out")
     return keys
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    """Without the path, which the message has already."""
+    return str(error.strerror if isinstance(error, OSError) else error)
 
 
 def is_loopback(host: str) -> bool:

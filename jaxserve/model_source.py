@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxserve.cli import Options
 from jaxserve.config import NAMED_MODELS, ConfigError, ModelSpec, SamplingDefaults
-from jaxserve.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from jaxserve.json_object import read_json_object
+from jaxserve.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
 from jaxserve_checkpoints.resolve import EMBEDDED_NAME, resolve_model
 
 log = logging.getLogger(__name__)
@@ -44,14 +43,11 @@ def find_model(options: Options) -> ModelSource:
         return _dummy(options, named)
     name = EMBEDDED_NAME if options.model is None else options.model
     folder = resolve_model(name, download_dir=options.download_dir, revision=options.revision)
-    text = Path(options.tokenizer) if options.tokenizer else folder
-    if options.load_format != "dummy" and not (text / "tokenizer.json").is_file():
-        raise ConfigError(f"{text} holds no tokenizer.json; --tokenizer names a folder that does")
     return ModelSource(
         names=_names(options, name),
-        spec=ModelSpec.from_hf(_read_json(folder / "config.json")),
+        spec=ModelSpec.from_hf(read_json_object(folder / "config.json")),
         folder=None if options.load_format == "dummy" else folder,
-        tokenizer=load_tokenizer(text),
+        tokenizer=_tokenizer(options, folder),
         sampling_defaults=_sampling_defaults(options.generation_config, folder),
     )
 
@@ -63,7 +59,21 @@ def _sampling_defaults(wanted: str, folder: Path) -> SamplingDefaults:
     generation = (folder if wanted == "auto" else Path(wanted)) / "generation_config.json"
     if wanted == "auto" and not generation.exists():
         return SamplingDefaults()
-    return SamplingDefaults.from_hf(_read_json(generation))
+    return SamplingDefaults.from_hf(read_json_object(generation))
+
+
+def _tokenizer(options: Options, folder: Path | None) -> Tokenizer:
+    """Of `--tokenizer`, or of the model's `folder`; bytes stand in for random weights only."""
+    text = Path(options.tokenizer) if options.tokenizer else folder
+    if text is not None and (text / "tokenizer.json").is_file():
+        return HfTokenizer.from_folder(text)
+    if options.tokenizer or options.load_format != "dummy":
+        raise ConfigError(f"{text} holds no tokenizer.json; --tokenizer names a folder that does")
+    log.warning(
+        "no tokenizer files: text is encoded as its bytes; prompts of token ids work as usual "
+        "(--tokenizer FOLDER gives real ones)"
+    )
+    return ByteTokenizer()
 
 
 def _named_spec(model: str | None) -> ModelSpec | None:
@@ -73,34 +83,14 @@ def _named_spec(model: str | None) -> ModelSpec | None:
 def _dummy(options: Options, spec: ModelSpec) -> ModelSource:
     """A named shape with random weights: needs no file at all."""
     assert options.model is not None
-    if options.tokenizer:
-        tokenizer: Tokenizer = load_tokenizer(Path(options.tokenizer))
-    else:
-        tokenizer = ByteTokenizer()
-        log.warning(
-            "no tokenizer files: text is encoded as its bytes; prompts of token ids work as usual "
-            "(--tokenizer FOLDER gives real ones)"
-        )
     return ModelSource(
         names=_names(options, options.model),
         spec=spec,
         folder=None,
-        tokenizer=tokenizer,
+        tokenizer=_tokenizer(options, None),
         sampling_defaults=SamplingDefaults(),
     )
 
 
 def _names(options: Options, name: str) -> tuple[str, ...]:
     return tuple(options.served_model_name or (name,))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return content

@@ -323,9 +323,10 @@ def _kept(
     progress: Progress,
 ) -> qwen3.Params | None:
     """From an earlier start's conversion, made now if there is none; None if that cannot be."""
-    for _ in range(2):
+    found = (folder / native.FILE).exists()
+    while True:
         try:
-            if not (folder / native.FILE).exists():
+            if not found:
                 _convert(plan, folder, checkpoint, progress)
             return _load_native(plan, open_native(folder), executables, progress)
         except Busy:
@@ -333,7 +334,9 @@ def _kept(
         except (CheckpointError, OSError) as error:
             log.warning("converted weights cannot be kept or used: %s", error)
             discard(folder)
-    return None
+            if not found:
+                return None
+            found = False
 
 
 def _convert(plan: WeightPlan, folder: Path, checkpoint: Stored, progress: Progress) -> None:

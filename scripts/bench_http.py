@@ -34,7 +34,7 @@ from jaxserve.metrics import Metrics
 from jaxserve.plan import Row, Sampled, StepPlan
 from jaxserve.scheduler import Scheduler
 from jaxserve.server import make_app, make_runner
-from jaxserve.tokenizer import load_tokenizer
+from jaxserve.tokenizer import HfTokenizer
 
 ROOT = Path(__file__).parents[1]
 EMBEDDED = ROOT / "checkpoints" / "jaxserve_checkpoints" / "embedded"
@@ -103,7 +103,7 @@ def _sampled(row: Row, token: int) -> Sampled | None:
 
 async def _serve(args: argparse.Namespace) -> None:
     logs.configure("info", "text")
-    tokenizer = load_tokenizer(EMBEDDED)
+    tokenizer = HfTokenizer.from_folder(EMBEDDED)
     page_size = 64
     pages = 1 + args.clients * (MAX_LENGTH // page_size)
 

@@ -30,7 +30,9 @@ from jaxserve.cli import parse_args
         ("--shutdown-timeout=-1", "--shutdown-timeout: not a number from 0: '-1'"),
         ("--seed x", "--seed: not a whole number from 0: 'x'"),
         ("--kv-cache-memory-bytes", "--kv-cache-memory-bytes: expected one argument"),
-        ("--kv-cache-memory-bytes=-5", "not a number with an optional unit: '-5'"),
+        ("--kv-cache-memory-bytes=-5", "not a size such as 512M, 20G or 20Gi: '-5'"),
+        ("--block-size 3", "--block-size: not a power of two: '3'"),
+        ("--served-model-name=", "--served-model-name: a name must not be empty"),
     ],
 )
 def test_one_line_says_what_is_wrong(

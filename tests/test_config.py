@@ -19,6 +19,8 @@ from jaxserve.config import (
     YarnScaling,
 )
 from jaxserve.model_source import find_model
+from jaxserve.tokenizer import ByteTokenizer
+from jaxserve_checkpoints.resolve import embedded_model
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -192,6 +194,20 @@ def test_generation_config() -> None:
     assert SamplingDefaults.from_hf(published | {"do_sample": False}).temperature == 0.0
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"head_dim": "wide"}, "head_dim is missing or not a positive integer"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is missing or not a positive integer"),
+        ({"rms_norm_eps": "tiny"}, "rms_norm_eps is 'tiny', which is not a number"),
+        ({"rope_theta": [1]}, r"rope_theta is \[1\], which is not a number"),
+    ],
+)
+def test_fields_of_wrong_types_are_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"config.json: {message}"):
+        ModelSpec.from_hf(QWEN3_4B | fields)
+
+
 @pytest.mark.parametrize("sizes", [(), (2, 1), (1, 1), (0, 1)])
 def test_buckets_must_increase(sizes: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="decode buckets must be increasing and positive"):
@@ -226,6 +242,44 @@ def test_unset_sampling_fields_come_from_where_the_flag_says(tmp_path: Path) -> 
         )
     with pytest.raises(ConfigError, match=r"generation_config\.json is missing"):
         find_model(parse_args(["--generation-config", str(tmp_path / "nothing")]))
+
+
+def test_null_in_a_generation_config_is_as_if_it_were_not_there() -> None:
+    assert SamplingDefaults.from_hf({"temperature": None, "top_k": None}) == SamplingDefaults()
+    assert SamplingDefaults.from_hf({"temperature": 0}).temperature == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "{", "tokenizer.json cannot be read: EOF"),
+        ("tokenizer.json", "{}", "tokenizer.json cannot be read: Model missing"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json must hold a JSON object"),
+        ("generation_config.json", "{", "generation_config.json is not valid JSON"),
+        ("generation_config.json", '{"temperature": "hot"}', "temperature is 'hot', which is not"),
+        ("generation_config.json", '{"eos_token_id": ["a"]}', r"eos_token_id is \['a'\], no"),
+        ("config.json", "[" * 100_000, "config.json is not valid JSON"),
+    ],
+)
+def test_a_damaged_file_beside_the_weights_is_named(
+    tmp_path: Path, name: str, content: str, message: str
+) -> None:
+    for file in embedded_model().glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        find_model(parse_args(["--model", str(tmp_path)]))
+
+
+def test_a_tokenizer_is_what_was_asked_for_and_bytes_only_beside_random_weights(
+    tmp_path: Path,
+) -> None:
+    dummy = ["--model", "qwen3-0.6b", "--load-format", "dummy"]
+    assert isinstance(find_model(parse_args(dummy)).tokenizer, ByteTokenizer)
+    for line in ([], dummy):
+        with pytest.raises(ConfigError, match=r"holds no tokenizer\.json"):
+            find_model(parse_args([*line, "--tokenizer", str(tmp_path)]))
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"chat_template": "x"}'])

@@ -83,6 +83,15 @@ def test_what_is_missing_may_be_refused_before_anything_is_compiled(
     assert COMPILES.count == before
 
 
+def test_that_something_compiles_is_said_before_the_first_is_done(
+    tmp_path: Path, cache: ExecutableCache
+) -> None:
+    said: list[tuple[str, float]] = []
+    programs = [program(), program("other", size=5)]
+    obtain(programs, cache, 1, lambda phase, done: said.append((phase, done)))
+    assert said == [("loading", 0.5), ("compiling", 0.5), ("compiling", 1.0)]
+
+
 def test_nothing_is_begun_after_a_failure(tmp_path: Path) -> None:
     traced: list[str] = []
 

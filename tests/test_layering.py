@@ -28,6 +28,7 @@ LAYERS = (
         "jaxserve.flag_parser",
         "jaxserve.heap",
         "jaxserve.histogram",
+        "jaxserve.json_object",
         "jaxserve.logs",
         "jaxserve.mailbox",
         "jaxserve.metric_families",

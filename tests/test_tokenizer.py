@@ -22,7 +22,6 @@ from jaxserve.tokenizer import (
     Tokenizer,
     decode,
     encode_off_loop,
-    load_tokenizer,
 )
 from tests.fakes import CALL, IM_END, THINK, tiny_tokenizer
 
@@ -45,11 +44,6 @@ def qwen3() -> HfTokenizer:
 def test_both_tokenizers_fulfil_the_protocol() -> None:
     assert isinstance(TINY, Tokenizer)
     assert isinstance(ByteTokenizer(), Tokenizer)
-
-
-def test_a_folder_without_tokenizer_files_gets_the_byte_level_stand_in(tmp_path: Path) -> None:
-    assert isinstance(load_tokenizer(tmp_path), ByteTokenizer)
-    assert isinstance(load_tokenizer(None), ByteTokenizer)
 
 
 @given(st.text())
@@ -154,7 +148,7 @@ def test_a_tokenizer_that_would_be_misread_is_refused(tmp_path: Path) -> None:
         json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}})
     )
     with pytest.raises(ConfigError, match="supported: ByteLevel"):
-        load_tokenizer(tmp_path)
+        HfTokenizer.from_folder(tmp_path)
 
 
 async def test_long_texts_are_encoded_off_the_event_loop() -> None:

@@ -61,7 +61,7 @@ def wrong_field(
 def _shown(sent: bytes | Sequence[Any], steps: Sequence[Step]) -> str:
     """What stands there, for a number or a short text, or how long it is."""
     try:
-        value = msgspec.json.decode(sent) if isinstance(sent, bytes) else sent
+        value: Any = msgspec.json.decode(sent) if isinstance(sent, bytes) else sent
         for step in steps:
             value = value[step]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from jaxserve.tokenizer.bytelevel import ByteTokenizer
@@ -19,7 +18,6 @@ __all__ = [
     "Tokenizer",
     "decode",
     "encode_off_loop",
-    "load_tokenizer",
 ]
 
 INLINE_CHARS = 8192
@@ -64,13 +62,6 @@ class Tokenizer(Protocol):
     def token_bytes(self, token: int) -> bytes:
         """UTF-8 of one token, perhaps a part of a character; empty for ids it does not know."""
         ...
-
-
-def load_tokenizer(folder: Path | None) -> Tokenizer:
-    """The tokenizer in a model's folder; the stand-in where the folder has none."""
-    if folder is not None and (folder / "tokenizer.json").is_file():
-        return HfTokenizer.from_folder(folder)
-    return ByteTokenizer()
 
 
 async def encode_off_loop(tokenizer: Tokenizer, text: str, breaker: str = "") -> list[int]:

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import tokenizers
 
 from jaxserve.config import ConfigError
+from jaxserve.json_object import read_json_object
 
 CACHE_MIN_CHARS = 256
 CACHE_TOTAL_CHARS = 4 * 1024 * 1024
@@ -54,14 +54,22 @@ class HfTokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> HfTokenizer:
-        """Read tokenizer.json and, where present, the configs and the template beside it."""
-        full = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        config = _read_json(folder / "tokenizer_config.json")
+        """Read tokenizer.json and, where present, the configs and the template beside it.
+
+        ConfigError: one of them cannot be read, or asks for what would be encoded wrongly.
+        """
+        file = folder / "tokenizer.json"
+        try:
+            full = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises no other type
+            raise ConfigError(f"{file} cannot be read: {error}") from None
+        config, generation = (
+            read_json_object(each) if (each := folder / f"{name}_config.json").is_file() else {}
+            for name in ("tokenizer", "generation")
+        )
         return cls(
             full,
-            eos_token_ids=_eos_token_ids(
-                full, config, _read_json(folder / "generation_config.json")
-            ),
+            eos_token_ids=_eos_token_ids(full, config, generation),
             chat_template=_chat_template(folder, config),
         )
 
@@ -157,17 +165,16 @@ def _spelled_bytes(spelling: str | None) -> bytes:
         return spelling.encode()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.is_file() else {}
-
-
 def _eos_token_ids(
     full: tokenizers.Tokenizer, config: Mapping[str, Any], generation: Mapping[str, Any]
 ) -> frozenset[int]:
     """generation_config.json lists all that end a turn; the tokenizer's own config names one."""
     ids = generation.get("eos_token_id")
     if ids is not None:
-        return frozenset([ids] if isinstance(ids, int) else ids)
+        ids = [ids] if isinstance(ids, int) else ids
+        if not (isinstance(ids, list) and all(isinstance(each, int) for each in ids)):
+            raise ConfigError(f"generation_config.json: eos_token_id is {ids!r}, no token ids")
+        return frozenset(ids)
     eos = config.get("eos_token")
     spelling = eos.get("content") if isinstance(eos, dict) else eos
     token = full.token_to_id(spelling) if spelling else None

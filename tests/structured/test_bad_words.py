@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.structured import BadWords
-from jaxserve.tokenizer import load_tokenizer
+from jaxserve.tokenizer import HfTokenizer
 from jaxserve_checkpoints.resolve import embedded_model
 from tests.fakes import tiny_tokenizer
 
@@ -35,7 +35,7 @@ def test_a_token_is_forbidden_if_and_only_if_it_completes_a_word(
 
 
 def test_a_word_of_a_real_tokenizer_is_kept_out_with_and_without_a_space() -> None:
-    tokenizer = load_tokenizer(embedded_model())
+    tokenizer = HfTokenizer.from_folder(embedded_model())
     guide = BadWords(["Paris"], tokenizer)
     for text in ("Paris", " Paris"):
         *before, last = tokenizer.encode(text)

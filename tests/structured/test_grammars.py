@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxserve.api import Guide, GuideState
 from jaxserve.structured import GrammarError, Guides, Thinking, grammars
-from jaxserve.tokenizer import ByteTokenizer, Tokenizer, decode, load_tokenizer
+from jaxserve.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer, decode
 from jaxserve_checkpoints.resolve import embedded_model
 
 type Compile = Callable[..., Guide]
@@ -22,7 +22,7 @@ type Compile = Callable[..., Guide]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return load_tokenizer(embedded_model())
+    return HfTokenizer.from_folder(embedded_model())
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,12 @@ from jaxserve.engine import AsyncEngine, Parts
 from jaxserve.metrics import Metrics
 from jaxserve.runner import Runner
 from jaxserve.scheduler import Scheduler
-from jaxserve.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.tokenizer import HfTokenizer, Tokenizer
 from jaxserve_checkpoints.resolve import embedded_model
 from tests.server.conftest import serving
 from tests.tiny_model import COMPILES, SPEC, make_config, make_runner
 
-TOKENIZER: Tokenizer = load_tokenizer(embedded_model())
+TOKENIZER: Tokenizer = HfTokenizer.from_folder(embedded_model())
 CONFIG = make_config(
     spec=replace(SPEC, vocab_size=2048),
     sampled_vocab=TOKENIZER.vocab_size,
