@@ -28,7 +28,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n auto --dist loadfile $(ARGS)
 
 compile-test: $(COMPILER)/.ready
-	$(COMPILER)/bin/python -m pytest -q tests/aot
+	$(COMPILER)/bin/python -m pytest -q -n auto --dist loadfile tests/aot
 
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
@@ -49,11 +49,11 @@ $(VENV)/.test: $(VENV)/.serve
 	@touch $@
 
 # An environment of its own: with the CUDA plugin installed, jax complains wherever no GPU is.
-$(COMPILER)/.ready: pyproject.toml $(CONSTRAINTS)
+$(COMPILER)/.ready: Makefile pyproject.toml $(CONSTRAINTS)
 	@echo "installing XLA's and Triton's compilers for GPUs into $(COMPILER) (about 700 MB)"
 	@"$$(scripts/find_python.sh)" -m venv $(COMPILER)
 	@$(COMPILER)/bin/python -m pip install --quiet --disable-pip-version-check $(PINS) \
-	  -e . pytest pytest-asyncio pytest-timeout hypothesis
+	  -e . pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis
 	@version="$$($(COMPILER)/bin/python -c 'import jax; print(jax.__version__)')"; \
 	$(COMPILER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" triton==3.6.0 jax-triton==0.4.1

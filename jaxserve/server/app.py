@@ -17,7 +17,7 @@ from jaxserve.server.backlog import Backlog
 from jaxserve.server.chat import chat_completions
 from jaxserve.server.completions import completions
 from jaxserve.server.cors import allow_origin, preflight
-from jaxserve.server.finished import tell_of_request
+from jaxserve.server.finished import Tracer
 from jaxserve.server.messages import count_tokens, messages
 from jaxserve.server.middleware import (
     ClientsAffairs,
@@ -26,8 +26,9 @@ from jaxserve.server.middleware import (
     error_shape,
 )
 from jaxserve.server.probe import Probe
+from jaxserve.server.request_log import tell_of_request
 from jaxserve.server.responses import responses
-from jaxserve.server.service import SERVICE, Service, Tracer
+from jaxserve.server.service import SERVICE, Service
 from jaxserve.server.tokenization import detokenize, tokenize
 from jaxserve.structured import Guides
 from jaxserve.tokenizer import Tokenizer

@@ -1,26 +1,11 @@
-"""What is said of a request that has ended: a line in the log, a span. Never its text."""
+"""A request that has ended, as logs and spans tell of it."""
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
-from aiohttp import web
-from aiohttp.typedefs import Handler
-
-from jaxserve.server.access import KEY_NAME, route_of
-from jaxserve.server.generation import Choice, Generation
-from jaxserve.server.middleware import request_id
-from jaxserve.server.reply import GENERATION
-from jaxserve.server.service import SERVICE
-
-log = logging.getLogger("jaxserve.requests")
-
-MAX_PATH_CHARS = 200
-CLIENT_GONE = 499
-"""The status of a request whose client left first (nginx's number for it)."""
+from jaxserve.server.generation import Generation
 
 
 class Timing(NamedTuple):
@@ -52,74 +37,9 @@ class Finished(NamedTuple):
     """Of the first choice."""
 
 
-@web.middleware
-async def tell_of_request(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """When a request has ended: a line in the log, a span, as far as the server was asked to."""
-    service = request.app[SERVICE]
-    if not service.config.log_requests and service.tracer is None:
-        return await handler(request)
-    wall, begun, status = time.time(), time.perf_counter(), CLIENT_GONE
-    try:
-        response = await handler(request)
-        status = response.status
-        return response
-    finally:
-        generation = request.get(GENERATION)
-        finished = Finished(
-            id=request_id(request),
-            method=request.method[:16],
-            route=route_of(request),
-            status=status,
-            began=wall,
-            seconds=time.perf_counter() - begun,
-            headers=request.headers,
-            generation=generation,
-            timing=_timing(generation.choices[0] if generation else None, begun),
-        )
-        if service.config.log_requests:
-            _log(request, finished)
-        if service.tracer is not None and generation is not None:
-            service.tracer.record(finished)
+class Tracer(Protocol):
+    """Where spans of requests go."""
 
-
-def _timing(choice: Choice | None, begun: float) -> Timing:
-    if choice is None or (start := choice.start) is None:
-        return Timing(None, None, None, None, None)
-    decode = max(0.0, choice.last_token_at - start.on_host)
-    itl = decode / (choice.num_tokens - 1) if choice.num_tokens > 1 else None
-    return Timing(start.queued, start.prefill, start.on_host - begun, decode, itl)
-
-
-def _log(request: web.Request, finished: Finished) -> None:
-    times = finished.timing
-    fields: dict[str, Any] = {
-        "request_id": finished.id,
-        "method": finished.method,
-        "path": request.rel_url.raw_path[:MAX_PATH_CHARS],
-        "status": finished.status,
-        "seconds": finished.seconds,
-        "client": request.remote,
-        "key": request.get(KEY_NAME),
-        **_counts(finished.generation),
-        "queue_seconds": times.queue,
-        "ttft_seconds": times.ttft,
-        "itl_seconds": times.itl,
-    }
-    shown = {
-        name: round(value, 4) if isinstance(value, float) else value
-        for name, value in fields.items()
-    }
-    text = " ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
-    log.info("%s", text, extra={"fields": shown})
-
-
-def _counts(generation: Generation | None) -> dict[str, Any]:
-    if generation is None:
-        return {}
-    reasons = [choice.finish or "abort" for choice in generation.choices]
-    return {
-        "finish_reason": ",".join(dict.fromkeys(reasons)),
-        "prompt_tokens": generation.prompt_tokens,
-        "cached_tokens": generation.cached_tokens,
-        "completion_tokens": generation.completion_tokens,
-    }
+    def record(self, finished: Finished) -> None:
+        """Of a request that generated, or was to. Returns at once."""
+        ...

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import web
 
@@ -13,20 +12,10 @@ from jaxserve.config import ServerConfig
 from jaxserve.metrics import Metrics
 from jaxserve.server.backlog import Backlog
 from jaxserve.server.errors import ApiError
+from jaxserve.server.finished import Tracer
 from jaxserve.server.probe import Probe
 from jaxserve.structured import Guides
 from jaxserve.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from jaxserve.server.finished import Finished
-
-
-class Tracer(Protocol):
-    """Where spans of requests go."""
-
-    def record(self, finished: Finished) -> None:
-        """Of a request that generated, or was to. Returns at once."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.aot.test_one_graph import missing
+from tests.aot.compiled_steps import missing
 
 if lacking := missing():
     pytest.skip(f"missing: {', '.join(lacking)}", allow_module_level=True)

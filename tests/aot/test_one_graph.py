@@ -2,48 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-NEEDED = ("jax_plugins.xla_cuda13", "triton", "jax_triton")
-
-
-def missing() -> list[str]:
-    """Pieces of the GPU compiler that are not installed."""
-
-    def found(module: str) -> bool:
-        try:
-            return importlib.util.find_spec(module) is not None
-        except ModuleNotFoundError:
-            return False
-
-    lacking = [module for module in NEEDED if not found(module)]
-    has_ptxas = shutil.which("ptxas") or Path("/usr/local/cuda/bin/ptxas").exists()
-    return lacking if has_ptxas else [*lacking, "ptxas"]
-
-
-def inspect(*flags: str) -> dict[str, dict[str, Any]]:
-    """What scripts/inspect_steps.py reports for the flags, by bucket."""
-    if lacking := missing():
-        pytest.skip(f"cannot compile for a GPU here, missing: {', '.join(lacking)}")
-    command = [sys.executable, "scripts/inspect_steps.py", *flags]
-    command += ["--target", "tests/aot/h100_80gb_hbm3.textproto"]
-    path = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "checkpoints"))
-    environment = {**os.environ, "PYTHONPATH": path}
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return {report["bucket"]: report for report in json.loads(result.stdout)}
+from tests.aot.compiled_steps import inspect
 
 
 @pytest.fixture(scope="module")
@@ -97,16 +60,3 @@ def test_a_step_with_quantised_weights_is_one_cuda_graph_too() -> None:
         assert report["outside_graph"] == ["kCommandBuffer"], name
         assert report["kv_copies"] == 0, name
         assert report["scratch_bytes"] < 384 * 2**20, name
-
-
-@pytest.mark.parametrize("name", ["fp8_e4m3", "int8", "kvarn_k4v4_g128", "kvarn_k4v2_g128"])
-def test_a_step_with_a_quantised_kv_cache_is_one_cuda_graph_too(name: str) -> None:
-    """Its kernels also fit the card's shared memory: `triton_call` refuses those that do not."""
-    flags = ("--layers", "2", "--decode", "32", "--prefill", "2048", "--kv-cache-dtype", name)
-    reports = inspect(*flags)
-    assert reports["decode_32"]["inside_graph"] <= 24  # the layers are one chain
-    for bucket, report in reports.items():
-        assert report["outside_graph"] == ["kCommandBuffer"], bucket
-        assert report["kv_copies"] == 0, bucket
-        assert report["aliased_bytes"] == report["state_bytes"], bucket
-        assert report["scratch_bytes"] < 1024 * 2**20, bucket

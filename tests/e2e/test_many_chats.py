@@ -114,7 +114,7 @@ async def assert_like_alone(server: Server, chats: Sequence[Chat | Completion]) 
 
 
 async def test_many_chats_get_the_answers_they_get_alone(server: Server) -> None:
-    await assert_like_alone(server, make_chats(32))
+    await assert_like_alone(server, make_chats(24))
 
 
 async def test_preempted_completions_get_the_answers_they_get_alone(small_pool: Server) -> None:

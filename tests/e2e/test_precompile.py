@@ -24,11 +24,16 @@ sys.exit(main())
 """
 
 
-@pytest.fixture
-def flags(tmp_path: Path) -> list[str]:
-    """A small model with two steps, and a cache of its own."""
-    model = small_model(tmp_path / "model")
-    return ["--model", str(model), "--cache-dir", str(tmp_path / "cache"), *SMALL_SHAPES]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model in `model`; the programs of two steps are put into `cache`."""
+    made = tmp_path_factory.mktemp("precompile")
+    small_model(made / "model")
+    return made
+
+
+def flags_for(folder: Path, cache: str = "cache") -> list[str]:
+    return ["--model", f"{folder}/model", "--cache-dir", f"{folder}/{cache}", *SMALL_SHAPES]
 
 
 def steps_in(cache: Path) -> list[Path]:
@@ -36,9 +41,9 @@ def steps_in(cache: Path) -> list[Path]:
 
 
 def test_precompile_survives_kill_and_serving_then_compiles_nothing(
-    flags: list[str], tmp_path: Path
+    folder: Path,
 ) -> None:
-    cache = tmp_path / "cache"
+    cache, flags = folder / "cache", flags_for(folder)
     killed = run("-m", "jaxserve", "precompile", "--compile-workers", "1", *flags)
     deadline = time.monotonic() + 120
     while not steps_in(cache) and killed.poll() is None and time.monotonic() < deadline:
@@ -77,13 +82,14 @@ def test_precompile_survives_kill_and_serving_then_compiles_nothing(
 
 
 def test_a_cache_that_cannot_be_written_fails_precompile_and_names_the_folder(
-    flags: list[str], tmp_path: Path
+    folder: Path,
 ) -> None:
-    (tmp_path / "cache").write_text("a file is in the way")
-    status, output = finish(run("-m", "jaxserve", "precompile", *flags), timeout=120)
+    (folder / "file").write_text("in the way")
+    command = ("-m", "jaxserve", "precompile", *flags_for(folder, cache="file"))
+    status, output = finish(run(*command), timeout=120)
     assert status == 1, output
     last = output.splitlines()[-1]
-    assert last.startswith("jaxserve: error: ") and str(tmp_path / "cache") in last
+    assert last.startswith("jaxserve: error: ") and str(folder / "file") in last
 
 
 DEVICE_TAKEN = """
@@ -100,10 +106,14 @@ sys.exit(main())
 
 
 def test_a_device_whose_memory_is_taken_keeps_programs_and_leaves_timing_to_the_first_start(
-    flags: list[str], tmp_path: Path
+    folder: Path,
 ) -> None:
-    status, output = finish(run("-c", DEVICE_TAKEN, "precompile", *flags), timeout=120)
+    """After the first test there is nothing left to compile, and steps are timed again."""
+    for times in (folder / "cache").glob("executables/*/step_times.json"):
+        times.unlink()
+    command = ("-c", DEVICE_TAKEN, "precompile", *flags_for(folder))
+    status, output = finish(run(*command), timeout=120)
     assert status == 0, output
     last = output.splitlines()[-1]
     assert last.endswith("not timed, which the first start will do: another process has it")
-    assert steps_in(tmp_path / "cache")
+    assert steps_in(folder / "cache")

@@ -91,9 +91,10 @@ def test_an_untied_head_is_quantised_and_the_embedding_is_not() -> None:
 
 
 def test_a_quantised_model_computes_with_its_dequantised_weights() -> None:
-    config = make_config(spec=SMALL, decode=(4,), prefill=(8,))
-    encode = Quantization(layers="int4", head="int8").encoder(SMALL)
-    params = dummy_params(qwen3.abstract(SMALL, jnp.float32), 1, encode)
+    spec = replace(SMALL, num_layers=1)
+    config = make_config(spec=spec, decode=(4,), prefill=(8,))
+    encode = Quantization(layers="int4", head="int8").encoder(spec)
+    params = dummy_params(qwen3.abstract(spec, jnp.float32), 1, encode)
     answers = [
         tokens_of(generate(make_runner(config, weights), Placed(), [5, 77, 9], 12))
         for weights in (params, dequantized(params))

@@ -34,10 +34,8 @@ def trained_solo(trained_runner: Runner) -> Solo:
     return Solo(trained_runner)
 
 
-@settings(
-    max_examples=30,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example],
-)
+@pytest.mark.slow
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(work=workloads())
 def test_each_request_to_the_embedded_model_gets_the_tokens_it_would_get_alone(
     work: Workload, trained_runner: Runner, trained_solo: Solo

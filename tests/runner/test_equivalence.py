@@ -175,7 +175,7 @@ def solo(runner: Runner) -> Solo:
 
 
 @settings(
-    max_examples=150,
+    max_examples=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example],
 )
 @given(work=workloads())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from jaxserve.config import Buckets
 from jaxserve.runner import Runner
 from jaxserve_kernels.kv_format import KVFormat, named, own_tokens
 from jaxserve_kernels.kv_format.kvarn import KVarN
@@ -17,7 +18,9 @@ from tests.tiny_model import COMPILES, make_runner
 
 FORMATS: tuple[KVFormat, ...] = (named("int8"), KVarN(value_bits=2, group=4))
 MORE_FORMATS: tuple[KVFormat, ...] = (named("fp8_e4m3"), KVarN(value_bits=4, group=4))
-"""They share the code of the formats above, and compile for as long."""
+"""They share the code of the formats above."""
+FEW_BUCKETS = Buckets(decode=CONFIG.buckets.decode[-1:], prefill=CONFIG.buckets.prefill[-1:])
+"""A step of each kind: compiling is most of the time that these tests take."""
 MOST_DIFFERENT = 0.01
 """Share of requests whose tokens may differ. Shapes move activations by 1e-7, which can round an
 element to the next code. None of 319 differed with any format; a tile that is stale, or encoded too
@@ -29,15 +32,17 @@ class Served(NamedTuple):
     kv_format: KVFormat
 
 
-@pytest.fixture(
-    scope="module",
-    params=[*FORMATS, *(pytest.param(other, marks=pytest.mark.slow) for other in MORE_FORMATS)],
-    ids=lambda kv_format: kv_format.name,
-)
+def with_formats(formats: Iterable[KVFormat], buckets: Buckets) -> pytest.MarkDecorator:
+    params = [(each, buckets) for each in formats]
+    return pytest.mark.parametrize("served", params, indirect=True, ids=lambda it: it[0].name)
+
+
+@pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    compiled = make_runner(replace(CONFIG, kv_format=request.param))
+    kv_format, buckets = request.param
+    compiled = make_runner(replace(CONFIG, kv_format=kv_format, buckets=buckets))
     before = COMPILES.count
-    yield Served(compiled, request.param)
+    yield Served(compiled, kv_format)
     assert COMPILES.count == before, "something was compiled while serving"
 
 
@@ -65,12 +70,14 @@ def different(served: Served, examples: int) -> tuple[int, int, int]:
     return counts[0], counts[1], counts[2]
 
 
+@with_formats(FORMATS, FEW_BUCKETS)
 def test_each_request_gets_the_tokens_it_would_get_alone(served: Served) -> None:
     found, requests, _ = different(served, examples=6)
     assert found <= MOST_DIFFERENT * requests, f"{found} of {requests}"
 
 
 @pytest.mark.slow
+@with_formats([*FORMATS, *MORE_FORMATS], CONFIG.buckets)
 def test_each_request_gets_its_tokens_in_many_workloads(served: Served) -> None:
     found, requests, preemptions = different(served, examples=200)
     assert preemptions > 40

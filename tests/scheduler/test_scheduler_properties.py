@@ -161,7 +161,7 @@ def check_against_solo(work: Workload) -> None:
     event(f"wasted rows: {min(loop.wasted_rows, 3)}")
 
 
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads())
 def test_each_request_gets_the_tokens_it_would_get_alone(work: Workload) -> None:
     check_against_solo(work)

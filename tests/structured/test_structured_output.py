@@ -31,6 +31,8 @@ CONFIG = make_config(
     max_model_len=512,
     num_pages=200,
     page_size=8,
+    decode=(4,),
+    prefill=(32,),
 )
 SCHEMA: dict[str, Any] = {
     "type": "object",
