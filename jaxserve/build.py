@@ -25,8 +25,9 @@ from jaxserve.model_source import ModelSource
 from jaxserve.models import qwen3
 from jaxserve.runner import Pending, Runner, on_compile
 from jaxserve.scheduler import Scheduler
+from jaxserve.setting_files import read_text
 from jaxserve.startup import Timeline
-from jaxserve.weights import read_calibration, weight_loader
+from jaxserve.weights import weight_loader
 from jaxserve_checkpoints.reader import open_checkpoint
 from jaxserve_kernels.kv_format import has_scales
 
@@ -99,7 +100,8 @@ def _set_kv_scales(options: Options, source: ModelSource, plan: EnginePlan, runn
     if not has_scales(config.kv_format):
         return
     if options.calculate_kv_scales:
-        text = read_calibration(options.calibration) if options.calibration else kv_scales.TEXT
+        chosen = options.calibration
+        text = read_text(chosen, "--calibration") if chosen else kv_scales.TEXT
         ids = source.tokenizer.encode(text)
         scales, origin = kv_scales.calculated(runner, config, ids), f"from {len(ids)} tokens"
     else:

@@ -35,7 +35,7 @@ def convert(options: Options) -> int:
 
 
 def _convert(options: Options) -> None:
-    from jaxserve.weights import convert_model  # imports jax, which reads what `prepare` has set
+    from jaxserve.conversion import convert_model  # imports jax, which reads what `prepare` has set
 
     assert options.out is not None
     started = time.monotonic()

@@ -20,7 +20,8 @@ from jaxserve.fingerprint import program_key
 from jaxserve.memory import MemoryPlan
 from jaxserve.model_source import ModelSource
 from jaxserve.runner import RunnerConfig, programs
-from jaxserve.weights import WeightPlan, plan_weights, read_calibration
+from jaxserve.setting_files import read_text
+from jaxserve.weights import WeightPlan, plan_weights
 from jaxserve_checkpoints.staging import StagingProgram
 from jaxserve_kernels.kv_format import (
     KVFormat,
@@ -166,7 +167,7 @@ def _check_calibration(options: Options, kv_format: KVFormat) -> None:
     if options.calibration and not options.calculate_kv_scales:
         raise ConfigError("--calibration is a text for --calculate-kv-scales, which is missing")
     if options.calibration:
-        read_calibration(options.calibration)
+        read_text(options.calibration, "--calibration")
 
 
 def _cache_folder(options: Options) -> Path:

@@ -18,6 +18,7 @@ from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.environment import ADMIN_API_KEY, API_KEY, key_of_environment
 from jaxserve.model_source import ModelSource
 from jaxserve.server.access import digest
+from jaxserve.setting_files import read_text
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +60,9 @@ def server_config(options: Options, source: ModelSource) -> ServerConfig:
 def _chat_template(path: Path | None) -> str | None:
     if path is None:
         return None
+    source = read_text(path, "--chat-template")
     try:
-        source = path.read_text(encoding="utf-8")
         ChatTemplate(source)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template {path}: cannot be read: {_reason(error)}") from None
     except jinja2.TemplateSyntaxError as error:
         where = f"line {error.lineno}: {error.message}"
         raise ConfigError(f"--chat-template {path}: not a Jinja template: {where}") from None
@@ -133,19 +132,11 @@ def _keys(given: list[str] | None, flag: str, file: Path | None, variable: str) 
 
 def _keys_of_file(flag: str, path: Path) -> list[str]:
     """One key per line; blank lines and those that begin with # are left out."""
-    try:
-        lines = [line.strip() for line in path.read_text().splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{flag} {path}: cannot be read: {_reason(error)}") from None
+    lines = [line.strip() for line in read_text(path, flag).splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise ConfigError(f"{flag} {path}: holds no key; without keys leave the flag out")
     return keys
-
-
-def _reason(error: OSError | UnicodeDecodeError) -> str:
-    """Without the path, which the message has already."""
-    return str(error.strerror if isinstance(error, OSError) else error)
 
 
 def is_loopback(host: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxserve.cli import Options
 from jaxserve.config import NAMED_MODELS, ConfigError, ModelSpec, SamplingDefaults
-from jaxserve.json_object import read_json_object
+from jaxserve.setting_files import read_json_object
 from jaxserve.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
 from jaxserve_checkpoints.resolve import EMBEDDED_NAME, resolve_model
 

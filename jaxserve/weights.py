@@ -26,15 +26,11 @@ from jaxserve.cli import Options
 from jaxserve.config import ConfigError
 from jaxserve.model_source import ModelSource
 from jaxserve.models import qwen3
-from jaxserve.models.awq import quantize_layers_awq
 from jaxserve.models.quantization import (
     HeadFormat,
     Method,
     Quantization,
-    Report,
     WeightFormat,
-    calibrated,
-    reporting,
 )
 from jaxserve_checkpoints import native
 from jaxserve_checkpoints.convert import convert
@@ -57,8 +53,6 @@ from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
 from jaxserve_checkpoints.staging import StagingProgram, staging_programs, stream
 
 log = logging.getLogger(__name__)
-
-_CALIBRATION_SEQUENCES, _CALIBRATION_TOKENS, _LEAST_TOKENS = 128, 512, 64
 
 type Executables = Mapping[str, Callable[..., Any]]
 """Those of `WeightPlan.staging`, by name."""
@@ -123,7 +117,7 @@ def plan_weights(
         wanted = quantization(options)
         encode, packed = wanted.encoder(source.spec), {}
         if source.folder is not None:
-            checkpoint = _open(source.folder, wanted)
+            checkpoint = open_checkpoint_of(source.folder, wanted)
         if isinstance(checkpoint, QuantizedCheckpoint):
             packed = packed_leaves(checkpoint, resolve_rules(rules, plain, checkpoint))
         encoded = encoded_abstract(plain, encode, packed)
@@ -157,86 +151,7 @@ def quantization(options: Options) -> Quantization:
     )
 
 
-def convert_model(
-    options: Options,
-    source: ModelSource,
-    out: Path,
-    progress: Progress,
-    report: Report = lambda path, error: None,
-    begin: Callable[[], None] = lambda: None,
-) -> Path:
-    """Write the model's weights into `out` as the flags say; returns the file.
-
-    `begin` is called once the flags and the files are known to fit: what they do not allow is
-    refused before anything is written.
-
-    Raises:
-      ConfigError: a quantisation that the shapes do not allow; weights that are converted already;
-        a calibration text that is missing, too short or not asked for.
-      CheckpointError, OSError: see `jaxserve_checkpoints.convert`.
-    """
-    assert source.folder is not None
-    if (source.folder / native.FILE).exists():
-        raise ConfigError(f"{source.folder} is converted already: convert the original")
-    wanted = quantization(options)
-    checkpoint = _open(source.folder, wanted)
-    dtype = checkpoint.main_dtype if options.dtype == "auto" else np.dtype(options.dtype)
-    made_from = describe(source.folder, wanted, dtype)
-    encode = reporting(wanted.encoder(source.spec), report)
-    sequences = _calibration(options, source)
-    begin()
-    if sequences is not None:
-        made_from["calibration"] = hashlib.sha256(sequences.tobytes()).hexdigest()[:16]
-        if not (out / native.FILE).exists():
-            abstract = qwen3.abstract(source.spec, dtype)
-            plain = load_params(checkpoint, qwen3.rules(source.spec), abstract)
-            results = quantize_layers_awq(plain, sequences, source.spec, report)
-            encode = calibrated(encode, results)
-            del plain
-    return convert(
-        checkpoint,
-        qwen3.rules(source.spec),
-        qwen3.abstract(source.spec, dtype, stacked=True),
-        encode,
-        out,
-        made_from=made_from,
-        progress=progress,
-    )
-
-
-def _calibration(options: Options, source: ModelSource) -> np.ndarray | None:
-    """Token ids [sequences, tokens] of the calibration text; None: there is none.
-
-    ConfigError: it is missing where it is needed, or the other way round, or too short.
-    """
-    needed = options.quantization_method == "awq"
-    if options.calibration is None and not needed:
-        return None
-    if options.calibration is None or not needed:
-        raise ConfigError(
-            "--quantization-method awq needs --calibration FILE, a text to read, and no other "
-            "method does"
-        )
-    ids = source.tokenizer.encode(read_calibration(options.calibration))
-    length = min(_CALIBRATION_TOKENS, len(ids))
-    if length < _LEAST_TOKENS:
-        raise ConfigError(
-            f"--calibration {options.calibration} has {length} tokens; at least {_LEAST_TOKENS} "
-            f"are needed, {_CALIBRATION_SEQUENCES * _CALIBRATION_TOKENS} are used"
-        )
-    count = min(len(ids) // length, _CALIBRATION_SEQUENCES)
-    return np.array(ids[: count * length], np.int32).reshape(count, length)
-
-
-def read_calibration(path: Path) -> str:
-    """The text of `--calibration`. ConfigError: it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--calibration {path} cannot be read: {error}") from None
-
-
-def _open(folder: Path, wanted: Quantization) -> Stored:
+def open_checkpoint_of(folder: Path, wanted: Quantization) -> Stored:
     """A folder's checkpoint, which may be quantised already.
 
     Raises:

@@ -252,8 +252,8 @@ def test_null_in_a_generation_config_is_as_if_it_were_not_there() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", "{", "tokenizer.json cannot be read: EOF"),
-        ("tokenizer.json", "{}", "tokenizer.json cannot be read: Model missing"),
+        ("tokenizer.json", "{", "tokenizer.json: cannot be read: EOF"),
+        ("tokenizer.json", "{}", "tokenizer.json: cannot be read: Model missing"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json must hold a JSON object"),
         ("generation_config.json", "{", "generation_config.json is not valid JSON"),

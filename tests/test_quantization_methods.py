@@ -42,7 +42,7 @@ def test_methods_other_than_rounding_make_int4() -> None:
     [
         (["--quantization-method", "awq"], "awq needs --calibration FILE"),
         (["--calibration", "text"], "and no other method does"),
-        (["--quantization-method", "awq", "--calibration", "none"], "none cannot be read"),
+        (["--quantization-method", "awq", "--calibration", "none"], "none: cannot be read"),
     ],
 )
 def test_awq_needs_a_text_and_the_others_none(

@@ -14,10 +14,11 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve.cli import parse_args
 from jaxserve.config import ConfigError, SamplingDefaults
+from jaxserve.conversion import convert_model
 from jaxserve.model_source import ModelSource
 from jaxserve.models import qwen3
 from jaxserve.tokenizer import ByteTokenizer
-from jaxserve.weights import convert_model, plan_weights, weight_loader
+from jaxserve.weights import plan_weights, weight_loader
 from jaxserve_checkpoints.reader import CheckpointError
 from jaxserve_kernels.weights import Fp8Weight, Int4Weight, OrderedInt4Weight
 from tests.checkpoints import quantized_files as files

@@ -17,10 +17,11 @@ from safetensors.numpy import save_file
 from jaxserve import weights
 from jaxserve.cli import Options, parse_args
 from jaxserve.config import ConfigError, SamplingDefaults
+from jaxserve.conversion import convert_model
 from jaxserve.model_source import ModelSource
 from jaxserve.models import qwen3
 from jaxserve.tokenizer import ByteTokenizer
-from jaxserve.weights import convert_model, plan_weights, weight_loader
+from jaxserve.weights import plan_weights, weight_loader
 from jaxserve_checkpoints import native
 from jaxserve_checkpoints.naming import Rule, leaf_parts
 from jaxserve_checkpoints.native_writer import NativeWriter

@@ -6,8 +6,9 @@ from aiohttp import web
 
 from jaxserve.server.chat_reply import ChatReply
 from jaxserve.server.chat_turn import chat_generation
+from jaxserve.server.openai_reply import check_stream_options
 from jaxserve.server.parse import parse, read_json
-from jaxserve.server.reply import Arrival, answer, check_stream_options
+from jaxserve.server.reply import Arrival, answer
 from jaxserve.server.schema import ChatRequest
 from jaxserve.server.service import SERVICE
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from jaxserve.api import FinishReason
-from jaxserve.server.errors import ApiError
 from jaxserve.server.generation import Delta, Generation
 from jaxserve.server.logprobs import chat_logprobs, prompt_logprobs
+from jaxserve.server.openai_reply import Json, OpenAIReply
 from jaxserve.server.output_parser import Content, OutputParser, Piece, Reasoning
-from jaxserve.server.reply import Arrival, openai_error_events, usage_body, usage_event
+from jaxserve.server.reply import Arrival
 from jaxserve.server.schema import ChatRequest, NamedTool, StreamOptions
-from jaxserve.server.sse import DONE, TextEvent, event_encoder
+from jaxserve.server.sse import TextEvent
 from jaxserve.server.tool_calls import CallArguments, CallOpened
-
-type Json = dict[str, Any]
 
 _REASONING_NAMES = {
     "both": ("reasoning", "reasoning_content"),
@@ -25,7 +22,7 @@ _REASONING_NAMES = {
 """Both names of the field are in use: vLLM's and the one of SGLang and DeepSeek."""
 
 
-class ChatReply:
+class ChatReply(OpenAIReply):
     def __init__(
         self,
         *,
@@ -35,34 +32,28 @@ class ChatReply:
         options: StreamOptions,
         fields: ChatRequest,
     ):
-        self._generation = generation
-        self._arrival = arrival
-        self._options = options
-        self._encode = event_encoder(options)
-        self._tokenizer = arrival.service.tokenizer
+        super().__init__(
+            arrival=arrival,
+            prefix="chatcmpl",
+            kind="chat.completion.chunk",
+            model=model,
+            generation=generation,
+            options=options,
+            fields=fields,
+        )
         self._num_top = fields.top_logprobs or 0
-        self._return_token_ids = bool(fields.return_token_ids)
         self._reasoning = _REASONING_NAMES[arrival.service.config.reasoning_field]
         self._show_reasoning = fields.include_reasoning is not False
         self._prompt_logprobs: list[Json | None] | None = None
         self._named_tool = isinstance(fields.tool_choice, NamedTool)
         self._collected: list[list[Json]] = [[] for _ in generation.choices]
         self._begun = [False] * len(generation.choices)
-        self._plain = not (options.continuous_usage_stats or options.include_obfuscation)
-        self._plain &= not fields.return_token_ids
         self._text_events: dict[tuple[int, type[Piece]], TextEvent] = {}
-        self._head = {
-            "id": f"chatcmpl-{arrival.id}",
-            "object": "chat.completion.chunk",
-            "created": arrival.created,
-            "model": model,
-            **arrival.tier(fields),
-        }
 
     def events(self, delta: Delta) -> bytes:
         if (event := self._text_event(delta)) is not None:
             return event
-        return b"".join(self._encode(self._chunk([c])) for c in self._choices(delta))
+        return b"".join(self._encode(self._chunk(c)) for c in self._choices(delta))
 
     def _text_event(self, delta: Delta) -> bytes | None:
         """For what nearly all deltas are: more of the same text and nothing else."""
@@ -76,24 +67,16 @@ class ChatReply:
         index, kind = key = (delta.choice, type(piece))
         if (event := self._text_events.get(key)) is None:
             event = self._text_events[key] = TextEvent(
-                lambda text: self._chunk([self._piece_choice(index, kind(text))])
+                lambda text: self._chunk(self._piece_choice(index, kind(text)))
             )
         return event(piece.text)
 
     def _piece_choice(self, index: int, piece: Piece) -> Json:
         return _choice(index, _delta_fields(piece, self._reasoning))
 
-    def last_events(self) -> bytes:
-        if not self._options.include_usage:
-            return DONE
-        return self._encode(usage_event(self._arrival, self._generation, self._head)) + DONE
-
-    def error_events(self, error: ApiError) -> bytes:
-        return openai_error_events(error)
-
     def collect(self, delta: Delta) -> None:
         if delta.prompt_logprobs is not None:
-            prompt = self._generation.choices[delta.choice].request.prompt
+            prompt = self.generation.choices[delta.choice].request.prompt
             self._prompt_logprobs = prompt_logprobs(self._tokenizer, prompt, delta.prompt_logprobs)
         self._collected[delta.choice] += self._choices(delta)
 
@@ -107,20 +90,9 @@ class ChatReply:
             body["prompt_logprobs"] = self._prompt_logprobs
         return body
 
-    def _chunk(self, choices: list[Json]) -> Json:
-        chunk: Json = {**self._head, "choices": choices}
-        if self._options.continuous_usage_stats:
-            chunk["usage"] = self._usage()
-        elif self._options.include_usage:
-            chunk["usage"] = None
-        return chunk
-
-    def _usage(self) -> Json:
-        return usage_body(self._generation)
-
     def _choices(self, delta: Delta) -> list[Json]:
         """The chunks' choices of one step: none while the parser has nothing to say."""
-        parser = self._generation.choices[delta.choice].parser
+        parser = self.generation.choices[delta.choice].parser
         reasoning = parser is not None and parser.reasoning
         pieces = filter(self._shown, delta.pieces)
         deltas = [_delta_fields(piece, self._reasoning) for piece in pieces]
@@ -152,7 +124,7 @@ class ChatReply:
     def _role_choice(self, index: int) -> Json:
         choice = _choice(index, {"role": "assistant", "content": ""})
         if self._return_token_ids:
-            choice["prompt_token_ids"] = list(self._generation.choices[index].request.prompt)
+            choice["prompt_token_ids"] = list(self.generation.choices[index].request.prompt)
         return choice
 
     def _add_token_fields(self, choice: Json, delta: Delta) -> None:

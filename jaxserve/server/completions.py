@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from aiohttp import web
 
-from jaxserve.api import EngineLimits, PromptLogprobs
+from jaxserve.api import EngineLimits
+from jaxserve.server.completion_reply import CompletionReply
 from jaxserve.server.constraints import avoided, constrained, text_constraint, within_budget
-from jaxserve.server.errors import ApiError, invalid
-from jaxserve.server.generation import Choice, Delta, Generation
-from jaxserve.server.logprobs import TextLogprobs, prompt_logprobs
+from jaxserve.server.errors import invalid
+from jaxserve.server.generation import Choice, Generation
+from jaxserve.server.openai_reply import check_stream_options
 from jaxserve.server.params import (
     choice_requests,
     num_choices,
@@ -23,18 +22,9 @@ from jaxserve.server.params import (
 )
 from jaxserve.server.parse import parse, read_json
 from jaxserve.server.prompts import Prompt, completion_prompts
-from jaxserve.server.reply import (
-    Arrival,
-    answer,
-    check_stream_options,
-    openai_error_events,
-    usage_body,
-    usage_event,
-)
-from jaxserve.server.schema import MAX_SEQUENCES, CompletionRequest, StreamOptions
+from jaxserve.server.reply import Arrival, answer
+from jaxserve.server.schema import MAX_SEQUENCES, CompletionRequest
 from jaxserve.server.service import SERVICE
-from jaxserve.server.sse import DONE, TextEvent, event_encoder
-from jaxserve.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -116,146 +106,3 @@ def _asked(fields: CompletionRequest) -> int:
 def _shortened(prompt: Prompt, fields: CompletionRequest, limits: EngineLimits) -> Prompt:
     ids = truncated(prompt.ids, _asked(fields), fields, limits)
     return prompt if len(ids) == len(prompt.ids) else Prompt(ids, None)
-
-
-class CompletionReply:
-    def __init__(
-        self,
-        *,
-        arrival: Arrival,
-        model: str,
-        generation: Generation,
-        options: StreamOptions,
-        echoes: list[str],
-        fields: CompletionRequest,
-    ):
-        self.generation = generation
-        self._arrival = arrival
-        self._options = options
-        self._encode = event_encoder(options)
-        self._tokenizer = arrival.service.tokenizer
-        self._return_token_ids = bool(fields.return_token_ids)
-        self._plain = not (options.continuous_usage_stats or options.include_obfuscation)
-        self._plain &= not fields.return_token_ids
-        self._num_prompt_logprobs = fields.prompt_logprobs
-        self._num_echoed = fields.logprobs if fields.echo else None
-        self._head = {
-            "id": f"cmpl-{arrival.id}",
-            "object": "text_completion",
-            "created": arrival.created,
-            "model": model,
-            **arrival.tier(fields),
-        }
-        per_prompt = len(generation.choices) // max(1, len(echoes))
-        self._states = [
-            _ChoiceState(echoes[c.index // per_prompt] if echoes else "", self._tokenizer)
-            for c in generation.choices
-        ]
-
-    def events(self, delta: Delta) -> bytes:
-        if (event := self._text_event(delta)) is not None:
-            return event
-        return self._encode(self._chunk(self._choice(delta)))
-
-    def _text_event(self, delta: Delta) -> bytes | None:
-        """For what nearly all deltas are: more text and nothing else."""
-        state = self._states[delta.choice]
-        if not self._plain or not state.begun or delta.finish is not None:
-            return None
-        if delta.logprobs is not None or delta.prompt_logprobs is not None:
-            return None
-        if state.text_event is None:
-            state.text_event = TextEvent(
-                lambda text: self._chunk(self._choice(delta._replace(text=text)))
-            )
-        return state.text_event(delta.text)
-
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
-        if self._options.continuous_usage_stats:
-            chunk["usage"] = usage_body(self.generation)
-        elif self._options.include_usage:
-            chunk["usage"] = None
-        return chunk
-
-    def last_events(self) -> bytes:
-        if not self._options.include_usage:
-            return DONE
-        return self._encode(usage_event(self._arrival, self.generation, self._head)) + DONE
-
-    def error_events(self, error: ApiError) -> bytes:
-        return openai_error_events(error)
-
-    def collect(self, delta: Delta) -> None:
-        self._states[delta.choice].chunks.append(self._choice(delta))
-
-    def body(self) -> dict[str, Any]:
-        choices = [_joined(state.chunks) for state in self._states]
-        return {**self._head, "choices": choices, "usage": usage_body(self.generation)}
-
-    def _choice(self, delta: Delta) -> dict[str, Any]:
-        state = self._states[delta.choice]
-        choice: dict[str, Any] = {
-            "index": delta.choice,
-            "text": state.take_echo() + delta.text,
-            "logprobs": None,
-            "finish_reason": delta.finish,
-        }
-        prompt = self.generation.choices[delta.choice].request.prompt
-        parts = list(self._logprobs(state, prompt, delta))
-        if parts:
-            choice["logprobs"] = _concatenated(parts)
-        if delta.prompt_logprobs is not None and (most := self._num_prompt_logprobs) is not None:
-            shown = [_cut(entry, most) for entry in delta.prompt_logprobs]
-            choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt, shown)
-        if self._return_token_ids:
-            choice["token_ids"] = list(delta.tokens)
-            if not state.begun:
-                choice["prompt_token_ids"] = list(prompt)
-        state.begun = True
-        return choice
-
-    def _logprobs(
-        self, state: _ChoiceState, prompt: Sequence[int], delta: Delta
-    ) -> Iterator[dict[str, list[Any]]]:
-        if delta.prompt_logprobs is not None and (most := self._num_echoed) is not None:
-            state.logprobs = TextLogprobs(self._tokenizer, 0)
-            shown = [_cut(entry, most) for entry in delta.prompt_logprobs]
-            yield state.logprobs.of(prompt, [None, *shown])
-        if delta.logprobs is not None:
-            yield state.logprobs.of(delta.tokens, [delta.logprobs])
-
-
-class _ChoiceState:
-    """What has to be remembered between the chunks of one choice."""
-
-    def __init__(self, echo: str, tokenizer: Tokenizer):
-        self.begun = False
-        self.text_event: TextEvent | None = None
-        self.chunks: list[dict[str, Any]] = []
-        self.logprobs = TextLogprobs(tokenizer, len(echo))
-        self._echo = echo
-
-    def take_echo(self) -> str:
-        echo, self._echo = self._echo, ""
-        return echo
-
-
-def _cut(entry: PromptLogprobs, most: int) -> PromptLogprobs:
-    return entry._replace(top=entry.top[:most])
-
-
-def _concatenated(parts: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
-    return {name: [value for part in parts for value in part[name]] for name in parts[0]}
-
-
-def _joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The choice whose chunks these are, as a body that is not streamed shows it."""
-    whole = {**chunks[0], "text": "".join(chunk["text"] for chunk in chunks)}
-    whole["finish_reason"] = chunks[-1]["finish_reason"]
-    if "token_ids" in whole:
-        whole["token_ids"] = [token for chunk in chunks for token in chunk["token_ids"]]
-    logprobs = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"] is not None]
-    if logprobs:
-        whole["logprobs"] = _concatenated(logprobs)
-    return whole

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Generator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, Protocol
@@ -19,15 +18,12 @@ from jaxserve.server.access import KEY_NAME
 from jaxserve.server.errors import ApiError, engine_error, invalid, json_response
 from jaxserve.server.generation import Choice, Delta, Generation
 from jaxserve.server.priority import Ranked, level_of_header, tier_used
-from jaxserve.server.schema import GenerationFields, StreamOptions
 from jaxserve.server.service import Service
-from jaxserve.server.sse import DONE, EventStream, data_event
+from jaxserve.server.sse import EventStream
+from jaxserve.server.time_limit import read_timeout, time_limit
 
 FIRST_TOKEN_HEADER, ANSWER_HEADER = "x-slo-ttft-ms", "x-slo-e2e-ms"
 """As load balancers and benchmarks spell it."""
-
-READ_TIMEOUT_HEADER = "x-stainless-read-timeout"
-"""OpenAI's and Anthropic's clients send it, in seconds."""
 
 IGNORED_HEADER = "x-jaxserve-ignored-params"
 MAX_IGNORED_SHOWN = 32
@@ -78,15 +74,6 @@ class Arrival:
         return dict(tier_used(fields, self.request.headers, by_priority=by_priority))
 
 
-def check_stream_options(service: Service, fields: GenerationFields) -> StreamOptions:
-    if fields.stream_options is not None and not fields.stream:
-        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-    options = fields.stream_options or StreamOptions()
-    if service.config.force_include_usage:
-        options.include_usage = True
-    return options
-
-
 _RESTART_SECONDS = 5.0
 """When a client may come back to a server that has just shut down."""
 
@@ -109,7 +96,8 @@ async def answer(
             with service.backlog.holding(generation.choices):
                 if stream:
                     return await _stream(arrival, generation, deltas, reply, headers)
-                async with _time_limit(arrival, _read_timeout(arrival)) as patience:
+                client_waits = read_timeout(arrival.request)
+                async with time_limit(service, arrival.at, client_waits) as patience:
                     async for together in deltas:
                         patience.has_begun()
                         for delta in together:
@@ -172,7 +160,7 @@ async def _stream(
     service = arrival.service
     async with EventStream(arrival.request, headers, service.config.keep_alive_interval) as stream:
         try:
-            async with _time_limit(arrival) as patience:
+            async with time_limit(service, arrival.at) as patience:
                 async for together in deltas:
                     if events := b"".join(map(reply.events, together)):
                         if stream.silent:
@@ -216,86 +204,6 @@ def _server_timing(arrival: Arrival, choice: Choice) -> dict[str, str]:
     }
     shown = ", ".join(f"{name};dur={seconds * 1e3:.2f}" for name, seconds in parts.items())
     return {"Server-Timing": shown}
-
-
-class _Patience:
-    """How long a request may wait for its first token, and take in all."""
-
-    def __init__(self, waiting: float | None, ending: float | None, limit: asyncio.Timeout):
-        """Until when, in the event loop's time; `limit` is that of the sooner."""
-        self._ending, self._limit = ending, limit
-        self.waits = waiting is not None and (ending is None or waiting < ending)
-
-    def has_begun(self) -> None:
-        """The first token is there: from now on only the time in all counts."""
-        if self.waits:
-            self.waits = False
-            self._limit.reschedule(self._ending)
-
-
-@asynccontextmanager
-async def _time_limit(
-    arrival: Arrival, read_timeout: float | None = None
-) -> AsyncGenerator[_Patience]:
-    """504 once the request has taken as long as the configuration allows, or as its client waits
-    for an answer (`read_timeout`); 503 once it has waited too long for its first token."""
-    service = arrival.service
-    queue, takes = service.config.max_queue_time, service.config.request_timeout
-    in_all = min((limit for limit in (takes, read_timeout) if limit is not None), default=None)
-    start = asyncio.get_running_loop().time() - (time.perf_counter() - arrival.at)
-    waiting, ending = (None if limit is None else start + limit for limit in (queue, in_all))
-    first = min((end for end in (waiting, ending) if end is not None), default=None)
-    patience = None
-    try:
-        async with asyncio.timeout_at(first) as limit:
-            patience = _Patience(waiting, ending, limit)
-            yield patience
-    except TimeoutError:
-        if patience is not None and patience.waits:
-            raise ApiError(
-                503,
-                f"the request has waited for {queue:g} seconds, the longest allowed here",
-                code="queue_timeout",
-                retry_after=service.backlog.seconds_to_drain(),
-            ) from None
-        raise ApiError(
-            504, f"the request took longer than the {in_all:g} seconds allowed", code="timeout"
-        ) from None
-
-
-def _read_timeout(arrival: Arrival) -> float | None:
-    """How long the client waits for an answer that is not streamed, if it says so."""
-    try:
-        seconds = float(arrival.request.headers.get(READ_TIMEOUT_HEADER, "nan"))
-    except ValueError:
-        return None
-    return seconds if 0 < seconds < math.inf else None
-
-
-def openai_error_events(error: ApiError) -> bytes:
-    return data_event(error.body()) + DONE
-
-
-def usage_body(generation: Generation) -> dict[str, Any]:
-    prompt, completion = generation.prompt_tokens, generation.completion_tokens
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": generation.reasoning_tokens},
-    }
-
-
-def usage_event(arrival: Arrival, generation: Generation, head: dict[str, Any]) -> dict[str, Any]:
-    """The chunk before the end of a stream that has asked for usage; `metrics` is as in vLLM."""
-    body: dict[str, Any] = {**head, "choices": [], "usage": usage_body(generation)}
-    if (start := generation.choices[0].start) is not None:
-        body["metrics"] = {
-            "queue_time_ms": round(start.queued * 1e3, 3),
-            "time_to_first_token_ms": round((start.on_host - arrival.at) * 1e3, 3),
-        }
-    return body
 
 
 def _as_api_error(service: Service, error: Rejected | Overloaded | EngineFailed) -> ApiError:

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 
 from jaxserve.config import ConfigError
-from jaxserve.json_object import read_json_object
+from jaxserve.setting_files import read_json_object
 
 CACHE_MIN_CHARS = 256
 CACHE_TOTAL_CHARS = 4 * 1024 * 1024
@@ -62,7 +62,7 @@ class HfTokenizer:
         try:
             full = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises no other type
-            raise ConfigError(f"{file} cannot be read: {error}") from None
+            raise ConfigError(f"{file}: cannot be read: {error}") from None
         config, generation = (
             read_json_object(each) if (each := folder / f"{name}_config.json").is_file() else {}
             for name in ("tokenizer", "generation")

@@ -1,0 +1,89 @@
+"""What the chunks of chats and of completions have in common: head, usage, end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxserve.server.errors import ApiError
+from jaxserve.server.generation import Generation
+from jaxserve.server.reply import Arrival
+from jaxserve.server.schema import GenerationFields, StreamOptions
+from jaxserve.server.service import Service
+from jaxserve.server.sse import DONE, data_event, event_encoder
+
+type Json = dict[str, Any]
+
+
+def check_stream_options(service: Service, fields: GenerationFields) -> StreamOptions:
+    if fields.stream_options is not None and not fields.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+    options = fields.stream_options or StreamOptions()
+    if service.config.force_include_usage:
+        options.include_usage = True
+    return options
+
+
+class OpenAIReply:
+    """A half of `Reply`: the other one makes choices of deltas."""
+
+    def __init__(
+        self,
+        *,
+        arrival: Arrival,
+        prefix: str,
+        kind: str,
+        model: str,
+        generation: Generation,
+        options: StreamOptions,
+        fields: GenerationFields,
+    ):
+        """`prefix`: of the id; `kind`: what chunks call themselves."""
+        self.generation = generation
+        self._head: Json = {
+            "id": f"{prefix}-{arrival.id}",
+            "object": kind,
+            "created": arrival.created,
+            "model": model,
+            **arrival.tier(fields),
+        }
+        self._arrived = arrival.at
+        self._options = options
+        self._encode = event_encoder(options)
+        self._tokenizer = arrival.service.tokenizer
+        self._return_token_ids = bool(fields.return_token_ids)
+        self._plain = not (options.continuous_usage_stats or options.include_obfuscation)
+        self._plain &= not fields.return_token_ids
+
+    def _chunk(self, choice: Json) -> Json:
+        chunk: Json = {**self._head, "choices": [choice]}
+        if self._options.continuous_usage_stats:
+            chunk["usage"] = self._usage()
+        elif self._options.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def last_events(self) -> bytes:
+        return self._encode(self._usage_chunk()) + DONE if self._options.include_usage else DONE
+
+    def error_events(self, error: ApiError) -> bytes:
+        return data_event(error.body()) + DONE
+
+    def _usage(self) -> Json:
+        prompt, completion = self.generation.prompt_tokens, self.generation.completion_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": self.generation.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.generation.reasoning_tokens},
+        }
+
+    def _usage_chunk(self) -> Json:
+        """Before the end of a stream that has asked for usage; `metrics` is as in vLLM."""
+        chunk: Json = {**self._head, "choices": [], "usage": self._usage()}
+        if (start := self.generation.choices[0].start) is not None:
+            chunk["metrics"] = {
+                "queue_time_ms": round(start.queued * 1e3, 3),
+                "time_to_first_token_ms": round((start.on_host - self._arrived) * 1e3, 3),
+            }
+        return chunk
