@@ -13,12 +13,13 @@ from jax.typing import DTypeLike
 
 from jaxserve import gpu_driver, kv_cache, memory, slot_tables
 from jaxserve.cli import Options
-from jaxserve.config import Buckets, CacheConfig, ConfigError, ModelSpec, SchedulerConfig
+from jaxserve.config import Buckets, CacheConfig, ConfigError, SchedulerConfig
 from jaxserve.environment import compiler_settings, memory_share
 from jaxserve.executable_cache import ExecutableCache, Program
 from jaxserve.fingerprint import program_key
 from jaxserve.memory import MemoryPlan
 from jaxserve.model_source import ModelSource
+from jaxserve.model_spec import ModelSpec
 from jaxserve.runner import RunnerConfig, programs
 from jaxserve.setting_files import read_text
 from jaxserve.weights import WeightPlan, plan_weights

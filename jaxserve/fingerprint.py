@@ -27,8 +27,9 @@ _PACKAGES = (
 )
 
 _OURS = (
-    *("api", "batch", "config", "executable_cache", "executables", "kv_cache", "models/qwen3"),
-    *("models/rope", "plan", "prompt_scores", "runner", "sequence_state", "slot_tables", "step"),
+    *("api", "batch", "config", "executable_cache", "executables", "kv_cache", "model_spec"),
+    *("models/qwen3", "models/rope", "plan", "prompt_scores", "runner", "sequence_state"),
+    *("slot_tables", "step"),
 )
 """Parts of jaxserve that programs depend on, and no others: `tests/test_layering.py` checks it."""
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxserve.config import KV_CACHE_DTYPES, NAMED_MODELS, POLICIES, REASONING_FIELDS
+from jaxserve.config import KV_CACHE_DTYPES, POLICIES, REASONING_FIELDS
 from jaxserve.flag_values import (
     above_0,
     from_0,
@@ -25,6 +25,7 @@ from jaxserve.flag_values import (
     whole,
 )
 from jaxserve.logs import FORMATS
+from jaxserve.model_spec import NAMED_MODELS
 
 type AddArgument = Callable[..., argparse.Action]
 """`add_argument` of a parser, or of a group of one."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from jax.typing import DTypeLike
 
-from jaxserve.config import CacheConfig, ConfigError, ModelSpec
+from jaxserve.config import CacheConfig, ConfigError
+from jaxserve.model_spec import ModelSpec
 from jaxserve_kernels.kv_format import CacheShape, KVFormat, fixed_bytes, own_tokens, page_bytes
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.api import SamplingParams
-from jaxserve.config import ConfigError, ModelSpec
+from jaxserve.config import ConfigError
+from jaxserve.model_spec import ModelSpec
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
 from jaxserve.runner import Runner, RunnerConfig
 from jaxserve_checkpoints.reader import Checkpoint

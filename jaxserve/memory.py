@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxserve import slot_tables
-from jaxserve.config import Buckets, ConfigError, ModelSpec
+from jaxserve.config import Buckets, ConfigError
+from jaxserve.model_spec import ModelSpec
 
 RESERVE = 2**30
 """Of a GPU: inputs and results of steps, rounding of allocations, copies while weights load."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve.cli import Options
-from jaxserve.config import NAMED_MODELS, ConfigError, ModelSpec, SamplingDefaults
+from jaxserve.config import ConfigError, SamplingDefaults
+from jaxserve.model_spec import NAMED_MODELS, ModelSpec
 from jaxserve.setting_files import read_json_object
 from jaxserve.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
 from jaxserve_checkpoints.resolve import EMBEDDED_NAME, resolve_model

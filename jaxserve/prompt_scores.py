@@ -19,8 +19,8 @@ import numpy as np
 from jax import Array, lax
 
 from jaxserve.api import MAX_LOGPROBS, PromptLogprobs
-from jaxserve.config import ModelSpec
 from jaxserve.executable_cache import Executable, Program
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models import qwen3
 from jaxserve.plan import StepPlan
 from jaxserve_kernels.sampler import score

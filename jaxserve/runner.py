@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from jaxserve import batch, kv_cache, prompt_scores, sequence_state, slot_tables
 from jaxserve.batch import Bucket, Updates
-from jaxserve.config import Buckets, CacheConfig, ModelSpec, SchedulerConfig
+from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
 from jaxserve.executable_cache import Executable, Program
 from jaxserve.executables import obtain
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models import qwen3
 from jaxserve.plan import Sampled, StepPlan
 from jaxserve.prompt_scores import PromptScorer

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jaxserve import sequence_state
 from jaxserve.api import MAX_LOGPROBS
 from jaxserve.batch import DECODE_TOKEN, ROW_LOGPROBS, ROW_MASKED, ROW_SAMPLES, Bucket, StepInputs
-from jaxserve.config import ModelSpec
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models import qwen3
 from jaxserve_kernels.kv_format import KV, AttentionStep, page_size
 from jaxserve_kernels.sampler import (

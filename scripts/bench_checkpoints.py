@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import NAMED_MODELS
+from jaxserve.model_spec import NAMED_MODELS
 
 _FORMATS = ("native", "orbax")
 

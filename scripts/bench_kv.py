@@ -46,11 +46,12 @@ from rich.table import Table
 
 from jaxserve import kv_cache
 from jaxserve.api import Request, SamplingParams
-from jaxserve.config import NAMED_MODELS, Buckets, CacheConfig, ModelSpec, SchedulerConfig
+from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
 from jaxserve.executable_cache import Executable, ExecutableCache
 from jaxserve.executables import obtain
 from jaxserve.fingerprint import program_key
 from jaxserve.metrics import Metrics
+from jaxserve.model_spec import NAMED_MODELS, ModelSpec
 from jaxserve.models import qwen3
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
 from jaxserve.runner import Pending, Runner, RunnerConfig, on_compile, programs

@@ -43,7 +43,7 @@ from matmul_report import (
     show,
 )
 
-from jaxserve.config import NAMED_MODELS, ModelSpec
+from jaxserve.model_spec import NAMED_MODELS, ModelSpec
 from jaxserve_kernels import target, weights
 from jaxserve_kernels.matmul import gated_linear, linear, sum_parts
 from jaxserve_kernels.weights.iq2_xxs import Iq2XxsWeight

@@ -30,8 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxserve.api import SamplingParams
-from jaxserve.config import NAMED_MODELS, Buckets, CacheConfig, ModelSpec, SchedulerConfig
+from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
 from jaxserve.metrics import Metrics
+from jaxserve.model_spec import NAMED_MODELS, ModelSpec
 from jaxserve.models import qwen3
 from jaxserve.models.quantization import Quantization
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan

@@ -45,7 +45,7 @@ from rich.console import Console
 from rich.table import Table
 from weight_formats import FORMATS, in_format, tensors_of, token_ids
 
-from jaxserve.config import ModelSpec
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models import qwen3
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import open_checkpoint

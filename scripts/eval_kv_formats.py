@@ -37,7 +37,7 @@ from eval_embedded import MODEL_FOLDER, Result, accuracy, judge, load_cases, par
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.config import ModelSpec
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models import qwen3
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import open_checkpoint

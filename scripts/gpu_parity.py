@@ -48,7 +48,7 @@ LOGIT_STD = 4.0
 
 def hf_settings(name: str) -> dict[str, Any]:
     """Keyword arguments of Qwen3Config for a named shape."""
-    from jaxserve.config import NAMED_MODELS, ModelSpec
+    from jaxserve.model_spec import NAMED_MODELS, ModelSpec
 
     tiny = ModelSpec(
         vocab_size=1024, embed=128, ffn=256, num_layers=3, q_heads=4, kv_heads=2, head_dim=32
@@ -129,7 +129,8 @@ def jaxserve_logits(folder: Path, sequences: list[np.ndarray], dtype: str) -> It
     import jax.numpy as jnp
 
     from jaxserve import kv_cache
-    from jaxserve.config import CacheConfig, ModelSpec
+    from jaxserve.config import CacheConfig
+    from jaxserve.model_spec import ModelSpec
     from jaxserve.models import qwen3
     from jaxserve_checkpoints.load import load_params
     from jaxserve_checkpoints.reader import open_checkpoint

@@ -34,7 +34,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve import batch, kv_cache, sequence_state, slot_tables
 from jaxserve.batch import Bucket
-from jaxserve.config import NAMED_MODELS, CacheConfig, ModelSpec
+from jaxserve.config import CacheConfig
+from jaxserve.model_spec import NAMED_MODELS, ModelSpec
 from jaxserve.models import qwen3
 from jaxserve.models.quantization import Quantization
 from jaxserve.step import DeviceState, run_step

@@ -20,10 +20,11 @@ prepare(gpu_memory_utilization=0.9)
 import jax
 import jax.numpy as jnp
 
-from jaxserve.config import NAMED_MODELS, Buckets, CacheConfig, SchedulerConfig
+from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
 from jaxserve.engine_plan import GPU_DECODE, GPU_PREFILL
 from jaxserve.measure import _decode_rows, _Stopwatch, measure
 from jaxserve.metrics import Metrics
+from jaxserve.model_spec import NAMED_MODELS
 from jaxserve.models import qwen3
 from jaxserve.runner import Runner, RunnerConfig
 from jaxserve_checkpoints.dummy import dummy_params

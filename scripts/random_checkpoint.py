@@ -17,7 +17,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from jaxserve.config import NAMED_MODELS, ModelSpec
+from jaxserve.model_spec import NAMED_MODELS, ModelSpec
 from jaxserve_checkpoints import resolve
 
 _POOL = 1 << 24

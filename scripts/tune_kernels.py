@@ -31,7 +31,8 @@ import numpy as np
 import jaxserve_kernels
 from jaxserve import batch, sequence_state
 from jaxserve.batch import Bucket, Updates
-from jaxserve.config import NAMED_MODELS, Buckets, CacheConfig, ModelSpec, SchedulerConfig
+from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
+from jaxserve.model_spec import NAMED_MODELS, ModelSpec
 from jaxserve.models import qwen3
 from jaxserve.plan import Row, StepPlan
 from jaxserve.runner import RunnerConfig, programs

@@ -13,7 +13,7 @@ from embedded_chat import Encoder
 from embedded_data import tokenizer_texts
 from eval_embedded import MODEL_FOLDER
 
-from jaxserve.config import ModelSpec
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models import qwen3
 from jaxserve.models.awq import quantize_layer_awq
 from jaxserve.models.calibration import layer_statistics

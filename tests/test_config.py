@@ -8,17 +8,9 @@ from typing import Any
 import pytest
 
 from jaxserve.cli import parse_args
-from jaxserve.config import (
-    NAMED_MODELS,
-    Buckets,
-    CacheConfig,
-    ConfigError,
-    ModelSpec,
-    SamplingDefaults,
-    SchedulerConfig,
-    YarnScaling,
-)
+from jaxserve.config import Buckets, CacheConfig, ConfigError, SamplingDefaults, SchedulerConfig
 from jaxserve.model_source import find_model
+from jaxserve.model_spec import NAMED_MODELS, ModelSpec, YarnScaling
 from jaxserve.tokenizer import ByteTokenizer
 from jaxserve_checkpoints.resolve import embedded_model
 

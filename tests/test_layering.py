@@ -32,6 +32,7 @@ LAYERS = (
         "jaxserve.mailbox",
         "jaxserve.metric_families",
         "jaxserve.metrics",
+        "jaxserve.model_spec",
         "jaxserve.plan",
         "jaxserve.setting_files",
         "jaxserve.step_times",

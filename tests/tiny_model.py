@@ -7,7 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxserve.config import Buckets, CacheConfig, ModelSpec, SchedulerConfig
+from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models import qwen3
 from jaxserve.runner import Runner, RunnerConfig, on_compile
 from jaxserve_checkpoints.dummy import dummy_params

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxserve.config import ModelSpec
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models.calibration import LayerInputs, layer_statistics
 from jaxserve.models.quantization import Report
 from jaxserve.models.qwen3 import Layer, Params, layer_views

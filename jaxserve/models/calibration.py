@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxserve.config import ModelSpec
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models.qwen3 import Layer, Params, layer_views
 from jaxserve.models.rope import rope_tables
 from jaxserve_kernels import target

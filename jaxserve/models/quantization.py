@@ -11,7 +11,8 @@ import jax.core
 import jax.numpy as jnp
 from jax import Array
 
-from jaxserve.config import ConfigError, ModelSpec
+from jaxserve.config import ConfigError
+from jaxserve.model_spec import ModelSpec
 from jaxserve_checkpoints.load import Encode
 from jaxserve_kernels.weights import (
     QUANTIZED,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxserve.config import ModelSpec
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models.rope import rope_tables
 from jaxserve_checkpoints.naming import AnyRule, Ignore, Repeat, Rule
 from jaxserve_kernels import chain

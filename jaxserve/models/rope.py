@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxserve.config import ModelSpec, YarnScaling
+from jaxserve.model_spec import ModelSpec, YarnScaling
 
 
 def rope_tables(spec: ModelSpec, positions: Array) -> tuple[Array, Array]:

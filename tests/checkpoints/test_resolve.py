@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import errors
 
-from jaxserve.config import NAMED_MODELS
+from jaxserve.model_spec import NAMED_MODELS
 from jaxserve_checkpoints import resolve
 from jaxserve_checkpoints.reader import CheckpointError
 from jaxserve_checkpoints.resolve import HUB_NAMES, embedded_model, resolve_model

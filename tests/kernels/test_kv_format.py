@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve import kv_cache
-from jaxserve.config import KV_CACHE_DTYPES, NAMED_MODELS, CacheConfig, ConfigError
+from jaxserve.config import KV_CACHE_DTYPES, CacheConfig, ConfigError
+from jaxserve.model_spec import NAMED_MODELS
 from jaxserve_kernels import kv_format
 from jaxserve_kernels.kv_format import CacheShape
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.config import NAMED_MODELS
+from jaxserve.model_spec import NAMED_MODELS
 from jaxserve_kernels import early, weights
 from jaxserve_kernels.quantized_matmul.config import Config, choose
 

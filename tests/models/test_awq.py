@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.config import ModelSpec
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models import qwen3
 from jaxserve.models.awq import quantize_layer_awq
 from jaxserve.models.calibration import layer_statistics, run_layer

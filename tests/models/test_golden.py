@@ -15,7 +15,8 @@ import pytest
 from numpy.typing import NDArray
 
 from jaxserve import kv_cache
-from jaxserve.config import CacheConfig, ModelSpec
+from jaxserve.config import CacheConfig
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models import qwen3
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import open_checkpoint

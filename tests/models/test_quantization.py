@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.config import ConfigError, ModelSpec
+from jaxserve.config import ConfigError
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models import qwen3
 from jaxserve.models.quantization import Quantization, WeightFormat
 from jaxserve_checkpoints.dummy import dummy_params

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from jaxserve.config import ModelSpec
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models import qwen3
 from jaxserve.runner import Runner
 from jaxserve_checkpoints.load import load_params
