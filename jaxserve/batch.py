@@ -6,8 +6,10 @@ a plan into one int32 array of that bucket; the step unpacks it by static slices
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,12 +120,14 @@ class Bucket:
         tiles = sum(-(-row.num_tokens // self.tile_size) for row in plan.rows if _is_chunk(row))
         return tiles <= self.tiles
 
+    @cached_property
+    def _parts(self) -> tuple[slice, ...]:
+        ends = itertools.accumulate(self._sizes)
+        return tuple(slice(end - size, end) for size, end in zip(self._sizes, ends, strict=True))
+
     def unpack(self, packed: Any) -> StepInputs:
         """Static slices of `packed`, int32 [packed_size]: traced, or views of a numpy array."""
-        ends = np.cumsum(self._sizes)
-        return StepInputs(
-            *(packed[end - size : end] for size, end in zip(self._sizes, ends, strict=True))
-        )
+        return StepInputs(*(packed[part] for part in self._parts))
 
 
 class Updates(NamedTuple):
@@ -167,31 +171,41 @@ def pack(plan: StepPlan, updates: Updates, bucket: Bucket, padding_slot: int) ->
 
     Padding tokens, rows and tiles belong to `padding_slot`, whose page table is all page 0.
     """
-    packed = np.zeros(bucket.packed_size, np.int32)
+    packed = _padding(bucket, padding_slot).copy()
     parts = bucket.unpack(packed)
-    packed[: 2 * bucket.updates] = updates.padded(bucket.updates)
-    for slots in (parts.token_slots, parts.row_slots, parts.tile_slots, parts.single_slots):
-        slots[:] = padding_slot
+    count = len(updates.addresses)
+    parts.addresses[:count], parts.values[:count] = updates
     if bucket.kind == "decode":
         _pack_decode(plan, parts)
     else:
         _pack_mixed(plan, parts, bucket.tile_size)
+    parts.row_flags[: len(plan.rows)] = [_flags(row) for row in plan.rows]
+    return packed
+
+
+@cache
+def _padding(bucket: Bucket, padding_slot: int) -> np.ndarray:
+    """A packed step without rows, which the others are copies of: int32 [bucket.packed_size]."""
+    packed = np.zeros(bucket.packed_size, np.int32)
+    parts = bucket.unpack(packed)
+    packed[: 2 * bucket.updates] = Updates(packed[:0], packed[:0]).padded(bucket.updates)
+    for slots in (parts.token_slots, parts.row_slots, parts.tile_slots, parts.single_slots):
+        slots[:] = padding_slot
+    if bucket.kind == "decode":  # token, row and tile i are one
+        parts.row_last[:] = parts.tile_first[:] = np.arange(bucket.rows)
+    packed.flags.writeable = False
     return packed
 
 
 def _pack_decode(plan: StepPlan, parts: StepInputs) -> None:
     """Token, row and tile i are all plan.rows[i]."""
     count = len(plan.rows)
-    slots = np.fromiter((row.slot for row in plan.rows), np.int32, count)
-    starts = np.fromiter((row.start for row in plan.rows), np.int32, count)
+    slots = np.array([row.slot for row in plan.rows], np.int32)
+    starts = np.array([row.start for row in plan.rows], np.int32)
     parts.token_ids[:count] = DECODE_TOKEN
-    for column in (parts.token_slots, parts.row_slots, parts.tile_slots):
-        column[:count] = slots
-    for column in (parts.token_positions, parts.tile_positions):
-        column[:count] = starts
-    parts.row_flags[:count] = [_flags(row) for row in plan.rows]
+    parts.token_slots[:count] = parts.row_slots[:count] = parts.tile_slots[:count] = slots
+    parts.token_positions[:count] = parts.tile_positions[:count] = starts
     parts.tile_length[:count] = 1
-    parts.row_last[:] = parts.tile_first[:] = np.arange(len(parts.row_last))
 
 
 def _pack_mixed(plan: StepPlan, parts: StepInputs, tile_size: int) -> None:
@@ -213,7 +227,6 @@ def _pack_mixed(plan: StepPlan, parts: StepInputs, tile_size: int) -> None:
             token = row.tokens[0] if row.tokens else DECODE_TOKEN
             singles.append((index, first, row.slot, row.start, token))
         first += count
-    parts.row_flags[: len(plan.rows)] = [_flags(row) for row in plan.rows]
     # The GPU starts them in this order: the longest contexts first leave the shortest tail.
     tiles.sort(key=lambda tile: tile[1] + tile[3], reverse=True)
     for column, values in zip(parts[8:12], zip(*tiles, strict=True), strict=False):

@@ -70,7 +70,7 @@ class EnginePlan:
     def memory(self, temporaries: int) -> MemoryPlan:
         config = self.config
         rows, columns = config.sequences_shape
-        results = 4 * math.prod(config.results_shape)
+        results = 2 * 4 * math.prod(config.results_shape)  # one written, one read
         return MemoryPlan(
             limit=self.limit,
             weights=memory.tree_bytes(self.weights.encoded),

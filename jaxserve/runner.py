@@ -46,7 +46,7 @@ _CHUNK_TOKENS = 8
 """A step whose chunks are shorter on average may need a larger bucket than its tokens do: tiles
 that are never used cost time, and room for any split would be mostly that."""
 
-_LARGEST, _RESULTS = "kv_largest", "results"
+_LARGEST = "kv_largest"
 
 _KERNELS = (" fusion(", " custom-call(", " copy(", " dot(", " reduce(", " gather(", " scatter(")
 """Instructions of a compiled program that launch a kernel."""
@@ -114,7 +114,8 @@ class RunnerConfig:
 
     @property
     def results_shape(self) -> tuple[int, int]:
-        return self.scheduler.max_num_seqs, batch.RESULT_COLUMNS
+        """A row more than any step writes: see `DeviceState.results`."""
+        return self.scheduler.max_num_seqs + 1, batch.RESULT_COLUMNS
 
     @property
     def padding_slot(self) -> int:
@@ -183,7 +184,6 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
         *(step(bucket) for bucket in config.all_buckets()),
         Program(name="flush", function=_flush, arguments=(state.sequences, updates), donated=(0,)),
         Program(name="state", function=empty, arguments=(), details=repr(state)),
-        Program(name=_RESULTS, function=jnp.copy, arguments=(state.results,)),
         *([Program(name=_LARGEST, function=largest_magnitudes, arguments=(state.kv,))] * scaled),
         *slot_tables.programs(config.tables),
         prompt_scores.program(
@@ -232,18 +232,17 @@ class Runner:
         """
         self._steps = {bucket: executables[_step_name(bucket)] for bucket in self._buckets}
         self._flush, self._zero_state = executables["flush"], executables["state"]
-        self._results = executables[_RESULTS]
         self._uploads = slot_tables.Uploads(self._config.tables, executables)
         self._scorer = PromptScorer(executables, rows=self._config.scheduler.max_num_seqs)
         self._largest = executables.get(_LARGEST)
-        self._state = self._fresh_state()
+        self._state, self._free_results = self._fresh_state()
         prepare(self)
-        launched = [self._scorer.warm(self._params, self._state.attended)]
+        scored = self._scorer.warm(self._params, self._state.attended)
         for done, bucket in enumerate(self._buckets, start=1):
-            launched += self._warm(bucket)
+            self._warm(bucket)
             progress("warming", done / len(self._buckets))
         self._state = self._state._replace(tables=self._uploads.warm(self._state.tables))
-        jax.block_until_ready((launched, self._state))
+        jax.block_until_ready((scored, self._state))
 
     def temp_bytes(self) -> int:
         """The largest scratch memory of any compiled step."""
@@ -270,8 +269,7 @@ class Runner:
         packed = batch.pack(plan, updates, bucket, self._config.padding_slot)
         started = time.perf_counter()
         late = self._in_flight is not None and self._in_flight.is_ready()
-        self._state = self._steps[bucket](self._params, self._state, packed)
-        results: Array = self._results(self._state.results)  # the next step overwrites the state's
+        results = self._execute(bucket, packed)
         self._in_flight = results
         results.copy_to_host_async()
         scores = self._scorer.launch(self._params, self._state.attended, plan)
@@ -299,7 +297,7 @@ class Runner:
         for buffer in jax.tree.leaves(self._state):
             buffer.delete()  # there is no room for a second cache beside the first
         self._in_flight = None
-        self._state = self._fresh_state()
+        self._state, self._free_results = self._fresh_state()
 
     def use_kv_scales(self, scales: NDArray[np.float32]) -> None:
         """From now on, for a format that has them; see `kv_format.with_scales`."""
@@ -316,24 +314,33 @@ class Runner:
         kind = "decode" if plan.decode_only else "mixed"
         return next(b for b in reversed(self._buckets) if b.kind == kind and b.holds(plan))
 
-    def _fresh_state(self) -> DeviceState:
+    def _fresh_state(self) -> tuple[DeviceState, Array]:
+        """And a second array for results, see `_execute`."""
         state = jax.block_until_ready(self._zero_state())  # missing memory is missed here
-        if self._kv_scales is None:
-            return state
-        return state._replace(kv=with_scales(state.kv, self._kv_scales))
+        if self._kv_scales is not None:
+            state = state._replace(kv=with_scales(state.kv, self._kv_scales))
+        return state, jax.device_put(np.zeros(self._config.results_shape, np.int32))
 
-    def _warm(self, bucket: Bucket) -> list[Array]:
+    def _execute(self, bucket: Bucket, packed: NDArray[np.int32]) -> Array:
+        """Launch a compiled step; returns its results.
+
+        Two arrays of results take turns, so that the host can read one while the next step writes
+        the other: the results of a step are gone when the one after the next is launched.
+        """
+        state = self._state._replace(results=self._free_results)
+        self._free_results = self._state.results
+        self._state = self._steps[bucket](self._params, state, packed)
+        return self._state.results
+
+    def _warm(self, bucket: Bucket) -> None:
         """Run a step of padding: allocations and graph recording happen here, not in serving.
-        Returns results before the device has them: the next bucket is launched meanwhile."""
+        Returns before the device has: the next bucket is launched meanwhile."""
         empty = StepPlan(rows=())
         packed = batch.pack(
             empty, Updates.of(empty, self._width), bucket, self._config.padding_slot
         )
-        launched: list[Array] = []
         for _ in range(_warm_calls()):
-            self._state = self._steps[bucket](self._params, self._state, packed)
-            launched.append(self._results(self._state.results))
-        return launched
+            self._execute(bucket, packed)
 
 
 def _abstract(shape: tuple[int, ...], dtype: DTypeLike) -> Any:

@@ -39,7 +39,11 @@ class DeviceState(NamedTuple):
     """The tokens of the last step that could carry prompt chunks, before the end of its last layer;
     [tokens of the largest such step, ...]."""
     results: Array
-    """Of the last step: int32 [rows of the largest step, RESULT_COLUMNS], floats as their bits."""
+    """Of the last step: int32 [rows of the largest step + 1, RESULT_COLUMNS], floats as their bits.
+
+    No step writes the last row: an array that a step wrote as a whole would be free until then, and
+    XLA would use it as scratch.
+    """
 
 
 def run_step(

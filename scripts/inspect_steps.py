@@ -109,7 +109,7 @@ def inspect(
         ),
         tables=slot_tables.abstract(MAX_SEQS, spec.vocab_size),
         attended=qwen3.abstract_attended(spec, jnp.bfloat16, max(bucket.tokens, MAX_TOKENS)),
-        results=jax.ShapeDtypeStruct((MAX_SEQS, batch.RESULT_COLUMNS), jnp.int32),
+        results=jax.ShapeDtypeStruct((MAX_SEQS + 1, batch.RESULT_COLUMNS), jnp.int32),
     )
     plain = qwen3.abstract(spec, jnp.bfloat16, stacked=True)
     params = encoded_abstract(plain, quantization.encoder(spec))
@@ -124,6 +124,9 @@ def inspect(
     memory = program.memory_analysis()
     (thunks,) = Path(DUMP.name).glob("*.thunk_sequence_after_thunk_passes.txt")
     lines = thunks.read_text().splitlines()
+    (buffers,) = Path(DUMP.name).glob("*after_optimizations-buffer-assignment.txt")
+    allocations = buffers.read_text().split("\nallocation ")
+    (results,) = (each for each in allocations if " state_results" in each)
     kv_shapes = [",".join(map(str, leaf.shape)) for leaf in jax.tree.leaves(state.kv)]
     return {
         "bucket": bucket.name,
@@ -136,6 +139,7 @@ def inspect(
         "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
         "aliased_bytes": memory.alias_size_in_bytes,
         "other_output_bytes": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "written_to_results": results.count(" value: ") - 1,
         "scratch_bytes": memory.temp_size_in_bytes,
     }
 

@@ -38,6 +38,12 @@ def test_a_step_has_no_outputs_but_its_state(reports: dict[str, dict[str, Any]])
         assert report["other_output_bytes"] < 1024, name  # the tuple's own pointers
 
 
+def test_results_are_written_once_and_hold_nothing_else(reports: dict[str, dict[str, Any]]) -> None:
+    """Two arrays of them take turns: every node that touched them would change in each launch."""
+    for name, report in reports.items():
+        assert report["written_to_results"] == 1, name
+
+
 def test_scratch_memory_stays_small(reports: dict[str, dict[str, Any]]) -> None:
     """Activations, and scores of 256 rows twice; a weight converted by mistake takes gigabytes."""
     for name, report in reports.items():

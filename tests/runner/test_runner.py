@@ -90,15 +90,26 @@ def test_prompts_over_several_buckets_agree(runner: Runner) -> None:
     assert buckets == {7: 8, 8: 8, 9: 32, 20: 32, 3: 8, 4: 8, 5: 8, 6: 8, 17: 32}
 
 
-def test_steps_may_be_launched_before_earlier_ones_are_read(runner: Runner) -> None:
+def test_a_step_may_be_launched_before_the_one_before_it_is_read(runner: Runner) -> None:
     """Only the device knows the tokens that these decode rows compute."""
     expected = generate(runner, Placed(), PROMPT, 9)
     seq = Placed(slot=1, pages=(20, 21, 22, 23, 24))
-    pending = [runner.launch(plan([seq.chunk(PROMPT)], [seq]))]
-    for start in range(len(PROMPT), len(PROMPT) + 8):
-        pending.append(runner.launch(plan([seq.decode(start)])))
-    for launched, result in zip(pending, expected, strict=True):
-        assert_same(runner.collect(launched)[0], result)
+    in_flight = runner.launch(plan([seq.chunk(PROMPT)], [seq]))
+    for index, start in enumerate(range(len(PROMPT), len(PROMPT) + 8)):
+        launched = runner.launch(plan([seq.decode(start)]))
+        assert_same(runner.collect(in_flight)[0], expected[index])
+        in_flight = launched
+    assert_same(runner.collect(in_flight)[0], expected[8])
+
+
+def test_results_that_nobody_read_are_gone_two_steps_later(runner: Runner) -> None:
+    """Their memory is that of the later step's: an error, not another step's tokens."""
+    seq = Placed()
+    unread = runner.launch(plan([seq.chunk(PROMPT)], [seq]))
+    for start in range(len(PROMPT), len(PROMPT) + 2):
+        runner.launch(plan([seq.decode(start)]))
+    with pytest.raises(RuntimeError, match="deleted"):
+        runner.collect(unread)
 
 
 def test_a_row_that_does_not_sample_leaves_the_last_token_alone(runner: Runner) -> None:
