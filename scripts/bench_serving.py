@@ -5,7 +5,9 @@
     python scripts/bench_serving.py --prefix-hit 256,1024,4096,16384
 
 Each client sends its next request when the last one has ended. Prompts are random token ids, new
-for every request, so a prefix cache never helps. Failures are counted and shown, never dropped.
+for every request, so a prefix cache never helps; with `--same-prompts` each point begins with those
+of the points before it, as in benchmarks that seed every point alike, and most of them are found
+in the cache: for comparison with figures that were measured so. Failures are counted and shown, never dropped.
 Of jaxserve the share of steps is shown, too, that were launched late: when the device had nothing
 left to do, which is how a host shows that is too slow for its streams.
 
@@ -83,7 +85,8 @@ async def main() -> None:
         points = []
         for concurrency in args.concurrency:
             total = max(args.min_requests, args.rounds * concurrency)
-            rng = random.Random(f"{args.seed}/{concurrency}")
+            seed = args.seed if args.same_prompts else f"{args.seed}/{concurrency}"
+            rng = random.Random(seed)
             points.append(await run_point(session, load, concurrency, total, rng))
     result = {"load": dataclasses.asdict(load), "points": points}
     if args.out:
@@ -106,6 +109,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="requests per client")
     parser.add_argument("--min-requests", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--same-prompts", action="store_true", help="see above")
     parser.add_argument(
         "--prefix-hit", type=sizes, metavar="LENGTHS", help="measure TTFT, cold and on a prefix hit"
     )
@@ -135,7 +139,7 @@ async def run_point(
 
     async def client() -> None:
         while prompts:
-            outcomes.append(await request(session, load, prompts.pop()))
+            outcomes.append(await request(session, load, prompts.pop(0)))
 
     before = await steps(session, load)
     start = time.perf_counter()
@@ -151,6 +155,7 @@ async def run_point(
         "output_tok_per_s": sum(outcome.tokens for outcome in good) / elapsed,
         "ttft_ms": summary([outcome.ttft for outcome in good]),
         "tpot_ms": summary([outcome.tpot for outcome in good]),
+        "cached_share": sum(each.cached for each in good) / max(len(good) * load.prompt_tokens, 1),
         "steps": after.all - before.all,
         "late_steps": after.late - before.late,
     }
@@ -332,6 +337,7 @@ def show(result: dict[str, Any]) -> None:
         "TPOT p50",
         "p99 (ms)",
         "late",
+        "cached",
     )
     for column in columns:
         table.add_column(column, justify="right")
@@ -346,6 +352,7 @@ def show(result: dict[str, Any]) -> None:
             f"{point['tpot_ms']['p50']:.2f}",
             f"{point['tpot_ms']['p99']:.2f}",
             f"{point['late_steps'] / point['steps']:.1%}" if point["steps"] else "",
+            f"{point['cached_share']:.0%}",
         )
     Console(width=100).print(table)
     for point in result["points"]:
