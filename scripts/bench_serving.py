@@ -5,9 +5,10 @@
     python scripts/bench_serving.py --prefix-hit 256,1024,4096,16384
 
 Each client sends its next request when the last one has ended. Prompts are random token ids, new
-for every request, so a prefix cache never helps; with `--same-prompts` each point begins with those
-of the points before it, as in benchmarks that seed every point alike, and most of them are found
-in the cache: for comparison with figures that were measured so. Failures are counted and shown, never dropped.
+for every request, so a prefix cache never helps. With `--same-prompts` each point begins with the
+prompts of the point before it, half of its own if clients double, as in benchmarks that seed every
+point alike: for comparison with figures measured so, not as a claim. Failures are counted and
+shown, never dropped.
 Of jaxserve the share of steps is shown, too, that were launched late: when the device had nothing
 left to do, which is how a host shows that is too slow for its streams.
 
