@@ -76,6 +76,8 @@ def sample(
         tables = count(tokens, rows.active, adjustments, tables)
         return tokens, logprobs(logits, tokens, wanted), tables
 
+    Rows that neither are active nor want logprobs cost nothing: their token and logprob are 0.
+
     Args:
       logits: float32 [rows, padded vocab].
       rows: parameters of each row.
@@ -88,9 +90,12 @@ def sample(
       want them are undefined.
     """
     logits = jnp.where(jnp.arange(logits.shape[1]) < vocab, logits, -jnp.inf)
+    used = rows.active | wanted
     tokens = choose(adjust(logits, rows.position, adjustments, tables), rows)
+    tokens = jnp.where(used, tokens, 0)
     tables = count(tokens, rows.active, adjustments, tables)
-    return Sample(tokens, logprobs(logits, tokens, wanted, alternatives=alternatives), tables)
+    found = logprobs(logits, tokens, wanted, alternatives=alternatives)
+    return Sample(tokens, found._replace(sampled=jnp.where(used, found.sampled, 0.0)), tables)
 
 
 def choose(logits: Array, rows: RowSampling) -> Array:

@@ -43,6 +43,9 @@ def scan(
 ):  # fmt: skip
     row = tl.program_id(0)
     chunk = tl.program_id(1)
+    flags = tl.load(flags_ptr + row)
+    if flags == 0:
+        return
     first = chunk * BLOCK
     ids = first + tl.arange(0, BLOCK)
     real = ids < vocab
@@ -75,7 +78,7 @@ def scan(
     tl.store(floats_ptr + part + 3, peak)
     tl.store(ids_ptr + part + 2, best)
     t = tl.load(temperature_ptr + row)
-    if (tl.load(flags_ptr + row) & 1 != 0) & (t > 0) & (tl.load(top_k_ptr + row) <= 0):
+    if (flags & 1 != 0) & (t > 0) & (tl.load(top_k_ptr + row) <= 0):
         scaled = tl.div_rn(x, tl.maximum(t, MIN_T))
         noise = gumbel(tl.load(seed_ptr + row), position, ids)
         noisy_peak, noisy_best = largest(scaled + noise, ids)

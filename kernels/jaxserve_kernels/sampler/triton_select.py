@@ -178,6 +178,11 @@ def select(
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
+    flags = tl.load(flags_ptr + row)
+    if flags == 0:
+        tl.store(token_ptr + row, 0)
+        tl.store(logprob_ptr + row, 0.0)
+        return
     logits_row = logits_ptr + row.to(tl.int64) * stride
     chunk = tl.arange(0, CHUNKS)
     part = (row * chunks + chunk) * 5
@@ -187,7 +192,6 @@ def select(
     masses = tl.load(floats_ptr + part + 1, mask=real, other=0.0)
     norm = peak + tl.log(tl.sum(masses * tl.exp(peaks - peak), axis=0))
 
-    flags = tl.load(flags_ptr + row)
     features = tl.load(features_ptr + row)
     # What the choice is made from: the adjusted scores, where there are any.
     scores_row = logits_row
