@@ -94,10 +94,13 @@ class _Errors:
 
 
 def _copy_text_files(source: Path, target: Path) -> None:
-    target.mkdir(parents=True, exist_ok=True)
-    if target.samefile(source):
-        raise ConfigError(f"--out {target} is the model's own folder: choose another")
-    for pattern in _TEXT_FILES:
-        for file in source.glob(pattern):
-            if not file.name.endswith(".index.json"):
-                shutil.copyfile(file, target / file.name)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        if target.samefile(source):
+            raise ConfigError(f"--out {target} is the model's own folder: choose another")
+        for pattern in _TEXT_FILES:
+            for file in source.glob(pattern):
+                if not file.name.endswith(".index.json"):
+                    shutil.copyfile(file, target / file.name)
+    except OSError as error:
+        raise ConfigError(f"--out {target}: cannot be written: {error.strerror}") from None

@@ -58,10 +58,15 @@ class FlagParser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults are shown where there is one."""
+    """Defaults are shown where there is one, values by one word."""
 
     @override
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False:
             return action.help
         return super()._get_help_string(action)
+
+    @override
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        """The last word of the flag: --cache-dir DIR."""
+        return action.dest.rpartition("_")[2].upper()

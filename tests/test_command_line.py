@@ -75,6 +75,7 @@ def test_help_shows_commands_and_no_default_where_there_is_none(
     assert "default: None" not in shown
     assert "default: False" not in shown
     assert "(default: 8000)" in shown
+    assert "--cache-dir DIR " in shown
     for command in ("serve", "precompile", "convert", "bench"):
         assert f"\n  {command} " in shown
 

@@ -55,6 +55,15 @@ def test_awq_needs_a_text_and_the_others_none(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").write_text("in the way")
+    status, text = run(capsys, *flags(tmp_path / "out"))
+    assert status == 1
+    assert f"--out {tmp_path}/out: cannot be written: File exists" in text
+
+
 def test_a_text_that_is_too_short_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
