@@ -58,9 +58,14 @@ def disassembled(folder: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def test_a_ring_of_codes_is_asked_for_before_the_kernels_before_end(tmp_path: Path) -> None:
-    """16 tokens, in a chain; three programs share a multiprocessor, and their products do not wait
-    for each other."""
+@pytest.mark.parametrize(
+    ("tokens", "turn", "stages"), [(8, 2, 5), (16, 2, 4), (32, 1, 5), (64, 1, 3)]
+)
+def test_a_ring_of_codes_is_asked_for_before_the_kernels_before_end(
+    tokens: int, turn: int, stages: int, tmp_path: Path
+) -> None:
+    """In a chain. Three programs share a multiprocessor, and their products do not wait for each
+    other; a turn has two barriers, each of which costs as much as ten instructions."""
     from jaxserve_kernels.quantized_matmul.triton_streaming import _product
 
     types = {
@@ -68,11 +73,14 @@ def test_a_ring_of_codes_is_asked_for_before_the_kernels_before_end(tmp_path: Pa
         "out_ptr": "*bf16",
     }  # fmt: skip
     constants = {
-        "tokens": 16, "n": 9728, "k": 2560, "GATED": True, "KIND": 2, "GROUP": 64, "ZERO": 1,
-        "TOKENS": 16, "ROWS": 64, "STEPS": 20, "STAGES": 8, "EARLY": True,
+        "tokens": tokens, "n": 9728, "k": 2560, "GATED": True, "KIND": 2, "GROUP": 64, "ZERO": 1,
+        "TOKENS": tokens, "ROWS": 64, "STEPS": 20, "TURN": turn, "STAGES": stages, "FIRST": False,
+        "EARLY": True,
     }  # fmt: skip
     kernel = compile_gluon(_product, types, constants)
     check_registers_and_memory(kernel, tmp_path)
     assert 3 * kernel.metadata.shared <= MOST_SHARED_MEMORY
-    before, _ = disassembled(tmp_path).split("ACQBULK", 1)
-    assert len(re.findall(r"LDGSTS\.E\S*\.128", before)) == 2 * 7
+    before, after = disassembled(tmp_path).split("ACQBULK", 1)
+    assert len(re.findall(r"LDGSTS\.E\S*\.128", before)) == 2 * turn * (stages - 1)
+    loop = re.search(r"\n\.(L_x_\d+):(.*?)BRA `\(\.\1\)", after, re.DOTALL)
+    assert loop and len(re.findall(r"BAR\.SYNC", loop[2])) == 2

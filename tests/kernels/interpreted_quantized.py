@@ -56,7 +56,8 @@ QUANTIZE: dict[str, Callable[[Any], Any]] = {
 
 
 def nibbles(words: Any) -> Any:
-    return tuple(((words.to(tl.int32) >> (4 * p)) & 15).to(tl.float32) + 128.0 for p in range(4))
+    """Without their powers of two, which `low_…` and `high_…` take off."""
+    return tuple(((words.to(tl.int32) >> (4 * p)) & 15).to(tl.float32) for p in range(4))
 
 
 def e2m1_times(words: Any, *factors: Any) -> Any:
@@ -112,9 +113,10 @@ def meaning_of_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
 
     replacements = {
         "nibbles": nibbles,
-        "less_136": lambda values: values - 136.0,
-        "less_128": lambda values: values - 128.0,
-        "plus": lambda values, offset: values + offset,
+        "low_less_8": lambda values: (values - 8.0) / 64.0,
+        "high_less_8": lambda values: (values - 8.0) / 64.0,
+        "low_plus": lambda values, offset: values / 64.0 + offset,
+        "high_plus": lambda values, offset: values / 64.0 + offset,
         "column": column,
         "nvfp4_factors": e4m3_scales(2.0**-8),
         "mxfp4_factor": mxfp4_factor(1.0),

@@ -53,16 +53,16 @@ def int8(codes: Any) -> NDArray[np.float32]:
 
 
 def test_nibbles_become_integers() -> None:
+    """Over 64, less 8 or another zero point."""
     planes = assembly(UNPACK, "nibbles")(PAIRS)
     for plane, words in enumerate(planes):
-        np.testing.assert_array_equal(bf16(words), 128 + nibble(PAIRS, plane))
-        (less,) = assembly(UNPACK, "less_136")(words)
-        np.testing.assert_array_equal(bf16(less), nibble(PAIRS, plane) - 8)
-        (less,) = assembly(UNPACK, "less_128")(words)
-        np.testing.assert_array_equal(bf16(less), nibble(PAIRS, plane))
-        for zero in (0, 3, 15):
-            (less,) = assembly(UNPACK, "plus")(words, each_half(-128 - zero, ml_dtypes.bfloat16))
-            np.testing.assert_array_equal(bf16(less), nibble(PAIRS, plane) - zero)
+        half = "high" if plane % 2 else "low"
+        (less,) = assembly(UNPACK, f"{half}_less_8")(words)
+        np.testing.assert_array_equal(64 * bf16(less), nibble(PAIRS, plane) - 8)
+        for zero in (0, 3, 15, 7.5):
+            offset = each_half(-zero / 64, ml_dtypes.bfloat16)
+            (less,) = assembly(UNPACK, f"{half}_plus")(words, offset)
+            np.testing.assert_array_equal(64 * bf16(less), nibble(PAIRS, plane) - zero)
 
 
 @pytest.mark.parametrize("name", ["int8_pair", "e4m3_pair"])

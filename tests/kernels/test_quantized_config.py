@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.model_spec import NAMED_MODELS
 from jaxserve_kernels import early, weights
-from jaxserve_kernels.quantized_matmul.config import Config, choose
+from jaxserve_kernels.quantized_matmul.config import Config, choose, steps
 
 QUANTIZE = {
     "int4": weights.quantize_int4,
@@ -64,7 +64,7 @@ def test_few_tokens_are_unpacked_and_many_computed_in_e4m3() -> None:
         assert methods(name) == [one, "unpack", some, "e4m3", "e4m3"]
 
 
-def test_in_a_chain_some_tokens_with_integers_stream() -> None:
+def test_in_a_chain_integers_stream_up_to_64_tokens() -> None:
     """Whole tiles of rows, no part without a tile of the input, few enough for their readers."""
     for spec in NAMED_MODELS.values():
         for out, depth, gated in (
@@ -72,13 +72,16 @@ def test_in_a_chain_some_tokens_with_integers_stream() -> None:
             (spec.embed, spec.ffn, False),
             (2 * spec.ffn, spec.embed, True),
         ):
-            for tokens in (9, 16, 17, 32, 48, 64):
+            for tokens in (1, 8, 9, 16, 17, 32, 48, 64):
                 with early.use():
                     config = config_of("int4", out, depth, tokens, gated=gated)
                 assert config is not None and config.method == "stream"
                 assert tokens <= config.tokens and out % config.rows == 0
-                steps = -(-(depth // 128) // config.splits)
-                assert config.splits <= 8 and (config.splits - 1) * steps < depth // 128
+                tiles, turn = depth // 128, config.unroll
+                each = steps(tiles, config.splits, turn)
+                assert config.splits <= 8 and config.num_stages > 2
+                assert (config.splits - 1) * each < tiles <= config.splits * each
+                assert tiles % each == 0 or each % turn == tiles % turn == 0
                 assert config.splits == 1 or not gated
     with early.use():
         for name, tokens in (("int4", 65), ("nvfp4", 16)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -23,7 +24,10 @@ _MAX_CHAINED = 64
 """Tokens of a chain's product by `triton_streaming`."""
 
 _STREAMING_PROGRAMS = 396
-"""Three for each multiprocessor: their rings fill its shared memory."""
+"""Three for each multiprocessor."""
+
+_RING = 75 * 1024
+"""Bytes of shared memory of each of them: a third of an H100's or H200's, less a reserved KiB."""
 
 _MOST_PARTS = 8
 """More partial sums than these cost their readers more than the product gains."""
@@ -55,7 +59,10 @@ class Config:
     num_warps: int = 4
     num_stages: int = 4
     unroll: int = 1
-    """Tiles of the input in one turn of the loop; a divisor of a split's tiles."""
+    """Tiles of the input in one turn of the loop; in `triton`, a divisor of a split's tiles."""
+    first: bool = False
+    """Of `triton_streaming`: the next kernel of the chain may be brought in before this one reads,
+    not after."""
 
 
 def choose(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config | None:
@@ -68,10 +75,10 @@ def choose(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config | Non
     if not _has_kernel(weight):
         return None
     tiles = depth // 128
-    if tokens <= _FEW and isinstance(weight, Int4Weight):
+    if tokens <= _MAX_CHAINED and isinstance(weight, Int4Weight) and early.starts():
+        config = _streaming(weight, tokens)
+    elif tokens <= _FEW and isinstance(weight, Int4Weight):
         config = _few(depth, gated=gated)
-    elif tokens <= _MAX_CHAINED and isinstance(weight, Int4Weight) and early.starts():
-        config = _streaming(tokens, out, tiles)
     elif not _in_e4m3(weight, tokens):
         config = _unpack(weight, tokens, out, tiles)
     elif tokens <= _most_in_registers(weight):
@@ -125,12 +132,26 @@ def _few(depth: int, *, gated: bool) -> Config:
     return Config(method="few", rows=16, tokens=_FEW, num_warps=warps)
 
 
-def _streaming(tokens: int, out: int, tiles: int) -> Config:
+def _streaming(weight: Int4Weight, tokens: int) -> Config:
     """Rings that leave room for three programs per multiprocessor, and as many programs."""
-    tile, stages = next((t, s) for t, s in ((16, 8), (32, 5), (64, 3)) if tokens <= t)
+    out, tiles = weight.shape[0], weight.shape[1] // 128
+    tile, turn = next(each for each in ((8, 2), (16, 2), (32, 2), (64, 1)) if tokens <= each[0])
+    of_rows = 4 * (128 // weight.group) * (1 if weight.zero is None else 2)
+    size = 64 * (64 + of_rows) + 256 * tile
+    turn = math.gcd(turn if _RING // (turn * size) > 2 else 1, tiles)
+    stages = _RING // (turn * size)
     parts = min(_MOST_PARTS, max(1, _STREAMING_PROGRAMS // (out // 64)), tiles)
-    splits = -(-tiles // -(-tiles // parts))  # none is empty
-    return Config(method="stream", tokens=tile, splits=splits, num_stages=stages)
+    splits = -(-tiles // steps(tiles, parts, turn))  # none is empty
+    return Config(
+        method="stream", tokens=tile, splits=splits, num_stages=stages, unroll=turn,
+        first=tokens <= 16,
+    )  # fmt: skip
+
+
+def steps(tiles: int, splits: int, turn: int) -> int:
+    """Tiles of each split but the last, which has no more: whole turns, unless all have as many."""
+    each = -(-tiles // splits)
+    return each if tiles % each == 0 else -(-each // turn) * turn
 
 
 def _unpack(weight: QuantizedWeight, tokens: int, out: int, tiles: int) -> Config:

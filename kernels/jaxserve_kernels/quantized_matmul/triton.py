@@ -48,23 +48,33 @@ def _int4_tile(
     """x, scale_ptr and zero_ptr are at the tile's first group of inputs."""
     a, b, c, d = nibbles(words)
     if GROUP == 128:
-        acc = _int4_group(acc, four_side_by_side(a, b, c, d), x, present, scale_ptr, zero_ptr, ZERO)
+        zero = tl.load(zero_ptr)
+        four = four_side_by_side(
+            less_zero(a, zero, 0, ZERO), less_zero(b, zero, 1, ZERO),
+            less_zero(c, zero, 2, ZERO), less_zero(d, zero, 3, ZERO),
+        )  # fmt: skip
+        acc = _int4_group(acc, four, x, present, scale_ptr)
     elif GROUP == 64:
-        acc = _int4_group(acc, side_by_side(a, b), x, present, scale_ptr, zero_ptr, ZERO)
-        acc = _int4_group(
-            acc, side_by_side(c, d), x + 64, present, scale_ptr + 64, zero_ptr + 64, ZERO
-        )
+        zero = tl.load(zero_ptr)
+        two = side_by_side(less_zero(a, zero, 0, ZERO), less_zero(b, zero, 1, ZERO))
+        acc = _int4_group(acc, two, x, present, scale_ptr)
+        zero = tl.load(zero_ptr + 64)
+        two = side_by_side(less_zero(c, zero, 2, ZERO), less_zero(d, zero, 3, ZERO))
+        acc = _int4_group(acc, two, x + 64, present, scale_ptr + 64)
     else:
-        acc = _int4_group(acc, a, x, present, scale_ptr, zero_ptr, ZERO)
-        acc = _int4_group(acc, b, x + 32, present, scale_ptr + 64, zero_ptr + 64, ZERO)
-        acc = _int4_group(acc, c, x + 64, present, scale_ptr + 128, zero_ptr + 128, ZERO)
-        acc = _int4_group(acc, d, x + 96, present, scale_ptr + 192, zero_ptr + 192, ZERO)
+        a = less_zero(a, tl.load(zero_ptr), 0, ZERO)
+        acc = _int4_group(acc, a, x, present, scale_ptr)
+        b = less_zero(b, tl.load(zero_ptr + 64), 1, ZERO)
+        acc = _int4_group(acc, b, x + 32, present, scale_ptr + 64)
+        c = less_zero(c, tl.load(zero_ptr + 128), 2, ZERO)
+        acc = _int4_group(acc, c, x + 64, present, scale_ptr + 128)
+        d = less_zero(d, tl.load(zero_ptr + 192), 3, ZERO)
+        acc = _int4_group(acc, d, x + 96, present, scale_ptr + 192)
     return acc
 
 
 @triton.jit
-def _int4_group(acc, values, x, present, scale_ptr, zero_ptr, ZERO: tl.constexpr):
-    values = less_zero(values, tl.load(zero_ptr), ZERO)
+def _int4_group(acc, values, x, present, scale_ptr):
     part = tl.dot(values, tl.load(x, mask=present, other=0.0))
     return acc + part * tl.load(scale_ptr)[:, None]
 
@@ -158,6 +168,8 @@ def _accumulate(
             x += depth
             scale_at += 64 * groups
             zero_at += 64 * groups
+    if KIND == INT4:
+        acc *= 64.0  # less_zero
     return acc
 
 

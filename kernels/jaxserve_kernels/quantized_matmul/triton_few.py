@@ -152,11 +152,11 @@ def _product(
                 at = x_at + step * (WARPS * 128) + plane * 32
                 x = _load(at, tile + step * WARPS, tiles, tiles % (STEPS * WARPS) == 0)
             zero = zeros[plane // shared][step] if ZERO != _NO_ZERO else 0
-            part = mma_v2(less_zero(planes[plane], zero, ZERO), x, part)
+            part = mma_v2(less_zero(planes[plane], zero, plane, ZERO), x, part)
             if plane % shared == shared - 1:
                 acc += part * scales[plane // shared][step][:, :, None]
                 part = nothing
-    sums = gl.sum(acc, 0)
+    sums = gl.sum(acc, 0) * 64.0  # less_zero
 
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     if GATED:

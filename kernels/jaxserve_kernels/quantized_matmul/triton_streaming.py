@@ -1,4 +1,4 @@
-"""Products of some tokens with 4-bit integers: codes stream through a ring in shared memory.
+"""Products of up to 64 tokens with 4-bit integers: codes stream through a ring in shared memory.
 
 A program fills the ring with codes and scales of its rows, and only then waits for the kernels
 before it in a chain, as `dense_matmul.triton_streaming` does; a tile of codes is a quarter of
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import triton
 from jax import Array
 from jax.typing import DTypeLike
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
@@ -23,13 +23,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from jaxserve_kernels.quantized_matmul.config import Config
+from jaxserve_kernels.quantized_matmul.config import Config, steps
 from jaxserve_kernels.quantized_matmul.triton_arguments import NO_ZERO, arrays, kind
 from jaxserve_kernels.quantized_matmul.triton_unpack import less_zero, nibbles
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import Int4Weight
 
 _NO_ZERO = gl.constexpr(NO_ZERO.value)
+
+_FEW = gl.constexpr(16)
+"""Tokens up to which a warp multiplies its own rows, which waits for nothing; of more, each warp
+would read all tokens from shared memory, and a warpgroup reads them once."""
 
 
 @gluon.jit
@@ -44,22 +48,85 @@ def _rows(program, lane, n: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexp
 
 
 @gluon.jit
+def _copy(place, source, tile, left, EVEN: gl.constexpr):
+    """A turn's part of a ring. EVEN: all its tiles are among those that are left."""
+    if EVEN:
+        async_copy.async_copy_global_to_shared(place, source)
+    else:
+        there, _ = gl.broadcast(tile < left, source)
+        async_copy.async_copy_global_to_shared(place, source, mask=there)
+
+
+@gluon.jit
+def _turn(
+    acc, words, scales, zeros, inputs,
+    COUNT: gl.constexpr, groups: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
+    ZERO: gl.constexpr,
+):  # fmt: skip
+    """Adds the products of a turn's first COUNT tiles. Those of a warpgroup are waited for when the
+    next are under way."""
+    mma: gl.constexpr = acc.type.layout
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    shared: gl.constexpr = 4 // groups  # planes of 32 inputs that share a scale
+    nothing = gl.zeros_like(acc)
+    before = nothing
+    scale_before = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, mma))
+    for tile in gl.static_range(COUNT):
+        planes = nibbles(words.slice(tile * ROWS, ROWS).load(left))
+        tokens = inputs.slice(tile * TOKENS, TOKENS)
+        part = nothing
+        for plane in gl.static_range(4):
+            if ZERO == _NO_ZERO:
+                values = less_zero(planes[plane], 0, plane, ZERO)
+            else:
+                zero = zeros.slice((tile * groups + plane // shared) * ROWS, ROWS)
+                zero = zero.load(gl.SliceLayout(1, left))
+                values = less_zero(planes[plane], zero, plane, ZERO)
+            x = tokens.slice(plane * 32, 32, dim=1).permute((1, 0))
+            if TOKENS <= _FEW:
+                part = mma_v2(values, x.load(right), part)
+            else:
+                part = warpgroup_mma(values, x, part, use_acc=plane % shared > 0, is_async=True)
+            if plane % shared == shared - 1:
+                scale = scales.slice((tile * groups + plane // shared) * ROWS, ROWS)
+                scale = scale.load(gl.SliceLayout(1, mma))
+                if TOKENS <= _FEW:
+                    acc += part * scale[:, None]
+                else:
+                    if tile + plane // shared > 0:
+                        before = warpgroup_mma_wait(shared, deps=[before])
+                        acc += before * scale_before[:, None]
+                    before = part
+                    scale_before = scale
+                part = nothing
+    if TOKENS > _FEW:
+        before = warpgroup_mma_wait(0, deps=[before])
+        acc += before * scale_before[:, None]
+    return acc
+
+
+@gluon.jit
 def _product(
     x_ptr, packed_ptr, scale_ptr, zero_ptr, out_ptr,
     tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
     GATED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
-    TOKENS: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr = False,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, TURN: gl.constexpr,
+    STAGES: gl.constexpr, FIRST: gl.constexpr, EARLY: gl.constexpr = False,
 ):  # fmt: skip
-    """n: rows of the result; gated, half of the weight's. STEPS: tiles of 128 inputs of a part."""
+    """n: rows of the result; gated, half of the weight's. STEPS: tiles of 128 inputs of a part;
+    TURN of them are one turn, of which the rings hold STAGES. The next kernel may be brought in
+    FIRST, or when this one has read."""
     tiles: gl.constexpr = k // 128
     groups: gl.constexpr = 128 // GROUP
-    shared: gl.constexpr = 4 // groups  # planes of 32 inputs that share a scale
     ahead: gl.constexpr = STAGES - 1
     warps: gl.constexpr = ROWS // 16
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, TOKENS, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    by_row: gl.constexpr = gl.SliceLayout(1, mma)
+    rest: gl.constexpr = STEPS % TURN
+    even: gl.constexpr = rest == 0
+    if TOKENS <= _FEW:
+        mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
+    else:
+        mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, TOKENS, 16])
     word_copy: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [warps, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
     x_copy: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [warps, 1], [1, 0])
@@ -67,82 +134,96 @@ def _product(
     first = gl.program_id(1) * STEPS
     if tiles % STEPS == 0:
         steps: gl.constexpr = STEPS
-    else:  # the last part is shorter
+    else:  # the last part is shorter, by whole turns
+        gl.static_assert(even and tiles % TURN == 0)
         steps = gl.minimum(STEPS, tiles - first)
 
     word_tile: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     row_tile: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, 128], gl.bfloat16)
-    word_ring = gl.allocate_shared_memory(gl.uint16, [STAGES, ROWS, 32], word_tile)
-    scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, groups * ROWS], row_tile)
-    x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, 128], x_tile)
+    per_turn: gl.constexpr = TURN * groups * ROWS
+    word_ring = gl.allocate_shared_memory(gl.uint16, [STAGES, TURN * ROWS, 32], word_tile)
+    scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, per_turn], row_tile)
+    x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TURN * TOKENS, 128], x_tile)
+    zero_ring = scale_ring
     if ZERO != _NO_ZERO:
         zero_ring = gl.allocate_shared_memory(
-            zero_ptr.dtype.element_ty, [STAGES, groups * ROWS], row_tile
+            zero_ptr.dtype.element_ty, [STAGES, per_turn], row_tile
         )
 
-    row = _rows(program, gl.arange(0, ROWS, gl.SliceLayout(1, word_copy)), n, GATED, ROWS)
-    word = gl.arange(0, 32, gl.SliceLayout(0, word_copy))
-    block = (row // 64).to(gl.int64) * tiles + first
-    words = packed_ptr + (block * 2048 + row % 64 * 32)[:, None] + word[None, :]
-    lane = gl.arange(0, groups * ROWS, flat)
+    if EARLY and FIRST:
+        gdc_launch_dependents()
+    lane = gl.arange(0, TURN * ROWS, gl.SliceLayout(1, word_copy))
     row = _rows(program, lane % ROWS, n, GATED, ROWS)
-    of_row = ((row // 64) * tiles + first) * (groups * 64) + lane // ROWS * 64 + row % 64
-    token = gl.arange(0, TOKENS, gl.SliceLayout(1, x_copy))[:, None]
+    block = (row // 64).to(gl.int64) * tiles + first + lane // ROWS
+    word = gl.arange(0, 32, gl.SliceLayout(0, word_copy))[None, :]
+    words = packed_ptr + (block * 2048 + row % 64 * 32)[:, None] + word
+    tile_of_words = (lane // ROWS)[:, None]
+    lane = gl.arange(0, per_turn, flat)
+    row = _rows(program, lane % ROWS, n, GATED, ROWS)
+    tile_of_row = lane // (groups * ROWS)
+    of_row = (row // 64 * tiles + first + tile_of_row) * groups + lane // ROWS % groups
+    of_row = of_row * 64 + row % 64
+    lane = gl.arange(0, TURN * TOKENS, gl.SliceLayout(1, x_copy))[:, None]
     depth = gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]
-    x = x_ptr + token * k + first * 128 + depth
-    there, _ = gl.broadcast(token < tokens, x)
+    x = x_ptr + lane % TOKENS * k + (first + lane // TOKENS) * 128 + depth
+    # A token that is not there is like a tile past the last one.
+    tile_of_x = gl.where(lane % TOKENS < tokens, lane // TOKENS, tiles)
 
-    for step in gl.static_range(ahead):
-        if step < steps:
-            async_copy.async_copy_global_to_shared(word_ring.index(step), words + step * 2048)
-            at = of_row + step * (groups * 64)
-            async_copy.async_copy_global_to_shared(scale_ring.index(step), scale_ptr + at)
+    for turn in gl.static_range(ahead):
+        if turn * TURN < steps:
+            left = steps - turn * TURN
+            at = of_row + turn * (TURN * groups * 64)
+            _copy(word_ring.index(turn), words + turn * (TURN * 2048), tile_of_words, left, even)
+            _copy(scale_ring.index(turn), scale_ptr + at, tile_of_row, left, even)
             if ZERO != _NO_ZERO:
-                async_copy.async_copy_global_to_shared(zero_ring.index(step), zero_ptr + at)
+                _copy(zero_ring.index(turn), zero_ptr + at, tile_of_row, left, even)
         async_copy.commit_group()
     if EARLY:
         gdc_wait()
-    for step in gl.static_range(ahead):
-        if step < steps:
-            async_copy.async_copy_global_to_shared(x_ring.index(step), x + step * 128, mask=there)
+    for turn in gl.static_range(ahead):
+        if turn * TURN < steps:
+            left = steps - turn * TURN
+            _copy(x_ring.index(turn), x + turn * (TURN * 128), tile_of_x, left, False)
         async_copy.commit_group()
 
     acc = gl.zeros([ROWS, TOKENS], gl.float32, mma)
-    nothing = acc
-    for step in range(steps + gl.program_id(2)):  # not unrolled: the grid has no third dimension
-        async_copy.wait_group(STAGES - 2)
-        fence_async_shared()
+    slot = 0
+    # Not unrolled: the grid has no third dimension.
+    for turn in range(steps // TURN + gl.program_id(2)):
+        async_copy.wait_group(ahead - 1)
         gl.thread_barrier()
-        later = step + ahead
-        if later < steps:
-            stage = later % STAGES
-            async_copy.async_copy_global_to_shared(word_ring.index(stage), words + later * 2048)
-            at = of_row + later * (groups * 64)
-            async_copy.async_copy_global_to_shared(scale_ring.index(stage), scale_ptr + at)
+        if TOKENS > _FEW:
+            fence_async_shared()
+        later = turn + ahead
+        left = steps - later * TURN
+        if left > 0:
+            place = gl.where(slot == 0, ahead, slot - 1)
+            at = of_row + later * (TURN * groups * 64)
+            _copy(word_ring.index(place), words + later * (TURN * 2048), tile_of_words, left, even)
+            _copy(scale_ring.index(place), scale_ptr + at, tile_of_row, left, even)
             if ZERO != _NO_ZERO:
-                async_copy.async_copy_global_to_shared(zero_ring.index(stage), zero_ptr + at)
-            async_copy.async_copy_global_to_shared(x_ring.index(stage), x + later * 128, mask=there)
+                _copy(zero_ring.index(place), zero_ptr + at, tile_of_row, left, even)
+            _copy(x_ring.index(place), x + later * (TURN * 128), tile_of_x, left, False)
         async_copy.commit_group()
-        stage = step % STAGES
-        inputs = x_ring.index(stage)
-        scale = scale_ring.index(stage)
-        planes = nibbles(word_ring.index(stage).load(left))
-        part = nothing
-        for plane in gl.static_range(4):
-            if ZERO == _NO_ZERO:
-                values = less_zero(planes[plane], 0, ZERO)
-            else:
-                zeros = zero_ring.index(stage).slice(plane // shared * ROWS, ROWS)
-                values = less_zero(planes[plane], zeros.load(gl.SliceLayout(1, left)), ZERO)
-            right = inputs.slice(plane * 32, 32, dim=1).permute((1, 0))
-            part = warpgroup_mma(values, right, part, use_acc=plane % shared > 0, is_async=True)
-            if plane % shared == shared - 1:
-                part = warpgroup_mma_wait(0, deps=[part])
-                acc += part * scale.slice(plane // shared * ROWS, ROWS).load(by_row)[:, None]
-    if EARLY:
+        acc = _turn(
+            acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
+            x_ring.index(slot), TURN, groups, ROWS, TOKENS, ZERO,
+        )  # fmt: skip
+        slot = gl.where(slot == ahead, 0, slot + 1)
+    if not even:
+        async_copy.wait_group(0)
+        gl.thread_barrier()
+        if TOKENS > _FEW:
+            fence_async_shared()
+        acc = _turn(
+            acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
+            x_ring.index(slot), rest, groups, ROWS, TOKENS, ZERO,
+        )  # fmt: skip
+    if EARLY and not FIRST:
         gdc_launch_dependents()
 
+    acc *= 64.0  # less_zero
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     if GATED:
         gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
@@ -157,8 +238,11 @@ def _product(
 @gluon.jit
 def _store(values, out_ptr, tokens: gl.constexpr, n: gl.constexpr):
     rows: gl.constexpr = values.shape[0]
-    layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, gl.num_warps()], [0, 1])
-    values = gl.convert_layout(values, layout)
+    if values.shape[1] <= _FEW:
+        layout: gl.constexpr = values.type.layout
+    else:
+        layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, gl.num_warps()], [0, 1])
+        values = gl.convert_layout(values, layout)
     row = gl.program_id(0) * rows + gl.arange(0, rows, gl.SliceLayout(1, layout))[:, None]
     token = gl.arange(0, values.shape[1], gl.SliceLayout(0, layout))[None, :]
     there, _ = gl.broadcast(token < tokens, values)
@@ -190,6 +274,7 @@ def _launch(
         grid=(weight.shape[0] // config.rows, config.splits),
         num_warps=config.rows // 16,
         tokens=tokens, n=out_type.shape[-1], k=k, GATED=gated, **kind(weight),
-        TOKENS=config.tokens, ROWS=config.rows, STEPS=triton.cdiv(k // 128, config.splits),
-        STAGES=config.num_stages,
+        TOKENS=config.tokens, ROWS=config.rows,
+        STEPS=steps(k // 128, config.splits, config.unroll),
+        TURN=config.unroll, STAGES=config.num_stages, FIRST=config.first,
     )  # fmt: skip

@@ -8,48 +8,58 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jaxserve_kernels.quantized_matmul.triton_arguments import NO_ZERO, WHOLE_ZERO
+from jaxserve_kernels.quantized_matmul.triton_arguments import NO_ZERO
 
 
 @triton.jit
 def nibbles(words):
-    """16-bit words to four bfloat16 vectors of 128 + nibble: 0x4300 is 128, its last bit is 1."""
+    """16-bit words to four bfloat16 vectors: their nibbles times 2^-133, 2^-129, 2^-133, 2^-129.
+
+    Below 2^-125 bfloat16's numbers are evenly spaced, so that any bits of a lower byte are one.
+    """
     return tl.inline_asm_elementwise(
-        """{ .reg .b32 a, b, c;
-        shr.u32 a, $4, 4; shr.u32 b, $4, 8; shr.u32 c, $4, 12;
-        lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 $1, a, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 $2, b, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 $3, c, 0x000f000f, 0x43004300, 0xea; }""",
-        "=r,=r,=r,=r,r", [words],
+        """{ .reg .b32 high; shr.u32 high, $4, 8;
+        and.b32 $0, $4, 0x000f000f; and.b32 $1, $4, 0x00f000f0;
+        and.b32 $2, high, 0x000f000f; and.b32 $3, high, 0x00f000f0; }""",
+        "=&r,=&r,=&r,=&r,r", [words],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
 
 
 @triton.jit
-def less_136(values):
-    """128 + nibble to nibble - 8, exactly: 0x3f80 is 1, 0xc308 is -136."""
+def low_less_8(values):
+    """(nibble - 8) / 64 of an even plane, exactly: 0x7f00 is 2^127, 0xbe00 is -1 / 8."""
     return tl.inline_asm_elementwise(
-        """{ .reg .b32 one, offset; mov.b32 one, 0x3f803f80; mov.b32 offset, 0xc308c308;
-        fma.rn.bf16x2 $0, $1, one, offset; }""",
+        """{ .reg .b32 factor, offset; mov.b32 factor, 0x7f007f00; mov.b32 offset, 0xbe00be00;
+        fma.rn.bf16x2 $0, $1, factor, offset; }""",
         "=r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=2,
     )  # fmt: skip
 
 
 @triton.jit
-def less_128(values):
-    """128 + nibble to nibble, exactly: 0xc300 is -128."""
+def high_less_8(values):
+    """The same of an odd plane: 0x7d00 is 2^123."""
     return tl.inline_asm_elementwise(
-        """{ .reg .b32 one, offset; mov.b32 one, 0x3f803f80; mov.b32 offset, 0xc300c300;
-        fma.rn.bf16x2 $0, $1, one, offset; }""",
+        """{ .reg .b32 factor, offset; mov.b32 factor, 0x7d007d00; mov.b32 offset, 0xbe00be00;
+        fma.rn.bf16x2 $0, $1, factor, offset; }""",
         "=r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=2,
     )  # fmt: skip
 
 
 @triton.jit
-def plus(values, offset):
+def low_plus(values, offset):
+    """nibble / 64 + offset of an even plane."""
     return tl.inline_asm_elementwise(
-        "{ .reg .b32 one; mov.b32 one, 0x3f803f80; fma.rn.bf16x2 $0, $1, one, $2; }",
+        "{ .reg .b32 factor; mov.b32 factor, 0x7f007f00; fma.rn.bf16x2 $0, $1, factor, $2; }",
+        "=r,r,r", [values, offset], dtype=tl.bfloat16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def high_plus(values, offset):
+    """The same of an odd plane."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 factor; mov.b32 factor, 0x7d007d00; fma.rn.bf16x2 $0, $1, factor, $2; }",
         "=r,r,r", [values, offset], dtype=tl.bfloat16, is_pure=True, pack=2,
     )  # fmt: skip
 
@@ -158,14 +168,13 @@ def column(rows, shape: tl.constexpr):
 
 
 @triton.jit
-def less_zero(values, zero, ZERO: tl.constexpr):
-    """128 + nibble to nibble - zero; exactly, where zeros are whole."""
+def less_zero(values, zero, PLANE: tl.constexpr, ZERO: tl.constexpr):
+    """(nibble - zero) / 64 of a plane of `nibbles`; exactly, where zeros are whole."""
     if ZERO == NO_ZERO:
-        values = less_136(values)
-    elif ZERO == WHOLE_ZERO:
-        values = plus(values, column(-128.0 - zero.to(tl.float32), values.shape))
+        values = high_less_8(values) if PLANE % 2 else low_less_8(values)
     else:
-        values = plus(less_128(values), column(-zero, values.shape))
+        offset = column(zero.to(tl.float32) * -0.015625, values.shape)
+        values = high_plus(values, offset) if PLANE % 2 else low_plus(values, offset)
     return values
 
 
