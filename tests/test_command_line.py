@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from typing import Any
 
 import pytest
 
+import jaxserve
 from jaxserve.__main__ import main
 from jaxserve.bench.command import main as bench
 from jaxserve.cli import parse_args
@@ -45,6 +47,12 @@ def test_one_line_says_what_is_wrong(
     assert said.count("\n") == 1
     assert said.startswith("jaxserve: error: ")
     assert message in said
+
+
+def test_an_older_python_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 11, 7))
+    with pytest.raises(ImportError, match=r"needs Python 3\.12 or newer"):
+        runpy.run_path(str(jaxserve.__file__))
 
 
 def test_the_ends_of_ranges_are_allowed() -> None:
