@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,6 +22,12 @@ class Constraint(NamedTuple):
     param: str
     """The field it comes from."""
     grammar: Callable[[], str]
+    written_here: bool = True
+    """The client did not write it, and is not shown where in it a fault is."""
+
+
+_PLACES = re.compile(r"^at \d+\(\d+\): |(\n +\d+ \| .*)+(\n *\^)?$")
+"""Of llguidance's messages: line and column, and lines around it."""
 
 
 def avoided(service: Service, fields: GenerationFields) -> BadWords | None:
@@ -51,8 +58,9 @@ async def constrained(
         grammar = await asyncio.to_thread(constraint.grammar)
         guide = await service.guides.compile(grammar, thinking)
     except GrammarError as error:
+        reason = _PLACES.sub("", str(error)) if constraint.written_here else str(error)
         raise invalid(
-            f"{constraint.param}: {error}", param=constraint.param, code="invalid_grammar"
+            f"{constraint.param}: {reason}", param=constraint.param, code="invalid_grammar"
         ) from None
     stops = params.stop_token_ids | guide.end_token_ids
     return replace(params, guide=guide, stop_token_ids=stops)
@@ -151,7 +159,7 @@ def _of_kind(param: str, kind: str, value: Any) -> Constraint:
         case "choice":
             return Constraint(param, lambda: grammars.choice(value))
         case _:
-            return Constraint(param, lambda: grammars.grammar(value))
+            return Constraint(param, lambda: grammars.grammar(value), written_here=False)
 
 
 def _json(param: str, schema: dict[str, Any] | str) -> Constraint:

@@ -162,11 +162,14 @@ def _text(content: str | Sequence[ContentPart] | None, param: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     for position, part in enumerate(content):
-        if part.type != "text" or part.text is None:
+        where = f"{param}[{position}]"
+        if part.type != "text":
+            kind = repr(part.type[:50])
             raise invalid(
-                f"content of type {part.type[:50]!r} is not supported; this model reads text",
-                param=f"{param}[{position}]",
+                f"content of type {kind} is not supported; this model reads text", param=where
             )
+        if part.text is None:
+            raise invalid(f"{where}.text is required", param=f"{where}.text")
     return "".join(part.text or "" for part in content)
 
 

@@ -6,15 +6,20 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import pytest
 
 from tests.fakes import CALL, END_CALL, END_THINK, IM_END, THINK, FakeEngine
 from tests.server.conftest import Serve
 
 USER = {"role": "user", "content": "Hi"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")
-]
+
+
+def tool_with(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool_with(SCHEMA, name) for name in ("f", "g")]
 CALLED = [CALL, *b'\n{"name": "f", "arguments": {"a": 1}}\n', END_CALL, IM_END]
 
 
@@ -104,10 +109,30 @@ async def test_the_message_of_a_bad_schema_says_what_is_wrong_with_it(serve: Ser
     assert error["param"] == "response_format.json_schema.schema" and "not" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"guided_regex": "("}, 'guided_regex: invalid regex "("'),
+        (
+            {"tools": [tool_with({"oneOf": 7})], "tool_choice": "required"},
+            "tools: failed to compile JSON schema: oneOf must be an array",
+        ),
+        ({"guided_grammar": "start: a"}, 'guided_grammar: at 1(8): unknown name: "a"'),
+    ],
+)
+async def test_only_a_grammar_of_the_client_s_own_is_shown(
+    serve: Serve, fields: dict[str, Any], message: str
+) -> None:
+    _, body = await chat(serve, FakeEngine(), **fields)
+    error = body["error"]["message"]
+    assert error.startswith(message)
+    assert (" | start: " in error) == ("guided_grammar" in fields)
+
+
 async def test_parameters_of_tools_that_cannot_be_followed_are_refused_when_forced(
     serve: Serve,
 ) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+    tool = tool_with({"not": {}})
     status, _ = await chat(serve, FakeEngine(b"Hi"), tools=[tool])
     assert status == 200, "only a forced call needs them"
     status, body = await chat(serve, FakeEngine(), tools=[tool], tool_choice="required")

@@ -133,6 +133,10 @@ async def test_a_bad_chat_names_the_field(serve: Serve, fields: Any, param: str)
         ({"messages": [{"content": "Hi"}]}, "messages[0].role is required"),
         ({"response_format": {"type": "text", "x": 1}}, "response_format.x is not known"),
         ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x: chat_template_kwargs may "),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text is required",
+        ),
         ({"messages": 1}, "messages: Expected `array`, got `int`"),
         ({"messages": None}, "messages: Expected `array`, got `null`"),
         ({"model": "gpt"}, "the model 'gpt' is not served here; what is: 'tiny'"),
