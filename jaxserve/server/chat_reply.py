@@ -23,6 +23,8 @@ _REASONING_NAMES = {
 
 
 class ChatReply(OpenAIReply):
+    """Implements `Reply` for /v1/chat/completions."""
+
     def __init__(
         self,
         *,

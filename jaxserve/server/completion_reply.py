@@ -16,6 +16,8 @@ from jaxserve.tokenizer import Tokenizer
 
 
 class CompletionReply(OpenAIReply):
+    """Implements `Reply` for /v1/completions."""
+
     def __init__(
         self,
         *,

@@ -15,6 +15,7 @@ type Json = dict[str, Any]
 
 
 def check_stream_options(service: Service, fields: GenerationFields) -> StreamOptions:
+    """With what the server's flags add; 400 for options of a stream that is not asked for."""
     if fields.stream_options is not None and not fields.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
     options = fields.stream_options or StreamOptions()

@@ -167,6 +167,7 @@ def truncated(
 
 
 def check_token_ids(ids: Sequence[int], limits: EngineLimits, param: str) -> None:
+    """400, which names the first that the vocabulary does not have."""
     if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
         wrong = next(i for i in ids if not 0 <= i < limits.vocab_size)
         raise _token_id_error(wrong, limits, param)

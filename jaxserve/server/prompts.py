@@ -79,6 +79,10 @@ async def chat_prompt(
     tokenizer: Tokenizer,
     limits: EngineLimits,
 ) -> ChatPrompt:
+    """The template applied to a chat, as token ids.
+
+    ApiError: there is no template, it refuses the messages, or a field contradicts another.
+    """
     if template is None:
         raise invalid("this model has no chat template; use /v1/completions", param="messages")
     messages = [_plain_message(i, message) for i, message in enumerate(request.messages)]

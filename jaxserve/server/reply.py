@@ -86,6 +86,11 @@ async def answer(
     stream: bool,
     ignored: tuple[str, ...],
 ) -> web.StreamResponse:
+    """Submit the generation and answer with it: as a stream, or as one body when it has ended.
+
+    `ignored`: fields that nothing knows, for a header. Raises ApiError as long as nothing was sent;
+    later failures are events of the stream.
+    """
     service = arrival.service
     headers = ignored_header(service, ignored)
     _classify(arrival, generation)
@@ -221,6 +226,7 @@ def _as_api_error(service: Service, error: Rejected | Overloaded | EngineFailed)
 
 
 def ignored_header(service: Service, ignored: tuple[str, ...]) -> dict[str, str]:
+    """Counts the fields that had no effect; the header that names them, if there are any."""
     for name in ignored:
         service.metrics.parameter_ignored(name[:100])
     shown = [name[:100] for name in ignored if name.isascii() and name.isprintable()]

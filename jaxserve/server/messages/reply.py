@@ -19,6 +19,8 @@ type Json = dict[str, Any]
 
 
 class MessagesReply:
+    """Implements `Reply` for /v1/messages."""
+
     def __init__(self, *, arrival: Arrival, model: str, generation: Generation):
         self._generation = generation
         self._choice = generation.choices[0]

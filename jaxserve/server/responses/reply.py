@@ -22,6 +22,8 @@ type Json = dict[str, Any]
 
 
 class ResponsesReply:
+    """Implements `Reply` for /v1/responses."""
+
     def __init__(
         self, *, arrival: Arrival, model: str, generation: Generation, fields: ResponsesRequest
     ):
