@@ -1,17 +1,12 @@
-"""A server that cannot start says why in one line and ends."""
+"""A server that cannot start says why in one line and ends: more reasons are in
+`tests/test_refused_starts.py`."""
 
 from __future__ import annotations
 
-import json
-import shutil
 import socket
 from pathlib import Path
 
-import pytest
-
-from tests.e2e.process import ROOT, finish, start
-
-GOLDEN = ROOT / "tests" / "golden" / "tied"
+from tests.e2e.process import finish, small_model, start
 
 
 def fails_with(*flags: str, environment: dict[str, str] | None = None) -> str:
@@ -24,44 +19,13 @@ def fails_with(*flags: str, environment: dict[str, str] | None = None) -> str:
     return last
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """A whole small model, to be damaged."""
-    embedded = ROOT / "checkpoints" / "jaxserve_checkpoints" / "embedded"
-    folder = tmp_path / "model"
-    shutil.copytree(GOLDEN, folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(embedded / name, folder / name)
-    return folder
-
-
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    assert "no such folder" in fails_with("--model", str(tmp_path / "nothing"))
-
-
-def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
-    assert "config.json" in fails_with("--model", str(tmp_path))
-
-
-def test_another_architecture_is_named(model: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(
-        json.dumps({**config, "architectures": ["LlamaForCausalLM"]})
-    )
-    assert "LlamaForCausalLM" in fails_with("--model", str(model))
-
-
-def test_a_truncated_checkpoint_is_told_with_its_sizes(model: Path) -> None:
+def test_a_truncated_checkpoint_is_told_with_its_sizes(tmp_path: Path) -> None:
+    model = small_model(tmp_path / "model")
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     message = fails_with("--model", str(model))
     assert "model.safetensors" in message
     assert str(weights.stat().st_size) in message.replace(",", "")
-
-
-def test_a_missing_tokenizer_is_named(model: Path) -> None:
-    (model / "tokenizer.json").unlink()
-    assert "tokenizer.json" in fails_with("--model", str(model))
 
 
 def test_a_port_in_use_is_known_before_anything_slow() -> None:
@@ -72,21 +36,6 @@ def test_a_port_in_use_is_known_before_anything_slow() -> None:
         message = fails_with("--port", str(port))
     assert f"port {port}" in message
     assert "--port" in message
-
-
-def test_a_cache_too_small_for_one_sequence_is_refused_with_numbers() -> None:
-    message = fails_with("--kv-cache-memory-bytes", "1M")
-    assert "too little memory" in message
-    assert "4096" in message
-
-
-def test_a_model_too_large_for_the_machine_is_refused_with_numbers() -> None:
-    message = fails_with("--model", "qwen3-32b", "--load-format", "dummy")
-    assert "too little memory: weights 122 GiB" in message
-
-
-def test_a_length_beyond_the_model_is_refused() -> None:
-    assert "4096" in fails_with("--max-model-len", "5000")
 
 
 def test_a_model_of_the_hub_is_looked_for_and_the_folder_named_when_offline() -> None:
