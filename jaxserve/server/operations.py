@@ -5,7 +5,8 @@ from __future__ import annotations
 from aiohttp import web
 
 import jaxserve
-from jaxserve.api import EngineFailed
+from jaxserve.api import EngineFailed, EngineStatus
+from jaxserve.config import ServerConfig
 from jaxserve.metrics import CONTENT_TYPE
 from jaxserve.server.errors import ApiError, json_response
 from jaxserve.server.openapi import document
@@ -20,20 +21,20 @@ async def health(request: web.Request) -> web.Response:
     it has to make a token, once it serves."""
     service = request.app[SERVICE]
     status = service.engine.status()
-    stalled = status.last_step_age >= service.config.stall_timeout
-    healthy = status.phase != "failed" and not stalled
+    phase = _phase(status, service.config)
+    healthy = phase not in ("failed", "stalled")
     body = Health(
-        state="stalled" if stalled and status.phase != "failed" else status.phase,
+        phase=phase,
         running=status.running,
         waiting=status.waiting,
         last_step_age_s=round(status.last_step_age, 3),
     )
-    if healthy and status.phase == "serving" and request.query.get("deep") == "1":
+    if phase == "serving" and request.query.get("deep") == "1":
         try:
             seconds = await service.probe.seconds()
             body.token_s = None if seconds is None else round(seconds, 3)
         except EngineFailed:
-            healthy, body.state = False, "no_token"
+            healthy, body.phase = False, "no_token"
     return json_response(body, status=200 if healthy else 503)
 
 
@@ -41,12 +42,17 @@ async def ready(request: web.Request) -> web.Response:
     """Ready: requests sent now are served now."""
     service = request.app[SERVICE]
     status = service.engine.status()
-    stalled = status.last_step_age >= service.config.stall_timeout
-    serving = status.ready and status.phase not in ("draining", "failed") and not stalled
-    phase = "stalled" if stalled else status.phase
+    phase = _phase(status, service.config)
+    serving = status.ready and phase not in ("draining", "failed", "stalled")
     body = Readiness(phase=phase, progress=status.progress)
     headers = None if serving else {"Retry-After": "1"}
     return json_response(body, status=200 if serving else 503, headers=headers)
+
+
+def _phase(status: EngineStatus, config: ServerConfig) -> str:
+    """The engine's, or that it has not finished a step for too long."""
+    stalled = status.last_step_age >= config.stall_timeout and status.phase != "failed"
+    return "stalled" if stalled else status.phase
 
 
 async def load(request: web.Request) -> web.Response:

@@ -164,7 +164,7 @@ class Detokenized(Shape):
 
 
 class Health(Shape):
-    state: str
+    phase: str
     running: int
     waiting: int
     last_step_age_s: float

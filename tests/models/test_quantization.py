@@ -27,8 +27,8 @@ from jaxserve_kernels.weights import (
     Nvfp4Weight,
     quantize_int4,
 )
-from tests.runner.driver import Placed, generate, tokens_of
-from tests.tiny_model import SPEC, make_config, make_runner
+from tests.models.test_golden import Golden, logits_in_chunks
+from tests.tiny_model import SPEC
 
 FOLDER = embedded_model()
 EMBEDDED = ModelSpec.from_hf(json.loads((FOLDER / "config.json").read_text()))
@@ -91,17 +91,17 @@ def test_an_untied_head_is_quantised_and_the_embedding_is_not() -> None:
     assert not isinstance(params.embedding, QUANTIZED)
 
 
-def test_a_quantised_model_computes_with_its_dequantised_weights() -> None:
-    spec = replace(SMALL, num_layers=1)
-    config = make_config(spec=spec, decode=(4,), prefill=(8,))
-    encode = Quantization(layers="int4", head="int8").encoder(spec)
-    params = dummy_params(qwen3.abstract(spec, jnp.float32), 1, encode)
-    answers = [
-        tokens_of(generate(make_runner(config, weights), Placed(), [5, 77, 9], 12))
+@pytest.mark.parametrize("chunk", [16, 1])
+def test_a_quantised_model_computes_with_its_dequantised_weights(chunk: int) -> None:
+    encode = Quantization(layers="int4", head="int8").encoder(SMALL)
+    params = dummy_params(qwen3.abstract(SMALL, jnp.float32), 1, encode)
+    tokens = np.random.default_rng(0).integers(0, SMALL.vocab_size, 16)
+    got, expected = (
+        logits_in_chunks(Golden(SMALL, weights, {}), tokens, chunk)
         for weights in (params, dequantized(params))
-    ]
-    assert answers[0] == answers[1]
-    assert len(set(answers[0])) > 1
+    )
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
+    assert np.ptp(expected, axis=0).min() > 0.01, "tokens matter"
 
 
 def test_a_shape_that_the_formats_cannot_hold_is_refused_with_its_numbers() -> None:

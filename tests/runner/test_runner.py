@@ -33,8 +33,10 @@ from tests.runner.driver import (
     step,
     tokens_of,
 )
-from tests.tiny_model import COMPILES, SPEC, make_config, make_params, make_runner
+from tests.tiny_model import COMPILES, SPEC, make_config, make_runner
 
+ONE_LAYER = replace(SPEC, num_layers=1)
+"""Where what is special is not in the layers: half of the compiling."""
 FEATURES = [
     GREEDY,
     SamplingParams(max_tokens=9, temperature=0.8),
@@ -322,7 +324,13 @@ def test_more_changes_than_a_step_holds_are_applied_before_it(runner: Runner) ->
 def test_page_tables_of_thousands_of_pages_arrive_whole() -> None:
     """More changes than one call of the overflow executable holds."""
     config = make_config(
-        max_model_len=9000, page_size=1, num_pages=9001, decode=(1,), prefill=(4,), max_num_seqs=1
+        spec=ONE_LAYER,
+        max_model_len=9000,
+        page_size=1,
+        num_pages=9001,
+        decode=(1,),
+        prefill=(4,),
+        max_num_seqs=1,
     )
     runner = make_runner(config)
     before = COMPILES.count
@@ -373,8 +381,14 @@ def test_a_step_launched_after_the_one_before_it_had_ended_is_late(runner: Runne
 
 
 def test_a_mixed_bucket_of_one_token_computes_the_token_it_is_given() -> None:
-    config = make_config(max_num_seqs=1, decode=(1,), prefill=(1, 32), sampled_vocab=SAMPLED_VOCAB)
-    runner = make_runner(config, make_params())
+    config = make_config(
+        spec=ONE_LAYER,
+        max_num_seqs=1,
+        decode=(1,),
+        prefill=(1, 32),
+        sampled_vocab=SAMPLED_VOCAB,
+    )
+    runner = make_runner(config)
     whole = first_token(runner, Placed(), PROMPT)
     seq = Placed(pages=(9, 10, 11))
     step(runner, [seq.chunk(PROMPT[:10], samples=False)], [seq])

@@ -34,13 +34,13 @@ async def get(url: str, path: str) -> tuple[int, Any]:
 async def test_health_follows_progress_and_not_readiness(serve: Serve) -> None:
     engine = FakeEngine()
     url = await serve(engine, stall_timeout=10.0)
-    expected = {"state": "serving", "running": 0, "waiting": 0, "last_step_age_s": 0.0}
+    expected = {"phase": "serving", "running": 0, "waiting": 0, "last_step_age_s": 0.0}
     assert await get(url, "/health") == (200, expected)
     engine.phase = "compiling"
     assert (await get(url, "/health"))[0] == 200
     engine.last_step_age = 11.0
     status, body = await get(url, "/health")
-    assert (status, body["state"]) == (503, "stalled")
+    assert (status, body["phase"]) == (503, "stalled")
     engine.phase, engine.last_step_age = "failed", 0.0
     assert (await get(url, "/health"))[0] == 503
 
@@ -103,7 +103,7 @@ async def test_a_deep_health_check_has_a_token_made(serve: Serve) -> None:
     assert "token_s" not in (await get(url, "/health?deep=1"))[1]
     url = await serve(FakeEngine(fail_after=0))
     status, body = await get(url, "/health?deep=1")
-    assert (status, body["state"]) == (503, "no_token")
+    assert (status, body["phase"]) == (503, "no_token")
 
 
 async def test_a_server_with_much_to_do_is_healthy(serve: Serve, monkeypatch: Patch) -> None:
