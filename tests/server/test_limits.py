@@ -124,23 +124,25 @@ async def test_a_request_that_waits_too_long_for_its_first_token_is_a_503(
     await asyncio.wait_for(engine.aborted.wait(), 5)
 
 
-@pytest.mark.parametrize("stream", [True, False])
 async def test_a_request_that_has_begun_may_take_longer_than_the_queue_allows(
-    serve: Serve, stream: bool
+    serve: Serve,
 ) -> None:
-    url = await serve(FakeEngine(step=(step := asyncio.Semaphore(1))), max_queue_time=2)
-    body = {"prompt": "Hi", "stream": stream}
-
-    async def text() -> tuple[int, str]:
+    async def answer(step: asyncio.Semaphore, *, stream: bool) -> None:
+        url = await serve(FakeEngine(step=step), max_queue_time=2)
+        body = {"prompt": "Hi", "stream": stream}
         async with aiohttp.request("POST", f"{url}/v1/completions", json=body) as reply:
-            return reply.status, await reply.text()
+            assert reply.status == 200
+            assert '"finish_reason":"length"' in await reply.text()
 
-    answer = asyncio.ensure_future(text())
+    steps = [asyncio.Semaphore(1), asyncio.Semaphore(1)]
+    answers = [
+        asyncio.ensure_future(answer(step, stream=stream))
+        for step, stream in zip(steps, (True, False), strict=True)
+    ]
     await asyncio.sleep(2.2)
-    for _ in range(10):
+    for step in steps * 10:
         step.release()
-    status, answered = await answer
-    assert status == 200 and '"finish_reason":"length"' in answered
+    await asyncio.gather(*answers)
 
 
 @pytest.mark.parametrize(("sent", "status"), [("0.2", 504), ("nan", 200), ("x", 200)])

@@ -175,7 +175,7 @@ async def test_a_client_that_leaves_silently_frees_its_sequences(
     url = await serve(engine)
     body = CHAT | {"stream": stream, "n": n}
     request = asyncio.create_task(post(url, "/v1/chat/completions", body))
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         while engine.running < n:
             await asyncio.sleep(0.005)
         await asyncio.sleep(0.02)
@@ -192,12 +192,12 @@ async def test_a_client_that_leaves_between_tokens_is_noticed_without_a_write(
     url = await serve(engine)
     async with aiohttp.request("POST", f"{url}/v1/chat/completions", json=CHAT) as reply:
         await reply.content.readline()
-    await asyncio.wait_for(engine.aborted.wait(), 1)
+    await asyncio.wait_for(engine.aborted.wait(), 30)
 
 
 async def test_shutdown_ends_streams_in_time() -> None:
     engine = FakeEngine(b"a", hang=True)
-    async with aiohttp.ClientSession() as session, asyncio.timeout(2):
+    async with aiohttp.ClientSession() as session, asyncio.timeout(30):
         async with serving(engine) as url:
             reply = await session.post(f"{url}/v1/completions", json=COMPLETION)
             await reply.content.readline()
