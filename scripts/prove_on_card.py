@@ -112,6 +112,8 @@ PROOFS = {
             "scripts/bench_serving.py --url {url} --stall 32 --out {out}/stall.json",
             f"scripts/bench_serving.py --url {{url}} --concurrency {CLIENTS} --rounds 4"
             " --out {out}/serving.json",
+            f"scripts/bench_serving.py --url {{url}} --concurrency {CLIENTS} --rounds 3"
+            " --same-prompts --seed 42 --out {out}/serving_same_prompts.json",
             "scripts/bench_serving.py --url {url} --concurrency 100 --rounds 1"
             " --prompt-tokens 512 --output-tokens 128 --out {out}/burst.json",
             "scripts/bench_serving.py --url {url} --concurrency 256 --rounds 1"

@@ -52,9 +52,9 @@ def test_scratch_memory_stays_small(reports: dict[str, dict[str, Any]]) -> None:
 
 def test_layers_are_one_chain_of_kernels_or_nine_each(reports: dict[str, dict[str, Any]]) -> None:
     """Each is counted with the slice of the stacked weight that it reads, where it has one."""
-    for bucket in ("decode_1", "decode_16", "decode_24"):
+    for bucket in ("decode_1", "decode_16", "decode_24", "decode_64"):
         assert reports[bucket]["inside_graph"] <= 24, bucket
-    assert reports["decode_64"]["inside_graph"] <= 4 * 17 + 20
+    assert reports["decode_256"]["inside_graph"] <= 4 * 17 + 20
 
 
 def test_a_step_with_quantised_weights_is_one_cuda_graph_too() -> None:

@@ -17,7 +17,7 @@ from jaxserve_kernels.attention_inputs import triton as attention_inputs_triton
 from jaxserve_kernels.dense_matmul import reference as products_reference
 from jaxserve_kernels.dense_matmul import triton as products_triton
 from jaxserve_kernels.dense_matmul.config import Config
-from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
+from jaxserve_kernels.paged_attention import QueryTiles, paged_attention, triton_singles
 from jaxserve_kernels.paged_attention import triton as paged_attention_triton
 from jaxserve_kernels.paged_attention.config import Config as AttentionConfig
 from jaxserve_kernels.paged_attention.inputs import make_inputs
@@ -120,6 +120,26 @@ def test_paged_attention(name: str, splits: int, monkeypatch: pytest.MonkeyPatch
         tile_size=spec.tile_size, config=AttentionConfig(splits=splits, num_warps=4, num_stages=3),
     )  # fmt: skip
     assert relative_error(out[used], expected[used]) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["decode_at_page_edges", "decode_padded", "decode_with_one_head"])
+@pytest.mark.parametrize("free", [0, 9, 100])
+def test_singles_beside_chunks(name: str, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many free places share the contexts of the others."""
+    monkeypatch.setattr(triton_singles, "_MIN_BLOCKS", 1)
+    inputs = make_inputs(SPECS[name], seed=3)
+    columns = (inputs.first, inputs.length, inputs.slot, inputs.position)
+    tiles = QueryTiles(*(jnp.asarray(np.pad(column, (0, free))) for column in columns))
+    q, kv, table = (jnp.asarray(each) for each in (inputs.q, inputs.kv, inputs.page_table))
+    with target.use(target.Target("reference")):
+        expected = paged_attention(q, kv, inputs.layer, table, tiles, tile_size=1)
+    used = inputs.first[inputs.length > 0]
+    out = jax.new_ref(jnp.full_like(q, 7.0))
+    triton_singles.attend(q, kv, inputs.layer, table, tiles, out)
+    result = jax.freeze(out)
+    assert relative_error(result[used], expected[used]) < 1e-6
+    others = np.setdiff1d(np.arange(len(q)), used)
+    np.testing.assert_array_equal(result[others], 7.0)
 
 
 def sampler_inputs(seed: int, *, rows: int, vocab: int, padded: int) -> tuple[Any, ...]:

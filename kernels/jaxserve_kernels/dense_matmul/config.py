@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxserve_kernels import early, tuned
 
@@ -16,8 +16,12 @@ gates. Measured on an H200; see docs/performance/prefill.md."""
 _ENOUGH_PROGRAMS = 264
 """Two for each of an H100's 132 multiprocessors keep its memory busy."""
 
-MAX_CHAINED_TOKENS = 32
+MAX_CHAINED_TOKENS = 64
 """In a chain of kernels, which can hold no product of XLA's."""
+
+_MANY_TOKENS = 32
+"""Beyond them partial sums are so large that one program for each multiprocessor is enough, and
+tokens so many that half the depth of a tile leaves room for three programs."""
 
 _MAX_SPLITS = 8
 """More partial sums than this cost their readers more than the product gains."""
@@ -40,20 +44,23 @@ def choose(*, gated: bool, tokens: int, out: int, depth: int) -> Config | None:
     if parameters is not None:
         return Config(**parameters)
     most = MAX_CHAINED_TOKENS if early.starts() else MAX_TOKENS
-    return _heuristic(out, depth) if tokens <= most else None
+    return _heuristic(tokens, out, depth) if tokens <= most else None
 
 
-def _heuristic(out: int, depth: int) -> Config | None:
+def _heuristic(tokens: int, out: int, depth: int) -> Config | None:
     """None where the kernel does not apply."""
-    config = Config()
+    many = tokens > _MANY_TOKENS
+    config = Config(depth=64 if many else 128)
     steps, rest = divmod(depth, config.depth)
     if rest or out % config.rows:
         return None
     tiles = out // config.rows
     choices = [splits for splits in range(1, _MAX_SPLITS + 1) if steps % splits == 0]
-    enough = [splits for splits in choices if tiles * splits >= _ENOUGH_PROGRAMS]
+    wanted = _ENOUGH_PROGRAMS // 2 if many else _ENOUGH_PROGRAMS
+    enough = [splits for splits in choices if tiles * splits >= wanted]
     splits = enough[0] if enough else choices[-1]
-    return Config(splits=splits, num_stages=4 if steps // splits > 16 and splits > 1 else 3)
+    stages = 4 if steps // splits > 16 and splits > 1 else 3
+    return replace(config, splits=splits, num_stages=stages)
 
 
 def fuses_gating(*, tokens: int, out: int, depth: int) -> bool:

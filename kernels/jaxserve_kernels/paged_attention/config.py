@@ -38,14 +38,9 @@ def tile_tokens(group: int) -> int:
     return 2 * (TILE_ROWS // 2 // group)
 
 
-def choose(
-    *, tiles: int, kv_heads: int, rows: int, pages_per_seq: int, beside_chunks: bool = False
-) -> Config:
-    """A configuration for `rows` query rows (tokens x heads per KV head) in each tile.
-
-    Beside chunks most of the tiles are padding and latency counts for less than merging.
-    """
-    parameters = None if beside_chunks else tuned.find("paged_attention", (rows, kv_heads), tiles)
+def choose(*, tiles: int, kv_heads: int, rows: int, pages_per_seq: int) -> Config:
+    """A configuration for `rows` query rows (tokens x heads per KV head) in each tile."""
+    parameters = tuned.find("paged_attention", (rows, kv_heads), tiles)
     if parameters is not None:
         return Config(**parameters)
     if rows > 16:
@@ -56,7 +51,6 @@ def choose(
         splits=max(splits, 1),
         num_warps=4,
         num_stages=2 if splits > 8 else 3,  # few blocks to visit: more room for the next kernels
-        min_blocks=8 if beside_chunks else 1,
     )
 
 

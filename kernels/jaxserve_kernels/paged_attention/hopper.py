@@ -238,7 +238,6 @@ def launch(
     tile_size: int,
     config: HopperConfig,
     rows: int,
-    given: tuple[jax.Ref, ...],
     types: tuple[jax.ShapeDtypeStruct, ...],
 ) -> list[Array]:
     """The result where one split has seen a tile's context; sums, peaks, weights of the others."""
@@ -247,7 +246,7 @@ def launch(
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     kv_rows = tensor_descriptor(kv.reshape(-1, head_dim), (page_size, head_dim), layout)
     return triton_call(
-        q, kv_rows, layer * num_pages, page_table, *tiles[:4], *given,
+        q, kv_rows, layer * num_pages, page_table, *tiles[:4],
         kernel=_program,
         name="paged_attention_hopper",
         out_type=types,

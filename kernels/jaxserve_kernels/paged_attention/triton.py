@@ -36,7 +36,7 @@ _MERGED = 32
 
 
 @triton.jit
-def _visit(
+def visit(
     block, q, peak, weight, acc, kv_ptr, table, width, first_page, kv_head, row_position,
     scale: tl.constexpr, kv_heads: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     KEYS: tl.constexpr, MASK: tl.constexpr,
@@ -110,13 +110,13 @@ def _attend(
         if ROWS > 16:  # long tiles: only the last blocks hold keys that a row must not see
             masked_from = tl.maximum(tl.minimum((position + 1) // KEYS, end), begin)
             for block in tl.range(begin, masked_from, num_stages=STAGES):
-                peak, weight, acc = _visit(
+                peak, weight, acc = visit(
                     block, q, peak, weight, acc, kv_ptr, table, table_stride, first_page, kv_head,
                     row_position,
                     scale, kv_heads, DIM, PAGE, KEYS, False,
                 )  # fmt: skip
         for block in tl.range(masked_from, end, num_stages=STAGES):
-            peak, weight, acc = _visit(
+            peak, weight, acc = visit(
                 block, q, peak, weight, acc, kv_ptr, table, table_stride, first_page, kv_head,
                 row_position,
                 scale, kv_heads, DIM, PAGE, KEYS, True,
@@ -216,12 +216,14 @@ def paged_attention(
     tile_size: int,
     config: Config | None = None,
 ) -> Array:
-    result = _attention(q, kv, layer, page_table, tiles, tile_size, config=config)
-    assert result is not None
+    """Singles, if there are any, are attended to by kernels of their own."""
+    result = _attention(q, kv, layer, page_table, tiles, tile_size, config)
     if tiles.singles is None:
         return result
+    from jaxserve_kernels.paged_attention import triton_singles
+
     out = jax.new_ref(result)
-    _attention(q, kv, layer, page_table, tiles.singles, 1, out)
+    triton_singles.attend(q, kv, layer, page_table, tiles.singles, out)
     return jax.freeze(out)
 
 
@@ -232,10 +234,9 @@ def _attention(
     page_table: Array,
     tiles: QueryTiles,
     tile_size: int,
-    out: jax.Ref | None = None,
-    config: Config | HopperConfig | None = None,
-) -> Array | None:
-    """Attention of `tiles` without its singles: returned, or stored in `out` between others'."""
+    config: Config | HopperConfig | None,
+) -> Array:
+    """Attention of `tiles` without its singles."""
     kv_heads, head_dim = kv.shape[2], kv.shape[5]
     q_heads, num_tiles = q.shape[1], tiles.first.shape[0]
     rows = max(16, triton.next_power_of_2(tile_size * (q_heads // kv_heads)))
@@ -251,23 +252,20 @@ def _attention(
             kv_heads=kv_heads,
             rows=tile_size * (q_heads // kv_heads),
             pages_per_seq=page_table.shape[1],
-            beside_chunks=out is not None,
         )
     whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    given = () if out is None else (out,)
     parts = part_types(num_tiles, kv_heads, config.splits, rows, head_dim)
-    types = (*(() if given else (whole,)), *parts)
-    *result, sums, peak, weight = launch(
-        q, kv, layer, page_table, tiles, tile_size, config, rows, given, types
+    result, *sums = launch(
+        q, kv, layer, page_table, tiles, tile_size, config, rows, (whole, *parts)
     )
     if config.splits == 1:
-        return result[0] if result else None
-    merged = jax.new_ref(result[0]) if out is None else out
+        return result
+    merged = jax.new_ref(result)
     merge(
-        (sums, peak, weight), tiles, merged,
-        tile_size=tile_size, kv_heads=kv_heads, keys=_block_keys(kv), min_blocks=config.min_blocks,
+        tuple(sums), tiles, merged,
+        tile_size=tile_size, kv_heads=kv_heads, keys=block_keys(kv), min_blocks=config.min_blocks,
     )  # fmt: skip
-    return jax.freeze(merged) if out is None else None
+    return jax.freeze(merged)
 
 
 def part_types(
@@ -315,7 +313,7 @@ def merge(
     )  # fmt: skip
 
 
-def _block_keys(kv: Array) -> int:
+def block_keys(kv: Array) -> int:
     """Keys that are visited together: those of a page, or of several small ones."""
     return max(kv.shape[4], 64)
 
@@ -329,12 +327,11 @@ def _launch(
     tile_size: int,
     config: Config,
     rows: int,
-    given: tuple[jax.Ref, ...],
     types: tuple[jax.ShapeDtypeStruct, ...],
 ) -> list[Array]:
     num_pages, kv_heads, _, page_size, head_dim = kv.shape[1:]
     return triton_call(
-        q, kv, layer * num_pages, page_table, *tiles[:4], *given,
+        q, kv, layer * num_pages, page_table, *tiles[:4],
         kernel=_attend,
         name="paged_attention",
         out_type=types,
@@ -343,6 +340,6 @@ def _launch(
         table_stride=page_table.shape[1],
         scale=head_dim**-0.5 * LOG2_E,
         q_heads=q.shape[1], kv_heads=kv_heads, tile_size=tile_size,
-        ROWS=rows, DIM=head_dim, PAGE=page_size, KEYS=_block_keys(kv),
+        ROWS=rows, DIM=head_dim, PAGE=page_size, KEYS=block_keys(kv),
         SPLITS=config.splits, MIN_BLOCKS=config.min_blocks, STAGES=config.num_stages,
     )  # fmt: skip

@@ -1,0 +1,183 @@
+"""Attention of single tokens beside prompt chunks, however few of them there are.
+
+A mixed step has a place for each row that may decode in it, and often few do. Where there are so
+few that they do not fill the card, places that nobody has taken share their contexts: with 4 tokens
+there are 16 programs for each of them and KV head. Which share is whose is computed once per step,
+since how many places are taken is known on the device alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from jaxserve_kernels.paged_attention.config import LOG2_E
+from jaxserve_kernels.paged_attention.reference import QueryTiles
+from jaxserve_kernels.paged_attention.triton import block_keys, visit
+from jaxserve_kernels.triton_call import triton_call
+
+_SHARED_PLACES = 64
+"""So many tokens, or shares of tokens, keep the memory busy: two programs for each multiprocessor
+of an H100 where there are 8 KV heads."""
+
+_MOST_SHARES = 16
+_MIN_BLOCKS = 4
+"""Of keys, for each share: fewer cost more in merging than they gain."""
+
+
+class Shares(NamedTuple):
+    """What each place visits, all int32 [places]; nothing where it begins at its end."""
+
+    first: Array
+    """Index of the token among the step's."""
+    slot: Array
+    position: Array
+    begin: Array
+    """First block of keys, and the one after the last."""
+    end: Array
+
+
+class Parts(NamedTuple):
+    """What is to be merged, all int32 [tokens that may share]."""
+
+    first: Array
+    place: Array
+    """The first of the places that have a part of the token's context."""
+    count: Array
+    """How many have; 0 where one has seen it all."""
+
+
+def share(tiles: QueryTiles, *, keys: int) -> tuple[Shares, Parts]:
+    """Share places out among the tokens of tiles of at most one, in blocks of `keys` keys."""
+    place = jnp.arange(tiles.first.shape[0], dtype=jnp.int32)
+    taken = jnp.max(jnp.where(tiles.length > 0, place + 1, 0))
+    most = min(_SHARED_PLACES, len(place))
+    shares = jnp.clip(most // jnp.maximum(taken, 1), 1, _MOST_SHARES)
+    tile, index = place // shares, place % shares
+    length, first, slot, position = (
+        jnp.take(each, tile) for each in (tiles.length, tiles.first, tiles.slot, tiles.position)
+    )
+    blocks = jnp.where((tile < taken) & (length > 0), position // keys + 1, 0)
+    size = jnp.maximum(-(-blocks // shares), _MIN_BLOCKS)
+    begin = jnp.minimum(index * size, blocks)
+    end = jnp.minimum(begin + size, blocks)
+
+    own = slice(0, most // 2)  # of more tokens, each has one share
+    blocks = jnp.where(tiles.length[own] > 0, tiles.position[own] // keys + 1, 0)
+    size = jnp.maximum(-(-blocks // shares), _MIN_BLOCKS)
+    count = jnp.where(size < blocks, -(-blocks // size), 0)
+    parts = Parts(tiles.first[own], place[own] * shares, count)
+    return Shares(first, slot, position, begin, end), parts
+
+
+@triton.jit
+def _attend(
+    q_ptr, kv_ptr, first_page, table_ptr, first_ptr, slot_ptr, position_ptr, begin_ptr, end_ptr,
+    out_ptr, part_ptr, peak_ptr, weight_ptr,
+    table_stride: tl.constexpr, scale: tl.constexpr, q_heads: tl.constexpr, kv_heads: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    group: tl.constexpr = q_heads // kv_heads
+    begin = tl.load(begin_ptr + place)
+    end = tl.load(end_ptr + place)
+    first = tl.load(first_ptr + place).to(tl.int64)
+    last = tl.load(position_ptr + place)
+    table = table_ptr + tl.load(slot_ptr + place).to(tl.int64) * table_stride
+    if begin < end:
+        row = tl.arange(0, ROWS)
+        dim = tl.arange(0, DIM)
+        valid = row < group
+        q_row = first * q_heads + kv_head * group + row
+        q = tl.load(q_ptr + q_row[:, None] * DIM + dim[None, :], mask=valid[:, None], other=0.0)
+        position = last + tl.zeros([ROWS], tl.int32)
+        peak = tl.full([ROWS], -1.0e30, tl.float32)
+        weight = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DIM], tl.float32)
+        for block in tl.range(begin, end, num_stages=STAGES):
+            peak, weight, acc = visit(
+                block, q, peak, weight, acc, kv_ptr, table, table_stride, first_page, kv_head,
+                position, scale, kv_heads, DIM, PAGE, KEYS, True,
+            )  # fmt: skip
+        if (begin == 0) & (end > last // KEYS):
+            out = out_ptr + q_row[:, None] * DIM + dim[None, :]
+            tl.store(out, (acc / weight[:, None]).to(out_ptr.dtype.element_ty), mask=valid[:, None])
+        else:
+            part = (place * kv_heads + kv_head) * ROWS + row
+            tl.store(part_ptr + part[:, None] * DIM + dim[None, :], acc, mask=valid[:, None])
+            tl.store(peak_ptr + part, peak, mask=valid)
+            tl.store(weight_ptr + part, weight, mask=valid)
+
+
+@triton.jit
+def _merge(
+    part_ptr, peak_ptr, weight_ptr, first_ptr, place_ptr, count_ptr, out_ptr,
+    q_heads: tl.constexpr, kv_heads: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    GROUP: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """The query heads of a token and KV head."""
+    token = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    group: tl.constexpr = q_heads // kv_heads
+    count = tl.load(count_ptr + token)
+    if count > 0:
+        share = tl.arange(0, MOST)
+        row = tl.arange(0, GROUP)
+        dim = tl.arange(0, DIM)
+        there = (share < count)[:, None] & (row < group)[None, :]
+        part = ((tl.load(place_ptr + token) + share) * kv_heads + kv_head) * ROWS
+        part = part[:, None] + row[None, :]
+        peaks = tl.load(peak_ptr + part, mask=there, other=-1.0e30)
+        shrink = tl.exp2(peaks - tl.max(peaks, axis=0)[None, :])
+        weights = tl.load(weight_ptr + part, mask=there, other=0.0)
+        acc = part_ptr + part[:, :, None] * DIM + dim[None, None, :]
+        acc = tl.load(acc, mask=there[:, :, None], other=0.0)
+        out = tl.sum(acc * shrink[:, :, None], axis=0)
+        out = out / tl.maximum(tl.sum(weights * shrink, axis=0), 1.0e-30)[:, None]
+        q_row = tl.load(first_ptr + token).to(tl.int64) * q_heads + kv_head * group + row
+        target = out_ptr + q_row[:, None] * DIM + dim[None, :]
+        tl.store(target, out.to(out_ptr.dtype.element_ty), mask=(row < group)[:, None])
+
+
+def attend(
+    q: Array, kv: Array, layer: int, page_table: Array, tiles: QueryTiles, out: jax.Ref
+) -> None:
+    """`reference.paged_attention` of tiles of at most one token, stored in `out` [tokens, q_heads,
+    head_dim] between the results of others."""
+    num_pages, kv_heads, _, page_size, head_dim = kv.shape[1:]
+    q_heads = q.shape[1]
+    group = q_heads // kv_heads
+    rows = max(16, triton.next_power_of_2(group))
+    keys = block_keys(kv)
+    shares, parts = share(tiles, keys=keys)
+    places, tokens = shares.first.shape[0], parts.first.shape[0]
+    shared: dict[str, int] = {
+        "q_heads": q_heads, "kv_heads": kv_heads, "ROWS": rows, "DIM": head_dim, "num_warps": 4,
+    }  # fmt: skip
+    statistics = jax.ShapeDtypeStruct((min(places, _SHARED_PLACES), kv_heads, rows), jnp.float32)
+    sums = jax.ShapeDtypeStruct((*statistics.shape, head_dim), jnp.float32)
+    written = triton_call(
+        q, kv, layer * num_pages, page_table, *shares, out,
+        kernel=_attend,
+        name="paged_attention_singles",
+        out_type=(sums, statistics, statistics),
+        grid=(places, kv_heads),
+        table_stride=page_table.shape[1], scale=head_dim**-0.5 * LOG2_E,
+        PAGE=page_size, KEYS=keys, STAGES=3, **shared,
+    )  # fmt: skip
+    if tokens:
+        triton_call(
+            *written, *parts, out,
+            kernel=_merge,
+            name="paged_attention_singles_merge",
+            out_type=(),
+            grid=(tokens, kv_heads),
+            GROUP=triton.next_power_of_2(group), MOST=_MOST_SHARES, **shared,
+        )  # fmt: skip
