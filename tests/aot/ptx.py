@@ -1,4 +1,4 @@
-"""A Gluon kernel compiled for an H100, and what ptxas says of it."""
+"""A Triton or Gluon kernel compiled for an H100, and what ptxas says of it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ MOST_SHARED_MEMORY = 232_448
 """Bytes that a program may have on an H100."""
 
 
-def compile_gluon(
+def compile_kernel(
     kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], *, num_warps: int = 4
 ) -> Any:
     """Arguments whose names end in _ptr are 16-byte aligned pointers; others without a type are
     int32 pointers."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     names = kernel.arg_names
     signature = {
         name: "constexpr" if name in constants else types.get(name, "*i32") for name in names
     }
     aligned = [name for name in names if name.endswith("_ptr")]
-    source = GluonASTSource(
+    make = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = make(
         kernel,
         signature,
         {(names.index(name),): value for name, value in constants.items()},

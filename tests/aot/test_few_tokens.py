@@ -13,7 +13,7 @@ import pytest
 from tests.aot.ptx import (
     MOST_SHARED_MEMORY,
     check_registers_and_memory,
-    compile_gluon,
+    compile_kernel,
     ptxas_report,
 )
 
@@ -32,7 +32,7 @@ def compiled(tokens: int, group: int, early: bool) -> Any:
         "tokens": tokens, "n": 9728, "k": 2560, "GATED": True, "KIND": 2, "GROUP": group, "ZERO": 0,
         "TOKENS": 8, "ROWS": 16, "STEPS": STEPS, "WARPS": 4, "EARLY": early,
     }  # fmt: skip
-    return compile_gluon(_product, types, constants)
+    return compile_kernel(_product, types, constants)
 
 
 @pytest.mark.parametrize(("tokens", "group", "early"), [(1, 128, True), (8, 64, False)])
@@ -77,7 +77,7 @@ def test_a_ring_of_codes_is_asked_for_before_the_kernels_before_end(
         "TOKENS": tokens, "ROWS": 64, "STEPS": 20, "TURN": turn, "STAGES": stages, "FIRST": False,
         "EARLY": True,
     }  # fmt: skip
-    kernel = compile_gluon(_product, types, constants)
+    kernel = compile_kernel(_product, types, constants)
     check_registers_and_memory(kernel, tmp_path)
     assert 3 * kernel.metadata.shared <= MOST_SHARED_MEMORY
     before, after = disassembled(tmp_path).split("ACQBULK", 1)

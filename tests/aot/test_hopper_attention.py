@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.aot.ptx import check_registers_and_memory, compile_gluon, tma_blocks
+from tests.aot.ptx import check_registers_and_memory, compile_kernel, tma_blocks
 
 
 @pytest.fixture(scope="module", params=[1, 8], ids=["whole", "split"])
@@ -30,7 +30,7 @@ def kernel(request: pytest.FixtureRequest) -> Any:
         "weight_ptr": "*fp32",
         "table_stride": "i32",
     }
-    return compile_gluon(_program, types, constants)
+    return compile_kernel(_program, types, constants)
 
 
 def test_the_program_fits_and_its_products_do_not_wait(kernel: Any, tmp_path: Path) -> None:

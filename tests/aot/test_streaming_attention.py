@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.aot.ptx import compile_gluon, ptxas_report
+from tests.aot.ptx import compile_kernel, ptxas_report
 
 
 @pytest.mark.parametrize(("qkv", "splits", "stages"), [("*fp32", 8, 2), ("*bf16", 1, 3)])
@@ -18,8 +18,6 @@ def test_past_keys_and_values_are_asked_for_before_the_kernels_before_it_end(
 ) -> None:
     """For Qwen3-4B's heads. A thread copies 16 bytes of eight rows of a page's keys, and as many
     of its values; ACQBULK is the wait."""
-    import triton
-
     from jaxserve_kernels.paged_attention.triton_streaming import _attend
 
     bf16, fp32 = ("kv", "q_norm", "k_norm", "out"), ("cos", "sin", "part", "peak", "weight")
@@ -29,15 +27,71 @@ def test_past_keys_and_values_are_asked_for_before_the_kernels_before_it_end(
         "kv_heads": 8, "ROWS": 16, "DIM": 128, "PAGE": 64, "SPLITS": splits, "MIN_BLOCKS": 1,
         "STAGES": stages, "EARLY": True,
     }  # fmt: skip
-    kernel = compile_gluon(_attend, types | {"qkv_ptr": qkv, "first_page": "i32"}, constants)
-    report = ptxas_report(kernel, tmp_path)
-    assert re.search(r"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", report)
-    registers = re.search(r"Used (\d+) registers", report)
-    assert registers and int(registers[1]) <= 168  # three programs for each multiprocessor
+    kernel = compile_kernel(_attend, types | {"qkv_ptr": qkv, "first_page": "i32"}, constants)
+    assert _registers(kernel, tmp_path) <= 168  # three programs for each multiprocessor
     assert kernel.metadata.shared <= 34 * 1024 * stages + 4 * 1024
+    assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", _before_the_wait(tmp_path))) == 16 * stages
+
+
+_HEADS = {"q_heads": 32, "kv_heads": 8, "stride": 6144, "parts": 4, "eps": 1e-6, "scale": 0.1}
+_TYPES = {
+    "*fp32": "qkv_ptr cos_ptr sin_ptr part_ptr sums_ptr peak_ptr weight_ptr",
+    "*bf16": "q_norm_ptr k_norm_ptr raw_ptr out_ptr",
+    "*i16": "words_ptr key_words_ptr value_words_ptr",
+    "i32": "layer num_pages first_page first_slot table_stride",
+}
+
+
+def _types(scales: str) -> dict[str, str]:
+    """Of the arguments of the quantised formats' kernels."""
+    types = {name: kind for kind, names in _TYPES.items() for name in names.split()}
+    return types | {"scales_ptr": scales}
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["int8", "fp8"])
+def test_so_are_those_of_8_bits(fp8: bool, tmp_path: Path) -> None:
+    """Triton fills a ring before the loop, and the loop's first pass waits: a block is 8 KB of keys
+    and as many of values, of which each of 64 threads copies 128 bytes."""
+    from jaxserve_kernels.kv_format.eight_bit.triton_streaming import _attend
+
+    constants = _HEADS | {
+        "ROWS": 16, "HALF": 64, "PAGE": 64, "KEYS": 64, "SPLITS": 8, "STAGES": 3, "FP8": fp8,
+        "FAST": True, "EARLY": True,
+    }  # fmt: skip
+    kernel = compile_kernel(_attend, _types("*fp32"), constants, num_warps=2)
+    assert _registers(kernel, tmp_path) <= 248  # four programs for each multiprocessor
+    copies = re.findall(r"LDGSTS\.E\.BYPASS\.128", _before_the_wait(tmp_path))
+    assert len(copies) >= 2 * 8  # two blocks' keys; values, where they are not masked
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_so_are_codes(bits: int, tmp_path: Path) -> None:
+    from jaxserve_kernels.kv_format.kvarn.triton_streaming import _attend
+
+    constants = _HEADS | {
+        "ROWS": 8, "QUARTER": 32, "GROUP": 128, "BITS": bits, "CHUNK": 32, "KEYS": 32, "STAGES": 2,
+        "FAST": True, "EARLY": True,
+    }  # fmt: skip
+    kernel = compile_kernel(_attend, _types("*fp16"), constants, num_warps=2)
+    assert _registers(kernel, tmp_path) <= 208  # four programs for each multiprocessor
+    assert re.search(r"LDGSTS\.E\.BYPASS\.128", _before_the_wait(tmp_path))
+
+
+def _registers(kernel: Any, folder: Path) -> int:
+    """Registers per thread; none may have to go through memory."""
+    report = ptxas_report(kernel, folder)
+    assert re.search(r"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", report)
+    found = re.search(r"Used (\d+) registers", report)
+    assert found
+    return int(found[1])
+
+
+def _before_the_wait(folder: Path) -> str:
+    """The machine code before the last ACQBULK, the wait for the kernels before."""
+    import triton
+
     nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     code = subprocess.run(
-        [nvdisasm, "-c", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True
+        [nvdisasm, "-c", folder / "kernel.cubin"], capture_output=True, text=True, check=True
     ).stdout
-    before, _ = code.rsplit("ACQBULK", 1)
-    assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", before)) == 16 * stages
+    return code.rsplit("ACQBULK", 1)[0]

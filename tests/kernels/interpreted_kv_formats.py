@@ -16,8 +16,10 @@ import pytest
 from jaxserve_kernels import target
 from jaxserve_kernels.kv_format import KVFormat, attend, chunks, end_step, named
 from jaxserve_kernels.kv_format.eight_bit import triton as eight_bit
+from jaxserve_kernels.kv_format.eight_bit import triton_streaming as eight_bit_streaming
 from jaxserve_kernels.kv_format.kvarn import KVarN
 from jaxserve_kernels.kv_format.kvarn import triton as kvarn
+from jaxserve_kernels.kv_format.kvarn import triton_streaming as kvarn_streaming
 from tests.kernels.kv_steps import EPS, LAYER, Sequences
 
 GROUP = 16
@@ -35,13 +37,23 @@ def small_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "LEAST", 128)
 
 
-@pytest.mark.parametrize("work", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("work", "streaming"),
+    [(DECODE, True), (DECODE, False), (PREFILL, False)],
+    ids=["decode", "decode_of_many", "prefill"],
+)
 @pytest.mark.parametrize(
     "kv_format",
     [named("int8"), named("fp8_e4m3"), *(KVarN(value_bits=b, group=GROUP) for b in (4, 2))],
     ids=lambda kv_format: kv_format.name,
 )
-def test_attention_and_what_it_leaves(kv_format: KVFormat, work: tuple[Any, ...]) -> None:
+def test_attention_and_what_it_leaves(
+    kv_format: KVFormat, work: tuple[Any, ...], streaming: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not streaming:  # as of more rows than are quick here
+        monkeypatch.setattr(eight_bit_streaming, "MAX_TOKENS", 0)
+        monkeypatch.setattr(kvarn_streaming, "MAX_TOKENS", 0)
+    monkeypatch.setattr(kvarn_streaming, "_KEYS", GROUP // 4)  # half a page, as of 128 tokens
     starts, counts, tile_size = work
     ends = tuple(start + count for start, count in zip(starts, counts, strict=True))
     sequences = Sequences(lengths=ends, page_size=GROUP, head_dim=32)

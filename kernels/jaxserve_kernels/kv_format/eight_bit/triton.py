@@ -10,6 +10,7 @@ import jax
 from jax import Array
 
 from jaxserve_kernels.kv_format.base import AttentionStep
+from jaxserve_kernels.kv_format.eight_bit import triton_streaming
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
 from jaxserve_kernels.kv_format.eight_bit.triton_attention import read
 from jaxserve_kernels.kv_format.eight_bit.triton_expand import read_chunks
@@ -27,6 +28,8 @@ def attend[Cache: Int8KV | Fp8KV](
     eps: float,
     tile_size: int,
 ) -> tuple[Array, Cache]:
+    if tile_size == 1 and qkv.shape[1] <= triton_streaming.MAX_TOKENS:
+        return triton_streaming.attend(qkv, kv, layer, norms, tables, step, eps=eps)
     q, kv = write(qkv, kv, layer, norms, tables, step, eps=eps)
     if tile_size == 1:
         result = read(q, kv, layer, step.page_table, step.tiles.in_one_list())

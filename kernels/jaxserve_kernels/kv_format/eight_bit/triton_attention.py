@@ -27,7 +27,7 @@ _TARGET_PROGRAMS = 528
 
 
 @triton.jit
-def _visit(
+def visit(
     block, q_low, q_high, peak, weight, acc_low, acc_high, words_ptr, scales_ptr, table, width,
     first_page, kv_head, last, scale,
     kv_heads: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
@@ -122,7 +122,7 @@ def _attend(
         acc_low = tl.zeros([ROWS, HALF], tl.float32)
         acc_high = tl.zeros([ROWS, HALF], tl.float32)
         for block in tl.range(begin, tl.minimum(begin + per_split, blocks), num_stages=STAGES):
-            peak, weight, acc_low, acc_high = _visit(
+            peak, weight, acc_low, acc_high = visit(
                 block, q_low, q_high, peak, weight, acc_low, acc_high, words_ptr, scales_ptr,
                 table, table_stride, first_page, kv_head, position, score_scale,
                 kv_heads, HALF, PAGE, KEYS, FP8, FAST,

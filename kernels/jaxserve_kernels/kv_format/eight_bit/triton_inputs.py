@@ -24,6 +24,24 @@ def round_even(x):
 
 
 @triton.jit
+def bytes_of(low, high, given, FP8: tl.constexpr):
+    """Halves of heads in 8 bits, and the heads' scales: those that are given, or int8's own."""
+    if FP8:
+        fp8_low = tl.clamp(low / given[:, None], -448.0, 448.0).to(tl.float8e4nv)
+        fp8_high = tl.clamp(high / given[:, None], -448.0, 448.0).to(tl.float8e4nv)
+        low_byte = fp8_low.to(tl.uint8, bitcast=True).to(tl.int32)
+        high_byte = fp8_high.to(tl.uint8, bitcast=True).to(tl.int32)
+        scales = given
+    else:
+        largest = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), axis=1)
+        inverse = (127.0 / tl.where(largest > 0, largest, 127.0))[:, None]
+        scales = largest / 127.0
+        low_byte = round_even(low * inverse).to(tl.int32) + 128
+        high_byte = round_even(high * inverse).to(tl.int32) + 128
+    return low_byte, high_byte, scales
+
+
+@triton.jit
 def _write(
     qkv_ptr, words_ptr, scales_ptr, layer, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
     page_ptr, offset_ptr, q_ptr,
@@ -51,18 +69,12 @@ def _write(
         row += tl.load(offset_ptr + token)
         wide_low = low.to(tl.float32)
         wide_high = high.to(tl.float32)
+        given = tl.full([HEADS], 1.0, tl.float32)
         if FP8:
-            scale = tl.load(scales_ptr + (layer * kv_heads + kv_head) * 2 + is_value)[:, None]
-            fp8_low = tl.clamp(wide_low / scale, -448.0, 448.0).to(tl.float8e4nv)
-            fp8_high = tl.clamp(wide_high / scale, -448.0, 448.0).to(tl.float8e4nv)
-            low_byte = fp8_low.to(tl.uint8, bitcast=True).to(tl.int32)
-            high_byte = fp8_high.to(tl.uint8, bitcast=True).to(tl.int32)
-        else:
-            largest = tl.max(tl.maximum(tl.abs(wide_low), tl.abs(wide_high)), axis=1)
-            inverse = tl.where(largest > 0, 127.0 / largest, 0.0)[:, None]
-            tl.store(scales_ptr + row, largest / 127.0)
-            low_byte = round_even(wide_low * inverse).to(tl.int32) + 128
-            high_byte = round_even(wide_high * inverse).to(tl.int32) + 128
+            given = tl.load(scales_ptr + (layer * kv_heads + kv_head) * 2 + is_value)
+        low_byte, high_byte, scales = bytes_of(wide_low, wide_high, given, FP8)
+        if not FP8:
+            tl.store(scales_ptr + row, scales)
         words = (low_byte | (high_byte << 8)).to(tl.int16)
         tl.store(words_ptr + row[:, None] * HALF + dim[None, :], words)
 

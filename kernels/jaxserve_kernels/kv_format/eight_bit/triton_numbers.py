@@ -38,10 +38,14 @@ def _fp8_halves(words):
 
 
 @triton.jit
-def _float_of_fp8(byte):
-    """Sign, exponent and mantissa moved to their places in a float32, then its bias corrected."""
-    bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
-    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+def float_of(byte, FP8: tl.constexpr):
+    """The number that a byte is, float32."""
+    if FP8:  # sign, exponent and mantissa moved to their places, then the bias corrected
+        bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
+        number = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+    else:
+        number = (byte - 128).to(tl.float32)
+    return number
 
 
 @triton.jit
@@ -51,12 +55,8 @@ def halves(words, FP8: tl.constexpr, FAST: tl.constexpr):
     elif FAST:
         first, second = _int8_halves(words)
     else:
-        low = words.to(tl.int32) & 0xFF
-        high = (words.to(tl.int32) >> 8) & 0xFF
-        if FP8:
-            first, second = _float_of_fp8(low), _float_of_fp8(high)
-        else:
-            first, second = (low - 128).to(tl.float32), (high - 128).to(tl.float32)
+        first = float_of(words.to(tl.int32) & 0xFF, FP8)
+        second = float_of((words.to(tl.int32) >> 8) & 0xFF, FP8)
     return first, second
 
 

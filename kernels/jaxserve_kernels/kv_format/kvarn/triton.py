@@ -12,7 +12,7 @@ import jax
 from jax import Array
 
 from jaxserve_kernels.kv_format.base import AttentionStep
-from jaxserve_kernels.kv_format.kvarn import triton_attention, triton_expand
+from jaxserve_kernels.kv_format.kvarn import triton_attention, triton_expand, triton_streaming
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
 from jaxserve_kernels.kv_format.kvarn.triton_encode import encode_filled, keep_raw
 from jaxserve_kernels.kv_format.kvarn.triton_inputs import inputs
@@ -29,6 +29,8 @@ def attend(
     eps: float,
     tile_size: int,
 ) -> tuple[Array, KVarNKV]:
+    if _decodes(step, tile_size) and qkv.shape[1] <= triton_streaming.MAX_TOKENS:
+        return triton_streaming.attend(qkv, kv, layer, norms, tables, step, eps=eps)
     q, kv, fresh = inputs(
         qkv, kv, layer, norms, tables, step, eps=eps, keep=_decodes(step, tile_size)
     )

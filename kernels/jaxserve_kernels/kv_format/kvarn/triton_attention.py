@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
 from jaxserve_kernels.kv_format.kvarn.triton_inputs import signs
-from jaxserve_kernels.kv_format.kvarn.triton_page import packed_page, raw_keys
+from jaxserve_kernels.kv_format.kvarn.triton_page import packed_keys, raw_keys
 from jaxserve_kernels.paged_attention import QueryTiles
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.triton_call import triton_call
@@ -35,6 +35,36 @@ _CHUNK = 32
 
 
 @triton.jit
+def units_of(position, GROUP: tl.constexpr, CHUNK: tl.constexpr, PER_PAGE: tl.constexpr):
+    """Into what programs cut a context, by their ends: chunks of the sink, if that is not the
+    token's own page, and of the own page, and parts of the pages between."""
+    own = position // GROUP
+    sink = tl.minimum(own, 1) * (GROUP // CHUNK)
+    raw = sink + position % GROUP // CHUNK + 1
+    return sink, raw, raw + PER_PAGE * tl.maximum(own - 1, 0)
+
+
+@triton.jit
+def store_part(
+    sums_ptr, peak_ptr, weight_ptr, part, peak, weight, acc0, acc1, acc2, acc3, group: tl.constexpr
+):  # fmt: skip
+    """What a program found, for the merge."""
+    QUARTER: tl.constexpr = acc0.shape[0]
+    ROWS: tl.constexpr = acc0.shape[1]
+    row = tl.arange(0, ROWS)
+    valid = row < group
+    at = part * ROWS + row
+    target = sums_ptr + at[None, :] * (4 * QUARTER) + tl.arange(0, QUARTER)[:, None]
+    there = valid[None, :]
+    tl.store(target, acc0, mask=there)
+    tl.store(target + QUARTER, acc1, mask=there)
+    tl.store(target + 2 * QUARTER, acc2, mask=there)
+    tl.store(target + 3 * QUARTER, acc3, mask=there)
+    tl.store(peak_ptr + at, peak, mask=valid)
+    tl.store(weight_ptr + at, weight, mask=valid)
+
+
+@triton.jit
 def _attend_part(
     q_ptr, key_words_ptr, value_words_ptr, scales_ptr, raw_ptr, table_ptr, first_ptr,
     sums_ptr, peak_ptr, weight_ptr, tile, kv_head, split, splits, position, slot,
@@ -47,20 +77,15 @@ def _attend_part(
     """One of the parts into which the context of a tile, a token, is split."""
     group: tl.constexpr = q_heads // kv_heads
     DIM: tl.constexpr = 4 * QUARTER
-    own = position // GROUP  # the token's page
-    # Units: of the sink if that is another page, of the own page, of the pages between.
-    sink_units = tl.minimum(own, 1) * (GROUP // CHUNK)
-    raw_units = sink_units + position % GROUP // CHUNK + 1
-    units = raw_units + tl.maximum(own - 1, 0)
+    sink_units, raw_units, units = units_of(position, GROUP, CHUNK, 1)
     per_split = tl.cdiv(units, splits)
     begin = split * per_split
     stop = tl.minimum(begin + per_split, units)
-    row = tl.arange(0, ROWS)
-    valid = row < group
-    peak = tl.full([ROWS], -1.0e30, tl.float32)
-    weight = tl.zeros([ROWS], tl.float32)
-    at = ((tile * kv_heads + kv_head) * splits + split).to(tl.int64) * ROWS + row
     if begin < stop:
+        row = tl.arange(0, ROWS)
+        valid = row < group
+        peak = tl.full([ROWS], -1.0e30, tl.float32)
+        weight = tl.zeros([ROWS], tl.float32)
         table = table_ptr + slot.to(tl.int64) * table_stride
         dim = tl.arange(0, QUARTER)
         q_row = tl.load(first_ptr + tile).to(tl.int64) * q_heads + kv_head * group + row
@@ -76,17 +101,17 @@ def _attend_part(
         acc3 = tl.zeros([QUARTER, ROWS], tl.float32)
         for index in tl.range(tl.maximum(begin, raw_units), stop, num_stages=STAGES):
             page = first_page + tl.load(table + index - raw_units + 1).to(tl.int64)
-            peak, weight, acc0, acc1, acc2, acc3 = packed_page(
-                page, q0, q1, q2, q3, peak, weight, acc0, acc1, acc2, acc3,
+            peak, weight, acc0, acc1, acc2, acc3 = packed_keys(
+                page, 0, q0, q1, q2, q3, peak, weight, acc0, acc1, acc2, acc3,
                 key_words_ptr, value_words_ptr, scales_ptr, kv_head,
-                scale, kv_heads, GROUP, QUARTER, BITS, FAST,
+                scale, kv_heads, GROUP, QUARTER, BITS, FAST, GROUP // 2,
             )  # fmt: skip
         first_tile = (first_slot + slot).to(tl.int64) * 2
         for index in tl.range(begin, tl.minimum(stop, raw_units), num_stages=STAGES):
             in_own = index >= sink_units
             offset = (index - tl.where(in_own, sink_units, 0)) * CHUNK + tl.arange(0, CHUNK)
             held = (offset <= position % GROUP) | (in_own == 0)
-            kept = first_tile + tl.where(in_own & (own > 0), 1, 0)
+            kept = first_tile + tl.where(in_own & (position >= GROUP), 1, 0)
             kept = raw_ptr + ((kept * kv_heads + kv_head) * 2 * GROUP + offset) * DIM
             keys = kept[:, None] + dim[None, :]
             values = kept[None, :] + GROUP * DIM + dim[:, None]
@@ -94,13 +119,10 @@ def _attend_part(
                 held, keys, values, q0, q1, q2, q3, peak, weight, acc0, acc1, acc2, acc3,
                 scale, QUARTER,
             )  # fmt: skip
-        target = sums_ptr + at[None, :] * DIM + dim[:, None]
-        tl.store(target, acc0, mask=there)
-        tl.store(target + QUARTER, acc1, mask=there)
-        tl.store(target + 2 * QUARTER, acc2, mask=there)
-        tl.store(target + 3 * QUARTER, acc3, mask=there)
-    tl.store(peak_ptr + at, peak, mask=valid)
-    tl.store(weight_ptr + at, weight, mask=valid)
+        part = ((tile * kv_heads + kv_head) * splits + split).to(tl.int64)
+        store_part(
+            sums_ptr, peak_ptr, weight_ptr, part, peak, weight, acc0, acc1, acc2, acc3, group
+        )
 
 
 @triton.jit
@@ -168,7 +190,7 @@ def _attend_some(
 
 @triton.jit
 def _merge_part(
-    sums_ptr, peak_ptr, weight_ptr, first_ptr, out_ptr, tile, q_head, splits,
+    sums_ptr, peak_ptr, weight_ptr, first_ptr, out_ptr, tile, q_head, splits, units,
     q_heads: tl.constexpr, kv_heads: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -179,15 +201,12 @@ def _merge_part(
     HIGH: tl.constexpr = DIM // LOW
     split = tl.arange(0, SPLITS)
     dim = tl.arange(0, DIM)
-    there = split < splits
+    there = split * tl.cdiv(units, splits) < units
     part = ((tile * kv_heads + q_head // group) * splits + split).to(tl.int64) * ROWS
     part += q_head % group
-    # 0 of a program that had nothing to do.
-    weights = tl.load(weight_ptr + part, mask=there, other=0.0)
-    acc = tl.load(
-        sums_ptr + part[:, None] * DIM + dim[None, :], mask=(weights > 0)[:, None], other=0.0
-    )
     peaks = tl.load(peak_ptr + part, mask=there, other=-1.0e30)
+    weights = tl.load(weight_ptr + part, mask=there, other=0.0)
+    acc = tl.load(sums_ptr + part[:, None] * DIM + dim[None, :], mask=there[:, None], other=0.0)
     shares = tl.exp2(peaks - tl.max(peaks, axis=0))
     norm = (DIM**-0.5) / tl.sum(weights * shares, axis=0)
     x = tl.reshape(tl.sum(acc * (shares * norm)[:, None], axis=0), [HIGH, LOW])
@@ -200,37 +219,42 @@ def _merge_part(
 
 @triton.jit
 def _merge(
-    sums_ptr, peak_ptr, weight_ptr, first_ptr, length_ptr, out_ptr,
+    sums_ptr, peak_ptr, weight_ptr, first_ptr, length_ptr, position_ptr, out_ptr,
     q_heads: tl.constexpr, kv_heads: tl.constexpr,
-    ROWS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    PER_PAGE: tl.constexpr, SPLITS: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """A program per tile and query head."""
     tile = tl.program_id(0)
     length = tl.load(length_ptr + tile)
+    _, _, units = units_of(tl.load(position_ptr + tile), GROUP, CHUNK, PER_PAGE)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     if length > 0:
         _merge_part(
             sums_ptr, peak_ptr, weight_ptr, first_ptr, out_ptr, tile, tl.program_id(1), SPLITS,
-            q_heads, kv_heads, ROWS, DIM, SPLITS,
+            units, q_heads, kv_heads, ROWS, DIM, SPLITS,
         )  # fmt: skip
 
 
 @triton.jit
 def _merge_some(
-    sums_ptr, peak_ptr, weight_ptr, first_ptr, count_ptr, out_ptr,
+    sums_ptr, peak_ptr, weight_ptr, first_ptr, count_ptr, position_ptr, out_ptr,
     q_heads: tl.constexpr, kv_heads: tl.constexpr,
-    ROWS: tl.constexpr, DIM: tl.constexpr, PROGRAMS: tl.constexpr, MOST: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    PROGRAMS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """`_merge` after `_attend_some`: programs take query heads in turn."""
     count = tl.load(count_ptr)
     splits = _splits_of(count, kv_heads, PROGRAMS, MOST)
     for unit in range(tl.program_id(0), count * q_heads, PROGRAMS):
+        tile = unit // q_heads
+        _, _, units = units_of(tl.load(position_ptr + tile), GROUP, CHUNK, 1)
         _merge_part(
             sums_ptr, peak_ptr, weight_ptr, first_ptr, out_ptr,
-            unit // q_heads, unit % q_heads, splits, q_heads, kv_heads, ROWS, DIM, MOST,
+            tile, unit % q_heads, splits, units, q_heads, kv_heads, ROWS, DIM, MOST,
         )  # fmt: skip
 
 
@@ -252,13 +276,11 @@ def attend(
 
     Their own keys and values are in the slots' sinks and tails.
     """
-    num_tiles, q_heads, head_dim = tiles.first.shape[0], *q.shape[1:]
-    kv_heads = kv.key_words.shape[2]
+    num_tiles, kv_heads = tiles.first.shape[0], kv.key_words.shape[2]
     config = config or heuristic(
         tiles=num_tiles, kv_heads=kv_heads, pages_per_seq=page_table.shape[1]
     )
-    rows = _rows(q, kv)
-    arrays, types, numbers = _arguments(q, kv, layer, num_tiles * config.splits)
+    arrays, types, numbers = _arguments(q, kv, layer, (num_tiles, kv_heads, config.splits))
     sums, peak, weight = triton_call(
         *arrays, page_table, *tiles[:4],
         kernel=_attend,
@@ -268,14 +290,35 @@ def attend(
         num_warps=config.num_warps, STAGES=config.num_stages,
         table_stride=page_table.shape[1], **numbers,
     )  # fmt: skip
+    return merge(
+        (sums, peak, weight), tiles, jax.ShapeDtypeStruct(q.shape, q.dtype),
+        kv_heads=kv_heads, group=numbers["GROUP"], chunk=numbers["CHUNK"], per_page=1,
+    )  # fmt: skip
+
+
+def merge(
+    parts: tuple[Array, Array, Array],
+    tiles: QueryTiles,
+    out_type: jax.ShapeDtypeStruct,
+    *,
+    kv_heads: int,
+    group: int,
+    chunk: int,
+    per_page: int,
+) -> Array:
+    """Attention rotated back, `out_type`, from parts of `units_of` contexts: sums
+    [tiles, kv_heads, splits, rows, head_dim] with their peaks and weights."""
+    _, q_heads, head_dim = out_type.shape
+    *_, splits, rows, _ = parts[0].shape
     return triton_call(
-        sums, peak, weight, tiles.first, tiles.length,
+        *parts, tiles.first, tiles.length, tiles.position,
         kernel=_merge,
         name="paged_attention_kvarn_merge",
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(num_tiles, q_heads),
+        out_type=out_type,
+        grid=(tiles.first.shape[0], q_heads),
         num_warps=4,
-        q_heads=q_heads, kv_heads=kv_heads, ROWS=rows, DIM=head_dim, SPLITS=config.splits,
+        q_heads=q_heads, kv_heads=kv_heads, ROWS=rows, DIM=head_dim,
+        GROUP=group, CHUNK=chunk, PER_PAGE=per_page, SPLITS=splits,
     )  # fmt: skip
 
 
@@ -292,7 +335,7 @@ def attend_some(
     rows = _rows(q, kv)
     count = jnp.sum(tiles.length > 0, dtype=jnp.int32).reshape(1)
     parts = max(num_tiles, _TARGET_PROGRAMS // kv_heads)
-    arrays, types, numbers = _arguments(q, kv, layer, parts)
+    arrays, types, numbers = _arguments(q, kv, layer, (parts, kv_heads))
     sums, peak, weight = triton_call(
         *arrays, page_table, tiles.first, count, tiles.slot, tiles.position,
         kernel=_attend_some,
@@ -303,15 +346,21 @@ def attend_some(
         table_stride=page_table.shape[1], PROGRAMS=_TARGET_PROGRAMS, MOST=_MOST_PARTS, **numbers,
     )  # fmt: skip
     triton_call(
-        sums, peak, weight, tiles.first, count, out,
+        sums, peak, weight, tiles.first, count, tiles.position, out,
         kernel=_merge_some,
         name="paged_attention_kvarn_merge_some",
         out_type=(),
         grid=(_TARGET_PROGRAMS,),
         num_warps=4,
         q_heads=q_heads, kv_heads=kv_heads, ROWS=rows, DIM=head_dim,
-        PROGRAMS=_TARGET_PROGRAMS, MOST=_MOST_PARTS,
+        GROUP=numbers["GROUP"], CHUNK=numbers["CHUNK"], PROGRAMS=_TARGET_PROGRAMS, MOST=_MOST_PARTS,
     )  # fmt: skip
+
+
+def part_types(shape: tuple[int, ...], head_dim: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What programs leave for the merge: sums, peaks and weights."""
+    statistics = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return jax.ShapeDtypeStruct((*shape, head_dim), jnp.float32), statistics, statistics
 
 
 def _rows(q: Array, kv: KVarNKV) -> int:
@@ -320,20 +369,16 @@ def _rows(q: Array, kv: KVarNKV) -> int:
 
 
 def _arguments(
-    q: Array, kv: KVarNKV, layer: int, parts: int
+    q: Array, kv: KVarNKV, layer: int, parts: tuple[int, ...]
 ) -> tuple[tuple[Array, ...], tuple[jax.ShapeDtypeStruct, ...], dict[str, Any]]:
     """What both kernels take and make: arrays, the parts' types, and numbers."""
     num_pages, kv_heads, group, quarter = kv.key_words.shape[1:]
-    shape = (parts, kv_heads, _rows(q, kv))
-    types = (
-        jax.ShapeDtypeStruct((*shape, q.shape[2]), jnp.float32),
-        jax.ShapeDtypeStruct(shape, jnp.float32),
-        jax.ShapeDtypeStruct(shape, jnp.float32),
-    )
+    rows = _rows(q, kv)
+    types = part_types((*parts, rows), q.shape[2])
     numbers = {
         "first_page": layer * num_pages, "first_slot": layer * kv.raw.shape[1],
         "scale": q.shape[2] ** -0.5 * LOG2_E, "q_heads": q.shape[1], "kv_heads": kv_heads,
-        "ROWS": shape[2], "QUARTER": quarter, "GROUP": group, "BITS": kv.value_bits,
+        "ROWS": rows, "QUARTER": quarter, "GROUP": group, "BITS": kv.value_bits,
         "CHUNK": min(_CHUNK, group), "FAST": q.dtype == jnp.bfloat16,
     }  # fmt: skip
     return (q, kv.key_words, kv.value_words, kv.scales, kv.raw), types, numbers

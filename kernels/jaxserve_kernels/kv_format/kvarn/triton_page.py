@@ -1,5 +1,5 @@
-"""Attention of a token's heads over one page: codes go into the products, scales to their other
-factor.
+"""Attention of a token's heads over keys of one page: codes go into the products, scales to their
+other factor.
 
 Of a packed tile, with q and p the rows' queries and probabilities::
 
@@ -34,25 +34,14 @@ def _quarters_4(words):
 
 
 @triton.jit
-def _quarters_2_low(words):
-    """128 + each of the four codes in the low byte, in bfloat16."""
+def _quarters_2(words, shift):
+    """128 + each of the four codes in one byte, in bfloat16: the low one, or the high one with a
+    shift of 8."""
     return tl.inline_asm_elementwise(
-        """{ .reg .b32 a,b,c; shr.u32 a,$4,2; shr.u32 b,$4,4; shr.u32 c,$4,6;
-        lop3.b32 $0,$4,0x00030003,0x43004300,0xea; lop3.b32 $1,a,0x00030003,0x43004300,0xea;
-        lop3.b32 $2,b,0x00030003,0x43004300,0xea; lop3.b32 $3,c,0x00030003,0x43004300,0xea; }""",
-        "=r,=r,=r,=r,r", [words],
-        (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@triton.jit
-def _quarters_2_high(words):
-    """128 + each of the four codes in the high byte, in bfloat16."""
-    return tl.inline_asm_elementwise(
-        """{ .reg .b32 a,b,c,d; shr.u32 a,$4,8; shr.u32 b,$4,10; shr.u32 c,$4,12; shr.u32 d,$4,14;
+        """{ .reg .b32 a,b,c,d; shr.u32 a,$4,$5; shr.u32 b,a,2; shr.u32 c,a,4; shr.u32 d,a,6;
         lop3.b32 $0,a,0x00030003,0x43004300,0xea; lop3.b32 $1,b,0x00030003,0x43004300,0xea;
         lop3.b32 $2,c,0x00030003,0x43004300,0xea; lop3.b32 $3,d,0x00030003,0x43004300,0xea; }""",
-        "=r,=r,=r,=r,r", [words],
+        "=r,=r,=r,=r,r,r,r", [words, shift],
         (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
 
@@ -63,10 +52,8 @@ def _quarters(words, HALF: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr)
     if FAST:
         if BITS == 4:
             a, b, c, d = _quarters_4(words)
-        elif HALF == 0:
-            a, b, c, d = _quarters_2_low(words)
         else:
-            a, b, c, d = _quarters_2_high(words)
+            a, b, c, d = _quarters_2(words, tl.full(words.shape, 8 * HALF, tl.int32))
     else:
         MASK: tl.constexpr = (1 << BITS) - 1
         wide = words.to(tl.int32) >> (0 if BITS == 4 else 8 * HALF)
@@ -97,19 +84,31 @@ def _two(words):
 @triton.jit
 def _scaled_query(q, scales, dtype: tl.constexpr, OFFSET: tl.constexpr):
     """One quarter of q [quarter, queries] times the keys' scales, rounded; and what zeros and
-    offset add to scores."""
+    offset add to scores, by channel."""
     scale, zero = _two(scales)
     wide = q.to(tl.float32)
     factor = (wide * scale[:, None]).to(dtype)
-    rest = wide * (zero + 7.5 * scale)[:, None] - OFFSET * factor.to(tl.float32)
-    return factor, tl.sum(rest, axis=0)
+    return factor, wide * (zero + 7.5 * scale)[:, None] - OFFSET * factor.to(tl.float32)
+
+
+@triton.jit
+def _scaled_queries(
+    q0, q1, q2, q3, words, QUARTER: tl.constexpr, dtype: tl.constexpr, OFFSET: tl.constexpr
+):  # fmt: skip
+    """All quarters, and what zeros and offset add to scores."""
+    words += tl.arange(0, QUARTER)
+    f0, r0 = _scaled_query(q0, tl.load(words), dtype, OFFSET)
+    f1, r1 = _scaled_query(q1, tl.load(words + QUARTER), dtype, OFFSET)
+    f2, r2 = _scaled_query(q2, tl.load(words + 2 * QUARTER), dtype, OFFSET)
+    f3, r3 = _scaled_query(q3, tl.load(words + 3 * QUARTER), dtype, OFFSET)
+    return f0, f1, f2, f3, tl.sum((r0 + r1) + (r2 + r3), axis=0)
 
 
 @triton.jit
 def _key_scores(
     words_at, f0, f1, f2, f3, rest, column, scale: tl.constexpr, FAST: tl.constexpr
 ):  # fmt: skip
-    """Scores [keys, queries] of a quarter of a tile's keys."""
+    """Scores [keys, queries] of some of a tile's keys."""
     k0, k1, k2, k3 = _quarters(tl.load(words_at), 0, 4, FAST)
     scores = _dot4(k0, k1, k2, k3, f0, f1, f2, f3)
     return (scores + rest[None, :]) * (column * scale)[:, None]
@@ -118,20 +117,20 @@ def _key_scores(
 @triton.jit
 def _value_factors(
     scores, peak, scales, dtype: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr
-):
-    """Probabilities times the values' scales, rounded; their own sum; what zeros and offset add."""
+):  # fmt: skip
+    """Probabilities; times the values' scales, rounded; what zeros and offset add, by key."""
     probs = tl.exp2(scores - peak[None, :])
     scale, zero = _two(scales)
     factor = (probs * scale[:, None]).to(dtype)
     rest = probs * (zero + MIDDLE * scale)[:, None] - OFFSET * factor.to(tl.float32)
-    return factor, tl.sum(probs, axis=0), tl.sum(rest, axis=0)
+    return probs, factor, rest
 
 
 @triton.jit
 def _add_values(
     words_at, factor, r0, r1, r2, r3, HALF: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr
 ):
-    """A quarter of a tile's values, [quarter, keys], times their factors [keys, queries]."""
+    """Some of a tile's values, [quarter, keys], times their factors [keys, queries]."""
     v0, v1, v2, v3 = _quarters(tl.load(words_at), HALF, BITS, FAST)
     r0 = tl.dot(v0, factor, r0, input_precision="ieee")
     r1 = tl.dot(v1, factor, r1, input_precision="ieee")
@@ -141,22 +140,21 @@ def _add_values(
 
 
 @triton.jit
-def packed_page(
-    page, q0, q1, q2, q3, peak, weight, acc0, acc1, acc2, acc3,
+def packed_keys(
+    page, first, q0, q1, q2, q3, peak, weight, acc0, acc1, acc2, acc3,
     key_words_ptr, value_words_ptr, scales_ptr, kv_head,
     scale: tl.constexpr, kv_heads: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr,
-    BITS: tl.constexpr, FAST: tl.constexpr,
+    BITS: tl.constexpr, FAST: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of codes, a quarter of its keys at a time: more would not fit the registers."""
+    """Of one tile of codes KEYS keys from number `first` on, and as many half a tile later, because
+    words hold something of both."""
     DIM: tl.constexpr = 4 * QUARTER
-    KEYS: tl.constexpr = GROUP // 4
-    STEP: tl.constexpr = KEYS * QUARTER
-    LATER: tl.constexpr = 2 * STEP if BITS == 4 else 0  # words of 2-bit values hold two tokens
+    LATER: tl.constexpr = GROUP // 2
     MIDDLE: tl.constexpr = ((1 << BITS) - 1) / 2
     ADDED: tl.constexpr = 128.0 if FAST else 0.0
     dtype: tl.constexpr = tl.bfloat16 if FAST else tl.float32
     dim = tl.arange(0, QUARTER)
-    key = tl.arange(0, KEYS)
+    key = first + tl.arange(0, KEYS)
     head_page = page * kv_heads + kv_head
     keys = key_words_ptr + head_page * (GROUP * QUARTER) + key[:, None] * QUARTER + dim[None, :]
     values = value_words_ptr + head_page * (GROUP * BITS // 4 * QUARTER)
@@ -164,47 +162,28 @@ def packed_page(
     # Words of two scales: [DIM] of keys, [DIM/2] and [GROUP/2] of columns, [GROUP] of values.
     words = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     words += head_page * (3 * (DIM + GROUP) // 2)
-    f0, rest = _scaled_query(q0, tl.load(words + dim), dtype, ADDED + 7.5)
-    f1, more = _scaled_query(q1, tl.load(words + QUARTER + dim), dtype, ADDED + 7.5)
-    rest += more
-    f2, more = _scaled_query(q2, tl.load(words + 2 * QUARTER + dim), dtype, ADDED + 7.5)
-    rest += more
-    f3, more = _scaled_query(q3, tl.load(words + 3 * QUARTER + dim), dtype, ADDED + 7.5)
-    rest += more
+    f0, f1, f2, f3, rest = _scaled_queries(q0, q1, q2, q3, words, QUARTER, dtype, ADDED + 7.5)
     words += DIM
     c0, c2 = _two(tl.load(words + dim))
     c1, c3 = _two(tl.load(words + QUARTER + dim))
     words += DIM // 2
-    t0, t2 = _two(tl.load(words + key))
-    t1, t3 = _two(tl.load(words + KEYS + key))
-    words += GROUP // 2 + key
-    s0 = _key_scores(keys, f0, f1, f2, f3, rest, t0, scale, FAST)
-    s1 = _key_scores(keys + STEP, f0, f1, f2, f3, rest, t1, scale, FAST)
-    s2 = _key_scores(keys + 2 * STEP, f0, f1, f2, f3, rest, t2, scale, FAST)
-    s3 = _key_scores(keys + 3 * STEP, f0, f1, f2, f3, rest, t3, scale, FAST)
-    highest = tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), axis=0)
-    new_peak = tl.maximum(peak, highest)
-    p0, w0, rest = _value_factors(s0, new_peak, tl.load(words), dtype, ADDED + MIDDLE, MIDDLE)
-    p1, w1, more = _value_factors(
-        s1, new_peak, tl.load(words + KEYS), dtype, ADDED + MIDDLE, MIDDLE
+    low, high = _two(tl.load(words + key))
+    words += LATER + key
+    s0 = _key_scores(keys, f0, f1, f2, f3, rest, low, scale, FAST)
+    s1 = _key_scores(keys + LATER * QUARTER, f0, f1, f2, f3, rest, high, scale, FAST)
+    new_peak = tl.maximum(peak, tl.max(tl.maximum(s0, s1), axis=0))
+    p0, w0, rest0 = _value_factors(s0, new_peak, tl.load(words), dtype, ADDED + MIDDLE, MIDDLE)
+    p1, w1, rest1 = _value_factors(
+        s1, new_peak, tl.load(words + LATER), dtype, ADDED + MIDDLE, MIDDLE
     )
-    rest += more
-    p2, w2, more = _value_factors(
-        s2, new_peak, tl.load(words + 2 * KEYS), dtype, ADDED + MIDDLE, MIDDLE
-    )
-    rest += more
-    p3, w3, more = _value_factors(
-        s3, new_peak, tl.load(words + 3 * KEYS), dtype, ADDED + MIDDLE, MIDDLE
-    )
-    rest = (rest + more)[None, :]
     shrink = tl.exp2(peak - new_peak)
-    weight = weight * shrink + ((w0 + w1) + (w2 + w3))
+    weight = weight * shrink + tl.sum(p0 + p1, axis=0)
+    rest = tl.sum(rest0 + rest1, axis=0)[None, :]
     none = tl.zeros([QUARTER, peak.shape[0]], tl.float32)
-    r0, r1, r2, r3 = _add_values(values, p0, none, none, none, none, 0, BITS, FAST)
-    r0, r1, r2, r3 = _add_values(values + STEP, p1, r0, r1, r2, r3, 0, BITS, FAST)
-    values += LATER
-    r0, r1, r2, r3 = _add_values(values, p2, r0, r1, r2, r3, 1, BITS, FAST)
-    r0, r1, r2, r3 = _add_values(values + STEP, p3, r0, r1, r2, r3, 1, BITS, FAST)
+    r0, r1, r2, r3 = _add_values(values, w0, none, none, none, none, 0, BITS, FAST)
+    if BITS == 4:
+        values += LATER * QUARTER
+    r0, r1, r2, r3 = _add_values(values, w1, r0, r1, r2, r3, 1, BITS, FAST)
     shrink = shrink[None, :]
     acc0 = acc0 * shrink + (r0 + rest) * c0[:, None]
     acc1 = acc1 * shrink + (r1 + rest) * c1[:, None]
