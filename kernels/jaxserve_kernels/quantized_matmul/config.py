@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -135,10 +134,11 @@ def _few(depth: int, *, gated: bool) -> Config:
 def _streaming(weight: Int4Weight, tokens: int) -> Config:
     """Rings that leave room for three programs per multiprocessor, and as many programs."""
     out, tiles = weight.shape[0], weight.shape[1] // 128
-    tile, turn = next(each for each in ((8, 2), (16, 2), (32, 2), (64, 1)) if tokens <= each[0])
+    tile, turn = next(each for each in ((8, 4), (16, 2), (32, 2), (64, 1)) if tokens <= each[0])
     of_rows = 4 * (128 // weight.group) * (1 if weight.zero is None else 2)
     size = 64 * (64 + of_rows) + 256 * tile
-    turn = math.gcd(turn if _RING // (turn * size) > 2 else 1, tiles)
+    while turn > 1 and (tiles % turn or _RING // (turn * size) < 3):
+        turn //= 2
     stages = _RING // (turn * size)
     parts = min(_MOST_PARTS, max(1, _STREAMING_PROGRAMS // (out // 64)), tiles)
     splits = -(-tiles // steps(tiles, parts, turn))  # none is empty
