@@ -29,7 +29,7 @@ NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 THREADS, ROWS, COLUMNS, DEPTH = 128, 64, 9728, 2560
 FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"KIND": arguments.INT4.value, "GROUP": 128, "ZERO": arguments.NO_ZERO.value},
-    "int4-zeros": {"KIND": arguments.INT4.value, "GROUP": 128, "ZERO": arguments.WHOLE_ZERO.value},
+    "int4-zeros": {"KIND": arguments.INT4.value, "GROUP": 128, "ZERO": arguments.ZERO.value},
     "nvfp4": {"KIND": arguments.NVFP4.value, "GROUP": 16, "ZERO": 0},
     "mxfp4": {"KIND": arguments.MXFP4.value, "GROUP": 32, "ZERO": 0},
     "fp8": {"KIND": arguments.FP8.value, "GROUP": DEPTH, "ZERO": 0},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import triton.language as tl
 from jax import Array
 
@@ -22,8 +21,7 @@ NVFP4: tl.constexpr = tl.constexpr(3)
 MXFP4: tl.constexpr = tl.constexpr(4)
 
 NO_ZERO: tl.constexpr = tl.constexpr(0)
-WHOLE_ZERO: tl.constexpr = tl.constexpr(1)
-ANY_ZERO: tl.constexpr = tl.constexpr(2)
+ZERO: tl.constexpr = tl.constexpr(1)
 
 
 def arrays(weight: QuantizedWeight) -> tuple[Array, Array, Array]:
@@ -40,8 +38,7 @@ def arrays(weight: QuantizedWeight) -> tuple[Array, Array, Array]:
 def kind(weight: QuantizedWeight) -> dict[str, int]:
     match weight:
         case Int4Weight(zero=zero):
-            whole = zero is not None and jnp.issubdtype(zero.dtype, jnp.integer)
-            kind = NO_ZERO if zero is None else WHOLE_ZERO if whole else ANY_ZERO
+            kind = NO_ZERO if zero is None else ZERO
             return {"KIND": INT4.value, "GROUP": weight.group, "ZERO": kind.value}
         case Int8Weight() | Fp8Weight():
             kind = INT8 if isinstance(weight, Int8Weight) else FP8
