@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxserve import gpu_driver, kv_cache, memory, slot_tables
 from jaxserve.cli import Options
 from jaxserve.config import Buckets, CacheConfig, ConfigError, SchedulerConfig
-from jaxserve.environment import compiler_settings, memory_share
+from jaxserve.environment import compiler_options, compiler_settings, memory_share
 from jaxserve.executable_cache import ExecutableCache, Program
 from jaxserve.fingerprint import program_key
 from jaxserve.memory import MemoryPlan
@@ -143,12 +143,16 @@ def plan_engine(options: Options, source: ModelSource) -> EnginePlan:
         tile_size=tile_tokens(spec.q_heads // spec.kv_heads) if gpu else _CPU_TILE,
         kv_format=kv_format,
     )
-    key = program_key(config, weights.encoded, compiler_settings(), device)
+    compiling = compiler_options(gpu=gpu)
+    settings = compiler_settings() | {name: str(value) for name, value in compiling.items()}
+    key = program_key(config, weights.encoded, settings, device)
     return EnginePlan(
         config=config,
         weights=weights,
         limit=limit,
-        steps=programs(config, weights.encoded),
+        steps=[
+            replace(each, compiler_options=compiling) for each in programs(config, weights.encoded)
+        ],
         staging=[_staging(each) for each in weights.staging],
         cache=ExecutableCache(files / "executables", key, source.file_name),
     )

@@ -17,6 +17,10 @@ _XLA_FLAGS = (
     "--xla_disable_hlo_passes=rematerialization",
 )
 
+# Level 3 takes half as long again to compile a step for a CPU, and its steps are no faster: see
+# "On a CPU" in docs/performance/starting.md. Programs for GPUs were measured with what XLA does.
+_CPU_OPTIONS = {"xla_backend_optimization_level": 2}
+
 _NOT_IN_PROGRAMS = ("--xla_dump", "--xla_gpu_dump")
 
 API_KEY = "JAXSERVE_API_KEY"
@@ -48,6 +52,12 @@ def prepare(gpu_memory_utilization: float) -> None:
 def memory_share() -> float:
     """The allocator's share of the GPU, after `prepare`."""
     return float(os.environ["XLA_CLIENT_MEM_FRACTION"])
+
+
+def compiler_options(*, gpu: bool) -> dict[str, int]:
+    """Options of XLA that programs are compiled with, beside XLA_FLAGS, which go before them."""
+    given = os.environ.get("XLA_FLAGS", "")
+    return {} if gpu else {name: _CPU_OPTIONS[name] for name in _CPU_OPTIONS if name not in given}
 
 
 def compiler_settings() -> dict[str, str]:

@@ -20,7 +20,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +53,20 @@ class Program:
     donated: tuple[int, ...] = ()
     details: str = ""
     """What else the compiled code depends on, static arguments for example."""
+    compiler_options: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Of XLA, beside XLA_FLAGS; no part of the digest, so they belong into the cache's key."""
 
     def compile(self) -> Executable:
         """For the current target. Where jaxlib does not take the machine code that calls of Triton
         kernels share, it assembles each itself."""
         try:
-            return self._lowered().compile()
+            return self._lowered().compile(dict(self.compiler_options))
         except jax.errors.JaxRuntimeError as error:
             if target.current().implementation != "triton" or records.hold_source():
                 raise
             log.warning("%s is compiled again, with PTX in every call: %s", self.name, error)
             with records.with_source():
-                return self._lowered().compile()
+                return self._lowered().compile(dict(self.compiler_options))
 
     def _lowered(self) -> jax.stages.Lowered:
         named = _named(self.function, self.name)

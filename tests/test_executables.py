@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import resource
@@ -16,8 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.cli import parse_args
+from jaxserve.engine_plan import plan_engine
+from jaxserve.environment import compiler_options
 from jaxserve.executable_cache import ExecutableCache, Program, Rejected
 from jaxserve.executables import missing, obtain
+from jaxserve.model_source import find_model
 from tests.tiny_model import COMPILES
 
 KEY = {"jaxlib": "1.0", "device": "one"}
@@ -62,6 +67,27 @@ def test_a_loaded_program_computes_what_was_compiled_and_nothing_is_compiled(
     assert COMPILES.count == before
     assert not obtained.compiled and not obtained.unkept
     check(obtained.executables["double"])
+
+
+def test_options_of_the_compiler_reach_it() -> None:
+    unknown = dataclasses.replace(program(), compiler_options={"xla_no_such_option": 1})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        unknown.compile()
+
+
+@pytest.mark.parametrize(
+    ("flags", "level"), [("", 2), ("--xla_backend_optimization_level=0", None)]
+)
+def test_a_cpus_programs_are_compiled_quickly_unless_xla_flags_say_how(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: str, level: int | None
+) -> None:
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.9")  # as environment.prepare leaves it
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    options = parse_args(["--cache-dir", str(tmp_path)])
+    plan = plan_engine(options, find_model(options))
+    name = "xla_backend_optimization_level"
+    assert {each.compiler_options.get(name) for each in plan.programs} == {level}
+    assert compiler_options(gpu=True) == {}
 
 
 @pytest.mark.parametrize("there", [True, False])
