@@ -18,7 +18,7 @@ from jaxserve.config import ConfigError
 from jaxserve.engine import Parts, Progress
 from jaxserve.engine_plan import EnginePlan, plan_engine
 from jaxserve.executable_cache import Executable
-from jaxserve.executables import Obtained, OnMissing, by_reason, compile_missing, obtain
+from jaxserve.executables import Obtained, OnMissing, by_reason, obtain
 from jaxserve.measure import step_times
 from jaxserve.metrics import Metrics
 from jaxserve.model_source import ModelSource
@@ -55,7 +55,7 @@ def build_parts(
     jax.devices()
     with timeline.span("plan"):
         plan = plan_engine(options, source)
-    on_missing = compile_missing
+    on_missing: OnMissing = functools.partial(_announce_missing, plan)
     if options.require_precompiled:
         on_missing = functools.partial(_refuse_missing, plan)
         on_missing({each.name: "not there" for each in plan.programs if not plan.cache.has(each)})
@@ -119,6 +119,15 @@ def _set_kv_scales(options: Options, source: ModelSource, plan: EnginePlan, runn
         )
 
 
+def _announce_missing(plan: EnginePlan, lacking: Mapping[str, str]) -> None:
+    """Why the start takes longer than the next one will, before it does."""
+    if any(each.name in lacking for each in plan.steps):  # others take no time
+        log.info(
+            "compiling %d of %d programs; later starts load them from %s",
+            *(len(lacking), len(plan.programs), plan.cache.folder),
+        )
+
+
 def _refuse_missing(plan: EnginePlan, lacking: Mapping[str, str]) -> None:
     """ConfigError: programs (names -> why) would have to be compiled."""
     if lacking:
@@ -178,7 +187,8 @@ def _report(plan: EnginePlan, runner: Runner, obtained: Obtained, metrics: Metri
 
 
 class _Both:
-    """Weights and executables load at the same time; reported as one."""
+    """Weights and executables load at the same time, reported as one. Where something has to be
+    compiled, that decides."""
 
     def __init__(self, report: Progress):
         self._report = report
@@ -189,12 +199,16 @@ class _Both:
     def weights(self, done: int, total: int) -> None:
         with self._lock:
             self._weights = done / total
-            self._report(self._phase, (self._weights + self._executables) / 2)
+            self._show()
 
     def executables(self, phase: str, fraction: float) -> None:
         with self._lock:
             self._phase, self._executables = phase, fraction
-            self._report(phase, (self._weights + self._executables) / 2)
+            self._show()
+
+    def _show(self) -> None:
+        both = (self._weights + self._executables) / 2
+        self._report(self._phase, self._executables if self._phase == "compiling" else both)
 
 
 def _copies(plan: EnginePlan, on_missing: OnMissing) -> Mapping[str, Executable]:

@@ -53,6 +53,8 @@ class Program:
     donated: tuple[int, ...] = ()
     details: str = ""
     """What else the compiled code depends on, static arguments for example."""
+    work: float = 0.05
+    """What compiling it takes, beside a step of the model: for estimates."""
     compiler_options: Mapping[str, int] = field(default_factory=dict[str, int])
     """Of XLA, beside XLA_FLAGS; no part of the digest, so they belong into the cache's key."""
 

@@ -41,10 +41,11 @@ def obtain(
     progress: Callable[[str, float], None],
     finished: Callable[[str], None] = lambda name: None,
     on_missing: OnMissing = compile_missing,
+    must_keep: bool = False,
 ) -> Obtained:
     """Load every program, then compile and keep what could not be loaded.
 
-    A cache that cannot be used or written costs time, never the start.
+    A cache that cannot be used or written costs time, not the start, unless `must_keep`.
 
     Args:
       programs: those that take longest to compile first.
@@ -52,7 +53,9 @@ def obtain(
       progress: called with what is going on, "loading" or "compiling", and the fraction done.
       finished: called with the name of each program.
       on_missing: may refuse to go on, by an exception.
+      must_keep: the first program that cannot be written is an OSError, and no other is begun.
     """
+    work = {program.name: program.work for program in programs}
     executables: dict[str, Executable] = {}
     reasons: dict[str, str] = {}
     failures: list[str] = []
@@ -62,7 +65,10 @@ def obtain(
         with lock:
             executables[name] = executable
             finished(name)
-            progress(phase, len(executables) / len(programs))
+            progress(phase, fraction())
+
+    def fraction() -> float:
+        return sum(work[name] for name in executables) / sum(work.values())
 
     def load(program: Program) -> None:
         if cache is None:
@@ -82,13 +88,15 @@ def obtain(
             try:
                 cache.store(program, executable, time.perf_counter() - started)
             except OSError as error:
+                if must_keep:
+                    raise
                 failures.append(str(error))
         done("compiling", program.name, executable)
 
     _on_threads(min(workers, _LOADERS), load, programs)
     if reasons:
         on_missing(reasons)
-        progress("compiling", len(executables) / len(programs))
+        progress("compiling", fraction())
         _on_threads(workers, make, [each for each in programs if each.name in reasons])
         if cache is not None and not failures:
             try:

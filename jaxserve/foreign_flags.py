@@ -22,6 +22,7 @@ SAME = {
     "--compile-cache-dir": "--cache-dir",
     "--forbid-recompile": "--forbid-compiles",
     "--disable-radix-cache": "--no-enable-prefix-caching",
+    "--random-seed": "--seed",
     "-q": "--quantization",
 }
 """Other spellings of flags that there are."""
@@ -51,7 +52,10 @@ SWITCHES = frozenset(
         *("--enable-metrics", "--enable-prompt-tokens-details", "--enable-request-id-headers"),
         *("--enable-server-load-tracking", "--enable-ssl-refresh", "--trust-remote-code"),
         *("--disable-cuda-graph", "--disable-overlap-schedule", "--enable-expert-parallel"),
-        *("-O0", "-O1", "-O2", "-O3"),
+        *("--disable-cuda-graph-padding", "--disable-custom-all-reduce", "--disable-fastapi-docs"),
+        *("--disable-frontend-multiprocessing", "--disable-uvicorn-access-log"),
+        *("--enable-mixed-chunk", "--enable-reasoning", "--enable-torch-compile"),
+        *("--skip-server-warmup", "-O0", "-O1", "-O2", "-O3"),
     }
 )
 VALUED = frozenset(
@@ -65,10 +69,18 @@ VALUED = frozenset(
         *("--max-prefill-tokens", "--max-total-tokens", "--num-gpu-blocks-override"),
         *("--schedule-policy", "--speculative-config", "-sc", "--speculative-algorithm"),
         *("--spec-method", "--spec-model", "--spec-tokens", "-cc", "-O"),
-        *("--master-addr", "--node-rank", "--dist-init-addr"),
+        *("--master-addr", "--node-rank", "--dist-init-addr", "--distributed-executor-backend"),
+        *("--attention-backend", "--cuda-graph-max-bs", "--guided-decoding-backend"),
+        *("--limit-mm-per-prompt", "--log-level-http", "--max-seq-len-to-capture"),
+        *("--schedule-conservativeness", "--tokenizer-mode", "--watchdog-timeout"),
     }
 )
 """Without effect here: what they turn on or choose is always so, or there is nothing to choose."""
+
+LORA = frozenset(
+    {"--enable-lora", "--lora-modules", "--lora-paths", "--max-loras", "--max-lora-rank"}
+)
+"""What they ask for is not there, and without it the answers would be others."""
 
 
 class Translated(NamedTuple):
@@ -80,13 +92,15 @@ class Translated(NamedTuple):
 def translated(argv: list[str]) -> Translated:
     """A command line in the flags of jaxserve.
 
-    Raises ValueError for a number of GPUs other than one.
+    Raises ValueError for a number of GPUs other than one, and for LoRA adapters.
     """
     ours: list[str] = []
     without_effect: list[str] = []
     words = iter(argv)
     for word in words:
         name, equals, value = word.partition("=")
+        if name in LORA:
+            raise ValueError(f"{name}: LoRA adapters are not served; merge them into the model")
         if name in SWITCHES or f"--{name.removeprefix('--no-')}" in SWITCHES:
             without_effect.append(name)
         elif name in VALUED or name in ONE:

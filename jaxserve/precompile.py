@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxserve.cli import Options
@@ -21,6 +22,7 @@ _LOADING = 0.8
 
 if TYPE_CHECKING:
     from jaxserve.engine_plan import EnginePlan
+    from jaxserve.executable_cache import Program
     from jaxserve.executables import Obtained
 
 
@@ -48,7 +50,7 @@ def _precompile(options: Options) -> None:
     found = f"{len(todo)} of {len(plan.programs)} programs to compile into {plan.cache.folder}"
     unusable = {each.name: lacking[each.name] for each in todo if plan.cache.has(each)}
     print(f"{found} ({by_reason(unusable)})" if unusable else found, file=sys.stderr)
-    weights = _weights([program.name for program in todo], plan.cache.compile_seconds())
+    weights = _weights(todo, plan.cache.compile_seconds())
     done: list[str] = []
     with Work("compiling") as work:
 
@@ -58,16 +60,18 @@ def _precompile(options: Options) -> None:
             state = f"{len(done)} of {len(todo)}: {name}"
             work.update(seconds, sum(weights.values()), state, say=True)
 
-        obtained = obtain(
-            todo,
-            plan.cache,
-            options.compile_workers or os.cpu_count() or 1,
-            lambda phase, done: None,
-            finished=show,
-        )
-    if obtained.unkept:
-        raise OSError(f"cannot write to {plan.cache.folder}: {obtained.unkept}")
-    plan.cache.write_manifest()
+        try:
+            obtained = obtain(
+                todo,
+                plan.cache,
+                options.compile_workers or os.cpu_count() or 1,
+                lambda phase, done: None,
+                finished=show,
+                must_keep=True,
+            )
+            plan.cache.write_manifest()
+        except OSError as error:
+            raise OSError(f"cannot write to {plan.cache.folder}: {error}") from None
     _check_memory(plan, obtained)
     del obtained
     tried = _try_start(options, source, plan)
@@ -103,11 +107,11 @@ def _try_start(options: Options, source: ModelSource, plan: EnginePlan) -> str:
     return "steps are timed"
 
 
-def _weights(names: list[str], known: dict[str, float]) -> dict[str, float]:
-    """How much of the work each program is: the seconds it took elsewhere, or a mean of those."""
-    seconds = [known[name] for name in names if name in known]
-    usual = sum(seconds) / len(seconds) if seconds else 1.0
-    return {name: known.get(name, usual) for name in names}
+def _weights(todo: Sequence[Program], known: Mapping[str, float]) -> dict[str, float]:
+    """How much of the work each program is: the seconds it took elsewhere, or as those tell."""
+    met = [program for program in todo if program.name in known]
+    rate = sum(known[each.name] for each in met) / sum(each.work for each in met) if met else 1.0
+    return {each.name: known.get(each.name, rate * each.work) for each in todo}
 
 
 def _check_memory(plan: EnginePlan, obtained: Obtained) -> None:

@@ -163,6 +163,7 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
             arguments=(params, state, packed),
             donated=(1,),
             details=repr(bucket),
+            work=1.0,
         )
 
     def zeros(abstract: Any) -> Array:

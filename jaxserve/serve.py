@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,7 +26,7 @@ from jaxserve.listen import bind, server_config
 from jaxserve.metrics import Metrics
 from jaxserve.model_source import ModelSource, find_model
 from jaxserve.server import make_app, make_runner
-from jaxserve.startup import Timeline, show
+from jaxserve.startup import Pace, Timeline, show
 from jaxserve.tls import reload_when_changed, tls_context
 from jaxserve_checkpoints.reader import CheckpointError
 
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 
 _PROGRESS_SECONDS = 5.0
+_LOOK_SECONDS = 0.1
 
 
 class _Stopped(Exception):
@@ -201,19 +203,30 @@ async def _unless[T](stop: asyncio.Event, doing: Coroutine[Any, Any, T]) -> T:
 async def _show_progress(engine: AsyncEngine[Pending]) -> None:
     """A bar on a terminal, a line every few seconds elsewhere, until cancelled."""
     if not sys.stderr.isatty():
-        while True:
-            await asyncio.sleep(_PROGRESS_SECONDS)
-            status = engine.status()
-            log.info("%s, %.0f %% done", status.phase, 100 * status.progress)
+        await _log_progress(engine)
     from rich.console import Console
     from rich.progress import Progress as Bar
 
     with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=1.0)
+        task, phase = bar.add_task("starting", total=1.0), "starting"
         while True:
             status = engine.status()
-            bar.update(task, description=status.phase, completed=status.progress)
-            await asyncio.sleep(0.1)
+            if status.phase != phase:
+                phase = status.phase
+                bar.reset(task, description=phase)  # one phase says nothing of the next one's pace
+            bar.update(task, completed=status.progress)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+
+async def _log_progress(engine: AsyncEngine[Pending]) -> NoReturn:
+    pace, said = Pace(), time.monotonic()
+    while True:
+        await asyncio.sleep(_LOOK_SECONDS)
+        status, now = engine.status(), time.monotonic()
+        line = pace.describe(status.phase, status.progress, now)
+        if now - said >= _PROGRESS_SECONDS:
+            log.info("%s", line)
+            said = now
 
 
 def _report(timeline: Timeline, metrics: Metrics, *, show_table: bool) -> None:

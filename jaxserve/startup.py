@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+_TELLING = 0.1
+"""Share of a phase that has to be done before its pace says how long the rest takes."""
+
 
 class Span(NamedTuple):
     """One phase, in seconds since the process began."""
@@ -56,6 +59,32 @@ class Timeline:
     def summary(self) -> str:
         """One line for the log."""
         return ", ".join(f"{span.name} {span.seconds:.2f} s" for span in self.spans())
+
+
+class Pace:
+    """How far a phase is, and by that how much of it is left."""
+
+    def __init__(self) -> None:
+        self._phase = ""
+        self._begun = self._moved = 0.0
+        self._done = 0.0
+
+    def describe(self, phase: str, done: float, now: float) -> str:
+        """One line for the log; to be called often, to see when something moves.
+
+        Args:
+          done: the share of the phase, 0 to 1.
+          now: seconds of any clock.
+        """
+        if phase != self._phase:
+            self._phase, self._begun, self._done = phase, now, 0.0
+        if done > self._done:
+            self._done, self._moved = done, now
+        line = f"{phase}, {100 * done:.0f} % done"
+        if not _TELLING <= done < 1.0:
+            return line
+        left = (self._moved - self._begun) / done - (now - self._begun)
+        return f"{line}, about {max(left, 1):.0f} s left"
 
 
 def show(timeline: Timeline, *, width: int = 40) -> str:

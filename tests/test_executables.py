@@ -118,6 +118,23 @@ def test_that_something_compiles_is_said_before_the_first_is_done(
     assert said == [("loading", 0.5), ("compiling", 0.5), ("compiling", 1.0)]
 
 
+def test_progress_counts_programs_by_what_compiling_them_takes(tmp_path: Path) -> None:
+    done: list[float] = []
+    small = dataclasses.replace(program("small"), work=1.0)
+    large = dataclasses.replace(program("large"), work=3.0)
+    obtain([large, small], cache_at(tmp_path), 1, lambda phase, fraction: done.append(fraction))
+    assert done == [0.0, 0.75, 1.0]
+
+
+def test_where_programs_must_be_kept_the_first_that_cannot_be_is_the_last(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    cache, finished = cache_at(tmp_path / "file"), list[str]()
+    programs = [program(f"{number}") for number in range(3)]
+    with pytest.raises(NotADirectoryError):
+        obtain(programs, cache, 1, lambda phase, done: None, finished.append, must_keep=True)
+    assert not finished
+
+
 def test_nothing_is_begun_after_a_failure(tmp_path: Path) -> None:
     traced: list[str] = []
 

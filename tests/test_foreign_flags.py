@@ -6,7 +6,7 @@ import pytest
 
 from jaxserve.__main__ import main
 from jaxserve.cli import parse_args
-from jaxserve.foreign_flags import ONE, SAME, SWITCHES, VALUED, translated
+from jaxserve.foreign_flags import LORA, ONE, SAME, SWITCHES, VALUED, translated
 
 
 def test_other_spellings_mean_the_same() -> None:
@@ -36,7 +36,7 @@ def test_flags_without_effect_are_left_out_and_told() -> None:
 
 def test_no_flag_of_ours_is_taken_for_a_foreign_one() -> None:
     ours = {f"--{name.replace('_', '-')}" for name in vars(parse_args([]))}
-    assert not ours & (SAME.keys() | ONE | SWITCHES | VALUED)
+    assert not ours & (SAME.keys() | ONE | SWITCHES | VALUED | LORA)
 
 
 @pytest.mark.parametrize("flags", [["-tp", "2"], ["--tensor-parallel-size=8"], ["--dp-size"]])
@@ -45,3 +45,10 @@ def test_more_than_one_gpu_is_refused(flags: list[str], capsys: pytest.CaptureFi
         main(["serve", "some-model", *flags])
     assert ended.value.code == 2
     assert "one process serves on one GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--enable-lora"], ["--lora-modules", "a=b"]])
+def test_lora_is_refused_by_name(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(flags)
+    assert f"{flags[0]}: LoRA adapters are not served" in capsys.readouterr().err

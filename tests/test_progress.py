@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxserve import progress
+from jaxserve.startup import Pace
 
 
 class Clock:
@@ -39,3 +40,13 @@ def test_what_is_to_be_said_is_said_at_once(capsys: pytest.CaptureFixture[str]) 
         "2 of 3",
         "3 of 3",
     ]
+
+
+def test_a_phase_of_the_start_is_judged_by_its_own_pace() -> None:
+    pace = Pace()
+    assert pace.describe("loading", 0.0, 10.0) == "loading, 0 % done"
+    assert pace.describe("compiling", 0.0, 20.0) == "compiling, 0 % done"
+    assert pace.describe("compiling", 0.05, 28.0) == "compiling, 5 % done"  # too early to say
+    assert pace.describe("compiling", 0.25, 30.0) == "compiling, 25 % done, about 30 s left"
+    assert pace.describe("compiling", 0.25, 35.0) == "compiling, 25 % done, about 25 s left"
+    assert pace.describe("warming", 1.0, 60.0) == "warming, 100 % done"
