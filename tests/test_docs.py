@@ -103,17 +103,24 @@ def test_every_flag_is_documented_with_its_default(capsys: pytest.CaptureFixture
             assert rows[f"--{name.replace('_', '-')}"].strip("`") == shown
 
 
+def exposition() -> str:
+    """What a server that is ready exports."""
+    metrics = Metrics("m")
+    metrics.set_cache_info(page_size=64, num_pages=2)
+    return metrics.exposition().decode()
+
+
 def test_the_metrics_of_the_table_are_those_of_the_exposition() -> None:
-    families = re.findall(r"^# TYPE (\S+) ", Metrics("m").exposition().decode(), re.M)
+    families = re.findall(r"^# TYPE (\S+) ", exposition(), re.M)
     exported = {name for name in families if not name.endswith("_created")}
     assert set(METRIC.findall(OPERATIONS.read_text())) - PACKAGES == exported
 
 
 @parametrize_pages
 def test_metrics_that_are_named_exist(page: Path) -> None:
-    exposition = Metrics("m").exposition().decode()
+    exported = exposition()
     for name in set(METRIC.findall(page.read_text())) - PACKAGES:
-        assert f"# TYPE {name} " in exposition, name
+        assert f"# TYPE {name} " in exported, name
 
 
 def texts_of_sources() -> Iterator[str]:
