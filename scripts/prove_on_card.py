@@ -132,6 +132,24 @@ PROOFS = {
         ),
         server=f"{MODEL} --forbid-compiles --quantization int4 --lm-head-dtype int8",
     ),
+    "answers": Proof(
+        "the embedded model's answers with weights in each format, by their values",
+        4,
+        ("scripts/eval_formats.py --out {out}/formats.json",),
+    ),
+    **{
+        f"answers-{weights}": Proof(
+            f"the embedded model's answers over HTTP, {weights} weights: the kernels that serve",
+            2,
+            (
+                "scripts/eval_embedded.py --url {url}/v1 --concurrency 128"
+                f" --out {{out}}/embedded_{weights}.json",
+            ),
+            server="--model jaxserve-embedded --cache-dir {cache}"
+            + (f" --quantization {weights}" if weights != "bf16" else ""),
+        )
+        for weights in ("bf16", "int4", "fp8", "nvfp4")
+    },
     "kv-formats": Proof(
         "throughput, capacity, compiles and accuracy of every KV format at 1 to 256 clients",
         17,

@@ -26,7 +26,13 @@ from jaxserve_kernels.paged_attention.config import LOG2_E, HopperConfig, tile_t
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 
-_MASKED = gl.constexpr(-1.0e30)
+_MASKED = gl.constexpr(float("-inf"))
+"""Scores are scaled after they are masked, and only infinity stays what it is then: of a large
+number the exact product, in the exponential, and the rounded one, in its peak, differ by 1e20 and
+more, so a row that sees nothing of its split would get an infinite weight, or none, as it falls."""
+
+_LEAST = gl.constexpr(-1.0e30)
+"""The peak of a row that has seen nothing: finite, so that it may be taken off infinity."""
 
 
 @gluon.jit
@@ -115,7 +121,7 @@ def _attend(
     scores = warpgroup_mma(q, pages.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     scores = gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(row_position, 1), scores, _MASKED)
-    peak = gl.full([ROWS], _MASKED, gl.float32, row_s)
+    peak = gl.full([ROWS], _LEAST, gl.float32, row_s)
     weight = gl.zeros([ROWS], gl.float32, row_s)
     probs, _, peak, weight = _softmax(scores, peak, weight, scale)
     p = gl.convert_layout(probs.to(gl.bfloat16), gl.DotOperandLayout(0, o_layout, 2))

@@ -170,6 +170,10 @@ _EDGES = (
 _TAILS = (Chunk(3000, 17), Chunk(40, 3), Chunk(700, 12))
 """The ends of prompts whose beginnings are cached: few tiles, long contexts."""
 
+_LAST_PAGES = (Chunk(1016, 20), Chunk(500, 30))
+"""Of their contexts' last page, which a split of eight pages leaves to the next, some rows see
+nothing."""
+
 HOPPER_SPECS: tuple[AttentionSpec, ...] = tuple(
     AttentionSpec(
         name=f"{name}_of_{heads.q}x{heads.kv}x{heads.dim}",
@@ -181,8 +185,8 @@ HOPPER_SPECS: tuple[AttentionSpec, ...] = tuple(
         padding_tiles=7,
         heads=heads,
     )
-    for heads in (_QWEN3, Heads(40, 8, 128), Heads(16, 8, 128), Heads(8, 1, 64))
-    for name, chunks in (("edges", _EDGES), ("tails", _TAILS))
+    for heads in (_QWEN3, Heads(40, 8, 128), Heads(16, 8, 128), Heads(8, 1, 64), Heads(8, 2, 64))
+    for name, chunks in (("edges", _EDGES), ("tails", _TAILS), ("last_pages", _LAST_PAGES))
 )
 """Around the edges of tiles and pages, for the kernel that takes only some shapes."""
 
