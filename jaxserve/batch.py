@@ -266,13 +266,17 @@ def unpack_results(
 ) -> list[Sampled | None]:
     """What each row of the plan sampled, from int32 [rows, RESULT_COLUMNS] (floats as bits).
 
-    `prompt_logprobs` are those of rows that were scored, by index.
+    `prompt_logprobs` are those of rows that were scored, by index. A row whose token has a logprob
+    that is not a number has sampled from nothing, and gets no token.
     """
-    tokens = results[: len(plan.rows), 0].tolist()
+    used = results[: len(plan.rows)]
+    tokens = used[:, 0].tolist()
     unpacked: list[Sampled | None] = [
         Sampled(token, _logprobs(results[index]) if row.logprobs else None) if row.samples else None
         for index, (row, token) in enumerate(zip(plan.rows, tokens, strict=True))
     ]
+    for index in np.isnan(used[:, 1].view(np.float32)).nonzero()[0].tolist():
+        unpacked[index] = Sampled(None) if plan.rows[index].samples else None
     for index, scored in prompt_logprobs.items():
         unpacked[index] = (unpacked[index] or Sampled(None))._replace(prompt_logprobs=scored)
     return unpacked

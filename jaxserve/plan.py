@@ -98,7 +98,7 @@ class Sampled(NamedTuple):
     """What the device found for one row; None in its place if it neither samples nor is scored."""
 
     token: int | None
-    """None if the row does not sample."""
+    """None if the row does not sample, or if its logits are not numbers."""
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     """Of the tokens in the row's `scored`."""

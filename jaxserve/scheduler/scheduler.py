@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -29,6 +30,8 @@ from jaxserve.scheduler.preemption import choose_victim
 from jaxserve.scheduler.rows import admission, chunk_row, decode_row
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.step_times import StepTimes
+
+log = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -296,7 +299,10 @@ class Scheduler:
                 seq.prompt_logprobs += result.prompt_logprobs
             if not row.samples:
                 continue
-            assert result is not None and result.token is not None, "a row that samples has a token"
+            assert result is not None, "a row that samples has a result"
+            if result.token is None:
+                events.append(self._spoiled(seq))
+                continue
             token, tokens = result.token, seq.tokens
             tokens.append(token)
             seq.in_flight -= 1
@@ -305,6 +311,20 @@ class Scheduler:
             else:
                 events.append(self._take(seq, result, now))
         return events
+
+    def _spoiled(self, seq: Sequence) -> TokenEvent:
+        """The end of a sequence whose logits are not numbers: its keys and values may be none
+        either, so what it has published, like all else, is not found any more."""
+        log.error(
+            "request %s ends with an error: after %d tokens its logits are not numbers (NaN or"
+            " infinite); the prefix cache is emptied",
+            seq.request_id,
+            len(seq.tokens),
+        )
+        seq.in_flight -= 1
+        self._end(seq)
+        self.pages.forget()
+        return TokenEvent(seq.request_id, None, FinishReason.ERROR)
 
     def _take(self, seq: Sequence, result: Sampled, now: float) -> TokenEvent:
         """A token that may be more than one more token."""

@@ -21,17 +21,21 @@ from tests.tiny_model import StubMetrics, make_config
 
 pytestmark = pytest.mark.gpu
 
-SPEC = ModelSpec(
-    vocab_size=2048,
-    embed=512,
-    ffn=1024,
-    num_layers=4,
-    q_heads=16,
-    kv_heads=4,
-    head_dim=128,
-    max_position=4096,
+VOCAB = 2048
+SPECS = tuple(
+    ModelSpec(
+        vocab_size=VOCAB,
+        embed=512,
+        ffn=1024,
+        num_layers=4,
+        q_heads=4 * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_position=4096,
+    )
+    for kv_heads, head_dim in ((4, 128), (2, 64))
 )
-"""Heads of the shape that the kernel for long tiles takes."""
+"""Heads of shapes that the kernel for long tiles takes: Qwen3's, and the embedded model's."""
 
 LONGEST = 1500
 PAGES = -(-LONGEST // 64)
@@ -39,20 +43,21 @@ BOUND = 0.08
 """Largest difference of a logprob; 0.013 to 0.038 were measured on an H200."""
 
 
-@pytest.fixture(scope="module")
-def runner() -> Runner:
+@pytest.fixture(scope="module", params=SPECS, ids=lambda spec: f"heads of {spec.head_dim}")
+def runner(request: pytest.FixtureRequest) -> Runner:
+    spec: ModelSpec = request.param
     config = make_config(
-        spec=SPEC,
+        spec=spec,
         max_num_seqs=8,
         max_model_len=LONGEST,
         num_pages=1 + 8 * PAGES,
         page_size=64,
         decode=(8,),
         prefill=(16, 128, 512, 2048),
-        tile_size=tile_tokens(SPEC.q_heads // SPEC.kv_heads),
+        tile_size=tile_tokens(spec.q_heads // spec.kv_heads),
     )
     config = dataclasses.replace(config, dtype=jnp.bfloat16)
-    params = dummy_params(qwen3.abstract(SPEC, jnp.bfloat16, stacked=True), 0)
+    params = dummy_params(qwen3.abstract(spec, jnp.bfloat16, stacked=True), 0)
     runner = Runner(config, params, StubMetrics())  # type: ignore[arg-type]
     runner.compile(8, lambda name, done: None)
     return runner
@@ -63,7 +68,7 @@ def placed(slot: int) -> Placed:
 
 
 def prompt(rng: np.random.Generator, length: int) -> tuple[int, ...]:
-    return tuple(rng.integers(0, SPEC.vocab_size, length).tolist())
+    return tuple(rng.integers(0, VOCAB, length).tolist())
 
 
 def difference(got: Sampled, expected: Sampled) -> float:

@@ -33,7 +33,7 @@ from tests.runner.driver import (
     step,
     tokens_of,
 )
-from tests.tiny_model import COMPILES, SPEC, make_config, make_runner
+from tests.tiny_model import COMPILES, SPEC, make_config, make_params, make_runner
 
 ONE_LAYER = replace(SPEC, num_layers=1)
 """Where what is special is not in the layers: half of the compiling."""
@@ -393,6 +393,19 @@ def test_a_mixed_bucket_of_one_token_computes_the_token_it_is_given() -> None:
     seq = Placed(pages=(9, 10, 11))
     step(runner, [seq.chunk(PROMPT[:10], samples=False)], [seq])
     assert_same(step(runner, [seq.chunk(PROMPT[10:], 10)])[0], whole)
+
+
+def test_logits_that_are_not_numbers_give_no_token() -> None:
+    spec = replace(ONE_LAYER, tie_embeddings=False)
+    params = make_params(spec)
+    assert isinstance(params.embedding, jax.Array)
+    params = params._replace(embedding=params.embedding.at[7].set(jnp.nan))
+    runner = make_runner(make_config(spec=spec, decode=(2,), prefill=(8,)), params)
+    spoiled, sound = Placed(pages=(1, 2)), Placed(slot=1, pages=(3, 4))
+    rows = [spoiled.chunk((3, 7)), sound.chunk((3, 8, 9))]
+    found = step(runner, rows, [spoiled, sound])
+    assert found[0] == Sampled(None)
+    assert certain(found[1]).token is not None
 
 
 def test_scratch_memory_of_the_largest_step_is_known(runner: Runner) -> None:

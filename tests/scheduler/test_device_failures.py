@@ -1,4 +1,4 @@
-"""What is left when the device has lost its state."""
+"""What is left when the device has lost its state, or computed what is not a number."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from jaxserve.api import (
     FinishReason,
     TokenEvent,
 )
+from jaxserve.plan import Sampled
 from tests.scheduler.by_hand import (
     STOP,
     assert_empty,
@@ -60,3 +61,18 @@ def test_a_sequence_that_ended_before_the_failure_gets_no_error() -> None:
     first, second = planned(sched), planned(sched)
     commit(sched, first, STOP)
     assert sched.fail([second]) == []
+
+
+def test_a_sequence_without_numbers_ends_and_leaves_no_prefix() -> None:
+    sched = scheduler(seqs=2, tokens=32)
+    sched.add(request("a", 12))
+    sched.add(request("b", 8))
+    first, second = planned(sched), planned(sched)
+    events = sched.commit(first, [Sampled(None), Sampled(5)])
+    assert [(event.request_id, event.token, event.finish) for event in events] == [
+        ("a", None, FinishReason.ERROR),
+        ("b", 5, None),
+    ]
+    assert [event.request_id for event in commit(sched, second)] == ["b"]
+    sched.add(request("c", 12))  # the prompt of a
+    assert shape(planned(sched)) == [(1, 9, 1), (2, 0, 12)]
