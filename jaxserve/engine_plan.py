@@ -99,31 +99,21 @@ def plan_engine(options: Options, source: ModelSource) -> EnginePlan:
     scheduler = _scheduler_config(options, spec, buckets, gpu=gpu)
     files = _cache_folder(options)
     weights = plan_weights(options, source, dtype, files, stacked=gpu)
-    size, limit = memory.tree_bytes(weights.encoded), _device_limit(device)
-    budget = options.kv_cache_memory_bytes
     kv_format = named(options.kv_cache_dtype)
     _check_calibration(options, kv_format)
+    limit = _device_limit(device)
+    size = memory.tree_bytes(weights.encoded)
     if gpu:
-        left = memory.plan_gpu_cache(
-            spec,
-            dtype,
-            buckets,
-            weights=size,
-            limit=limit,
-            chunk_context=expanded_tokens(
-                kv_format,
-                scheduler.max_model_len,
-                step_tokens=buckets.prefill[-1],
-                sequences=scheduler.max_num_seqs,
-            ),
-        )
-        budget = left if budget is None else budget
+        left = _left_on_gpu(spec, dtype, buckets, scheduler, kv_format, weights=size, limit=limit)
     else:
-        budget = _CPU_KV_BYTES if budget is None else budget
+        left = _CPU_KV_BYTES
+    given = options.kv_cache_memory_bytes
+    budget = left if given is None else given
+    if not gpu:
         memory.check_host_memory(size, budget)
-    cache = _cache_config(options, spec, kv_format, dtype, budget, scheduler, gpu=gpu)
     cache = replace(
-        cache, identity=f"{source.names[0]} {jnp.dtype(dtype).name} {options.kv_cache_dtype}"
+        _cache_config(options, spec, kv_format, dtype, budget, scheduler, gpu=gpu),
+        identity=f"{source.names[0]} {jnp.dtype(dtype).name} {options.kv_cache_dtype}",
     )
     scheduler = replace(
         scheduler,
@@ -161,6 +151,28 @@ def plan_engine(options: Options, source: ModelSource) -> EnginePlan:
 def _device_limit(device: Any) -> int:
     """Without statistics of its own, the allocator takes a share of the card."""
     return memory.device_limit(device, int(memory_share() * gpu_driver.total_memory()))
+
+
+def _left_on_gpu(
+    spec: ModelSpec,
+    dtype: DTypeLike,
+    buckets: Buckets,
+    scheduler: SchedulerConfig,
+    kv_format: KVFormat,
+    *,
+    weights: int,
+    limit: int,
+) -> int:
+    """Bytes for the KV cache, of the `limit` that the process may take."""
+    expanded = expanded_tokens(
+        kv_format,
+        scheduler.max_model_len,
+        step_tokens=buckets.prefill[-1],
+        sequences=scheduler.max_num_seqs,
+    )
+    return memory.plan_gpu_cache(
+        spec, dtype, buckets, weights=weights, limit=limit, chunk_context=expanded
+    )
 
 
 def _check_calibration(options: Options, kv_format: KVFormat) -> None:

@@ -51,64 +51,90 @@ def obtain(
       programs: those that take longest to compile first.
       workers: threads; XLA releases the interpreter while it loads and compiles.
       progress: called with what is going on, "loading" or "compiling", and the fraction done.
-      finished: called with the name of each program.
+      finished: called with the name of each program that is there.
       on_missing: may refuse to go on, by an exception.
       must_keep: the first program that cannot be written is an OSError, and no other is begun.
     """
-    work = {program.name: program.work for program in programs}
-    executables: dict[str, Executable] = {}
-    reasons: dict[str, str] = {}
-    failures: list[str] = []
-    lock = threading.Lock()
-
-    def done(phase: str, name: str, executable: Executable) -> None:
-        with lock:
-            executables[name] = executable
-            finished(name)
-            progress(phase, fraction())
-
-    def fraction() -> float:
-        return sum(work[name] for name in executables) / sum(work.values())
-
-    def load(program: Program) -> None:
-        if cache is None:
-            reasons[program.name] = "without a cache"
-            return
-        try:
-            executable = cache.load(program)
-        except Rejected as rejected:
-            reasons[program.name] = str(rejected)
-        else:
-            done("loading", program.name, executable)
-
-    def make(program: Program) -> None:
-        started = time.perf_counter()
-        executable = program.compile()
-        if cache is not None:
-            try:
-                cache.store(program, executable, time.perf_counter() - started)
-            except OSError as error:
-                if must_keep:
-                    raise
-                failures.append(str(error))
-        done("compiling", program.name, executable)
-
-    _on_threads(min(workers, _LOADERS), load, programs)
-    if reasons:
-        on_missing(reasons)
-        progress("compiling", fraction())
-        _on_threads(workers, make, [each for each in programs if each.name in reasons])
-        if cache is not None and not failures:
-            try:
-                cache.write_manifest()
-            except OSError as error:
-                failures.append(str(error))
-    if failures:
+    making = _Making(programs, cache, progress, finished, must_keep=must_keep)
+    _on_threads(min(workers, _LOADERS), making.load, programs)
+    if making.reasons:
+        on_missing(making.reasons)
+        progress("compiling", making.fraction())
+        todo = [each for each in programs if each.name in making.reasons]
+        _on_threads(workers, making.compile, todo)
+        making.write_manifest()
+    if making.failures:
         log.warning(
             "compiled programs cannot be kept, every start compiles: %s; another --cache-dir?",
-            failures[0],
+            making.failures[0],
         )
-    return Obtained(executables, reasons, failures[0] if failures else "")
+    unkept = making.failures[0] if making.failures else ""
+    return Obtained(making.executables, making.reasons, unkept)
+
+
+class _Making:
+    """What `obtain` has so far; its methods run on many threads. The arguments are `obtain`'s."""
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        cache: ExecutableCache | None,
+        progress: Callable[[str, float], None],
+        finished: Callable[[str], None],
+        *,
+        must_keep: bool,
+    ):
+        self.executables: dict[str, Executable] = {}
+        self.reasons: dict[str, str] = {}
+        self.failures: list[str] = []
+        self._work = {program.name: program.work for program in programs}
+        self._cache = cache
+        self._progress = progress
+        self._finished = finished
+        self._must_keep = must_keep
+        self._lock = threading.Lock()
+
+    def load(self, program: Program) -> None:
+        if self._cache is None:
+            self.reasons[program.name] = "without a cache"
+            return
+        try:
+            executable = self._cache.load(program)
+        except Rejected as rejected:
+            self.reasons[program.name] = str(rejected)
+        else:
+            self._done("loading", program.name, executable)
+
+    def compile(self, program: Program) -> None:
+        started = time.perf_counter()
+        executable = program.compile()
+        if self._cache is not None:
+            try:
+                self._cache.store(program, executable, time.perf_counter() - started)
+            except OSError as error:
+                if self._must_keep:
+                    raise
+                self.failures.append(str(error))
+        self._done("compiling", program.name, executable)
+
+    def fraction(self) -> float:
+        return sum(self._work[name] for name in self.executables) / sum(self._work.values())
+
+    def write_manifest(self) -> None:
+        if self._cache is None or self.failures:
+            return
+        try:
+            self._cache.write_manifest()
+        except OSError as error:
+            if self._must_keep:
+                raise
+            self.failures.append(str(error))
+
+    def _done(self, phase: str, name: str, executable: Executable) -> None:
+        with self._lock:
+            self.executables[name] = executable
+            self._finished(name)
+            self._progress(phase, self.fraction())
 
 
 def _on_threads(workers: int, run: Callable[[Program], None], programs: Sequence[Program]) -> None:

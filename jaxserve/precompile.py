@@ -17,13 +17,13 @@ from jaxserve.progress import Work
 from jaxserve.startup import Timeline
 from jaxserve_checkpoints.reader import CheckpointError
 
-_LOADING = 0.8
-"""How much of a start that is tried is over when its steps can run."""
-
 if TYPE_CHECKING:
     from jaxserve.engine_plan import EnginePlan
     from jaxserve.executable_cache import Program
     from jaxserve.executables import Obtained
+
+_LOADING = 0.8
+"""How much of a start that is tried is over when its steps can run."""
 
 
 def precompile(options: Options) -> int:
