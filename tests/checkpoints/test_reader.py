@@ -122,7 +122,7 @@ def test_every_dtype_keeps_its_bits(code: str, tmp_path: Path) -> None:
     assert view.tobytes() == data
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.dictionaries(
         st.text(min_size=1, max_size=8).filter(lambda name: name != "__metadata__"),

@@ -86,7 +86,7 @@ def expected_row(given: Inputs, row: int) -> np.ndarray:
     return scores
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(given_inputs=inputs())
 def test_scores_are_adjusted_by_the_formulas(given_inputs: Inputs) -> None:
     got = np.asarray(adjust(*given_inputs))

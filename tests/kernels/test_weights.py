@@ -146,10 +146,17 @@ def test_rounding_takes_the_nearest_code(seed: int) -> None:
     for name, (quantize, grid) in grids.items():
         packed = quantize(jnp.asarray(w))
         step = scales_per_input(packed)
-        nearest = np.abs(w[..., None] - np.sort(grid) * step[..., None]).min(-1)
+        nearest = np.abs(w - nearest_of(np.sort(grid), w / step) * step)
         error = np.abs(np.asarray(packed.dequantize()) - w)
         rounding = 1e-5 * np.abs(step) + 2e-7 * np.abs(w)  # of w / step, between two codes
         assert (error <= nearest + rounding).all(), name
+
+
+def nearest_of(grid: Values, x: Values) -> Values:
+    """Of the ascending values of the grid the one next to each x."""
+    above = np.searchsorted(grid, x).clip(1, len(grid) - 1)
+    lower, upper = grid[above - 1], grid[above]
+    return np.where(x - lower <= upper - x, lower, upper)
 
 
 def scales_per_input(packed: weights.QuantizedWeight) -> Values:
