@@ -99,6 +99,7 @@ async def _serve(options: Options, timeline: Timeline, imported: threading.Event
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop)
     try:
         await _serve_until(stop, options, timeline, imported)
+        log.info("stopped")
     except _Stopped:
         log.info("stopped while starting")
     _leave()
@@ -266,10 +267,17 @@ async def _until_stopped(engine: AsyncEngine[Pending], stop: asyncio.Event) -> N
 async def _drain(engine: AsyncEngine[Pending], timeout: float) -> None:
     """Refuse what is new, let what runs finish for up to `timeout` seconds."""
     engine.drain()
-    log.info("stopping: running requests get up to %.0f s (again to stop at once)", timeout)
+    log.info(
+        "stopping: %d answers get up to %g s to finish (again to stop at once)",
+        *(engine.num_streams, timeout),
+    )
     deadline = asyncio.get_running_loop().time() + timeout
     while engine.num_streams and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.05)
+    if engine.num_streams:
+        log.warning(
+            "%d answers have not finished after %g s and are cut off", engine.num_streams, timeout
+        )
 
 
 def _on_signal(stop: asyncio.Event) -> None:

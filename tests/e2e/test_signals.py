@@ -115,6 +115,8 @@ async def test_what_runs_or_waits_is_finished_and_new_requests_are_refused() -> 
             assert '"finish_reason":"length"' in text, index
         status, output = await asyncio.to_thread(finish, server.process, timeout=20)
     assert status == 0, output
+    assert "stopping: 16 answers get up to 200 s" in output and "cut off" not in output
+    assert output.splitlines()[-1].endswith("stopped")
 
 
 async def test_what_the_drain_cuts_off_is_told_to_come_back() -> None:
@@ -131,6 +133,7 @@ async def test_what_the_drain_cuts_off_is_told_to_come_back() -> None:
                 assert (await reply.json())["error"]["code"] == "not_ready"
         status, output = await asyncio.to_thread(finish, server.process, timeout=20)
     assert status == 0, output
+    assert "1 answers have not finished after 0.3 s and are cut off" in output
 
 
 DEVICE_LOST = """
