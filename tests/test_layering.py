@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Container, Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 SOURCES = {
     "jaxserve": ROOT,
     "jaxserve_checkpoints": ROOT / "checkpoints",
@@ -190,6 +192,13 @@ def reachable(imports: Imports, part: str) -> dict[str, str]:
                 seen.add(name)
                 todo.append(name)
     return found
+
+
+def test_the_table_of_the_architecture_is_this_one() -> None:
+    rows = re.findall(r"^\| (\d) \| (.*?) \|", ARCHITECTURE.read_text(), re.M)
+    shown = {int(number): set(re.findall(r"`(\w+)`", parts)) for number, parts in rows}
+    held = {n: {part.removeprefix("jaxserve.") for part in parts} for n, parts in enumerate(LAYERS)}
+    assert shown == held
 
 
 def test_imports_go_down_only() -> None:
