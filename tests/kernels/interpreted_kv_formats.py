@@ -19,7 +19,6 @@ from jaxserve_kernels.kv_format.eight_bit import triton as eight_bit
 from jaxserve_kernels.kv_format.eight_bit import triton_streaming as eight_bit_streaming
 from jaxserve_kernels.kv_format.kvarn import KVarN
 from jaxserve_kernels.kv_format.kvarn import triton as kvarn
-from jaxserve_kernels.kv_format.kvarn import triton_streaming as kvarn_streaming
 from tests.kernels.kv_steps import EPS, LAYER, Sequences
 
 GROUP = 16
@@ -37,23 +36,23 @@ def small_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "LEAST", 128)
 
 
+EIGHT_BIT = (named("int8"), named("fp8_e4m3"))
+KVARN = tuple(KVarN(value_bits=bits, group=GROUP) for bits in (4, 2))
+
+
 @pytest.mark.parametrize(
-    ("work", "streaming"),
-    [(DECODE, True), (DECODE, False), (PREFILL, False)],
-    ids=["decode", "decode_of_many", "prefill"],
-)
-@pytest.mark.parametrize(
-    "kv_format",
-    [named("int8"), named("fp8_e4m3"), *(KVarN(value_bits=b, group=GROUP) for b in (4, 2))],
-    ids=lambda kv_format: kv_format.name,
+    ("kv_format", "work", "streaming"),
+    [
+        *((each, DECODE, True) for each in EIGHT_BIT),  # KVarN's is in Gluon
+        *((each, work, False) for each in (*EIGHT_BIT, *KVARN) for work in (DECODE, PREFILL)),
+    ],
+    ids=lambda value: getattr(value, "name", {DECODE: "decode", PREFILL: "prefill"}.get(value)),
 )
 def test_attention_and_what_it_leaves(
     kv_format: KVFormat, work: tuple[Any, ...], streaming: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not streaming:  # as of more rows than are quick here
         monkeypatch.setattr(eight_bit_streaming, "MAX_TOKENS", 0)
-        monkeypatch.setattr(kvarn_streaming, "MAX_TOKENS", 0)
-    monkeypatch.setattr(kvarn_streaming, "_KEYS", GROUP // 4)  # half a page, as of 128 tokens
     starts, counts, tile_size = work
     ends = tuple(start + count for start, count in zip(starts, counts, strict=True))
     sequences = Sequences(lengths=ends, page_size=GROUP, head_dim=32)

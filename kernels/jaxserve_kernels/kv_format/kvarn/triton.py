@@ -29,7 +29,7 @@ def attend(
     eps: float,
     tile_size: int,
 ) -> tuple[Array, KVarNKV]:
-    if _decodes(step, tile_size) and qkv.shape[1] <= triton_streaming.MAX_TOKENS:
+    if _decodes(step, tile_size) and triton_streaming.fits(qkv, kv, norms[0].dtype):
         return triton_streaming.attend(qkv, kv, layer, norms, tables, step, eps=eps)
     q, kv, fresh = inputs(
         qkv, kv, layer, norms, tables, step, eps=eps, keep=_decodes(step, tile_size)

@@ -35,13 +35,13 @@ _CHUNK = 32
 
 
 @triton.jit
-def units_of(position, GROUP: tl.constexpr, CHUNK: tl.constexpr, PER_PAGE: tl.constexpr):
+def units_of(position, GROUP: tl.constexpr, CHUNK: tl.constexpr):
     """Into what programs cut a context, by their ends: chunks of the sink, if that is not the
-    token's own page, and of the own page, and parts of the pages between."""
+    token's own page, and of the own page, and the pages between."""
     own = position // GROUP
     sink = tl.minimum(own, 1) * (GROUP // CHUNK)
     raw = sink + position % GROUP // CHUNK + 1
-    return sink, raw, raw + PER_PAGE * tl.maximum(own - 1, 0)
+    return sink, raw, raw + tl.maximum(own - 1, 0)
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def _attend_part(
     """One of the parts into which the context of a tile, a token, is split."""
     group: tl.constexpr = q_heads // kv_heads
     DIM: tl.constexpr = 4 * QUARTER
-    sink_units, raw_units, units = units_of(position, GROUP, CHUNK, 1)
+    sink_units, raw_units, units = units_of(position, GROUP, CHUNK)
     per_split = tl.cdiv(units, splits)
     begin = split * per_split
     stop = tl.minimum(begin + per_split, units)
@@ -102,9 +102,9 @@ def _attend_part(
         for index in tl.range(tl.maximum(begin, raw_units), stop, num_stages=STAGES):
             page = first_page + tl.load(table + index - raw_units + 1).to(tl.int64)
             peak, weight, acc0, acc1, acc2, acc3 = packed_keys(
-                page, 0, q0, q1, q2, q3, peak, weight, acc0, acc1, acc2, acc3,
+                page, q0, q1, q2, q3, peak, weight, acc0, acc1, acc2, acc3,
                 key_words_ptr, value_words_ptr, scales_ptr, kv_head,
-                scale, kv_heads, GROUP, QUARTER, BITS, FAST, GROUP // 2,
+                scale, kv_heads, GROUP, QUARTER, BITS, FAST,
             )  # fmt: skip
         first_tile = (first_slot + slot).to(tl.int64) * 2
         for index in tl.range(begin, tl.minimum(stop, raw_units), num_stages=STAGES):
@@ -192,14 +192,14 @@ def _attend_some(
 def _merge_part(
     sums_ptr, peak_ptr, weight_ptr, first_ptr, out_ptr, tile, q_head, splits, units,
     q_heads: tl.constexpr, kv_heads: tl.constexpr,
-    ROWS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Adds what the programs that share a context found, by their softmax weights, and rotates it
     back: Sylvester's matrix is that of the high bits of an index times that of the low ones."""
     group: tl.constexpr = q_heads // kv_heads
     LOW: tl.constexpr = 8
     HIGH: tl.constexpr = DIM // LOW
-    split = tl.arange(0, SPLITS)
+    split = tl.arange(0, WIDTH)
     dim = tl.arange(0, DIM)
     there = split * tl.cdiv(units, splits) < units
     part = ((tile * kv_heads + q_head // group) * splits + split).to(tl.int64) * ROWS
@@ -222,20 +222,20 @@ def _merge(
     sums_ptr, peak_ptr, weight_ptr, first_ptr, length_ptr, position_ptr, out_ptr,
     q_heads: tl.constexpr, kv_heads: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
-    PER_PAGE: tl.constexpr, SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, WIDTH: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """A program per tile and query head."""
     tile = tl.program_id(0)
     length = tl.load(length_ptr + tile)
-    _, _, units = units_of(tl.load(position_ptr + tile), GROUP, CHUNK, PER_PAGE)
+    _, _, units = units_of(tl.load(position_ptr + tile), GROUP, CHUNK)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     if length > 0:
         _merge_part(
             sums_ptr, peak_ptr, weight_ptr, first_ptr, out_ptr, tile, tl.program_id(1), SPLITS,
-            units, q_heads, kv_heads, ROWS, DIM, SPLITS,
+            units, q_heads, kv_heads, ROWS, DIM, WIDTH,
         )  # fmt: skip
 
 
@@ -251,7 +251,7 @@ def _merge_some(
     splits = _splits_of(count, kv_heads, PROGRAMS, MOST)
     for unit in range(tl.program_id(0), count * q_heads, PROGRAMS):
         tile = unit // q_heads
-        _, _, units = units_of(tl.load(position_ptr + tile), GROUP, CHUNK, 1)
+        _, _, units = units_of(tl.load(position_ptr + tile), GROUP, CHUNK)
         _merge_part(
             sums_ptr, peak_ptr, weight_ptr, first_ptr, out_ptr,
             tile, unit % q_heads, splits, units, q_heads, kv_heads, ROWS, DIM, MOST,
@@ -292,7 +292,7 @@ def attend(
     )  # fmt: skip
     return merge(
         (sums, peak, weight), tiles, jax.ShapeDtypeStruct(q.shape, q.dtype),
-        kv_heads=kv_heads, group=numbers["GROUP"], chunk=numbers["CHUNK"], per_page=1,
+        kv_heads=kv_heads, group=numbers["GROUP"], chunk=numbers["CHUNK"],
     )  # fmt: skip
 
 
@@ -304,7 +304,6 @@ def merge(
     kv_heads: int,
     group: int,
     chunk: int,
-    per_page: int,
 ) -> Array:
     """Attention rotated back, `out_type`, from parts of `units_of` contexts: sums
     [tiles, kv_heads, splits, rows, head_dim] with their peaks and weights."""
@@ -318,7 +317,8 @@ def merge(
         grid=(tiles.first.shape[0], q_heads),
         num_warps=4,
         q_heads=q_heads, kv_heads=kv_heads, ROWS=rows, DIM=head_dim,
-        GROUP=group, CHUNK=chunk, PER_PAGE=per_page, SPLITS=splits,
+        GROUP=group, CHUNK=chunk, SPLITS=splits,
+        WIDTH=triton.next_power_of_2(splits),
     )  # fmt: skip
 
 

@@ -141,20 +141,19 @@ def _add_values(
 
 @triton.jit
 def packed_keys(
-    page, first, q0, q1, q2, q3, peak, weight, acc0, acc1, acc2, acc3,
+    page, q0, q1, q2, q3, peak, weight, acc0, acc1, acc2, acc3,
     key_words_ptr, value_words_ptr, scales_ptr, kv_head,
     scale: tl.constexpr, kv_heads: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr,
-    BITS: tl.constexpr, FAST: tl.constexpr, KEYS: tl.constexpr,
+    BITS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Of one tile of codes KEYS keys from number `first` on, and as many half a tile later, because
-    words hold something of both."""
+    """One tile of codes, half of its keys after the other, because words hold something of both."""
     DIM: tl.constexpr = 4 * QUARTER
     LATER: tl.constexpr = GROUP // 2
     MIDDLE: tl.constexpr = ((1 << BITS) - 1) / 2
     ADDED: tl.constexpr = 128.0 if FAST else 0.0
     dtype: tl.constexpr = tl.bfloat16 if FAST else tl.float32
     dim = tl.arange(0, QUARTER)
-    key = first + tl.arange(0, KEYS)
+    key = tl.arange(0, LATER)
     head_page = page * kv_heads + kv_head
     keys = key_words_ptr + head_page * (GROUP * QUARTER) + key[:, None] * QUARTER + dim[None, :]
     values = value_words_ptr + head_page * (GROUP * BITS // 4 * QUARTER)
