@@ -20,40 +20,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _quarters_4(words):
-    """128 + each of the four nibbles, in bfloat16."""
-    return tl.inline_asm_elementwise(
-        """{ .reg .b32 a,b,c; shr.u32 a,$4,4; shr.u32 b,$4,8; shr.u32 c,$4,12;
-        lop3.b32 $0,$4,0x000f000f,0x43004300,0xea; lop3.b32 $1,a,0x000f000f,0x43004300,0xea;
-        lop3.b32 $2,b,0x000f000f,0x43004300,0xea; lop3.b32 $3,c,0x000f000f,0x43004300,0xea; }""",
-        "=r,=r,=r,=r,r", [words],
-        (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@triton.jit
-def _quarters_2(words, shift):
-    """128 + each of the four codes in one byte, in bfloat16: the low one, or the high one with a
-    shift of 8."""
-    return tl.inline_asm_elementwise(
-        """{ .reg .b32 a,b,c,d; shr.u32 a,$4,$5; shr.u32 b,a,2; shr.u32 c,a,4; shr.u32 d,a,6;
-        lop3.b32 $0,a,0x00030003,0x43004300,0xea; lop3.b32 $1,b,0x00030003,0x43004300,0xea;
-        lop3.b32 $2,c,0x00030003,0x43004300,0xea; lop3.b32 $3,d,0x00030003,0x43004300,0xea; }""",
-        "=r,=r,=r,=r,r,r,r", [words, shift],
-        (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
+UNPACK_4 = tl.constexpr("""{ .reg .b32 a,b,c; shr.u32 a,$4,4; shr.u32 b,$4,8; shr.u32 c,$4,12;
+    lop3.b32 $0,$4,0x000f000f,0x43004300,0xea; lop3.b32 $1,a,0x000f000f,0x43004300,0xea;
+    lop3.b32 $2,b,0x000f000f,0x43004300,0xea; lop3.b32 $3,c,0x000f000f,0x43004300,0xea; }""")
+UNPACK_2 = tl.constexpr("""{ .reg .b32 a,b,c; shr.u32 a,$4,2; shr.u32 b,$4,4; shr.u32 c,$4,6;
+    lop3.b32 $0,$4,0x00030003,0x43004300,0xea; lop3.b32 $1,a,0x00030003,0x43004300,0xea;
+    lop3.b32 $2,b,0x00030003,0x43004300,0xea; lop3.b32 $3,c,0x00030003,0x43004300,0xea; }""")
+UNPACK_2_LATE = tl.constexpr("""{ .reg .b32 a,b,c,d; shr.u32 a,$4,8; shr.u32 b,$4,10;
+    shr.u32 c,$4,12; shr.u32 d,$4,14;
+    lop3.b32 $0,a,0x00030003,0x43004300,0xea; lop3.b32 $1,b,0x00030003,0x43004300,0xea;
+    lop3.b32 $2,c,0x00030003,0x43004300,0xea; lop3.b32 $3,d,0x00030003,0x43004300,0xea; }""")
+"""Registers of two words to four pairs of bfloat16 numbers, 128 + a code: of 4 bits, and of 2 bits
+those in the low or the high byte."""
 
 
 @triton.jit
 def _quarters(words, HALF: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr):
     """The codes of the four quarters of half a tile; 128 more if FAST."""
     if FAST:
-        if BITS == 4:
-            a, b, c, d = _quarters_4(words)
-        else:
-            a, b, c, d = _quarters_2(words, tl.full(words.shape, 8 * HALF, tl.int32))
+        asm: tl.constexpr = UNPACK_4 if BITS == 4 else (UNPACK_2_LATE if HALF else UNPACK_2)
+        a, b, c, d = tl.inline_asm_elementwise(
+            asm, "=r,=r,=r,=r,r", [words],
+            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         MASK: tl.constexpr = (1 << BITS) - 1
         wide = words.to(tl.int32) >> (0 if BITS == 4 else 8 * HALF)
