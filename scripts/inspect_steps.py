@@ -127,15 +127,15 @@ def inspect(
     (buffers,) = Path(DUMP.name).glob("*after_optimizations-buffer-assignment.txt")
     allocations = buffers.read_text().split("\nallocation ")
     (results,) = (each for each in allocations if " state_results" in each)
+    text = program.as_text()
     kv_shapes = [",".join(map(str, leaf.shape)) for leaf in jax.tree.leaves(state.kv)]
     return {
         "bucket": bucket.name,
         "arguments": len(jax.tree.leaves(arguments)),
         "outside_graph": re.findall(r"^\d+: (k\w+)", "\n".join(lines), re.M),
         "inside_graph": sum(bool(re.match(r"\s+\d+: k\w+", line)) for line in lines),
-        "kv_copies": sum(
-            len(re.findall(rf"\[{shape}\]\S* copy\(", program.as_text())) for shape in kv_shapes
-        ),
+        "kv_copies": sum(len(re.findall(rf"\[{shape}\]\S* copy\(", text)) for shape in kv_shapes),
+        "adding_products": len(re.findall(r'custom-call.*"beta":1', text)),
         "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
         "aliased_bytes": memory.alias_size_in_bytes,
         "other_output_bytes": memory.output_size_in_bytes - memory.alias_size_in_bytes,

@@ -22,6 +22,7 @@ from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
 from jaxserve_kernels.kv_format import KV, AttentionStep, attend, end_step
 from jaxserve_kernels.matmul import (
     QuantizedTokens,
+    add_linear,
     gated_linear,
     linear,
     plain,
@@ -299,10 +300,10 @@ def _feed_forward(
     layer: Layer, next_norm: Norm, x: Array, attended: Array, spec: ModelSpec
 ) -> tuple[Array, Normed]:
     """What follows a layer's attention: x, and x with the next norm."""
-    out = linear(attended, layer.out)
+    x, out = add_linear(x, attended, layer.out)
     form = token_format(layer.gate_up, x.shape[0], x.dtype, gated=True)
     x, normed = add_rms_norm(x, out, layer.mlp_norm, spec.norm_eps, form)
-    update = linear(gated_linear(normed, layer.gate_up), layer.down)
+    x, update = add_linear(x, gated_linear(normed, layer.gate_up), layer.down)
     form = token_format(next_norm.reader, x.shape[0], x.dtype)
     return add_rms_norm(x, update, next_norm.weight, spec.norm_eps, form)
 

@@ -40,6 +40,20 @@ def linear(x: Array | QuantizedTokens, weight: Weight, dtype: DTypeLike | None =
     return dense_matmul.linear(plain(x), weight, dtype)
 
 
+def add_linear(
+    total: Array, x: Array | QuantizedTokens, weight: Weight
+) -> tuple[Array, Array | None]:
+    """total [tokens, out] plus x [tokens, in] times weight [out, in] transposed, of total's dtype.
+
+    Returns:
+      The sum and None, where the product takes total in; else total as it was, and partial sums as
+      of `linear` that its reader adds.
+    """
+    if isinstance(weight, QUANTIZED):
+        return total, linear(x, weight)
+    return dense_matmul.add_linear(total, plain(x), weight)
+
+
 def gated_linear(x: Array | QuantizedTokens, weight: Weight) -> Array:
     """SwiGLU of x [tokens, in]: silu(x @ gate.T) * (x @ up.T), [tokens, ffn] in x's dtype.
 

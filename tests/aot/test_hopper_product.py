@@ -9,16 +9,41 @@ import pytest
 from tests.aot.ptx import check_registers_and_memory, compile_kernel, tma_blocks
 
 
-@pytest.mark.parametrize(("tokens", "n", "k"), [(1024, 9728, 2560), (1000, 128, 64)])
+@pytest.mark.parametrize(
+    ("tokens", "n", "k"), [(2048, 9728, 2560), (1024, 9728, 2560), (1000, 128, 64)]
+)
 def test_the_program_fits_and_its_products_do_not_wait(
     tokens: int, n: int, k: int, tmp_path: Path
 ) -> None:
-    from jaxserve_kernels.dense_matmul.hopper import COLUMNS, DEPTH, TOKENS, _program
+    from jaxserve_kernels.dense_matmul.hopper import COLUMNS, DEPTH, TOKENS, _program, divide
 
-    types = {"x": tma_blocks(TOKENS, DEPTH), "w": tma_blocks(COLUMNS, DEPTH), "out_ptr": "*bf16"}
-    kernel = compile_kernel(_program, types, {"tokens": tokens, "n": n, "k": k})
+    tiles = -(-tokens // TOKENS) * (n // COLUMNS)
+    whole, pieces = divide(tiles, min(tiles, 132))
+    types = {
+        "x": tma_blocks(TOKENS, DEPTH),
+        "w": tma_blocks(COLUMNS, DEPTH),
+        "w_piece": tma_blocks(COLUMNS // pieces, DEPTH),
+        "out_ptr": "*bf16",
+    }
+    constants = {"whole": whole, "pieces": pieces, "tokens": tokens, "n": n, "k": k}
+    kernel = compile_kernel(_program, types, constants)
     check_registers_and_memory(kernel, tmp_path)
     assert kernel.metadata.num_warps == 12  # two warpgroups, and one for the producer's warp
+
+
+@pytest.mark.parametrize(
+    ("tokens", "turns"), [(1024, 5), (1536, 7), (2048, 9.5), (4096, 18.5), (128, 1)]
+)
+def test_the_last_turn_is_short_where_few_tiles_are_left(tokens: int, turns: float) -> None:
+    """Of 76 tiles for each 128 tokens, as Qwen3-4B has."""
+    from jaxserve_kernels.dense_matmul.hopper import divide
+
+    tiles = tokens // 128 * 76
+    programs = min(tiles, 132)
+    whole, pieces = divide(tiles, programs)
+    rest = tiles - whole
+    assert rest * pieces <= programs
+    assert whole / programs + (1 / pieces if rest else 0) == turns
 
 
 @pytest.mark.parametrize("tokens", [1024, 512])

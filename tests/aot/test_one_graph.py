@@ -50,6 +50,14 @@ def test_scratch_memory_stays_small(reports: dict[str, dict[str, Any]]) -> None:
         assert report["scratch_bytes"] < 384 * 2**20, name
 
 
+def test_products_of_many_tokens_add_the_residual_stream(
+    reports: dict[str, dict[str, Any]],
+) -> None:
+    """Two in each of three layers; the last one goes on with few of its tokens."""
+    assert reports["mixed_2048"]["adding_products"] == 6
+    assert reports["mixed_512"]["adding_products"] == 0
+
+
 def test_layers_are_one_chain_of_kernels_or_nine_each(reports: dict[str, dict[str, Any]]) -> None:
     """Each is counted with the slice of the stacked weight that it reads, where it has one."""
     for bucket in ("decode_1", "decode_16", "decode_24", "decode_64"):

@@ -126,7 +126,7 @@ def test_paged_attention(name: str, splits: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("free", [0, 9, 100])
 def test_singles_beside_chunks(name: str, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many free places share the contexts of the others."""
-    monkeypatch.setattr(triton_singles, "_MIN_BLOCKS", 1)
+    monkeypatch.setattr(triton_singles, "_MIN_KEYS", 1)
     inputs = make_inputs(SPECS[name], seed=3)
     columns = (inputs.first, inputs.length, inputs.slot, inputs.position)
     tiles = QueryTiles(*(jnp.asarray(np.pad(column, (0, free))) for column in columns))

@@ -13,7 +13,7 @@ import pytest
 from jaxserve_kernels import chain, target
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
-from jaxserve_kernels.dense_matmul import gated_linear, linear, sum_parts
+from jaxserve_kernels.dense_matmul import add_linear, gated_linear, linear, sum_parts
 from jaxserve_kernels.kv_format import AttentionStep, attend
 from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
 from jaxserve_kernels.paged_attention.inputs import AttentionSpec, Chunk, Heads, apart, make_inputs
@@ -93,6 +93,38 @@ def test_add_rms_norm_equals_its_reference(tokens: int, embed: int, parts: int, 
 
     for out, expected in zip(run("triton"), run("reference"), strict=True):
         assert relative_error(out, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("tokens", [1024, 2048, 2100, 4096])
+def test_the_gated_product_of_many_tokens_equals_its_reference(tokens: int) -> None:
+    """Of 2,048 and 4,096 tokens the last tiles are cut into pieces."""
+    keys = jax.random.split(jax.random.key(tokens), 2)
+    x = jax.random.normal(keys[0], (tokens, 2560), jnp.bfloat16)
+    weight = (jax.random.normal(keys[1], (2 * 9728, 2560)) / 50).astype(jnp.bfloat16)
+
+    def run(implementation: target.Implementation) -> jax.Array:
+        with target.use(target.Target(implementation)):
+            return jax.jit(lambda *arrays: gated_linear(*arrays))(x, weight)
+
+    assert relative_error(run("triton"), run("reference")) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("tokens", [16, 256, 2047, 2048])
+def test_a_product_and_the_norm_after_it_equal_their_reference(tokens: int) -> None:
+    keys = jax.random.split(jax.random.key(tokens), 3)
+    x = jax.random.normal(keys[0], (tokens, 2560), jnp.bfloat16)
+    heads = jax.random.normal(keys[1], (tokens, 4096), jnp.bfloat16)
+    out = (jax.random.normal(keys[2], (3, 2560, 4096)) / 64).astype(jnp.bfloat16)
+
+    def run(implementation: target.Implementation) -> tuple[jax.Array, jax.Array]:
+        def both(x: jax.Array, heads: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return add_rms_norm(*add_linear(x, heads, out[1]), jnp.ones_like(x[0]), 1e-6)
+
+        with target.use(target.Target(implementation)):
+            return jax.jit(both)(x, heads, out)
+
+    for got, expected in zip(run("triton"), run("reference"), strict=True):
+        assert relative_error(got, expected) < TOLERANCE["bfloat16"]
 
 
 @pytest.mark.parametrize("parts", [1, 4])

@@ -10,14 +10,17 @@ from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, Token
 
 
 def add_rms_norm(
-    x: Array, update: Array, weight: Array, eps: float, form: TokenFormat | None = None
+    x: Array, update: Array | None, weight: Array, eps: float, form: TokenFormat | None = None
 ) -> tuple[Array, Array | QuantizedTokens]:
     """See `reference.add_rms_norm`.
 
     Args:
+      update: None if it is in x already (`matmul.add_linear`).
       form: what the normed tokens become, for a reader that takes 8 bits (`matmul.token_format`,
         which asks for it only where there are kernels). Both are the same as one after the other.
     """
+    if update is None:  # XLA's fusion reads and writes each token once
+        return x, reference.rms_norm(x, weight, eps)
     if target.current().implementation == "reference":
         return reference.add_rms_norm(x, update, weight, eps)
     from jaxserve_kernels.add_rms_norm import triton  # needs Triton: only for GPUs

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxserve_kernels import target
 from jaxserve_kernels.dense_matmul import reference
-from jaxserve_kernels.dense_matmul.config import Config, choose, fuses_gating
+from jaxserve_kernels.dense_matmul.config import (
+    ADDING_MIN_TOKENS,
+    Config,
+    choose,
+    fuses_gating,
+)
 
 
 def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
@@ -23,6 +28,14 @@ def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
     from jaxserve_kernels.dense_matmul import triton  # needs Triton: only for GPUs
 
     return triton.linear(x, weight, config)
+
+
+def add_linear(total: Array, x: Array, weight: Array) -> tuple[Array, Array | None]:
+    """See `matmul.add_linear`."""
+    if x.shape[0] < ADDING_MIN_TOKENS or not _on_gpu(x) or _config(x, weight) is not None:
+        return total, linear(x, weight)
+    # XLA gives the sum to cuBLASLt, which adds it before it rounds.
+    return lax.optimization_barrier(total + reference.linear(x, weight, total.dtype)[0]), None
 
 
 def gated_linear(x: Array, weight: Array) -> Array:

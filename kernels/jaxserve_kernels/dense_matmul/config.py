@@ -13,6 +13,10 @@ HOPPER_MIN_TOKENS = 1024
 """From it on the product with the gating in it is faster on Hopper than cuBLASLt and a kernel that
 gates. Measured on an H200; see docs/performance/prefill.md."""
 
+ADDING_MIN_TOKENS = 2048
+"""From it on a product of cuBLASLt's takes the residual stream in. Measured on an H200; see
+docs/performance/prefill.md."""
+
 _ENOUGH_PROGRAMS = 264
 """Two for each of an H100's 132 multiprocessors keep its memory busy."""
 

@@ -3,7 +3,8 @@
 XLA writes the product with gate and up, 76 KB per token of a 4B model, for another kernel to read.
 Here a program walks over tiles of 128 tokens and 128 columns of the result. A producer warp copies
 the tokens, the rows of gate and those of up into a ring in shared memory (TMA), also while the
-tile before is being stored; two warpgroups of 64 tokens each multiply.
+tile before is being stored; two warpgroups of 64 tokens each multiply. Tiles of the last turn are
+cut into pieces where it has few, so that all programs share them.
 """
 
 from __future__ import annotations
@@ -34,68 +35,117 @@ _STAGES = gl.constexpr(4)
 _MULTIPROCESSORS = 132
 """Programs that share the tiles."""
 
+_MOST_PIECES = 2
+"""Of a tile. Four are no faster on an H200; see docs/performance/prefill.md."""
+
+
+@gluon.jit
+def _multiply_tile(
+    x_ring, w_ring, ready, free, out_ptr, at, token, column,
+    part: gl.constexpr, COLUMNS: gl.constexpr,
+    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup `part`: its 64 tokens of a tile of COLUMNS columns, from step `at` of the ring on;
+    the step after it."""
+    ROWS: gl.constexpr = _TOKENS // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * COLUMNS, 16])
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    acc = gl.zeros([ROWS, 2 * COLUMNS], gl.float32, layout)
+    for step in range(k // _DEPTH):
+        stage = at % _STAGES
+        mbarrier.wait(ready.index(stage), (at // _STAGES) & 1)
+        x = x_ring.index(stage).slice(part * ROWS, ROWS, dim=0)
+        w = w_ring.index(stage).slice(0, 2 * COLUMNS, dim=0)
+        acc = warpgroup_mma(x, w.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        # The product before this one is done, and its place free.
+        mbarrier.arrive(free.index((at + _STAGES - 1) % _STAGES), count=1, pred=step > 0)
+        at += 1
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(free.index((at + _STAGES - 1) % _STAGES), count=1)
+    gate, up = gl.split(acc.reshape([ROWS, 2, COLUMNS]).permute((0, 2, 1)))
+    gate = gate.to(gl.bfloat16).to(gl.float32)  # rounded where the reference rounds
+    gated = gate / (1.0 + gl.exp2(gate * -1.4426950408889634))
+    out = gated.to(gl.bfloat16).to(gl.float32) * up.to(gl.bfloat16).to(gl.float32)
+    out = gl.convert_layout(out.to(gl.bfloat16), flat)
+    row = token + part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, flat))
+    row = gl.expand_dims(row, 1)
+    column = gl.expand_dims(column + gl.arange(0, COLUMNS, gl.SliceLayout(0, flat)), 0)
+    gl.store(out_ptr + row * n + column, out, mask=row < tokens)
+    return at
+
 
 @gluon.jit
 def _multiply(
     x_ring, w_ring, ready, free, out_ptr, program, programs,
-    part: gl.constexpr, tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+    part: gl.constexpr, whole: gl.constexpr, pieces: gl.constexpr,
+    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `part`: its 64 tokens of each tile of this program."""
-    ROWS: gl.constexpr = _TOKENS // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * _COLUMNS, 16])
-    flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     rows: gl.constexpr = (tokens + _TOKENS - 1) // _TOKENS
     at = 0
-    for tile in range(program, rows * (n // _COLUMNS), programs):
-        acc = gl.zeros([ROWS, 2 * _COLUMNS], gl.float32, layout)
-        for step in range(k // _DEPTH):
-            stage = at % _STAGES
-            mbarrier.wait(ready.index(stage), (at // _STAGES) & 1)
-            x = x_ring.index(stage).slice(part * ROWS, ROWS, dim=0)
-            acc = warpgroup_mma(x, w_ring.index(stage).permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            # The product before this one is done, and its place free.
-            mbarrier.arrive(free.index((at + _STAGES - 1) % _STAGES), count=1, pred=step > 0)
-            at += 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(free.index((at + _STAGES - 1) % _STAGES), count=1)
-        gate, up = gl.split(acc.reshape([ROWS, 2, _COLUMNS]).permute((0, 2, 1)))
-        gate = gate.to(gl.bfloat16).to(gl.float32)  # rounded where the reference rounds
-        gated = gate / (1.0 + gl.exp2(gate * -1.4426950408889634))
-        out = gated.to(gl.bfloat16).to(gl.float32) * up.to(gl.bfloat16).to(gl.float32)
-        out = gl.convert_layout(out.to(gl.bfloat16), flat)
-        token = tile % rows * _TOKENS + part * ROWS
-        token = gl.expand_dims(token + gl.arange(0, ROWS, gl.SliceLayout(1, flat)), 1)
-        column = tile // rows * _COLUMNS + gl.arange(0, _COLUMNS, gl.SliceLayout(0, flat))
-        gl.store(out_ptr + token * n + gl.expand_dims(column, 0), out, mask=token < tokens)
+    for tile in range(program, whole, programs):
+        at = _multiply_tile(
+            x_ring, w_ring, ready, free, out_ptr, at,
+            tile % rows * _TOKENS, tile // rows * _COLUMNS, part, _COLUMNS, tokens, n, k,
+        )  # fmt: skip
+    tile = whole + program // pieces
+    if tile < rows * (n // _COLUMNS):
+        WIDTH: gl.constexpr = _COLUMNS // pieces
+        column = tile // rows * _COLUMNS + program % pieces * WIDTH
+        _multiply_tile(
+            x_ring, w_ring, ready, free, out_ptr, at,
+            tile % rows * _TOKENS, column, part, WIDTH, tokens, n, k,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _copy_tile(
+    x, w, x_ring, w_ring, ready, free, at, token, column,
+    COLUMNS: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+):  # fmt: skip
+    for depth in range(0, k, _DEPTH):
+        stage = at % _STAGES
+        bar = ready.index(stage)
+        gate = w_ring.index(stage).slice(0, COLUMNS, dim=0)
+        up = w_ring.index(stage).slice(COLUMNS, COLUMNS, dim=0)
+        mbarrier.wait(free.index(stage), ((at // _STAGES) & 1) ^ 1)
+        mbarrier.expect(bar, (_TOKENS + 2 * COLUMNS) * _DEPTH * 2)
+        tma.async_copy_global_to_shared(x, [token, depth], bar, x_ring.index(stage))
+        tma.async_copy_global_to_shared(w, [column, depth], bar, gate)
+        tma.async_copy_global_to_shared(w, [n + column, depth], bar, up)
+        at += 1
+    return at
 
 
 @gluon.jit
 def _copy(
-    x, w, x_ring, w_ring, ready, free, program, programs,
+    x, w, w_piece, x_ring, w_ring, ready, free, program, programs,
+    whole: gl.constexpr, pieces: gl.constexpr,
     tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
 ):  # fmt: skip
     """The producer. Programs that run together share the rows of few weights, and all tokens."""
     rows: gl.constexpr = (tokens + _TOKENS - 1) // _TOKENS
     at = 0
-    for tile in range(program, rows * (n // _COLUMNS), programs):
-        token = tile % rows * _TOKENS
-        column = tile // rows * _COLUMNS
-        for depth in range(0, k, _DEPTH):
-            stage = at % _STAGES
-            bar = ready.index(stage)
-            gate = w_ring.index(stage).slice(0, _COLUMNS, dim=0)
-            up = w_ring.index(stage).slice(_COLUMNS, _COLUMNS, dim=0)
-            mbarrier.wait(free.index(stage), ((at // _STAGES) & 1) ^ 1)
-            mbarrier.expect(bar, (_TOKENS + 2 * _COLUMNS) * _DEPTH * 2)
-            tma.async_copy_global_to_shared(x, [token, depth], bar, x_ring.index(stage))
-            tma.async_copy_global_to_shared(w, [column, depth], bar, gate)
-            tma.async_copy_global_to_shared(w, [n + column, depth], bar, up)
-            at += 1
+    for tile in range(program, whole, programs):
+        at = _copy_tile(
+            x, w, x_ring, w_ring, ready, free, at,
+            tile % rows * _TOKENS, tile // rows * _COLUMNS, _COLUMNS, n, k,
+        )  # fmt: skip
+    tile = whole + program // pieces
+    if tile < rows * (n // _COLUMNS):
+        WIDTH: gl.constexpr = _COLUMNS // pieces
+        column = tile // rows * _COLUMNS + program % pieces * WIDTH
+        _copy_tile(
+            x, w_piece, x_ring, w_ring, ready, free, at, tile % rows * _TOKENS, column, WIDTH, n, k
+        )
 
 
 @gluon.jit
-def _program(x, w, out_ptr, tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr):
+def _program(
+    x, w, w_piece, out_ptr, whole: gl.constexpr, pieces: gl.constexpr,
+    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+):  # fmt: skip
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     x_ring = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _TOKENS, _DEPTH], x.layout)
@@ -108,13 +158,29 @@ def _program(x, w, out_ptr, tokens: gl.constexpr, n: gl.constexpr, k: gl.constex
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply, (x_ring, w_ring, ready, free, out_ptr, program, programs, 0, tokens, n, k)),
-            (_multiply, (x_ring, w_ring, ready, free, out_ptr, program, programs, 1, tokens, n, k)),
-            (_copy, (x, w, x_ring, w_ring, ready, free, program, programs, tokens, n, k)),
+            (_multiply, (
+                x_ring, w_ring, ready, free, out_ptr, program, programs,
+                0, whole, pieces, tokens, n, k,
+            )),
+            (_multiply, (
+                x_ring, w_ring, ready, free, out_ptr, program, programs,
+                1, whole, pieces, tokens, n, k,
+            )),
+            (_copy, (
+                x, w, w_piece, x_ring, w_ring, ready, free, program, programs,
+                whole, pieces, tokens, n, k,
+            )),
         ],
         [4, 1],
         [232, 24],
-    )
+    )  # fmt: skip
+
+
+def divide(tiles: int, programs: int) -> tuple[int, int]:
+    """How many tiles are multiplied whole, and how many pieces each of the others is cut into."""
+    rest = tiles % programs
+    pieces = _MOST_PIECES if rest * _MOST_PIECES <= programs else 1
+    return tiles - rest, pieces
 
 
 def gated_linear(x: Array, weight: Array) -> Array:
@@ -122,13 +188,17 @@ def gated_linear(x: Array, weight: Array) -> Array:
     tokens, k = x.shape
     n = weight.shape[0] // 2
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    tiles = -(-tokens // TOKENS) * (n // COLUMNS)
+    programs = min(tiles, _MULTIPROCESSORS)
+    whole, pieces = divide(tiles, programs)
     return triton_call(
         tensor_descriptor(x, (TOKENS, DEPTH), layout),
         tensor_descriptor(weight, (COLUMNS, DEPTH), layout),
+        tensor_descriptor(weight, (COLUMNS // pieces, DEPTH), layout),
         kernel=_program,
         name="gated_linear_hopper",
         out_type=jax.ShapeDtypeStruct((tokens, n), x.dtype),
-        grid=(min(-(-tokens // TOKENS) * (n // COLUMNS), _MULTIPROCESSORS),),
+        grid=(programs,),
         num_warps=4,
-        tokens=tokens, n=n, k=k,
+        whole=whole, pieces=pieces, tokens=tokens, n=n, k=k,
     )  # fmt: skip

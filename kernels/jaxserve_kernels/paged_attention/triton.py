@@ -51,7 +51,11 @@ def visit(
         entry = tl.load(table + key_position // PAGE, mask=inside, other=0)
         page = first_page + entry.to(tl.int64)
     kv_row = (page * kv_heads + kv_head) * (2 * PAGE) + key_position % PAGE
-    k = tl.load(kv_ptr + kv_row[:, None] * DIM + dim[None, :])
+    keys = kv_ptr + kv_row[:, None] * DIM + dim[None, :]
+    if MASK:
+        there = key_position[:, None] <= tl.max(row_position, axis=0)
+    PAST: tl.constexpr = MASK and PAGE < KEYS  # most of a block of several pages may be
+    k = tl.load(keys, mask=there, other=0.0) if PAST else tl.load(keys)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if MASK:
         scores = tl.where(key_position[None, :] <= row_position[:, None], scores, -1.0e30)
@@ -60,11 +64,8 @@ def visit(
     shrink = tl.exp2(peak - new_peak)
     weight = weight * shrink + tl.sum(probs, axis=1)
     values = kv_ptr + (kv_row + PAGE)[:, None] * DIM + dim[None, :]
-    if MASK:  # what an earlier owner left past the end may be anything, even NaN
-        last = tl.max(row_position, axis=0)
-        v = tl.load(values, mask=key_position[:, None] <= last, other=0.0)
-    else:
-        v = tl.load(values)
+    # What an earlier owner left past the end may be anything, even NaN.
+    v = tl.load(values, mask=there, other=0.0) if MASK else tl.load(values)
     acc = tl.dot(probs.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return new_peak, weight, acc
 

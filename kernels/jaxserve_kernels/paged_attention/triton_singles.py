@@ -18,7 +18,7 @@ from jax import Array
 
 from jaxserve_kernels.paged_attention.config import LOG2_E
 from jaxserve_kernels.paged_attention.reference import QueryTiles
-from jaxserve_kernels.paged_attention.triton import block_keys, visit
+from jaxserve_kernels.paged_attention.triton import visit
 from jaxserve_kernels.triton_call import triton_call
 
 _SHARED_PLACES = 64
@@ -26,8 +26,8 @@ _SHARED_PLACES = 64
 of an H100 where there are 8 KV heads."""
 
 _MOST_SHARES = 16
-_MIN_BLOCKS = 4
-"""Of keys, for each share: fewer cost more in merging than they gain."""
+_MIN_KEYS = 256
+"""For each share: fewer cost more in merging than they gain."""
 
 
 class Shares(NamedTuple):
@@ -62,14 +62,15 @@ def share(tiles: QueryTiles, *, keys: int) -> tuple[Shares, Parts]:
     length, first, slot, position = (
         jnp.take(each, tile) for each in (tiles.length, tiles.first, tiles.slot, tiles.position)
     )
+    least = max(_MIN_KEYS // keys, 1)
     blocks = jnp.where((tile < taken) & (length > 0), position // keys + 1, 0)
-    size = jnp.maximum(-(-blocks // shares), _MIN_BLOCKS)
+    size = jnp.maximum(-(-blocks // shares), least)
     begin = jnp.minimum(index * size, blocks)
     end = jnp.minimum(begin + size, blocks)
 
     own = slice(0, most // 2)  # of more tokens, each has one share
     blocks = jnp.where(tiles.length[own] > 0, tiles.position[own] // keys + 1, 0)
-    size = jnp.maximum(-(-blocks // shares), _MIN_BLOCKS)
+    size = jnp.maximum(-(-blocks // shares), least)
     count = jnp.where(size < blocks, -(-blocks // size), 0)
     parts = Parts(tiles.first[own], place[own] * shares, count)
     return Shares(first, slot, position, begin, end), parts
@@ -146,6 +147,12 @@ def _merge(
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=(row < group)[:, None])
 
 
+def _block_keys(kv: Array) -> int:
+    """Keys that are visited together: two pages of 64 keep the memory 3 % busier than one; in
+    float32 they would not fit every multiprocessor."""
+    return max(kv.shape[4], 128 if kv.dtype.itemsize <= 2 else 64)
+
+
 def attend(
     q: Array, kv: Array, layer: int, page_table: Array, tiles: QueryTiles, out: jax.Ref
 ) -> None:
@@ -155,7 +162,7 @@ def attend(
     q_heads = q.shape[1]
     group = q_heads // kv_heads
     rows = max(16, triton.next_power_of_2(group))
-    keys = block_keys(kv)
+    keys = _block_keys(kv)
     shares, parts = share(tiles, keys=keys)
     places, tokens = shares.first.shape[0], parts.first.shape[0]
     shared: dict[str, int] = {
