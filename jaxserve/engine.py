@@ -25,6 +25,7 @@ from jaxserve.api import (
     Request,
     TokenEvent,
 )
+from jaxserve.learned_times import StepClock
 from jaxserve.mailbox import Mailbox
 from jaxserve.metrics import Metrics
 from jaxserve.plan import Sampled, StepPlan
@@ -117,6 +118,7 @@ class AsyncEngine[P]:
         self._last_progress = time.monotonic()
         self._idle = True
         self._preemptions = 0
+        self._steps = StepClock()
 
     # The event loop's side.
 
@@ -314,9 +316,11 @@ class AsyncEngine[P]:
             except Exception:
                 log.exception(_STEP_FAILED)
                 lost = [plan]
-        if in_flight is not None:
+        if in_flight is None:
+            self._steps.rest()
+        else:
             try:
-                sampled = runner.collect(in_flight[1])
+                sampled = self._collect(parts, *in_flight)
                 self._publish(scheduler.commit(in_flight[0], sampled))
             except Exception:  # what was launched after it works on what it left behind
                 log.exception(_STEP_FAILED)
@@ -326,6 +330,15 @@ class AsyncEngine[P]:
             self._recover(parts, lost)
             return None
         return launched
+
+    def _collect(self, parts: Parts[P], plan: StepPlan, pending: P) -> list[Sampled | None]:
+        began = time.perf_counter()
+        sampled = parts.runner.collect(pending)
+        took = self._steps.took(began, time.perf_counter())
+        correction = None if took is None else parts.scheduler.learn(plan, took)
+        if correction is not None:
+            self._metrics.observe_correction(*correction)
+        return sampled
 
     def _recover(self, parts: Parts[P], lost: list[StepPlan] | None) -> None:
         """End the requests of lost steps (None: all), and start again with a fresh device state."""

@@ -222,6 +222,12 @@ class EngineFamilies(_Families):
         )
         for kind in ("decode", "mixed"):
             self.late_steps.labels(kind=kind)
+        self.corrections = Gauge(
+            "jaxserve_step_time_correction_seconds",
+            "How much longer a bucket's steps take than the start measured",
+            ["kind", "bucket"],
+            registry=self._registry,
+        )
         self.compiles = Counter(
             "jaxserve_compiles",
             "XLA compiles; stays 0 while serving",

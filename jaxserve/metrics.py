@@ -124,6 +124,10 @@ class Metrics:
         if late:
             self._engine.late_steps.labels(kind=kind).inc()
 
+    def observe_correction(self, kind: str, bucket: int, seconds: float) -> None:
+        """Steps of a bucket take so much longer than the start's table has it."""
+        self._engine.corrections.labels(kind=kind, bucket=str(bucket)).set(seconds)
+
     def count_compile(self, phase: str) -> None:
         """`phase` is one of COMPILE_PHASES; one while serving is a defect."""
         self._engine.compiles.labels(phase=phase).inc()

@@ -11,6 +11,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from jaxserve.api import FinishReason, Overloaded, Rejected, Request
 from jaxserve.config import CacheConfig, SchedulerConfig
@@ -92,6 +93,13 @@ class Result:
         return sum(len(outcome.tokens) for outcome in self.outcomes) / self.seconds
 
 
+class _Launched(NamedTuple):
+    plan: StepPlan
+    done: float
+    """When the device will be done with it."""
+    took: float
+
+
 class Simulator:
     """One scheduler and its clock. `times` tell how long steps take, `known` what it believes."""
 
@@ -114,8 +122,7 @@ class Simulator:
         self._host = host
         self._by_id: dict[str, Outcome] = {}
         self._by_seq: list[Outcome] = []
-        self._in_flight: deque[tuple[StepPlan, float]] = deque()
-        """Plans and when the device will be done with them."""
+        self._in_flight: deque[_Launched] = deque()
         self._leaving: list[tuple[float, str]] = []
         """When clients leave, the earliest first."""
         self._over: deque[float] = deque()
@@ -176,12 +183,13 @@ class Simulator:
         pending = self._in_flight.popleft() if self._in_flight else None
         if plan is not None:
             took = self._times.of(plan)
-            begun = max(self.now, pending[1] if pending else 0.0)
-            self._in_flight.append((plan, begun + took))
+            begun = max(self.now, pending.done if pending else 0.0)
+            self._in_flight.append(_Launched(plan, begun + took, took))
             self._steps, self._busy = self._steps + 1, self._busy + took
         if pending is not None:
-            self.now = max(self.now, pending[1])
-            self._commit(pending[0])
+            self.now = max(self.now, pending.done)
+            self.scheduler.learn(pending.plan, pending.took)
+            self._commit(pending.plan)
 
     def _skip_to(self, horizon: float) -> bool:
         """Many turns at once, if they only let the same sequences decode; whether there were any.
@@ -193,7 +201,7 @@ class Simulator:
         horizon = min(horizon, self.scheduler.next_review)
         if self._leaving:
             horizon = min(horizon, self._leaving[0][0])
-        plan, done = self._in_flight[0]
+        plan, done, took = self._in_flight[0]
         outcomes = [self._by_seq[row.seq_id] for row in plan.rows]
         most = min(outcome.arrival.output - len(outcome.tokens) for outcome in outcomes) - 1
         if most < _WORTH_SKIPPING or done >= horizon:
@@ -205,9 +213,10 @@ class Simulator:
         base, per_token = self._times.decode_line(len(outcomes))
         now, busy = self.now, self._busy
         while now < horizon and cohort.steps < most:
-            took = base + cohort.context * per_token
+            following = base + cohort.context * per_token
             if not cohort.step():
                 break
+            took = following
             launched = now + self._host
             now = max(launched, done)
             times.append(now)
@@ -216,7 +225,7 @@ class Simulator:
         self.now, self._busy = now, busy
         self._steps += cohort.steps
         self.scheduler.num_steps += cohort.steps
-        self._in_flight[0] = (cohort.end(), done)
+        self._in_flight[0] = _Launched(cohort.end(), done, took)
         for outcome in outcomes:
             outcome.tokens += times
         return bool(times)

@@ -53,9 +53,13 @@ class StepTimes:
         `pairs`: over its chunks, the sum of tokens computed times tokens before the chunk;
         `depth`: the most tokens before any of them.
         """
+        bucket = self.mixed[_bucket(self._mixed_sizes, tokens)]
+        return bucket + self.beyond_bucket(rows, context, pairs, depth)
+
+    def beyond_bucket(self, rows: int, context: int, pairs: int, depth: int) -> float:
+        """What a mixed step of any bucket takes for its decode rows and for its context."""
         return (
-            self.mixed[_bucket(self._mixed_sizes, tokens)]
-            + rows * self.mixed_row
+            rows * self.mixed_row
             + context * self.mixed_context
             + max(pairs * self.chunk_pair, depth * self.chunk_depth)
         )

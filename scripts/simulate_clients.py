@@ -5,10 +5,10 @@
     python scripts/simulate_clients.py --times TABLE --believed OTHER_TABLE --spread 0.5
 
 Each client sends its next request when the last one has ended; prompts are new. `--believed` is
-the table that the scheduler goes by, where that is another one than `--times`, which says how long
-steps take. With `--spread 0.5` lengths are drawn from half of what was asked to one and a half.
-With `--stall 32` so many streams decode instead, and a prompt of 16,384 tokens comes, as with
-`scripts/bench_serving.py --stall`.
+the table that the scheduler begins with, where that is another one than `--times`, which says how
+long steps take; it learns from those, as it does in a server. With `--spread 0.5` lengths are drawn
+from half of what was asked to one and a half. With `--stall 32` so many streams decode instead, and
+a prompt of 16,384 tokens comes, as with `scripts/bench_serving.py --stall`.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ LAYERS = (
         "jaxserve.flag_parser",
         "jaxserve.heap",
         "jaxserve.histogram",
+        "jaxserve.learned_times",
         "jaxserve.logs",
         "jaxserve.mailbox",
         "jaxserve.metric_families",

@@ -7,6 +7,8 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from jaxserve.learned_times import Correction, LearnedTimes
+from jaxserve.plan import StepPlan
 from jaxserve.step_times import StepTimes
 
 _MOST_STEPS = 8
@@ -18,12 +20,18 @@ _NOTHING = 1e-9
 _SLOWDOWN = 2.0
 """A mixed step may take this many times the decode step, whatever the limit: prompts advance."""
 
-READ_WITHIN = 36
+READ_WITHIN = 31
 """Steps within which all prompt tokens that wait are to be read, as long as steps may be so large:
 about how many times longer than for a next token one waits for a first one."""
 
-_DEARER = 1.05
-"""A smaller chunk is taken although its tokens cost up to so many times what they cost at best."""
+_WORTH = 0.08
+"""By so much tokens have to be cheaper in a chunk twice as large, as a share, to be read in it."""
+
+_EXPONENT = math.log2(1 + _WORTH) - 1
+"""Of tokens, in what a chunk costs per token with that in it."""
+
+_GENTLE = 0.5
+"""The share of `max_itl` that a chunk may take which need not be so large."""
 
 
 class Decodes(NamedTuple):
@@ -51,21 +59,28 @@ class TokenBudget:
     A step is padded to its bucket, so the choice is one of buckets: which of them to fill now,
     when what is left over takes further steps. What a chunk costs is the time that its step takes
     beyond one of the decodes alone. While nobody decodes, the least time for all prompts wins.
-    While sequences decode, small chunks whose tokens are cheap come first, but never so small that
-    what waits would take more than `READ_WITHIN` steps: so a queue makes chunks larger, and as
-    many prompts are read as come, whatever the measured times are worth. No step may then take
-    longer than `max_itl`, as far as they tell.
+    While sequences decode, each step has a small chunk whose tokens are cheap. Where what
+    waits would take more than `READ_WITHIN` such steps, some have a large one instead, as many as
+    it takes to keep that pace: so as many prompts are read as come, whatever the times are worth,
+    and the rest at the least price. No step may then take longer than `max_itl`, as far as they
+    tell.
     """
 
     def __init__(self, times: StepTimes | None, *, max_tokens: int, max_itl: float):
         """Without times every step takes up to `max_tokens` tokens. `max_itl` is in seconds."""
-        self._times = times
+        self._times = LearnedTimes(times) if times else None
         self._max_tokens = max_tokens
         self._max_itl = max_itl
         self._buckets = [size for size in (times.mixed if times else ()) if size <= max_tokens]
+        self._behind = 0.0
+        """Tokens that earlier steps left unread of what was to be read in each."""
+
+    def learn(self, plan: StepPlan, seconds: float) -> Correction | None:
+        """A step took so long, from the end of the one before it."""
+        return self._times.learn(plan, seconds) if self._times else None
 
     def chunk_tokens(self, decodes: Decodes, pending: Iterable[Pending], queued: int = 0) -> int:
-        """Prompt tokens that the next step may compute, at most.
+        """Prompt tokens that the next step may compute, at most; to be asked once for each.
 
         `pending` are the first to come, `queued` how many wait behind them.
         """
@@ -75,6 +90,7 @@ class TokenBudget:
         prompts = list(pending)
         sizes = [size for size in self._buckets if size > decodes.rows]
         if not sizes or not prompts:
+            self._behind = 0.0
             return room
         wanted = sum(prompt.tokens for prompt in prompts)
         allowed = self._within_itl(self._times, sizes, decodes, prompts) or sizes[:1]
@@ -82,10 +98,36 @@ class TokenBudget:
         if decodes.rows:
             # What is read already counts, or a long prompt's chunks would shrink as it is read.
             waiting = wanted * (1 + queued / len(prompts)) + sum(prompt.read for prompt in prompts)
-            chunk, costs = _cheap_chunk(costs, waiting / READ_WITHIN)
+            chunk = self._paced(self._times, costs, waiting / READ_WITHIN, decodes, prompts)
             if chunk <= wanted:
                 return chunk
+            costs = {size: cost for size, cost in costs.items() if size >= chunk}
         return min(_first_chunk(costs, wanted), room)
+
+    def _paced(
+        self,
+        times: LearnedTimes,
+        costs: dict[int, float],
+        pace: float,
+        decodes: Decodes,
+        prompts: list[Pending],
+    ) -> int:
+        """The small chunk, or the large one if by now as much is to be read; `pace`: per step."""
+        chunk = _small_chunk(costs)
+        if chunk >= pace:
+            self._behind = 0.0
+            return chunk
+        enough = [size for size in costs if size >= pace] or [max(costs)]
+        limit = _GENTLE * self._max_itl
+        gentle = [
+            size for size in enough if _step(times, size + decodes.rows, decodes, prompts) <= limit
+        ]
+        large = min(gentle or enough[:1], key=lambda size: costs[size] / size)
+        due = min(self._behind + pace, 2 * large)
+        if due >= large:
+            chunk = large
+        self._behind = max(due - chunk, 0.0)
+        return chunk
 
     def prefill_rate(self, decodes: Decodes) -> float | None:
         """Prompt tokens per second at most beside these decodes; None without times."""
@@ -96,18 +138,14 @@ class TokenBudget:
         return max((size - decodes.rows) / times.of_mixed(size, *decodes) for size in allowed)
 
     def _within_itl(
-        self, times: StepTimes, sizes: list[int], decodes: Decodes, prompts: list[Pending]
+        self, times: LearnedTimes, sizes: list[int], decodes: Decodes, prompts: list[Pending]
     ) -> list[int]:
         if not decodes.rows:
             return sizes
         limit = max(self._max_itl, _SLOWDOWN * times.of_decode(*decodes))
-        return [
-            size
-            for size in sizes
-            if times.of_mixed(size, *decodes, *_reads(prompts, size - decodes.rows)) <= limit
-        ]
+        return [size for size in sizes if _step(times, size, decodes, prompts) <= limit]
 
-    def _costs(self, times: StepTimes, sizes: list[int], decodes: Decodes) -> dict[int, float]:
+    def _costs(self, times: LearnedTimes, sizes: list[int], decodes: Decodes) -> dict[int, float]:
         """Seconds by chunk, for full buckets without context before the chunks."""
         alone = times.of_decode(*decodes) if decodes.rows else 0.0
         return {
@@ -116,16 +154,9 @@ class TokenBudget:
         }
 
 
-def _cheap_chunk(costs: dict[int, float], least: float) -> tuple[int, dict[int, float]]:
-    """The smallest chunk of at least `least` tokens (if there is one) that are cheap; and the
-    costs of all such chunks, cheap or not."""
-    enough = {chunk: cost for chunk, cost in costs.items() if chunk >= least}
-    if not enough:
-        chunk = max(costs)
-        enough = {chunk: costs[chunk]}
-    price = min(cost / chunk for chunk, cost in enough.items())
-    cheap = next(chunk for chunk, cost in enough.items() if cost / chunk <= _DEARER * price)
-    return cheap, enough
+def _small_chunk(costs: dict[int, float]) -> int:
+    """The one with the cheapest tokens, but that each doubling has to be worth `_WORTH`."""
+    return min(costs, key=lambda chunk: costs[chunk] * chunk**_EXPONENT)
 
 
 def _first_chunk(costs: dict[int, float], wanted: int) -> int:
@@ -155,6 +186,11 @@ def _first_chunk(costs: dict[int, float], wanted: int) -> int:
         return best
 
     return min(chunks, key=lambda chunk: (costs[chunk] + rest(wanted - chunk), -chunk))
+
+
+def _step(times: LearnedTimes, size: int, decodes: Decodes, prompts: list[Pending]) -> float:
+    """Seconds of a full step with these decodes, if the prompts are read in order."""
+    return times.of_mixed(size, *decodes, *_reads(prompts, size - decodes.rows))
 
 
 def _reads(prompts: list[Pending], tokens: int) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from jaxserve.api import (
     TokenEvent,
 )
 from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.learned_times import Correction
 from jaxserve.plan import Admission, PageEntry, Row, Sampled, StepPlan
 from jaxserve.scheduler import prefix, results
 from jaxserve.scheduler.admission import OutputLengths, has_room, refuse_impossible
@@ -163,6 +164,10 @@ class Scheduler:
         return [(seq.request_id, error) for seq, error in shed]
 
     # One step.
+
+    def learn(self, plan: StepPlan, seconds: float) -> Correction | None:
+        """A step took so long, from the end of the one before it: see `LearnedTimes.learn`."""
+        return self._budget.learn(plan, seconds)
 
     def plan(self) -> StepPlan | None:
         """The next step, or None. The scheduler counts it as launched from here on.

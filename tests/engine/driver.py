@@ -19,6 +19,7 @@ from jaxserve.engine import AsyncEngine, Parts, Progress
 from jaxserve.metrics import Metrics
 from jaxserve.plan import Sampled, StepPlan
 from jaxserve.scheduler import Scheduler
+from jaxserve.step_times import StepTimes
 from tests.scheduler.fake_runner import VOCAB, FakeRunner, Pending, solo
 
 SCHEDULER = SchedulerConfig(
@@ -83,12 +84,13 @@ def make_engine(
     scheduler: SchedulerConfig = SCHEDULER,
     before: Callable[[Progress], None] = lambda report: None,
     metrics: Metrics | None = None,
+    times: StepTimes | None = None,
 ) -> Engine:
     """Not started. `before` runs on the engine's thread ahead of the rest of the build."""
 
     def build(report: Progress) -> Parts[Pending]:
         before(report)
-        return Parts(Scheduler(scheduler, CACHE), runner)
+        return Parts(Scheduler(scheduler, CACHE, times=times), runner)
 
     limits = EngineLimits(scheduler.max_model_len, VOCAB)
     return AsyncEngine(build=build, limits=limits, metrics=metrics or Metrics("tiny"))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
 
 from jaxserve.api import FinishReason
 from jaxserve.metrics import Metrics
+from jaxserve.plan import Sampled
+from jaxserve.step_times import StepTimes
 from tests.engine.driver import (
     GatedRunner,
     assert_is_solo,
@@ -21,7 +24,7 @@ from tests.engine.driver import (
     serving,
     until,
 )
-from tests.scheduler.fake_runner import VOCAB
+from tests.scheduler.fake_runner import VOCAB, Pending
 
 
 async def test_a_stream_yields_its_tokens_in_order_and_ends() -> None:
@@ -81,6 +84,21 @@ async def test_many_streams_at_once_each_get_their_own() -> None:
         await until(lambda: is_whole(engine))
     counted = b'vllm:request_num_preemptions_count{engine="0",model_name="tiny"} 60.0\n'
     assert counted in metrics.exposition()
+
+
+async def test_steps_teach_the_scheduler_how_long_they_take() -> None:
+    class Slow(GatedRunner):
+        def collect(self, pending: Pending) -> list[Sampled | None]:
+            time.sleep(0.001)
+            return super().collect(pending)
+
+    metrics = Metrics("tiny")
+    times = StepTimes(decode={4: 1e-6}, mixed={16: 1e-6})
+    async with serving(Slow(), metrics=metrics, times=times) as engine:
+        assert_is_solo(await events_of(engine.generate(request_of_50(0))), request_of_50(0))
+    name = b'jaxserve_step_time_correction_seconds{bucket="4",kind="decode"} '
+    (line,) = [line for line in metrics.exposition().splitlines() if line.startswith(name)]
+    assert 0 < float(line.rpartition(b" ")[2]) < 0.6e-6, "at most half of the table's time"
 
 
 async def test_requests_that_come_and_go_leave_nothing_behind() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from functools import cache
+from statistics import mean
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,12 +55,33 @@ def test_several_prompts_count_together() -> None:
     assert budget().chunk_tokens(IDLE, prompts) == 1024
 
 
-def test_many_streams_make_chunks_smaller_and_a_queue_makes_them_larger() -> None:
-    def chunk(streams: int, prompts: int) -> int:
-        return budget().chunk_tokens(Decodes(streams, 0), [Pending(0, 8192)] * prompts) + streams
+MANY = 100
 
-    assert [chunk(8, prompts) for prompts in (1, 3, 64)] == [256, 1024, 2048]
-    assert [chunk(streams, 1) for streams in (0, 8)] == [2048, 256]
+
+def mean_chunk(
+    streams: int, pending: list[Pending], chooser: TokenBudget | None = None, *, queued: int = 0
+) -> float:
+    """Of many steps, as long as the same waits."""
+    chooser = chooser or budget(max_itl=1.0)
+    decodes = Decodes(streams, 0)
+    return mean(chooser.chunk_tokens(decodes, pending, queued) for _ in range(MANY))
+
+
+def test_prompts_beside_streams_are_read_in_small_chunks_and_a_queue_at_its_pace() -> None:
+    assert mean_chunk(8, [Pending(0, 7000)]) == 256 - 8
+    for prompts in (2, 3, 7):
+        pace = prompts * 7000 / budgets.READ_WITHIN
+        assert mean_chunk(8, [Pending(0, 7000)] * prompts) == pytest.approx(pace, rel=0.03)
+        assert mean_chunk(8, [Pending(0, 7000)], queued=prompts - 1) == pytest.approx(pace, 0.03)
+    assert mean_chunk(8, [Pending(0, 7000)] * 64) == 2048 - 8
+
+
+def test_every_step_advances_a_prompt_if_one_waits() -> None:
+    chooser = budget()
+    for prompts in (1, 2, 5, 3, 1):
+        for _ in range(20):
+            pending = [Pending(0, 7000)] * prompts
+            assert chooser.chunk_tokens(Decodes(8, 0), pending) >= 256 - 8
 
 
 @given(
@@ -75,17 +99,32 @@ def test_what_waits_is_read_within_so_many_steps_whatever_the_times_are_worth(
     }
     chooser = budget(replace(TIMES, mixed=mixed), max_itl=10.0)
     pending = [Pending(0, tokens) for tokens in prompts]
-    chunk = chooser.chunk_tokens(Decodes(streams, 0), pending, queued)
     waiting = sum(prompts) * (1 + queued / len(prompts))
-    assert chunk >= min(waiting / budgets.READ_WITHIN, sum(prompts), SIZES[-1] - streams)
+    pace = min(waiting / budgets.READ_WITHIN, sum(prompts), SIZES[-1] - streams)
+    read = mean_chunk(streams, pending, chooser, queued=queued)
+    assert read >= pace - SIZES[-1] / MANY, "but for what is left for a large one"
+
+
+def test_prompts_that_wait_are_read_at_the_least_price() -> None:
+    """Some steps of 256 tokens, which are cheap, and some of 2,048, rather than all of 1,024."""
+    times = replace(TIMES, mixed={**TIMES.mixed, 1024: 19 * MS})
+    chooser = budget(times, max_itl=1.0)
+    pending = [Pending(0, 7000)] * 4
+    chunks = {chooser.chunk_tokens(Decodes(8, 0), pending) for _ in range(50)}
+    assert chunks == {256 - 8, 2048 - 8}
+
+
+def test_a_chunk_that_need_not_be_so_large_leaves_half_of_the_limit() -> None:
+    times = replace(TIMES, mixed={**TIMES.mixed, 1024: 19 * MS})
+    chooser = budget(times, max_itl=50 * MS)
+    chunks = {chooser.chunk_tokens(Decodes(8, 0), [Pending(0, 7000)] * 4) for _ in range(50)}
+    assert chunks == {256 - 8, 1024 - 8}
 
 
 def test_chunks_of_a_prompt_do_not_shrink_as_it_is_read() -> None:
-    def chunk(read: int) -> int:
-        left = Pending(read, 36_000 - read, read)
-        return budget(max_itl=1.0).chunk_tokens(Decodes(8, 0), [left])
-
-    assert [chunk(read) for read in (0, 18_000, 34_000)] == [1024 - 8] * 3
+    means = {mean_chunk(8, [Pending(read, 36_000 - read, read)]) for read in (0, 18_000, 34_000)}
+    assert len(means) == 1
+    assert means.pop() == pytest.approx(36_000 / budgets.READ_WITHIN, rel=0.03)
 
 
 def test_what_was_found_in_the_cache_makes_no_chunk_larger() -> None:
@@ -93,14 +132,15 @@ def test_what_was_found_in_the_cache_makes_no_chunk_larger() -> None:
     assert budget(max_itl=1.0).chunk_tokens(Decodes(8, 0), [found]) == 256 - 8
 
 
-def test_small_chunks_that_cost_little_more_are_preferred_while_sequences_decode() -> None:
+def test_a_chunk_twice_as_large_has_to_be_8_percent_cheaper_while_sequences_decode() -> None:
     def chunk(seconds: float) -> int:
-        times = replace(TIMES, mixed=TIMES.mixed | {64: seconds})
+        times = replace(TIMES, mixed={**TIMES.mixed, 64: seconds})
         return budget(times).chunk_tokens(Decodes(8, 0), [Pending(0, 1000)])
 
     # Beside eight decodes a bucket of 256 takes 8.87 µs per prompt token beyond their 4.2 ms.
-    assert chunk(4.2 * MS - 0.4 * MS + 56 * 1.04 * 8.87e-6) == 64 - 8
-    assert chunk(4.2 * MS - 0.4 * MS + 56 * 1.06 * 8.87e-6) == 256 - 8
+    limit = 1.08 ** math.log2((256 - 8) / (64 - 8))
+    assert chunk(4.2 * MS - 0.4 * MS + 56 * (limit - 0.01) * 8.87e-6) == 64 - 8
+    assert chunk(4.2 * MS - 0.4 * MS + 56 * (limit + 0.01) * 8.87e-6) == 256 - 8
 
 
 def test_no_bucket_beyond_the_limit_while_sequences_decode() -> None:
