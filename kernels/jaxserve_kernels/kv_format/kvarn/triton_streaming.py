@@ -36,9 +36,6 @@ from jaxserve_kernels.kv_format.kvarn.triton_visits import (
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.triton_call import triton_call
 
-MAX_TOKENS = 64
-"""Steps of more are no chains: there is less to copy ahead of."""
-
 _TARGET_PROGRAMS = 264
 """Two for each of an H100's multiprocessors, as in `paged_attention`."""
 
@@ -330,16 +327,10 @@ def _merge(
 
 
 def fits(qkv: Array, kv: KVarNKV, dtype: DTypeLike) -> bool:
-    """Whether this kernel is for such a step; others are left to `triton_attention`."""
+    """Whether this kernel is for such heads and pages; others are left to `triton_attention`."""
     _, _, kv_heads, group, quarter = kv.key_words.shape
-    _, tokens, width = qkv.shape
-    heads = width // (4 * quarter * kv_heads)  # with a key's and a value's
-    return (
-        tokens <= MAX_TOKENS
-        and dtype == jnp.bfloat16
-        and (group, quarter) == (_GROUP, _QUARTER)
-        and heads <= _ROWS
-    )
+    heads = qkv.shape[2] // (4 * quarter * kv_heads)  # with a key's and a value's
+    return dtype == jnp.bfloat16 and (group, quarter) == (_GROUP, _QUARTER) and heads <= _ROWS
 
 
 def heuristic(*, tiles: int, kv_heads: int) -> Config:
