@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -24,6 +25,9 @@ if not hasattr(nvidia_driver, "TMA_TF32"):
 
 import jax_triton as jt  # after the constant
 from jax_triton import triton_lib
+
+# jax-triton 0.4 would have buffers zeroed by XLA, which costs a kernel; its own way is a memset.
+warnings.filterwarnings("ignore", "zeroed_outputs is deprecated", DeprecationWarning)
 
 _descriptor: Any = triton_lib.TensorDescMeta
 _descriptor.__required_keys__ = frozenset(_descriptor.__required_keys__) - {"is_im2col"}

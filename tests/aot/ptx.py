@@ -47,12 +47,14 @@ def compile_kernel(
     )
 
 
-def tma_blocks(rows: int, columns: int) -> str:
-    """The type of a tensor that a kernel copies bfloat16 blocks of by TMA."""
+def tma_blocks(
+    rows: int, columns: int, *, dtype: str = "bf16", bits: int = 16, swizzle: int = 128
+) -> str:
+    """The type of a tensor that a kernel copies blocks of by TMA."""
     from triton.experimental.gluon import language as gl
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return f"tensordesc<bf16[{rows}, {columns}],{layout!r}>"
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
+    return f"tensordesc<{dtype}[{rows}, {columns}],{layout!r}>"
 
 
 def ptxas_report(kernel: Any, folder: Path) -> str:

@@ -128,7 +128,7 @@ def meaning_of_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
         for module in (unpack, kernels):
             monkeypatch.setattr(module, name, replacement, raising=module is unpack)
     replacements = {
-        "_nibbles": e4m3_nibbles,
+        "nibble_bytes": e4m3_nibbles,
         "_bf16": lambda x: x,
         "_nvfp4_eighths": e4m3_scales(0.125),
         "_mxfp4_factor": mxfp4_factor(64.0),
@@ -179,6 +179,27 @@ def test_products_in_e4m3(name: str, beforehand: bool) -> None:
     assert relative_error(product, reference.linear(x, weight, x.dtype)[0]) < 0.1
     gated = e4m3.gated_linear(x, weight, Config(beforehand=beforehand))
     assert relative_error(gated, reference.gated_linear(x, weight)) < 0.14
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_tokens_lie_as_words_of_codes_become_registers(name: str) -> None:
+    """For `e4m3.hopper`. A register has the even nibbles of two words, or the odd ones; a thread
+    has four registers of 4 words."""
+    x, weight = tokens_and_weight(name)
+    form = format_for(weight, TOKENS, Config(method="hopper", rows=128, tokens=16))
+    place = np.arange(DEPTH)
+    half, register, thread, byte = place // 64 % 2, place // 16 % 4, place // 4 % 4, place % 4
+    word = 2 * (register // 2) + byte // 2
+    nibble = 2 * (byte % 2) + register % 2
+    if name == "nvfp4":
+        inputs = 64 * half + 16 * nibble + 4 * thread + word
+    else:
+        inputs = 32 * nibble + 8 * thread + 4 * half + word
+    plain = quantized(x, format_for(weight, TOKENS, Config(method="e4m3", tokens=16)))
+    tokens = quantized(x, form)
+    expected = np.asarray(plain.codes[:TOKENS], np.float32)[:, place // 128 * 128 + inputs]
+    assert np.array_equal(np.asarray(tokens.codes[:TOKENS], np.float32), expected)
+    assert np.array_equal(tokens.scale, plain.scale)
 
 
 @pytest.mark.parametrize("name", ["int4-g64", "int8", "fp8"])

@@ -30,7 +30,7 @@ def assembly(file: str, function: str) -> Callable[..., tuple[Words, ...]]:
     (call,) = [
         node
         for node in ast.walk(found)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.inline_asm_elementwise"
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("inline_asm_elementwise")
     ]
     code, constraints = (ast.literal_eval(argument) for argument in call.args[:2])
     outputs = sum(each.startswith("=") for each in constraints.split(","))
@@ -101,6 +101,17 @@ def _two(dtype: Any, compute: Callable[..., NDArray[np.float64]]) -> Callable[..
     return run
 
 
+def _two_int16(compute: Callable[..., Any]) -> Callable[..., Words]:
+    def run(*words: Words) -> Words:
+        words = np.broadcast_arrays(*words)
+        halves = (np.stack([word & 0xFFFF, word >> 16], axis=-1) for word in words)
+        result = compute(*(half.astype(np.uint16).view(np.int16) for half in halves))
+        bits = result.view(np.uint16).astype(np.uint32)
+        return bits[..., 0] | bits[..., 1] << np.uint32(16)
+
+    return run
+
+
 def _to_e4m3(word: Words) -> NDArray[np.uint16]:
     values = np.clip(_halves(word, np.float16), -448, 448)
     codes = values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8).astype(np.uint16)
@@ -118,6 +129,8 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "and.b32": lambda a, b: a & b,
     "add.u32": lambda a, b: a + b,
     "mul.lo.u32": lambda a, b: a * b,
+    "add.s16x2": _two_int16(np.add),
+    "max.s16x2": _two_int16(np.maximum),
     "lop3.b32": _lop3,
     "prmt.b32": _prmt,
     "fma.rn.bf16x2": _two(ml_dtypes.bfloat16, _fma),

@@ -15,6 +15,7 @@ from tests.kernels.ptx_emulator import Words, assembly
 
 UNPACK = "quantized_matmul/triton_unpack.py"
 E4M3 = "quantized_matmul/e4m3/triton.py"
+HOPPER = "quantized_matmul/e4m3/hopper_operand.py"
 
 CODES = np.arange(65536, dtype=np.uint32)
 PAIRS = CODES | CODES[::-1] << np.uint32(16)
@@ -109,7 +110,7 @@ def test_mxfp4_is_exact() -> None:
 
 
 def test_nibbles_become_e4m3_bytes() -> None:
-    planes = assembly(E4M3, "_nibbles")(PAIRS, PAIRS[::-1])
+    planes = assembly(E4M3, "nibble_bytes")(PAIRS, PAIRS[::-1])
     for plane, words in enumerate(planes):
         np.testing.assert_array_equal(lanes(words), four_lanes(plane) & 15)
 
@@ -139,3 +140,41 @@ def test_e2m1_times_a_factor_is_rounded_to_e4m3(offset: int) -> None:
         exact = e2m1(four_lanes(plane).astype(np.int32)) * (scales[plane][offset] / 8)
         rounded = exact.astype(np.float16).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
         np.testing.assert_array_equal(lanes(packed), rounded)
+
+
+def of_registers(register: int) -> NDArray[np.int32]:
+    """[4, n]: the nibbles of PAIRS and of its reverse that `hopper_operand` puts into a register:
+    even or odd ones of both words of one of the two."""
+    pair = (PAIRS, PAIRS[::-1])[register // 2]
+    low, high = (nibble(pair, plane) for plane in (register % 2, register % 2 + 2))
+    return np.stack([low[0], high[0], low[1], high[1]])
+
+
+def rounded_products(factors: tuple[Words, ...], powers: list[Any]) -> None:
+    """Of every nibble with the factors of its place in a word, which are `powers` over 32."""
+    even, odd = ([factor] * 4 for factor in factors)
+    registers = assembly(HOPPER, "e2m1_times")(PAIRS, PAIRS[::-1], *even, *odd)
+    for register, packed in enumerate(registers):
+        places = [powers[register % 2], powers[register % 2 + 2]] * 2
+        exact = e2m1(of_registers(register)) * np.asarray(places, np.float32)[:, None]
+        rounded = exact.astype(np.float16).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        np.testing.assert_array_equal(lanes(packed), rounded)
+
+
+@pytest.mark.parametrize("offset", [0, 5, 40, 90, 126])
+def test_nvfp4_in_a_registers_order_is_rounded_to_e4m3(offset: int) -> None:
+    words, scales = scale_words()
+    factors = assembly(HOPPER, "_nvfp4_factors")(words[offset : offset + 1])
+    rounded_products(factors, [scale[offset] / 8 for scale in scales])
+
+
+@pytest.mark.parametrize("largest", [127, 4, 254])
+@pytest.mark.parametrize("below", [(0, 1, 2, 14), (15, 16, 0, 3), (100, 0, 0, 200)])
+def test_mxfp4_relative_to_a_largest_power_is_exact(largest: int, below: tuple[int, ...]) -> None:
+    exponents = [max(largest - each, 0) for each in below]
+    scales = np.array([sum(each << 8 * at for at, each in enumerate(exponents))], np.uint32)
+    least = np.uint32((16 - largest) & 0xFFFF) * np.uint32(0x10001)
+    factors = assembly(HOPPER, "_mxfp4_factors")(scales, np.array([least]))
+    powers = [2.0 ** (6 + each - largest) for each in exponents]
+    kept = [power if power >= 2.0**-9 else 0.0 for power in powers]  # 0.5 times it is in e4m3
+    rounded_products(factors, kept)

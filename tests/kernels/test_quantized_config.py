@@ -23,10 +23,10 @@ QUANTIZE = {
 
 
 def config_of(
-    name: str, out: int, depth: int, tokens: int, *, gated: bool = False
+    name: str, out: int, depth: int, tokens: int, *, gated: bool = False, hopper: bool = False
 ) -> Config | None:
     plain = jax.ShapeDtypeStruct((out, depth), jnp.bfloat16)
-    return choose(jax.eval_shape(QUANTIZE[name], plain), tokens, gated=gated)
+    return choose(jax.eval_shape(QUANTIZE[name], plain), tokens, gated=gated, hopper=hopper)
 
 
 @pytest.mark.parametrize("name", QUANTIZE)
@@ -51,6 +51,43 @@ def test_a_configuration_divides_its_product(name: str) -> None:
                 tile = 64 if name == "nvfp4" and in_registers else 128
                 turns, rest = divmod(depth // tile, config.splits)
                 assert rest == 0 and turns % config.unroll == 0
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("int4", (200, 512)), ("nvfp4", (65, 256, 384, 512))])
+def test_on_hopper_each_multiprocessor_has_one_program(name: str, tokens: tuple[int, ...]) -> None:
+    """No part of the inputs is without a tile, and no more than one program's tiles wait."""
+    for spec in NAMED_MODELS.values():
+        for out, depth in ((spec.embed, spec.ffn), (spec.q_size + 2 * spec.kv_size, spec.embed)):
+            for count in tokens:
+                config = config_of(name, out, depth, count, hopper=True)
+                assert config is not None
+                if config.method != "hopper":  # integers with few inputs
+                    assert name == "int4" and depth < 8192
+                    continue
+                tiles = depth // 128
+                each = -(-tiles // config.splits)
+                assert (config.splits - 1) * each < tiles <= config.splits * each
+                programs = out // config.rows * -(-count // config.tokens) * config.splits
+                assert config.splits == 1 or programs <= 132
+
+
+def test_what_hopper_takes() -> None:
+    """Gate and up, and down: NVFP4 but gate and up of 384 tokens, integers of many tokens or
+    inputs in groups of 128; not 8 bits, and not prompts."""
+
+    def on_hopper(name: str, tokens: int) -> tuple[bool, bool]:
+        gate_up = config_of(name, 19_456, 2560, tokens, gated=True, hopper=True)
+        down = config_of(name, 2560, 9728, tokens, hopper=True)
+        assert gate_up is not None and down is not None
+        return gate_up.method == "hopper", down.method == "hopper"
+
+    for name in ("nvfp4", "mxfp4"):
+        taken = [on_hopper(name, tokens) for tokens in (64, 128, 256, 384, 512, 1024)]
+        no, both = (False, False), (True, True)
+        assert taken == [no, both, both, (False, True), both, no]
+    taken = [on_hopper("int4", tokens) for tokens in (128, 256, 384, 512, 1024)]
+    assert taken == [(False, False), (False, True), (False, True), (True, True), (False, False)]
+    assert on_hopper("int4-g64", 512) == on_hopper("fp8", 256) == (False, False)
 
 
 def test_few_tokens_are_unpacked_and_many_computed_in_e4m3() -> None:

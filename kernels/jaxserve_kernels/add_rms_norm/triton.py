@@ -60,13 +60,13 @@ def _kernel(
 def _quantizing(
     x_ptr, update_ptr, weight_ptr, padded, total_ptr, codes_ptr, scale_ptr, sum_ptr,
     stride, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     normed = _normed(
         x_ptr, update_ptr, weight_ptr, total_ptr, stride, embed, eps, parts, BLOCK, False
     ).to(tl.float32)
     store_quantized(
-        normed, tl.program_id(0), padded, codes_ptr, scale_ptr, sum_ptr, embed, GROUP
+        normed, tl.program_id(0), padded, codes_ptr, scale_ptr, sum_ptr, embed, GROUP, ORDER
     )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def add_rms_norm(
         kernel=_quantizing,
         name="add_rms_norm_quantizing",
         out_type=(row, *out_types(tokens, embed, form)),
-        GROUP=form.group,
+        GROUP=form.group, ORDER=form.order.value,
         **launch,
     )  # fmt: skip
     return total, QuantizedTokens(*quantized)

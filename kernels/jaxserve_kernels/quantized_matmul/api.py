@@ -44,7 +44,7 @@ def token_format(
 ) -> TokenFormat | None:
     """What the product reads in place of tokens in `dtype`, if that should be made beforehand."""
     config = _config(jax.ShapeDtypeStruct((tokens, weight.shape[1]), dtype), weight, gated=gated)
-    if config is None or config.method != "e4m3" or not reads_quantized(weight, tokens):
+    if config is None or not reads_quantized(weight, tokens, config):
         return None
     return format_for(weight, tokens, config)
 
@@ -53,7 +53,8 @@ def _config(x: Any, weight: QuantizedWeight, *, gated: bool) -> Config | None:
     """None: dequantise, then the product with the plain weight."""
     if target.current().implementation == "reference" or x.dtype != jnp.bfloat16:
         return None
-    return choose(weight, x.shape[0], gated=gated)
+    hopper = target.compute_capability() == 90
+    return choose(weight, x.shape[0], gated=gated, hopper=hopper)
 
 
 def _kernels(config: Config) -> Any:
@@ -62,6 +63,10 @@ def _kernels(config: Config) -> Any:
         from jaxserve_kernels.quantized_matmul.e4m3 import triton as e4m3
 
         return e4m3
+    if config.method == "hopper":
+        from jaxserve_kernels.quantized_matmul.e4m3 import hopper
+
+        return hopper
     if config.method == "few":
         from jaxserve_kernels.quantized_matmul import triton_few
 

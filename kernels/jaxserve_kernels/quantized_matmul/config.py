@@ -8,7 +8,7 @@ from typing import Literal
 from jaxserve_kernels import early
 from jaxserve_kernels.weights import Fp8Weight, Int4Weight, Int8Weight, Nvfp4Weight, QuantizedWeight
 
-type Method = Literal["few", "stream", "unpack", "e4m3"]
+type Method = Literal["few", "stream", "unpack", "e4m3", "hopper"]
 
 _ENOUGH_WARPS = 1056
 """Eight for each of an H100's or H200's 132 multiprocessors keep its memory busy."""
@@ -37,6 +37,9 @@ _MOST_APART = 128
 _ENOUGH_TILES = 90
 """Programs of a product that the tensor cores bound: fewer leave too many of them idle."""
 
+_MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
+
 _ENOUGH_PROGRAMS = 264
 """Two for each multiprocessor: of a product that waits for instructions, one fills the gaps of the
 other."""
@@ -48,7 +51,8 @@ class Config:
 
     method: Method = "unpack"
     """Weights to bfloat16 in registers, by `triton_few`, by `triton_streaming` or by `triton`; or
-    tokens beforehand and weights of 4 bits to e4m3. Of int8 weights the last means tokens in int8.
+    tokens beforehand and weights of 4 bits to e4m3, by `e4m3.triton` or `e4m3.hopper`. Of int8
+    weights e4m3 means tokens in int8.
     """
     beforehand: bool = False
     """Weights of 4 bits become e4m3 in a pass of their own, not in registers."""
@@ -64,8 +68,10 @@ class Config:
     not after."""
 
 
-def choose(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config | None:
-    """None: dequantise, then the product with the plain weight.
+def choose(
+    weight: QuantizedWeight, tokens: int, *, gated: bool, hopper: bool = False
+) -> Config | None:
+    """None: dequantise, then the product with the plain weight. hopper: it is such a GPU.
 
     The rules and their limits are the fastest of those measured on an H200 with Qwen3-4B's shapes;
     see docs/performance/quantised_weights.md.
@@ -80,6 +86,8 @@ def choose(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config | Non
         config = _few(depth, gated=gated)
     elif not _in_e4m3(weight, tokens):
         config = _unpack(weight, tokens, out, tiles)
+    elif hopper and _on_hopper(weight, tokens, gated=gated):
+        config = _hopper(tokens, out, tiles)
     elif tokens <= _most_in_registers(weight):
         config = _e4m3_in_registers(weight, tokens, out, tiles)
     else:
@@ -89,10 +97,15 @@ def choose(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config | Non
     return replace(config, splits=1) if gated else config
 
 
-def reads_quantized(weight: QuantizedWeight, tokens: int) -> bool:
+def reads_quantized(weight: QuantizedWeight, tokens: int, config: Config) -> bool:
     """Whether it pays that a norm before a product in e4m3 makes its tokens' 8 bits: it takes up to
-    1 % off a step of 256 rows. With fewer rows it made no difference, nor with NVFP4."""
-    return tokens > _MOST_APART and isinstance(weight, Int4Weight | Fp8Weight)
+    1 % off a step of 256 rows. With fewer rows it made no difference, nor with NVFP4 in Triton."""
+    if config.method == "hopper" and not isinstance(weight, Int4Weight):
+        return True
+    kinds = Int4Weight | Fp8Weight
+    return (
+        config.method in ("e4m3", "hopper") and tokens > _MOST_APART and isinstance(weight, kinds)
+    )
 
 
 def _has_kernel(weight: QuantizedWeight) -> bool:
@@ -175,6 +188,29 @@ def _unpack(weight: QuantizedWeight, tokens: int, out: int, tiles: int) -> Confi
         )
     warps = out // config.rows * -(-tokens // token_tile) * config.num_warps
     return replace(config, splits=_splits(tiles, 19 if deep else 8, _ENOUGH_WARPS / warps))
+
+
+def _on_hopper(weight: QuantizedWeight, tokens: int, *, gated: bool) -> bool:
+    """Where `e4m3.hopper` was the fastest of what was measured on an H200. Its tiles are of 256
+    tokens, so that 384 are as slow as 512."""
+    out, depth = weight.shape
+    if isinstance(weight, Int8Weight | Fp8Weight) or out % 128 or tokens > 512:
+        return False
+    if not isinstance(weight, Int4Weight):
+        return not gated or not 256 < tokens <= 384
+    if weight.group != 128 or tokens <= 128 or (gated and tokens <= 384):
+        return False
+    return tokens > 384 or depth >= _DEEP * 128 or (tokens > 256 and out > depth)
+
+
+def _hopper(tokens: int, out: int, tiles: int) -> Config:
+    """A program for each multiprocessor, and as many of its tiles as fit its shared memory."""
+    tile = 128 if tokens <= 128 else 256
+    programs = out // 128 * -(-tokens // tile)
+    splits = min(max(1, _MULTIPROCESSORS // programs), tiles, _MOST_PARTS)
+    splits = -(-tiles // -(-tiles // splits))  # none is empty
+    stages = 6 if tile == 128 else 4
+    return Config(method="hopper", rows=128, tokens=tile, splits=splits, num_stages=stages)
 
 
 def _e4m3_in_registers(weight: QuantizedWeight, tokens: int, out: int, tiles: int) -> Config:

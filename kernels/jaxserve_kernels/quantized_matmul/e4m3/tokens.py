@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -9,15 +10,20 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels.quantized_matmul.config import Config
-from jaxserve_kernels.weights import Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight
+from jaxserve_kernels.weights import (
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    Nvfp4Weight,
+    QuantizedWeight,
+)
 
 
 class QuantizedTokens(NamedTuple):
     """Codes times scales. Rows past the tokens make whole tiles: they hold anything."""
 
     codes: Array
-    """e4m3 or int8 [padded, k]. For weights in bytes they are in the order in which those lie:
-    byte i of each 128 is input 64 * (i % 2) + i // 2."""
+    """e4m3 or int8 [padded, k], the inputs of each 128 in the `Order` of the product."""
     scale: Array
     """float32 [tokens]."""
     sums: Array
@@ -45,20 +51,37 @@ def plain(x: Array | QuantizedTokens) -> Array:
     return x
 
 
+class Order(IntEnum):
+    """In which the inputs of each 128 lie."""
+
+    INPUTS = 0
+    BYTES = 1
+    """As weights in bytes: byte i is input 64 * (i % 2) + i // 2."""
+    WORDS = 2
+    """As `hopper` takes e2m1 from words of which 32 hold 128 inputs."""
+    HALF_WORDS = 3
+    """As it takes e2m1 from words of which 16 hold 64 inputs."""
+
+
 class TokenFormat(NamedTuple):
     """What a product's weight and tiles ask of its tokens."""
 
     dtype: DTypeLike
+    order: Order
     group: int
-    """Inputs of a sum; 0: no sums, and the order of weights in bytes."""
+    """Inputs of a sum; 0: no sums."""
     padded: int
 
 
 def format_for(weight: QuantizedWeight, tokens: int, config: Config) -> TokenFormat:
     """Of the tokens of a product that is launched as `config` says."""
     in_bytes = config.beforehand or isinstance(weight, Fp8Weight | Int8Weight)
+    order = Order.BYTES if in_bytes else Order.INPUTS
+    if config.method == "hopper" and not isinstance(weight, Int4Weight):
+        order = Order.HALF_WORDS if isinstance(weight, Nvfp4Weight) else Order.WORDS
     return TokenFormat(
         dtype=jnp.int8 if isinstance(weight, Int8Weight) else jnp.float8_e4m3fn,
-        group=0 if in_bytes else weight.group if isinstance(weight, Int4Weight) else 128,
+        order=order,
+        group=weight.group if isinstance(weight, Int4Weight) and not in_bytes else 0,
         padded=-(-tokens // config.tokens) * config.tokens,
     )

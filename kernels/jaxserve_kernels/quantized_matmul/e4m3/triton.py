@@ -45,7 +45,7 @@ from jaxserve_kernels.weights import Fp8Weight, Int8Weight, QuantizedWeight
 
 
 @triton.jit
-def _nibbles(words):
+def nibble_bytes(words):
     """Four planes of bytes: as e4m3 they are the nibbles times 2^-9."""
     return tl.inline_asm_elementwise(
         """{ .reg .b32 a, b;
@@ -126,7 +126,7 @@ def _int4_group(acc, codes, x, scale_ptr):
 
 @triton.jit
 def _int4_tile(acc, words, x, scale_ptr, GROUP: tl.constexpr):
-    a, b, c, d = _nibbles(words)
+    a, b, c, d = nibble_bytes(words)
     if GROUP == 128:
         acc = _int4_group(acc, four_side_by_side(a, b, c, d), x, scale_ptr)
     elif GROUP == 64:

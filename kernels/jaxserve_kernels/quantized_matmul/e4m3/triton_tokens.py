@@ -8,14 +8,19 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, TokenFormat
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import Order, QuantizedTokens, TokenFormat
 from jaxserve_kernels.triton_call import triton_call
+
+_BYTES = tl.constexpr(Order.BYTES.value)
+_WORDS = tl.constexpr(Order.WORDS.value)
+_HALF_WORDS = tl.constexpr(Order.HALF_WORDS.value)
 
 
 @triton.jit
 def store_quantized(
-    x, token, padded, codes_ptr, scale_ptr, sum_ptr, k: tl.constexpr, GROUP: tl.constexpr
-):
+    x, token, padded, codes_ptr, scale_ptr, sum_ptr,
+    k: tl.constexpr, GROUP: tl.constexpr, ORDER: tl.constexpr,
+):  # fmt: skip
     """x: a token's float32 row of k inputs and zeros up to a power of two. See `TokenFormat`."""
     block: tl.constexpr = x.shape[0]
     place = tl.arange(0, block)
@@ -32,21 +37,41 @@ def store_quantized(
         sums = tl.sum(tl.reshape(codes.to(tl.float32), (block // GROUP, GROUP)), axis=1)
         group = tl.arange(0, block // GROUP)
         tl.store(sum_ptr + group * padded + token, sums, mask=group < k // GROUP)
-    else:
-        within = place % 128
-        place += 2 * (within % 64) + within // 64 - within
+    place += _place(place % 128, ORDER) - place % 128
     tl.store(codes_ptr + token.to(tl.int64) * k + place, codes, mask=mask)
+
+
+@triton.jit
+def _place(index, ORDER: tl.constexpr):
+    """Of the inputs of each 128."""
+    if ORDER == _BYTES:
+        index = 2 * (index % 64) + index // 64
+    elif ORDER == _WORDS:
+        word, nibble = index % 32, index // 32
+        index = _in_registers(word % 4, nibble) + 64 * (word // 4 % 2) + 4 * (word // 8)
+    elif ORDER == _HALF_WORDS:
+        word, nibble = index % 16, index // 16 % 4
+        index = _in_registers(word % 4, nibble) + 64 * (index // 64) + 4 * (word // 4)
+    return index
+
+
+@triton.jit
+def _in_registers(word, nibble):
+    """Four words make four registers: even nibbles of two of them, odd ones, and so of the others.
+    Registers are 16 inputs apart."""
+    return 16 * (word // 2 * 2 + nibble % 2) + word % 2 * 2 + nibble // 2
 
 
 @triton.jit
 def _quantize(
     x_ptr, padded, codes_ptr, scale_ptr, sum_ptr,
-    k: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    k: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     place = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + token.to(tl.int64) * k + place, mask=place < k, other=0.0)
-    store_quantized(x.to(tl.float32), token, padded, codes_ptr, scale_ptr, sum_ptr, k, GROUP)
+    x = x.to(tl.float32)
+    store_quantized(x, token, padded, codes_ptr, scale_ptr, sum_ptr, k, GROUP, ORDER)
 
 
 def quantized(x: Array, form: TokenFormat) -> QuantizedTokens:
@@ -61,6 +86,7 @@ def quantized(x: Array, form: TokenFormat) -> QuantizedTokens:
             grid=(tokens,),
             num_warps=16 if k > 4096 else 8,
             k=k, BLOCK=triton.next_power_of_2(k), GROUP=form.group,
+            ORDER=form.order.value,
         )
     )  # fmt: skip
 

@@ -1,0 +1,493 @@
+"""Products of many tokens in e4m3 with weights of 4 bits, on Hopper: each code is converted once.
+
+A program walks over tiles of 128 rows and up to 256 tokens. A producer warp copies codes and tokens
+(TMA) and scales into rings in shared memory; two warpgroups of 64 rows each make e4m3 of their
+codes in registers (`hopper_operand`), and multiply in turns: while the tensor cores compute the
+products of one, the other converts.
+
+Where there are more tiles than multiprocessors, and not a multiple, all programs get as many steps:
+a tile that two of them share is finished by the one that has its beginning.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from jaxserve_kernels.quantized_matmul.config import Config
+from jaxserve_kernels.quantized_matmul.e4m3.hopper_operand import (
+    WORDS,
+    block_factors,
+    e2m1_times,
+    half_of_words,
+    integer_planes,
+    of_rows,
+    operand,
+    scales_of,
+)
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, format_for
+from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
+from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, NVFP4, arrays, kind
+from jaxserve_kernels.quantized_matmul.triton_unpack import largest_exponent, power
+from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
+from jaxserve_kernels.weights import QuantizedWeight
+
+_INT4 = gl.constexpr(INT4.value)
+_NVFP4 = gl.constexpr(NVFP4.value)
+_NO_ZERO = gl.constexpr(NO_ZERO.value)
+
+_MULTIPROCESSORS = 132
+"""Programs, of which each has one for itself. On a card with fewer, those that come later start
+when others have ended; some always can: one waits only for the next one's first part, which waits
+for none."""
+
+
+@gluon.jit
+def _add_integers(
+    acc, x_ring, a_ring, b_ring, a_scales, b_scales, ready, free, turns, at, steps,
+    part: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """acc plus the sums of `steps` tiles. They become multiples of each group's scale before its
+    products are added to them, so that one accumulator is enough."""
+    mma: gl.constexpr = acc.type.layout
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
+    PLANES: gl.constexpr = GROUP // 32
+    SOME: gl.constexpr = PLANES // 2 if PLANES > 1 else 1
+    before = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, mma))
+    for _ in range(steps):
+        stage = at % STAGES
+        mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
+        x = x_ring.index(stage)
+        a = integer_planes(a_ring.index(stage), part)
+        b = integer_planes(b_ring.index(stage), part)
+        for group in gl.static_range(128 // GROUP):
+            a_scale = scales_of(a_scales, stage, group, part)
+            scale = of_rows(a_scale, scales_of(b_scales, stage, group, part), mma)
+            scale = gl.where(gl.abs(scale) < 1e-18, 1e-18, scale)  # 0: what makes no difference
+            acc *= (before / scale)[:, None]
+            before = scale
+            first = operand(
+                a[group * PLANES : group * PLANES + SOME],
+                b[group * PLANES : group * PLANES + SOME], SOME, left, _INT4,
+            )  # fmt: skip
+            second = first
+            if PLANES > 1:
+                second = operand(
+                    a[group * PLANES + SOME : (group + 1) * PLANES],
+                    b[group * PLANES + SOME : (group + 1) * PLANES], SOME, left, _INT4,
+                )  # fmt: skip
+            acc = _multiply(
+                first, second, x.slice(group * GROUP, GROUP, dim=1), acc, turns,
+                at * (128 // GROUP) + group, part,
+            )  # fmt: skip
+        mbarrier.arrive(free.index(stage), count=1)
+        at += 1
+    return acc * before[:, None], at
+
+
+@gluon.jit
+def _add_floats(
+    acc, x_ring, a_ring, b_ring, a_scales, b_scales, ready, free, turns, a_largest, b_largest, at,
+    steps, part: gl.constexpr, KIND: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """acc plus the products of `steps` tiles, less the factor that a row has in common."""
+    left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 4)
+    for _ in range(steps):
+        stage = at % STAGES
+        mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
+        a_words, b_words = a_ring.index(stage), b_ring.index(stage)
+        a_factors = block_factors(scales_of(a_scales, stage, 0, part), a_largest, KIND)
+        b_factors = block_factors(scales_of(b_scales, stage, 0, part), b_largest, KIND)
+        a = e2m1_times(half_of_words(a_words, part, 0, KIND), a_factors[0], a_factors[1])
+        b = e2m1_times(half_of_words(b_words, part, 0, KIND), b_factors[0], b_factors[1])
+        first = operand(a, b, 4, left, KIND)
+        if KIND == _NVFP4:
+            a_factors = block_factors(scales_of(a_scales, stage, 1, part), a_largest, KIND)
+            b_factors = block_factors(scales_of(b_scales, stage, 1, part), b_largest, KIND)
+        a = e2m1_times(half_of_words(a_words, part, 1, KIND), a_factors[0], a_factors[1])
+        b = e2m1_times(half_of_words(b_words, part, 1, KIND), b_factors[0], b_factors[1])
+        second = operand(a, b, 4, left, KIND)
+        acc = _multiply(first, second, x_ring.index(stage), acc, turns, at, part)
+        mbarrier.arrive(free.index(stage), count=1)
+        at += 1
+    return acc, at
+
+
+@gluon.jit
+def _multiply(first, second, x, acc, turns, number, part: gl.constexpr):
+    """acc plus the products with both halves of x's inputs (or `first` alone with all), when it is
+    warpgroup `part`'s turn, which ends with the first half."""
+    inputs: gl.constexpr = first.shape[1]
+    mbarrier.wait(turns.index(part), (number & 1) ^ (1 - part))
+    acc = warpgroup_mma(first, x.slice(0, inputs, dim=1).permute((1, 0)), acc, is_async=True)
+    if inputs < x.shape[1]:
+        x = x.slice(inputs, inputs, dim=1)
+        acc = warpgroup_mma(second, x.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+    mbarrier.arrive(turns.index(1 - part), count=1)
+    return warpgroup_mma_wait(0, deps=[acc])
+
+
+@gluon.jit
+def _largest(scale_ptr, STEPS: gl.constexpr):
+    """The largest exponent of each row's blocks in all its steps."""
+    column = gl.arange(0, 16, gl.SliceLayout(0, WORDS))
+    largest = gl.zeros([32], gl.int32, gl.SliceLayout(1, WORDS))
+    for start in gl.static_range(0, STEPS, 16):
+        step = gl.minimum(start + column, STEPS - 1)
+        exponents = largest_exponent(gl.load(scale_ptr[:, None] + (step * 64)[None, :]))
+        largest = gl.maximum(largest, gl.max(exponents, axis=1))
+    return largest
+
+
+@gluon.jit
+def _range(program, programs, tiles: gl.constexpr, all_steps: gl.constexpr, SHARED: gl.constexpr):
+    """First tile of this program, the one after its last, how far they are apart; SHARED: and the
+    first and last of its steps of all tiles."""
+    begin = program * (tiles * all_steps) // programs
+    end = (program + 1) * (tiles * all_steps) // programs
+    if SHARED:
+        start = begin // all_steps
+        stop = (end + all_steps - 1) // all_steps
+        by = 1
+    else:
+        start = program
+        stop = tiles
+        by = programs
+    return start, stop, by, begin, end
+
+
+@gluon.jit
+def _tile(
+    tile, begin, end, token_tiles: gl.constexpr, GATED: gl.constexpr, SPLITS: gl.constexpr,
+    STEPS: gl.constexpr, all_steps: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    """Token tile, the first of its tiles of 64 rows, split, first step and steps."""
+    split = tile // token_tiles % SPLITS
+    row_tile = tile // (token_tiles * SPLITS) * (1 if GATED else 2)
+    if SHARED:
+        first = gl.maximum(begin - tile * all_steps, 0)
+        steps = gl.minimum(end - tile * all_steps, all_steps) - first
+    else:
+        first = split * STEPS
+        steps = gl.minimum(STEPS, all_steps - first)
+    return tile % token_tiles, row_tile, split, first, steps
+
+
+@gluon.jit
+def _consume(
+    x_ring, a_ring, b_ring, a_scales, b_scales, sums, ready, free, turns, token_scale_ptr,
+    sum_ptr, scale_ptr, second_ptr, out_ptr, partial_ptr, flag_ptr, program, programs,
+    part: gl.constexpr,
+    tokens: gl.constexpr, padded: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+    GATED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
+    TOKENS: gl.constexpr, SPLITS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
+    SHARED: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup `part`: 32 rows of either half of each tile of this program."""
+    # Rows of scales of 128 inputs.
+    EACH: gl.constexpr = 128 // GROUP if KIND == _INT4 else 2 if KIND == _NVFP4 else 1
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
+    by_row: gl.constexpr = gl.SliceLayout(1, mma)
+    by_token: gl.constexpr = gl.SliceLayout(0, mma)
+    all_steps: gl.constexpr = k // 128
+    scales: gl.constexpr = all_steps * EACH * 64
+    token_tiles: gl.constexpr = padded // TOKENS
+    row_tiles: gl.constexpr = n // 64 if GATED else n // 128
+    half: gl.constexpr = n // 64 if GATED else 1  # row tiles of codes from one half to the other
+    at = 0
+    lane = part * 32 + gl.arange(0, 32, gl.SliceLayout(1, WORDS))
+    number = gl.arange(0, 64, by_row)
+    within = part * 32 + number // 16 * 8 + number % 8
+    flag = flag_ptr + program * 2 + part
+    partial = partial_ptr + (program * 2 + part) * (64 * TOKENS) + number * TOKENS
+    column = gl.arange(0, TOKENS, by_token)[None, :]
+    start, stop, by, begin, end = _range(
+        program, programs, token_tiles * row_tiles * SPLITS, all_steps, SHARED
+    )
+    for tile in range(start, stop, by):
+        token_tile, row_tile, split, first, steps = _tile(
+            tile, begin, end, token_tiles, GATED, SPLITS, STEPS, all_steps, SHARED
+        )
+        mine = row_tile + number // 8 % 2 * half  # tiles of codes of the operand's rows
+        acc = gl.zeros([64, TOKENS], gl.float32, mma)
+        if SHARED and first + steps < all_steps:  # the next program has had the rest of this tile
+            while gl.atomic_add(flag + 2, 0, sem="acquire", scope="gpu") == 0:
+                pass
+            gl.thread_barrier()
+            acc = gl.load((partial + 2 * 64 * TOKENS)[:, None] + column)
+        a_largest = 0
+        b_largest = 0
+        if KIND == _INT4:
+            acc, at = _add_integers(
+                acc, x_ring, a_ring, b_ring, a_scales, b_scales, ready, free, turns, at, steps,
+                part, GROUP, STAGES,
+            )  # fmt: skip
+        else:
+            if KIND != _NVFP4:
+                a_scale = scale_ptr + row_tile * scales + lane
+                a_largest = _largest(a_scale, all_steps)
+                b_largest = _largest(a_scale + half * scales, all_steps)
+            acc, at = _add_floats(
+                acc, x_ring, a_ring, b_ring, a_scales, b_scales, ready, free, turns, a_largest,
+                b_largest, at, steps, part, KIND, STAGES,
+            )  # fmt: skip
+        if SHARED and first > 0:
+            gl.store(partial[:, None] + column, acc)
+            gl.thread_barrier()
+            gl.atomic_xchg(flag, 1, sem="release", scope="gpu")
+        else:
+            if KIND == _INT4:
+                acc = _less_zeros(
+                    acc * 512.0, sums, scale_ptr, second_ptr, sum_ptr + token_tile * TOKENS,
+                    mine * scales + within, 0 if SHARED else first * EACH,
+                    all_steps * EACH if SHARED else steps * EACH, padded, ZERO, TOKENS,
+                    STEPS * EACH,
+                )  # fmt: skip
+            elif KIND == _NVFP4:
+                acc *= (8.0 * gl.load(second_ptr + mine * 64 + within))[:, None]
+            else:
+                a_power = power(gl.maximum(a_largest - 6, 0))
+                b_power = power(gl.maximum(b_largest - 6, 0))
+                acc *= of_rows(a_power, b_power, mma)[:, None]
+            _finish(
+                acc, token_scale_ptr, out_ptr, token_tile, row_tile, split, part, tokens, n, GATED,
+                TOKENS,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _finish(
+    acc, token_scale_ptr, out_ptr, token_tile, row_tile, split, part: gl.constexpr,
+    tokens: gl.constexpr, n: gl.constexpr, GATED: gl.constexpr, TOKENS: gl.constexpr,
+):  # fmt: skip
+    """A tile's sums times the tokens' scales, gated or not, to memory."""
+    token = token_tile * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, acc.type.layout))
+    acc *= gl.load(token_scale_ptr + token, mask=token < tokens, other=0.0)[None, :]
+    a_sum, b_sum = gl.split(acc.reshape([4, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    row = row_tile * 64 + part * 32
+    if GATED:
+        gate = a_sum.to(dtype).to(gl.float32)  # rounded where the reference rounds
+        gated = gate / (1.0 + gl.exp2(gate * -1.4426950408889634))
+        gated = gated.to(dtype).to(gl.float32) * b_sum.to(dtype).to(gl.float32)
+        _store(gated.to(dtype).reshape([32, TOKENS]), out_ptr, row, token_tile, tokens, n)
+    else:
+        out = out_ptr + split.to(gl.int64) * (tokens * n)
+        _store(a_sum.to(dtype).reshape([32, TOKENS]), out, row, token_tile, tokens, n)
+        _store(b_sum.to(dtype).reshape([32, TOKENS]), out, row + 64, token_tile, tokens, n)
+
+
+@gluon.jit
+def _less_zeros(
+    acc, sums, scale_ptr, zero_ptr, sum_ptr, at, first, steps, padded: gl.constexpr,
+    ZERO: gl.constexpr, TOKENS: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    """acc less each group's scale times its zero times the tokens' sums: one small product."""
+    before: gl.constexpr = acc.type.layout
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    acc = gl.convert_layout(acc, mma, assert_trivial=True)
+    flat: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    at = gl.convert_layout(at, gl.SliceLayout(1, left))
+    for start in gl.static_range(0, GROUPS, 32):
+        group = start + gl.arange(0, 32, gl.SliceLayout(0, left))
+        known, _ = gl.broadcast((group < steps)[None, :], at[:, None])
+        place = at[:, None] + ((first + group) * 64)[None, :]
+        scale = gl.load(scale_ptr + place, mask=known, other=0.0)
+        zero = 8.0
+        if ZERO != _NO_ZERO:
+            zero = gl.load(zero_ptr + place, mask=known, other=0).to(gl.float32)
+        group = start + gl.arange(0, 32, gl.SliceLayout(1, flat))
+        token = gl.arange(0, TOKENS, gl.SliceLayout(0, flat))
+        known, _ = gl.broadcast((group < steps)[:, None], token[None, :])
+        of_token = gl.load(
+            sum_ptr + ((first + group) * padded)[:, None] + token[None, :], mask=known, other=0.0
+        )
+        gl.thread_barrier()
+        sums.store(of_token.to(gl.bfloat16))
+        fence_async_shared()
+        gl.thread_barrier()
+        acc = warpgroup_mma((scale * (-zero)).to(gl.bfloat16), sums, acc)
+    return gl.convert_layout(acc, before, assert_trivial=True)
+
+
+@gluon.jit
+def _store(values, out_ptr, row, token_tile, tokens: gl.constexpr, n: gl.constexpr):
+    columns: gl.constexpr = values.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
+    values = gl.convert_layout(values, layout)
+    row = row + gl.arange(0, 32, gl.SliceLayout(1, layout))[:, None]
+    token = token_tile * columns + gl.arange(0, columns, gl.SliceLayout(0, layout))[None, :]
+    there, _ = gl.broadcast(token < tokens, values)
+    gl.store(out_ptr + token * n + row, values, mask=there)
+
+
+@gluon.jit
+def _copy(
+    x, packed, scale_ptr, x_ring, a_ring, b_ring, a_scales, b_scales, ready, free, program,
+    programs,
+    padded: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+    GATED: gl.constexpr, KIND: gl.constexpr,
+    TOKENS: gl.constexpr, SPLITS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
+    SHARED: gl.constexpr,
+):  # fmt: skip
+    """The producer. Programs that run together share the rows of few weights, and all tokens."""
+    ROWS: gl.constexpr = 128 if KIND == _NVFP4 else 64  # of words, for 64 rows and 128 inputs
+    SCALES: gl.constexpr = a_scales.shape[1]
+    flat: gl.constexpr = gl.BlockedLayout([2 if SCALES == 64 else 4], [32], [1], [0])
+    scale_ptr += gl.arange(0, SCALES, flat)
+    all_steps: gl.constexpr = k // 128
+    token_tiles: gl.constexpr = padded // TOKENS
+    row_tiles: gl.constexpr = n // 64 if GATED else n // 128
+    half: gl.constexpr = n // 64 if GATED else 1
+    at = 0
+    start, stop, by, begin, end = _range(
+        program, programs, token_tiles * row_tiles * SPLITS, all_steps, SHARED
+    )
+    for tile in range(start, stop, by):
+        token_tile, row_tile, _, first, steps = _tile(
+            tile, begin, end, token_tiles, GATED, SPLITS, STEPS, all_steps, SHARED
+        )
+        for step in range(first, first + steps):
+            stage = at % STAGES
+            bar = ready.index(stage)
+            mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
+            mbarrier.expect(bar, TOKENS * 128 + 2 * 64 * 64)
+            a = row_tile * all_steps + step
+            tma.async_copy_global_to_shared(packed, [a * ROWS, 0], bar, a_ring.index(stage))
+            b = a + half * all_steps
+            tma.async_copy_global_to_shared(packed, [b * ROWS, 0], bar, b_ring.index(stage))
+            async_copy.async_copy_global_to_shared(a_scales.index(stage), scale_ptr + a * SCALES)
+            async_copy.async_copy_global_to_shared(b_scales.index(stage), scale_ptr + b * SCALES)
+            async_copy.mbarrier_arrive(bar, increment_count=False)
+            place = [token_tile * TOKENS, step * 128]
+            tma.async_copy_global_to_shared(x, place, bar, x_ring.index(stage))
+            at += 1
+
+
+@gluon.jit
+def _product(
+    x, packed, token_scale_ptr, sum_ptr, scale_ptr, second_ptr, out_ptr, partial_ptr, flag_ptr,
+    tokens: gl.constexpr, padded: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+    GATED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
+    TOKENS: gl.constexpr, SPLITS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
+    SHARED: gl.constexpr,
+):  # fmt: skip
+    """n: rows of the result; gated, half of the weight's. STEPS: of 128 inputs, of a split."""
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    ROWS: gl.constexpr = 128 if KIND == _NVFP4 else 64
+    WORDS: gl.constexpr = 16 if KIND == _NVFP4 else 32
+    x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TOKENS, 128], x.layout)
+    a_ring = gl.allocate_shared_memory(gl.uint16, [STAGES, ROWS, WORDS], packed.layout)
+    b_ring = gl.allocate_shared_memory(gl.uint16, [STAGES, ROWS, WORDS], packed.layout)
+    SCALES: gl.constexpr = 64 * (128 // GROUP if KIND == _INT4 else 2 if KIND == _NVFP4 else 1)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    scale_type: gl.constexpr = scale_ptr.dtype.element_ty
+    a_scales = gl.allocate_shared_memory(scale_type, [STAGES, SCALES], plain)
+    b_scales = gl.allocate_shared_memory(scale_type, [STAGES, SCALES], plain)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    if KIND == _INT4:
+        sum_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([32, TOKENS], gl.bfloat16)
+        sums = gl.allocate_shared_memory(gl.bfloat16, [2, 32, TOKENS], sum_layout)
+    else:
+        sums = ready  # no tokens' sums
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1 + 32)  # the producer's threads copy scales
+        mbarrier.init(free.index(stage), count=2)
+    for part in gl.static_range(2):
+        mbarrier.init(turns.index(part), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_consume, (
+                x_ring, a_ring, b_ring, a_scales, b_scales, sums.index(0), ready, free, turns,
+                token_scale_ptr, sum_ptr, scale_ptr, second_ptr, out_ptr, partial_ptr, flag_ptr,
+                program, programs, 0, tokens, padded, n, k, GATED, KIND, GROUP, ZERO, TOKENS,
+                SPLITS, STEPS, STAGES, SHARED,
+            )),
+            (_consume, (
+                x_ring, a_ring, b_ring, a_scales, b_scales, sums.index(1), ready, free, turns,
+                token_scale_ptr, sum_ptr, scale_ptr, second_ptr, out_ptr, partial_ptr, flag_ptr,
+                program, programs, 1, tokens, padded, n, k, GATED, KIND, GROUP, ZERO, TOKENS,
+                SPLITS, STEPS, STAGES, SHARED,
+            )),
+            (_copy, (
+                x, packed, scale_ptr, x_ring, a_ring, b_ring, a_scales, b_scales, ready, free,
+                program, programs, padded, n, k, GATED, KIND, TOKENS, SPLITS, STEPS, STAGES,
+                SHARED,
+            )),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
+
+
+def linear(
+    x: Array | QuantizedTokens, weight: QuantizedWeight, config: Config, dtype: DTypeLike
+) -> Array:
+    """Partial sums [config.splits, tokens, out]: float32, or `dtype` where there is one part."""
+    dtype = dtype if config.splits == 1 else jnp.float32
+    shape = (config.splits, x.shape[0], weight.shape[0])
+    return _launch(x, weight, config, jax.ShapeDtypeStruct(shape, dtype), gated=False)
+
+
+def gated_linear(x: Array | QuantizedTokens, weight: QuantizedWeight, config: Config) -> Array:
+    """[tokens, ffn] in x's dtype; `config.splits` must be 1."""
+    shape = (x.shape[0], weight.shape[0] // 2)
+    return _launch(x, weight, config, jax.ShapeDtypeStruct(shape, x.dtype), gated=True)
+
+
+def _launch(
+    x: Array | QuantizedTokens,
+    weight: QuantizedWeight,
+    config: Config,
+    out_type: jax.ShapeDtypeStruct,
+    *,
+    gated: bool,
+) -> Array:
+    tokens, k = x.shape
+    if not isinstance(x, QuantizedTokens):
+        x = quantized(x, format_for(weight, tokens, config))
+    padded = x.codes.shape[0]
+    packed, scale, second = arrays(weight)
+    words = packed.shape[-1]
+    code_layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * words, element_bitwidth=16, rank=2)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    tiles = padded // config.tokens * (weight.shape[0] // 128) * config.splits
+    programs = min(tiles, _MULTIPROCESSORS)
+    shared = config.splits == 1 and tiles > programs
+    partial = (programs, 2, 64, config.tokens) if shared else (1,)
+    return triton_call(
+        tensor_descriptor(x.codes, (config.tokens, 128), layout),
+        tensor_descriptor(packed.reshape(-1, words), (2048 // words, words), code_layout),
+        x.scale, x.sums, scale, second,
+        kernel=_product,
+        name=f"{'gated_' if gated else ''}linear_hopper_{type(weight).__name__}",
+        out_type=(
+            out_type,
+            jax.ShapeDtypeStruct(partial, jnp.float32),
+            jax.ShapeDtypeStruct((2 * programs,) if shared else (1,), jnp.int32),
+        ),
+        zeroed_outputs=(2,) if shared else (),
+        grid=(programs,),
+        num_warps=4,
+        tokens=tokens, padded=padded, n=out_type.shape[-1], k=k, GATED=gated, **kind(weight),
+        TOKENS=config.tokens, SPLITS=config.splits, STEPS=-(-(k // 128) // config.splits),
+        STAGES=config.num_stages, SHARED=shared,
+    )[0]  # fmt: skip
