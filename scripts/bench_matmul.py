@@ -327,7 +327,7 @@ def product_of(case: Case, x: jax.Array, weight: Any) -> jax.Array:
 
 def iq2_xxs_product(case: Case, x: jax.Array, weight: Iq2XxsWeight) -> jax.Array:
     """The engine does not serve this format: its kernels are called here."""
-    if target.current().implementation == "reference":
+    if not target.uses_triton():
         product = sum_parts(linear(x, weight.dequantize().astype(x.dtype)), jnp.float32)
     else:
         from jaxserve_kernels.quantized_matmul import triton_iq2_xxs  # needs Triton

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -31,6 +33,22 @@ def current() -> Target:
     if override is not None:
         return override
     return Target("triton" if jax.default_backend() == "gpu" else "reference")
+
+
+_importing = threading.Lock()
+
+
+def uses_triton() -> bool:
+    """Whether operations are kernels; if so, Triton has been imported, whole.
+
+    Its packages import each other: of threads that begin with different ones, as those that compile
+    a model's programs do, some would find others half imported.
+    """
+    if current().implementation == "reference":
+        return False
+    with _importing:
+        importlib.import_module("triton.experimental.gluon.language.nvidia.hopper")
+    return True
 
 
 @contextmanager

@@ -21,7 +21,7 @@ def add_rms_norm(
     """
     if update is None:  # XLA's fusion reads and writes each token once
         return x, reference.rms_norm(x, weight, eps)
-    if target.current().implementation == "reference":
+    if not target.uses_triton():
         return reference.add_rms_norm(x, update, weight, eps)
     from jaxserve_kernels.add_rms_norm import triton  # needs Triton: only for GPUs
 

@@ -20,7 +20,7 @@ def attention_inputs(
     eps: float,
 ) -> tuple[Array, Array]:
     """See `reference.attention_inputs`."""
-    if target.current().implementation == "reference":
+    if not target.uses_triton():
         return reference.attention_inputs(qkv, kv, layer, norms, tables, slots, eps=eps)
     from jaxserve_kernels.attention_inputs import triton  # needs Triton: only for GPUs
 

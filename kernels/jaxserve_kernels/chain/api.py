@@ -28,6 +28,6 @@ def call[**P, R](function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) ->
 def _possible() -> bool:
     """The products of chains are Hopper's. A chain holds machine code and nothing else, and is
     read by structures of a jaxlib that we know."""
-    if target.current().implementation == "reference" or target.compute_capability() != 90:
+    if not target.uses_triton() or target.compute_capability() != 90:
         return False
     return ptxas.available() and not records.hold_source()

@@ -63,4 +63,4 @@ def _config(x: Array, weight: Array, *, gated: bool = False) -> Config | None:
 
 def _on_gpu(x: Array) -> bool:
     """Whether kernels of ours may compute with x."""
-    return target.current().implementation != "reference" and x.dtype == jnp.bfloat16
+    return x.dtype == jnp.bfloat16 and target.uses_triton()

@@ -13,7 +13,7 @@ def paged_attention(
     q: Array, kv: Array, layer: int, page_table: Array, tiles: QueryTiles, *, tile_size: int
 ) -> Array:
     """See `reference.paged_attention`."""
-    if target.current().implementation == "reference":
+    if not target.uses_triton():
         return reference.paged_attention(q, kv, layer, page_table, tiles, tile_size=tile_size)
     from jaxserve_kernels.paged_attention import triton  # needs Triton: only for GPUs
 

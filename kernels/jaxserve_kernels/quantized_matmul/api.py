@@ -51,7 +51,7 @@ def token_format(
 
 def _config(x: Any, weight: QuantizedWeight, *, gated: bool) -> Config | None:
     """None: dequantise, then the product with the plain weight."""
-    if target.current().implementation == "reference" or x.dtype != jnp.bfloat16:
+    if not target.uses_triton() or x.dtype != jnp.bfloat16:
         return None
     hopper = target.compute_capability() == 90
     return choose(weight, x.shape[0], gated=gated, hopper=hopper)

@@ -22,7 +22,7 @@ def sample(
 ) -> Sample:
     """See `reference.sample`."""
     inputs = (logits, rows, adjustments, tables, wanted)
-    if target.current().implementation == "reference":
+    if not target.uses_triton():
         return reference.sample(*inputs, vocab=vocab, alternatives=alternatives)
     from jaxserve_kernels.sampler import triton  # needs Triton: only for GPUs
 
@@ -31,7 +31,7 @@ def sample(
 
 def score(logits: Array, tokens: Array, *, vocab: int, alternatives: int) -> TokenScores:
     """See `reference.score`."""
-    if target.current().implementation == "reference":
+    if not target.uses_triton():
         return reference.score(logits, tokens, vocab=vocab, alternatives=alternatives)
     from jaxserve_kernels.sampler import triton
 

@@ -67,7 +67,7 @@ def attend[Cache: Int8KV | Fp8KV](
     tile_size: int,
 ) -> tuple[Array, Cache]:
     """See `kv_format.attend`."""
-    if target.current().implementation == "reference":
+    if not target.uses_triton():
         return reference.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
     from jaxserve_kernels.kv_format.eight_bit import triton  # needs Triton: only for GPUs
 

@@ -65,7 +65,7 @@ def attend(
     tile_size: int,
 ) -> tuple[Array, KVarNKV]:
     """See `kv_format.attend`."""
-    if target.current().implementation == "reference":
+    if not target.uses_triton():
         return reference.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
     from jaxserve_kernels.kv_format.kvarn import triton  # needs Triton: only for GPUs
 
@@ -74,7 +74,7 @@ def attend(
 
 def end_step(kv: KVarNKV, step: AttentionStep, *, tile_size: int) -> KVarNKV:
     """See `kv_format.end_step`."""
-    if target.current().implementation == "reference":
+    if not target.uses_triton():
         return kv
     from jaxserve_kernels.kv_format.kvarn import triton  # needs Triton: only for GPUs
 
