@@ -53,7 +53,11 @@ def test_local_paths_that_are_no_model_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["./x", "/no/such", "../x", "~/no/such", "a/b/c", "org/name/"])
-def test_paths_that_do_not_exist_never_reach_the_hub(model: str) -> None:
+def test_paths_that_do_not_exist_never_reach_the_hub(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     assert error_of(model) == f"{model}: no such folder"
 
 
