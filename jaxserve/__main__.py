@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
-from jaxserve import gpu_driver, heap
-from jaxserve.cli import COMMANDS, parse_args
-from jaxserve.foreign_flags import translated
-from jaxserve.startup import Timeline
+from jaxserve.cli.foreign_flags import translated
+from jaxserve.cli.options import COMMANDS, parse_args
+from jaxserve.startup import gpu_driver, heap
+from jaxserve.startup.timeline import Timeline
 
 _INTERRUPTED = 128 + 2
 """The exit status of a command that Ctrl-C ended, as a shell has it."""
@@ -40,17 +40,17 @@ def _run(argv: list[str]) -> int:
     command = argv[0] if argv and argv[0] in COMMANDS else None
     options = parse_args(argv[1:] if command else argv, command)
     if command == "precompile":
-        from jaxserve.precompile import precompile
+        from jaxserve.commands.precompile import precompile
 
         return precompile(options)
     if command == "convert":
-        from jaxserve.convert import convert
+        from jaxserve.commands.convert import convert
 
         return convert(options)
     timeline = Timeline()
     gpu_driver.open_early(timeline, os.environ.get("JAX_PLATFORMS"))
     heap.import_freely()
-    from jaxserve.serve import serve  # after the flags: --help must not pay for jax
+    from jaxserve.commands.serve import serve  # after the flags: --help must not pay for jax
 
     return serve(options, timeline, without_effect)
 

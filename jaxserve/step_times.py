@@ -1,6 +1,6 @@
 """How long a step takes: what the scheduler weighs its choices by.
 
-Measured on the card that serves (`jaxserve.measure`), or read from a file for the simulator.
+Measured on the card that serves (`startup/measure.py`), or read from a file for the simulator.
 """
 
 from __future__ import annotations

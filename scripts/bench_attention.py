@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from jaxserve.environment import prepare
+from jaxserve.startup.environment import prepare
 
 prepare(gpu_memory_utilization=0.8)
 

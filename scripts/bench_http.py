@@ -26,14 +26,15 @@ from typing import Any, NamedTuple
 
 import uvloop
 
-from jaxserve import heap, logs
+from jaxserve import logs
 from jaxserve.api import EngineLimits, PromptLogprobs
 from jaxserve.config import CacheConfig, SchedulerConfig, ServerConfig
-from jaxserve.engine import AsyncEngine, Parts, Progress
-from jaxserve.metrics import Metrics
+from jaxserve.engine.engine import AsyncEngine, Parts, Progress
+from jaxserve.metrics.metrics import Metrics
 from jaxserve.plan import Row, Sampled, StepPlan
 from jaxserve.scheduler import Scheduler
 from jaxserve.server import make_app, make_runner
+from jaxserve.startup import heap
 from jaxserve.tokenizer import HfTokenizer
 
 ROOT = Path(__file__).parents[1]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxserve.environment import prepare
+from jaxserve.startup.environment import prepare
 
 prepare(gpu_memory_utilization=float(os.environ.get("XLA_CLIENT_MEM_FRACTION", 0.9)))
 
@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve import slot_tables
 from jaxserve.api import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from jaxserve.runner import slot_tables
 from jaxserve_kernels.sampler import (
     BIASED,
     MASKED,

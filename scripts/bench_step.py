@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from jaxserve.environment import prepare
+from jaxserve.startup.environment import prepare
 
 prepare(gpu_memory_utilization=0.92)
 
@@ -36,15 +36,15 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve import kv_cache
 from jaxserve.api import SamplingParams
 from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
-from jaxserve.metrics import Metrics
+from jaxserve.metrics.metrics import Metrics
 from jaxserve.model_spec import NAMED_MODELS, ModelSpec
 from jaxserve.models import qwen3
 from jaxserve.models.quantization import Quantization
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
-from jaxserve.runner import Runner, RunnerConfig
+from jaxserve.runner import kv_cache
+from jaxserve.runner.runner import Runner, RunnerConfig
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels.kv_format import NAMES, max_chunk_context, named, page_bytes
 from jaxserve_kernels.paged_attention import tile_tokens

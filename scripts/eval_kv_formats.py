@@ -23,7 +23,7 @@ from itertools import batched, chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from jaxserve.environment import prepare
+from jaxserve.startup.environment import prepare
 
 prepare(gpu_memory_utilization=0.3)
 

@@ -121,17 +121,17 @@ def jaxserve_logits(folder: Path, sequences: list[np.ndarray], dtype: str) -> It
     """Float32 [length, vocab] of each sequence: prefilled, the last tokens decoded one by one."""
     import functools
 
-    from jaxserve.environment import prepare
+    from jaxserve.startup.environment import prepare
 
     prepare(gpu_memory_utilization=0.9)
 
     import jax
     import jax.numpy as jnp
 
-    from jaxserve import kv_cache
     from jaxserve.config import CacheConfig
     from jaxserve.model_spec import ModelSpec
     from jaxserve.models import qwen3
+    from jaxserve.runner import kv_cache
     from jaxserve_checkpoints.load import load_params
     from jaxserve_checkpoints.reader import open_checkpoint
     from jaxserve_kernels.kv_format import Dense

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from jaxserve.environment import prepare
+from jaxserve.startup.environment import prepare
 
 DUMP = tempfile.TemporaryDirectory()
 os.environ["JAX_PLATFORMS"] = "cpu"  # no client of the GPU is ever made
@@ -32,13 +32,13 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve import batch, kv_cache, sequence_state, slot_tables
-from jaxserve.batch import Bucket
 from jaxserve.config import CacheConfig
 from jaxserve.model_spec import NAMED_MODELS, ModelSpec
 from jaxserve.models import qwen3
 from jaxserve.models.quantization import Quantization
-from jaxserve.step import DeviceState, run_step
+from jaxserve.runner import batch, kv_cache, sequence_state, slot_tables
+from jaxserve.runner.batch import Bucket
+from jaxserve.runner.step import DeviceState, run_step
 from jaxserve_checkpoints.load import encoded_abstract
 from jaxserve_kernels import target
 from jaxserve_kernels.kv_format import NAMES, named

@@ -13,7 +13,7 @@ import os
 import time
 from pathlib import Path
 
-from jaxserve.environment import prepare
+from jaxserve.startup.environment import prepare
 
 prepare(gpu_memory_utilization=0.9)
 
@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
-from jaxserve.engine_plan import GPU_DECODE, GPU_PREFILL
-from jaxserve.measure import _decode_rows, _Stopwatch, measure
-from jaxserve.metrics import Metrics
+from jaxserve.metrics.metrics import Metrics
 from jaxserve.model_spec import NAMED_MODELS
 from jaxserve.models import qwen3
-from jaxserve.runner import Runner, RunnerConfig
+from jaxserve.runner.runner import Runner, RunnerConfig
+from jaxserve.startup.engine_plan import GPU_DECODE, GPU_PREFILL
+from jaxserve.startup.measure import _decode_rows, _Stopwatch, measure
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels.paged_attention import tile_tokens
 

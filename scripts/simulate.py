@@ -29,7 +29,7 @@ from rich.table import Table
 
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.scheduler.admission import OutputLengths
-from jaxserve.simulator import Arrival, Outcome, Result, Simulator
+from jaxserve.scheduler.simulator import Arrival, Outcome, Result, Simulator
 from jaxserve.step_times import StepTimes
 
 HALF_WITHIN = 0.005

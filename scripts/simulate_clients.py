@@ -29,7 +29,7 @@ from rich.table import Table
 from jaxserve.api import Request, SamplingParams
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.plan import StepPlan
-from jaxserve.simulator import Arrival, Result, Simulator
+from jaxserve.scheduler.simulator import Arrival, Result, Simulator
 from jaxserve.step_times import StepTimes
 
 PAGE_SIZE = 64

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from jaxserve.environment import prepare
+from jaxserve.startup.environment import prepare
 
 prepare(gpu_memory_utilization=0.8)
 
@@ -29,14 +29,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxserve_kernels
-from jaxserve import batch, sequence_state
-from jaxserve.batch import Bucket, Updates
 from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
 from jaxserve.model_spec import NAMED_MODELS, ModelSpec
 from jaxserve.models import qwen3
 from jaxserve.plan import Row, StepPlan
-from jaxserve.runner import RunnerConfig, programs
-from jaxserve.step import DeviceState
+from jaxserve.runner import batch, sequence_state
+from jaxserve.runner.batch import Bucket, Updates
+from jaxserve.runner.runner import RunnerConfig, programs
+from jaxserve.runner.step import DeviceState
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels import tuned
 

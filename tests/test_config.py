@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from jaxserve.cli import parse_args
+from jaxserve.cli.options import parse_args
 from jaxserve.config import Buckets, CacheConfig, ConfigError, SamplingDefaults, SchedulerConfig
-from jaxserve.model_source import find_model
 from jaxserve.model_spec import NAMED_MODELS, ModelSpec, YarnScaling
 from jaxserve.tokenizer import ByteTokenizer
+from jaxserve.weights.model_source import find_model
 from jaxserve_checkpoints.resolve import embedded_model
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from jaxserve.cli import parse_args
-from jaxserve.metrics import Metrics
+from jaxserve.cli.options import parse_args
+from jaxserve.metrics.metrics import Metrics
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 SUFFIXES = {"counter": ("",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}

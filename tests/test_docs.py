@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from jaxserve.bench.command import main as bench
-from jaxserve.cli import parse_args
-from jaxserve.metrics import Metrics
+from jaxserve.cli.options import parse_args
+from jaxserve.metrics.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(

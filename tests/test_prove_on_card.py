@@ -22,7 +22,8 @@ COMMANDS = sorted(
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_uses_flags_that_there_are(command: str) -> None:
     words = shlex.split(command)
-    server = flags_in(ROOT / "jaxserve" / "cli.py") | flags_in(ROOT / "jaxserve" / "flags.py")
+    server = flags_in(ROOT / "jaxserve" / "cli" / "options.py")
+    server |= flags_in(ROOT / "jaxserve" / "cli" / "flags.py")
     if words[:2] == ["-m", "pytest"]:
         assert (ROOT / words[4]).exists()
     elif words[:3] == ["-m", "jaxserve", "bench"]:

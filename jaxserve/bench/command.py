@@ -18,7 +18,7 @@ from jaxserve.bench import options, results, tables
 from jaxserve.bench.experiment import ServerNotReady, run_experiment
 from jaxserve.bench.load import Run
 from jaxserve.bench.options import Experiment
-from jaxserve.flag_parser import FlagParser
+from jaxserve.cli.flag_parser import FlagParser
 
 _EXAMPLES = """examples:
   python -m jaxserve bench --rate 8 --duration 60 --output results.json --html results.html

@@ -7,8 +7,8 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jaxserve.learned_times import Correction, LearnedTimes
 from jaxserve.plan import StepPlan
+from jaxserve.scheduler.learned_times import Correction, LearnedTimes
 from jaxserve.step_times import StepTimes
 
 _MOST_STEPS = 8

@@ -17,7 +17,6 @@ from jaxserve.api import (
     TokenEvent,
 )
 from jaxserve.config import CacheConfig, SchedulerConfig
-from jaxserve.learned_times import Correction
 from jaxserve.plan import Admission, PageEntry, Row, Sampled, StepPlan
 from jaxserve.scheduler import prefix, results
 from jaxserve.scheduler.admission import OutputLengths, has_room, refuse_impossible
@@ -26,6 +25,7 @@ from jaxserve.scheduler.cohort import Cohort, decodes_alone
 from jaxserve.scheduler.deadlines import waiting_queue
 from jaxserve.scheduler.guided import Guided
 from jaxserve.scheduler.holdings import Holdings
+from jaxserve.scheduler.learned_times import Correction
 from jaxserve.scheduler.pages import PagePool
 from jaxserve.scheduler.preemption import choose_victim
 from jaxserve.scheduler.rows import admission, chunk_row, decode_row

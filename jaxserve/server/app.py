@@ -8,9 +8,8 @@ import time
 from aiohttp import web
 
 from jaxserve.api import Engine
-from jaxserve.chat_template import ChatTemplate
 from jaxserve.config import ServerConfig
-from jaxserve.metrics import Metrics
+from jaxserve.metrics.metrics import Metrics
 from jaxserve.server import operations
 from jaxserve.server.access import require_key
 from jaxserve.server.backlog import Backlog
@@ -32,6 +31,7 @@ from jaxserve.server.service import SERVICE, Service
 from jaxserve.server.tokenization import detokenize, tokenize
 from jaxserve.structured import Guides
 from jaxserve.tokenizer import Tokenizer
+from jaxserve.tokenizer.chat_template import ChatTemplate
 
 
 def make_app(

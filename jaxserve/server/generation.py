@@ -20,7 +20,7 @@ from jaxserve.api import (
     TokenEvent,
     TokenLogprobs,
 )
-from jaxserve.metrics import Metrics
+from jaxserve.metrics.metrics import Metrics
 from jaxserve.server.output_parser import OutputParser, Piece
 from jaxserve.tokenizer import Detokenizer, StopStrings, Tokenizer
 

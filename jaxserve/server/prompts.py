@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from jaxserve.api import EngineLimits
-from jaxserve.chat_template import ChatTemplate, Rendered, TemplateError
 from jaxserve.config import TEMPLATE_VARIABLES
 from jaxserve.server.errors import invalid
 from jaxserve.server.params import check_token_ids
@@ -22,6 +21,7 @@ from jaxserve.server.schema import (
 )
 from jaxserve.server.validation import wrong_field
 from jaxserve.tokenizer import INLINE_CHARS, Tokenizer, decode, encode_off_loop
+from jaxserve.tokenizer.chat_template import ChatTemplate, Rendered, TemplateError
 
 
 class Prompt(NamedTuple):

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from jaxserve.api import Engine
-from jaxserve.chat_template import ChatTemplate
 from jaxserve.config import ServerConfig
-from jaxserve.metrics import Metrics
+from jaxserve.metrics.metrics import Metrics
 from jaxserve.server.backlog import Backlog
 from jaxserve.server.errors import ApiError
 from jaxserve.server.finished import Tracer
 from jaxserve.server.probe import Probe
 from jaxserve.structured import Guides
 from jaxserve.tokenizer import Tokenizer
+from jaxserve.tokenizer.chat_template import ChatTemplate
 
 
 @dataclass(frozen=True, kw_only=True)

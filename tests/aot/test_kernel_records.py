@@ -19,7 +19,7 @@ from tests.aot.compiled_steps import missing
 if lacking := missing():
     pytest.skip(f"missing: {', '.join(lacking)}", allow_module_level=True)
 
-from jaxserve.executable_cache import Program
+from jaxserve.programs.executable_cache import Program
 from jaxserve_kernels import ptxas, records, target, triton_call
 from jaxserve_kernels.add_rms_norm.triton import add_rms_norm
 

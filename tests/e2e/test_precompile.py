@@ -73,7 +73,7 @@ def test_precompile_survives_kill_and_serving_then_compiles_nothing(
     status, output = finish(server, timeout=20)
     assert status == 0, output
     modules = output.partition("modules:")[2].split()
-    assert "jaxserve.runner" in modules
+    assert "jaxserve.runner.runner" in modules
     assert not HEAVY & {module.partition(".")[0] for module in modules}
 
     manifest = json.loads(next(cache.glob("executables/*/manifest.json")).read_text())
@@ -94,7 +94,7 @@ def test_a_cache_that_cannot_be_written_fails_precompile_and_names_the_folder(
 
 DEVICE_TAKEN = """
 import sys
-from jaxserve import build
+from jaxserve.startup import build
 from jaxserve.__main__ import main
 
 def build_parts(*_):

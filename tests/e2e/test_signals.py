@@ -60,7 +60,7 @@ async def test_a_server_that_is_starting_answers_and_ends_at_once() -> None:
 
 ENDLESS_DOWNLOAD = """
 import sys, time
-from jaxserve import serve
+from jaxserve.commands import serve
 from jaxserve.__main__ import main
 
 def find_model(options):
@@ -138,7 +138,8 @@ async def test_what_the_drain_cuts_off_is_told_to_come_back() -> None:
 
 DEVICE_LOST = """
 import sys
-from jaxserve import build, runner
+from jaxserve.runner import runner
+from jaxserve.startup import build
 from jaxserve.__main__ import main
 
 def lost(*_):

@@ -1,5 +1,5 @@
 """A server that cannot start says why in one line and ends: more reasons are in
-`tests/test_refused_starts.py`."""
+`tests/startup/test_refused_starts.py`."""
 
 from __future__ import annotations
 

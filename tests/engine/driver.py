@@ -15,8 +15,8 @@ from jaxserve.api import (
     TokenEvent,
 )
 from jaxserve.config import CacheConfig, SchedulerConfig
-from jaxserve.engine import AsyncEngine, Parts, Progress
-from jaxserve.metrics import Metrics
+from jaxserve.engine.engine import AsyncEngine, Parts, Progress
+from jaxserve.metrics.metrics import Metrics
 from jaxserve.plan import Sampled, StepPlan
 from jaxserve.scheduler import Scheduler
 from jaxserve.step_times import StepTimes

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from jaxserve.api import EngineFailed, FinishReason, TokenEvent
-from jaxserve.engine import Progress
+from jaxserve.engine.engine import Progress
 from tests.engine.driver import (
     GatedRunner,
     assert_is_solo,

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from jaxserve.api import FinishReason
-from jaxserve.metrics import Metrics
+from jaxserve.metrics.metrics import Metrics
 from jaxserve.plan import Sampled
 from jaxserve.step_times import StepTimes
 from tests.engine.driver import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
-from jaxserve import kv_cache
 from jaxserve.config import KV_CACHE_DTYPES, CacheConfig, ConfigError
 from jaxserve.model_spec import NAMED_MODELS
+from jaxserve.runner import kv_cache
 from jaxserve_kernels import kv_format
 from jaxserve_kernels.kv_format import CacheShape
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jaxserve import kv_cache
 from jaxserve.config import CacheConfig
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import qwen3
+from jaxserve.runner import kv_cache
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import open_checkpoint
 from jaxserve_kernels.kv_format import AttentionStep, Dense

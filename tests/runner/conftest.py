@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxserve.runner import Runner
+from jaxserve.runner.runner import Runner
 from tests.runner.driver import CONFIG, METRICS
 from tests.tiny_model import COMPILES, make_runner
 

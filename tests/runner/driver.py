@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxserve.api import SamplingParams
 from jaxserve.plan import Admission, PageEntry, Row, Sampled, StepPlan
-from jaxserve.runner import Runner
+from jaxserve.runner.runner import Runner
 from tests.tiny_model import StubMetrics, make_config
 
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0)

@@ -13,7 +13,7 @@ import pytest
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import qwen3
 from jaxserve.plan import Row, Sampled
-from jaxserve.runner import Runner
+from jaxserve.runner.runner import Runner
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels.paged_attention import tile_tokens
 from tests.runner.driver import Placed, certain, first_token, step

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import qwen3
-from jaxserve.runner import Runner
+from jaxserve.runner.runner import Runner
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import open_checkpoint
 from jaxserve_checkpoints.resolve import embedded_model

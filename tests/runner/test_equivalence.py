@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxserve.api import FinishReason, Request, SamplingParams, TokenEvent
 from jaxserve.config import CacheConfig, SchedulerConfig
-from jaxserve.runner import Runner
+from jaxserve.runner.runner import Runner
 from tests.runner.driver import TOLERANCE
 from tests.scheduler.loop import Loop
 from tests.tiny_model import COMPILES, SPEC, make_config, make_runner

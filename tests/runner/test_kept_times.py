@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve import measure
-from jaxserve.measure import step_times
+from jaxserve.startup import measure
+from jaxserve.startup.measure import step_times
 from jaxserve.step_times import StepTimes
 from tests.tiny_model import make_config
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from jaxserve.config import Buckets
-from jaxserve.runner import Runner
+from jaxserve.runner.runner import Runner
 from jaxserve_kernels.kv_format import KVFormat, named, own_tokens
 from jaxserve_kernels.kv_format.kvarn import KVarN
 from tests.runner.test_equivalence import CONFIG, Solo, Workload, play, workloads

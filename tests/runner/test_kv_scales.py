@@ -15,8 +15,8 @@ from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from jaxserve import kv_scales
 from jaxserve.config import ConfigError
+from jaxserve.startup import kv_scales
 from jaxserve_checkpoints.reader import open_checkpoint
 from jaxserve_kernels.kv_format import named
 from tests.runner.driver import Placed, first_token

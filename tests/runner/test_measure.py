@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from jaxserve import measure
 from jaxserve.plan import StepPlan
+from jaxserve.startup import measure
 from jaxserve.step_times import StepTimes
 from tests.tiny_model import make_config
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxserve.api import MAX_LOGPROBS, SamplingParams
 from jaxserve.plan import PageEntry, Sampled, StepPlan
-from jaxserve.runner import Runner
+from jaxserve.runner.runner import Runner
 from jaxserve_kernels.sampler import RowSampling
 from jaxserve_kernels.sampler.reference import choose
 from tests.runner.driver import (

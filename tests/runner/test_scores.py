@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxserve.api import MAX_LOGPROBS, SamplingParams
 from jaxserve.plan import Scored
-from jaxserve.runner import Runner
+from jaxserve.runner.runner import Runner
 from tests.runner.driver import (
     GREEDY,
     OTHER,

@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.api import Request, SamplingParams
 from jaxserve.config import CacheConfig, SchedulerConfig
-from jaxserve.simulator import Arrival, Result, Simulator
+from jaxserve.scheduler.simulator import Arrival, Result, Simulator
 from jaxserve.step_times import StepTimes
 
 MS = 1e-3

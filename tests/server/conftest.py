@@ -11,7 +11,7 @@ from aiohttp import web
 
 from jaxserve.api import Engine
 from jaxserve.config import ServerConfig
-from jaxserve.metrics import Metrics
+from jaxserve.metrics.metrics import Metrics
 from jaxserve.server import make_app, make_runner
 from jaxserve.server.finished import Tracer
 from jaxserve.tokenizer import Tokenizer

@@ -10,12 +10,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from jaxserve.cli import parse_args
+from jaxserve.cli.options import parse_args
 from jaxserve.config import ConfigError, ServerConfig
-from jaxserve.listen import admin_api_keys, api_keys
-from jaxserve.metrics import Metrics
+from jaxserve.metrics.metrics import Metrics
 from jaxserve.server import make_app
 from jaxserve.server.access import digest
+from jaxserve.startup.listen import admin_api_keys, api_keys
 from tests.fakes import FakeEngine, tiny_tokenizer
 from tests.server.conftest import Serve
 

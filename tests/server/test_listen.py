@@ -11,14 +11,14 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from jaxserve.cli import parse_args
+from jaxserve.cli.options import parse_args
 from jaxserve.config import ConfigError, ServerConfig
-from jaxserve.listen import bind, is_loopback, server_config
-from jaxserve.metrics import Metrics
-from jaxserve.model_source import find_model
+from jaxserve.metrics.metrics import Metrics
 from jaxserve.server import make_app, make_runner
 from jaxserve.server.access import digest
+from jaxserve.startup.listen import bind, is_loopback, server_config
 from jaxserve.tokenizer import decode
+from jaxserve.weights.model_source import find_model
 from tests.fakes import FakeEngine, tiny_tokenizer
 from tests.server.conftest import Serve
 

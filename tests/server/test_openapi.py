@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from jaxserve.config import ServerConfig
-from jaxserve.metrics import Metrics
+from jaxserve.metrics.metrics import Metrics
 from jaxserve.server import make_app
 from jaxserve.server.access import digest
 from jaxserve.server.openapi import OPERATIONS

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
 from jaxserve.api import Overloaded
-from jaxserve.histogram import TokenHistogram
+from jaxserve.metrics.histogram import TokenHistogram
 from jaxserve.server import probe
 from jaxserve.server.access import digest
 from tests.fakes import FakeEngine

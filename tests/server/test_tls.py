@@ -14,12 +14,12 @@ from typing import NamedTuple
 import aiohttp
 import pytest
 
-from jaxserve.cli import Options, parse_args
+from jaxserve.cli.options import Options, parse_args
 from jaxserve.config import ConfigError, ServerConfig
-from jaxserve.listen import bind
-from jaxserve.metrics import Metrics
+from jaxserve.metrics.metrics import Metrics
 from jaxserve.server import make_app, make_runner
-from jaxserve.tls import reload_when_changed, tls_context
+from jaxserve.startup.listen import bind
+from jaxserve.startup.tls import reload_when_changed, tls_context
 from tests.fakes import FakeEngine, tiny_tokenizer
 
 

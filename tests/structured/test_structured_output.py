@@ -14,9 +14,9 @@ import jsonschema
 import pytest
 
 from jaxserve.api import EngineLimits
-from jaxserve.engine import AsyncEngine, Parts
-from jaxserve.metrics import Metrics
-from jaxserve.runner import Runner
+from jaxserve.engine.engine import AsyncEngine, Parts
+from jaxserve.metrics.metrics import Metrics
+from jaxserve.runner.runner import Runner
 from jaxserve.scheduler import Scheduler
 from jaxserve.tokenizer import HfTokenizer, Tokenizer
 from jaxserve_checkpoints.resolve import embedded_model

@@ -1,0 +1,159 @@
+"""The command line to Options: commands, and which flags each of them knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxserve import __version__
+from jaxserve.cli.flag_parser import FlagParser
+from jaxserve.cli.flags import (
+    MODEL_HELP,
+    add_access_flags,
+    add_engine_flags,
+    add_hub_flags,
+    add_model_flags,
+    add_server_flags,
+    add_weight_flags,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The parsed command line; None means: choose by model and device."""
+
+    model: str | None
+    tokenizer: str | None
+    served_model_name: list[str] | None
+    load_format: str
+    revision: str | None
+    download_dir: Path | None
+    seed: int
+    host: str
+    port: int
+    uds: Path | None
+    root_path: str | None
+    header_timeout: float
+    enable_force_include_usage: bool
+    dtype: str
+    quantization: str | None
+    lm_head_dtype: str
+    keep_converted: bool
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    max_itl_ms: float | None
+    max_num_queued_reqs: int
+    scheduling_policy: str
+    slo_ttft_ms: float | None
+    kv_cache_dtype: str
+    calculate_kv_scales: bool
+    block_size: int | None
+    enable_prefix_caching: bool
+    kv_cache_memory_bytes: int | None
+    gpu_memory_utilization: float
+    decode_buckets: tuple[int, ...] | None
+    prefill_buckets: tuple[int, ...] | None
+    compile_workers: int | None
+    cache_dir: Path | None
+    require_precompiled: bool
+    forbid_compiles: bool
+    shutdown_timeout: float
+    profile_startup: bool
+    log_level: str
+    api_key: list[str] | None = field(repr=False)
+    api_key_file: Path | None
+    admin_api_key: list[str] | None = field(repr=False)
+    admin_api_key_file: Path | None
+    open_metrics: bool
+    allowed_origins: list[str] | None
+    ssl_keyfile: Path | None
+    ssl_certfile: Path | None
+    ssl_ca_certs: Path | None
+    log_format: str
+    enable_log_requests: bool
+    otlp_traces_endpoint: str | None
+    generation_config: str
+    chat_template: Path | None
+    default_chat_template_kwargs: dict[str, Any] | None
+    reasoning_field: str
+    isolate_cache_by_key: bool
+    legacy_metrics: bool
+    max_num_queued_tokens: int | None
+    request_timeout: float | None
+    max_queue_time: float | None
+    max_request_bytes: int
+    stall_timeout: float
+    keep_alive_interval: float
+    out: Path | None = None
+    """Of `convert`: where the converted checkpoint goes."""
+    quantization_method: str | None = None
+    calibration: Path | None = None
+    """A text that the model reads, for `convert` or for scales of the KV cache."""
+
+
+_DESCRIPTION = "Serve a Qwen3-class language model behind an OpenAI-compatible API."
+_EPILOG = """commands, by the first word, each with a --help of its own:
+  serve [MODEL]   serve, as without a command
+  precompile      compile what serving with the same flags needs, so that later starts are fast
+  convert         write a model's weights as the engine holds them, quantised if asked
+  bench           put load on an OpenAI-compatible server, and report what its users would have had
+"""
+
+
+COMMANDS = {
+    "precompile": "Compile every program that serving with these flags needs, and keep them.",
+    "convert": "Write a model's weights as the engine holds them, quantised if asked. Killed at "
+    "any moment, it goes on from there the next time.",
+}
+"""What else than serving the program does, by the first word of the command line."""
+
+
+def parse_args(argv: list[str], command: str | None = None) -> Options:
+    """Flags to Options; exits with a message on wrong ones.
+
+    `precompile` knows all flags of serving, `convert` those that its result depends on.
+    """
+    if command == "convert":
+        others = vars(_parser(None).parse_args([]))
+        return Options(**others | vars(_convert_parser().parse_args(argv)))
+    return Options(**vars(_parser(command).parse_args(argv)))
+
+
+def _convert_parser() -> FlagParser:
+    parser = FlagParser(
+        prog="jaxserve convert",
+        description=COMMANDS["convert"],
+        epilog="Serve the result with `jaxserve --model OUT`.",
+    )
+    add = parser.add_argument
+    add("--model", required=True, help=MODEL_HELP)
+    add("--out", type=Path, required=True, help="a folder for the converted checkpoint")
+    add_hub_flags(add)
+    add_weight_flags(add, "as the checkpoint has it")
+    add(
+        "--quantization-method",
+        choices=("rtn", "hqq", "awq"),
+        default="rtn",
+        help="of the layers' matrices: round to nearest; with int4 half-quadratic zero points, or "
+        "factors and clipping by what a text activates (needs --calibration)",
+    )
+    add("--calibration", type=Path, help="a text file that the model reads for awq, UTF-8")
+    return parser
+
+
+def _parser(command: str | None) -> FlagParser:
+    parser = FlagParser(
+        prog=f"jaxserve {command}" if command else "jaxserve",
+        description=COMMANDS[command] if command else _DESCRIPTION,
+        epilog=None if command else _EPILOG,
+        usage=None if command else "jaxserve [command] [flags]",
+        commands="" if command else "serve, precompile, convert and bench",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    add_model_flags(parser.add_argument_group("model").add_argument)
+    add_server_flags(parser.add_argument_group("server").add_argument)
+    add_access_flags(parser.add_argument_group("access").add_argument)
+    add_engine_flags(parser.add_argument_group("engine").add_argument)
+    return parser

@@ -1,0 +1,1 @@
+"""What `python -m jaxserve` does: serve, precompile, convert. (`bench` is a package of its own.)"""

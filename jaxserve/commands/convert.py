@@ -1,0 +1,108 @@
+"""`jaxserve convert`: a Hugging Face checkpoint to the engine's own, once, at deploy time."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxserve.cli.options import Options
+from jaxserve.commands.progress import Work
+from jaxserve.config import ConfigError
+from jaxserve.startup.environment import prepare
+from jaxserve.weights.model_source import find_model
+from jaxserve_checkpoints.reader import CheckpointError
+
+_TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
+"""What belongs to a model beside its weights; without the index of their files."""
+
+
+def convert(options: Options) -> int:
+    """Write the converted checkpoint; returns the exit status. Errors are one line on stderr."""
+    prepare(options.gpu_memory_utilization)
+    try:
+        _convert(options)
+    except (ConfigError, CheckpointError, OSError) as error:
+        print(f"jaxserve: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _convert(options: Options) -> None:
+    from jaxserve.weights.conversion import (
+        convert_model,  # imports jax, which reads what `prepare` has set
+    )
+
+    assert options.out is not None
+    started = time.monotonic()
+    source = find_model(options)
+    assert source.folder is not None
+    out, folder = options.out, source.folder
+    work = Work("converting")
+    errors = _Errors(work.console)
+
+    def show(done: int, total: int) -> None:
+        work.update(done, total, f"{_size(done)} of {_size(total)}")
+
+    with ExitStack() as shown:
+
+        def begin() -> None:
+            _copy_text_files(folder, out)
+            shown.enter_context(work)
+
+        file = convert_model(options, source, out, show, errors.add, begin)
+    errors.show(options.quantization_method or "rtn")
+    size, seconds = _size(file.stat().st_size), time.monotonic() - started
+    print(f"{size} in {file} after {seconds:.0f} s, every checksum compared")
+
+
+def _size(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+class _Errors:
+    """Of quantised matrices: a line for each layer, and a table at the end."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._found: dict[str, dict[str, float]] = {}
+        """Matrix -> layer -> error."""
+
+    def add(self, path: str, error: Any) -> None:
+        place, _, matrix = path.rpartition(".")
+        self._found.setdefault(matrix, {})[place] = float(error)
+        if matrix == "down" or not place:
+            here = {name: found[place] for name, found in self._found.items() if place in found}
+            text = ", ".join(f"{name} {each:.2%}" for name, each in here.items())
+            self._console.print(f"{place or 'model'}: relative error of {text}", highlight=False)
+
+    def show(self, method: str) -> None:
+        if not self._found:
+            return
+        table = Table("matrix", "of its", "mean", "largest", "in", title="relative errors")
+        for matrix, layers in self._found.items():
+            worst = max(layers, key=layers.__getitem__)
+            mean = sum(layers.values()) / len(layers)
+            of = "product" if method == "awq" and worst else "weight"
+            table.add_row(matrix, of, f"{mean:.2%}", f"{layers[worst]:.2%}", worst or "the model")
+        self._console.print(table)
+
+
+def _copy_text_files(source: Path, target: Path) -> None:
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        if target.samefile(source):
+            raise ConfigError(f"--out {target} is the model's own folder: choose another")
+        for pattern in _TEXT_FILES:
+            for file in source.glob(pattern):
+                if not file.name.endswith(".index.json"):
+                    shutil.copyfile(file, target / file.name)
+    except OSError as error:
+        raise ConfigError(f"--out {target}: cannot be written: {error.strerror}") from None

@@ -1,0 +1,1 @@
+"""One thread that owns the device, and the streams that it feeds."""

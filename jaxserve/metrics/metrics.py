@@ -1,0 +1,178 @@
+"""Prometheus metrics: what the server and the engine tell, and the exposition."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
+
+from jaxserve.api import EngineStatus, Start
+from jaxserve.metrics.families import ITL, EngineFamilies, FormerFamilies, RequestFamilies
+from jaxserve.metrics.histogram import TokenHistogram
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+MAX_IGNORED_NAMES = 64
+"""Names of ignored parameters that get a series of their own; clients choose the names."""
+
+
+class Metrics:
+    """One registry per server. Every method but `next_tokens` may be called from any thread."""
+
+    def __init__(self, model_name: str, *, legacy: bool = True):
+        """`legacy`: some metrics have vLLM's former names, too."""
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._ignored_names: set[str] = set()
+        self._requests = RequestFamilies(self._registry, self._labels)
+        self._engine = EngineFamilies(self._registry, self._labels)
+        self._former = FormerFamilies(self._registry, self._labels) if legacy else None
+        itl = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
+        text = "Between two tokens of one sequence"
+        names = itl if legacy else itl[:1]
+        self._itl = TokenHistogram(names, text, ITL, self._labels, self._registry)
+
+    def exposition(self) -> bytes:
+        """All metrics as text for a scrape, of type CONTENT_TYPE."""
+        return generate_latest(self._registry)
+
+    # Called by the server.
+
+    def request_rejected(self, reason: str) -> None:
+        """An answer 4xx or 503 before any work; `reason` is one of REJECTIONS."""
+        self._requests.rejected.labels(**self._labels, reason=reason).inc()
+
+    def prompt_accepted(self, tokens: int, max_tokens: int) -> None:
+        """A sequence goes to the engine."""
+        self._requests.prompt_tokens.inc(tokens)
+        self._requests.prompt_sizes.observe(tokens)
+        self._requests.max_tokens.observe(max_tokens)
+
+    def first_token(self, seconds: float, prompt_tokens: int, cached_tokens: int) -> None:
+        """Time since the request arrived, and how much of its prompt was a prefix hit."""
+        self._requests.ttft.observe(seconds)
+        self._requests.cached_tokens.inc(cached_tokens)
+        self._requests.prefix_queries.inc(prompt_tokens)
+        self._requests.prefix_hits.inc(cached_tokens)
+        if self._former is not None:
+            self._former.prefix_queries.inc(prompt_tokens)
+            self._former.prefix_hits.inc(cached_tokens)
+        self._requests.local_compute.inc(prompt_tokens - cached_tokens)
+        self._requests.local_hits.inc(cached_tokens)
+        self._requests.prefix_requests.labels(
+            **self._labels, hit=str(cached_tokens > 0).lower()
+        ).inc()
+        self._requests.computed.observe(prompt_tokens - cached_tokens)
+
+    def next_tokens(self, seconds: float, count: int) -> None:
+        """So many tokens came at once, `seconds` after the one before them: the others after 0.
+
+        Called on one thread, the event loop's.
+        """
+        if count:
+            self._itl.observe(seconds)
+            self._itl.observe(0.0, count - 1)
+
+    def sequence_computed(self, prefill: float, decode: float, generated_tokens: int) -> None:
+        """Of a sequence that ended after its first token: seconds before it and from then on."""
+        self._requests.decode_time.observe(decode)
+        self._requests.inference_time.observe(prefill + decode)
+        if generated_tokens > 1:
+            self._requests.tpot.observe(decode / (generated_tokens - 1))
+
+    def request_choices(self, n: int) -> None:
+        """How many choices a request asked for."""
+        self._requests.choices.observe(n)
+
+    def request_generated(self, most_tokens: int) -> None:
+        """How many tokens the longest of a request's choices had when it ended."""
+        self._requests.longest.observe(most_tokens)
+
+    def sequence_finished(self, reason: str, generated_tokens: int, seconds: float) -> None:
+        """`reason` is one of FINISH_REASONS; a client that went away is an abort."""
+        self._requests.finished.labels(**self._labels, finished_reason=reason).inc()
+        self._requests.generation_tokens.inc(generated_tokens)
+        self._requests.generation_sizes.observe(generated_tokens)
+        self._requests.e2e.observe(seconds)
+
+    def parameter_ignored(self, name: str) -> None:
+        if len(self._ignored_names) < MAX_IGNORED_NAMES:
+            self._ignored_names.add(name)
+        shown = name if name in self._ignored_names else "other"
+        self._requests.ignored.labels(param=shown).inc()
+
+    # Called by the engine.
+
+    def observe_load(self, status: EngineStatus) -> None:
+        """The server calls it too, before a scrape."""
+        used = status.total_pages - status.free_pages
+        kv_usage = used / status.total_pages if status.total_pages else 0.0
+        self._engine.running.set(status.running)
+        self._engine.waiting.set(status.waiting)
+        self._engine.waiting_for_room.set(status.waiting)
+        self._engine.kv_usage.set(kv_usage)
+        if self._former is not None:
+            self._former.kv_usage.set(kv_usage)
+
+    def observe_step(
+        self, kind: str, bucket: int, seconds: float, used: int, padded: int, late: bool
+    ) -> None:
+        """A step computed `used` of the `padded` rows or tokens of its bucket; `late`: it was
+        launched after the one before it had ended."""
+        self._engine.steps.labels(kind=kind, bucket=str(bucket)).observe(seconds)
+        self._engine.padding.labels(kind=kind).observe(1.0 - used / padded)
+        self._engine.step_tokens.observe(used)
+        if late:
+            self._engine.late_steps.labels(kind=kind).inc()
+
+    def observe_correction(self, kind: str, bucket: int, seconds: float) -> None:
+        """Steps of a bucket take so much longer than the start's table has it."""
+        self._engine.corrections.labels(kind=kind, bucket=str(bucket)).set(seconds)
+
+    def count_compile(self, phase: str) -> None:
+        """`phase` is one of COMPILE_PHASES; one while serving is a defect."""
+        self._engine.compiles.labels(phase=phase).inc()
+
+    def count_error(self) -> None:
+        """A sequence that a failed step ended."""
+        self._engine.errors.inc()
+
+    def count_shed(self) -> None:
+        """A waiting sequence could not have its first token in time any more."""
+        self._engine.shed.inc()
+
+    def count_preemption(self) -> None:
+        self._engine.preemptions.inc()
+
+    def observe_preemptions(self, times: int) -> None:
+        """How often a sequence that has ended was preempted."""
+        self._engine.preemptions_each.observe(times)
+
+    def observe_tokenizing(self, seconds: float) -> None:
+        """The prompts of a request were rendered and encoded."""
+        self._requests.tokenize_time.observe(seconds)
+
+    def observe_first_write(self, seconds: float) -> None:
+        """A stream's first token was written to its socket so long after it was on the host."""
+        self._requests.first_write_time.observe(seconds)
+
+    def observe_start(self, start: Start) -> None:
+        """A sequence has its first token."""
+        self._engine.queue_time.observe(start.queued)
+        self._engine.prefill_time.observe(start.prefill)
+
+    def set_cache_info(self, *, page_size: int, num_pages: int) -> None:
+        info = Gauge(
+            "vllm:cache_config_info",
+            "Geometry of the KV cache; the value is 1",
+            [*self._labels, "block_size", "num_gpu_blocks"],
+            registry=self._registry,
+        )
+        info.labels(**self._labels, block_size=str(page_size), num_gpu_blocks=str(num_pages)).set(1)
+
+    def set_memory(self, kind: str, num_bytes: int) -> None:
+        """Device memory planned for `kind`: weights, kv, state, temporaries, free."""
+        self._engine.memory.labels(kind=kind).set(num_bytes)
+
+    def set_startup(self, phase: str, seconds: float) -> None:
+        """How long a phase of the start took; `total` is from the process's start to ready."""
+        self._engine.startup.labels(phase=phase).set(seconds)

@@ -1,0 +1,1 @@
+"""Compiled programs: loaded from files, or compiled and kept."""

@@ -1,0 +1,168 @@
+"""The executables of a start: loaded from their cache, or compiled and kept there."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import NamedTuple
+
+from jaxserve.programs.executable_cache import Executable, ExecutableCache, Program, Rejected
+
+log = logging.getLogger(__name__)
+
+type OnMissing = Callable[[Mapping[str, str]], None]
+"""Called, before anything is compiled, with the names of what has to be -> why."""
+
+_LOADERS = 16
+"""Threads that load at most: more are not faster, and each holds a program twice meanwhile."""
+
+
+def compile_missing(reasons: Mapping[str, str]) -> None:
+    """The OnMissing that lets everything be compiled."""
+
+
+class Obtained(NamedTuple):
+    """Executables by program name, and where they came from."""
+
+    executables: dict[str, Executable]
+    compiled: dict[str, str]
+    """Names of programs that had to be compiled -> why they could not be loaded."""
+    unkept: str
+    """Why compiled programs could not be written to the cache; empty if they were."""
+
+
+def obtain(
+    programs: Sequence[Program],
+    cache: ExecutableCache | None,
+    workers: int,
+    progress: Callable[[str, float], None],
+    finished: Callable[[str], None] = lambda name: None,
+    on_missing: OnMissing = compile_missing,
+    must_keep: bool = False,
+) -> Obtained:
+    """Load every program, then compile and keep what could not be loaded.
+
+    A cache that cannot be used or written costs time, not the start, unless `must_keep`.
+
+    Args:
+      programs: those that take longest to compile first.
+      workers: threads; XLA releases the interpreter while it loads and compiles.
+      progress: called with what is going on, "loading" or "compiling", and the fraction done.
+      finished: called with the name of each program that is there.
+      on_missing: may refuse to go on, by an exception.
+      must_keep: the first program that cannot be written is an OSError, and no other is begun.
+    """
+    making = _Making(programs, cache, progress, finished, must_keep=must_keep)
+    _on_threads(min(workers, _LOADERS), making.load, programs)
+    if making.reasons:
+        on_missing(making.reasons)
+        progress("compiling", making.fraction())
+        todo = [each for each in programs if each.name in making.reasons]
+        _on_threads(workers, making.compile, todo)
+        making.write_manifest()
+    if making.failures:
+        log.warning(
+            "compiled programs cannot be kept, every start compiles: %s; another --cache-dir?",
+            making.failures[0],
+        )
+    unkept = making.failures[0] if making.failures else ""
+    return Obtained(making.executables, making.reasons, unkept)
+
+
+class _Making:
+    """What `obtain` has so far; its methods run on many threads. The arguments are `obtain`'s."""
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        cache: ExecutableCache | None,
+        progress: Callable[[str, float], None],
+        finished: Callable[[str], None],
+        *,
+        must_keep: bool,
+    ):
+        self.executables: dict[str, Executable] = {}
+        self.reasons: dict[str, str] = {}
+        self.failures: list[str] = []
+        self._work = {program.name: program.work for program in programs}
+        self._cache = cache
+        self._progress = progress
+        self._finished = finished
+        self._must_keep = must_keep
+        self._lock = threading.Lock()
+
+    def load(self, program: Program) -> None:
+        if self._cache is None:
+            self.reasons[program.name] = "without a cache"
+            return
+        try:
+            executable = self._cache.load(program)
+        except Rejected as rejected:
+            self.reasons[program.name] = str(rejected)
+        else:
+            self._done("loading", program.name, executable)
+
+    def compile(self, program: Program) -> None:
+        started = time.perf_counter()
+        executable = program.compile()
+        if self._cache is not None:
+            try:
+                self._cache.store(program, executable, time.perf_counter() - started)
+            except OSError as error:
+                if self._must_keep:
+                    raise
+                self.failures.append(str(error))
+        self._done("compiling", program.name, executable)
+
+    def fraction(self) -> float:
+        return sum(self._work[name] for name in self.executables) / sum(self._work.values())
+
+    def write_manifest(self) -> None:
+        if self._cache is None or self.failures:
+            return
+        try:
+            self._cache.write_manifest()
+        except OSError as error:
+            if self._must_keep:
+                raise
+            self.failures.append(str(error))
+
+    def _done(self, phase: str, name: str, executable: Executable) -> None:
+        with self._lock:
+            self.executables[name] = executable
+            self._finished(name)
+            self._progress(phase, self.fraction())
+
+
+def _on_threads(workers: int, run: Callable[[Program], None], programs: Sequence[Program]) -> None:
+    """Run for each program; after the first error, or Ctrl-C, no other is begun."""
+    with ThreadPoolExecutor(max(1, workers), thread_name_prefix="executables") as pool:
+        jobs = [pool.submit(run, program) for program in programs]
+        try:
+            for job in as_completed(jobs):
+                job.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def missing(programs: Sequence[Program], cache: ExecutableCache) -> dict[str, str]:
+    """Names of the programs that the cache does not hold, or not whole -> why."""
+    found: dict[str, str] = {}
+    for program in programs:
+        try:
+            cache.check(program)
+        except Rejected as rejected:
+            found[program.name] = str(rejected)
+    return found
+
+
+def by_reason(reasons: Mapping[str, str]) -> str:
+    """Names of programs -> why not, in the other direction and in words."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return "; ".join(f"{reason}: {', '.join(group)}" for reason, group in names.items())

@@ -1,0 +1,1 @@
+"""The device side of a step: its arrays, its programs, launch and collect."""

@@ -1,0 +1,289 @@
+"""From a plan to the one array that a step reads, and back.
+
+A bucket fixes how many tokens, rows, query tiles and state updates a step can hold. The host packs
+a plan into one int32 array of that bucket; the step unpacks it by static slices.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import Array
+
+from jaxserve.api import MAX_LOGPROBS, PromptLogprobs, TokenLogprobs
+from jaxserve.plan import Row, Sampled, StepPlan
+from jaxserve.runner import sequence_state
+from jaxserve_kernels.paged_attention import QueryTiles
+
+DECODE_TOKEN = -1
+"""Stands for the slot's last sampled token, which the host may not know yet."""
+
+ROW_SAMPLES, ROW_LOGPROBS, ROW_MASKED = 1, 2, 4
+"""Flags of a row: it yields a token; the alternatives of that token are wanted; the mask in its
+slot says which tokens may be chosen."""
+
+_DROPPED = np.iinfo(np.int32).max
+"""The padding updates take addresses from here down: beyond any state, and all different."""
+
+
+class StepInputs(NamedTuple):
+    """The parts of a packed step, in their order in the array; all int32."""
+
+    addresses: Array  # [updates]
+    values: Array  # [updates]
+    token_ids: Array  # [tokens]
+    token_slots: Array  # [tokens]
+    token_positions: Array  # [tokens]
+    row_slots: Array  # [rows]
+    row_last: Array  # [rows]: index of the row's last token
+    row_flags: Array  # [rows]
+    tile_first: Array  # [tiles]
+    tile_length: Array  # [tiles]
+    tile_slots: Array  # [tiles]
+    tile_positions: Array  # [tiles]
+    single_first: Array  # [singles]
+    single_length: Array  # [singles]
+    single_slots: Array  # [singles]
+    single_positions: Array  # [singles]
+
+    @property
+    def tiles(self) -> QueryTiles:
+        tiles, singles = self[8:12], self[12:16]
+        return QueryTiles(*tiles, singles=QueryTiles(*singles) if singles[0].size else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """The static shape of one compiled step."""
+
+    kind: str
+    """decode: one token per row; mixed: prefill chunks and decodes together."""
+    tokens: int
+    rows: int
+    tile_size: int
+    tiles: int
+    singles: int
+    """Places for rows of one token in a mixed step, which attention handles apart from chunks."""
+    updates: int
+
+    @classmethod
+    def decode(cls, rows: int) -> Bucket:
+        """Every row is a tile and may need one new page."""
+        return cls(
+            kind="decode", tokens=rows, rows=rows, tile_size=1, tiles=rows, singles=0, updates=rows
+        )
+
+    @classmethod
+    def mixed(
+        cls, tokens: int, *, max_rows: int, tile_size: int, updates: int, chunk_tokens: int = 2
+    ) -> Bucket:
+        """Tiles for any split into chunks that hold at least `chunk_tokens` on average.
+
+        Each chunk wastes at most tile_size - 1 places of its last tile.
+        """
+        rows, tile_size = min(tokens, max_rows), min(tile_size, tokens)
+        chunks = min(rows, max(tokens // chunk_tokens, 1))
+        return cls(
+            kind="mixed",
+            tokens=tokens,
+            rows=rows,
+            tile_size=tile_size,
+            tiles=(tokens + chunks * (tile_size - 1)) // tile_size,
+            singles=rows,
+            updates=updates,
+        )
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}_{self.tokens}"
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        parts = (self.updates,) * 2 + (self.tokens,) * 3 + (self.rows,) * 3
+        return parts + (self.tiles,) * 4 + (self.singles,) * 4
+
+    @property
+    def packed_size(self) -> int:
+        return sum(self._sizes)
+
+    def holds(self, plan: StepPlan) -> bool:
+        """Whether the plan fits; every plan within the scheduler's limits fits the largest."""
+        if self.kind == "decode":
+            return plan.decode_only and len(plan.rows) <= self.rows
+        if plan.num_tokens > self.tokens:
+            return False
+        tiles = sum(-(-row.num_tokens // self.tile_size) for row in plan.rows if _is_chunk(row))
+        return tiles <= self.tiles
+
+    @cached_property
+    def _parts(self) -> tuple[slice, ...]:
+        ends = itertools.accumulate(self._sizes)
+        return tuple(slice(end - size, end) for size, end in zip(self._sizes, ends, strict=True))
+
+    def unpack(self, packed: Any) -> StepInputs:
+        """Static slices of `packed`, int32 [packed_size]: traced, or views of a numpy array."""
+        return StepInputs(*(packed[part] for part in self._parts))
+
+
+class Updates(NamedTuple):
+    """Changes of the sequence state: flat addresses and values, int32 [n] each."""
+
+    addresses: np.ndarray
+    values: np.ndarray
+
+    @classmethod
+    def of(cls, plan: StepPlan, width: int) -> Updates:
+        """What a plan changes in a state matrix of `width` columns."""
+        last = dict(_updates(plan, width))  # an address changed twice keeps its last value
+        return cls(
+            np.fromiter(last.keys(), np.int32, len(last)),
+            np.fromiter(last.values(), np.int32, len(last)),
+        )
+
+    def split(self, count: int) -> tuple[Updates, Updates]:
+        """The first `count` updates and the others."""
+        return Updates(*(part[:count] for part in self)), Updates(*(part[count:] for part in self))
+
+    def padded(self, size: int) -> np.ndarray:
+        """int32 [2 * size]: addresses, then values; the padding writes nothing."""
+        out = np.zeros((2, size), np.int32)
+        out[0] = _DROPPED - np.arange(size, dtype=np.int32)
+        out[:, : len(self.addresses)] = self
+        return out.reshape(-1)
+
+
+def _updates(plan: StepPlan, width: int) -> Iterator[tuple[int, int]]:
+    for admission in plan.admissions:
+        base = admission.slot * width
+        for column, value in sequence_state.columns(admission.params):
+            yield base + column, value
+    for slot, position, page in plan.pages:
+        yield slot * width + sequence_state.PAGES + position, page
+
+
+def pack(plan: StepPlan, updates: Updates, bucket: Bucket, padding_slot: int) -> np.ndarray:
+    """The plan as one int32 array [bucket.packed_size].
+
+    Padding tokens, rows and tiles belong to `padding_slot`, whose page table is all page 0.
+    """
+    packed = _padding(bucket, padding_slot).copy()
+    parts = bucket.unpack(packed)
+    count = len(updates.addresses)
+    parts.addresses[:count], parts.values[:count] = updates
+    if bucket.kind == "decode":
+        _pack_decode(plan, parts)
+    else:
+        _pack_mixed(plan, parts, bucket.tile_size)
+    parts.row_flags[: len(plan.rows)] = [_flags(row) for row in plan.rows]
+    return packed
+
+
+@cache
+def _padding(bucket: Bucket, padding_slot: int) -> np.ndarray:
+    """A packed step without rows, which the others are copies of: int32 [bucket.packed_size]."""
+    packed = np.zeros(bucket.packed_size, np.int32)
+    parts = bucket.unpack(packed)
+    packed[: 2 * bucket.updates] = Updates(packed[:0], packed[:0]).padded(bucket.updates)
+    for slots in (parts.token_slots, parts.row_slots, parts.tile_slots, parts.single_slots):
+        slots[:] = padding_slot
+    if bucket.kind == "decode":  # token, row and tile i are one
+        parts.row_last[:] = parts.tile_first[:] = np.arange(bucket.rows)
+    packed.flags.writeable = False
+    return packed
+
+
+def _pack_decode(plan: StepPlan, parts: StepInputs) -> None:
+    """Token, row and tile i are all plan.rows[i]."""
+    count = len(plan.rows)
+    slots = np.array([row.slot for row in plan.rows], np.int32)
+    starts = np.array([row.start for row in plan.rows], np.int32)
+    parts.token_ids[:count] = DECODE_TOKEN
+    parts.token_slots[:count] = parts.row_slots[:count] = parts.tile_slots[:count] = slots
+    parts.token_positions[:count] = parts.tile_positions[:count] = starts
+    parts.tile_length[:count] = 1
+
+
+def _pack_mixed(plan: StepPlan, parts: StepInputs, tile_size: int) -> None:
+    first = 0
+    tiles: list[tuple[int, int, int, int]] = []
+    singles: list[tuple[int, int, int, int, int]] = []
+    for index, row in enumerate(plan.rows):
+        count = row.num_tokens
+        if _is_chunk(row):
+            span = slice(first, first + count)
+            parts.token_ids[span] = row.tokens
+            parts.token_slots[span] = row.slot
+            parts.token_positions[span] = np.arange(row.start, row.start + count)
+            for offset in range(0, count, tile_size):
+                length = min(count - offset, tile_size)
+                tiles.append((first + offset, length, row.slot, row.start + offset))
+            parts.row_slots[index], parts.row_last[index] = row.slot, first + count - 1
+        else:
+            token = row.tokens[0] if row.tokens else DECODE_TOKEN
+            singles.append((index, first, row.slot, row.start, token))
+        first += count
+    # The GPU starts them in this order: the longest contexts first leave the shortest tail.
+    tiles.sort(key=lambda tile: tile[1] + tile[3], reverse=True)
+    for column, values in zip(parts[8:12], zip(*tiles, strict=True), strict=False):
+        column[: len(tiles)] = values
+    if singles:
+        _pack_singles(np.array(singles, np.int32), parts)
+
+
+def _pack_singles(singles: np.ndarray, parts: StepInputs) -> None:
+    """Rows of one token: int32 [rows, (index of the row, of the token, slot, position, id)]."""
+    rows, places, slots, positions, ids = singles.T
+    parts.token_ids[places], parts.token_slots[places] = ids, slots
+    parts.token_positions[places] = positions
+    parts.row_slots[rows], parts.row_last[rows] = slots, places
+    for column, values in zip(parts[12:16], (places, 1, slots, positions), strict=True):
+        column[: len(singles)] = values
+
+
+def _is_chunk(row: Row) -> bool:
+    """Rows of one token go to the single places, whether they decode or end a prompt."""
+    return row.num_tokens > 1
+
+
+def _flags(row: Row) -> int:
+    masked = row.mask is not None
+    return ROW_SAMPLES * row.samples | ROW_LOGPROBS * row.logprobs | ROW_MASKED * masked
+
+
+RESULT_COLUMNS = 2 + 2 * MAX_LOGPROBS
+"""A row of a step's result: token, its logprob, ids and logprobs of the alternatives."""
+
+
+def unpack_results(
+    plan: StepPlan,
+    results: np.ndarray,
+    prompt_logprobs: Mapping[int, tuple[PromptLogprobs, ...]],
+) -> list[Sampled | None]:
+    """What each row of the plan sampled, from int32 [rows, RESULT_COLUMNS] (floats as bits).
+
+    `prompt_logprobs` are those of rows that were scored, by index. A row whose token has a logprob
+    that is not a number has sampled from nothing, and gets no token.
+    """
+    used = results[: len(plan.rows)]
+    tokens = used[:, 0].tolist()
+    unpacked: list[Sampled | None] = [
+        Sampled(token, _logprobs(results[index]) if row.logprobs else None) if row.samples else None
+        for index, (row, token) in enumerate(zip(plan.rows, tokens, strict=True))
+    ]
+    for index in np.isnan(used[:, 1].view(np.float32)).nonzero()[0].tolist():
+        unpacked[index] = Sampled(None) if plan.rows[index].samples else None
+    for index, scored in prompt_logprobs.items():
+        unpacked[index] = (unpacked[index] or Sampled(None))._replace(prompt_logprobs=scored)
+    return unpacked
+
+
+def _logprobs(result: np.ndarray) -> TokenLogprobs:
+    floats = result.view(np.float32)
+    ids = result[2 : 2 + MAX_LOGPROBS].tolist()
+    top = floats[2 + MAX_LOGPROBS :].tolist()
+    return TokenLogprobs(float(floats[1]), tuple(zip(ids, top, strict=True)))

@@ -1,0 +1,145 @@
+"""Logprobs of prompt tokens, from what a prefill leaves: a program of its own beside the steps.
+
+A step that carries prompt chunks leaves its tokens on the device as the last layer's attention left
+them. If a prompt's logprobs are wanted, a small program takes the positions in question out of
+them, does what is left of the last layer and computes their scores; so many at a time that the
+scores need no more memory than those of a decode step. A step whose rows are not scored pays
+nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxserve.api import MAX_LOGPROBS, PromptLogprobs
+from jaxserve.model_spec import ModelSpec
+from jaxserve.models import qwen3
+from jaxserve.plan import StepPlan
+from jaxserve.programs.executable_cache import Executable, Program
+from jaxserve_kernels.sampler import score
+
+_SCORE = "prompt_scores"
+"""Name of the program."""
+
+_COLUMNS = 2 + 2 * MAX_LOGPROBS
+"""Logprob, rank, ids and logprobs of the alternatives."""
+
+
+def compute(
+    params: qwen3.Params,
+    attended: qwen3.Attended,
+    wanted: Array,
+    *,
+    spec: ModelSpec,
+    sampled_vocab: int,
+) -> Array:
+    """Scores of tokens after those of a step.
+
+    Args:
+      attended: all of the step.
+      wanted: int32 [2, rows], positions among them and the tokens that follow these.
+
+    Returns:
+      int32 [rows, _COLUMNS], floats as their bits.
+    """
+
+    def bits(x: Array) -> Array:
+        return lax.bitcast_convert_type(x, jnp.int32)
+
+    logits = qwen3.logits(params, qwen3.finish(params, attended.of(wanted[0]), spec))
+    scores = score(logits, wanted[1], vocab=sampled_vocab, alternatives=MAX_LOGPROBS)
+    columns = [
+        bits(scores.logprob)[:, None],
+        scores.rank[:, None],
+        scores.top_ids,
+        bits(scores.top),
+    ]
+    return jnp.concatenate(columns, axis=1)
+
+
+def program(
+    params: Any, attended: qwen3.Attended, *, spec: ModelSpec, rows: int, sampled_vocab: int
+) -> Program:
+    """What `PromptScorer` executes.
+
+    Args:
+      params: abstract, as `attended` is.
+      rows: positions that one call scores.
+    """
+    return Program(
+        name=_SCORE,
+        function=functools.partial(compute, spec=spec, sampled_vocab=sampled_vocab),
+        arguments=(params, attended, jax.ShapeDtypeStruct((2, rows), jnp.int32)),
+    )
+
+
+class PromptScorer:
+    """Scores by a compiled program, made before serving."""
+
+    def __init__(self, executables: Mapping[str, Executable], *, rows: int):
+        """`executables` hold that of `program` for so many `rows`, by name."""
+        self._rows = rows
+        self._score = executables[_SCORE]
+
+    def launch(self, params: qwen3.Params, attended: qwen3.Attended, plan: StepPlan) -> list[Array]:
+        """Start what the plan's rows want scored; nothing if they want nothing."""
+        wanted = list(_wanted(plan))
+        return [
+            self._call(params, attended, wanted[first : first + self._rows])
+            for first in range(0, len(wanted), self._rows)
+        ]
+
+    def warm(self, params: qwen3.Params, attended: qwen3.Attended) -> Array:
+        """Run the program once; returns before it has run."""
+        return self._call(params, attended, [])
+
+    def _call(
+        self, params: qwen3.Params, attended: qwen3.Attended, wanted: list[tuple[int, int]]
+    ) -> Array:
+        packed = np.zeros((2, self._rows), np.int32)
+        if wanted:
+            packed[:, : len(wanted)] = np.asarray(wanted, np.int32).T
+        scores: Array = self._score(params, attended, packed)
+        scores.copy_to_host_async()
+        return scores
+
+
+def _wanted(plan: StepPlan) -> Iterator[tuple[int, int]]:
+    """(position among the step's tokens, token that follows it)."""
+    first = 0
+    for row in plan.rows:
+        if row.scored is not None:
+            yield from enumerate(row.scored.tokens, first + row.scored.offset)
+        first += row.num_tokens
+
+
+def read(plan: StepPlan, scores: list[Array]) -> dict[int, tuple[PromptLogprobs, ...]]:
+    """What `launch` started, by index of the row; waits for the device."""
+    if not scores:
+        return {}
+    found = np.concatenate([np.asarray(part) for part in scores])
+    result: dict[int, tuple[PromptLogprobs, ...]] = {}
+    first = 0
+    for index, row in enumerate(plan.rows):
+        if row.scored is not None:
+            end = first + len(row.scored.tokens)
+            result[index] = tuple(_decoded(found[first:end], row.scored.alternatives))
+            first = end
+    return result
+
+
+def _decoded(found: np.ndarray, alternatives: int) -> Iterator[PromptLogprobs]:
+    floats = found.view(np.float32)
+    logprobs, ranks = floats[:, 0].tolist(), found[:, 1].tolist()
+    ids = found[:, 2 : 2 + alternatives].tolist()
+    first = 2 + MAX_LOGPROBS
+    tops = floats[:, first : first + alternatives].tolist()
+    for logprob, rank, token_ids, top in zip(logprobs, ranks, ids, tops, strict=True):
+        yield PromptLogprobs(logprob, rank, tuple(zip(token_ids, top, strict=True)))

@@ -1,0 +1,1 @@
+"""From flags to a server that is ready: the process, memory, programs, measured times."""

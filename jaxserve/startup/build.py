@@ -1,0 +1,236 @@
+"""From a model and flags to a scheduler and a compiled runner: runs on the engine thread."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+
+from jaxserve.cli.options import Options
+from jaxserve.config import ConfigError
+from jaxserve.engine.engine import Parts, Progress
+from jaxserve.metrics.metrics import Metrics
+from jaxserve.models import qwen3
+from jaxserve.programs.executable_cache import Executable
+from jaxserve.programs.executables import Obtained, OnMissing, by_reason, obtain
+from jaxserve.runner.runner import Pending, Runner, on_compile
+from jaxserve.scheduler import Scheduler
+from jaxserve.setting_files import read_text
+from jaxserve.startup import heap, kv_scales, memory
+from jaxserve.startup.engine_plan import EnginePlan, plan_engine
+from jaxserve.startup.measure import step_times
+from jaxserve.startup.timeline import Timeline
+from jaxserve.weights.loading import weight_loader
+from jaxserve.weights.model_source import ModelSource
+from jaxserve_checkpoints.reader import open_checkpoint
+from jaxserve_kernels.kv_format import has_scales
+
+log = logging.getLogger(__name__)
+
+
+class OutOfDeviceMemory(ConfigError):
+    """The device has less memory left than was planned with: for others hold some, most often."""
+
+
+def build_parts(
+    options: Options,
+    source: ModelSource,
+    metrics: Metrics,
+    progress: Progress,
+    timeline: Timeline,
+) -> Parts[Pending]:
+    """Load weights and programs side by side, compile what is missing, run every bucket.
+
+    Raises:
+      ConfigError: see `plan_engine`; programs missing that `--require-precompiled` wants;
+        OutOfDeviceMemory.
+      CheckpointError: weights that are missing, damaged or of another model.
+    """
+    jax.devices()
+    with timeline.span("plan"):
+        plan = plan_engine(options, source)
+    on_missing: OnMissing = functools.partial(_announce_missing, plan)
+    if options.require_precompiled:
+        on_missing = functools.partial(_refuse_missing, plan)
+        on_missing({each.name: "not there" for each in plan.programs if not plan.cache.has(each)})
+    watch = _CompileWatch(metrics, forbid=options.forbid_compiles)
+    on_compile(watch)
+    workers = options.compile_workers or os.cpu_count() or 1
+    both = _Both(progress)
+    with timeline.span("copies"):
+        copies = _copies(plan, on_missing)
+    loader = weight_loader(plan.weights, copies)
+
+    def load() -> qwen3.Params:
+        with timeline.span("weights"):
+            return jax.block_until_ready(loader(both.weights))
+
+    with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
+        weights = pool.submit(load)
+        with timeline.span("executables"):
+            obtained = _with_memory_errors(
+                plan,
+                lambda: obtain(
+                    plan.steps, plan.cache, workers, both.executables, on_missing=on_missing
+                ),
+            )
+        params = _with_memory_errors(plan, weights.result)
+    runner = Runner(plan.config, params, metrics)
+    with timeline.span("warming"):
+        prepare = functools.partial(_set_kv_scales, options, source, plan)
+        _with_memory_errors(plan, lambda: runner.start(obtained.executables, progress, prepare))
+    with timeline.span("timing"):
+        times = step_times(runner, plan.config, plan.step_times_file)
+    with timeline.span("trimming"):
+        heap.settle()
+    _report(plan, runner, obtained, metrics)
+    watch.serving = True
+    return Parts(Scheduler(plan.config.scheduler, plan.config.cache, times=times), runner)
+
+
+def _set_kv_scales(options: Options, source: ModelSource, plan: EnginePlan, runner: Runner) -> None:
+    """For a format that has scales: those that a text shows to fit, the checkpoint's, or 1."""
+    config, weights = plan.config, plan.weights
+    if not has_scales(config.kv_format):
+        return
+    if options.calculate_kv_scales:
+        chosen = options.calibration
+        text = read_text(chosen, "--calibration") if chosen else kv_scales.TEXT
+        ids = source.tokenizer.encode(text)
+        scales, origin = kv_scales.calculated(runner, config, ids), f"from {len(ids)} tokens"
+    else:
+        scales, origin = None, "from the checkpoint"
+        if weights.folder is not None and weights.native is None:  # the engine's own has none
+            scales = kv_scales.stored(open_checkpoint(weights.folder), config.spec)
+        if scales is not None:
+            runner.use_kv_scales(scales)
+    if scales is None:
+        log.info("scales of the KV cache: 1, so keys and values end at 448")
+    else:
+        log.info(
+            "scales of the KV cache: %s, keys end at %.3g to %.3g, values at %.3g to %.3g",
+            *(origin, *(448 * f(scales[:, :, kind]) for kind in (0, 1) for f in (np.min, np.max))),
+        )
+
+
+def _announce_missing(plan: EnginePlan, lacking: Mapping[str, str]) -> None:
+    """Why the start takes longer than the next one will, before it does."""
+    if any(each.name in lacking for each in plan.steps):  # others take no time
+        log.info(
+            "compiling %d of %d programs; later starts load them from %s",
+            *(len(lacking), len(plan.programs), plan.cache.folder),
+        )
+
+
+def _refuse_missing(plan: EnginePlan, lacking: Mapping[str, str]) -> None:
+    """ConfigError: programs (names -> why) would have to be compiled."""
+    if lacking:
+        near = plan.cache.differences()
+        raise ConfigError(
+            f"{len(lacking)} of {len(plan.programs)} programs are not precompiled in "
+            f"{plan.cache.folder}: {by_reason(lacking)}"
+            + (f". There are programs for other settings: {near}" if near else "")
+            + ". Run `jaxserve precompile` with the same flags on this machine"
+        )
+
+
+def _with_memory_errors[T](plan: EnginePlan, run: Callable[[], T]) -> T:
+    """Run; memory that the device does not have is said in one line."""
+    try:
+        return run()
+    except jax.errors.JaxRuntimeError as error:
+        if not memory.is_exhausted(error):
+            raise
+        raise OutOfDeviceMemory(
+            f"too little memory on the device for the weights, the KV cache of "
+            f"{plan.config.cache.usable_tokens} tokens and the steps' scratch; if no other process "
+            "uses it, lower --kv-cache-memory-bytes, --max-num-batched-tokens or --max-num-seqs "
+            f"({str(error).splitlines()[0]})"
+        ) from None
+
+
+def _report(plan: EnginePlan, runner: Runner, obtained: Obtained, metrics: Metrics) -> None:
+    """The memory plan with what the compiler really needs, in the log and as metrics."""
+    config, cache = plan.config, plan.config.cache
+    planned = plan.memory(runner.temp_bytes())
+    planned.check()
+    log.info(
+        "%d of %d programs loaded, %d compiled%s",
+        len(plan.steps) - len(obtained.compiled),
+        len(plan.steps),
+        len(obtained.compiled),
+        f" ({by_reason(obtained.compiled)})" if obtained.compiled else "",
+    )
+    log.info(
+        "memory: %s; KV cache (%s): %d pages of %d tokens, %d tokens",
+        planned,
+        config.kv_format.name,
+        cache.usable_pages,
+        cache.page_size,
+        cache.usable_tokens,
+    )
+    for kind, size in (
+        ("weights", planned.weights),
+        ("kv", planned.kv_cache),
+        ("state", planned.state),
+        ("temporaries", planned.temporaries),
+        ("free", planned.headroom),
+    ):
+        metrics.set_memory(kind, size)
+    metrics.set_cache_info(page_size=config.cache.page_size, num_pages=cache.usable_pages)
+
+
+class _Both:
+    """Weights and executables load at the same time, reported as one. Where something has to be
+    compiled, that decides."""
+
+    def __init__(self, report: Progress):
+        self._report = report
+        self._lock = threading.Lock()
+        self._weights = self._executables = 0.0
+        self._phase = "loading"
+
+    def weights(self, done: int, total: int) -> None:
+        with self._lock:
+            self._weights = done / total
+            self._show()
+
+    def executables(self, phase: str, fraction: float) -> None:
+        with self._lock:
+            self._phase, self._executables = phase, fraction
+            self._show()
+
+    def _show(self) -> None:
+        both = (self._weights + self._executables) / 2
+        self._report(self._phase, self._executables if self._phase == "compiling" else both)
+
+
+def _copies(plan: EnginePlan, on_missing: OnMissing) -> Mapping[str, Executable]:
+    """What copies the weights: before the steps, which are many, so that the copying begins."""
+    workers = len(plan.staging)
+    return obtain(
+        plan.staging, plan.cache, workers, lambda phase, done: None, on_missing=on_missing
+    ).executables
+
+
+class _CompileWatch:
+    """Counts compilations by phase. While serving each one is a bug: said, or fatal if asked."""
+
+    def __init__(self, metrics: Metrics, *, forbid: bool):
+        self._metrics = metrics
+        self._forbid = forbid
+        self.serving = False
+
+    def __call__(self) -> None:
+        self._metrics.count_compile("serving" if self.serving else "startup")
+        if not self.serving:
+            return
+        if self._forbid:
+            raise RuntimeError("a program was compiled while serving")
+        log.error("a program was compiled while serving: please report this")

@@ -1,0 +1,267 @@
+"""From a model and flags to shapes, memory and programs: what is known before weights are read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxserve.cli.options import Options
+from jaxserve.config import Buckets, CacheConfig, ConfigError, SchedulerConfig
+from jaxserve.model_spec import ModelSpec
+from jaxserve.programs.executable_cache import ExecutableCache, Program
+from jaxserve.runner import kv_cache, slot_tables
+from jaxserve.runner.fingerprint import program_key
+from jaxserve.runner.runner import RunnerConfig, programs
+from jaxserve.setting_files import read_text
+from jaxserve.startup import gpu_driver, memory
+from jaxserve.startup.environment import compiler_options, compiler_settings, memory_share
+from jaxserve.startup.memory import MemoryPlan
+from jaxserve.weights.loading import WeightPlan, plan_weights
+from jaxserve.weights.model_source import ModelSource
+from jaxserve_checkpoints.staging import StagingProgram
+from jaxserve_kernels.kv_format import (
+    KVFormat,
+    expanded_tokens,
+    has_scales,
+    max_chunk_context,
+    named,
+)
+from jaxserve_kernels.paged_attention import tile_tokens
+
+GPU_DECODE = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256)
+# Smaller ones take as long as 64, larger ones longer per token than 2048: see "Buckets" in
+# docs/performance/prefill.md.
+GPU_PREFILL = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+_CPU_DECODE = (1, 4, 16, 64)
+_CPU_PREFILL = (16, 64, 256)
+_CPU_TILE = 16
+_CPU_KV_BYTES = 512 * 2**20
+_GPU_MAX_ITL_MS, _CPU_MAX_ITL_MS = 50.0, 1000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """Everything about an engine that is known before weights are read and programs made."""
+
+    config: RunnerConfig
+    weights: WeightPlan
+    limit: int
+    """Bytes that the process may take of its device."""
+    steps: list[Program]
+    """What the runner executes."""
+    staging: list[Program]
+    """What copies weights to a GPU as they are stored."""
+    cache: ExecutableCache
+
+    @property
+    def programs(self) -> list[Program]:
+        return [*self.steps, *self.staging]
+
+    @property
+    def step_times_file(self) -> Path:
+        """Beside the programs: other ones take other times."""
+        return self.cache.folder / "step_times.json"
+
+    def memory(self, temporaries: int) -> MemoryPlan:
+        config = self.config
+        rows, columns = config.sequences_shape
+        results = 2 * 4 * math.prod(config.results_shape)  # one written, one read
+        return MemoryPlan(
+            limit=self.limit,
+            weights=memory.tree_bytes(self.weights.encoded),
+            kv_cache=kv_cache.total_bytes(config.kv_format, config.kv_shape, config.dtype),
+            state=rows * columns * 4
+            + slot_tables.num_bytes(config.tables)
+            + memory.tree_bytes(config.attended)
+            + results,
+            temporaries=temporaries,
+        )
+
+
+def plan_engine(options: Options, source: ModelSource) -> EnginePlan:
+    """Shapes, memory and programs: the same for serving and for compiling ahead of it.
+
+    Raises:
+      ConfigError: settings that contradict each other, or too little memory, with the numbers.
+    """
+    # XLA's cache would be a second one; what a CPU takes from it cannot be serialised again.
+    jax.config.update("jax_enable_compilation_cache", False)
+    device = jax.devices()[0]
+    gpu = device.platform == "gpu"
+    spec = source.spec
+    dtype = _dtype(options.dtype, gpu=gpu)
+    buckets = _buckets(options, gpu=gpu)
+    scheduler = _scheduler_config(options, spec, buckets, gpu=gpu)
+    files = _cache_folder(options)
+    weights = plan_weights(options, source, dtype, files, stacked=gpu)
+    kv_format = named(options.kv_cache_dtype)
+    _check_calibration(options, kv_format)
+    limit = _device_limit(device)
+    size = memory.tree_bytes(weights.encoded)
+    if gpu:
+        left = _left_on_gpu(spec, dtype, buckets, scheduler, kv_format, weights=size, limit=limit)
+    else:
+        left = _CPU_KV_BYTES
+    given = options.kv_cache_memory_bytes
+    budget = left if given is None else given
+    if not gpu:
+        memory.check_host_memory(size, budget)
+    cache = replace(
+        _cache_config(options, spec, kv_format, dtype, budget, scheduler, gpu=gpu),
+        identity=f"{source.names[0]} {jnp.dtype(dtype).name} {options.kv_cache_dtype}",
+    )
+    scheduler = replace(
+        scheduler,
+        max_chunk_context=max_chunk_context(
+            kv_format, scheduler.max_model_len, page_size=cache.page_size
+        ),
+    )
+    config = RunnerConfig(
+        spec=spec,
+        cache=cache,
+        scheduler=scheduler,
+        buckets=buckets,
+        dtype=dtype,
+        sampled_vocab=min(spec.vocab_size, source.tokenizer.vocab_size)
+        if source.folder
+        else spec.vocab_size,
+        tile_size=tile_tokens(spec.q_heads // spec.kv_heads) if gpu else _CPU_TILE,
+        kv_format=kv_format,
+    )
+    compiling = compiler_options(gpu=gpu)
+    settings = compiler_settings() | {name: str(value) for name, value in compiling.items()}
+    key = program_key(config, weights.encoded, settings, device)
+    return EnginePlan(
+        config=config,
+        weights=weights,
+        limit=limit,
+        steps=[
+            replace(each, compiler_options=compiling) for each in programs(config, weights.encoded)
+        ],
+        staging=[_staging(each) for each in weights.staging],
+        cache=ExecutableCache(files / "executables", key, source.file_name),
+    )
+
+
+def _device_limit(device: Any) -> int:
+    """Without statistics of its own, the allocator takes a share of the card."""
+    return memory.device_limit(device, int(memory_share() * gpu_driver.total_memory()))
+
+
+def _left_on_gpu(
+    spec: ModelSpec,
+    dtype: DTypeLike,
+    buckets: Buckets,
+    scheduler: SchedulerConfig,
+    kv_format: KVFormat,
+    *,
+    weights: int,
+    limit: int,
+) -> int:
+    """Bytes for the KV cache, of the `limit` that the process may take."""
+    expanded = expanded_tokens(
+        kv_format,
+        scheduler.max_model_len,
+        step_tokens=buckets.prefill[-1],
+        sequences=scheduler.max_num_seqs,
+    )
+    return memory.plan_gpu_cache(
+        spec, dtype, buckets, weights=weights, limit=limit, chunk_context=expanded
+    )
+
+
+def _check_calibration(options: Options, kv_format: KVFormat) -> None:
+    """ConfigError: flags that would have no effect, or a text that cannot be read."""
+    if options.calculate_kv_scales and not has_scales(kv_format):
+        raise ConfigError(
+            f"--calculate-kv-scales is for --kv-cache-dtype fp8_e4m3, not for {kv_format.name}"
+        )
+    if options.calibration and not options.calculate_kv_scales:
+        raise ConfigError("--calibration is a text for --calculate-kv-scales, which is missing")
+    if options.calibration:
+        read_text(options.calibration, "--calibration")
+
+
+def _cache_folder(options: Options) -> Path:
+    return options.cache_dir or Path.home() / ".cache" / "jaxserve"
+
+
+def _dtype(name: str, *, gpu: bool) -> DTypeLike:
+    if name == "auto":
+        return jnp.bfloat16 if gpu else jnp.float32
+    return jnp.dtype(name)
+
+
+def _buckets(options: Options, *, gpu: bool) -> Buckets:
+    decode = options.decode_buckets or (GPU_DECODE if gpu else _CPU_DECODE)
+    prefill = options.prefill_buckets or (GPU_PREFILL if gpu else _CPU_PREFILL)
+    limit = options.max_num_seqs or decode[-1]
+    decode = (*(size for size in decode if size < limit), limit)
+    tokens = options.max_num_batched_tokens or max(prefill[-1], limit)
+    prefill = (*(size for size in prefill if size < tokens), tokens)
+    return Buckets(decode=decode, prefill=prefill)
+
+
+def _scheduler_config(
+    options: Options, spec: ModelSpec, buckets: Buckets, *, gpu: bool
+) -> SchedulerConfig:
+    max_model_len = options.max_model_len or spec.max_position
+    if max_model_len > spec.max_position:
+        raise ConfigError(
+            f"--max-model-len {max_model_len} is beyond the model's {spec.max_position} positions"
+        )
+    return SchedulerConfig(
+        max_num_seqs=buckets.decode[-1],
+        max_model_len=max_model_len,
+        max_num_batched_tokens=buckets.prefill[-1],
+        max_queued=options.max_num_queued_reqs,
+        prefix_caching=options.enable_prefix_caching,
+        max_itl=(options.max_itl_ms or (_GPU_MAX_ITL_MS if gpu else _CPU_MAX_ITL_MS)) / 1e3,
+        policy=options.scheduling_policy,
+        ttft_slo=None if options.slo_ttft_ms is None else options.slo_ttft_ms / 1e3,
+    )
+
+
+def _staging(program: StagingProgram) -> Program:
+    return Program(
+        name=program.name,
+        function=program.function,
+        arguments=program.arguments,
+        donated=program.donated,
+        details="staging",
+    )
+
+
+def _cache_config(
+    options: Options,
+    spec: ModelSpec,
+    kv_format: KVFormat,
+    dtype: DTypeLike,
+    budget: int,
+    scheduler: SchedulerConfig,
+    *,
+    gpu: bool,
+) -> CacheConfig:
+    page_size = options.block_size or kv_format.page_size or (64 if gpu else 16)
+    if page_size != (kv_format.page_size or page_size):
+        raise ConfigError(
+            f"--block-size is {page_size}, but pages of --kv-cache-dtype {kv_format.name} have "
+            f"{kv_format.page_size} tokens; leave --block-size away"
+        )
+    useful = scheduler.max_num_seqs * (-(-scheduler.max_model_len // page_size)) + 1
+    one_page = kv_cache.shape(
+        spec, CacheConfig(num_pages=2, page_size=page_size), scheduler.max_num_seqs
+    )
+    cache = kv_cache.fit_pages(kv_format, one_page, dtype, budget, scheduler.max_model_len)
+    if options.max_num_seqs is not None and options.max_num_seqs > cache.usable_pages:
+        raise ConfigError(
+            f"--max-num-seqs is {options.max_num_seqs}, but the KV cache has "
+            f"{cache.usable_pages} pages, and each sequence needs one at least"
+        )
+    return replace(cache, num_pages=min(cache.num_pages, useful))

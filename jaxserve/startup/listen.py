@@ -1,0 +1,146 @@
+"""How the server listens: flags, files and environment to the configuration of the HTTP side."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import ssl
+from pathlib import Path
+
+import jinja2
+from aiohttp import web
+
+from jaxserve.cli.options import Options
+from jaxserve.config import ConfigError, ServerConfig
+from jaxserve.server.access import digest
+from jaxserve.setting_files import read_text
+from jaxserve.startup.environment import ADMIN_API_KEY, API_KEY, key_of_environment
+from jaxserve.tokenizer.chat_template import ChatTemplate
+from jaxserve.weights.model_source import ModelSource
+
+log = logging.getLogger(__name__)
+
+
+def server_config(options: Options, source: ModelSource) -> ServerConfig:
+    """Raises ConfigError for keys that cannot be read or would let everybody in, and for a chat
+    template that cannot be read."""
+    keys = api_keys(options)
+    if not keys and options.uds is None and not is_loopback(options.host):
+        log.warning("no --api-key: whoever reaches %s:%d may use it", options.host, options.port)
+    return ServerConfig(
+        model_names=source.names,
+        host=options.host,
+        port=options.port,
+        uds=options.uds,
+        root_path=options.root_path or "",
+        header_timeout=options.header_timeout,
+        force_include_usage=options.enable_force_include_usage,
+        sampling_defaults=source.sampling_defaults,
+        chat_template=_chat_template(options.chat_template),
+        template_variables=options.default_chat_template_kwargs or {},
+        reasoning_field=options.reasoning_field,
+        by_priority=options.scheduling_policy == "priority",
+        isolate_cache_by_key=options.isolate_cache_by_key,
+        api_key_digests=tuple(digest(key) for key in keys),
+        admin_key_digests=tuple(digest(key) for key in admin_api_keys(options)),
+        open_metrics=options.open_metrics,
+        allowed_origins=tuple(options.allowed_origins or ()),
+        log_requests=options.enable_log_requests,
+        max_request_bytes=options.max_request_bytes,
+        max_queued_tokens=options.max_num_queued_tokens,
+        request_timeout=options.request_timeout,
+        max_queue_time=options.max_queue_time,
+        stall_timeout=options.stall_timeout,
+        keep_alive_interval=options.keep_alive_interval,
+    )
+
+
+def _chat_template(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    source = read_text(path, "--chat-template")
+    try:
+        ChatTemplate(source)
+    except jinja2.TemplateSyntaxError as error:
+        where = f"line {error.lineno}: {error.message}"
+        raise ConfigError(f"--chat-template {path}: not a Jinja template: {where}") from None
+    return source
+
+
+async def bind(
+    runner: web.AppRunner, config: ServerConfig, tls: ssl.SSLContext | None = None
+) -> str:
+    """Listen before anything slow happens: a port in use is known at once. Returns the URL."""
+    scheme = "http" if tls is None else "https"
+    if config.uds is not None:
+        await _bind_unix(runner, config.uds, tls)
+        return f"{scheme}://localhost"
+    try:
+        await web.TCPSite(runner, config.host, config.port, ssl_context=tls).start()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {config.port} on {config.host} is in use; choose another with --port"
+            ) from None
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from None
+    host, port = runner.addresses[0][:2]
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+async def _bind_unix(runner: web.AppRunner, path: Path, tls: ssl.SSLContext | None) -> None:
+    """A socket that nobody answers at was left behind, and is replaced."""
+    try:
+        _, writer = await asyncio.open_unix_connection(path)
+    except OSError:
+        pass
+    else:
+        writer.close()
+        raise ConfigError(f"--uds {path}: another process listens there")
+    try:
+        await web.UnixSite(runner, path, ssl_context=tls).start()
+    except OSError as error:
+        raise ConfigError(f"--uds {path}: cannot listen: {error}") from None
+
+
+def api_keys(options: Options) -> list[str]:
+    """Of the flags, the file and the environment, together."""
+    return _keys(options.api_key, "--api-key-file", options.api_key_file, API_KEY)
+
+
+def admin_api_keys(options: Options) -> list[str]:
+    """The same for administrators."""
+    file = options.admin_api_key_file
+    return _keys(options.admin_api_key, "--admin-api-key-file", file, ADMIN_API_KEY)
+
+
+def _keys(given: list[str] | None, flag: str, file: Path | None, variable: str) -> list[str]:
+    keys = list(given or ())
+    if file is not None:
+        keys += _keys_of_file(flag, file)
+    if (key := key_of_environment(variable)) is not None:
+        keys.append(key)
+    for key in keys:
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError(
+                f"an API key ({flag.removesuffix('-file')}, {flag}, {variable}) is empty or has "
+                "characters that headers do not carry: printable ASCII without spaces is allowed"
+            )
+    return list(dict.fromkeys(keys))
+
+
+def _keys_of_file(flag: str, path: Path) -> list[str]:
+    """One key per line; blank lines and those that begin with # are left out."""
+    lines = [line.strip() for line in read_text(path, flag).splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"{flag} {path}: holds no key; without keys leave the flag out")
+    return keys
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

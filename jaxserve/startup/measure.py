@@ -1,0 +1,192 @@
+"""Measures how long the compiled steps take on the card that they will serve on."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import random
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+
+from jaxserve.api import SamplingParams
+from jaxserve.plan import Admission, PageEntry, Row, StepPlan
+from jaxserve.runner.runner import Runner, RunnerConfig
+from jaxserve.step_times import StepTimes
+
+log = logging.getLogger(__name__)
+
+_REPEATS = 3
+"""Steps of a kind that count, launched one ahead as in serving; the median is taken."""
+
+_SLOW = 0.1
+"""A step that takes longer, in seconds, is not repeated."""
+
+_WARM = 8
+"""Full prefill steps before anything is timed: a card's first ones are slow, and its clocks higher
+than later."""
+
+_BUSY = 0.05
+"""Seconds of equal steps, one behind the other, before those of a mixed bucket count: a card that
+rests between steps has power for higher clocks than serving leaves it."""
+
+_CONTEXT = 2048
+_ROWS = 64
+"""Context, and decode rows of mixed steps, if the cache and the limits have room for it."""
+
+_BRIEF = 0.015
+"""Decode rows are timed in the two largest mixed buckets that take no longer, in seconds."""
+
+_SHORT_CONTEXT = 256
+"""The same where steps are slow, as on a CPU: there a longer one would take half of the start."""
+
+
+def kept_times(config: RunnerConfig, file: Path) -> StepTimes | None:
+    """What was measured with the same programs before; None: nothing, or nothing of use."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        kept = StepTimes.load(file)
+        buckets = config.buckets
+        if (tuple(kept.decode), tuple(kept.mixed)) == (buckets.decode, buckets.prefill):
+            return kept
+    return None
+
+
+def step_times(runner: Runner, config: RunnerConfig, file: Path) -> StepTimes:
+    """What `jaxserve precompile` or an earlier start kept in `file`, or `measure`.
+
+    A file that cannot be read or written costs the time of measuring.
+    """
+    kept = kept_times(config, file)
+    if kept is not None:
+        log.info("step times, kept in %s: %s", file, kept.described())
+        return kept
+    times = measure(runner, config)
+    log.info("step times, measured: %s", times.described())
+    with contextlib.suppress(OSError):
+        times.save(file)
+    return times
+
+
+def measure(runner: Runner, config: RunnerConfig) -> StepTimes:
+    """Times all buckets of a runner that is compiled and serves nobody yet.
+
+    Keys and values of whatever is in the cache are read and written; lengths and buckets decide
+    the time, contents do not, but tokens do: see `_Stopwatch.chunk`. Takes about five steps per
+    bucket.
+    """
+    context = min(_CONTEXT, config.scheduler.max_model_len // 2, config.cache.usable_tokens // 2)
+    seconds = _Stopwatch(runner, config)
+    seconds.warm(seconds.chunk(max(config.buckets.prefill), 0))
+    mixed = _increasing(
+        {size: seconds.of(seconds.chunk(size, 0)) for size in reversed(config.buckets.prefill)}
+    )
+    decode = _increasing(
+        {size: seconds.of(_decode_rows(size, 1)) for size in config.buckets.decode}
+    )
+    if max(mixed.values()) > _SLOW:
+        context = min(context, _SHORT_CONTEXT)
+    chunk = max((size for size in mixed if size <= context), default=min(mixed))
+    late = seconds.of(seconds.chunk(chunk, context))
+    small = min(mixed)
+    small_late = seconds.of(seconds.chunk(small, context))
+    shared = [size for size, took in mixed.items() if took <= _BRIEF][-2:] or [small]
+    rows = min(_ROWS, config.scheduler.max_num_seqs - 1)
+    mixed_row, mixed_context = _decodes_in_mixed(seconds, shared, rows, context)
+    most = max(decode)
+    deep = seconds.of(_decode_rows(most, context))
+    return StepTimes(
+        decode=decode,
+        mixed=mixed,
+        decode_context=_slope(deep - decode[most], most * context),
+        mixed_row=mixed_row,
+        mixed_context=mixed_context,
+        chunk_pair=_slope(late - mixed[chunk], chunk * context),
+        chunk_depth=_slope(small_late - mixed[small], context),
+    )
+
+
+def _decodes_in_mixed(
+    seconds: _Stopwatch, sizes: Iterable[int], most: int, context: int
+) -> tuple[float, float]:
+    """Seconds per decode row of a full mixed step, and per token of its context.
+
+    Of all buckets together, each timed next to itself without decodes: how large chunks are turns
+    on these two, and a card that slows down meanwhile must not count as their price.
+    """
+    rows = 0
+    by_row = by_context = 0.0
+    for size in sizes:
+        few = min(most, size - 1)
+        chunk = seconds.chunk(size - few, 0, slot=few)
+        alone = seconds.of(seconds.chunk(size, 0))
+        shallow = seconds.of([*_decode_rows(few, 1), *chunk])
+        deep = seconds.of([*_decode_rows(few, context), *chunk])
+        rows += few
+        by_row += shallow - alone
+        by_context += deep - shallow
+    return _slope(by_row, rows), _slope(by_context, rows * context)
+
+
+def _increasing(times: dict[int, float]) -> dict[int, float]:
+    """Without the noise that makes a bucket slower than a larger one."""
+    sizes = sorted(times)
+    return {size: min(times[s] for s in sizes if s >= size) for size in sizes}
+
+
+class _Stopwatch:
+    def __init__(self, runner: Runner, config: RunnerConfig):
+        self._runner, self._config = runner, config
+        ids = range(config.sampled_vocab)
+        self._ids = tuple(random.Random(0).choices(ids, k=max(config.buckets.prefill)))
+
+    def chunk(self, tokens: int, start: int, slot: int = 0) -> list[Row]:
+        """All tokens different, as in prompts: products of equal ones take less power, so that a
+        card at its limit computes them a seventh faster."""
+        return [Row(slot, slot, start, self._ids[:tokens], True)]
+
+    def warm(self, rows: Iterable[Row]) -> None:
+        """Run some steps of these rows; one that is slow is enough."""
+        plan = self._placed(StepPlan(rows=tuple(rows)))
+        for _ in range(_WARM):
+            if self._run(plan, 1)[0] > _SLOW:
+                break
+
+    def of(self, rows: Iterable[Row]) -> float:
+        """Seconds of a step of these rows, whose slots get pages of their own first."""
+        plan = StepPlan(rows=tuple(rows))
+        first = self._run(self._placed(plan), 1)[0]
+        if first > _SLOW:
+            return first
+        before = 1 if plan.decode_only else 1 + int(_BUSY / first)
+        return median(self._run(plan, before + _REPEATS)[before:])
+
+    def _run(self, plan: StepPlan, count: int) -> list[float]:
+        """Seconds from end to end of equal steps, the first from its launch."""
+        ends = [time.perf_counter()]
+        running = [self._runner.launch(plan)]
+        for left in reversed(range(count)):
+            if left:
+                running.append(self._runner.launch(plan))
+            running.pop(0).results.block_until_ready()
+            ends.append(time.perf_counter())
+        return [end - begin for begin, end in itertools.pairwise(ends)]
+
+    def _placed(self, plan: StepPlan) -> StepPlan:
+        cache = self._config.cache
+        entries: list[PageEntry] = []
+        for row in plan.rows:
+            for position in range(-(-(row.start + row.num_tokens) // cache.page_size)):
+                entries.append(PageEntry(row.slot, position, 1 + len(entries) % cache.usable_pages))
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        admissions = tuple(Admission(row.slot, params) for row in plan.rows)
+        return StepPlan(rows=plan.rows, admissions=admissions, pages=tuple(entries))
+
+
+def _decode_rows(count: int, context: int) -> list[Row]:
+    return [Row(slot, slot, context, (), True) for slot in range(count)]
+
+
+def _slope(seconds: float, count: int) -> float:
+    return max(seconds, 0.0) / max(count, 1)

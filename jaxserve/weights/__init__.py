@@ -1,0 +1,1 @@
+"""Which model the flags mean, where its weights come from, and what becomes of them."""

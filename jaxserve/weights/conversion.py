@@ -1,0 +1,94 @@
+"""What `jaxserve convert` does to the weights: quantise them once, by one of several methods."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from jaxserve.cli.options import Options
+from jaxserve.config import ConfigError
+from jaxserve.models import qwen3
+from jaxserve.models.awq import quantize_layers_awq
+from jaxserve.models.quantization import Report, calibrated, reporting
+from jaxserve.setting_files import read_text
+from jaxserve.weights.loading import describe, open_checkpoint_of, quantization
+from jaxserve.weights.model_source import ModelSource
+from jaxserve_checkpoints import native
+from jaxserve_checkpoints.convert import convert
+from jaxserve_checkpoints.load import Progress, load_params
+
+_CALIBRATION_SEQUENCES, _CALIBRATION_TOKENS, _LEAST_TOKENS = 128, 512, 64
+
+
+def convert_model(
+    options: Options,
+    source: ModelSource,
+    out: Path,
+    progress: Progress,
+    report: Report = lambda path, error: None,
+    begin: Callable[[], None] = lambda: None,
+) -> Path:
+    """Write the model's weights into `out` as the flags say; returns the file.
+
+    `begin` is called once the flags and the files are known to fit: what they do not allow is
+    refused before anything is written.
+
+    Raises:
+      ConfigError: a quantisation that the shapes do not allow; weights that are converted already;
+        a calibration text that is missing, too short or not asked for.
+      CheckpointError, OSError: see `jaxserve_checkpoints.convert`.
+    """
+    assert source.folder is not None
+    if (source.folder / native.FILE).exists():
+        raise ConfigError(f"{source.folder} is converted already: convert the original")
+    wanted = quantization(options)
+    checkpoint = open_checkpoint_of(source.folder, wanted)
+    dtype = checkpoint.main_dtype if options.dtype == "auto" else np.dtype(options.dtype)
+    made_from = describe(source.folder, wanted, dtype)
+    encode = reporting(wanted.encoder(source.spec), report)
+    sequences = _calibration(options, source)
+    begin()
+    if sequences is not None:
+        made_from["calibration"] = hashlib.sha256(sequences.tobytes()).hexdigest()[:16]
+        if not (out / native.FILE).exists():
+            abstract = qwen3.abstract(source.spec, dtype)
+            plain = load_params(checkpoint, qwen3.rules(source.spec), abstract)
+            results = quantize_layers_awq(plain, sequences, source.spec, report)
+            encode = calibrated(encode, results)
+            del plain
+    return convert(
+        checkpoint,
+        qwen3.rules(source.spec),
+        qwen3.abstract(source.spec, dtype, stacked=True),
+        encode,
+        out,
+        made_from=made_from,
+        progress=progress,
+    )
+
+
+def _calibration(options: Options, source: ModelSource) -> np.ndarray | None:
+    """Token ids [sequences, tokens] of the calibration text; None: there is none.
+
+    ConfigError: it is missing where it is needed, or the other way round, or too short.
+    """
+    needed = options.quantization_method == "awq"
+    if options.calibration is None and not needed:
+        return None
+    if options.calibration is None or not needed:
+        raise ConfigError(
+            "--quantization-method awq needs --calibration FILE, a text to read, and no other "
+            "method does"
+        )
+    ids = source.tokenizer.encode(read_text(options.calibration, "--calibration"))
+    length = min(_CALIBRATION_TOKENS, len(ids))
+    if length < _LEAST_TOKENS:
+        raise ConfigError(
+            f"--calibration {options.calibration} has {length} tokens; at least {_LEAST_TOKENS} "
+            f"are needed, {_CALIBRATION_SEQUENCES * _CALIBRATION_TOKENS} are used"
+        )
+    count = min(len(ids) // length, _CALIBRATION_SEQUENCES)
+    return np.array(ids[: count * length], np.int32).reshape(count, length)

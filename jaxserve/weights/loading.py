@@ -1,0 +1,296 @@
+"""Where a model's weights come from and how they reach the device.
+
+Random; as a checkpoint stores them; quantised while they load; or from the engine's own checkpoint,
+which is what quantising them left behind (`jaxserve convert`, or the first start with the flags).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+import jaxserve.models
+import jaxserve_checkpoints.quantized
+import jaxserve_kernels.weights
+from jaxserve.cli.options import Options
+from jaxserve.config import ConfigError
+from jaxserve.models import qwen3
+from jaxserve.models.quantization import (
+    HeadFormat,
+    Method,
+    Quantization,
+    WeightFormat,
+)
+from jaxserve.weights.model_source import ModelSource
+from jaxserve_checkpoints import native
+from jaxserve_checkpoints.convert import convert
+from jaxserve_checkpoints.dummy import dummy_params
+from jaxserve_checkpoints.load import (
+    Encode,
+    Progress,
+    Stored,
+    as_stored,
+    direct_sources,
+    encoded_abstract,
+    load_params,
+    packed_leaves,
+)
+from jaxserve_checkpoints.naming import AnyRule, resolve_rules
+from jaxserve_checkpoints.native import NativeCheckpoint, open_native
+from jaxserve_checkpoints.native_writer import Busy, discard
+from jaxserve_checkpoints.quantized import QuantizedCheckpoint, detect
+from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
+from jaxserve_checkpoints.staging import StagingProgram, staging_programs, stream
+
+log = logging.getLogger(__name__)
+
+type Executables = Mapping[str, Callable[..., Any]]
+"""Those of `WeightPlan.staging`, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightPlan:
+    """What is known of the weights before any are read."""
+
+    folder: Path | None
+    """None: random ones."""
+    checkpoint: Stored | None
+    """Of `folder`, opened, if it is not one of the engine's own."""
+    rules: tuple[AnyRule, ...]
+    plain: qwen3.Params
+    """Shapes and dtypes before `encode`."""
+    encode: Encode
+    """Quantises them."""
+    encoded: qwen3.Params
+    """Shapes and dtypes of what the steps take."""
+    native: NativeCheckpoint | None
+    """The checkpoint, if it is one of the engine's own."""
+    keep_in: Path | None
+    """The folder that keeps, or will keep, what quantising at load gives; None: nothing does."""
+    made_from: Mapping[str, Any]
+    staging: list[StagingProgram]
+    """What copies weights to a GPU as they are stored."""
+    seed: int
+
+    @property
+    def quantized(self) -> bool:
+        """The steps take other types than plain arrays."""
+        return jax.tree.structure(self.encoded) != jax.tree.structure(self.plain)
+
+    @property
+    def to_be_converted(self) -> bool:
+        """The first start will quantise, and keep what it gets."""
+        return self.keep_in is not None and not (self.keep_in / native.FILE).exists()
+
+
+def plan_weights(
+    options: Options, source: ModelSource, dtype: DTypeLike, cache: Path, *, stacked: bool
+) -> WeightPlan:
+    """Which weights, and what becomes of them.
+
+    Args:
+      cache: the folder below which conversions are kept.
+
+    Raises:
+      ConfigError: a quantisation that the shapes do not allow, or that a converted checkpoint
+        does not have.
+      CheckpointError: a converted or quantised checkpoint that cannot be read.
+    """
+    plain = qwen3.abstract(source.spec, dtype, stacked=stacked)
+    rules = qwen3.rules(source.spec)
+    found, checkpoint, keep_in, made_from = None, None, None, {}
+    if source.folder is not None and (source.folder / native.FILE).exists():
+        found = open_native(source.folder)
+        _check_flags(options, found)
+        encode, encoded = as_stored, found.encoded(plain)
+    else:
+        wanted = quantization(options)
+        encode, packed = wanted.encoder(source.spec), {}
+        if source.folder is not None:
+            checkpoint = open_checkpoint_of(source.folder, wanted)
+        if isinstance(checkpoint, QuantizedCheckpoint):
+            packed = packed_leaves(checkpoint, resolve_rules(rules, plain, checkpoint))
+        encoded = encoded_abstract(plain, encode, packed)
+        if source.folder is not None and wanted.changes_anything and options.keep_converted:
+            made_from = describe(source.folder, wanted, dtype)
+            keep_in = cache / "checkpoints" / f"{source.file_name}-{_digest(made_from)}"
+    return WeightPlan(
+        folder=source.folder,
+        checkpoint=checkpoint,
+        rules=rules,
+        plain=plain,
+        encode=encode,
+        encoded=encoded,
+        native=found,
+        keep_in=keep_in,
+        made_from=made_from,
+        staging=staging_programs(encoded) if stacked and source.folder is not None else [],
+        seed=options.seed,
+    )
+
+
+def quantization(options: Options) -> Quantization:
+    """What the flags ask for."""
+    head = options.lm_head_dtype
+    if head == "auto":
+        head = "int8" if options.quantization else "unquantized"
+    return Quantization(
+        layers=cast(WeightFormat | None, options.quantization),
+        head=None if head == "unquantized" else cast(HeadFormat, head),
+        method=cast(Method, options.quantization_method or "rtn"),
+    )
+
+
+def open_checkpoint_of(folder: Path, wanted: Quantization) -> Stored:
+    """A folder's checkpoint, which may be quantised already.
+
+    Raises:
+      ConfigError: it is, and the flags want to quantise the layers.
+      CheckpointError: damaged, or quantised in a way that is not supported.
+    """
+    checkpoint, format = open_checkpoint(folder), detect(folder)
+    if format is None:
+        return checkpoint
+    if wanted.layers is not None:
+        raise ConfigError(
+            f"--quantization {wanted.layers}: {folder} is quantised already "
+            f"({format.describe()}); leave the flag away, or take the original"
+        )
+    stored = QuantizedCheckpoint(checkpoint, format)
+    log.info("%s: %s, %d matrices", folder, format.describe(), len(stored.modules))
+    if stored.unused:
+        kinds = sorted({name.rpartition(".")[2] for name in stored.unused})
+        log.info("%d tensors are not used: %s", len(stored.unused), ", ".join(kinds))
+    return stored
+
+
+def describe(folder: Path, wanted: Quantization, dtype: DTypeLike) -> dict[str, Any]:
+    """All that the content of a conversion depends on."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {
+        "files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+        "quantization": asdict(wanted),
+        "dtype": np.dtype(dtype).name,
+        "code": _code_digest(),
+    }
+
+
+def weight_loader(plan: WeightPlan, executables: Executables) -> Callable[[Progress], qwen3.Params]:
+    """What puts the weights on the device.
+
+    Raises:
+      CheckpointError: a checkpoint that is missing, damaged or of another model: now, and not when
+        programs are compiled. (Damage that only checksums show is found when it loads.)
+    """
+    if plan.folder is None:
+        return lambda progress: dummy_params(plan.plain, plan.seed, plan.encode)
+    if plan.native is not None:
+        own = plan.native
+        return lambda progress: _load_native(plan, own, executables, progress)
+    checkpoint = plan.checkpoint or open_checkpoint(plan.folder)
+    direct = direct_sources(checkpoint, plan.rules, plan.plain)
+
+    def load(progress: Progress) -> qwen3.Params:
+        if plan.keep_in is not None:
+            kept = _kept(plan, plan.keep_in, checkpoint, executables, progress)
+            if kept is not None:
+                return kept
+        if direct is not None and plan.staging and not plan.quantized:
+            return stream(direct, plan.plain, executables, progress=progress)
+        return load_params(
+            checkpoint, plan.rules, plan.plain, progress=progress, encode=plan.encode
+        )
+
+    return load
+
+
+def _load_native(
+    plan: WeightPlan, own: NativeCheckpoint, executables: Executables, progress: Progress
+) -> qwen3.Params:
+    """Copy the arrays to the device while their checksums are compared."""
+    rules = own.rules()
+    with ThreadPoolExecutor(1, thread_name_prefix="verify") as pool:
+        verified = pool.submit(own.verify)
+        direct = direct_sources(own.tensors, rules, plan.encoded) if plan.staging else None
+        if direct is not None:
+            params = stream(direct, plan.encoded, executables, progress=progress)
+        else:
+            params = load_params(own.tensors, rules, plan.encoded, progress=progress)
+        verified.result()
+    return params
+
+
+def _kept(
+    plan: WeightPlan,
+    folder: Path,
+    checkpoint: Stored,
+    executables: Executables,
+    progress: Progress,
+) -> qwen3.Params | None:
+    """From an earlier start's conversion, made now if there is none; None if that cannot be."""
+    found = (folder / native.FILE).exists()
+    while True:
+        try:
+            if not found:
+                _convert(plan, folder, checkpoint, progress)
+            return _load_native(plan, open_native(folder), executables, progress)
+        except Busy:
+            return None  # another server's first start: it is not waited for
+        except (CheckpointError, OSError) as error:
+            log.warning("converted weights cannot be kept or used: %s", error)
+            discard(folder)
+            if not found:
+                return None
+            found = False
+
+
+def _convert(plan: WeightPlan, folder: Path, checkpoint: Stored, progress: Progress) -> None:
+    log.info("quantising the weights, once: they are kept in %s", folder)
+    convert(
+        checkpoint,
+        plan.rules,
+        plan.plain,
+        plan.encode,
+        folder,
+        made_from=plan.made_from,
+        progress=progress,
+    )
+
+
+def _check_flags(options: Options, found: NativeCheckpoint) -> None:
+    """ConfigError: flags ask for another quantisation than the checkpoint has."""
+    has = found.description.made_from["quantization"]
+    wanted = {"--quantization": options.quantization or has["layers"]}
+    if options.lm_head_dtype != "auto":
+        wanted["--lm-head-dtype"] = options.lm_head_dtype
+    have = {"--quantization": has["layers"], "--lm-head-dtype": has["head"] or "unquantized"}
+    wrong = [f"{flag} {value}" for flag, value in wanted.items() if have[flag] != value]
+    if wrong:
+        raise ConfigError(
+            f"{found.tensors.folder} was converted with layers in {has['layers'] or 'full'}, the "
+            f"output matrix in {has['head'] or 'full'} precision: it cannot be served with "
+            f"{' '.join(wrong)}; leave the flag away, or convert the original again"
+        )
+
+
+def _code_digest() -> str:
+    """Of the sources that say what a quantised weight is."""
+    digest = hashlib.sha256()
+    for package in (jaxserve_kernels.weights, jaxserve.models, jaxserve_checkpoints.quantized):
+        for path in sorted(Path(package.__path__[0]).glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _digest(made_from: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,97 @@
+"""Which model the flags mean: its shape, weights, tokenizer and sampling defaults. No jax."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxserve.cli.options import Options
+from jaxserve.config import ConfigError, SamplingDefaults
+from jaxserve.model_spec import NAMED_MODELS, ModelSpec
+from jaxserve.setting_files import read_json_object
+from jaxserve.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
+from jaxserve_checkpoints.resolve import EMBEDDED_NAME, resolve_model
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A model before its weights are read."""
+
+    names: tuple[str, ...]
+    spec: ModelSpec
+    folder: Path | None
+    """Where the weights are; None for random ones."""
+    tokenizer: Tokenizer
+    sampling_defaults: SamplingDefaults
+
+    @property
+    def file_name(self) -> str:
+        """The model's name as part of a file name."""
+        name = Path(self.names[0]).name
+        return "".join(c if c.isalnum() or c in "._-" else "-" for c in name)
+
+
+def find_model(options: Options) -> ModelSource:
+    """Resolve the model flags; downloads if the model is a hub id that is not here yet.
+
+    Raises:
+      ConfigError, CheckpointError: one line that says what was looked for and what to do.
+    """
+    if options.load_format == "dummy" and (named := _named_spec(options.model)):
+        return _dummy(options, named)
+    name = EMBEDDED_NAME if options.model is None else options.model
+    folder = resolve_model(name, download_dir=options.download_dir, revision=options.revision)
+    return ModelSource(
+        names=_names(options, name),
+        spec=ModelSpec.from_hf(read_json_object(folder / "config.json")),
+        folder=None if options.load_format == "dummy" else folder,
+        tokenizer=_tokenizer(options, folder),
+        sampling_defaults=_sampling_defaults(options.generation_config, folder),
+    )
+
+
+def _sampling_defaults(wanted: str, folder: Path) -> SamplingDefaults:
+    """`wanted`: auto (the model's, if it has any), vllm (none), or a folder that must have them."""
+    if wanted == "vllm":
+        return SamplingDefaults()
+    generation = (folder if wanted == "auto" else Path(wanted)) / "generation_config.json"
+    if wanted == "auto" and not generation.exists():
+        return SamplingDefaults()
+    return SamplingDefaults.from_hf(read_json_object(generation))
+
+
+def _tokenizer(options: Options, folder: Path | None) -> Tokenizer:
+    """Of `--tokenizer`, or of the model's `folder`; bytes stand in for random weights only."""
+    text = Path(options.tokenizer) if options.tokenizer else folder
+    if text is not None and (text / "tokenizer.json").is_file():
+        return HfTokenizer.from_folder(text)
+    if options.tokenizer or options.load_format != "dummy":
+        raise ConfigError(f"{text} holds no tokenizer.json; --tokenizer names a folder that does")
+    log.warning(
+        "no tokenizer files: text is encoded as its bytes; prompts of token ids work as usual "
+        "(--tokenizer FOLDER gives real ones)"
+    )
+    return ByteTokenizer()
+
+
+def _named_spec(model: str | None) -> ModelSpec | None:
+    return NAMED_MODELS.get(model.lower()) if model else None
+
+
+def _dummy(options: Options, spec: ModelSpec) -> ModelSource:
+    """A named shape with random weights: needs no file at all."""
+    assert options.model is not None
+    return ModelSource(
+        names=_names(options, options.model),
+        spec=spec,
+        folder=None,
+        tokenizer=_tokenizer(options, None),
+        sampling_defaults=SamplingDefaults(),
+    )
+
+
+def _names(options: Options, name: str) -> tuple[str, ...]:
+    return tuple(options.served_model_name or (name,))

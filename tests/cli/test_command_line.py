@@ -1,0 +1,111 @@
+"""A command line is right, or one line says what is wrong with it; Ctrl-C ends it with one."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from typing import Any
+
+import pytest
+
+import jaxserve
+from jaxserve.__main__ import main
+from jaxserve.bench.command import main as bench
+from jaxserve.cli.options import parse_args
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--prot 8000", "unknown flag --prot; is --port meant?"),
+        ("--cache_dir=/tmp", "unknown flag --cache_dir; is --cache-dir meant?"),
+        ("--max-model 5", "unknown flag --max-model; is --max-model-len meant?"),
+        ("--wibble", "unknown flag --wibble (jaxserve --help"),
+        ("frobnicate", "unknown command 'frobnicate'; commands are serve, precompile, convert"),
+        ("--model a b", "'b' belongs to no flag"),
+        ("--port 65536", "--port: not a port from 0 to 65535: '65536'"),
+        ("--port=-1", "--port: not a port from 0 to 65535: '-1'"),
+        ("--max-num-seqs 0", "--max-num-seqs: not a positive integer: '0'"),
+        ("--gpu-memory-utilization 90", "not a share above 0 and up to 1: '90'"),
+        ("--max-itl-ms 0", "--max-itl-ms: not a number above 0: '0'"),
+        ("--slo-ttft-ms nan", "--slo-ttft-ms: not a number above 0: 'nan'"),
+        ("--shutdown-timeout=-1", "--shutdown-timeout: not a number from 0: '-1'"),
+        ("--seed x", "--seed: not a whole number from 0: 'x'"),
+        ("--kv-cache-memory-bytes", "--kv-cache-memory-bytes: expected one argument"),
+        ("--kv-cache-memory-bytes=-5", "not a size such as 512M, 20G or 20Gi: '-5'"),
+        ("--block-size 3", "--block-size: not a power of two: '3'"),
+        ("--served-model-name=", "--served-model-name: a name must not be empty"),
+    ],
+)
+def test_one_line_says_what_is_wrong(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_args(line.split())
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.count("\n") == 1
+    assert said.startswith("jaxserve: error: ")
+    assert message in said
+
+
+def test_an_older_python_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 11, 7))
+    with pytest.raises(ImportError, match=r"needs Python 3\.12 or newer"):
+        runpy.run_path(str(jaxserve.__file__))
+
+
+def test_the_ends_of_ranges_are_allowed() -> None:
+    options = parse_args(
+        ["--port=0", "--gpu-memory-utilization=1", "--shutdown-timeout=0", "--max-itl-ms=inf"]
+    )
+    assert (options.port, options.gpu_memory_utilization) == (0, 1.0)
+    assert (options.shutdown_timeout, options.max_itl_ms) == (0.0, float("inf"))
+
+
+def test_other_commands_name_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    for run, named in (
+        (lambda: parse_args(["--requir-precompiled"], "precompile"), "--require-precompiled"),
+        (lambda: parse_args(["--model", "a", "--out", "b", "--outt"], "convert"), "--out"),
+        (lambda: bench(["--durtion", "3"]), "--duration"),
+    ):
+        with pytest.raises(SystemExit):
+            run()
+        assert f"is {named} meant?" in capsys.readouterr().err
+
+
+def test_help_shows_commands_and_no_default_where_there_is_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    shown = capsys.readouterr().out
+    assert "default: None" not in shown
+    assert "default: False" not in shown
+    assert "(default: 8000)" in shown
+    assert "--cache-dir DIR " in shown
+    for command in ("serve", "precompile", "convert", "bench"):
+        assert f"\n  {command} " in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("precompile", "interrupted; the same command goes on from here"),
+        ("convert --model a --out b", "interrupted; the same command goes on from here"),
+        ("--port 0", "interrupted"),
+    ],
+)
+def test_an_interrupted_command_says_how_to_go_on(
+    line: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for module in ("precompile", "convert", "serve"):
+        monkeypatch.setattr(f"jaxserve.commands.{module}.prepare", interrupted)
+    monkeypatch.setattr("os._exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == f"jaxserve: {said}\n"

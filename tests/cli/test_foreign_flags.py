@@ -1,0 +1,54 @@
+"""Command lines that were written for vLLM and SGLang start, and say what has no effect."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.__main__ import main
+from jaxserve.cli.foreign_flags import LORA, ONE, SAME, SWITCHES, VALUED, translated
+from jaxserve.cli.options import parse_args
+
+
+def test_other_spellings_mean_the_same() -> None:
+    sglang = (
+        "--model-path m --context-length=32k --max-running-requests 8 --mem-fraction-static 0.8 "
+        "--page-size 64 --disable-radix-cache --kv-cache-dtype fp8 -tp 1"
+    )
+    argv, without_effect = translated(sglang.split())
+    options = parse_args(argv)
+    assert (options.model, options.max_model_len, options.max_num_seqs) == ("m", 32768, 8)
+    assert (options.gpu_memory_utilization, options.block_size) == (0.8, 64)
+    assert not options.enable_prefix_caching and options.kv_cache_dtype == "fp8_e4m3"
+    assert without_effect == ["-tp"]
+    others = "--sampling-defaults openai --load-format=safetensors --max-model-len auto"
+    options = parse_args(translated(others.split()).argv)
+    assert (options.generation_config, options.load_format) == ("vllm", "auto")
+    assert options.max_model_len is None
+    assert parse_args(translated(["--kv-cache-dtype=fp8"]).argv).kv_cache_dtype == "fp8_e4m3"
+
+
+def test_flags_without_effect_are_left_out_and_told() -> None:
+    vllm = "--enable-auto-tool-choice --tool-call-parser hermes --port 1 --swap-space=4"
+    argv, without_effect = translated(vllm.split())
+    assert argv == ["--port", "1"]
+    assert without_effect == ["--enable-auto-tool-choice", "--tool-call-parser", "--swap-space"]
+
+
+def test_no_flag_of_ours_is_taken_for_a_foreign_one() -> None:
+    ours = {f"--{name.replace('_', '-')}" for name in vars(parse_args([]))}
+    assert not ours & (SAME.keys() | ONE | SWITCHES | VALUED | LORA)
+
+
+@pytest.mark.parametrize("flags", [["-tp", "2"], ["--tensor-parallel-size=8"], ["--dp-size"]])
+def test_more_than_one_gpu_is_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "some-model", *flags])
+    assert ended.value.code == 2
+    assert "one process serves on one GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--enable-lora"], ["--lora-modules", "a=b"]])
+def test_lora_is_refused_by_name(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(flags)
+    assert f"{flags[0]}: LoRA adapters are not served" in capsys.readouterr().err

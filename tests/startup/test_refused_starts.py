@@ -1,0 +1,68 @@
+"""What makes a start impossible is said with names and numbers; `serve` prints it as one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxserve.cli.options import parse_args
+from jaxserve.config import ConfigError
+from jaxserve.startup.engine_plan import plan_engine
+from jaxserve.weights.model_source import find_model
+from jaxserve_checkpoints.reader import CheckpointError
+from tests.e2e.process import small_model
+
+
+@pytest.fixture(autouse=True)
+def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `environment.prepare` leaves it, as far as a plan on a CPU looks at it."""
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.9")
+
+
+def refused(*flags: str) -> str:
+    """Why no engine can be planned for these flags."""
+    options = parse_args([*flags])
+    with pytest.raises((ConfigError, CheckpointError)) as error:
+        plan_engine(options, find_model(options))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_folders_without_a_model_are_named(tmp_path: Path) -> None:
+    assert refused("--model", str(tmp_path / "nothing")).endswith("nothing: no such folder")
+    assert refused("--model", str(tmp_path)).endswith("the folder holds no config.json")
+
+
+def test_another_architecture_is_named(tmp_path: Path) -> None:
+    model = small_model(tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    config["architectures"] = ["LlamaForCausalLM"]
+    (model / "config.json").write_text(json.dumps(config))
+    assert "LlamaForCausalLM" in refused("--model", str(model))
+
+
+def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    (small_model(tmp_path) / "tokenizer.json").unlink()
+    assert "tokenizer.json" in refused("--model", str(tmp_path))
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused_with_numbers() -> None:
+    message = refused("--kv-cache-memory-bytes", "1M")
+    assert "too little memory" in message
+    assert "4096" in message
+
+
+def test_more_sequences_than_pages_are_refused() -> None:
+    message = refused("--max-num-seqs", "100000")
+    assert "is 100000, but the KV cache has 4095 pages" in message
+
+
+def test_a_model_too_large_for_the_machine_is_refused_with_numbers() -> None:
+    message = refused("--model", "qwen3-32b", "--load-format", "dummy")
+    assert "too little memory: weights 122 GiB" in message
+
+
+def test_a_length_beyond_the_model_is_refused() -> None:
+    assert "4096" in refused("--max-model-len", "5000")

@@ -1,0 +1,102 @@
+"""`jaxserve convert --quantization-method`: what each asks for, reports and leaves behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.cli.options import parse_args
+from jaxserve.commands.convert import convert
+from jaxserve.config import ConfigError
+from jaxserve.models.quantization import Quantization
+from jaxserve.weights.loading import plan_weights, weight_loader
+from jaxserve.weights.model_source import find_model
+from jaxserve_checkpoints.reader import open_checkpoint
+from jaxserve_checkpoints.resolve import embedded_model
+from jaxserve_kernels.weights import Int4Weight
+
+EMBEDDED = str(embedded_model())
+
+
+def flags(out: Path, *others: str) -> list[str]:
+    return ["--model", EMBEDDED, "--out", str(out), "--quantization", "int4", *others]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    status = convert(parse_args(list(arguments), "convert"))
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+def test_methods_other_than_rounding_make_int4() -> None:
+    with pytest.raises(ConfigError, match=r"hqq makes int4 weights: .* not fp8"):
+        Quantization(layers="fp8", method="hqq")
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        (["--quantization-method", "awq"], "awq needs --calibration FILE"),
+        (["--calibration", "text"], "and no other method does"),
+        (["--quantization-method", "awq", "--calibration", "none"], "none: cannot be read"),
+    ],
+)
+def test_awq_needs_a_text_and_the_others_none(
+    others: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, text = run(capsys, *flags(tmp_path / "out", *others))
+    assert status == 1
+    assert message in " ".join(text.split())
+    assert text.startswith("jaxserve: error:")  # no bar
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").write_text("in the way")
+    status, text = run(capsys, *flags(tmp_path / "out"))
+    assert status == 1
+    assert f"--out {tmp_path}/out: cannot be written: File exists" in text
+
+
+def test_a_text_that_is_too_short_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").write_text("too short")
+    others = ["--quantization-method", "awq", "--calibration", str(tmp_path / "text")]
+    status, text = run(capsys, *flags(tmp_path / "out", *others))
+    assert status == 1
+    assert "at least 64 are needed" in " ".join(text.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["hqq", "awq"])
+def test_the_embedded_model_is_converted_and_served(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    (tmp_path / "text").write_text(
+        "The quick brown fox jumps over the lazy dog. 12 + 30 = 42. " * 40
+    )
+    others = ["--quantization-method", method]
+    if method == "awq":
+        others += ["--calibration", str(tmp_path / "text")]
+    status, text = run(capsys, *flags(out, *others))
+    assert status == 0, text
+    assert "layers.7: relative error of qkv" in text
+    assert "relative errors" in text
+    assert ("product" if method == "awq" else "weight") in text
+    options = parse_args(["--model", str(out)])
+    source = find_model(options)
+    plan = plan_weights(options, source, jnp.float32, tmp_path, stacked=False)
+    params: Any = weight_loader(plan, {})(lambda done, total: None)
+    assert isinstance(params.layers[0].qkv, Int4Weight)
+    assert (params.layers[0].qkv.zero is None) == (method == "awq")
+    original = open_checkpoint(embedded_model()).read("model.layers.0.input_layernorm.weight")
+    unchanged = np.array_equal(params.layers[0].attention_norm, original.astype(np.float32))
+    assert unchanged == (method == "hqq")

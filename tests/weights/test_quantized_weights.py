@@ -1,0 +1,143 @@
+"""Checkpoints that are quantised already: served and converted as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxserve.cli.options import parse_args
+from jaxserve.config import ConfigError, SamplingDefaults
+from jaxserve.models import qwen3
+from jaxserve.tokenizer import ByteTokenizer
+from jaxserve.weights.conversion import convert_model
+from jaxserve.weights.loading import plan_weights, weight_loader
+from jaxserve.weights.model_source import ModelSource
+from jaxserve_checkpoints.reader import CheckpointError
+from jaxserve_kernels.weights import Fp8Weight, Int4Weight, OrderedInt4Weight
+from tests.checkpoints import quantized_files as files
+from tests.tiny_model import SPEC
+
+SMALL = replace(SPEC, vocab_size=128, embed=256, ffn=256, head_dim=64, num_layers=2)
+"""Few shapes: each is compiled."""
+MATRICES = {
+    "self_attn.q_proj": (SMALL.q_size, SMALL.embed),
+    "self_attn.k_proj": (SMALL.kv_size, SMALL.embed),
+    "self_attn.v_proj": (SMALL.kv_size, SMALL.embed),
+    "self_attn.o_proj": (SMALL.embed, SMALL.q_size),
+    "mlp.gate_proj": (SMALL.ffn, SMALL.embed),
+    "mlp.up_proj": (SMALL.ffn, SMALL.embed),
+    "mlp.down_proj": (SMALL.embed, SMALL.ffn),
+}
+NORMS = {
+    "input_layernorm": SMALL.embed,
+    "post_attention_layernorm": SMALL.embed,
+    "self_attn.q_norm": SMALL.head_dim,
+    "self_attn.k_norm": SMALL.head_dim,
+}
+FUSED = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
+dequantize = jax.jit(lambda weight: weight.dequantize())
+
+
+def write(folder: Path, kind: str) -> tuple[ModelSource, dict[str, Any]]:
+    """A quantised checkpoint of SMALL, and the weights of its modules."""
+    folder.mkdir()
+    layers = [f"model.layers.{layer}." for layer in range(SMALL.num_layers)]
+    modules = {layer + name: size for layer in layers for name, size in MATRICES.items()}
+    rng = np.random.default_rng(0)
+    plain = {
+        f"{layer}{name}.weight": rng.normal(size=size).astype(np.float32)
+        for layer in layers
+        for name, size in NORMS.items()
+    }
+    plain["model.norm.weight"] = rng.normal(size=SMALL.embed).astype(np.float32)
+    embedding = rng.normal(size=(SMALL.vocab_size, SMALL.embed)).astype(np.float32)
+    plain["model.embed_tokens.weight"] = embedding
+    weights = files.save(folder, files.KINDS[kind], modules, 1, **plain)
+    source = ModelSource(
+        names=("quantised",),
+        spec=SMALL,
+        folder=folder,
+        tokenizer=ByteTokenizer(),
+        sampling_defaults=SamplingDefaults(),
+    )
+    return source, weights
+
+
+def start(source: ModelSource, cache: Path, *flags: str, stacked: bool = False) -> qwen3.Params:
+    plan = plan_weights(parse_args(list(flags)), source, jnp.float32, cache, stacked=stacked)
+    params = weight_loader(replace(plan, staging=[]), {})(lambda done, total: None)
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda leaf: leaf.shape, plan.encoded)
+    return params
+
+
+def check(params: Any, weights: dict[str, Any], type_: type) -> None:
+    """The matrices of unstacked layers are of the type, and what was written."""
+    for index, layer in enumerate(params.layers):
+        for name, modules in FUSED.items():
+            weight = getattr(layer, name)
+            assert isinstance(weight, type_)
+            parts = [weights[f"model.layers.{index}.{module}"] for module in modules]
+            np.testing.assert_array_equal(dequantize(weight), np.concatenate(parts))
+
+
+def test_a_quantised_checkpoint_is_served_as_it_is(tmp_path: Path) -> None:
+    source, weights = write(tmp_path / "original", "gptq-act-order")
+    check(start(source, tmp_path / "cache"), weights, OrderedInt4Weight)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "type_"),
+    [("gptq-act-order", OrderedInt4Weight), ("awq", Int4Weight), ("fp8-blocks", Fp8Weight)],
+)
+def test_stacked_and_converted_it_has_the_same_codes(
+    kind: str, type_: type, tmp_path: Path
+) -> None:
+    source, weights = write(tmp_path / "original", kind)
+    separate = start(source, tmp_path / "cache")
+    check(separate, weights, type_)
+    stacked = start(source, tmp_path / "cache", stacked=True)
+    out = tmp_path / "out"
+    flags = parse_args(["--model", "quantised", "--out", str(out)], "convert")
+    convert_model(flags, source, out, lambda done, total: None)
+    own = start(replace(source, folder=out), tmp_path / "cache", stacked=True)
+    jax.tree.map(np.testing.assert_array_equal, own, stacked)
+    for index, layer in enumerate(separate.layers):
+        of_stack = jax.tree.map(lambda leaf, index=index: leaf[index], stacked.layers)
+        jax.tree.map(np.testing.assert_array_equal, of_stack, layer)
+
+
+def test_it_is_not_quantised_again_except_for_its_head(tmp_path: Path) -> None:
+    source, _ = write(tmp_path / "original", "awq")
+    with pytest.raises(ConfigError, match=r"--quantization int4: .* already \(AutoAWQ, 4 bits"):
+        start(source, tmp_path, "--quantization", "int4")
+    plan = plan_weights(
+        parse_args(["--lm-head-dtype", "int8"]), source, jnp.float32, tmp_path, stacked=True
+    )
+    assert type(plan.encoded.embedding).__name__ == "Int8Weight"
+
+
+def test_layers_that_are_not_alike_cannot_be_stacked(tmp_path: Path) -> None:
+    source, weights = write(tmp_path / "original", "awq")
+    assert source.folder is not None
+    file = source.folder / "model.safetensors"
+    name = "model.layers.1.mlp.down_proj"
+    tensors = {key: each for key, each in load_file(file).items() if not key.startswith(name)}
+    save_file(tensors | {f"{name}.weight": weights[name]}, file)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.down is not quantised as the same"):
+        start(source, tmp_path, stacked=True)
