@@ -7,9 +7,10 @@ Scheduler and device as in serving, one step ahead, without HTTP. The weights ar
 format gets the same bytes for its cache, and its own compiled steps. Every client sends its next
 request, of random tokens, when the last one has ended. Compilations during the load are counted.
 
-The formats take turns at each point, so that what else the machine does meets all of them, and a
-short point is run again until the first format has spent --seconds on it: the fastest run counts,
-because a disturbance only makes one slower. All runs are written.
+The formats take turns at each point, forwards and then backwards, so that what else the machine
+does, and how warm it is, meets all of them: until the first format has run for --seconds. A run is
+compared with the first format's of the same turn. What counts is the median of runs and the median
+of those ratios, shown with the least and the greatest of them; all runs are written.
 
 Compiling takes longer than most points. With --cache-dir programs are kept there, and with
 --compile-only that is all that is done: one process per format, at the same time, compiles all of
@@ -26,6 +27,7 @@ import dataclasses
 import gc
 import json
 import math
+import operator
 import os
 import random
 import time
@@ -33,9 +35,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
-from jaxserve.startup.environment import compiler_settings, prepare
+from jaxserve.environment import compiler_settings, prepare
 
 prepare(gpu_memory_utilization=0.92)
 
@@ -44,17 +47,17 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from jaxserve import kv_cache
 from jaxserve.api import Request, SamplingParams
 from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
-from jaxserve.metrics.metrics import Metrics
+from jaxserve.executable_cache import Executable, ExecutableCache
+from jaxserve.executables import obtain
+from jaxserve.fingerprint import program_key
+from jaxserve.metrics import Metrics
 from jaxserve.model_spec import NAMED_MODELS, ModelSpec
 from jaxserve.models import qwen3
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
-from jaxserve.programs.executable_cache import Executable, ExecutableCache
-from jaxserve.programs.executables import obtain
-from jaxserve.runner import kv_cache
-from jaxserve.runner.fingerprint import program_key
-from jaxserve.runner.runner import Pending, Runner, RunnerConfig, on_compile, programs
+from jaxserve.runner import Pending, Runner, RunnerConfig, on_compile, programs
 from jaxserve.scheduler import Scheduler
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_checkpoints.resolve import EMBEDDED_NAME, embedded_model
@@ -131,21 +134,36 @@ def measure(
     args: argparse.Namespace,
 ) -> None:
     """One point of each format."""
-    spent = 0.0
-    while spent < args.seconds:
-        for each in served:
+    runs: dict[str, list[dict[str, Any]]] = {each.name: [] for each in served}
+    order = list(served)
+    while sum(run["seconds"] for run in runs[served[0].name]) < args.seconds:
+        for each in order:
             run = each.run(load, clients, args.rounds, compiles)
             result["compiles"] += run.pop("compiles")
-            points = result["formats"][each.name]["points"]
-            point = points.setdefault(point_name(load, clients), run | {"runs": []})
-            point["runs"].append(run["tok_per_s"])
-            if run["tok_per_s"] > point["tok_per_s"]:
-                point |= run
-            if each is served[0]:
-                spent += run["seconds"]
-    for each in served:
-        point = result["formats"][each.name]["points"][point_name(load, clients)]
-        print(json.dumps({"format": each.name} | point), flush=True)
+            runs[each.name].append(run)
+        order.reverse()
+    for name, point in compared(runs).items():
+        result["formats"][name]["points"][point_name(load, clients)] = point
+        print(json.dumps({"format": name} | point), flush=True)
+
+
+def compared(runs: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """A point of each format from its runs: the middle one, all speeds, and their ratios to those
+    of the first format's runs in the same turns, ordered."""
+    base = next(iter(runs.values()))
+    return {
+        name: sorted(found, key=_speed)[(len(found) - 1) // 2]
+        | {
+            "tok_per_s": median(map(_speed, found)),
+            "runs": list(map(_speed, found)),
+            "ratios": sorted(map(operator.truediv, map(_speed, found), map(_speed, base))),
+        }
+        for name, found in runs.items()
+    }
+
+
+def _speed(run: Mapping[str, Any]) -> float:
+    return run["tok_per_s"]
 
 
 def wanted(args: argparse.Namespace) -> list[tuple[Load, int]]:
@@ -223,7 +241,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--clients", type=sizes, default=[1, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--decode", type=sizes, help="decode buckets, if not one per --clients")
     parser.add_argument("--rounds", type=int, default=2, help="requests per client")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of one format's runs per point")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="of the first format's runs per point"
+    )
     parser.add_argument("--kv-gib", type=float, default=48.0, help="bytes of every format's cache")
     parser.add_argument(
         "--most-tokens",
@@ -418,7 +438,7 @@ def time_decode(
 
 
 def show(result: dict[str, Any]) -> None:
-    """Tokens per second, and as a share of the first format's; a dash where none was measured."""
+    """Tokens per second, and ratios to the first format's; a dash where none was measured."""
     formats: dict[str, dict[str, Any]] = result["formats"]
     if not formats:
         return
@@ -429,12 +449,9 @@ def show(result: dict[str, Any]) -> None:
             table.add_column(column, justify="right")
         for clients in points:
             cells = [str(clients)]
-            reference = base["points"].get(f"{load} {clients}")
             for entry in formats.values():
                 point = entry["points"].get(f"{load} {clients}")
-                ratio = point and reference and point["tok_per_s"] / reference["tok_per_s"]
-                text = f"{point['tok_per_s']:,.0f}" if point else "-"
-                cells.append(text + (f" ({ratio:.2f})" if ratio else ""))
+                cells.append(cell(point) if point else "-")
             table.add_row(*cells)
         Console(width=140).print(table)
     for name, entry in formats.items():
@@ -444,6 +461,13 @@ def show(result: dict[str, Any]) -> None:
             f"--capacity-context, encode {entry.get('encode', 'not measured')}"
         )
     print(f"{result['compiles']} compilations under load")
+
+
+def cell(point: dict[str, Any]) -> str:
+    """Speed, median ratio, and where there are several the least and the greatest."""
+    ratios = point["ratios"]
+    spread = f", {ratios[0]:.2f} to {ratios[-1]:.2f}" if len(ratios) > 1 else ""
+    return f"{point['tok_per_s']:,.0f} ({median(ratios):.3f}{spread})"
 
 
 def by_load(formats: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
