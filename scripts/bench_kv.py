@@ -38,7 +38,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from jaxserve.environment import compiler_settings, prepare
+from jaxserve.startup.environment import compiler_settings, prepare
 
 prepare(gpu_memory_utilization=0.92)
 
@@ -47,17 +47,17 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve import kv_cache
 from jaxserve.api import Request, SamplingParams
 from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
-from jaxserve.executable_cache import Executable, ExecutableCache
-from jaxserve.executables import obtain
-from jaxserve.fingerprint import program_key
-from jaxserve.metrics import Metrics
+from jaxserve.metrics.metrics import Metrics
 from jaxserve.model_spec import NAMED_MODELS, ModelSpec
 from jaxserve.models import qwen3
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
-from jaxserve.runner import Pending, Runner, RunnerConfig, on_compile, programs
+from jaxserve.programs.executable_cache import Executable, ExecutableCache
+from jaxserve.programs.executables import obtain
+from jaxserve.runner import kv_cache
+from jaxserve.runner.fingerprint import program_key
+from jaxserve.runner.runner import Pending, Runner, RunnerConfig, on_compile, programs
 from jaxserve.scheduler import Scheduler
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_checkpoints.resolve import EMBEDDED_NAME, embedded_model
