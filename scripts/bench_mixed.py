@@ -129,6 +129,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
     parser.add_argument("--quantization", choices=("int4", "fp8", "nvfp4"))
     parser.add_argument("--lm-head-dtype", choices=("int8", "fp8"))
+    parser.add_argument("--fp8-copy", action="store_true", help="of 4-bit weights, as served")
     parser.add_argument("--kv-cache-dtype", choices=NAMES, default="auto")
     parser.add_argument("--page-size", type=int, default=64, help="unless the format says it")
     parser.add_argument("--profile", action="store_true", help="print the kernels of each bucket")
@@ -184,6 +185,8 @@ def make_runner(spec: ModelSpec, args: argparse.Namespace) -> tuple[Runner, Runn
     quantization = Quantization(layers=args.quantization, head=args.lm_head_dtype)
     abstract = qwen3.abstract(spec, jnp.bfloat16, stacked=True)
     params = dummy_params(abstract, 0, quantization.encoder(spec))
+    if args.fp8_copy:
+        params = bench_step.copied(params)
     runner = Runner(config, params, Metrics("bench"))
     start = time.perf_counter()
     runner.compile(os.cpu_count() or 1, lambda name, done: None)
@@ -289,6 +292,7 @@ def describe(
         "layers": args.layers,
         "quantization": args.quantization,
         "lm_head_dtype": args.lm_head_dtype,
+        "fp8_copy": args.fp8_copy,
         "kv_cache_dtype": args.kv_cache_dtype,
         "copy_tb_per_s": rates.copy / 1e12,
         "product_tflop_per_s": rates.product / 1e12,

@@ -45,8 +45,11 @@ from jaxserve.models.quantization import Quantization
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
 from jaxserve.runner import kv_cache
 from jaxserve.runner.runner import Runner, RunnerConfig
+from jaxserve.startup.memory import tree_bytes
+from jaxserve.weights.fp8_copy import copying_programs, with_copies
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels.kv_format import NAMES, max_chunk_context, named, page_bytes
+from jaxserve_kernels.matmul import as_read
 from jaxserve_kernels.paged_attention import tile_tokens
 
 
@@ -75,11 +78,9 @@ def main() -> None:
     args = parse_args()
     spec = NAMED_MODELS[args.model]
     bandwidth = copy_bandwidth()
-    runner, config, weight_bytes = make_runner(spec, args)
+    runner, config, params = make_runner(spec, args)
     timings = [
-        time_decode(
-            runner, config, weight_bytes, batch, context, bandwidth, args.steps, args.temperature
-        )
+        time_decode(runner, config, params, batch, context, bandwidth, args.steps, args.temperature)
         for context in args.context
         for batch in args.batch
         if batch * pages_for(context + args.steps + 8, config) <= config.cache.usable_pages
@@ -112,6 +113,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--quantization", choices=("int4", "fp8", "nvfp4"))
     parser.add_argument("--lm-head-dtype", choices=("int8", "fp8"))
+    parser.add_argument("--fp8-copy", action="store_true", help="of 4-bit weights, as served")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--kv-cache-dtype", choices=NAMES, default="auto")
     parser.add_argument("--page-size", type=int, default=64, help="unless the format says it")
@@ -151,8 +153,10 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / median(seconds)
 
 
-def make_runner(spec: ModelSpec, args: argparse.Namespace) -> tuple[Runner, RunnerConfig, int]:
-    """A compiled runner, its configuration, and the bytes of its weights."""
+def make_runner(
+    spec: ModelSpec, args: argparse.Namespace
+) -> tuple[Runner, RunnerConfig, qwen3.Params]:
+    """A compiled runner, its configuration and its weights."""
     if args.layers:
         spec = dataclasses.replace(spec, num_layers=args.layers)
     kv_format = named(args.kv_cache_dtype)
@@ -178,11 +182,19 @@ def make_runner(spec: ModelSpec, args: argparse.Namespace) -> tuple[Runner, Runn
     abstract = qwen3.abstract(spec, jnp.bfloat16, stacked=not args.separate_layers)
     quantization = Quantization(layers=args.quantization, head=args.lm_head_dtype)
     params = dummy_params(abstract, 0, quantization.encoder(spec))
+    if args.fp8_copy:
+        params = copied(params)
     runner = Runner(config, params, Metrics("bench"))
     start = time.perf_counter()
     runner.compile(os.cpu_count() or 1, lambda name, done: None)
     print(f"compiled {len(config.all_buckets())} buckets in {time.perf_counter() - start:.1f} s")
-    return runner, config, sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    return runner, config, params
+
+
+def copied(params: qwen3.Params) -> qwen3.Params:
+    """With a copy in fp8 beside each 4-bit weight."""
+    programs = {each.name: jax.jit(each.function) for each in copying_programs(params)}
+    return with_copies(params, programs)
 
 
 def pages_for(tokens: int, config: RunnerConfig) -> int:
@@ -197,7 +209,7 @@ def token_bytes(config: RunnerConfig) -> float:
 def time_decode(
     runner: Runner,
     config: RunnerConfig,
-    weight_bytes: int,
+    params: qwen3.Params,
     batch: int,
     context: int,
     bandwidth: float,
@@ -230,7 +242,7 @@ def time_decode(
         step_ms=median(after - before for before, after in itertools.pairwise(ends)) * 1e3,
         mean_ms=(ends[-1] - ends[0]) / steps * 1e3,
         host_ms=median(host) * 1e3,
-        floor_ms=(weight_bytes + kv) / bandwidth * 1e3,
+        floor_ms=(tree_bytes(as_read(params, batch)) + kv) / bandwidth * 1e3,
         kernels=kernels,
         temp_mb=temp / 2**20,
     )
@@ -304,6 +316,7 @@ def describe(args: argparse.Namespace, bandwidth: float, timings: list[Timing]) 
         "layers": args.layers,
         "quantization": args.quantization,
         "lm_head_dtype": args.lm_head_dtype,
+        "fp8_copy": args.fp8_copy,
         "kv_cache_dtype": args.kv_cache_dtype,
         "temperature": args.temperature,
         "copy_tb_per_s": bandwidth / 1e12,

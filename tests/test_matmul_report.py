@@ -48,3 +48,14 @@ def test_the_rule_is_about_layers_and_heads_of_formats_that_are_served() -> None
     assert_never_slower(slow, 1.0)
     with pytest.raises(SystemExit, match="head int8"):
         assert_never_slower([timing("head", "int8", 20.0, 10.0)], 1.0)
+
+
+def test_of_codes_with_a_copy_the_copy_counts_where_it_was_timed() -> None:
+    """With fewer tokens the codes are what is read."""
+    many = [*layer("bf16", 10.0), *layer("int4", 11.0), *layer("int4-copy", 9.0)]
+    assert_never_slower(layer_totals(many), 1.0)
+    with pytest.raises(SystemExit, match="layer int4-copy"):
+        assert_never_slower(layer_totals([*many[:8], *layer("int4-copy", 10.5)]), 1.0)
+    few = [timing("layer", "int4", 11.0, 10.0, tokens=16)]
+    with pytest.raises(SystemExit, match="layer int4 at 16"):
+        assert_never_slower([*few, *layer_totals(many)], 1.0)

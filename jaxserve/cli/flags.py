@@ -209,6 +209,13 @@ def add_engine_flags(add: AddArgument) -> None:
         default=True,
         help="weights that are quantised at load are kept in --cache-dir for the next start",
     )
+    add(
+        "--fp8-copy",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="a copy in fp8 beside weights of 4 bits, for steps of more than 64 tokens; auto: on a "
+        "GPU, if it takes at most a tenth of the memory for keys and values",
+    )
     add("--max-model-len", type=tokens, help="longest prompt plus output, e.g. 8192, 32k, auto")
     add("--max-num-seqs", type=positive, help="sequences that run at once")
     add("--max-num-batched-tokens", type=positive, help="tokens computed in one step at most")

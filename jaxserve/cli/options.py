@@ -40,6 +40,7 @@ class Options:
     quantization: str | None
     lm_head_dtype: str
     keep_converted: bool
+    fp8_copy: str
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None

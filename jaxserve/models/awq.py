@@ -15,7 +15,6 @@ from jaxserve.models.calibration import LayerInputs, layer_statistics
 from jaxserve.models.quantization import Report
 from jaxserve.models.qwen3 import Layer, Params, layer_views
 from jaxserve_kernels.weights import (
-    QUANTIZED,
     Int4Weight,
     Weight,
     quantize_int4,
@@ -92,7 +91,7 @@ def _scale(weight: Weight, inputs: InputStatistics) -> Array:
 
 
 def _plain(weight: Weight) -> Array:
-    assert not isinstance(weight, QUANTIZED), "it is quantised already"
+    assert isinstance(weight, Array), "it is quantised already"
     return weight
 
 

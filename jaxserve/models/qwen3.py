@@ -23,6 +23,7 @@ from jaxserve_kernels.kv_format import KV, AttentionStep, attend, end_step
 from jaxserve_kernels.matmul import (
     QuantizedTokens,
     add_linear,
+    as_read,
     gated_linear,
     linear,
     plain,
@@ -193,8 +194,9 @@ def decode(params: Params, kv: KV, tokens: StepTokens, spec: ModelSpec) -> tuple
     """
     x, normed, tables = _begin(params, tokens, spec)
     layers = functools.partial(_decode_layers, spec=spec)
+    read = as_read(params.layers, tokens.ids.shape[0])  # a chain keeps what no kernel reads
     # A decode step is too short to wait for the start of each kernel.
-    normed, kv = chain.call(layers, params.layers, params.final_norm, x, normed, kv, tables, tokens)
+    normed, kv = chain.call(layers, read, params.final_norm, x, normed, kv, tables, tokens)
     return normed, end_step(kv, tokens.places, tile_size=1)
 
 

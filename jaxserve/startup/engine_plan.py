@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,9 @@ from jaxserve_kernels.kv_format import (
     named,
 )
 from jaxserve_kernels.paged_attention import tile_tokens
+from jaxserve_kernels.target import compute_capability
+
+log = logging.getLogger(__name__)
 
 GPU_DECODE = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256)
 # Smaller ones take as long as 64, larger ones longer per token than 2048: see "Buckets" in
@@ -56,7 +61,7 @@ class EnginePlan:
     steps: list[Program]
     """What the runner executes."""
     staging: list[Program]
-    """What copies weights to a GPU as they are stored."""
+    """What copies weights to a GPU as they are stored, and what makes copies of them in fp8."""
     cache: ExecutableCache
 
     @property
@@ -74,7 +79,7 @@ class EnginePlan:
         results = 2 * 4 * math.prod(config.results_shape)  # one written, one read
         return MemoryPlan(
             limit=self.limit,
-            weights=memory.tree_bytes(self.weights.encoded),
+            weights=memory.tree_bytes(self.weights.served),
             kv_cache=kv_cache.total_bytes(config.kv_format, config.kv_shape, config.dtype),
             state=rows * columns * 4
             + slot_tables.num_bytes(config.tables)
@@ -103,12 +108,19 @@ def plan_engine(options: Options, source: ModelSource) -> EnginePlan:
     kv_format = named(options.kv_cache_dtype)
     _check_calibration(options, kv_format)
     limit = _device_limit(device)
-    size = memory.tree_bytes(weights.encoded)
-    if gpu:
-        left = _left_on_gpu(spec, dtype, buckets, scheduler, kv_format, weights=size, limit=limit)
-    else:
-        left = _CPU_KV_BYTES
     given = options.kv_cache_memory_bytes
+
+    def left_beside(weights: int) -> int:
+        """Bytes for the KV cache beside so many."""
+        if not gpu:
+            return _CPU_KV_BYTES
+        return _left_on_gpu(
+            spec, dtype, buckets, scheduler, kv_format, weights=weights, limit=limit
+        )
+
+    weights = _with_fp8_copy(options, weights, left_beside, pays=_fp8_pays(dtype, gpu=gpu))
+    size = memory.tree_bytes(weights.served)
+    left = left_beside(size)
     budget = left if given is None else given
     if not gpu:
         memory.check_host_memory(size, budget)
@@ -136,15 +148,15 @@ def plan_engine(options: Options, source: ModelSource) -> EnginePlan:
     )
     compiling = compiler_options(gpu=gpu)
     settings = compiler_settings() | {name: str(value) for name, value in compiling.items()}
-    key = program_key(config, weights.encoded, settings, device)
+    key = program_key(config, weights.served, settings, device)
     return EnginePlan(
         config=config,
         weights=weights,
         limit=limit,
         steps=[
-            replace(each, compiler_options=compiling) for each in programs(config, weights.encoded)
+            replace(each, compiler_options=compiling) for each in programs(config, weights.served)
         ],
-        staging=[_staging(each) for each in weights.staging],
+        staging=[_staging(each) for each in (*weights.staging, *weights.copying)],
         cache=ExecutableCache(files / "executables", key, source.file_name),
     )
 
@@ -174,6 +186,40 @@ def _left_on_gpu(
     return memory.plan_gpu_cache(
         spec, dtype, buckets, weights=weights, limit=limit, chunk_context=expanded
     )
+
+
+def _with_fp8_copy(
+    options: Options, weights: WeightPlan, left_beside: Callable[[int], int], *, pays: bool
+) -> WeightPlan:
+    """The weights with copies in fp8 where --fp8-copy wants them; auto does where it `pays` and
+    memory is left.
+
+    Raises:
+      ConfigError: it is on, and nothing has 4 bits.
+    """
+    copied = weights.with_fp8_copy()
+    wanted = options.fp8_copy == "on"
+    if wanted and not copied.copying:
+        raise ConfigError("--fp8-copy on: none of the weights has 4 bits; leave the flag away")
+    if not wanted and (options.fp8_copy == "off" or not pays or not copied.copying):
+        return weights
+    plain = memory.tree_bytes(weights.served)
+    size, left = memory.tree_bytes(copied.served) - plain, left_beside(plain)
+    sizes = memory.in_words(size), memory.in_words(left)
+    if wanted or memory.affords_copy(size, left, options.kv_cache_memory_bytes):
+        log.info("a copy in fp8 of the 4-bit weights takes %s of %s for keys and values", *sizes)
+        return copied
+    log.info(
+        "no copy in fp8 of the 4-bit weights: it would take %s of %s for keys and values; "
+        "--fp8-copy on makes it nevertheless",
+        *sizes,
+    )
+    return weights
+
+
+def _fp8_pays(dtype: DTypeLike, *, gpu: bool) -> bool:
+    """Whether products in fp8 have kernels that are fast."""
+    return gpu and dtype == jnp.bfloat16 and compute_capability() >= 89
 
 
 def _check_calibration(options: Options, kv_format: KVFormat) -> None:

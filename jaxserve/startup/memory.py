@@ -22,6 +22,9 @@ _ROUNDING = 256 * 2**20
 """The KV cache takes multiples of it, so that small differences between cards of one kind, or
 between two drivers' own needs, do not make other programs of it."""
 
+_COPY_SHARE = 0.1
+"""Of the memory for keys and values, that a copy of weights may take."""
+
 _HOST_RESERVE = 512 * 2**20
 """Host memory left to everything else when weights and cache live there."""
 
@@ -117,6 +120,16 @@ def plan_gpu_cache(
     expanded = chunk_context * spec.kv_bytes_per_token(itemsize) // spec.num_layers
     free = limit - weights - activations - scores - tables - expanded - RESERVE
     return free // _ROUNDING * _ROUNDING
+
+
+def affords_copy(size: int, left: int, given: int | None) -> bool:
+    """Whether a copy of weights may take `size` bytes of those `left` for keys and values: it makes
+    steps faster, and fewer sequences fit.
+
+    Args:
+      given: bytes that keys and values must have in any case.
+    """
+    return size <= left * _COPY_SHARE and size <= left - (given or 0)
 
 
 def check_host_memory(weights: int, cache: int) -> None:

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +31,7 @@ from jaxserve.models.quantization import (
     Quantization,
     WeightFormat,
 )
+from jaxserve.weights.fp8_copy import abstract_copies, copying_programs, with_copies
 from jaxserve.weights.model_source import ModelSource
 from jaxserve_checkpoints import native
 from jaxserve_checkpoints.convert import convert
@@ -55,7 +56,7 @@ from jaxserve_checkpoints.staging import StagingProgram, staging_programs, strea
 log = logging.getLogger(__name__)
 
 type Executables = Mapping[str, Callable[..., Any]]
-"""Those of `WeightPlan.staging`, by name."""
+"""Those of `WeightPlan.staging` and `copying`, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,9 @@ class WeightPlan:
     encode: Encode
     """Quantises them."""
     encoded: qwen3.Params
-    """Shapes and dtypes of what the steps take."""
+    """Shapes and dtypes of what is loaded."""
+    served: qwen3.Params
+    """Shapes and dtypes of what the steps take: with copies of 4-bit weights, if there are any."""
     native: NativeCheckpoint | None
     """The checkpoint, if it is one of the engine's own."""
     keep_in: Path | None
@@ -80,7 +83,14 @@ class WeightPlan:
     made_from: Mapping[str, Any]
     staging: list[StagingProgram]
     """What copies weights to a GPU as they are stored."""
+    copying: list[StagingProgram]
+    """What makes those copies."""
     seed: int
+
+    def with_fp8_copy(self) -> WeightPlan:
+        """With a copy of each 4-bit weight."""
+        served = abstract_copies(self.encoded)
+        return replace(self, served=served, copying=copying_programs(self.encoded))
 
     @property
     def quantized(self) -> bool:
@@ -131,10 +141,12 @@ def plan_weights(
         plain=plain,
         encode=encode,
         encoded=encoded,
+        served=encoded,
         native=found,
         keep_in=keep_in,
         made_from=made_from,
         staging=staging_programs(encoded) if stacked and source.folder is not None else [],
+        copying=[],
         seed=options.seed,
     )
 
@@ -186,12 +198,20 @@ def describe(folder: Path, wanted: Quantization, dtype: DTypeLike) -> dict[str, 
 
 
 def weight_loader(plan: WeightPlan, executables: Executables) -> Callable[[Progress], qwen3.Params]:
-    """What puts the weights on the device.
+    """What puts the weights on the device, and makes their copies there.
 
     Raises:
       CheckpointError: a checkpoint that is missing, damaged or of another model: now, and not when
         programs are compiled. (Damage that only checksums show is found when it loads.)
     """
+    load = _loader(plan, executables)
+    if not plan.copying:
+        return load
+    return lambda progress: with_copies(load(progress), executables)
+
+
+def _loader(plan: WeightPlan, executables: Executables) -> Callable[[Progress], qwen3.Params]:
+    """What puts `plan.encoded` on the device; CheckpointError as `weight_loader`."""
     if plan.folder is None:
         return lambda progress: dummy_params(plan.plain, plan.seed, plan.encode)
     if plan.native is not None:

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels import dense_matmul, quantized_matmul
 from jaxserve_kernels.dense_matmul import sum_parts as sum_parts
+from jaxserve_kernels.quantized_matmul.config import reads_copy
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens as QuantizedTokens
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import TokenFormat
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import plain as plain
 from jaxserve_kernels.quantized_matmul.reference import take_quantized_rows
-from jaxserve_kernels.weights import QUANTIZED, OrderedInt4Weight, Weight
+from jaxserve_kernels.weights import (
+    QUANTIZED,
+    CopiedWeight,
+    OrderedInt4Weight,
+    QuantizedWeight,
+    Weight,
+)
+
+
+def as_read[Tree](weights: Tree, tokens: int) -> Tree:
+    """A tree of weights without what products of so many tokens do not read."""
+
+    def is_copied(each: Any) -> bool:
+        return isinstance(each, CopiedWeight)
+
+    return jax.tree.map(lambda each: _part(each, tokens), weights, is_leaf=is_copied)
+
+
+def _part(weight: Weight, tokens: int) -> Array | QuantizedWeight:
+    """Of a weight that has a copy either that or the codes."""
+    if not isinstance(weight, CopiedWeight):
+        return weight
+    return weight.copy if reads_copy(weight.codes, tokens) else weight.codes
 
 
 def token_format(
@@ -22,6 +48,9 @@ def token_format(
     Whoever makes the tokens may make `QuantizedTokens` of that format at once; given others, the
     product does it in a kernel of its own.
     """
+    if weight is None:
+        return None
+    weight = _part(weight, tokens)
     if isinstance(weight, QUANTIZED) and not isinstance(weight, OrderedInt4Weight):
         return quantized_matmul.token_format(weight, tokens, dtype, gated=gated)
     return None
@@ -33,6 +62,7 @@ def linear(x: Array | QuantizedTokens, weight: Weight, dtype: DTypeLike | None =
     Their sum over the first axis is the product: one part in `dtype` (x's if not given), or
     several in float32. Readers add them, by `sum_parts` or inside their own kernel.
     """
+    weight = _part(weight, x.shape[0])
     if isinstance(weight, OrderedInt4Weight):
         return linear(plain(x)[:, weight.order], weight.stored, dtype)
     if isinstance(weight, QUANTIZED):
@@ -49,6 +79,7 @@ def add_linear(
       The sum and None, where the product takes total in; else total as it was, and partial sums as
       of `linear` that its reader adds.
     """
+    weight = _part(weight, x.shape[0])
     if isinstance(weight, QUANTIZED):
         return total, linear(x, weight)
     return dense_matmul.add_linear(total, plain(x), weight)
@@ -59,6 +90,7 @@ def gated_linear(x: Array | QuantizedTokens, weight: Weight) -> Array:
 
     weight is [2 * ffn, in]: the rows of gate, then those of up.
     """
+    weight = _part(weight, x.shape[0])
     if isinstance(weight, OrderedInt4Weight):
         return gated_linear(plain(x)[:, weight.order], weight.stored)
     if isinstance(weight, QUANTIZED):
@@ -68,6 +100,6 @@ def gated_linear(x: Array | QuantizedTokens, weight: Weight) -> Array:
 
 def take_rows(weight: Weight, ids: Array, dtype: DTypeLike) -> Array:
     """Rows `ids` [n] of a weight [out, in] as [n, in] in `dtype`: an embedding."""
-    if isinstance(weight, QUANTIZED):
-        return take_quantized_rows(weight, ids).astype(dtype)
-    return weight[ids].astype(dtype)
+    if isinstance(weight, Array):
+        return weight[ids].astype(dtype)
+    return take_quantized_rows(weight, ids).astype(dtype)

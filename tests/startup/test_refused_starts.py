@@ -54,6 +54,11 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_numbers() -> None:
     assert "4096" in message
 
 
+def test_a_copy_of_weights_that_have_no_4_bits_is_refused() -> None:
+    assert "none of the weights has 4 bits" in refused("--fp8-copy", "on")
+    assert "none of the weights" in refused("--fp8-copy", "on", "--quantization", "fp8")
+
+
 def test_more_sequences_than_pages_are_refused() -> None:
     message = refused("--max-num-seqs", "100000")
     assert "is 100000, but the KV cache has 4095 pages" in message

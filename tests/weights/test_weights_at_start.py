@@ -25,6 +25,7 @@ from jaxserve.weights.model_source import ModelSource
 from jaxserve_checkpoints import native
 from jaxserve_checkpoints.naming import Rule, leaf_parts
 from jaxserve_checkpoints.native_writer import NativeWriter
+from jaxserve_kernels.weights import Fp8Weight
 from tests.tiny_model import SPEC
 
 SMALL = replace(SPEC, vocab_size=128, embed=128, ffn=128, head_dim=32)
@@ -109,6 +110,20 @@ def test_the_second_start_reads_what_the_first_one_quantised(
     monkeypatch.setattr(loading, "convert", fails)
     assert_same(start(source, cache), expected)
     assert file.stat().st_mtime_ns == written
+
+
+def test_copies_in_fp8_stand_beside_what_was_loaded(
+    source: ModelSource, cache: Path, expected: Any
+) -> None:
+    plan = plan_weights(options(), source, jnp.float32, cache, stacked=False).with_fp8_copy()
+    programs = {each.name: jax.jit(each.function) for each in plan.copying}
+    params = weight_loader(plan, programs)(lambda done, total: None)
+    assert jax.tree.structure(params) == jax.tree.structure(plan.served)
+    for layer, codes in zip(params.layers, expected.layers, strict=True):
+        assert_same(layer.qkv.codes, codes.qkv)
+        assert isinstance(layer.qkv.copy, Fp8Weight)
+    (file,) = kept_files(cache)  # on disk are codes only
+    assert not any("copy" in name for name in native.open_native(file.parent).tensors.names)
 
 
 def flip_a_bit(file: Path) -> None:

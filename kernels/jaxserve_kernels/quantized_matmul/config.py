@@ -6,7 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxserve_kernels import early
-from jaxserve_kernels.weights import Fp8Weight, Int4Weight, Int8Weight, Nvfp4Weight, QuantizedWeight
+from jaxserve_kernels.weights import (
+    FourBitWeight,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    Nvfp4Weight,
+    QuantizedWeight,
+)
 
 type Method = Literal["few", "stream", "unpack", "e4m3", "hopper"]
 
@@ -30,6 +37,9 @@ _RING = 75 * 1024
 
 _MOST_PARTS = 8
 """More partial sums than these cost their readers more than the product gains."""
+
+_FROM_CODES = 64
+"""Tokens up to which a 4-bit weight's bytes count more than what it costs to convert them."""
 
 _MOST_APART = 128
 """Tokens that become 8 bits in a kernel of their own, after a norm."""
@@ -95,6 +105,11 @@ def choose(
     if out % config.rows or (gated and out // 2 % (config.rows // 2)):
         return None
     return replace(config, splits=1) if gated else config
+
+
+def reads_copy(weight: FourBitWeight, tokens: int) -> bool:
+    """Whether a product reads the weight's copy in e4m3, where there is one, and not its codes."""
+    return tokens > _FROM_CODES
 
 
 def reads_quantized(weight: QuantizedWeight, tokens: int, config: Config) -> bool:

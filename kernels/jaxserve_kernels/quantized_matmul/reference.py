@@ -6,7 +6,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels.dense_matmul import reference as dense
-from jaxserve_kernels.weights import Fp8Weight, Int8Weight, QuantizedWeight, layout
+from jaxserve_kernels.weights import CopiedWeight, Fp8Weight, Int8Weight, QuantizedWeight, layout
 
 
 def linear(x: Array, weight: QuantizedWeight, dtype: DTypeLike) -> Array:
@@ -19,7 +19,7 @@ def gated_linear(x: Array, weight: QuantizedWeight) -> Array:
     return dense.gated_linear(x, weight.dequantize().astype(x.dtype))
 
 
-def take_quantized_rows(weight: QuantizedWeight, ids: Array) -> Array:
+def take_quantized_rows(weight: QuantizedWeight | CopiedWeight, ids: Array) -> Array:
     """float32 rows `ids` [n] of a weight [out, in] with 8-bit codes and a scale per row."""
     if not isinstance(weight, Int8Weight | Fp8Weight) or weight.scale.shape[-2] != 1:
         raise TypeError(f"rows are taken from 8-bit weights with a scale per row, not {weight}")

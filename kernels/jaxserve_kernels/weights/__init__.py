@@ -2,6 +2,11 @@
 
 from jax import Array
 
+from jaxserve_kernels.weights.copied import FOUR_BIT as FOUR_BIT
+from jaxserve_kernels.weights.copied import CopiedWeight as CopiedWeight
+from jaxserve_kernels.weights.copied import FourBitWeight as FourBitWeight
+from jaxserve_kernels.weights.copied import e4m3_copy as e4m3_copy
+from jaxserve_kernels.weights.copied import e4m3_scale as e4m3_scale
 from jaxserve_kernels.weights.eight_bit import E4M3_MAX as E4M3_MAX
 from jaxserve_kernels.weights.eight_bit import Fp8Weight as Fp8Weight
 from jaxserve_kernels.weights.eight_bit import Int8Weight as Int8Weight
@@ -23,6 +28,7 @@ from jaxserve_kernels.weights.ordered import OrderedInt4Weight as OrderedInt4Wei
 type QuantizedWeight = (
     Int4Weight | Int8Weight | Fp8Weight | Nvfp4Weight | Mxfp4Weight | OrderedInt4Weight
 )
-type Weight = Array | QuantizedWeight
+type Weight = Array | QuantizedWeight | CopiedWeight
 
 QUANTIZED = (Int4Weight, Int8Weight, Fp8Weight, Nvfp4Weight, Mxfp4Weight, OrderedInt4Weight)
+"""What checkpoints may hold: a copy is made where weights are loaded."""

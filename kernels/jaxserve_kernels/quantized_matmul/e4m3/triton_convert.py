@@ -1,10 +1,5 @@
-"""Weights of 4 bits to e4m3 on a GPU, with a scale per row, for products of many tokens.
-
-Integers and their scales are rounded to e4m3's four significant bits. The values of MXFP4 fit
-exactly, because its scales are powers of two: all within 2 ** 14 of their row's largest. So do
-those of NVFP4 that are powers of two times their block's scale; the others (1.5, 3 and 6) have six
-significant bits and are rounded.
-"""
+"""Weights of 4 bits to e4m3 on a GPU, for products of many tokens: what `weights.e4m3_copy` makes,
+in each product anew."""
 
 from __future__ import annotations
 
@@ -17,9 +12,7 @@ from jax import Array
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, NVFP4, arrays, kind
 from jaxserve_kernels.quantized_matmul.triton_unpack import e4m3_byte, power
 from jaxserve_kernels.triton_call import triton_call
-from jaxserve_kernels.weights import E4M3_MAX, Fp8Weight, Int4Weight, Mxfp4Weight, Nvfp4Weight
-
-type FourBitWeight = Int4Weight | Nvfp4Weight | Mxfp4Weight
+from jaxserve_kernels.weights import Fp8Weight, Int4Weight, Mxfp4Weight, Nvfp4Weight, e4m3_scale
 
 
 @triton.jit
@@ -101,12 +94,12 @@ def _to_e4m3(
             tl.store(out + 32 * plane + lane, _words_of(low, high))
 
 
-def to_fp8(weight: FourBitWeight) -> Fp8Weight:
+def to_fp8(weight: Int4Weight | Nvfp4Weight | Mxfp4Weight) -> Fp8Weight:
     """The weight in e4m3, with scales that use e4m3's range up to its largest number."""
     out, k = weight.shape
-    scale, factor = _row_scales(weight)
+    scale = e4m3_scale(weight)
     packed = triton_call(
-        *arrays(weight), factor,
+        *arrays(weight), _factors(weight, scale),
         kernel=_to_e4m3,
         name="weight_to_e4m3",
         out_type=jax.ShapeDtypeStruct((out // 64, k // 128, 64, 64), jnp.uint16),
@@ -117,15 +110,13 @@ def to_fp8(weight: FourBitWeight) -> Fp8Weight:
     return Fp8Weight(packed, scale)
 
 
-def _row_scales(weight: FourBitWeight) -> tuple[Array, Array]:
-    """Scales of the rows in e4m3, float32 [out / 64, 1, 64], and what the kernel needs of the rows:
-    factors of integers, largest exponents of MXFP4, nothing of NVFP4."""
+def _factors(weight: Int4Weight | Nvfp4Weight | Mxfp4Weight, scale: Array) -> Array:
+    """What the kernel needs of the rows: factors of integers, largest exponents of MXFP4, nothing
+    of NVFP4."""
     match weight:
         case Int4Weight():
-            scale = weight.largest() / E4M3_MAX
-            return scale, 1.0 / scale
-        case Nvfp4Weight():  # 6 * 448 / 8 is within e4m3, and eighths change no mantissa
-            return 8.0 * weight.row_scale, weight.row_scale
+            return 1.0 / scale
+        case Nvfp4Weight():
+            return scale
         case Mxfp4Weight():
-            largest = weight.largest_exponent()
-            return jnp.ldexp(jnp.float32(1.0), largest - (127 + 6)), largest
+            return weight.largest_exponent()

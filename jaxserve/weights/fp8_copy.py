@@ -1,0 +1,76 @@
+"""Copies in e4m3 beside a model's 4-bit weights, made on the device: see `CopiedWeight`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxserve_checkpoints.naming import leaf_paths
+from jaxserve_checkpoints.staging import StagingProgram
+from jaxserve_kernels.weights import (
+    FOUR_BIT,
+    CopiedWeight,
+    FourBitWeight,
+    Fp8Weight,
+    e4m3_copy,
+    layout,
+)
+
+
+def abstract_copies[Tree](params: Tree) -> Tree:
+    """A tree of ShapeDtypeStructs with a copy beside each weight of 4 bits."""
+    return _beside(params, _abstract_copy)
+
+
+def copying_programs(params: Any) -> list[StagingProgram]:
+    """What `with_copies` executes, for the caller to compile.
+
+    Args:
+      params: abstract, without copies.
+    """
+    weights = (each for each in jax.tree.leaves(params, is_leaf=_has_4_bits) if _has_4_bits(each))
+    programs = {
+        _name(each): StagingProgram(_name(each), e4m3_copy, (each,), ()) for each in weights
+    }
+    return list(programs.values())
+
+
+def with_copies[Tree](params: Tree, executables: Mapping[str, Callable[..., Any]]) -> Tree:
+    """`abstract_copies` of arrays.
+
+    Args:
+      executables: those of `copying_programs`, by name.
+    """
+    return _beside(params, lambda weight: executables[_name(weight)](weight))
+
+
+def _beside(params: Any, copy: Callable[[FourBitWeight], Any]) -> Any:
+    def copied(weight: Any) -> Any:
+        return CopiedWeight(weight, copy(weight)) if _has_4_bits(weight) else weight
+
+    return jax.tree.map(copied, params, is_leaf=_has_4_bits)
+
+
+def _abstract_copy(weight: FourBitWeight) -> Fp8Weight:
+    """Its shapes, without the trace that a start has no time for."""
+    *leading, out, depth = weight.shape
+    tiles, rows = (*leading, out // layout.TILE_OUT), layout.TILE_OUT
+    words = (depth // layout.TILE_IN, rows, layout.TILE_IN // 2)
+    return Fp8Weight(
+        packed=cast(Array, jax.ShapeDtypeStruct((*tiles, *words), jnp.uint16)),
+        scale=cast(Array, jax.ShapeDtypeStruct((*tiles, 1, rows), jnp.float32)),
+    )
+
+
+def _has_4_bits(node: Any) -> bool:
+    return isinstance(node, FOUR_BIT)
+
+
+def _name(weight: FourBitWeight) -> str:
+    """The same for all weights that one program copies."""
+    arrays = [f"{leaf.dtype}_{'x'.join(map(str, leaf.shape))}" for _, leaf in leaf_paths(weight)]
+    return "_".join(["fp8_copy", type(weight).__name__, *arrays])
