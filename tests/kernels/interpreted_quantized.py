@@ -20,6 +20,7 @@ from jaxserve_kernels.quantized_matmul import reference
 from jaxserve_kernels.quantized_matmul import triton as kernels
 from jaxserve_kernels.quantized_matmul import triton_unpack as unpack
 from jaxserve_kernels.quantized_matmul.config import Config
+from jaxserve_kernels.quantized_matmul.e4m3 import api as e4m3_products
 from jaxserve_kernels.quantized_matmul.e4m3 import triton as e4m3
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, format_for
 from jaxserve_kernels.quantized_matmul.e4m3.triton_convert import to_fp8
@@ -174,10 +175,10 @@ def test_products_in_e4m3(name: str, beforehand: bool) -> None:
         converted = to_fp8(weight).dequantize()
         exact = isinstance(weight, weights.Mxfp4Weight)
         assert relative_error(converted, weight.dequantize()) < (1e-7 if exact else 0.065)
-    config = Config(rows=128, splits=2, beforehand=beforehand)
-    product = e4m3.linear(x, weight, config, x.dtype).sum(0)
+    config = Config(method="e4m3", rows=128, splits=2, beforehand=beforehand)
+    product = e4m3_products.linear(x, weight, config, x.dtype).sum(0)
     assert relative_error(product, reference.linear(x, weight, x.dtype)[0]) < 0.1
-    gated = e4m3.gated_linear(x, weight, Config(beforehand=beforehand))
+    gated = e4m3_products.gated_linear(x, weight, Config(method="e4m3", beforehand=beforehand))
     assert relative_error(gated, reference.gated_linear(x, weight)) < 0.14
 
 

@@ -83,6 +83,22 @@ def test_products_equal_their_definition(name: str, tokens: int, out: int, depth
 
 
 @pytest.mark.parametrize(
+    "name", ["int4", "int4-g64", "int4-g32", "int4-whole-zeros", "int4-any-zeros", "nvfp4", "mxfp4"]
+)
+def test_a_pass_beforehand_makes_what_a_copy_is(name: str) -> None:
+    """But for values in the middle between two numbers of e4m3, which may go either way."""
+    from jaxserve_kernels.quantized_matmul.e4m3.triton_convert import to_fp8
+
+    plain = (jax.random.normal(jax.random.key(3), (256, 640)) * 640**-0.5).astype(jnp.bfloat16)
+    codes = QUANTIZE[name](plain)
+    copy, converted = jax.jit(weights.e4m3_copy)(codes), jax.jit(to_fp8)(codes)
+    np.testing.assert_allclose(converted.scale, copy.scale, rtol=1e-6)
+    for one, other in ((copy, codes), (converted, codes), (converted, copy)):
+        limit = 1e-7 if name == "mxfp4" else 0.03
+        assert relative_error(one.dequantize(), other.dequantize()) < limit
+
+
+@pytest.mark.parametrize(
     ("tokens", "embed", "ffn"),
     [
         (1, 2560, 9728),

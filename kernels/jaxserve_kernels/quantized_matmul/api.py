@@ -59,14 +59,10 @@ def _config(x: Any, weight: QuantizedWeight, *, gated: bool) -> Config | None:
 
 def _kernels(config: Config) -> Any:
     """The module that launches the method; it needs Triton: only for GPUs."""
-    if config.method == "e4m3":
-        from jaxserve_kernels.quantized_matmul.e4m3 import triton as e4m3
+    if config.method in ("e4m3", "hopper"):
+        from jaxserve_kernels.quantized_matmul.e4m3 import api as e4m3
 
         return e4m3
-    if config.method == "hopper":
-        from jaxserve_kernels.quantized_matmul.e4m3 import hopper
-
-        return hopper
     if config.method == "few":
         from jaxserve_kernels.quantized_matmul import triton_few
 

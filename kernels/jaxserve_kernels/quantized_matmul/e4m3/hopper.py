@@ -14,7 +14,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -37,8 +36,7 @@ from jaxserve_kernels.quantized_matmul.e4m3.hopper_operand import (
     operand,
     scales_of,
 )
-from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, format_for
-from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, NVFP4, arrays, kind
 from jaxserve_kernels.quantized_matmul.triton_unpack import largest_exponent, power
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
@@ -438,32 +436,16 @@ def _product(
     )  # fmt: skip
 
 
-def linear(
-    x: Array | QuantizedTokens, weight: QuantizedWeight, config: Config, dtype: DTypeLike
-) -> Array:
-    """Partial sums [config.splits, tokens, out]: float32, or `dtype` where there is one part."""
-    dtype = dtype if config.splits == 1 else jnp.float32
-    shape = (config.splits, x.shape[0], weight.shape[0])
-    return _launch(x, weight, config, jax.ShapeDtypeStruct(shape, dtype), gated=False)
-
-
-def gated_linear(x: Array | QuantizedTokens, weight: QuantizedWeight, config: Config) -> Array:
-    """[tokens, ffn] in x's dtype; `config.splits` must be 1."""
-    shape = (x.shape[0], weight.shape[0] // 2)
-    return _launch(x, weight, config, jax.ShapeDtypeStruct(shape, x.dtype), gated=True)
-
-
-def _launch(
-    x: Array | QuantizedTokens,
+def launch(
+    x: QuantizedTokens,
     weight: QuantizedWeight,
     config: Config,
     out_type: jax.ShapeDtypeStruct,
     *,
     gated: bool,
 ) -> Array:
+    """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
-    if not isinstance(x, QuantizedTokens):
-        x = quantized(x, format_for(weight, tokens, config))
     padded = x.codes.shape[0]
     packed, scale, second = arrays(weight)
     words = packed.shape[-1]

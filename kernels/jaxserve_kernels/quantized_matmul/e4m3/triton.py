@@ -13,16 +13,13 @@ Tokens for packed bytes are written in the order in which those lie; a product d
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jax import Array
-from jax.typing import DTypeLike
 
 from jaxserve_kernels.quantized_matmul.config import Config
-from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, format_for
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens
 from jaxserve_kernels.quantized_matmul.e4m3.triton_convert import to_fp8
-from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
 from jaxserve_kernels.quantized_matmul.triton import store_gated
 from jaxserve_kernels.quantized_matmul.triton_arguments import (
     FP8,
@@ -286,32 +283,16 @@ def _product(
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=token[None, :] < tokens)
 
 
-def linear(
-    x: Array | QuantizedTokens, weight: QuantizedWeight, config: Config, dtype: DTypeLike
-) -> Array:
-    """Partial sums [config.splits, tokens, out]: float32, or `dtype` where there is one part."""
-    dtype = dtype if config.splits == 1 else jnp.float32
-    shape = (config.splits, x.shape[0], weight.shape[0])
-    return _launch(x, weight, config, jax.ShapeDtypeStruct(shape, dtype), gated=False)
-
-
-def gated_linear(x: Array | QuantizedTokens, weight: QuantizedWeight, config: Config) -> Array:
-    """[tokens, ffn] in x's dtype; `config.splits` must be 1."""
-    shape = (x.shape[0], weight.shape[0] // 2)
-    return _launch(x, weight, config, jax.ShapeDtypeStruct(shape, x.dtype), gated=True)
-
-
-def _launch(
-    x: Array | QuantizedTokens,
+def launch(
+    x: QuantizedTokens,
     weight: QuantizedWeight,
     config: Config,
     out_type: jax.ShapeDtypeStruct,
     *,
     gated: bool,
 ) -> Array:
+    """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
-    if not isinstance(x, QuantizedTokens):
-        x = quantized(x, format_for(weight, tokens, config))
     padded = x.codes.shape[0]
     if config.beforehand and not isinstance(weight, Fp8Weight | Int8Weight):
         weight = to_fp8(weight)
