@@ -97,9 +97,13 @@ PROOFS = {
             f"scripts/bench_step.py --batch {BATCH} --steps 50 --out {{out}}/step_bf16.json",
             *(
                 f"scripts/bench_step.py --batch {BATCH} --steps 50 --quantization {weights}"
-                f" --lm-head-dtype {head} --out {{out}}/step_{weights}.json"
+                f" --lm-head-dtype {head}{copy} --out {{out}}/step_{weights}.json"
                 f" --compare {{out}}/step_bf16.json --assert-ratio 1.02"
-                for weights, head in (("int4", "int8"), ("fp8", "fp8"), ("nvfp4", "fp8"))
+                for weights, head, copy in (
+                    ("int4", "int8", " --fp8-copy"),
+                    ("fp8", "fp8", ""),
+                    ("nvfp4", "fp8", " --fp8-copy"),
+                )
             ),
         ),
     ),
