@@ -36,19 +36,19 @@ parametrize_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page
 def flags_of_the_parser(capsys: pytest.CaptureFixture[str]) -> set[str]:
     with pytest.raises(SystemExit):
         parse_args(["--help"])
-    return set(re.findall(r"^ +(?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.M))
+    return set(re.findall(r"^ +(?:-h, )?(--[a-z0-9-]+)", capsys.readouterr().out, re.M))
 
 
 def flags_of_the_benchmark(capsys: pytest.CaptureFixture[str]) -> set[str]:
     with pytest.raises(SystemExit):
         bench(["--help"])
-    return set(re.findall(r"^ +(?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.M))
+    return set(re.findall(r"^ +(?:-h, )?(--[a-z0-9-]+)", capsys.readouterr().out, re.M))
 
 
 def flags_of_convert(capsys: pytest.CaptureFixture[str]) -> set[str]:
     with pytest.raises(SystemExit):
         parse_args(["--help"], "convert")
-    return set(re.findall(r"^ +(?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.M))
+    return set(re.findall(r"^ +(?:-h, )?(--[a-z0-9-]+)", capsys.readouterr().out, re.M))
 
 
 def anchors(page: Path) -> set[str]:
@@ -95,7 +95,7 @@ def test_flags_that_are_named_exist(page: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_every_flag_is_documented_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = dict(re.findall(r"^\| `(--[a-z-]+)` \| (.*?) \|", OPERATIONS.read_text(), re.M))
+    rows = dict(re.findall(r"^\| `(--[a-z0-9-]+)` \| (.*?) \|", OPERATIONS.read_text(), re.M))
     assert rows.keys() == flags_of_the_parser(capsys) - {"--help"}
     for name, value in asdict(parse_args([])).items():
         shown = f"{value:g}" if type(value) is float else str(value)
