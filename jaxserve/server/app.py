@@ -33,6 +33,8 @@ from jaxserve.structured import Guides
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.tokenizer.chat_template import ChatTemplate
 
+MAX_HEADER_FIELDS = 256
+
 
 def make_app(
     engine: Engine,
@@ -109,6 +111,7 @@ def make_runner(app: web.Application, *, shutdown_timeout: float = 5.0) -> web.A
         app,
         handler_cancellation=True,
         keepalive_timeout=app[SERVICE].config.header_timeout,
+        max_headers=MAX_HEADER_FIELDS,
         shutdown_timeout=shutdown_timeout,
         access_log=None,
         logger=web_log,

@@ -6,6 +6,7 @@ from aiohttp import web
 
 from jaxserve.server.chat_reply import ChatReply
 from jaxserve.server.chat_turn import chat_generation
+from jaxserve.server.middleware import take_request_id
 from jaxserve.server.openai_reply import check_stream_options
 from jaxserve.server.parse import parse, read_json
 from jaxserve.server.reply import Arrival, answer
@@ -18,6 +19,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     service = arrival.service
     service.check_accepting()
     fields, ignored = parse(await read_json(request), ChatRequest)
+    take_request_id(request, fields.request_id)
     model = service.model_name(fields.model)
     options = check_stream_options(service, fields)
     with arrival.timed_tokenizing():

@@ -11,6 +11,7 @@ from jaxserve.server.completion_reply import CompletionReply
 from jaxserve.server.constraints import avoided, constrained, text_constraint, within_budget
 from jaxserve.server.errors import invalid
 from jaxserve.server.generation import Choice, Generation
+from jaxserve.server.middleware import take_request_id
 from jaxserve.server.openai_reply import check_stream_options
 from jaxserve.server.params import (
     choice_requests,
@@ -34,6 +35,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     service = arrival.service
     service.check_accepting()
     fields, ignored = parse(await read_json(request), CompletionRequest)
+    take_request_id(request, fields.request_id)
     model = service.model_name(fields.model)
     options = check_stream_options(service, fields)
     asked = _asked(fields)

@@ -10,13 +10,13 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from jaxserve.server.errors import ApiError, anthropic_body
+from jaxserve.server.schema import MAX_REQUEST_ID_CHARS
 from jaxserve.server.service import SERVICE
 
 log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
 REQUEST_ID = web.RequestKey("request_id", str)
-MAX_REQUEST_ID_CHARS = 256
 _REJECTIONS = {
     400: "invalid",
     401: "unauthorized",
@@ -106,9 +106,20 @@ async def close_when_draining(request: web.Request, response: web.StreamResponse
 
 
 def request_id(request: web.Request) -> str:
-    """The client's, if it is of printable ASCII and of reasonable length, or one made here."""
+    """The client's, from the header or else from the body; one made here where it sent none."""
     if REQUEST_ID not in request:
-        given = request.headers.get(REQUEST_ID_HEADER, "")
-        usable = 0 < len(given) <= MAX_REQUEST_ID_CHARS and given.isascii() and given.isprintable()
-        request[REQUEST_ID] = given if usable else uuid.uuid4().hex
+        request[REQUEST_ID] = _id_of_header(request) or uuid.uuid4().hex
     return request[REQUEST_ID]
+
+
+def take_request_id(request: web.Request, of_body: str | None) -> None:
+    """The body has been read; as in vLLM a header, which a proxy may set, goes before it."""
+    if of_body is not None:
+        request[REQUEST_ID] = _id_of_header(request) or of_body
+
+
+def _id_of_header(request: web.Request) -> str | None:
+    """None: there is none of printable ASCII and of reasonable length."""
+    given = request.headers.get(REQUEST_ID_HEADER, "")
+    usable = 0 < len(given) <= MAX_REQUEST_ID_CHARS and given.isascii() and given.isprintable()
+    return given if usable else None

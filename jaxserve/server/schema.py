@@ -25,11 +25,17 @@ MAX_BAD_WORDS = 128
 SALT = r"^[^@/\\\x00]+$"
 """vLLM's alphabet of a cache salt."""
 
+MAX_REQUEST_ID_CHARS = 256
+
 type Tier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 type Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 type Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 type Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 type BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
+type RequestId = Annotated[
+    str, Meta(min_length=1, max_length=MAX_REQUEST_ID_CHARS, pattern=r"^[ -~]+$(?!\n)")
+]
+"""Printable ASCII: it comes back in a header."""
 type TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
@@ -114,6 +120,7 @@ class GenerationFields(Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     service_tier: Tier | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128, pattern=SALT)] | None = None
+    request_id: RequestId | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     thinking_token_budget: Count | None = None

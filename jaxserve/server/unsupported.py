@@ -68,7 +68,6 @@ SILENT = frozenset(
         "prediction",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "request_id",
         "safety_identifier",
         "session_id",
         "store",

@@ -404,6 +404,25 @@ async def test_request_ids_are_echoed_or_made(serve: Serve) -> None:
                 assert reply.headers["Server"] == "jaxserve"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/completions", {"prompt": "a", "model": "no-such"}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "stream": True}),
+        ("/v1/responses", {"input": "a"}),
+    ],
+)
+async def test_a_request_id_in_the_body_is_echoed_unless_a_header_has_one(
+    serve: Serve, path: str, body: dict[str, Any]
+) -> None:
+    url = await serve(FakeEngine())
+    body = body | {"request_id": "mine-2"}
+    for header, expected in (({}, "mine-2"), ({"x-request-id": "proxy"}, "proxy")):
+        async with aiohttp.request("POST", url + path, json=body, headers=header) as reply:
+            assert reply.headers["x-request-id"] == expected
+
+
 async def test_one_request_holds_a_limited_number_of_sequences(serve: Serve) -> None:
     url = await serve(FakeEngine(["a"]))
     body = {"prompt": ["x"] * 100, "n": 11, "max_tokens": 1}

@@ -166,6 +166,17 @@ async def test_a_body_that_comes_too_slowly_is_a_408(serve: Serve) -> None:
     writer.close()
 
 
+@pytest.mark.parametrize(("fields", "status"), [(256, b"200"), (257, b"400")])
+async def test_a_header_may_have_so_many_fields(serve: Serve, fields: int, status: bytes) -> None:
+    url = await serve(FakeEngine())
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    lines = ["GET /health HTTP/1.1", "Host: a", *(f"X-{i}: 1" for i in range(fields - 1)), "", ""]
+    writer.write("\r\n".join(lines).encode())
+    assert (await asyncio.wait_for(reader.readline(), 5)).split()[1] == status
+    writer.close()
+
+
 async def test_a_header_that_comes_too_slowly_ends_the_connection(serve: Serve) -> None:
     """Byte by byte: what has come does not buy more time, for the next request neither."""
     url = await serve(FakeEngine(), header_timeout=0.2)

@@ -139,6 +139,7 @@ COMMON = {
     "priority": INT64,
     "service_tier": Field(("auto", "flex", "fast"), ("cheap", 1, "")),
     "cache_salt": Field(("a", "x" * 128, "é"), ("", "x" * 129, "a@b", "a/b", "a\\b", "a\0b", 1)),
+    "request_id": Field(("mine", "x" * 256, " ~"), ("", "x" * 257, "a\n", "é", "\x7f", 1)),
     "truncate_prompt_tokens": Field((-1, 1, 4000), (0, -2, 4096, 10**9, 1.5, "1")),
     "truncation_side": Field(("left", "right"), ("middle", 1)),
 }

@@ -6,6 +6,7 @@ from aiohttp import web
 
 from jaxserve.server.chat_turn import chat_generation
 from jaxserve.server.errors import renamed
+from jaxserve.server.middleware import take_request_id
 from jaxserve.server.parse import parse, read_json
 from jaxserve.server.reply import Arrival, answer
 from jaxserve.server.responses.reply import ResponsesReply
@@ -19,6 +20,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     service = arrival.service
     service.check_accepting()
     fields, ignored = parse(await read_json(request), ResponsesRequest, REJECTED, SILENT)
+    take_request_id(request, fields.request_id)
     model = service.model_name(fields.model)
     with renamed(NAMES):
         generation = await chat_generation(service, to_chat(fields), f"resp_{arrival.id}")

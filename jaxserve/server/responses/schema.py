@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from jaxserve.api import MAX_LOGPROBS
-from jaxserve.server.schema import MAX_MESSAGES, MAX_TOOLS, SALT, Effort, Tier
+from jaxserve.server.schema import MAX_MESSAGES, MAX_TOOLS, SALT, Effort, RequestId, Tier
 from jaxserve.server.unsupported import Harmless
 
 
@@ -97,6 +97,7 @@ class ResponsesRequest(Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     service_tier: Tier | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128, pattern=SALT)] | None = None
+    request_id: RequestId | None = None
 
 
 REJECTED: dict[str, Harmless] = {
