@@ -29,7 +29,8 @@ import uvloop
 from jaxserve import logs
 from jaxserve.api import EngineLimits, PromptLogprobs
 from jaxserve.config import CacheConfig, SchedulerConfig, ServerConfig
-from jaxserve.engine.engine import AsyncEngine, Parts, Progress
+from jaxserve.engine.engine import AsyncEngine, Progress
+from jaxserve.engine.loop import Parts
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.plan import Row, Sampled, StepPlan
 from jaxserve.scheduler import Scheduler

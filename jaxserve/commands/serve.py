@@ -20,7 +20,8 @@ from jaxserve import logs
 from jaxserve.api import EngineLimits
 from jaxserve.cli.options import Options
 from jaxserve.config import ConfigError, ServerConfig
-from jaxserve.engine.engine import AsyncEngine, Parts, Progress
+from jaxserve.engine.engine import AsyncEngine, Progress
+from jaxserve.engine.loop import Parts
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.server import make_app, make_runner
 from jaxserve.startup import heap

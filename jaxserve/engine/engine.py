@@ -11,10 +11,7 @@ import contextlib
 import logging
 import sys
 import threading
-import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from typing import NamedTuple, Protocol
 
 from jaxserve.api import (
     EngineFailed,
@@ -25,68 +22,20 @@ from jaxserve.api import (
     Request,
     TokenEvent,
 )
+from jaxserve.engine.inbox import Abort, Inbox, ResetPrefixCache, Submit
+from jaxserve.engine.loop import Parts, Posted, Refused, StepLoop
 from jaxserve.engine.mailbox import Mailbox
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.plan import Sampled, StepPlan
-from jaxserve.scheduler import Scheduler
-from jaxserve.scheduler.learned_times import StepClock
 
 log = logging.getLogger(__name__)
-
-_GUIDE_WAIT, _IDLE_GUIDE_WAIT = 0.001, 0.05
-"""Seconds that the next plan waits for masks of structured output, while a step is computed and
-while nothing is."""
 
 _SWITCH_INTERVAL = 0.001
 """Seconds after which a thread gives the interpreter's lock to another one that waits for it."""
 
-_QUIET = 1.0
-"""Seconds without a request before the accounts are gone through: that takes milliseconds, for
-which the next request of a lone client would wait, and its answers' last events before it."""
-
-_STEP_FAILED = "a step failed; the sequences that it held end with an error"
-
 type Progress = Callable[[str, float], None]
 """Called with the phase of the start-up and the fraction of it that is done."""
 
-
-class StepRunner[P](Protocol):
-    """What the engine needs of a runner."""
-
-    def launch(self, plan: StepPlan) -> P: ...
-    def collect(self, pending: P) -> list[Sampled | None]: ...
-    def reset(self) -> None: ...
-
-
-class Parts[P](NamedTuple):
-    """What the engine thread drives, made on that thread."""
-
-    scheduler: Scheduler
-    runner: StepRunner[P]
-
-
-class _Submit(NamedTuple):
-    request: Request
-
-
-class _Abort(NamedTuple):
-    request_id: str
-
-
-class _ResetPrefixCache(NamedTuple):
-    pass
-
-
-class _Refused(NamedTuple):
-    """The scheduler did not take a request."""
-
-    request_id: str
-    error: Rejected | Overloaded
-
-
-type _Order = _Submit | _Abort | _ResetPrefixCache
-type _Posted = TokenEvent | _Refused | EngineFailed
-type _Message = _Posted | Overloaded
+type _Message = Posted | Overloaded
 
 
 class AsyncEngine[P]:
@@ -105,20 +54,14 @@ class AsyncEngine[P]:
         self._metrics = metrics
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, Mailbox[_Message]] = {}
-        self._inbox: deque[_Order] = deque()
-        self._wake = threading.Event()
-        self._stopping = False
+        self._inbox = Inbox()
         self._draining = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._ready: asyncio.Future[None] | None = None
         self._died = asyncio.Event()
         self._phase, self._progress = "starting", 0.0
         self._error: str | None = None
-        self._parts: Parts[P] | None = None
-        self._last_progress = time.monotonic()
-        self._idle = True
-        self._preemptions = 0
-        self._steps = StepClock()
+        self._steps: StepLoop[P] | None = None
 
     # The event loop's side.
 
@@ -144,8 +87,8 @@ class AsyncEngine[P]:
 
     async def stop(self) -> None:
         """End the thread after the step in flight; streams still open end with an error."""
-        self._stopping = self._draining = True
-        self._wake.set()
+        self._draining = True
+        self._inbox.close()
         # Not join(): the loop goes on delivering meanwhile. A start-up cannot be interrupted;
         # its thread ends with the process.
         while self._phase == "serving" and self._thread.is_alive():
@@ -159,7 +102,7 @@ class AsyncEngine[P]:
         return len(self._streams)
 
     def status(self) -> EngineStatus:
-        scheduler = self._parts.scheduler if self._parts else None
+        scheduler = self._steps.scheduler if self._steps else None
         phase = "draining" if self._draining and self._phase == "serving" else self._phase
         return EngineStatus(
             ready=phase == "serving",
@@ -169,7 +112,7 @@ class AsyncEngine[P]:
             waiting=(scheduler.num_waiting if scheduler else 0) + len(self._inbox),
             free_pages=scheduler.pages.num_free if scheduler else 0,
             total_pages=scheduler.pages.num_total if scheduler else 0,
-            last_step_age=0.0 if self._idle else time.monotonic() - self._last_progress,
+            last_step_age=self._steps.last_step_age if self._steps else 0.0,
             error=self._error,
         )
 
@@ -180,7 +123,7 @@ class AsyncEngine[P]:
             raise Rejected(f"a request with the id {request.id!r} is not finished")
         assert self._loop is not None
         mailbox = self._streams[request.id] = Mailbox[_Message](self._loop)
-        self._send(_Submit(request))
+        self._inbox.send(Submit(request))
         finished = False
         try:
             while not finished:
@@ -193,7 +136,7 @@ class AsyncEngine[P]:
         finally:
             del self._streams[request.id]
             if not finished:
-                self._send(_Abort(request.id))
+                self._inbox.send(Abort(request.id))
 
     def _check_accepting(self) -> None:
         if self._error is not None:
@@ -205,13 +148,9 @@ class AsyncEngine[P]:
 
     def reset_prefix_cache(self) -> None:
         """See `api.Engine.reset_prefix_cache`: before the next step is planned."""
-        self._send(_ResetPrefixCache())
+        self._inbox.send(ResetPrefixCache())
 
-    def _send(self, message: _Order) -> None:
-        self._inbox.append(message)
-        self._wake.set()
-
-    def _deliver(self, messages: list[_Posted]) -> None:
+    def _deliver(self, messages: list[Posted]) -> None:
         """Hand one step's messages to their streams; a stream that was closed drops its own."""
         for message in messages:
             if isinstance(message, EngineFailed):
@@ -222,7 +161,7 @@ class AsyncEngine[P]:
 
     # The thread's side.
 
-    def _post(self, messages: list[_Posted]) -> None:
+    def _post(self, messages: list[Posted]) -> None:
         self._call(self._deliver, messages)
 
     def _call[*Args](self, function: Callable[[*Args], object], *args: *Args) -> None:
@@ -252,10 +191,11 @@ class AsyncEngine[P]:
         # would keep this thread from going on for as long as a step takes, after each of its waits.
         sys.setswitchinterval(_SWITCH_INTERVAL)
         try:
-            self._parts = self._build(self._report)
+            parts = self._build(self._report)
+            self._steps = StepLoop(parts, self._inbox, self._post, self._metrics)
             self._report("serving", 1.0)
             self._settle_ready(None)
-            self._serve(self._parts)
+            self._steps.run()
         except BaseException as error:
             self._phase, self._error = "failed", f"{type(error).__name__}: {error}"
             if self._ready is not None and not self._ready.done():
@@ -267,116 +207,6 @@ class AsyncEngine[P]:
 
     def _report(self, phase: str, progress: float) -> None:
         self._phase, self._progress = phase, progress
-        self._last_progress = time.monotonic()
-
-    def _serve(self, parts: Parts[P]) -> None:
-        """Launch the next step before reading the one in flight, for as long as there is work."""
-        scheduler = parts.scheduler
-        in_flight: tuple[StepPlan, P] | None = None
-        while not self._stopping:
-            self._idle = in_flight is None and not scheduler.has_work
-            if self._idle:
-                self._rest(scheduler)
-            self._wake.clear()
-            self._read_inbox(scheduler)
-            self._idle = False
-            in_flight = self._advance(parts, in_flight)
-            self._last_progress = time.monotonic()
-        if in_flight is not None:
-            with contextlib.suppress(Exception):
-                # Nobody waits for it, but XLA aborts a process that ends in the middle of a step.
-                parts.runner.collect(in_flight[1])
-
-    def _rest(self, scheduler: Scheduler) -> None:
-        """Wait until there is something to do; once nothing has come for a while, look whether
-        every page and slot is accounted for."""
-        if not self._wake.wait(_QUIET):
-            _check_accounts(scheduler)
-            self._wake.wait()
-
-    def _advance(
-        self, parts: Parts[P], in_flight: tuple[StepPlan, P] | None
-    ) -> tuple[StepPlan, P] | None:
-        """Launch one step, finish the one before; returns the step now in flight."""
-        scheduler, runner = parts
-        try:
-            for request_id, missed in scheduler.shed():
-                self._post([_Refused(request_id, missed)])
-                self._metrics.count_shed()
-            self._end_failed(scheduler.await_guides(_GUIDE_WAIT if in_flight else _IDLE_GUIDE_WAIT))
-            plan = scheduler.plan()
-        except Exception:
-            log.exception("a plan could not be made; all requests end with an error")
-            self._recover(parts, None)
-            return None
-        launched, lost = None, list[StepPlan]()
-        if plan is not None:
-            try:
-                launched = (plan, runner.launch(plan))
-            except Exception:
-                log.exception(_STEP_FAILED)
-                lost = [plan]
-        if in_flight is None:
-            self._steps.rest()
-        else:
-            try:
-                sampled = self._collect(parts, *in_flight)
-                self._publish(scheduler.commit(in_flight[0], sampled))
-            except Exception:  # what was launched after it works on what it left behind
-                log.exception(_STEP_FAILED)
-                lost = [in_flight[0], *([] if plan is None else [plan])]
-        self._count_preemptions(scheduler)
-        if lost:
-            self._recover(parts, lost)
-            return None
-        return launched
-
-    def _collect(self, parts: Parts[P], plan: StepPlan, pending: P) -> list[Sampled | None]:
-        began = time.perf_counter()
-        sampled = parts.runner.collect(pending)
-        took = self._steps.took(began, time.perf_counter())
-        correction = None if took is None else parts.scheduler.learn(plan, took)
-        if correction is not None:
-            self._metrics.observe_correction(*correction)
-        return sampled
-
-    def _recover(self, parts: Parts[P], lost: list[StepPlan] | None) -> None:
-        """End the requests of lost steps (None: all), and start again with a fresh device state."""
-        self._end_failed(parts.scheduler.fail(lost))
-        parts.runner.reset()
-
-    def _end_failed(self, failed: list[TokenEvent]) -> None:
-        for _ in failed:
-            self._metrics.count_error()
-        self._publish(failed)
-
-    def _count_preemptions(self, scheduler: Scheduler) -> None:
-        while self._preemptions < scheduler.num_preemptions:
-            self._preemptions += 1
-            self._metrics.count_preemption()
-
-    def _publish(self, events: list[TokenEvent]) -> None:
-        for event in events:
-            if event.start is not None:
-                self._metrics.observe_start(event.start)
-            if event.finish is not None and event.token is not None:
-                self._metrics.observe_preemptions(event.preemptions)
-        if events:
-            self._post(list(events))
-
-    def _read_inbox(self, scheduler: Scheduler) -> None:
-        while self._inbox:
-            message = self._inbox.popleft()
-            match message:
-                case _Abort(request_id):
-                    scheduler.abort(request_id)
-                case _ResetPrefixCache():
-                    scheduler.reset_prefix_cache()
-                case _Submit(request):
-                    try:
-                        scheduler.add(request)
-                    except (Rejected, Overloaded) as error:
-                        self._post([_Refused(request.id, error)])
 
 
 def _up_to_end(messages: list[_Message]) -> tuple[list[TokenEvent], Exception | None]:
@@ -384,15 +214,8 @@ def _up_to_end(messages: list[_Message]) -> tuple[list[TokenEvent], Exception | 
     events: list[TokenEvent] = []
     for message in messages:
         if not isinstance(message, TokenEvent):
-            return events, message.error if isinstance(message, _Refused) else message
+            return events, message.error if isinstance(message, Refused) else message
         events.append(message)
         if message.finish is not None:
             break
     return events, None
-
-
-def _check_accounts(scheduler: Scheduler) -> None:
-    try:
-        scheduler.check()
-    except AssertionError as error:
-        log.critical("the scheduler's accounts are wrong, please report this: %s", error)

@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxserve.cli.options import Options
 from jaxserve.config import ConfigError
-from jaxserve.engine.engine import Parts, Progress
+from jaxserve.engine.engine import Progress
+from jaxserve.engine.loop import Parts
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.models import qwen3
 from jaxserve.programs.executable_cache import Executable

@@ -15,7 +15,8 @@ from jaxserve.api import (
     TokenEvent,
 )
 from jaxserve.config import CacheConfig, SchedulerConfig
-from jaxserve.engine.engine import AsyncEngine, Parts, Progress
+from jaxserve.engine.engine import AsyncEngine, Progress
+from jaxserve.engine.loop import Parts
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.plan import Sampled, StepPlan
 from jaxserve.scheduler import Scheduler

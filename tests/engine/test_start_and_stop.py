@@ -59,7 +59,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 async def test_accounts_are_gone_through_once_nothing_has_come_for_a_while(
     checks: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxserve.engine.engine._QUIET", 0.0)
+    monkeypatch.setattr("jaxserve.engine.loop._QUIET", 0.0)
     async with serving(GatedRunner()) as engine:
         await until(lambda: len(checks) == 1)
         await events_of(engine.generate(request()))
@@ -69,7 +69,7 @@ async def test_accounts_are_gone_through_once_nothing_has_come_for_a_while(
 async def test_the_next_request_does_not_wait_for_the_accounts(
     checks: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxserve.engine.engine._QUIET", 3600.0)
+    monkeypatch.setattr("jaxserve.engine.loop._QUIET", 3600.0)
     async with serving(GatedRunner()) as engine:
         for number in range(5):
             await events_of(engine.generate(request(number)))

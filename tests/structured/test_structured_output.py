@@ -14,7 +14,8 @@ import jsonschema
 import pytest
 
 from jaxserve.api import EngineLimits
-from jaxserve.engine.engine import AsyncEngine, Parts
+from jaxserve.engine.engine import AsyncEngine
+from jaxserve.engine.loop import Parts
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.runner.runner import Runner
 from jaxserve.scheduler import Scheduler
