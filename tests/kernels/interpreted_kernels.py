@@ -123,13 +123,14 @@ def test_paged_attention(name: str, splits: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("name", ["decode_at_page_edges", "decode_padded", "decode_with_one_head"])
-@pytest.mark.parametrize("free", [0, 9, 100])
-def test_singles_beside_chunks(name: str, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many free places share the contexts of the others."""
+@pytest.mark.parametrize("places", [4, 16, 64])
+def test_singles_beside_chunks(name: str, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many places share the contexts."""
     monkeypatch.setattr(triton_singles, "_MIN_KEYS", 1)
+    monkeypatch.setattr(triton_singles, "_SHARED_PLACES", places)
     inputs = make_inputs(SPECS[name], seed=3)
     columns = (inputs.first, inputs.length, inputs.slot, inputs.position)
-    tiles = QueryTiles(*(jnp.asarray(np.pad(column, (0, free))) for column in columns))
+    tiles = QueryTiles(*(jnp.asarray(np.pad(column, (0, 3))) for column in columns))
     q, kv, table = (jnp.asarray(each) for each in (inputs.q, inputs.kv, inputs.page_table))
     with target.use(target.Target("reference")):
         expected = paged_attention(q, kv, inputs.layer, table, tiles, tile_size=1)

@@ -20,8 +20,8 @@ DECODE = ((0, 1, 63, 64, 127, 128, 500, 1300), (1,) * 8)
 MANY = ((*DECODE[0], 62, 65, *range(900, 910)), (1,) * 20)
 """More than that in 8 bits; with KVarN a program has a whole context."""
 FORMATS = ("int8", "fp8_e4m3", "kvarn_k4v4_g128", "kvarn_k4v2_g128")
-CHUNKS = ((0, 0, 64, 100, 127, 700, 255, 130), (3, 300, 64, 29, 2, 150, 1, 1))
-"""With two rows of one token, of which one fills a page."""
+CHUNKS = ((0, 0, 64, 100, 127, 700, 255, 1290), (3, 300, 64, 29, 2, 150, 1, 1))
+"""With two rows of one token: one fills a page, the other's context is shared."""
 
 
 def relative_error(out: jax.Array, expected: jax.Array) -> float:

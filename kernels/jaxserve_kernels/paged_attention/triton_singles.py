@@ -53,14 +53,16 @@ class Parts(NamedTuple):
 
 
 def share(tiles: QueryTiles, *, keys: int) -> tuple[Shares, Parts]:
-    """Share places out among the tokens of tiles of at most one, in blocks of `keys` keys."""
-    place = jnp.arange(tiles.first.shape[0], dtype=jnp.int32)
-    taken = jnp.max(jnp.where(tiles.length > 0, place + 1, 0))
-    most = min(_SHARED_PLACES, len(place))
-    shares = jnp.clip(most // jnp.maximum(taken, 1), 1, _MOST_SHARES)
+    """Share places, a few at least, out among the tokens of tiles of at most one, in blocks of
+    `keys` keys."""
+    most = tiles.first.shape[0]
+    taken = jnp.max(jnp.where(tiles.length > 0, jnp.arange(most, dtype=jnp.int32) + 1, 0))
+    shares = jnp.clip(_SHARED_PLACES // jnp.maximum(taken, 1), 1, _MOST_SHARES)
+    place = jnp.arange(max(most, _SHARED_PLACES), dtype=jnp.int32)
     tile, index = place // shares, place % shares
     length, first, slot, position = (
-        jnp.take(each, tile) for each in (tiles.length, tiles.first, tiles.slot, tiles.position)
+        jnp.take(each, tile, mode="clip")
+        for each in (tiles.length, tiles.first, tiles.slot, tiles.position)
     )
     least = max(_MIN_KEYS // keys, 1)
     blocks = jnp.where((tile < taken) & (length > 0), position // keys + 1, 0)
@@ -68,7 +70,7 @@ def share(tiles: QueryTiles, *, keys: int) -> tuple[Shares, Parts]:
     begin = jnp.minimum(index * size, blocks)
     end = jnp.minimum(begin + size, blocks)
 
-    own = slice(0, most // 2)  # of more tokens, each has one share
+    own = slice(0, min(most, _SHARED_PLACES // 2))  # of more tokens, each has one share
     blocks = jnp.where(tiles.length[own] > 0, tiles.position[own] // keys + 1, 0)
     size = jnp.maximum(-(-blocks // shares), least)
     count = jnp.where(size < blocks, -(-blocks // size), 0)
@@ -160,31 +162,40 @@ def attend(
     head_dim] between the results of others."""
     num_pages, kv_heads, _, page_size, head_dim = kv.shape[1:]
     q_heads = q.shape[1]
-    group = q_heads // kv_heads
-    rows = max(16, triton.next_power_of_2(group))
+    rows = max(16, triton.next_power_of_2(q_heads // kv_heads))
     keys = _block_keys(kv)
     shares, parts = share(tiles, keys=keys)
-    places, tokens = shares.first.shape[0], parts.first.shape[0]
-    shared: dict[str, int] = {
-        "q_heads": q_heads, "kv_heads": kv_heads, "ROWS": rows, "DIM": head_dim, "num_warps": 4,
-    }  # fmt: skip
-    statistics = jax.ShapeDtypeStruct((min(places, _SHARED_PLACES), kv_heads, rows), jnp.float32)
-    sums = jax.ShapeDtypeStruct((*statistics.shape, head_dim), jnp.float32)
     written = triton_call(
         q, kv, layer * num_pages, page_table, *shares, out,
         kernel=_attend,
         name="paged_attention_singles",
-        out_type=(sums, statistics, statistics),
-        grid=(places, kv_heads),
+        out_type=part_types(kv_heads, rows, head_dim),
+        grid=(shares.first.shape[0], kv_heads),
+        num_warps=4,
         table_stride=page_table.shape[1], scale=head_dim**-0.5 * LOG2_E,
-        PAGE=page_size, KEYS=keys, STAGES=3, **shared,
+        q_heads=q_heads, kv_heads=kv_heads, ROWS=rows, DIM=head_dim,
+        PAGE=page_size, KEYS=keys, STAGES=3,
     )  # fmt: skip
-    if tokens:
-        triton_call(
-            *written, *parts, out,
-            kernel=_merge,
-            name="paged_attention_singles_merge",
-            out_type=(),
-            grid=(tokens, kv_heads),
-            GROUP=triton.next_power_of_2(group), MOST=_MOST_SHARES, **shared,
-        )  # fmt: skip
+    merge(written, parts, out)
+
+
+def part_types(kv_heads: int, rows: int, head_dim: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What shares leave for `merge`: sums, peaks and weights."""
+    statistics = jax.ShapeDtypeStruct((_SHARED_PLACES, kv_heads, rows), jnp.float32)
+    return jax.ShapeDtypeStruct((*statistics.shape, head_dim), jnp.float32), statistics, statistics
+
+
+def merge(written: tuple[Array, Array, Array], parts: Parts, out: jax.Ref) -> None:
+    """Store in `out` what was found in shares, see `part_types`."""
+    _, kv_heads, rows, head_dim = written[0].shape
+    tokens, q_heads = parts.first.shape[0], out.shape[1]
+    triton_call(
+        *written, *parts, out,
+        kernel=_merge,
+        name="paged_attention_singles_merge",
+        out_type=(),
+        grid=(tokens, kv_heads),
+        num_warps=4,
+        q_heads=q_heads, kv_heads=kv_heads, ROWS=rows, DIM=head_dim,
+        GROUP=triton.next_power_of_2(q_heads // kv_heads), MOST=_MOST_SHARES,
+    )  # fmt: skip

@@ -12,7 +12,7 @@ from jax import Array
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.eight_bit import triton_streaming
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
-from jaxserve_kernels.kv_format.eight_bit.triton_attention import read
+from jaxserve_kernels.kv_format.eight_bit.triton_attention import read, read_some
 from jaxserve_kernels.kv_format.eight_bit.triton_expand import read_chunks
 from jaxserve_kernels.kv_format.eight_bit.triton_inputs import write
 
@@ -32,12 +32,10 @@ def attend[Cache: Int8KV | Fp8KV](
         return triton_streaming.attend(qkv, kv, layer, norms, tables, step, eps=eps)
     q, kv = write(qkv, kv, layer, norms, tables, step, eps=eps)
     if tile_size == 1:
-        result = read(q, kv, layer, step.page_table, step.tiles.in_one_list())
-        assert result is not None
-        return result, kv
+        return read(q, kv, layer, step.page_table, step.tiles.in_one_list()), kv
     result = read_chunks(q, kv, layer, step, tile_size)
     if step.tiles.singles is None:
         return result, kv
     out = jax.new_ref(result)
-    read(q, kv, layer, step.page_table, step.tiles.singles, out)
+    read_some(q, kv, layer, step.page_table, step.tiles.singles, out)
     return jax.freeze(out), kv

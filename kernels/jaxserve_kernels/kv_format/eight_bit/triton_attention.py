@@ -6,8 +6,6 @@ the result (fp8). One program per token, KV head and split of the context, as in
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import triton
@@ -17,9 +15,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
 from jaxserve_kernels.kv_format.eight_bit.triton_numbers import halves, numbers
-from jaxserve_kernels.paged_attention import QueryTiles
+from jaxserve_kernels.paged_attention import QueryTiles, triton_singles
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.triton_call import triton_call
+
+KEYS = 64
+"""That are visited together."""
 
 _TARGET_PROGRAMS = 528
 """Four programs for each of an H100's multiprocessors: with two, 8 and 32 sequences took 1.2 and
@@ -72,6 +73,54 @@ def visit(
 
 
 @triton.jit
+def _visit_blocks(
+    q_ptr, q_row, valid, words_ptr, scales_ptr, layer, num_pages, table, width, kv_head,
+    begin, end, last, scale: tl.constexpr, kv_heads: tl.constexpr,
+    ROWS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, FP8: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """What the queries in the rows `q_row` find in blocks of keys up to position `last`."""
+    dim = tl.arange(0, HALF)
+    first_page = (layer * num_pages).to(tl.int64)
+    q_at = q_ptr + q_row[:, None] * (2 * HALF) + dim[None, :]
+    q_low = tl.load(q_at, mask=valid[:, None], other=0.0)
+    q_high = tl.load(q_at + HALF, mask=valid[:, None], other=0.0)
+    if FAST and FP8:
+        q_low = q_low.to(tl.float16)
+        q_high = q_high.to(tl.float16)
+    elif not FAST:
+        q_low = q_low.to(tl.float32)
+        q_high = q_high.to(tl.float32)
+    score_scale = scale * 1.0
+    result_scale = 1.0
+    if FP8:
+        scales = scales_ptr + (layer * kv_heads + kv_head) * 2
+        score_scale = tl.load(scales) * scale
+        result_scale = tl.load(scales + 1)
+    peak = tl.full([ROWS], -1.0e30, tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    acc_low = tl.zeros([ROWS, HALF], tl.float32)
+    acc_high = tl.zeros([ROWS, HALF], tl.float32)
+    for block in tl.range(begin, end, num_stages=STAGES):
+        peak, weight, acc_low, acc_high = visit(
+            block, q_low, q_high, peak, weight, acc_low, acc_high, words_ptr, scales_ptr,
+            table, width, first_page, kv_head, last, score_scale,
+            kv_heads, HALF, PAGE, KEYS, FP8, FAST,
+        )  # fmt: skip
+    return peak, weight, acc_low * result_scale, acc_high * result_scale
+
+
+@triton.jit
+def _store_rows(out_ptr, row, valid, low, high):
+    """Both halves of rows of `out_ptr` [rows, 2 * half]."""
+    HALF: tl.constexpr = low.shape[1]
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    at = out_ptr + row[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
+    tl.store(at, low.to(dtype), mask=valid[:, None])
+    tl.store(at + HALF, high.to(dtype), mask=valid[:, None])
+
+
+@triton.jit
 def _attend(
     q_ptr, words_ptr, scales_ptr, layer, table_ptr, first_ptr, length_ptr, slot_ptr,
     position_ptr, out_ptr, peak_ptr, weight_ptr,
@@ -93,53 +142,61 @@ def _attend(
         gdc_launch_dependents()
         gdc_wait()
     if length > 0:
-        first_page = (layer * num_pages).to(tl.int64)
         row = tl.arange(0, ROWS)
-        dim = tl.arange(0, HALF)
         valid = row < group
         q_row = first * q_heads + kv_head * group + row
-        q_at = q_ptr + q_row[:, None] * (2 * HALF) + dim[None, :]
-        q_low = tl.load(q_at, mask=valid[:, None], other=0.0)
-        q_high = tl.load(q_at + HALF, mask=valid[:, None], other=0.0)
-        if FAST and FP8:
-            q_low = q_low.to(tl.float16)
-            q_high = q_high.to(tl.float16)
-        elif not FAST:
-            q_low = q_low.to(tl.float32)
-            q_high = q_high.to(tl.float32)
-        score_scale = scale * 1.0
-        result_scale = 1.0
-        if FP8:
-            scales = scales_ptr + (layer * kv_heads + kv_head) * 2
-            score_scale = tl.load(scales) * scale
-            result_scale = tl.load(scales + 1)
-
         blocks = position // KEYS + 1
         per_split = tl.cdiv(blocks, SPLITS)
         begin = split * per_split
-        peak = tl.full([ROWS], -1.0e30, tl.float32)
-        weight = tl.zeros([ROWS], tl.float32)
-        acc_low = tl.zeros([ROWS, HALF], tl.float32)
-        acc_high = tl.zeros([ROWS, HALF], tl.float32)
-        for block in tl.range(begin, tl.minimum(begin + per_split, blocks), num_stages=STAGES):
-            peak, weight, acc_low, acc_high = visit(
-                block, q_low, q_high, peak, weight, acc_low, acc_high, words_ptr, scales_ptr,
-                table, table_stride, first_page, kv_head, position, score_scale,
-                kv_heads, HALF, PAGE, KEYS, FP8, FAST,
-            )  # fmt: skip
-
-        acc_low *= result_scale
-        acc_high *= result_scale
+        peak, weight, acc_low, acc_high = _visit_blocks(
+            q_ptr, q_row, valid, words_ptr, scales_ptr, layer, num_pages, table, table_stride,
+            kv_head, begin, tl.minimum(begin + per_split, blocks), position, scale, kv_heads,
+            ROWS, HALF, PAGE, KEYS, STAGES, FP8, FAST,
+        )  # fmt: skip
         if SPLITS == 1:
-            at = out_ptr + q_row[:, None] * (2 * HALF) + dim[None, :]
-            dtype = out_ptr.dtype.element_ty
-            tl.store(at, (acc_low / weight[:, None]).to(dtype), mask=valid[:, None])
-            tl.store(at + HALF, (acc_high / weight[:, None]).to(dtype), mask=valid[:, None])
+            total = weight[:, None]
+            _store_rows(out_ptr, q_row, valid, acc_low / total, acc_high / total)
         else:
             part = ((tile * kv_heads + kv_head) * SPLITS + split).to(tl.int64) * ROWS + row
-            at = out_ptr + part[:, None] * (2 * HALF) + dim[None, :]
-            tl.store(at, acc_low, mask=valid[:, None])
-            tl.store(at + HALF, acc_high, mask=valid[:, None])
+            _store_rows(out_ptr, part, valid, acc_low, acc_high)
+            tl.store(peak_ptr + part, peak, mask=valid)
+            tl.store(weight_ptr + part, weight, mask=valid)
+
+
+@triton.jit
+def _attend_shares(
+    q_ptr, words_ptr, scales_ptr, layer, table_ptr,
+    first_ptr, slot_ptr, position_ptr, begin_ptr, end_ptr,
+    out_ptr, part_ptr, peak_ptr, weight_ptr,
+    num_pages, table_stride, scale: tl.constexpr,
+    q_heads: tl.constexpr, kv_heads: tl.constexpr,
+    ROWS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, FP8: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """As `paged_attention.triton_singles` does."""
+    place = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    group: tl.constexpr = q_heads // kv_heads
+    begin = tl.load(begin_ptr + place)
+    end = tl.load(end_ptr + place)
+    first = tl.load(first_ptr + place).to(tl.int64)
+    last = tl.load(position_ptr + place)
+    table = table_ptr + tl.load(slot_ptr + place).to(tl.int64) * table_stride
+    if begin < end:
+        row = tl.arange(0, ROWS)
+        valid = row < group
+        q_row = first * q_heads + kv_head * group + row
+        peak, weight, acc_low, acc_high = _visit_blocks(
+            q_ptr, q_row, valid, words_ptr, scales_ptr, layer, num_pages, table, table_stride,
+            kv_head, begin, end, last, scale, kv_heads,
+            ROWS, HALF, PAGE, KEYS, STAGES, FP8, FAST,
+        )  # fmt: skip
+        if (begin == 0) & (end > last // KEYS):
+            total = weight[:, None]
+            _store_rows(out_ptr, q_row, valid, acc_low / total, acc_high / total)
+        else:
+            part = ((place * kv_heads + kv_head) * ROWS + row).to(tl.int64)
+            _store_rows(part_ptr, part, valid, acc_low, acc_high)
             tl.store(peak_ptr + part, peak, mask=valid)
             tl.store(weight_ptr + part, weight, mask=valid)
 
@@ -186,48 +243,69 @@ def read(
     layer: int,
     page_table: Array,
     tiles: QueryTiles,
-    out: jax.Ref | None = None,
     config: Config | None = None,
-) -> Array | None:
-    """Attention of single tokens, q [tokens, q_heads, head_dim]: returned, or stored in `out`."""
+) -> Array:
+    """Attention of single tokens, q [tokens, q_heads, head_dim]."""
     num_pages, kv_heads, _, page_size, half = kv.words.shape[1:]
     num_tiles, q_heads, head_dim = tiles.first.shape[0], *q.shape[1:]
     config = config or heuristic(
         tiles=num_tiles, kv_heads=kv_heads, pages_per_seq=page_table.shape[1]
     )
-    rows = max(16, triton.next_power_of_2(q_heads // kv_heads))  # what the tensor cores take
-    given = () if out is None else (out,)
-    made = () if given else (jax.ShapeDtypeStruct(q.shape, q.dtype),)
-
-    def launch(given: tuple[jax.Ref, ...], types: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
-        return triton_call(
-            q, kv.words, kv.scales, layer, page_table, *tiles[:4], *given,
-            kernel=_attend,
-            name="paged_attention_8_bit",
-            out_type=types,
-            grid=(num_tiles, kv_heads, config.splits),
-            num_warps=config.num_warps,
-            num_pages=num_pages, table_stride=page_table.shape[1],
-            scale=head_dim**-0.5 * LOG2_E,
-            q_heads=q_heads, kv_heads=kv_heads,
-            ROWS=rows, HALF=half, PAGE=page_size, KEYS=64,
-            SPLITS=config.splits, STAGES=config.num_stages, **numbers(q, kv),
-        )  # fmt: skip
-
-    if config.splits == 1:
-        nothing = jax.ShapeDtypeStruct((1,), jnp.float32)
-        result = launch(given, (*made, nothing, nothing))
-        return None if given else result[0]
-    parts = (num_tiles, kv_heads, config.splits, rows)
+    rows = _rows(q, kv)
+    parts = (num_tiles, kv_heads, config.splits, rows) if config.splits > 1 else (1,)
     statistics = jax.ShapeDtypeStruct(parts, jnp.float32)
     sums = jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32)
-    result = triton_call(
-        *launch((), (sums, statistics, statistics)), tiles.first, tiles.length, *given,
+    whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    result, *others = triton_call(
+        q, kv.words, kv.scales, layer, page_table, *tiles[:4],
+        kernel=_attend,
+        name="paged_attention_8_bit",
+        out_type=(whole if config.splits == 1 else sums, statistics, statistics),
+        grid=(num_tiles, kv_heads, config.splits),
+        num_warps=config.num_warps,
+        num_pages=num_pages, table_stride=page_table.shape[1],
+        scale=head_dim**-0.5 * LOG2_E,
+        q_heads=q_heads, kv_heads=kv_heads,
+        ROWS=rows, HALF=half, PAGE=page_size, KEYS=KEYS,
+        SPLITS=config.splits, STAGES=config.num_stages, **numbers(q, kv),
+    )  # fmt: skip
+    if config.splits == 1:
+        return result
+    return triton_call(
+        result, *others, tiles.first, tiles.length,
         kernel=_merge_splits,
         name="paged_attention_merge",
-        out_type=made,
+        out_type=whole,
         grid=(num_tiles, q_heads),
         num_warps=4,
         q_heads=q_heads, kv_heads=kv_heads, ROWS=rows, DIM=head_dim, SPLITS=config.splits,
     )  # fmt: skip
-    return None if given else result[0]
+
+
+def read_some(
+    q: Array, kv: Int8KV | Fp8KV, layer: int, page_table: Array, tiles: QueryTiles, out: jax.Ref
+) -> None:
+    """The same of as many tiles as there are, beside chunks: stored in `out`. Few of them share
+    the places of those that are not there."""
+    num_pages, kv_heads, _, page_size, half = kv.words.shape[1:]
+    q_heads, head_dim = q.shape[1:]
+    rows = _rows(q, kv)
+    shares, parts = triton_singles.share(tiles, keys=KEYS)
+    written = triton_call(
+        q, kv.words, kv.scales, layer, page_table, *shares, out,
+        kernel=_attend_shares,
+        name="paged_attention_8_bit_singles",
+        out_type=triton_singles.part_types(kv_heads, rows, head_dim),
+        grid=(shares.first.shape[0], kv_heads),
+        num_warps=2,
+        num_pages=num_pages, table_stride=page_table.shape[1],
+        scale=head_dim**-0.5 * LOG2_E,
+        q_heads=q_heads, kv_heads=kv_heads,
+        ROWS=rows, HALF=half, PAGE=page_size, KEYS=KEYS, STAGES=3, **numbers(q, kv),
+    )  # fmt: skip
+    triton_singles.merge(written, parts, out)
+
+
+def _rows(q: Array, kv: Int8KV | Fp8KV) -> int:
+    """Query heads that share a KV head, as many as the tensor cores take at least."""
+    return max(16, triton.next_power_of_2(q.shape[1] // kv.words.shape[2]))

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from jaxserve_kernels.attention_inputs.triton_parts import group_halves, row_of
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
-from jaxserve_kernels.kv_format.eight_bit.triton_attention import visit
+from jaxserve_kernels.kv_format.eight_bit.triton_attention import KEYS, visit
 from jaxserve_kernels.kv_format.eight_bit.triton_inputs import bytes_of
 from jaxserve_kernels.kv_format.eight_bit.triton_numbers import float_of, numbers
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
@@ -30,8 +30,6 @@ MAX_TOKENS = 16
 
 _TARGET_PROGRAMS = 528
 """Four for each of an H100's multiprocessors, as many as their registers leave room for."""
-
-_KEYS = 64
 
 
 @triton.jit
@@ -208,14 +206,14 @@ def attend[Cache: Int8KV | Fp8KV](
         num_warps=config.num_warps,
         num_pages=num_pages, table_stride=step.page_table.shape[1],
         stride=tokens * width, parts=parts, eps=eps, scale=(2 * half) ** -0.5 * LOG2_E,
-        q_heads=q_heads, kv_heads=kv_heads, ROWS=rows, HALF=half, PAGE=page_size, KEYS=_KEYS,
+        q_heads=q_heads, kv_heads=kv_heads, ROWS=rows, HALF=half, PAGE=page_size, KEYS=KEYS,
         SPLITS=config.splits, STAGES=config.num_stages, **numbers(norms[0], kv),
     )  # fmt: skip
     if config.splits > 1:
         merged = jax.new_ref(out)
         merge(
             tuple(sums), tiles, merged,
-            tile_size=1, kv_heads=kv_heads, keys=_KEYS, min_blocks=1,
+            tile_size=1, kv_heads=kv_heads, keys=KEYS, min_blocks=1,
         )  # fmt: skip
         out = jax.freeze(merged)
     kv = kv._replace(words=jax.freeze(words))
