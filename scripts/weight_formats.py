@@ -84,12 +84,19 @@ def _values(quantize: Quantize) -> Quantize:
     return lambda weight: quantize(weight).dequantize()
 
 
+def _copied(quantize: Quantize) -> Quantize:
+    """What the engine's copy in fp8 of such weights has."""
+    return lambda weight: weights.e4m3_copy(quantize(weight)).dequantize()
+
+
 LAYERS: dict[str, Quantize] = {
     "int8-rtn": _values(weights.quantize_int8),
     "fp8-rtn": _values(weights.quantize_fp8),
     "nvfp4-rtn": _values(weights.quantize_nvfp4),
     "mxfp4-rtn": _values(weights.quantize_mxfp4),
     "int4-rtn": _values(weights.quantize_int4),
+    "nvfp4-copy": _copied(weights.quantize_nvfp4),
+    "int4-copy": _copied(weights.quantize_int4),
     "int4-zeros-rtn": _values(with_zeros),
     "int4-hqq": _values(quantize_int4_hqq),
     "int4-g64-rtn": _values(functools.partial(weights.quantize_int4, group=64)),

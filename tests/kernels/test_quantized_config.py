@@ -73,7 +73,7 @@ def test_on_hopper_each_multiprocessor_has_one_program(name: str, tokens: tuple[
 
 def test_what_hopper_takes() -> None:
     """Gate and up, and down: NVFP4 but gate and up of 384 tokens, integers of many tokens or
-    inputs in groups of 128; not 8 bits, and not prompts."""
+    inputs in groups of 128, no prompts; fp8 of more than a tile of tokens."""
 
     def on_hopper(name: str, tokens: int) -> tuple[bool, bool]:
         gate_up = config_of(name, 19_456, 2560, tokens, gated=True, hopper=True)
@@ -87,7 +87,18 @@ def test_what_hopper_takes() -> None:
         assert taken == [no, both, both, (False, True), both, no]
     taken = [on_hopper("int4", tokens) for tokens in (128, 256, 384, 512, 1024)]
     assert taken == [(False, False), (False, True), (False, True), (True, True), (False, False)]
-    assert on_hopper("int4-g64", 512) == on_hopper("fp8", 256) == (False, False)
+    assert on_hopper("int4-g64", 512) == on_hopper("int8", 256) == (False, False)
+    taken = [on_hopper("fp8", tokens) for tokens in (64, 128, 160, 512, 8192)]
+    assert taken == [(False, False)] * 2 + [(True, True)] * 3
+
+
+def test_fp8_has_large_tiles_where_there_are_enough() -> None:
+    """Of gate and up, and of down."""
+    for tokens, rows in ((256, (256, 128)), (1024, (256, 128)), (2048, (256, 256))):
+        gate_up = config_of("fp8", 19_456, 2560, tokens, gated=True, hopper=True)
+        down = config_of("fp8", 2560, 9728, tokens, hopper=True)
+        assert gate_up is not None and down is not None
+        assert (gate_up.rows, down.rows) == rows
 
 
 def test_few_tokens_are_unpacked_and_many_computed_in_e4m3() -> None:

@@ -55,6 +55,7 @@ E4M3_TOLERANCE = 6.5e-2
         (300, 2560, 4096),
         (200, 17_920, 512),
         (600, 256, 512),
+        (1100, 2560, 640),
     ],
 )
 def test_products_equal_their_definition(name: str, tokens: int, out: int, depth: int) -> None:

@@ -61,8 +61,8 @@ class Config:
 
     method: Method = "unpack"
     """Weights to bfloat16 in registers, by `triton_few`, by `triton_streaming` or by `triton`; or
-    tokens beforehand and weights of 4 bits to e4m3, by `e4m3.triton` or `e4m3.hopper`. Of int8
-    weights e4m3 means tokens in int8.
+    tokens beforehand and weights of 4 bits to e4m3, by `e4m3.triton` or on Hopper by `e4m3.hopper`
+    and, of fp8 weights, `e4m3.hopper_bytes`. Of int8 weights e4m3 means tokens in int8.
     """
     beforehand: bool = False
     """Weights of 4 bits become e4m3 in a pass of their own, not in registers."""
@@ -73,6 +73,8 @@ class Config:
     num_stages: int = 4
     unroll: int = 1
     """Tiles of the input in one turn of the loop; in `triton`, a divisor of a split's tiles."""
+    pieces: int = 1
+    """Of `e4m3.hopper_bytes`: into how many a tile of the last turn may be cut."""
     first: bool = False
     """Of `triton_streaming`: the next kernel of the chain may be brought in before this one reads,
     not after."""
@@ -96,6 +98,8 @@ def choose(
         config = _few(depth, gated=gated)
     elif not _in_e4m3(weight, tokens):
         config = _unpack(weight, tokens, out, tiles)
+    elif hopper and isinstance(weight, Fp8Weight) and _bytes_on_hopper(weight, tokens):
+        config = _hopper_bytes(tokens, out)
     elif hopper and _on_hopper(weight, tokens, gated=gated):
         config = _hopper(tokens, out, tiles)
     elif tokens <= _most_in_registers(weight):
@@ -216,6 +220,20 @@ def _on_hopper(weight: QuantizedWeight, tokens: int, *, gated: bool) -> bool:
     if weight.group != 128 or tokens <= 128 or (gated and tokens <= 384):
         return False
     return tokens > 384 or depth >= _DEEP * 128 or (tokens > 256 and out > depth)
+
+
+def _bytes_on_hopper(weight: Fp8Weight, tokens: int) -> bool:
+    """Where `e4m3.hopper_bytes` is the fastest: it has tiles of 128 tokens, and one scale a row."""
+    out, depth = weight.shape
+    return weight.group == depth and out % 128 == 0 and tokens > 128
+
+
+def _hopper_bytes(tokens: int, out: int) -> Config:
+    """Large tiles, if there are enough for all multiprocessors, and a ring that fills shared
+    memory."""
+    if out % 256 == 0 and out // 256 * -(-tokens // 128) >= _MULTIPROCESSORS:
+        return Config(method="hopper", rows=256, tokens=128, num_stages=4, pieces=4)
+    return Config(method="hopper", rows=128, tokens=128, num_stages=6, pieces=2)
 
 
 def _hopper(tokens: int, out: int, tiles: int) -> Config:

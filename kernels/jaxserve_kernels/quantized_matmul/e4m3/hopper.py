@@ -2,8 +2,7 @@
 
 A program walks over tiles of 128 rows and up to 256 tokens. A producer warp copies codes and tokens
 (TMA) and scales into rings in shared memory; two warpgroups of 64 rows each make e4m3 of their
-codes in registers (`hopper_operand`), and multiply in turns: while the tensor cores compute the
-products of one, the other converts.
+codes in registers (`hopper_operand`), and multiply.
 
 Where there are more tiles than multiprocessors, and not a multiple, all programs get as many steps:
 a tile that two of them share is finished by the one that has its beginning.
@@ -54,7 +53,7 @@ for none."""
 
 @gluon.jit
 def _add_integers(
-    acc, x_ring, a_ring, b_ring, a_scales, b_scales, ready, free, turns, at, steps,
+    acc, x_ring, a_ring, b_ring, a_scales, b_scales, ready, free, at, steps,
     part: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """acc plus the sums of `steps` tiles. They become multiples of each group's scale before its
@@ -86,10 +85,7 @@ def _add_integers(
                     a[group * PLANES + SOME : (group + 1) * PLANES],
                     b[group * PLANES + SOME : (group + 1) * PLANES], SOME, left, _INT4,
                 )  # fmt: skip
-            acc = _multiply(
-                first, second, x.slice(group * GROUP, GROUP, dim=1), acc, turns,
-                at * (128 // GROUP) + group, part,
-            )  # fmt: skip
+            acc = _multiply(first, second, x.slice(group * GROUP, GROUP, dim=1), acc)
         mbarrier.arrive(free.index(stage), count=1)
         at += 1
     return acc * before[:, None], at
@@ -97,7 +93,7 @@ def _add_integers(
 
 @gluon.jit
 def _add_floats(
-    acc, x_ring, a_ring, b_ring, a_scales, b_scales, ready, free, turns, a_largest, b_largest, at,
+    acc, x_ring, a_ring, b_ring, a_scales, b_scales, ready, free, a_largest, b_largest, at,
     steps, part: gl.constexpr, KIND: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """acc plus the products of `steps` tiles, less the factor that a row has in common."""
@@ -117,24 +113,20 @@ def _add_floats(
         a = e2m1_times(half_of_words(a_words, part, 1, KIND), a_factors[0], a_factors[1])
         b = e2m1_times(half_of_words(b_words, part, 1, KIND), b_factors[0], b_factors[1])
         second = operand(a, b, 4, left, KIND)
-        acc = _multiply(first, second, x_ring.index(stage), acc, turns, at, part)
+        acc = _multiply(first, second, x_ring.index(stage), acc)
         mbarrier.arrive(free.index(stage), count=1)
         at += 1
     return acc, at
 
 
 @gluon.jit
-def _multiply(first, second, x, acc, turns, number, part: gl.constexpr):
-    """acc plus the products with both halves of x's inputs (or `first` alone with all), when it is
-    warpgroup `part`'s turn, which ends with the first half."""
+def _multiply(first, second, x, acc):
+    """acc plus the products with both halves of x's inputs (or `first` alone with all)."""
     inputs: gl.constexpr = first.shape[1]
-    mbarrier.wait(turns.index(part), (number & 1) ^ (1 - part))
     acc = warpgroup_mma(first, x.slice(0, inputs, dim=1).permute((1, 0)), acc, is_async=True)
     if inputs < x.shape[1]:
         x = x.slice(inputs, inputs, dim=1)
         acc = warpgroup_mma(second, x.permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])
-    mbarrier.arrive(turns.index(1 - part), count=1)
     return warpgroup_mma_wait(0, deps=[acc])
 
 
@@ -186,7 +178,7 @@ def _tile(
 
 @gluon.jit
 def _consume(
-    x_ring, a_ring, b_ring, a_scales, b_scales, sums, ready, free, turns, token_scale_ptr,
+    x_ring, a_ring, b_ring, a_scales, b_scales, sums, ready, free, token_scale_ptr,
     sum_ptr, scale_ptr, second_ptr, out_ptr, partial_ptr, flag_ptr, program, programs,
     part: gl.constexpr,
     tokens: gl.constexpr, padded: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
@@ -230,7 +222,7 @@ def _consume(
         b_largest = 0
         if KIND == _INT4:
             acc, at = _add_integers(
-                acc, x_ring, a_ring, b_ring, a_scales, b_scales, ready, free, turns, at, steps,
+                acc, x_ring, a_ring, b_ring, a_scales, b_scales, ready, free, at, steps,
                 part, GROUP, STAGES,
             )  # fmt: skip
         else:
@@ -239,7 +231,7 @@ def _consume(
                 a_largest = _largest(a_scale, all_steps)
                 b_largest = _largest(a_scale + half * scales, all_steps)
             acc, at = _add_floats(
-                acc, x_ring, a_ring, b_ring, a_scales, b_scales, ready, free, turns, a_largest,
+                acc, x_ring, a_ring, b_ring, a_scales, b_scales, ready, free, a_largest,
                 b_largest, at, steps, part, KIND, STAGES,
             )  # fmt: skip
         if SHARED and first > 0:
@@ -399,7 +391,6 @@ def _product(
     b_scales = gl.allocate_shared_memory(scale_type, [STAGES, SCALES], plain)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     if KIND == _INT4:
         sum_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([32, TOKENS], gl.bfloat16)
         sums = gl.allocate_shared_memory(gl.bfloat16, [2, 32, TOKENS], sum_layout)
@@ -408,19 +399,17 @@ def _product(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1 + 32)  # the producer's threads copy scales
         mbarrier.init(free.index(stage), count=2)
-    for part in gl.static_range(2):
-        mbarrier.init(turns.index(part), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_consume, (
-                x_ring, a_ring, b_ring, a_scales, b_scales, sums.index(0), ready, free, turns,
+                x_ring, a_ring, b_ring, a_scales, b_scales, sums.index(0), ready, free,
                 token_scale_ptr, sum_ptr, scale_ptr, second_ptr, out_ptr, partial_ptr, flag_ptr,
                 program, programs, 0, tokens, padded, n, k, GATED, KIND, GROUP, ZERO, TOKENS,
                 SPLITS, STEPS, STAGES, SHARED,
             )),
             (_consume, (
-                x_ring, a_ring, b_ring, a_scales, b_scales, sums.index(1), ready, free, turns,
+                x_ring, a_ring, b_ring, a_scales, b_scales, sums.index(1), ready, free,
                 token_scale_ptr, sum_ptr, scale_ptr, second_ptr, out_ptr, partial_ptr, flag_ptr,
                 program, programs, 1, tokens, padded, n, k, GATED, KIND, GROUP, ZERO, TOKENS,
                 SPLITS, STEPS, STAGES, SHARED,

@@ -77,7 +77,7 @@ def format_for(weight: QuantizedWeight, tokens: int, config: Config) -> TokenFor
     """Of the tokens of a product that is launched as `config` says."""
     in_bytes = config.beforehand or isinstance(weight, Fp8Weight | Int8Weight)
     order = Order.BYTES if in_bytes else Order.INPUTS
-    if config.method == "hopper" and not isinstance(weight, Int4Weight):
+    if config.method == "hopper" and not in_bytes and not isinstance(weight, Int4Weight):
         order = Order.HALF_WORDS if isinstance(weight, Nvfp4Weight) else Order.WORDS
     return TokenFormat(
         dtype=jnp.int8 if isinstance(weight, Int8Weight) else jnp.float8_e4m3fn,

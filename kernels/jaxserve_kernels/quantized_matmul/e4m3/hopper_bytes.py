@@ -1,0 +1,247 @@
+"""Products of many tokens with fp8 weights on Hopper: tiles that are copied while others multiply.
+
+A program walks over tiles of 128 tokens and up to 256 rows of the weight. A producer warp copies
+tokens and codes into a ring in shared memory (TMA), also while the tile before is being stored; two
+warpgroups of 64 tokens each multiply. Gated, a tile has as many rows of gate as of up, and one
+warpgroup has both products of a token in its registers. Tiles of the last turn are cut into pieces
+where it has few, so that all programs share them.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax import Array
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from jaxserve_kernels.quantized_matmul.config import Config
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens
+from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
+from jaxserve_kernels.weights import Fp8Weight
+
+TOKENS = 128
+DEPTH = 128
+_TOKENS = gl.constexpr(TOKENS)
+_DEPTH = gl.constexpr(DEPTH)
+
+_MULTIPROCESSORS = 132
+"""Programs that share the tiles."""
+
+
+@gluon.jit
+def _multiply_tile(
+    x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr, out_ptr, at, token, column,
+    part: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup `part`: its 64 tokens of a tile of ROWS rows, from step `at` of the ring on; the
+    step after it."""
+    MINE: gl.constexpr = _TOKENS // 2
+    HALF: gl.constexpr = ROWS // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
+    whole: gl.constexpr = w_ring.shape[1]
+    by_bytes: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
+    acc = gl.zeros([MINE, ROWS], gl.float32, layout)
+    for step in range(k // _DEPTH):
+        stage = at % STAGES
+        mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
+        x = x_ring.index(stage).slice(part * MINE, MINE, dim=0)
+        w = w_ring.index(stage)._reinterpret(gl.float8e4nv, [whole, _DEPTH], by_bytes)
+        w = w.slice(0, ROWS, dim=0)
+        acc = warpgroup_mma(x, w.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        # The product before this one is done, and its place free.
+        mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1, pred=step > 0)
+        at += 1
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1)
+    token = token + part * MINE
+    row = token + gl.arange(0, MINE, gl.SliceLayout(1, layout))
+    acc *= gl.load(token_scale_ptr + row, mask=row < tokens, other=0.0)[:, None]
+    each = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+    each = column + each % HALF + each // HALF * (n if GATED else HALF)
+    acc *= gl.load(scale_ptr + each)[None, :]
+    first, second = gl.split(acc.reshape([MINE, 2, HALF]).permute((0, 2, 1)))
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    if GATED:
+        gate = first.to(dtype).to(gl.float32)  # rounded where the reference rounds
+        gated = gate / (1.0 + gl.exp2(gate * -1.4426950408889634))
+        first = gated.to(dtype).to(gl.float32) * second.to(dtype).to(gl.float32)
+        _store(first, out_ptr, token, column, tokens, n)
+    else:
+        _store(first, out_ptr, token, column, tokens, n)
+        _store(second, out_ptr, token, column + HALF, tokens, n)
+    return at
+
+
+@gluon.jit
+def _store(values, out_ptr, token, column, tokens: gl.constexpr, n: gl.constexpr):
+    ROWS: gl.constexpr = values.shape[0]
+    COLUMNS: gl.constexpr = values.shape[1]
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    values = gl.convert_layout(values.to(out_ptr.dtype.element_ty), flat)
+    row = gl.expand_dims(token + gl.arange(0, ROWS, gl.SliceLayout(1, flat)), 1)
+    column = gl.expand_dims(column + gl.arange(0, COLUMNS, gl.SliceLayout(0, flat)), 0)
+    gl.store(out_ptr + row * n + column, values, mask=row < tokens)
+
+
+@gluon.jit
+def _multiply(
+    x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr, out_ptr, program, programs,
+    part: gl.constexpr, whole: gl.constexpr, pieces: gl.constexpr, ROWS: gl.constexpr,
+    GATED: gl.constexpr, STAGES: gl.constexpr,
+    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup `part`: its 64 tokens of each tile of this program."""
+    rows: gl.constexpr = (tokens + _TOKENS - 1) // _TOKENS
+    COLUMNS: gl.constexpr = ROWS // 2 if GATED else ROWS
+    at = 0
+    for tile in range(program, whole, programs):
+        at = _multiply_tile(
+            x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr, out_ptr, at,
+            tile % rows * _TOKENS, tile // rows * COLUMNS, part, ROWS, GATED, STAGES, tokens, n, k,
+        )  # fmt: skip
+    tile = whole + program // pieces
+    if tile < rows * (n // COLUMNS):
+        WIDTH: gl.constexpr = COLUMNS // pieces
+        column = tile // rows * COLUMNS + program % pieces * WIDTH
+        _multiply_tile(
+            x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr, out_ptr, at,
+            tile % rows * _TOKENS, column, part, ROWS // pieces, GATED, STAGES, tokens, n, k,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _copy_tile(
+    x, w, x_ring, w_ring, ready, free, at, token, column,
+    ROWS: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+    n: gl.constexpr, k: gl.constexpr,
+):  # fmt: skip
+    """The weight lies in tiles of 64 rows by 128 inputs."""
+    steps: gl.constexpr = k // _DEPTH
+    for step in range(steps):
+        stage = at % STAGES
+        bar = ready.index(stage)
+        mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
+        mbarrier.expect(bar, (_TOKENS + ROWS) * _DEPTH)
+        tma.async_copy_global_to_shared(x, [token, step * _DEPTH], bar, x_ring.index(stage))
+        for tile in gl.static_range(ROWS // 64):
+            if GATED and tile >= ROWS // 128:
+                first = (n + column) // 64 + tile - ROWS // 128
+            else:
+                first = column // 64 + tile
+            place = w_ring.index(stage).slice(64 * tile, 64, dim=0)
+            tma.async_copy_global_to_shared(w, [(first * steps + step) * 64, 0], bar, place)
+        at += 1
+    return at
+
+
+@gluon.jit
+def _copy(
+    x, w, x_ring, w_ring, ready, free, program, programs,
+    whole: gl.constexpr, pieces: gl.constexpr, ROWS: gl.constexpr,
+    GATED: gl.constexpr, STAGES: gl.constexpr,
+    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+):  # fmt: skip
+    """The producer. Programs that run together share the rows of few weights, and all tokens."""
+    rows: gl.constexpr = (tokens + _TOKENS - 1) // _TOKENS
+    COLUMNS: gl.constexpr = ROWS // 2 if GATED else ROWS
+    at = 0
+    for tile in range(program, whole, programs):
+        at = _copy_tile(
+            x, w, x_ring, w_ring, ready, free, at,
+            tile % rows * _TOKENS, tile // rows * COLUMNS, ROWS, GATED, STAGES, n, k,
+        )  # fmt: skip
+    tile = whole + program // pieces
+    if tile < rows * (n // COLUMNS):
+        WIDTH: gl.constexpr = COLUMNS // pieces
+        column = tile // rows * COLUMNS + program % pieces * WIDTH
+        _copy_tile(
+            x, w, x_ring, w_ring, ready, free, at,
+            tile % rows * _TOKENS, column, ROWS // pieces, GATED, STAGES, n, k,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _product(
+    x, w, token_scale_ptr, scale_ptr, out_ptr,
+    whole: gl.constexpr, pieces: gl.constexpr, ROWS: gl.constexpr,
+    GATED: gl.constexpr, STAGES: gl.constexpr,
+    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+):  # fmt: skip
+    """n: columns of the result; gated, half of the weight's rows."""
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _TOKENS, _DEPTH], x.layout)
+    w_ring = gl.allocate_shared_memory(gl.uint16, [STAGES, ROWS, _DEPTH // 2], w.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr, out_ptr, program, programs,
+                0, whole, pieces, ROWS, GATED, STAGES, tokens, n, k,
+            )),
+            (_multiply, (
+                x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr, out_ptr, program, programs,
+                1, whole, pieces, ROWS, GATED, STAGES, tokens, n, k,
+            )),
+            (_copy, (
+                x, w, x_ring, w_ring, ready, free, program, programs,
+                whole, pieces, ROWS, GATED, STAGES, tokens, n, k,
+            )),
+        ],
+        [4, 1],
+        [232, 24],
+    )  # fmt: skip
+
+
+def divide(tiles: int, programs: int, most_pieces: int) -> tuple[int, int]:
+    """How many tiles are multiplied whole, and how many pieces each of the others is cut into."""
+    rest = tiles % programs
+    pieces = most_pieces
+    while rest * pieces > programs:
+        pieces //= 2
+    return tiles - rest, max(pieces, 1)
+
+
+def launch(
+    x: QuantizedTokens,
+    weight: Fp8Weight,
+    config: Config,
+    out_type: jax.ShapeDtypeStruct,
+    *,
+    gated: bool,
+) -> Array:
+    """The product, of type `out_type`: see `api`."""
+    tokens, k = x.shape
+    out = weight.shape[0]
+    words = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    codes = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    tiles = -(-tokens // TOKENS) * (out // config.rows)
+    narrowest = 128 if gated else 64  # rows: the weight lies in tiles of 64
+    whole, pieces = divide(tiles, _MULTIPROCESSORS, min(config.pieces, config.rows // narrowest))
+    programs = _MULTIPROCESSORS if whole else tiles * pieces
+    return triton_call(
+        tensor_descriptor(x.codes, (TOKENS, DEPTH), codes),
+        tensor_descriptor(weight.packed.reshape(-1, DEPTH // 2), (64, DEPTH // 2), words),
+        x.scale, weight.scale,
+        kernel=_product,
+        name=f"{'gated_' if gated else ''}linear_hopper_bytes",
+        out_type=out_type,
+        grid=(programs,),
+        num_warps=4,
+        whole=whole, pieces=pieces, ROWS=config.rows, GATED=gated, STAGES=config.num_stages,
+        tokens=tokens, n=out_type.shape[-1], k=k,
+    )  # fmt: skip
