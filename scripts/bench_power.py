@@ -258,7 +258,9 @@ def main() -> None:
         f"{100 * result['gained_side_by_side']:.1f} % less than in turn"
     )
     if args.out:
-        args.out.write_text(json.dumps({"model": args.model, **result}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps({"model": args.model, **result}, indent=1, ensure_ascii=False) + "\n"
+        )
 
 
 if __name__ == "__main__":

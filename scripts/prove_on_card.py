@@ -79,6 +79,11 @@ PROOFS = {
             "scripts/measure_steps.py --out {out}/step_times.json",
         ),
     ),
+    "power": Proof(
+        "what the card's power limit leaves room for (needs torch)",
+        1,
+        ("scripts/bench_power.py --out {out}/power.json",),
+    ),
     "sampler": Proof(
         "the sampler alone", 1, ("scripts/bench_sampler.py --out {out}/sampler.json",)
     ),
