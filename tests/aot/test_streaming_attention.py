@@ -37,8 +37,8 @@ _HEADS = {"q_heads": 32, "kv_heads": 8, "stride": 6144, "parts": 4, "eps": 1e-6,
 _TYPES = {
     "*fp32": "qkv_ptr cos_ptr sin_ptr part_ptr sums_ptr peak_ptr weight_ptr",
     "*bf16": "q_norm_ptr k_norm_ptr raw_ptr out_ptr",
-    "*i16": "words_ptr key_words_ptr value_words_ptr",
-    "i32": "layer num_pages first_page first_slot table_stride",
+    "*i16": "key_words_ptr value_words_ptr",
+    "i32": "layer first_page first_slot table_stride",
 }
 
 
@@ -48,20 +48,23 @@ def _types(scales: str) -> dict[str, str]:
     return types | {"scales_ptr": scales}
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["int8", "fp8"])
-def test_so_are_those_of_8_bits(fp8: bool, tmp_path: Path) -> None:
-    """Triton fills a ring before the loop, and the loop's first pass waits: a block is 8 KB of keys
-    and as many of values, of which each of 64 threads copies 128 bytes."""
-    from jaxserve_kernels.kv_format.eight_bit.triton_streaming import _attend
+@pytest.mark.parametrize("kind", [0, 1, 2], ids=["bf16", "int8", "fp8"])
+def test_so_are_they_with_a_softmax_for_each_warp(kind: int, tmp_path: Path) -> None:
+    """A page is 16 KB of keys and as many of values, of 8 bits half of that, of which a thread
+    copies 16 bytes at a time; int8's scales are 4 bytes for each."""
+    from jaxserve_kernels.paged_attention.triton_warps import _attend
 
     constants = _HEADS | {
-        "ROWS": 16, "HALF": 64, "PAGE": 64, "KEYS": 64, "SPLITS": 8, "STAGES": 3, "FP8": fp8,
-        "FAST": True, "EARLY": True,
+        "table_stride": 640, "ROWS": 8, "HALF": 64, "PAGE": 64, "SPLITS": 33, "MIN_BLOCKS": 1,
+        "STAGES": 2, "KIND": kind, "EARLY": True,
     }  # fmt: skip
-    kernel = compile_kernel(_attend, _types("*fp32"), constants, num_warps=2)
-    assert _registers(kernel, tmp_path) <= 248  # four programs for each multiprocessor
+    types = _types("*fp32") | {"kv_ptr": "*i16" if kind else "*bf16"}
+    kernel = compile_kernel(_attend, types, constants)
+    assert _registers(kernel, tmp_path) <= 128  # four programs for each multiprocessor
+    assert kernel.metadata.shared <= (36 if kind else 67) * 1024
     copies = re.findall(r"LDGSTS\.E\.BYPASS\.128", _before_the_wait(tmp_path))
-    assert len(copies) >= 2 * 8  # two blocks' keys; values, where they are not masked
+    assert len(copies) == 2 * (8 if kind else 16)
+    assert len(re.findall(r"BAR\.SYNC", _machine_code(tmp_path))) <= 15
 
 
 @pytest.mark.parametrize("bits", [4, 2])

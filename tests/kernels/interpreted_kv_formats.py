@@ -16,7 +16,6 @@ import pytest
 from jaxserve_kernels import target
 from jaxserve_kernels.kv_format import KVFormat, attend, chunks, end_step, named
 from jaxserve_kernels.kv_format.eight_bit import triton as eight_bit
-from jaxserve_kernels.kv_format.eight_bit import triton_streaming as eight_bit_streaming
 from jaxserve_kernels.kv_format.kvarn import KVarN
 from jaxserve_kernels.kv_format.kvarn import triton as kvarn
 from tests.kernels.kv_steps import EPS, LAYER, Sequences
@@ -40,19 +39,10 @@ EIGHT_BIT = (named("int8"), named("fp8_e4m3"))
 KVARN = tuple(KVarN(value_bits=bits, group=GROUP) for bits in (4, 2))
 
 
-@pytest.mark.parametrize(
-    ("kv_format", "work", "streaming"),
-    [
-        *((each, DECODE, True) for each in EIGHT_BIT),  # KVarN's is in Gluon
-        *((each, work, False) for each in (*EIGHT_BIT, *KVARN) for work in (DECODE, PREFILL)),
-    ],
-    ids=lambda value: getattr(value, "name", {DECODE: "decode", PREFILL: "prefill"}.get(value)),
-)
-def test_attention_and_what_it_leaves(
-    kv_format: KVFormat, work: tuple[Any, ...], streaming: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not streaming:  # as of more rows than are quick here
-        monkeypatch.setattr(eight_bit_streaming, "MAX_TOKENS", 0)
+@pytest.mark.parametrize("work", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("kv_format", [*EIGHT_BIT, *KVARN], ids=lambda value: value.name)
+def test_attention_and_what_it_leaves(kv_format: KVFormat, work: tuple[Any, ...]) -> None:
+    """Kernels for any heads: those that compute their inputs are in Gluon."""
     starts, counts, tile_size = work
     ends = tuple(start + count for start, count in zip(starts, counts, strict=True))
     sequences = Sequences(lengths=ends, page_size=GROUP, head_dim=32)

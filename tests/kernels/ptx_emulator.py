@@ -57,7 +57,12 @@ def _execute(line: str, registers: dict[str, Any]) -> None:
             return low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16)
         return registers[text] if text in registers else np.uint32(int(text, 0))
 
-    registers[target] = _INSTRUCTIONS[name](*map(value, sources))
+    result = _INSTRUCTIONS[name](*map(value, sources))
+    if target.startswith("{"):
+        low, high = (part.strip() for part in target.strip("{}").split(","))
+        registers[low], registers[high] = result & np.uint32(0xFFFF), result >> np.uint32(16)
+    else:
+        registers[target] = result
 
 
 def _lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
@@ -118,6 +123,13 @@ def _to_e4m3(word: Words) -> NDArray[np.uint16]:
     return codes[..., 0] | codes[..., 1] << np.uint16(8)
 
 
+def _of_e4m3(codes: Words) -> Words:
+    pair = np.stack([codes & np.uint32(0xFF), codes >> np.uint32(8)], axis=-1).astype(np.uint8)
+    values = pair.view(ml_dtypes.float8_e4m3fn).astype(np.float16)
+    bits = values.view(np.uint16).astype(np.uint32)
+    return bits[..., 0] | bits[..., 1] << np.uint32(16)
+
+
 def _fma(a: Any, b: Any, c: Any) -> Any:
     return a * b + c
 
@@ -135,5 +147,7 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "prmt.b32": _prmt,
     "fma.rn.bf16x2": _two(ml_dtypes.bfloat16, _fma),
     "mul.rn.f16x2": _two(np.float16, lambda a, b: a * b),
+    "sub.f16x2": _two(np.float16, lambda a, b: a - b),
     "cvt.rn.satfinite.e4m3x2.f16x2": _to_e4m3,
+    "cvt.rn.f16x2.e4m3x2": _of_e4m3,
 }

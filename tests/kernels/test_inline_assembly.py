@@ -78,6 +78,18 @@ def test_bytes_become_numbers(name: str) -> None:
         np.testing.assert_array_equal(bf16(words)[finite], expected[finite])
 
 
+@pytest.mark.parametrize("name", ["int8_halves", "e4m3_halves"])
+def test_bytes_of_keys_and_values_become_numbers(name: str) -> None:
+    """In the cache int8 is 128 more, so that the bytes are in the numbers' order."""
+    low, high = (halves(PAIRS) & 255, halves(PAIRS) >> 8)
+    found = assembly("paged_attention/triton_visits.py", name)(PAIRS)
+    for words, codes in zip(found, (low, high), strict=True):
+        expected = codes.astype(np.float32) - 128 if name == "int8_halves" else e4m3(codes)
+        finite = np.isfinite(expected)
+        numbers = halves(words).view(np.float16).astype(np.float32)
+        np.testing.assert_array_equal(numbers[finite], expected[finite])
+
+
 def scale_words() -> tuple[Words, list[NDArray[np.float32]]]:
     """Words of four e4m3 scales in which each takes every value, and the scales."""
     code = np.arange(127, dtype=np.uint32)  # 127 is NaN

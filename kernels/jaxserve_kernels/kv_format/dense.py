@@ -50,12 +50,12 @@ def attend(
 ) -> tuple[Array, Array]:
     """See `api.attend`."""
     slots = KVSlots(step.pages, step.offsets)
-    if early.starts():
-        from jaxserve_kernels.paged_attention import triton_streaming  # needs Triton
+    if early.starts() and tile_size == 1:
+        from jaxserve_kernels.paged_attention import triton_streaming, triton_warps  # need Triton
 
-        q_heads = qkv.shape[2] // kv.shape[5] - 2 * kv.shape[2]
-        if triton_streaming.fits(kv, q_heads, step.tiles, tile_size):
-            return triton_streaming.attend(
+        kernels = triton_streaming if qkv.shape[1] <= triton_streaming.MAX_TILES else triton_warps
+        if kernels.fits(qkv, kv, norms[0].dtype):
+            return kernels.attend(
                 qkv, kv, layer, norms, tables, slots, step.page_table, step.tiles, eps=eps
             )
     q, kv = attention_inputs(qkv, kv, layer, norms, tables, slots, eps=eps)

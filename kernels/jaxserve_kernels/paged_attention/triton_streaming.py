@@ -13,6 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -28,8 +29,8 @@ _PAGE = 64
 _ROWS = 16
 """Queries that share a KV head, its key and its value, and padding."""
 
-_MAX_TILES = 32
-"""Of more, not all programs fit on the card at once, and those that wait copy nothing ahead."""
+MAX_TILES = 32
+"""Of more, `triton_warps` takes less time."""
 
 _MASKED = gl.constexpr(-1.0e30)
 
@@ -219,16 +220,16 @@ def _attend(
         gl.store(weight_ptr + place, weight, mask=query < group)
 
 
-def fits(kv: Array, q_heads: int, tiles: QueryTiles, tile_size: int) -> bool:
-    """Whether this kernel is for such tiles; others are left to the kernels that any chain has."""
-    kv_heads, page_size, head_dim = kv.shape[2], kv.shape[4], kv.shape[5]
+def fits(qkv: Array, kv: Array, dtype: DTypeLike) -> bool:
+    """Whether this kernel is for such heads and pages; others are left to the kernels that any
+    chain has."""
+    kv_heads, _, page_size, head_dim = kv.shape[2:]
+    heads = qkv.shape[2] // (head_dim * kv_heads)  # with a key's and a value's
     return (
-        tile_size == 1
-        and tiles.first.shape[0] <= _MAX_TILES
-        and kv.dtype == jnp.bfloat16
+        kv.dtype == dtype == jnp.bfloat16
         and page_size == _PAGE
         and head_dim in (64, 128)
-        and q_heads // kv_heads + 2 <= _ROWS
+        and heads <= _ROWS
     )
 
 

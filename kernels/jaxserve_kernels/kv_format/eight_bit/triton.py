@@ -9,12 +9,14 @@ from __future__ import annotations
 import jax
 from jax import Array
 
+from jaxserve_kernels.attention_inputs import KVSlots
 from jaxserve_kernels.kv_format.base import AttentionStep
-from jaxserve_kernels.kv_format.eight_bit import triton_streaming
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
 from jaxserve_kernels.kv_format.eight_bit.triton_attention import read, read_some
 from jaxserve_kernels.kv_format.eight_bit.triton_expand import read_chunks
 from jaxserve_kernels.kv_format.eight_bit.triton_inputs import write
+from jaxserve_kernels.paged_attention import triton_warps
+from jaxserve_kernels.paged_attention.triton_visits import FP8, INT8
 
 
 def attend[Cache: Int8KV | Fp8KV](
@@ -28,8 +30,8 @@ def attend[Cache: Int8KV | Fp8KV](
     eps: float,
     tile_size: int,
 ) -> tuple[Array, Cache]:
-    if tile_size == 1 and qkv.shape[1] <= triton_streaming.MAX_TOKENS:
-        return triton_streaming.attend(qkv, kv, layer, norms, tables, step, eps=eps)
+    if tile_size == 1 and triton_warps.fits(qkv, kv.words, norms[0].dtype):
+        return _stream(qkv, kv, layer, norms, tables, step, eps=eps)
     q, kv = write(qkv, kv, layer, norms, tables, step, eps=eps)
     if tile_size == 1:
         return read(q, kv, layer, step.page_table, step.tiles.in_one_list()), kv
@@ -39,3 +41,25 @@ def attend[Cache: Int8KV | Fp8KV](
     out = jax.new_ref(result)
     read_some(q, kv, layer, step.page_table, step.tiles.singles, out)
     return jax.freeze(out), kv
+
+
+def _stream[Cache: Int8KV | Fp8KV](
+    qkv: Array,
+    kv: Cache,
+    layer: int,
+    norms: tuple[Array, Array],
+    tables: tuple[Array, Array],
+    step: AttentionStep,
+    *,
+    eps: float,
+) -> tuple[Array, Cache]:
+    """Single tokens, by a kernel that computes what it needs of them."""
+    words = jax.new_ref(kv.words)
+    scales = kv.scales if isinstance(kv, Fp8KV) else jax.new_ref(kv.scales)
+    out = triton_warps.launch(
+        qkv, words, scales, layer, norms, tables, KVSlots(step.pages, step.offsets),
+        step.page_table, step.tiles.in_one_list(),
+        eps=eps, kind=FP8 if isinstance(kv, Fp8KV) else INT8,
+    )  # fmt: skip
+    kv = kv._replace(words=jax.freeze(words))
+    return out, kv if isinstance(scales, Array) else kv._replace(scales=jax.freeze(scales))

@@ -1,0 +1,345 @@
+"""Attention of single tokens as in `triton_streaming`, with a softmax for each warp: over bfloat16,
+int8 and e4m3.
+
+A program's four warps share the keys of each page, and what they found is added up once, at the
+end. Of 8 bits, keys and values enter the products as what their bytes are: the keys' scales
+multiply scores, the values' probabilities (int8) or the result (e4m3).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from jaxserve_kernels.attention_inputs import KVSlots
+from jaxserve_kernels.paged_attention.config import LOG2_E, Config
+from jaxserve_kernels.paged_attention.reference import QueryTiles
+from jaxserve_kernels.paged_attention.triton import merge, part_types
+from jaxserve_kernels.paged_attention.triton_heads import token_halves
+from jaxserve_kernels.paged_attention.triton_visits import (
+    BF16,
+    FP8,
+    INT8,
+    LIFT,
+    MASKED,
+    copy_page,
+    for_each_warp,
+    of_all_warps,
+    visit_page,
+)
+from jaxserve_kernels.triton_call import triton_call
+
+_TARGET_PROGRAMS = 264
+"""Two for each of an H100's multiprocessors."""
+
+_PAGE = 64
+_MOST_ROWS = 16
+"""Queries that share a KV head, its key and its value."""
+
+
+@gluon.jit
+def _encoded(x, factor, KIND: gl.constexpr):
+    """Numbers times `factor` in 8 bits: their bytes, and the numbers that those are."""
+    if KIND == FP8:
+        code = gl.minimum(gl.maximum(x * factor, -448.0), 448.0).to(gl.float8e4nv)
+        byte = code.to(gl.uint8, bitcast=True).to(gl.int32)
+        number = code.to(gl.float32)
+    else:
+        number = (x * factor + 12582912.0) - 12582912.0  # to the nearest integer, halves to even
+        byte = number.to(gl.int32) + 128
+    return byte, number
+
+
+@gluon.jit
+def _attend(
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, kv_ptr, scales_ptr,
+    page_ptr, offset_ptr, table_ptr, first_ptr, length_ptr, slot_ptr, position_ptr,
+    out_ptr, part_ptr, peak_ptr, weight_ptr,
+    layer, first_page,
+    stride: gl.constexpr, table_stride: gl.constexpr, parts: gl.constexpr, eps: gl.constexpr,
+    scale: gl.constexpr, q_heads: gl.constexpr, kv_heads: gl.constexpr,
+    ROWS: gl.constexpr, HALF: gl.constexpr, PAGE: gl.constexpr,
+    SPLITS: gl.constexpr, MIN_BLOCKS: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
+    EARLY: gl.constexpr = False,
+):  # fmt: skip
+    """A program per tile, KV head and split. `scales_ptr`: as the format's cache has them; nothing
+    of bfloat16."""
+    DIM: gl.constexpr = 2 * HALF
+    WARPS: gl.constexpr = gl.num_warps()
+    KEYS: gl.constexpr = PAGE // WARPS
+    TILES: gl.constexpr = 4 if KIND == BF16 else 2
+    group: gl.constexpr = q_heads // kv_heads
+    dtype: gl.constexpr = gl.bfloat16 if KIND == BF16 else gl.float16
+    flat: gl.constexpr = gl.BlockedLayout([1, HALF // 32], [1, 32], [WARPS, 1], [1, 0])
+    of_row: gl.constexpr = gl.SliceLayout(1, flat)
+    of_dim: gl.constexpr = gl.SliceLayout(0, flat)
+    sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    by_query: gl.constexpr = gl.SliceLayout(1, sums)
+    right: gl.constexpr = gl.DotOperandLayout(1, sums, 2)
+    spread: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // HALF, HALF // 8, [2, 1, 0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+    tile = gl.program_id(0)
+    kv_head = gl.program_id(1)
+    split = gl.program_id(2)
+    length = gl.load(length_ptr + tile)
+    position = gl.load(position_ptr + tile)
+    token = gl.load(first_ptr + tile).to(gl.int64)
+    table = table_ptr + gl.load(slot_ptr + tile).to(gl.int64) * table_stride
+    blocks = position // PAGE + 1
+    per_split = gl.maximum((blocks + SPLITS - 1) // SPLITS, MIN_BLOCKS)
+    begin = split * per_split
+    end = gl.minimum(begin + per_split, blocks)
+    owner = end == blocks  # of the new key and value
+    if EARLY:
+        gdc_launch_dependents()
+    if begin >= end:
+        return
+    if length == 0:
+        if EARLY:
+            gdc_wait()  # so that this kernel never ends before those that it follows
+        return
+
+    # Each memory as what is copied into it, and as what is read out of it.
+    ring = gl.allocate_shared_memory(gl.int16, [STAGES, TILES, PAGE, HALF], spread)
+    tiles = ring._reinterpret(gl.int16, [STAGES * TILES, WARPS, KEYS, HALF], spread)
+    scales_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 2, PAGE], plain)
+    scales = scales_ring._reinterpret(gl.float32, [STAGES * 2, WARPS, KEYS], plain)
+    pages = ()
+    for stage in gl.static_range(STAGES):  # asked for at once
+        page = gl.load(table + gl.minimum(begin + stage, end - 1))
+        pages = pages + (page,)  # noqa: RUF005  (Triton knows no other way)
+    for stage in gl.static_range(STAGES):
+        if begin + stage < end:
+            row = ((first_page + pages[stage]).to(gl.int64) * kv_heads + kv_head) * (2 * PAGE)
+            copy_page(
+                kv_ptr, scales_ptr, row, position - (begin + stage) * PAGE,
+                ring.index(stage), scales_ring.index(stage), PAGE, HALF, KIND,
+            )  # fmt: skip
+        async_copy.commit_group()
+    new_page = first_page + gl.load(page_ptr + token)
+    new_row = (new_page.to(gl.int64) * kv_heads + kv_head) * (2 * PAGE)
+    new_row += gl.load(offset_ptr + token)
+    key_scale = 1.0
+    value_scale = 1.0
+    if KIND == FP8:
+        of_head = scales_ptr + (layer * kv_heads + kv_head) * 2
+        key_scale = gl.load(of_head)
+        value_scale = gl.load(of_head + 1)
+
+    low, high = token_halves(
+        qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, kv_head,
+        stride, parts, q_heads, kv_heads, eps, ROWS, HALF, flat, EARLY,
+    )  # fmt: skip
+    row = gl.arange(0, ROWS, of_row)
+    dim = gl.expand_dims(gl.arange(0, HALF, of_dim), 0)
+    is_new = (row == group) | (row == group + 1)
+    there = gl.expand_dims(is_new, 1)
+    if owner:
+        at = new_row + gl.where(row > group, PAGE, 0)
+        if KIND == BF16:
+            target = kv_ptr + gl.expand_dims(at, 1) * DIM + dim
+            gl.store(target, low.to(gl.bfloat16), mask=there)
+            gl.store(target + HALF, high.to(gl.bfloat16), mask=there)
+        else:
+            if KIND == INT8:
+                largest = gl.max(gl.maximum(gl.abs(low), gl.abs(high)), axis=1)
+                new_scales = largest / 127.0
+                gl.store(scales_ptr + at, new_scales, mask=is_new)
+                key_scale = gl.sum(gl.where(row == group, new_scales, 0.0), axis=0)
+                value_scale = gl.sum(gl.where(row == group + 1, new_scales, 0.0), axis=0)
+                factor = 127.0 / gl.where(largest > 0, largest, 127.0)
+            else:
+                factor = 1.0 / gl.where(row == group, key_scale, value_scale)
+            low_byte, low_number = _encoded(low, gl.expand_dims(factor, 1), KIND)
+            high_byte, high_number = _encoded(high, gl.expand_dims(factor, 1), KIND)
+            low = gl.where(there, low_number, low)
+            high = gl.where(there, high_number, high)
+            words = (low_byte | (high_byte << 8)).to(gl.int16)
+            gl.store(kv_ptr + gl.expand_dims(at, 1) * HALF + dim, words, mask=there)
+    heads_mem = gl.allocate_shared_memory(dtype, [2, ROWS, HALF], plain)
+    heads_mem.index(0).store(low.to(dtype))
+    heads_mem.index(1).store(high.to(dtype))
+    q_low = for_each_warp(heads_mem.index(0), right)
+    q_high = for_each_warp(heads_mem.index(1), right)
+
+    peak = gl.full([WARPS, ROWS], MASKED, gl.float32, by_query)
+    weights = gl.zeros([WARPS, KEYS, ROWS], gl.float32, sums)
+    acc_low = gl.zeros([WARPS, HALF, ROWS], gl.float32, sums)
+    acc_high = acc_low
+    if owner:  # the first warp's first key
+        heads = heads_mem._reinterpret(dtype, [2 * ROWS, HALF], vector)
+        products = low * gl.expand_dims(heads.index(group).load(of_dim).to(gl.float32), 0)
+        key_high = heads.index(ROWS + group).load(of_dim).to(gl.float32)
+        products += high * gl.expand_dims(key_high, 0)
+        score = gl.sum(products, axis=1) * (key_scale * scale)
+        score = gl.expand_dims(gl.convert_layout(score, gl.SliceLayout(0, by_query)), 0)
+        warp = gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, by_query)), 1)
+        peak = gl.where(warp == 0, score, peak)
+        one = gl.expand_dims(gl.where(warp == 0, 1.0, peak * 0.0), 1)
+        down: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, sums))
+        key = gl.expand_dims(gl.expand_dims(gl.arange(0, KEYS, down), 0), 2)
+        weights += gl.where(key == 0, one, 0.0)
+        if KIND == INT8:
+            one *= value_scale * LIFT
+        value = heads.index(group + 1).load(down).to(gl.float32)
+        acc_low += gl.expand_dims(gl.expand_dims(value, 0), 2) * one
+        value = heads.index(ROWS + group + 1).load(down).to(gl.float32)
+        acc_high += gl.expand_dims(gl.expand_dims(value, 0), 2) * one
+
+    score_scale = scale * key_scale if KIND == FP8 else scale * 1.0
+    for block in range(begin, end):
+        place = (block - begin) % STAGES
+        page = gl.load(table + gl.minimum(block + STAGES, end - 1))
+        async_copy.wait_group(STAGES - 1)
+        gl.thread_barrier()
+        peak, weights, acc_low, acc_high = visit_page(
+            tiles, scales, place, position - block * PAGE, q_low, q_high,
+            peak, weights, acc_low, acc_high, score_scale, KIND,
+        )  # fmt: skip
+        if block + STAGES < end:
+            gl.thread_barrier()
+            at = ((first_page + page).to(gl.int64) * kv_heads + kv_head) * (2 * PAGE)
+            copy_page(
+                kv_ptr, scales_ptr, at, position - (block + STAGES) * PAGE,
+                ring.index(place), scales_ring.index(place), PAGE, HALF, KIND,
+            )  # fmt: skip
+        async_copy.commit_group()
+
+    peaks_mem = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], plain)
+    weights_mem = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], plain)
+    found_shape: gl.constexpr = [2, WARPS, ROWS, HALF]
+    spread_4: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [3, 2, 1, 0])
+    spread_2: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    acc = gl.permute(gl.join(acc_low, acc_high), (3, 0, 2, 1))
+    gl.thread_barrier()  # nobody reads the ring any more
+    ring._reinterpret(gl.float32, found_shape, spread_4).store(acc)
+    peaks_mem.store(peak)
+    weights_mem.store(gl.sum(weights, axis=1))
+    low, high, peak, weight = of_all_warps(
+        ring._reinterpret(gl.float32, [2 * WARPS, ROWS, HALF], spread_2),
+        peaks_mem._reinterpret(gl.float32, [WARPS, ROWS], vector),
+        weights_mem._reinterpret(gl.float32, [WARPS, ROWS], vector),
+        flat,
+    )  # fmt: skip
+    if KIND != BF16:
+        rest = value_scale if KIND == FP8 else 1.0 / LIFT
+        low *= rest
+        high *= rest
+    valid = gl.expand_dims(row < group, 1)
+    if per_split >= blocks:  # the first split has seen everything
+        share = gl.expand_dims(1.0 / weight, 1)
+        q_row = token * q_heads + kv_head * group + gl.expand_dims(row, 1)
+        target = out_ptr + q_row * DIM + dim
+        gl.store(target, (low * share).to(gl.bfloat16), mask=valid)
+        gl.store(target + HALF, (high * share).to(gl.bfloat16), mask=valid)
+    elif SPLITS > 1:
+        place = ((tile * kv_heads + kv_head) * SPLITS + split).to(gl.int64) * ROWS + row
+        found = part_ptr + gl.expand_dims(place, 1) * DIM + dim
+        gl.store(found, low, mask=valid)
+        gl.store(found + HALF, high, mask=valid)
+        gl.store(peak_ptr + place, peak, mask=row < group)
+        gl.store(weight_ptr + place, weight, mask=row < group)
+
+
+def heuristic(*, tiles: int, kv_heads: int, kind: gl.constexpr) -> Config:
+    """A configuration for so many single tokens.
+
+    Pages in a ring take memory from the weights of the next kernel, which are copied meanwhile: of
+    few tokens that counts, of many what each program may ask for at once.
+    """
+    splits = max(1, min(_TARGET_PROGRAMS // (tiles * kv_heads), 64))
+    few = tiles <= 8 or kind.value == BF16.value
+    return Config(splits=splits, num_warps=4, num_stages=2 if few else 4)
+
+
+def fits(qkv: Array, kv: Array, dtype: DTypeLike) -> bool:
+    """Whether this kernel is for such heads and pages, of bfloat16 or of words of 8-bit numbers."""
+    kv_heads, _, page_size, width = kv.shape[2:]
+    dense = kv.dtype == jnp.bfloat16
+    head_dim = width if dense else 2 * width
+    heads = qkv.shape[2] // (head_dim * kv_heads)  # with a key's and a value's
+    return (
+        dtype == jnp.bfloat16
+        and (dense or kv.dtype == jnp.int16)
+        and page_size == _PAGE
+        and (head_dim == 128 or (dense and head_dim == 64))
+        and heads <= _MOST_ROWS
+    )
+
+
+def attend(
+    qkv: Array,
+    kv: Array,
+    layer: int,
+    norms: tuple[Array, Array],
+    tables: tuple[Array, Array],
+    slots: KVSlots,
+    page_table: Array,
+    tiles: QueryTiles,
+    *,
+    eps: float,
+) -> tuple[Array, Array]:
+    """`attention_inputs`, and `paged_attention` of tiles of one token: its result, and kv."""
+    cache = jax.new_ref(kv)
+    out = launch(
+        qkv, cache, norms[0], layer, norms, tables, slots, page_table, tiles, eps=eps, kind=BF16
+    )
+    return out, jax.freeze(cache)
+
+
+def launch(
+    qkv: Array,
+    kv: jax.Ref,
+    scales: Array | jax.Ref,
+    layer: int,
+    norms: tuple[Array, Array],
+    tables: tuple[Array, Array],
+    slots: KVSlots,
+    page_table: Array,
+    tiles: QueryTiles,
+    *,
+    eps: float,
+    kind: gl.constexpr,
+    config: Config | None = None,
+) -> Array:
+    """Attention [tokens, q_heads, head_dim] of tiles of one token; their keys and values go into
+    `kv`, whose last axis is an element of bfloat16 or of each half of a head in 8 bits."""
+    num_pages, kv_heads, _, page_size, width = kv.shape[1:]
+    half = width // 2 if kind.value == BF16.value else width
+    parts, tokens, columns = qkv.shape
+    q_heads, num_tiles = columns // (2 * half) - 2 * kv_heads, tiles.first.shape[0]
+    config = config or heuristic(tiles=num_tiles, kv_heads=kv_heads, kind=kind)
+    rows = 8 if q_heads // kv_heads + 2 <= 8 else _MOST_ROWS  # columns of products
+    out, *sums = triton_call(
+        qkv, *norms, *tables, kv, scales, *slots, page_table, *tiles[:4],
+        kernel=_attend,
+        name="paged_attention",
+        out_type=(
+            jax.ShapeDtypeStruct((tokens, q_heads, 2 * half), norms[0].dtype),
+            *part_types(num_tiles, kv_heads, config.splits, rows, 2 * half),
+        ),
+        grid=(num_tiles, kv_heads, config.splits),
+        num_warps=config.num_warps,
+        layer=layer, first_page=layer * num_pages,
+        stride=tokens * columns, table_stride=page_table.shape[1], parts=parts, eps=eps,
+        scale=(2 * half) ** -0.5 * LOG2_E, q_heads=q_heads, kv_heads=kv_heads,
+        ROWS=rows, HALF=half, PAGE=page_size,
+        SPLITS=config.splits, MIN_BLOCKS=config.min_blocks, STAGES=config.num_stages,
+        KIND=kind.value,
+    )  # fmt: skip
+    if config.splits == 1:
+        return out
+    merged = jax.new_ref(out)
+    merge(
+        tuple(sums), tiles, merged,
+        tile_size=1, kv_heads=kv_heads, keys=page_size, min_blocks=config.min_blocks,
+    )  # fmt: skip
+    return jax.freeze(merged)
