@@ -84,3 +84,21 @@ def test_a_ring_of_codes_is_asked_for_before_the_kernels_before_end(
     assert len(re.findall(r"LDGSTS\.E\S*\.128", before)) == 2 * turn * (stages - 1)
     loop = re.search(r"\n\.(L_x_\d+):(.*?)BRA `\(\.\1\)", after, re.DOTALL)
     assert loop and len(re.findall(r"BAR\.SYNC", loop[2])) == 2
+
+
+@pytest.mark.parametrize("tokens", [32, 64])
+def test_blocks_of_the_output_matrix_are_multiplied_side_by_side(
+    tokens: int, tmp_path: Path
+) -> None:
+    """A turn's 48 KB of codes are twelve copies of each thread, of which two turns are under way;
+    no product waits for another block's codes."""
+    from jaxserve_kernels.quantized_matmul.triton_tall import _product
+
+    types = {"x_ptr": "*bf16", "packed_ptr": "*u16", "scale_ptr": "*fp32", "out_ptr": "*fp32"}
+    constants = {
+        "tokens": tokens, "n": 151_936, "k": 2560, "TOKENS": tokens, "BLOCKS": 3, "STAGES": 3,
+    }  # fmt: skip
+    kernel = compile_kernel(_product, types, constants, num_warps=8)
+    check_registers_and_memory(kernel, tmp_path)
+    before, _ = disassembled(tmp_path).split("HGMMA", 1)
+    assert len(re.findall(r"LDGSTS\.E\S*\.128", before)) == 3 * (12 + tokens // 16)

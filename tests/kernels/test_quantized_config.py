@@ -137,6 +137,22 @@ def test_in_a_chain_integers_stream_up_to_64_tokens() -> None:
             assert config is not None and config.method != "stream"
 
 
+def test_an_output_matrix_of_integers_is_tall() -> None:
+    """On Hopper, where tokens are so many that their copies count."""
+
+    def method(name: str, out: int, tokens: int, *, hopper: bool = True) -> str | None:
+        config = config_of(name, out, 2560, tokens, hopper=hopper)
+        return config and config.method
+
+    for tokens in (17, 32, 64):
+        assert method("int8", 151_936, tokens) == "tall"
+        assert method("int8", 2560, tokens) == "unpack"
+        assert method("int8", 151_936, tokens, hopper=False) == "unpack"
+        assert method("fp8", 151_936, tokens) == "e4m3"
+    assert method("int8", 151_936, 16) == "unpack"
+    assert method("int8", 151_936, 65) == "e4m3"
+
+
 def test_a_thread_has_registers_for_all_its_codes_of_few_tokens() -> None:
     """Eight for each tile; a product that must not leave parts gets more warps instead."""
     for tokens in (1, 8):

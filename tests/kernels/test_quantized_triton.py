@@ -142,6 +142,23 @@ def test_a_chain_of_products_equals_its_definition(tokens: int, embed: int, ffn:
         assert "jaxserve_kernel_chain" in program.lower(*arrays).as_text()
 
 
+@pytest.mark.parametrize("tokens", [17, 40, 64])
+def test_scores_by_an_output_matrix_of_integers(tokens: int) -> None:
+    """Of 513 blocks of rows, which programs take three at a time."""
+    keys = jax.random.split(jax.random.key(tokens), 2)
+    head = jax.jit(weights.quantize_int8)(jax.random.normal(keys[0], (513 * 128, 640)))
+    x = jax.random.normal(keys[1], (tokens, 640), jnp.bfloat16)
+
+    def run(implementation: target.Implementation) -> jax.Array:
+        def scores(x: jax.Array, head: Any) -> jax.Array:
+            return sum_parts(linear(x, head, jnp.float32), jnp.float32)
+
+        with target.use(target.Target(implementation)):
+            return jax.jit(scores)(x, head)
+
+    assert relative_error(run("triton"), run("reference")) < TOLERANCE
+
+
 @pytest.mark.parametrize("name", ["int4", "int4-g64", "fp8"])
 def test_a_norm_makes_the_tokens_that_its_reader_would(name: str) -> None:
     """To the last bit: tokens in 8 bits from the norm's kernel, or from one after it."""

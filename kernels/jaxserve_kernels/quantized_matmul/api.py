@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels import dense_matmul, target
-from jaxserve_kernels.quantized_matmul.config import Config, choose, reads_quantized
+from jaxserve_kernels.quantized_matmul.config import Config, Method, choose, reads_quantized
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import (
     QuantizedTokens,
     TokenFormat,
@@ -57,20 +58,16 @@ def _config(x: Any, weight: QuantizedWeight, *, gated: bool) -> Config | None:
     return choose(weight, x.shape[0], gated=gated, hopper=hopper)
 
 
+_MODULES: dict[Method, str] = {
+    "few": "triton_few",
+    "stream": "triton_streaming",
+    "tall": "triton_tall",
+    "unpack": "triton",
+    "e4m3": "e4m3.api",
+    "hopper": "e4m3.api",
+}
+
+
 def _kernels(config: Config) -> Any:
     """The module that launches the method; it needs Triton: only for GPUs."""
-    if config.method in ("e4m3", "hopper"):
-        from jaxserve_kernels.quantized_matmul.e4m3 import api as e4m3
-
-        return e4m3
-    if config.method == "few":
-        from jaxserve_kernels.quantized_matmul import triton_few
-
-        return triton_few
-    if config.method == "stream":
-        from jaxserve_kernels.quantized_matmul import triton_streaming
-
-        return triton_streaming
-    from jaxserve_kernels.quantized_matmul import triton
-
-    return triton
+    return importlib.import_module(f"{__package__}.{_MODULES[config.method]}")

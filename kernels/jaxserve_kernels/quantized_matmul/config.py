@@ -15,7 +15,7 @@ from jaxserve_kernels.weights import (
     QuantizedWeight,
 )
 
-type Method = Literal["few", "stream", "unpack", "e4m3", "hopper"]
+type Method = Literal["few", "stream", "tall", "unpack", "e4m3", "hopper"]
 
 _ENOUGH_WARPS = 1056
 """Eight for each of an H100's or H200's 132 multiprocessors keep its memory busy."""
@@ -34,6 +34,9 @@ _STREAMING_PROGRAMS = 396
 
 _RING = 75 * 1024
 """Bytes of shared memory of each of them: a third of an H100's or H200's, less a reserved KiB."""
+
+_TALL = 65_536
+"""Rows of an output matrix."""
 
 _MOST_PARTS = 8
 """More partial sums than these cost their readers more than the product gains."""
@@ -60,9 +63,10 @@ class Config:
     """A program takes `rows` of the weight and `tokens`; `splits` programs share the input."""
 
     method: Method = "unpack"
-    """Weights to bfloat16 in registers, by `triton_few`, by `triton_streaming` or by `triton`; or
-    tokens beforehand and weights of 4 bits to e4m3, by `e4m3.triton` or on Hopper by `e4m3.hopper`
-    and, of fp8 weights, `e4m3.hopper_bytes`. Of int8 weights e4m3 means tokens in int8.
+    """Weights to bfloat16 in registers, by `triton_few`, `triton_streaming`, `triton_tall` or
+    `triton`; or tokens beforehand and weights of 4 bits to e4m3, by `e4m3.triton` or on Hopper by
+    `e4m3.hopper` and, of fp8 weights, `e4m3.hopper_bytes`. Of int8 weights e4m3 means tokens in
+    int8.
     """
     beforehand: bool = False
     """Weights of 4 bits become e4m3 in a pass of their own, not in registers."""
@@ -94,6 +98,8 @@ def choose(
     tiles = depth // 128
     if tokens <= _MAX_CHAINED and isinstance(weight, Int4Weight) and early.starts():
         config = _streaming(weight, tokens)
+    elif hopper and not gated and _is_tall(weight, tokens):
+        return Config(method="tall", rows=384, tokens=32 if tokens <= 32 else 64, num_stages=3)
     elif tokens <= _FEW and isinstance(weight, Int4Weight):
         config = _few(depth, gated=gated)
     elif not _in_e4m3(weight, tokens):
@@ -134,6 +140,15 @@ def _has_kernel(weight: QuantizedWeight) -> bool:
     if isinstance(weight, Int8Weight | Fp8Weight):
         return weight.group in (128, weight.shape[1])
     return weight.shape[1] % 128 == 0
+
+
+def _is_tall(weight: QuantizedWeight, tokens: int) -> bool:
+    """Whether it is an output matrix of integers with a scale for each row, and so many tokens that
+    their copies count, but not their products."""
+    if not isinstance(weight, Int8Weight) or not 16 < tokens <= 64:
+        return False
+    out, depth = weight.shape
+    return out >= _TALL and out % 128 == 0 and depth >= 256 and weight.group == depth
 
 
 def _in_e4m3(weight: QuantizedWeight, tokens: int) -> bool:
