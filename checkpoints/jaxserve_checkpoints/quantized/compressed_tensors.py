@@ -109,21 +109,26 @@ class IntQuantized(Format):
         return Int8Codes(tensors[".weight"], row_scales(tensors[".weight_scale"], size[0]))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Nvfp4Packed(Format):
-    """weight[n, k] = e2m1(u[n, k]) * e4m3(scale[n, k // 16]) / global_scale"""
+class _Fp4Packed(Format):
+    """Codes of e2m1, two in a byte."""
 
     main: ClassVar[str] = ".weight_packed"
-    unused: ClassVar[tuple[str, ...]] = (".input_global_scale",)
-
-    def describe(self) -> str:
-        return "compressed-tensors nvfp4-pack-quantized"
 
     def size(
         self, tensors: Mapping[str, TensorInfo], read: Callable[[str], AnyArray]
     ) -> tuple[int, int]:
         out, half = matrix_size(tensors, self.main)
         return out, 2 * half
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nvfp4Packed(_Fp4Packed):
+    """weight[n, k] = e2m1(u[n, k]) * e4m3(scale[n, k // 16]) / global_scale"""
+
+    unused: ClassVar[tuple[str, ...]] = (".input_global_scale",)
+
+    def describe(self) -> str:
+        return "compressed-tensors nvfp4-pack-quantized"
 
     def layout(self, out: int, depth: int) -> dict[str, Expected]:
         return {
@@ -141,19 +146,11 @@ class Nvfp4Packed(Format):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mxfp4Packed(Format):
+class Mxfp4Packed(_Fp4Packed):
     """weight[n, k] = e2m1(u[n, k]) * 2 ** (scale[n, k // 32] - 127)"""
-
-    main: ClassVar[str] = ".weight_packed"
 
     def describe(self) -> str:
         return "compressed-tensors mxfp4-pack-quantized"
-
-    def size(
-        self, tensors: Mapping[str, TensorInfo], read: Callable[[str], AnyArray]
-    ) -> tuple[int, int]:
-        out, half = matrix_size(tensors, self.main)
-        return out, 2 * half
 
     def layout(self, out: int, depth: int) -> dict[str, Expected]:
         return {
