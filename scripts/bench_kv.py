@@ -57,7 +57,8 @@ from jaxserve.programs.executable_cache import Executable, ExecutableCache
 from jaxserve.programs.executables import obtain
 from jaxserve.runner import kv_cache
 from jaxserve.runner.fingerprint import program_key
-from jaxserve.runner.runner import Pending, Runner, RunnerConfig, on_compile, programs
+from jaxserve.runner.programs import RunnerConfig, programs
+from jaxserve.runner.runner import Pending, Runner, on_compile
 from jaxserve.scheduler import Scheduler
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_checkpoints.resolve import EMBEDDED_NAME, embedded_model

@@ -36,7 +36,8 @@ from jaxserve.model_spec import NAMED_MODELS, ModelSpec
 from jaxserve.models import qwen3
 from jaxserve.models.quantization import Quantization
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
-from jaxserve.runner.runner import Runner, RunnerConfig
+from jaxserve.runner.programs import RunnerConfig
+from jaxserve.runner.runner import Runner
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels.kv_format import NAMES, max_chunk_context, named, own_tokens
 from jaxserve_kernels.paged_attention import tile_tokens

@@ -44,7 +44,8 @@ from jaxserve.models import qwen3
 from jaxserve.models.quantization import Quantization
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
 from jaxserve.runner import kv_cache
-from jaxserve.runner.runner import Runner, RunnerConfig
+from jaxserve.runner.programs import RunnerConfig
+from jaxserve.runner.runner import Runner
 from jaxserve.startup.memory import tree_bytes
 from jaxserve.weights.fp8_copy import copying_programs, with_copies
 from jaxserve_checkpoints.dummy import dummy_params

@@ -24,7 +24,8 @@ from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.model_spec import NAMED_MODELS
 from jaxserve.models import qwen3
-from jaxserve.runner.runner import Runner, RunnerConfig
+from jaxserve.runner.programs import RunnerConfig
+from jaxserve.runner.runner import Runner
 from jaxserve.startup.engine_plan import GPU_DECODE, GPU_PREFILL
 from jaxserve.startup.measure import _decode_rows, _Stopwatch, measure
 from jaxserve_checkpoints.dummy import dummy_params

@@ -35,7 +35,7 @@ from jaxserve.models import qwen3
 from jaxserve.plan import Row, StepPlan
 from jaxserve.runner import batch, sequence_state
 from jaxserve.runner.batch import Bucket, Updates
-from jaxserve.runner.runner import RunnerConfig, programs
+from jaxserve.runner.programs import RunnerConfig, programs
 from jaxserve.runner.step import DeviceState
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels import tuned

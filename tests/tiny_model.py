@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import qwen3
-from jaxserve.runner.runner import Runner, RunnerConfig, on_compile
+from jaxserve.runner.programs import RunnerConfig
+from jaxserve.runner.runner import Runner, on_compile
 from jaxserve_checkpoints.dummy import dummy_params
 
 SPEC = ModelSpec(

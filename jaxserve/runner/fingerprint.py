@@ -19,7 +19,7 @@ import numpy as np
 import jaxserve
 import jaxserve_kernels
 from jaxserve.programs.executable_cache import Key
-from jaxserve.runner.runner import RunnerConfig
+from jaxserve.runner.programs import RunnerConfig
 
 _PACKAGES = (
     *("jax", "jaxlib", "numpy", "triton", "jax-triton"),

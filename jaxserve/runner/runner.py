@@ -2,51 +2,32 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
-from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
-from jaxserve.model_spec import ModelSpec
 from jaxserve.models import qwen3
 from jaxserve.plan import Sampled, StepPlan
-from jaxserve.programs.executable_cache import Executable, Program
+from jaxserve.programs.executable_cache import Executable
 from jaxserve.programs.executables import obtain
-from jaxserve.runner import batch, kv_cache, prompt_scores, sequence_state, slot_tables
+from jaxserve.runner import batch, prompt_scores, slot_tables
 from jaxserve.runner.batch import Bucket, Updates
-from jaxserve.runner.prompt_scores import PromptScorer
-from jaxserve.runner.step import DeviceState, run_step
-from jaxserve_kernels.kv_format import (
-    AUTO,
-    CacheShape,
-    KVFormat,
-    has_scales,
-    largest_magnitudes,
-    with_scales,
+from jaxserve.runner.programs import (
+    FLUSH_UPDATES,
+    LARGEST_MAGNITUDES,
+    RunnerConfig,
+    programs,
+    step_name,
 )
-from jaxserve_kernels.sampler import SlotTables
-
-_FLUSH_UPDATES = 4096
-"""State changes that one call of the overflow executable holds."""
-
-_MIXED_EXTRA_UPDATES = 256
-"""State changes of a mixed step beyond its rows' own: page tables of a few joining sequences."""
-
-_CHUNK_TOKENS = 8
-"""A step whose chunks are shorter on average may need a larger bucket than its tokens do: tiles
-that are never used cost time, and room for any split would be mostly that."""
-
-_LARGEST = "kv_largest"
+from jaxserve.runner.prompt_scores import PromptScorer
+from jaxserve.runner.step import DeviceState
+from jaxserve_kernels.kv_format import with_scales
 
 _KERNELS = (" fusion(", " custom-call(", " copy(", " dot(", " reduce(", " gather(", " scatter(")
 """Instructions of a compiled program that launch a kernel."""
@@ -73,128 +54,6 @@ class StepObserver(Protocol):
     ) -> None:
         """It computed `used` of the `padded` rows or tokens of its bucket; see `Pending.late`."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunnerConfig:
-    """What the compiled steps depend on, beside the device."""
-
-    spec: ModelSpec
-    cache: CacheConfig
-    scheduler: SchedulerConfig
-    buckets: Buckets
-    dtype: DTypeLike
-    sampled_vocab: int
-    """Only token ids below it are sampled."""
-    tile_size: int
-    """Query tokens of one sequence that attention handles together."""
-    kv_format: KVFormat = AUTO
-
-    @property
-    def pages_per_seq(self) -> int:
-        return -(-self.scheduler.max_model_len // self.cache.page_size)
-
-    @property
-    def kv_shape(self) -> CacheShape:
-        return kv_cache.shape(self.spec, self.cache, self.scheduler.max_num_seqs)
-
-    @property
-    def sequences_shape(self) -> tuple[int, int]:
-        return sequence_state.shape(self.scheduler.max_num_seqs, self.pages_per_seq)
-
-    @property
-    def tables(self) -> SlotTables:
-        """Abstract."""
-        return slot_tables.abstract(self.scheduler.max_num_seqs, self.spec.vocab_size)
-
-    @property
-    def attended(self) -> qwen3.Attended:
-        """Abstract."""
-        return qwen3.abstract_attended(self.spec, self.dtype, self.buckets.prefill[-1])
-
-    @property
-    def results_shape(self) -> tuple[int, int]:
-        """A row more than any step writes: see `DeviceState.results`."""
-        return self.scheduler.max_num_seqs + 1, batch.RESULT_COLUMNS
-
-    @property
-    def padding_slot(self) -> int:
-        return self.scheduler.max_num_seqs
-
-    def all_buckets(self) -> list[Bucket]:
-        """Every step shape, largest first: the long compilations start early."""
-        mixed = [
-            Bucket.mixed(
-                tokens,
-                max_rows=self.scheduler.max_num_seqs,
-                tile_size=self.tile_size,
-                updates=min(tokens, self.scheduler.max_num_seqs) * 2 + _MIXED_EXTRA_UPDATES,
-                chunk_tokens=2 if tokens == self.buckets.prefill[-1] else _CHUNK_TOKENS,
-            )
-            for tokens in self.buckets.prefill
-        ]
-        decode = [Bucket.decode(rows) for rows in self.buckets.decode]
-        return sorted(mixed, key=lambda b: -b.tokens) + sorted(decode, key=lambda b: -b.rows)
-
-
-def programs(config: RunnerConfig, params: Any) -> list[Program]:
-    """Everything that a runner executes, what takes longest to compile first.
-
-    Args:
-      params: the weights, or a tree of ShapeDtypeStruct.
-    """
-    params = jax.tree.map(lambda leaf: _abstract(leaf.shape, leaf.dtype), params)
-    state = DeviceState(
-        kv=config.kv_format.abstract(config.kv_shape, config.dtype),
-        sequences=_abstract(config.sequences_shape, jnp.int32),
-        tables=config.tables,
-        attended=config.attended,
-        results=_abstract(config.results_shape, jnp.int32),
-    )
-
-    def step(bucket: Bucket) -> Program:
-        function = functools.partial(
-            run_step, spec=config.spec, bucket=bucket, sampled_vocab=config.sampled_vocab
-        )
-        packed = _abstract((bucket.packed_size,), jnp.int32)
-        return Program(
-            name=_step_name(bucket),
-            function=function,
-            arguments=(params, state, packed),
-            donated=(1,),
-            details=repr(bucket),
-            work=1.0,
-        )
-
-    def zeros(abstract: Any) -> Array:
-        return jnp.zeros(abstract.shape, abstract.dtype)
-
-    def empty() -> DeviceState:
-        kv = config.kv_format.allocate(config.kv_shape, config.dtype)
-        return DeviceState(
-            kv=kv,
-            sequences=jnp.zeros(config.sequences_shape, jnp.int32),
-            tables=jax.tree.map(zeros, config.tables),
-            attended=jax.tree.map(zeros, config.attended),
-            results=zeros(state.results),
-        )
-
-    updates = _abstract((2 * _FLUSH_UPDATES,), jnp.int32)
-    scaled = has_scales(config.kv_format)
-    return [
-        *(step(bucket) for bucket in config.all_buckets()),
-        Program(name="flush", function=_flush, arguments=(state.sequences, updates), donated=(0,)),
-        Program(name="state", function=empty, arguments=(), details=repr(state)),
-        *([Program(name=_LARGEST, function=largest_magnitudes, arguments=(state.kv,))] * scaled),
-        *slot_tables.programs(config.tables),
-        prompt_scores.program(
-            params,
-            state.attended,
-            spec=config.spec,
-            rows=config.scheduler.max_num_seqs,
-            sampled_vocab=config.sampled_vocab,
-        ),
-    ]
 
 
 class Runner:
@@ -231,11 +90,11 @@ class Runner:
           progress: called with "warming" and the fraction done.
           prepare: called in between, when steps can run and none has: sets scales of the cache.
         """
-        self._steps = {bucket: executables[_step_name(bucket)] for bucket in self._buckets}
+        self._steps = {bucket: executables[step_name(bucket)] for bucket in self._buckets}
         self._flush, self._zero_state = executables["flush"], executables["state"]
         self._uploads = slot_tables.Uploads(self._config.tables, executables)
         self._scorer = PromptScorer(executables, rows=self._config.scheduler.max_num_seqs)
-        self._largest = executables.get(_LARGEST)
+        self._largest = executables.get(LARGEST_MAGNITUDES)
         self._state, self._free_results = self._fresh_state()
         prepare(self)
         scored = self._scorer.warm(self._params, self._state.attended)
@@ -263,8 +122,8 @@ class Runner:
         bucket = self._bucket_for(plan)
         updates = Updates.of(plan, self._width)
         while len(updates.addresses) > bucket.updates:
-            first, updates = updates.split(_FLUSH_UPDATES)
-            sequences = self._flush(self._state.sequences, first.padded(_FLUSH_UPDATES))
+            first, updates = updates.split(FLUSH_UPDATES)
+            sequences = self._flush(self._state.sequences, first.padded(FLUSH_UPDATES))
             self._state = self._state._replace(sequences=sequences)
         self._state = self._state._replace(tables=self._uploads(self._state.tables, plan))
         packed = batch.pack(plan, updates, bucket, self._config.padding_slot)
@@ -344,23 +203,9 @@ class Runner:
             self._execute(bucket, packed)
 
 
-def _abstract(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
 def _warm_calls() -> int:
     """On a GPU the first call runs op by op, the second records the graph for later ones."""
     return 2 if jax.default_backend() == "gpu" else 1
-
-
-def _step_name(bucket: Bucket) -> str:
-    return f"step_{bucket.name}"
-
-
-def _flush(sequences: Array, packed: Array) -> Array:
-    """State changes that do not fit into a step."""
-    addresses, values = packed.reshape(2, -1)
-    return sequence_state.apply(sequences, addresses, values)
 
 
 def on_compile(callback: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from jaxserve.model_spec import ModelSpec
 from jaxserve.programs.executable_cache import ExecutableCache, Program
 from jaxserve.runner import kv_cache, slot_tables
 from jaxserve.runner.fingerprint import program_key
-from jaxserve.runner.runner import RunnerConfig, programs
+from jaxserve.runner.programs import RunnerConfig, programs
 from jaxserve.setting_files import read_text
 from jaxserve.startup import gpu_driver, memory
 from jaxserve.startup.environment import compiler_options, compiler_settings, memory_share

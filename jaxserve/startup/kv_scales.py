@@ -16,7 +16,8 @@ from jaxserve.api import SamplingParams
 from jaxserve.config import ConfigError
 from jaxserve.model_spec import ModelSpec
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
-from jaxserve.runner.runner import Runner, RunnerConfig
+from jaxserve.runner.programs import RunnerConfig
+from jaxserve.runner.runner import Runner
 from jaxserve_checkpoints.reader import Checkpoint
 
 type Scales = NDArray[np.float32]

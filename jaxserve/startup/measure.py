@@ -13,7 +13,8 @@ from statistics import median
 
 from jaxserve.api import SamplingParams
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
-from jaxserve.runner.runner import Runner, RunnerConfig
+from jaxserve.runner.programs import RunnerConfig
+from jaxserve.runner.runner import Runner
 from jaxserve.step_times import StepTimes
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,8 @@ if not hasattr(nvidia_driver, "TMA_TF32"):
 import jax_triton as jt  # after the constant
 from jax_triton import triton_lib
 
-# jax-triton 0.4 would have buffers zeroed by XLA, which costs a kernel; its own way is a memset.
+# What jax-triton 0.4 wants instead, a Ref to an array of zeros, costs a kernel where its own way is
+# a memset, and on an H200 the kernel that was called so died of an illegal address (0.4.1).
 warnings.filterwarnings("ignore", "zeroed_outputs is deprecated", DeprecationWarning)
 
 _descriptor: Any = triton_lib.TensorDescMeta

@@ -1,0 +1,173 @@
+"""What a runner executes: the compiled steps and the small programs beside them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
+from jaxserve.model_spec import ModelSpec
+from jaxserve.models import qwen3
+from jaxserve.programs.executable_cache import Program
+from jaxserve.runner import batch, kv_cache, prompt_scores, sequence_state, slot_tables
+from jaxserve.runner.batch import Bucket
+from jaxserve.runner.step import DeviceState, run_step
+from jaxserve_kernels.kv_format import AUTO, CacheShape, KVFormat, has_scales, largest_magnitudes
+from jaxserve_kernels.sampler import SlotTables
+
+FLUSH_UPDATES = 4096
+"""State changes that one call of the overflow executable holds."""
+
+_MIXED_EXTRA_UPDATES = 256
+"""State changes of a mixed step beyond its rows' own: page tables of a few joining sequences."""
+
+_CHUNK_TOKENS = 8
+"""A step whose chunks are shorter on average may need a larger bucket than its tokens do: tiles
+that are never used cost time, and room for any split would be mostly that."""
+
+LARGEST_MAGNITUDES = "kv_largest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """What the compiled steps depend on, beside the device."""
+
+    spec: ModelSpec
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    buckets: Buckets
+    dtype: DTypeLike
+    sampled_vocab: int
+    """Only token ids below it are sampled."""
+    tile_size: int
+    """Query tokens of one sequence that attention handles together."""
+    kv_format: KVFormat = AUTO
+
+    @property
+    def pages_per_seq(self) -> int:
+        return -(-self.scheduler.max_model_len // self.cache.page_size)
+
+    @property
+    def kv_shape(self) -> CacheShape:
+        return kv_cache.shape(self.spec, self.cache, self.scheduler.max_num_seqs)
+
+    @property
+    def sequences_shape(self) -> tuple[int, int]:
+        return sequence_state.shape(self.scheduler.max_num_seqs, self.pages_per_seq)
+
+    @property
+    def tables(self) -> SlotTables:
+        """Abstract."""
+        return slot_tables.abstract(self.scheduler.max_num_seqs, self.spec.vocab_size)
+
+    @property
+    def attended(self) -> qwen3.Attended:
+        """Abstract."""
+        return qwen3.abstract_attended(self.spec, self.dtype, self.buckets.prefill[-1])
+
+    @property
+    def results_shape(self) -> tuple[int, int]:
+        """A row more than any step writes: see `DeviceState.results`."""
+        return self.scheduler.max_num_seqs + 1, batch.RESULT_COLUMNS
+
+    @property
+    def padding_slot(self) -> int:
+        return self.scheduler.max_num_seqs
+
+    def all_buckets(self) -> list[Bucket]:
+        """Every step shape, largest first: the long compilations start early."""
+        mixed = [
+            Bucket.mixed(
+                tokens,
+                max_rows=self.scheduler.max_num_seqs,
+                tile_size=self.tile_size,
+                updates=min(tokens, self.scheduler.max_num_seqs) * 2 + _MIXED_EXTRA_UPDATES,
+                chunk_tokens=2 if tokens == self.buckets.prefill[-1] else _CHUNK_TOKENS,
+            )
+            for tokens in self.buckets.prefill
+        ]
+        decode = [Bucket.decode(rows) for rows in self.buckets.decode]
+        return sorted(mixed, key=lambda b: -b.tokens) + sorted(decode, key=lambda b: -b.rows)
+
+
+def programs(config: RunnerConfig, params: Any) -> list[Program]:
+    """Everything that a runner executes, what takes longest to compile first.
+
+    Args:
+      params: the weights, or a tree of ShapeDtypeStruct.
+    """
+    params = jax.tree.map(lambda leaf: _abstract(leaf.shape, leaf.dtype), params)
+    state = DeviceState(
+        kv=config.kv_format.abstract(config.kv_shape, config.dtype),
+        sequences=_abstract(config.sequences_shape, jnp.int32),
+        tables=config.tables,
+        attended=config.attended,
+        results=_abstract(config.results_shape, jnp.int32),
+    )
+
+    def step(bucket: Bucket) -> Program:
+        function = functools.partial(
+            run_step, spec=config.spec, bucket=bucket, sampled_vocab=config.sampled_vocab
+        )
+        packed = _abstract((bucket.packed_size,), jnp.int32)
+        return Program(
+            name=step_name(bucket),
+            function=function,
+            arguments=(params, state, packed),
+            donated=(1,),
+            details=repr(bucket),
+            work=1.0,
+        )
+
+    def zeros(abstract: Any) -> Array:
+        return jnp.zeros(abstract.shape, abstract.dtype)
+
+    def empty() -> DeviceState:
+        kv = config.kv_format.allocate(config.kv_shape, config.dtype)
+        return DeviceState(
+            kv=kv,
+            sequences=jnp.zeros(config.sequences_shape, jnp.int32),
+            tables=jax.tree.map(zeros, config.tables),
+            attended=jax.tree.map(zeros, config.attended),
+            results=zeros(state.results),
+        )
+
+    updates = _abstract((2 * FLUSH_UPDATES,), jnp.int32)
+    scaled = has_scales(config.kv_format)
+    return [
+        *(step(bucket) for bucket in config.all_buckets()),
+        Program(name="flush", function=_flush, arguments=(state.sequences, updates), donated=(0,)),
+        Program(name="state", function=empty, arguments=(), details=repr(state)),
+        *(
+            [Program(name=LARGEST_MAGNITUDES, function=largest_magnitudes, arguments=(state.kv,))]
+            * scaled
+        ),
+        *slot_tables.programs(config.tables),
+        prompt_scores.program(
+            params,
+            state.attended,
+            spec=config.spec,
+            rows=config.scheduler.max_num_seqs,
+            sampled_vocab=config.sampled_vocab,
+        ),
+    ]
+
+
+def _abstract(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def step_name(bucket: Bucket) -> str:
+    return f"step_{bucket.name}"
+
+
+def _flush(sequences: Array, packed: Array) -> Array:
+    """State changes that do not fit into a step."""
+    addresses, values = packed.reshape(2, -1)
+    return sequence_state.apply(sequences, addresses, values)
