@@ -34,7 +34,7 @@ from jaxserve_checkpoints.reader import CheckpointError
 
 if TYPE_CHECKING:
     from jaxserve.runner.runner import Pending
-    from jaxserve.server.tracing import Tracing
+    from jaxserve.server.telemetry.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ def _tracing(options: Options, source: ModelSource) -> Tracing | None:
     if options.otlp_traces_endpoint is None:
         return None
     try:
-        from jaxserve.server.tracing import Tracing  # of an extra, and of no use to most
+        from jaxserve.server.telemetry.tracing import Tracing  # of an extra, and of no use to most
     except ImportError as error:
         raise ConfigError(
             f"--otlp-traces-endpoint needs OpenTelemetry ({error.name} is missing): install the "

@@ -13,10 +13,7 @@ from jaxserve.metrics.metrics import Metrics
 from jaxserve.server import operations
 from jaxserve.server.access import require_key
 from jaxserve.server.backlog import Backlog
-from jaxserve.server.chat import chat_completions
-from jaxserve.server.completions import completions
 from jaxserve.server.cors import allow_origin, preflight
-from jaxserve.server.finished import Tracer
 from jaxserve.server.messages import count_tokens, messages
 from jaxserve.server.middleware import (
     ClientsAffairs,
@@ -24,10 +21,13 @@ from jaxserve.server.middleware import (
     echo_request_id,
     error_shape,
 )
+from jaxserve.server.openai.chat import chat_completions
+from jaxserve.server.openai.completions import completions
 from jaxserve.server.probe import Probe
-from jaxserve.server.request_log import tell_of_request
 from jaxserve.server.responses import responses
 from jaxserve.server.service import SERVICE, Service
+from jaxserve.server.telemetry.finished import Tracer
+from jaxserve.server.telemetry.request_log import tell_of_request
 from jaxserve.server.tokenization import detokenize, tokenize
 from jaxserve.structured import Guides
 from jaxserve.tokenizer import Tokenizer

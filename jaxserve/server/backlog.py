@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from jaxserve.api import Overloaded
-from jaxserve.server.generation import Choice
+from jaxserve.server.output.generation import Choice
 
 WINDOW = 10.0
 """Seconds of the past that the rate is taken from."""

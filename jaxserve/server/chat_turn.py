@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from jaxserve.server.constraints import (
+from jaxserve.server.errors import invalid
+from jaxserve.server.output.generation import Choice, Generation
+from jaxserve.server.output.output_parser import END_THINK, THINK, OutputParser
+from jaxserve.server.request.constraints import (
     avoided,
     constrained,
     text_constraint,
     tool_constraint,
     within_budget,
 )
-from jaxserve.server.errors import invalid
-from jaxserve.server.generation import Choice, Generation
-from jaxserve.server.output_parser import END_THINK, THINK, OutputParser
-from jaxserve.server.params import (
+from jaxserve.server.request.params import (
     choice_requests,
     sampling_params,
     text_options,
     tokens_to_generate,
     truncated,
 )
-from jaxserve.server.prompts import ChatPrompt, chat_prompt
-from jaxserve.server.schema import ChatRequest
+from jaxserve.server.request.prompts import ChatPrompt, chat_prompt
+from jaxserve.server.request.schema import ChatRequest
 from jaxserve.server.service import Service
 from jaxserve.structured import Thinking
 

@@ -10,7 +10,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from jaxserve.server.errors import ApiError, anthropic_body
-from jaxserve.server.schema import MAX_REQUEST_ID_CHARS
+from jaxserve.server.request.schema import MAX_REQUEST_ID_CHARS
 from jaxserve.server.service import SERVICE
 
 log = logging.getLogger(__name__)

@@ -10,11 +10,12 @@ import msgspec
 
 import jaxserve
 from jaxserve.config import ServerConfig
-from jaxserve.server import schema, shapes
+from jaxserve.server import shapes
 from jaxserve.server.access import ADMIN_ROUTES, is_open
 from jaxserve.server.messages import schema as messages
+from jaxserve.server.request import schema
+from jaxserve.server.request.unsupported import REJECTED, Harmless
 from jaxserve.server.responses import schema as responses
-from jaxserve.server.unsupported import REJECTED, Harmless
 
 type Json = dict[str, Any]
 

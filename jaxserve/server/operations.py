@@ -10,8 +10,8 @@ from jaxserve.config import ServerConfig
 from jaxserve.metrics.metrics import CONTENT_TYPE
 from jaxserve.server.errors import ApiError, json_response
 from jaxserve.server.openapi import document
-from jaxserve.server.parse import parse, read_json
-from jaxserve.server.schema import EmbeddingsRequest
+from jaxserve.server.request.parse import parse, read_json
+from jaxserve.server.request.schema import EmbeddingsRequest
 from jaxserve.server.service import SERVICE, Service
 from jaxserve.server.shapes import Health, Load, Model, ModelList, Readiness, Version
 

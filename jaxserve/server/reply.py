@@ -16,8 +16,8 @@ from aiohttp import web
 from jaxserve.api import EngineFailed, Overloaded, Rejected
 from jaxserve.server.access import KEY_NAME
 from jaxserve.server.errors import ApiError, engine_error, invalid, json_response
-from jaxserve.server.generation import Choice, Delta, Generation
-from jaxserve.server.priority import Ranked, level_of_header, tier_used
+from jaxserve.server.output.generation import Choice, Delta, Generation
+from jaxserve.server.request.priority import Ranked, level_of_header, tier_used
 from jaxserve.server.service import Service
 from jaxserve.server.sse import EventStream
 from jaxserve.server.time_limit import read_timeout, time_limit

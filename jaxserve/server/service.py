@@ -11,8 +11,8 @@ from jaxserve.config import ServerConfig
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.server.backlog import Backlog
 from jaxserve.server.errors import ApiError
-from jaxserve.server.finished import Tracer
 from jaxserve.server.probe import Probe
+from jaxserve.server.telemetry.finished import Tracer
 from jaxserve.structured import Guides
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.tokenizer.chat_template import ChatTemplate

@@ -11,7 +11,7 @@ from typing import Any, Self
 import msgspec
 from aiohttp import web
 
-from jaxserve.server.schema import StreamOptions
+from jaxserve.server.request.schema import StreamOptions
 
 DONE = b"data: [DONE]\n\n"
 EVENT_SIZE = 512

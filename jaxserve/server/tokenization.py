@@ -6,12 +6,12 @@ import msgspec
 from aiohttp import web
 
 from jaxserve.server.errors import json_response
-from jaxserve.server.logprobs import token_text
-from jaxserve.server.params import check_token_ids
-from jaxserve.server.parse import parse, read_json
-from jaxserve.server.prompts import chat_prompt
+from jaxserve.server.output.logprobs import token_text
 from jaxserve.server.reply import ignored_header
-from jaxserve.server.schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from jaxserve.server.request.params import check_token_ids
+from jaxserve.server.request.parse import parse, read_json
+from jaxserve.server.request.prompts import chat_prompt
+from jaxserve.server.request.schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from jaxserve.server.service import SERVICE
 from jaxserve.server.shapes import Detokenized, Tokenized
 from jaxserve.tokenizer import decode, encode_off_loop

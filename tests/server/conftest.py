@@ -13,7 +13,7 @@ from jaxserve.api import Engine
 from jaxserve.config import ServerConfig
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.server import make_app, make_runner
-from jaxserve.server.finished import Tracer
+from jaxserve.server.telemetry.finished import Tracer
 from jaxserve.tokenizer import Tokenizer
 from tests.fakes import tiny_tokenizer
 

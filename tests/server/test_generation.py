@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.api import FinishReason, Request, SamplingParams, TokenEvent
-from jaxserve.server.generation import Choice, TextOptions
+from jaxserve.server.output.generation import Choice, TextOptions
 from jaxserve.tokenizer import decode
 from tests.fakes import tiny_tokenizer
 

@@ -12,7 +12,7 @@ import pytest
 
 from jaxserve.api import Overloaded, Request, SamplingParams
 from jaxserve.server.backlog import LONGEST_WAIT, UNKNOWN_RATE_WAIT, Backlog
-from jaxserve.server.generation import Choice, TextOptions
+from jaxserve.server.output.generation import Choice, TextOptions
 from tests.fakes import FakeEngine, tiny_tokenizer
 from tests.server.conftest import Serve
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.server.output_parser import Content, OutputParser, Piece, Reasoning
-from jaxserve.server.tool_calls import CallArguments, CallOpened
+from jaxserve.server.output.output_parser import Content, OutputParser, Piece, Reasoning
+from jaxserve.server.output.tool_calls import CallArguments, CallOpened
 
 type Summary = list[Content | Reasoning | str]
 """Neighbours of one kind joined; a call as its name and arguments."""

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 
-from jaxserve.server.schema import ChatRequest, CompletionRequest, field_names
-from jaxserve.server.unsupported import REJECTED, SILENT
+from jaxserve.server.request.schema import ChatRequest, CompletionRequest, field_names
+from jaxserve.server.request.unsupported import REJECTED, SILENT
 from tests.fakes import FakeEngine
 from tests.server.conftest import Serve
 

@@ -9,7 +9,7 @@ import aiohttp
 from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from jaxserve.server.tracing import Tracing
+from jaxserve.server.telemetry.tracing import Tracing
 from tests.fakes import FakeEngine
 from tests.server.conftest import serving
 

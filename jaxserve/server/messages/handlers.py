@@ -14,9 +14,9 @@ from jaxserve.server.messages.schema import (
     MessagesRequest,
 )
 from jaxserve.server.messages.translate import NAMES, prompt_to_chat, to_chat
-from jaxserve.server.parse import parse, read_json
-from jaxserve.server.prompts import chat_prompt
 from jaxserve.server.reply import Arrival, answer, ignored_header
+from jaxserve.server.request.parse import parse, read_json
+from jaxserve.server.request.prompts import chat_prompt
 from jaxserve.server.service import SERVICE
 from jaxserve.server.shapes import CountedTokens
 

@@ -8,12 +8,12 @@ import msgspec
 
 from jaxserve.api import FinishReason
 from jaxserve.server.errors import ApiError, anthropic_body
-from jaxserve.server.generation import Delta, Generation
-from jaxserve.server.output_parser import Reasoning
+from jaxserve.server.output.generation import Delta, Generation
+from jaxserve.server.output.output_parser import Reasoning
+from jaxserve.server.output.segments import Change, Grew, Opened, Segment, Segments
+from jaxserve.server.output.tool_calls import CallOpened
 from jaxserve.server.reply import Arrival
-from jaxserve.server.segments import Change, Grew, Opened, Segment, Segments
 from jaxserve.server.sse import named_event
-from jaxserve.server.tool_calls import CallOpened
 
 type Json = dict[str, Any]
 

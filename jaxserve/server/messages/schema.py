@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from jaxserve.server.schema import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS
-from jaxserve.server.unsupported import Harmless
+from jaxserve.server.request.schema import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS
+from jaxserve.server.request.unsupported import Harmless
 
 
 class TextBlock(Struct, kw_only=True, tag_field="type", tag="text"):

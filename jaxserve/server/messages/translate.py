@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from jaxserve.server import schema as chat
 from jaxserve.server.errors import invalid
 from jaxserve.server.messages.schema import (
     InputMessage,
@@ -19,6 +18,7 @@ from jaxserve.server.messages.schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from jaxserve.server.request import schema as chat
 
 NAMES = {
     "stop": "stop_sequences",

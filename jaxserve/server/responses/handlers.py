@@ -7,8 +7,8 @@ from aiohttp import web
 from jaxserve.server.chat_turn import chat_generation
 from jaxserve.server.errors import renamed
 from jaxserve.server.middleware import take_request_id
-from jaxserve.server.parse import parse, read_json
 from jaxserve.server.reply import Arrival, answer
+from jaxserve.server.request.parse import parse, read_json
 from jaxserve.server.responses.reply import ResponsesReply
 from jaxserve.server.responses.schema import REJECTED, SILENT, ResponsesRequest
 from jaxserve.server.responses.translate import NAMES, to_chat

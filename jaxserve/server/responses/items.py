@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.server.output_parser import Reasoning
-from jaxserve.server.segments import Segment
-from jaxserve.server.tool_calls import CallOpened
+from jaxserve.server.output.output_parser import Reasoning
+from jaxserve.server.output.segments import Segment
+from jaxserve.server.output.tool_calls import CallOpened
 
 type Json = dict[str, Any]
 

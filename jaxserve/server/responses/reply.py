@@ -8,15 +8,15 @@ import msgspec
 
 from jaxserve.api import FinishReason, SamplingParams
 from jaxserve.server.errors import ApiError
-from jaxserve.server.generation import Delta, Generation
-from jaxserve.server.logprobs import chat_logprobs
-from jaxserve.server.output_parser import Content, Reasoning
+from jaxserve.server.output.generation import Delta, Generation
+from jaxserve.server.output.logprobs import chat_logprobs
+from jaxserve.server.output.output_parser import Content, Reasoning
+from jaxserve.server.output.segments import Change, Grew, Opened, Segment, Segments
+from jaxserve.server.output.tool_calls import CallOpened
 from jaxserve.server.reply import Arrival
 from jaxserve.server.responses.items import empty_part, finished_item, item_id, opened_item
 from jaxserve.server.responses.schema import ResponsesRequest
-from jaxserve.server.segments import Change, Grew, Opened, Segment, Segments
 from jaxserve.server.sse import named_event, padded
-from jaxserve.server.tool_calls import CallOpened
 
 type Json = dict[str, Any]
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from jaxserve.api import MAX_LOGPROBS
-from jaxserve.server.schema import MAX_MESSAGES, MAX_TOOLS, SALT, Effort, RequestId, Tier
-from jaxserve.server.unsupported import Harmless
+from jaxserve.server.request.schema import MAX_MESSAGES, MAX_TOOLS, SALT, Effort, RequestId, Tier
+from jaxserve.server.request.unsupported import Harmless
 
 
 class Part(Struct, kw_only=True):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from jaxserve.server import schema as chat
 from jaxserve.server.errors import invalid
+from jaxserve.server.request import schema as chat
 from jaxserve.server.responses.schema import (
     FunctionChoice,
     FunctionTool,

@@ -14,7 +14,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from jaxserve import __version__
-from jaxserve.server.finished import Finished
+from jaxserve.server.telemetry.finished import Finished
 
 
 class Tracing:

@@ -11,10 +11,10 @@ from aiohttp import web
 from msgspec import Struct
 
 from jaxserve.server.errors import ApiError, invalid
-from jaxserve.server.schema import FREE_FORM, field_names
+from jaxserve.server.request.schema import FREE_FORM, field_names
+from jaxserve.server.request.unsupported import INSTEAD, REJECTED, SILENT, Harmless
+from jaxserve.server.request.validation import not_json, wrong_field
 from jaxserve.server.service import SERVICE
-from jaxserve.server.unsupported import INSTEAD, REJECTED, SILENT, Harmless
-from jaxserve.server.validation import not_json, wrong_field
 
 MAX_DEPTH = 64
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -10,9 +10,9 @@ from hashlib import blake2b
 from jaxserve.api import EngineLimits, Guide, Request, SamplingParams
 from jaxserve.config import SamplingDefaults
 from jaxserve.server.errors import ApiError, invalid
-from jaxserve.server.generation import TextOptions
-from jaxserve.server.priority import level_of
-from jaxserve.server.schema import GenerationFields
+from jaxserve.server.output.generation import TextOptions
+from jaxserve.server.request.priority import level_of
+from jaxserve.server.request.schema import GenerationFields
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this mean greedy, as in vLLM."""

@@ -7,13 +7,14 @@ from dataclasses import replace
 from aiohttp import web
 
 from jaxserve.api import EngineLimits
-from jaxserve.server.completion_reply import CompletionReply
-from jaxserve.server.constraints import avoided, constrained, text_constraint, within_budget
 from jaxserve.server.errors import invalid
-from jaxserve.server.generation import Choice, Generation
 from jaxserve.server.middleware import take_request_id
-from jaxserve.server.openai_reply import check_stream_options
-from jaxserve.server.params import (
+from jaxserve.server.openai.completion_reply import CompletionReply
+from jaxserve.server.openai.reply import check_stream_options
+from jaxserve.server.output.generation import Choice, Generation
+from jaxserve.server.reply import Arrival, answer
+from jaxserve.server.request.constraints import avoided, constrained, text_constraint, within_budget
+from jaxserve.server.request.params import (
     choice_requests,
     num_choices,
     sampling_params,
@@ -21,10 +22,9 @@ from jaxserve.server.params import (
     tokens_to_generate,
     truncated,
 )
-from jaxserve.server.parse import parse, read_json
-from jaxserve.server.prompts import Prompt, completion_prompts
-from jaxserve.server.reply import Arrival, answer
-from jaxserve.server.schema import MAX_SEQUENCES, CompletionRequest
+from jaxserve.server.request.parse import parse, read_json
+from jaxserve.server.request.prompts import Prompt, completion_prompts
+from jaxserve.server.request.schema import MAX_SEQUENCES, CompletionRequest
 from jaxserve.server.service import SERVICE
 
 DEFAULT_MAX_TOKENS = 16

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxserve.api import PromptLogprobs
-from jaxserve.server.generation import Delta, Generation
-from jaxserve.server.logprobs import TextLogprobs, prompt_logprobs
-from jaxserve.server.openai_reply import Json, OpenAIReply
+from jaxserve.server.openai.reply import Json, OpenAIReply
+from jaxserve.server.output.generation import Delta, Generation
+from jaxserve.server.output.logprobs import TextLogprobs, prompt_logprobs
 from jaxserve.server.reply import Arrival
-from jaxserve.server.schema import CompletionRequest, StreamOptions
+from jaxserve.server.request.schema import CompletionRequest, StreamOptions
 from jaxserve.server.sse import TextEvent
 from jaxserve.tokenizer import Tokenizer
 

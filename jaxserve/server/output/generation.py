@@ -21,7 +21,7 @@ from jaxserve.api import (
     TokenLogprobs,
 )
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.server.output_parser import OutputParser, Piece
+from jaxserve.server.output.output_parser import OutputParser, Piece
 from jaxserve.tokenizer import Detokenizer, StopStrings, Tokenizer
 
 

@@ -11,15 +11,15 @@ import msgspec
 from jaxserve.api import EngineLimits
 from jaxserve.config import TEMPLATE_VARIABLES
 from jaxserve.server.errors import invalid
-from jaxserve.server.params import check_token_ids
-from jaxserve.server.schema import (
+from jaxserve.server.request.params import check_token_ids
+from jaxserve.server.request.schema import (
     MAX_PROMPTS,
     ChatRequest,
     ContentPart,
     Message,
     Tool,
 )
-from jaxserve.server.validation import wrong_field
+from jaxserve.server.request.validation import wrong_field
 from jaxserve.tokenizer import INLINE_CHARS, Tokenizer, decode, encode_off_loop
 from jaxserve.tokenizer.chat_template import ChatTemplate, Rendered, TemplateError
 

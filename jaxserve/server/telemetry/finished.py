@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-from jaxserve.server.generation import Generation
+from jaxserve.server.output.generation import Generation
 
 
 class Timing(NamedTuple):

@@ -12,8 +12,8 @@ import msgspec
 
 from jaxserve.api import SamplingParams
 from jaxserve.server.errors import invalid
-from jaxserve.server.output_parser import END_THINK, THINK
-from jaxserve.server.schema import ChatRequest, GenerationFields, NamedTool, Tool
+from jaxserve.server.output.output_parser import END_THINK, THINK
+from jaxserve.server.request.schema import ChatRequest, GenerationFields, NamedTool, Tool
 from jaxserve.server.service import Service
 from jaxserve.structured import BadWords, GrammarError, Thinking, ThinkingBudget, grammars
 

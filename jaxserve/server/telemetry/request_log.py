@@ -10,11 +10,11 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from jaxserve.server.access import KEY_NAME, route_of
-from jaxserve.server.finished import Finished, Timing
-from jaxserve.server.generation import Choice, Generation
 from jaxserve.server.middleware import request_id
+from jaxserve.server.output.generation import Choice, Generation
 from jaxserve.server.reply import GENERATION
 from jaxserve.server.service import SERVICE
+from jaxserve.server.telemetry.finished import Finished, Timing
 
 log = logging.getLogger("jaxserve.requests")
 

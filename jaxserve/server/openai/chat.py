@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from jaxserve.server.chat_reply import ChatReply
 from jaxserve.server.chat_turn import chat_generation
 from jaxserve.server.middleware import take_request_id
-from jaxserve.server.openai_reply import check_stream_options
-from jaxserve.server.parse import parse, read_json
+from jaxserve.server.openai.chat_reply import ChatReply
+from jaxserve.server.openai.reply import check_stream_options
 from jaxserve.server.reply import Arrival, answer
-from jaxserve.server.schema import ChatRequest
+from jaxserve.server.request.parse import parse, read_json
+from jaxserve.server.request.schema import ChatRequest
 from jaxserve.server.service import SERVICE
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from jaxserve.server.errors import invalid
-from jaxserve.server.schema import Tier
+from jaxserve.server.request.schema import Tier
 
 HEADER = "X-Vllm-Priority"
 LEVELS: Mapping[Tier, int] = {"flex": 1, "priority": -1, "fast": -1}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
-from jaxserve.server.tool_calls import (
+from jaxserve.server.output.tool_calls import (
     CALL,
     CallArguments,
     CallOpened,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxserve.api import FinishReason
-from jaxserve.server.generation import Delta, Generation
-from jaxserve.server.logprobs import chat_logprobs, prompt_logprobs
-from jaxserve.server.openai_reply import Json, OpenAIReply
-from jaxserve.server.output_parser import Content, OutputParser, Piece, Reasoning
+from jaxserve.server.openai.reply import Json, OpenAIReply
+from jaxserve.server.output.generation import Delta, Generation
+from jaxserve.server.output.logprobs import chat_logprobs, prompt_logprobs
+from jaxserve.server.output.output_parser import Content, OutputParser, Piece, Reasoning
+from jaxserve.server.output.tool_calls import CallArguments, CallOpened
 from jaxserve.server.reply import Arrival
-from jaxserve.server.schema import ChatRequest, NamedTool, StreamOptions
+from jaxserve.server.request.schema import ChatRequest, NamedTool, StreamOptions
 from jaxserve.server.sse import TextEvent
-from jaxserve.server.tool_calls import CallArguments, CallOpened
 
 _REASONING_NAMES = {
     "both": ("reasoning", "reasoning_content"),

@@ -1,0 +1,1 @@
+"""A body to checked fields, and fields to what the engine takes."""
