@@ -81,9 +81,9 @@ class Scheduler:
         self._cache = cache
         self._clock = clock
         self._page_size = cache.page_size
-        context = config.max_chunk_context
-        self._chunk_pages = sys.maxsize if context is None else self._pages_of(context)
         self._holdings = Holdings(config, cache)
+        context = config.max_chunk_context
+        self._chunk_pages = sys.maxsize if context is None else self._holdings.pages_for(context)
         self._budget = TokenBudget(
             times, max_tokens=config.max_num_batched_tokens, max_itl=config.max_itl
         )
@@ -182,15 +182,15 @@ class Scheduler:
         pending = self._pending(prefilling)
         queued = len(prefilling) + len(self._waiting) - len(pending)
         budget = self._budget.chunk_tokens(decodes, pending, queued)
-        room = self._chunk_pages
+        room, pages_for = self._chunk_pages, self._holdings.pages_for
         for seq in prefilling:
-            if budget and self._pages_of(min(seq.prefill_end, seq.computed + budget)) <= room:
+            if budget and pages_for(min(seq.prefill_end, seq.computed + budget)) <= room:
                 budget -= self._plan_chunk(seq, budget, rows)
-                room -= self._pages_of(rows[-1].start + rows[-1].num_tokens)
+                room -= pages_for(rows[-1].start + rows[-1].num_tokens)
         while budget and (seq := self._admit(entries, room)):
             admissions.append(admission(seq))
             budget -= self._plan_chunk(seq, budget, rows)
-            room -= self._pages_of(rows[-1].start + rows[-1].num_tokens)
+            room -= pages_for(rows[-1].start + rows[-1].num_tokens)
         if not rows:
             return None
         return StepPlan(rows=tuple(rows), admissions=tuple(admissions), pages=tuple(entries))
@@ -264,9 +264,6 @@ class Scheduler:
         self._holdings.publish(seq)
         return rows[-1].num_tokens
 
-    def _pages_of(self, tokens: int) -> int:
-        return -(-tokens // self._page_size)
-
     def _admit(self, entries: list[PageEntry], room: int) -> Sequence | None:
         """Give the first in the queue a slot and the pages of all its tokens, if they are there.
 
@@ -278,7 +275,7 @@ class Scheduler:
             return None
         if not self._holdings.num_free_slots or seq.guided_to_wait:
             return None
-        if self._pages_of(len(seq.tokens)) > room:
+        if self._holdings.pages_for(len(seq.tokens)) > room:
             return None
         hit = self._holdings.cached_pages(seq)
         if not has_room(seq, hit, self._running.values(), self._holdings, self._lengths):
