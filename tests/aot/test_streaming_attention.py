@@ -75,7 +75,7 @@ def test_so_are_codes(bits: int, tmp_path: Path) -> None:
 
     constants = _HEADS | {
         "ROWS": 8, "QUARTER": 32, "GROUP": 128, "BITS": bits, "CHUNK": 64,
-        "SPLITS": 2, "STAGES": 2, "EARLY": True,
+        "SPLITS": 2, "MIN_UNITS": 3, "STAGES": 2, "EARLY": True,
     }  # fmt: skip
     kernel = compile_kernel(_attend, _types("*fp16"), constants)
     assert _registers(kernel, tmp_path) <= 168  # three programs for each multiprocessor

@@ -17,8 +17,10 @@ pytestmark = pytest.mark.gpu
 
 DECODE = ((0, 1, 63, 64, 127, 128, 500, 1300), (1,) * 8)
 """As many as compute their inputs in attention, whatever the format."""
+ONE = ((4000,), (1,))
+"""Whose context has more parts than a warp reads at once."""
 MANY = ((*DECODE[0], 62, 65, *range(900, 910)), (1,) * 20)
-"""More than that in 8 bits; with KVarN a program has a whole context."""
+"""With KVarN two programs share a context, with 8 bits one has it."""
 FORMATS = ("int8", "fp8_e4m3", "kvarn_k4v4_g128", "kvarn_k4v2_g128")
 CHUNKS = ((0, 0, 64, 100, 127, 700, 255, 1290), (3, 300, 64, 29, 2, 150, 1, 1))
 """With two rows of one token: one fills a page, the other's context is shared."""
@@ -35,7 +37,9 @@ def relative_error(out: jax.Array, expected: jax.Array) -> float:
     [((40, 8, 128), "bfloat16"), ((8, 2, 64), "float32")],
     ids=str,
 )
-@pytest.mark.parametrize("work", [DECODE, MANY, CHUNKS], ids=["decode", "many", "chunks"])
+@pytest.mark.parametrize(
+    "work", [DECODE, ONE, MANY, CHUNKS], ids=["decode", "one", "many", "chunks"]
+)
 @pytest.mark.parametrize("name", FORMATS)
 def test_attention_equals_its_reference(
     name: str, work: tuple[Any, ...], dtype: str, heads: tuple[int, int, int]

@@ -249,15 +249,15 @@ def _attend(
         gl.store(weight_ptr + place, weight, mask=row < group)
 
 
-def heuristic(*, tiles: int, kv_heads: int, kind: gl.constexpr) -> Config:
+def heuristic(*, tiles: int, kv_heads: int) -> Config:
     """A configuration for so many single tokens.
 
-    Pages in a ring take memory from the weights of the next kernel, which are copied meanwhile: of
-    few tokens that counts, of many what each program may ask for at once.
+    Two pages in a ring: more take memory from the weights of the next kernel, which are copied
+    meanwhile. A lone token's context is split further, so that no program has much to visit.
     """
-    splits = max(1, min(_TARGET_PROGRAMS // (tiles * kv_heads), 64))
-    few = tiles <= 8 or kind.value == BF16.value
-    return Config(splits=splits, num_warps=4, num_stages=2 if few else 4)
+    programs = _TARGET_PROGRAMS if tiles > 1 else 2 * _TARGET_PROGRAMS
+    splits = max(1, min(programs // (tiles * kv_heads), 64))
+    return Config(splits=splits, num_warps=4, num_stages=2, min_blocks=2)
 
 
 def fits(qkv: Array, kv: Array, dtype: DTypeLike) -> bool:
@@ -316,7 +316,7 @@ def launch(
     half = width // 2 if kind.value == BF16.value else width
     parts, tokens, columns = qkv.shape
     q_heads, num_tiles = columns // (2 * half) - 2 * kv_heads, tiles.first.shape[0]
-    config = config or heuristic(tiles=num_tiles, kv_heads=kv_heads, kind=kind)
+    config = config or heuristic(tiles=num_tiles, kv_heads=kv_heads)
     rows = 8 if q_heads // kv_heads + 2 <= 8 else _MOST_ROWS  # columns of products
     out, *sums = triton_call(
         qkv, *norms, *tables, kv, scales, *slots, page_table, *tiles[:4],

@@ -36,11 +36,19 @@ from jaxserve_kernels.kv_format.kvarn.triton_visits import (
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.triton_call import triton_call
 
-_TARGET_PROGRAMS = 264
-"""Two for each of an H100's multiprocessors, as in `paged_attention`."""
+_TARGET_PROGRAMS = 396
+"""Three for each of an H100's multiprocessors, as many as fit."""
 
 _ROWS = 8
 """Queries that share a KV head, its key and its value, and padding: columns of products."""
+
+_MIN_UNITS = 3
+"""Units of a context for each program, if it has so many: fewer cost more in merging."""
+
+_MOST_SPLITS = 64
+
+_MERGED_BY_A_WARP = 8
+"""Parts that a warp reads at once: of more, four of them do."""
 
 _GROUP = 128
 _QUARTER = 32
@@ -95,7 +103,8 @@ def _attend(
     stride: gl.constexpr, parts: gl.constexpr, eps: gl.constexpr, scale: gl.constexpr,
     q_heads: gl.constexpr, kv_heads: gl.constexpr,
     ROWS: gl.constexpr, QUARTER: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr,
-    CHUNK: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr = False,
+    CHUNK: gl.constexpr, SPLITS: gl.constexpr, MIN_UNITS: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr = False,
 ):  # fmt: skip
     """A program per tile, KV head and part."""
     DIM: gl.constexpr = 4 * QUARTER
@@ -121,7 +130,7 @@ def _attend(
     own = position // GROUP
     offset = position % GROUP
     sink_units, raw_units, units = _units(position, GROUP, CHUNK)
-    per_split = (units + SPLITS - 1) // SPLITS
+    per_split = gl.maximum((units + SPLITS - 1) // SPLITS, MIN_UNITS)
     begin = split * per_split
     stop = gl.minimum(begin + per_split, units)
     owner = (begin < raw_units) & (raw_units <= stop)
@@ -267,22 +276,29 @@ def _merge(
     sums_ptr, peak_ptr, weight_ptr, first_ptr, length_ptr, position_ptr, out_ptr,
     q_heads: gl.constexpr, kv_heads: gl.constexpr,
     ROWS: gl.constexpr, HEADS: gl.constexpr, QUARTER: gl.constexpr, GROUP: gl.constexpr,
-    CHUNK: gl.constexpr, SPLITS: gl.constexpr, WIDTH: gl.constexpr, EARLY: gl.constexpr = False,
+    CHUNK: gl.constexpr, SPLITS: gl.constexpr, MIN_UNITS: gl.constexpr, WIDTH: gl.constexpr,
+    EARLY: gl.constexpr = False,
 ):  # fmt: skip
-    """Of a tile and KV head: adds the parts by their softmax weights, WIDTH of them at a time, and
-    rotates the result back."""
+    """Of a tile and HEADS query heads that share a KV head: adds the parts by their softmax
+    weights, WIDTH of them at a time, and rotates the result back. Warps share the parts of a lone
+    head, or each takes a head of its own."""
     DIM: gl.constexpr = 4 * QUARTER
     group: gl.constexpr = q_heads // kv_heads
+    SHARE: gl.constexpr = gl.num_warps() if HEADS == 1 else 1
     wide: gl.constexpr = gl.BlockedLayout(
-        [WIDTH, 1, 1], [1, 1, 32], [1, gl.num_warps(), 1], [2, 1, 0]
+        [WIDTH // SHARE, 1, 1], [1, 1, 32], [SHARE, gl.num_warps() // SHARE, 1], [2, 1, 0]
     )
     flat: gl.constexpr = gl.SliceLayout(0, wide)
     tile = gl.program_id(0)
     kv_head = gl.program_id(1)
+    first_head = 0
+    if HEADS == 1:
+        first_head = kv_head % group
+        kv_head = kv_head // group
     length = gl.load(length_ptr + tile)
     token = gl.load(first_ptr + tile).to(gl.int64)
     _, _, units = _units(gl.load(position_ptr + tile), GROUP, CHUNK)
-    per_split = (units + SPLITS - 1) // SPLITS
+    per_split = gl.maximum((units + SPLITS - 1) // SPLITS, MIN_UNITS)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -291,7 +307,7 @@ def _merge(
     used = (units + per_split - 1) // per_split
     number = gl.arange(0, WIDTH, gl.SliceLayout(1, gl.SliceLayout(2, wide)))
     number = gl.expand_dims(gl.expand_dims(number, 1), 2)
-    head = gl.expand_dims(gl.arange(0, HEADS, gl.SliceLayout(1, flat)), 1)
+    head = first_head + gl.expand_dims(gl.arange(0, HEADS, gl.SliceLayout(1, flat)), 1)
     dim = gl.expand_dims(gl.arange(0, QUARTER, gl.SliceLayout(0, flat)), 0)
     first = (tile * kv_heads + kv_head).to(gl.int64) * (SPLITS * ROWS)
     own = gl.expand_dims(gl.minimum(head, group - 1) + dim * 0, 0)
@@ -334,9 +350,10 @@ def fits(qkv: Array, kv: KVarNKV, dtype: DTypeLike) -> bool:
 
 
 def heuristic(*, tiles: int, kv_heads: int) -> Config:
-    """A configuration for so many single tokens."""
-    splits = max(1, min(_TARGET_PROGRAMS // (tiles * kv_heads), 64))
-    return Config(splits=splits, num_warps=4, num_stages=2)
+    """A configuration for so many single tokens; a lone one's context is split further."""
+    wanted = _TARGET_PROGRAMS // (tiles * kv_heads) if tiles > 1 else _MOST_SPLITS
+    splits = max(1, min(wanted, _MOST_SPLITS))
+    return Config(splits=splits, num_warps=4, num_stages=2, min_blocks=_MIN_UNITS)
 
 
 def attend(
@@ -360,7 +377,7 @@ def attend(
     whole = jax.ShapeDtypeStruct((tokens, q_heads, head_dim), dtype)
     shared = {
         "q_heads": q_heads, "kv_heads": kv_heads, "ROWS": _ROWS, "QUARTER": quarter,
-        "GROUP": group, "CHUNK": _CHUNK, "SPLITS": config.splits,
+        "GROUP": group, "CHUNK": _CHUNK, "SPLITS": config.splits, "MIN_UNITS": config.min_blocks,
     }  # fmt: skip
     raw = jax.new_ref(kv.raw)
     out, *found = triton_call(
@@ -376,14 +393,16 @@ def attend(
         scale=head_dim**-0.5 * LOG2_E, BITS=kv.value_bits, **shared,
     )  # fmt: skip
     if config.splits > 1:
+        alone = config.splits > _MERGED_BY_A_WARP
         out = triton_call(
             *found, tiles.first, tiles.length, tiles.position,
             kernel=_merge,
             name="paged_attention_kvarn_inputs_merge",
             out_type=whole,
-            grid=grid[:2],
+            grid=(num_tiles, q_heads if alone else kv_heads),
             num_warps=4,
-            HEADS=max(4, triton.next_power_of_2(q_heads // kv_heads)),
-            WIDTH=min(8, triton.next_power_of_2(config.splits)), **shared,
+            HEADS=1 if alone else max(4, triton.next_power_of_2(q_heads // kv_heads)),
+            WIDTH=triton.next_power_of_2(config.splits if alone else min(config.splits, 8)),
+            **shared,
         )  # fmt: skip
     return out, kv._replace(raw=jax.freeze(raw))
