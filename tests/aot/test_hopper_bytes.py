@@ -6,32 +6,37 @@ from pathlib import Path
 
 import pytest
 
-from tests.aot.ptx import check_registers_and_memory, compile_kernel, tma_blocks
+from tests.aot.ptx import MOST_SHARED_MEMORY, check_registers_and_memory, compile_kernel, tma_blocks
 
 
 @pytest.mark.parametrize(
-    ("tokens", "out", "k", "rows", "gated"),
+    ("tokens", "out", "k", "rows", "gated", "dtype"),
     [
-        (2048, 19_456, 2560, 256, True),
-        (2048, 2560, 9728, 256, False),
-        (1000, 2560, 640, 128, False),
+        (2048, 19_456, 2560, 256, True, "bf16"),
+        (2048, 2560, 9728, 256, False, "bf16"),
+        (256, 2560, 9728, 128, False, "bf16"),
+        (200, 65_536, 640, 256, False, "fp32"),  # an output matrix
     ],
 )
 def test_the_program_fits_and_its_products_do_not_wait(
-    tokens: int, out: int, k: int, rows: int, gated: bool, tmp_path: Path
+    tokens: int, out: int, k: int, rows: int, gated: bool, dtype: str, tmp_path: Path
 ) -> None:
-    from jaxserve_kernels.quantized_matmul.e4m3.hopper_bytes import _product, divide
+    from jaxserve_kernels.dense_matmul.hopper import divide
+    from jaxserve_kernels.quantized_matmul.e4m3.hopper_bytes import _product
 
     whole, pieces = divide(-(-tokens // 128) * (out // rows), 132, 2)
     types = {
         "x": tma_blocks(128, 128, dtype="fp8e4nv", bits=8), "w": tma_blocks(64, 64, dtype="u16"),
-        "token_scale_ptr": "*fp32", "scale_ptr": "*fp32", "out_ptr": "*bf16",
+        "token_scale_ptr": "*fp32", "scale_ptr": "*fp32", "out_ptr": f"*{dtype}",
     }  # fmt: skip
     constants = {
-        "whole": whole, "pieces": pieces, "ROWS": rows, "GATED": gated, "tokens": tokens,
-        "STAGES": 4 if rows == 256 else 6, "n": out // 2 if gated else out, "k": k,
+        "whole": whole, "pieces": pieces, "ROWS": rows, "GATED": gated,
+        "STAGES": 4 if rows == 256 else 6, "tokens": tokens,
+        "n": out // 2 if gated else out, "k": k,
     }  # fmt: skip
     kernel = compile_kernel(_product, types, constants)
-    check_registers_and_memory(kernel, tmp_path)
+    if out < 65_536:
+        check_registers_and_memory(kernel, tmp_path)
+    assert kernel.metadata.shared <= MOST_SHARED_MEMORY
     assert kernel.metadata.num_warps == 12  # two warpgroups, and one for the producer's warp
-    assert "wgmma.mma_async.sync.aligned.m64n256k32" in kernel.asm["ptx"] or rows < 256
+    assert "k32.f32.e4m3.e4m3" in kernel.asm["ptx"]

@@ -176,10 +176,13 @@ def _program(
     )  # fmt: skip
 
 
-def divide(tiles: int, programs: int) -> tuple[int, int]:
-    """How many tiles are multiplied whole, and how many pieces each of the others is cut into."""
+def divide(tiles: int, programs: int, most_pieces: int = _MOST_PIECES) -> tuple[int, int]:
+    """How many tiles are multiplied whole, and how many pieces each of the others is cut into: a
+    power of two."""
     rest = tiles % programs
-    pieces = _MOST_PIECES if rest * _MOST_PIECES <= programs else 1
+    pieces = most_pieces
+    while pieces > 1 and rest * pieces > programs:
+        pieces //= 2
     return tiles - rest, pieces
 
 

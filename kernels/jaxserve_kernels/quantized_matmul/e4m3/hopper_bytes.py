@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from jaxserve_kernels.dense_matmul.hopper import divide
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
@@ -85,11 +86,18 @@ def _multiply_tile(
 def _store(values, out_ptr, token, column, tokens: gl.constexpr, n: gl.constexpr):
     ROWS: gl.constexpr = values.shape[0]
     COLUMNS: gl.constexpr = values.shape[1]
-    flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
-    values = gl.convert_layout(values.to(out_ptr.dtype.element_ty), flat)
-    row = gl.expand_dims(token + gl.arange(0, ROWS, gl.SliceLayout(1, flat)), 1)
-    column = gl.expand_dims(column + gl.arange(0, COLUMNS, gl.SliceLayout(0, flat)), 0)
-    gl.store(out_ptr + row * n + column, values, mask=row < tokens)
+    if COLUMNS > 64 and out_ptr.dtype.element_ty == gl.float32:  # memory for what is rearranged
+        first, second = gl.split(values.reshape([ROWS, 2, COLUMNS // 2]).permute((0, 2, 1)))
+        _store(first, out_ptr, token, column, tokens, n)
+        _store(second, out_ptr, token, column + COLUMNS // 2, tokens, n)
+    else:
+        flat: gl.constexpr = gl.BlockedLayout(
+            [1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0]
+        )
+        values = gl.convert_layout(values.to(out_ptr.dtype.element_ty), flat)
+        row = gl.expand_dims(token + gl.arange(0, ROWS, gl.SliceLayout(1, flat)), 1)
+        column = gl.expand_dims(column + gl.arange(0, COLUMNS, gl.SliceLayout(0, flat)), 0)
+        gl.store(out_ptr + row * n + column, values, mask=row < tokens)
 
 
 @gluon.jit
@@ -205,15 +213,6 @@ def _product(
         [4, 1],
         [232, 24],
     )  # fmt: skip
-
-
-def divide(tiles: int, programs: int, most_pieces: int) -> tuple[int, int]:
-    """How many tiles are multiplied whole, and how many pieces each of the others is cut into."""
-    rest = tiles % programs
-    pieces = most_pieces
-    while rest * pieces > programs:
-        pieces //= 2
-    return tiles - rest, max(pieces, 1)
 
 
 def launch(
