@@ -10,28 +10,29 @@ from tests.aot.ptx import MOST_SHARED_MEMORY, check_registers_and_memory, compil
 
 
 @pytest.mark.parametrize(
-    ("tokens", "out", "k", "rows", "gated", "dtype"),
+    ("tokens", "out", "k", "rows", "gated", "splits", "dtype"),
     [
-        (2048, 19_456, 2560, 256, True, "bf16"),
-        (2048, 2560, 9728, 256, False, "bf16"),
-        (256, 2560, 9728, 128, False, "bf16"),
-        (200, 65_536, 640, 256, False, "fp32"),  # an output matrix
+        (2048, 19_456, 2560, 256, True, 1, "bf16"),
+        (2048, 2560, 9728, 256, False, 1, "bf16"),
+        (256, 2560, 9728, 128, False, 3, "fp32"),
+        (200, 65_536, 640, 256, False, 1, "fp32"),  # an output matrix
     ],
 )
 def test_the_program_fits_and_its_products_do_not_wait(
-    tokens: int, out: int, k: int, rows: int, gated: bool, dtype: str, tmp_path: Path
+    tokens: int, out: int, k: int, rows: int, gated: bool, splits: int, dtype: str, tmp_path: Path
 ) -> None:
     from jaxserve_kernels.dense_matmul.hopper import divide
     from jaxserve_kernels.quantized_matmul.e4m3.hopper_bytes import _product
 
-    whole, pieces = divide(-(-tokens // 128) * (out // rows), 132, 2)
+    tiles = -(-tokens // 128) * (out // rows) * splits
+    whole, pieces = divide(tiles, 132, 2)
     types = {
         "x": tma_blocks(128, 128, dtype="fp8e4nv", bits=8), "w": tma_blocks(64, 64, dtype="u16"),
         "token_scale_ptr": "*fp32", "scale_ptr": "*fp32", "out_ptr": f"*{dtype}",
     }  # fmt: skip
     constants = {
-        "whole": whole, "pieces": pieces, "ROWS": rows, "GATED": gated,
-        "STAGES": 4 if rows == 256 else 6, "tokens": tokens,
+        "tiles": tiles, "whole": whole, "pieces": pieces, "ROWS": rows, "GATED": gated,
+        "SPLITS": splits, "STAGES": 4 if rows == 256 else 6, "tokens": tokens,
         "n": out // 2 if gated else out, "k": k,
     }  # fmt: skip
     kernel = compile_kernel(_product, types, constants)

@@ -89,16 +89,22 @@ def test_what_hopper_takes() -> None:
     assert taken == [(False, False), (False, True), (False, True), (True, True), (False, False)]
     assert on_hopper("int4-g64", 512) == on_hopper("int8", 256) == (False, False)
     taken = [on_hopper("fp8", tokens) for tokens in (64, 128, 160, 512, 8192)]
-    assert taken == [(False, False)] * 2 + [(True, True)] * 3
+    assert taken == [(False, False), (False, True)] + [(True, True)] * 3
 
 
-def test_fp8_has_large_tiles_where_there_are_enough() -> None:
+def test_fp8_has_large_tiles_where_there_are_enough_and_parts_where_few_are_deep() -> None:
     """Of gate and up, and of down."""
-    for tokens, rows in ((256, (256, 128)), (1024, (256, 128)), (2048, (256, 256))):
+    for tokens, rows, parts in (
+        (256, (256, 128), 3),
+        (384, (256, 128), 1),
+        (1024, (256, 128), 1),
+        (2048, (256, 256), 1),
+    ):
         gate_up = config_of("fp8", 19_456, 2560, tokens, gated=True, hopper=True)
         down = config_of("fp8", 2560, 9728, tokens, hopper=True)
         assert gate_up is not None and down is not None
         assert (gate_up.rows, down.rows) == rows
+        assert (gate_up.splits, down.splits) == (1, parts)
 
 
 def test_few_tokens_are_unpacked_and_many_computed_in_e4m3() -> None:

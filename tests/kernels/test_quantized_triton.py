@@ -56,6 +56,7 @@ E4M3_TOLERANCE = 6.5e-2
         (200, 17_920, 512),
         (600, 256, 512),
         (1100, 2560, 640),
+        (250, 256, 8192),
     ],
 )
 def test_products_equal_their_definition(name: str, tokens: int, out: int, depth: int) -> None:

@@ -104,8 +104,8 @@ def choose(
         config = _few(depth, gated=gated)
     elif not _in_e4m3(weight, tokens):
         config = _unpack(weight, tokens, out, tiles)
-    elif hopper and isinstance(weight, Fp8Weight) and _bytes_on_hopper(weight, tokens):
-        config = _hopper_bytes(tokens, out)
+    elif hopper and isinstance(weight, Fp8Weight) and _bytes_on_hopper(weight, tokens, gated=gated):
+        config = _hopper_bytes(tokens, out, tiles)
     elif hopper and _on_hopper(weight, tokens, gated=gated):
         config = _hopper(tokens, out, tiles)
     elif tokens <= _most_in_registers(weight):
@@ -237,18 +237,22 @@ def _on_hopper(weight: QuantizedWeight, tokens: int, *, gated: bool) -> bool:
     return tokens > 384 or depth >= _DEEP * 128 or (tokens > 256 and out > depth)
 
 
-def _bytes_on_hopper(weight: Fp8Weight, tokens: int) -> bool:
+def _bytes_on_hopper(weight: Fp8Weight, tokens: int, *, gated: bool) -> bool:
     """Where `e4m3.hopper_bytes` is the fastest: it has tiles of 128 tokens, and one scale a row."""
     out, depth = weight.shape
-    return weight.group == depth and out % 128 == 0 and tokens > 128
+    if weight.group != depth or out % 128:
+        return False
+    return tokens > 128 or (tokens > 64 and not gated and depth >= _DEEP * 128)
 
 
-def _hopper_bytes(tokens: int, out: int) -> Config:
+def _hopper_bytes(tokens: int, out: int, tiles: int) -> Config:
     """Large tiles, if there are enough for all multiprocessors, and a ring that fills shared
-    memory."""
-    if out % 256 == 0 and out // 256 * -(-tokens // 128) >= _MULTIPROCESSORS:
+    memory; parts where few tiles are deep."""
+    token_tiles = -(-tokens // 128)
+    if out % 256 == 0 and out // 256 * token_tiles >= _MULTIPROCESSORS:
         return Config(method="hopper", rows=256, tokens=128, num_stages=4, pieces=4)
-    return Config(method="hopper", rows=128, tokens=128, num_stages=6, pieces=2)
+    parts = 3 if tiles >= _DEEP and out // 128 * token_tiles * 3 <= _MULTIPROCESSORS else 1
+    return Config(method="hopper", rows=128, tokens=128, splits=parts, num_stages=6, pieces=2)
 
 
 def _hopper(tokens: int, out: int, tiles: int) -> Config:

@@ -4,7 +4,8 @@ A program walks over tiles of 128 tokens and up to 256 rows of the weight. A pro
 tokens and codes into a ring in shared memory (TMA), also while the tile before is being stored; two
 warpgroups of 64 tokens each multiply. Gated, a tile has as many rows of gate as of up, and one
 warpgroup has both products of a token in its registers. Tiles of the last turn are cut into pieces
-where it has few, so that all programs share them.
+where it has few, so that all programs share them; where all tiles are few, programs share a tile's
+inputs, and leave partial sums.
 """
 
 from __future__ import annotations
@@ -37,10 +38,24 @@ _MULTIPROCESSORS = 132
 
 
 @gluon.jit
+def _place(
+    tile, tokens: gl.constexpr, COLUMNS: gl.constexpr, SPLITS: gl.constexpr, k: gl.constexpr
+):
+    """First token and column of a tile, its split, and the first and number of its steps."""
+    token_tiles: gl.constexpr = (tokens + _TOKENS - 1) // _TOKENS
+    all_steps: gl.constexpr = k // _DEPTH
+    each: gl.constexpr = (all_steps + SPLITS - 1) // SPLITS
+    split = tile // token_tiles % SPLITS
+    token = tile % token_tiles * _TOKENS
+    column = tile // (token_tiles * SPLITS) * COLUMNS
+    return token, column, split, split * each, gl.minimum(each, all_steps - split * each)
+
+
+@gluon.jit
 def _multiply_tile(
-    x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr, out_ptr, at, token, column,
+    x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr, out_ptr, at, token, column, steps,
     part: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
-    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+    tokens: gl.constexpr, n: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `part`: its 64 tokens of a tile of ROWS rows, from step `at` of the ring on; the
     step after it."""
@@ -50,7 +65,7 @@ def _multiply_tile(
     whole: gl.constexpr = w_ring.shape[1]
     by_bytes: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
     acc = gl.zeros([MINE, ROWS], gl.float32, layout)
-    for step in range(k // _DEPTH):
+    for step in range(steps):
         stage = at % STAGES
         mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
         x = x_ring.index(stage).slice(part * MINE, MINE, dim=0)
@@ -103,38 +118,39 @@ def _store(values, out_ptr, token, column, tokens: gl.constexpr, n: gl.constexpr
 @gluon.jit
 def _multiply(
     x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr, out_ptr, program, programs,
-    part: gl.constexpr, whole: gl.constexpr, pieces: gl.constexpr, ROWS: gl.constexpr,
-    GATED: gl.constexpr, STAGES: gl.constexpr,
+    part: gl.constexpr, tiles: gl.constexpr, whole: gl.constexpr, pieces: gl.constexpr,
+    ROWS: gl.constexpr, GATED: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
     tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `part`: its 64 tokens of each tile of this program."""
-    rows: gl.constexpr = (tokens + _TOKENS - 1) // _TOKENS
     COLUMNS: gl.constexpr = ROWS // 2 if GATED else ROWS
     at = 0
     for tile in range(program, whole, programs):
+        token, column, split, _, steps = _place(tile, tokens, COLUMNS, SPLITS, k)
         at = _multiply_tile(
-            x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr, out_ptr, at,
-            tile % rows * _TOKENS, tile // rows * COLUMNS, part, ROWS, GATED, STAGES, tokens, n, k,
+            x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr,
+            out_ptr + split.to(gl.int64) * (tokens * n), at, token, column, steps, part, ROWS,
+            GATED, STAGES, tokens, n,
         )  # fmt: skip
     tile = whole + program // pieces
-    if tile < rows * (n // COLUMNS):
-        WIDTH: gl.constexpr = COLUMNS // pieces
-        column = tile // rows * COLUMNS + program % pieces * WIDTH
+    if tile < tiles:
+        token, column, split, _, steps = _place(tile, tokens, COLUMNS, SPLITS, k)
         _multiply_tile(
-            x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr, out_ptr, at,
-            tile % rows * _TOKENS, column, part, ROWS // pieces, GATED, STAGES, tokens, n, k,
+            x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr,
+            out_ptr + split.to(gl.int64) * (tokens * n), at, token,
+            column + program % pieces * (COLUMNS // pieces), steps, part, ROWS // pieces,
+            GATED, STAGES, tokens, n,
         )  # fmt: skip
 
 
 @gluon.jit
 def _copy_tile(
-    x, w, x_ring, w_ring, ready, free, at, token, column,
+    x, w, x_ring, w_ring, ready, free, at, token, column, first_step, steps,
     ROWS: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
     n: gl.constexpr, k: gl.constexpr,
 ):  # fmt: skip
     """The weight lies in tiles of 64 rows by 128 inputs."""
-    steps: gl.constexpr = k // _DEPTH
-    for step in range(steps):
+    for step in range(first_step, first_step + steps):
         stage = at % STAGES
         bar = ready.index(stage)
         mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
@@ -146,7 +162,7 @@ def _copy_tile(
             else:
                 first = column // 64 + tile
             place = w_ring.index(stage).slice(64 * tile, 64, dim=0)
-            tma.async_copy_global_to_shared(w, [(first * steps + step) * 64, 0], bar, place)
+            tma.async_copy_global_to_shared(w, [(first * (k // _DEPTH) + step) * 64, 0], bar, place)
         at += 1
     return at
 
@@ -154,34 +170,34 @@ def _copy_tile(
 @gluon.jit
 def _copy(
     x, w, x_ring, w_ring, ready, free, program, programs,
-    whole: gl.constexpr, pieces: gl.constexpr, ROWS: gl.constexpr,
-    GATED: gl.constexpr, STAGES: gl.constexpr,
+    tiles: gl.constexpr, whole: gl.constexpr, pieces: gl.constexpr,
+    ROWS: gl.constexpr, GATED: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
     tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
 ):  # fmt: skip
     """The producer. Programs that run together share the rows of few weights, and all tokens."""
-    rows: gl.constexpr = (tokens + _TOKENS - 1) // _TOKENS
     COLUMNS: gl.constexpr = ROWS // 2 if GATED else ROWS
     at = 0
     for tile in range(program, whole, programs):
+        token, column, _, first, steps = _place(tile, tokens, COLUMNS, SPLITS, k)
         at = _copy_tile(
-            x, w, x_ring, w_ring, ready, free, at,
-            tile % rows * _TOKENS, tile // rows * COLUMNS, ROWS, GATED, STAGES, n, k,
+            x, w, x_ring, w_ring, ready, free, at, token, column, first, steps, ROWS, GATED, STAGES,
+            n, k,
         )  # fmt: skip
     tile = whole + program // pieces
-    if tile < rows * (n // COLUMNS):
-        WIDTH: gl.constexpr = COLUMNS // pieces
-        column = tile // rows * COLUMNS + program % pieces * WIDTH
+    if tile < tiles:
+        token, column, _, first, steps = _place(tile, tokens, COLUMNS, SPLITS, k)
         _copy_tile(
-            x, w, x_ring, w_ring, ready, free, at,
-            tile % rows * _TOKENS, column, ROWS // pieces, GATED, STAGES, n, k,
+            x, w, x_ring, w_ring, ready, free, at, token,
+            column + program % pieces * (COLUMNS // pieces), first, steps, ROWS // pieces, GATED,
+            STAGES, n, k,
         )  # fmt: skip
 
 
 @gluon.jit
 def _product(
     x, w, token_scale_ptr, scale_ptr, out_ptr,
-    whole: gl.constexpr, pieces: gl.constexpr, ROWS: gl.constexpr,
-    GATED: gl.constexpr, STAGES: gl.constexpr,
+    tiles: gl.constexpr, whole: gl.constexpr, pieces: gl.constexpr,
+    ROWS: gl.constexpr, GATED: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
     tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
 ):  # fmt: skip
     """n: columns of the result; gated, half of the weight's rows."""
@@ -199,15 +215,15 @@ def _product(
         [
             (_multiply, (
                 x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr, out_ptr, program, programs,
-                0, whole, pieces, ROWS, GATED, STAGES, tokens, n, k,
+                0, tiles, whole, pieces, ROWS, GATED, SPLITS, STAGES, tokens, n, k,
             )),
             (_multiply, (
                 x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr, out_ptr, program, programs,
-                1, whole, pieces, ROWS, GATED, STAGES, tokens, n, k,
+                1, tiles, whole, pieces, ROWS, GATED, SPLITS, STAGES, tokens, n, k,
             )),
             (_copy, (
                 x, w, x_ring, w_ring, ready, free, program, programs,
-                whole, pieces, ROWS, GATED, STAGES, tokens, n, k,
+                tiles, whole, pieces, ROWS, GATED, SPLITS, STAGES, tokens, n, k,
             )),
         ],
         [4, 1],
@@ -228,7 +244,7 @@ def launch(
     out = weight.shape[0]
     words = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     codes = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    tiles = -(-tokens // TOKENS) * (out // config.rows)
+    tiles = -(-tokens // TOKENS) * (out // config.rows) * config.splits
     narrowest = 128 if gated else 64  # rows: the weight lies in tiles of 64
     whole, pieces = divide(tiles, _MULTIPROCESSORS, min(config.pieces, config.rows // narrowest))
     programs = _MULTIPROCESSORS if whole else tiles * pieces
@@ -241,6 +257,6 @@ def launch(
         out_type=out_type,
         grid=(programs,),
         num_warps=4,
-        whole=whole, pieces=pieces, ROWS=config.rows, GATED=gated, STAGES=config.num_stages,
-        tokens=tokens, n=out_type.shape[-1], k=k,
+        tiles=tiles, whole=whole, pieces=pieces, ROWS=config.rows, GATED=gated,
+        SPLITS=config.splits, STAGES=config.num_stages, tokens=tokens, n=out_type.shape[-1], k=k,
     )  # fmt: skip
