@@ -86,6 +86,25 @@ def test_a_ring_of_codes_is_asked_for_before_the_kernels_before_end(
     assert loop and len(re.findall(r"BAR\.SYNC", loop[2])) == 2
 
 
+@pytest.mark.parametrize(("shares", "ffn"), [(3, 9728), (1, 12_288)])
+def test_warpgroups_that_share_tokens_fit_a_multiprocessor(
+    shares: int, ffn: int, tmp_path: Path
+) -> None:
+    """Three that multiply and one that copies, with the registers that each needs."""
+    from jaxserve_kernels.quantized_matmul.triton_sharing import _product
+
+    types = {
+        "x_ptr": "*bf16", "packed_ptr": "*u16", "scale_ptr": "*fp32", "zero_ptr": "*fp32",
+        "out_ptr": "*bf16", "partial_ptr": "*fp32", "flag_ptr": "*i32",
+    }  # fmt: skip
+    constants = {
+        "tokens": 64, "n": ffn, "k": 2560, "KIND": 2, "GROUP": 128, "ZERO": 0, "TOKENS": 64,
+        "STAGES": 7, "SHARES": shares, "EARLY": True,
+    }  # fmt: skip
+    kernel = compile_kernel(_product, types, constants)
+    check_registers_and_memory(kernel, tmp_path)
+
+
 @pytest.mark.parametrize("tokens", [32, 64])
 def test_blocks_of_the_output_matrix_are_multiplied_side_by_side(
     tokens: int, tmp_path: Path

@@ -26,9 +26,14 @@ def _(*_: Any, size: int, **__: Any) -> Any:
     return ShapedArray((size,), jnp.float32)
 
 
-def kernel(*operands: jax.Array, size: int, chained: bool = True) -> jax.Array:
+def kernel(
+    *operands: jax.Array, size: int, chained: bool = True, zeroed: bool = False
+) -> jax.Array:
     metaparams = ("EARLY",) if chained else ()
-    return kernel_p.bind(*operands, size=size, name="kernel", metaparams=metaparams)
+    zeroed_outputs = (0,) if zeroed else ()
+    return kernel_p.bind(
+        *operands, size=size, name="kernel", metaparams=metaparams, zeroed_outputs=zeroed_outputs
+    )
 
 
 def planned(function: Callable[..., Any], *shapes: tuple[int, ...]) -> plan.Plan:
@@ -65,6 +70,18 @@ def test_an_array_keeps_its_place_until_it_has_been_read_last() -> None:
     assert calls[3].operands == (places[0], places[2])
 
 
+def test_what_must_be_zero_has_a_place_that_nothing_else_has() -> None:
+    def function(x: jax.Array) -> jax.Array:
+        for _ in range(2):
+            x = kernel(x, kernel(x, size=8, zeroed=True), size=64)
+        return x
+
+    found = planned(function, (64,))
+    flags = [found.calls[index].results[0].offset for index in (0, 2)]
+    assert flags == [0, 256] and found.zeroed_bytes == 512
+    assert found.calls[1].results[0].offset >= 512
+
+
 def test_rows_and_shapes_are_views() -> None:
     def function(stack: jax.Array) -> jax.Array:
         return kernel(stack[3].reshape(2, 8), size=1)
@@ -80,8 +97,15 @@ def test_rows_and_shapes_are_views() -> None:
         lambda x: kernel(x[:, 1:3], size=4),
         lambda x: kernel(kernel(x, size=4), size=4, chained=False),
         lambda x: kernel(x, size=4)[1:3],
+        lambda x: kernel(x, size=4, zeroed=True),
     ],
-    ids=["arithmetic", "parts of rows", "a kernel that cannot start early", "a part as a result"],
+    ids=[
+        "arithmetic",
+        "parts of rows",
+        "a kernel that cannot start early",
+        "a part as a result",
+        "a result that must be zero",
+    ],
 )
 def test_other_functions_are_no_chains(function: Callable[..., Any]) -> None:
     with pytest.raises(plan.NotAChain):
@@ -107,6 +131,10 @@ class Driver:
         return 0
 
     cuStreamGetCtx = cuCtxPushCurrent_v2 = cuCtxPopCurrent_v2 = cuFuncSetAttribute
+
+    def cuMemsetD8Async(self, where: Any, value: int, size: Any, _: Any) -> int:
+        ctypes.memset(where.value, value, size.value)
+        return 0
 
     def cuLaunchKernelEx(self, given: Any, function: Any, arguments: Any, _: None) -> int:
         config: c_types.LaunchConfig = given._obj
@@ -155,6 +183,16 @@ def test_one_call_launches_all_kernels_in_order(driver: Driver) -> None:
         np.testing.assert_array_equal(out, np.arange(4, 8) * factor + 1)
     # All but the first are started early.
     assert driver.launched == [("scale", [1, 2, 3], 0), ("add", [4, 1, 1], 1)] * 2
+
+
+def test_scratch_that_must_be_zero_is_cleared_before_the_first_launch(driver: Driver) -> None:
+    add, types = Code("add", 4, 0, "", 90), [jax.ShapeDtypeStruct((4,), jnp.float32)] * 2
+    launch = Launch(add, (1, 1, 1), (Place(2, 0), Place(0, 0), Place(1, 0)))
+    call = jax.ffi.ffi_call(handler.TARGET, types)
+    packed = pack([launch], zeroed_bytes=16)
+    for _ in range(3):
+        out = jax.jit(lambda x: call(x, chain=packed, launches=1)[0])(jnp.arange(4.0))
+        np.testing.assert_array_equal(out, np.arange(4.0))
 
 
 def test_a_failed_launch_is_an_error_of_the_program(driver: Driver) -> None:

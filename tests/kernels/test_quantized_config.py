@@ -129,7 +129,11 @@ def test_in_a_chain_integers_stream_up_to_64_tokens() -> None:
             for tokens in (1, 8, 9, 16, 17, 32, 48, 64):
                 with early.use():
                     config = config_of("int4", out, depth, tokens, gated=gated)
-                assert config is not None and config.method == "stream"
+                assert config is not None
+                if config.method == "share":
+                    assert gated and tokens > 32
+                    continue
+                assert config.method == "stream"
                 assert tokens <= config.tokens and out % config.rows == 0
                 tiles, turn = depth // 128, config.unroll
                 each = steps(tiles, config.splits, turn)
@@ -140,7 +144,17 @@ def test_in_a_chain_integers_stream_up_to_64_tokens() -> None:
     with early.use():
         for name, tokens in (("int4", 65), ("nvfp4", 16)):
             config = config_of(name, 6144, 2560, tokens)
-            assert config is not None and config.method != "stream"
+            assert config is not None and config.method not in ("stream", "share")
+
+
+@pytest.mark.parametrize("name", ["int4", "int4-g64"])
+def test_warpgroups_share_tokens_where_each_multiprocessor_has_three_tiles(name: str) -> None:
+    """Of the rows of gate and up: with two it would idle, with four it would take turns."""
+    with early.use():
+        for out, shared in ((16_896, False), (19_456, True), (24_576, True), (34_816, False)):
+            config = config_of(name, out, 2560, 64, gated=True)
+            assert config is not None and (config.method == "share") == shared
+            assert not shared or (config.num_stages >= 6 and config.splits == 1)
 
 
 def test_an_output_matrix_of_integers_is_tall() -> None:

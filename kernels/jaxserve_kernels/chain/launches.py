@@ -31,8 +31,12 @@ class Launch(NamedTuple):
     """In the kernel's order."""
 
 
-def pack(launches: Sequence[Launch]) -> bytes:
-    """A digest, by which a chain is known at run time, and the chain."""
+def pack(launches: Sequence[Launch], zeroed_bytes: int = 0) -> bytes:
+    """A digest, by which a chain is known at run time, and the chain.
+
+    Args:
+      zeroed_bytes: of the last buffer, from its beginning, that are zero before the first launch.
+    """
     codes = list(dict.fromkeys(launch.code for launch in launches))
     cubins = [_assemble(code) for code in codes]
     head = {
@@ -43,6 +47,7 @@ def pack(launches: Sequence[Launch]) -> bytes:
         "launches": [
             (codes.index(launch.code), launch.grid, launch.parameters) for launch in launches
         ],
+        "zeroed_bytes": zeroed_bytes,
     }
     text = json.dumps(head).encode()
     body = zlib.compress(struct.pack("<I", len(text)) + text + b"".join(cubins))
@@ -94,6 +99,7 @@ class Chain:
         self._offsets = np.array([offset for _, offset in places], np.uint64)
         self._addresses = np.zeros(len(places) + 1, np.uint64)  # the last one stays null
         self._numbers: list[Any] = []  # held: C points to them
+        self._zeroed_bytes: int = head["zeroed_bytes"]
         self._launches = [self._prepare(*launch) for launch in head["launches"]]
         self._launches[0][1].num_attributes = 0  # what comes before the chain has ended
 
@@ -128,6 +134,11 @@ class Chain:
         """
         self._functions = self._functions or [_load(kernel) for kernel in self._kernels]
         self._addresses[:-1] = np.array(buffers, np.uint64)[self._buffers] + self._offsets
+        if self._zeroed_bytes:
+            where = ctypes.c_uint64(buffers[-1])
+            size = ctypes.c_size_t(self._zeroed_bytes)
+            status = driver().cuMemsetD8Async(where, 0, size, c_void_p(stream))
+            check(status, "cuMemsetD8Async")
         launch = driver().cuLaunchKernelEx
         for index, config, arguments in self._launches:
             config.stream = stream

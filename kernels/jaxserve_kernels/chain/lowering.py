@@ -57,7 +57,7 @@ def _lower(context: Any, *operands: Any, jaxpr: Any) -> Any:
     scratch = ShapedArray((planned.scratch_bytes,), jnp.uint8)
     context = context.replace(avals_out=[*context.avals_out, scratch])
     count = len(launches)  # for people who look at the program
-    return rule(context, *operands, chain=pack(launches), launches=count)[:-1]
+    return rule(context, *operands, chain=pack(launches, planned.zeroed_bytes), launches=count)[:-1]
 
 
 def _launch(call: plan.KernelCall) -> Launch:

@@ -41,6 +41,8 @@ class Plan(NamedTuple):
     aliases: dict[int, int]
     """Operands that are written in place, and the results that they then are."""
     scratch_bytes: int
+    zeroed_bytes: int
+    """The first of them are zero when the first kernel starts."""
 
 
 class _View(NamedTuple):
@@ -82,8 +84,16 @@ def make(jaxpr: Any) -> Plan:
             aliases[places[root].buffer] = index
         else:
             places[root] = Place(len(given) + index, 0)
-    scratch = _Scratch()
     buffer = len(given) + len(jaxpr.outvars)
+    zeroed_bytes = 0
+    for equation in equations:
+        for index in equation.params["zeroed_outputs"]:
+            var = equation.outvars[index]
+            if var in places:
+                raise NotAChain("a result of the function must be zero before its kernel")
+            places[var] = Place(buffer, zeroed_bytes)
+            zeroed_bytes += _aligned(_bytes(var.aval))
+    scratch = _Scratch(zeroed_bytes)
     calls: list[KernelCall] = []
     for index, equation in enumerate(equations):
         for var in equation.outvars:
@@ -96,7 +106,7 @@ def make(jaxpr: Any) -> Plan:
                 tuple(places[var] for var in equation.outvars),
             )
         )
-    return Plan(tuple(calls), aliases, max(scratch.size, _ALIGNMENT))
+    return Plan(tuple(calls), aliases, max(scratch.size, _ALIGNMENT), zeroed_bytes)
 
 
 def _at(places: dict[Any, Place], view: _View) -> Place:
@@ -117,20 +127,24 @@ def _view(equation: Any, views: dict[Any, _View]) -> _View:
     raise NotAChain(f"{name} between kernels")
 
 
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
 def _bytes(aval: Any) -> int:
     aval = getattr(aval, "inner_aval", aval)
     return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 class _Scratch:
-    """Places that arrays have for a while."""
+    """Places that arrays have for a while, from `begin` on."""
 
-    def __init__(self) -> None:
-        self.size = 0
+    def __init__(self, begin: int) -> None:
+        self._begin = self.size = begin
         self._taken: list[tuple[int, int, int]] = []  # begin, end, last use
 
     def take(self, size: int, now: int, last_use: int) -> int:
-        size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        size = _aligned(size)
         self._taken = [place for place in self._taken if place[2] >= now]
         begin = next(start for start in self._starts() if self._free(start, start + size))
         self._taken.append((begin, begin + size, last_use))
@@ -138,7 +152,7 @@ class _Scratch:
         return begin
 
     def _starts(self) -> Iterator[int]:
-        yield 0
+        yield self._begin
         yield from sorted(end for _, end, _ in self._taken)
 
     def _free(self, begin: int, end: int) -> bool:

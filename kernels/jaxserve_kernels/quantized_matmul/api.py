@@ -61,6 +61,7 @@ def _config(x: Any, weight: QuantizedWeight, *, gated: bool) -> Config | None:
 _MODULES: dict[Method, str] = {
     "few": "triton_few",
     "stream": "triton_streaming",
+    "share": "triton_sharing",
     "tall": "triton_tall",
     "unpack": "triton",
     "e4m3": "e4m3.api",

@@ -15,7 +15,7 @@ from jaxserve_kernels.weights import (
     QuantizedWeight,
 )
 
-type Method = Literal["few", "stream", "tall", "unpack", "e4m3", "hopper"]
+type Method = Literal["few", "stream", "share", "tall", "unpack", "e4m3", "hopper"]
 
 _ENOUGH_WARPS = 1056
 """Eight for each of an H100's or H200's 132 multiprocessors keep its memory busy."""
@@ -31,6 +31,13 @@ _MAX_CHAINED = 64
 
 _STREAMING_PROGRAMS = 396
 """Three for each multiprocessor."""
+
+_FEWER_PROGRAMS = 288
+"""With 9 to 16 tokens, where a reader of one part less gains more than a third program."""
+
+_SHARED_RING = 207 * 1024
+"""Bytes of shared memory of the one program of `triton_sharing` on a multiprocessor, less what its
+end needs."""
 
 _RING = 75 * 1024
 """Bytes of shared memory of each of them: a third of an H100's or H200's, less a reserved KiB."""
@@ -63,10 +70,10 @@ class Config:
     """A program takes `rows` of the weight and `tokens`; `splits` programs share the input."""
 
     method: Method = "unpack"
-    """Weights to bfloat16 in registers, by `triton_few`, `triton_streaming`, `triton_tall` or
-    `triton`; or tokens beforehand and weights of 4 bits to e4m3, by `e4m3.triton` or on Hopper by
-    `e4m3.hopper` and, of fp8 weights, `e4m3.hopper_bytes`. Of int8 weights e4m3 means tokens in
-    int8.
+    """Weights to bfloat16 in registers, by `triton_few`, `triton_streaming`, `triton_sharing`,
+    `triton_tall` or `triton`; or tokens beforehand and weights of 4 bits to e4m3, by `e4m3.triton`
+    or on Hopper by `e4m3.hopper` and, of fp8 weights, `e4m3.hopper_bytes`. Of int8 weights e4m3
+    means tokens in int8.
     """
     beforehand: bool = False
     """Weights of 4 bits become e4m3 in a pass of their own, not in registers."""
@@ -97,7 +104,8 @@ def choose(
         return None
     tiles = depth // 128
     if tokens <= _MAX_CHAINED and isinstance(weight, Int4Weight) and early.starts():
-        config = _streaming(weight, tokens)
+        sharing = gated and tokens > 32 and 2 * _MULTIPROCESSORS < out // 64 <= 3 * _MULTIPROCESSORS
+        config = _sharing(weight) if sharing else _streaming(weight, tokens, gated=gated)
     elif hopper and not gated and _is_tall(weight, tokens):
         return Config(method="tall", rows=384, tokens=32 if tokens <= 32 else 64, num_stages=3)
     elif tokens <= _FEW and isinstance(weight, Int4Weight):
@@ -178,7 +186,7 @@ def _few(depth: int, *, gated: bool) -> Config:
     return Config(method="few", rows=16, tokens=_FEW, num_warps=warps)
 
 
-def _streaming(weight: Int4Weight, tokens: int) -> Config:
+def _streaming(weight: Int4Weight, tokens: int, *, gated: bool) -> Config:
     """Rings that leave room for three programs per multiprocessor, and as many programs."""
     out, tiles = weight.shape[0], weight.shape[1] // 128
     tile, turn = next(each for each in ((8, 4), (16, 2), (32, 2), (64, 1)) if tokens <= each[0])
@@ -187,12 +195,23 @@ def _streaming(weight: Int4Weight, tokens: int) -> Config:
     while turn > 1 and (tiles % turn or _RING // (turn * size) < 3):
         turn //= 2
     stages = _RING // (turn * size)
-    parts = min(_MOST_PARTS, max(1, _STREAMING_PROGRAMS // (out // 64)), tiles)
+    rows = out // 64
+    fewer = 8 < tokens <= 16
+    parts = -(-_FEWER_PROGRAMS // rows) if fewer else _STREAMING_PROGRAMS // rows
+    parts = min(_MOST_PARTS, max(1, parts), tiles)
     splits = -(-tiles // steps(tiles, parts, turn))  # none is empty
+    # Of many tokens attention, which then copies keys, but no product.
+    first = tokens <= 16 or (tokens > 32 and not gated and out > weight.shape[1])
     return Config(
-        method="stream", tokens=tile, splits=splits, num_stages=stages, unroll=turn,
-        first=tokens <= 16,
-    )  # fmt: skip
+        method="stream", tokens=tile, splits=splits, num_stages=stages, unroll=turn, first=first
+    )
+
+
+def _sharing(weight: Int4Weight) -> Config:
+    """A program for each multiprocessor, with a ring that fills its shared memory."""
+    of_rows = 4 * (128 // weight.group) * (1 if weight.zero is None else 2)
+    stages = _SHARED_RING // (3 * 64 * (64 + of_rows) + 256 * 64)
+    return Config(method="share", tokens=64, num_stages=stages)
 
 
 def steps(tiles: int, splits: int, turn: int) -> int:

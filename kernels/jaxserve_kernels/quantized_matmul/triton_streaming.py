@@ -37,7 +37,7 @@ would read all tokens from shared memory, and a warpgroup reads them once."""
 
 
 @gluon.jit
-def _rows(program, lane, n: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr):
+def rows_of(program, lane, n: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr):
     """The weight's rows of the program's lanes. Gated, each 8 of gate are followed by the 8 of up
     that they go with: a thread of the tensor cores has the sums of both."""
     if GATED:
@@ -58,7 +58,7 @@ def _copy(place, source, tile, left, EVEN: gl.constexpr):
 
 
 @gluon.jit
-def _turn(
+def add_turn(
     acc, words, scales, zeros, inputs,
     COUNT: gl.constexpr, groups: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
     ZERO: gl.constexpr,
@@ -154,13 +154,13 @@ def _product(
     if EARLY and FIRST:
         gdc_launch_dependents()
     lane = gl.arange(0, TURN * ROWS, gl.SliceLayout(1, word_copy))
-    row = _rows(program, lane % ROWS, n, GATED, ROWS)
+    row = rows_of(program, lane % ROWS, n, GATED, ROWS)
     block = (row // 64).to(gl.int64) * tiles + first + lane // ROWS
     word = gl.arange(0, 32, gl.SliceLayout(0, word_copy))[None, :]
     words = packed_ptr + (block * 2048 + row % 64 * 32)[:, None] + word
     tile_of_words = (lane // ROWS)[:, None]
     lane = gl.arange(0, per_turn, flat)
-    row = _rows(program, lane % ROWS, n, GATED, ROWS)
+    row = rows_of(program, lane % ROWS, n, GATED, ROWS)
     tile_of_row = lane // (groups * ROWS)
     of_row = (row // 64 * tiles + first + tile_of_row) * groups + lane // ROWS % groups
     of_row = of_row * 64 + row % 64
@@ -206,7 +206,7 @@ def _product(
                 _copy(zero_ring.index(place), zero_ptr + at, tile_of_row, left, even)
             _copy(x_ring.index(place), x + later * (TURN * 128), tile_of_x, left, False)
         async_copy.commit_group()
-        acc = _turn(
+        acc = add_turn(
             acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
             x_ring.index(slot), TURN, groups, ROWS, TOKENS, ZERO,
         )  # fmt: skip
@@ -216,13 +216,21 @@ def _product(
         gl.thread_barrier()
         if TOKENS > _FEW:
             fence_async_shared()
-        acc = _turn(
+        acc = add_turn(
             acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
             x_ring.index(slot), rest, groups, ROWS, TOKENS, ZERO,
         )  # fmt: skip
     if EARLY and not FIRST:
         gdc_launch_dependents()
 
+    finish(acc, out_ptr, program, tokens, n, GATED)
+
+
+@gluon.jit
+def finish(acc, out_ptr, program, tokens: gl.constexpr, n: gl.constexpr, GATED: gl.constexpr):
+    """The sums of a program's rows to memory, gated or as a part."""
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
     acc *= 64.0  # less_zero
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     if GATED:
@@ -230,20 +238,24 @@ def _product(
         gate = gate.to(dtype).to(gl.float32)  # rounded where the reference rounds
         gated = gate / (1.0 + gl.exp2(gate * -1.4426950408889634))
         gated = gated.to(dtype).to(gl.float32) * up.to(dtype).to(gl.float32)
-        _store(gated.to(dtype).reshape([ROWS // 2, TOKENS]), out_ptr, tokens, n)
+        gated = gated.to(dtype).reshape([ROWS // 2, TOKENS])
+        _store(gated, out_ptr, program, tokens, n, ROWS // 16)
     else:
-        _store(acc.to(dtype), out_ptr + gl.program_id(1) * (tokens * n), tokens, n)
+        out_ptr += gl.program_id(1) * (tokens * n)
+        _store(acc.to(dtype), out_ptr, program, tokens, n, ROWS // 16)
 
 
 @gluon.jit
-def _store(values, out_ptr, tokens: gl.constexpr, n: gl.constexpr):
+def _store(
+    values, out_ptr, program, tokens: gl.constexpr, n: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
     rows: gl.constexpr = values.shape[0]
     if values.shape[1] <= _FEW:
         layout: gl.constexpr = values.type.layout
     else:
-        layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, gl.num_warps()], [0, 1])
+        layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, WARPS], [0, 1])
         values = gl.convert_layout(values, layout)
-    row = gl.program_id(0) * rows + gl.arange(0, rows, gl.SliceLayout(1, layout))[:, None]
+    row = program * rows + gl.arange(0, rows, gl.SliceLayout(1, layout))[:, None]
     token = gl.arange(0, values.shape[1], gl.SliceLayout(0, layout))[None, :]
     there, _ = gl.broadcast(token < tokens, values)
     gl.store(out_ptr + token * n + row, values, mask=there)

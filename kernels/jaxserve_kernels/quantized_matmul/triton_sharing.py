@@ -1,0 +1,261 @@
+"""Gated products of 33 to 64 tokens with 4-bit integers in a chain: warpgroups share the tokens.
+
+As in `triton_streaming` codes wait in a ring in shared memory when the kernels before end. There
+three programs on a multiprocessor copy all tokens three times over. Here a program has three
+warpgroups with 64 rows of the weight each, which take the same tokens, and four warps that copy.
+Nobody waits for all others: a stage of the ring is ready when it has been copied, and free when all
+three are done with it.
+
+Where there are fewer than three tiles of rows for each multiprocessor, all have as much to do: two
+whole tiles, and a share of the inputs of a third. Who has the first share of a tile leaves its sums
+to the next one, and so on.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import triton
+from jax import Array
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from jaxserve_kernels.quantized_matmul.config import Config
+from jaxserve_kernels.quantized_matmul.triton_arguments import NO_ZERO, arrays, kind
+from jaxserve_kernels.quantized_matmul.triton_streaming import add_turn, finish, rows_of
+from jaxserve_kernels.triton_call import triton_call
+from jaxserve_kernels.weights import Int4Weight
+
+_NO_ZERO = gl.constexpr(NO_ZERO.value)
+
+_ROWS = gl.constexpr(64)
+"""Of a tile: a warpgroup's."""
+
+_GROUPS = gl.constexpr(3)
+"""Warpgroups that multiply."""
+
+_MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
+
+
+@gluon.jit
+def _place(
+    group: gl.constexpr, steps: gl.constexpr, row_tiles: gl.constexpr, SHARES: gl.constexpr
+):  # fmt: skip
+    """A warpgroup's tile of rows, and the steps in which it multiplies: none where there is no such
+    tile."""
+    program = gl.program_id(0)
+    begin = 0
+    end = steps
+    if SHARES == 1:
+        tile = program * _GROUPS + group
+    elif group < _GROUPS - 1:
+        tile = program * (_GROUPS - 1) + group
+    else:
+        each: gl.constexpr = (steps + SHARES - 1) // SHARES
+        tile = gl.num_programs(0) * (_GROUPS - 1) + program // SHARES
+        begin = program % SHARES * each
+        end = gl.minimum(begin + each, steps)
+    return tile, begin, gl.where(tile < row_tiles, end, begin)
+
+
+@gluon.jit
+def _multiply(
+    word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr, flag_ptr,
+    group: gl.constexpr,
+    tokens: gl.constexpr, n: gl.constexpr, steps: gl.constexpr, row_tiles: gl.constexpr,
+    groups: gl.constexpr, ZERO: gl.constexpr, TOKENS: gl.constexpr,
+    STAGES: gl.constexpr, SHARES: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    tile, begin, end = _place(group, steps, row_tiles, SHARES)
+    acc = gl.zeros([_ROWS, TOKENS], gl.float32, mma)
+    for step in range(steps):
+        stage = step % STAGES
+        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        if (step >= begin) & (step < end):
+            fence_async_shared()
+            place = stage * _GROUPS + group
+            acc = add_turn(
+                acc, word_ring.index(place), scale_ring.index(place), zero_ring.index(place),
+                x_ring.index(stage), 1, groups, _ROWS, TOKENS, ZERO,
+            )  # fmt: skip
+            if SHARES > 1 and group == _GROUPS - 1:  # noqa: SIM102  (known beforehand)
+                if step == end - 1:
+                    acc = _hand_on(acc, partial_ptr, flag_ptr, SHARES)
+        mbarrier.arrive(free.index(stage), count=1)
+    if begin < end:
+        if SHARES == 1 or group < _GROUPS - 1:
+            finish(acc, out_ptr, tile, tokens, n, True)
+        elif gl.program_id(0) % SHARES == SHARES - 1:  # the last of those that share it
+            finish(acc, out_ptr, tile, tokens, n, True)
+
+
+@gluon.jit
+def _hand_on(acc, partial_ptr, flag_ptr, SHARES: gl.constexpr):
+    """Adds what the shares before this one have left, and leaves the sums to the next one. Earlier
+    inputs are multiplied earlier, so nobody waits long; and only for a program before it, which the
+    card has started before it."""
+    program = gl.program_id(0)
+    TOKENS: gl.constexpr = acc.shape[1]
+    row = gl.arange(0, _ROWS, gl.SliceLayout(1, acc.type.layout))[:, None]
+    token = gl.arange(0, TOKENS, gl.SliceLayout(0, acc.type.layout))[None, :]
+    partial = partial_ptr + program * (_ROWS * TOKENS) + row * TOKENS + token
+    if program % SHARES > 0:
+        while gl.atomic_add(flag_ptr + program - 1, 0, sem="acquire", scope="gpu") == 0:
+            pass
+        gl.thread_barrier()
+        acc += gl.load(partial - _ROWS * TOKENS)
+    if program % SHARES < SHARES - 1:
+        gl.store(partial, acc)
+        gl.thread_barrier()
+        gl.atomic_xchg(flag_ptr + program, 1, sem="release", scope="gpu")
+    return acc
+
+
+@gluon.jit
+def _copy_codes(
+    packed_ptr, scale_ptr, zero_ptr, word_ring, scale_ring, zero_ring, ready, free,
+    n: gl.constexpr, steps: gl.constexpr, row_tiles: gl.constexpr,
+    groups: gl.constexpr, ZERO: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr,
+):  # fmt: skip
+    """Two warps that wait for no other kernel."""
+    word_copy: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [2, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
+    word = gl.arange(0, 32, gl.SliceLayout(0, word_copy))[None, :]
+    word_lane = gl.arange(0, _ROWS, gl.SliceLayout(1, word_copy))
+    lane = gl.arange(0, groups * _ROWS, flat)
+    for step in range(steps):
+        stage = step % STAGES
+        mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
+        for group in gl.static_range(_GROUPS):
+            tile, begin, end = _place(group, steps, row_tiles, SHARES)
+            if (step >= begin) & (step < end):
+                place = stage * _GROUPS + group
+                row = rows_of(tile, word_lane, n, True, _ROWS)
+                at = (row // 64 * steps + step).to(gl.int64) * 2048 + row % 64 * 32
+                source = packed_ptr + at[:, None] + word
+                async_copy.async_copy_global_to_shared(word_ring.index(place), source)
+                row = rows_of(tile, lane % _ROWS, n, True, _ROWS)
+                at = ((row // 64 * steps + step) * groups + lane // _ROWS) * 64 + row % 64
+                async_copy.async_copy_global_to_shared(scale_ring.index(place), scale_ptr + at)
+                if ZERO != _NO_ZERO:
+                    source = zero_ptr + at
+                    async_copy.async_copy_global_to_shared(zero_ring.index(place), source)
+        async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
+
+
+@gluon.jit
+def _copy_tokens(
+    x_ptr, x_ring, ready, free,
+    tokens: gl.constexpr, k: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
+):  # fmt: skip
+    """Two warps that wait for the kernels before this one. When all has been asked for, the next
+    one may be brought in."""
+    x_copy: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [2, 1], [1, 0])
+    token = gl.arange(0, TOKENS, gl.SliceLayout(1, x_copy))[:, None]
+    depth = gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]
+    source = x_ptr + token * k + depth
+    there, _ = gl.broadcast(token < tokens, source)
+    if EARLY:
+        gdc_wait()
+    for step in range(k // 128):
+        stage = step % STAGES
+        mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
+        async_copy.async_copy_global_to_shared(x_ring.index(stage), source + step * 128, mask=there)
+        async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
+    if EARLY:
+        gdc_launch_dependents()
+
+
+@gluon.jit
+def _product(
+    x_ptr, packed_ptr, scale_ptr, zero_ptr, out_ptr, partial_ptr, flag_ptr,
+    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+    KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr, EARLY: gl.constexpr = False,
+):  # fmt: skip
+    """n: rows of the result, half of the weight's. SHARES: programs that share the third tile."""
+    steps: gl.constexpr = k // 128
+    groups: gl.constexpr = 128 // GROUP
+    row_tiles: gl.constexpr = 2 * n // _ROWS
+    word_tile: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+    row_tile: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    x_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, 128], gl.bfloat16)
+    places: gl.constexpr = STAGES * _GROUPS
+    word_ring = gl.allocate_shared_memory(gl.uint16, [places, _ROWS, 32], word_tile)
+    scale_ring = gl.allocate_shared_memory(gl.float32, [places, groups * _ROWS], row_tile)
+    x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, 128], x_tile)
+    zero_ring = scale_ring
+    if ZERO != _NO_ZERO:
+        zero_ring = gl.allocate_shared_memory(
+            zero_ptr.dtype.element_ty, [places, groups * _ROWS], row_tile
+        )
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=128)  # the threads that copy
+        mbarrier.init(free.index(stage), count=_GROUPS)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr,
+                flag_ptr, 0, tokens, n, steps, row_tiles, groups, ZERO, TOKENS, STAGES, SHARES,
+            )),
+            (_multiply, (
+                word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr,
+                flag_ptr, 1, tokens, n, steps, row_tiles, groups, ZERO, TOKENS, STAGES, SHARES,
+            )),
+            (_multiply, (
+                word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr,
+                flag_ptr, 2, tokens, n, steps, row_tiles, groups, ZERO, TOKENS, STAGES, SHARES,
+            )),
+            (_copy_codes, (
+                packed_ptr, scale_ptr, zero_ptr, word_ring, scale_ring, zero_ring, ready, free,
+                n, steps, row_tiles, groups, ZERO, STAGES, SHARES,
+            )),
+            (_copy_tokens, (x_ptr, x_ring, ready, free, tokens, k, TOKENS, STAGES, EARLY)),
+        ],
+        [4, 4, 2, 2],
+        [144, 144, 72, 72],
+    )  # fmt: skip
+
+
+def gated_linear(x: Array, weight: Int4Weight, config: Config) -> Array:
+    """[tokens, ffn] in x's dtype; `config.splits` must be 1."""
+    tokens, k = x.shape
+    row_tiles = weight.shape[0] // _ROWS.value
+    shares, programs = _shares(row_tiles)
+    partial = (programs, _ROWS.value, config.tokens) if shares > 1 else (1,)
+    return triton_call(
+        x, *arrays(weight),
+        kernel=_product,
+        name="gated_linear_sharing_Int4Weight",
+        out_type=(
+            jax.ShapeDtypeStruct((tokens, weight.shape[0] // 2), x.dtype),
+            jax.ShapeDtypeStruct(partial, jnp.float32),
+            jax.ShapeDtypeStruct((programs,) if shares > 1 else (1,), jnp.int32),
+        ),
+        zeroed_outputs=(2,) if shares > 1 else (),
+        grid=(programs,),
+        num_warps=4,
+        tokens=tokens, n=weight.shape[0] // 2, k=k, **kind(weight),
+        TOKENS=config.tokens, STAGES=config.num_stages, SHARES=shares,
+    )[0]  # fmt: skip
+
+
+def _shares(row_tiles: int) -> tuple[int, int]:
+    """How many programs share a third tile of rows, and how many there are."""
+    third = row_tiles - (_GROUPS.value - 1) * _MULTIPROCESSORS
+    if 0 < 2 * third <= _MULTIPROCESSORS:
+        return _MULTIPROCESSORS // third, _MULTIPROCESSORS
+    return 1, triton.cdiv(row_tiles, _GROUPS.value)
