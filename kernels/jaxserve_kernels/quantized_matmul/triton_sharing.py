@@ -91,11 +91,11 @@ def _multiply(
                 if step == end - 1:
                     acc = _hand_on(acc, partial_ptr, flag_ptr, SHARES)
         mbarrier.arrive(free.index(stage), count=1)
-    if begin < end:
-        if SHARES == 1 or group < _GROUPS - 1:
-            finish(acc, out_ptr, tile, tokens, n, True)
-        elif gl.program_id(0) % SHARES == SHARES - 1:  # the last of those that share it
-            finish(acc, out_ptr, tile, tokens, n, True)
+    finishes = begin < end
+    if SHARES > 1 and group == _GROUPS - 1:  # the last of those that share it
+        finishes = finishes & (gl.program_id(0) % SHARES == SHARES - 1)
+    if finishes:
+        finish(acc, out_ptr, tile, tokens, n, True)
 
 
 @gluon.jit
