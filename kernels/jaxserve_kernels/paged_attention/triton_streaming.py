@@ -29,7 +29,7 @@ _PAGE = 64
 _ROWS = 16
 """Queries that share a KV head, its key and its value, and padding."""
 
-MAX_TILES = 32
+MAX_TILES = 7
 """Of more, `triton_warps` takes less time."""
 
 _MASKED = gl.constexpr(-1.0e30)

@@ -38,6 +38,9 @@ from jaxserve_kernels.triton_call import triton_call
 _TARGET_PROGRAMS = 264
 """Two for each of an H100's multiprocessors."""
 
+_FEW = 32
+"""Of more tokens, three programs fit a multiprocessor with two pages each, and two with three."""
+
 _PAGE = 64
 _MOST_ROWS = 16
 """Queries that share a KV head, its key and its value."""
@@ -249,15 +252,17 @@ def _attend(
         gl.store(weight_ptr + place, weight, mask=row < group)
 
 
-def heuristic(*, tiles: int, kv_heads: int) -> Config:
+def heuristic(*, tiles: int, kv_heads: int, kind: gl.constexpr) -> Config:
     """A configuration for so many single tokens.
 
-    Two pages in a ring: more take memory from the weights of the next kernel, which are copied
-    meanwhile. A lone token's context is split further, so that no program has much to visit.
+    Pages in a ring take memory from the weights of the next kernel, which are copied meanwhile: two
+    are best, but three of bfloat16 where contexts are long for each program. A lone token's context
+    is split further, so that no program has much to visit.
     """
     programs = _TARGET_PROGRAMS if tiles > 1 else 2 * _TARGET_PROGRAMS
     splits = max(1, min(programs // (tiles * kv_heads), 64))
-    return Config(splits=splits, num_warps=4, num_stages=2, min_blocks=2)
+    stages = 3 if kind.value == BF16.value and tiles <= _FEW else 2
+    return Config(splits=splits, num_warps=4, num_stages=stages, min_blocks=2)
 
 
 def fits(qkv: Array, kv: Array, dtype: DTypeLike) -> bool:
@@ -316,7 +321,7 @@ def launch(
     half = width // 2 if kind.value == BF16.value else width
     parts, tokens, columns = qkv.shape
     q_heads, num_tiles = columns // (2 * half) - 2 * kv_heads, tiles.first.shape[0]
-    config = config or heuristic(tiles=num_tiles, kv_heads=kv_heads)
+    config = config or heuristic(tiles=num_tiles, kv_heads=kv_heads, kind=kind)
     rows = 8 if q_heads // kv_heads + 2 <= 8 else _MOST_ROWS  # columns of products
     out, *sums = triton_call(
         qkv, *norms, *tables, kv, scales, *slots, page_table, *tiles[:4],

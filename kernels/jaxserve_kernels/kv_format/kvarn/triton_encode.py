@@ -57,12 +57,10 @@ def _part(
 ):  # fmt: skip
     """Some tokens' and channels' elements of the tile, float32 [tokens, channels]. The first `old`
     tokens are in the tail, the others the step's own."""
+    row = kept_ptr + token * DIM
     if FRESH:
-        x = tl.load(kept_ptr + token * DIM + channel, mask=token < old, other=0.0)
-        x += tl.load(fresh_ptr + token * stride + channel, mask=token >= old, other=0.0)
-    else:
-        x = tl.load(kept_ptr + token * DIM + channel)
-    return x.to(tl.float32)
+        row = tl.where(token < old, row, fresh_ptr + token * stride)
+    return tl.load(row + channel).to(tl.float32)
 
 
 @triton.jit

@@ -2,7 +2,8 @@
 
 A row sees its own page in full precision and the pages before it as their codes say. So a page of
 the chunk has two places in the scratch, and each query tile, cut where a page ends, has a page
-table of its own.
+table of its own. Keys stay rotated, as queries are; values are rotated back, once for each page, so
+that results need not be, once for each query.
 """
 
 from __future__ import annotations
@@ -15,13 +16,45 @@ from jax import Array
 
 from jaxserve_kernels.kv_format import chunks
 from jaxserve_kernels.kv_format.base import AttentionStep
-from jaxserve_kernels.kv_format.kvarn.codec import hadamard
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV, chunk_pages
+from jaxserve_kernels.kv_format.kvarn.triton_inputs import signs
 from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
 from jaxserve_kernels.triton_call import triton_call
 
 _PAGE = 64
 """Tokens in a page of the scratch, at most: what attention is fastest with."""
+
+
+@triton.jit
+def _store_values(target, v0, v1, v2, v3, QUARTER: tl.constexpr):
+    """The quarters [tokens, quarter] of rotated values, rotated back."""
+    dtype: tl.constexpr = target.dtype.element_ty
+    matrix = signs(QUARTER, dtype)
+    v0 = tl.dot(v0.to(dtype), matrix, input_precision="ieee")
+    v1 = tl.dot(v1.to(dtype), matrix, input_precision="ieee")
+    v2 = tl.dot(v2.to(dtype), matrix, input_precision="ieee")
+    v3 = tl.dot(v3.to(dtype), matrix, input_precision="ieee")
+    norm: tl.constexpr = (4 * QUARTER) ** -0.5
+    a = (v0 + v1) * norm
+    b = (v0 - v1) * norm
+    c = (v2 + v3) * norm
+    d = (v2 - v3) * norm
+    tl.store(target, (a + c).to(dtype))
+    tl.store(target + QUARTER, (b + d).to(dtype))
+    tl.store(target + 2 * QUARTER, (a - c).to(dtype))
+    tl.store(target + 3 * QUARTER, (b - d).to(dtype))
+
+
+@triton.jit
+def _value_quarter(
+    words, scale, zero, scales, number: tl.constexpr, BITS: tl.constexpr, QUARTER: tl.constexpr,
+    DIM: tl.constexpr,
+):  # fmt: skip
+    """A quarter of the values of some tokens: (code * scale + zero) * column."""
+    code = ((words >> (BITS * number)) & ((1 << BITS) - 1)).to(tl.float32)
+    dim = tl.arange(0, QUARTER)[None, :]
+    column = tl.load(scales + 2 * DIM + 2 * (number % 2 * QUARTER + dim) + number // 2)
+    return (code * scale + zero) * column.to(tl.float32)
 
 
 @triton.jit
@@ -52,12 +85,18 @@ def _decode(
     token = scales + 3 * DIM + GROUP + 2 * offset[:, None]
     scale = tl.load(token).to(tl.float32)
     zero = tl.load(token + 1).to(tl.float32)
-    target += PAGE * DIM
-    for quarter in tl.static_range(4):
-        code = ((words >> (BITS * quarter)) & ((1 << BITS) - 1)).to(tl.float32)
-        channel = scales + 2 * DIM + 2 * (quarter % 2 * QUARTER + dim) + quarter // 2
-        column = tl.load(channel).to(tl.float32)
-        tl.store(target + quarter * QUARTER, ((code * scale + zero) * column).to(dtype))
+    v0 = _value_quarter(words, scale, zero, scales, 0, BITS, QUARTER, DIM)
+    v1 = _value_quarter(words, scale, zero, scales, 1, BITS, QUARTER, DIM)
+    v2 = _value_quarter(words, scale, zero, scales, 2, BITS, QUARTER, DIM)
+    v3 = _value_quarter(words, scale, zero, scales, 3, BITS, QUARTER, DIM)
+    _store_values(target + PAGE * DIM, v0, v1, v2, v3, QUARTER)
+
+
+@triton.jit
+def _raw(fresh, kept, here, QUARTER: tl.constexpr):
+    """A quarter of some tokens' keys or values in full precision: the step's own, or kept ones."""
+    dim = tl.arange(0, QUARTER)[None, :]
+    return tl.load(tl.where(here[:, None], fresh, kept) + dim)
 
 
 @triton.jit
@@ -91,21 +130,25 @@ def _expand(
             here = (position >= tl.load(start_ptr + slot)) & (position < tl.load(end_ptr + slot))
             token = (position + tl.load(shift_ptr + slot)).to(tl.int64)
             tile = (first_slot + slot).to(tl.int64) * 2 + tl.where(index > 0, 1, 0)
-            dim = tl.arange(0, DIM)[None, :]
             kept = raw_ptr + ((tile * kv_heads + kv_head) * (2 * GROUP) + offset)[:, None] * DIM
             fresh = fresh_ptr + ((token * kv_heads + kv_head) * 2)[:, None] * DIM
-            mask = here[:, None]
-            for kind in tl.static_range(2):
-                new = tl.load(fresh + kind * DIM + dim, mask=mask, other=0.0)
-                old = tl.load(kept + kind * (GROUP * DIM) + dim, mask=mask == 0, other=0.0)
-                target = out + (kind * PAGE + row)[:, None] * DIM + dim
-                tl.store(target, tl.where(mask, new, old))
+            target = out + row[:, None] * DIM + tl.arange(0, QUARTER)[None, :]
+            for quarter in tl.static_range(4):
+                key = _raw(fresh + quarter * QUARTER, kept + quarter * QUARTER, here, QUARTER)
+                tl.store(target + quarter * QUARTER, key)
+            fresh += DIM
+            kept += GROUP * DIM
+            v0 = _raw(fresh, kept, here, QUARTER)
+            v1 = _raw(fresh + QUARTER, kept + QUARTER, here, QUARTER)
+            v2 = _raw(fresh + 2 * QUARTER, kept + 2 * QUARTER, here, QUARTER)
+            v3 = _raw(fresh + 3 * QUARTER, kept + 3 * QUARTER, here, QUARTER)
+            _store_values(target + PAGE * DIM, v0, v1, v2, v3, QUARTER)
 
 
 def attend(
     q: Array, kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep, *, tile_size: int
 ) -> tuple[Array, KVarNKV]:
-    """Attention of the tiles that are not single tokens, rotated back; and kv, see `encode_filled`.
+    """Attention of the tiles that are not single tokens; and kv, see `encode_filled`.
 
     Args:
       q: rotated queries [tokens, q_heads, head_dim].
@@ -149,14 +192,7 @@ def attend(
     tiles = tiles._replace(slot=jnp.arange(tiles.slot.shape[0], dtype=jnp.int32))
     table = table.reshape(-1, parts * width)
     result = paged_attention(q, expanded, 0, table, tiles, tile_size=tile_size)
-    return _rotated_back(result), kv._replace(raw=jax.freeze(raw_ref))
-
-
-def _rotated_back(x: Array) -> Array:
-    """`codec.rotate` in x's dtype: the elements, all of one magnitude, are 1e-4 off in bfloat16. As
-    a matrix, for which XLA has a product that needs no other shape."""
-    matrix = jnp.asarray(hadamard(x.shape[-1]), x.dtype)
-    return jnp.matmul(x.reshape(-1, x.shape[-1]), matrix, precision="highest").reshape(x.shape)
+    return result, kv._replace(raw=jax.freeze(raw_ref))
 
 
 def _contents(
