@@ -31,6 +31,10 @@ _MASKED = gl.constexpr(float("-inf"))
 number the exact product, in the exponential, and the rounded one, in its peak, differ by 1e20 and
 more, so a row that sees nothing of its split would get an infinite weight, or none, as it falls."""
 
+_MORE_TILES = 16
+"""Than whole ones: those that chunks end with. A step has places for far more, but a program that
+finds nothing costs its multiprocessor 0.8 µs; beyond so many one takes several."""
+
 _LEAST = gl.constexpr(-1.0e30)
 """The peak of a row that has seen nothing: finite, so that it may be taken off infinity."""
 
@@ -55,11 +59,12 @@ def _softmax(scores, peak, weight, scale: gl.constexpr):
 
 @gluon.jit
 def _visit(
-    index, block, count, q, p, acc, peak, weight, pages, ready, free, row_position,
+    index, block, limit, q, p, acc, peak, weight, pages, ready, free, row_position,
     scale: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
     s_layout: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
-    """Scores and softmax of a page, and the weighted values of the page before it."""
+    """Scores and softmax of a page, and the weighted values of the page before it. The program's
+    pages are counted through its tiles; those of this one end before `limit`."""
     stage = index % STAGES
     before = (index - 1) % STAGES
     zeros = gl.zeros([q.shape[0], PAGE], gl.float32, s_layout)
@@ -75,7 +80,7 @@ def _visit(
     p_next = gl.convert_layout(probs.to(gl.bfloat16), gl.DotOperandLayout(0, o_layout, 2))
     p_next = _pinned(p_next)
     after = index + 1  # waited for here, so that the wait ends the block that holds the softmax
-    mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1, pred=after < count)
+    mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1, pred=after < limit)
     acc, p, p_next = warpgroup_mma_wait(0, deps=[acc_later, p, p_next])
     gl.thread_barrier()
     mbarrier.arrive(free.index(before), count=1)
@@ -85,13 +90,14 @@ def _visit(
 
 @gluon.jit
 def _attend(
-    q_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free,
+    q_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free, base,
     first, length, position, kv_head, begin, end, alone, part_row,
     part: gl.constexpr, scale: gl.constexpr, q_heads: gl.constexpr, group: gl.constexpr,
     TOKENS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, SPLITS: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup `part`: tokens part * TOKENS.. of the tile, pages begin..end of the context."""
+    """Warpgroup `part`: tokens part * TOKENS.. of the tile, pages begin..end of the context, which
+    are the program's from `base` on."""
     ROWS: gl.constexpr = 64
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAGE, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -115,10 +121,12 @@ def _attend(
     row_position = position + gl.minimum(row_token, length - 1)
     key = begin * PAGE + gl.arange(0, PAGE, gl.SliceLayout(0, s_layout))
     zeros = gl.zeros([ROWS, PAGE], gl.float32, s_layout)
-    count = end - begin
+    limit = base + end - begin
 
-    mbarrier.wait(ready.index(0), 0)
-    scores = warpgroup_mma(q, pages.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    stage = base % STAGES
+    mbarrier.wait(ready.index(stage), (base // STAGES) & 1)
+    keys = pages.index(2 * stage).permute((1, 0))
+    scores = warpgroup_mma(q, keys, zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     scores = gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(row_position, 1), scores, _MASKED)
     peak = gl.full([ROWS], _LEAST, gl.float32, row_s)
@@ -126,20 +134,22 @@ def _attend(
     probs, _, peak, weight = _softmax(scores, peak, weight, scale)
     p = gl.convert_layout(probs.to(gl.bfloat16), gl.DotOperandLayout(0, o_layout, 2))
     acc = gl.zeros([ROWS, DIM], gl.float32, o_layout)
-    mbarrier.wait(ready.index(1), 0, pred=count > 1)
+    after = base + 1
+    mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1, pred=after < limit)
 
     for block in range(begin + 1, gl.minimum(full, end)):
         p, acc, peak, weight = _visit(
-            block - begin, block, count, q, p, acc, peak, weight, pages, ready, free,
+            base + block - begin, block, limit, q, p, acc, peak, weight, pages, ready, free,
             row_position, scale, PAGE, STAGES, False, s_layout, o_layout,
         )  # fmt: skip
     for block in range(gl.maximum(full, begin + 1), end):
         p, acc, peak, weight = _visit(
-            block - begin, block, count, q, p, acc, peak, weight, pages, ready, free,
+            base + block - begin, block, limit, q, p, acc, peak, weight, pages, ready, free,
             row_position, scale, PAGE, STAGES, True, s_layout, o_layout,
         )  # fmt: skip
 
-    values = pages.index(2 * ((count - 1) % STAGES) + 1)
+    stage = (limit - 1) % STAGES
+    values = pages.index(2 * stage + 1)
     if end * PAGE > last + 1:  # what an earlier owner left past the end may be anything, even NaN
         value_key = (end - 1) * PAGE + gl.arange(0, PAGE, gl.SliceLayout(1, flat))
         kept = gl.where(gl.expand_dims(value_key <= last, 1), values.load(flat), 0.0)
@@ -148,6 +158,8 @@ def _attend(
         gl.thread_barrier()
     acc = warpgroup_mma(p, values, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
+    gl.thread_barrier()
+    mbarrier.arrive(free.index(stage), count=1)
 
     if alone:
         out = acc / gl.expand_dims(gl.convert_layout(weight, row_o), 1)
@@ -164,12 +176,12 @@ def _attend(
 
 @gluon.jit
 def _copy(
-    kv, table, pages, ready, free, begin, end, first_row, kv_head,
+    kv, table, pages, ready, free, base, begin, end, first_row, kv_head,
     kv_heads: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer: keys and values of each page, as soon as both groups are done with a place."""
     for block in range(begin, end):
-        index = block - begin
+        index = base + block - begin
         stage = index % STAGES
         row = first_row + (gl.load(table + block) * kv_heads + kv_head) * (2 * PAGE)
         mbarrier.wait(free.index(stage), ((index // STAGES) & 1) ^ 1)
@@ -181,31 +193,98 @@ def _copy(
 
 
 @gluon.jit
+def _share_of(
+    tile, split, first_ptr, length_ptr, slot_ptr, position_ptr,
+    PAGE: gl.constexpr, SPLITS: gl.constexpr, MIN_PAGES: gl.constexpr,
+):  # fmt: skip
+    """A tile, and which pages of its context are the split's; with one split all of them are."""
+    first = gl.load(first_ptr + tile)
+    length = gl.load(length_ptr + tile)
+    slot = gl.load(slot_ptr + tile).to(gl.int64)
+    position = gl.load(position_ptr + tile)
+    context = (position + length - 1) // PAGE + 1
+    per_split = gl.maximum((context + SPLITS - 1) // SPLITS, MIN_PAGES)
+    begin = split * per_split
+    return (
+        first,
+        length,
+        slot,
+        position,
+        begin,
+        gl.minimum(begin + per_split, context),
+        (per_split >= context),
+    )
+
+
+@gluon.jit
+def _length(length_ptr, tile, TILES: gl.constexpr):
+    return gl.load(length_ptr + tile, mask=tile < TILES, other=0)
+
+
+@gluon.jit
+def _attend_tiles(
+    q_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free,
+    first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
+    part: gl.constexpr, scale: gl.constexpr, q_heads: gl.constexpr, kv_heads: gl.constexpr,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
+    SPLITS: gl.constexpr, MIN_PAGES: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup `part` of each of the program's tiles: every `step`th until there are no more."""
+    base = 0
+    while _length(length_ptr, tile, TILES) > 0:
+        first, length, _, position, begin, end, alone = _share_of(
+            tile, split, first_ptr, length_ptr, slot_ptr, position_ptr, PAGE, SPLITS, MIN_PAGES
+        )
+        _attend(
+            q_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free, base,
+            first, length, position, kv_head, begin, end, alone,
+            ((tile * kv_heads + kv_head) * SPLITS + split) * ROWS,
+            part, scale, q_heads, q_heads // kv_heads, TOKENS, DIM, PAGE, SPLITS, STAGES,
+        )  # fmt: skip
+        base += end - begin
+        tile += step
+
+
+@gluon.jit
+def _copy_tiles(
+    kv, first_row, table_ptr, table_stride, pages, ready, free,
+    first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
+    kv_heads: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
+    SPLITS: gl.constexpr, MIN_PAGES: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    base = 0
+    while _length(length_ptr, tile, TILES) > 0:
+        _, _, slot, _, begin, end, _ = _share_of(
+            tile, split, first_ptr, length_ptr, slot_ptr, position_ptr, PAGE, SPLITS, MIN_PAGES
+        )
+        _copy(
+            kv, table_ptr + slot * table_stride, pages, ready, free, base, begin, end, first_row,
+            kv_head, kv_heads, DIM, PAGE, STAGES,
+        )  # fmt: skip
+        base += end - begin
+        tile += step
+
+
+@gluon.jit
 def _program(
     q_ptr, kv, first_page, table_ptr, first_ptr, length_ptr, slot_ptr, position_ptr,
     out_ptr, part_ptr, peak_ptr, weight_ptr,
     table_stride, scale: gl.constexpr, q_heads: gl.constexpr, kv_heads: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
-    SPLITS: gl.constexpr, MIN_PAGES: gl.constexpr, STAGES: gl.constexpr,
+    SPLITS: gl.constexpr, MIN_PAGES: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     kv_head = gl.program_id(0)
     tile = gl.program_id(1)
     split = gl.program_id(2)
-    length = gl.load(length_ptr + tile)
-    if length == 0:
+    if gl.load(length_ptr + tile) == 0:
         return
-    group: gl.constexpr = q_heads // kv_heads
-    position = gl.load(position_ptr + tile)
-    first = gl.load(first_ptr + tile)
-    table = table_ptr + gl.load(slot_ptr + tile).to(gl.int64) * table_stride
-    context = (position + length - 1) // PAGE + 1
-    per_split = gl.maximum((context + SPLITS - 1) // SPLITS, MIN_PAGES)
-    begin = split * per_split
-    end = gl.minimum(begin + per_split, context)
-    if begin >= end:
-        return
-    alone = per_split >= context  # the first split sees everything, and nothing is merged
-    part_row = ((tile * kv_heads + kv_head) * SPLITS + split) * ROWS
+    if SPLITS > 1:
+        _, _, _, _, begin, end, _ = _share_of(
+            tile, split, first_ptr, length_ptr, slot_ptr, position_ptr, PAGE, SPLITS, MIN_PAGES
+        )
+        if begin >= end:
+            return
+    step = gl.num_programs(1)
     pages = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, PAGE, DIM], kv.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -215,19 +294,22 @@ def _program(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_attend, (
+            (_attend_tiles, (
                 q_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free,
-                first, length, position, kv_head, begin, end, alone, part_row,
-                0, scale, q_heads, group, TOKENS, DIM, PAGE, SPLITS, STAGES,
+                first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
+                0, scale, q_heads, kv_heads, TOKENS, ROWS, DIM, PAGE, SPLITS, MIN_PAGES, STAGES,
+                TILES,
             )),
-            (_attend, (
+            (_attend_tiles, (
                 q_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free,
-                first, length, position, kv_head, begin, end, alone, part_row,
-                1, scale, q_heads, group, TOKENS, DIM, PAGE, SPLITS, STAGES,
+                first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
+                1, scale, q_heads, kv_heads, TOKENS, ROWS, DIM, PAGE, SPLITS, MIN_PAGES, STAGES,
+                TILES,
             )),
-            (_copy, (
-                kv, table, pages, ready, free, begin, end,
-                first_page * (kv_heads * 2 * PAGE), kv_head, kv_heads, DIM, PAGE, STAGES,
+            (_copy_tiles, (
+                kv, first_page * (kv_heads * 2 * PAGE), table_ptr, table_stride, pages, ready,
+                free, first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
+                kv_heads, DIM, PAGE, SPLITS, MIN_PAGES, STAGES, TILES,
             )),
         ],
         [4, 1],
@@ -249,6 +331,10 @@ def launch(
     """The result where one split has seen a tile's context; sums, peaks, weights of the others."""
     num_pages, kv_heads, _, page_size, head_dim = kv.shape[1:]
     q_heads = q.shape[1]
+    places = tiles.first.shape[0]
+    programs = places
+    if config.splits == 1:  # else a program could begin with a tile that has no share for it
+        programs = min(places, q.shape[0] // tile_size + _MORE_TILES)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     kv_rows = tensor_descriptor(kv.reshape(-1, head_dim), (page_size, head_dim), layout)
     return triton_call(
@@ -256,12 +342,12 @@ def launch(
         kernel=_program,
         name="paged_attention_hopper",
         out_type=types,
-        grid=(kv_heads, tiles.first.shape[0], config.splits),
+        grid=(kv_heads, programs, config.splits),
         num_warps=4,
         table_stride=page_table.shape[1],
         scale=head_dim**-0.5 * LOG2_E,
         q_heads=q_heads, kv_heads=kv_heads,
         TOKENS=tile_tokens(q_heads // kv_heads) // 2, ROWS=rows, DIM=head_dim, PAGE=page_size,
         SPLITS=config.splits, MIN_PAGES=config.min_blocks,
-        STAGES=config.num_stages,
+        STAGES=config.num_stages, TILES=places,
     )  # fmt: skip

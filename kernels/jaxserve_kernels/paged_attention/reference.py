@@ -20,8 +20,8 @@ _BLOCK_TOKENS = 128
 class QueryTiles(NamedTuple):
     """Queries of a step in tiles: tile i is `length[i]` consecutive tokens of one sequence.
 
-    All arrays are int32 [tiles]. The order of tiles has no influence on the result; padding should
-    come last, and tiles with a long context first.
+    All arrays are int32 [tiles]. Padding comes last. The order of the others has no influence
+    on the result; those with a long context should come first.
     """
 
     first: Array

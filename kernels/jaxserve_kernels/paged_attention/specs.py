@@ -174,6 +174,9 @@ _LAST_PAGES = (Chunk(1016, 20), Chunk(500, 30))
 """Of their contexts' last page, which a split of eight pages leaves to the next, some rows see
 nothing."""
 
+_SHORT = tuple(Chunk(37 * index % 300, 2 + index % 5) for index in range(100))
+"""More tiles than the tokens would fill, so that programs take several."""
+
 HOPPER_SPECS: tuple[AttentionSpec, ...] = tuple(
     AttentionSpec(
         name=f"{name}_of_{heads.q}x{heads.kv}x{heads.dim}",
@@ -186,7 +189,12 @@ HOPPER_SPECS: tuple[AttentionSpec, ...] = tuple(
         heads=heads,
     )
     for heads in (_QWEN3, Heads(40, 8, 128), Heads(16, 8, 128), Heads(8, 1, 64), Heads(8, 2, 64))
-    for name, chunks in (("edges", _EDGES), ("tails", _TAILS), ("last_pages", _LAST_PAGES))
+    for name, chunks in (
+        ("edges", _EDGES),
+        ("tails", _TAILS),
+        ("last_pages", _LAST_PAGES),
+        ("short", _SHORT),
+    )
 )
 """Around the edges of tiles and pages, for the kernel that takes only some shapes."""
 
