@@ -45,7 +45,8 @@ def unpack_bytes(packed: Array) -> Array:
 def take_byte_rows(packed: Array, ids: Array) -> Array:
     """Codes of rows `ids` [n] of packed bytes without leading axes: uint8 [n, in]."""
     words = packed[ids // TILE_OUT, :, ids % TILE_OUT]  # [n, in / 128, 64]
-    planes = jnp.stack([words & 255, words >> 8], axis=-2)
+    shifts = 8 * jnp.arange(2, dtype=words.dtype)[:, None]  # XLA makes more kernels of a stack
+    planes = (words[:, :, None] >> shifts) & 255
     return planes.astype(jnp.uint8).reshape(ids.shape[0], -1)
 
 
