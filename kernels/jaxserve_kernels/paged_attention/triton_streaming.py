@@ -23,6 +23,8 @@ from jaxserve_kernels.attention_inputs import KVSlots
 from jaxserve_kernels.paged_attention.config import LOG2_E, choose
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.paged_attention.triton import merge, part_types
+from jaxserve_kernels.paged_attention.triton_heads import rounded
+from jaxserve_kernels.paged_attention.triton_visits import MASKED
 from jaxserve_kernels.triton_call import triton_call
 
 _PAGE = 64
@@ -31,8 +33,6 @@ _ROWS = 16
 
 MAX_TILES = 7
 """Of more, `triton_warps` takes less time."""
-
-_MASKED = gl.constexpr(-1.0e30)
 
 
 @gluon.jit
@@ -48,12 +48,6 @@ def _copy(
     source = kv_ptr + gl.expand_dims(row, 1) * DIM + dim
     async_copy.async_copy_global_to_shared(keys.index(stage), source, mask=there)
     async_copy.async_copy_global_to_shared(values.index(stage), source + PAGE * DIM, mask=there)
-
-
-@gluon.jit
-def _rounded(x):
-    """To bfloat16's digits."""
-    return x.to(gl.bfloat16).to(gl.float32)
 
 
 @gluon.jit
@@ -147,19 +141,19 @@ def _attend(
         high += gl.load(source + part * stride + HALF, mask=there, other=0.0)
 
     # Rounded where the reference rounds: the projection, after the norm and after its weight.
-    low = _rounded(low)
-    high = _rounded(high)
+    low = rounded(low)
+    high = rounded(high)
     square = gl.sum(low * low + high * high, axis=1) / DIM
     rsqrt = gl.expand_dims(gl.rsqrt(square + eps), 1)
-    a = _rounded(_rounded(low * rsqrt) * norm_low.to(gl.float32))
-    b = _rounded(_rounded(high * rsqrt) * norm_high.to(gl.float32))
-    wide_low = gl.where(is_value, low, _rounded(a * cos - b * sin))
-    wide_high = gl.where(is_value, high, _rounded(b * cos + a * sin))
+    a = rounded(rounded(low * rsqrt) * norm_low.to(gl.float32))
+    b = rounded(rounded(high * rsqrt) * norm_high.to(gl.float32))
+    wide_low = gl.where(is_value, low, rounded(a * cos - b * sin))
+    wide_high = gl.where(is_value, high, rounded(b * cos + a * sin))
     low = wide_low.to(gl.bfloat16)
     high = wide_high.to(gl.bfloat16)
     q = gl.convert_layout(_joined(low, high), left)
 
-    peak = gl.full([ROWS], _MASKED, gl.float32, sums_row)
+    peak = gl.full([ROWS], MASKED, gl.float32, sums_row)
     weights = gl.zeros([ROWS, PAGE], gl.float32, sums)
     acc = gl.zeros([ROWS, DIM], gl.float32, sums)
     own_weight = 0.0
@@ -188,7 +182,7 @@ def _attend(
         gl.thread_barrier()
         scores = mma_v2(q, keys.index(slot).permute((1, 0)).load(right), zeros) * scale
         key = block * PAGE + gl.arange(0, PAGE, sums_dim)
-        scores = gl.where(gl.expand_dims(key < position, 0), scores, _MASKED)
+        scores = gl.where(gl.expand_dims(key < position, 0), scores, MASKED)
         new_peak = gl.maximum(peak, gl.max(scores, axis=1))
         shrink = gl.exp2(peak - new_peak)
         probs = gl.exp2(scores - gl.expand_dims(new_peak, 1))

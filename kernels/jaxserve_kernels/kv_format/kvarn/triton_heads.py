@@ -10,11 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-
-@gluon.jit
-def _rounded(x):
-    """To bfloat16's digits."""
-    return x.to(gl.bfloat16).to(gl.float32)
+from jaxserve_kernels.paged_attention.triton_heads import rounded
 
 
 @gluon.jit
@@ -94,21 +90,21 @@ def token_heads(
         x1 += gl.load(source + (part * stride + QUARTER), mask=there, other=0.0)
         x2 += gl.load(source + (part * stride + HALF), mask=there, other=0.0)
         x3 += gl.load(source + (part * stride + late), mask=there, other=0.0)
-    x0 = _rounded(x0)
-    x1 = _rounded(x1)
-    x2 = _rounded(x2)
-    x3 = _rounded(x3)
+    x0 = rounded(x0)
+    x1 = rounded(x1)
+    x2 = rounded(x2)
+    x3 = rounded(x3)
     square = gl.sum((x0 * x0 + x1 * x1) + (x2 * x2 + x3 * x3), axis=1) / DIM
     scale = gl.expand_dims(gl.rsqrt(square + eps), 1)
-    a = _rounded(_rounded(x0 * scale) * n0)
-    b = _rounded(_rounded(x1 * scale) * n1)
-    c = _rounded(_rounded(x2 * scale) * n2)
-    d = _rounded(_rounded(x3 * scale) * n3)
+    a = rounded(rounded(x0 * scale) * n0)
+    b = rounded(rounded(x1 * scale) * n1)
+    c = rounded(rounded(x2 * scale) * n2)
+    d = rounded(rounded(x3 * scale) * n3)
     return rotated(
-        gl.where(is_value, x0, _rounded(a * cos0 - c * sin0)),
-        gl.where(is_value, x1, _rounded(b * cos1 - d * sin1)),
-        gl.where(is_value, x2, _rounded(c * cos0 + a * sin0)),
-        gl.where(is_value, x3, _rounded(d * cos1 + b * sin1)),
+        gl.where(is_value, x0, rounded(a * cos0 - c * sin0)),
+        gl.where(is_value, x1, rounded(b * cos1 - d * sin1)),
+        gl.where(is_value, x2, rounded(c * cos0 + a * sin0)),
+        gl.where(is_value, x3, rounded(d * cos1 + b * sin1)),
     )
 
 

@@ -26,14 +26,9 @@ from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
 from jaxserve_kernels.kv_format.kvarn.triton_attention import part_types
 from jaxserve_kernels.kv_format.kvarn.triton_heads import rotated, store_heads, token_heads
 from jaxserve_kernels.kv_format.kvarn.triton_ring import TILES, copy_unit
-from jaxserve_kernels.kv_format.kvarn.triton_visits import (
-    MASKED,
-    for_each_warp,
-    stacked,
-    visit_codes,
-    visit_raw,
-)
+from jaxserve_kernels.kv_format.kvarn.triton_visits import stacked, visit_codes, visit_raw
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
+from jaxserve_kernels.paged_attention.triton_visits import MASKED, for_each_warp
 from jaxserve_kernels.triton_call import triton_call
 
 _TARGET_PROGRAMS = 396

@@ -11,8 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from jaxserve_kernels.kv_format.kvarn.triton_page import UNPACK_2, UNPACK_2_LATE, UNPACK_4
-
-MASKED = gl.constexpr(-1.0e30)
+from jaxserve_kernels.paged_attention.triton_visits import MASKED, for_each_warp
 
 
 @gluon.jit
@@ -20,15 +19,6 @@ def stacked(x0, x1, x2, x3):
     """Four matrices behind one another, [4, ...]."""
     x = gl.join(gl.join(x0, x1), gl.join(x2, x3))  # [..., number % 2, number // 2]
     return gl.reshape(gl.permute(x, (3, 2, 0, 1)), [4, x0.shape[0], x0.shape[1]])
-
-
-@gluon.jit
-def for_each_warp(memory, layout: gl.constexpr):
-    """A quarter of the queries, [rows, quarter] in shared memory, as what each warp multiplies its
-    keys with: [warps, quarter, rows]."""
-    x = memory.permute((1, 0)).load(gl.SliceLayout(0, layout))
-    shape: gl.constexpr = [gl.num_warps(), x.shape[0], x.shape[1]]
-    return gl.expand_dims(x, 0).broadcast_to(shape)
 
 
 @gluon.jit
