@@ -89,7 +89,7 @@ def test_what_hopper_takes() -> None:
     assert taken == [(False, False), (False, True), (False, True), (True, True), (False, False)]
     assert on_hopper("int4-g64", 512) == on_hopper("int8", 256) == (False, False)
     taken = [on_hopper("fp8", tokens) for tokens in (64, 128, 160, 512, 8192)]
-    assert taken == [(False, False), (False, True)] + [(True, True)] * 3
+    assert taken == [(False, False)] * 2 + [(True, True)] * 3
 
 
 def test_fp8_has_large_tiles_where_there_are_enough_and_parts_where_few_are_deep() -> None:

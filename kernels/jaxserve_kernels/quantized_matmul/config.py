@@ -112,7 +112,7 @@ def choose(
         config = _few(depth, gated=gated)
     elif not _in_e4m3(weight, tokens):
         config = _unpack(weight, tokens, out, tiles)
-    elif hopper and isinstance(weight, Fp8Weight) and _bytes_on_hopper(weight, tokens, gated=gated):
+    elif hopper and isinstance(weight, Fp8Weight) and _bytes_on_hopper(weight, tokens):
         config = _hopper_bytes(tokens, out, tiles)
     elif hopper and _on_hopper(weight, tokens, gated=gated):
         config = _hopper(tokens, out, tiles)
@@ -256,12 +256,10 @@ def _on_hopper(weight: QuantizedWeight, tokens: int, *, gated: bool) -> bool:
     return tokens > 384 or depth >= _DEEP * 128 or (tokens > 256 and out > depth)
 
 
-def _bytes_on_hopper(weight: Fp8Weight, tokens: int, *, gated: bool) -> bool:
+def _bytes_on_hopper(weight: Fp8Weight, tokens: int) -> bool:
     """Where `e4m3.hopper_bytes` is the fastest: it has tiles of 128 tokens, and one scale a row."""
     out, depth = weight.shape
-    if weight.group != depth or out % 128:
-        return False
-    return tokens > 128 or (tokens > 64 and not gated and depth >= _DEEP * 128)
+    return weight.group == depth and out % 128 == 0 and tokens > 128
 
 
 def _hopper_bytes(tokens: int, out: int, tiles: int) -> Config:

@@ -38,11 +38,9 @@ _MULTIPROCESSORS = 132
 
 
 @gluon.jit
-def _place(
-    tile, tokens: gl.constexpr, COLUMNS: gl.constexpr, SPLITS: gl.constexpr, k: gl.constexpr
-):
+def _place(tile, tokens, COLUMNS: gl.constexpr, SPLITS: gl.constexpr, k: gl.constexpr):
     """First token and column of a tile, its split, and the first and number of its steps."""
-    token_tiles: gl.constexpr = (tokens + _TOKENS - 1) // _TOKENS
+    token_tiles = (tokens + _TOKENS - 1) // _TOKENS
     all_steps: gl.constexpr = k // _DEPTH
     each: gl.constexpr = (all_steps + SPLITS - 1) // SPLITS
     split = tile // token_tiles % SPLITS
@@ -54,8 +52,8 @@ def _place(
 @gluon.jit
 def _multiply_tile(
     x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr, out_ptr, at, token, column, steps,
-    part: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
-    tokens: gl.constexpr, n: gl.constexpr,
+    tokens, part: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+    n: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `part`: its 64 tokens of a tile of ROWS rows, from step `at` of the ring on; the
     step after it."""
@@ -98,7 +96,7 @@ def _multiply_tile(
 
 
 @gluon.jit
-def _store(values, out_ptr, token, column, tokens: gl.constexpr, n: gl.constexpr):
+def _store(values, out_ptr, token, column, tokens, n: gl.constexpr):
     ROWS: gl.constexpr = values.shape[0]
     COLUMNS: gl.constexpr = values.shape[1]
     if COLUMNS > 64 and out_ptr.dtype.element_ty == gl.float32:  # memory for what is rearranged
@@ -117,10 +115,10 @@ def _store(values, out_ptr, token, column, tokens: gl.constexpr, n: gl.constexpr
 
 @gluon.jit
 def _multiply(
-    x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr, out_ptr, program, programs,
-    part: gl.constexpr, tiles: gl.constexpr, whole: gl.constexpr, pieces: gl.constexpr,
-    ROWS: gl.constexpr, GATED: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
-    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+    x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr, out_ptr, program, programs, tokens,
+    tiles, whole, part: gl.constexpr, pieces: gl.constexpr, ROWS: gl.constexpr,
+    GATED: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    n: gl.constexpr, k: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `part`: its 64 tokens of each tile of this program."""
     COLUMNS: gl.constexpr = ROWS // 2 if GATED else ROWS
@@ -129,8 +127,8 @@ def _multiply(
         token, column, split, _, steps = _place(tile, tokens, COLUMNS, SPLITS, k)
         at = _multiply_tile(
             x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr,
-            out_ptr + split.to(gl.int64) * (tokens * n), at, token, column, steps, part, ROWS,
-            GATED, STAGES, tokens, n,
+            out_ptr + split.to(gl.int64) * (tokens * n), at, token, column, steps, tokens, part,
+            ROWS, GATED, STAGES, n,
         )  # fmt: skip
     tile = whole + program // pieces
     if tile < tiles:
@@ -138,8 +136,8 @@ def _multiply(
         _multiply_tile(
             x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr,
             out_ptr + split.to(gl.int64) * (tokens * n), at, token,
-            column + program % pieces * (COLUMNS // pieces), steps, part, ROWS // pieces,
-            GATED, STAGES, tokens, n,
+            column + program % pieces * (COLUMNS // pieces), steps, tokens, part, ROWS // pieces,
+            GATED, STAGES, n,
         )  # fmt: skip
 
 
@@ -169,10 +167,9 @@ def _copy_tile(
 
 @gluon.jit
 def _copy(
-    x, w, x_ring, w_ring, ready, free, program, programs,
-    tiles: gl.constexpr, whole: gl.constexpr, pieces: gl.constexpr,
-    ROWS: gl.constexpr, GATED: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
-    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+    x, w, x_ring, w_ring, ready, free, program, programs, tokens, tiles, whole,
+    pieces: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr, SPLITS: gl.constexpr,
+    STAGES: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
 ):  # fmt: skip
     """The producer. Programs that run together share the rows of few weights, and all tokens."""
     COLUMNS: gl.constexpr = ROWS // 2 if GATED else ROWS
@@ -195,12 +192,12 @@ def _copy(
 
 @gluon.jit
 def _product(
-    x, w, token_scale_ptr, scale_ptr, out_ptr,
-    tiles: gl.constexpr, whole: gl.constexpr, pieces: gl.constexpr,
-    ROWS: gl.constexpr, GATED: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
-    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+    x, w, token_scale_ptr, scale_ptr, tokens, tiles, whole, out_ptr,
+    pieces: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr, SPLITS: gl.constexpr,
+    STAGES: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
 ):  # fmt: skip
-    """n: columns of the result; gated, half of the weight's rows."""
+    """n: columns of the result; gated, half of the weight's rows. Numbers of tokens are not part of
+    the code: a step of each bucket would have kernels of its own to compile."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _TOKENS, _DEPTH], x.layout)
@@ -215,15 +212,15 @@ def _product(
         [
             (_multiply, (
                 x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr, out_ptr, program, programs,
-                0, tiles, whole, pieces, ROWS, GATED, SPLITS, STAGES, tokens, n, k,
+                tokens, tiles, whole, 0, pieces, ROWS, GATED, SPLITS, STAGES, n, k,
             )),
             (_multiply, (
                 x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr, out_ptr, program, programs,
-                1, tiles, whole, pieces, ROWS, GATED, SPLITS, STAGES, tokens, n, k,
+                tokens, tiles, whole, 1, pieces, ROWS, GATED, SPLITS, STAGES, n, k,
             )),
             (_copy, (
-                x, w, x_ring, w_ring, ready, free, program, programs,
-                tiles, whole, pieces, ROWS, GATED, SPLITS, STAGES, tokens, n, k,
+                x, w, x_ring, w_ring, ready, free, program, programs, tokens, tiles, whole,
+                pieces, ROWS, GATED, SPLITS, STAGES, n, k,
             )),
         ],
         [4, 1],
@@ -251,12 +248,12 @@ def launch(
     return triton_call(
         tensor_descriptor(x.codes, (TOKENS, DEPTH), codes),
         tensor_descriptor(weight.packed.reshape(-1, DEPTH // 2), (64, DEPTH // 2), words),
-        x.scale, weight.scale,
+        x.scale, weight.scale, tokens, tiles, whole,
         kernel=_product,
         name=f"{'gated_' if gated else ''}linear_hopper_bytes",
         out_type=out_type,
         grid=(programs,),
         num_warps=4,
-        tiles=tiles, whole=whole, pieces=pieces, ROWS=config.rows, GATED=gated,
-        SPLITS=config.splits, STAGES=config.num_stages, tokens=tokens, n=out_type.shape[-1], k=k,
+        pieces=pieces, ROWS=config.rows, GATED=gated, SPLITS=config.splits,
+        STAGES=config.num_stages, n=out_type.shape[-1], k=k,
     )  # fmt: skip
