@@ -307,8 +307,6 @@ def _run(name: str, out: Path, gpu: str, port: int) -> bool:
         "python": sys.executable,
     }
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "PYTHONUNBUFFERED": "1"}
-    if name == "equality":
-        environment["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
     begun = time.monotonic()
     print(f"{name}: {proof.shows}; about {proof.minutes:g} min on GPU {gpu}", flush=True)
     with (folder / "log").open("w") as log:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,13 +22,17 @@ from tests.tiny_model import COMPILES, make_runner
 
 
 @pytest.fixture(scope="module")
-def trained_runner() -> Runner:
-    """The embedded model in the same buckets, pages and lengths."""
+def trained_runner() -> Iterator[Runner]:
+    """The embedded model in the same buckets, pages and lengths, in float32: a GPU would multiply
+    in TF32, and round differently in each bucket."""
     folder = embedded_model()
     spec = ModelSpec.from_hf(json.loads((folder / "config.json").read_text()))
     abstract = qwen3.abstract(spec, jnp.float32)
     params = load_params(open_checkpoint(folder), qwen3.rules(spec), abstract)
-    return make_runner(replace(CONFIG, spec=spec, sampled_vocab=spec.vocab_size), params)
+    precision = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", "highest")
+    yield make_runner(replace(CONFIG, spec=spec, sampled_vocab=spec.vocab_size), params)
+    jax.config.update("jax_default_matmul_precision", precision)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,7 @@ def test_each_request_to_the_embedded_model_gets_the_tokens_it_would_get_alone(
 def test_each_request_gets_the_tokens_it_would_get_alone_on_a_gpu(
     work: Workload, trained_runner: Runner, trained_solo: Solo
 ) -> None:
-    """About ten thousand steps. Run it with JAX_DEFAULT_MATMUL_PRECISION=highest: float32."""
+    """About ten thousand steps."""
     before = COMPILES.count
     check_against_solo(work, trained_runner, trained_solo, tolerance=1e-3)
     assert COMPILES.count == before, "something was compiled while serving"
