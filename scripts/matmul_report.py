@@ -95,12 +95,7 @@ def show(result: dict[str, Any], timings: list[Timing]) -> None:
     for product in ("layer", "head"):
         for tokens in dict.fromkeys(t.tokens for t in timings if t.product == product):
             found = {t.format: t for t in timings if (t.product, t.tokens) == (product, tokens)}
-            cells = [
-                f"{found[name].us:.0f} us ({found[name].ratio_to_bf16:.2f})"
-                if name in found
-                else "-"
-                for name in formats
-            ]
+            cells = [_cell(found.get(name)) for name in formats]
             table.add_row(f"{product} {tokens}", *cells)
     Console(width=140).print(table)
 
@@ -110,27 +105,37 @@ def _cell(timing: Timing | None) -> str:
 
 
 def plot(result: dict[str, Any], timings: list[Timing], path: Path) -> None:
-    """A layer's products, time over tokens, one line for each format."""
+    """A layer's products over tokens, one line for each format: their time, and that over
+    bfloat16's."""
     import matplotlib
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure, (times, ratios) = plt.subplots(1, 2, figsize=(10, 4))
     layer = [timing for timing in timings if timing.product == "layer"]
     for name in dict.fromkeys(timing.format for timing in layer):
         line = [timing for timing in layer if timing.format == name]
-        style = "o--" if name == "bf16" else "o-"
-        axes.plot([t.tokens for t in line], [t.us for t in line], style, label=name, ms=3)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    ticks = sorted({timing.tokens for timing in layer})
-    axes.set_xticks(ticks, [str(tokens) for tokens in ticks])
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("µs for the four products of a layer")
-    axes.set_title(f"{result['model']}, {result['card']}", fontsize=10)
-    axes.legend(frameon=False)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+        style = "o--" if name == "bf16" else "o:" if f"{name}{COPY}" in _names(layer) else "o-"
+        tokens = [t.tokens for t in line]
+        drawn = times.plot(tokens, [t.us for t in line], style, label=name, ms=3)
+        color = drawn[0].get_color()
+        ratios.plot(tokens, [t.ratio_to_bf16 for t in line], style, color=color, ms=3)
+    times.set_yscale("log")
+    times.set_ylabel("µs for the four products of a layer")
+    ratios.set_ylabel("over bfloat16's")
+    ticks = sorted({t.tokens for t in layer if t.tokens.bit_count() == 1})
+    for axes in (times, ratios):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [str(tokens) for tokens in ticks], fontsize=8)
+        axes.set_xlabel("tokens")
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    times.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{result['model']}, {result['card']}", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
+
+
+def _names(timings: list[Timing]) -> set[str]:
+    return {timing.format for timing in timings}
