@@ -27,7 +27,6 @@ import dataclasses
 import gc
 import json
 import math
-import operator
 import os
 import random
 import time
@@ -35,7 +34,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from jaxserve.startup.environment import compiler_settings, prepare
@@ -44,8 +42,7 @@ prepare(gpu_memory_utilization=0.92)
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
-from rich.table import Table
+from kv_report import compared, plot, show
 
 from jaxserve.api import Request, SamplingParams
 from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
@@ -146,25 +143,6 @@ def measure(
     for name, point in compared(runs).items():
         result["formats"][name]["points"][point_name(load, clients)] = point
         print(json.dumps({"format": name} | point), flush=True)
-
-
-def compared(runs: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """A point of each format from its runs: the middle one, all speeds, and their ratios to those
-    of the first format's runs in the same turns, ordered."""
-    base = next(iter(runs.values()))
-    return {
-        name: sorted(found, key=_speed)[(len(found) - 1) // 2]
-        | {
-            "tok_per_s": median(map(_speed, found)),
-            "runs": list(map(_speed, found)),
-            "ratios": sorted(map(operator.truediv, map(_speed, found), map(_speed, base))),
-        }
-        for name, found in runs.items()
-    }
-
-
-def _speed(run: Mapping[str, Any]) -> float:
-    return run["tok_per_s"]
 
 
 def wanted(args: argparse.Namespace) -> list[tuple[Load, int]]:
@@ -436,76 +414,6 @@ def time_decode(
     launched = [runner.launch(again) for _ in range(steps)]
     runner.collect(launched[-1])
     return (time.perf_counter() - begin) / steps * 1e3
-
-
-def show(result: dict[str, Any]) -> None:
-    """Tokens per second, and ratios to the first format's; a dash where none was measured."""
-    formats: dict[str, dict[str, Any]] = result["formats"]
-    if not formats:
-        return
-    base = next(iter(formats.values()))
-    for load, points in by_load(formats).items():
-        table = Table(title=f"{result['model']} on {result['card']}, {load}: output tok/s")
-        for column in ("clients", *formats):
-            table.add_column(column, justify="right")
-        for clients in points:
-            cells = [str(clients)]
-            for entry in formats.values():
-                point = entry["points"].get(f"{load} {clients}")
-                cells.append(cell(point) if point else "-")
-            table.add_row(*cells)
-        Console(width=140).print(table)
-    for name, entry in formats.items():
-        ratio = entry["tokens"] / base["tokens"]
-        print(
-            f"{name}: {entry['tokens']:,} tokens ({ratio:.2f}x), {entry['sequences']} sequences of "
-            f"--capacity-context, encode {entry.get('encode', 'not measured')}"
-        )
-    print(f"{result['compiles']} compilations under load")
-
-
-def cell(point: dict[str, Any]) -> str:
-    """Speed, median ratio, and where there are several the least and the greatest."""
-    ratios = point["ratios"]
-    spread = f", {ratios[0]:.2f} to {ratios[-1]:.2f}" if len(ratios) > 1 else ""
-    return f"{point['tok_per_s']:,.0f} ({median(ratios):.3f}{spread})"
-
-
-def by_load(formats: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
-    """Which numbers of clients were measured with each load."""
-    found: dict[str, set[int]] = {}
-    for entry in formats.values():
-        for point in entry["points"].values():
-            found.setdefault(point["load"], set()).add(point["clients"])
-    return {load: sorted(clients) for load, clients in found.items()}
-
-
-def plot(result: dict[str, Any], file: Path) -> None:
-    """Output tokens per second over clients, a panel for each load."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    loads = by_load(result["formats"])
-    if not loads:
-        return
-    figure, panels = plt.subplots(1, len(loads), figsize=(4.5 * len(loads), 3.6), squeeze=False)
-    for axes, (load, clients) in zip(panels[0], loads.items(), strict=True):
-        for name, entry in result["formats"].items():
-            points = {n: p for n in clients if (p := entry["points"].get(f"{load} {n}"))}
-            speeds = [point["tok_per_s"] for point in points.values()]
-            axes.plot(list(points), speeds, "o-", label=name)
-        axes.set_xscale("log", base=2)
-        axes.set_ylim(0)
-        axes.set_title(f"{load} tokens", fontsize=9)
-        axes.set_xlabel("clients")
-        axes.set_ylabel("output tokens per second")
-    panels[0][0].legend(frameon=False, fontsize=8)
-    figure.suptitle(f"{result['model']}, {result['card']}", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(file)
-    print(f"plot: {file}")
 
 
 if __name__ == "__main__":
