@@ -1,11 +1,11 @@
 """Paged attention of long query tiles on Hopper: a producer warp, two groups of consumer warps.
 
-A program takes one tile and KV head, and one split of the context where there are few tiles. Its
-rows are the tile's tokens times the query heads that share the KV head, 64 for each of two
-warpgroups. A producer warp walks the page table and copies keys and values of one page at a time
-into a ring in shared memory (TMA). Each warpgroup starts the scores of the next page before it
-takes the softmax of this one, and the weighted values run under it too, as in FlashAttention-3
-(Shah et al., 2024).
+A program takes a tile and KV head, then every so many tiles further another, until there are no
+more; and one split of the context where there are few tiles. Its rows are the tile's tokens times
+the query heads that share the KV head, 64 for each of two warpgroups. A producer warp walks the
+page table and copies keys and values of one page at a time into a ring in shared memory (TMA). Each
+warpgroup starts the scores of the next page before it takes the softmax of this one, and the
+weighted values run under it too, as in FlashAttention-3 (Shah et al., 2024).
 """
 
 from __future__ import annotations
