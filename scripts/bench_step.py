@@ -53,6 +53,9 @@ from jaxserve_kernels.kv_format import NAMES, max_chunk_context, named, page_byt
 from jaxserve_kernels.matmul import as_read
 from jaxserve_kernels.paged_attention import tile_tokens
 
+_DISTURBED = 1.1
+"""On a quiet host a mean is within 2 % of its median."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timing:
@@ -379,6 +382,16 @@ def show(result: dict[str, Any], earlier: dict[str, Any] | None) -> None:
             )
         table.add_row(*cells)
     Console(width=110).print(table)
+    disturbed = [
+        f"{t['batch']} x {t['context']}"
+        for t in result["timings"]
+        if t["mean_ms"] > _DISTURBED * t["step_ms"]
+    ]
+    if disturbed:
+        print(
+            f"means of {', '.join(disturbed)} are more than {_DISTURBED} times their medians: "
+            "something else had the host or the card, do not compare them"
+        )
 
 
 if __name__ == "__main__":
