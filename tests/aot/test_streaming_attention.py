@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from jaxserve_kernels import target
+from jaxserve_kernels.kv_format import attend, named
 from tests.aot.ptx import compile_kernel, ptxas_report
+from tests.kernels.kv_steps import EPS, LAYER, Sequences
 
 
 @pytest.mark.parametrize(("qkv", "splits", "stages"), [("*fp32", 8, 2), ("*bf16", 1, 3)])
@@ -107,3 +113,24 @@ def _machine_code(folder: Path) -> str:
     return subprocess.run(
         [nvdisasm, "-c", folder / "kernel.cubin"], capture_output=True, text=True, check=True
     ).stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "converts"),
+    [("int8", 80, True), ("fp8_e4m3", 80, False), ("fp8_e4m3", 89, True), ("fp8_e4m3", 90, True)],
+)
+def test_bytes_are_converted_by_instructions_that_the_card_has(
+    name: str, capability: int, converts: bool
+) -> None:
+    """Else the kernel for any GPU reads them, whose name this is."""
+    kv_format = named(name)
+    sequences = Sequences(lengths=(40,), page_size=64, head_dim=128, dtype="bfloat16")
+    kv = kv_format.allocate(sequences.shape, jnp.bfloat16)
+    step = sequences.step((39,), (1,), 1)
+    qkv, tables = sequences.projections(step)
+    call = functools.partial(attend, layer=LAYER, eps=EPS, tile_size=1)
+    with target.use(target.Target("triton", capability)):
+        program = jax.make_jaxpr(
+            lambda qkv, kv: call(qkv, kv, norms=sequences.norms, tables=tables, step=step)
+        )(qkv, kv)
+    assert ("paged_attention_8_bit" in str(program)) != converts

@@ -1,5 +1,4 @@
-"""QK-norm and RoPE of some heads of a token, for the kernels that write them somewhere, and for
-attention that reads nothing else of the token."""
+"""QK-norm and RoPE of some heads of a token, for the kernels that write them somewhere."""
 
 from __future__ import annotations
 
@@ -57,44 +56,3 @@ def _normed_and_rotated(low, high, norm_low, norm_high, cos, sin, eps: tl.conste
     a = ((wide_low * scale).to(dtype).to(tl.float32) * norm_low).to(dtype).to(tl.float32)
     b = ((wide_high * scale).to(dtype).to(tl.float32) * norm_high).to(dtype).to(tl.float32)
     return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
-
-
-@triton.jit
-def group_halves(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, kv_head,
-    stride, parts: tl.constexpr, q_heads: tl.constexpr, kv_heads: tl.constexpr,
-    eps: tl.constexpr, dtype: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """As `head_halves`: the queries that share a KV head, in the next row its key, in the one
-    after that its value, and rows of zeros."""
-    group: tl.constexpr = q_heads // kv_heads
-    row = tl.arange(0, ROWS)[:, None]
-    dim = tl.arange(0, HALF)[None, :]
-    head = tl.where(row < group, kv_head * group + row, q_heads + kv_head)
-    head += tl.where(row > group, kv_heads, 0)
-    source = qkv_ptr + (token * (q_heads + 2 * kv_heads) + head) * (2 * HALF) + dim
-    norm_ptr = tl.where(row < group, q_norm_ptr, k_norm_ptr) + dim
-    norm_low = tl.load(norm_ptr).to(tl.float32)
-    norm_high = tl.load(norm_ptr + HALF).to(tl.float32)
-    cos = tl.load(cos_ptr + token * HALF + dim)
-    sin = tl.load(sin_ptr + token * HALF + dim)
-    there = row < group + 2
-    low = tl.zeros([ROWS, HALF], tl.float32)
-    high = tl.zeros([ROWS, HALF], tl.float32)
-    if EARLY:
-        gdc_wait()
-    for part in tl.static_range(parts):
-        low += tl.load(source + part * stride, mask=there, other=0.0)
-        high += tl.load(source + part * stride + HALF, mask=there, other=0.0)
-    low = low.to(dtype)
-    high = high.to(dtype)
-    a, b = _normed_and_rotated(low, high, norm_low, norm_high, cos, sin, eps)
-    return tl.where(row <= group, a, low), tl.where(row <= group, b, high)
-
-
-@triton.jit
-def row_of(x, number):
-    """One row of x, float32 [1, ...]."""
-    row = tl.arange(0, x.shape[0])[:, None]
-    return tl.sum(tl.where(row == number, x.to(tl.float32), 0.0), axis=0)[None, :]

@@ -15,6 +15,7 @@ from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
 from jaxserve_kernels.kv_format.eight_bit.triton_attention import read, read_some
 from jaxserve_kernels.kv_format.eight_bit.triton_expand import read_chunks
 from jaxserve_kernels.kv_format.eight_bit.triton_inputs import write
+from jaxserve_kernels.kv_format.eight_bit.triton_numbers import numbers
 from jaxserve_kernels.paged_attention import triton_warps
 from jaxserve_kernels.paged_attention.triton_visits import FP8, INT8
 
@@ -30,7 +31,8 @@ def attend[Cache: Int8KV | Fp8KV](
     eps: float,
     tile_size: int,
 ) -> tuple[Array, Cache]:
-    if tile_size == 1 and triton_warps.fits(qkv, kv.words, norms[0].dtype):
+    fast = numbers(norms[0], kv)["FAST"]  # else bytes are converted by arithmetic, in `read`
+    if tile_size == 1 and fast and triton_warps.fits(qkv, kv.words, norms[0].dtype):
         return _stream(qkv, kv, layer, norms, tables, step, eps=eps)
     q, kv = write(qkv, kv, layer, norms, tables, step, eps=eps)
     if tile_size == 1:
