@@ -281,10 +281,11 @@ class Served:
 def make_served(
     spec: ModelSpec, params: qwen3.Params, name: str, args: argparse.Namespace
 ) -> Served:
-    """Steps for up to the most clients, with the format's share of the same bytes."""
+    """Steps for up to the most rows, with the format's share of the same bytes."""
     kv_format = named(name)
     page_size = kv_format.page_size or DENSE_PAGE
-    most = max(args.clients)
+    decode = tuple(sorted(args.decode or args.clients))
+    most = decode[-1]
     one_page = kv_cache.shape(spec, CacheConfig(num_pages=2, page_size=page_size), most)
     config = RunnerConfig(
         spec=spec,
@@ -297,9 +298,7 @@ def make_served(
             max_num_batched_tokens=args.prefill[-1],
             max_chunk_context=max_chunk_context(kv_format, args.max_model_len, page_size=page_size),
         ),
-        buckets=Buckets(
-            decode=tuple(sorted(args.decode or args.clients)), prefill=tuple(args.prefill)
-        ),
+        buckets=Buckets(decode=decode, prefill=tuple(args.prefill)),
         dtype=args.dtype,
         sampled_vocab=spec.vocab_size,
         tile_size=32,
