@@ -98,5 +98,5 @@ def plot(result: dict[str, Any], file: Path) -> None:
     panels[0][0].legend(frameon=False, fontsize=8)
     figure.suptitle(f"{result['model']}, {result['card']}", fontsize=10)
     figure.tight_layout()
-    figure.savefig(file)
+    figure.savefig(file, metadata={"Date": None})
     print(f"plot: {file}")

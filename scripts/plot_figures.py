@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
+import kv_report
+import matmul_report
 import matplotlib
 
 matplotlib.use("svg")
@@ -22,13 +25,43 @@ DOCS = Path(__file__).parents[1] / "docs"
 def main() -> None:
     for card in ("h100", "h200"):
         draw_step(card)
+    draw_products()
+    draw_kv_formats()
     draw_policies()
     draw_simulated_policies()
 
 
+def draw_products() -> None:
+    """A layer's products: all formats but those whose turn came in a later run, and those of it."""
+    result = _measured("matmul_h200")
+    later = result["commit 7f7f874"]["layers"]
+    layers = [matmul_report.Timing(**timing) for timing in result["layers"]]
+    known = {timing.format for timing in layers}
+    layers += [matmul_report.Timing(**each) for each in later if each["format"] not in known]
+    matmul_report.plot(result, layers, DOCS / "figures" / "matmul_h200.svg")
+
+
+def draw_kv_formats() -> None:
+    """Tokens per second by format of keys and values: a run, and the points that were disturbed in
+    it from a later one."""
+    drawn: dict[str, Any] = {}
+    for name in ("kv_h200", "kv_long_h200"):
+        result = _measured(name)
+        drawn |= {key: result[key] for key in ("model", "card")}
+        formats = drawn.setdefault("formats", {})
+        for commit in ("commit 1885825", "commit df13fcb"):
+            for kv_format, entry in result[commit]["formats"].items():
+                formats.setdefault(kv_format, {"points": {}})["points"] |= entry["points"]
+    kv_report.plot(drawn, DOCS / "figures" / "kv_h200.svg")
+
+
+def _measured(name: str) -> Any:
+    return json.loads((DOCS / "measurements" / f"{name}.json").read_text())
+
+
 def draw_simulated_policies() -> None:
     """Goodput and shares in time of the study's mix, simulated: means of the seeds, and spread."""
-    result = json.loads((DOCS / "measurements" / "policies_simulated_h200.json").read_text())
+    result = _measured("policies_simulated_h200")
     half = result["half_rate"]
     figure, (goodput, classes) = plt.subplots(1, 2, figsize=(9, 3.4))
     for setup, mark in (("fcfs", "s-"), ("slo, told no deadlines", "^-"), ("slo", "o-")):
@@ -72,7 +105,7 @@ def draw_simulated_policies() -> None:
 
 def draw_policies() -> None:
     """Throughput and goodput of the study's mix over the requests sent per second."""
-    result = json.loads((DOCS / "measurements" / "policies_h200.json").read_text())
+    result = _measured("policies_h200")
     figure, (throughput, goodput) = plt.subplots(1, 2, figsize=(9, 3.4))
     for policy, mark in (("fcfs", "s-"), ("slo", "o-")):
         points = [point for point in result["points"] if point["policy"] == policy]
@@ -106,7 +139,7 @@ def draw_policies() -> None:
 
 def draw_step(card: str) -> None:
     """Step time over the batch, with the time that reading its bytes takes at least."""
-    result = json.loads((DOCS / "measurements" / f"step_{card}.json").read_text())
+    result = _measured(f"step_{card}")
     timings = result["timings"]
     batch = [timing["batch"] for timing in timings]
     figure, axes = plt.subplots(figsize=(7, 3.6))
