@@ -24,6 +24,9 @@ READ_WITHIN = 31
 """Steps within which all prompt tokens that wait are to be read, as long as steps may be so large:
 about how many times longer than for a next token one waits for a first one."""
 
+_LEAST = 0.85
+"""The share of steps with a small chunk at least, however few tokens wait."""
+
 _WORTH = 0.08
 """By so much tokens have to be cheaper in a chunk twice as large, as a share, to be read in it."""
 
@@ -59,11 +62,12 @@ class TokenBudget:
     A step is padded to its bucket, so the choice is one of buckets: which of them to fill now,
     when what is left over takes further steps. What a chunk costs is the time that its step takes
     beyond one of the decodes alone. While nobody decodes, the least time for all prompts wins.
-    While sequences decode, each step has a small chunk whose tokens are cheap. Where what
-    waits would take more than `READ_WITHIN` such steps, some have a large one instead, as many as
-    it takes to keep that pace: so as many prompts are read as come, whatever the times are worth,
-    and the rest at the least price. No step may then take longer than `max_itl`, as far as they
-    tell.
+    While sequences decode, steps have a small chunk whose tokens are cheap. Where what waits would
+    take more than `READ_WITHIN` such steps, some have a large one instead, as many as it takes to
+    keep that pace: so as many prompts are read as come, whatever the times are worth, and the rest
+    at the least price. Where it would take less, some have none, one in seven at most: a first
+    token need not come sooner than that at the expense of all that follow others. No step may take
+    longer than `max_itl`, as far as they tell.
     """
 
     def __init__(self, times: StepTimes | None, *, max_tokens: int, max_itl: float):
@@ -72,8 +76,9 @@ class TokenBudget:
         self._max_tokens = max_tokens
         self._max_itl = max_itl
         self._buckets = [size for size in (times.mixed if times else ()) if size <= max_tokens]
-        self._behind = 0.0
-        """Tokens that earlier steps left unread of what was to be read in each."""
+        self._behind: float | None = None
+        """Tokens that earlier steps left unread of what was to be read in each; None if nothing
+        waited."""
 
     def learn(self, plan: StepPlan, seconds: float) -> Correction | None:
         """A step took so long, from the end of the one before it."""
@@ -90,7 +95,7 @@ class TokenBudget:
         prompts = list(pending)
         sizes = [size for size in self._buckets if size > decodes.rows]
         if not sizes or not prompts:
-            self._behind = 0.0
+            self._behind = None
             return room
         wanted = sum(prompt.tokens for prompt in prompts)
         allowed = self._within_itl(self._times, sizes, decodes, prompts) or sizes[:1]
@@ -112,10 +117,15 @@ class TokenBudget:
         decodes: Decodes,
         prompts: list[Pending],
     ) -> int:
-        """The small chunk, or the large one if by now as much is to be read; `pace`: per step."""
-        chunk = _small_chunk(costs)
-        if chunk >= pace:
-            self._behind = 0.0
+        """The small chunk, the large one if by now as much is to be read, or nothing if by now less
+        is than the small one; `pace`: tokens per step."""
+        small = _small_chunk(costs)
+        if small >= pace:
+            tokens = min(small, sum(prompt.tokens for prompt in prompts))
+            behind = small if self._behind is None else self._behind  # what comes new is read
+            due = min(behind + max(pace, _LEAST * small), 2 * small)
+            chunk = small if due >= tokens else 0
+            self._behind = max(due - tokens, 0.0) if chunk else due
             return chunk
         enough = [size for size in costs if size >= pace] or [max(costs)]
         limit = _GENTLE * self._max_itl
@@ -123,9 +133,8 @@ class TokenBudget:
             size for size in enough if _step(times, size + decodes.rows, decodes, prompts) <= limit
         ]
         large = min(gentle or enough[:1], key=lambda size: costs[size] / size)
-        due = min(self._behind + pace, 2 * large)
-        if due >= large:
-            chunk = large
+        due = min((self._behind or 0.0) + pace, 2 * large)
+        chunk = large if due >= large else small
         self._behind = max(due - chunk, 0.0)
         return chunk
 

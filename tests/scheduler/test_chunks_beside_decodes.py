@@ -76,7 +76,7 @@ def seen(result: Result) -> Seen:
 def test_a_few_streams_and_their_prompts_do_not_wait_for_a_table_that_is_wrong(known: str) -> None:
     few = loop(32, known)
     assert few.tokens_per_s > 0.97 * loop(32, "the truth").tokens_per_s
-    assert few.ttft < 0.14 and few.tpot < 6.6 * MS
+    assert few.ttft < 0.15 and few.tpot < 6.6 * MS
 
 
 @pytest.mark.parametrize("known", ["the truth", "small ones too cheap", "large ones too cheap"])

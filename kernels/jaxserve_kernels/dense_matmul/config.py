@@ -9,7 +9,7 @@ from jaxserve_kernels import early, tuned
 MAX_TOKENS = 16
 """Beyond it cuBLASLt is as fast. Measured on an H100; see docs/performance/decode.md."""
 
-HOPPER_MIN_TOKENS = 1024
+HOPPER_MIN_TOKENS = 384
 """From it on the product with the gating in it is faster on Hopper than cuBLASLt and a kernel that
 gates. Measured on an H200; see docs/performance/prefill.md."""
 
