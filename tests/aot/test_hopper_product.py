@@ -10,7 +10,8 @@ from tests.aot.ptx import check_registers_and_memory, compile_kernel, tma_blocks
 
 
 @pytest.mark.parametrize(
-    ("tokens", "n", "k"), [(2048, 9728, 2560), (1024, 9728, 2560), (1000, 128, 64)]
+    ("tokens", "n", "k"),
+    [(2048, 9728, 2560), (512, 9728, 2560), (384, 9728, 2560), (1000, 128, 64)],
 )
 def test_the_program_fits_and_its_products_do_not_wait(
     tokens: int, n: int, k: int, tmp_path: Path
@@ -32,7 +33,8 @@ def test_the_program_fits_and_its_products_do_not_wait(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "turns"), [(1024, 5), (1536, 7), (2048, 9.5), (4096, 18.5), (128, 1)]
+    ("tokens", "turns"),
+    [(384, 2), (512, 2.5), (768, 3.5), (1024, 5), (1536, 7), (2048, 9.5), (4096, 18.5)],
 )
 def test_the_last_turn_is_short_where_few_tiles_are_left(tokens: int, turns: float) -> None:
     """Of 76 tiles for each 128 tokens, as Qwen3-4B has."""
@@ -46,9 +48,9 @@ def test_the_last_turn_is_short_where_few_tiles_are_left(tokens: int, turns: flo
     assert whole / programs + (1 / pieces if rest else 0) == turns
 
 
-@pytest.mark.parametrize("tokens", [1024, 512])
+@pytest.mark.parametrize("tokens", [384, 256])
 def test_weights_without_a_kernel_of_their_own_take_it_too(tokens: int) -> None:
-    """Groups of 256 are dequantised; from 1,024 tokens on this product reads what that gives."""
+    """Groups of 256 are dequantised; from 384 tokens on this product reads what that gives."""
     pytest.importorskip("jax_triton", reason="jax-triton is not installed")
     import jax
     import jax.numpy as jnp
@@ -61,4 +63,4 @@ def test_weights_without_a_kernel_of_their_own_take_it_too(tokens: int) -> None:
     x = jax.ShapeDtypeStruct((tokens, 256), jnp.bfloat16)
     with target.use(target.Target("triton", compute_capability=90)):
         traced = str(jax.make_jaxpr(gated_linear)(x, weight))
-    assert ("gated_linear_hopper" in traced) == (tokens == 1024)
+    assert ("gated_linear_hopper" in traced) == (tokens == 384)

@@ -95,9 +95,9 @@ def test_add_rms_norm_equals_its_reference(tokens: int, embed: int, parts: int, 
         assert relative_error(out, expected) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("tokens", [1024, 2048, 2100, 4096])
+@pytest.mark.parametrize("tokens", [384, 500, 512, 768, 1024, 2048, 2100, 4096])
 def test_the_gated_product_of_many_tokens_equals_its_reference(tokens: int) -> None:
-    """Of 2,048 and 4,096 tokens the last tiles are cut into pieces."""
+    """Of 512, 768, 2,048 and 4,096 tokens the last tiles are cut into pieces."""
     keys = jax.random.split(jax.random.key(tokens), 2)
     x = jax.random.normal(keys[0], (tokens, 2560), jnp.bfloat16)
     weight = (jax.random.normal(keys[1], (2 * 9728, 2560)) / 50).astype(jnp.bfloat16)
