@@ -24,8 +24,11 @@ READ_WITHIN = 31
 """Steps within which all prompt tokens that wait are to be read, as long as steps may be so large:
 about how many times longer than for a next token one waits for a first one."""
 
+_FEW = 0.5
+"""Where so much of a small chunk per step would keep the pace, each step has a whole one."""
+
 _LEAST = 0.85
-"""The share of steps with a small chunk at least, however few tokens wait."""
+"""Where more would, but no whole one, steps have so much of one at least: one in seven has none."""
 
 _WORTH = 0.08
 """By so much tokens have to be cheaper in a chunk twice as large, as a share, to be read in it."""
@@ -65,9 +68,9 @@ class TokenBudget:
     While sequences decode, steps have a small chunk whose tokens are cheap. Where what waits would
     take more than `READ_WITHIN` such steps, some have a large one instead, as many as it takes to
     keep that pace: so as many prompts are read as come, whatever the times are worth, and the rest
-    at the least price. Where it would take less, some have none, one in seven at most: a first
-    token need not come sooner than that at the expense of all that follow others. No step may take
-    longer than `max_itl`, as far as they tell.
+    at the least price. Where it would take somewhat less, some have none: a first token need not
+    come sooner than that at the expense of all that follow others. No step may take longer than
+    `max_itl`, as far as they tell.
     """
 
     def __init__(self, times: StepTimes | None, *, max_tokens: int, max_itl: float):
@@ -76,9 +79,9 @@ class TokenBudget:
         self._max_tokens = max_tokens
         self._max_itl = max_itl
         self._buckets = [size for size in (times.mixed if times else ()) if size <= max_tokens]
-        self._behind: float | None = None
-        """Tokens that earlier steps left unread of what was to be read in each; None if nothing
-        waited."""
+        self._behind = 0.0
+        """Tokens that earlier steps left unread of what was to be read in each; negative if they
+        have read more."""
 
     def learn(self, plan: StepPlan, seconds: float) -> Correction | None:
         """A step took so long, from the end of the one before it."""
@@ -95,7 +98,7 @@ class TokenBudget:
         prompts = list(pending)
         sizes = [size for size in self._buckets if size > decodes.rows]
         if not sizes or not prompts:
-            self._behind = None
+            self._behind = 0.0
             return room
         wanted = sum(prompt.tokens for prompt in prompts)
         allowed = self._within_itl(self._times, sizes, decodes, prompts) or sizes[:1]
@@ -117,15 +120,14 @@ class TokenBudget:
         decodes: Decodes,
         prompts: list[Pending],
     ) -> int:
-        """The small chunk, the large one if by now as much is to be read, or nothing if by now less
-        is than the small one; `pace`: tokens per step."""
+        """The small chunk, the large one if by now as much is to be read, or nothing if by now more
+        has been than was to be; `pace`: tokens per step."""
         small = _small_chunk(costs)
         if small >= pace:
-            tokens = min(small, sum(prompt.tokens for prompt in prompts))
-            behind = small if self._behind is None else self._behind  # what comes new is read
-            due = min(behind + max(pace, _LEAST * small), 2 * small)
-            chunk = small if due >= tokens else 0
-            self._behind = max(due - tokens, 0.0) if chunk else due
+            least = _LEAST if pace > _FEW * small else 1.0
+            due = min(self._behind, 0.0) + max(pace, least * small)
+            chunk = small if due > 0 else 0
+            self._behind = due - chunk
             return chunk
         enough = [size for size in costs if size >= pace] or [max(costs)]
         limit = _GENTLE * self._max_itl
@@ -133,7 +135,7 @@ class TokenBudget:
             size for size in enough if _step(times, size + decodes.rows, decodes, prompts) <= limit
         ]
         large = min(gentle or enough[:1], key=lambda size: costs[size] / size)
-        due = min((self._behind or 0.0) + pace, 2 * large)
+        due = min(self._behind + pace, 2 * large)
         chunk = large if due >= large else small
         self._behind = max(due - chunk, 0.0)
         return chunk
