@@ -80,13 +80,14 @@ def gptq(
     permute: int | None = None,
 ) -> Written:
     u, scale, zero = integers(rng, out, depth, group)
-    zero = np.full_like(zero, 8) if symmetric else np.maximum(zero, 1)
+    zero = np.full_like(zero, 8) if symmetric else zero
+    less = np.uint32(0x11111111 if version == 1 else 0)  # of the word: a 0 borrows from the next
     group_index = np.arange(depth) // (depth if group == -1 else group)
     if permute is not None:
         group_index = np.random.default_rng(permute).permutation(group_index)
     tensors = {
         ".qweight": words(u).T,
-        ".qzeros": words(zero.T - (1 if version == 1 else 0)),
+        ".qzeros": (words(zero.T).view(np.uint32) - less).view(np.int32),
         ".scales": scale.T,
         ".g_idx": group_index.astype(np.int32),
     }
@@ -177,8 +178,15 @@ def hqq(rng: Rng, out: int, depth: int, *, axis: int = 1, group: int = 64) -> Wr
     zero = rng.uniform(0, 15, shape).astype(np.float16)
     half = len(u) // 2
     tensors = {".W_q": u[:half] << 4 | u[half:], ".scale": scale, ".zero": zero}
-    tensors |= {".shape": np.array([out, depth]), ".nbits": np.array(4, np.int32)}
-    tensors |= {".packing": np.frombuffer(b"4bit_u8", np.uint8), ".axis": np.array(axis, np.int32)}
+    numbers = {"nbits": 4, "group_size": group, "axis": axis}
+    flags = ("view_as_float", "quant_scale", "quant_zero", "offload_meta", "round_zero")
+    true = ("encoded_state_dict", "stores_quant_config", "channel_wise", "optimize")
+    texts = {"packing": "4bit_u8", "unpack_view_dtype": "torch.uint8"}
+    texts |= {"compute_dtype": "torch.bfloat16"}
+    tensors |= {f".{name}": np.array(value, np.int32) for name, value in numbers.items()}
+    tensors |= {f".{name}": np.array(name in true, np.uint8) for name in (*flags, *true)}
+    tensors |= {f".{n}": np.frombuffer(text.encode(), np.uint8) for n, text in texts.items()}
+    tensors[".shape"] = np.array([out, depth])
     weight = (u.astype(np.float32) - zero.astype(np.float32)) * scale.astype(np.float32)
     return Written(tensors, weight.reshape(out, depth))
 
@@ -214,10 +222,17 @@ KINDS: Mapping[str, Kind] = {
     "awq-g64": Kind(AWQ | {"group_size": 64}, with_(awq, group=64)),
     "gptq": Kind(gptq_config(), gptq),
     "gptq-sym": Kind(gptq_config(sym=True), with_(gptq, symmetric=True)),
+    "gptq-sym-v2": Kind(
+        gptq_config(sym=True, checkpoint_format="gptq_v2", group_size=64),
+        with_(gptq, symmetric=True, version=2, group=64),
+    ),
     "gptq-v2": Kind(gptq_config(checkpoint_format="gptq_v2"), with_(gptq, version=2)),
     "gptq-act-order": Kind(gptq_config(desc_act=True), with_(gptq, permute=5)),
     "gptq-channel": Kind(gptq_config(group_size=-1), with_(gptq, group=-1)),
     "packed": Kind(compressed("pack-quantized", strategy="group", group_size=128), packed),
+    "packed-g64": Kind(
+        compressed("pack-quantized", strategy="group", group_size=64), with_(packed, group=64)
+    ),
     "packed-asym": Kind(
         compressed("pack-quantized", strategy="group", group_size=32, symmetric=False),
         with_(packed, group=32, symmetric=False),
@@ -248,6 +263,20 @@ KINDS: Mapping[str, Kind] = {
         compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
         with_(fp8, scales="row"),
     ),
+    "fp8-blocks-compressed": Kind(
+        compressed(
+            "float-quantized",
+            num_bits=8,
+            type="float",
+            strategy="block",
+            block_structure=[128, 128],
+        ),
+        with_(fp8, scales="block"),
+    ),
+    "fp8-modelopt": Kind(
+        {"quant_method": "modelopt", "quant_algo": "FP8"}, with_(fp8, scales="tensor")
+    ),
+    "fp8-fbgemm": Kind({"quant_method": "fbgemm_fp8"}, with_(fp8, scales="row")),
     "fp8-tensor": Kind(
         {"quant_method": "fp8", "activation_scheme": "static"}, with_(fp8, scales="tensor")
     ),
@@ -263,8 +292,8 @@ def save(
     weights: dict[str, NDArray[np.float32]] = {}
     for name, (out, depth) in modules.items():
         written = kind.write(rng, out, depth)
-        tensors |= {
-            f"{name}{suffix}": np.ascontiguousarray(array)
+        tensors |= {  # ascontiguousarray would give a number an axis
+            f"{name}{suffix}": np.require(array, requirements="C") if array.ndim else array
             for suffix, array in written.tensors.items()
         }
         weights[name] = written.weight

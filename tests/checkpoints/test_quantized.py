@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jaxserve_checkpoints.quantized import QuantizedCheckpoint, detect
-from jaxserve_checkpoints.quantized.format import nibble_pairs, nibbles, order_of
+from jaxserve_checkpoints.quantized.format import IntCodes, nibble_pairs, nibbles, order_of
+from jaxserve_checkpoints.quantized.gptq import Gptq
 from jaxserve_checkpoints.quantized.mxfp4 import decode_blocks
 from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
 from jaxserve_kernels.matmul import linear, sum_parts
@@ -42,7 +44,10 @@ def read(folder: Path) -> Weight:
 OFTEN = (
     "awq",
     "gptq-act-order",
+    "gptq-v2",
+    "packed-g64",
     "packed-asym",
+    "nvfp4-packed",
     "nvfp4-modelopt",
     "mxfp4-blocks",
     "hqq",
@@ -102,6 +107,14 @@ REST = tuple(name for name in files.KINDS if name not in OFTEN)
 @pytest.mark.parametrize("name", REST)
 def test_so_are_their_variations(name: str) -> None:
     check(name, REST)
+
+
+def test_a_block_of_fp8_is_128_rows_and_128_inputs(tmp_path: Path) -> None:
+    """The last rows are a part of a block."""
+    weights = files.save(tmp_path, files.KINDS["fp8-blocks"], {"q": (192, 384)}, 0)
+    packed = view(tmp_path).packed(["q.weight"], "q")
+    assert packed is not None
+    np.testing.assert_array_equal(packed.decode().dequantize(), weights["q"])
 
 
 def test_kernels_get_groups_and_zeros_that_they_know(tmp_path: Path) -> None:
@@ -168,6 +181,19 @@ def test_an_order_makes_groups_neighbours(groups: list[int]) -> None:
         assert [groups[i] for i in order] == [0, 0, 1, 1, 2, 2]
 
 
+def two_schemes(config: dict[str, Any], **other: Any) -> dict[str, Any]:
+    """With a second group of modules, whose weights have these settings, too."""
+    first = config["config_groups"]["group_0"]
+    second = first | {"weights": first["weights"] | other}
+    return config | {"config_groups": {"group_0": first, "group_1": second}}
+
+
+def two_formats(config: dict[str, Any]) -> dict[str, Any]:
+    groups = two_schemes(config)["config_groups"]
+    groups["group_1"] = groups["group_1"] | {"format": "int-quantized"}
+    return config | {"config_groups": groups}
+
+
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "method": ({"quant_method": "bitsandbytes"}, r"'bitsandbytes', supported: awq .*fbgemm_fp8"),
     "bits": (files.AWQ | {"bits": 3}, "bits is 3, supported: 4"),
@@ -184,6 +210,46 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "blocks": (files.FP8_BLOCKS | {"weight_block_size": [1, 64]}, r"\[1, 64\], supported: \[128"),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "'W4A8_AWQ', supported"),
     "hqq": (files.hqq_config(nbits=3), "nbits is 3, supported: 4"),
+    "bits-gptq": (files.gptq_config(bits=3), "bits is 3, supported: 4"),
+    "bits-packed": (files.compressed("pack-quantized", num_bits=8), "num_bits is 8, supported: 4"),
+    "bits-nvfp4": (
+        files.compressed("nvfp4-pack-quantized", type="float", num_bits=8),
+        "num_bits is 8, supported: 4",
+    ),
+    "group-nvfp4": (
+        files.compressed("nvfp4-pack-quantized", type="float", group_size=32),
+        "group_size is 32, supported: 16",
+    ),
+    "group-mxfp4": (
+        files.compressed("mxfp4-pack-quantized", type="float", group_size=16),
+        "group_size is 16, supported: 32",
+    ),
+    "mixed": (
+        two_schemes(files.compressed("pack-quantized"), num_bits=8),
+        "2 schemes for weights, supported: one for all",
+    ),
+    "mixed-formats": (
+        two_formats(files.compressed("pack-quantized", strategy="channel")),
+        "2 schemes for weights, supported: one for all",
+    ),
+    "symmetric": (files.AWQ | {"zero_point": False}, "zero_point is False, supported: True"),
+    # What is not of the kind that it should be.
+    "method-list": ({"quant_method": ["awq"]}, r"quant_method is \['awq'\], supported: awq"),
+    "version-number": (files.AWQ | {"version": 1}, "version is 1, supported: 'gemm'"),
+    "format-list": (files.gptq_config(checkpoint_format=["gptq"]), "checkpoint_format is .*'gptq'"),
+    "sym-text": (files.gptq_config(sym="false"), "sym is 'false', supported: true, false"),
+    "groups-list": (
+        files.compressed("pack-quantized") | {"config_groups": [{}]},
+        "config_groups is .*supported: an object",
+    ),
+    "group-text": (
+        files.compressed("pack-quantized") | {"config_groups": {"group_0": "FP8"}},
+        "group_0 is 'FP8', supported: an object",
+    ),
+    "hqq-text": (
+        {"quant_method": "hqq", "quant_config": "4 bits"},
+        "quant_config is '4 bits', supported: an object",
+    ),
 }
 
 
@@ -202,6 +268,13 @@ def test_modelopt_may_have_a_file_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
     format = detect(tmp_path)
     assert format is not None and format.describe() == "modelopt NVFP4"
+    content["quantization"] = {"quant_algo": "W4A16_AWQ", "group_size": 128}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json says: quant_algo is 'W4A16"):
+        detect(tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": ["NVFP4"]}')
+    with pytest.raises(CheckpointError, match=r"quantization is .'NVFP4'., supported"):
+        detect(tmp_path)
 
 
 def test_tensors_that_contradict_the_configuration_are_all_named(tmp_path: Path) -> None:
@@ -238,6 +311,126 @@ def change(folder: Path, name: str, value: Any) -> None:
     else:
         tensors[name] = value
     save_file(tensors, folder / "model.safetensors")
+
+
+def zeros(*shape: int, dtype: Any = np.int32) -> Any:
+    return np.zeros(shape, dtype)
+
+
+CONTRADICTIONS: dict[str, tuple[str, str, Any, str]] = {
+    "no scales": ("awq", "q.scales", None, "q: it has no scales"),
+    "no zero points": (
+        "packed-asym",
+        "q.weight_zero_point",
+        None,
+        "q: it has no weight_zero_point",
+    ),
+    "no size": ("packed", "q.weight_shape", None, "q: it has no weight_shape"),
+    "another dtype": (
+        "awq",
+        "k.scales",
+        zeros(2, 32),
+        r"k: scales is int32 \[2, 32\], should be f",
+    ),
+    "another shape": ("awq", "q.qzeros", zeros(1, 8), r"q: qzeros is int32 \[1, 8\], should be"),
+    "twice": ("awq", "q.weight", zeros(64, 256, dtype=np.float16), "q: it has a plain weight, too"),
+    "desc_act without g_idx": ("gptq-act-order", "q.g_idx", None, "q: it has no g_idx"),
+    "actorder without g_idx": (
+        *("packed-act-order", "q.weight_g_idx", None),
+        "q: it has no weight_g_idx",
+    ),
+    "a group that is not there": (
+        *("gptq-act-order", "v.g_idx", np.repeat(np.int32([0, 2]), 128)),
+        "v: its inputs are in groups 0 to 2, there are groups 0 to 1",
+    ),
+    "a group below 0": (
+        *("gptq-act-order", "v.g_idx", np.repeat(np.int32([-1, 1]), 128)),
+        "v: its inputs are in groups -1 to 1, there",
+    ),
+    "a short g_idx": ("gptq", "v.g_idx", zeros(128), r"v: g_idx is int32 \[128\], should be"),
+    "three sizes": (
+        *("packed", "q.weight_shape", np.array([64, 256, 1])),
+        r"q: weight_shape is \[64, 256, 1\], should be \[out, in\]",
+    ),
+    "sizes of no matrix": (
+        *("hqq", "q.shape", np.array([0, 256])),
+        r"q: shape is \[0, 256\], should be \[out, in\]",
+    ),
+    "two numbers of bits": (
+        "hqq",
+        "q.nbits",
+        np.int32([4, 4]),
+        r"q: nbits is \[4, 4\], should be 4",
+    ),
+    "another packing": (
+        *("hqq", "q.packing", np.frombuffer(b"\xff2bit", np.uint8)),
+        "q: packing is '\ufffd2bit', should be '4bit_u8'",
+    ),
+    "packed scales": ("hqq", "q.quant_scale", np.array(1, np.uint8), "q: quant_scale is 1, should"),
+    "blocks of 64": (
+        *("mxfp4-blocks", "q.weight_scales", zeros(64, 4, dtype=np.uint8)),
+        r"q: weight_scales is uint8 \[64, 4\], should be uint8 \[64, 8\]",
+    ),
+}
+"""A kind, a tensor of it that is made another or taken away, and what is said."""
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_tensor_that_contradicts_the_others_is_named(name: str, tmp_path: Path) -> None:
+    kind, tensor, value, message = CONTRADICTIONS[name]
+    files.save(tmp_path, files.KINDS[kind], SIZES, 0)
+    view(tmp_path)  # is right before
+    change(tmp_path, tensor, value)
+    with pytest.raises(CheckpointError, match=message):
+        view(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["gptq", "packed"])
+def test_groups_of_neighbours_need_no_g_idx(kind: str, tmp_path: Path) -> None:
+    weights = files.save(tmp_path, files.KINDS[kind], {"q": (64, 256)}, 0)
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = [name for name in tensors if not name.endswith("g_idx")]
+    save_file({name: tensors[name] for name in names}, tmp_path / "model.safetensors")
+    packed = view(tmp_path).packed(["q.weight"], "q")
+    assert packed is not None and packed.order is None
+    np.testing.assert_array_equal(packed.decode().dequantize(), weights["q"])
+
+
+def test_a_tensor_that_the_format_does_not_have_stays_to_be_named(tmp_path: Path) -> None:
+    """Whoever fills the model from the checkpoint refuses what nothing takes."""
+    files.save(tmp_path, files.KINDS["awq"], SIZES, 0, **{"q.g_idx": zeros(256)})
+    assert "q.g_idx" in view(tmp_path).names
+
+
+def test_a_module_may_lie_in_several_files(tmp_path: Path) -> None:
+    weights = files.save(tmp_path, files.KINDS["gptq-act-order"], {"q": (64, 256)}, 0)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    shards = {name: f"model-{n:05}-of-00004.safetensors" for n, name in enumerate(tensors, 1)}
+    for name, file in shards.items():
+        save_file({name: tensors[name]}, tmp_path / file)
+    index = {"metadata": {}, "weight_map": shards}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    packed = view(tmp_path).packed(["q.weight"], "q")
+    assert packed is not None
+    np.testing.assert_array_equal(packed.decode().dequantize(), weights["q"])
+    (tmp_path / shards["q.scales"]).unlink()
+    with pytest.raises(CheckpointError, match="1 of 4 shards are missing"):
+        view(tmp_path)
+
+
+def test_a_zero_point_of_0_borrows_from_its_neighbour_in_version_1() -> None:
+    """Zero points 0, 5, 0, 0, 1, 15, 8, 8 less 0x11111111, as GPTQModel writes and reads them."""
+    word = np.uint32(0x88F10050 - 0x11111111)
+    format = Gptq(group_size=-1, symmetric=False, version=1)
+    tensors = {
+        ".qweight": np.zeros((1, 8), np.int32),
+        ".qzeros": word.reshape(1, 1).view(np.int32),
+        ".scales": np.ones((1, 8), np.float32),
+    }
+    codes = format.decode({n: jnp.asarray(each) for n, each in tensors.items()}, (8, 8), None)
+    assert isinstance(codes, IntCodes) and codes.zero is not None
+    assert np.asarray(codes.zero).ravel().tolist() == [0, 5, 0, 0, 1, 15, 8, 8]
 
 
 def test_values_that_contradict_the_configuration_are_refused(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from jaxserve_checkpoints.quantized.format import (
     FLOATS,
     Expected,
     Format,
-    Inconsistent,
     Int8Codes,
     IntCodes,
     Mxfp4Codes,
@@ -30,6 +29,7 @@ from jaxserve_checkpoints.quantized.format import (
     nibbles,
     order_of,
     row_scales,
+    stored_size,
 )
 from jaxserve_checkpoints.reader import AnyArray
 
@@ -40,6 +40,8 @@ class PackQuantized(Format):
 
     group_size: int
     symmetric: bool
+    ordered: bool = False
+    """Inputs of a group are scattered: weight_g_idx must say where."""
     main: ClassVar[str] = ".weight_packed"
 
     def describe(self) -> str:
@@ -49,10 +51,7 @@ class PackQuantized(Format):
     def size(
         self, tensors: Mapping[str, TensorInfo], read: Callable[[str], AnyArray]
     ) -> tuple[int, int]:
-        if ".weight_shape" not in tensors:
-            raise Inconsistent("it has no weight_shape")
-        out, depth = (int(each) for each in read(".weight_shape"))
-        return out, depth
+        return stored_size(tensors, ".weight_shape", read)
 
     def layout(self, out: int, depth: int) -> dict[str, Expected]:
         groups = groups_of(depth, self.group_size)
@@ -60,7 +59,7 @@ class PackQuantized(Format):
             ".weight_packed": expect((out, -(-depth // 8)), dtypes="int32"),
             ".weight_scale": expect((out, groups), dtypes=FLOATS),
             ".weight_shape": expect((2,), dtypes="int64 int32"),
-            ".weight_g_idx": expect((depth,), dtypes="int32", optional=True),
+            ".weight_g_idx": expect((depth,), dtypes="int32", optional=not self.ordered),
         }
         if not self.symmetric:
             tensors[".weight_zero_point"] = expect((-(-out // 8), groups), dtypes="int32")

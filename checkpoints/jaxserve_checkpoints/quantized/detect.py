@@ -35,19 +35,19 @@ def detect(folder: Path) -> Format | None:
 
     CheckpointError: an unknown one, or settings of it that are not supported, with both named.
     """
-    source = "config.json"
-    config = _read(folder / source).get("quantization_config") if _is(folder, source) else None
-    if not config and _is(folder, "hf_quant_config.json"):
-        source = "hf_quant_config.json"
-        config = {"quant_method": "modelopt", **_read(folder / source).get("quantization", {})}
-    if not config:
+    source, key = "config.json", "quantization_config"
+    content = _read(folder / source) if _is(folder, source) else {}
+    if not content.get(key) and _is(folder, "hf_quant_config.json"):
+        source, key = "hf_quant_config.json", "quantization"
+        content = _read(folder / source)
+    if not content.get(key):
         return None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder}: quantization_config in {source} is not an object")
-    config = cast(dict[str, Any], config)
-    method = config.get("quant_method")
     try:
-        if method not in _METHODS:
+        config = _object(content, key)
+        if key == "quantization":
+            config = {"quant_method": "modelopt", **config}
+        method = config.get("quant_method")
+        if not isinstance(method, str) or method not in _METHODS:
             raise _Unsupported(f"quant_method is {method!r}, supported: {SUPPORTED}")
         return _METHODS[method](config)
     except _Unsupported as error:
@@ -56,7 +56,7 @@ def detect(folder: Path) -> Format | None:
 
 def _awq(config: Config) -> Format:
     _demand(config, "bits", 4)
-    _demand(config, "version", "gemm", default="gemm", plain=str.lower)
+    _demand(config, "version", "gemm", default="gemm", plain=lambda value: str(value).lower())
     _demand(config, "zero_point", True, default=True)
     return Awq(group_size=_group_size(config.get("group_size", config.get("q_group_size"))))
 
@@ -67,13 +67,11 @@ def _gptq(config: Config) -> Format:
     if overrides:
         raise _Unsupported(f"settings per module ({', '.join(overrides)}), supported: one for all")
     written = config.get("checkpoint_format", config.get("format", "gptq"))
-    versions = {"gptq": 1, "gptq_v2": 2}
-    if written not in versions:
-        raise _Unsupported(f"checkpoint_format is {written!r}, supported: {', '.join(versions)}")
     return Gptq(
         group_size=_group_size(config.get("group_size")),
-        symmetric=bool(config.get("sym", True)),
-        version=versions[written],
+        symmetric=_flag(config, "sym", default=True),
+        version=_choice("checkpoint_format", written, {"gptq": 1, "gptq_v2": 2}),
+        ordered=_flag(config, "desc_act", default=False),
     )
 
 
@@ -81,23 +79,23 @@ def _compressed_tensors(config: Config) -> Format:
     for key in ("sparsity_config", "transform_config"):
         if config.get(key):
             raise _Unsupported(f"{key} is {config[key]!r:.200}, supported: none")
-    groups = list((config.get("config_groups") or {}).values())
-    schemes = [group.get("weights") for group in groups if group.get("weights")]
-    if not schemes or any(scheme != schemes[0] for scheme in schemes):
+    named = _object(config, "config_groups")
+    groups = [group for name in named if (group := _object(named, name)).get("weights")]
+    schemes = [_object(group, "weights") for group in groups]
+    formats = [group.get("format") or config.get("format") for group in groups]
+    alike = all(scheme == schemes[0] for scheme in schemes) and len(set(map(str, formats))) == 1
+    if not alike:
         raise _Unsupported(f"{len(schemes)} schemes for weights, supported: one for all modules")
     scheme = schemes[0]
-    written = groups[0].get("format") or config.get("format")
     readers: dict[str, Callable[[Config], Format]] = {
         "pack-quantized": _pack_quantized,
         "int-quantized": _int_quantized,
         "float-quantized": _float_quantized,
         "naive-quantized": _naive_quantized,
-        "nvfp4-pack-quantized": lambda s: compressed.Nvfp4Packed(),
-        "mxfp4-pack-quantized": lambda s: compressed.Mxfp4Packed(),
+        "nvfp4-pack-quantized": _nvfp4_packed,
+        "mxfp4-pack-quantized": _mxfp4_packed,
     }
-    if written not in readers:
-        raise _Unsupported(f"format is {written!r}, supported: {', '.join(readers)}")
-    return readers[written](scheme)
+    return _choice("format", formats[0], readers)(scheme)
 
 
 def _pack_quantized(scheme: Config) -> Format:
@@ -108,8 +106,27 @@ def _pack_quantized(scheme: Config) -> Format:
         raise _Unsupported(f"strategy is {strategy!r}, supported: group, channel")
     size = scheme.get("group_size") if strategy == "group" else -1
     return compressed.PackQuantized(
-        group_size=_group_size(size), symmetric=bool(scheme.get("symmetric", True))
+        group_size=_group_size(size),
+        symmetric=_flag(scheme, "symmetric", default=True),
+        # "weight" (or "static") quantises in that order and stores groups of neighbours.
+        ordered=scheme.get("actorder") in (True, "group", "dynamic"),
     )
+
+
+def _nvfp4_packed(scheme: Config) -> Format:
+    _demand_fp4(scheme, 16)
+    return compressed.Nvfp4Packed()
+
+
+def _mxfp4_packed(scheme: Config) -> Format:
+    _demand_fp4(scheme, 32)
+    return compressed.Mxfp4Packed()
+
+
+def _demand_fp4(scheme: Config, group: int) -> None:
+    _demand(scheme, "num_bits", 4)
+    _demand(scheme, "type", "float")
+    _demand(scheme, "group_size", group, default=group)
 
 
 def _int_quantized(scheme: Config) -> Format:
@@ -153,7 +170,7 @@ def _fp8(config: Config) -> Format:
 
 
 def _hqq(config: Config) -> Format:
-    settings: Config = (config.get("quant_config") or {}).get("weight_quant_params") or {}
+    settings = _object(_object(config, "quant_config"), "weight_quant_params")
     _demand(settings, "nbits", 4)
     axis = settings.get("axis", 1)
     if axis not in (0, 1):
@@ -187,6 +204,29 @@ def _demand(
     found = config.get(key, default)
     if found is None or plain(found) != wanted:
         raise _Unsupported(f"{key} is {found!r}, supported: {wanted!r}")
+
+
+def _object(config: Config, key: str) -> Config:
+    """What the key holds; empty where there is none."""
+    found = config.get(key) or {}
+    if not isinstance(found, dict):
+        raise _Unsupported(f"{key} is {found!r:.200}, supported: an object")
+    return cast(dict[str, Any], found)
+
+
+def _flag(config: Config, key: str, *, default: bool) -> bool:
+    found = config.get(key)
+    if found is None:
+        return default
+    if not isinstance(found, bool):
+        raise _Unsupported(f"{key} is {found!r}, supported: true, false")
+    return found
+
+
+def _choice[T](name: str, found: Any, known: Mapping[str, T]) -> T:
+    if not isinstance(found, str) or found not in known:
+        raise _Unsupported(f"{name} is {found!r}, supported: {', '.join(known)}")
+    return known[found]
 
 
 def _demand_strategy(scheme: Config, known: tuple[str, ...]) -> None:

@@ -195,12 +195,17 @@ def order_of(group_index: AnyArray, group_size: int) -> AnyArray | None:
       group_index: int [in], the group of each input.
     """
     groups = groups_of(len(group_index), group_size)
+    if group_index.min() < 0 or group_index.max() >= groups:
+        raise Inconsistent(
+            f"its inputs are in groups {group_index.min()} to {group_index.max()}, there are "
+            f"groups 0 to {groups - 1}"
+        )
     in_order = np.arange(len(group_index)) // (len(group_index) // groups)
     if np.array_equal(group_index, in_order):
         return None
     order = np.argsort(group_index, kind="stable").astype(np.int32)
     if not np.array_equal(group_index[order], in_order):
-        sizes = np.bincount(np.maximum(group_index, 0), minlength=groups)
+        sizes = np.bincount(group_index, minlength=groups)
         raise Inconsistent(
             f"its inputs are in groups of {sizes.min()} to {sizes.max()}, not {group_size}"
         )
@@ -214,6 +219,19 @@ def matrix_size(tensors: Mapping[str, TensorInfo], name: str) -> tuple[int, int]
         what = "it has no" if found is None else f"{list(found.shape)} is not a matrix:"
         raise Inconsistent(f"{what} {name[1:]}")
     return found.shape[0], found.shape[1]
+
+
+def stored_size(
+    tensors: Mapping[str, TensorInfo], name: str, read: Callable[[str], AnyArray]
+) -> tuple[int, int]:
+    """(out, in) that a tensor holds. Inconsistent: it is not there, or is not two sizes."""
+    if name not in tensors:
+        raise Inconsistent(f"it has no {name[1:]}")
+    found = read(name).tolist()
+    if tensors[name].shape != (2,) or not all(isinstance(n, int) and n > 0 for n in found):
+        raise Inconsistent(f"{name[1:]} is {found!r:.60}, should be [out, in]")
+    out, depth = found
+    return out, depth
 
 
 def row_scales(scale: Array, out: int) -> Array:

@@ -27,6 +27,8 @@ from jaxserve_checkpoints.quantized.format import (
 )
 from jaxserve_checkpoints.reader import AnyArray
 
+_ONES = 0x11111111
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gptq(Format):
@@ -36,6 +38,8 @@ class Gptq(Format):
     symmetric: bool
     version: int
     """1 or 2: whether stored zero points are one less than the true ones."""
+    ordered: bool = False
+    """Inputs were quantised in the order of their activations: g_idx must say in which."""
     main: ClassVar[str] = ".qweight"
 
     def describe(self) -> str:
@@ -54,7 +58,7 @@ class Gptq(Format):
             ".qweight": expect((depth // 8, out), dtypes="int32"),
             ".qzeros": expect((groups, out // 8), dtypes="int32"),
             ".scales": expect((groups, out), dtypes=FLOATS),
-            ".g_idx": expect((depth,), dtypes="int32", optional=True),
+            ".g_idx": expect((depth,), dtypes="int32", optional=not self.ordered),
         }
 
     def check(self, read: Callable[[str], AnyArray | None]) -> None:
@@ -76,7 +80,10 @@ class Gptq(Format):
         codes = nibbles(tensors[".qweight"].T)
         zero = None
         if not self.symmetric:
-            stored = nibbles(tensors[".qzeros"]).T.astype(jnp.int32)
-            zero = stored + 1 if self.version == 1 else stored
+            words = tensors[".qzeros"].view(jnp.uint32)
+            # Version 1 takes 1 from each nibble by one subtraction of the whole word, in which a
+            # zero point of 0 borrows from the next; adding it back undoes both.
+            words = words + jnp.uint32(_ONES) if self.version == 1 else words
+            zero = nibbles(words).T.astype(jnp.int32)
         codes = codes if order is None else codes[:, order]
         return int_codes(codes, tensors[".scales"].T, zero)

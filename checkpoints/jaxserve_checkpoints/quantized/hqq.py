@@ -21,10 +21,12 @@ from jaxserve_checkpoints.quantized.format import (
     expect,
     groups_of,
     int_codes,
+    stored_size,
 )
 from jaxserve_checkpoints.reader import AnyArray
 
 _REQUANTIZED_GROUP = 128
+_PACKING = b"4bit_u8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,7 @@ class Hqq(Format):
     unused: ClassVar[tuple[str, ...]] = (
         *(".nbits", ".group_size", ".axis", ".packing", ".unpack_view_dtype", ".view_as_float"),
         *(".quant_scale", ".quant_zero", ".compute_dtype", ".stores_quant_config"),
-        *(".channel_wise", ".optimize", ".round_zero", ".offload_meta"),
+        *(".channel_wise", ".optimize", ".round_zero", ".offload_meta", ".encoded_state_dict"),
     )
 
     def describe(self) -> str:
@@ -56,10 +58,7 @@ class Hqq(Format):
     def size(
         self, tensors: Mapping[str, TensorInfo], read: Callable[[str], AnyArray]
     ) -> tuple[int, int]:
-        if ".shape" not in tensors:
-            raise Inconsistent("it has no tensor 'shape'")
-        out, depth = (int(each) for each in read(".shape"))
-        return out, depth
+        return stored_size(tensors, ".shape", read)
 
     def layout(self, out: int, depth: int) -> dict[str, Expected]:
         if self.axis == 1:
@@ -80,11 +79,12 @@ class Hqq(Format):
         wanted |= {".view_as_float": 0, ".quant_scale": 0, ".quant_zero": 0}
         for name, value in wanted.items():
             found = read(name)
-            if found is not None and found.item() != value:
-                raise Inconsistent(f"{name[1:]} is {found.item()}, should be {value}")
+            if found is not None and found.ravel().tolist() != [value]:
+                raise Inconsistent(f"{name[1:]} is {found.tolist()}, should be {value}")
         packing = read(".packing")
-        if packing is not None and (text := bytes(packing.tolist()).decode()) != "4bit_u8":
-            raise Inconsistent(f"packing is {text!r}, should be '4bit_u8'")
+        if packing is not None and packing.tolist() != list(_PACKING):
+            text = packing.tobytes().decode(errors="replace")
+            raise Inconsistent(f"packing is {text!r:.40}, should be {_PACKING.decode()!r}")
 
     def decode(
         self, tensors: Mapping[str, Array], size: tuple[int, int], order: Array | None

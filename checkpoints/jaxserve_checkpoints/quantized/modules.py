@@ -102,7 +102,12 @@ class QuantizedCheckpoint:
             self.modules = {name: _ordered(module) for name, module in self.modules.items()}
         taken = {f"{m.name}{suffix}" for m in self.modules.values() for suffix in m.tensors}
         # What is not there to compute with may still say what is there: shapes, orders.
-        shapes = {f"{name}{suffix}" for name in self.modules for suffix in _DESCRIBING}
+        shapes = {
+            f"{m.name}{suffix}"
+            for m in self.modules.values()
+            for suffix in format.layout(*m.size)
+            if suffix in _DESCRIBING
+        }
         self.unused = [
             f"{name}{suffix}"
             for name in self.modules
@@ -207,6 +212,8 @@ class QuantizedCheckpoint:
             for suffix, want in expected.items()
             if (problem := _mismatch(suffix, want, infos.get(suffix)))
         ]
+        if ".weight" in infos and ".weight" not in expected:
+            problems.append("it has a plain weight, too")
         if problems:
             raise Inconsistent("; ".join(problems))
         self.format.check(read)
@@ -227,7 +234,7 @@ class QuantizedCheckpoint:
         return groups
 
     def _report(self, problems: list[str]) -> str:
-        what = f"{self.folder}: config.json says {self.format.describe()}"
+        what = f"{self.folder}: its settings say {self.format.describe()}"
         if not problems:
             return f"{what}, but no module has a tensor {self.format.main[1:]} of that kind"
         lines = [f"{what}, but", *problems[:_MAX_PROBLEMS]]
