@@ -46,6 +46,9 @@ class Decodes(NamedTuple):
     rows: int
     context: int
     """Tokens in the cache of all of them together."""
+    guided: int = 0
+    """Sequences that get a token every second step at most, as a grammar's mask comes between: in
+    this step or not."""
 
 
 class Pending(NamedTuple):
@@ -70,7 +73,7 @@ class TokenBudget:
     keep that pace: so as many prompts are read as come, whatever the times are worth, and the rest
     at the least price. Where it would take somewhat less, some have none: a first token need not
     come sooner than that at the expense of all that follow others. No step may take longer than
-    `max_itl`, as far as they tell.
+    `max_itl`, as far as they tell; nor two of them where a sequence gets its token in one of two.
     """
 
     def __init__(self, times: StepTimes | None, *, max_tokens: int, max_itl: float):
@@ -123,11 +126,12 @@ class TokenBudget:
         """The small chunk, the large one if by now as much is to be read, or nothing if by now more
         has been than was to be; `pace`: tokens per step."""
         small = _small_chunk(costs)
-        if small >= pace:
-            least = _LEAST if pace > _FEW * small else 1.0
-            due = min(self._behind, 0.0) + max(pace, least * small)
-            chunk = small if due > 0 else 0
-            self._behind = due - chunk
+        if pace <= _FEW * small:
+            return small
+        if pace <= small:
+            due = min(self._behind, 0.0) + max(pace, _LEAST * small)
+            # However much earlier chunks were larger: no two steps in a row are without one.
+            chunk, self._behind = (small, due - small) if due > 0 else (0, 0.0)
             return chunk
         enough = [size for size in costs if size >= pace] or [max(costs)]
         limit = _GENTLE * self._max_itl
@@ -146,21 +150,27 @@ class TokenBudget:
         if times is None or not sizes:
             return None
         allowed = self._within_itl(times, sizes, decodes, []) or sizes[:1]
-        return max((size - decodes.rows) / times.of_mixed(size, *decodes) for size in allowed)
+        return max(
+            (size - decodes.rows) / times.of_mixed(size, decodes.rows, decodes.context)
+            for size in allowed
+        )
 
     def _within_itl(
         self, times: LearnedTimes, sizes: list[int], decodes: Decodes, prompts: list[Pending]
     ) -> list[int]:
-        if not decodes.rows:
+        if not decodes.rows and not decodes.guided:
             return sizes
-        limit = max(self._max_itl, _SLOWDOWN * times.of_decode(*decodes))
+        steps = 2 if decodes.guided else 1
+        decode = times.of_decode(decodes.rows, decodes.context)
+        limit = max(self._max_itl / steps, _SLOWDOWN * decode)
         return [size for size in sizes if _step(times, size, decodes, prompts) <= limit]
 
     def _costs(self, times: LearnedTimes, sizes: list[int], decodes: Decodes) -> dict[int, float]:
         """Seconds by chunk, for full buckets without context before the chunks."""
-        alone = times.of_decode(*decodes) if decodes.rows else 0.0
+        rows, context = decodes.rows, decodes.context
+        alone = times.of_decode(rows, context) if rows else 0.0
         return {
-            size - decodes.rows: max(times.of_mixed(size, *decodes) - alone, _NOTHING)
+            size - rows: max(times.of_mixed(size, rows, context) - alone, _NOTHING)
             for size in sizes
         }
 
@@ -201,7 +211,8 @@ def _first_chunk(costs: dict[int, float], wanted: int) -> int:
 
 def _step(times: LearnedTimes, size: int, decodes: Decodes, prompts: list[Pending]) -> float:
     """Seconds of a full step with these decodes, if the prompts are read in order."""
-    return times.of_mixed(size, *decodes, *_reads(prompts, size - decodes.rows))
+    rows, context = decodes.rows, decodes.context
+    return times.of_mixed(size, rows, context, *_reads(prompts, size - rows))
 
 
 def _reads(prompts: list[Pending], tokens: int) -> tuple[int, int]:

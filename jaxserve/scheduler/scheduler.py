@@ -177,8 +177,7 @@ class Scheduler:
         rows: list[Row] = []
         entries: list[PageEntry] = []
         admissions: list[Admission] = []
-        prefilling = self._plan_decodes(rows, entries)
-        decodes = Decodes(len(rows), sum(row.start for row in rows))
+        prefilling, decodes = self._plan_decodes(rows, entries)
         pending = self._pending(prefilling)
         queued = len(prefilling) + len(self._waiting) - len(pending)
         budget = self._budget.chunk_tokens(decodes, pending, queued)
@@ -195,19 +194,26 @@ class Scheduler:
             return None
         return StepPlan(rows=tuple(rows), admissions=tuple(admissions), pages=tuple(entries))
 
-    def _plan_decodes(self, rows: list[Row], entries: list[PageEntry]) -> list[Sequence]:
-        """One token for each running sequence; returns those that are still in their prefill."""
+    def _plan_decodes(
+        self, rows: list[Row], entries: list[PageEntry]
+    ) -> tuple[list[Sequence], Decodes]:
+        """One token for each running sequence; returns those that are still in their prefill, and
+        what the others are."""
         prefilling: list[Sequence] = []
         decoding: list[Sequence] = []
         growing: list[Sequence] = []
-        page_size, ending = self._page_size, False
+        page_size, ending, guided = self._page_size, False, 0
         for seq in self._running.values():
             start = seq.computed
             if start < seq.prefill_end:
                 prefilling.append(seq)
             elif start + 1 >= seq.limit:
                 ending = True  # its last token is in flight
-            elif seq.guide is None or not seq.guided_to_wait:  # else its mask is computed
+            else:
+                if seq.guide is not None:
+                    guided += 1
+                    if seq.guided_to_wait:
+                        continue  # its mask is computed
                 decoding.append(seq)
                 if start == len(seq.pages) * page_size:
                     growing.append(seq)
@@ -216,7 +222,7 @@ class Scheduler:
             decoding = [seq for seq in decoding if seq.id not in idle]
         entries.extend(map(self._holdings.grow, growing))
         rows.extend(map(decode_row, decoding))
-        return prefilling
+        return prefilling, Decodes(len(rows), sum(row.start for row in rows), guided)
 
     def _make_room(self, growing: list[Sequence], ending: bool) -> set[int]:
         """Remove from `growing` until each of the rest can have a page; returns who is idle.

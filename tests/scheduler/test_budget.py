@@ -94,6 +94,65 @@ def test_few_tokens_are_read_in_small_chunks_without_a_break() -> None:
             assert chooser.chunk_tokens(Decodes(8, 0), [Pending(0, tokens)]) >= min(tokens, 256 - 8)
 
 
+def read_in_large_small_chunks() -> TokenBudget:
+    """Beside many streams small chunks are large: the next one of them would be left out."""
+    chooser = budget(max_itl=1.0)
+    for _ in range(6):
+        assert chooser.chunk_tokens(Decodes(247, 0), [Pending(0, 40_000)]) == 2048 - 247
+    return chooser
+
+
+def test_few_tokens_are_read_without_a_break_whatever_was_read_before() -> None:
+    chooser = read_in_large_small_chunks()
+    for _ in range(20):
+        assert chooser.chunk_tokens(Decodes(8, 0), [Pending(0, 2000)]) == 256 - 8
+
+
+def test_a_larger_chunk_before_leaves_out_no_more_than_one() -> None:
+    chooser = read_in_large_small_chunks()
+    chunks = [chooser.chunk_tokens(Decodes(8, 0), [Pending(0, 5000)]) for _ in range(MANY)]
+    assert set(chunks) == {0, 256 - 8}
+    assert all(any(pair) for pair in itertools.pairwise(chunks))
+
+
+situations = st.tuples(
+    st.integers(1, 300),
+    st.lists(
+        st.builds(Pending, st.integers(0, 30_000), st.integers(1, 9000), st.integers(0, 9000)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(0, 20),
+)
+
+
+@given(
+    steps=st.lists(situations, min_size=2, max_size=12),
+    seconds=st.lists(st.integers(1, 60), min_size=len(SIZES), max_size=len(SIZES)).map(sorted),
+)
+def test_no_two_steps_in_a_row_leave_out_prompts_that_wait(
+    steps: list[tuple[int, list[Pending], int]], seconds: list[int]
+) -> None:
+    """However the decodes beside them, what waits, and with them the chunks change."""
+    mixed = {size: s * MS for size, s in zip(SIZES, seconds, strict=True)}
+    chooser = budget(StepTimes(decode={256: 0.5 * MS}, mixed=mixed, chunk_pair=1e-9))
+    chunks = [chooser.chunk_tokens(Decodes(rows, 0), *rest) for rows, *rest in steps]
+    assert all(any(pair) for pair in itertools.pairwise(chunks))
+
+
+@given(steps=st.lists(situations, max_size=12), prompts=situations)
+def test_without_decodes_a_step_is_never_empty(
+    steps: list[tuple[int, list[Pending], int]], prompts: tuple[int, list[Pending], int]
+) -> None:
+    """All that decode may wait for their masks: nothing else would be in the plan."""
+    chooser = budget()
+    for rows, pending, queued in steps:
+        chooser.chunk_tokens(Decodes(rows, 0), pending, queued)
+    _, pending, queued = prompts
+    for guided in (0, 3):
+        assert chooser.chunk_tokens(Decodes(0, 0, guided), pending, queued) > 0
+
+
 @given(
     streams=st.integers(1, 200),
     prompts=st.lists(st.integers(1, 2000), min_size=1, max_size=8),
@@ -158,6 +217,15 @@ def test_no_bucket_beyond_the_limit_while_sequences_decode() -> None:
     assert budget().chunk_tokens(Decodes(8, 0), prompts) == 2048 - 8
     assert budget(max_itl=30 * MS).chunk_tokens(Decodes(8, 0), prompts) == 1024 - 8
     assert budget(max_itl=30 * MS).chunk_tokens(IDLE, prompts) == 2048
+
+
+def test_two_steps_are_within_the_limit_where_a_sequence_follows_a_grammar() -> None:
+    """It gets a token in one of two, so that both count: with prompts beside it or not."""
+    prompts = [Pending(0, 16_384)] * 64
+    assert budget(max_itl=80 * MS).chunk_tokens(Decodes(8, 0, 1), prompts) == 2048 - 8
+    for decodes in (Decodes(8, 0, 1), Decodes(0, 0, 1)):
+        assert budget().chunk_tokens(decodes, prompts) == 1024 - decodes.rows
+    assert budget(max_itl=MS).chunk_tokens(Decodes(0, 0, 1), prompts) == 256, "prompts advance"
 
 
 def test_context_before_the_chunk_counts_against_the_limit() -> None:
