@@ -119,6 +119,10 @@ class Simulator:
             config, cache, times=known or times, lengths=lengths, clock=lambda: self.now
         )
         self._times = times
+        self._decodes_teach = known is not None and (
+            (known.decode, known.decode_context) != (times.decode, times.decode_context)
+        )
+        """Each of their steps changes what the scheduler believes: none may be left out."""
         self._host = host
         self._by_id: dict[str, Outcome] = {}
         self._by_seq: list[Outcome] = []
@@ -196,7 +200,7 @@ class Simulator:
 
         What happens and when is as with `turn`, to the last bit.
         """
-        if len(self._in_flight) != 1:
+        if len(self._in_flight) != 1 or self._decodes_teach:
             return False
         horizon = min(horizon, self.scheduler.next_review)
         if self._leaving:

@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 
 from jaxserve.api import Request, SamplingParams
 from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.plan import Row, StepPlan
 from jaxserve.scheduler.simulator import STOP, Arrival, Simulator
 from jaxserve.step_times import StepTimes
 
 TIMES = StepTimes(decode={4: 0.01}, mixed={64: 0.02, 256: 0.05})
+WRONG = replace(TIMES, decode={4: 0.018})
+"""So that steps of decodes teach what chunks cost beyond them."""
 
 
 def simulator(*, seqs: int = 4, pages: int = 1000) -> Simulator:
@@ -114,7 +117,7 @@ def test_counting_equal_steps_gives_what_planning_each_of_them_gives(data: st.Da
             arrival(
                 number % 4,  # some prompts come again
                 at=draw(st.floats(0, 2)),
-                prompt=draw(st.sampled_from([1, 15, 16, 64, 100])),
+                prompt=draw(st.sampled_from([1, 15, 16, 64, 100, 600])),
                 output=draw(st.sampled_from([1, 2, 40, 80, 100])),
             ),
             patience=draw(st.sampled_from([None, 0.3, 1.0])),
@@ -127,10 +130,16 @@ def test_counting_equal_steps_gives_what_planning_each_of_them_gives(data: st.Da
         )
         for i, a in enumerate(traffic)
     ]
-    quick, slow = (kind(config, cache, TIMES, host=0.001) for kind in (Simulator, Stepwise))
+    known = draw(st.sampled_from([None, WRONG]))
+    quick, slow = (
+        kind(config, cache, TIMES, known=known, host=0.001) for kind in (Simulator, Stepwise)
+    )
     results = quick.run(traffic), slow.run(traffic)
     assert results[0] == results[1]
     for simulated in (quick, slow):
         simulated.scheduler.check()
     pages = [simulated.scheduler.pages for simulated in (quick, slow)]
     assert vars(pages[0]) == vars(pages[1])
+    step = StepPlan(rows=(Row(0, 0, 0, (), True),))
+    learned = [simulated.scheduler.learn(step, TIMES.of(step)) for simulated in (quick, slow)]
+    assert learned[0] == learned[1]
