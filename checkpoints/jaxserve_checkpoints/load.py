@@ -100,9 +100,13 @@ def encoded_parts(
 ) -> Iterator[tuple[LeafPart, Any]]:
     """What `load_params` puts into the tree, part by part; the next one is read meanwhile.
 
+    What belongs to no layer comes first, then layer after layer, whether they are stacked or not:
+    an encoder may need the layers before one.
+
     CheckpointError: see `resolve_rules`.
     """
     sources = [each for each in resolve_rules(rules, abstract, checkpoint) if wanted(each.part)]
+    sources.sort(key=lambda source: -1 if source.part.layer is None else source.part.layer)
     with ThreadPoolExecutor(1, thread_name_prefix="read-weights") as pool:
         host = pool.submit(assemble, checkpoint, sources[0]) if sources else None
         for index, source in enumerate(sources):

@@ -166,8 +166,8 @@ class NativeWriter:
             discard(self._folder)
             free = shutil.disk_usage(self._folder).free
             raise CheckpointError(
-                f"{self._folder}: the converted weights take {self._size / 1e9:.2f} GB, "
-                f"{free / 1e9:.2f} GB are free ({error.strerror})"
+                f"{self._folder}: the converted weights take {_in_words(self._size)}, "
+                f"{_in_words(free)} are free ({error.strerror})"
             ) from None
 
     def _forget_damaged(self) -> list[str]:
@@ -189,6 +189,11 @@ class NativeWriter:
     def _note(self, line: str) -> None:
         self._journal.write(line + "\n")
         self._journal.flush()
+
+
+def _in_words(size: int) -> str:
+    """Rounded so that two sizes that differ by a hundredth are seen to."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 
 
 def discard(folder: Path) -> None:

@@ -15,6 +15,10 @@ from rich.progress import (
 )
 
 _LINE_SECONDS = 5.0
+_PACE_SECONDS = 600.0
+"""The pace is that of so long: work may come in bursts, as layers do whose factors are searched."""
+_TELLING = 0.01
+"""Of all the work: what says something about the pace."""
 
 
 class Work:
@@ -34,10 +38,13 @@ class Work:
             TextColumn("left"),
             console=self.console,
             get_time=clock,
+            speed_estimate_period=_PACE_SECONDS,
             disable=not self.console.is_terminal,
         )
         self._task = self._bar.add_task(verb, total=None, state="")
         self._next_line = clock() + _LINE_SECONDS
+        self._before: float | None = None
+        """What was done when this began, by an earlier process."""
 
     def __enter__(self) -> Work:
         self._bar.start()
@@ -53,10 +60,12 @@ class Work:
           state: that in words, "3 of 47". Where there is no bar it is a line with an estimate every
             few seconds, and whenever `say` is true.
         """
+        self._before = done if self._before is None else self._before
         self._bar.update(self._task, completed=done, total=total, state=state)
         if self.console.is_terminal or not (say or self._clock() >= self._next_line):
             return
         self._next_line = self._clock() + _LINE_SECONDS
-        left = self._bar.tasks[0].time_remaining
+        telling = done - self._before >= _TELLING * total
+        left = self._bar.tasks[0].time_remaining if telling else None
         rest = "" if left is None else f", about {left:.0f} s left"
         self.console.print(f"{state}{rest}", highlight=False, soft_wrap=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from jaxserve.model_spec import ModelSpec
@@ -26,26 +27,53 @@ from jaxserve_kernels.weights.awq import (
     search_scale,
 )
 
+_CHANGED = (*LayerInputs._fields, "attention_norm", "mlp_norm")
+_PART = re.compile(rf"layers\.([0-9]+)\.({'|'.join(_CHANGED)})")
 
-def quantize_layers_awq(
-    params: Params, sequences: Any, spec: ModelSpec, report: Report
-) -> dict[str, Any]:
-    """Path of each part that changes -> what it becomes, on the host.
 
-    Args:
-      params: the unquantised model.
-      sequences: int32 [sequences, tokens], the calibration text.
+class AwqLayers:
+    """Layers that are quantised when the first of their parts is asked for, in ascending order.
+
+    One that nobody asks for, because it is written already, is only run: what comes after it reads
+    what it computes.
     """
-    results: dict[str, Any] = {}
-    inputs = layer_statistics(params, jnp.asarray(sequences), spec)
-    for index, (layer, known) in enumerate(zip(layer_views(params.layers), inputs, strict=True)):
-        quantized = quantize_layer_awq(layer, known, spec)
-        for name, error in quantized.errors._asdict().items():
-            report(f"layers.{index}.{name}", error)
-        for name in (*LayerInputs._fields, "attention_norm", "mlp_norm"):
-            part = getattr(quantized.layer, name)
-            results[f"layers.{index}.{name}"] = jax.tree.map(np.asarray, part)
-    return results
+
+    def __init__(
+        self, load: Callable[[], Params], sequences: Any, spec: ModelSpec, report: Report
+    ) -> None:
+        """
+        Args:
+          load: the unquantised model, once the first part is asked for.
+          sequences: int32 [sequences, tokens], the calibration text.
+        """
+        self._spec = spec
+        self._report = report
+        self._layers = self._with_inputs(load, sequences)
+        self._index, self._quantized = -1, None
+
+    def part(self, path: str) -> Any:
+        """What the part of this path becomes; None: it does not change."""
+        found = _PART.fullmatch(path)
+        if found is None:
+            return None
+        return getattr(self._layer(int(found[1])), found[2])
+
+    def _layer(self, index: int) -> Layer:
+        assert index >= self._index, "layers are asked for in ascending order"
+        if self._quantized is None or index > self._index:
+            layer, inputs = next(each for at, each in self._layers if at == index)
+            quantized = quantize_layer_awq(layer, inputs, self._spec)
+            for name, error in quantized.errors._asdict().items():
+                self._report(f"layers.{index}.{name}", error)
+            self._index, self._quantized = index, quantized.layer
+        return self._quantized
+
+    def _with_inputs(
+        self, load: Callable[[], Params], sequences: Any
+    ) -> Iterator[tuple[int, tuple[Layer, LayerInputs[InputStatistics]]]]:
+        params = load()
+        inputs = layer_statistics(params, jnp.asarray(sequences), self._spec)
+        yield from enumerate(zip(layer_views(params.layers), inputs, strict=True))
 
 
 class Quantized(NamedTuple):

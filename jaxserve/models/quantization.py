@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -113,9 +113,17 @@ class Quantization:
             )
 
 
-def calibrated(encode: Encode, results: Mapping[str, Any]) -> Encode:
-    """`encode`, except for the parts whose results are known already."""
-    return lambda path, array: results[path] if path in results else encode(path, array)
+def calibrated(encode: Encode, result: Callable[[str], Any]) -> Encode:
+    """`encode`, except for the parts that have a `result`, which is not None, by their paths.
+
+    Shapes are those of `encode`: traces make no result.
+    """
+
+    def encode_calibrated(path: str, array: Array) -> Any:
+        found = None if isinstance(array, jax.core.Tracer) else result(path)
+        return encode(path, array) if found is None else found
+
+    return encode_calibrated
 
 
 def reporting(encode: Encode, report: Report) -> Encode:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxserve.cli.options import Options
 from jaxserve.config import ConfigError
 from jaxserve.models import qwen3
-from jaxserve.models.awq import quantize_layers_awq
+from jaxserve.models.awq import AwqLayers
 from jaxserve.models.quantization import Report, calibrated, reporting
 from jaxserve.setting_files import read_text
 from jaxserve.weights.loading import describe, open_checkpoint_of, quantization
@@ -53,12 +53,12 @@ def convert_model(
     begin()
     if sequences is not None:
         made_from["calibration"] = hashlib.sha256(sequences.tobytes()).hexdigest()[:16]
-        if not (out / native.FILE).exists():
+
+        def plain() -> qwen3.Params:
             abstract = qwen3.abstract(source.spec, dtype)
-            plain = load_params(checkpoint, qwen3.rules(source.spec), abstract)
-            results = quantize_layers_awq(plain, sequences, source.spec, report)
-            encode = calibrated(encode, results)
-            del plain
+            return load_params(checkpoint, qwen3.rules(source.spec), abstract)
+
+        encode = calibrated(encode, AwqLayers(plain, sequences, source.spec, report).part)
     return convert(
         checkpoint,
         qwen3.rules(source.spec),

@@ -105,6 +105,20 @@ def test_it_holds_what_loading_the_original_gives(
     )
 
 
+def test_parts_come_layer_after_layer(original: Checkpoint, tmp_path: Path) -> None:
+    """Stacked ones, too: some methods need the layers before one."""
+    paths: list[str] = []
+
+    def listed(path: str, array: jax.Array) -> Any:
+        if not isinstance(array, jax.core.Tracer):
+            paths.append(path)
+        return encode(path, array)
+
+    run(original, tmp_path, listed)
+    layers = [f"layers.{i}.{name}" for i in range(LAYERS) for name in ("up", "norm")]
+    assert paths == ["head", *layers]
+
+
 def names_of(opened: Any) -> list[str]:
     return list(opened.keys())
 
@@ -290,7 +304,9 @@ def test_a_full_disk_is_said_before_any_work_and_nothing_is_left(
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
     try:
-        with pytest.raises(CheckpointError, match=r"the converted weights take 0.00 GB, .* free"):
+        with pytest.raises(
+            CheckpointError, match=r"the converted weights take 0.03 MB, .* are free"
+        ):
             run(original, tmp_path, never)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

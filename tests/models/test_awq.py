@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,9 @@ import numpy as np
 import pytest
 
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models import qwen3
-from jaxserve.models.awq import quantize_layer_awq
-from jaxserve.models.calibration import layer_statistics, run_layer
+from jaxserve.models import awq, qwen3
+from jaxserve.models.awq import AwqLayers, Quantized, quantize_layer_awq
+from jaxserve.models.calibration import LayerInputs, layer_statistics, run_layer
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import open_checkpoint
@@ -42,6 +43,35 @@ def test_calibration_computes_what_transformers_computes() -> None:
         return qwen3.logits(params, rms_norm(x, params.final_norm, spec.norm_eps))
 
     np.testing.assert_allclose(compute(params), logits, atol=2e-4)
+
+
+def test_layers_that_nobody_asks_for_are_run_and_not_searched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A conversion that goes on asks for the rest; norms that do not change are never ours."""
+    spec = replace(SMALL, num_layers=3)
+    params = dummy_params(qwen3.abstract(spec, jnp.float32), 0)
+    assert isinstance(params.layers, tuple)
+    ids = jax.random.randint(jax.random.key(2), (1, 64), 0, spec.vocab_size)
+    means = [found.qkv.mean for found in layer_statistics(params, ids, spec)]
+    searched: list[jax.Array] = []
+    reported: list[str] = []
+
+    def search(layer: qwen3.Layer, inputs: LayerInputs[Any], spec: ModelSpec) -> Quantized:
+        searched.append(inputs.qkv.mean)
+        return Quantized(layer, LayerInputs(*(jnp.float32(0.1),) * 4))
+
+    monkeypatch.setattr(awq, "quantize_layer_awq", search)
+    layers = AwqLayers(lambda: params, ids, spec, lambda path, error: reported.append(path))
+    assert layers.part("embedding") is None
+    assert layers.part("layers.0.q_norm") is None
+    assert searched == []
+    for name in ("attention_norm", "down"):
+        assert layers.part(f"layers.1.{name}") is getattr(params.layers[1], name)
+    assert layers.part("layers.2.qkv") is params.layers[2].qkv
+    for found, mean in zip(searched, means[1:], strict=True):
+        np.testing.assert_array_equal(found, mean)
+    assert reported == [f"layers.{i}.{name}" for i in (1, 2) for name in LayerInputs._fields]
 
 
 @pytest.mark.slow

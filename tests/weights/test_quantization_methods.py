@@ -13,6 +13,7 @@ from jaxserve.cli.options import parse_args
 from jaxserve.commands.convert import convert
 from jaxserve.config import ConfigError
 from jaxserve.models.quantization import Quantization
+from jaxserve.weights.conversion import convert_model
 from jaxserve.weights.loading import plan_weights, weight_loader
 from jaxserve.weights.model_source import find_model
 from jaxserve_checkpoints.reader import open_checkpoint
@@ -72,6 +73,39 @@ def test_a_text_that_is_too_short_is_refused(
     status, text = run(capsys, *flags(tmp_path / "out", *others))
     assert status == 1
     assert "at least 64 are needed" in " ".join(text.split())
+
+
+class Interrupted(BaseException):
+    pass
+
+
+@pytest.mark.slow
+def test_an_interrupted_search_goes_on_with_the_layer_that_it_had_come_to(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(
+        "The quick brown fox jumps over the lazy dog. 12 + 30 = 42. " * 40
+    )
+    others = ["--quantization-method", "awq", "--calibration", str(tmp_path / "text")]
+
+    def go(out: Path, layers: int | None = None) -> tuple[list[str], Path]:
+        """Until so many layers are searched; which ones."""
+        options = parse_args(flags(out, *others), "convert")
+        found: list[str] = []
+
+        def report(path: str, error: Any) -> None:
+            if path.endswith(".qkv"):
+                if len(found) == layers:
+                    raise Interrupted
+                found.append(path)
+
+        source = find_model(options)
+        return found, convert_model(options, source, out, lambda done, total: None, report)
+
+    every, whole = go(tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        go(tmp_path / "out", layers=3)
+    rest, file = go(tmp_path / "out")
+    assert rest == every[3:]
+    assert file.read_bytes() == whole.read_bytes()
 
 
 @pytest.mark.slow
