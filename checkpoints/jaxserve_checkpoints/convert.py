@@ -26,7 +26,7 @@ from jaxserve_checkpoints.naming import (
     leaf_paths,
     resolve_rules,
 )
-from jaxserve_checkpoints.native import FILE, open_native, types_of
+from jaxserve_checkpoints.native import FILE, NativeCheckpoint, open_native, types_of
 from jaxserve_checkpoints.native_writer import NativeWriter
 from jaxserve_checkpoints.reader import CheckpointError
 
@@ -54,15 +54,8 @@ def convert(
       CheckpointError: see `resolve_rules`; no room; another conversion is there or under way.
       OSError: the folder cannot be written.
     """
-    if (folder / FILE).exists():
-        found = open_native(folder)
-        other = found.description.made_from
-        unlike = [name for name in made_from if made_from[name] != other.get(name)]
-        if unlike:
-            raise CheckpointError(
-                f"{folder / FILE} is another conversion, with other {', '.join(unlike)}: "
-                "choose another folder"
-            )
+    found = finished(folder, made_from)
+    if found is not None:
         found.verify()
         return folder / FILE
     packed = packed_leaves(checkpoint, resolve_rules(rules, abstract, checkpoint))
@@ -91,6 +84,24 @@ def convert(
             if writing is not None:
                 writing.result()
         return writer.finish()
+
+
+def finished(folder: Path, made_from: Mapping[str, Any]) -> NativeCheckpoint | None:
+    """The conversion that is there, not verified; None: there is none.
+
+    CheckpointError: it is made from something else.
+    """
+    if not (folder / FILE).exists():
+        return None
+    found = open_native(folder)
+    other = found.description.made_from
+    unlike = [name for name in made_from if made_from[name] != other.get(name)]
+    if unlike:
+        raise CheckpointError(
+            f"{folder / FILE} is another conversion, with other {', '.join(unlike)}: "
+            "choose another folder"
+        )
+    return found
 
 
 def _named(path: str, weight: Any) -> list[tuple[str, Any]]:

@@ -17,6 +17,7 @@ from jaxserve.commands.progress import Work
 from jaxserve.config import ConfigError
 from jaxserve.startup.environment import prepare
 from jaxserve.weights.model_source import find_model
+from jaxserve_checkpoints.native import FILE
 from jaxserve_checkpoints.reader import CheckpointError
 
 _TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
@@ -100,6 +101,12 @@ def _copy_text_files(source: Path, target: Path) -> None:
         target.mkdir(parents=True, exist_ok=True)
         if target.samefile(source):
             raise ConfigError(f"--out {target} is the model's own folder: choose another")
+        others = sorted(file.name for file in target.glob("*.safetensors") if file.name != FILE)
+        if others:
+            raise ConfigError(
+                f"--out {target} holds a model's weights ({others[0]}), whose config.json would be "
+                "replaced: choose another folder"
+            )
         for pattern in _TEXT_FILES:
             for file in source.glob(pattern):
                 if not file.name.endswith(".index.json"):

@@ -17,7 +17,7 @@ from jaxserve.setting_files import read_text
 from jaxserve.weights.loading import describe, open_checkpoint_of, quantization
 from jaxserve.weights.model_source import ModelSource
 from jaxserve_checkpoints import native
-from jaxserve_checkpoints.convert import convert
+from jaxserve_checkpoints.convert import convert, finished
 from jaxserve_checkpoints.load import Progress, load_params
 
 _CALIBRATION_SEQUENCES, _CALIBRATION_TOKENS, _LEAST_TOKENS = 128, 512, 64
@@ -50,7 +50,6 @@ def convert_model(
     made_from = describe(source.folder, wanted, dtype)
     encode = reporting(wanted.encoder(source.spec), report)
     sequences = _calibration(options, source)
-    begin()
     if sequences is not None:
         made_from["calibration"] = hashlib.sha256(sequences.tobytes()).hexdigest()[:16]
 
@@ -59,6 +58,8 @@ def convert_model(
             return load_params(checkpoint, qwen3.rules(source.spec), abstract)
 
         encode = calibrated(encode, AwqLayers(plain, sequences, source.spec, report).part)
+    finished(out, made_from)
+    begin()
     return convert(
         checkpoint,
         qwen3.rules(source.spec),

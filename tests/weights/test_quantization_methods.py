@@ -65,6 +65,25 @@ def test_a_folder_that_cannot_be_made_is_named(
     assert f"--out {tmp_path}/out: cannot be written: File exists" in text
 
 
+def test_a_folder_with_something_else_in_it_is_left_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another conversion, or another model: with our config.json it could not be served."""
+    out = tmp_path / "out"
+    assert run(capsys, *flags(out))[0] == 0
+    (out / "config.json").write_text("of another model")
+    status, text = run(capsys, *flags(out, "--lm-head-dtype", "fp8"))
+    assert status == 1
+    assert "is another conversion, with other quantization" in text
+    assert (out / "config.json").read_text() == "of another model"
+    (out / "jaxserve.safetensors").rename(out / "model.safetensors")
+    status, text = run(capsys, *flags(out))
+    assert status == 1
+    assert "holds a model's weights (model.safetensors)" in text
+    assert (out / "config.json").read_text() == "of another model"
+    assert not (out / "jaxserve.safetensors").exists()
+
+
 def test_a_text_that_is_too_short_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
