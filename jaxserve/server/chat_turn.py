@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from jaxserve.server.errors import invalid
 from jaxserve.server.output.generation import Choice, Generation
 from jaxserve.server.output.output_parser import END_THINK, THINK, OutputParser
@@ -31,7 +33,9 @@ async def chat_generation(service: Service, fields: ChatRequest, request_id: str
     Raises ApiError, naming the fields of `ChatRequest`.
     """
     limits, tokenizer = service.engine.limits, service.tokenizer
+    begun = time.perf_counter()
     prompt = await chat_prompt(fields, service.template, tokenizer, limits)
+    tokenizing = time.perf_counter() - begun
     asked = _asked(fields)
     ids = truncated(prompt.ids, asked, fields, limits)
     params = sampling_params(
@@ -53,7 +57,7 @@ async def chat_generation(service: Service, fields: ChatRequest, request_id: str
         Choice(index, request, tokenizer, options, _output_parser(fields, thinking))
         for index, request in enumerate(choice_requests(request_id, ids, params, fields))
     ]
-    return Generation(choices, len(choices))
+    return Generation(choices, len(choices), tokenizing=tokenizing)
 
 
 def _asked(fields: ChatRequest) -> int | None:

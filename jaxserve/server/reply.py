@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Generator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, Protocol
@@ -58,15 +58,6 @@ class Arrival:
     at: float = field(default_factory=time.perf_counter)
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    tokenizing: list[float] = field(default_factory=list[float])
-    """Seconds that it took to make the prompts."""
-
-    @contextmanager
-    def timed_tokenizing(self) -> Generator[None]:
-        begun = time.perf_counter()
-        yield
-        self.tokenizing.append(time.perf_counter() - begun)
-        self.service.metrics.observe_tokenizing(self.tokenizing[-1])
 
     def tier(self, fields: Ranked) -> dict[str, Any]:
         """What the answer says of the request's service tier."""
@@ -95,6 +86,7 @@ async def answer(
     headers = ignored_header(service, ignored)
     _classify(arrival, generation)
     arrival.request[GENERATION] = generation
+    service.metrics.observe_tokenizing(generation.tokenizing)
     deltas = generation.deltas(service.engine, service.metrics, arrival.at)
     async with aclosing(deltas):
         try:
@@ -107,7 +99,7 @@ async def answer(
                         patience.has_begun()
                         for delta in together:
                             reply.collect(delta)
-            timing = _server_timing(arrival, generation.choices[0])
+            timing = _server_timing(arrival, generation, generation.choices[0])
             return json_response(reply.body(), headers=headers | timing)
         except (Rejected, Overloaded, EngineFailed) as error:
             raise _as_api_error(service, error) from error
@@ -171,7 +163,7 @@ async def _stream(
                         if stream.silent:
                             patience.has_begun()
                             choice = generation.choices[together[0].choice]
-                            await _send_first(arrival, stream, events, choice)
+                            await _send_first(arrival, stream, events, generation, choice)
                         else:
                             await stream.send(events)
             await stream.send(reply.last_events())
@@ -186,23 +178,25 @@ async def _stream(
     return stream.response
 
 
-async def _send_first(arrival: Arrival, stream: EventStream, events: bytes, choice: Choice) -> None:
+async def _send_first(
+    arrival: Arrival, stream: EventStream, events: bytes, generation: Generation, choice: Choice
+) -> None:
     if not stream.started:
-        stream.response.headers.update(_server_timing(arrival, choice))
+        stream.response.headers.update(_server_timing(arrival, generation, choice))
     await stream.send(events)
     stream.silent = False
     if choice.start is not None:
-        waited = time.perf_counter() - choice.start.on_host
-        arrival.service.metrics.observe_first_write(waited)
+        generation.first_write = time.perf_counter() - choice.start.on_host
+        arrival.service.metrics.observe_first_write(generation.first_write)
 
 
-def _server_timing(arrival: Arrival, choice: Choice) -> dict[str, str]:
+def _server_timing(arrival: Arrival, generation: Generation, choice: Choice) -> dict[str, str]:
     """Where the time to the first token went, for who looks at one request."""
     start = choice.start
     if start is None:
         return {}
     parts = {
-        "tokenize": sum(arrival.tokenizing),
+        "tokenize": generation.tokenizing,
         "queue": start.queued,
         "prefill": start.prefill,
         "ttft": start.on_host - arrival.at,

@@ -75,12 +75,19 @@ async def test_the_prefix_cache_is_reset_on_demand(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": "Hi"}),
+        ("chat/completions", {"messages": CHAT}),
+        ("messages", {"model": "tiny", "messages": CHAT, "max_tokens": 5}),
+        ("responses", {"input": "Hi"}),
+    ],
+)
 async def test_an_answer_tells_where_the_time_to_its_first_token_went(
-    serve: Serve, path: str, stream: bool
+    serve: Serve, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     url = await serve(FakeEngine())
-    body: dict[str, Any] = {"prompt": "Hi"} if path == "completions" else {"messages": CHAT}
     request = aiohttp.request("POST", f"{url}/v1/{path}", json=body | {"stream": stream})
     async with request as reply:
         parts = dict(part.split(";dur=") for part in reply.headers["Server-Timing"].split(", "))
@@ -91,6 +98,7 @@ async def test_an_answer_tells_where_the_time_to_its_first_token_went(
         lines = (await reply.text()).splitlines()
     labels = '{engine="0",model_name="tiny"}'
     assert f"jaxserve_tokenize_seconds_count{labels} 1.0" in lines
+    assert f"jaxserve_tokenize_seconds_sum{labels} 0.0" not in lines
     assert f"jaxserve_first_write_seconds_count{labels} {float(stream)}" in lines
 
 

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import aiohttp
+import pytest
 from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
@@ -16,7 +17,8 @@ from tests.server.conftest import serving
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-async def test_a_request_is_a_span_of_the_trace_that_it_names() -> None:
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_is_a_span_of_the_trace_that_it_names(stream: bool) -> None:
     received: list[bytes] = []
 
     async def collect(request: web.Request) -> web.Response:
@@ -30,13 +32,14 @@ async def test_a_request_is_a_span_of_the_trace_that_it_names() -> None:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     tracing = Tracing(f"http://127.0.0.1:{runner.addresses[0][1]}/v1/traces", "tiny")
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "mine"}
-    body = {"prompt": "secret", "n": 2, "temperature": 0.5}
+    body = {"prompt": "secret", "n": 2, "temperature": 0.5, "stream": stream}
     try:
         async with serving(FakeEngine(), tracer=tracing) as url:
             async with aiohttp.request(
                 "POST", f"{url}/v1/completions", json=body, headers=headers
             ) as reply:
                 assert reply.status == 200
+                await reply.read()
             async with aiohttp.request("GET", f"{url}/health"):
                 pass
         await asyncio.to_thread(tracing.shutdown)
@@ -66,4 +69,9 @@ async def test_a_request_is_a_span_of_the_trace_that_it_names() -> None:
     ]
     assert found["http.response.status_code"] == 200
     assert 0 <= found["gen_ai.latency.time_to_first_token"] <= found["gen_ai.latency.e2e"]
+    assert found["gen_ai.latency.time_in_queue"] == 0.25
+    assert found["gen_ai.latency.time_in_model_prefill"] == 0.5
+    assert 0 < found["jaxserve.latency.tokenize"] < found["gen_ai.latency.e2e"]
+    assert ("jaxserve.latency.first_write" in found) == stream
+    assert 0 <= found.get("jaxserve.latency.first_write", 0) < found["gen_ai.latency.e2e"]
     assert b"secret" not in b"".join(received)

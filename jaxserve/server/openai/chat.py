@@ -22,8 +22,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     take_request_id(request, fields.request_id)
     model = service.model_name(fields.model)
     options = check_stream_options(service, fields)
-    with arrival.timed_tokenizing():
-        generation = await chat_generation(service, fields, f"chatcmpl-{arrival.id}")
+    generation = await chat_generation(service, fields, f"chatcmpl-{arrival.id}")
     reply = ChatReply(
         arrival=arrival, model=model, generation=generation, options=options, fields=fields
     )

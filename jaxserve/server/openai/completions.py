@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from aiohttp import web
@@ -39,8 +40,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     model = service.model_name(fields.model)
     options = check_stream_options(service, fields)
     asked = _asked(fields)
-    with arrival.timed_tokenizing():
-        prompts = await completion_prompts(fields.prompt, service.tokenizer, service.engine.limits)
+    begun = time.perf_counter()
+    prompts = await completion_prompts(fields.prompt, service.tokenizer, service.engine.limits)
+    tokenizing = time.perf_counter() - begun
     prompts = [_shortened(prompt, fields, service.engine.limits) for prompt in prompts]
     if (count := len(prompts) * num_choices(fields)) > MAX_SEQUENCES:
         raise invalid(
@@ -50,7 +52,11 @@ async def completions(request: web.Request) -> web.StreamResponse:
     reply = CompletionReply(
         arrival=arrival,
         model=model,
-        generation=await _generation(arrival, fields, prompts, asked),
+        generation=Generation(
+            await _choices(arrival, fields, prompts, asked),
+            num_choices(fields),
+            tokenizing=tokenizing,
+        ),
         options=options,
         echoes=[p.spelled(service.tokenizer) for p in prompts] if fields.echo else [],
         fields=fields,
@@ -60,9 +66,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     )
 
 
-async def _generation(
+async def _choices(
     arrival: Arrival, fields: CompletionRequest, prompts: list[Prompt], asked: int
-) -> Generation:
+) -> list[Choice]:
     service = arrival.service
     constraint = text_constraint(fields)
     limits = service.engine.limits
@@ -90,7 +96,7 @@ async def _generation(
         requests = choice_requests(f"cmpl-{arrival.id}-{position}", prompt.ids, params, fields)
         for request in requests:
             choices.append(Choice(len(choices), request, service.tokenizer, options))
-    return Generation(choices, num_choices(fields))
+    return choices
 
 
 def _asked(fields: CompletionRequest) -> int:

@@ -202,8 +202,12 @@ class Choice:
 class Generation:
     """All choices of one HTTP request. Those of one prompt stand together."""
 
-    def __init__(self, choices: Sequence[Choice], choices_per_prompt: int):
+    def __init__(self, choices: Sequence[Choice], choices_per_prompt: int, *, tokenizing: float):
+        """`tokenizing`: seconds that rendering and encoding the prompts took."""
         self.choices = choices
+        self.tokenizing = tokenizing
+        self.first_write: float | None = None
+        """Seconds from a stream's first token on the host until its events were written."""
         self._choices_per_prompt = choices_per_prompt
 
     def deltas(

@@ -22,7 +22,7 @@ class Tracing:
     span that its `traceparent` header names. Sent in batches by a thread of the SDK.
 
     Attributes have the names of OpenTelemetry's conventions for generative AI, and vLLM's where
-    those have none or had others before; times are in seconds.
+    those have none or had others before, our own where it has none either; times are in seconds.
     """
 
     def __init__(self, endpoint: str, model: str):
@@ -86,3 +86,6 @@ class Tracing:
                 yield f"gen_ai.latency.{name}", seconds
         if times.prefill is not None and times.decode is not None:
             yield "gen_ai.latency.time_in_model_inference", times.prefill + times.decode
+        yield "jaxserve.latency.tokenize", generation.tokenizing
+        if generation.first_write is not None:
+            yield "jaxserve.latency.first_write", generation.first_write
