@@ -47,12 +47,16 @@ class Loop:
         self.cache = cache
         self.in_flight: deque[tuple[StepPlan, Pending]] = deque()
         self.events: dict[str, list[TokenEvent]] = {}
+        self.salts: dict[str, str] = {}
         self.over: set[str] = set()
         """Requests that must not have any more events."""
         self.wasted_rows = self.hit_tokens = 0
+        self._salts: dict[int, str] = {}
+        """Of the requests for which pages were filled last."""
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
+        self.salts[request.id] = request.cache_salt
         self.events[request.id] = []
         self.scheduler.check()
 
@@ -65,8 +69,19 @@ class Loop:
         plan = self.scheduler.plan()
         self.scheduler.check()
         if plan is not None:
+            self._check_salts(plan)
             self.in_flight.append((plan, self.runner.launch(plan)))
         return plan
+
+    def _check_salts(self, plan: StepPlan) -> None:
+        """Whoever finds a page filled has the salt of who filled it."""
+        running = self.scheduler._running.values()  # pyright: ignore[reportPrivateUsage]
+        by_slot = {seq.slot: seq for seq in running}
+        for slot, position, page in plan.pages:
+            seq = by_slot[slot]
+            salt = self.salts[seq.request_id]
+            assert position >= seq.shared or self._salts[page] == salt, "shared across salts"
+            self._salts[page] = salt
 
     def commit(self, *, failing: bool = False) -> None:
         if failing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from array import array
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,37 @@ def test_a_marker_in_a_text_becomes_its_token_unless_a_breaker_splits_it() -> No
     assert TINY.encode("<~|im_end|><think>", "~") == [*b"<|im_end|>", THINK]
 
 
-def test_text_of_no_marker_is_found_in_the_cache_the_second_time() -> None:
-    text = "x" * 1000
-    assert TINY.encode(text) == TINY.encode(text) == [ord("x")] * 1000
+def test_the_earlier_turns_of_a_chat_are_not_encoded_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer, encoded = tiny_tokenizer(), list[str]()
+    merge = HfTokenizer._merge  # pyright: ignore[reportPrivateUsage]
+
+    def watched(self: HfTokenizer, text: str) -> list[int]:
+        encoded.append(text)
+        return merge(self, text)
+
+    monkeypatch.setattr(HfTokenizer, "_merge", watched)
+    turns = ["a" * 1000, "b" * 1000]
+    for text in (turns[0], "<|im_end|>".join([*turns, "c"])):
+        ids = tokenizer.encode(text)
+    assert encoded == [*turns, "c"]
+    assert ids == [*b"a" * 1000, IM_END, *b"b" * 1000, IM_END, ord("c")]
+
+
+def test_texts_that_were_not_seen_for_longest_are_encoded_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("jaxserve.tokenizer.huggingface.CACHE_TOTAL_CHARS", 2500)
+    cache = tiny_tokenizer()._cache  # pyright: ignore[reportPrivateUsage]
+    old, used, new, long = ("a" * 1000, "b" * 1000, "c" * 1000, "d" * 2501)
+    for text in (used, old):
+        cache.put(text, array("I", [1]))
+    assert cache.get(used) is not None
+    for text in (new, long):
+        cache.put(text, array("I", [2]))
+    kept = [text for text in (old, used, new, long) if cache.get(text) is not None]
+    assert kept == [used, new]
 
 
 def test_special_tokens_are_left_out_by_default_and_other_markers_shown() -> None:
