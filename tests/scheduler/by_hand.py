@@ -29,6 +29,7 @@ def scheduler(
     prefix_caching: bool = False,
     chunk_context: int | None = None,
     own_tokens: int = 0,
+    identity: str = "",
 ) -> Scheduler:
     config = SchedulerConfig(
         max_num_seqs=seqs,
@@ -38,7 +39,9 @@ def scheduler(
         prefix_caching=prefix_caching,
         max_chunk_context=chunk_context,
     )
-    cache = CacheConfig(num_pages=pages + 1, page_size=page_size, own_tokens=own_tokens)
+    cache = CacheConfig(
+        num_pages=pages + 1, page_size=page_size, own_tokens=own_tokens, identity=identity
+    )
     return Scheduler(config, cache, lengths=Optimist(), clock=lambda: 1.0)
 
 

@@ -86,6 +86,14 @@ def test_a_small_chunk_that_is_more_than_the_pace_is_left_out_of_one_step_in_sev
         assert all(any(pair) for pair in itertools.pairwise(chunks))
 
 
+def test_who_comes_when_nothing_waits_is_read_at_once() -> None:
+    chooser = budget()
+    for _ in range(6):
+        assert chooser.chunk_tokens(Decodes(8, 0), [Pending(0, 5000)])
+    chooser.chunk_tokens(Decodes(8, 0), [])
+    assert all(chooser.chunk_tokens(Decodes(8, 0), [Pending(0, 5000)]) for _ in range(6))
+
+
 def test_few_tokens_are_read_in_small_chunks_without_a_break() -> None:
     """As few as half of the pace asks for."""
     chooser = budget()

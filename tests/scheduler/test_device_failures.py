@@ -64,7 +64,7 @@ def test_a_sequence_that_ended_before_the_failure_gets_no_error() -> None:
 
 
 def test_a_sequence_without_numbers_ends_and_leaves_no_prefix() -> None:
-    sched = scheduler(seqs=2, tokens=32)
+    sched = scheduler(seqs=2, tokens=32, prefix_caching=True)
     sched.add(request("a", 12))
     sched.add(request("b", 8))
     first, second = planned(sched), planned(sched)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxserve.api import (
     FinishReason,
     TokenEvent,
@@ -62,6 +64,42 @@ def test_the_least_costly_is_preempted_and_not_the_last_to_arrive() -> None:
     while not sched.num_preemptions:
         commit(sched, planned(sched))
     assert [seq.request_id for seq in sched._waiting] == ["short"]  # pyright: ignore
+
+
+def test_the_first_in_rank_is_not_preempted_even_if_it_costs_least() -> None:
+    sched = scheduler(pages=8)
+    sched.add(request("first", 1, max_tokens=20))
+    sched.add(request("second", 9, max_tokens=20))
+    while not sched.num_preemptions:
+        commit(sched, planned(sched))
+    assert [seq.request_id for seq in sched._waiting] == ["second"]  # pyright: ignore
+
+
+def test_what_was_found_in_the_cache_costs_nothing_to_compute_again() -> None:
+    """`hit` has more tokens than `cold`, which came after it, but computed fewer of them."""
+    sched = scheduler(pages=15, prefix_caching=True)
+    sched.add(request("first", 11, max_tokens=20))
+    commit(sched, planned(sched))
+    sched.add(request("hit", 11, max_tokens=20))
+    sched.add(replace(request("cold", max_tokens=20), prompt=(7,) * 5))
+    while not sched.num_preemptions:
+        commit(sched, planned(sched))
+    assert [seq.request_id for seq in sched._waiting] == ["hit"]  # pyright: ignore
+
+
+def test_a_sequence_in_its_prefill_is_not_preempted() -> None:
+    """It would have computed for nothing. Whoever needs a page goes without a row meanwhile."""
+    sched = scheduler(seqs=2, tokens=2, pages=7)
+    sched.add(request("decodes", max_tokens=20))
+    for _ in range(2):
+        commit(sched, planned(sched))
+    sched.add(request("prefills", 7))
+    plans = [planned(sched)]
+    while not plans[-1].rows[-1].samples or plans[-1].rows[-1].seq_id != 1:
+        commit(sched, plans[-1])
+        plans.append(planned(sched))
+    assert sched.num_preemptions == 0
+    assert any(len(plan.rows) == 1 for plan in plans), "nobody ran short of pages"
 
 
 def test_nobody_is_preempted_while_a_sequence_is_about_to_give_its_pages_back() -> None:

@@ -131,6 +131,14 @@ def test_pages_of_another_model_have_other_hashes() -> None:
     assert len(pages) == len(parts)
 
 
+def test_a_model_publishes_its_pages_under_its_own_name() -> None:
+    for identity, found in (("one", 3), ("another", 0)):
+        sched = scheduler(prefix_caching=True, identity=identity)
+        cached_tokens(sched, "cold", 7, salt="a")
+        names = prefix.page_hashes(prefix.root("one", "a"), range(1, 8), 2)
+        assert len(sched.pages.find(names)) == found
+
+
 def test_a_page_is_found_only_behind_the_pages_it_was_computed_behind() -> None:
     root = prefix.root("model", "")
     first, second = (prefix.page_hashes(root, tokens, 2) for tokens in ((1, 2, 3, 4), (5, 6, 3, 4)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from jaxserve.scheduler.budget import Decodes, Pending, TokenBudget
 from tests.scheduler.by_hand import (
     commit,
     planned,
@@ -58,6 +61,29 @@ def test_the_chunks_of_a_step_see_no_more_context_together_than_the_kv_format_ex
     assert shape(planned(sched)) == [(1, 0, 8)]
     assert shape(planned(sched)) == [(1, 8, 1)]
     assert shape(planned(sched)) == [(2, 0, 3), (3, 0, 4)]
+
+
+def test_the_budget_is_told_what_runs_and_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Decodes, list[Pending], int]] = []
+
+    def chunk_tokens(_: TokenBudget, decodes: Decodes, pending: list[Pending], queued: int) -> int:
+        asked.append((decodes, pending, queued))
+        return 2
+
+    sched = scheduler(seqs=3, prefix_caching=True)
+    sched.add(request("decodes", 5))
+    commit(sched, planned(sched))
+    sched.add(request("finds 4 of them", 9))
+    sched.add(request("finds 4 of them too", 8))
+    for number in range(5):
+        sched.add(request(f"has no slot {number}", 5))
+    monkeypatch.setattr(TokenBudget, "chunk_tokens", chunk_tokens)
+    for _ in range(2):
+        commit(sched, planned(sched))
+    assert asked == [
+        (Decodes(1, 5), [Pending(4, 5), Pending(4, 4)], 5),
+        (Decodes(1, 6), [Pending(6, 3, 2), Pending(6, 2)], 5),
+    ]
 
 
 def test_chunks_carry_the_tokens_of_the_prompt_and_decodes_carry_none() -> None:
