@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -14,10 +15,12 @@ from hypothesis import strategies as st
 
 from jaxserve.api import MAX_LOGPROBS, SamplingParams
 from jaxserve.plan import PageEntry, Sampled, StepPlan
+from jaxserve.runner.programs import programs
 from jaxserve.runner.runner import Runner
 from jaxserve_kernels.sampler import RowSampling
 from jaxserve_kernels.sampler.reference import choose
 from tests.runner.driver import (
+    CONFIG,
     GREEDY,
     METRICS,
     OTHER,
@@ -262,6 +265,38 @@ def test_slots_rows_pages_and_neighbours_do_not_matter(
     assert COMPILES.count == before
 
 
+@settings(max_examples=60)
+@given(data=st.data())
+def test_prompts_of_any_length_in_parts_beside_decodes_and_behind_any_hit_are_the_whole(
+    compiled: Runner, data: st.DataObject
+) -> None:
+    """A prompt that shares any of its full pages with one who computed it at once gets the same."""
+    size, before = CONFIG.cache.page_size, COMPILES.count
+    prompt = data.draw(st.lists(st.integers(0, SAMPLED_VOCAB - 1), min_size=2, max_size=24))
+    first = Placed(slot=3, pages=tuple(range(30, 36)))
+    whole = first_token(compiled, first, prompt)
+    beside = Placed(slot=1, pages=tuple(range(11, 19)), params=SAMPLED)
+    expected = generated(compiled, SAMPLED, OTHER)
+    decoded = [first_token(compiled, beside, OTHER)]
+    hit = data.draw(st.integers(0, (len(prompt) - 1) // size))
+    seq = Placed(slot=0, pages=(*first.pages[:hit], *range(1, 9 - hit)))
+    start, admit = hit * size, [seq]
+    while True:
+        end = data.draw(st.integers(start + 1, len(prompt)))
+        rows = [seq.chunk(prompt[start:end], start, samples=end == len(prompt))]
+        if len(decoded) < len(expected):
+            rows.insert(0, beside.decode(len(OTHER) + len(decoded) - 1))
+        *others, own = step(compiled, rows, admit)
+        decoded += map(certain, others)
+        start, admit = end, []
+        if own is not None:
+            break
+    assert_same(own, whole)
+    for got, wanted in zip(decoded, expected, strict=False):
+        assert_same(got, wanted)
+    assert COMPILES.count == before
+
+
 def test_a_slot_and_its_pages_can_be_given_to_somebody_else(runner: Runner) -> None:
     """While the step of the old owner is in flight: the device works in launch order."""
     expected = generate(runner, Placed(params=SAMPLED), OTHER, 3)
@@ -412,6 +447,14 @@ def test_logits_that_are_not_numbers_give_no_token() -> None:
     found = step(runner, rows, [spoiled, sound])
     assert found[0] == Sampled(None)
     assert certain(found[1]).token is not None
+
+
+def test_scores_of_the_vocabulary_are_computed_for_rows_and_not_for_tokens() -> None:
+    """A step of 32 tokens has four rows at most."""
+    mixed = next(each for each in programs(CONFIG, make_params()) if "mixed_32" in each.name)
+    lowered = jax.jit(mixed.function).lower(*mixed.arguments).as_text()
+    scores = re.findall(rf"tensor<(\d+)x{SPEC.vocab_size}xf32>", lowered)
+    assert max(map(int, scores)) == CONFIG.scheduler.max_num_seqs
 
 
 def test_scratch_memory_of_the_largest_step_is_known(runner: Runner) -> None:
