@@ -107,9 +107,11 @@ RUNS = 5
 CACHES = 256 * 10**6
 """Bytes, several times a card's L2."""
 
-PRODUCTS, LARGE_PRODUCTS = 48, 16
+PRODUCTS, LARGE_PRODUCTS, TINY_PRODUCTS = 48, 16, 2
 """In one program: what launching it costs is little beside them. Large: of 1,024 tokens or more,
-and of the output matrix."""
+and of the output matrix. Tiny: so few that they are soon compiled."""
+
+TOKENS, TINY_TOKENS = [1, 16, 64, 128, 256, 512, 1024, 2048, 8192], [1, 64, 128]
 
 TINY = ModelSpec.from_hf(
     {
@@ -161,7 +163,7 @@ def main() -> None:
     known = {(t.product, t.format, t.tokens): t.us for t in timings}
     left = [case for case in cases if key_of(case) not in known]
     print(f"{len(cases) - len(left)} of {len(cases)} products are known", flush=True)
-    for case, us in measure(left, args.workers, deadline):
+    for case, us in measure(left, args.workers, deadline, tiny=args.tiny):
         known[key_of(case)] = us
         timings.append(describe(case, known, result))
         print(line(timings[-1]), flush=True)
@@ -211,9 +213,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=sorted(NAMED_MODELS), default="qwen3-4b")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
-    parser.add_argument(
-        "--tokens", type=sizes, default=[1, 16, 64, 128, 256, 512, 1024, 2048, 8192]
-    )
+    parser.add_argument("--tokens", type=sizes, help=f"default {TOKENS}, tiny {TINY_TOKENS}")
     parser.add_argument("--formats", type=formats, default=list(QUANTIZE))
     parser.add_argument("--max-rows", type=int, default=256, help="of the output matrix's product")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="compiling threads")
@@ -225,7 +225,9 @@ def parse_args() -> argparse.Namespace:
         type=float,
         help="fail if a layer in some format takes more than so many times bfloat16's time",
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.tokens = args.tokens or (TINY_TOKENS if args.tiny else TOKENS)
+    return args
 
 
 def products_of(spec: ModelSpec) -> list[Product]:
@@ -266,7 +268,9 @@ def fastest(call: Callable[..., Any], *args: Any, calls: int) -> float:
     return best
 
 
-def measure(cases: list[Case], workers: int, deadline: float) -> Iterator[tuple[Case, float]]:
+def measure(
+    cases: list[Case], workers: int, deadline: float, *, tiny: bool
+) -> Iterator[tuple[Case, float]]:
     """Microseconds of each case. One format at a time holds device memory, and none is begun after
     the deadline.
 
@@ -280,19 +284,23 @@ def measure(cases: list[Case], workers: int, deadline: float) -> Iterator[tuple[
         if time.monotonic() > deadline:
             return
         products = dict.fromkeys(case.product for case in members)
-        stacked = {product: make_weights(product, name) for product in products}
+        stacked = {product: make_weights(product, name, tiny=tiny) for product in products}
         with ThreadPoolExecutor(workers) as pool:
             programs = list(
-                pool.map(lambda case: build(case, stacked[case.product]), members)  # noqa: B023
+                pool.map(
+                    lambda case: build(case, stacked[case.product], tiny=tiny),  # noqa: B023
+                    members,
+                )
             )
         for case, (program, x, products) in zip(members, programs, strict=True):
             seconds = fastest(program, x, stacked[case.product], calls=3) / products
             yield case, seconds * 1e6
 
 
-def make_weights(product: Product, name: str) -> Any:
+def make_weights(product: Product, name: str, *, tiny: bool) -> Any:
     """Weights of some layers [layers, ...], together several times as large as any cache."""
     layers = min(max(-(-CACHES // weight_bytes(product, name, 1)), 3), 32)
+    layers = TINY_PRODUCTS if tiny else layers
 
     @jax.jit
     def one(layer: jax.Array) -> Any:
@@ -304,7 +312,7 @@ def make_weights(product: Product, name: str) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
 
 
-def build(case: Case, stacked: Any) -> tuple[Any, jax.Array, int]:
+def build(case: Case, stacked: Any, *, tiny: bool) -> tuple[Any, jax.Array, int]:
     """A program of a product with each layer in turn, its tokens, and the number of products.
 
     Each product's tokens depend on the result before it, or XLA would make one product of those
@@ -313,6 +321,7 @@ def build(case: Case, stacked: Any) -> tuple[Any, jax.Array, int]:
     """
     layers = jax.tree.leaves(stacked)[0].shape[0]
     products = LARGE_PRODUCTS if case.tokens >= 1024 or case.product.head else PRODUCTS
+    products = TINY_PRODUCTS if tiny else products
     key = jax.random.key(case.tokens)
     x = jax.random.normal(key, (case.tokens, case.product.depth), jnp.bfloat16)
 

@@ -13,6 +13,9 @@ LAYER = ("qkv", "out", "gate_up", "down")
 COMPARED_ONLY = ("iq2_xxs",)
 """Formats that the engine does not serve: no rule holds for them."""
 
+_WIDTH = 180
+"""Of the table, in characters: room for ten columns."""
+
 COPY = "-copy"
 """Ends the name of a 4-bit format with a copy in fp8, timed where that is read."""
 
@@ -83,25 +86,28 @@ def assert_never_slower(timings: list[Timing], limit: float) -> None:
 
 
 def show(result: dict[str, Any], timings: list[Timing]) -> None:
+    """A row for each format of a layer, and of the output matrix; a column for each M."""
     title = (
         f"{result['model']} on {result['card']}: copy {result['copy_tb_per_s']:.2f} TB/s, "
-        f"bfloat16 {result['bf16_tflop_per_s']:.0f} TFLOP/s; times over bfloat16's"
+        f"bfloat16 {result['bf16_tflop_per_s']:.0f} TFLOP/s; us (over bfloat16's) by tokens"
     )
+    shown = [timing for timing in timings if timing.product in ("layer", "head")]
+    known = {(t.product, t.format, t.tokens): t for t in shown}
+    sizes = sorted({t.tokens for t in shown})
     table = Table(title=title)
-    table.add_column("tokens", justify="right")
-    formats = list(dict.fromkeys(t.format for t in timings))
-    for name in formats:
-        table.add_column(name, justify="right")
+    table.add_column("", no_wrap=True)
+    for tokens in sizes:
+        table.add_column(str(tokens), justify="right", no_wrap=True)
     for product in ("layer", "head"):
-        for tokens in dict.fromkeys(t.tokens for t in timings if t.product == product):
-            found = {t.format: t for t in timings if (t.product, t.tokens) == (product, tokens)}
-            cells = [_cell(found.get(name)) for name in formats]
-            table.add_row(f"{product} {tokens}", *cells)
-    Console(width=140).print(table)
+        for name in dict.fromkeys(t.format for t in shown if t.product == product):
+            cells = [_cell(known.get((product, name, tokens))) for tokens in sizes]
+            table.add_row(f"{product} {name}", *cells)
+        table.add_section()
+    Console(width=_WIDTH).print(table)
 
 
 def _cell(timing: Timing | None) -> str:
-    return "-" if timing is None else f"{timing.us:.0f} us ({timing.ratio_to_bf16:.2f})"
+    return "-" if timing is None else f"{timing.us:.0f} ({timing.ratio_to_bf16:.2f})"
 
 
 def plot(result: dict[str, Any], timings: list[Timing], path: Path) -> None:

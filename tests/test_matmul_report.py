@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.matmul_report import LAYER, Timing, assert_never_slower, layer_totals
+from scripts.matmul_report import LAYER, Timing, assert_never_slower, layer_totals, show
 
 
 def timing(product: str, format: str, us: float, bf16_us: float, tokens: int = 64) -> Timing:
@@ -30,6 +30,24 @@ def test_a_layer_is_its_four_products_and_known_when_all_of_them_are() -> None:
     assert totals.keys() == {"bf16", "int4"}
     assert totals["int4"].us == 20.0 and totals["int4"].ratio_to_bf16 == 0.5
     assert layer_totals(layer("int4", 5.0)) == []
+
+
+def test_the_table_names_each_format_with_its_times_by_tokens(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    formats = ("bf16", "int4-act-order", "int4-act-order-copy")
+    sizes = (1, 16, 64, 128, 256, 512, 1024, 2048, 8192)
+    known = [timing("layer", name, 12345.0, 10000.0, m) for name in formats for m in sizes]
+    known += [timing("head", "int8", 50.0, 100.0, 64), timing("qkv", "int4", 7.0, 7.0)]
+    card = {"model": "m", "card": "c", "copy_tb_per_s": 4.0, "bf16_tflop_per_s": 700.0}
+    show(card, known)
+    rows = [
+        [cell.strip() for cell in line.split("│")] for line in capsys.readouterr().out.split("\n")
+    ]
+    found = {row[1]: row[2:-1] for row in rows if len(row) == 3 + len(sizes)}
+    wanted = {f"layer {name}": ["12345 (1.23)"] * len(sizes) for name in formats}
+    wanted["head int8"] = ["50 (0.50)" if m == 64 else "-" for m in sizes]
+    assert found == wanted
 
 
 def test_a_slower_layer_fails_and_is_named() -> None:
