@@ -133,6 +133,10 @@ def test_attention_sees_codes_between_the_sink_and_the_tail(value_bits: int) -> 
     stores = (np.asarray(store[LAYER, pages, 0]) for store in kv[:3])
     coded = layout.decode_tiles(*map(jnp.asarray, stores), value_bits=value_bits)
     coded_k, coded_v = (np.asarray(part).reshape(-1, 8) for part in coded)
+    tiles = np.stack([part[8:24, 0].reshape(2, 8, 8) for part in (k, v)], axis=1)
+    right = layout.decode_tiles(*layout.encode_tiles(jnp.asarray(tiles), value_bits), value_bits)
+    for got, expected in zip((coded_k, coded_v), right, strict=True):
+        np.testing.assert_allclose(got[8:24], expected.reshape(16, 8), rtol=0, atol=1e-2)
     for position in range(30):
         seen = np.arange(position + 1)
         full = ((seen // 8 == position // 8) | (seen < 8))[:, None]
@@ -142,6 +146,48 @@ def test_attention_sees_codes_between_the_sink_and_the_tail(value_bits: int) -> 
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         expected = codec.rotate(jnp.asarray(weights / weights.sum(-1, keepdims=True) @ values))
         np.testing.assert_allclose(out[position], expected, rtol=0, atol=5e-6)
+
+
+def test_no_token_depends_on_where_its_sequence_was_cut() -> None:
+    """Two sequences fill all slots and pages of a cache in which an earlier owner left NaN; they
+    are cut at every token in turn, and at last computed token by token."""
+    length, group = 27, 8
+    sequences = Sequences(lengths=(length, length), page_size=group, head_dim=8)
+    empty = KVarN(value_bits=2, group=group).allocate(sequences.shape, jnp.float32)
+    stale = empty._replace(
+        scales=jnp.full_like(empty.scales, jnp.nan), raw=jnp.full_like(empty.raw, jnp.nan)
+    )
+    run: Any = jax.jit(partial(attend, layer=LAYER, eps=EPS, tile_size=1))
+
+    def compute(kv: Any, starts: tuple[int, int], counts: tuple[int, int]) -> tuple[Any, Any]:
+        """Of each sequence, what its tokens get; and the cache. As many tokens in every step."""
+        step = sequences.step(starts, counts, 1, padding=2 * length - sum(counts) + 2)
+        qkv, tables = sequences.projections(step)
+        out, kv = run(qkv, kv, norms=sequences.norms, tables=tables, step=step)
+        return np.split(np.asarray(out[: sum(counts)]), counts[:1]), kv
+
+    whole, filled = compute(stale, (0, 0), (length, length))
+    assert np.isfinite(whole).all()
+    pages = sequences.page_table[:-1, 1 : length // group].reshape(-1)
+
+    def check(kv: Any) -> None:
+        """The pages behind the first one are the same codes."""
+        for store, expected in zip(kv[:3], filled[:3], strict=True):
+            np.testing.assert_array_equal(store[LAYER, pages], expected[LAYER, pages])
+
+    for cut in range(1, length):
+        cuts = (cut, length - cut)
+        early, kv = compute(stale, (0, 0), cuts)
+        late, kv = compute(kv, cuts, cuts[::-1])
+        for parts, expected in zip(zip(early, late, strict=True), whole, strict=True):
+            np.testing.assert_allclose(np.concatenate(parts), expected, rtol=0, atol=5e-6)
+        check(kv)
+    kv = stale
+    for position in range(length):
+        out, kv = compute(kv, (position, position), (1, 1))
+        for part, expected in zip(out, whole, strict=True):
+            np.testing.assert_allclose(part[0], expected[position], rtol=0, atol=5e-6)
+    check(kv)
 
 
 def test_a_sequence_that_shares_pages_but_computes_the_first_one_gets_what_it_gets_alone() -> None:

@@ -45,30 +45,34 @@ def attend(
     q, k, v = (rotate(part) for part in heads)
     fresh = jnp.stack([k, v], axis=2).astype(kv.raw.dtype)  # [tokens, kv_heads, 2, head_dim]
     kv = encode_filled(kv, layer, fresh, step)
-    out = rotate(attend_rotated(q, kv, layer, fresh, step, tile_size=tile_size))
-    return out.astype(dtype), keep_raw(kv, layer, fresh, step)
+    out = rotate(attend_rotated(q, kv, layer, fresh, step, tile_size=tile_size)).astype(dtype)
+    # Else nothing in the data says that sinks and tails are read before they are written, and XLA
+    # copies all of them in each layer.
+    out, fresh = lax.optimization_barrier((out, fresh))
+    return out, keep_raw(kv, layer, fresh, step)
 
 
 def encode_filled(kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep) -> KVarNKV:
-    """Encode the pages but the first whose last token is in this step: at most all that fit."""
+    """Encode the pages but the first whose last token is in this step, one after the other: most
+    steps fill none, and tiles that nobody filled would be most of what a step costs."""
     tokens, group = step.positions.shape[0], kv.group
     filled = ((step.positions + 1) % group == 0) & (step.positions >= group)
-    most = min(tokens, tokens // group + kv.raw.shape[1])
-    (last,) = jnp.nonzero(filled, size=most, fill_value=tokens)
-    slots = step.slots.at[last].get(mode="fill", fill_value=0)
-    ends = step.positions.at[last].get(mode="fill", fill_value=2 * group - 1)
-    tiles = _raw_pages(kv, layer, fresh, step, last - group + 1, slots, ends - group + 1)
-    pages = step.pages.at[last].get(mode="fill", fill_value=kv.key_words.shape[1])
-    encoded = encode_tiles(tiles, kv.value_bits)
+    (lasts,) = jnp.nonzero(filled, size=tokens)
 
-    def stored(store: Array, new: Array) -> Array:
-        return store.at[layer, pages].set(new, mode="drop")
+    def encode(number: Array, stores: tuple[Array, ...]) -> tuple[Array, ...]:
+        last = lasts[number]
+        before = jnp.full(1, group - 1)
+        first, start = last - before, step.positions[last] - before
+        tile = _raw_pages(kv, layer, fresh, step, first, step.slots[last][None], start)
+        encoded = encode_tiles(tile, kv.value_bits)
+        page = step.pages[last]
+        pairs = zip(stores, encoded, strict=True)
+        return tuple(store.at[layer, page].set(one[0]) for store, one in pairs)
 
-    return kv._replace(
-        key_words=stored(kv.key_words, encoded[0]),
-        value_words=stored(kv.value_words, encoded[1]),
-        scales=stored(kv.scales, encoded[2]),
-    )
+    count = jnp.sum(filled, dtype=jnp.int32)
+    stores = (kv.key_words, kv.value_words, kv.scales)
+    key_words, value_words, scales = lax.fori_loop(0, count, encode, stores)
+    return KVarNKV(key_words, value_words, scales, kv.raw)
 
 
 def keep_raw(kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep) -> KVarNKV:
