@@ -42,11 +42,13 @@ def fit_pages(
     if pages < needed:
         fits = max(pages - 1, 0) * one_page.page_size
         beside = f" ({fixed / 2**20:,.0f} MiB of it beside the pages)" if fixed > 2**20 else ""
-        fewer = ", --max-num-seqs" if beside else ""
+        lower = "--max-model-len"
+        if beside:
+            lower = "--max-num-seqs" if fixed > budget else "--max-model-len, --max-num-seqs"
         raise ConfigError(
             f"too little memory: the KV cache gets {budget / 2**20:,.0f} MiB, which holds {fits} "
             f"tokens, but one sequence of max_model_len {max_model_len} needs "
-            f"{(needed * each + fixed) / 2**20:,.0f} MiB{beside}; lower --max-model-len{fewer}, or "
+            f"{(needed * each + fixed) / 2**20:,.0f} MiB{beside}; lower {lower}, or "
             "give it more: --kv-cache-memory-bytes, or memory that something else takes"
         )
     return CacheConfig(

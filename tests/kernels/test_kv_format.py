@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxserve.config import KV_CACHE_DTYPES, CacheConfig, ConfigError
 from jaxserve.model_spec import NAMED_MODELS
 from jaxserve.runner import kv_cache
 from jaxserve_kernels import kv_format
+from jaxserve_kernels.attention_inputs.reference import heads_of
 from jaxserve_kernels.kv_format import CacheShape
+from jaxserve_kernels.paged_attention.reference import paged_attention
+from tests.kernels.kv_steps import EPS, Sequences
 
 QWEN3_4B = NAMED_MODELS["qwen3-4b"]
 
@@ -56,3 +65,101 @@ def test_a_budget_below_one_sequence_is_refused_with_the_numbers() -> None:
     found = kv_format.named("bf16")
     with pytest.raises(ConfigError, match=r" 0 MiB, which holds 0 .* 58\d MiB"):
         kv_cache.fit_pages(found, shape(), jnp.bfloat16, 1000, 4096)
+
+
+@pytest.mark.parametrize("name", ["kvarn_k4v4_g128", "kvarn_k4v2_g128"])
+def test_every_sequence_has_a_sink_and_a_tail_within_the_budget(name: str) -> None:
+    """36 MiB for each of Qwen3-4B that may run, and for the padding slot, whatever runs; pages get
+    the rest. So what is kept in full precision never limits how many sequences run."""
+    found, one_page, budget = kv_format.named(name), shape(page_size=128), 20 * 2**30
+    each = kv_format.page_bytes(found, one_page, jnp.bfloat16)
+    beside = kv_format.fixed_bytes(found, one_page, jnp.bfloat16)
+    assert beside == 257 * 36 * 2**20
+    cache = kv_cache.fit_pages(found, one_page, jnp.bfloat16, budget, 4096)
+    assert cache.num_pages == (budget - beside) // each
+    taken = kv_cache.total_bytes(found, shape(128, cache.num_pages), jnp.bfloat16)
+    assert budget - each < taken <= budget
+    arrays = found.abstract(shape(128, cache.num_pages), jnp.bfloat16)
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays)) == taken
+    assert cache.own_tokens == 128, "the sink of a sequence that finds its beginning"
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("fp8_e4m3", 1.9),
+        ("int8", 1.9),
+        ("kvarn_k4v4_g128", 2.8),
+        ("kvarn_k4v2_g128", 3.2),
+    ],
+)
+def test_so_many_more_sequences_of_4096_tokens_fit(name: str, least: float) -> None:
+    """With what is kept beside the pages for each of them."""
+
+    def sequences(name: str, budget: int = 60 * 2**30) -> int:
+        found, page_size = kv_format.named(name), kv_format.named(name).page_size or 64
+        fits = 1
+        while True:
+            one_page = shape(page_size, max_num_seqs=fits + 1)
+            cache = kv_cache.fit_pages(found, one_page, jnp.bfloat16, budget, 4096)
+            if cache.usable_pages < (fits + 1) * 4096 // page_size:
+                return fits
+            fits += 1
+
+    assert sequences(name) >= least * sequences("bf16")
+
+
+def test_what_the_slots_take_beyond_the_budget_is_said() -> None:
+    found = kv_format.named("kvarn_k4v2_g128")
+    with pytest.raises(ConfigError, match=r"9,252 MiB of it beside the pages\); lower --max-num-s"):
+        kv_cache.fit_pages(found, shape(page_size=128), jnp.bfloat16, 8 * 2**30, 4096)
+
+
+def test_in_a_float32_model_bf16_rounds_keys_and_values_and_nothing_else() -> None:
+    sequences = Sequences(lengths=(9, 30), page_size=8)
+    step = sequences.step((0, 0), (9, 30), 4)
+    qkv, tables = sequences.projections(step)
+    run: Any = jax.jit(partial(kv_format.attend, layer=0, eps=EPS, tile_size=4))
+
+    def attend(name: str) -> tuple[jax.Array, jax.Array]:
+        kv = kv_format.named(name).allocate(sequences.shape, jnp.float32)
+        return run(qkv, kv, norms=sequences.norms, tables=tables, step=step)
+
+    exact, plain = attend("auto")
+    out, kept = attend("bf16")
+    assert out.dtype == jnp.float32 and kept.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(kept[0, 1:], plain[0, 1:].astype(jnp.bfloat16))
+    over_kept = paged_attention(
+        heads_of(qkv[0], sequences.norms, tables, kv_heads=2, eps=EPS)[0],
+        kept.astype(jnp.float32), 0, step.page_table, step.tiles, tile_size=4,
+    )  # fmt: skip
+    np.testing.assert_allclose(out, over_kept, rtol=0, atol=1e-6)
+    assert 1e-4 < float(jnp.linalg.norm(out - exact) / jnp.linalg.norm(exact)) < 4e-3
+
+
+@pytest.mark.parametrize(("counts", "tile_size"), [((1, 1), 1), ((40, 150), 16)], ids=str)
+@pytest.mark.parametrize("name", kv_format.NAMES)
+def test_a_step_changes_its_cache_in_place(
+    name: str, counts: tuple[int, int], tile_size: int
+) -> None:
+    """Copies of sinks and tails were nine tenths of a decode step with KVarN on a CPU."""
+    found = kv_format.named(name)
+    sequences = Sequences(lengths=(300, 300), page_size=found.page_size or 16)
+    step = sequences.step((100, 100), counts, tile_size)
+    qkv, tables = sequences.projections(step)
+
+    def layers(kv: Any, qkv: Any, tables: Any, step: Any) -> Any:
+        run = partial(kv_format.attend, eps=EPS, tile_size=tile_size)
+        for layer in range(2):
+            out, kv = run(qkv, kv, layer, sequences.norms, tables, step)
+            qkv = qkv + jnp.sum(out)
+        return out, kv_format.end_step(kv, step, tile_size=tile_size)
+
+    large = dataclasses.replace(sequences.shape, pages=2**18 // sequences.page_size, slots=2048)
+    cache = found.abstract(large, jnp.float32)
+    compiled = jax.jit(layers, donate_argnums=0).lower(cache, qkv, tables, step).compile()
+    stores = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)]
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == sum(stores)
+    assert memory.temp_size_in_bytes < max(stores) / 4

@@ -50,14 +50,14 @@ def attention_inputs(
       qkv: [parts, tokens, (q_heads + 2 * kv_heads) * head_dim], partial sums of the projection.
       kv: [layers, pages, kv_heads, 2, page_size, head_dim], updated in place when donated.
       layer: index into the first axis of kv.
-      norms: weights of the query and key norms, [head_dim] each.
+      norms: weights of the query and key norms, [head_dim] each; their dtype is the activations'.
       tables: cosines and sines, float32 [tokens, head_dim/2] each.
-      slots: where keys and values go.
+      slots: where keys and values go; they are rounded to kv's dtype, nothing else is.
 
     Returns:
       Queries [tokens, q_heads, head_dim], and kv.
     """
-    q, k, v = heads_of(sum_parts(qkv, kv.dtype), norms, tables, kv_heads=kv.shape[2], eps=eps)
+    q, k, v = heads_of(sum_parts(qkv, norms[0].dtype), norms, tables, kv_heads=kv.shape[2], eps=eps)
     return q, kv_write(kv, layer, k, v, slots.pages, slots.offsets)
 
 

@@ -33,7 +33,7 @@ def _kernel(
     offset = tl.load(offset_ptr + token)
     low, high = head_halves(
         qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, first,
-        stride, parts, q_heads, kv_heads, eps, kv_ptr.dtype.element_ty, HEADS, HALF, EARLY,
+        stride, parts, q_heads, kv_heads, eps, q_norm_ptr.dtype.element_ty, HEADS, HALF, EARLY,
     )  # fmt: skip
     if first < q_heads:
         target = q_ptr + (token * q_heads + first + head[:, None]) * (2 * HALF) + dim[None, :]

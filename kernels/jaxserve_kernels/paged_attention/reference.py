@@ -111,7 +111,7 @@ def attend_pages(
 
     def attend_block(index: Array, carry: Softmax) -> Softmax:
         pages = lax.dynamic_slice_in_dim(tables, index * pages_per_block, pages_per_block, axis=1)
-        block_kv = read(pages)  # [tiles, pages, kv_heads, 2, page, head_dim]
+        block_kv = read(pages).astype(q.dtype)  # [tiles, pages, kv_heads, 2, page, head_dim]
         block_kv = block_kv.transpose(3, 0, 2, 1, 4, 5)
         keys, values = block_kv.reshape(2, -1, kv_heads, block, head_dim)
         scores = jnp.einsum("nhgtd,nhkd->nhgtk", queries, keys, preferred_element_type=jnp.float32)
