@@ -2,6 +2,8 @@
 
     python scripts/bench_kv.py --model qwen3-4b --budget 30 --out docs/measurements/kv_sweep.json
     python scripts/bench_kv.py --loads 8192/256 --clients 1,8,32 --formats bf16,fp8_e4m3
+    python scripts/bench_kv.py --model jaxserve-embedded --loads 64/16,300/40 --clients 1,4 \\
+        --kv-gib 0.2 --max-model-len 512 --prefill 64,256     # on a CPU, too
 
 Scheduler and device as in serving, one step ahead, without HTTP. The weights are loaded once; each
 format gets the same bytes for its cache, and its own compiled steps. Every client sends its next
@@ -36,7 +38,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxserve.startup.environment import compiler_settings, prepare
+from jaxserve.startup.environment import compiler_options, compiler_settings, prepare
 
 prepare(gpu_memory_utilization=0.92)
 
@@ -45,7 +47,7 @@ import jax.numpy as jnp
 from kv_report import compared, plot, show
 
 from jaxserve.api import Request, SamplingParams
-from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
+from jaxserve.config import Buckets, CacheConfig, ConfigError, SchedulerConfig
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.model_spec import NAMED_MODELS, ModelSpec
 from jaxserve.models import qwen3
@@ -93,7 +95,13 @@ def main() -> None:
     params = qwen3.abstract(spec, args.dtype, stacked=args.stacked)
     if not args.compile_only:
         params = dummy_params(params, 0)
-    served = [make_served(spec, params, name, args) for name in args.formats]
+    try:
+        served = [make_served(spec, params, name, args) for name in args.formats]
+    except ConfigError as error:
+        what, _, _ = str(error).partition(";")  # the flags it goes on with are the server's
+        raise SystemExit(
+            f"{what}; raise --kv-gib, or lower --max-model-len or --clients"
+        ) from error
     with ThreadPoolExecutor(len(served)) as pool:
         list(pool.map(lambda each: each.compile(args.cache_dir), served))
     if args.compile_only:
@@ -204,6 +212,13 @@ def spec_of(model: str) -> ModelSpec:
     return NAMED_MODELS[model]
 
 
+def formats(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - set(NAMES):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose from {', '.join(NAMES)}")
+    return names
+
+
 def parse_args() -> argparse.Namespace:
     def sizes(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
@@ -215,7 +230,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--model", choices=[EMBEDDED_NAME, *sorted(NAMED_MODELS)], default="qwen3-4b"
     )
-    parser.add_argument("--formats", type=lambda text: text.split(","), default=list(NAMES[1:]))
+    parser.add_argument("--formats", type=formats, default=list(NAMES[1:]))
     parser.add_argument("--loads", type=loads, default=loads("512/128,8192/256"))
     parser.add_argument("--clients", type=sizes, default=[1, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--decode", type=sizes, help="decode buckets, if not one per --clients")
@@ -238,6 +253,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, help="minutes after which no point is begun")
     parser.add_argument("--out", type=Path, help="write the result as JSON, and go on from it")
     args = parser.parse_args()
+    args.max_model_len = min(args.max_model_len, spec_of(args.model).max_position)
+    for load in args.loads:
+        if load.prompt + load.output > args.max_model_len:
+            parser.error(
+                f"--loads: {load.prompt}/{load.output} is beyond {args.max_model_len} tokens, the "
+                "least of --max-model-len and the model's own limit"
+            )
     args.stacked = jax.default_backend() == "gpu"
     args.dtype = jnp.bfloat16 if args.stacked else jnp.float32
     return args
@@ -254,10 +276,15 @@ class Served:
 
     def compile(self, folder: Path | None) -> None:
         start = time.perf_counter()
-        found = programs(self.config, self.params)
+        options = compiler_options(gpu=jax.default_backend() == "gpu")
+        found = [
+            dataclasses.replace(each, compiler_options=options)
+            for each in programs(self.config, self.params)
+        ]
         cache = None
         if folder is not None:
-            key = program_key(self.config, self.params, compiler_settings(), jax.devices()[0])
+            settings = compiler_settings() | {name: str(value) for name, value in options.items()}
+            key = program_key(self.config, self.params, settings, jax.devices()[0])
             cache = ExecutableCache(folder, key, self.name)
         workers = os.cpu_count() or 1
         self.executables = obtain(found, cache, workers, lambda name, done: None).executables
