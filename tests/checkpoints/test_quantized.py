@@ -129,6 +129,18 @@ def test_kernels_get_groups_and_zeros_that_they_know(tmp_path: Path) -> None:
     assert weight.group == 128
 
 
+@pytest.mark.parametrize(("group", "cut"), [(16, 16), (32, 32), (96, 32), (192, 64), (256, 128)])
+def test_groups_are_cut_into_those_that_kernels_know(group: int, cut: int, tmp_path: Path) -> None:
+    kind = files.Kind(files.AWQ | {"group_size": group}, files.with_(files.awq, group=group))
+    weights = files.save(tmp_path, kind, {"q": (64, 768)}, 0)
+    packed = view(tmp_path).packed(["q.weight"], "q")
+    assert packed is not None
+    weight = packed.decode()
+    assert isinstance(weight, Int4Weight)
+    assert weight.group == cut
+    np.testing.assert_array_equal(weight.dequantize(), weights["q"])
+
+
 def test_a_product_takes_its_inputs_in_the_order_of_their_groups(tmp_path: Path) -> None:
     weights = files.save(tmp_path, files.KINDS["gptq-act-order"], SIZES, 1)
     weight = read(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,22 @@ def test_a_folder_that_cannot_be_made_is_named(
     status, text = run(capsys, *flags(tmp_path / "out"))
     assert status == 1
     assert f"--out {tmp_path}/out: cannot be written: File exists" in text
+
+
+def test_each_layer_has_a_line_when_it_is_done_and_each_matrix_a_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All four matrices of a layer in its line, layers in order; in the row the largest error."""
+    status, text = run(capsys, *flags(tmp_path / "out"))
+    assert status == 0, text
+    number = r"([0-9.]+)%"
+    line = rf"^layers\.(.): relative error of qkv {number}, out .*, gate_up .*, down {number}$"
+    found = re.findall(line, text, re.MULTILINE)
+    assert [int(layer) for layer, *_ in found] == list(range(8))
+    for matrix, column in (("qkv", 1), ("down", 2)):
+        worst = max(found, key=lambda each: float(each[column]))
+        (row,) = (each.split("│") for each in text.splitlines() if each.startswith(f"│ {matrix} "))
+        assert [cell.strip() for cell in row[4:6]] == [f"{worst[column]}%", f"layers.{worst[0]}"]
 
 
 def test_a_folder_with_something_else_in_it_is_left_as_it_is(

@@ -21,8 +21,9 @@ from jaxserve_kernels.weights import (
     pack_nvfp4,
 )
 
-KERNEL_GROUP = 128
-"""Larger groups are cut into these, which repeats their scales and changes nothing else."""
+KERNEL_GROUPS = (128, 64, 32)
+"""Groups are cut into the first of these that divides them, which repeats their scales and changes
+nothing else; one that none divides stays as it is, and no kernel knows it."""
 
 
 class Inconsistent(Exception):
@@ -169,7 +170,7 @@ def int_codes(codes: Array, scale: Array, zero: Array | None) -> IntCodes:
     """With groups that kernels know, where groups are larger: [out, groups] of scale and zero."""
     depth, groups = codes.shape[-1], scale.shape[-1]
     group = depth // groups
-    repeats = group // KERNEL_GROUP if group > KERNEL_GROUP and group % KERNEL_GROUP == 0 else 1
+    repeats = next((group // size for size in KERNEL_GROUPS if group % size == 0), 1)
 
     def repeated(values: Array) -> Array:
         return jnp.repeat(values, repeats, axis=-1)
