@@ -1,0 +1,37 @@
+"""Which shapes are compiled, by the flags that bound them."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.cli.options import parse_args
+from jaxserve.config import Buckets
+from jaxserve.startup import engine_plan
+from jaxserve.startup.engine_plan import GPU_DECODE, GPU_PREFILL
+
+
+def buckets(*flags: str) -> Buckets:
+    """Of a GPU."""
+    return engine_plan._buckets(parse_args([*flags]), gpu=True)  # pyright: ignore[reportPrivateUsage]
+
+
+def test_without_flags_they_are_those_that_pay_on_a_gpu() -> None:
+    assert buckets() == Buckets(decode=GPU_DECODE, prefill=GPU_PREFILL)
+
+
+@pytest.mark.parametrize("most", [1, 48, 64, 300])
+def test_the_largest_decode_step_holds_as_many_sequences_as_may_run(most: int) -> None:
+    found = buckets("--max-num-seqs", str(most))
+    assert found.decode == (*(size for size in GPU_DECODE if size < most), most)
+    assert found.prefill == GPU_PREFILL
+
+
+@pytest.mark.parametrize("most", [256, 1000, 8192])
+def test_the_largest_mixed_step_holds_as_many_tokens_as_a_step_may_have(most: int) -> None:
+    found = buckets("--max-num-batched-tokens", str(most))
+    assert found.prefill == (*(size for size in GPU_PREFILL if size < most), most)
+
+
+def test_a_mixed_step_has_room_for_all_that_may_run() -> None:
+    """So every running sequence decodes beside a chunk, however many there are."""
+    assert buckets("--max-num-seqs", "4096").prefill == (*GPU_PREFILL, 4096)
