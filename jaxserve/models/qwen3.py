@@ -130,6 +130,9 @@ def rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
         if spec.tie_embeddings
         else Rule("lm_head", ("lm_head.weight",)),
         Ignore("*.rotary_emb.inv_freq"),
+        # Scales of a KV cache in fp8: see `startup/kv_scales.py`.
+        Ignore("*.self_attn.*k_scale"),
+        Ignore("*.self_attn.*v_scale"),
     )
 
 

@@ -31,7 +31,8 @@ class _Unsupported(Exception):
 
 
 def detect(folder: Path) -> Format | None:
-    """The format that `config.json` or `hf_quant_config.json` names; None: not quantised.
+    """The format that `config.json` or `hf_quant_config.json` names; None: not quantised,
+    or nothing but the KV cache is.
 
     CheckpointError: an unknown one, or settings of it that are not supported, with both named.
     """
@@ -49,9 +50,18 @@ def detect(folder: Path) -> Format | None:
         method = config.get("quant_method")
         if not isinstance(method, str) or method not in _METHODS:
             raise _Unsupported(f"quant_method is {method!r}, supported: {SUPPORTED}")
+        if _is_of_cache_only(config):
+            return None
         return _METHODS[method](config)
     except _Unsupported as error:
         raise CheckpointError(f"{folder}: quantised, as {source} says: {error}") from None
+
+
+def _is_of_cache_only(config: Config) -> bool:
+    """Whether compressed-tensors or ModelOpt left the weights as they were, and the checkpoint just
+    brings scales for a KV cache."""
+    weights = config.get("config_groups") or config.get("quant_algo")
+    return not weights and bool(config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"))
 
 
 def _awq(config: Config) -> Format:
