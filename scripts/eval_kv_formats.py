@@ -144,11 +144,18 @@ def run_cases(
             found.add(name, judge([cases[index] for index in group], answers))
 
 
+def kv_formats(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - set(NAMES):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose from {', '.join(NAMES)}")
+    return names
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tasks", nargs="+", help="only tasks whose name begins with one of these")
     parser.add_argument("--rounds", type=int, help="at most this many cases of each task")
-    parser.add_argument("--formats", type=lambda text: text.split(","), default=list(NAMES[1:]))
+    parser.add_argument("--formats", type=kv_formats, default=list(NAMES[1:]))
     parser.add_argument(
         "--first", type=int, default=256, help="the first position whose prediction counts"
     )

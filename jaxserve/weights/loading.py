@@ -182,7 +182,7 @@ def open_checkpoint_of(folder: Path, wanted: Quantization) -> Stored:
     log.info("%s: %s, %d matrices", folder, format.describe(), len(stored.modules))
     if stored.unused:
         kinds = sorted({name.rpartition(".")[2] for name in stored.unused})
-        log.info("%d tensors are not used: %s", len(stored.unused), ", ".join(kinds))
+        log.info("the weights have no use for %d tensors: %s", len(stored.unused), ", ".join(kinds))
     return stored
 
 

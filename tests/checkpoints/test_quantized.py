@@ -289,6 +289,20 @@ def test_modelopt_may_have_a_file_of_its_own(tmp_path: Path) -> None:
         detect(tmp_path)
 
 
+def test_compressed_tensors_settings_may_have_their_first_name(tmp_path: Path) -> None:
+    config = dict(files.KINDS["packed"].config)
+    del config["quant_method"]
+    (tmp_path / "config.json").write_text(json.dumps({"compression_config": config}))
+    first = detect(tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"quantization_config": files.KINDS["packed"].config})
+    )
+    assert first is not None and first == detect(tmp_path)
+    (tmp_path / "config.json").write_text('{"compression_config": {"sparsity_config": {}}}')
+    with pytest.raises(CheckpointError, match=r"quantised, as config\.json says"):
+        detect(tmp_path)
+
+
 def test_tensors_that_contradict_the_configuration_are_all_named(tmp_path: Path) -> None:
     files.save(tmp_path, files.KINDS["awq-g64"], SIZES, 0)
     config = {"quantization_config": files.KINDS["awq"].config}

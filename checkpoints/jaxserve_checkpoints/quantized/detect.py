@@ -26,6 +26,10 @@ SUPPORTED = (
 )
 
 
+_METHOD_OF_KEY = {"quantization": "modelopt", "compression_config": "compressed-tensors"}
+"""Keys that say by themselves who wrote what is under them."""
+
+
 class _Unsupported(Exception):
     """A setting that this engine would compute wrongly; says what it is and what is supported."""
 
@@ -38,6 +42,8 @@ def detect(folder: Path) -> Format | None:
     """
     source, key = "config.json", "quantization_config"
     content = _read(folder / source) if _is(folder, source) else {}
+    if not content.get(key) and content.get("compression_config"):
+        key = "compression_config"  # as compressed-tensors wrote it at first
     if not content.get(key) and _is(folder, "hf_quant_config.json"):
         source, key = "hf_quant_config.json", "quantization"
         content = _read(folder / source)
@@ -45,8 +51,8 @@ def detect(folder: Path) -> Format | None:
         return None
     try:
         config = _object(content, key)
-        if key == "quantization":
-            config = {"quant_method": "modelopt", **config}
+        if method := _METHOD_OF_KEY.get(key):
+            config = {"quant_method": method, **config}
         method = config.get("quant_method")
         if not isinstance(method, str) or method not in _METHODS:
             raise _Unsupported(f"quant_method is {method!r}, supported: {SUPPORTED}")
