@@ -44,6 +44,7 @@ prepare(gpu_memory_utilization=0.92)
 
 import jax
 import jax.numpy as jnp
+from kv_formats import kv_formats
 from kv_report import compared, plot, show
 
 from jaxserve.api import Request, SamplingParams
@@ -212,13 +213,6 @@ def spec_of(model: str) -> ModelSpec:
     return NAMED_MODELS[model]
 
 
-def formats(text: str) -> list[str]:
-    names = text.split(",")
-    if unknown := set(names) - set(NAMES):
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose from {', '.join(NAMES)}")
-    return names
-
-
 def parse_args() -> argparse.Namespace:
     def sizes(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
@@ -230,7 +224,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--model", choices=[EMBEDDED_NAME, *sorted(NAMED_MODELS)], default="qwen3-4b"
     )
-    parser.add_argument("--formats", type=formats, default=list(NAMES[1:]))
+    parser.add_argument("--formats", type=kv_formats, default=list(NAMES[1:]))
     parser.add_argument("--loads", type=loads, default=loads("512/128,8192/256"))
     parser.add_argument("--clients", type=sizes, default=[1, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--decode", type=sizes, help="decode buckets, if not one per --clients")

@@ -34,6 +34,7 @@ from cached_model import CachedModel, in_batches, shapes
 from divergence import compare_where, describe
 from embedded_chat import Encoder, render
 from eval_embedded import MODEL_FOLDER, Result, accuracy, judge, load_cases, parse_answer, select
+from kv_formats import kv_formats
 from rich.console import Console
 from rich.table import Table
 
@@ -142,13 +143,6 @@ def run_cases(
             found.compare(name, plain, result.log_probs, lengths)
             answers = [parse_answer(encoder.text(tokens)) for tokens in result.answers]
             found.add(name, judge([cases[index] for index in group], answers))
-
-
-def kv_formats(text: str) -> list[str]:
-    names = text.split(",")
-    if unknown := set(names) - set(NAMES):
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose from {', '.join(NAMES)}")
-    return names
 
 
 def parse_args() -> argparse.Namespace:

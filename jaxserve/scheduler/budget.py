@@ -127,6 +127,7 @@ class TokenBudget:
         has been than was to be; `pace`: tokens per step."""
         small = _small_chunk(costs)
         if pace <= _FEW * small:
+            self._behind = 0.0
             return small
         if pace <= small:
             due = min(self._behind, 0.0) + max(pace, _LEAST * small)
