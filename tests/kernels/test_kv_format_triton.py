@@ -24,6 +24,8 @@ MANY = ((*DECODE[0], 62, 65, *range(900, 910)), (1,) * 20)
 FORMATS = ("int8", "fp8_e4m3", "kvarn_k4v4_g128", "kvarn_k4v2_g128")
 CHUNKS = ((0, 0, 64, 100, 127, 700, 255, 1290), (3, 300, 64, 29, 2, 150, 1, 1))
 """With two rows of one token: one fills a page, the other's context is shared."""
+LONG = ((1100, 57), (700, 300))
+"""Chunks so long that each program takes several tiles, many of them cut where a page ends."""
 
 
 def relative_error(out: jax.Array, expected: jax.Array) -> float:
@@ -38,7 +40,7 @@ def relative_error(out: jax.Array, expected: jax.Array) -> float:
     ids=str,
 )
 @pytest.mark.parametrize(
-    "work", [DECODE, ONE, MANY, CHUNKS], ids=["decode", "one", "many", "chunks"]
+    "work", [DECODE, ONE, MANY, CHUNKS, LONG], ids=["decode", "one", "many", "chunks", "long"]
 )
 @pytest.mark.parametrize("name", FORMATS)
 def test_attention_equals_its_reference(
@@ -74,7 +76,8 @@ def test_attention_equals_its_reference(
         kv = named(name).allocate(sequences.shape, dtype)
         if any(starts):
             _, kv = run("reference", kv, sequences.step((0,) * len(starts), starts, 32), 32, cpu)
-        step = sequences.step(starts, counts, tile_size, apart=tile_size > 1)
+        padding = 200 if work is LONG else 0  # as a step has, which takes any number of chunks
+        step = sequences.step(starts, counts, tile_size, padding, apart=tile_size > 1)
         expected, kept = run("reference", kv, step, tile_size, cpu)
     with jax.default_matmul_precision("highest"):
         out, left = run("triton", kv, step, tile_size, gpu)
@@ -82,8 +85,10 @@ def test_attention_equals_its_reference(
     # own keys and values to their neighbours, and what a chunk sees of the cache.
     count = sum(counts)
     error = relative_error(out[:count], expected[:count])
-    # Of a chunk all are its own, and e4m3's neighbours are 6 to 12 % away.
-    bound = 1.5e-2 if name == "fp8_e4m3" and tile_size > 1 else 1e-2
+    # Of a chunk all are its own, and e4m3's neighbours are 6 to 12 % away. A long one sees many of
+    # its own pages as codes, 1 % of which are neighbours (keys' only): an error of 2.6e-2 where it
+    # sees little else. Attention that leaves out what lies past the end of a page is off by 0.3.
+    bound = 1.5e-2 if name == "fp8_e4m3" and tile_size > 1 else 2e-2 if work is LONG else 1e-2
     assert error < (bound if dtype == "bfloat16" else 2e-3), f"{name}: {error:.2e}"
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(left))
     if name.startswith("kvarn") and dtype == "float32":

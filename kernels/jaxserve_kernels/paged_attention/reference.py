@@ -37,7 +37,8 @@ class QueryTiles(NamedTuple):
     They may be left to another kernel; one that takes a single list asks for `in_one_list`."""
 
     def in_one_list(self) -> QueryTiles:
-        """The singles behind the other tiles."""
+        """The singles behind the other tiles, whose padding then lies between: for kernels that
+        have a program for each place."""
         if self.singles is None:
             return self
         first, length, slot, position = (

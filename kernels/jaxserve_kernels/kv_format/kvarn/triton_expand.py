@@ -18,7 +18,7 @@ from jaxserve_kernels.kv_format import chunks
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV, chunk_pages
 from jaxserve_kernels.kv_format.kvarn.triton_inputs import signs
-from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
+from jaxserve_kernels.paged_attention import paged_attention
 from jaxserve_kernels.triton_call import triton_call
 
 _PAGE = 64
@@ -181,7 +181,7 @@ def attend(
         first_page=layer * num_pages, first_slot=layer * kv.raw.shape[1],
         kv_heads=kv_heads, GROUP=group, QUARTER=quarter, BITS=kv.value_bits, PAGE=page_size,
     )  # fmt: skip
-    tiles = cut_at_pages(step.tiles, group)
+    tiles = chunks.cut_at_pages(step.tiles, group)
     own = (tiles.position // group)[:, None]
     number = jnp.arange(width, dtype=jnp.int32)[None, :]
     at = places.first[tiles.slot][:, None]
@@ -205,14 +205,3 @@ def _contents(
     page = step.page_table.at[slot, index].get(mode="clip")
     page = jnp.where(as_codes & (index > 0), page, -1)  # the first is the sink
     return page, index
-
-
-def cut_at_pages(tiles: QueryTiles, page_size: int) -> QueryTiles:
-    """The tiles without what lies past the end of their first page, then that of each."""
-    head = jnp.minimum(tiles.length, page_size - tiles.position % page_size)
-    return QueryTiles(
-        first=jnp.concatenate([tiles.first, tiles.first + head]),
-        length=jnp.concatenate([head, tiles.length - head]),
-        slot=jnp.concatenate([tiles.slot, tiles.slot]),
-        position=jnp.concatenate([tiles.position, tiles.position + head]),
-    )
