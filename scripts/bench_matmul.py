@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -46,58 +45,13 @@ from matmul_report import (
     plot,
     show,
 )
+from random_weights import QUANTIZE
 
 from jaxserve.model_spec import NAMED_MODELS, ModelSpec
 from jaxserve_kernels import target, weights
 from jaxserve_kernels.matmul import as_read, gated_linear, linear, sum_parts
 from jaxserve_kernels.weights.iq2_xxs import Iq2XxsWeight
 
-
-def random_iq2_xxs(weight: jax.Array) -> Iq2XxsWeight:
-    """Any codes of the right shape: what they are makes no difference in time."""
-    out, depth = weight.shape
-    key = jax.random.key(depth)
-    return Iq2XxsWeight(
-        points=jax.random.bits(key, (out, depth // 8), jnp.uint8),
-        signs=jax.random.bits(key, (out, depth // 32), jnp.uint32),
-        d=jnp.full((out, depth // 256), 1e-3, jnp.float16),
-    )
-
-
-def with_zeros(weight: jax.Array) -> weights.Int4Weight:
-    """Codes as they come, with whole zero points that are not all 8."""
-    packed = weights.quantize_int4(weight)
-    zero = jax.random.randint(jax.random.key(1), packed.scale.shape, 6, 11)
-    return packed._replace(zero=zero)
-
-
-def in_another_order(weight: jax.Array) -> weights.OrderedInt4Weight:
-    """As GPTQ with activation order leaves them: the product's inputs are gathered first."""
-    packed = weights.quantize_int4(weight)
-    order = jax.random.permutation(jax.random.key(2), weight.shape[1]).astype(jnp.int32)
-    return weights.OrderedInt4Weight(packed.packed, packed.scale, order)
-
-
-def with_copy(quantize: Callable[[jax.Array], Any], weight: jax.Array) -> weights.CopiedWeight:
-    """As the engine holds 4-bit weights where the card has room."""
-    codes = quantize(weight)
-    return weights.CopiedWeight(codes, weights.e4m3_copy(codes))
-
-
-QUANTIZE: dict[str, Callable[[jax.Array], Any]] = {
-    "bf16": lambda weight: weight,
-    "int4": weights.quantize_int4,
-    "int4-g64": functools.partial(weights.quantize_int4, group=64),
-    "int4-zeros": with_zeros,
-    "int4-act-order": in_another_order,
-    "fp8": weights.quantize_fp8,
-    "int8": weights.quantize_int8,
-    "nvfp4": weights.quantize_nvfp4,
-    "mxfp4": weights.quantize_mxfp4,
-    "iq2_xxs": random_iq2_xxs,
-}
-COPIED = ("int4", "int4-g64", "int4-zeros", "int4-act-order", "nvfp4", "mxfp4")
-QUANTIZE |= {f"{name}{COPY}": functools.partial(with_copy, QUANTIZE[name]) for name in COPIED}
 HEADS = ("bf16", "int8", "fp8")
 """What the engine has output matrices in."""
 

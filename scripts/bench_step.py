@@ -33,6 +33,7 @@ prepare(gpu_memory_utilization=0.92)
 
 import jax
 import jax.numpy as jnp
+from random_weights import LAYER_FORMATS, encoder
 from rich.console import Console
 from rich.table import Table
 
@@ -41,7 +42,6 @@ from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.model_spec import NAMED_MODELS, ModelSpec
 from jaxserve.models import qwen3
-from jaxserve.models.quantization import Quantization
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
 from jaxserve.runner import kv_cache
 from jaxserve.runner.programs import RunnerConfig
@@ -115,7 +115,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--separate-layers", action="store_true", help="one array per weight and layer"
     )
-    parser.add_argument("--quantization", choices=("int4", "fp8", "nvfp4"))
+    parser.add_argument("--quantization", choices=LAYER_FORMATS)
     parser.add_argument("--lm-head-dtype", choices=("int8", "fp8"))
     parser.add_argument("--fp8-copy", action="store_true", help="of 4-bit weights, as served")
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -184,8 +184,7 @@ def make_runner(
         kv_format=kv_format,
     )
     abstract = qwen3.abstract(spec, jnp.bfloat16, stacked=not args.separate_layers)
-    quantization = Quantization(layers=args.quantization, head=args.lm_head_dtype)
-    params = dummy_params(abstract, 0, quantization.encoder(spec))
+    params = dummy_params(abstract, 0, encoder(spec, args.quantization, args.lm_head_dtype))
     if args.fp8_copy:
         params = copied(params)
     runner = Runner(config, params, Metrics("bench"))

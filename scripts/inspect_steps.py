@@ -31,15 +31,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
+from random_weights import LAYER_FORMATS, encoder
 
 from jaxserve.config import CacheConfig
 from jaxserve.model_spec import NAMED_MODELS, ModelSpec
 from jaxserve.models import qwen3
-from jaxserve.models.quantization import Quantization
 from jaxserve.runner import batch, kv_cache, sequence_state, slot_tables
 from jaxserve.runner.batch import Bucket
 from jaxserve.runner.step import DeviceState, run_step
-from jaxserve_checkpoints.load import encoded_abstract
+from jaxserve_checkpoints.load import Encode, encoded_abstract
 from jaxserve_kernels import target
 from jaxserve_kernels.kv_format import NAMES, named
 from jaxserve_kernels.paged_attention import tile_tokens
@@ -59,10 +59,8 @@ def main() -> None:
         )
         for tokens in args.prefill
     ]
-    quantization = Quantization(layers=args.quantization, head=args.lm_head_dtype)
-    reports = [
-        inspect(spec, quantization, bucket, sharding, args.kv_cache_dtype) for bucket in buckets
-    ]
+    encode = encoder(spec, args.quantization, args.lm_head_dtype)
+    reports = [inspect(spec, encode, bucket, sharding, args.kv_cache_dtype) for bucket in buckets]
     print(json.dumps(reports, indent=1))
 
 
@@ -74,7 +72,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--target", type=Path, required=True, help="XLA's description of the GPU")
     parser.add_argument("--model", choices=sorted(NAMED_MODELS), default="qwen3-4b")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--quantization", choices=("int4", "fp8", "nvfp4"))
+    parser.add_argument("--quantization", choices=LAYER_FORMATS)
     parser.add_argument("--lm-head-dtype", choices=("int8", "fp8"))
     parser.add_argument("--kv-cache-dtype", choices=NAMES, default="auto")
     parser.add_argument("--decode", type=sizes, default=[1, 64])
@@ -93,7 +91,7 @@ def topology_sharding(description: str) -> NamedSharding:
 
 def inspect(
     spec: ModelSpec,
-    quantization: Quantization,
+    encode: Encode,
     bucket: Bucket,
     sharding: NamedSharding,
     kv_cache_dtype: str,
@@ -112,7 +110,7 @@ def inspect(
         results=jax.ShapeDtypeStruct((MAX_SEQS + 1, batch.RESULT_COLUMNS), jnp.int32),
     )
     plain = qwen3.abstract(spec, jnp.bfloat16, stacked=True)
-    params = encoded_abstract(plain, quantization.encoder(spec))
+    params = encoded_abstract(plain, encode)
     packed = jax.ShapeDtypeStruct((bucket.packed_size,), jnp.int32)
     step = functools.partial(run_step, spec=spec, bucket=bucket, sampled_vocab=spec.vocab_size)
     arguments = jax.tree.map(

@@ -64,7 +64,8 @@ def linear(x: Array | QuantizedTokens, weight: Weight, dtype: DTypeLike | None =
     """
     weight = _part(weight, x.shape[0])
     if isinstance(weight, OrderedInt4Weight):
-        return linear(plain(x)[:, weight.order], weight.stored, dtype)
+        x = quantized_matmul.take_inputs(plain(x), weight.order)
+        return linear(x, weight.stored, dtype)
     if isinstance(weight, QUANTIZED):
         return quantized_matmul.linear(x, weight, dtype)
     return dense_matmul.linear(plain(x), weight, dtype)
@@ -92,7 +93,8 @@ def gated_linear(x: Array | QuantizedTokens, weight: Weight) -> Array:
     """
     weight = _part(weight, x.shape[0])
     if isinstance(weight, OrderedInt4Weight):
-        return gated_linear(plain(x)[:, weight.order], weight.stored)
+        x = quantized_matmul.take_inputs(plain(x), weight.order)
+        return gated_linear(x, weight.stored)
     if isinstance(weight, QUANTIZED):
         return quantized_matmul.gated_linear(x, weight)
     return dense_matmul.gated_linear(plain(x), weight)

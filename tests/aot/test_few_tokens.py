@@ -1,5 +1,4 @@
-"""Products of few and of some tokens with 4-bit integers, as ptxas makes them: what their speed
-rests on."""
+"""Products of few and of some tokens in chains, as ptxas makes them: what their speed rests on."""
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ def test_a_ring_of_codes_is_asked_for_before_the_kernels_before_end(
     from jaxserve_kernels.quantized_matmul.triton_streaming import _product
 
     types = {
-        "x_ptr": "*bf16", "packed_ptr": "*u16", "scale_ptr": "*fp32", "zero_ptr": "*i32",
+        "x_ptr": "*bf16", "packed_ptr": "*u16", "scale_ptr": "*fp32", "second_ptr": "*i32",
         "out_ptr": "*bf16",
     }  # fmt: skip
     constants = {
@@ -84,6 +83,40 @@ def test_a_ring_of_codes_is_asked_for_before_the_kernels_before_end(
     assert len(re.findall(r"LDGSTS\.E\S*\.128", before)) == 2 * turn * (stages - 1)
     loop = re.search(r"\n\.(L_x_\d+):(.*?)BRA `\(\.\1\)", after, re.DOTALL)
     assert loop and len(re.findall(r"BAR\.SYNC", loop[2])) == 2
+
+
+@pytest.mark.parametrize("tokens", [8, 16, 32, 64])
+@pytest.mark.parametrize("name", ["fp8", "int8", "nvfp4", "mxfp4"])
+def test_rings_of_every_format_fit_three_programs(name: str, tokens: int, tmp_path: Path) -> None:
+    """As the dispatch launches gate and up of Qwen3-4B in a chain."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxserve_kernels import early, weights
+    from jaxserve_kernels.quantized_matmul.config import choose, steps
+    from jaxserve_kernels.quantized_matmul.triton_arguments import kind
+    from jaxserve_kernels.quantized_matmul.triton_streaming import _product
+
+    plain = jax.ShapeDtypeStruct((19_456, 2560), jnp.bfloat16)
+    weight = jax.eval_shape(getattr(weights, f"quantize_{name}"), plain)
+    with early.use():
+        config = choose(weight, tokens, gated=True, hopper=True)
+    assert config is not None and config.method == "stream"
+    types = {
+        "x_ptr": "*bf16", "packed_ptr": "*u16", "scale_ptr": "*u32" if "fp4" in name else "*fp32",
+        "second_ptr": "*fp32", "out_ptr": "*bf16",
+    }  # fmt: skip
+    constants = {
+        "tokens": tokens, "n": 9728, "k": 2560, "GATED": True, **kind(weight),
+        "TOKENS": config.tokens, "ROWS": config.rows, "STEPS": steps(20, 1, config.unroll),
+        "TURN": config.unroll, "STAGES": config.num_stages, "FIRST": config.first, "EARLY": True,
+    }  # fmt: skip
+    kernel = compile_kernel(_product, types, constants)
+    check_registers_and_memory(kernel, tmp_path)
+    assert 3 * kernel.metadata.shared <= MOST_SHARED_MEMORY
+    before, _ = disassembled(tmp_path).split("ACQBULK", 1)
+    turn = config.unroll * (4 if name in ("fp8", "int8") else 2)  # of 16 bytes for each thread
+    assert len(re.findall(r"LDGSTS\.E\S*\.128", before)) == turn * (config.num_stages - 1)
 
 
 @pytest.mark.parametrize(("shares", "ffn"), [(3, 9728), (1, 12_288)])

@@ -74,3 +74,14 @@ def test_a_step_with_quantised_weights_is_one_cuda_graph_too() -> None:
         assert report["outside_graph"] == ["kCommandBuffer"], name
         assert report["kv_copies"] == 0, name
         assert report["scratch_bytes"] < 384 * 2**20, name
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4-act-order"])
+def test_layers_of_every_format_are_one_chain(name: str) -> None:
+    """Activation order too, whose inputs are gathered in the chain."""
+    reports = inspect(
+        "--layers", "2", "--decode", "1,64", "--prefill", "16", "--quantization", name
+    )
+    for bucket in ("decode_1", "decode_64"):
+        assert reports[bucket]["inside_graph"] <= 25, bucket
+        assert reports[bucket]["outside_graph"] == ["kCommandBuffer"], bucket

@@ -37,6 +37,24 @@ QUANTIZE: dict[str, Callable[[jax.Array], Any]] = {
     "mxfp4": weights.quantize_mxfp4,
 }
 
+
+def in_another_order(weight: jax.Array) -> weights.OrderedInt4Weight:
+    packed = weights.quantize_int4(weight)
+    depth = weight.shape[-1]
+    orders = [jax.random.permutation(jax.random.key(layer), depth) for layer in range(len(weight))]
+    return weights.OrderedInt4Weight(packed.packed, packed.scale, jnp.stack(orders))
+
+
+def in_blocks(weight: jax.Array) -> weights.Fp8Weight:
+    """With a scale for 128 inputs of each row."""
+    groups = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, 128)
+    scale = jnp.max(jnp.abs(groups), -1, keepdims=True) / 448
+    values = (groups / scale).astype(jnp.float8_e4m3fn).reshape(weight.shape)
+    return weights.pack_fp8(values, scale[..., 0])
+
+
+CHAINED = {**QUANTIZE, "fp8-g128": in_blocks, "int4-act-order": in_another_order}
+
 TOLERANCE = 6e-3
 """Of the norm: bfloat16 rounds a result by 1.7e-3; the gating rounds three times, 3.6e-3."""
 
@@ -116,8 +134,18 @@ def test_a_pass_beforehand_makes_what_a_copy_is(name: str) -> None:
 def test_a_chain_of_products_equals_its_definition(tokens: int, embed: int, ffn: int) -> None:
     """Of few and of some tokens with 4-bit integers: codes are read before the kernels before
     them end."""
+    check_chain("int4", tokens, embed, ffn)
+
+
+@pytest.mark.parametrize("tokens", [3, 16, 24, 64])
+@pytest.mark.parametrize("name", [name for name in CHAINED if name != "int4"])
+def test_so_does_a_chain_in_every_other_format(name: str, tokens: int) -> None:
+    check_chain(name, tokens, 640, 1280)
+
+
+def check_chain(name: str, tokens: int, embed: int, ffn: int) -> None:
     keys = jax.random.split(jax.random.key(tokens), 4)
-    quantize = jax.jit(weights.quantize_int4)
+    quantize = jax.jit(CHAINED[name])
     gate_up = quantize(jax.random.normal(keys[0], (2, 2 * ffn, embed)) * embed**-0.5)
     down = quantize(jax.random.normal(keys[1], (2, embed, ffn)) * ffn**-0.5)
     norms = (1 + 0.1 * jax.random.normal(keys[2], (3, embed))).astype(jnp.bfloat16)

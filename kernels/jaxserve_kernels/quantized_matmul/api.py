@@ -40,6 +40,16 @@ def gated_linear(x: Array | QuantizedTokens, weight: QuantizedWeight) -> Array:
     return _kernels(config).gated_linear(x, weight, config)
 
 
+def take_inputs(x: Array, order: Array) -> Array:
+    """x [tokens, in] with its inputs in that order: x[:, order], of which order int32 [in] is a
+    permutation."""
+    if not target.uses_triton():
+        return x[:, order]
+    from jaxserve_kernels.quantized_matmul import triton_order
+
+    return triton_order.take_inputs(x, order)
+
+
 def token_format(
     weight: QuantizedWeight, tokens: int, dtype: DTypeLike, *, gated: bool
 ) -> TokenFormat | None:

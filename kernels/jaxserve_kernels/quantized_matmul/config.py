@@ -103,9 +103,8 @@ def choose(
     if not _has_kernel(weight):
         return None
     tiles = depth // 128
-    if tokens <= _MAX_CHAINED and isinstance(weight, Int4Weight) and early.starts():
-        sharing = gated and tokens > 32 and 2 * _MULTIPROCESSORS < out // 64 <= 3 * _MULTIPROCESSORS
-        config = _sharing(weight) if sharing else _streaming(weight, tokens, gated=gated)
+    if tokens <= _MAX_CHAINED and early.starts():
+        config = _chained(weight, tokens, gated=gated)
     elif hopper and not gated and _is_tall(weight, tokens):
         return Config(method="tall", rows=384, tokens=32 if tokens <= 32 else 64, num_stages=3)
     elif tokens <= _FEW and isinstance(weight, Int4Weight):
@@ -186,12 +185,21 @@ def _few(depth: int, *, gated: bool) -> Config:
     return Config(method="few", rows=16, tokens=_FEW, num_warps=warps)
 
 
-def _streaming(weight: Int4Weight, tokens: int, *, gated: bool) -> Config:
+def _chained(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config:
+    """Warpgroups share many tokens where each multiprocessor gets about three of a weight's row
+    tiles; that kernel knows 4-bit integers."""
+    row_tiles = weight.shape[0] // 64
+    three_each = 2 * _MULTIPROCESSORS < row_tiles <= 3 * _MULTIPROCESSORS
+    if gated and tokens > 32 and three_each and isinstance(weight, Int4Weight):
+        return _sharing(weight)
+    return _streaming(weight, tokens, gated=gated)
+
+
+def _streaming(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config:
     """Rings that leave room for three programs per multiprocessor, and as many programs."""
     out, tiles = weight.shape[0], weight.shape[1] // 128
     tile, turn = next(each for each in ((8, 4), (16, 2), (32, 2), (64, 1)) if tokens <= each[0])
-    of_rows = 4 * (128 // weight.group) * (1 if weight.zero is None else 2)
-    size = 64 * (64 + of_rows) + 256 * tile
+    size = 64 * _bytes_of_row(weight) + 256 * tile
     while turn > 1 and (tiles % turn or _RING // (turn * size) < 3):
         turn //= 2
     stages = _RING // (turn * size)
@@ -209,9 +217,21 @@ def _streaming(weight: Int4Weight, tokens: int, *, gated: bool) -> Config:
 
 def _sharing(weight: Int4Weight) -> Config:
     """A program for each multiprocessor, with a ring that fills its shared memory."""
-    of_rows = 4 * (128 // weight.group) * (1 if weight.zero is None else 2)
-    stages = _SHARED_RING // (3 * 64 * (64 + of_rows) + 256 * 64)
+    stages = _SHARED_RING // (3 * 64 * _bytes_of_row(weight) + 256 * 64)
     return Config(method="share", tokens=64, num_stages=stages)
+
+
+def _bytes_of_row(weight: QuantizedWeight) -> int:
+    """In a tile of 128 inputs: codes, scales and zero points."""
+    match weight:
+        case Int4Weight(zero=zero):
+            return 64 + 4 * (128 // weight.group) * (1 if zero is None else 2)
+        case Int8Weight() | Fp8Weight():
+            return 128 + 4 * (128 // weight.group)
+        case Nvfp4Weight():
+            return 64 + 8
+        case _:  # MXFP4
+            return 64 + 4
 
 
 def steps(tiles: int, splits: int, turn: int) -> int:

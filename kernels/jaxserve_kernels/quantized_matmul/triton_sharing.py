@@ -27,11 +27,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.quantized_matmul.config import Config
-from jaxserve_kernels.quantized_matmul.triton_arguments import NO_ZERO, arrays, kind
-from jaxserve_kernels.quantized_matmul.triton_streaming import add_turn, finish, rows_of
+from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, arrays, kind
+from jaxserve_kernels.quantized_matmul.triton_streaming import finish, rows_of
+from jaxserve_kernels.quantized_matmul.triton_turn import add_turn
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import Int4Weight
 
+_INT4 = gl.constexpr(INT4.value)
 _NO_ZERO = gl.constexpr(NO_ZERO.value)
 
 _ROWS = gl.constexpr(64)
@@ -85,7 +87,7 @@ def _multiply(
             place = stage * _GROUPS + group
             acc = add_turn(
                 acc, word_ring.index(place), scale_ring.index(place), zero_ring.index(place),
-                x_ring.index(stage), 1, groups, _ROWS, TOKENS, ZERO,
+                x_ring.index(stage), 1, groups, _ROWS, TOKENS, _INT4, ZERO,
             )  # fmt: skip
             if SHARES > 1 and group == _GROUPS - 1:  # noqa: SIM102  (known beforehand)
                 if step == end - 1:
@@ -95,7 +97,7 @@ def _multiply(
     if SHARES > 1 and group == _GROUPS - 1:  # the last of those that share it
         finishes = finishes & (gl.program_id(0) % SHARES == SHARES - 1)
     if finishes:
-        finish(acc, out_ptr, tile, tokens, n, True)
+        finish(acc * 64.0, out_ptr, tile, tokens, n, True)  # less_zero
 
 
 @gluon.jit

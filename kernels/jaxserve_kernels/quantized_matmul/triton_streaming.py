@@ -1,9 +1,9 @@
-"""Products of up to 64 tokens with 4-bit integers: codes stream through a ring in shared memory.
+"""Products of up to 64 tokens in a chain: codes stream through a ring in shared memory.
 
 A program fills the ring with codes and scales of its rows, and only then waits for the kernels
-before it in a chain, as `dense_matmul.triton_streaming` does; a tile of codes is a quarter of
-bfloat16's, so that most of a weight is on its way by then. Codes become bfloat16 in registers, from
-where the tensor cores take them, a plane of 32 inputs at a time.
+before it in a chain, as `dense_matmul.triton_streaming` does; a tile of codes is a half or a
+quarter of bfloat16's, so that most of a weight is on its way by then. Codes become bfloat16 in
+registers, from where the tensor cores take them, a plane of inputs at a time.
 """
 
 from __future__ import annotations
@@ -14,26 +14,18 @@ from jax import Array
 from jax.typing import DTypeLike
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.quantized_matmul.config import Config, steps
-from jaxserve_kernels.quantized_matmul.triton_arguments import NO_ZERO, arrays, kind
-from jaxserve_kernels.quantized_matmul.triton_unpack import less_zero, nibbles
+from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, NVFP4, arrays, kind
+from jaxserve_kernels.quantized_matmul.triton_turn import FEW, add_turn
 from jaxserve_kernels.triton_call import triton_call
-from jaxserve_kernels.weights import Int4Weight
+from jaxserve_kernels.weights import QuantizedWeight
 
+_INT4 = gl.constexpr(INT4.value)
+_NVFP4 = gl.constexpr(NVFP4.value)
 _NO_ZERO = gl.constexpr(NO_ZERO.value)
-
-_FEW = gl.constexpr(16)
-"""Tokens up to which a warp multiplies its own rows, which waits for nothing; of more, each warp
-would read all tokens from shared memory, and a warpgroup reads them once."""
 
 
 @gluon.jit
@@ -58,76 +50,32 @@ def _copy(place, source, tile, left, EVEN: gl.constexpr):
 
 
 @gluon.jit
-def add_turn(
-    acc, words, scales, zeros, inputs,
-    COUNT: gl.constexpr, groups: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    ZERO: gl.constexpr,
-):  # fmt: skip
-    """Adds the products of a turn's first COUNT tiles. Those of a warpgroup are waited for when the
-    next are under way."""
-    mma: gl.constexpr = acc.type.layout
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    shared: gl.constexpr = 4 // groups  # planes of 32 inputs that share a scale
-    nothing = gl.zeros_like(acc)
-    before = nothing
-    scale_before = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, mma))
-    for tile in gl.static_range(COUNT):
-        planes = nibbles(words.slice(tile * ROWS, ROWS).load(left))
-        tokens = inputs.slice(tile * TOKENS, TOKENS)
-        part = nothing
-        for plane in gl.static_range(4):
-            if ZERO == _NO_ZERO:
-                values = less_zero(planes[plane], 0, plane, ZERO)
-            else:
-                zero = zeros.slice((tile * groups + plane // shared) * ROWS, ROWS)
-                zero = zero.load(gl.SliceLayout(1, left))
-                values = less_zero(planes[plane], zero, plane, ZERO)
-            x = tokens.slice(plane * 32, 32, dim=1).permute((1, 0))
-            if TOKENS <= _FEW:
-                part = mma_v2(values, x.load(right), part)
-            else:
-                part = warpgroup_mma(values, x, part, use_acc=plane % shared > 0, is_async=True)
-            if plane % shared == shared - 1:
-                scale = scales.slice((tile * groups + plane // shared) * ROWS, ROWS)
-                scale = scale.load(gl.SliceLayout(1, mma))
-                if TOKENS <= _FEW:
-                    acc += part * scale[:, None]
-                else:
-                    if tile + plane // shared > 0:
-                        before = warpgroup_mma_wait(shared, deps=[before])
-                        acc += before * scale_before[:, None]
-                    before = part
-                    scale_before = scale
-                part = nothing
-    if TOKENS > _FEW:
-        before = warpgroup_mma_wait(0, deps=[before])
-        acc += before * scale_before[:, None]
-    return acc
-
-
-@gluon.jit
 def _product(
-    x_ptr, packed_ptr, scale_ptr, zero_ptr, out_ptr,
+    x_ptr, packed_ptr, scale_ptr, second_ptr, out_ptr,
     tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
     GATED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, TURN: gl.constexpr,
     STAGES: gl.constexpr, FIRST: gl.constexpr, EARLY: gl.constexpr = False,
 ):  # fmt: skip
-    """n: rows of the result; gated, half of the weight's. STEPS: tiles of 128 inputs of a part;
-    TURN of them are one turn, of which the rings hold STAGES. The next kernel may be brought in
-    FIRST, or when this one has read."""
+    """second_ptr: zero points of 4-bit integers, scales per row of NVFP4. n: rows of the result;
+    gated, half of the weight's. STEPS: tiles of 128 inputs of a part; TURN of them are one turn, of
+    which the rings hold STAGES. The next kernel may be brought in FIRST, or when this one has read.
+    """
     tiles: gl.constexpr = k // 128
-    groups: gl.constexpr = 128 // GROUP
+    halves: gl.constexpr = 2 if KIND == _NVFP4 else 1
+    width: gl.constexpr = (64 if KIND < _INT4 else 32) // halves  # words of a row in a tile
+    groups: gl.constexpr = 128 // GROUP if KIND <= _INT4 else halves
     ahead: gl.constexpr = STAGES - 1
     warps: gl.constexpr = ROWS // 16
     rest: gl.constexpr = STEPS % TURN
     even: gl.constexpr = rest == 0
-    if TOKENS <= _FEW:
+    if TOKENS <= FEW:
         mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
     else:
         mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, TOKENS, 16])
-    word_copy: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [warps, 1], [1, 0])
+    word_copy: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // width, width // 8], [warps, 1], [1, 0]
+    )
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
     x_copy: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [warps, 1], [1, 0])
     program = gl.program_id(0)
@@ -138,32 +86,40 @@ def _product(
         gl.static_assert(even and tiles % TURN == 0)
         steps = gl.minimum(STEPS, tiles - first)
 
-    word_tile: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+    word_tile: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // width, width // 8, [1, 0])
     row_tile: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, 128], gl.bfloat16)
     per_turn: gl.constexpr = TURN * groups * ROWS
-    word_ring = gl.allocate_shared_memory(gl.uint16, [STAGES, TURN * ROWS, 32], word_tile)
-    scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, per_turn], row_tile)
+    words_per_turn: gl.constexpr = TURN * halves * 64 * width  # of 64 rows
+    word_ring = gl.allocate_shared_memory(
+        gl.uint16, [STAGES, TURN * halves * ROWS, width], word_tile
+    )
     x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TURN * TOKENS, 128], x_tile)
+    scale_ring = word_ring
+    if groups > 0:
+        scale_ring = gl.allocate_shared_memory(
+            scale_ptr.dtype.element_ty, [STAGES, per_turn], row_tile
+        )
     zero_ring = scale_ring
     if ZERO != _NO_ZERO:
         zero_ring = gl.allocate_shared_memory(
-            zero_ptr.dtype.element_ty, [STAGES, per_turn], row_tile
+            second_ptr.dtype.element_ty, [STAGES, per_turn], row_tile
         )
 
     if EARLY and FIRST:
         gdc_launch_dependents()
-    lane = gl.arange(0, TURN * ROWS, gl.SliceLayout(1, word_copy))
+    lane = gl.arange(0, TURN * halves * ROWS, gl.SliceLayout(1, word_copy))
     row = rows_of(program, lane % ROWS, n, GATED, ROWS)
-    block = (row // 64).to(gl.int64) * tiles + first + lane // ROWS
-    word = gl.arange(0, 32, gl.SliceLayout(0, word_copy))[None, :]
-    words = packed_ptr + (block * 2048 + row % 64 * 32)[:, None] + word
-    tile_of_words = (lane // ROWS)[:, None]
-    lane = gl.arange(0, per_turn, flat)
-    row = rows_of(program, lane % ROWS, n, GATED, ROWS)
-    tile_of_row = lane // (groups * ROWS)
-    of_row = (row // 64 * tiles + first + tile_of_row) * groups + lane // ROWS % groups
-    of_row = of_row * 64 + row % 64
+    block = (row // 64).to(gl.int64) * (tiles * halves) + first * halves + lane // ROWS
+    word = gl.arange(0, width, gl.SliceLayout(0, word_copy))[None, :]
+    words = packed_ptr + (block * (64 * width) + row % 64 * width)[:, None] + word
+    tile_of_words = (lane // (ROWS * halves))[:, None]
+    if groups > 0:
+        lane = gl.arange(0, per_turn, flat)
+        row = rows_of(program, lane % ROWS, n, GATED, ROWS)
+        tile_of_row = lane // (groups * ROWS)
+        of_row = (row // 64 * tiles + first + tile_of_row) * groups + lane // ROWS % groups
+        of_row = of_row * 64 + row % 64
     lane = gl.arange(0, TURN * TOKENS, gl.SliceLayout(1, x_copy))[:, None]
     depth = gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]
     x = x_ptr + lane % TOKENS * k + (first + lane // TOKENS) * 128 + depth
@@ -173,12 +129,17 @@ def _product(
     for turn in gl.static_range(ahead):
         if turn * TURN < steps:
             left = steps - turn * TURN
-            at = of_row + turn * (TURN * groups * 64)
-            _copy(word_ring.index(turn), words + turn * (TURN * 2048), tile_of_words, left, even)
-            _copy(scale_ring.index(turn), scale_ptr + at, tile_of_row, left, even)
+            source = words + turn * words_per_turn
+            _copy(word_ring.index(turn), source, tile_of_words, left, even)
+            if groups > 0:
+                at = of_row + turn * (TURN * groups * 64)
+                _copy(scale_ring.index(turn), scale_ptr + at, tile_of_row, left, even)
             if ZERO != _NO_ZERO:
-                _copy(zero_ring.index(turn), zero_ptr + at, tile_of_row, left, even)
+                _copy(zero_ring.index(turn), second_ptr + at, tile_of_row, left, even)
         async_copy.commit_group()
+    if groups == 0 or KIND == _NVFP4:
+        row = rows_of(program, gl.arange(0, ROWS, gl.SliceLayout(1, mma)), n, GATED, ROWS)
+        of_rows = gl.load((scale_ptr if groups == 0 else second_ptr) + row)
     if EARLY:
         gdc_wait()
     for turn in gl.static_range(ahead):
@@ -193,36 +154,44 @@ def _product(
     for turn in range(steps // TURN + gl.program_id(2)):
         async_copy.wait_group(ahead - 1)
         gl.thread_barrier()
-        if TOKENS > _FEW:
+        if TOKENS > FEW:
             fence_async_shared()
         later = turn + ahead
         left = steps - later * TURN
         if left > 0:
             place = gl.where(slot == 0, ahead, slot - 1)
-            at = of_row + later * (TURN * groups * 64)
-            _copy(word_ring.index(place), words + later * (TURN * 2048), tile_of_words, left, even)
-            _copy(scale_ring.index(place), scale_ptr + at, tile_of_row, left, even)
+            source = words + later * words_per_turn
+            _copy(word_ring.index(place), source, tile_of_words, left, even)
+            if groups > 0:
+                at = of_row + later * (TURN * groups * 64)
+                _copy(scale_ring.index(place), scale_ptr + at, tile_of_row, left, even)
             if ZERO != _NO_ZERO:
-                _copy(zero_ring.index(place), zero_ptr + at, tile_of_row, left, even)
+                _copy(zero_ring.index(place), second_ptr + at, tile_of_row, left, even)
             _copy(x_ring.index(place), x + later * (TURN * 128), tile_of_x, left, False)
         async_copy.commit_group()
         acc = add_turn(
             acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
-            x_ring.index(slot), TURN, groups, ROWS, TOKENS, ZERO,
+            x_ring.index(slot), TURN, groups, ROWS, TOKENS, KIND, ZERO,
         )  # fmt: skip
         slot = gl.where(slot == ahead, 0, slot + 1)
     if not even:
         async_copy.wait_group(0)
         gl.thread_barrier()
-        if TOKENS > _FEW:
+        if TOKENS > FEW:
             fence_async_shared()
         acc = add_turn(
             acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
-            x_ring.index(slot), rest, groups, ROWS, TOKENS, ZERO,
+            x_ring.index(slot), rest, groups, ROWS, TOKENS, KIND, ZERO,
         )  # fmt: skip
     if EARLY and not FIRST:
         gdc_launch_dependents()
 
+    if KIND == _INT4:
+        acc *= 64.0  # less_zero
+    elif KIND == _NVFP4:
+        acc *= (of_rows * 256.0)[:, None]
+    elif groups == 0:
+        acc *= of_rows[:, None]
     finish(acc, out_ptr, program, tokens, n, GATED)
 
 
@@ -231,7 +200,6 @@ def finish(acc, out_ptr, program, tokens: gl.constexpr, n: gl.constexpr, GATED: 
     """The sums of a program's rows to memory, gated or as a part."""
     ROWS: gl.constexpr = acc.shape[0]
     TOKENS: gl.constexpr = acc.shape[1]
-    acc *= 64.0  # less_zero
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     if GATED:
         gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
@@ -250,7 +218,7 @@ def _store(
     values, out_ptr, program, tokens: gl.constexpr, n: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
     rows: gl.constexpr = values.shape[0]
-    if values.shape[1] <= _FEW:
+    if values.shape[1] <= FEW:
         layout: gl.constexpr = values.type.layout
     else:
         layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, WARPS], [0, 1])
@@ -261,21 +229,26 @@ def _store(
     gl.store(out_ptr + token * n + row, values, mask=there)
 
 
-def linear(x: Array, weight: Int4Weight, config: Config, dtype: DTypeLike) -> Array:
+def linear(x: Array, weight: QuantizedWeight, config: Config, dtype: DTypeLike) -> Array:
     """[config.splits, tokens, out]: float32 partial sums, or `dtype` where there is one part."""
     dtype = dtype if config.splits == 1 else jnp.float32
     shape = (config.splits, x.shape[0], weight.shape[0])
     return _launch(x, weight, config, jax.ShapeDtypeStruct(shape, dtype), gated=False)
 
 
-def gated_linear(x: Array, weight: Int4Weight, config: Config) -> Array:
+def gated_linear(x: Array, weight: QuantizedWeight, config: Config) -> Array:
     """[tokens, ffn] in x's dtype; `config.splits` must be 1."""
     shape = (x.shape[0], weight.shape[0] // 2)
     return _launch(x, weight, config, jax.ShapeDtypeStruct(shape, x.dtype), gated=True)
 
 
 def _launch(
-    x: Array, weight: Int4Weight, config: Config, out_type: jax.ShapeDtypeStruct, *, gated: bool
+    x: Array,
+    weight: QuantizedWeight,
+    config: Config,
+    out_type: jax.ShapeDtypeStruct,
+    *,
+    gated: bool,
 ) -> Array:
     tokens, k = x.shape
     return triton_call(

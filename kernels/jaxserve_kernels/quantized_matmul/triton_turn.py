@@ -1,0 +1,165 @@
+"""A turn of products that stream: tiles of codes in shared memory, times tokens beside them.
+
+Codes become bfloat16 in registers, from where the tensor cores take them, a plane of inputs at a
+time: 32 inputs of 4-bit codes, 16 of NVFP4, whose tiles are two of 64 inputs, and 64 of bytes.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from jaxserve_kernels.quantized_matmul.triton_arguments import (
+    FP8,
+    INT4,
+    INT8,
+    MXFP4,
+    NO_ZERO,
+    NVFP4,
+)
+from jaxserve_kernels.quantized_matmul.triton_unpack import (
+    e2m1_times,
+    e4m3_pair,
+    int8_pair,
+    largest_exponent,
+    less_zero,
+    mxfp4_factor,
+    nibbles,
+    nvfp4_factors,
+    power,
+)
+
+_INT8 = gl.constexpr(INT8.value)
+_FP8 = gl.constexpr(FP8.value)
+_INT4 = gl.constexpr(INT4.value)
+_NVFP4 = gl.constexpr(NVFP4.value)
+_MXFP4 = gl.constexpr(MXFP4.value)
+_NO_ZERO = gl.constexpr(NO_ZERO.value)
+
+FEW = gl.constexpr(16)
+"""Tokens up to which a warp multiplies its own rows, which waits for nothing; of more, each warp
+would read all tokens from shared memory, and a warpgroup reads them once."""
+
+
+@gluon.jit
+def _planes(words, scales, KIND: gl.constexpr):
+    """Words of codes to bfloat16, plane by plane; of 4-bit floats times their blocks' scales, which
+    `scales` has for the words' rows, of 4-bit integers as `less_zero` takes them."""
+    if KIND == _INT4:
+        planes = nibbles(words)
+    elif KIND == _NVFP4:  # 2^-8 of what they mean
+        a, b, c, d = nvfp4_factors(scales)
+        planes = e2m1_times(words, a, b, c, d)
+    elif KIND == _MXFP4:  # relative to the largest of the four
+        largest = largest_exponent(scales)
+        a = mxfp4_factor(scales, largest, 0)
+        b = mxfp4_factor(scales, largest, 1)
+        c = mxfp4_factor(scales, largest, 2)
+        d = mxfp4_factor(scales, largest, 3)
+        planes = e2m1_times(words, a, b, c, d)
+    elif KIND == _INT8:
+        planes = int8_pair(words)
+    else:
+        gl.static_assert(KIND == _FP8)
+        planes = e4m3_pair(words)
+    return planes
+
+
+@gluon.jit
+def _plane_less_zero(
+    values, zeros, place: gl.constexpr, plane: gl.constexpr, ROWS: gl.constexpr, ZERO: gl.constexpr
+):  # fmt: skip
+    """`less_zero` of a plane of 4-bit integers, whose rows' zero points are at `place`."""
+    if ZERO == _NO_ZERO:
+        values = less_zero(values, 0, plane, ZERO)
+    else:
+        zero = zeros.slice(place * ROWS, ROWS).load(gl.SliceLayout(1, values.type.layout))
+        values = less_zero(values, zero, plane, ZERO)
+    return values
+
+
+@gluon.jit
+def _scale(
+    scales, place: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr, KIND: gl.constexpr
+):  # fmt: skip
+    """float32 [ROWS] by which sums of a tile or of a group of inputs are multiplied."""
+    scale = scales.slice(place * ROWS, ROWS).load(layout)
+    if KIND == _MXFP4:
+        scale = power(largest_exponent(scale))
+    return scale
+
+
+@gluon.jit
+def _add(acc, part, scale, SCALED: gl.constexpr):
+    if SCALED:
+        acc += part * scale[:, None]
+    else:
+        acc += part
+    return acc
+
+
+@gluon.jit
+def add_turn(
+    acc, words, scales, zeros, inputs,
+    COUNT: gl.constexpr, groups: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
+    KIND: gl.constexpr, ZERO: gl.constexpr,
+):  # fmt: skip
+    """Adds the products of a turn's first COUNT tiles. Those of a warpgroup are waited for when the
+    next are under way. groups: scales of a row in a tile, 0 where a row has one."""
+    mma: gl.constexpr = acc.type.layout
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    halves: gl.constexpr = 2 if KIND == _NVFP4 else 1  # a tile of codes may be 64 inputs
+    planes: gl.constexpr = 2 if KIND < _INT4 else 4
+    depth: gl.constexpr = 128 // (halves * planes)
+    scaled: gl.constexpr = groups > 0 and KIND != _NVFP4
+    # Planes whose sums are scaled, or added, at once.
+    shared: gl.constexpr = planes // groups if scaled else halves * planes
+    nothing = gl.zeros_like(acc)
+    before = nothing
+    scale_before = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, mma))
+    for tile in gl.static_range(COUNT):
+        tokens = inputs.slice(tile * TOKENS, TOKENS)
+        part = nothing
+        for half in gl.static_range(halves):
+            codes = words.slice((tile * halves + half) * ROWS, ROWS).load(left)
+            blocks = 0
+            if KIND > _INT4:
+                blocks = scales.slice((tile * halves + half) * ROWS, ROWS)
+                blocks = blocks.load(gl.SliceLayout(1, left))
+            values = _planes(codes, blocks, KIND)
+            for plane in gl.static_range(half * planes, half * planes + planes):
+                value = values[plane % planes]
+                if KIND == _INT4:
+                    value = _plane_less_zero(
+                        value, zeros, tile * groups + plane // shared, plane, ROWS, ZERO
+                    )
+                x = tokens.slice(plane * depth, depth, dim=1).permute((1, 0))
+                if TOKENS > FEW:
+                    part = warpgroup_mma(value, x, part, use_acc=plane % shared > 0, is_async=True)
+                elif scaled:
+                    part = mma_v2(value, x.load(right), part)
+                else:
+                    acc = mma_v2(value, x.load(right), acc)
+                if plane % shared == shared - 1:
+                    scale = scale_before
+                    if scaled:
+                        scale = _scale(
+                            scales, tile * groups + plane // shared, ROWS, gl.SliceLayout(1, mma),
+                            KIND,
+                        )  # fmt: skip
+                    if TOKENS > FEW:
+                        if tile + plane // shared > 0:
+                            before = warpgroup_mma_wait(shared, deps=[before])
+                            acc = _add(acc, before, scale_before, scaled)
+                        before = part
+                        scale_before = scale
+                    elif scaled:
+                        acc = _add(acc, part, scale, scaled)
+                    part = nothing
+    if TOKENS > FEW:
+        before = warpgroup_mma_wait(0, deps=[before])
+        acc = _add(acc, before, scale_before, scaled)
+    return acc

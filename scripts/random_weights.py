@@ -1,0 +1,81 @@
+"""Random weights in every format that there are products for, for the scripts that time them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from matmul_report import COPY
+
+from jaxserve.model_spec import ModelSpec
+from jaxserve.models.quantization import HeadFormat, Quantization
+from jaxserve_checkpoints.load import Encode
+from jaxserve_kernels import weights
+from jaxserve_kernels.weights.iq2_xxs import Iq2XxsWeight
+
+
+def random_iq2_xxs(weight: jax.Array) -> Iq2XxsWeight:
+    """Any codes of the right shape: what they are makes no difference in time."""
+    out, depth = weight.shape
+    key = jax.random.key(depth)
+    return Iq2XxsWeight(
+        points=jax.random.bits(key, (out, depth // 8), jnp.uint8),
+        signs=jax.random.bits(key, (out, depth // 32), jnp.uint32),
+        d=jnp.full((out, depth // 256), 1e-3, jnp.float16),
+    )
+
+
+def with_zeros(weight: jax.Array) -> weights.Int4Weight:
+    """Codes as they come, with whole zero points that are not all 8."""
+    packed = weights.quantize_int4(weight)
+    zero = jax.random.randint(jax.random.key(1), packed.scale.shape, 6, 11)
+    return packed._replace(zero=zero)
+
+
+def in_another_order(weight: jax.Array) -> weights.OrderedInt4Weight:
+    """As GPTQ with activation order leaves them: the product's inputs are gathered first."""
+    packed = weights.quantize_int4(weight)
+    order = jax.random.permutation(jax.random.key(2), weight.shape[1]).astype(jnp.int32)
+    return weights.OrderedInt4Weight(packed.packed, packed.scale, order)
+
+
+def with_copy(quantize: Callable[[jax.Array], Any], weight: jax.Array) -> weights.CopiedWeight:
+    """As the engine holds 4-bit weights where the card has room."""
+    codes = quantize(weight)
+    return weights.CopiedWeight(codes, weights.e4m3_copy(codes))
+
+
+QUANTIZE: dict[str, Callable[[jax.Array], Any]] = {
+    "bf16": lambda weight: weight,
+    "int4": weights.quantize_int4,
+    "int4-g64": functools.partial(weights.quantize_int4, group=64),
+    "int4-zeros": with_zeros,
+    "int4-act-order": in_another_order,
+    "fp8": weights.quantize_fp8,
+    "int8": weights.quantize_int8,
+    "nvfp4": weights.quantize_nvfp4,
+    "mxfp4": weights.quantize_mxfp4,
+    "iq2_xxs": random_iq2_xxs,
+}
+COPIED = ("int4", "int4-g64", "int4-zeros", "int4-act-order", "nvfp4", "mxfp4")
+QUANTIZE |= {f"{name}{COPY}": functools.partial(with_copy, QUANTIZE[name]) for name in COPIED}
+
+LAYER_FORMATS = (
+    "int4", "int4-g64", "int4-zeros", "int4-act-order", "fp8", "int8", "nvfp4", "mxfp4"
+)  # fmt: skip
+"""Of whole models: `jaxserve` makes three of them itself and reads the others."""
+
+
+def encoder(spec: ModelSpec, layers: str | None, head: HeadFormat | None) -> Encode:
+    """Makes the weights of a model of plain ones; None: they stay as they are."""
+    encode_head = Quantization(head=head).encoder(spec)
+    quantize = jax.jit(QUANTIZE[layers or "bf16"])
+
+    def encode(path: str, array: jax.Array) -> Any:
+        of_a_layer = path.rpartition(".")[2] in ("qkv", "out", "gate_up", "down")
+        return quantize(array) if of_a_layer else encode_head(path, array)
+
+    return encode
