@@ -97,7 +97,7 @@ PROOFS = {
     ),
     "quantized-steps": Proof(
         "decode steps with quantised weights, none slower than bfloat16's (but for noise)",
-        6,
+        12,
         (
             f"scripts/bench_step.py --batch {BATCH} --steps 50 --out {{out}}/step_bf16.json",
             *(
@@ -108,6 +108,10 @@ PROOFS = {
                     ("int4", "int8", " --fp8-copy"),
                     ("fp8", "fp8", ""),
                     ("nvfp4", "fp8", " --fp8-copy"),
+                    ("mxfp4", "fp8", " --fp8-copy"),
+                    ("int4-g64", "int8", " --fp8-copy"),
+                    ("int4-zeros", "int8", " --fp8-copy"),
+                    ("int4-act-order", "int8", " --fp8-copy"),
                 )
             ),
         ),
