@@ -68,8 +68,11 @@ def test_attention_equals_its_reference(
 
         arguments = jax.device_put((qkv, kv, tables, step), device)
         with target.use(target.Target(implementation)):
-            return jax.jit(both)(*arguments)
+            return jax.jit(both, compiler_options=rounding)(*arguments)
 
+    # Else XLA leaves out roundings between operations of the definition: 1.2 % of the codes of
+    # KVarN's keys are neighbours then, which is 2.5e-2 for a query that sees little else.
+    rounding = {"xla_allow_excess_precision": False}
     # The reference on a CPU: it compiles in a fraction of the time.
     cpu, gpu = jax.devices("cpu")[0], jax.devices()[0]
     with jax.default_device(cpu), jax.default_matmul_precision("highest"):
@@ -85,10 +88,8 @@ def test_attention_equals_its_reference(
     # own keys and values to their neighbours, and what a chunk sees of the cache.
     count = sum(counts)
     error = relative_error(out[:count], expected[:count])
-    # Of a chunk all are its own, and e4m3's neighbours are 6 to 12 % away. A long one sees many of
-    # its own pages as codes, 1 % of which are neighbours (keys' only): an error of 2.6e-2 where it
-    # sees little else. Attention that leaves out what lies past the end of a page is off by 0.3.
-    bound = 1.5e-2 if name == "fp8_e4m3" and tile_size > 1 else 2e-2 if work is LONG else 1e-2
+    # Of a chunk all are its own, and e4m3's neighbours are 6 to 12 % away.
+    bound = 1.5e-2 if name == "fp8_e4m3" and tile_size > 1 else 1e-2
     assert error < (bound if dtype == "bfloat16" else 2e-3), f"{name}: {error:.2e}"
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(left))
     if name.startswith("kvarn") and dtype == "float32":
