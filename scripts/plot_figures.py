@@ -26,6 +26,7 @@ def main() -> None:
     for card in ("h100", "h200"):
         draw_step(card)
     draw_products()
+    draw_weight_formats()
     draw_kv_formats()
     draw_policies()
     draw_simulated_policies()
@@ -41,9 +42,36 @@ def draw_products() -> None:
     matmul_report.plot(result, layers, DOCS / "figures" / "matmul_h200.svg")
 
 
+def draw_weight_formats() -> None:
+    """Decode steps by format of weights, and over bfloat16's of the same machine."""
+    result = _measured("quantized_steps_h100")
+    figure, (steps, ratios) = plt.subplots(1, 2, figsize=(9, 3.4))
+    plain: dict[str, list[float]] = {}
+    for run in result["runs"]:
+        name, machine = run["quantization"] or "bfloat16", run["machine"]
+        rows = [timing["batch"] for timing in run["timings"]]
+        times = [timing["step_ms"] for timing in run["timings"]]
+        if name == "bfloat16":
+            plain[machine] = times
+        if machine != "first machine" and name in ("bfloat16", "int4-act-order"):
+            continue  # drawn of the first
+        (line,) = steps.plot(rows, times, "o-", markersize=3)
+        over = [mine / theirs for mine, theirs in zip(times, plain[machine], strict=True)]
+        ratios.plot(rows, over, "o-", markersize=3, color=line.get_color(), label=name)
+    for axes, label in ((steps, "ms per step"), (ratios, "over bfloat16's")):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(rows, [str(each) for each in rows])
+        axes.set_xlabel("sequences, each of 1,024 tokens")
+        axes.set_ylabel(label)
+        axes.set_ylim(0)
+    ratios.legend(frameon=False, fontsize=8, ncols=2, loc="lower right")
+    figure.suptitle(f"Decode steps of {result['model']} on {result['card']}", fontsize=10)
+    _save(figure, "weight_formats_h100")
+
+
 def draw_kv_formats() -> None:
-    """Tokens per second by format of keys and values: a run, and the points that were disturbed in
-    it from a later one."""
+    """Tokens per second by format of keys and values: a run, the points that were disturbed in it
+    from a later one, and those of more clients than it had from another."""
     drawn: dict[str, Any] = {}
     for name in ("kv_h200", "kv_long_h200"):
         result = _measured(name)
@@ -52,6 +80,10 @@ def draw_kv_formats() -> None:
         for commit in ("commit 1885825", "commit df13fcb"):
             for kv_format, entry in result[commit]["formats"].items():
                 formats.setdefault(kv_format, {"points": {}})["points"] |= entry["points"]
+    for run in reversed(_measured("kv_queue_h200")["runs"]):
+        for kv_format, entry in run["formats"].items():
+            points = formats[kv_format]["points"]
+            points |= {name: point for name, point in entry["points"].items() if name not in points}
     kv_report.plot(drawn, DOCS / "figures" / "kv_h200.svg")
 
 
