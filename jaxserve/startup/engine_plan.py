@@ -181,7 +181,7 @@ def _left_on_gpu(
         kv_format,
         scheduler.max_model_len,
         step_tokens=buckets.prefill[-1],
-        sequences=scheduler.max_num_seqs,
+        sequences=scheduler.max_num_seqs + 1,  # padding has a slot, too
     )
     return memory.plan_gpu_cache(
         spec, dtype, buckets, weights=weights, limit=limit, chunk_context=expanded

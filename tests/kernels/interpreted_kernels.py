@@ -207,6 +207,50 @@ def test_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy is not used to such scores
+@pytest.mark.parametrize(
+    ("bad", "temperature", "top_k", "top_p", "min_p"),
+    [
+        (np.nan, 0.0, 0, 1.0, 0.0),
+        (np.nan, 1.0, 0, 0.9, 0.0),
+        (np.nan, 1.0, 100, 1.0, 0.0),
+        (-np.inf, 1.0, 100, 1.0, 0.0),
+        (np.nan, 1.0, 20, 1.0, 0.0),
+        (np.inf, 1.0, 100, 1.0, 0.1),
+    ],
+)
+def test_scores_that_are_no_numbers_still_choose_a_token_that_exists(
+    monkeypatch: pytest.MonkeyPatch,
+    bad: float,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+) -> None:
+    """Its score is read and its count written; the logprob tells that the row is worth nothing."""
+    monkeypatch.setattr(sampler_triton, "_CHUNK", 64)
+    for kernels in (triton_scan, triton_select):
+        monkeypatch.setattr(kernels, "range", tensor_range, raising=False)
+    logits, sampling, adjustments, tables, _ = sampler_inputs(0, rows=2, vocab=300, padded=320)
+    none, one = jnp.zeros(2, jnp.int32), jnp.ones(2, jnp.float32)
+    sampling = sampling._replace(
+        active=none == 0, temperature=temperature * one, top_k=none + top_k,
+        top_p=top_p * one, min_p=min_p * one,
+    )  # fmt: skip
+    adjustments = adjustments._replace(features=none)
+    first = logits.at[0, 5].set(bad) if bad == np.inf else logits.at[0].set(jnp.float32(bad))
+
+    def sample(logits: Any) -> Any:
+        return sampler_triton.sample(
+            logits, sampling, adjustments, tables, none != 0, vocab=300, alternatives=20
+        )
+
+    got, without = sample(first), sample(logits)
+    assert 0 <= int(got.tokens[0]) < 300
+    assert np.isnan(got.logprobs.sampled[0])
+    assert got.tokens[1] == without.tokens[1]
+
+
 def test_scores_of_prompt_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_triton, "_CHUNK", 64)
     for kernels in (triton_scan, triton_select):

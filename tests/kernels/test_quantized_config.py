@@ -7,10 +7,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxserve.model_spec import NAMED_MODELS
 from jaxserve_kernels import early, weights
-from jaxserve_kernels.quantized_matmul.config import Config, choose, steps
+from jaxserve_kernels.quantized_matmul.config import Config, choose, shares_of, steps
 
 QUANTIZE = {
     "int4": weights.quantize_int4,
@@ -155,6 +157,18 @@ def test_warpgroups_share_tokens_where_each_multiprocessor_has_three_tiles(name:
             config = config_of(name, out, 2560, 64, gated=True)
             assert config is not None and (config.method == "share") == shared
             assert not shared or (config.num_stages >= 6 and config.splits == 1)
+
+
+@given(st.integers(1, 500), st.integers(2, 80))
+def test_whoever_shares_a_tile_of_rows_has_a_part_of_its_inputs(row_tiles: int, tiles: int) -> None:
+    """The last of them finishes the tile, with the sums of those before it."""
+    shares, programs = shares_of(row_tiles, tiles)
+    each = -(-tiles // shares)
+    assert (shares - 1) * each < tiles
+    if shares == 1:
+        assert programs * 3 >= row_tiles
+    else:
+        assert 2 * programs < row_tiles <= 2 * programs + programs // shares
 
 
 def test_an_output_matrix_of_integers_is_tall() -> None:

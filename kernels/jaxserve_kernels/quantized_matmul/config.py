@@ -221,6 +221,16 @@ def _sharing(weight: Int4Weight) -> Config:
     return Config(method="share", tokens=64, num_stages=stages)
 
 
+def shares_of(row_tiles: int, steps: int) -> tuple[int, int]:
+    """Of `triton_sharing`: how many programs share a third tile of rows, of which each multiplies
+    some of the `steps` tiles of inputs, none nothing; and how many programs there are."""
+    third = row_tiles - 2 * _MULTIPROCESSORS
+    if not 0 < 2 * third <= _MULTIPROCESSORS:
+        return 1, -(-row_tiles // 3)
+    each = -(-steps // min(_MULTIPROCESSORS // third, steps))
+    return -(-steps // each), _MULTIPROCESSORS
+
+
 def _bytes_of_row(weight: QuantizedWeight) -> int:
     """In a tile of 128 inputs: codes, scales and zero points."""
     match weight:

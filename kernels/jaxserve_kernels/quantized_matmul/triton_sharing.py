@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import triton
 from jax import Array
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from jaxserve_kernels.quantized_matmul.config import Config
+from jaxserve_kernels.quantized_matmul.config import Config, shares_of
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, arrays, kind
 from jaxserve_kernels.quantized_matmul.triton_streaming import finish, rows_of
 from jaxserve_kernels.quantized_matmul.triton_turn import add_turn
@@ -41,9 +40,6 @@ _ROWS = gl.constexpr(64)
 
 _GROUPS = gl.constexpr(3)
 """Warpgroups that multiply."""
-
-_MULTIPROCESSORS = 132
-"""Of an H100 or H200."""
 
 
 @gluon.jit
@@ -61,6 +57,7 @@ def _place(
         tile = program * (_GROUPS - 1) + group
     else:
         each: gl.constexpr = (steps + SHARES - 1) // SHARES
+        gl.static_assert((SHARES - 1) * each < steps)  # the last share has the sums of all
         tile = gl.num_programs(0) * (_GROUPS - 1) + program // SHARES
         begin = program % SHARES * each
         end = gl.minimum(begin + each, steps)
@@ -235,8 +232,7 @@ def _product(
 def gated_linear(x: Array, weight: Int4Weight, config: Config) -> Array:
     """[tokens, ffn] in x's dtype; `config.splits` must be 1."""
     tokens, k = x.shape
-    row_tiles = weight.shape[0] // _ROWS.value
-    shares, programs = _shares(row_tiles)
+    shares, programs = shares_of(weight.shape[0] // _ROWS.value, k // 128)
     partial = (programs, _ROWS.value, config.tokens) if shares > 1 else (1,)
     return triton_call(
         x, *arrays(weight),
@@ -253,11 +249,3 @@ def gated_linear(x: Array, weight: Int4Weight, config: Config) -> Array:
         tokens=tokens, n=weight.shape[0] // 2, k=k, **kind(weight),
         TOKENS=config.tokens, STAGES=config.num_stages, SHARES=shares,
     )[0]  # fmt: skip
-
-
-def _shares(row_tiles: int) -> tuple[int, int]:
-    """How many programs share a third tile of rows, and how many there are."""
-    third = row_tiles - (_GROUPS.value - 1) * _MULTIPROCESSORS
-    if 0 < 2 * third <= _MULTIPROCESSORS:
-        return _MULTIPROCESSORS // third, _MULTIPROCESSORS
-    return 1, triton.cdiv(row_tiles, _GROUPS.value)

@@ -169,6 +169,13 @@ def _draw_from_thresholds(
 
 
 @triton.jit
+def _existing(token, vocab: tl.constexpr):
+    """Where scores are no numbers no token may have been chosen: any then, since its address is
+    read and its count written. The row's logprob is NaN."""
+    return tl.where((token >= 0) & (token < vocab), token, 0)
+
+
+@triton.jit
 def select(
     logits_ptr, flags_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
     position_ptr, features_ptr, slots_ptr, floats_ptr, ids_ptr, adjusted_ptr, counts_ptr,
@@ -211,6 +218,7 @@ def select(
         if k <= 0:
             noisy = tl.load(floats_ptr + part + 2, mask=real, other=-float("inf"))
             token = largest(noisy, tl.load(ids_ptr + part + 1, mask=real, other=0x7FFFFFFF))[1]
+            token = _existing(token, vocab)
             if (p < 1) | (min_p > 0):
                 top = tl.div_rn(score_peak, t)
                 mass = float("inf")
@@ -232,6 +240,7 @@ def select(
                 scores_row, score_peak, t, k, p, min_p, seed, position,
                 vocab, chunks, BLOCK, BITS,
             )  # fmt: skip
+    token = _existing(token, vocab)
     tl.store(token_ptr + row, token)
     tl.store(logprob_ptr + row, tl.load(logits_row + token) - norm)
     if (flags & 1 != 0) & (features & 1 != 0):
