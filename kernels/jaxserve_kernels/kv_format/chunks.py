@@ -73,22 +73,18 @@ def divide(counts: Array, places: int) -> Places:
 
 
 def cut_at_pages(tiles: QueryTiles, page_size: int) -> QueryTiles:
-    """Each tile without what lies past the end of its first page, then that, if there is any, as a
-    tile of its own: padding comes last, as attention expects it."""
+    """The tiles without what lies past the end of their first page, then that of those that have
+    any: padding comes last, as attention expects it."""
     head = jnp.minimum(tiles.length, page_size - tiles.position % page_size)
-
-    def in_turn(heads: Array, rests: Array) -> Array:
-        return jnp.stack([heads, rests], axis=1).reshape(-1)
-
-    length = in_turn(head, tiles.length - head)
+    length = jnp.concatenate([head, tiles.length - head])
     number = jnp.cumsum(length > 0, dtype=jnp.int32)
     total = number.shape[0]
     place = jnp.where(length > 0, number - 1, total)
     source = jnp.arange(total, dtype=jnp.int32)
     source = jnp.zeros(total, jnp.int32).at[place].set(source, mode="drop")
     return QueryTiles(
-        first=in_turn(tiles.first, tiles.first + head)[source],
+        first=jnp.concatenate([tiles.first, tiles.first + head])[source],
         length=jnp.where(jnp.arange(total) < number[-1], length[source], 0),
-        slot=in_turn(tiles.slot, tiles.slot)[source],
-        position=in_turn(tiles.position, tiles.position + head)[source],
+        slot=jnp.concatenate([tiles.slot, tiles.slot])[source],
+        position=jnp.concatenate([tiles.position, tiles.position + head])[source],
     )

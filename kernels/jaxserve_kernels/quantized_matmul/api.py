@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxserve_kernels import dense_matmul, target
+from jaxserve_kernels import dense_matmul, early, target
 from jaxserve_kernels.quantized_matmul.config import Config, Method, choose, reads_quantized
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import (
     QuantizedTokens,
@@ -42,10 +42,10 @@ def gated_linear(x: Array | QuantizedTokens, weight: QuantizedWeight) -> Array:
 
 def take_inputs(x: Array, order: Array) -> Array:
     """x [tokens, in] with its inputs in that order: x[:, order], of which order int32 [in] is a
-    permutation."""
-    if not target.uses_triton():
+    permutation. In a chain that is a kernel; elsewhere XLA gathers."""
+    if not early.starts():
         return x[:, order]
-    from jaxserve_kernels.quantized_matmul import triton_order
+    from jaxserve_kernels.quantized_matmul import triton_order  # needs Triton: only for GPUs
 
     return triton_order.take_inputs(x, order)
 
