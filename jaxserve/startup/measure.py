@@ -119,7 +119,7 @@ def _decodes_in_mixed(
     rows = 0
     by_row = by_context = 0.0
     for size in sizes:
-        few = min(most, size - 1)
+        few = max(0, min(most, size - 1, seconds.free_beside(size)))
         chunk = seconds.chunk(size - few, 0, slot=few)
         alone = seconds.of(seconds.chunk(size, 0))
         shallow = seconds.of([*_decode_rows(few, 1), *chunk])
@@ -139,13 +139,27 @@ def _increasing(times: dict[int, float]) -> dict[int, float]:
 class _Stopwatch:
     def __init__(self, runner: Runner, config: RunnerConfig):
         self._runner, self._config = runner, config
+        self._longest, self._slots = config.scheduler.max_model_len, config.scheduler.max_num_seqs
         ids = range(config.sampled_vocab)
         self._ids = tuple(random.Random(0).choices(ids, k=max(config.buckets.prefill)))
 
     def chunk(self, tokens: int, start: int, slot: int = 0) -> list[Row]:
         """All tokens different, as in prompts: products of equal ones take less power, so that a
-        card at its limit computes them a seventh faster."""
-        return [Row(slot, slot, start, self._ids[:tokens], True)]
+        card at its limit computes them a seventh faster.
+
+        Cut where a sequence is as long as it may be: what is behind the end of a slot's page table
+        belongs to the next slot, or to padding. As much of it as there are slots for.
+        """
+        most = self._longest - start
+        cuts = range(0, tokens, most)[: self._slots - slot]
+        return [
+            Row(slot + index, slot + index, start, self._ids[cut : min(cut + most, tokens)], True)
+            for index, cut in enumerate(cuts)
+        ]
+
+    def free_beside(self, tokens: int) -> int:
+        """Slots that a chunk of so many tokens leaves."""
+        return self._slots - -(-tokens // self._longest)
 
     def warm(self, rows: Iterable[Row]) -> None:
         """Run some steps of these rows; one that is slow is enough."""

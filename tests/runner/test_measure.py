@@ -43,14 +43,14 @@ class Device:
 
     def __init__(self, slowness: Callable[[float], float]):
         self.now = self.busy_until = 0.0
-        self.steps = 0
+        self.plans: list[StepPlan] = []
         self._slowness = slowness
 
     def clock(self) -> float:
         return self.now
 
     def launch(self, plan: StepPlan) -> Any:
-        self.steps += 1
+        self.plans.append(plan)
         self.now += LAUNCH
         begun = max(self.now, self.busy_until)
         done = self.busy_until = begun + TRUE.of(plan) * self._slowness(begun)
@@ -116,4 +116,30 @@ def test_a_slow_device_is_not_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None
     device: Any = Device(lambda now: 100.0)
     monkeypatch.setattr(measure.time, "perf_counter", device.clock)
     measure.measure(device, CONFIG)
-    assert device.steps < 40
+    assert len(device.plans) < 40
+
+
+@pytest.mark.parametrize(("max_num_seqs", "max_model_len"), [(1, 512), (3, 500), (64, 100)])
+def test_steps_larger_than_a_sequence_are_of_several_sequences(
+    monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, max_model_len: int
+) -> None:
+    """Pages beyond a slot's table would be those of the next slot, or of padding."""
+    config = make_config(
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        num_pages=600,
+        page_size=64,
+        decode=(max_num_seqs,),
+        prefill=(64, 1024, 2048),
+    )
+    device: Any = Device(lambda now: 1.0)
+    monkeypatch.setattr(measure.time, "perf_counter", device.clock)
+    times = measure.measure(device, config)
+    row = TRUE.mixed_row if max_num_seqs > 1 else 0.0
+    assert times.mixed_row == pytest.approx(row, rel=0.05)
+    largest = max(plan.num_tokens for plan in device.plans)
+    assert largest == min(2048, max_num_seqs * max_model_len)
+    for plan in device.plans:
+        assert all(row.start + row.num_tokens <= max_model_len for row in plan.rows)
+        slots = [row.slot for row in plan.rows]
+        assert len(set(slots)) == len(slots) and max(slots) < max_num_seqs
