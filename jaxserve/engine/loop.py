@@ -75,7 +75,8 @@ class StepLoop[P]:
 
     @property
     def last_step_age(self) -> float:
-        """Seconds since the last step ended; 0 while there is nothing to do. For any thread."""
+        """Seconds since the last step ended, or there was nothing to do: 0 while there is not. For
+        any thread."""
         return 0.0 if self._idle else time.monotonic() - self._last_step
 
     def run(self) -> None:
@@ -87,6 +88,7 @@ class StepLoop[P]:
             self._idle = in_flight is None and not scheduler.has_work
             if self._idle:
                 self._rest()
+                self._last_step = time.monotonic()  # to have nothing to do is not to be stuck
             self._read_inbox()
             self._idle = False
             in_flight = self._advance(in_flight)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -99,6 +100,20 @@ async def test_a_held_device_shows_as_the_age_of_the_last_step() -> None:
         runner.let_go()
         await reader
         await until(lambda: engine.status().last_step_age == 0.0)
+
+
+async def test_the_first_step_after_a_rest_is_not_as_old_as_the_rest() -> None:
+    """A server that nobody used for long would not be healthy while it launches that step."""
+    runner = GatedRunner()
+    async with serving(runner) as engine:
+        await asyncio.sleep(0.05)
+        runner.hold()
+        asked = time.monotonic()
+        reader = asyncio.ensure_future(events_of(engine.generate(request())))
+        await until(lambda: runner.held)
+        assert 0 < engine.status().last_step_age <= time.monotonic() - asked
+        runner.let_go()
+        await reader
 
 
 async def test_stop_ends_open_streams_and_nothing_can_start_after_it() -> None:
