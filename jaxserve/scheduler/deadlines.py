@@ -36,7 +36,7 @@ _MOST_TENANTS = 10_000
 
 
 class _StepClock:
-    """Seconds that a step takes of late, while there is a queue."""
+    """Seconds that a step takes of late, while there is something to do."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
@@ -49,6 +49,10 @@ class _StepClock:
             kept = math.exp(-elapsed / _STEP_SECONDS)
             self.seconds = self.seconds * kept + (1 - kept) * elapsed / done
         self._steps, self._mark = steps, now
+
+    def rest(self) -> None:
+        """Until now there was nothing to do: that time is no step's."""
+        self._mark = -math.inf
 
 
 class _Forecast:
@@ -201,6 +205,8 @@ class DeadlineQueue(WaitingQueue):
         return self._reviewed + max(_REVIEW_SECONDS, _REVIEW_SECONDS_EACH * len(self._order))
 
     def join(self, seq: Sequence, now: float) -> None:
+        if not self._order and not self._charged:
+            self._forecast.step.rest()
         seq.rank = 0.0, seq.id
         self._catch_up(seq.tenant)
         self.push(seq)

@@ -278,6 +278,18 @@ def test_short_answers_are_in_time_while_long_ones_use_what_they_leave() -> None
     assert in_time("slo") > 0.9 * 180
 
 
+@pytest.mark.parametrize("pause", [2.0, 8.0])
+def test_a_pause_is_not_taken_for_slow_steps(pause: float) -> None:
+    """An answer that takes one second is given within ten, however long nobody came before."""
+    earlier = arrival("earlier", 0.0, output=3)
+    params = replace(earlier.request.params, max_tokens=4)
+    earlier = replace(earlier, request=replace(earlier.request, params=params))
+    others = [arrival(f"r{i}", pause, output=90) for i in range(20)]
+    due = arrival("due", pause + 0.05, output=100, e2e_slo=10.0)
+    (*_, outcome) = simulator("slo").run([earlier, *others, due]).outcomes
+    assert outcome.arrival.request.id == "due" and outcome.finished
+
+
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(gaps=st.lists(st.floats(0, 0.3), min_size=1, max_size=25), seqs=st.integers(1, 8))
 def test_uniform_traffic_is_served_as_in_order_of_arrival_to_the_last_bit(
