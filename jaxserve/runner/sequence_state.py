@@ -4,7 +4,6 @@
     columns 1..5          temperature, top_k, top_p, min_p, seed (float32 as their bits)
     column 6              features: which tables of `slot_tables` the sampler reads
     columns 7..9          presence, frequency and repetition penalty, if a feature
-    column 10             tokens whose pages were in the cache when the sequence took the slot
     columns PAGES..       page table
 
 A step changes the matrix by a list of (address, value) pairs, so joins, page growth and whatever
