@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
-from jaxserve.api import Overloaded
+from jaxserve.api import FinishReason, Overloaded
 from jaxserve.metrics.histogram import TokenHistogram
 from jaxserve.server import probe
 from jaxserve.server.access import digest
@@ -155,6 +155,22 @@ async def test_metrics_count_what_was_served(serve: Serve) -> None:
         f"vllm:request_success_total{{{labelled.format('abort')}}} 0.0",
         f'vllm:admission_rejections_total{{{labels},reason="invalid"}} 1.0',
         'jaxserve_compiles_total{phase="serving"} 0.0',
+    } <= lines
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+async def test_a_failure_is_not_counted_as_a_token(serve: Serve, tokens: int) -> None:
+    url = await serve(FakeEngine(b"abc"[: tokens + 1], finish=FinishReason.ERROR))
+    async with aiohttp.request("POST", f"{url}/v1/completions", json={"prompt": "Hi"}) as reply:
+        assert reply.status == 500
+    async with aiohttp.request("GET", f"{url}/metrics") as reply:
+        lines = set((await reply.text()).splitlines())
+    labels = '{engine="0",model_name="tiny"}'
+    assert {
+        f"vllm:generation_tokens_total{labels} {float(tokens)}",
+        f"vllm:time_to_first_token_seconds_count{labels} {float(tokens > 0)}",
+        f"vllm:inter_token_latency_seconds_count{labels} {float(max(0, tokens - 1))}",
+        f"vllm:prefix_cache_queries_total{labels} {2.0 * (tokens > 0)}",
     } <= lines
 
 

@@ -164,15 +164,8 @@ class Choice:
             # met a stop string must not cost another step.
             async with aclosing(engine.generate(self.request)) as steps:
                 async for events in steps:
-                    now = time.perf_counter()
-                    if self.last_token_at:
-                        metrics.next_tokens(now - self.last_token_at, len(events))
-                    else:
-                        prompt_tokens = len(self.request.prompt)
-                        metrics.first_token(now - arrived, prompt_tokens, events[0].cached_tokens)
-                        metrics.next_tokens(0.0, len(events) - 1)
-                        self.on_first_token()
-                    self.last_token_at = now
+                    if came := len(events) - (events[-1].token is None):
+                        self._count(came, events[0].cached_tokens, metrics, arrived)
                     deltas = self._deltas(events)
                     if self.finish is not None:
                         break
@@ -197,6 +190,17 @@ class Choice:
             if self.start is not None:
                 decode = max(0.0, self.last_token_at - self.start.on_host)
                 metrics.sequence_computed(self.start.prefill, decode, self.num_tokens)
+
+    def _count(self, came: int, cached: int, metrics: Metrics, arrived: float) -> None:
+        """So many tokens came, at least one; a failure is none."""
+        now = time.perf_counter()
+        if self.last_token_at:
+            metrics.next_tokens(now - self.last_token_at, came)
+        else:
+            metrics.first_token(now - arrived, len(self.request.prompt), cached)
+            metrics.next_tokens(0.0, came - 1)
+            self.on_first_token()
+        self.last_token_at = now
 
 
 class Generation:
