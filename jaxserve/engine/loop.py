@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from jaxserve.api import EngineFailed, Overloaded, Rejected, TokenEvent
+from jaxserve.api import EngineFailed, FinishReason, Overloaded, Rejected, TokenEvent
 from jaxserve.engine.inbox import Abort, Inbox, ResetPrefixCache, Submit
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.plan import Sampled, StepPlan
@@ -168,8 +168,9 @@ class StepLoop[P]:
         self._runner.reset()
 
     def _end_failed(self, failed: list[TokenEvent]) -> None:
-        for _ in failed:
-            self._metrics.count_error()
+        for event in failed:
+            if event.finish is FinishReason.ERROR:
+                self._metrics.count_error()
         self._publish(failed)
 
     def _count_preemptions(self) -> None:

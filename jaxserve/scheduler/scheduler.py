@@ -96,6 +96,8 @@ class Scheduler:
         self._next_id = 0
         self._blocked: Sequence | None = None
         """It does not fit before somebody gives pages back."""
+        self._uncommitted: list[TokenEvent] = []
+        """Events of a commit that is not over: those of one that failed are in `fail`'s."""
         self.num_preemptions = self.num_steps = 0
 
     @property
@@ -296,7 +298,7 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, sampled: Iterable[Sampled | None]) -> list[TokenEvent]:
         """Take the results of a plan's rows, in order; results of ended sequences are ignored."""
-        events: list[TokenEvent] = []
+        events = self._uncommitted
         self.num_steps += 1
         live, now = self._live, self._clock()
         for row, result in zip(plan.rows, sampled, strict=True):
@@ -318,6 +320,7 @@ class Scheduler:
                 events.append(TokenEvent(seq.request_id, token))
             else:
                 events.append(self._take(seq, result, now))
+        self._uncommitted = []
         return events
 
     def _spoiled(self, seq: Sequence) -> TokenEvent:
@@ -385,6 +388,7 @@ class Scheduler:
 
         The device has lost its state: the others that run wait again, to compute their tokens
         anew, and no prefix is found. Every plan made so far is committed before, or in `plans`.
+        What a commit that failed had found out before comes first.
         """
         rows = (row.seq_id for plan in plans or () for row in plan.rows)
         ids = list(self._live) if plans is None else dict.fromkeys(rows)
@@ -396,7 +400,8 @@ class Scheduler:
             self._vacate(seq)
             self._waiting.push(seq)
         self.pages.forget()
-        return [TokenEvent(seq.request_id, None, FinishReason.ERROR) for seq in failed]
+        found, self._uncommitted = self._uncommitted, []
+        return found + [TokenEvent(seq.request_id, None, FinishReason.ERROR) for seq in failed]
 
     def reset_prefix_cache(self) -> None:
         """Prefixes computed so far are not found any more; running sequences keep theirs."""

@@ -57,6 +57,32 @@ async def test_a_failed_step_leaves_those_that_were_not_in_it_alone() -> None:
         assert_is_solo(await waiting, request(7))
 
 
+async def test_who_ended_before_a_result_could_not_be_taken_is_told_so() -> None:
+    class Faulty:
+        ready, mask, error = True, b"\xff" * 4, None
+
+        def start(self) -> Faulty:
+            return self
+
+        def advance(self, token: int) -> None:
+            raise RuntimeError("no such token")
+
+        def wait(self, timeout: float) -> bool:
+            return True
+
+    runner = GatedRunner()
+    async with serving(runner) as engine:
+        (other,) = await begin(engine, runner, request_of_50(2))
+        requests = request(0, max_tokens=1), request(1, guide=Faulty())
+        ending, failing = (asyncio.ensure_future(events_of(engine.generate(r))) for r in requests)
+        await until(lambda: engine.status().waiting == 2)
+        runner.let_go()
+        assert_is_solo(await asyncio.wait_for(ending, 5), requests[0])
+        assert await failing == [TokenEvent("r1", None, FinishReason.ERROR)]
+        assert (await events_of(other))[-1] == TokenEvent("r2", None, FinishReason.ERROR)
+        await until(lambda: is_whole(engine))
+
+
 async def test_a_device_that_cannot_be_reset_fails_the_engine() -> None:
     runner = GatedRunner()
     async with serving(runner) as engine:
