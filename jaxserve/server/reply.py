@@ -159,9 +159,9 @@ async def _stream(
         try:
             async with time_limit(service, arrival.at) as patience:
                 async for together in deltas:
+                    patience.has_begun()
                     if events := b"".join(map(reply.events, together)):
                         if stream.silent:
-                            patience.has_begun()
                             choice = generation.choices[together[0].choice]
                             await _send_first(arrival, stream, events, generation, choice)
                         else:

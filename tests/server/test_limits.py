@@ -145,6 +145,21 @@ async def test_a_request_that_has_begun_may_take_longer_than_the_queue_allows(
     await asyncio.gather(*answers)
 
 
+async def test_a_request_whose_first_token_is_held_back_has_begun(serve: Serve) -> None:
+    """`<` may begin a tool call: there is nothing to send yet."""
+    step = asyncio.Semaphore(1)
+    url = await serve(FakeEngine(b"<b>", step=step), max_queue_time=0.5)
+    asyncio.get_running_loop().call_later(0.7, lambda: [step.release() for _ in range(3)])
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [{"type": "function", "function": {"name": "add"}}],
+        "stream": True,
+    }
+    async with aiohttp.request("POST", f"{url}/v1/chat/completions", json=body) as reply:
+        assert reply.status == 200
+        assert '"finish_reason":"length"' in await reply.text()
+
+
 @pytest.mark.parametrize(("sent", "status"), [("0.2", 504), ("nan", 200), ("x", 200)])
 async def test_nothing_is_computed_for_a_client_that_does_not_wait_for_it(
     serve: Serve, sent: str, status: int
