@@ -199,6 +199,8 @@ class EngineLimits(NamedTuple):
     max_model_len: int
     vocab_size: int
     """Token ids a prompt may hold are below this."""
+    sampled_vocab: int | None = None
+    """Token ids that can be sampled are below this; None: all."""
 
 
 class EngineStatus(NamedTuple):

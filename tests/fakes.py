@@ -89,6 +89,7 @@ class FakeEngine:
         cached_tokens: int = 0,
         max_model_len: int = 4096,
         vocab_size: int = 300,
+        sampled_vocab: int | None = None,
     ):
         self.requests: list[Request] = []
         self.running = 0
@@ -106,7 +107,7 @@ class FakeEngine:
         self._step_seconds = step_seconds
         self._together = together
         self._cached_tokens = cached_tokens
-        self._limits = EngineLimits(max_model_len, vocab_size)
+        self._limits = EngineLimits(max_model_len, vocab_size, sampled_vocab)
 
     @property
     def limits(self) -> EngineLimits:

@@ -164,6 +164,7 @@ def _make_engine(
     limits = EngineLimits(
         max_model_len=options.max_model_len or source.spec.max_position,
         vocab_size=source.spec.vocab_size,
+        sampled_vocab=source.sampled_vocab,
     )
     return AsyncEngine(build=build, limits=limits, metrics=metrics)
 

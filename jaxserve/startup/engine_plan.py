@@ -140,9 +140,7 @@ def plan_engine(options: Options, source: ModelSource) -> EnginePlan:
         scheduler=scheduler,
         buckets=buckets,
         dtype=dtype,
-        sampled_vocab=min(spec.vocab_size, source.tokenizer.vocab_size)
-        if source.folder
-        else spec.vocab_size,
+        sampled_vocab=source.sampled_vocab,
         tile_size=tile_tokens(spec.q_heads // spec.kv_heads) if gpu else _CPU_TILE,
         kv_format=kv_format,
     )

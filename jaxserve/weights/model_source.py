@@ -28,6 +28,13 @@ class ModelSource:
     sampling_defaults: SamplingDefaults
 
     @property
+    def sampled_vocab(self) -> int:
+        """Only token ids below it are sampled: a checkpoint's output matrix may have rows of no
+        token."""
+        known = self.spec.vocab_size
+        return known if self.folder is None else min(known, self.tokenizer.vocab_size)
+
+    @property
     def file_name(self) -> str:
         """The model's name as part of a file name."""
         name = Path(self.names[0]).name

@@ -314,6 +314,18 @@ async def test_a_priority_that_is_no_integer_is_refused(serve: Serve, given: str
         assert (await reply.json())["error"]["param"] == "X-Vllm-Priority"
 
 
+async def test_allowed_tokens_of_which_none_can_be_generated_are_refused(serve: Serve) -> None:
+    """A model's vocabulary may end with ids of no token."""
+    engine = FakeEngine(b"a", vocab_size=300, sampled_vocab=280)
+    url = await serve(engine)
+    for allowed, status in (([279, 280], 200), ([280], 400), ([299, 285], 400)):
+        body = {"prompt": "a", "allowed_token_ids": allowed}
+        got, answer = await post(url, "/v1/completions", body)
+        assert got == status
+        assert status == 200 or "0 to 279" in answer["error"]["message"]
+    assert len(engine.requests) == 1
+
+
 async def test_best_of_is_n_or_nothing(serve: Serve) -> None:
     url = await serve(FakeEngine(b"Hi"))
     assert (await post(url, "/v1/completions", {"prompt": "a", "n": 2, "best_of": 2}))[0] == 200

@@ -83,6 +83,12 @@ def _logit_bias(fields: GenerationFields, limits: EngineLimits) -> tuple[tuple[i
 def _allowed(fields: GenerationFields, limits: EngineLimits) -> tuple[int, ...]:
     allowed = tuple(fields.allowed_token_ids or ())
     check_token_ids(allowed, limits, "allowed_token_ids")
+    sampled = limits.sampled_vocab
+    if allowed and sampled is not None and min(allowed) >= sampled:
+        raise invalid(
+            f"none of allowed_token_ids is a token that can be generated: 0 to {sampled - 1}",
+            param="allowed_token_ids",
+        )
     return allowed
 
 
