@@ -109,7 +109,7 @@ class AsyncEngine[P]:
             phase=phase,
             progress=self._progress,
             running=scheduler.num_running if scheduler else 0,
-            waiting=(scheduler.num_waiting if scheduler else 0) + len(self._inbox),
+            waiting=(scheduler.num_waiting if scheduler else 0) + self._inbox.num_submitted,
             free_pages=scheduler.pages.num_free if scheduler else 0,
             total_pages=scheduler.pages.num_total if scheduler else 0,
             last_step_age=self._steps.last_step_age if self._steps else 0.0,

@@ -33,8 +33,11 @@ class Inbox:
         self._wake = threading.Event()
         self._closed = False
 
-    def __len__(self) -> int:
-        return len(self._orders)
+    @property
+    def num_submitted(self) -> int:
+        """Requests that were not taken yet. For any thread."""
+        orders = tuple(self._orders)  # at once: the other side takes meanwhile
+        return sum(isinstance(order, Submit) for order in orders)
 
     @property
     def closed(self) -> bool:

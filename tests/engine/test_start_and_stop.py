@@ -90,6 +90,18 @@ async def test_status_counts_what_runs_and_what_waits() -> None:
         await until(lambda: is_whole(engine))
 
 
+async def test_who_leaves_does_not_count_as_waiting() -> None:
+    runner = GatedRunner()
+    async with serving(runner) as engine:
+        streams = await begin(engine, runner, *map(request_of_50, range(4)))
+        for stream in streams:
+            await stream.aclose()
+        engine.reset_prefix_cache()
+        assert engine.status().waiting == 0
+        runner.let_go()
+        await until(lambda: is_whole(engine))
+
+
 async def test_a_held_device_shows_as_the_age_of_the_last_step() -> None:
     runner = GatedRunner()
     async with serving(runner) as engine:
