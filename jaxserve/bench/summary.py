@@ -74,15 +74,16 @@ def summarise(records: Sequence[Record], window: Window, slos: Mapping[str, Slo]
     return {
         "window": {"start_s": window.start, "end_s": window.end},
         "requests_outside_window": len(records) - len(inside),
-        "total": _figures(inside, window, slos),
+        "total": _figures(records, window, slos),
         "classes": {
-            name: _figures([r for r in inside if r.traffic_class == name], window, slos)
+            name: _figures([r for r in records if r.traffic_class == name], window, slos)
             for name in names
         },
     }
 
 
-def _figures(records: Sequence[Record], window: Window, slos: Mapping[str, Slo]) -> dict[str, Any]:
+def _figures(every: Sequence[Record], window: Window, slos: Mapping[str, Slo]) -> dict[str, Any]:
+    records = [record for record in every if window.holds(record)]
     outcomes = Counter(record.outcome for record in records)
     good = [r for r in records if r.meets(slos.get(r.traffic_class, Slo()))]
     done = [record for record in records if record.outcome is Outcome.COMPLETED]
@@ -94,7 +95,7 @@ def _figures(records: Sequence[Record], window: Window, slos: Mapping[str, Slo])
         "goodput_requests_per_s": len(good) / window.seconds,
         "goodput_tokens_per_s": sum(record.output_tokens for record in good) / window.seconds,
         "throughput_requests_per_s": len(done) / window.seconds,
-        "output_tokens_per_s": _tokens_within(records, window) / window.seconds,
+        "output_tokens_per_s": _tokens_within(every, window) / window.seconds,
         "cached_token_share": (
             sum(record.cached_tokens for record in done) / prompt_tokens if prompt_tokens else None
         ),
@@ -115,7 +116,8 @@ def _or_lost(record: Record, value: float | None) -> float:
 
 
 def _tokens_within(records: Sequence[Record], window: Window) -> float:
-    """Output tokens that arrived within the window; a chunk may carry several."""
+    """Output tokens that arrived within the window, whenever their request was sent: at its begin
+    the server is busy with earlier ones. A chunk may carry several."""
     tokens = 0.0
     for record in records:
         if record.token_times:

@@ -85,6 +85,15 @@ def test_only_requests_meant_for_the_window_count() -> None:
     assert figures["requests_outside_window"] == 6
 
 
+def test_tokens_that_arrive_in_the_window_count_whenever_their_request_was_sent() -> None:
+    """Requests of 2 s one after another, a token every 0.1 s: 10 per second."""
+    records = [served(i, intended=2.0 * i, ttft=0.1, gaps=(0.1,) * 19) for i in range(5)]
+    figures = summary.summarise(records, Window(0.95, 8.95), {})
+    assert figures["total"]["output_tokens_per_s"] == pytest.approx(10)
+    assert figures["classes"]["chat"]["output_tokens_per_s"] == pytest.approx(10)
+    assert figures["total"]["sent"] == 4
+
+
 def test_goodput_counts_only_what_met_its_slo() -> None:
     records = [served(0), served(1, ttft=3.0), served(2, kind="batch", ttft=3.0)]
     slos = {"chat": Slo(ttft=1), "batch": Slo(ttft=5)}
