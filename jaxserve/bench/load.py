@@ -103,8 +103,8 @@ async def closed_loop(
                 prompt = next(prompts)
                 record = _record(run, len(run.records), now, prompt)
                 await client.send(prompt, record, slos.get(prompt.traffic_class, Slo()))
-                if record.outcome is Outcome.SHED:
-                    await asyncio.sleep(0.1)  # a refused client comes back, but not at once
+                if record.outcome is not Outcome.COMPLETED:
+                    await asyncio.sleep(0.1)  # who was refused or lost comes back, but not at once
 
         async def drive() -> None:
             async with _Tasks(limits.drain) as tasks:

@@ -203,6 +203,15 @@ async def test_a_closed_loop_keeps_so_many_clients_busy() -> None:
 
 
 @at_virtual_time
+async def test_clients_of_a_closed_loop_do_not_hammer_a_server_that_fails() -> None:
+    """Else the requests of a second without a server outnumber all others."""
+    async with serving(lambda body, number: Course(status=500)) as mock:
+        asyncio.get_running_loop().call_later(0.45, lambda: asyncio.ensure_future(mock.stop()))
+        point = await measured(mock.url, concurrency=2, duration=0.95)
+    assert point["summary"]["total"]["failed"] == len(point["requests"]) == 2 * 10
+
+
+@at_virtual_time
 async def test_a_role_is_not_a_first_token() -> None:
     async with serving(lambda body, number: Course(ttft=0.1, chat=True)) as mock:
         point = await measured(
