@@ -62,7 +62,8 @@ class Client:
         except TimeoutError:
             record.outcome = Outcome.TIMED_OUT
             record.error = f"no end after {self._target.timeout:g} s"
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, ValueError, TypeError, AttributeError) as error:
+            # The last three: what it sent is no chunk of a completion.
             record.outcome = Outcome.FAILED
             record.error = f"{type(error).__name__}: {error}"
 
@@ -83,12 +84,12 @@ class Client:
                     record.outcome = Outcome.SHED if _is_shed(error) else Outcome.FAILED
                     record.error = _message(data.decode(errors="replace"))[:200]
                     return
-                if any(_has_output(choice) for choice in chunk.get("choices", ())):
+                if any(_has_output(choice) for choice in chunk.get("choices") or ()):
                     record.token_times.append(now)
                 usage = chunk.get("usage") or usage
         finally:  # what a lost request had got is told too
             record.output_tokens = usage.get("completion_tokens") or len(record.token_times)
-        record.prompt_tokens = usage.get("prompt_tokens", record.prompt_tokens)
+        record.prompt_tokens = usage.get("prompt_tokens") or record.prompt_tokens
         record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         if ended and record.token_times:
             record.outcome = Outcome.COMPLETED

@@ -29,6 +29,8 @@ class Course:
     breaks_after: int | None = None
     """Tokens after which the connection ends without [DONE]."""
     chat: bool = False
+    last: Any = None
+    """Sent instead of the usage."""
 
 
 @dataclass
@@ -71,7 +73,7 @@ class Mock:
             "completion_tokens": course.tokens,
             "prompt_tokens_details": {"cached_tokens": 1},
         }
-        await _send(reply, {"choices": [], "usage": usage})
+        await _send(reply, course.last or {"choices": [], "usage": usage})
         await reply.write(b"data: [DONE]\n\n")
         return reply
 
@@ -80,7 +82,7 @@ async def _until(when: float) -> None:
     await asyncio.sleep(max(0.0, when - asyncio.get_running_loop().time()))
 
 
-async def _send(reply: web.StreamResponse, chunk: dict[str, Any]) -> None:
+async def _send(reply: web.StreamResponse, chunk: Any) -> None:
     await reply.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
 
 

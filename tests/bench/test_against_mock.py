@@ -211,6 +211,27 @@ async def test_clients_of_a_closed_loop_do_not_hammer_a_server_that_fails() -> N
     assert point["summary"]["total"]["failed"] == len(point["requests"]) == 2 * 10
 
 
+@pytest.mark.parametrize(
+    ("last", "outcome"),
+    [
+        ({"choices": None, "usage": {"prompt_tokens": None, "completion_tokens": 5}}, "completed"),
+        ([1], "failed"),
+        ({"choices": [None]}, "failed"),
+        ({"choices": [{"delta": "x"}]}, "failed"),
+        ({"choices": [], "usage": 5}, "failed"),
+        ({"choices": [], "usage": {"prompt_tokens_details": 5}}, "failed"),
+    ],
+)
+@at_virtual_time
+async def test_a_chunk_that_is_none_loses_one_request_and_not_the_client(
+    last: Any, outcome: str
+) -> None:
+    async with serving(lambda body, number: Course(last=last if number == 0 else None)) as mock:
+        point = await measured(mock.url, concurrency=1, duration=0.5)
+    outcomes = [request["outcome"] for request in point["requests"]]
+    assert outcomes[0] == outcome and set(outcomes[1:]) == {"completed"} and len(outcomes) > 3
+
+
 @at_virtual_time
 async def test_a_role_is_not_a_first_token() -> None:
     async with serving(lambda body, number: Course(ttft=0.1, chat=True)) as mock:
