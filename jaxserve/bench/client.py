@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,8 @@ class Client:
     async def send(self, prompt: Prompt, record: Record, slo: Slo) -> None:
         """Send now and fill in the record; never raises for what the server does."""
         body = json.dumps(_body(self._target, prompt)).encode()
-        timeout = aiohttp.ClientTimeout(total=self._target.timeout)
+        seconds = self._target.timeout
+        timeout = aiohttp.ClientTimeout(total=seconds if math.isfinite(seconds) else None)
         record.sent = self._clock()
         try:
             async with self._session.post(
@@ -159,7 +161,7 @@ def _headers(target: Target, slo: Slo) -> dict[str, str]:
     tpot = slo.tpot if slo.tpot is not None else slo.itl_p95
     if target.slo_headers and tpot is not None:
         headers["x-slo-tpot-ms"] = f"{tpot * 1e3:g}"
-    if target.slo_headers:
+    if target.slo_headers and math.isfinite(target.timeout):
         headers["x-slo-e2e-ms"] = f"{target.timeout * 1e3:g}"
     return headers
 

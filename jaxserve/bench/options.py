@@ -244,6 +244,7 @@ def as_json(experiment: Experiment) -> dict[str, Any]:
     """For the result file; without the key, and with infinity as a word."""
     values = dataclasses.asdict(replace(experiment, api_key=None))
     values["trace"] = str(experiment.trace) if experiment.trace else None
-    if math.isinf(experiment.burstiness):
-        values["burstiness"] = "inf"
+    for name in ("burstiness", "timeout"):
+        if math.isinf(values[name]):
+            values[name] = "inf"
     return values

@@ -185,6 +185,16 @@ async def test_a_server_that_dies_loses_what_it_was_sent_then() -> None:
 
 
 @at_virtual_time
+async def test_a_request_may_take_as_long_as_it_wants() -> None:
+    async with serving(lambda body, number: Course(ttft=700)) as mock:
+        point = await measured(mock.url, timeout=math.inf, slo_headers=True, drain=1000)
+    total = point["summary"]["total"]
+    assert total["completed"] == total["sent"] > 10
+    assert point["settings"]["timeout"] == "inf", "JSON has no infinity"
+    assert "x-slo-e2e-ms" not in mock.headers[0]
+
+
+@at_virtual_time
 async def test_an_open_loop_does_not_wait_for_the_server() -> None:
     """A server that stalls is still sent every request at its time."""
     async with serving(lambda body, number: Course(ttft=0.8)) as mock:
