@@ -141,18 +141,22 @@ COMPARED = (
 
 
 def compare(documents: Sequence[tuple[str, dict[str, Any]]]) -> list[Table]:
-    """A table per point name that the first file has: each figure, and its ratio to the first's.
+    """A table per point that the first file has: each figure, and its ratio to the first's.
 
-    A point that a file lacks shows as "-"; a ratio to nothing is left out.
+    Points are the same by name; of several with one name, the first belongs to the first. One that
+    a file lacks shows as "-"; a ratio to nothing is left out.
     """
     tables: list[Table] = []
     (_, first), *_ = documents
+    seen: Counter[str] = Counter()
     for point in first["points"]:
         table = Table(title=point["name"])
         table.add_column("")
-        for name, _ in documents:
-            table.add_column(name, justify="right")
-        totals = [_total(document, point["name"]) for _, document in documents]
+        for file, _ in documents:
+            table.add_column(file, justify="right")
+        name = point["name"]
+        totals = [_total(document, name, seen[name]) for _, document in documents]
+        seen[name] += 1
         for label, keys, form in COMPARED:
             values = [_at(total, keys) for total in totals]
             table.add_row(label, *(_compared(value, values[0], form) for value in values))
@@ -160,9 +164,9 @@ def compare(documents: Sequence[tuple[str, dict[str, Any]]]) -> list[Table]:
     return tables
 
 
-def _total(document: dict[str, Any], name: str) -> dict[str, Any] | None:
-    found = (p["summary"]["total"] for p in document["points"] if p["name"] == name)
-    return next(found, None)
+def _total(document: dict[str, Any], name: str, number: int) -> dict[str, Any] | None:
+    found = [p["summary"]["total"] for p in document["points"] if p["name"] == name]
+    return found[number] if number < len(found) else None
 
 
 def _at(figures: dict[str, Any] | None, keys: Sequence[str]) -> float | None:

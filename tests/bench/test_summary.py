@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from jaxserve.bench import summary
+from jaxserve.bench import summary, tables
 from jaxserve.bench.records import Outcome, Record
 from jaxserve.bench.summary import Window
 from jaxserve.bench.traffic import STRICT, Slo
@@ -126,3 +128,16 @@ def test_a_late_or_busy_generator_is_said() -> None:
     figures = summary.summarise([calm], Window(0, 10), {})
     assert summary.warnings(figures, [calm], 0.1) == []
     assert any("bottleneck" in text for text in summary.warnings(figures, [calm], 0.95))
+
+
+def test_points_of_one_name_are_compared_in_their_order() -> None:
+    """As of a sweep whose points were all named by --name."""
+
+    def point(ttft: float) -> dict[str, Any]:
+        figures = summary.summarise([served(ttft=ttft)], Window(0, 10), {})
+        return {"name": "after", "summary": figures}
+
+    long, short = {"points": [point(0.1), point(0.2)]}, {"points": [point(0.3)]}
+    found = tables.compare([("a", long), ("b", short)])
+    rows = [[list(column.cells)[4] for column in table.columns] for table in found]
+    assert rows == [["TTFT p50 ms", "100.0", "300.0 (3.00x)"], ["TTFT p50 ms", "200.0", "-"]]
