@@ -87,7 +87,11 @@ def requests_csv(points: Iterable[dict[str, Any]]) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Write whole or not at all: a result is never half a file."""
+    """Write whole or not at all: a result is never half a file. A pipe or a device stays one."""
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+        return
+    path = path.resolve()  # a link stays one, too
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         try:
@@ -104,6 +108,9 @@ def check_writable(path: Path) -> None:
     """OSError, with the path, if `write` could not."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a directory, not a file", str(path))
+    if path.exists() and not path.is_file():
+        return
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=path.parent):
         pass

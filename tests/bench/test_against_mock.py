@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import AsyncGenerator
@@ -355,3 +356,17 @@ def test_a_file_that_is_no_result_is_refused(
     path.write_text("{}")
     assert command.main(["compare", str(path)]) == 1
     assert "not a result file" in capsys.readouterr().err
+
+
+def test_a_result_goes_through_a_pipe_or_a_link_and_does_not_replace_it(tmp_path: Path) -> None:
+    """As --output /dev/stdout, or for root --output /dev/null."""
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to("there")
+    end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (pipe, link):
+        results.check_writable(path)
+        results.write(path, "{}")
+    assert os.read(end, 9) == (tmp_path / "there").read_bytes() == b"{}"
+    assert pipe.is_fifo() and link.is_symlink()
+    os.close(end)
