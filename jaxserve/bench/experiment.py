@@ -180,6 +180,8 @@ async def _server(experiment: Experiment) -> AsyncGenerator[None]:
     if not experiment.server:
         yield
         return
+    if await _answers(_base(experiment)):
+        raise ServerNotReady(f"another server answers at {experiment.url} already: stop it first")
     try:
         process = await asyncio.create_subprocess_exec(*shlex.split(experiment.server))
     except OSError as error:
@@ -195,6 +197,16 @@ async def _server(experiment: Experiment) -> AsyncGenerator[None]:
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+async def _answers(url: str) -> bool:
+    """Whether there is a server, in whatever state: it would be measured in place of ours."""
+    timeout = aiohttp.ClientTimeout(total=10)
+    try:
+        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url):
+            return True
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return False
 
 
 async def _until_ready(experiment: Experiment, process: asyncio.subprocess.Process) -> None:

@@ -266,6 +266,13 @@ async def test_a_server_that_cannot_start_is_said() -> None:
         await measured("http://127.0.0.1:9", server=f"{sys.executable} -c 'raise SystemExit(3)'")
 
 
+async def test_another_server_at_the_url_is_not_measured_in_place_of_the_own() -> None:
+    async with serving(lambda body, number: Course()) as mock:
+        with pytest.raises(ServerNotReady, match="another server answers"):
+            await measured(mock.url, server="sleep 60")
+    assert not mock.bodies
+
+
 async def _invoke(*argv: str) -> tuple[int, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "jaxserve", "bench", *argv,
