@@ -173,7 +173,7 @@ def read_trace(path: Path, content: Content, seed: int) -> list[TraceEntry]:
     wanted `class` and `temperature`. Prompts that the trace does not hold are made up.
 
     Raises:
-      ValueError: a line that is not such an object; the message names it.
+      ValueError: a line that is not such an object; the message names it. Or there is none.
     """
     rng = np.random.default_rng(seed)
     entries: list[TraceEntry] = []
@@ -187,6 +187,8 @@ def read_trace(path: Path, content: Content, seed: int) -> list[TraceEntry]:
                 f"{path}, line {number}: {error!r}; each line needs time, output_tokens and "
                 "prompt_tokens or prompt"
             ) from error
+    if not entries:
+        raise ValueError(f"{path} holds no requests")
     return sorted(entries, key=lambda entry: entry.time)
 
 

@@ -139,3 +139,10 @@ def test_a_bad_trace_line_is_named(tmp_path: Path, line: str) -> None:
     path.write_text('{"time": 0, "prompt_tokens": 1, "output_tokens": 1}\n' + line + "\n")
     with pytest.raises(ValueError, match="line 2"):
         traffic.read_trace(path, Content(), 0)
+
+
+def test_a_trace_without_requests_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="holds no requests"):
+        traffic.read_trace(path, Content(), 0)
