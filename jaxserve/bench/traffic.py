@@ -177,7 +177,7 @@ def read_trace(path: Path, content: Content, seed: int) -> list[TraceEntry]:
     """
     rng = np.random.default_rng(seed)
     entries: list[TraceEntry] = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_text().split("\n"), start=1):
         if not line.strip():
             continue
         try:

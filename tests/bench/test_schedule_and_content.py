@@ -146,3 +146,12 @@ def test_a_trace_without_requests_is_said(tmp_path: Path) -> None:
     path.write_text("\n")
     with pytest.raises(ValueError, match="holds no requests"):
         traffic.read_trace(path, Content(), 0)
+
+
+def test_a_trace_s_lines_end_where_json_lines_do(tmp_path: Path) -> None:
+    """Other line separators may stand inside of a text."""
+    path = tmp_path / "trace.jsonl"
+    line = {"time": 0, "prompt": "one\u2028two\x85three", "output_tokens": 1}
+    path.write_bytes(json.dumps(line, ensure_ascii=False).encode() + b"\r\n")
+    (entry,) = traffic.read_trace(path, Content(kind="text"), 0)
+    assert entry.prompt.prompt == line["prompt"]
