@@ -69,6 +69,14 @@ def test_relative_links_resolve(page: Path) -> None:
 
 
 @parametrize_pages
+def test_tables_have_a_head(page: Path) -> None:
+    """Else they are shown as a line of bars."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        assert re.match(r"\|.*\n\|[ :|-]+\|\n", table), table.splitlines()[0]
+
+
+@parametrize_pages
 def test_files_that_are_named_exist(page: Path) -> None:
     """In code spans, from the root or from the package of kernels; a model's own are not ours."""
     for code in CODE.findall(page.read_text()):
