@@ -124,6 +124,15 @@ def test_the_metrics_of_the_table_are_those_of_the_exposition() -> None:
     assert set(METRIC.findall(OPERATIONS.read_text())) - PACKAGES == exported
 
 
+def test_the_metrics_of_the_table_have_the_types_of_the_exposition() -> None:
+    exported = dict(re.findall(r"^# TYPE (\S+) (\S+)", exposition(), re.M))
+    rows = re.findall(
+        r"^\| (`\S*[:_].*?) \| (gauge|counter|histogram) \|", OPERATIONS.read_text(), re.M
+    )
+    documented = {name: kind for names, kind in rows for name in re.findall(r"`(\S+)`", names)}
+    assert documented.items() <= exported.items() and len(documented) > 40
+
+
 @parametrize_pages
 def test_metrics_that_are_named_exist(page: Path) -> None:
     exported = exposition()

@@ -56,7 +56,9 @@ class RequestFamilies(_Families):
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]):
         super().__init__(registry, labels)
-        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens accepted")
+        self.prompt_tokens = self._counter(
+            "vllm:prompt_tokens", "Prompt tokens of sequences that ended"
+        )
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated")
         self.cached_tokens = self._counter(
             "vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache"

@@ -42,7 +42,7 @@ class Metrics:
         self._requests.rejected.labels(**self._labels, reason=reason).inc()
 
     def prompt_accepted(self, tokens: int, max_tokens: int) -> None:
-        """A sequence goes to the engine."""
+        """A sequence that the engine had accepted has ended."""
         self._requests.prompt_tokens.inc(tokens)
         self._requests.prompt_sizes.observe(tokens)
         self._requests.max_tokens.observe(max_tokens)
