@@ -86,7 +86,7 @@ async def _run(
     """Append each point as soon as there is one; an interrupted one is the last."""
     for number, experiment in enumerate(experiments, start=1):
         title = f"{experiment.name} ({number} of {len(experiments)})"
-        console.print(f"{title}: {experiment.url}", highlight=False)
+        console.print(f"{title}: {experiment.url}", highlight=False, markup=False)
         points.append(await run_experiment(experiment, lambda run: _watched(run, console, title)))  # noqa: B023
         tables.print_point(console, points[-1])
         if points[-1]["interrupted"]:

@@ -43,12 +43,12 @@ async def live_view(run: Run, console: Console, name: str) -> AsyncGenerator[Non
 def _live_table(run: Run, name: str) -> Table:
     left = run.duration - (run.clock() if run.clock else 0.0)
     state = f"{left:.0f} s of load left" if left > 0 else "draining"
-    table = Table(title=f"{name}: {state}")
+    table = Table(title=escape(f"{name}: {state}"))
     for column in ("class", "sent", "running", "completed", "lost", "TTFT p50 ms", "TPOT p50 ms"):
         table.add_column(column, justify="left" if column == "class" else "right")
     classes = sorted({record.traffic_class for record in run.records})
     for kind in classes:
-        table.add_row(kind, *_live_row([r for r in run.records if r.traffic_class == kind]))
+        table.add_row(escape(kind), *_live_row([r for r in run.records if r.traffic_class == kind]))
     if len(classes) > 1:
         table.add_section()
         table.add_row("all", *_live_row(run.records))
@@ -101,11 +101,11 @@ def print_point(console: Console, point: dict[str, Any]) -> None:
     if len(figures["classes"]) > 1:
         columns |= figures["classes"]
     table = Table(
-        title=f"{point['name']}: requests of {window['start_s']:g} to {window['end_s']:g} s"
+        title=escape(f"{point['name']}: requests of {window['start_s']:g} to {window['end_s']:g} s")
     )
     table.add_column("")
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(escape(name), justify="right")
     for label, key, form in _FIGURES:
         table.add_row(label, *(_shown(each[key], form, "-") for each in columns.values()))
     table.add_section()
@@ -150,10 +150,10 @@ def compare(documents: Sequence[tuple[str, dict[str, Any]]]) -> list[Table]:
     (_, first), *_ = documents
     seen: Counter[str] = Counter()
     for point in first["points"]:
-        table = Table(title=point["name"])
+        table = Table(title=escape(point["name"]))
         table.add_column("")
         for file, _ in documents:
-            table.add_column(file, justify="right")
+            table.add_column(escape(file), justify="right")
         name = point["name"]
         totals = [_total(document, name, seen[name]) for _, document in documents]
         seen[name] += 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from jaxserve.bench import summary, tables
 from jaxserve.bench.records import Outcome, Record
@@ -141,3 +143,15 @@ def test_points_of_one_name_are_compared_in_their_order() -> None:
     found = tables.compare([("a", long), ("b", short)])
     rows = [[list(column.cells)[4] for column in table.columns] for table in found]
     assert rows == [["TTFT p50 ms", "100.0", "300.0 (3.00x)"], ["TTFT p50 ms", "200.0", "-"]]
+
+
+def test_names_are_shown_as_they_are() -> None:
+    """Square brackets are markup for the library that prints, and may even end in an error."""
+    figures = summary.summarise([served(kind="[chat]"), served(kind="[/x]")], Window(0, 10), {})
+    point = {"name": "int4 [/copy]", "summary": figures, "errors": [], "warnings": []}
+    console = Console(record=True, width=120, file=io.StringIO())
+    tables.print_point(console, point)
+    for table in tables.compare([("[before]", {"points": [point]})]):
+        console.print(table)
+    text = console.export_text()
+    assert all(name in text for name in ("int4 [/copy]:", "[chat]", "[/x]", "[before]"))
