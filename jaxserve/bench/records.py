@@ -69,6 +69,6 @@ class Record:
         if self.outcome is not Outcome.COMPLETED or self.ttft is None:
             return False
         gaps = sorted(self.gaps)
-        p95 = gaps[min(int(0.95 * len(gaps)), len(gaps) - 1)] if gaps else None
+        p95 = gaps[-(-95 * len(gaps) // 100) - 1] if gaps else None  # 95 % are not above it
         measured = ((self.ttft, slo.ttft), (p95, slo.itl_p95), (self.tpot, slo.tpot))
         return all(value is None or limit is None or value <= limit for value, limit in measured)

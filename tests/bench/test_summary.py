@@ -71,6 +71,12 @@ def test_every_limit_of_an_slo_must_hold(slo: Slo, meets: bool) -> None:
     assert served().meets(slo) is meets
 
 
+@pytest.mark.parametrize(("slow", "meets"), [(0, True), (1, True), (2, False)])
+def test_95_percent_of_the_gaps_must_keep_their_limit(slow: int, meets: bool) -> None:
+    gaps = (0.02,) * (20 - slow) + (0.5,) * slow
+    assert served(gaps=gaps).meets(Slo(itl_p95=0.25)) is meets
+
+
 @pytest.mark.parametrize("outcome", [o for o in Outcome if o is not Outcome.COMPLETED])
 def test_a_lost_request_is_a_miss_in_every_percentage(outcome: Outcome) -> None:
     records = [served(), served(1), served(2), lost(outcome)]
