@@ -12,9 +12,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # The tested versions; CONSTRAINTS= takes the newest that the ranges in pyproject.toml allow.
 CONSTRAINTS ?= constraints.txt
 PINS := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
-# An NVIDIA driver from 580 on runs CUDA 13, older ones CUDA 12.
+# An NVIDIA driver from 580 on runs CUDA 13, older ones CUDA 12. Without one nvidia-smi says so on
+# stdout, in words.
 CUDA := $(shell command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=driver_version \
-  --format=csv,noheader 2>/dev/null | head -1 | awk -F. '{print ($$1 >= 580) ? "cuda13" : "cuda12"}')
+  --format=csv,noheader 2>/dev/null | head -1 | awk -F. '/^[0-9]/ {print ($$1 >= 580) ? "cuda13" : "cuda12"}')
 
 .PHONY: serve test compile-test slow clean
 
