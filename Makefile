@@ -17,6 +17,7 @@ PINS := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 CUDA := $(shell command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=driver_version \
   --format=csv,noheader 2>/dev/null | head -1 | awk -F. '/^[0-9]/ {print ($$1 >= 580) ? "cuda13" : "cuda12"}')
 
+.DELETE_ON_ERROR:  # an environment without pip is none
 .PHONY: serve test compile-test slow clean
 
 serve: $(VENV)/.serve

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Prints the path of a Python >= 3.12: the PATH first, then pyenv's versions.
+# Prints the path of a Python >= 3.12 that can make environments (Debian packs ensurepip apart): the
+# PATH first, then pyenv's versions.
 # Says what to install and fails where there is none.
 set -eu
-recent() { "$1" -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; }
+recent() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; }
 candidates() {
   [ -z "${PYTHON:-}" ] || echo "$PYTHON"
   for name in python3.12 python3.13 python3.14 python3 python; do command -v "$name" || true; done
