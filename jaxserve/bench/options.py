@@ -64,10 +64,15 @@ _AT_LEAST = {
     **dict.fromkeys(("arrival_seed", "content_seed"), 0),
     **dict.fromkeys(("concurrency", "input_tokens", "output_tokens", "max_token_id"), 1),
 }
+_SWITCHES = {"ignore_eos", "slo_headers"}
 _OPTIONAL = {"server", "model", "api_key", "rate_end", "concurrency", "warmup", "cooldown", "trace"}
 
 
 def _problems(experiment: Experiment) -> Iterator[str]:
+    values = vars(experiment).items()
+    if missing := [name for name, value in values if value is None and name not in _OPTIONAL]:
+        yield from (f"{name} has no value" for name in missing)
+        return
     choices = {
         "endpoint": ("completions", "chat"),
         "traffic": ("study", "siso", "silo", "liso", "lilo", "fixed"),
@@ -83,9 +88,8 @@ def _problems(experiment: Experiment) -> Iterator[str]:
         yield "the chat endpoint takes text: use prompts: text"
     for name, value in vars(experiment).items():
         if value is None:
-            if name not in _OPTIONAL:
-                yield f"{name} has no value"
-        elif name in _ABOVE_0 and not value > 0:
+            continue
+        if name in _ABOVE_0 and not value > 0:
             yield f"{name} must be above 0, got {value}"
         elif name in _AT_LEAST and not value >= _AT_LEAST[name]:
             yield f"{name} must be at least {_AT_LEAST[name]}, got {value}"
@@ -182,6 +186,8 @@ def read_yaml(path: Path, flags: Mapping[str, Any]) -> list[Experiment]:
         settings = {"name": f"experiment-{number + 1}", **common, **changes}
         for point in _sweep(settings):
             points.append(_experiment({**point, **flags}, path))
+    if not points:
+        raise ValueError(f"{path}: an empty list leaves no experiment")
     return [
         replace(point, content_seed=point.content_seed + 1_000_003 * number)
         for number, point in enumerate(points)
@@ -225,7 +231,7 @@ def _experiment(settings: dict[str, Any], path: Path) -> Experiment:
     if unknown := settings.keys() - known:
         raise ValueError(f"{path}: unknown keys {sorted(unknown)}; known: {sorted(known)}")
     converted: dict[str, Any] = {
-        key: value if value is None or isinstance(value, bool) else _converted(key, value, path)
+        key: None if value is None else _converted(key, value, path)
         for key, value in settings.items()
     }
     return Experiment(**converted)
@@ -235,8 +241,10 @@ def _converted(key: str, value: Any, path: Path) -> Any:
     try:
         if key == "rate_steps":
             return tuple(float(rate) for rate in value)
+        if key in _SWITCHES and isinstance(value, bool):
+            return value
         return _parser_of(key)(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{path}: {key} is {value!r}: {error}") from error
 
 

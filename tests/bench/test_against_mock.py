@@ -343,6 +343,12 @@ def test_wrong_settings_are_one_line(
         ("run: {rate: fast}\n", "rate is 'fast'"),
         ("run: {rate_steps: 4}\n", "rate_steps is 4"),
         ("run: {rate: }\n", "rate has no value"),
+        ("run: {url: }\n", "url has no value"),
+        ("run: {rate_steps: }\n", "rate_steps has no value"),
+        ("run: {url: yes}\n", "url is 'True'"),
+        ("run: {rate_steps: yes}\n", "rate_steps is True"),
+        ("run: {concurrency: .inf}\n", "concurrency is inf"),
+        ("run: {rate: []}\n", "an empty list leaves no experiment"),
         ("- rate\n", "expected the keys run and experiments"),
     ],
 )
