@@ -159,6 +159,7 @@ class NativeWriter:
     def _allocate(self) -> None:
         """The whole file now, so that a disk without room says so before any work is done."""
         try:
+            os.ftruncate(self._file, self._size)  # that of another conversion may be longer
             os.posix_fallocate(self._file, 0, self._size)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):

@@ -250,6 +250,17 @@ def test_what_an_earlier_writer_left_is_believed_only_with_its_checksum(
     assert run(original, tmp_path).read_bytes() == whole
 
 
+def test_a_smaller_conversion_after_a_larger_one_that_was_killed_is_whole(
+    original: Checkpoint, whole: bytes, tmp_path: Path
+) -> None:
+    """The file that a killed writer leaves has its full size, with other flags too many bytes."""
+    with NativeWriter(tmp_path, {"x": np.zeros(len(whole), np.float32)}, {}, {}):
+        pass
+    assert (tmp_path / PARTIAL).stat().st_size > len(whole)
+    assert run(original, tmp_path).read_bytes() == whole
+    open_native(tmp_path).verify()
+
+
 WRITE_UNTIL_KILLED = """
 import sys, time
 from pathlib import Path
