@@ -8,7 +8,7 @@ import time
 from aiohttp import web
 
 from jaxserve.api import Engine
-from jaxserve.config import ServerConfig
+from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.server import operations
 from jaxserve.server.access import require_key
@@ -43,18 +43,18 @@ def make_app(
     metrics: Metrics,
     tracer: Tracer | None = None,
 ) -> web.Application:
-    """The HTTP side of one engine. It may be served while the engine is still starting."""
+    """The HTTP side of one engine. It may be served while the engine is still starting.
+
+    ConfigError: the model's chat template is none.
+    """
     app = web.Application(
         middlewares=[tell_of_request, preflight, error_shape, require_key],
         client_max_size=config.max_request_bytes,
     )
-    source = tokenizer.chat_template if config.chat_template is None else config.chat_template
     app[SERVICE] = Service(
         engine=engine,
         tokenizer=tokenizer,
-        template=ChatTemplate(source, tokenizer.markers, config.template_variables)
-        if source
-        else None,
+        template=_template(tokenizer, config),
         guides=Guides(tokenizer),
         config=config,
         metrics=metrics,
@@ -69,6 +69,17 @@ def make_app(
     for prefix in dict.fromkeys(("", config.root_path)):
         app.add_routes(_routes(prefix, admin=bool(config.admin_key_digests)))
     return app
+
+
+def _template(tokenizer: Tokenizer, config: ServerConfig) -> ChatTemplate | None:
+    source = tokenizer.chat_template if config.chat_template is None else config.chat_template
+    if not source:
+        return None
+    try:
+        return ChatTemplate(source, tokenizer.markers, config.template_variables)
+    except ConfigError as error:
+        where = "chat_template.jinja, or in tokenizer_config.json"
+        raise ConfigError(f"the model's chat template ({where}): {error}") from None
 
 
 def _routes(prefix: str, *, admin: bool) -> list[web.RouteDef]:

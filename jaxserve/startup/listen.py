@@ -9,7 +9,6 @@ import logging
 import ssl
 from pathlib import Path
 
-import jinja2
 from aiohttp import web
 
 from jaxserve.cli.options import Options
@@ -63,9 +62,8 @@ def _chat_template(path: Path | None) -> str | None:
     source = read_text(path, "--chat-template")
     try:
         ChatTemplate(source)
-    except jinja2.TemplateSyntaxError as error:
-        where = f"line {error.lineno}: {error.message}"
-        raise ConfigError(f"--chat-template {path}: not a Jinja template: {where}") from None
+    except ConfigError as error:
+        raise ConfigError(f"--chat-template {path}: {error}") from None
     return source
 
 

@@ -13,6 +13,8 @@ import jinja2
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from jaxserve.config import ConfigError
+
 MAX_SECONDS = 2.0
 MAX_CHARS = 64 * 1024 * 1024
 
@@ -45,10 +47,14 @@ class ChatTemplate:
         markers: Iterable[str] = (),
         defaults: Mapping[str, Any] = MappingProxyType({}),
     ):
+        """ConfigError: the source is no template."""
         self._defaults = defaults
-        self._template = _environment().from_string(
-            source, globals={"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-        )
+        functions = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        try:
+            self._template = _environment().from_string(source, globals=functions)
+        except jinja2.TemplateSyntaxError as error:
+            where = f"line {error.lineno}: {error.message}"
+            raise ConfigError(f"not a Jinja template: {where}") from None
         self._marker_starts = sorted({marker[0] for marker in markers})
 
     def render(

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 
 from jaxserve.config import ConfigError
-from jaxserve.setting_files import read_json_object
+from jaxserve.setting_files import read_json_object, read_text
 
 CACHE_MIN_CHARS = 256
 CACHE_TOTAL_CHARS = 4 * 1024 * 1024
@@ -184,9 +184,11 @@ def _eos_token_ids(
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
+        named = [each for each in template if isinstance(each, dict)]
+        template = next((e.get("template") for e in named if e.get("name") == "default"), None)
+    if not isinstance(template, str | None):
+        raise ConfigError(f"tokenizer_config.json: chat_template is {template!r:.100}, no text")
     return template

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import io
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -111,6 +112,15 @@ def test_a_chat_template_that_is_none_refuses_the_start(
     options = parse_args(["--chat-template", str(file)])
     with pytest.raises(ConfigError, match=reason):
         server_config(options, find_model(options))
+
+
+def test_a_template_of_the_model_that_is_none_refuses_the_start_and_is_named() -> None:
+    tokenizer = tiny_tokenizer("{% if %}")
+    config = ServerConfig(model_names=("tiny",))
+    with pytest.raises(ConfigError, match=r"the model's chat template .*: not a Jinja"):
+        make_app(FakeEngine(), tokenizer, config, Metrics("tiny"))
+    own = replace(config, chat_template="{{ messages[0].content }}")
+    make_app(FakeEngine(), tokenizer, own, Metrics("tiny"))
 
 
 @pytest.mark.parametrize("allowed", [(), ("https://other.example.org",), (PAGE + ":8443",)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import threading
 from array import array
 from pathlib import Path
@@ -24,6 +25,7 @@ from jaxserve.tokenizer import (
     encode_off_loop,
 )
 from jaxserve.tokenizer.chat_template import ChatTemplate
+from jaxserve_checkpoints.resolve import embedded_model
 from tests.fakes import CALL, IM_END, THINK, tiny_tokenizer
 
 QWEN3 = Path(__file__).parents[3] / "shared" / "models" / "qwen3-4b"
@@ -178,6 +180,39 @@ def test_a_tokenizer_that_would_be_misread_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="supported: ByteLevel"):
         HfTokenizer.from_folder(tmp_path)
+
+
+def folder_with_template(folder: Path, template: object, file: bytes | None = None) -> Path:
+    shutil.copy(embedded_model() / "tokenizer.json", folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    if file is not None:
+        (folder / "chat_template.jinja").write_bytes(file)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("template", "file", "found"),
+    [
+        ("one", None, "one"),
+        ("one", "zwölf".encode(), "zwölf"),
+        ([{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}], None, "d"),
+        ([{"name": "tool_use", "template": "t"}], None, None),
+        ([{"name": "default"}, "strange"], None, None),
+        (None, None, None),
+    ],
+)
+def test_the_template_is_the_file_s_or_the_one_of_the_settings(
+    tmp_path: Path, template: object, file: bytes | None, found: str | None
+) -> None:
+    folder = folder_with_template(tmp_path, template, file)
+    assert HfTokenizer.from_folder(folder).chat_template == found
+
+
+def test_a_template_that_is_no_text_is_refused_with_its_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer_config.json: chat_template is \{'a': 'b'\}"):
+        HfTokenizer.from_folder(folder_with_template(tmp_path, {"a": "b"}))
+    with pytest.raises(ConfigError, match=r"chat_template.jinja: cannot be read: it is not UTF-8"):
+        HfTokenizer.from_folder(folder_with_template(tmp_path, None, b"\xff"))
 
 
 async def test_long_texts_are_encoded_off_the_event_loop() -> None:
