@@ -89,7 +89,10 @@ def embedded_model() -> Path:
 
 def _local_folder(model: str) -> Path | None:
     """The folder if `model` is one, None if it can only be a name."""
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError:  # ~name of a user that there is not
+        raise CheckpointError(f"{model}: no such folder") from None
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise CheckpointError(f"{path}: the folder holds no config.json")

@@ -65,7 +65,7 @@ def serve(options: Options, timeline: Timeline, without_effect: Sequence[str] = 
     imported = _begin_with_jax(timeline)
     try:
         uvloop.run(_serve(options, timeline, imported))
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, CheckpointError, OSError) as error:  # OSError: files that may not be read
         print(f"jaxserve: error: {error}", file=sys.stderr)
         return 1
     except EngineDied as error:

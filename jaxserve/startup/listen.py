@@ -83,6 +83,8 @@ async def bind(
                 f"port {config.port} on {config.host} is in use; choose another with --port"
             ) from None
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from None
+    except UnicodeError:
+        raise ConfigError(f"--host {config.host} is not a name that a host can have") from None
     host, port = runner.addresses[0][:2]
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 

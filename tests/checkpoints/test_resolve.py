@@ -52,7 +52,9 @@ def test_local_paths_that_are_no_model_folders(tmp_path: Path) -> None:
     assert "x.gguf: a file; pass the folder" in error_of(str(tmp_path / "x.gguf"))
 
 
-@pytest.mark.parametrize("model", ["./x", "/no/such", "../x", "~/no/such", "a/b/c", "org/name/"])
+@pytest.mark.parametrize(
+    "model", ["./x", "/no/such", "../x", "~/no/such", "~nobody9/x", "a/b/c", "org/name/"]
+)
 def test_paths_that_do_not_exist_never_reach_the_hub(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,12 +6,23 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from tests.e2e.process import finish, small_model, start
+from tests.e2e.process import finish, run, small_model, start
+
+AS_ANYBODY = """
+import os, sys
+from tests.e2e.process import obey_permissions
+obey_permissions()
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+"""Runs Python with the arguments that follow: jax warns of a fork, where it is in the process."""
 
 
-def fails_with(*flags: str, environment: dict[str, str] | None = None) -> str:
-    """The error line of a start that must fail."""
-    status, output = finish(start(*flags, environment=environment))
+def fails_with(
+    *flags: str, environment: dict[str, str] | None = None, as_anybody: bool = False
+) -> str:
+    """The error line of a start that must fail; files' modes count for root, too, `as_anybody`."""
+    arguments = (*(("-c", AS_ANYBODY) if as_anybody else ()), "-m", "jaxserve", "--port", "0")
+    status, output = finish(run(*arguments, *flags, environment=environment))
     assert status == 1, output
     assert "Traceback" not in output
     last = output.strip().splitlines()[-1]
@@ -26,6 +37,29 @@ def test_a_truncated_checkpoint_is_told_with_its_sizes(tmp_path: Path) -> None:
     message = fails_with("--model", str(model))
     assert "model.safetensors" in message
     assert str(weights.stat().st_size) in message.replace(",", "")
+
+
+def test_weights_that_may_not_be_read_are_named(tmp_path: Path) -> None:
+    model = small_model(tmp_path / "model")
+    (model / "model.safetensors").chmod(0)
+    message = fails_with("--model", str(model), as_anybody=True)
+    assert "Permission denied" in message
+    assert str(model / "model.safetensors") in message
+
+
+def test_a_model_s_folder_that_may_not_be_entered_is_named(tmp_path: Path) -> None:
+    model = small_model(tmp_path / "model")
+    model.chmod(0)
+    try:
+        message = fails_with("--model", str(model), as_anybody=True)
+    finally:
+        model.chmod(0o700)
+    assert "Permission denied" in message
+    assert str(model) in message
+
+
+def test_a_host_that_is_no_name_is_told() -> None:
+    assert "--host a..b" in fails_with("--host", "a..b")
 
 
 def test_a_port_in_use_is_known_before_anything_slow() -> None:
