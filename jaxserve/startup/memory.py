@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -77,7 +80,7 @@ def device_limit(device: Any, otherwise: int) -> int:
       otherwise: that of a GPU whose allocator does not say it; 0: not known.
     """
     if device.platform == "cpu":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return available_on_host()
     limit = (device.memory_stats() or {}).get("bytes_limit", 0) or otherwise
     if not limit:
         raise ConfigError(
@@ -132,9 +135,18 @@ def affords_copy(size: int, left: int, given: int | None) -> bool:
     return size <= left * _COPY_SHARE and size <= left - (given or 0)
 
 
+def available_on_host(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that processes may still take: what the system keeps of files it gives back."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^MemAvailable: *(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+        if found:
+            return int(found[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def check_host_memory(weights: int, cache: int) -> None:
     """ConfigError, with the numbers, if a CPU's memory does not hold weights and KV cache."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = available_on_host()
     if weights + cache + _HOST_RESERVE > available:
         raise ConfigError(
             f"too little memory: weights {in_words(weights)} + KV cache {in_words(cache)} + "
