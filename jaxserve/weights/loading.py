@@ -189,11 +189,13 @@ def open_checkpoint_of(folder: Path, wanted: Quantization) -> Stored:
 def describe(folder: Path, wanted: Quantization, dtype: DTypeLike) -> dict[str, Any]:
     """All that the content of a conversion depends on."""
     files = sorted(folder.glob("*.safetensors"))
+    stored = detect(folder)  # how codes are read, which config.json says
     return {
         "files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
         "quantization": asdict(wanted),
         "dtype": np.dtype(dtype).name,
         "code": _code_digest(),
+        **({"stored": repr(stored)} if stored else {}),
     }
 
 

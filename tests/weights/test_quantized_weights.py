@@ -132,6 +132,24 @@ def test_it_is_not_quantised_again_except_for_its_head(tmp_path: Path) -> None:
     assert type(plan.encoded.embedding).__name__ == "Int8Weight"
 
 
+def test_what_is_kept_is_not_taken_for_codes_that_are_read_in_another_way(tmp_path: Path) -> None:
+    """`config.json` says what zero points mean; the files of weights stay the same."""
+    source, weights = write(tmp_path / "original", "gptq-v2")
+    assert source.folder is not None
+    file, head = source.folder / "config.json", ("--lm-head-dtype", "int8")
+    right = file.read_text()
+    assert "gptq_v2" in right
+    file.write_text(right.replace("gptq_v2", "gptq"))
+    start(source, tmp_path / "cache", *head)
+    file.write_text(right)
+    check(start(source, tmp_path / "cache", *head), weights, Int4Weight)
+    flags = parse_args(["--model", "m", "--out", "o"], "convert")
+    convert_model(flags, source, tmp_path / "out", lambda done, total: None)
+    file.write_text(right.replace("gptq_v2", "gptq"))
+    with pytest.raises(CheckpointError, match="another conversion, with other stored"):
+        convert_model(flags, source, tmp_path / "out", lambda done, total: None)
+
+
 def test_layers_that_are_not_alike_cannot_be_stacked(tmp_path: Path) -> None:
     source, weights = write(tmp_path / "original", "awq")
     assert source.folder is not None
