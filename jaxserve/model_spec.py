@@ -127,12 +127,11 @@ class ModelSpec:
         )
 
 
-_YARN_FIELDS = frozenset(
-    (
-        *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
-        *("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
-    )
+_YARN_NUMBERS = (
+    *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+    *("attention_factor", "mscale", "mscale_all_dim"),
 )
+_YARN_FIELDS = frozenset(("rope_type", "type", "rope_theta", "truncate", *_YARN_NUMBERS))
 
 
 def _unsupported(config: Mapping[str, Any]) -> list[str]:
@@ -152,19 +151,27 @@ def _unsupported(config: Mapping[str, Any]) -> list[str]:
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, YarnScaling | None]:
     """RoPE base and scaling; transformers 5 writes `rope_parameters`, earlier ones two fields."""
-    rope = dict(config.get("rope_scaling") or {})
-    rope.update(config.get("rope_parameters") or {})
+    old, new = _object(config, "rope_scaling"), _object(config, "rope_parameters")
+    unlike = any(old[name] != new[name] for name in old.keys() & new.keys())
+    if old and new and (unlike or _rope_kind(old) != _rope_kind(new)):
+        raise ConfigError(
+            f"config.json: rope_scaling is {dict(old)}, rope_parameters is {dict(new)}: they "
+            "contradict each other; write what is meant into one of them and remove the other"
+        )
+    rope = {**old, **new}
     partial = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise ConfigError(
             f"config.json: partial_rotary_factor is {partial}, but all of a head is rotated here"
         )
     theta = number(rope if rope.get("rope_theta") else config, "rope_theta", 10_000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = _rope_kind(rope)
     if kind == "default":
         return theta, None
     if kind != "yarn":
         raise ConfigError(f"config.json: rope type is {kind!r}, supported: 'default', 'yarn'")
+    for name in _YARN_NUMBERS:
+        number(rope, name, 0.0)
     original = rope.get("original_max_position_embeddings") or config.get("max_position_embeddings")
     if "factor" not in rope or not original:
         raise ConfigError(
@@ -183,6 +190,18 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, YarnScaling | None]:
         mscale_all_dim=rope.get("mscale_all_dim"),
         truncate=rope.get("truncate") is not False,
     )
+
+
+def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Empty where there is none. ConfigError: it is something else."""
+    found = config.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"config.json: {key} is {found!r:.100}, which is not an object")
+    return found
+
+
+def _rope_kind(rope: Mapping[str, Any]) -> str:
+    return rope.get("rope_type") or rope.get("type") or "default"
 
 
 def _qwen3(

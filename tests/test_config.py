@@ -91,6 +91,16 @@ def test_yarn_is_read_from_either_field(field: str, kind: str) -> None:
     assert spec.rope_scaling.score_scale == 0.1 * math.log(4.0) + 1.0
 
 
+def test_both_fields_may_say_the_same() -> None:
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 32768}
+    both = {
+        "rope_scaling": yarn | {"type": "yarn"},
+        "rope_parameters": yarn | {"rope_type": "yarn", "rope_theta": 1000000},
+    }
+    expected = ModelSpec.from_hf(QWEN3_4B | {"rope_scaling": both["rope_scaling"]})
+    assert ModelSpec.from_hf(without("rope_theta") | both) == expected
+
+
 def test_yarn_details_are_kept() -> None:
     yarn = {
         "rope_type": "yarn",
@@ -153,6 +163,32 @@ def test_absent_fields_mean_what_transformers_means() -> None:
         (
             {"rope_scaling": {"type": "yarn", "factor": 2, "attn_factor": 1.2}},
             "YaRN with attn_factor is not supported",
+        ),
+        (
+            {"rope_scaling": {"type": "linear"}, "rope_parameters": {"rope_type": "default"}},
+            "they contradict each other",
+        ),
+        (
+            {
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+                "rope_parameters": {"rope_type": "yarn", "factor": 2.0},
+            },
+            "'factor': 2.0}: they contradict each other",
+        ),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', which is not an object"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, "attention_factor": "1"}},
+            "attention_factor is '1', which is not a number",
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 2,
+                    "original_max_position_embeddings": "32k",
+                }
+            },
+            "original_max_position_embeddings is '32k', which is not a number",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "YaRN factor must be at least 1"),
