@@ -67,8 +67,15 @@ def _files(options: Options) -> dict[str, Path]:
 
 def _state(files: dict[str, Path]) -> list[bytes | None]:
     """Their contents: times of files say nothing where they are links to folders, as in
-    Kubernetes."""
-    return [file.read_bytes() if file.is_file() else None for file in files.values()]
+    Kubernetes. None: cannot be read, as while it is being replaced."""
+    return [_content(file) for file in files.values()]
+
+
+def _content(file: Path) -> bytes | None:
+    try:
+        return file.read_bytes() if file.is_file() else None
+    except OSError:
+        return None
 
 
 def _load(context: ssl.SSLContext, files: dict[str, Path]) -> None:

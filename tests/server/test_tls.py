@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import ssl
 import subprocess
@@ -126,6 +127,35 @@ async def test_a_renewed_certificate_is_served_without_a_restart(
         with pytest.raises(aiohttp.ClientError):
             await health(url, identity.certificate)
     assert caplog.text.count("stays as it was") == 1
+    reloading.cancel()
+
+
+async def test_a_renewed_key_that_cannot_be_read_yet_is_read_later(
+    identity: Identity, other: Identity, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that is written by root and then given to the server's user."""
+    files = Identity(str(tmp_path / "key.pem"), str(tmp_path / "cert.pem"))
+    shutil.copy(identity.key, files.key)
+    shutil.copy(identity.certificate, files.certificate)
+    options = options_of(*files.flags)
+    context = tls_context(options)
+    assert context is not None
+    reloading = asyncio.ensure_future(reload_when_changed(context, options, every=0.02))
+    async with bound(context) as url, asyncio.timeout(10):
+        assert await health(url, identity.certificate) == 200
+        Path(files.key).unlink()
+        Path(files.key).symlink_to("/proc/self/mem")  # root cannot read it either
+        shutil.copy(other.certificate, files.certificate)
+        while "key.pem: cannot be read" not in caplog.text:
+            await asyncio.sleep(0.02)
+            assert not reloading.done()
+        Path(files.key).unlink()
+        shutil.copy(other.key, files.key)
+        while True:
+            with contextlib.suppress(aiohttp.ClientError):
+                assert await health(url, other.certificate) == 200
+                break
+            await asyncio.sleep(0.02)
     reloading.cancel()
 
 
