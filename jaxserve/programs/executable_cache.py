@@ -155,15 +155,16 @@ class ExecutableCache:
         """How long programs of that name took to compile, for estimates; from any key."""
         found: dict[str, float] = {}
         for manifest in self._manifests():
-            for name, entry in manifest.get("programs", {}).items():
-                found.setdefault(name, float(entry["seconds"]))
+            for name, entry in manifest["programs"].items():
+                with contextlib.suppress(KeyError, TypeError, ValueError):
+                    found.setdefault(name, float(entry["seconds"]))
         return found
 
     def differences(self) -> str:
         """Why entries of other keys do not serve: what differs in the one nearest to this."""
         nearest: list[str] | None = None
         for manifest in self._manifests():
-            other = manifest.get("key", {})
+            other = manifest["key"]
             names = sorted(self._key.keys() | other.keys())
             unlike = [name for name in names if self._key.get(name) != other.get(name)]
             if unlike and (nearest is None or len(unlike) < len(nearest)):
@@ -204,15 +205,20 @@ class ExecutableCache:
 
     def _headers(self) -> Iterator[dict[str, Any]]:
         for file in sorted(self._folder.glob("*.exe")):
-            with contextlib.suppress(OSError, ValueError, KeyError), file.open("rb") as stream:
+            damaged = (OSError, ValueError, KeyError, TypeError)
+            with contextlib.suppress(*damaged), file.open("rb") as stream:
                 header = json.loads(stream.readline())
                 if header["key"] == self._digest:
                     yield header
 
     def _manifests(self) -> Iterator[dict[str, Any]]:
+        """Those of this format, of any key: folders of other versions stay where they are."""
         for file in sorted(self._parent.glob(f"*/{_MANIFEST}")):
-            with contextlib.suppress(OSError, ValueError):
-                yield json.loads(file.read_text(encoding="utf-8"))
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                manifest = json.loads(file.read_text(encoding="utf-8"))
+                parts = manifest["key"], manifest["programs"]
+                if manifest["format"] == _FORMAT and all(isinstance(p, dict) for p in parts):
+                    yield manifest
 
 
 def _read_own_file(path: Path) -> bytes:

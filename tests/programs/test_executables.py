@@ -346,3 +346,29 @@ def test_the_manifest_lists_what_is_there_and_what_it_is_for(cache: ExecutableCa
     assert manifest["key"] == KEY
     assert manifest["programs"]["double"]["size"] > 1000
     assert cache.compile_seconds()["double"] >= 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "5",
+        '{"format": "jaxserve executable 9", "key": [], "programs": {"double": {}}}',
+        '{"format": "jaxserve executable 1", "key": {"device": "x"}, "programs": []}',
+        '{"format": "jaxserve executable 1", "key": [], "programs": {}}',
+        '{"format": "jaxserve executable 1", "key": {}, "programs": {"double": {"seconds": []}}}',
+    ],
+)
+def test_manifests_of_other_versions_and_damaged_ones_say_nothing(
+    tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older" / "manifest.json").write_text(content)
+    cache = cache_at(tmp_path)
+    assert cache.compile_seconds() == {}
+    cache.differences()
+    (tmp_path / "older").rename(cache.folder)
+    (cache.folder / "left.exe").write_text("5\n")
+    assert not obtain([program()], cache, 1, lambda phase, done: None).unkept
+    assert cache.compile_seconds().keys() == {"double"}
