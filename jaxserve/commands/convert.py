@@ -109,7 +109,9 @@ def _copy_text_files(source: Path, target: Path) -> None:
             )
         for pattern in _TEXT_FILES:
             for file in source.glob(pattern):
-                if not file.name.endswith(".index.json"):
+                if file.is_file() and not file.name.endswith(".index.json"):
                     shutil.copyfile(file, target / file.name)
     except OSError as error:
+        if error.filename and Path(error.filename).parent == source:
+            raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from None
         raise ConfigError(f"--out {target}: cannot be written: {error.strerror}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from tests.e2e.process import (
     SMALL_SHAPES,
     files_of_at_most,
     finish,
+    obey_permissions,
     run,
     small_model,
     start,
@@ -134,3 +136,12 @@ def test_a_damaged_converted_checkpoint_is_refused_with_its_file(
     assert "Traceback" not in output
     last = output.splitlines()[-1]
     assert last.startswith("jaxserve: error: ") and FILE in last
+
+
+def test_a_file_of_the_original_that_may_not_be_read_is_named(model: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(model, tmp_path / "model"))
+    (copy / "vocab.json").touch(mode=0)
+    process = run(*convert(copy, tmp_path / "out"), before=obey_permissions)
+    status, output = finish(process, timeout=120)
+    assert status == 1
+    assert f"{copy}/vocab.json: cannot be read: Permission denied" in output.splitlines()[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,17 @@ def test_a_folder_that_cannot_be_made_is_named(
     status, text = run(capsys, *flags(tmp_path / "out"))
     assert status == 1
     assert f"--out {tmp_path}/out: cannot be written: File exists" in text
+
+
+def test_folders_and_links_to_nothing_beside_the_model_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Path(shutil.copytree(EMBEDDED, tmp_path / "model"))
+    (model / "LICENSES").mkdir()
+    (model / "old.json").symlink_to("gone")
+    status, text = run(capsys, "--model", str(model), "--out", str(tmp_path / "out"))
+    assert status == 0, text
+    assert not {"LICENSES", "old.json"} & {file.name for file in (tmp_path / "out").iterdir()}
 
 
 def test_each_layer_has_a_line_when_it_is_done_and_each_matrix_a_row(
