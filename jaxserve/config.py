@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,16 +120,21 @@ class SamplingDefaults:
     def from_hf(cls, generation: Mapping[str, Any]) -> SamplingDefaults:
         """Read a `generation_config.json`; `do_sample: false` means greedy.
 
-        ConfigError: a value that is no number.
+        ConfigError: a value that is no number, or that a request could not have.
         """
         if generation.get("do_sample") is False:
             return cls(temperature=0.0)
         file = "generation_config.json"
-        return cls(
-            temperature=number(generation, "temperature", 1.0, file),
-            top_p=number(generation, "top_p", 1.0, file),
-            top_k=int(number(generation, "top_k", 0, file)),
-        )
+        temperature = number(generation, "temperature", 1.0, file)
+        top_p, top_k = number(generation, "top_p", 1.0, file), number(generation, "top_k", 0, file)
+        for name, value, allowed in (
+            ("temperature", temperature, 0 <= temperature < math.inf),
+            ("top_p", top_p, 0 < top_p <= 1),
+            ("top_k", top_k, -1 <= top_k < 2**31),
+        ):
+            if not allowed:
+                raise ConfigError(f"{file}: {name} is {value:g}, which no request may have")
+        return cls(temperature=temperature, top_p=top_p, top_k=int(top_k))
 
 
 REASONING_FIELDS = ("both", "reasoning", "reasoning_content")

@@ -225,6 +225,24 @@ def test_generation_config() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"temperature": -1}, "temperature is -1"),
+        ({"temperature": math.nan}, "temperature is nan"),  # JSON of Python's has it
+        ({"top_p": 0}, "top_p is 0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"top_k": math.inf}, "top_k is inf"),
+        ({"top_k": "20"}, "top_k is '20', which is not a number"),
+    ],
+)
+def test_a_generation_config_that_no_request_could_ask_for_is_refused(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"generation_config.json: {message}"):
+        SamplingDefaults.from_hf(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
         ({"head_dim": "wide"}, "head_dim is missing or not a positive integer"),
         ({"num_key_value_heads": 0}, "num_key_value_heads is missing or not a positive integer"),
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps is 'tiny', which is not a number"),
