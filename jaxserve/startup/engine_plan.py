@@ -221,15 +221,17 @@ def _fp8_pays(dtype: DTypeLike, *, gpu: bool) -> bool:
 
 
 def _check_calibration(options: Options, kv_format: KVFormat) -> None:
-    """ConfigError: flags that would have no effect, or a text that cannot be read."""
+    """ConfigError: flags that would have no effect, or a text that cannot be read or is empty."""
     if options.calculate_kv_scales and not has_scales(kv_format):
         raise ConfigError(
             f"--calculate-kv-scales is for --kv-cache-dtype fp8_e4m3, not for {kv_format.name}"
         )
     if options.calibration and not options.calculate_kv_scales:
         raise ConfigError("--calibration is a text for --calculate-kv-scales, which is missing")
-    if options.calibration:
-        read_text(options.calibration, "--calibration")
+    if options.calibration and not read_text(options.calibration, "--calibration"):
+        raise ConfigError(
+            f"--calibration {options.calibration} is empty: it says nothing of scales"
+        )
 
 
 def _cache_folder(options: Options) -> Path:

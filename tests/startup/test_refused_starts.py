@@ -71,3 +71,9 @@ def test_a_model_too_large_for_the_machine_is_refused_with_numbers() -> None:
 
 def test_a_length_beyond_the_model_is_refused() -> None:
     assert "4096" in refused("--max-model-len", "5000")
+
+
+def test_an_empty_text_to_calibrate_with_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").touch()
+    flags = ("--kv-cache-dtype", "fp8_e4m3", "--calculate-kv-scales", "--calibration")
+    assert "text is empty" in refused(*flags, str(tmp_path / "text"))
