@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from jaxserve.config import ConfigError
+
 _XLA_FLAGS = (
     # cuBLASLt reads a layer's slice of a stacked weight in place and needs no tuning per layer.
     # XLA's own Triton products are as fast but are tuned for each slice on its own.
@@ -23,6 +25,8 @@ _CPU_OPTIONS = {"xla_backend_optimization_level": 2}
 
 _NOT_IN_PROGRAMS = ("--xla_dump", "--xla_gpu_dump")
 
+_MEMORY_SHARE, _FORMER_NAME = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
 API_KEY = "JAXSERVE_API_KEY"
 ADMIN_API_KEY = "JAXSERVE_ADMIN_API_KEY"
 
@@ -34,7 +38,10 @@ def key_of_environment(variable: str) -> str | None:
 
 def prepare(gpu_memory_utilization: float) -> None:
     """Set what is not set already: the allocator's share of the GPU, and compiler flags."""
-    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(gpu_memory_utilization))
+    # jaxlib refuses both of its names together.
+    former = os.environ.pop(_FORMER_NAME, "")
+    if not os.environ.get(_MEMORY_SHARE):
+        os.environ[_MEMORY_SHARE] = former or str(gpu_memory_utilization)
     # It gives a step's scratch the same addresses each time, so that its graph is launched as it
     # was recorded. With CUDA's pool (cuda_async) addresses wander, and changing a mixed step's
     # graph takes 7 ms. XLA's own (bfc) keeps 8 bytes of host memory for every 256 of the pool:
@@ -50,8 +57,14 @@ def prepare(gpu_memory_utilization: float) -> None:
 
 
 def memory_share() -> float:
-    """The allocator's share of the GPU, after `prepare`."""
-    return float(os.environ["XLA_CLIENT_MEM_FRACTION"])
+    """The allocator's share of the GPU, after `prepare`. ConfigError: the environment's is none."""
+    given = os.environ[_MEMORY_SHARE]
+    try:
+        return float(given)
+    except ValueError:
+        raise ConfigError(
+            f"{_MEMORY_SHARE} in the environment is not a number: {given!r}"
+        ) from None
 
 
 def compiler_options(*, gpu: bool) -> dict[str, int]:
