@@ -24,11 +24,15 @@ _UNITS = {
 
 
 def size_in_bytes(text: str) -> int:
-    """512M and 20G are powers of ten, 512Mi and 20Gi powers of two."""
+    """512M and 20G are powers of ten, 512Mi and 20Gi powers of two.
+
+    Not 0: to aiohttp a body of at most 0 bytes is one without a limit.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
-    if match is None:
+    size = float(match[1]) * _UNITS[match[2] or ""] if match else 0
+    if not 1 <= size < math.inf:
         raise argparse.ArgumentTypeError(f"not a size such as 512M, 20G or 20Gi: {text!r}")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+    return int(size)
 
 
 def tokens(text: str) -> int | None:

@@ -33,6 +33,8 @@ from jaxserve.cli.options import parse_args
         ("--seed x", "--seed: not a whole number from 0: 'x'"),
         ("--kv-cache-memory-bytes", "--kv-cache-memory-bytes: expected one argument"),
         ("--kv-cache-memory-bytes=-5", "not a size such as 512M, 20G or 20Gi: '-5'"),
+        ("--max-request-bytes=0", "not a size such as 512M, 20G or 20Gi: '0'"),
+        (f"--max-request-bytes={'9' * 400}", "not a size such as 512M, 20G or 20Gi: '99"),
         ("--block-size 3", "--block-size: not a power of two: '3'"),
         ("--served-model-name=", "--served-model-name: a name must not be empty"),
     ],
