@@ -199,10 +199,11 @@ class _Tokens:
         self.tokens = tokens
         # No marker is text: `</tool_call>` inside a string is spelled by other tokens.
         self.special_token_ids = sorted({*tokenizer.markers.values(), end})
-        self._encode = tokenizer.encode
+        self._spell = tokenizer.spell
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+        """Of text that a grammar leaves no choice about: the mask lets through only these."""
+        return self._spell(text)
 
 
 def _make_vocabulary(tokenizer: Tokenizer) -> _Vocabulary:

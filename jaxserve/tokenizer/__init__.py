@@ -59,6 +59,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def spell(self, text: str) -> list[int]:
+        """Tokens whose bytes are exactly those of the text: none is a marker."""
+        ...
+
     def token_bytes(self, token: int) -> bytes:
         """UTF-8 of one token, perhaps a part of a character; empty for ids it does not know."""
         ...

@@ -26,5 +26,8 @@ class ByteTokenizer:
     def encode(self, text: str, breaker: str = "") -> list[int]:
         return list((text.replace(breaker, "") if breaker else text).encode())
 
+    def spell(self, text: str) -> list[int]:
+        return list(text.encode())
+
     def token_bytes(self, token: int) -> bytes:
         return bytes((token,)) if 0 <= token < 256 else b""

@@ -40,6 +40,8 @@ class HfTokenizer:
         self._plain = tokenizers.Tokenizer(full.model)
         self._plain.normalizer = full.normalizer
         self._plain.pre_tokenizer = full.pre_tokenizer
+        self._exact = tokenizers.Tokenizer(full.model)
+        self._exact.pre_tokenizer = full.pre_tokenizer
         self.markers: Mapping[str, int] = {str(t.content): i for i, t in added.items()}
         self.vocab_size = 1 + max([full.get_vocab_size(with_added_tokens=False) - 1, *added])
         self.special_ids = frozenset(i for i, t in added.items() if t.special)
@@ -81,6 +83,10 @@ class HfTokenizer:
             elif piece:
                 ids.extend(self._encode_plain(piece.replace(breaker, "") if breaker else piece))
         return ids
+
+    def spell(self, text: str) -> list[int]:
+        # Without the normaliser, which makes other characters of some: Qwen3's is NFC.
+        return self._exact.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def token_bytes(self, token: int) -> bytes:
         known = self._bytes.get(token)

@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -279,6 +280,23 @@ async def test_a_marker_inside_a_string_is_not_the_marker(
     state = (await guides.compile(grammars.json_schema({"type": "string"}))).start()
     state.advance(*tokenizer.encode('"'))
     assert not set(tokenizer.markers.values()) & set(allowed(state))
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>", "a <think>b", "e\u0301 \u1100\u1161 \u212b"])
+async def test_what_a_grammar_leaves_no_choice_about_is_spelled_as_it_is(
+    tokenizer: Tokenizer, text: str
+) -> None:
+    """A marker in it is text, and it is not normalised, as Qwen3's tokenizer does with prompts."""
+    full = tokenizers.Tokenizer.from_file(str(embedded_model() / "tokenizer.json"))
+    full.normalizer = tokenizers.normalizers.NFC()
+    normalising = HfTokenizer(full, eos_token_ids=tokenizer.eos_token_ids)
+    guides = Guides(normalising)
+    for grammar, spelled in (
+        (grammars.choice([text]), text),
+        (grammars.json_schema({"const": text}), json.dumps(text, ensure_ascii=False)),
+    ):
+        guide = await guides.compile(grammar)
+        assert random_text(guide, normalising, seed=0, most=100) == spelled
 
 
 # Thinking.

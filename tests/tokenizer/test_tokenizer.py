@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxserve.config import ConfigError
@@ -61,6 +61,12 @@ def test_the_stand_in_encodes_bytes_and_gives_the_text_back(text: str) -> None:
 def test_a_marker_in_a_text_becomes_its_token_unless_a_breaker_splits_it() -> None:
     assert TINY.encode("a<|im_end|>") == [ord("a"), IM_END]
     assert TINY.encode("<~|im_end|><think>", "~") == [*b"<|im_end|>", THINK]
+
+
+@given(st.text())
+@example("a<|im_end|>")
+def test_spelling_a_text_makes_no_markers(text: str) -> None:
+    assert TINY.spell(text) == ByteTokenizer().spell(text) == list(text.encode())
 
 
 def test_the_earlier_turns_of_a_chat_are_not_encoded_again(
@@ -254,6 +260,13 @@ def test_qwen3_decodes_as_the_library_does(
     detokenizer = Detokenizer(qwen3, skip_special=skip)
     parts = [detokenizer.push(token) for token in ids] + [detokenizer.flush()]
     assert "".join(parts) == expected
+
+
+@needs_qwen3
+@given(text=st.text())
+@example(text="<think>e\u0301")
+def test_qwen3_spells_a_text_byte_for_byte(qwen3: HfTokenizer, text: str) -> None:
+    assert decode(qwen3, qwen3.spell(text)) == text
 
 
 def test_a_marker_that_a_user_spells_is_not_the_marker() -> None:
