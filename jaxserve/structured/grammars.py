@@ -89,5 +89,5 @@ def tool_calls(
 
 
 def _literal(text: str) -> str:
-    """A string of Lark, which escapes as JSON does."""
-    return json.dumps(text, ensure_ascii=False)
+    """A string of Lark, which escapes as JSON does, and DEL, too."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -223,11 +223,12 @@ async def test_white_space_comes_to_an_end(guides: Guides, tokenizer: Tokenizer)
         (grammars.regex(r"\d{3}-[a-f]+"), ["123-a", "000-fff"], ["12-a", "123-", "123-ag", ""]),
         (grammars.choice(["yes", "no", 'say "é"\n']), ["yes", 'say "é"\n'], ["yesno", "n", ""]),
         (grammars.choice(["", "a"]), ["", "a"], ["aa"]),
+        (grammars.choice(["\0\x1f\x7f\x85\u2028"]), ["\0\x1f\x7f\x85\u2028"], ["\0\x1f"]),
         (grammars.grammar('start: "a" start | "b"'), ["b", "aab"], ["a", "ba", ""]),
         (grammars.grammar('root ::= "a" | b\nb ::= [0-9]+'), ["a", "007"], ["a1", ""]),
         (grammars.json_object(), ["{}", '{"a": [1, null]}', '{ "é": "\\n" }'], ["[]", "{,}", "1"]),
     ],
-    ids=["regex", "choice", "empty_choice", "lark", "gbnf", "json_object"],
+    ids=["regex", "choice", "empty_choice", "control_choice", "lark", "gbnf", "json_object"],
 )
 async def test_exactly_the_texts_of_a_grammar_are_accepted(
     guides: Guides, tokenizer: Tokenizer, grammar: str, right: list[str], wrong: list[str]
