@@ -56,6 +56,6 @@ async def detokenize(request: web.Request) -> web.Response:
 
 def _has_messages(body: bytes) -> bool:
     try:
-        return bool(msgspec.json.decode(body, type=_Messages).messages)
+        return bytes(msgspec.json.decode(body, type=_Messages).messages) not in (b"", b"null")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False  # `parse` says what is wrong

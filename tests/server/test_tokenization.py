@@ -30,6 +30,8 @@ async def test_a_text_is_tokenized(serve: Serve) -> None:
     body = {"prompt": "a<think>", "return_token_strs": True, "add_special_tokens": False}
     assert (await post(url, "/tokenize", body))[1]["token_strs"] == ["a", "<think>"]
     assert (await post(url, "/tokenize", {"prompt": ""}))[1]["tokens"] == []
+    null = {"prompt": "a", "messages": None}
+    assert (await post(url, "/tokenize", null))[1]["tokens"] == [ord("a")]
 
 
 async def test_a_chat_is_tokenized_as_it_would_be_for_its_answer(serve: Serve) -> None:

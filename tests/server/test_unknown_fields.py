@@ -38,6 +38,23 @@ async def test_values_that_ask_for_nothing_are_accepted(serve: Serve) -> None:
     assert "x-jaxserve-ignored-params" not in headers
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "assistant", "content": "a", "tool_calls": [
+                {"id": "1", "type": None, "function": {"name": "f", "arguments": "{}"}}
+            ]}]},
+        ),
+        ("/v1/responses", {"input": [{"type": None, "role": "user", "content": "a"}]}),
+    ],
+)  # fmt: skip
+async def test_null_is_the_same_as_leaving_a_field_out(serve: Serve, path: str, body: Any) -> None:
+    status, reply, _ = await post(await serve(FakeEngine()), path, json=body)
+    assert status == 200, reply
+
+
 async def test_unknown_fields_are_listed_in_a_header_and_counted(serve: Serve) -> None:
     url = await serve(FakeEngine())
     body = {"prompt": "a", "top_q": 1, "wibble": {"x": [1]}, "\n": 1}

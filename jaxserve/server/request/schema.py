@@ -177,7 +177,7 @@ class FunctionCall(Struct, kw_only=True):
 class ToolCall(Struct, kw_only=True):
     function: FunctionCall
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
 
 
 class Message(Struct, kw_only=True):

@@ -20,7 +20,7 @@ class Part(Struct, kw_only=True):
 class Item(Struct, kw_only=True):
     """One of several kinds; a message need not say its type."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
     id: str | None = None
     status: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None

@@ -65,7 +65,7 @@ def _messages(fields: ResponsesRequest) -> list[chat.Message]:
 def _add(messages: list[chat.Message], item: Item, param: str) -> None:
     """Thoughts, text and calls of one turn are one message of the assistant."""
     match item.type:
-        case "message":
+        case "message" | None:
             _add_message(messages, item, param)
         case "reasoning":
             thought = _text(item.content or item.summary or "")
