@@ -13,7 +13,7 @@ import pytest
 from jaxserve.api import Overloaded, Request, SamplingParams
 from jaxserve.server.backlog import LONGEST_WAIT, UNKNOWN_RATE_WAIT, Backlog
 from jaxserve.server.output.generation import Choice, TextOptions
-from tests.fakes import FakeEngine, tiny_tokenizer
+from tests.fakes import THINK, FakeEngine, tiny_tokenizer
 from tests.server.conftest import Serve
 
 TOKENIZER = tiny_tokenizer()
@@ -127,17 +127,22 @@ async def test_a_request_that_waits_too_long_for_its_first_token_is_a_503(
 async def test_a_request_that_has_begun_may_take_longer_than_the_queue_allows(
     serve: Serve,
 ) -> None:
-    async def answer(step: asyncio.Semaphore, *, stream: bool) -> None:
-        url = await serve(FakeEngine(step=step), max_queue_time=2)
-        body = {"prompt": "Hi", "stream": stream}
-        async with aiohttp.request("POST", f"{url}/v1/completions", json=body) as reply:
+    async def answer(step: asyncio.Semaphore, path: str, body: dict[str, Any]) -> None:
+        url = await serve(FakeEngine([THINK, *b"Hello"], step=step), max_queue_time=2)
+        async with aiohttp.request("POST", f"{url}/v1/{path}", json=body) as reply:
             assert reply.status == 200
             assert '"finish_reason":"length"' in await reply.text()
 
-    steps = [asyncio.Semaphore(1), asyncio.Semaphore(1)]
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "include_reasoning": False}
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("completions", {"prompt": "Hi", "stream": True}),
+        ("completions", {"prompt": "Hi"}),
+        ("chat/completions", {**chat, "stream": True}),  # nothing to be seen yet
+    ]
+    steps = [asyncio.Semaphore(1) for _ in requests]
     answers = [
-        asyncio.ensure_future(answer(step, stream=stream))
-        for step, stream in zip(steps, (True, False), strict=True)
+        asyncio.ensure_future(answer(step, *request))
+        for step, request in zip(steps, requests, strict=True)
     ]
     await asyncio.sleep(2.2)
     for step in steps * 10:
