@@ -84,14 +84,20 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Generator[None]:
-    """Errors about a field of the chat that a request was translated to name the request's own."""
+    """Errors about a field of the chat that a request was translated to name the request's own.
+
+    Longer names come before what they begin with. A name with a dot is no word of a message.
+    """
     try:
         yield
     except ApiError as error:
-        first, dot, rest = (error.param or "").partition(".")
-        field, bracket, position = first.partition("[")
-        if field in names:
-            error.param = names[field] + bracket + position + dot + rest
+        for field, own in names.items():
+            if "." in field:
+                error.message = error.message.replace(field, own)
+            rest = (error.param or "").removeprefix(field)
+            if rest != (error.param or "") and rest[:1] in ("", ".", "["):
+                error.param = own + rest
+                break
         raise
 
 

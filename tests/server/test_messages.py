@@ -179,6 +179,13 @@ async def test_errors_are_those_of_the_official_client(serve: Serve) -> None:
                 )
             assert caught.value.body["type"] == "error", wrong
             assert caught.value.body["error"]["type"] == "invalid_request_error"
+        schema = {"format": {"type": "json_schema", "schema": {"not": {}}}}
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            await api.messages.create(
+                model=MODEL, max_tokens=1, messages=USER, extra_body={"output_config": schema}
+            )
+        assert "'output_config.format.schema: " in caught.value.message
+        assert "response_format" not in caught.value.message
     refusing = FakeEngine(refuse=Overloaded("the queue is full", retry_after=2))
     async with client(serve, refusing) as api:
         with pytest.raises(anthropic.RateLimitError):

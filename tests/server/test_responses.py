@@ -168,6 +168,18 @@ async def test_what_needs_a_store_or_is_not_text_is_refused_by_name(serve: Serve
             assert caught.value.param == param, caught.value
 
 
+async def test_a_bad_schema_is_refused_in_the_words_of_this_api(serve: Serve) -> None:
+    schema: Any = {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}
+    forced = {"tools": TOOLS, "tool_choice": "required"}
+    async with client(serve, FakeEngine()) as api:
+        for more, param in (({}, "text.format.schema"), (forced, "tool_choice")):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await api.responses.create(model=MODEL, input="Hi", text=schema, **more)
+            assert caught.value.param == param
+            assert "text.format.schema" in caught.value.message
+            assert "response_format" not in caught.value.message
+
+
 async def test_fields_without_effect_are_named(serve: Serve) -> None:
     url = await serve(FakeEngine(b"x"))
     body = {"input": "Hi", "store": True, "reasoning": {"summary": "auto"}, "nonsense": 1}

@@ -21,6 +21,7 @@ from jaxserve.server.messages.schema import (
 from jaxserve.server.request import schema as chat
 
 NAMES = {
+    "response_format.json_schema": "output_config.format",
     "stop": "stop_sequences",
     "continue_final_message": "messages",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",

@@ -16,6 +16,7 @@ from jaxserve.server.responses.schema import (
 )
 
 NAMES = {
+    "response_format.json_schema": "text.format",
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
