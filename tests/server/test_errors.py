@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.api import EngineFailed, Overloaded, Rejected
 from tests.fakes import FakeEngine, tiny_tokenizer
-from tests.server.conftest import Serve
+from tests.server.conftest import MODEL, Serve
 
 PART = {"type": "input_text", "text": "a"}
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -207,12 +207,22 @@ async def test_free_form_json_may_only_be_so_deep(serve: Serve) -> None:
     for _ in range(100):
         deep = {"a": deep}
     tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
-    status, error, _ = await post(
-        await serve(FakeEngine()),
-        "/v1/chat/completions",
-        json={"messages": MESSAGES, "tools": tools},
-    )
-    assert (status, error["param"]) == (400, "tools")
+    output = {"format": {"type": "json_schema", "schema": deep}}
+    url = await serve(FakeEngine())
+    for path, body, param in (
+        ("chat/completions", {"messages": MESSAGES, "tools": tools}, "tools"),
+        ("responses", {"input": "a", "metadata": deep}, "metadata"),
+        (
+            "messages",
+            {"model": MODEL, "max_tokens": 1, "messages": MESSAGES, "output_config": output},
+            "output_config",
+        ),
+    ):
+        async with aiohttp.request("POST", f"{url}/v1/{path}", json=body) as reply:
+            assert reply.status == 400
+            error = (await reply.json())["error"]
+        assert "nested more than 64 levels deep" in error["message"]
+        assert param in (error.get("param"), error["message"].partition(":")[0])
 
 
 async def test_bodies_that_are_too_large_or_of_another_type_are_refused(serve: Serve) -> None:

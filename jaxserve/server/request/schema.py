@@ -259,6 +259,8 @@ FREE_FORM = frozenset(
         "guided_json",
         "input",
         "messages",
+        "metadata",
+        "output_config",
         "response_format",
         "structured_outputs",
         "system",
