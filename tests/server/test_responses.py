@@ -11,7 +11,8 @@ import openai
 import pytest
 
 from jaxserve.tokenizer import decode
-from tests.fakes import END_THINK, IM_END, THINK, FakeEngine, tiny_tokenizer
+from tests.fakes import CALL as CALL_TOKEN
+from tests.fakes import END_CALL, END_THINK, IM_END, THINK, FakeEngine, tiny_tokenizer
 from tests.server.conftest import MODEL, Serve
 
 TOOLS: Any = [{"type": "function", "name": "add", "parameters": {"type": "object"}}]
@@ -134,6 +135,35 @@ async def test_logprobs_come_on_request(serve: Serve) -> None:
     assert [entry.token for entry in entries] == ["a", "b"]
     assert len(entries[0].top_logprobs) == 2
     assert [event.logprobs[0].token for event in events] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("script", "texts"),
+    [
+        ("aé€b".encode(), ["a", "é", "€", "b"]),
+        (b"a\n\nb\n", ["a", "\n\nb", "\n"]),
+        ([*b"a", CALL_TOKEN, *b"no", END_CALL, *b"b"], ["a", "<tool_call>no</tool_call>", "b"]),
+        ([THINK, *b"hm\n", END_THINK, *b"\n\nab"], ["a", "b"]),
+        ([*b"a\n", CALL_TOKEN, *b'{"name": "add", "arguments": {}}', END_CALL], ["a"]),
+    ],
+    ids=["characters", "line_breaks", "no_call", "thought", "call"],
+)
+async def test_all_tokens_of_a_text_have_logprobs_when_it_is_shown(
+    serve: Serve, script: Any, texts: list[str]
+) -> None:
+    options: Any = {"model": MODEL, "input": "Hi", "tools": TOOLS, "top_logprobs": 1}
+    async with client(serve, FakeEngine(script)) as api:
+        reply = await api.responses.create(**options)
+        stream = await api.responses.create(**options, stream=True)
+        events = [event async for event in stream if event.type == "response.output_text.delta"]
+    assert [event.delta for event in events] == texts
+    assert [spelled(event.logprobs) for event in events] == texts
+    (message,) = [item for item in reply.output if item.type == "message"]
+    assert spelled(message.content[0].logprobs) == "".join(texts)
+
+
+def spelled(logprobs: Any) -> str:
+    return b"".join(bytes(entry.bytes) for entry in logprobs).decode()
 
 
 async def test_thinking_is_switched_off_by_the_effort(serve: Serve) -> None:

@@ -49,6 +49,8 @@ class Delta(NamedTuple):
     pieces: Sequence[Piece] = ()
     """The same text told apart, where the choice has a parser."""
     prompt_logprobs: Sequence[PromptLogprobs] | None = None
+    held: bool = False
+    """Text of its token, or of those before it, may be shown with a later one."""
 
 
 def _nothing() -> None: ...
@@ -126,7 +128,8 @@ class Choice:
         if self.parser is None:
             return Delta(self.index, text, tokens, logprobs, finish)
         pieces, finish = self._told_apart(self.parser, text, finish)
-        return Delta(self.index, text, tokens, logprobs, finish, pieces)
+        held = not text or self.parser.holding
+        return Delta(self.index, text, tokens, logprobs, finish, pieces, held=held)
 
     @property
     def matched_stop(self) -> str | None:

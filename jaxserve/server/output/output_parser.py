@@ -68,6 +68,11 @@ class OutputParser:
         return self._state is _State.REASONING
 
     @property
+    def holding(self) -> bool:
+        """Text was pushed that may yet turn out to be content."""
+        return bool(self._pending) or (self._state is _State.CALL and not self._call.opened)
+
+    @property
     def ended(self) -> bool:
         """Nothing that comes can be shown any more: further calls are not wanted."""
         return self._state is _State.ENDED

@@ -37,6 +37,8 @@ class ResponsesReply:
         self._segments = Segments()
         self._logprobs: dict[int, list[Json]] = {}
         """By segment; those of the tokens that ended in it."""
+        self._held: list[Json] = []
+        """Those of the tokens whose text may still come."""
         self._finish: FinishReason | None = None
         self._sequence = 0
         self._key = arrival.id
@@ -49,13 +51,15 @@ class ResponsesReply:
             parts.append(
                 self._event("response.in_progress", response=self._response("in_progress"))
             )
-        entries = self._entries(delta)
+        self._held += self._entries(delta)
         for change in self._segments.push(delta.pieces):
-            parts += self._change_events(change, entries)
+            parts += self._change_events(change)
+        if not delta.held:
+            self._held = []
         if delta.finish is not None:
             self._finish = delta.finish
             for change in self._segments.close():
-                parts += self._change_events(change, [])
+                parts += self._change_events(change)
         return b"".join(parts)
 
     def last_events(self) -> bytes:
@@ -68,9 +72,11 @@ class ResponsesReply:
         return self._event("response.failed", response=failed)
 
     def collect(self, delta: Delta) -> None:
-        entries = self._entries(delta)
+        self._held += self._entries(delta)
         for change in self._segments.push(delta.pieces):
-            self._keep(change, entries)
+            self._keep(change)
+        if not delta.held:
+            self._held = []
         self._finish = delta.finish
 
     def body(self) -> Json:
@@ -96,12 +102,16 @@ class ResponsesReply:
         entries = chat_logprobs(self._tokenizer, delta.tokens[0], delta.logprobs, self._num_top)
         return entries["content"]
 
-    def _keep(self, change: Change, entries: list[Json]) -> None:
-        if isinstance(change, Grew) and isinstance(change.segment.first, Content):
-            self._logprobs.setdefault(change.segment.index, []).extend(entries)
+    def _keep(self, change: Change) -> list[Json]:
+        """The logprobs that come with more of a message's text."""
+        if not (isinstance(change, Grew) and isinstance(change.segment.first, Content)):
+            return []
+        entries, self._held = self._held, []
+        self._logprobs.setdefault(change.segment.index, []).extend(entries)
+        return entries
 
-    def _change_events(self, change: Change, entries: list[Json]) -> list[bytes]:
-        self._keep(change, entries)
+    def _change_events(self, change: Change) -> list[bytes]:
+        entries = self._keep(change)
         if isinstance(change, Opened):
             return self._opening(change.segment)
         if isinstance(change, Grew):
