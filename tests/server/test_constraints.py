@@ -76,6 +76,14 @@ async def test_a_budget_that_thoughts_cannot_exceed_needs_no_guide(serve: Serve)
         assert (engine.requests[-1].params.guide is not None) == guided
 
 
+async def test_a_completion_of_a_grammar_has_no_thoughts_to_be_cut_short(serve: Serve) -> None:
+    url = await serve(engine := FakeEngine(b"a"))
+    body = {"prompt": "<think>\n", "guided_regex": "a+", "thinking_token_budget": 0}
+    async with aiohttp.request("POST", f"{url}/v1/completions", json=body) as reply:
+        assert reply.status == 200
+    assert first_tokens(engine) == {ord("a")}
+
+
 async def test_a_marker_in_constrained_text_is_text(serve: Serve) -> None:
     engine = FakeEngine([*b'{"a": "', CALL, *b'"}', IM_END])
     _, body = await chat(

@@ -92,7 +92,8 @@ async def _choices(
             most = max(fields.logprobs, params.prompt_logprobs or 0)
             params = replace(params, prompt_logprobs=most)
         params = await constrained(service, params, constraint)
-        params = within_budget(service, params, fields, prompt.ids)
+        if constraint is None:  # else the text is of the grammar: no thoughts, no end of them
+            params = within_budget(service, params, fields, prompt.ids)
         requests = choice_requests(f"cmpl-{arrival.id}-{position}", prompt.ids, params, fields)
         for request in requests:
             choices.append(Choice(len(choices), request, service.tokenizer, options))
