@@ -202,6 +202,23 @@ async def test_a_body_that_is_not_proper_json_is_a_400(serve: Serve, body: bytes
         assert "JSON" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"prompt": "a", "suffix": 1e999}', "suffix"),
+        (b'{"prompt": "a", "stream": true, "stream_options": {"x": 1e999}}', "stream_options[...]"),
+    ],
+)
+async def test_a_number_out_of_range_is_found_where_nothing_reads_it(
+    serve: Serve, body: bytes, param: str
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    url = await serve(FakeEngine())
+    status, error, _ = await post(url, "/v1/completions", data=body, headers=headers)
+    assert (status, error["param"]) == (400, param)
+    assert error["message"] == f"{param}: Number out of range"
+
+
 async def test_free_form_json_may_only_be_so_deep(serve: Serve) -> None:
     deep: Any = {}
     for _ in range(100):

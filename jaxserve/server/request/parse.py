@@ -69,7 +69,7 @@ def parse[T: Struct](
         }
         for name, raw in raw_fields.items():
             if name in names and _holds_fields(value := getattr(fields, name)):
-                ignored |= dict.fromkeys(_unknown(msgspec.json.decode(raw), value, name))
+                ignored |= dict.fromkeys(_unknown(_plain(raw, name), value, name))
     except msgspec.ValidationError as error:
         raise wrong_field(error, body, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -126,7 +126,7 @@ def _harmless(name: str, raw: msgspec.Raw, rejected: Mapping[str, Harmless]) -> 
     """Whether the field asks for nothing; raises if it asks for what is not there."""
     if name not in rejected:
         return False
-    value = msgspec.json.decode(raw)
+    value = _plain(raw, name)
     # True and 1 are equal in Python, and not in JSON.
     alike = [one for one in rejected[name] if isinstance(one, bool) == isinstance(value, bool)]
     if value is not None and value not in alike:
@@ -134,6 +134,14 @@ def _harmless(name: str, raw: msgspec.Raw, rejected: Mapping[str, Harmless]) -> 
         message = f"{name} is not supported{reason}"
         raise invalid(message, param=name, code="unsupported_parameter")
     return True
+
+
+def _plain(raw: msgspec.Raw, name: str) -> Any:
+    """The JSON of a field, of no type: what nothing reads may still hold a number that is none."""
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.ValidationError as error:
+        raise wrong_field(error, bytes(raw), Any, at=name) from None
 
 
 def _too_deep(param: str | None) -> ApiError:
