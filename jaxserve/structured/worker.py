@@ -64,7 +64,7 @@ class MaskWorker:
             jobs = [self._jobs.popleft() for _ in range(len(self._jobs))]
             try:
                 self._compute(jobs)
-            except Exception:
+            except BaseException:  # a panic of llguidance's is no Exception
                 log.exception("masks of structured output could not be computed")
                 for job in jobs:
                     job.sequence.finish(b"", "the mask could not be computed")
