@@ -17,6 +17,7 @@ def _take(logits_row, peaks, last, last_id, vocab: tl.constexpr, BLOCK: tl.const
     """
     chunk = tl.arange(0, CHUNKS)
     value, home = largest(peaks, chunk)
+    home = tl.minimum(home, CHUNKS - 1)  # of peaks that are no numbers none is the largest
     ids = home * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_row + ids, mask=ids < vocab, other=-float("inf"))
     left = (x < last) | ((x == last) & (ids > last_id))
