@@ -1,6 +1,7 @@
 # make serve    set up .venv and serve the embedded model; flags: make serve ARGS="--port 8080"
 # make test     set up what tests need, then lint, types and the fast tests
-# make compile-test   compile the steps for an H100, which needs no GPU, and check the programs
+# make compile-test   without a GPU: compile the steps for an H100 and check the programs, and run
+#               the kernels on an emulator
 # make slow     the tests that take minutes
 # make clean    remove .venv
 SHELL := bash
@@ -30,7 +31,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n auto --dist loadfile $(ARGS)
 
 compile-test: $(COMPILER)/.ready
-	$(COMPILER)/bin/python -m pytest -q -n auto --dist loadfile tests/aot
+	$(COMPILER)/bin/python -m pytest -q -n auto --dist worksteal tests/aot tests/emulated
 
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m slow $(ARGS)

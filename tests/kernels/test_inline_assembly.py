@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from jaxserve_kernels.weights.fp4 import e2m1_values
-from tests.kernels.ptx_emulator import Words, assembly
+from tests.emulator.ptx import Words, assembly
 
 UNPACK = "quantized_matmul/triton_unpack.py"
 E4M3 = "quantized_matmul/e4m3/triton.py"

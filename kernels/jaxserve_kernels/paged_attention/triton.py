@@ -16,6 +16,7 @@ import triton.language as tl
 from jax import Array
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from jaxserve_kernels.paged_attention import hopper
 from jaxserve_kernels.paged_attention.config import (
     LOG2_E,
     Config,
@@ -242,8 +243,6 @@ def _attention(
     q_heads, num_tiles = q.shape[1], tiles.first.shape[0]
     rows = max(16, triton.next_power_of_2(tile_size * (q_heads // kv_heads)))
     if fits_hopper(q, kv, tile_size):
-        from jaxserve_kernels.paged_attention import hopper  # not in Triton's interpreter
-
         launch = hopper.launch
         config = hopper_heuristic(tokens=q.shape[0], tile_size=tile_size, kv_heads=kv_heads)
     else:

@@ -8,6 +8,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels.quantized_matmul.config import Config
+from jaxserve_kernels.quantized_matmul.e4m3 import hopper, hopper_bytes, triton
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, format_for
 from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
 from jaxserve_kernels.weights import Fp8Weight, QuantizedWeight
@@ -39,11 +40,7 @@ def _product(
     if not isinstance(x, QuantizedTokens):
         x = quantized(x, format_for(weight, x.shape[0], config))
     if config.method != "hopper":
-        from jaxserve_kernels.quantized_matmul.e4m3 import triton
-
         return triton.launch(x, weight, config, out_type, gated=gated)
-    from jaxserve_kernels.quantized_matmul.e4m3 import hopper, hopper_bytes  # not in an interpreter
-
     if isinstance(weight, Fp8Weight):
         return hopper_bytes.launch(x, weight, config, out_type, gated=gated)
     return hopper.launch(x, weight, config, out_type, gated=gated)

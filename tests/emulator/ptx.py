@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,18 @@ def assembly(file: str, function: str) -> Callable[..., tuple[Words, ...]]:
     code, constraints = (ast.literal_eval(argument) for argument in call.args[:2])
     outputs = sum(each.startswith("=") for each in constraints.split(","))
 
-    def run(*inputs: Words) -> tuple[Words, ...]:
-        registers: dict[str, Any] = {
-            f"${outputs + index}": np.asarray(each, np.uint32) for index, each in enumerate(inputs)
-        }
-        for line in code.strip()[1:-1].split(";"):
-            if line.strip() and not line.strip().startswith(".reg"):
-                _execute(line.strip(), registers)
-        return tuple(registers[f"${index}"] for index in range(outputs))
+    return lambda *inputs: run_assembly(code, outputs, inputs)
 
-    return run
+
+def run_assembly(code: str, outputs: int, inputs: Sequence[Words]) -> tuple[Words, ...]:
+    """What so many outputs hold in the end."""
+    registers: dict[str, Any] = {
+        f"${outputs + index}": np.asarray(each, np.uint32) for index, each in enumerate(inputs)
+    }
+    for line in code.strip().removeprefix("{").removesuffix("}").split(";"):
+        if line.strip() and not line.strip().startswith(".reg"):
+            _execute(line.strip(), registers)
+    return tuple(registers[f"${index}"] for index in range(outputs))
 
 
 def _execute(line: str, registers: dict[str, Any]) -> None:
@@ -55,7 +57,9 @@ def _execute(line: str, registers: dict[str, Any]) -> None:
         if text.startswith("{"):
             low, high = (registers[part.strip()] for part in text.strip("{}").split(","))
             return low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16)
-        return registers[text] if text in registers else np.uint32(int(text, 0))
+        if text in registers:
+            return registers[text]
+        return np.uint32(int(text[2:], 16) if text.startswith("0f") else int(text, 0))
 
     result = _INSTRUCTIONS[name](*map(value, sources))
     if target.startswith("{"):
@@ -123,11 +127,21 @@ def _to_e4m3(word: Words) -> NDArray[np.uint16]:
     return codes[..., 0] | codes[..., 1] << np.uint16(8)
 
 
+def _both_to_e4m3(high: Words, low: Words) -> NDArray[np.uint16]:
+    pair = (np.clip(_float32(each), -448, 448) for each in (low, high))
+    codes = [each.astype(ml_dtypes.float8_e4m3fn).view(np.uint8) for each in pair]
+    return codes[0].astype(np.uint16) | codes[1].astype(np.uint16) << np.uint16(8)
+
+
 def _of_e4m3(codes: Words) -> Words:
     pair = np.stack([codes & np.uint32(0xFF), codes >> np.uint32(8)], axis=-1).astype(np.uint8)
     values = pair.view(ml_dtypes.float8_e4m3fn).astype(np.float16)
     bits = values.view(np.uint16).astype(np.uint32)
     return bits[..., 0] | bits[..., 1] << np.uint32(16)
+
+
+def _float32(words: Words) -> NDArray[np.float32]:
+    return np.asarray(words, np.uint32).view(np.float32)
 
 
 def _fma(a: Any, b: Any, c: Any) -> Any:
@@ -136,6 +150,8 @@ def _fma(a: Any, b: Any, c: Any) -> Any:
 
 _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "mov.b32": lambda a: a,
+    "mov.f32": lambda a: a,
+    "sub.f32": lambda a, b: (_float32(a) - _float32(b)).view(np.uint32),
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,
     "and.b32": lambda a, b: a & b,
@@ -149,5 +165,6 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "mul.rn.f16x2": _two(np.float16, lambda a, b: a * b),
     "sub.f16x2": _two(np.float16, lambda a, b: a - b),
     "cvt.rn.satfinite.e4m3x2.f16x2": _to_e4m3,
+    "cvt.rn.satfinite.e4m3x2.f32": _both_to_e4m3,
     "cvt.rn.f16x2.e4m3x2": _of_e4m3,
 }

@@ -1,0 +1,112 @@
+"""Hopper's attention on the emulator: chunks, and single tokens in chains, with every KV format."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve_kernels import early, target
+from jaxserve_kernels.kv_format import attend, end_step, named
+from jaxserve_kernels.paged_attention import QueryTiles, hopper, paged_attention, tile_tokens
+from jaxserve_kernels.paged_attention import config as attention_config
+from jaxserve_kernels.paged_attention.inputs import AttentionSpec, Heads, apart, make_inputs
+from jaxserve_kernels.paged_attention.specs import HOPPER_SPECS
+from tests.emulated.errors import relative_error
+from tests.kernels.kv_steps import EPS, LAYER, Sequences
+
+HOPPER = target.Target("triton", 90, "NVIDIA H100 80GB HBM3")
+SPECS = [spec for spec in HOPPER_SPECS if spec.heads == Heads(8, 2, 64)]
+
+
+@contextmanager
+def a_chain() -> Generator[None]:
+    with target.use(HOPPER), early.use():
+        yield
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["one_list", "singles_apart"])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_chunks(spec: AttentionSpec, split: bool) -> None:
+    inputs = make_inputs(spec, seed=7)
+    tiles = QueryTiles(inputs.first, inputs.length, inputs.slot, inputs.position)
+    used = np.zeros(spec.num_tokens, bool)
+    for first, length in zip(inputs.first, inputs.length, strict=True):
+        used[first : first + length] = True
+
+    def attended(dtype: Any, tiles: Any) -> jax.Array:
+        table, tiles = jax.tree.map(jnp.asarray, (inputs.page_table, tiles))
+        q, kv = (jnp.asarray(each, dtype) for each in (inputs.q, inputs.kv))
+        call = functools.partial(paged_attention, layer=inputs.layer, tile_size=spec.tile_size)
+        return call(q, kv, page_table=table, tiles=tiles)
+
+    with target.use(target.Target("reference")):
+        expected = attended(jnp.float32, tiles)
+    with target.use(HOPPER):
+        out = attended(jnp.bfloat16, apart(inputs) if split else tiles)
+    assert relative_error(out[used], expected[used]) < 4e-3
+
+
+DECODE = ((0, 1, 63, 64, 127, 128, 300), (1,) * 7)
+"""As many as compute their inputs in attention, whatever the format."""
+ONE = ((1100,), (1,))
+MANY = (tuple(range(0, 400, 20)), (1,) * 20)
+CHUNKS = ((0, 0, 64, 100, 127, 255), (3, 200, 64, 29, 2, 1))
+LONG = ((300, 57), (150, 130))
+"""As in long steps, contexts are not split, and programs take several tiles, of which page ends cut
+some."""
+WORKS = {"decode": DECODE, "one": ONE, "many": MANY, "chunks": CHUNKS, "long": LONG}
+FORMATS = ("auto", "int8", "fp8_e4m3", "kvarn_k4v4_g128", "kvarn_k4v2_g128")
+
+
+@pytest.mark.parametrize("work", WORKS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_of_keys_and_values(
+    name: str, work: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if work == "long":
+        monkeypatch.setattr(attention_config, "_HOPPER_PROGRAMS", 1)
+        monkeypatch.setattr(hopper, "_MORE_TILES", -7)
+    starts, counts = WORKS[work]
+    ends = tuple(start + count for start, count in zip(starts, counts, strict=True))
+    tile_size = tile_tokens(4) if max(counts) > 1 else 1
+    sequences = Sequences(
+        lengths=ends, page_size=named(name).page_size or 64, dtype="bfloat16",
+        q_heads=8, kv_heads=2, head_dim=128,
+    )  # fmt: skip
+
+    def both(qkv: Any, kv: Any, tables: Any, step: Any, tile_size: int) -> Any:
+        out, kv = attend(
+            qkv, kv, LAYER, sequences.norms, tables, step, eps=EPS, tile_size=tile_size
+        )
+        return out, end_step(kv, step, tile_size=tile_size)
+
+    def reference(kv: Any, step: Any, tile_size: int, parts: int) -> Any:
+        qkv, tables = sequences.projections(step, parts=parts)
+        # Else XLA leaves roundings out that the definition has.
+        rounding = {"xla_allow_excess_precision": False}
+        call = functools.partial(both, tile_size=tile_size)
+        with target.use(target.Target("reference")):
+            return jax.jit(call, compiler_options=rounding)(qkv, kv, tables, step)
+
+    kv = named(name).allocate(sequences.shape, "bfloat16")
+    if any(starts):
+        _, kv = reference(kv, sequences.step((0,) * len(starts), starts, 32), 32, 1)
+    padding = 100 if work == "long" else 0
+    step = sequences.step(starts, counts, tile_size, padding, apart=tile_size > 1)
+    parts = 1 if tile_size > 1 else 4
+    expected, _ = reference(kv, step, tile_size, parts)
+    qkv, tables = sequences.projections(step, parts=parts)
+    arrays = jax.tree.map(jnp.asarray, (tables, step))
+    with target.use(HOPPER) if tile_size > 1 else a_chain():
+        out, left = both(qkv, kv, *arrays, tile_size)
+    used = sum(counts)
+    assert relative_error(out[:used], expected[:used]) < 6e-3
+    for each in jax.tree.leaves(left):
+        assert np.isfinite(np.asarray(each, np.float32)).all()

@@ -1,0 +1,124 @@
+"""Kernels of layers on the emulator against their references."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve_kernels import target
+from jaxserve_kernels.add_rms_norm import reference as add_rms_norm_reference
+from jaxserve_kernels.add_rms_norm import triton as add_rms_norm_triton
+from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
+from jaxserve_kernels.attention_inputs import triton as attention_inputs_triton
+from jaxserve_kernels.dense_matmul import reference as products_reference
+from jaxserve_kernels.dense_matmul import triton as products_triton
+from jaxserve_kernels.dense_matmul.config import Config
+from jaxserve_kernels.paged_attention import QueryTiles, paged_attention, triton_singles
+from jaxserve_kernels.paged_attention import triton as paged_attention_triton
+from jaxserve_kernels.paged_attention.config import Config as AttentionConfig
+from jaxserve_kernels.paged_attention.inputs import make_inputs
+from jaxserve_kernels.paged_attention.specs import SMALL_SPECS
+from tests.emulated.errors import relative_error
+
+SPECS = {spec.name: spec for spec in SMALL_SPECS}
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 17])
+def test_products(tokens: int) -> None:
+    rng = np.random.default_rng(tokens)
+    x = jnp.asarray(rng.standard_normal((tokens, 256)), jnp.float32)
+    weight = jnp.asarray(rng.standard_normal((128, 256)) / 16, jnp.float32)
+    parts = products_triton.linear(x, weight, Config(rows=32, depth=64, splits=2))
+    assert relative_error(parts.sum(0), products_reference.linear(x, weight, x.dtype)[0]) < 1e-6
+    gated = products_triton.gated_linear(x, weight, Config(rows=32, depth=64))
+    assert relative_error(gated, products_reference.gated_linear(x, weight)) < 1e-6
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_residual_and_norm(parts: int) -> None:
+    rng = np.random.default_rng(parts)
+    x, weight = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((5, 96), (96,)))
+    update = jnp.asarray(rng.standard_normal((parts, 5, 96)), jnp.float32)
+    outputs = add_rms_norm_triton.add_rms_norm(x, update, weight, 1e-6)
+    expected = add_rms_norm_reference.add_rms_norm(x, update, weight, 1e-6)
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert relative_error(output, wanted) < 1e-6
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_attention_inputs(parts: int) -> None:
+    rng = np.random.default_rng(parts)
+    tokens, pages, q_heads, kv_heads, dim, page = 5, 4, 4, 2, 32, 4
+    qkv = jnp.asarray(
+        rng.standard_normal((parts, tokens, (q_heads + 2 * kv_heads) * dim)), jnp.float32
+    )
+    kv = jnp.asarray(rng.standard_normal((2, pages, kv_heads, 2, page, dim)), jnp.float32)
+    norms = tuple(jnp.asarray(rng.standard_normal(dim), jnp.float32) for _ in range(2))
+    angles = rng.uniform(0, 100, (tokens, dim // 2))
+    tables = (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32))
+    places = rng.choice(pages * page, tokens, replace=False).astype(np.int32)
+    slots = KVSlots(jnp.asarray(places // page), jnp.asarray(places % page))
+    outputs = attention_inputs_triton.attention_inputs(qkv, kv, 1, norms, tables, slots, eps=1e-6)
+    with target.use(target.Target("reference")):
+        expected = attention_inputs(qkv, kv, 1, norms, tables, slots, eps=1e-6)
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert relative_error(output, wanted) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [
+        ("decode_at_page_edges", 1),
+        ("decode_at_page_edges", 4),
+        ("decode_padded", 2),
+        ("decode_with_one_head", 2),
+        ("prefill_in_tiles_of_one", 2),
+        ("later_chunks_at_page_and_tile_edges", 3),
+    ],
+)
+def test_paged_attention(name: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SPECS[name]
+    if spec.tile_size > 1:  # as where there are many tiles
+        monkeypatch.setattr(paged_attention_triton, "_MANY_PROGRAMS", 0)
+    inputs = make_inputs(spec, seed=3)
+    tiles = QueryTiles(inputs.first, inputs.length, inputs.slot, inputs.position)
+    used = np.zeros(spec.num_tokens, bool)
+    for first, length in zip(inputs.first, inputs.length, strict=True):
+        used[first : first + length] = True
+
+    def reference(q: jax.Array, kv: jax.Array) -> jax.Array:
+        return paged_attention(
+            q, kv, inputs.layer, inputs.page_table, tiles, tile_size=spec.tile_size
+        )
+
+    with target.use(target.Target("reference")):
+        expected = jax.jit(reference)(inputs.q, inputs.kv)
+    out = paged_attention_triton.paged_attention(
+        jnp.asarray(inputs.q), jnp.asarray(inputs.kv), inputs.layer,
+        jnp.asarray(inputs.page_table), jax.tree.map(jnp.asarray, tiles),
+        tile_size=spec.tile_size, config=AttentionConfig(splits=splits, num_warps=4, num_stages=3),
+    )  # fmt: skip
+    assert relative_error(out[used], expected[used]) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["decode_at_page_edges", "decode_padded", "decode_with_one_head"])
+@pytest.mark.parametrize("places", [4, 16, 64])
+def test_singles_beside_chunks(name: str, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many places share the contexts."""
+    monkeypatch.setattr(triton_singles, "_MIN_KEYS", 1)
+    monkeypatch.setattr(triton_singles, "_SHARED_PLACES", places)
+    inputs = make_inputs(SPECS[name], seed=3)
+    columns = (inputs.first, inputs.length, inputs.slot, inputs.position)
+    tiles = QueryTiles(*(jnp.asarray(np.pad(column, (0, 3))) for column in columns))
+    q, kv, table = (jnp.asarray(each) for each in (inputs.q, inputs.kv, inputs.page_table))
+    with target.use(target.Target("reference")):
+        expected = paged_attention(q, kv, inputs.layer, table, tiles, tile_size=1)
+    used = inputs.first[inputs.length > 0]
+    out = jax.new_ref(jnp.full_like(q, 7.0))
+    triton_singles.attend(q, kv, inputs.layer, table, tiles, out)
+    result = jax.freeze(out)
+    assert relative_error(result[used], expected[used]) < 1e-6
+    others = np.setdiff1d(np.arange(len(q)), used)
+    np.testing.assert_array_equal(result[others], 7.0)

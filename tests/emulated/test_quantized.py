@@ -1,0 +1,124 @@
+"""Products with quantised weights, and the tokens that they read, on the emulator."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve_kernels import weights
+from jaxserve_kernels.add_rms_norm.triton import add_rms_norm
+from jaxserve_kernels.quantized_matmul import triton as kernels
+from jaxserve_kernels.quantized_matmul.config import Config
+from jaxserve_kernels.quantized_matmul.e4m3 import api as e4m3_products
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, format_for
+from jaxserve_kernels.quantized_matmul.e4m3.triton_convert import to_fp8
+from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
+from tests.emulated.errors import relative_error
+from tests.emulated.weights import WEIGHTS, exact, gating, tokens_and_weight, tokens_in_8_bits
+
+OUT, DEPTH, TOKENS = 256, 512, 5
+
+
+def with_a_block_of_zeros(weight: Any) -> weights.Mxfp4Weight:
+    """The first of each row, with the least exponent there is: its power is no measure for the
+    blocks beside it."""
+    packed = weights.quantize_mxfp4(weight.at[:, :32].set(0.0))
+    first = packed.scale.at[:, 0].set(packed.scale[:, 0] & jnp.uint32(0xFFFFFF00))
+    return packed._replace(scale=first)
+
+
+QUANTIZE: dict[str, Callable[[Any], Any]] = {
+    **WEIGHTS,
+    "mxfp4-first-block-0": with_a_block_of_zeros,
+}
+made = functools.partial(tokens_and_weight, TOKENS, OUT, DEPTH)
+
+
+@pytest.mark.parametrize("config", [Config(splits=2, unroll=2), Config(rows=128)], ids=str)
+@pytest.mark.parametrize("name", QUANTIZE)
+def test_products_with_unpacked_weights(name: str, config: Config) -> None:
+    x, weight = made(QUANTIZE[name])
+    product = kernels.linear(x, weight, config, jnp.float32).sum(0)
+    assert relative_error(product, exact(x, weight)) < 1e-6
+    gated = kernels.gated_linear(x, weight, config)
+    assert relative_error(gated, gating(exact(x, weight))) < 1e-3
+
+
+@pytest.mark.parametrize("beforehand", [False, True], ids=["registers", "beforehand"])
+@pytest.mark.parametrize("name", QUANTIZE)
+def test_products_in_e4m3(name: str, beforehand: bool) -> None:
+    x, weight = made(QUANTIZE[name])
+    values = weight
+    if beforehand:
+        if isinstance(weight, weights.Int8Weight | weights.Fp8Weight):
+            pytest.skip("8 bits are not converted")
+        values = to_fp8(weight)
+    config = Config(method="e4m3", rows=128, splits=2, beforehand=beforehand)
+    tokens = tokens_in_8_bits(x, weight)
+    expected = tokens @ np.asarray(values.dequantize()).T
+    product = e4m3_products.linear(x, weight, config, jnp.float32).sum(0)
+    assert relative_error(product, expected) < bound(name, beforehand=beforehand)
+    gated = e4m3_products.gated_linear(x, weight, Config(method="e4m3", beforehand=beforehand))
+    assert relative_error(gated, gating(expected)) < 0.04
+
+
+def bound(name: str, *, beforehand: bool) -> float:
+    """Zeros of integers are a product in bfloat16; NVFP4's values times their scales are rounded
+    to e4m3."""
+    if beforehand or not name.startswith(("int4", "nvfp4")):
+        return 1e-6
+    return 1.5e-2 if name.startswith("int4") else 2.5e-2
+
+
+@pytest.mark.parametrize("name", ["int4", "int4-g64", "int4-zeros", "nvfp4", "mxfp4"])
+def test_a_weight_converted_beforehand_is_its_copy(name: str) -> None:
+    """But for ties: which of two neighbours is nearer may be for the last bit of float32 to say."""
+    _, weight = made(QUANTIZE[name])
+    converted, copy = to_fp8(weight).dequantize(), weights.e4m3_copy(weight).dequantize()
+    ties = 0.2 if name == "nvfp4" else 1e-3
+    assert np.mean(np.asarray(converted) != np.asarray(copy)) < ties
+    assert relative_error(converted, weight.dequantize()) < (1e-7 if name == "mxfp4" else 0.03)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_tokens_lie_as_words_of_codes_become_registers(name: str) -> None:
+    """For `e4m3.hopper`. A register has the even nibbles of two words, or the odd ones; a thread
+    has four registers of 4 words."""
+    x, weight = made(QUANTIZE[name])
+    form = format_for(weight, TOKENS, Config(method="hopper", rows=128, tokens=16))
+    place = np.arange(DEPTH)
+    half, register, thread, byte = place // 64 % 2, place // 16 % 4, place // 4 % 4, place % 4
+    word = 2 * (register // 2) + byte // 2
+    nibble = 2 * (byte % 2) + register % 2
+    if name == "nvfp4":
+        inputs = 64 * half + 16 * nibble + 4 * thread + word
+    else:
+        inputs = 32 * nibble + 8 * thread + 4 * half + word
+    plain = quantized(x, format_for(weight, TOKENS, Config(method="e4m3", tokens=16)))
+    tokens = quantized(x, form)
+    expected = np.asarray(plain.codes[:TOKENS], np.float32)[:, place // 128 * 128 + inputs]
+    assert np.array_equal(np.asarray(tokens.codes[:TOKENS], np.float32), expected)
+    assert np.array_equal(tokens.scale, plain.scale)
+
+
+@pytest.mark.parametrize("name", ["int4-g64", "int8", "fp8"])
+def test_a_norm_makes_the_tokens_that_its_reader_would(name: str) -> None:
+    """Sums of groups and none, the order of inputs and that of weights in bytes."""
+    x, weight = made(QUANTIZE[name])
+    x = x.astype(jnp.float32)
+    update, norm = 0.5 * x[None], jnp.linspace(0.5, 1.5, DEPTH)
+    form = format_for(weight, TOKENS, Config(method="e4m3", tokens=16))
+    total, tokens = add_rms_norm(x, update, norm, 1e-6, form)
+    same, normed = add_rms_norm(x, update, norm, 1e-6)
+    assert isinstance(tokens, QuantizedTokens) and tokens.shape == x.shape
+    expected = quantized(normed, form)
+    assert np.array_equal(total, same)
+    assert np.array_equal(tokens.scale, expected.scale)
+    codes = (np.asarray(each.codes[:TOKENS], np.float32) for each in (tokens, expected))
+    assert np.array_equal(*codes)
+    assert form.group == 0 or np.array_equal(tokens.sums[:, :TOKENS], expected.sums[:, :TOKENS])

@@ -1,0 +1,86 @@
+"""Products of up to 64 tokens as chains have them: rings of tiles in shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve_kernels import early, weights
+from jaxserve_kernels.dense_matmul import config as dense
+from jaxserve_kernels.dense_matmul import triton_streaming as dense_streaming
+from jaxserve_kernels.quantized_matmul import (
+    config,
+    triton_few,
+    triton_sharing,
+    triton_streaming,
+    triton_tall,
+)
+from tests.emulated.errors import relative_error
+from tests.emulated.weights import WEIGHTS, exact, gating, tokens_and_weight
+
+GATED = 1e-3
+"""Some sums are rounded to the other neighbour in bfloat16."""
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 33, 64])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_of_every_format_stream(name: str, tokens: int) -> None:
+    """With whole turns and a rest, with parts and without."""
+    x, weight = tokens_and_weight(tokens, 256, 1152, WEIGHTS[name])
+    chosen = config._streaming(weight, tokens, gated=False)
+    whole = replace(chosen, splits=1, num_stages=3)
+    for each in (chosen, whole):
+        with early.use():
+            product = triton_streaming.linear(x, weight, each, jnp.float32).sum(0)
+        assert relative_error(product, exact(x, weight)) < 1e-6
+    both = triton_streaming.gated_linear(x, weight, whole)
+    assert relative_error(both, gating(exact(x, weight))) < GATED
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 8])
+@pytest.mark.parametrize("name", ["int4", "int4-g64", "int4-g32", "int4-zeros"])
+def test_few_tokens(name: str, tokens: int) -> None:
+    x, weight = tokens_and_weight(tokens, 256, 1152, WEIGHTS[name])
+    product = triton_few.linear(x, weight, config._few(1152, gated=False), jnp.float32).sum(0)
+    assert relative_error(product, exact(x, weight)) < 1e-6
+    both = triton_few.gated_linear(x, weight, config._few(1152, gated=True))
+    assert relative_error(both, gating(exact(x, weight))) < GATED
+
+
+@pytest.mark.parametrize("out", [576, 640, 768])
+@pytest.mark.parametrize("name", ["int4", "int4-g64", "int4-zeros"])
+def test_programs_that_share_a_tile_of_rows(
+    name: str, out: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four multiprocessors: a ninth tile is shared by all, two by two each, four by nobody."""
+    monkeypatch.setattr(config, "_MULTIPROCESSORS", 4)
+    x, weight = tokens_and_weight(40, out, 1024, WEIGHTS[name])
+    both = triton_sharing.gated_linear(x, weight, config._sharing(weight))
+    assert relative_error(both, gating(exact(x, weight))) < GATED
+
+
+@pytest.mark.parametrize("tokens", [17, 64])
+def test_the_output_matrix(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two programs take four blocks of rows, of which the last is not whole."""
+    monkeypatch.setattr(triton_tall, "_MULTIPROCESSORS", 2)
+    x, weight = tokens_and_weight(tokens, 1408, 512, weights.quantize_int8)
+    tall = config.Config(method="tall", rows=384, tokens=32 if tokens <= 32 else 64, num_stages=3)
+    product = triton_tall.linear(x, weight, tall, jnp.float32).sum(0)
+    assert relative_error(product, exact(x, weight)) < 1e-6
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 32])
+def test_weights_in_bfloat16(tokens: int) -> None:
+    rng = np.random.default_rng(tokens)
+    x = jnp.asarray(rng.standard_normal((tokens, 1024)), jnp.bfloat16)
+    weight = jnp.asarray(rng.standard_normal((256, 1024)) / 32, jnp.bfloat16)
+    expected: Any = np.asarray(x, np.float32) @ np.asarray(weight, np.float32).T
+    split = dense.Config(rows=64, depth=128, splits=2)
+    product = dense_streaming.linear(x, weight, split).sum(0)
+    assert relative_error(product, expected) < 1e-6
+    both = dense_streaming.gated_linear(x, weight, split)
+    assert relative_error(both, gating(expected)) < GATED

@@ -1,0 +1,71 @@
+"""Weights in every format, and tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve_kernels import weights
+from jaxserve_kernels.quantized_matmul.config import Config
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import format_for
+from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
+
+
+def with_zeros(weight: Any) -> weights.Int4Weight:
+    packed = weights.quantize_int4(weight)
+    zeros = np.random.default_rng(1).integers(0, 16, packed.scale.shape, np.int32)
+    return packed._replace(zero=jnp.asarray(zeros))
+
+
+WEIGHTS: dict[str, Callable[[Any], Any]] = {
+    "int4": weights.quantize_int4,
+    "int4-g64": functools.partial(weights.quantize_int4, group=64),
+    "int4-g32": functools.partial(weights.quantize_int4, group=32),
+    "int4-zeros": with_zeros,
+    "int8": weights.quantize_int8,
+    "fp8": weights.quantize_fp8,
+    "nvfp4": weights.quantize_nvfp4,
+    "mxfp4": weights.quantize_mxfp4,
+}
+
+
+def tokens_and_weight(
+    tokens: int, out: int, depth: int, quantize: Callable[[Any], Any]
+) -> tuple[jax.Array, Any]:
+    """bfloat16 [tokens, depth], and a weight [out, depth] whose rows are of different sizes."""
+    rng = np.random.default_rng(tokens)
+    x = jnp.asarray(rng.standard_normal((tokens, depth)), jnp.bfloat16)
+    sizes = np.exp(0.5 * rng.standard_normal((out, 1)))
+    values = rng.standard_normal((out, depth)) * sizes * depth**-0.5
+    return x, quantize(jnp.asarray(values, jnp.float32))
+
+
+def tokens_in_8_bits(x: jax.Array, weight: Any) -> np.ndarray[Any, Any]:
+    """What a product with the weight makes of x, in the order of its inputs: float32."""
+    as_is = weights.quantize_int4(jnp.zeros((64, x.shape[1]), jnp.float32))
+    form = format_for(as_is, x.shape[0], Config(method="e4m3", tokens=16))
+    if isinstance(weight, weights.Int8Weight):
+        form = form._replace(dtype=jnp.int8)
+    tokens = quantized(x, form._replace(group=0))
+    codes = np.asarray(tokens.codes[: x.shape[0]], np.float32)
+    return codes * np.asarray(tokens.scale)[:, None]
+
+
+def exact(x: jax.Array, weight: Any) -> np.ndarray[Any, Any]:
+    """The product with what the weight means, in float32."""
+    return np.asarray(x, np.float32) @ np.asarray(weight.dequantize()).T
+
+
+def gating(both: Any) -> np.ndarray[Any, Any]:
+    """silu(gate) * up of [tokens, 2 * ffn], rounded where the definition rounds."""
+    gate, up = (
+        part.astype(jnp.bfloat16).astype(np.float32)
+        for part in np.split(np.asarray(both, np.float32), 2, axis=1)
+    )
+    gated = (gate / (1 + np.exp(-gate))).astype(jnp.bfloat16).astype(np.float32)
+    return (gated * up).astype(jnp.bfloat16).astype(np.float32)

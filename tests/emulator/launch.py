@@ -1,0 +1,130 @@
+"""Triton's and Gluon's kernels on a CPU, with numpy in place of their language.
+
+A kernel's own Python functions are run: each partition of `warp_specialize` in a thread of its own,
+with barriers as threads know them, and inline assembly instruction by instruction. What a GPU does
+later is done as late, or as early, as it may be: copies when somebody waits for them or at once,
+products of warpgroups when they are waited for. So a kernel that reads too early, or frees a place
+too soon, gets other numbers, and one that waits for what never comes fails; so does an index that
+leaves its array. Memory that nobody wrote holds NaN.
+
+Layouts mean nothing here: which thread holds what is the compiler's to check (tests/aot). Neither
+are there swizzles, fences, or anything else that only a GPU can get wrong.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import pkgutil
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import FunctionType, ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from triton.language import constexpr
+from triton.runtime.jit import JITFunction
+
+import jaxserve_kernels
+from jaxserve_kernels import early
+from tests.emulator.memory import Descriptor, Pointer
+from tests.emulator.program import Program
+from tests.emulator.values import count, scalar, unwritten
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that are called outside of jit run here."""
+    for module in pkgutil.walk_packages(jaxserve_kernels.__path__, "jaxserve_kernels."):
+        importlib.import_module(module.name)
+    for name, module in tuple(sys.modules.items()):
+        if name.startswith("jaxserve_kernels.") and inspect.isfunction(
+            getattr(module, "triton_call", None)
+        ):
+            monkeypatch.setattr(module, "triton_call", triton_call)
+            monkeypatch.setattr(module, "tensor_descriptor", tensor_descriptor, raising=False)
+
+
+def tensor_descriptor(array: jax.Array, block: Sequence[int], layout: Any) -> Descriptor:
+    """As `triton_call.tensor_descriptor`."""
+    return Descriptor(np.asarray(array), block)
+
+
+def triton_call(
+    *arguments: Any, kernel: Any, name: str, out_type: Any, grid: tuple[int, ...],
+    num_warps: int = 4, num_stages: int = 1, zeroed_outputs: Sequence[int] = (), seed: int = 0,
+    **constants: Any,
+) -> Any:  # fmt: skip
+    """As `triton_call.triton_call`. Programs run one after the other, or at once where some wait
+    for what others leave in zeroed outputs."""
+    if "EARLY" in kernel.arg_names:
+        constants["EARLY"] = early.starts()
+    kinds = inspect.signature(kernel.fn).parameters
+    constants = {
+        key: value if "constexpr" in str(kinds[key].annotation) else _argument(value)
+        for key, value in constants.items()
+    }
+    types = jax.tree.leaves(out_type)
+    outputs = [unwritten(each.dtype, (int(np.prod(each.shape)),)) for each in types]
+    for index in zeroed_outputs:
+        outputs[index][...] = 0
+    given = [_argument(each) for each in arguments]
+    failed = threading.Event()
+
+    def run(at: tuple[int, ...]) -> None:
+        modules = _Modules(Program(at, grid, num_warps, seed, failed))
+        try:
+            modules.function(kernel)(*given, *map(Pointer, outputs), **constants)
+        except BaseException:
+            failed.set()
+            raise
+
+    places = list(itertools.product(*map(range, grid)))
+    with ThreadPoolExecutor(len(places) if zeroed_outputs else 1) as pool:
+        list(pool.map(run, places))
+    for each, held in zip(arguments, given, strict=True):
+        if isinstance(each, jax.Ref):
+            each[...] = jnp.asarray(held.array.reshape(each.shape))
+    found = [
+        jnp.asarray(each.reshape(kind.shape)) for each, kind in zip(outputs, types, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(out_type), found)
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, jax.Ref):
+        value = value[...]
+    if isinstance(value, jax.Array):
+        return Pointer(np.array(value).reshape(-1))
+    return scalar(value) if isinstance(value, int) else value
+
+
+class _Modules:
+    """Kernels' modules as a program sees them."""
+
+    def __init__(self, program: Program) -> None:
+        self._given = program.names()
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def function(self, kernel: Any) -> Callable[..., Any]:
+        function = kernel.fn
+        names = self._names_of(sys.modules[function.__module__])
+        return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+
+    def _names_of(self, module: ModuleType) -> dict[str, Any]:
+        if module.__name__ not in self._known:
+            names = {"__builtins__": __builtins__, "range": count}
+            self._known[module.__name__] = names
+            for name, value in vars(module).items():
+                if name in self._given:
+                    names[name] = self._given[name]
+                elif isinstance(value, constexpr):
+                    names[name] = value.value
+                elif isinstance(value, JITFunction):
+                    names[name] = self.function(value)
+        return self._known[module.__name__]

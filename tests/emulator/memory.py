@@ -1,0 +1,211 @@
+"""Global and shared memory, and the barriers that say when what is there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.emulator.values import Tensor, size_of, tensor, unwritten, where
+
+PATIENCE = 30.0
+"""Seconds until a wait is taken for one without an end."""
+
+
+class Pointer:
+    """Into an array in global memory; `index` may be of any shape."""
+
+    def __init__(self, array: NDArray[Any], index: Any = 0) -> None:
+        self.array, self.index = array, index
+        self.dtype = SimpleNamespace(element_ty=array.dtype)
+
+    def __add__(self, index: Any) -> Pointer:
+        return Pointer(self.array, self.index + index)
+
+    def __sub__(self, index: Any) -> Pointer:
+        return Pointer(self.array, self.index - index)
+
+    def __getitem__(self, at: Any) -> Pointer:
+        return Pointer(self.array, tensor(self.index)[at])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return np.shape(self.index)
+
+    def to(self, dtype: Any, *, bitcast: bool = False) -> Pointer:
+        """The same place, seen as elements of another type."""
+        return Pointer(self.array.view(dtype), self.index * self.array.itemsize // dtype.itemsize)
+
+    def load(self, mask: Any = True, other: Any = 0) -> Tensor:
+        index, mask = self._checked(mask)
+        found = self.array[index] if self.array.size else np.zeros(index.shape, self.array.dtype)
+        return tensor(np.where(mask, found, np.asarray(other, found.dtype)))
+
+    def store(self, values: Any, mask: Any = True) -> None:
+        shape = np.broadcast_shapes(np.shape(self.index), np.shape(values), np.shape(mask))
+        index, mask = Pointer(self.array, np.broadcast_to(self.index, shape))._checked(mask)
+        self.array[index[mask]] = np.broadcast_to(np.asarray(values), shape)[mask]
+
+    def exchange(self, value: Any) -> Any:
+        before = self.array[int(self.index)]
+        self.array[int(self.index)] = value
+        return before
+
+    def add(self, value: Any) -> Any:
+        return self.exchange(self.array[int(self.index)] + value)
+
+    def _checked(self, mask: Any) -> tuple[Any, Any]:
+        """Indices and mask of one shape. IndexError: one that counts is outside."""
+        index, mask = np.broadcast_arrays(self.index, mask)
+        used = index[mask]
+        if used.size and not 0 <= used.min() <= used.max() < self.array.size:
+            raise IndexError(f"{used.min()} to {used.max()} of {self.array.size}")
+        return np.where(mask, index, 0), mask
+
+
+class Either:
+    """One of two pointers for each element."""
+
+    def __init__(self, condition: Any, first: Pointer, second: Pointer) -> None:
+        self.condition, self.pointers = condition, (first, second)
+
+    def __add__(self, index: Any) -> Either:
+        return Either(self.condition, *(each + index for each in self.pointers))
+
+    def load(self, mask: Any = True, other: Any = 0) -> Tensor:
+        first, second = self.pointers
+        return where(
+            self.condition,
+            first.load(mask & self.condition, other),
+            second.load(mask & ~self.condition, other),
+        )
+
+
+def choose(condition: Any, a: Any, b: Any) -> Any:
+    """`where`, of anything."""
+    if not np.ndim(condition):
+        return a if condition else b
+    return Either(condition, a, b) if isinstance(a, Pointer) else where(condition, a, b)
+
+
+class Shared:
+    """Shared memory, or a view of a part of it."""
+
+    layout = None
+
+    def __init__(self, data: NDArray[Any]) -> None:
+        self.data, self.dtype, self.shape = data, data.dtype, data.shape
+
+    def index(self, at: Any) -> Any:
+        found = self.data[int(at)]
+        return found[0] if self.dtype == object else Shared(found)
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        if start < 0 or start + length > self.shape[dim]:
+            raise IndexError(f"{length} from {start} on of {self.shape[dim]}")
+        return Shared(self.data[(slice(None),) * dim + (slice(start, start + length),)])
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(np.transpose(self.data, order))
+
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        return self._reinterpret(self.dtype, shape)
+
+    def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any = None) -> Shared:
+        if not self.data.flags.c_contiguous:
+            raise ValueError("only what lies in one piece has other shapes")
+        flat = self.data.reshape(-1).view(np.uint8)
+        return Shared(flat[: size_of(dtype, shape)].view(dtype).reshape(shape))
+
+    def load(self, layout: Any = None) -> Tensor:
+        return tensor(self.data.copy())
+
+    def store(self, values: Any) -> None:
+        if values.shape != self.shape or values.dtype.itemsize != self.dtype.itemsize:
+            raise ValueError(f"{values.dtype}{values.shape} into {self.dtype}{self.shape}")
+        self.data[...] = values.view(self.dtype)
+
+
+class Descriptor:
+    """Of a tensor whose blocks are copied by TMA."""
+
+    layout = None
+
+    def __init__(self, array: NDArray[Any], block: Sequence[int]) -> None:
+        self.array, self.block_shape, self.dtype = array, list(block), array.dtype
+
+    def copy(self, at: Sequence[int], place: Shared) -> int:
+        """Bytes of a block, with zeros for what lies outside of the tensor."""
+        block = tuple(
+            slice(start, start + size) for start, size in zip(at, place.shape, strict=True)
+        )
+        found = self.array[block]
+        place.data[...] = np.zeros((), self.dtype)
+        place.data[tuple(slice(0, size) for size in found.shape)] = found
+        return place.data.nbytes
+
+
+class Barrier:
+    """An mbarrier: a phase ends when so many have arrived, and the bytes that were announced."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._count = self._missing = self._bytes = self._phase = 0
+        self._copies: list[Callable[[], int]] = []
+
+    def begin(self, count: int) -> None:
+        self._count = self._missing = count
+
+    def arrive(self, count: int = 1, expected: int = 0) -> None:
+        with self._changed:
+            self._missing -= count
+            self._bytes += expected
+            if self._missing < 0:
+                raise RuntimeError(f"more than {self._count} arrive in phase {self._phase}")
+            self._end()
+
+    def copy(self, copy: Callable[[], int], *, arrivals: int = 0, late: bool) -> None:
+        """late: when somebody waits for it. After it so many arrive."""
+
+        def made() -> int:
+            size = copy()
+            self._missing -= arrivals
+            return size
+
+        with self._changed:
+            self._copies.append(made)
+            if not late:
+                self._make_copies()
+            self._changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self._changed:
+            while self._phase & 1 == parity:
+                self._make_copies()
+                if self._phase & 1 == parity and not self._changed.wait(PATIENCE):
+                    raise TimeoutError(
+                        f"nobody ends phase {self._phase}: {self._missing} of {self._count} have "
+                        f"not arrived, nor {self._bytes} bytes"
+                    )
+
+    def _make_copies(self) -> None:
+        for copy in self._copies:
+            self._bytes -= copy()
+        self._copies.clear()
+        self._end()
+
+    def _end(self) -> None:
+        if self._missing == 0 and self._bytes == 0 and not self._copies:
+            self._phase += 1
+            self._missing = self._count
+            self._changed.notify_all()
+
+
+def allocate(dtype: Any, shape: Sequence[int], layout: Any = None) -> Shared:
+    if layout is Barrier:
+        return Shared(np.array([[Barrier()] for _ in range(shape[0])], object))
+    return Shared(unwritten(dtype, shape))

@@ -1,0 +1,188 @@
+"""A program of a kernel: its partitions, and what they have under way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from tests.emulator.memory import Barrier, Descriptor, Pointer, Shared, allocate, choose
+from tests.emulator.values import LANGUAGE, Tensor, product, scalar, tensor
+
+type Partitions = Sequence[tuple[Callable[..., Any], Sequence[Any]]]
+
+
+class Sums:
+    """An accumulator, of which products may be under way."""
+
+    type = Tensor.type
+
+    def __init__(self, values: Any) -> None:
+        self.values, self.under_way = values, 0
+        self.shape = values.shape
+
+
+class _Begun(threading.local):
+    """By a partition."""
+
+    def __init__(self) -> None:
+        self.warps = 0
+        self.products: deque[tuple[Any, Any, Sums, bool]] = deque()
+        self.copies: list[Callable[[], None]] = []
+        self.groups: deque[list[Callable[[], None]]] = deque()
+
+
+class Program:
+    """One place of the grid. By chance, copies are made when they begin, or when they must be."""
+
+    def __init__(
+        self,
+        at: tuple[int, ...],
+        grid: tuple[int, ...],
+        warps: int,
+        seed: int,
+        failed: threading.Event,
+    ) -> None:
+        """failed: one of the grid has."""
+        self._at, self._grid, self._warps = (*at, 0, 0), (*grid, 1, 1), warps
+        self._failed = failed
+        self._random = np.random.default_rng([seed, *at])
+        self._begun = _Begun()
+
+    def names(self) -> dict[str, Any]:
+        """In place of what kernels' modules import."""
+        language = SimpleNamespace(
+            **LANGUAGE,
+            where=choose,
+            program_id=lambda axis: scalar(self._at[axis]),
+            num_programs=lambda axis: scalar(self._grid[axis]),
+            num_warps=lambda: self._begun.warps or self._warps,
+            load=lambda pointer, mask=True, other=0: pointer.load(mask, other),
+            store=lambda pointer, values, mask=True: pointer.store(values, mask),
+            atomic_add=self._add,
+            atomic_xchg=lambda pointer, value, sem, scope: pointer.exchange(value),
+            allocate_shared_memory=allocate,
+            warp_specialize=self._specialize,
+        )
+        return {
+            "gl": language,
+            "tl": language,
+            "mbarrier": SimpleNamespace(
+                MBarrierLayout=lambda: Barrier,
+                init=lambda bar, count: bar.begin(count),
+                wait=lambda bar, phase, pred=True: bar.wait(int(phase)) if pred else None,
+                expect=lambda bar, size: bar.arrive(1, int(size)),
+                arrive=lambda bar, count=1, pred=True: bar.arrive(count if pred else 0),
+            ),
+            "tma": SimpleNamespace(async_copy_global_to_shared=self._copy_block),
+            "async_copy": SimpleNamespace(
+                async_copy_global_to_shared=self._copy,
+                commit_group=self._commit,
+                wait_group=self._wait_for_groups,
+                mbarrier_arrive=self._arrive_after_copies,
+            ),
+            "warpgroup_mma": self._multiply,
+            "warpgroup_mma_wait": self._wait_for_products,
+            "mma_v2": lambda a, b, acc: product(a, b, acc),
+            "fence_async_shared": lambda: None,
+            "gdc_wait": lambda: None,
+            "gdc_launch_dependents": lambda: None,
+        }
+
+    def _add(self, pointer: Pointer, value: Any, *, sem: str, scope: str) -> Any:
+        """Also what who waits for another program does, again and again."""
+        if self._failed.is_set():
+            raise RuntimeError("another program failed")
+        time.sleep(0)
+        return pointer.add(value)
+
+    def _specialize(
+        self, partitions: Partitions, warps: Sequence[int], registers: Sequence[int]
+    ) -> None:
+        errors: list[BaseException] = []
+
+        def run(count: int, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+            self._begun.warps = count
+            try:
+                function(*arguments)
+                if self._begun.products:
+                    raise RuntimeError("a partition ends with products under way")
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [
+            threading.Thread(target=run, args=(count, *each), daemon=True)
+            for count, each in zip((self._warps, *warps), partitions, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:  # not that of one who waited for who failed
+            raise min(errors, key=lambda error: isinstance(error, TimeoutError))
+
+    def _multiply(
+        self, a: Any, b: Any, acc: Any, *, use_acc: Any = True, is_async: bool = False
+    ) -> Any:
+        sums = acc if isinstance(acc, Sums) else Sums(acc)
+        sums.under_way += 1
+        self._begun.products.append((a, b, sums, bool(use_acc)))
+        return sums if is_async else self._wait_for_products(0, [sums])
+
+    def _wait_for_products(self, most: int, deps: Sequence[Any]) -> Any:
+        """They read shared memory now. An accumulator whose last one is done is a value again."""
+        while len(self._begun.products) > most:
+            a, b, sums, use_acc = self._begun.products.popleft()
+            left, right = (each.data if isinstance(each, Shared) else each for each in (a, b))
+            sums.values = product(left, right, sums.values if use_acc else 0.0)
+            sums.under_way -= 1
+        found = [
+            each.values if isinstance(each, Sums) and not each.under_way else each for each in deps
+        ]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def _copy_block(
+        self, source: Descriptor, at: Sequence[Any], bar: Barrier, place: Shared
+    ) -> None:
+        wanted, given = (source.dtype, source.block_shape), (place.dtype, list(place.shape))
+        if wanted != given:
+            raise ValueError(f"a block of {wanted} into {given}")
+        start = [int(each) for each in at]
+        bar.copy(lambda: source.copy(start, place), late=self._by_chance())
+
+    def _copy(self, place: Shared, source: Pointer, mask: Any = True) -> None:
+        def make() -> None:
+            place.store(tensor(np.broadcast_to(source.load(mask), place.shape)))
+
+        if self._by_chance():
+            make()
+        else:
+            self._begun.copies.append(make)
+
+    def _commit(self) -> None:
+        self._begun.groups.append(self._begun.copies)
+        self._begun.copies = []
+
+    def _wait_for_groups(self, most: int) -> None:
+        while len(self._begun.groups) > most:
+            for make in self._begun.groups.popleft():
+                make()
+
+    def _arrive_after_copies(self, bar: Barrier, *, increment_count: bool) -> None:
+        """Each thread of the partition for itself."""
+        copies, self._begun.copies = self._begun.copies, []
+
+        def make() -> int:
+            for each in copies:
+                each()
+            return 0
+
+        bar.copy(make, arrivals=32 * self._begun.warps, late=self._by_chance())
+
+    def _by_chance(self) -> bool:
+        return bool(self._random.integers(2))
