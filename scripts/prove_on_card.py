@@ -95,6 +95,18 @@ PROOFS = {
             " --budget 20 --assert-ratio 1.0",
         ),
     ),
+    "converting": Proof(
+        "products of 4-bit weights that a warpgroup converts, beside those of codes and of copies",
+        5,
+        (
+            "-m pytest -m gpu tests/kernels/test_quantized_triton.py -k converts -q"
+            " -p no:cacheprovider",
+            "scripts/bench_matmul.py --tokens 128,256,384,512,1024,2048 --max-rows 0"
+            " --formats bf16,int4,int4-copy,int4-converting,int4-g64-converting"
+            ",int4-zeros-converting,nvfp4,nvfp4-copy,nvfp4-converting,mxfp4,mxfp4-converting"
+            " --out {out}/converting.json",
+        ),
+    ),
     "quantized-steps": Proof(
         "decode steps with quantised weights, none slower than bfloat16's (but for noise)",
         12,
