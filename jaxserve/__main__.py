@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from jaxserve.cli.foreign_flags import translated
@@ -10,19 +11,27 @@ from jaxserve.cli.options import COMMANDS, parse_args
 from jaxserve.startup import gpu_driver, heap
 from jaxserve.startup.timeline import Timeline
 
-_INTERRUPTED = 128 + 2
+_INTERRUPTED = 128 + signal.SIGINT
 """The exit status of a command that Ctrl-C ended, as a shell has it."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the server, or the command that the first word names; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    _take_sigterm()
     try:
         return _run(argv)
     except KeyboardInterrupt:
         goes_on = "; the same command goes on from here" if argv[:1] and argv[0] in COMMANDS else ""
         print(f"jaxserve: interrupted{goes_on}", file=sys.stderr, flush=True)
         os._exit(_INTERRUPTED)  # an orderly exit would wait for threads that compile or download
+
+
+def _take_sigterm() -> None:
+    """A container's first process is not ended by signals that it does not handle; the server
+    handles this one later."""
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
 
 
 def _run(argv: list[str]) -> int:

@@ -136,6 +136,29 @@ async def test_what_the_drain_cuts_off_is_told_to_come_back() -> None:
     assert "1 answers have not finished after 0.3 s and are cut off" in output
 
 
+FIRST_OF_A_CONTAINER = """
+import os, sys, time
+os.getpid = lambda: 1
+from jaxserve import __main__ as command
+
+def run(argv):
+    print("running", flush=True)
+    time.sleep(60)
+
+command._run = run
+sys.exit(command.main(["precompile"]))
+"""
+
+
+async def test_a_command_that_is_the_first_process_of_a_container_ends_on_sigterm() -> None:
+    """As such it is not ended by signals that it does not handle: here SIGTERM is left to it."""
+    process = run("-c", FIRST_OF_A_CONTAINER)
+    await asyncio.to_thread(read_until, process, "running")
+    process.send_signal(signal.SIGTERM)
+    status, _ = await asyncio.to_thread(finish, process, timeout=20)
+    assert status == 128 + signal.SIGTERM
+
+
 DEVICE_LOST = """
 import sys
 from jaxserve.runner import runner
