@@ -305,6 +305,8 @@ def test_null_in_a_generation_config_is_as_if_it_were_not_there() -> None:
         ("generation_config.json", "{", "generation_config.json is not valid JSON"),
         ("generation_config.json", '{"temperature": "hot"}', "temperature is 'hot', which is not"),
         ("generation_config.json", '{"eos_token_id": ["a"]}', r"eos_token_id is \['a'\], no"),
+        ("generation_config.json", '{"eos_token_id": 2147483648}', r"is \[2147483648\], no"),
+        ("generation_config.json", '{"eos_token_id": [3, -1]}', r"is \[3, -1\], no token ids"),
         ("config.json", "[" * 100_000, "config.json is not valid JSON"),
     ],
 )

@@ -178,13 +178,17 @@ def _eos_token_ids(
     ids = generation.get("eos_token_id")
     if ids is not None:
         ids = [ids] if isinstance(ids, int) else ids
-        if not (isinstance(ids, list) and all(isinstance(each, int) for each in ids)):
+        if not (isinstance(ids, list) and all(_is_token_id(each) for each in ids)):
             raise ConfigError(f"generation_config.json: eos_token_id is {ids!r}, no token ids")
         return frozenset(ids)
     eos = config.get("eos_token")
     spelling = eos.get("content") if isinstance(eos, dict) else eos
     token = full.token_to_id(spelling) if spelling else None
     return frozenset() if token is None else frozenset([token])
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, int) and 0 <= value < 2**31
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
