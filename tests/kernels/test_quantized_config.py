@@ -55,6 +55,16 @@ def test_a_configuration_divides_its_product(name: str) -> None:
                 assert rest == 0 and turns % config.unroll == 0
 
 
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize("name", QUANTIZE)
+def test_a_weight_of_fewer_rows_than_a_tile_has_no_kernel(name: str, hopper: bool) -> None:
+    """Or one with smaller tiles."""
+    for tokens in (1, 9, 17, 33, 64, 65, 256, 1024):
+        for depth in (128, 8192):
+            config = config_of(name, 64, depth, tokens, hopper=hopper)
+            assert config is None or config.rows <= 64
+
+
 @pytest.mark.parametrize(("name", "tokens"), [("int4", (200, 512)), ("nvfp4", (65, 256, 384, 512))])
 def test_on_hopper_each_multiprocessor_has_one_program(name: str, tokens: tuple[int, ...]) -> None:
     """No part of the inputs is without a tile, and no more than one program's tiles wait."""

@@ -269,7 +269,7 @@ def _unpack(weight: QuantizedWeight, tokens: int, out: int, tiles: int) -> Confi
             num_stages=4 if tokens <= 16 or (tokens <= 32 and not deep) else 3,
             unroll=2 if isinstance(weight, Nvfp4Weight) else 1,  # its tiles are half as deep
         )
-    warps = out // config.rows * -(-tokens // token_tile) * config.num_warps
+    warps = max(1, out // config.rows) * -(-tokens // token_tile) * config.num_warps
     return replace(config, splits=_splits(tiles, 19 if deep else 8, _ENOUGH_WARPS / warps))
 
 
