@@ -125,6 +125,26 @@ def test_scores_that_are_no_numbers_still_choose_a_token_that_exists(
     assert got.tokens[1] == without.tokens[1]
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_penalties_leave_scores_that_exclude_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not chosen where the only other one is suppressed."""
+    monkeypatch.setattr(sampler_triton, "_CHUNK", 64)
+    logits, sampling, adjustments, tables, wanted = sampler_inputs(0, rows=4, vocab=300, padded=320)
+    logits = jnp.full_like(logits, -jnp.inf).at[:, 200].set(SUPPRESSED)
+    everything = jnp.full_like(tables.masks, -1)
+    inputs = (
+        logits,
+        sampling._replace(active=wanted | True),
+        adjustments._replace(features=jnp.asarray([1, 5, 1, 5], jnp.int32)),
+        tables._replace(masks=everything),
+        wanted,
+    )
+    got = sampler_triton.sample(*inputs, vocab=300, alternatives=1)
+    expected = sampler_reference.sample(*inputs, vocab=300, alternatives=1)
+    assert expected.tokens.tolist() == [200] * 4
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+
+
 def test_scores_of_prompt_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_triton, "_CHUNK", 64)
     logits = sampler_inputs(1, rows=6, vocab=300, padded=320)[0]

@@ -29,7 +29,8 @@ def _penalise(x, counts, presence, frequency, repetition, LOWEST: tl.constexpr):
     lower = tl.where(counts != 0, repeated, x)
     lower = lower - frequency * output
     lower = lower - tl.where(output > 0, presence, 0.0)
-    return tl.minimum(tl.maximum(lower, LOWEST), -LOWEST)
+    lower = tl.minimum(tl.maximum(lower, LOWEST), -LOWEST)
+    return tl.where(x > -float("inf"), lower, x)
 
 
 @triton.jit
