@@ -1,0 +1,92 @@
+"""Steps of a whole model with kernels on the emulator, against the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.models import qwen3
+from jaxserve.models.quantization import Quantization
+from jaxserve_checkpoints.dummy import dummy_params
+from jaxserve_kernels import chain, early, target
+from jaxserve_kernels.paged_attention import tile_tokens
+from tests.emulated.errors import relative_error
+from tests.kernels.kv_steps import Sequences
+from tests.tiny_model import SPEC
+
+HOPPER = target.Target("triton", 90, "NVIDIA H100 80GB HBM3")
+MODEL = replace(
+    SPEC, vocab_size=256, embed=256, ffn=384, num_layers=2, q_heads=4, kv_heads=2, head_dim=64
+)
+PADDING = 3
+INT4 = Quantization(layers="int4", head="int8")
+STARTS = (0, 1, 63, 64, 130)
+ONE_EACH, MIXED = (1, 1, 1, 1, 1), (40, 1, 1, 29, 2)
+
+
+def in_a_chain[**P, R](function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """What `chain.call` does, at once."""
+    with early.use():
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "counts", "bound"),
+    [
+        (Quantization(), ONE_EACH, 0.02),
+        (Quantization(), MIXED, 0.02),
+        (INT4, ONE_EACH, 0.02),
+        (INT4, MIXED, 0.15),  # more than 64 tokens, which become e4m3
+    ],
+    ids=["bfloat16-decode", "bfloat16-mixed", "int4-decode", "int4-mixed"],
+)
+def test_a_step(
+    quantization: Quantization,
+    counts: tuple[int, ...],
+    bound: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Scores of each sequence's next token; a decode step is a chain."""
+    decodes = counts == ONE_EACH
+    tile_size = 1 if decodes else tile_tokens(MODEL.q_heads // MODEL.kv_heads)
+    sequences = Sequences(
+        lengths=tuple(start + count for start, count in zip(STARTS, counts, strict=True)),
+        page_size=64, dtype="bfloat16",
+        q_heads=MODEL.q_heads, kv_heads=MODEL.kv_heads, head_dim=MODEL.head_dim,
+    )  # fmt: skip
+    places = sequences.step(STARTS, counts, tile_size, PADDING, apart=not decodes)
+    rng = np.random.default_rng(1)
+    ids = jnp.asarray(rng.integers(0, MODEL.vocab_size, places.slots.shape), jnp.int32)
+    cache = (MODEL.num_layers, sequences.num_pages, MODEL.kv_heads, 2, 64, MODEL.head_dim)
+    kv = jnp.asarray(rng.standard_normal(cache), jnp.bfloat16)
+    abstract = qwen3.abstract(MODEL, jnp.bfloat16, stacked=True)
+    params = dummy_params(abstract, 3, quantization.encoder(MODEL))
+    last = jnp.asarray(np.cumsum(counts) - 1)
+
+    def step(params: qwen3.Params, kv: Any, tokens: qwen3.StepTokens) -> Any:
+        if decodes:
+            hidden, kv = qwen3.decode(params, kv, tokens, MODEL)
+            hidden = hidden[last]
+        else:
+            attended, kv = qwen3.forward(params, kv, tokens, MODEL, tile_size=tile_size)
+            hidden = qwen3.finish(params, attended.of(last), MODEL)
+        return qwen3.logits(params, hidden), kv
+
+    inputs = (params, kv, qwen3.StepTokens(ids, places))
+    # Else XLA leaves roundings out that the definition has.
+    rounding = {"xla_allow_excess_precision": False}
+    with target.use(target.Target("reference")):
+        expected, left = jax.jit(step, compiler_options=rounding)(*inputs)
+    monkeypatch.setattr(chain, "call", in_a_chain)
+    with target.use(HOPPER):
+        scores, written = step(*inputs)
+    assert relative_error(scores, expected) < bound
+    for index in range(MODEL.num_layers):  # page 0 is padding's
+        keys_and_values = (each[index, 1:].astype(jnp.float32) for each in (written, left))
+        assert relative_error(*keys_and_values) < bound
