@@ -190,6 +190,21 @@ def test_no_token_depends_on_where_its_sequence_was_cut() -> None:
     check(kv)
 
 
+def test_places_of_a_tile_without_a_token_see_no_codes() -> None:
+    """They lie behind the page that the tile's token is in, of which an earlier owner left NaN."""
+    length, group, tile_size = 14, 8, 12
+    sequences = Sequences(lengths=(2 * group,), page_size=group, head_dim=8)
+    empty = KVarN(value_bits=2, group=group).allocate(sequences.shape, jnp.float32)
+    stale = empty._replace(
+        scales=jnp.full_like(empty.scales, jnp.nan), raw=jnp.full_like(empty.raw, jnp.nan)
+    )
+    step = sequences.step((0,), (length,), tile_size)
+    qkv, tables = sequences.projections(step)
+    run: Any = jax.jit(partial(attend, layer=LAYER, eps=EPS, tile_size=tile_size))
+    out, _ = run(qkv, stale, norms=sequences.norms, tables=tables, step=step)
+    assert np.isfinite(out[:length]).all()
+
+
 def test_a_sequence_that_shares_pages_but_computes_the_first_one_gets_what_it_gets_alone() -> None:
     sequences = Sequences(lengths=(20, 20), page_size=4, head_dim=8)
     kv = KVarN(value_bits=4, group=4).allocate(sequences.shape, jnp.float32)

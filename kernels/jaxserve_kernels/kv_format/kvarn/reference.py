@@ -103,6 +103,7 @@ def attend_rotated(
     queries = queries.reshape(-1, tile_size, kv_heads, q_heads // kv_heads, head_dim)
     queries = queries.transpose(0, 2, 3, 1, 4)  # [tiles, kv_heads, group, tile, head_dim]
     row_page = positions // group
+    real = positions < (tiles.position + tiles.length)[:, None]  # rows of a tile that hold a token
 
     def visit(page: Array, carry: Softmax) -> Softmax:
         where = step.page_table[tiles.slot, page]
@@ -121,7 +122,7 @@ def attend_rotated(
         scores = jnp.einsum("nhgtd,nhkd->nhgtk", queries, keys) * head_dim**-0.5
         seen = rows[:, :, None] & (positions_[:, None, :] <= positions[:, :, None])
         # What nobody sees may be anything, even NaN of an earlier owner.
-        used = seen.any(axis=1) & (positions_ < (tiles.position + tiles.length)[:, None])
+        used = (seen & real[:, :, None]).any(axis=1)
         values = jnp.where(used[:, None, :, None], values, 0)
         return carry.add(jnp.where(seen[:, None, None], scores, -jnp.inf), values)
 
