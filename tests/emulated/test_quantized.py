@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve_kernels import weights
+from jaxserve_kernels import target, weights
 from jaxserve_kernels.add_rms_norm.triton import add_rms_norm
+from jaxserve_kernels.matmul import gated_linear, linear
 from jaxserve_kernels.quantized_matmul import triton as kernels
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.e4m3 import api as e4m3_products
@@ -122,3 +123,11 @@ def test_a_norm_makes_the_tokens_that_its_reader_would(name: str) -> None:
     codes = (np.asarray(each.codes[:TOKENS], np.float32) for each in (tokens, expected))
     assert np.array_equal(*codes)
     assert form.group == 0 or np.array_equal(tokens.sums[:, :TOKENS], expected.sums[:, :TOKENS])
+
+
+@pytest.mark.parametrize("name", ["int4", "nvfp4", "fp8"])
+def test_many_tokens_where_nothing_multiplies_e4m3(name: str) -> None:
+    x, weight = tokens_and_weight(200, OUT, DEPTH, QUANTIZE[name])
+    with target.use(target.Target("triton", 80, "NVIDIA A100-SXM4-80GB")):
+        assert relative_error(linear(x, weight, jnp.float32).sum(0), exact(x, weight)) < 1e-6
+        assert relative_error(gated_linear(x, weight), gating(exact(x, weight))) < 1e-3

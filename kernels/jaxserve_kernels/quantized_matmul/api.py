@@ -64,8 +64,8 @@ def _config(x: Any, weight: QuantizedWeight, *, gated: bool) -> Config | None:
     """None: dequantise, then the product with the plain weight."""
     if not target.uses_triton() or x.dtype != jnp.bfloat16:
         return None
-    hopper = target.compute_capability() == 90
-    return choose(weight, x.shape[0], gated=gated, hopper=hopper)
+    capability = target.compute_capability()
+    return choose(weight, x.shape[0], gated=gated, hopper=capability == 90, e4m3=capability >= 89)
 
 
 _MODULES: dict[Method, str] = {

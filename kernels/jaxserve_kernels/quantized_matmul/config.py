@@ -51,6 +51,10 @@ _MOST_PARTS = 8
 _FROM_CODES = 64
 """Tokens up to which a 4-bit weight's bytes count more than what it costs to convert them."""
 
+_MOST_UNPACKED = 256
+"""Tokens up to which codes are unpacked for each 64 of them, where nothing multiplies e4m3: beyond,
+a pass over the weight should cost less. Reckoned for an A100, not measured."""
+
 _MOST_APART = 128
 """Tokens that become 8 bits in a kernel of their own, after a norm."""
 
@@ -92,9 +96,13 @@ class Config:
 
 
 def choose(
-    weight: QuantizedWeight, tokens: int, *, gated: bool, hopper: bool = False
+    weight: QuantizedWeight, tokens: int, *, gated: bool, hopper: bool = False, e4m3: bool = True
 ) -> Config | None:
-    """None: dequantise, then the product with the plain weight. hopper: it is such a GPU.
+    """None: dequantise, then the product with the plain weight.
+
+    Args:
+      hopper: it is such a GPU.
+      e4m3: it multiplies such numbers: from compute capability 8.9 on.
 
     The rules and their limits are the fastest of those measured on an H200 with Qwen3-4B's shapes;
     see docs/performance/quantised_weights.md.
@@ -109,7 +117,9 @@ def choose(
         return Config(method="tall", rows=384, tokens=32 if tokens <= 32 else 64, num_stages=3)
     elif tokens <= _FEW and isinstance(weight, Int4Weight):
         config = _few(depth, gated=gated)
-    elif not _in_e4m3(weight, tokens):
+    elif not _in_8_bits(weight, tokens, e4m3=e4m3):
+        if tokens > _MOST_UNPACKED:
+            return None
         config = _unpack(weight, tokens, out, tiles)
     elif hopper and isinstance(weight, Fp8Weight) and _bytes_on_hopper(weight, tokens):
         config = _hopper_bytes(tokens, out, tiles)
@@ -158,8 +168,10 @@ def _is_tall(weight: QuantizedWeight, tokens: int) -> bool:
     return out >= _TALL and out % 128 == 0 and depth >= 256 and weight.group == depth
 
 
-def _in_e4m3(weight: QuantizedWeight, tokens: int) -> bool:
+def _in_8_bits(weight: QuantizedWeight, tokens: int, *, e4m3: bool) -> bool:
     """Where the tensor cores' rate counts, or the instructions that unpack."""
+    if not e4m3 and not isinstance(weight, Int8Weight):
+        return False
     return tokens > (16 if isinstance(weight, Fp8Weight) else 64)
 
 
