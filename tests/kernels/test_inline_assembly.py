@@ -16,6 +16,7 @@ from tests.emulator.ptx import Words, assembly
 UNPACK = "quantized_matmul/triton_unpack.py"
 E4M3 = "quantized_matmul/e4m3/triton.py"
 HOPPER = "quantized_matmul/e4m3/hopper_operand.py"
+LOOK_UP = "quantized_matmul/e4m3/hopper_codes.py"
 
 CODES = np.arange(65536, dtype=np.uint32)
 PAIRS = CODES | CODES[::-1] << np.uint32(16)
@@ -127,6 +128,16 @@ def test_nibbles_become_e4m3_bytes() -> None:
         np.testing.assert_array_equal(lanes(words), four_lanes(plane) & 15)
 
 
+def test_nibbles_are_looked_up_in_the_table_of_their_half() -> None:
+    """Of every word: the low two in the first table, the high two in the second."""
+    tables = np.random.default_rng(0).permutation(256).astype(np.uint8)[:32].reshape(2, 16)
+    operands = [np.broadcast_to(word, PAIRS.shape) for word in tables.view(np.uint32).reshape(-1)]
+    each = itertools.chain.from_iterable([word] * 4 for word in operands)
+    planes = assembly(LOOK_UP, "look_up")(PAIRS, PAIRS[::-1], *each)
+    for plane, words in enumerate(planes):
+        np.testing.assert_array_equal(lanes(words), tables[plane // 2][four_lanes(plane)])
+
+
 def lanes(words: Words) -> NDArray[np.uint32]:
     """[4, n]: the bytes."""
     return np.stack([words >> np.uint32(8 * lane) & 255 for lane in range(4)])
@@ -142,12 +153,12 @@ def four_lanes(plane: int) -> NDArray[np.uint32]:
 def test_e2m1_times_a_factor_is_rounded_to_e4m3(offset: int) -> None:
     """As a float16 product that is then rounded: NVFP4's scales, an eighth of each."""
     words, scales = scale_words()
-    factors = assembly(E4M3, "_nvfp4_eighths")(words[offset : offset + 1])
+    factors = assembly(E4M3, "nvfp4_eighths")(words[offset : offset + 1])
     for factor, scale in zip(factors, scales, strict=True):
         expected = each_half(scale[offset : offset + 1] / 8, np.float16)
         np.testing.assert_array_equal(factor, expected)
     operands = itertools.chain.from_iterable([factor] * 4 for factor in factors)
-    planes = assembly(E4M3, "_e2m1_times")(PAIRS, PAIRS[::-1], *operands)
+    planes = assembly(E4M3, "e2m1_bytes")(PAIRS, PAIRS[::-1], *operands)
     for plane, packed in enumerate(planes):
         exact = e2m1(four_lanes(plane).astype(np.int32)) * (scales[plane][offset] / 8)
         rounded = exact.astype(np.float16).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)

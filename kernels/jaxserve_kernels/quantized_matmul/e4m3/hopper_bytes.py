@@ -38,7 +38,7 @@ _MULTIPROCESSORS = 132
 
 
 @gluon.jit
-def _place(tile, tokens, COLUMNS: gl.constexpr, SPLITS: gl.constexpr, k: gl.constexpr):
+def place_of(tile, tokens, COLUMNS: gl.constexpr, SPLITS: gl.constexpr, k: gl.constexpr):
     """First token and column of a tile, its split, and the first and number of its steps."""
     token_tiles = (tokens + _TOKENS - 1) // _TOKENS
     all_steps: gl.constexpr = k // _DEPTH
@@ -114,7 +114,7 @@ def _store(values, out_ptr, token, column, tokens, n: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(
+def multiply_tiles(
     x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr, out_ptr, program, programs, tokens,
     tiles, whole, part: gl.constexpr, pieces: gl.constexpr, ROWS: gl.constexpr,
     GATED: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
@@ -124,7 +124,7 @@ def _multiply(
     COLUMNS: gl.constexpr = ROWS // 2 if GATED else ROWS
     at = 0
     for tile in range(program, whole, programs):
-        token, column, split, _, steps = _place(tile, tokens, COLUMNS, SPLITS, k)
+        token, column, split, _, steps = place_of(tile, tokens, COLUMNS, SPLITS, k)
         at = _multiply_tile(
             x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr,
             out_ptr + split.to(gl.int64) * (tokens * n), at, token, column, steps, tokens, part,
@@ -132,7 +132,7 @@ def _multiply(
         )  # fmt: skip
     tile = whole + program // pieces
     if tile < tiles:
-        token, column, split, _, steps = _place(tile, tokens, COLUMNS, SPLITS, k)
+        token, column, split, _, steps = place_of(tile, tokens, COLUMNS, SPLITS, k)
         _multiply_tile(
             x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr,
             out_ptr + split.to(gl.int64) * (tokens * n), at, token,
@@ -175,14 +175,14 @@ def _copy(
     COLUMNS: gl.constexpr = ROWS // 2 if GATED else ROWS
     at = 0
     for tile in range(program, whole, programs):
-        token, column, _, first, steps = _place(tile, tokens, COLUMNS, SPLITS, k)
+        token, column, _, first, steps = place_of(tile, tokens, COLUMNS, SPLITS, k)
         at = _copy_tile(
             x, w, x_ring, w_ring, ready, free, at, token, column, first, steps, ROWS, GATED, STAGES,
             n, k,
         )  # fmt: skip
     tile = whole + program // pieces
     if tile < tiles:
-        token, column, _, first, steps = _place(tile, tokens, COLUMNS, SPLITS, k)
+        token, column, _, first, steps = place_of(tile, tokens, COLUMNS, SPLITS, k)
         _copy_tile(
             x, w, x_ring, w_ring, ready, free, at, token,
             column + program % pieces * (COLUMNS // pieces), first, steps, ROWS // pieces, GATED,
@@ -210,11 +210,11 @@ def _product(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply, (
+            (multiply_tiles, (
                 x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr, out_ptr, program, programs,
                 tokens, tiles, whole, 0, pieces, ROWS, GATED, SPLITS, STAGES, n, k,
             )),
-            (_multiply, (
+            (multiply_tiles, (
                 x_ring, w_ring, ready, free, token_scale_ptr, scale_ptr, out_ptr, program, programs,
                 tokens, tiles, whole, 1, pieces, ROWS, GATED, SPLITS, STAGES, n, k,
             )),

@@ -55,7 +55,7 @@ def nibble_bytes(words):
 
 
 @triton.jit
-def _nvfp4_eighths(words):
+def nvfp4_eighths(words):
     """Four e4m3 scales without sign, an eighth of each: as float16 in both halves of a word.
 
     Two at a time: exponent and mantissa go where float16 has them (a number 2^8 too small).
@@ -72,7 +72,7 @@ def _nvfp4_eighths(words):
 
 
 @triton.jit
-def _e2m1_times(words, a, b, c, d):
+def e2m1_bytes(words, a, b, c, d):
     """16-bit words to four vectors of e4m3 bytes: e2m1 values times a float16 factor each.
 
     Four lanes at a time. A byte of a table is a magnitude's float16, whose other byte is 0: a
@@ -166,13 +166,13 @@ def _less_zeros(
 @triton.jit
 def _nvfp4_tile(acc, words, x, scale_ptr):
     """A plane is a block. An eighth of its values is within e4m3; `_accumulate` knows of it."""
-    a, b, c, d = _nvfp4_eighths(tl.load(scale_ptr))
-    a, b, c, d = _e2m1_times(words, a, b, c, d)
+    a, b, c, d = nvfp4_eighths(tl.load(scale_ptr))
+    a, b, c, d = e2m1_bytes(words, a, b, c, d)
     return tl.dot(_side_by_side(a, b, c, d), tl.load(x), acc)
 
 
 @triton.jit
-def _mxfp4_factor(words, largest, block: tl.constexpr):
+def mxfp4_half_factor(words, largest, block: tl.constexpr):
     """64 times the block's power over the largest, or 0 where that is too small for float16; as
     float16 in both halves of a word."""
     exponent = ((words >> (8 * block)) & 0xFF).to(tl.int32)
@@ -185,12 +185,12 @@ def _mxfp4_tile(acc, words, x, scale_ptr):
     all exact in e4m3 as long as they are within 2 ** 14 of each other."""
     scales = tl.load(scale_ptr)
     largest = largest_exponent(scales)
-    a, b, c, d = _e2m1_times(
+    a, b, c, d = e2m1_bytes(
         words,
-        _mxfp4_factor(scales, largest, 0),
-        _mxfp4_factor(scales, largest, 1),
-        _mxfp4_factor(scales, largest, 2),
-        _mxfp4_factor(scales, largest, 3),
+        mxfp4_half_factor(scales, largest, 0),
+        mxfp4_half_factor(scales, largest, 1),
+        mxfp4_half_factor(scales, largest, 2),
+        mxfp4_half_factor(scales, largest, 3),
     )
     part = tl.dot(_side_by_side(a, b, c, d), tl.load(x))
     return acc + part * power(tl.maximum(largest - 6, 0))[:, None]
