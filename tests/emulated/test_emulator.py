@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -11,13 +12,17 @@ import pytest
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
+from jaxserve_kernels import early
 from tests.emulator import launch, memory
+from tests.emulator.order import Race
 
 
 @gluon.jit
@@ -33,7 +38,7 @@ def _copy(x, ring, ready, free, STEPS: gl.constexpr):
 def _multiply(
     ring, ready, free, out_ptr,
     STEPS: gl.constexpr, WAITS: gl.constexpr, FREES: gl.constexpr, LATE: gl.constexpr,
-    BEYOND: gl.constexpr,
+    STORES: gl.constexpr, FENCES: gl.constexpr, BEYOND: gl.constexpr,
 ):  # fmt: skip
     row = gl.arange(0, 16)[:, None]
     column = gl.arange(0, 16)[None, :]
@@ -43,6 +48,10 @@ def _multiply(
         if WAITS:
             mbarrier.wait(ready.index(stage), (step // 2) & 1)
         tile = ring.index(stage)
+        if STORES:
+            tile.store(tile.load())
+        if FENCES:
+            fence_async_shared()
         acc = warpgroup_mma(tile, tile.permute((1, 0)), acc, is_async=True)
         if LATE:
             acc = warpgroup_mma_wait(0, deps=[acc])
@@ -55,7 +64,7 @@ def _multiply(
 @gluon.jit
 def _squares(
     x, out_ptr, STEPS: gl.constexpr, WAITS: gl.constexpr, FREES: gl.constexpr, LATE: gl.constexpr,
-    BEYOND: gl.constexpr,
+    STORES: gl.constexpr, FENCES: gl.constexpr, BEYOND: gl.constexpr,
 ):  # fmt: skip
     ring = gl.allocate_shared_memory(gl.bfloat16, [2, 16, 16], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -65,12 +74,23 @@ def _squares(
         mbarrier.init(free.index(stage), count=1)
     gl.warp_specialize(
         [
-            (_multiply, (ring, ready, free, out_ptr, STEPS, WAITS, FREES, LATE, BEYOND)),
+            (_multiply, (
+                ring, ready, free, out_ptr, STEPS, WAITS, FREES, LATE, STORES, FENCES, BEYOND,
+            )),
             (_copy, (x, ring, ready, free, STEPS)),
         ],
         [1],
         [24],
-    )
+    )  # fmt: skip
+
+
+_SOUND = {
+    "WAITS": True, "FREES": True, "LATE": True, "STORES": False, "FENCES": False, "BEYOND": 0,
+}  # fmt: skip
+
+
+_EITHER = "_multiply reads where a copy may still write|_copy writes where _multiply may still read"
+"""Whatever happens first."""
 
 
 def squares(steps: int, seed: int, **flaws: Any) -> tuple[Any, Any]:
@@ -81,7 +101,7 @@ def squares(steps: int, seed: int, **flaws: Any) -> tuple[Any, Any]:
         launch.tensor_descriptor(x, (16, 16), None),
         kernel=_squares, name="squares", grid=(1,), num_warps=4, seed=seed,
         out_type=jax.ShapeDtypeStruct((16, 16), jnp.float32),
-        STEPS=steps, **{"WAITS": True, "FREES": True, "LATE": True, "BEYOND": 0, **flaws},
+        STEPS=steps, **{**_SOUND, **flaws},
     )  # fmt: skip
     blocks = np.asarray(x, np.float32).reshape(steps, 16, 16)
     return np.asarray(out), sum(block @ block.T for block in blocks)
@@ -92,15 +112,21 @@ def test_a_kernel_that_waits_and_frees_as_it_should_is_right(seed: int) -> None:
     np.testing.assert_allclose(*squares(6, seed), rtol=1e-5, atol=1e-4)
 
 
-def test_who_does_not_wait_for_a_copy_reads_what_was_there() -> None:
-    with pytest.raises(AssertionError):
-        np.testing.assert_allclose(*squares(2, 0, WAITS=False, FREES=False), rtol=1e-5, atol=1e-4)
+def test_who_does_not_wait_reads_what_a_copy_may_still_write() -> None:
+    with pytest.raises(Race, match=_EITHER):
+        squares(2, 0, WAITS=False, FREES=False)
 
 
-def test_a_place_that_is_freed_before_its_product_is_done_holds_other_numbers() -> None:
-    with pytest.raises(AssertionError):
-        for seed in range(10):
-            np.testing.assert_allclose(*squares(8, seed, LATE=False), rtol=1e-5, atol=1e-4)
+def test_a_place_must_not_be_freed_before_its_product_is_done() -> None:
+    for seed in range(10):
+        with pytest.raises(Race, match=_EITHER):
+            squares(8, seed, LATE=False)
+
+
+def test_tensor_cores_see_what_was_stored_after_a_fence() -> None:
+    with pytest.raises(Race, match="_multiply multiplies what was stored and not fenced"):
+        squares(2, 0, STORES=True)
+    np.testing.assert_allclose(*squares(2, 0, STORES=True, FENCES=True), rtol=1e-5, atol=1e-4)
 
 
 def test_a_wait_without_an_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,3 +138,58 @@ def test_a_wait_without_an_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_store_outside_of_its_array_is_an_error() -> None:
     with pytest.raises(IndexError, match="1 to 256 of 256"):
         squares(1, 0, BEYOND=1)
+
+
+@gluon.jit
+def _double(
+    x_ptr, out_ptr, READS: gl.constexpr, WAITS: gl.constexpr, WRITES: gl.constexpr,
+    EARLY: gl.constexpr = False,
+):  # fmt: skip
+    place = gl.arange(0, 16)
+    x = 0
+    if READS:
+        x = gl.load(x_ptr + place)
+    if WRITES:
+        gl.store(out_ptr + place, x)
+    if EARLY and WAITS:
+        gdc_wait()
+    gl.store(out_ptr + place, 2 * gl.load(x_ptr + place))
+
+
+@pytest.mark.parametrize(
+    ("flaw", "message"),
+    [
+        ({"READS": True}, "double reads x_ptr before"),
+        ({"WRITES": True}, "double writes its results before"),
+        ({"WAITS": False}, "double reads x_ptr before"),
+        ({}, None),
+    ],
+)
+def test_a_kernel_of_a_chain_waits_for_those_before_it(
+    flaw: dict[str, bool], message: str | None
+) -> None:
+    x = jnp.arange(16, dtype=jnp.float32)
+    flaws = {"READS": False, "WAITS": True, "WRITES": False, **flaw}
+
+    def double() -> Any:
+        return launch.triton_call(
+            x, kernel=_double, name="double", grid=(1,), num_warps=1,
+            out_type=jax.ShapeDtypeStruct((16,), jnp.float32), **flaws,
+        )  # fmt: skip
+
+    np.testing.assert_array_equal(double(), 2 * x)  # alone it may do as it likes
+    with early.use(), pytest.raises(Race, match=message) if message else nullcontext():
+        np.testing.assert_array_equal(double(), 2 * x)
+
+
+@gluon.jit
+def _nothing(x_ptr, out_ptr, EARLY: gl.constexpr = False):
+    pass
+
+
+def test_a_kernel_of_a_chain_does_not_end_before_those_before_it() -> None:
+    with early.use(), pytest.raises(Race, match="nothing may end before the kernels before it"):
+        launch.triton_call(
+            jnp.zeros(1), kernel=_nothing, name="nothing", grid=(2,),
+            out_type=jax.ShapeDtypeStruct((1,), jnp.float32),
+        )  # fmt: skip

@@ -5,10 +5,12 @@ with barriers as threads know them, and inline assembly instruction by instructi
 later is done as late, or as early, as it may be: copies when somebody waits for them or at once,
 products of warpgroups when they are waited for. So a kernel that reads too early, or frees a place
 too soon, gets other numbers, and one that waits for what never comes fails; so does an index that
-leaves its array. Memory that nobody wrote holds NaN.
+leaves its array. Memory that nobody wrote holds NaN. What no barrier or fence orders fails even
+where the numbers came out right (`order`).
 
 Layouts mean nothing here: which thread holds what is the compiler's to check (tests/aot). Neither
-are there swizzles, fences, or anything else that only a GPU can get wrong.
+are there swizzles, nor an order of what programs and kernels leave one another in global memory
+beyond waiting for the kernels before.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from triton.runtime.jit import JITFunction
 import jaxserve_kernels
 from jaxserve_kernels import early
 from tests.emulator.memory import Descriptor, Pointer
+from tests.emulator.order import HERE, KERNELS, Order, Partition, Race
 from tests.emulator.program import Program
 from tests.emulator.values import count, scalar, unwritten
 
@@ -62,31 +65,38 @@ def triton_call(
 ) -> Any:  # fmt: skip
     """As `triton_call.triton_call`. Programs run one after the other, or at once where some wait
     for what others leave in zeroed outputs."""
+    early_start = "EARLY" in kernel.arg_names and early.starts()
     if "EARLY" in kernel.arg_names:
-        constants["EARLY"] = early.starts()
+        constants["EARLY"] = early_start
     kinds = inspect.signature(kernel.fn).parameters
     constants = {
-        key: value if "constexpr" in str(kinds[key].annotation) else _argument(value)
+        key: value if "constexpr" in str(kinds[key].annotation) else _argument(value, key)
         for key, value in constants.items()
     }
     types = jax.tree.leaves(out_type)
     outputs = [unwritten(each.dtype, (int(np.prod(each.shape)),)) for each in types]
     for index in zeroed_outputs:
         outputs[index][...] = 0
-    given = [_argument(each) for each in arguments]
+    given = list(map(_argument, arguments, kernel.arg_names))
+    results = [Pointer(each, 0, "its results") for each in outputs]
     failed = threading.Event()
 
     def run(at: tuple[int, ...]) -> None:
+        HERE.partition = Partition(Order(early=early_start), name)
         modules = _Modules(Program(at, grid, num_warps, seed, failed))
         try:
-            modules.function(kernel)(*given, *map(Pointer, outputs), **constants)
+            modules.function(kernel)(*given, *results, **constants)
+            waited.append(bool(HERE.partition.known[KERNELS]))
         except BaseException:
             failed.set()
             raise
 
+    waited = list[bool]()
     places = list(itertools.product(*map(range, grid)))
     with ThreadPoolExecutor(len(places) if zeroed_outputs else 1) as pool:
         list(pool.map(run, places))
+    if early_start and not any(waited):
+        raise Race(f"{name} may end before the kernels before it")
     for each, held in zip(arguments, given, strict=True):
         if isinstance(each, jax.Ref):
             each[...] = jnp.asarray(held.array.reshape(each.shape))
@@ -96,11 +106,13 @@ def triton_call(
     return jax.tree.unflatten(jax.tree.structure(out_type), found)
 
 
-def _argument(value: Any) -> Any:
+def _argument(value: Any, name: str) -> Any:
     if isinstance(value, jax.Ref):
         value = value[...]
     if isinstance(value, jax.Array):
-        return Pointer(np.array(value).reshape(-1))
+        return Pointer(np.array(value).reshape(-1), 0, name)
+    if isinstance(value, Descriptor):
+        return Descriptor(value.array, value.block_shape, name)
     return scalar(value) if isinstance(value, int) else value
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from tests.emulator.memory import Barrier, Descriptor, Pointer, Shared, allocate, choose
-from tests.emulator.values import LANGUAGE, Tensor, product, scalar, tensor
+from tests.emulator.order import HERE, Partition
+from tests.emulator.values import LANGUAGE, Tensor, product, scalar
 
 type Partitions = Sequence[tuple[Callable[..., Any], Sequence[Any]]]
 
@@ -33,8 +34,8 @@ class _Begun(threading.local):
     def __init__(self) -> None:
         self.warps = 0
         self.products: deque[tuple[Any, Any, Sums, bool]] = deque()
-        self.copies: list[Callable[[], None]] = []
-        self.groups: deque[list[Callable[[], None]]] = deque()
+        self.copies: list[tuple[Shared, Callable[[], None]]] = []
+        self.groups: deque[list[tuple[Shared, Callable[[], None]]]] = deque()
 
 
 class Program:
@@ -77,7 +78,7 @@ class Program:
                 init=lambda bar, count: bar.begin(count),
                 wait=lambda bar, phase, pred=True: bar.wait(int(phase)) if pred else None,
                 expect=lambda bar, size: bar.arrive(1, int(size)),
-                arrive=lambda bar, count=1, pred=True: bar.arrive(count if pred else 0),
+                arrive=lambda bar, count=1, pred=True: bar.arrive(count) if pred else None,
             ),
             "tma": SimpleNamespace(async_copy_global_to_shared=self._copy_block),
             "async_copy": SimpleNamespace(
@@ -89,8 +90,8 @@ class Program:
             "warpgroup_mma": self._multiply,
             "warpgroup_mma_wait": self._wait_for_products,
             "mma_v2": lambda a, b, acc: product(a, b, acc),
-            "fence_async_shared": lambda: None,
-            "gdc_wait": lambda: None,
+            "fence_async_shared": lambda: HERE.partition.fence(),
+            "gdc_wait": lambda: HERE.partition.wait_for_kernels(),
             "gdc_launch_dependents": lambda: None,
         }
 
@@ -105,15 +106,19 @@ class Program:
         self, partitions: Partitions, warps: Sequence[int], registers: Sequence[int]
     ) -> None:
         errors: list[BaseException] = []
+        before, after = HERE.partition, list[Partition]()
 
         def run(count: int, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
             self._begun.warps = count
+            HERE.partition = Partition(before.order, function.__name__, before.known)
+            after.append(HERE.partition)
             try:
                 function(*arguments)
                 if self._begun.products:
                     raise RuntimeError("a partition ends with products under way")
             except BaseException as error:
                 errors.append(error)
+                before.order.failed.set()
 
         threads = [
             threading.Thread(target=run, args=(count, *each), daemon=True)
@@ -123,6 +128,8 @@ class Program:
             thread.start()
         for thread in threads:
             thread.join()
+        for each in after:
+            before.learn(each.known)
         if errors:  # not that of one who waited for who failed
             raise min(errors, key=lambda error: isinstance(error, TimeoutError))
 
@@ -131,16 +138,20 @@ class Program:
     ) -> Any:
         sums = acc if isinstance(acc, Sums) else Sums(acc)
         sums.under_way += 1
+        _operands(a, b, done=False)
         self._begun.products.append((a, b, sums, bool(use_acc)))
         return sums if is_async else self._wait_for_products(0, [sums])
 
     def _wait_for_products(self, most: int, deps: Sequence[Any]) -> Any:
-        """They read shared memory now. An accumulator whose last one is done is a value again."""
+        """They read shared memory until now. An accumulator whose last one is done is a value
+        again."""
         while len(self._begun.products) > most:
             a, b, sums, use_acc = self._begun.products.popleft()
-            left, right = (each.data if isinstance(each, Shared) else each for each in (a, b))
-            sums.values = product(left, right, sums.values if use_acc else 0.0)
+            operands = _operands(a, b, done=True)
+            sums.values = product(*operands, sums.values if use_acc else 0.0)
             sums.under_way -= 1
+            for a, b, *_ in self._begun.products:  # which may read the same
+                _operands(a, b, done=False)
         found = [
             each.values if isinstance(each, Sums) and not each.under_way else each for each in deps
         ]
@@ -153,36 +164,59 @@ class Program:
         if wanted != given:
             raise ValueError(f"a block of {wanted} into {given}")
         start = [int(each) for each in at]
-        bar.copy(lambda: source.copy(start, place), late=self._by_chance())
+        HERE.partition.reads_argument(source.name)
+        bar.copy(lambda: source.copy(start, place), [place], late=self._by_chance())
 
     def _copy(self, place: Shared, source: Pointer, mask: Any = True) -> None:
+        HERE.partition.reads_argument(source.name)
+
         def make() -> None:
-            place.store(tensor(np.broadcast_to(source.load(mask), place.shape)))
+            place.data[...] = np.broadcast_to(source.load_copy(mask), place.shape)
 
         if self._by_chance():
             make()
-        else:
-            self._begun.copies.append(make)
+            make = _nothing
+        self._begun.copies.append((place, make))
 
     def _commit(self) -> None:
+        HERE.partition.commit([place for place, _ in self._begun.copies])
         self._begun.groups.append(self._begun.copies)
         self._begun.copies = []
 
     def _wait_for_groups(self, most: int) -> None:
         while len(self._begun.groups) > most:
-            for make in self._begun.groups.popleft():
+            for _, make in self._begun.groups.popleft():
                 make()
+        HERE.partition.wait_for_groups(most)
 
     def _arrive_after_copies(self, bar: Barrier, *, increment_count: bool) -> None:
         """Each thread of the partition for itself."""
         copies, self._begun.copies = self._begun.copies, []
 
         def make() -> int:
-            for each in copies:
+            for _, each in copies:
                 each()
             return 0
 
-        bar.copy(make, arrivals=32 * self._begun.warps, late=self._by_chance())
+        bar.copy(
+            make,
+            [place for place, _ in copies],
+            arrivals=32 * self._begun.warps,
+            tma=False,
+            late=self._by_chance(),
+        )
 
     def _by_chance(self) -> bool:
         return bool(self._random.integers(2))
+
+
+def _operands(*values: Any, done: bool) -> list[Any]:
+    """Of a product that begins or ends."""
+    for each in values:
+        if isinstance(each, Shared):
+            each.touched.multiply(each.data, done=done)
+    return [each.data if isinstance(each, Shared) else each for each in values]
+
+
+def _nothing() -> None:
+    """Is left of a copy that is done."""
