@@ -198,7 +198,7 @@ class AsyncEngine[P]:
             self._steps.run()
         except BaseException as error:
             self._phase, self._error = "failed", f"{type(error).__name__}: {error}"
-            if self._ready is not None and not self._ready.done():
+            if self._steps is None:
                 self._settle_ready(error)
             else:
                 log.exception("the engine thread died")

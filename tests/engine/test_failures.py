@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 
 import pytest
 
 from jaxserve.api import EngineFailed, FinishReason, TokenEvent
 from jaxserve.engine.engine import Progress
+from jaxserve.engine.loop import StepLoop
 from tests.engine.driver import (
     GatedRunner,
     assert_is_solo,
@@ -97,6 +100,25 @@ async def test_a_device_that_cannot_be_reset_fails_the_engine() -> None:
         assert not engine.status().ready
         with pytest.raises(EngineFailed, match="the device is gone"):
             await first(engine.generate(request(1)))
+
+
+async def test_a_thread_that_dies_before_its_start_was_heard_of_fails_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def die(_: object) -> None:
+        raise RuntimeError("at once")
+
+    monkeypatch.setattr(StepLoop, "run", die)
+    threads: list[threading.Thread] = []
+    engine = make_engine(GatedRunner(), before=lambda _: threads.append(threading.current_thread()))
+    starting = asyncio.ensure_future(engine.start())
+    await asyncio.sleep(0)
+    while not threads:
+        time.sleep(0.001)
+    threads[0].join(5)  # the event loop is held meanwhile
+    await starting
+    assert await asyncio.wait_for(engine.failure(), 5) == "RuntimeError: at once"
+    assert not engine.status().ready
 
 
 async def test_a_failed_build_raises_from_start() -> None:
