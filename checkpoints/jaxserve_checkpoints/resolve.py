@@ -36,16 +36,18 @@ def resolve_model(
     *,
     download_dir: str | Path | None = None,
     revision: str | None = None,
-    offline: bool = False,
-    progress: bool = True,
+    tokenizer: bool = True,
 ) -> Path:
     """Folder of a model given as a folder, EMBEDDED_NAME, a name of HUB_NAMES (any case) or
     "org/name".
 
     A complete copy in the Hub cache (`download_dir`, default the cache that huggingface_hub uses)
     is taken as it is, without a look at the network; otherwise the files are downloaded into that
-    cache, with progress bars if `progress` and stderr is a terminal. CheckpointError: nothing of
-    that name, incomplete folder, not reachable.
+    cache, with progress bars if stderr is a terminal. CheckpointError: nothing of that name,
+    incomplete folder, not reachable.
+
+    Args:
+      tokenizer: a copy without tokenizer.json is not complete.
     """
     folder = _local_folder(model) if model else None
     if folder is not None:
@@ -59,16 +61,12 @@ def resolve_model(
             f"{', '.join((EMBEDDED_NAME, *HUB_NAMES))}"
         )
     cached = _snapshot(hub_id, revision, download_dir, offline=True)
-    if cached is not None and _is_complete(cached):
+    wanted = "tokenizer.json" if tokenizer else "config.json"
+    if cached is not None and _has_weights(cached) and (cached / wanted).is_file():
         return cached
-    if offline:
-        raise CheckpointError(
-            f"{hub_id} is not in {_cache_folder(hub_id, download_dir)} and offline is set: "
-            f"{_OTHERWISE}"
-        )
-    with _ProgressBars(shown=progress and sys.stderr.isatty()):
+    with _ProgressBars(shown=sys.stderr.isatty()):
         downloaded = _snapshot(hub_id, revision, download_dir, offline=False)
-    if downloaded is None or not _is_complete(downloaded):
+    if downloaded is None or not _has_weights(downloaded):
         raise CheckpointError(
             f"{hub_id} has no config.json with {SINGLE_FILE} or the shards of {INDEX_FILE}, "
             f"looked in {downloaded}"
@@ -145,7 +143,7 @@ def _snapshot(
     )
 
 
-def _is_complete(folder: Path) -> bool:
+def _has_weights(folder: Path) -> bool:
     """config.json and all weights are there; a download may have been interrupted."""
     if not (folder / "config.json").is_file():
         return False

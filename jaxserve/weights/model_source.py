@@ -50,7 +50,12 @@ def find_model(options: Options) -> ModelSource:
     if options.load_format == "dummy" and (named := _named_spec(options.model)):
         return _dummy(options, named)
     name = EMBEDDED_NAME if options.model is None else options.model
-    folder = resolve_model(name, download_dir=options.download_dir, revision=options.revision)
+    folder = resolve_model(
+        name,
+        download_dir=options.download_dir,
+        revision=options.revision,
+        tokenizer=options.tokenizer is None,
+    )
     return ModelSource(
         names=_names(options, name),
         spec=ModelSpec.from_hf(read_json_object(folder / "config.json")),

@@ -13,6 +13,8 @@ from jaxserve_checkpoints.reader import CheckpointError
 from jaxserve_checkpoints.resolve import HUB_NAMES, embedded_model, resolve_model
 
 COMMIT = "0" * 40
+FILES = ("config.json", "model.safetensors", "tokenizer.json")
+"""Of a complete copy."""
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +33,18 @@ def cached_model(cache: Path, hub_id: str, *files: str, revision: str = "main") 
     for name in files:
         (snapshot / name).write_text("{}")
     return snapshot
+
+
+def count_downloads(monkeypatch: pytest.MonkeyPatch, cache: Path) -> list[str]:
+    """The models that are asked for on the network, which adds nothing to the cache."""
+    asked: list[str] = []
+
+    def download(repo_id: str, *, local_files_only: bool, **_: object) -> str:
+        asked.extend([] if local_files_only else [repo_id])
+        return str(cache / f"models--{repo_id.replace('/', '--')}" / "snapshots" / COMMIT)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    return asked
 
 
 def error_of(model: str, **kwargs: object) -> str:
@@ -81,46 +95,56 @@ def test_short_names_are_those_of_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("model", ["qwen3-4b", "Qwen3-4B", "Qwen/Qwen3-4B"])
-@pytest.mark.parametrize("offline", [True, False])
-def test_complete_copies_in_the_cache_are_used(model: str, offline: bool, tmp_path: Path) -> None:
-    snapshot = cached_model(tmp_path, "Qwen/Qwen3-4B", "config.json", "model.safetensors")
-    assert resolve_model(model, download_dir=tmp_path, offline=offline) == snapshot
+def test_complete_copies_in_the_cache_are_used_without_the_network(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = cached_model(tmp_path, "Qwen/Qwen3-4B", *FILES)
+    asked = count_downloads(monkeypatch, tmp_path)
+    assert resolve_model(model, download_dir=tmp_path) == snapshot
+    assert not asked
+
+
+def test_a_copy_without_a_tokenizer_is_completed_unless_there_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = cached_model(tmp_path, "org/name", "config.json", "model.safetensors")
+    asked = count_downloads(monkeypatch, tmp_path)
+    assert resolve_model("org/name", download_dir=tmp_path, tokenizer=False) == snapshot
+    assert not asked
+    assert resolve_model("org/name", download_dir=tmp_path) == snapshot
+    assert asked == ["org/name"]
 
 
 def test_revisions_are_told_apart(tmp_path: Path) -> None:
-    files = ("config.json", "model.safetensors")
-    snapshot = cached_model(tmp_path, "org/name", *files, revision="v2")
-    found = resolve_model("org/name", download_dir=tmp_path, revision="v2", offline=True)
-    assert found == snapshot
-    assert "is not in" in error_of("org/name", download_dir=tmp_path, offline=True)
+    snapshot = cached_model(tmp_path, "org/name", *FILES, revision="v2")
+    assert resolve_model("org/name", download_dir=tmp_path, revision="v2") == snapshot
+    assert "not reachable" in error_of("org/name", download_dir=tmp_path)
 
 
 @pytest.mark.parametrize("index", ["{}", '{"weight_map": {"a": "s1.safetensors"}}', "no json"])
 def test_interrupted_downloads_are_not_taken_for_models(index: str, tmp_path: Path) -> None:
     snapshot = cached_model(tmp_path, "org/name", "config.json")
-    assert "is not in" in error_of("org/name", download_dir=tmp_path, offline=True)
+    assert "has no config.json with model.safetensors" in error_of(
+        "org/name", download_dir=tmp_path
+    )
     (snapshot / "model.safetensors.index.json").write_text(index)
-    assert "is not in" in error_of("org/name", download_dir=tmp_path, offline=True)
+    assert "has no config.json with model.safetensors" in error_of(
+        "org/name", download_dir=tmp_path
+    )
 
 
 def test_a_cached_model_with_all_shards_is_complete(tmp_path: Path) -> None:
-    snapshot = cached_model(tmp_path, "org/name", "config.json", "s1.safetensors")
+    snapshot = cached_model(tmp_path, "org/name", "config.json", "s1.safetensors", "tokenizer.json")
     index = snapshot / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "s1.safetensors"}}')
-    assert resolve_model("org/name", download_dir=tmp_path, offline=True) == snapshot
-
-
-def test_offline_says_where_it_looked_and_what_to_do(tmp_path: Path) -> None:
-    message = error_of("qwen3-8b", download_dir=tmp_path, offline=True)
-    assert f"Qwen/Qwen3-8B is not in {tmp_path / 'models--Qwen--Qwen3-8B'}" in message
-    assert "--model FOLDER" in message
-    assert "--load-format dummy" in message
+    assert resolve_model("org/name", download_dir=tmp_path) == snapshot
 
 
 def test_an_unreachable_hub_is_one_line(tmp_path: Path) -> None:
     message = error_of("qwen3-8b", download_dir=tmp_path)
     assert f"Qwen/Qwen3-8B into {tmp_path / 'models--Qwen--Qwen3-8B'}: not reachable" in message
     assert "--model FOLDER" in message
+    assert "--load-format dummy" in message
 
 
 def test_downloads_ask_for_weights_configuration_and_tokenizer_only(
