@@ -205,11 +205,15 @@ def _with_fp8_copy(
     size, left = memory.tree_bytes(copied.served) - plain, left_beside(plain)
     sizes = memory.in_words(size), memory.in_words(left)
     if wanted or memory.affords_copy(size, left, options.kv_cache_memory_bytes):
-        log.info("a copy in fp8 of the 4-bit weights takes %s of %s for keys and values", *sizes)
+        log.info(
+            "steps of more than 64 tokens read a copy in fp8 of the 4-bit weights: it takes %s of "
+            "%s for keys and values",
+            *sizes,
+        )
         return copied
     log.info(
-        "no copy in fp8 of the 4-bit weights: it would take %s of %s for keys and values; "
-        "--fp8-copy on makes it nevertheless",
+        "steps of more than 64 tokens would be faster with a copy in fp8 of the 4-bit weights, but "
+        "it would take %s of %s for keys and values; --fp8-copy on makes it nevertheless",
         *sizes,
     )
     return weights
