@@ -172,7 +172,11 @@ class Runner:
     def _bucket_for(self, plan: StepPlan) -> Bucket:
         """The smallest bucket of the plan's kind that holds it."""
         kind = "decode" if plan.decode_only else "mixed"
-        return next(b for b in reversed(self._buckets) if b.kind == kind and b.holds(plan))
+        for bucket in reversed(self._buckets):
+            if bucket.kind == kind and bucket.holds(plan):
+                return bucket
+        lengths = [row.num_tokens for row in plan.rows]
+        raise ValueError(f"no {kind} bucket holds a plan with rows of {lengths} tokens")
 
     def _fresh_state(self) -> tuple[DeviceState, Array]:
         """And a second array for results, see `_execute`."""

@@ -50,6 +50,12 @@ FEATURES = [
 ]
 
 
+def test_a_plan_that_no_bucket_holds_is_refused_with_its_lengths(runner: Runner) -> None:
+    most = CONFIG.buckets.prefill[-1]
+    with pytest.raises(ValueError, match=rf"no mixed bucket .* \[{most + 1}\] tokens"):
+        runner.launch(plan([Placed().chunk([1] * (most + 1))]))
+
+
 # One sequence.
 
 
