@@ -125,7 +125,7 @@ class StepLoop[P]:
             for request_id, missed in scheduler.shed():
                 self._post([Refused(request_id, missed)])
                 self._metrics.count_shed()
-            self._end_failed(scheduler.await_guides(_GUIDE_WAIT if in_flight else _IDLE_GUIDE_WAIT))
+            self._publish(scheduler.await_guides(_GUIDE_WAIT if in_flight else _IDLE_GUIDE_WAIT))
             plan = scheduler.plan()
         except Exception:
             log.exception("a plan could not be made; all requests end with an error")
@@ -164,14 +164,8 @@ class StepLoop[P]:
 
     def _recover(self, lost: list[StepPlan] | None) -> None:
         """End the requests of lost steps (None: all), and start again with a fresh device state."""
-        self._end_failed(self.scheduler.fail(lost))
+        self._publish(self.scheduler.fail(lost))
         self._runner.reset()
-
-    def _end_failed(self, failed: list[TokenEvent]) -> None:
-        for event in failed:
-            if event.finish is FinishReason.ERROR:
-                self._metrics.count_error()
-        self._publish(failed)
 
     def _count_preemptions(self) -> None:
         while self._preemptions < self.scheduler.num_preemptions:
@@ -182,7 +176,9 @@ class StepLoop[P]:
         for event in events:
             if event.start is not None:
                 self._metrics.observe_start(event.start)
-            if event.finish is not None and event.token is not None:
+            if event.finish is FinishReason.ERROR:
+                self._metrics.count_error()
+            elif event.finish is not None:
                 self._metrics.observe_preemptions(event.preemptions)
         if events:
             self._post(list(events))

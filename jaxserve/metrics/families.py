@@ -184,7 +184,7 @@ class EngineFamilies(_Families):
             "vllm:request_prefill_time_seconds", "From admission to the first token", _TTFT
         )
         self.errors = Counter(
-            "jaxserve_step_errors", "Sequences that a failed step ended", registry=self._registry
+            "jaxserve_step_errors", "Sequences that ended with an error", registry=self._registry
         )
         self.shed = Counter(
             "jaxserve_deadline_shed",

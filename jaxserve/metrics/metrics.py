@@ -133,7 +133,8 @@ class Metrics:
         self._engine.compiles.labels(phase=phase).inc()
 
     def count_error(self) -> None:
-        """A sequence that a failed step ended."""
+        """A sequence ended with an error: its step failed, its logits were no numbers, or its
+        grammar could not be followed."""
         self._engine.errors.inc()
 
     def count_shed(self) -> None:

@@ -11,6 +11,8 @@ import pytest
 from jaxserve.api import EngineFailed, FinishReason, TokenEvent
 from jaxserve.engine.engine import Progress
 from jaxserve.engine.loop import StepLoop
+from jaxserve.metrics.metrics import Metrics
+from jaxserve.plan import Sampled
 from tests.engine.driver import (
     GatedRunner,
     assert_is_solo,
@@ -24,6 +26,7 @@ from tests.engine.driver import (
     serving,
     until,
 )
+from tests.scheduler.fake_runner import Pending
 
 
 @pytest.mark.parametrize("where", ["fail_launch", "fail_collect"])
@@ -84,6 +87,19 @@ async def test_who_ended_before_a_result_could_not_be_taken_is_told_so() -> None
         assert await failing == [TokenEvent("r1", None, FinishReason.ERROR)]
         assert (await events_of(other))[-1] == TokenEvent("r2", None, FinishReason.ERROR)
         await until(lambda: is_whole(engine))
+
+
+async def test_logits_that_are_no_numbers_count_as_an_error() -> None:
+    class Spoiled(GatedRunner):
+        def collect(self, pending: Pending) -> list[Sampled | None]:
+            return [Sampled(None) for _ in super().collect(pending)]
+
+    metrics = Metrics("tiny")
+    async with serving(Spoiled(), metrics=metrics) as engine:
+        assert await events_of(engine.generate(request(0))) == [
+            TokenEvent("r0", None, FinishReason.ERROR)
+        ]
+    assert b"jaxserve_step_errors_total 1.0\n" in metrics.exposition()
 
 
 async def test_a_device_that_cannot_be_reset_fails_the_engine() -> None:
