@@ -159,6 +159,16 @@ class AsyncEngine[P]:
             elif (mailbox := self._streams.get(message.request_id)) is not None:
                 mailbox.put(message)
 
+    def _end_start(self, error: BaseException | None) -> None:
+        """`start` returns, or raises the error; nothing happens if it was given up."""
+        assert self._ready is not None
+        if self._ready.done():
+            return
+        if error is None:
+            self._ready.set_result(None)
+        else:
+            self._ready.set_exception(error)
+
     # The thread's side.
 
     def _post(self, messages: list[Posted]) -> None:
@@ -170,22 +180,6 @@ class AsyncEngine[P]:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is listening
             self._loop.call_soon_threadsafe(function, *args)
 
-    def _settle_ready(self, error: BaseException | None) -> None:
-        ready, loop = self._ready, self._loop
-        assert ready is not None
-        assert loop is not None
-
-        def settle() -> None:
-            if ready.done():
-                return
-            if error is None:
-                ready.set_result(None)
-            else:
-                ready.set_exception(error)
-
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(settle)
-
     def _run(self) -> None:
         # An event loop that writes to many streams is busy for long. With Python's own 5 ms it
         # would keep this thread from going on for as long as a step takes, after each of its waits.
@@ -194,12 +188,12 @@ class AsyncEngine[P]:
             parts = self._build(self._report)
             self._steps = StepLoop(parts, self._inbox, self._post, self._metrics)
             self._report("serving", 1.0)
-            self._settle_ready(None)
+            self._call(self._end_start, None)
             self._steps.run()
         except BaseException as error:
             self._phase, self._error = "failed", f"{type(error).__name__}: {error}"
             if self._steps is None:
-                self._settle_ready(error)
+                self._call(self._end_start, error)
             else:
                 log.exception("the engine thread died")
                 self._post([EngineFailed(self._error)])

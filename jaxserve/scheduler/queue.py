@@ -48,11 +48,7 @@ class WaitingQueue:
         return iter(self._order)
 
     def join(self, seq: Sequence, now: float) -> None:
-        """A new sequence.
-
-        Raises:
-          DeadlineMissed: it would wait too long; it is not in the queue then.
-        """
+        """A new sequence."""
         level = max(-MOST_LEVEL, min(seq.level, MOST_LEVEL))
         seq.rank = seq.arrived + AGEING * level, seq.id
         self.push(seq)
