@@ -81,7 +81,7 @@ class Program:
         return _digest([self.name, self.donated, self.details, repr(shapes)])
 
 
-class Rejected(Exception):
+class Unusable(Exception):
     """An entry that must not be used; the message says why."""
 
 
@@ -104,7 +104,7 @@ class ExecutableCache:
         return self._folder
 
     def load(self, program: Program) -> Executable:
-        """The program's executable. Rejected: there is none, or none that may be used."""
+        """The program's executable. Unusable: there is none, or none that may be used."""
         payload = self._read(program)
         if target.current().implementation == "triton":
             chain.register()
@@ -114,7 +114,7 @@ class ExecutableCache:
                 blob, in_tree, out_tree, execution_devices=jax.devices()[:1]
             )
         except Exception as error:  # whatever a changed class or runtime makes of it
-            raise Rejected(
+            raise Unusable(
                 f"cannot be loaded ({type(error).__name__}: {str(error)[:200]})"
             ) from error
 
@@ -123,7 +123,7 @@ class ExecutableCache:
         return self._path(program).exists()
 
     def check(self, program: Program) -> None:
-        """Rejected, as `load` would, without loading."""
+        """Unusable, as `load` would, without loading."""
         self._read(program)
 
     def store(self, program: Program, executable: Executable, seconds: float) -> None:
@@ -194,13 +194,13 @@ class ExecutableCache:
             expected = (header["format"], header["key"], header["program"])
             size, checksum = header["size"], header["sha256"]
         except (ValueError, KeyError, TypeError):
-            raise Rejected("damaged: no readable header") from None
+            raise Unusable("damaged: no readable header") from None
         if not newline or expected != (_FORMAT, self._digest, program.digest):
-            raise Rejected("of another version, device or configuration")
+            raise Unusable("of another version, device or configuration")
         if len(payload) != size:
-            raise Rejected(f"damaged: {len(payload)} bytes, its header says {size}")
+            raise Unusable(f"damaged: {len(payload)} bytes, its header says {size}")
         if hashlib.sha256(payload).hexdigest() != checksum:
-            raise Rejected("damaged: its checksum differs")
+            raise Unusable("damaged: its checksum differs")
         return payload
 
     def _headers(self) -> Iterator[dict[str, Any]]:
@@ -227,19 +227,19 @@ def _read_own_file(path: Path) -> bytes:
         folder = path.parent.stat()
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise Rejected("not there") from None
+        raise Unusable("not there") from None
     except OSError as error:
-        raise Rejected(f"cannot be opened ({error.strerror})") from None
+        raise Unusable(f"cannot be opened ({error.strerror})") from None
     with os.fdopen(descriptor, "rb") as stream:
         for what, status in (("its folder", folder), ("it", os.fstat(descriptor))):
             if status.st_uid != os.geteuid():
-                raise Rejected(f"not trusted: {what} belongs to user {status.st_uid}")
+                raise Unusable(f"not trusted: {what} belongs to user {status.st_uid}")
             if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise Rejected(f"not trusted: other users may write {what}")
+                raise Unusable(f"not trusted: other users may write {what}")
         try:
             return stream.read()
         except OSError as error:
-            raise Rejected(f"cannot be read ({error.strerror})") from None
+            raise Unusable(f"cannot be read ({error.strerror})") from None
 
 
 def _write_atomically(path: Path, content: bytes) -> None:

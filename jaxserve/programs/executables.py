@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import NamedTuple
 
-from jaxserve.programs.executable_cache import Executable, ExecutableCache, Program, Rejected
+from jaxserve.programs.executable_cache import Executable, ExecutableCache, Program, Unusable
 
 log = logging.getLogger(__name__)
 
@@ -100,8 +100,8 @@ class _Making:
             return
         try:
             executable = self._cache.load(program)
-        except Rejected as rejected:
-            self.reasons[program.name] = str(rejected)
+        except Unusable as error:
+            self.reasons[program.name] = str(error)
         else:
             self._done("loading", program.name, executable)
 
@@ -155,8 +155,8 @@ def missing(programs: Sequence[Program], cache: ExecutableCache) -> dict[str, st
     for program in programs:
         try:
             cache.check(program)
-        except Rejected as rejected:
-            found[program.name] = str(rejected)
+        except Unusable as error:
+            found[program.name] = str(error)
     return found
 
 

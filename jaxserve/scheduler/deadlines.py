@@ -35,7 +35,7 @@ _MOST_TENANTS = 10_000
 """Clients make up their keys as they like; those that are away are forgotten beyond this."""
 
 
-class _StepClock:
+class _StepPace:
     """Seconds that a step takes of late, while there is something to do."""
 
     def __init__(self, seconds: float):
@@ -71,7 +71,7 @@ class _Forecast:
         self._full = _UNKNOWN_STEP
         if times:
             self._full = times.of_decode(config.max_num_seqs, self._cache_tokens)
-        self.step = _StepClock(self._full)
+        self.step = _StepPace(self._full)
 
     def decode(self, seq: Sequence, generated: int) -> float:
         """Seconds of decode steps, times its share of them: of the cache, or of the slots."""

@@ -20,7 +20,7 @@ from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.plan import Admission, PageEntry, Row, Sampled, StepPlan
 from jaxserve.scheduler import prefix, results
 from jaxserve.scheduler.admission import OutputLengths, has_room, refuse_impossible
-from jaxserve.scheduler.budget import Decodes, Pending, TokenBudget
+from jaxserve.scheduler.budget import Decodes, TokenBudget, Unread
 from jaxserve.scheduler.cohort import Cohort, decodes_alone
 from jaxserve.scheduler.deadlines import waiting_queue
 from jaxserve.scheduler.guided import Guided
@@ -252,17 +252,17 @@ class Scheduler:
         seq.preemptions += 1
         self.num_preemptions += 1
 
-    def _pending(self, prefilling: list[Sequence]) -> list[Pending]:
+    def _pending(self, prefilling: list[Sequence]) -> list[Unread]:
         """Prompts that this step could advance, as far as it may matter for the budget."""
         pending = [
-            Pending(seq.computed, seq.to_prefill, self._holdings.read(seq)) for seq in prefilling
+            Unread(seq.computed, seq.to_prefill, self._holdings.read(seq)) for seq in prefilling
         ]
         wanted, enough = sum(p.tokens for p in pending), 2 * self._config.max_num_batched_tokens
         for seq in itertools.islice(self._waiting.upcoming(), self._holdings.num_free_slots):
             if wanted >= enough or seq is self._blocked:
                 break
             cached = self._holdings.cached_tokens(seq)
-            pending.append(Pending(cached, len(seq.tokens) - cached))
+            pending.append(Unread(cached, len(seq.tokens) - cached))
             wanted += pending[-1].tokens
         return pending
 

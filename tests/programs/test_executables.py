@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from jaxserve.cli.options import parse_args
-from jaxserve.programs.executable_cache import ExecutableCache, Program, Rejected
+from jaxserve.programs.executable_cache import ExecutableCache, Program, Unusable
 from jaxserve.programs.executables import missing, obtain
 from jaxserve.startup.engine_plan import plan_engine
 from jaxserve.startup.environment import compiler_options
@@ -184,7 +184,7 @@ def test_a_damaged_entry_is_compiled_again_and_replaced(
     cache: ExecutableCache, damage: Callable[[bytes], bytes], reason: str
 ) -> None:
     entry(cache).write_bytes(damage(entry(cache).read_bytes()))
-    with pytest.raises(Rejected, match=reason):
+    with pytest.raises(Unusable, match=reason):
         cache.load(program())
     assert missing([program()], cache).keys() == {"double"}
     obtained = obtain([program()], cache, 1, lambda phase, done: None)
@@ -201,7 +201,7 @@ def test_a_whole_file_that_does_not_unpickle_is_compiled_again(cache: Executable
     head = json.loads(entry(cache).read_bytes().partition(b"\n")[0])
     head |= {"size": len(payload), "sha256": hashlib.sha256(payload).hexdigest()}
     entry(cache).write_bytes(json.dumps(head).encode() + b"\n" + payload)
-    with pytest.raises(Rejected, match="cannot be loaded"):
+    with pytest.raises(Unusable, match="cannot be loaded"):
         cache.load(program())
     check(obtain([program()], cache, 1, lambda phase, done: None).executables["double"])
 
@@ -211,7 +211,7 @@ def test_another_version_or_device_finds_nothing_and_is_told_what_differs(
     tmp_path: Path, cache: ExecutableCache, changed: dict[str, str]
 ) -> None:
     other = cache_at(tmp_path, **changed)
-    with pytest.raises(Rejected, match="not there"):
+    with pytest.raises(Unusable, match="not there"):
         other.load(program())
     (name,) = changed
     assert name in other.differences()
@@ -223,27 +223,27 @@ def test_a_file_of_another_key_under_this_key_is_refused(
 ) -> None:
     other = cache_at(tmp_path, device="two")
     cache.folder.rename(other.folder)
-    with pytest.raises(Rejected, match="another version, device or configuration"):
+    with pytest.raises(Unusable, match="another version, device or configuration"):
         other.load(program())
 
 
 def test_other_shapes_or_details_under_the_same_name_are_refused(cache: ExecutableCache) -> None:
-    with pytest.raises(Rejected, match="another version"):
+    with pytest.raises(Unusable, match="another version"):
         cache.load(program(size=5))
     changed = Program(
         name="double", function=double, arguments=program().arguments, details="tile 32"
     )
-    with pytest.raises(Rejected, match="another version"):
+    with pytest.raises(Unusable, match="another version"):
         cache.load(changed)
 
 
 def test_files_that_others_may_write_are_not_loaded(cache: ExecutableCache) -> None:
     entry(cache).chmod(0o620)
-    with pytest.raises(Rejected, match="other users may write it"):
+    with pytest.raises(Unusable, match="other users may write it"):
         cache.load(program())
     entry(cache).chmod(0o600)
     cache.folder.chmod(0o777)
-    with pytest.raises(Rejected, match="other users may write its folder"):
+    with pytest.raises(Unusable, match="other users may write its folder"):
         cache.load(program())
 
 
@@ -251,14 +251,14 @@ def test_links_are_not_followed(cache: ExecutableCache, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     entry(cache).rename(elsewhere)
     entry(cache).symlink_to(elsewhere)
-    with pytest.raises(Rejected, match="cannot be opened"):
+    with pytest.raises(Unusable, match="cannot be opened"):
         cache.load(program())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_files_of_other_users_are_not_loaded(cache: ExecutableCache) -> None:
     os.chown(entry(cache), 54321, -1)
-    with pytest.raises(Rejected, match="belongs to user 54321"):
+    with pytest.raises(Unusable, match="belongs to user 54321"):
         cache.load(program())
 
 
@@ -277,8 +277,8 @@ def test_writers_and_readers_at_the_same_time_see_whole_files_only(tmp_path: Pat
         for _ in range(60):
             try:
                 cache_at(tmp_path).check(program())
-            except Rejected as rejected:
-                failures.append(str(rejected))
+            except Unusable as error:
+                failures.append(str(error))
 
     writers = [threading.Thread(target=write) for _ in range(3)]
     readers = [threading.Thread(target=read) for _ in range(2)]
