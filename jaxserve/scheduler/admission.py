@@ -17,6 +17,9 @@ _WEIGHT = 0.05
 _MARGIN = 1.0
 """Less preempts more under steady overload, more leaves pages unused (see the test)."""
 
+_UNKNOWN = 2048
+"""Tokens that a sequence is expected to have at most as long as nothing is known of its class."""
+
 _OVERRUN = 1.25
 """A sequence that is as long as expected is expected to grow by this factor."""
 
@@ -26,11 +29,10 @@ class OutputLengths:
 
     Classes are powers of two of `max_tokens`: what clients ask for tells kinds of requests apart,
     and those that ask for everything share a class of their own. Before the first of a class has
-    ended its sequences are expected to use what they asked for, up to `unknown`.
+    ended its sequences are expected to use what they asked for, up to `_UNKNOWN`.
     """
 
-    def __init__(self, unknown: int = 2048) -> None:
-        self._unknown = unknown
+    def __init__(self) -> None:
         self._shares: dict[int, tuple[float, float]] = {}
         """Mean and variance by class."""
 
@@ -46,7 +48,7 @@ class OutputLengths:
         """What a sequence, with `generated` tokens so far, will have at its end; the deviation."""
         known = self._shares.get(max_tokens.bit_length())
         if known is None:
-            return min(max_tokens, max(self._unknown, int(generated * _OVERRUN))), 0.0
+            return min(max_tokens, max(_UNKNOWN, int(generated * _OVERRUN))), 0.0
         mean, variance = known
         most = max(int(mean * max_tokens), int(generated * _OVERRUN), generated + 1)
         return min(max_tokens, most), math.sqrt(variance) * max_tokens
@@ -55,7 +57,7 @@ class OutputLengths:
         """Of a sequence that has not begun."""
         known = self._shares.get(max_tokens.bit_length())
         if known is None:
-            return Answer(min(max_tokens, self._unknown), 0.0, 0)
+            return Answer(min(max_tokens, _UNKNOWN), 0.0, 0)
         mean, variance = known
         expected = max(int(mean * max_tokens), 1)
         deviation = math.sqrt(variance) * max_tokens

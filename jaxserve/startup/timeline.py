@@ -13,6 +13,9 @@ from typing import NamedTuple
 _TELLING = 0.1
 """Share of a phase that has to be done before its pace says how long the rest takes."""
 
+_WIDTH = 40
+"""Characters of the bar that stands for all of a start."""
+
 
 class Span(NamedTuple):
     """One phase, in seconds since the process began."""
@@ -87,15 +90,15 @@ class Pace:
         return f"{line}, about {max(left, 1):.0f} s left"
 
 
-def show(timeline: Timeline, *, width: int = 40) -> str:
+def show(timeline: Timeline) -> str:
     """The phases as a table with a bar for each, for a terminal."""
     spans = timeline.spans()
     total = max((span.end for span in spans), default=0.0) or 1.0
     widest = max((len(span.name) for span in spans), default=0)
     lines = [f"{'phase':<{widest}}  {'from':>7}  {'took':>7}"]
     for span in spans:
-        before = round(span.start / total * width)
-        length = max(1, round(span.end / total * width) - before)
+        before = round(span.start / total * _WIDTH)
+        length = max(1, round(span.end / total * _WIDTH) - before)
         bar = " " * before + "█" * length
         lines.append(f"{span.name:<{widest}}  {span.start:6.2f}s  {span.seconds:6.2f}s  {bar}")
     return "\n".join(lines)

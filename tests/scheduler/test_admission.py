@@ -52,7 +52,7 @@ def test_uncertain_lengths_leave_a_margin() -> None:
 
 
 def test_before_anything_is_known_a_request_for_everything_does_not_reserve_everything() -> None:
-    assert OutputLengths(unknown=2048).expected(30_000, 0) == (2048, 0.0)
+    assert OutputLengths().expected(30_000, 0) == (2048, 0.0)
 
 
 class Pessimist(OutputLengths):
