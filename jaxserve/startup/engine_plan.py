@@ -124,26 +124,7 @@ def plan_engine(options: Options, source: ModelSource) -> EnginePlan:
     budget = left if given is None else given
     if not gpu:
         memory.check_host_memory(size, budget)
-    cache = replace(
-        _cache_config(options, spec, kv_format, dtype, budget, scheduler, gpu=gpu),
-        identity=f"{source.names[0]} {jnp.dtype(dtype).name} {options.kv_cache_dtype}",
-    )
-    scheduler = replace(
-        scheduler,
-        max_chunk_context=max_chunk_context(
-            kv_format, scheduler.max_model_len, page_size=cache.page_size
-        ),
-    )
-    config = RunnerConfig(
-        spec=spec,
-        cache=cache,
-        scheduler=scheduler,
-        buckets=buckets,
-        dtype=dtype,
-        sampled_vocab=source.sampled_vocab,
-        tile_size=tile_tokens(spec.q_heads // spec.kv_heads) if gpu else _CPU_TILE,
-        kv_format=kv_format,
-    )
+    config = _runner_config(options, source, dtype, buckets, scheduler, kv_format, budget, gpu=gpu)
     compiling = compiler_options(gpu=gpu)
     settings = compiler_settings() | {name: str(value) for name, value in compiling.items()}
     key = program_key(config, weights.served, settings, device)
@@ -156,6 +137,36 @@ def plan_engine(options: Options, source: ModelSource) -> EnginePlan:
         ],
         staging=[_staging(each) for each in (*weights.staging, *weights.copying)],
         cache=ExecutableCache(files / "executables", key, source.file_name),
+    )
+
+
+def _runner_config(
+    options: Options,
+    source: ModelSource,
+    dtype: DTypeLike,
+    buckets: Buckets,
+    scheduler: SchedulerConfig,
+    kv_format: KVFormat,
+    budget: int,
+    *,
+    gpu: bool,
+) -> RunnerConfig:
+    """With a KV cache of `budget` bytes."""
+    spec = source.spec
+    cache = replace(
+        _cache_config(options, spec, kv_format, dtype, budget, scheduler, gpu=gpu),
+        identity=f"{source.names[0]} {jnp.dtype(dtype).name} {options.kv_cache_dtype}",
+    )
+    context = max_chunk_context(kv_format, scheduler.max_model_len, page_size=cache.page_size)
+    return RunnerConfig(
+        spec=spec,
+        cache=cache,
+        scheduler=replace(scheduler, max_chunk_context=context),
+        buckets=buckets,
+        dtype=dtype,
+        sampled_vocab=source.sampled_vocab,
+        tile_size=tile_tokens(spec.q_heads // spec.kv_heads) if gpu else _CPU_TILE,
+        kv_format=kv_format,
     )
 
 
