@@ -180,8 +180,9 @@ def _mask_of(tokens: Iterable[int], words: int) -> np.ndarray:
 
 
 def _words(mask: bytes, words: int) -> np.ndarray:
-    """int32 [words] of a row's mask, which may end earlier: what it does not name is forbidden."""
+    """int32 [words] of a row's mask, which may end earlier: what it does not name is forbidden. Or
+    later: a tokenizer may know more tokens than the model."""
     row = np.zeros(words, np.int32)
-    given = np.frombuffer(mask, "<i4")
+    given = np.frombuffer(mask, "<i4")[:words]
     row[: len(given)] = given
     return row

@@ -70,7 +70,11 @@ def test_rows_arrive_in_their_slots_and_nowhere_else() -> None:
     assert all((np.asarray(table) == -9).all() for table in tables)
     params = SamplingParams(max_tokens=9, presence_penalty=1.0, allowed_token_ids=(1, 33, 199))
     admission = Admission(2, params, (7, 7, 8, 7), 2)
-    rows = [Row(slot, slot, 0, (1,), True, mask=bytes([slot, 0, 0, 128])) for slot in (0, 4)]
+    longer = bytes(VOCAB)  # of a tokenizer that knows more tokens
+    rows = [
+        Row(0, 0, 0, (1,), True, mask=bytes([0, 0, 0, 128]) + longer),
+        Row(4, 4, 0, (1,), True, mask=bytes([4, 0, 0, 128])),
+    ]
     tables = uploads(tables, StepPlan(rows=tuple(rows), admissions=(admission,)))
     counts, biases, masks = (np.asarray(table) for table in tables)
     assert counts[2, [7, 8, 9]].tolist() == [1 | IN_PROMPT, 1, 0]
