@@ -9,6 +9,7 @@ the parameters of somebody else therefore change the output.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxserve.api import FinishReason, Request, SamplingParams
@@ -24,9 +25,47 @@ def attend(context: list[int], token: int) -> int:
     return hash((*context, len(context), token))
 
 
-def next_token(context: list[int], params: SamplingParams) -> int:
+def next_token(context: list[int], params: SamplingParams, mask: bytes | None) -> int:
     mixed = hash((*context, params.seed, params.top_k, int(params.temperature * 8)))
-    return (mixed >> 20) % VOCAB
+    allowed = [token for token in range(VOCAB) if mask is None or mask[0] >> token & 1]
+    return allowed[(mixed >> 20) % len(allowed)]
+
+
+@dataclass(frozen=True)
+class FakeGuide:
+    """Allows two tokens at a time; which ones depends on all before. A mask is there when it has
+    been waited for `delay` times."""
+
+    delay: int
+
+    def start(self) -> FakeGuideState:
+        return FakeGuideState(self.delay)
+
+
+class FakeGuideState:
+    error = None
+
+    def __init__(self, delay: int):
+        self._delay, self._left = delay, 0
+        self._tokens: list[int] = []
+
+    @property
+    def ready(self) -> bool:
+        return self._left == 0
+
+    @property
+    def mask(self) -> bytes:
+        assert self.ready, "a mask that is not there was used"
+        return bytes([0b11 << hash((*self._tokens,)) % (VOCAB - 1)])
+
+    def advance(self, token: int) -> None:
+        assert self.mask[0] >> token & 1, "a token that its mask forbids"
+        self._tokens.append(token)
+        self._left = self._delay
+
+    def wait(self, timeout: float) -> bool:
+        self._left = max(self._left - 1, 0)
+        return self.ready
 
 
 class Pending(NamedTuple):
@@ -104,7 +143,7 @@ class FakeRunner:
             return None
         params = self.params[row.slot]
         assert params is not None, "a slot samples before its admission"
-        token = self.last_token[row.slot] = next_token(context, params)
+        token = self.last_token[row.slot] = next_token(context, params, row.mask)
         return Sampled(token)
 
     def _read(self, slot: int, length: int) -> list[int]:
@@ -130,8 +169,13 @@ def solo(
     for token in request.prompt:
         context.append(attend(context, token))
     outputs: list[int] = []
+    guide = request.params.guide.start() if request.params.guide else None
     while True:
-        outputs.append(next_token(context, request.params))
+        outputs.append(next_token(context, request.params, guide.mask if guide else None))
+        if guide is not None:
+            guide.advance(outputs[-1])
+            while not guide.wait(0.0):
+                pass
         stops = outputs[-1] in request.params.stop_token_ids
         if stops and len(outputs) >= request.params.min_tokens:
             return outputs, FinishReason.STOP

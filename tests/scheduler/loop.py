@@ -66,6 +66,7 @@ class Loop:
         self.scheduler.check()
 
     def launch(self) -> StepPlan | None:
+        self._take(self.scheduler.await_guides(0.0))
         plan = self.scheduler.plan()
         self.scheduler.check()
         if plan is not None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxserve.api import FinishReason, Rejected, Request, SamplingParams
 from jaxserve.config import POLICIES, CacheConfig, SchedulerConfig
 from jaxserve.scheduler.admission import OutputLengths
-from tests.scheduler.fake_runner import VOCAB, solo
+from tests.scheduler.fake_runner import VOCAB, FakeGuide, solo
 from tests.scheduler.loop import Loop, Optimist
 
 
@@ -37,6 +37,8 @@ class Workload(NamedTuple):
 
 
 LAST_ARRIVAL = 8
+MOST_DELAY = 3
+"""Turns until a mask is there."""
 tokens = st.integers(0, VOCAB - 1)
 STOPS: list[frozenset[int]] = [frozenset(), frozenset(), frozenset({0}), frozenset({1, 2})]
 
@@ -52,6 +54,7 @@ def requests(draw: st.DrawFn, number: int, *, long_outputs: bool) -> Request:
             seed=draw(st.integers(0, 3)),
             stop_token_ids=draw(st.sampled_from(STOPS)),
             min_tokens=draw(st.sampled_from([0, 0, 3, 10] if long_outputs else [0, 0, 3])),
+            guide=draw(st.sampled_from([None, None, None, FakeGuide(0), FakeGuide(MOST_DELAY)])),
         ),
         cache_salt=draw(st.sampled_from(["", "", "", "a"])),
     )
@@ -103,6 +106,7 @@ def play(work: Workload) -> Loop:
     """Run a workload to its end; the loop's own checks are half of the property."""
     lengths = Optimist() if work.optimist else OutputLengths()
     loop = Loop(work.config, work.cache, lengths=lengths)
+    idle = 0
     for turn in range(2000):
         for arrival in work.arrivals:
             if arrival.turn == turn:
@@ -112,11 +116,15 @@ def play(work: Workload) -> Loop:
             loop.scheduler.reset_prefix_cache()
         if loop.launch() is None:
             if loop.in_flight:
+                idle = 0
                 loop.commit(failing=turn == work.failing_turn)
-            else:
-                assert not loop.scheduler.has_work, "there is work, but nothing can be planned"
-                if turn > LAST_ARRIVAL:
-                    return loop
+            elif loop.scheduler.has_work:
+                idle += 1
+                assert idle <= MOST_DELAY, "there is work, but nothing can be planned"
+            elif turn > LAST_ARRIVAL:
+                return loop
+        else:
+            idle = 0
         _abort(loop, work, turn, after_launch=True)
         while len(loop.in_flight) > work.ahead[turn % len(work.ahead)]:
             loop.commit(failing=turn == work.failing_turn)
