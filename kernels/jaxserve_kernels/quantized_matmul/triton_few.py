@@ -17,7 +17,6 @@ from jax.typing import DTypeLike
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.triton_arguments import NO_ZERO, arrays, kind
@@ -94,7 +93,6 @@ def _product(
     tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
     GATED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, WARPS: gl.constexpr,
-    EARLY: gl.constexpr = False,
 ):  # fmt: skip
     """n: rows of the result; gated, half of the weight's. GROUP: inputs per scale, 32, 64, 128."""
     tiles: gl.constexpr = k // 128
@@ -106,8 +104,6 @@ def _product(
     program = gl.program_id(0)
     first = gl.program_id(1) * (STEPS * WARPS)
 
-    if EARLY:
-        gdc_launch_dependents()
     tile, row = _tile_and_row(program, first, n, GATED, ROWS, WARPS, gl.SliceLayout(2, left))
     block = (row // 64).to(gl.int64) * tiles + tile
     word = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, left)))[None, None, :]
@@ -124,8 +120,6 @@ def _product(
     for group in gl.static_range(groups):
         source = scale_ptr + (block * groups + group) * 64 + row % 64
         scales += (_load_tiles(source, tile, 64 * groups, tiles, STEPS, WARPS),)
-    if EARLY:
-        gdc_wait()
     if tokens == 1:
         flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
         tile = first + gl.arange(0, WARPS, gl.SliceLayout(1, flat))[:, None]
