@@ -20,13 +20,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-UNPACK_4 = tl.constexpr("""{ .reg .b32 a,b,c; shr.u32 a,$4,4; shr.u32 b,$4,8; shr.u32 c,$4,12;
+_UNPACK_4 = tl.constexpr("""{ .reg .b32 a,b,c; shr.u32 a,$4,4; shr.u32 b,$4,8; shr.u32 c,$4,12;
     lop3.b32 $0,$4,0x000f000f,0x43004300,0xea; lop3.b32 $1,a,0x000f000f,0x43004300,0xea;
     lop3.b32 $2,b,0x000f000f,0x43004300,0xea; lop3.b32 $3,c,0x000f000f,0x43004300,0xea; }""")
-UNPACK_2 = tl.constexpr("""{ .reg .b32 a,b,c; shr.u32 a,$4,2; shr.u32 b,$4,4; shr.u32 c,$4,6;
+_UNPACK_2 = tl.constexpr("""{ .reg .b32 a,b,c; shr.u32 a,$4,2; shr.u32 b,$4,4; shr.u32 c,$4,6;
     lop3.b32 $0,$4,0x00030003,0x43004300,0xea; lop3.b32 $1,a,0x00030003,0x43004300,0xea;
     lop3.b32 $2,b,0x00030003,0x43004300,0xea; lop3.b32 $3,c,0x00030003,0x43004300,0xea; }""")
-UNPACK_2_LATE = tl.constexpr("""{ .reg .b32 a,b,c,d; shr.u32 a,$4,8; shr.u32 b,$4,10;
+_UNPACK_2_LATE = tl.constexpr("""{ .reg .b32 a,b,c,d; shr.u32 a,$4,8; shr.u32 b,$4,10;
     shr.u32 c,$4,12; shr.u32 d,$4,14;
     lop3.b32 $0,a,0x00030003,0x43004300,0xea; lop3.b32 $1,b,0x00030003,0x43004300,0xea;
     lop3.b32 $2,c,0x00030003,0x43004300,0xea; lop3.b32 $3,d,0x00030003,0x43004300,0xea; }""")
@@ -35,10 +35,10 @@ those in the low or the high byte."""
 
 
 @triton.jit
-def _quarters(words, HALF: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr):
+def code_quarters(words, HALF: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr):
     """The codes of the four quarters of half a tile; 128 more if FAST."""
     if FAST:
-        asm: tl.constexpr = UNPACK_4 if BITS == 4 else (UNPACK_2_LATE if HALF else UNPACK_2)
+        asm: tl.constexpr = _UNPACK_4 if BITS == 4 else (_UNPACK_2_LATE if HALF else _UNPACK_2)
         a, b, c, d = tl.inline_asm_elementwise(
             asm, "=r,=r,=r,=r,r", [words],
             (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
@@ -63,7 +63,7 @@ def _dot4(x0, x1, x2, x3, y0, y1, y2, y3):
 
 
 @triton.jit
-def _two(words):
+def float16_pair(words):
     """The float16 numbers in the low and the high half of words, in float32."""
     low = words.to(tl.int16).to(tl.float16, bitcast=True)
     high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
@@ -74,7 +74,7 @@ def _two(words):
 def _scaled_query(q, scales, dtype: tl.constexpr, OFFSET: tl.constexpr):
     """One quarter of q [quarter, queries] times the keys' scales, rounded; and what zeros and
     offset add to scores, by channel."""
-    scale, zero = _two(scales)
+    scale, zero = float16_pair(scales)
     wide = q.to(tl.float32)
     factor = (wide * scale[:, None]).to(dtype)
     return factor, wide * (zero + 7.5 * scale)[:, None] - OFFSET * factor.to(tl.float32)
@@ -98,7 +98,7 @@ def _key_scores(
     words_at, f0, f1, f2, f3, rest, column, scale: tl.constexpr, FAST: tl.constexpr
 ):  # fmt: skip
     """Scores [keys, queries] of some of a tile's keys."""
-    k0, k1, k2, k3 = _quarters(tl.load(words_at), 0, 4, FAST)
+    k0, k1, k2, k3 = code_quarters(tl.load(words_at), 0, 4, FAST)
     scores = _dot4(k0, k1, k2, k3, f0, f1, f2, f3)
     return (scores + rest[None, :]) * (column * scale)[:, None]
 
@@ -109,7 +109,7 @@ def _value_factors(
 ):  # fmt: skip
     """Probabilities; times the values' scales, rounded; what zeros and offset add, by key."""
     probs = tl.exp2(scores - peak[None, :])
-    scale, zero = _two(scales)
+    scale, zero = float16_pair(scales)
     factor = (probs * scale[:, None]).to(dtype)
     rest = probs * (zero + MIDDLE * scale)[:, None] - OFFSET * factor.to(tl.float32)
     return probs, factor, rest
@@ -120,7 +120,7 @@ def _add_values(
     words_at, factor, r0, r1, r2, r3, HALF: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr
 ):
     """Some of a tile's values, [quarter, keys], times their factors [keys, queries]."""
-    v0, v1, v2, v3 = _quarters(tl.load(words_at), HALF, BITS, FAST)
+    v0, v1, v2, v3 = code_quarters(tl.load(words_at), HALF, BITS, FAST)
     r0 = tl.dot(v0, factor, r0, input_precision="ieee")
     r1 = tl.dot(v1, factor, r1, input_precision="ieee")
     r2 = tl.dot(v2, factor, r2, input_precision="ieee")
@@ -152,10 +152,10 @@ def packed_keys(
     words += head_page * (3 * (DIM + GROUP) // 2)
     f0, f1, f2, f3, rest = _scaled_queries(q0, q1, q2, q3, words, QUARTER, dtype, ADDED + 7.5)
     words += DIM
-    c0, c2 = _two(tl.load(words + dim))
-    c1, c3 = _two(tl.load(words + QUARTER + dim))
+    c0, c2 = float16_pair(tl.load(words + dim))
+    c1, c3 = float16_pair(tl.load(words + QUARTER + dim))
     words += DIM // 2
-    low, high = _two(tl.load(words + key))
+    low, high = float16_pair(tl.load(words + key))
     words += LATER + key
     s0 = _key_scores(keys, f0, f1, f2, f3, rest, low, scale, FAST)
     s1 = _key_scores(keys + LATER * QUARTER, f0, f1, f2, f3, rest, high, scale, FAST)

@@ -10,8 +10,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from jaxserve_kernels.kv_format.kvarn.triton_page import UNPACK_2, UNPACK_2_LATE, UNPACK_4
+from jaxserve_kernels.kv_format.kvarn.triton_page import code_quarters, float16_pair
 from jaxserve_kernels.paged_attention.triton_visits import MASKED, for_each_warp
+
+_OFFSET = gl.constexpr(128.0 + 7.5)
+"""What a key's code is in a product, less its distance from the codes' middle."""
 
 
 @gluon.jit
@@ -19,25 +22,6 @@ def stacked(x0, x1, x2, x3):
     """Four matrices behind one another, [4, ...]."""
     x = gl.join(gl.join(x0, x1), gl.join(x2, x3))  # [..., number % 2, number // 2]
     return gl.reshape(gl.permute(x, (3, 2, 0, 1)), [4, x0.shape[0], x0.shape[1]])
-
-
-@gluon.jit
-def _two(words):
-    """The float16 numbers in the low and the high half of words, in float32."""
-    low = words.to(gl.int16).to(gl.float16, bitcast=True)
-    high = (words >> 16).to(gl.int16).to(gl.float16, bitcast=True)
-    return low.to(gl.float32), high.to(gl.float32)
-
-
-@gluon.jit
-def _quarters(words, HALF: gl.constexpr, BITS: gl.constexpr):
-    """128 + the codes of the four quarters of half a tile, in bfloat16: see `triton_page`."""
-    asm: gl.constexpr = UNPACK_4 if BITS == 4 else (UNPACK_2_LATE if HALF else UNPACK_2)
-    a, b, c, d = gl.inline_asm_elementwise(
-        asm, "=r,=r,=r,=r,r", [words],
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
-    return a, b, c, d
 
 
 @gluon.jit
@@ -77,13 +61,13 @@ def visit_raw(
 
 
 @gluon.jit
-def _scaled(q, words, OFFSET: gl.constexpr):
+def _scaled(q, words):
     """A quarter of the queries times the keys' scales, rounded; and what zeros and offset add to
     scores, by channel."""
-    scale, zero = _two(words.load(gl.SliceLayout(0, q.type.layout)))
+    scale, zero = float16_pair(words.load(gl.SliceLayout(0, q.type.layout)))
     wide = q.to(gl.float32)
     factor = (wide * gl.expand_dims(scale, 0)).to(gl.bfloat16)
-    rest = wide * gl.expand_dims(zero + 7.5 * scale, 0) - OFFSET * factor.to(gl.float32)
+    rest = wide * gl.expand_dims(zero + 7.5 * scale, 0) - _OFFSET * factor.to(gl.float32)
     return factor, rest
 
 
@@ -91,7 +75,7 @@ def _scaled(q, words, OFFSET: gl.constexpr):
 def _code_scores(tile, f0, f1, f2, f3, rest, column, none):
     """Scores of half a page's keys, as codes."""
     left: gl.constexpr = gl.DotOperandLayout(0, none.type.layout, 2)
-    k0, k1, k2, k3 = _quarters(tile.load(left), 0, 4)
+    k0, k1, k2, k3 = code_quarters(tile.load(left), 0, 4, True)
     out = mma_v2(k0, f0, none)
     out = mma_v2(k1, f1, out)
     out = mma_v2(k2, f2, out)
@@ -102,7 +86,7 @@ def _code_scores(tile, f0, f1, f2, f3, rest, column, none):
 @gluon.jit
 def _value_factor(probs, words, MIDDLE: gl.constexpr):
     """Probabilities times the values' scales, rounded; what zeros and offset add, by key."""
-    scale, zero = _two(words.load(gl.SliceLayout(2, probs.type.layout)))
+    scale, zero = float16_pair(words.load(gl.SliceLayout(2, probs.type.layout)))
     factor = (probs * gl.expand_dims(scale, 2)).to(gl.bfloat16)
     rest = probs * gl.expand_dims(zero + MIDDLE * scale, 2)
     return factor, rest - (128.0 + MIDDLE) * factor.to(gl.float32)
@@ -111,7 +95,7 @@ def _value_factor(probs, words, MIDDLE: gl.constexpr):
 @gluon.jit
 def _columns(words, layout: gl.constexpr):
     """Scales of the values' channels: of a quarter, and of the one half a head later."""
-    low, high = _two(words.load(gl.SliceLayout(0, gl.SliceLayout(2, layout))))
+    low, high = float16_pair(words.load(gl.SliceLayout(0, gl.SliceLayout(2, layout))))
     low = gl.expand_dims(gl.expand_dims(low, 0), 2)
     return low, gl.expand_dims(gl.expand_dims(high, 0), 2)
 
@@ -131,10 +115,10 @@ def visit_codes(
     by_key: gl.constexpr = gl.SliceLayout(2, layout)
     MIDDLE: gl.constexpr = ((1 << BITS) - 1) / 2
     words = scales.index(first_scales)
-    f0, r0 = _scaled(y0, words.slice(0, QUARTER), 135.5)
-    f1, r1 = _scaled(y1, words.slice(QUARTER, QUARTER), 135.5)
-    f2, r2 = _scaled(y2, words.slice(2 * QUARTER, QUARTER), 135.5)
-    f3, r3 = _scaled(y3, words.slice(3 * QUARTER, QUARTER), 135.5)
+    f0, r0 = _scaled(y0, words.slice(0, QUARTER))
+    f1, r1 = _scaled(y1, words.slice(QUARTER, QUARTER))
+    f2, r2 = _scaled(y2, words.slice(2 * QUARTER, QUARTER))
+    f3, r3 = _scaled(y3, words.slice(3 * QUARTER, QUARTER))
     rest = gl.sum((r0 + r1) + (r2 + r3), axis=1)
     rest = gl.convert_layout(rest, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     rest = gl.expand_dims(gl.expand_dims(rest, 0), 1)
@@ -144,7 +128,7 @@ def visit_codes(
     g2 = for_each_warp(factor_mem.index(2), right)
     g3 = for_each_warp(factor_mem.index(3), right)
     none = gl.zeros_like(weights)
-    low, high = _two(key_scales.index(2 * first_scales + 3).load(by_key))
+    low, high = float16_pair(key_scales.index(2 * first_scales + 3).load(by_key))
     s0 = _code_scores(tiles.index(first), g0, g1, g2, g3, rest, low * scale, none)
     s1 = _code_scores(tiles.index(first + 1), g0, g1, g2, g3, rest, high * scale, none)
     before = peak
@@ -159,14 +143,14 @@ def visit_codes(
     w0 = gl.convert_layout(w0, right)
     w1 = gl.convert_layout(w1, right)
     early = tiles.index(first + 2).permute((0, 2, 1)).load(left)
-    v0, v1, v2, v3 = _quarters(early, 0, BITS)
+    v0, v1, v2, v3 = code_quarters(early, 0, BITS, True)
     nothing = gl.zeros_like(acc0)
     r0 = mma_v2(v0, w0, nothing)
     r1 = mma_v2(v1, w0, nothing)
     r2 = mma_v2(v2, w0, nothing)
     r3 = mma_v2(v3, w0, nothing)
     late = tiles.index(first + 3).permute((0, 2, 1)).load(left) if BITS == 4 else early
-    v0, v1, v2, v3 = _quarters(late, 1, BITS)
+    v0, v1, v2, v3 = code_quarters(late, 1, BITS, True)
     r0 = mma_v2(v0, w1, r0)
     r1 = mma_v2(v1, w1, r1)
     r2 = mma_v2(v2, w1, r2)
