@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve_kernels import target
+from jaxserve_kernels import target, tuned
 from jaxserve_kernels.add_rms_norm import reference as add_rms_norm_reference
 from jaxserve_kernels.add_rms_norm import triton as add_rms_norm_triton
 from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
@@ -17,7 +17,6 @@ from jaxserve_kernels.dense_matmul import triton as products_triton
 from jaxserve_kernels.dense_matmul.config import Config
 from jaxserve_kernels.paged_attention import QueryTiles, paged_attention, triton_singles
 from jaxserve_kernels.paged_attention import triton as paged_attention_triton
-from jaxserve_kernels.paged_attention.config import Config as AttentionConfig
 from jaxserve_kernels.paged_attention.inputs import make_inputs
 from jaxserve_kernels.paged_attention.specs import SMALL_SPECS
 from tests.emulated.errors import relative_error
@@ -95,11 +94,14 @@ def test_paged_attention(name: str, splits: int, monkeypatch: pytest.MonkeyPatch
 
     with target.use(target.Target("reference")):
         expected = jax.jit(reference)(inputs.q, inputs.kv)
-    out = paged_attention_triton.paged_attention(
-        jnp.asarray(inputs.q), jnp.asarray(inputs.kv), inputs.layer,
-        jnp.asarray(inputs.page_table), jax.tree.map(jnp.asarray, tiles),
-        tile_size=spec.tile_size, config=AttentionConfig(splits=splits, num_warps=4, num_stages=3),
-    )  # fmt: skip
+    rows = spec.tile_size * spec.heads.q // spec.heads.kv
+    launch = {"splits": splits, "num_warps": 4, "num_stages": 3}
+    with tuned.use({("paged_attention", (rows, spec.heads.kv)): launch}):
+        out = paged_attention_triton.paged_attention(
+            jnp.asarray(inputs.q), jnp.asarray(inputs.kv), inputs.layer,
+            jnp.asarray(inputs.page_table), jax.tree.map(jnp.asarray, tiles),
+            tile_size=spec.tile_size,
+        )  # fmt: skip
     assert relative_error(out[used], expected[used]) < 1e-6
 
 

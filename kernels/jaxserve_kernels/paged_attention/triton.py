@@ -20,7 +20,6 @@ from jaxserve_kernels.paged_attention import hopper
 from jaxserve_kernels.paged_attention.config import (
     LOG2_E,
     Config,
-    HopperConfig,
     choose,
     fits_hopper,
     hopper_heuristic,
@@ -216,10 +215,9 @@ def paged_attention(
     tiles: QueryTiles,
     *,
     tile_size: int,
-    config: Config | None = None,
 ) -> Array:
     """Singles, if there are any, are attended to by kernels of their own."""
-    result = _attention(q, kv, layer, page_table, tiles, tile_size, config)
+    result = _attention(q, kv, layer, page_table, tiles, tile_size)
     if tiles.singles is None:
         return result
     from jaxserve_kernels.paged_attention import triton_singles
@@ -236,7 +234,6 @@ def _attention(
     page_table: Array,
     tiles: QueryTiles,
     tile_size: int,
-    config: Config | HopperConfig | None,
 ) -> Array:
     """Attention of `tiles` without its singles."""
     kv_heads, head_dim = kv.shape[2], kv.shape[5]
@@ -247,7 +244,7 @@ def _attention(
         config = hopper_heuristic(tokens=q.shape[0], tile_size=tile_size, kv_heads=kv_heads)
     else:
         launch = _launch
-        config = config or choose(
+        config = choose(
             tiles=num_tiles,
             kv_heads=kv_heads,
             rows=tile_size * (q_heads // kv_heads),

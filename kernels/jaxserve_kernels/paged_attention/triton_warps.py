@@ -313,7 +313,6 @@ def launch(
     *,
     eps: float,
     kind: gl.constexpr,
-    config: Config | None = None,
 ) -> Array:
     """Attention [tokens, q_heads, head_dim] of tiles of one token; their keys and values go into
     `kv`, whose last axis is an element of bfloat16 or of each half of a head in 8 bits."""
@@ -321,7 +320,7 @@ def launch(
     half = width // 2 if kind.value == BF16.value else width
     parts, tokens, columns = qkv.shape
     q_heads, num_tiles = columns // (2 * half) - 2 * kv_heads, tiles.first.shape[0]
-    config = config or heuristic(tiles=num_tiles, kv_heads=kv_heads, kind=kind)
+    config = heuristic(tiles=num_tiles, kv_heads=kv_heads, kind=kind)
     rows = 8 if q_heads // kv_heads + 2 <= 8 else _MOST_ROWS  # columns of products
     out, *sums = triton_call(
         qkv, *norms, *tables, kv, scales, *slots, page_table, *tiles[:4],

@@ -237,20 +237,11 @@ def heuristic(*, tiles: int, kv_heads: int, pages_per_seq: int) -> Config:
     return Config(splits=1 << (wanted.bit_length() - 1), num_warps=warps, num_stages=3)
 
 
-def read(
-    q: Array,
-    kv: Int8KV | Fp8KV,
-    layer: int,
-    page_table: Array,
-    tiles: QueryTiles,
-    config: Config | None = None,
-) -> Array:
+def read(q: Array, kv: Int8KV | Fp8KV, layer: int, page_table: Array, tiles: QueryTiles) -> Array:
     """Attention of single tokens, q [tokens, q_heads, head_dim]."""
     num_pages, kv_heads, _, page_size, half = kv.words.shape[1:]
     num_tiles, q_heads, head_dim = tiles.first.shape[0], *q.shape[1:]
-    config = config or heuristic(
-        tiles=num_tiles, kv_heads=kv_heads, pages_per_seq=page_table.shape[1]
-    )
+    config = heuristic(tiles=num_tiles, kv_heads=kv_heads, pages_per_seq=page_table.shape[1])
     rows = _rows(q, kv)
     parts = (num_tiles, kv_heads, config.splits, rows) if config.splits > 1 else (1,)
     statistics = jax.ShapeDtypeStruct(parts, jnp.float32)

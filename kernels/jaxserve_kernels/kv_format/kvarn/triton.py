@@ -29,11 +29,10 @@ def attend(
     eps: float,
     tile_size: int,
 ) -> tuple[Array, KVarNKV]:
-    if _decodes(step, tile_size) and triton_streaming.fits(qkv, kv, norms[0].dtype):
+    decodes = tile_size == 1  # then each token is of a sequence of its own
+    if decodes and triton_streaming.fits(qkv, kv, norms[0].dtype):
         return triton_streaming.attend(qkv, kv, layer, norms, tables, step, eps=eps)
-    q, kv, fresh = inputs(
-        qkv, kv, layer, norms, tables, step, eps=eps, keep=_decodes(step, tile_size)
-    )
+    q, kv, fresh = inputs(qkv, kv, layer, norms, tables, step, eps=eps, keep=decodes)
     if fresh is None:
         tiles = step.tiles.in_one_list()
         return triton_attention.attend(q, kv, layer, step.page_table, tiles), kv
@@ -48,11 +47,6 @@ def attend(
 
 
 def end_step(kv: KVarNKV, step: AttentionStep, *, tile_size: int) -> KVarNKV:
-    if not _decodes(step, tile_size):
+    if tile_size > 1:
         return kv
     return encode_filled(kv, 0, kv.raw.shape[0], None, step)
-
-
-def _decodes(step: AttentionStep, tile_size: int) -> bool:
-    """Whether every token of the step is a sequence of its own: so it is in decode buckets."""
-    return tile_size == 1

@@ -264,24 +264,15 @@ def heuristic(*, tiles: int, kv_heads: int, pages_per_seq: int) -> Config:
     return Config(splits=1 << (wanted.bit_length() - 1), num_warps=1, num_stages=2)
 
 
-def attend(
-    q: Array,
-    kv: KVarNKV,
-    layer: int,
-    page_table: Array,
-    tiles: QueryTiles,
-    config: Config | None = None,
-) -> Array:
+def attend(q: Array, kv: KVarNKV, layer: int, page_table: Array, tiles: QueryTiles) -> Array:
     """Attention of single tokens, rotated q [tokens, q_heads, head_dim], rotated back.
 
     Their own keys and values are in the slots' sinks and tails.
     """
     num_tiles, kv_heads = tiles.first.shape[0], kv.key_words.shape[2]
-    config = config or heuristic(
-        tiles=num_tiles, kv_heads=kv_heads, pages_per_seq=page_table.shape[1]
-    )
+    config = heuristic(tiles=num_tiles, kv_heads=kv_heads, pages_per_seq=page_table.shape[1])
     arrays, types, numbers = _arguments(q, kv, layer, (num_tiles, kv_heads, config.splits))
-    sums, peak, weight = triton_call(
+    parts = triton_call(
         *arrays, page_table, *tiles[:4],
         kernel=_attend,
         name="paged_attention_kvarn",
@@ -290,35 +281,16 @@ def attend(
         num_warps=config.num_warps, STAGES=config.num_stages,
         table_stride=page_table.shape[1], **numbers,
     )  # fmt: skip
-    return merge(
-        (sums, peak, weight), tiles, jax.ShapeDtypeStruct(q.shape, q.dtype),
-        kv_heads=kv_heads, group=numbers["GROUP"], chunk=numbers["CHUNK"],
-    )  # fmt: skip
-
-
-def merge(
-    parts: tuple[Array, Array, Array],
-    tiles: QueryTiles,
-    out_type: jax.ShapeDtypeStruct,
-    *,
-    kv_heads: int,
-    group: int,
-    chunk: int,
-) -> Array:
-    """Attention rotated back, `out_type`, from parts of `units_of` contexts: sums
-    [tiles, kv_heads, splits, rows, head_dim] with their peaks and weights."""
-    _, q_heads, head_dim = out_type.shape
-    *_, splits, rows, _ = parts[0].shape
     return triton_call(
         *parts, tiles.first, tiles.length, tiles.position,
         kernel=_merge,
         name="paged_attention_kvarn_merge",
-        out_type=out_type,
-        grid=(tiles.first.shape[0], q_heads),
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(num_tiles, q.shape[1]),
         num_warps=4,
-        q_heads=q_heads, kv_heads=kv_heads, ROWS=rows, DIM=head_dim,
-        GROUP=group, CHUNK=chunk, SPLITS=splits,
-        WIDTH=triton.next_power_of_2(splits),
+        q_heads=q.shape[1], kv_heads=kv_heads, ROWS=numbers["ROWS"], DIM=q.shape[2],
+        GROUP=numbers["GROUP"], CHUNK=numbers["CHUNK"], SPLITS=config.splits,
+        WIDTH=triton.next_power_of_2(config.splits),
     )  # fmt: skip
 
 
@@ -332,11 +304,10 @@ def attend_some(
     """
     num_tiles, q_heads, head_dim = tiles.first.shape[0], *q.shape[1:]
     kv_heads = kv.key_words.shape[2]
-    rows = _rows(q, kv)
     count = jnp.sum(tiles.length > 0, dtype=jnp.int32).reshape(1)
     parts = max(num_tiles, _TARGET_PROGRAMS // kv_heads)
     arrays, types, numbers = _arguments(q, kv, layer, (parts, kv_heads))
-    sums, peak, weight = triton_call(
+    written = triton_call(
         *arrays, page_table, tiles.first, count, tiles.slot, tiles.position,
         kernel=_attend_some,
         name="paged_attention_kvarn_some",
@@ -346,13 +317,13 @@ def attend_some(
         table_stride=page_table.shape[1], PROGRAMS=_TARGET_PROGRAMS, MOST=_MOST_PARTS, **numbers,
     )  # fmt: skip
     triton_call(
-        sums, peak, weight, tiles.first, count, tiles.position, out,
+        *written, tiles.first, count, tiles.position, out,
         kernel=_merge_some,
         name="paged_attention_kvarn_merge_some",
         out_type=(),
         grid=(_TARGET_PROGRAMS,),
         num_warps=4,
-        q_heads=q_heads, kv_heads=kv_heads, ROWS=rows, DIM=head_dim,
+        q_heads=q_heads, kv_heads=kv_heads, ROWS=numbers["ROWS"], DIM=head_dim,
         GROUP=numbers["GROUP"], CHUNK=numbers["CHUNK"], PROGRAMS=_TARGET_PROGRAMS, MOST=_MOST_PARTS,
     )  # fmt: skip
 
@@ -363,17 +334,12 @@ def part_types(shape: tuple[int, ...], head_dim: int) -> tuple[jax.ShapeDtypeStr
     return jax.ShapeDtypeStruct((*shape, head_dim), jnp.float32), statistics, statistics
 
 
-def _rows(q: Array, kv: KVarNKV) -> int:
-    """Query heads that share a KV head, as many as products take at least."""
-    return max(8, triton.next_power_of_2(q.shape[1] // kv.key_words.shape[2]))
-
-
 def _arguments(
     q: Array, kv: KVarNKV, layer: int, parts: tuple[int, ...]
 ) -> tuple[tuple[Array, ...], tuple[jax.ShapeDtypeStruct, ...], dict[str, Any]]:
     """What both kernels take and make: arrays, the parts' types, and numbers."""
     num_pages, kv_heads, group, quarter = kv.key_words.shape[1:]
-    rows = _rows(q, kv)
+    rows = max(8, triton.next_power_of_2(q.shape[1] // kv_heads))  # products take 8 at least
     types = part_types((*parts, rows), q.shape[2])
     numbers = {
         "first_page": layer * num_pages, "first_slot": layer * kv.raw.shape[1],

@@ -360,14 +360,13 @@ def attend(
     step: AttentionStep,
     *,
     eps: float,
-    config: Config | None = None,
 ) -> tuple[Array, KVarNKV]:
     """`kv_format.attend` of single tokens: the result, and kv with their keys and values."""
     num_pages, kv_heads, group, quarter = kv.key_words.shape[1:]
     parts, tokens, width = qkv.shape
     head_dim, dtype, tiles = 4 * quarter, norms[0].dtype, step.tiles.in_one_list()
     q_heads, num_tiles = width // head_dim - 2 * kv_heads, tiles.first.shape[0]
-    config = config or heuristic(tiles=num_tiles, kv_heads=kv_heads)
+    config = heuristic(tiles=num_tiles, kv_heads=kv_heads)
     grid = (num_tiles, kv_heads, config.splits)
     whole = jax.ShapeDtypeStruct((tokens, q_heads, head_dim), dtype)
     shared = {
