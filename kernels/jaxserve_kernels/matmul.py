@@ -59,8 +59,8 @@ def token_format(
 def linear(x: Array | QuantizedTokens, weight: Weight, dtype: DTypeLike | None = None) -> Array:
     """x [tokens, in] times weight [out, in] transposed, as partial sums [parts, tokens, out].
 
-    Their sum over the first axis is the product: one part in `dtype` (x's if not given), or
-    several in float32. Readers add them, by `sum_parts` or inside their own kernel.
+    Their sum over the first axis is the product: one part in `dtype` (x's if not given), or any
+    number in float32. Readers add them, by `sum_parts` or inside their own kernel.
     """
     weight = _part(weight, x.shape[0])
     if isinstance(weight, OrderedInt4Weight):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jaxserve_kernels import target
+from jaxserve_kernels import early, target
 from jaxserve_kernels.dense_matmul import reference
 from jaxserve_kernels.dense_matmul.config import (
     ADDING_MIN_TOKENS,
@@ -17,17 +20,11 @@ from jaxserve_kernels.dense_matmul.config import (
 
 
 def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
-    """x [tokens, in] times weight [out, in] transposed, as partial sums [parts, tokens, out].
-
-    Their sum over the first axis is the product: one part in `dtype` (x's if not given), or
-    several in float32. Readers add them, by `sum_parts` or inside their own kernel.
-    """
+    """See `matmul.linear`."""
     config = _config(x, weight)
     if config is None:
         return reference.linear(x, weight, dtype or x.dtype)
-    from jaxserve_kernels.dense_matmul import triton  # needs Triton: only for GPUs
-
-    return triton.linear(x, weight, config)
+    return _kernels().linear(x, weight, config)
 
 
 def add_linear(total: Array, x: Array, weight: Array) -> tuple[Array, Array | None]:
@@ -49,9 +46,7 @@ def gated_linear(x: Array, weight: Array) -> Array:
     config = _config(x, weight, gated=True)
     if config is None:
         return reference.gated_linear(x, weight)
-    from jaxserve_kernels.dense_matmul import triton  # needs Triton: only for GPUs
-
-    return triton.gated_linear(x, weight, config)
+    return _kernels().gated_linear(x, weight, config)
 
 
 def _config(x: Array, weight: Array, *, gated: bool = False) -> Config | None:
@@ -59,6 +54,12 @@ def _config(x: Array, weight: Array, *, gated: bool = False) -> Config | None:
     if not _on_gpu(x):
         return None
     return choose(gated=gated, tokens=x.shape[0], out=weight.shape[0], depth=weight.shape[1])
+
+
+def _kernels() -> Any:
+    """The module with the kernels for few tokens; it needs Triton: only for GPUs."""
+    name = "triton_streaming" if early.starts() else "triton"
+    return importlib.import_module(f"{__package__}.{name}")
 
 
 def _on_gpu(x: Array) -> bool:

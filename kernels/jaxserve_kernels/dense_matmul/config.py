@@ -1,4 +1,4 @@
-"""How the product of a few tokens is launched, and up to how many it is used."""
+"""For how many tokens each kernel is used, and how the one for few is launched."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ _MAX_SPLITS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """`rows` of the weight per program, `depth` of the input per step, `splits` of the input."""
+    """`rows` of the weight per program, `depth` of the input per step, `splits` of the input.
+
+    In a chain warps and stages are those of `triton_streaming`. Gated, there are no splits.
+    """
 
     rows: int = 64
     depth: int = 128

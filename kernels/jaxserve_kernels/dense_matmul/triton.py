@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from jaxserve_kernels import early
 from jaxserve_kernels.dense_matmul.config import Config
 from jaxserve_kernels.triton_call import triton_call
 
@@ -77,10 +76,6 @@ def _gated(
 
 def linear(x: Array, weight: Array, config: Config) -> Array:
     """Partial sums float32 [config.splits, tokens, out]."""
-    if early.starts():
-        from jaxserve_kernels.dense_matmul import triton_streaming
-
-        return triton_streaming.linear(x, weight, config)
     tokens, k = x.shape
     n = weight.shape[0]
     return triton_call(
@@ -98,10 +93,6 @@ def linear(x: Array, weight: Array, config: Config) -> Array:
 
 def gated_linear(x: Array, weight: Array, config: Config) -> Array:
     """[tokens, ffn] in x's dtype; `config.splits` has no meaning here."""
-    if early.starts():
-        from jaxserve_kernels.dense_matmul import triton_streaming
-
-        return triton_streaming.gated_linear(x, weight, config)
     tokens, k = x.shape
     n = weight.shape[0] // 2
     return triton_call(
