@@ -14,10 +14,11 @@ from jaxserve_kernels.quantized_matmul.config import reads_copy
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens as QuantizedTokens
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import TokenFormat
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import plain as plain
-from jaxserve_kernels.quantized_matmul.reference import take_quantized_rows
 from jaxserve_kernels.weights import (
     QUANTIZED,
     CopiedWeight,
+    Fp8Weight,
+    Int8Weight,
     OrderedInt4Weight,
     QuantizedWeight,
     Weight,
@@ -104,4 +105,6 @@ def take_rows(weight: Weight, ids: Array, dtype: DTypeLike) -> Array:
     """Rows `ids` [n] of a weight [out, in] as [n, in] in `dtype`: an embedding."""
     if isinstance(weight, Array):
         return weight[ids].astype(dtype)
-    return take_quantized_rows(weight, ids).astype(dtype)
+    if not isinstance(weight, Int8Weight | Fp8Weight) or weight.scale.shape[-2] != 1:
+        raise TypeError(f"rows are taken from 8-bit weights with a scale per row, not {weight}")
+    return weight.take_rows(ids).astype(dtype)

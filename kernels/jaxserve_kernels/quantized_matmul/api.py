@@ -1,4 +1,7 @@
-"""Products with quantised weights: picks the implementation by target, format, shape and tokens."""
+"""Products with quantised weights: picks the implementation by target, format, shape and tokens.
+
+The definition is the product with the weight dequantised and rounded to x's dtype.
+"""
 
 from __future__ import annotations
 

@@ -39,6 +39,12 @@ class _EightBitWeight(NamedTuple):
             scale = jnp.repeat(scale, self.group, axis=-1)
         return self.values(layout.unpack_bytes(self.packed)) * scale
 
+    def take_rows(self, ids: Array) -> Array:
+        """float32 rows `ids` [n] of a weight [out, in] with a scale per row."""
+        tile, row = ids // layout.TILE_OUT, ids % layout.TILE_OUT
+        codes = layout.take_byte_rows(self.packed, ids)
+        return self.values(codes) * self.scale[tile, 0, row][:, None]
+
 
 class Int8Weight(_EightBitWeight):
     """weight[n, k] = code[n, k] * scale[n, k // group], in float32; codes are -128..127."""
