@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jaxserve_kernels.kv_write import kv_write
+from jaxserve_kernels.attention_inputs.reference import kv_write
 
 LAYERS, PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM = 3, 7, 2, 4, 8
 SHAPE = (LAYERS, PAGES, KV_HEADS, 2, PAGE_SIZE, HEAD_DIM)

@@ -9,7 +9,6 @@ from jax import Array
 
 from jaxserve_kernels.add_rms_norm.reference import rms_norm
 from jaxserve_kernels.dense_matmul.reference import sum_parts
-from jaxserve_kernels.kv_write.reference import kv_write
 
 
 class KVSlots(NamedTuple):
@@ -59,6 +58,27 @@ def attention_inputs(
     """
     q, k, v = heads_of(sum_parts(qkv, norms[0].dtype), norms, tables, kv_heads=kv.shape[2], eps=eps)
     return q, kv_write(kv, layer, k, v, slots.pages, slots.offsets)
+
+
+def kv_write(
+    kv: Array, layer: int, keys: Array, values: Array, pages: Array, offsets: Array
+) -> Array:
+    """Store each token's key and value at its page and offset::
+
+        kv[layer, pages[t], :, 0, offsets[t]] = keys[t]
+        kv[layer, pages[t], :, 1, offsets[t]] = values[t]
+
+    The update happens in place when kv is donated. Tokens of the padding go to page 0, in any
+    order.
+
+    Args:
+      kv: [layers, pages, kv_heads, 2, page_size, head_dim].
+      layer: index into the first axis of kv.
+      keys, values: [tokens, kv_heads, head_dim].
+      pages, offsets: int32 [tokens].
+    """
+    both = jnp.stack([keys, values], axis=2).astype(kv.dtype)
+    return kv.at[layer, pages, :, :, offsets].set(both)
 
 
 def heads_of(
