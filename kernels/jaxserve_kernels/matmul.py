@@ -38,7 +38,7 @@ def _part(weight: Weight, tokens: int) -> Array | QuantizedWeight:
     """Of a weight that has a copy either that or the codes."""
     if not isinstance(weight, CopiedWeight):
         return weight
-    return weight.copy if reads_copy(weight.codes, tokens) else weight.codes
+    return weight.copy if reads_copy(tokens) else weight.codes
 
 
 def token_format(

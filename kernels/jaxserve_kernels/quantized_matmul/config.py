@@ -7,7 +7,6 @@ from typing import Literal
 
 from jaxserve_kernels import early
 from jaxserve_kernels.weights import (
-    FourBitWeight,
     Fp8Weight,
     Int4Weight,
     Int8Weight,
@@ -32,15 +31,15 @@ _MAX_CHAINED = 64
 _STREAMING_PROGRAMS = 396
 """Three for each multiprocessor."""
 
+_RING = 75 * 1024
+"""Bytes of shared memory of each of them: a third of an H100's or H200's, less a reserved KiB."""
+
 _FEWER_PROGRAMS = 288
 """With 9 to 16 tokens, where a reader of one part less gains more than a third program."""
 
 _SHARED_RING = 207 * 1024
 """Bytes of shared memory of the one program of `triton_sharing` on a multiprocessor, less what its
 end needs."""
-
-_RING = 75 * 1024
-"""Bytes of shared memory of each of them: a third of an H100's or H200's, less a reserved KiB."""
 
 _TALL = 65_536
 """Rows of an output matrix."""
@@ -128,14 +127,14 @@ def choose(
     elif tokens <= _most_in_registers(weight):
         config = _e4m3_in_registers(weight, tokens, out, tiles)
     else:
-        config = _e4m3(tokens, out, tiles)
+        config = _e4m3(weight, tokens, out, tiles)
     if out % config.rows or (gated and out // 2 % (config.rows // 2)):
         return None
     return replace(config, splits=1) if gated else config
 
 
-def reads_copy(weight: FourBitWeight, tokens: int) -> bool:
-    """Whether a product reads the weight's copy in e4m3, where there is one, and not its codes."""
+def reads_copy(tokens: int) -> bool:
+    """Whether a product reads a 4-bit weight's copy in e4m3, if it has one, and not its codes."""
     return tokens > _FROM_CODES
 
 
@@ -331,18 +330,18 @@ def _e4m3_in_registers(weight: QuantizedWeight, tokens: int, out: int, tiles: in
     return replace(config, splits=_splits(tiles, 4, _ENOUGH_PROGRAMS / programs))
 
 
-def _e4m3(tokens: int, out: int, tiles: int) -> Config:
+def _e4m3(weight: QuantizedWeight, tokens: int, out: int, tiles: int) -> Config:
     """Few tokens: bound by memory. Many: by the tensor cores, or nearly, and then tiles are as
     large as leave none of them idle."""
     if tokens <= 64:
         config = Config(method="e4m3", tokens=32 if tokens <= 32 else 64)
-    elif out // 128 * -(-tokens // 128) >= 132:
+    elif out // 128 * -(-tokens // 128) >= _MULTIPROCESSORS:
         config = Config(method="e4m3", rows=128, tokens=128, num_stages=3)
     else:
         config = Config(method="e4m3", tokens=128)
     programs = out // config.rows * -(-tokens // config.tokens)
     splits = _splits(tiles, 4, _ENOUGH_TILES / programs)
-    return replace(config, splits=splits, beforehand=True)
+    return replace(config, splits=splits, beforehand=not isinstance(weight, Int8Weight | Fp8Weight))
 
 
 def _splits(tiles: int, most: int, wanted: float) -> int:

@@ -1,11 +1,10 @@
 """Products of many tokens in e4m3, at twice the tensor cores' rate for bfloat16.
 
 Tokens get one scale each. Weights of 8 bits are e4m3 already, or int8, and then tokens become int8
-too. Those of 4 bits become e4m3 in
-registers on their way to the tensor cores: integers exactly, because e4m3 counts from 0 to 15 in
-steps of its smallest number, and their groups' scales and zeros go to the sums; floating-point
-ones are rounded together with their blocks' scales. With very many tokens that would be done very
-often, and `triton_convert.py` does it once, in a pass of its own.
+too. Those of 4 bits become e4m3 in registers on their way to the tensor cores: integers exactly,
+because e4m3 counts from 0 to 15 in steps of its smallest number, and their groups' scales and zeros
+go to the sums; floating-point ones are rounded together with their blocks' scales. With very many
+tokens that would be done very often, and `triton_convert.py` does it once, in a pass of its own.
 
 Tokens for packed bytes are written in the order in which those lie; a product does not care.
 """
@@ -38,7 +37,7 @@ from jaxserve_kernels.quantized_matmul.triton_unpack import (
     side_by_side,
 )
 from jaxserve_kernels.triton_call import triton_call
-from jaxserve_kernels.weights import Fp8Weight, Int8Weight, QuantizedWeight
+from jaxserve_kernels.weights import QuantizedWeight
 
 
 @triton.jit
@@ -294,7 +293,7 @@ def launch(
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
     padded = x.codes.shape[0]
-    if config.beforehand and not isinstance(weight, Fp8Weight | Int8Weight):
+    if config.beforehand:
         weight = to_fp8(weight)
     return triton_call(
         *x, *arrays(weight), tokens, padded,
