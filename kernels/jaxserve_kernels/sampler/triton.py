@@ -35,6 +35,7 @@ from jaxserve_kernels.sampler.reference import (
     TokenScores,
     ranks,
 )
+from jaxserve_kernels.sampler.triton_parts import ACTIVE, PARTS, WANTED
 from jaxserve_kernels.sampler.triton_scan import scan
 from jaxserve_kernels.sampler.triton_select import select
 from jaxserve_kernels.triton_call import triton_call
@@ -42,8 +43,6 @@ from jaxserve_kernels.triton_call import triton_call
 _CHUNK = 4096
 _LIST = 64
 """The largest top_k whose tokens are taken one by one."""
-
-_ACTIVE, _WANTED = 1, 2
 
 
 def sample(
@@ -58,13 +57,13 @@ def sample(
 ) -> Sample:
     num_rows, stride = logits.shape
     chunks = triton.cdiv(vocab, _CHUNK)
-    flags = rows.active.astype(jnp.int32) * _ACTIVE + wanted.astype(jnp.int32) * _WANTED
+    flags = rows.active.astype(jnp.int32) * ACTIVE.value + wanted.astype(jnp.int32) * WANTED.value
     shared: dict[str, Any] = {
         "vocab": vocab, "stride": stride, "chunks": chunks, "count_stride": tables.counts.shape[1],
         "MIN_T": MIN_TEMPERATURE, "BLOCK": _CHUNK, "num_warps": 8,
     }  # fmt: skip
     inputs = (logits, flags, *rows[1:])
-    parts = (num_rows * chunks * 5,)
+    parts = (num_rows * chunks * PARTS.value,)
     floats, ids, adjusted = triton_call(
         *inputs,
         *adjustments,

@@ -1,9 +1,41 @@
-"""What both kernels of the sampler need: noise, maxima, an order of float32."""
+"""What both kernels of the sampler need: what one leaves the other, noise, maxima, an order of
+float32."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from jaxserve_kernels.sampler import adjust
+
+ACTIVE = tl.constexpr(1)
+WANTED = tl.constexpr(2)
+"""Flags of a row: it samples, its most likely tokens are wanted."""
+
+PENALISED = tl.constexpr(adjust.PENALISED)
+BIASED = tl.constexpr(adjust.BIASED)
+MASKED = tl.constexpr(adjust.MASKED)
+MAX_COUNT = tl.constexpr(adjust.MAX_COUNT)
+
+PARTS = tl.constexpr(5)
+"""Places for what the scan leaves of a chunk, in an array of numbers and one of token ids."""
+
+PEAK = tl.constexpr(0)
+MASS = tl.constexpr(1)
+NOISY = tl.constexpr(2)
+SCORE = tl.constexpr(3)
+SCORE_MASS = tl.constexpr(4)
+"""Places of numbers: the largest logit, and the sum of all exponentials over its; the largest score
+with noise, the largest score (adjusted, if the row adjusts any), and the sum of all exponentials
+over its at the row's temperature."""
+
+PEAK_ID = tl.constexpr(0)
+NOISY_ID = tl.constexpr(1)
+SCORE_ID = tl.constexpr(2)
+"""Places of the tokens that have the largest."""
+
+TINY = tl.constexpr(1.1754943508222875e-38)
+"""float32's least normal number: a top_p that vanishes keeps the most likely token of weight 1."""
 
 
 @triton.jit

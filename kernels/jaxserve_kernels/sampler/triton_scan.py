@@ -5,7 +5,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jaxserve_kernels.sampler.triton_parts import gumbel, largest
+from jaxserve_kernels.sampler.triton_parts import (
+    ACTIVE,
+    BIASED,
+    MASKED,
+    MASS,
+    MAX_COUNT,
+    NOISY,
+    NOISY_ID,
+    PARTS,
+    PEAK,
+    PEAK_ID,
+    PENALISED,
+    SCORE,
+    SCORE_ID,
+    SCORE_MASS,
+    gumbel,
+    largest,
+)
 
 
 @triton.jit
@@ -24,7 +41,7 @@ def _add_biases(x, ids, first, position, list_ptr, BLOCK: tl.constexpr, BIASES: 
 
 @triton.jit
 def _penalise(x, counts, presence, frequency, repetition, LOWEST: tl.constexpr):
-    output = (counts & 0x7FFF).to(tl.float32)
+    output = (counts & MAX_COUNT).to(tl.float32)
     repeated = tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + repetition), x * repetition)
     lower = tl.where(counts != 0, repeated, x)
     lower = lower - frequency * output
@@ -52,39 +69,39 @@ def scan(
     real = ids < vocab
     x = tl.load(logits_ptr + row.to(tl.int64) * stride + ids, mask=real, other=-float("inf"))
     peak, best = largest(x, ids)
-    part = (row * chunks + chunk) * 5
-    tl.store(floats_ptr + part, peak)
-    tl.store(floats_ptr + part + 1, tl.sum(tl.exp(x - tl.maximum(peak, -1.0e38)), axis=0))
-    tl.store(ids_ptr + part, best)
+    part = (row * chunks + chunk) * PARTS
+    tl.store(floats_ptr + part + PEAK, peak)
+    tl.store(floats_ptr + part + MASS, tl.sum(tl.exp(x - tl.maximum(peak, -1.0e38)), axis=0))
+    tl.store(ids_ptr + part + PEAK_ID, best)
     position = tl.load(position_ptr + row)
     features = tl.load(features_ptr + row)
     if features != 0:
         slot = tl.load(slots_ptr + row).to(tl.int64)
-        if features & 2 != 0:
+        if features & BIASED != 0:
             x = _add_biases(
                 x, ids, first, position, biases_ptr + slot * (3 * BIASES), BLOCK, BIASES
             )
-        if features & 1 != 0:
+        if features & PENALISED != 0:
             counts = tl.load(counts_ptr + slot * count_stride + ids, mask=real, other=0)
             x = _penalise(
                 x, counts.to(tl.int32), tl.load(presence_ptr + row), tl.load(frequency_ptr + row),
                 tl.load(repetition_ptr + row), LOWEST,
             )  # fmt: skip
-        if features & 4 != 0:
+        if features & MASKED != 0:
             words = tl.load(masks_ptr + slot * mask_stride + ids // 32, mask=real, other=0)
             x = tl.where((words >> (ids % 32)) & 1 != 0, x, -float("inf"))
         x = tl.where(real, x, -float("inf"))
         tl.store(adjusted_ptr + row.to(tl.int64) * stride + ids, x, mask=real)
         peak, best = largest(x, ids)
-    tl.store(floats_ptr + part + 3, peak)
-    tl.store(ids_ptr + part + 2, best)
+    tl.store(floats_ptr + part + SCORE, peak)
+    tl.store(ids_ptr + part + SCORE_ID, best)
     t = tl.load(temperature_ptr + row)
-    if (flags & 1 != 0) & (t > 0) & (tl.load(top_k_ptr + row) <= 0):
+    if (flags & ACTIVE != 0) & (t > 0) & (tl.load(top_k_ptr + row) <= 0):
         scaled = tl.div_rn(x, tl.maximum(t, MIN_T))
         noise = gumbel(tl.load(seed_ptr + row), position, ids)
         noisy_peak, noisy_best = largest(scaled + noise, ids)
-        tl.store(floats_ptr + part + 2, noisy_peak)
-        tl.store(ids_ptr + part + 1, noisy_best)
+        tl.store(floats_ptr + part + NOISY, noisy_peak)
+        tl.store(ids_ptr + part + NOISY_ID, noisy_best)
         if tl.load(top_p_ptr + row) < 1:
             highest = tl.maximum(tl.max(scaled, axis=0), -1.0e38)
-            tl.store(floats_ptr + part + 4, tl.sum(tl.exp(scaled - highest), axis=0))
+            tl.store(floats_ptr + part + SCORE_MASS, tl.sum(tl.exp(scaled - highest), axis=0))

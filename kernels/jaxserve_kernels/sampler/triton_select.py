@@ -5,7 +5,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jaxserve_kernels.sampler.triton_parts import gumbel, largest, ordered
+from jaxserve_kernels.sampler.triton_parts import (
+    ACTIVE,
+    MASS,
+    MAX_COUNT,
+    NOISY,
+    NOISY_ID,
+    PARTS,
+    PEAK,
+    PENALISED,
+    SCORE,
+    SCORE_ID,
+    SCORE_MASS,
+    TINY,
+    WANTED,
+    gumbel,
+    largest,
+    ordered,
+)
 
 
 @triton.jit
@@ -54,7 +71,7 @@ def _draw_from_list(
     weights = tl.exp(scaled - tl.max(scaled, axis=0))
     total = tl.sum(weights, axis=0)
     before = tl.cumsum(weights, axis=0) - weights
-    inside = (before < tl.maximum(p * total, 1.1754943508222875e-38)) & (values > -float("inf"))
+    inside = (before < tl.maximum(p * total, TINY)) & (values > -float("inf"))
     lowest = tl.min(tl.where(inside, scaled, float("inf")), axis=0)
     keep = ((scaled >= lowest) | (p >= 1)) & (weights >= min_p) & (values > -float("inf"))
     noisy = tl.where(keep, scaled + gumbel(seed, position, tokens), -float("inf"))
@@ -152,7 +169,7 @@ def _draw_from_thresholds(
             x = tl.load(logits_row + ids, mask=ids < vocab, other=-float("inf"))
             scaled = tl.div_rn(x, t)
             total += tl.where(ordered(scaled) >= kth, tl.exp(scaled - top), 0.0)
-        mass = tl.maximum(p * tl.sum(total, axis=0), 1.1754943508222875e-38)
+        mass = tl.maximum(p * tl.sum(total, axis=0), TINY)
         nucleus = _threshold(logits_row, t, top, kth, mass, vocab, chunks, BLOCK, BITS, True)
     noisy_peak = -float("inf")
     token = 0x7FFFFFFF
@@ -193,11 +210,11 @@ def select(
         return
     logits_row = logits_ptr + row.to(tl.int64) * stride
     chunk = tl.arange(0, CHUNKS)
-    part = (row * chunks + chunk) * 5
+    part = (row * chunks + chunk) * PARTS
     real = chunk < chunks
-    peaks = tl.load(floats_ptr + part, mask=real, other=-float("inf"))
+    peaks = tl.load(floats_ptr + part + PEAK, mask=real, other=-float("inf"))
     peak = tl.max(peaks, axis=0)
-    masses = tl.load(floats_ptr + part + 1, mask=real, other=0.0)
+    masses = tl.load(floats_ptr + part + MASS, mask=real, other=0.0)
     norm = peak + tl.log(tl.sum(masses * tl.exp(peaks - peak), axis=0))
 
     features = tl.load(features_ptr + row)
@@ -205,11 +222,11 @@ def select(
     scores_row = logits_row
     if features != 0:
         scores_row = adjusted_ptr + row.to(tl.int64) * stride
-    score_peaks = tl.load(floats_ptr + part + 3, mask=real, other=-float("inf"))
-    best_ids = tl.load(ids_ptr + part + 2, mask=real, other=0x7FFFFFFF)
+    score_peaks = tl.load(floats_ptr + part + SCORE, mask=real, other=-float("inf"))
+    best_ids = tl.load(ids_ptr + part + SCORE_ID, mask=real, other=0x7FFFFFFF)
     score_peak, token = largest(score_peaks, best_ids)
     t = tl.load(temperature_ptr + row)
-    if (flags & 1 != 0) & (t > 0):
+    if (flags & ACTIVE != 0) & (t > 0):
         t = tl.maximum(t, MIN_T)
         k = tl.load(top_k_ptr + row)
         p = tl.load(top_p_ptr + row)
@@ -217,16 +234,16 @@ def select(
         seed = tl.load(seed_ptr + row)
         position = tl.load(position_ptr + row)
         if k <= 0:
-            noisy = tl.load(floats_ptr + part + 2, mask=real, other=-float("inf"))
-            token = largest(noisy, tl.load(ids_ptr + part + 1, mask=real, other=0x7FFFFFFF))[1]
-            token = _existing(token, vocab)
+            noisy = tl.load(floats_ptr + part + NOISY, mask=real, other=-float("inf"))
+            noisy_ids = tl.load(ids_ptr + part + NOISY_ID, mask=real, other=0x7FFFFFFF)
+            token = _existing(largest(noisy, noisy_ids)[1], vocab)
             if (p < 1) | (min_p > 0):
                 top = tl.div_rn(score_peak, t)
                 mass = float("inf")
                 if p < 1:
-                    shares = tl.load(floats_ptr + part + 4, mask=real, other=0.0)
+                    shares = tl.load(floats_ptr + part + SCORE_MASS, mask=real, other=0.0)
                     weights = tl.exp(tl.div_rn(score_peaks, t) - top)
-                    mass = tl.maximum(p * tl.sum(shares * weights, axis=0), 1.1754943508222875e-38)
+                    mass = tl.maximum(p * tl.sum(shares * weights, axis=0), TINY)
                 token = _draw_from_nucleus(
                     scores_row, token, top, mass, t, min_p, seed, position,
                     vocab, chunks, BLOCK,
@@ -244,11 +261,11 @@ def select(
     token = _existing(token, vocab)
     tl.store(token_ptr + row, token)
     tl.store(logprob_ptr + row, tl.load(logits_row + token) - norm)
-    if (flags & 1 != 0) & (features & 1 != 0):
+    if (flags & ACTIVE != 0) & (features & PENALISED != 0):
         counter = counts_ptr + tl.load(slots_ptr + row).to(tl.int64) * count_stride + token
         count = tl.load(counter).to(tl.int32)
-        tl.store(counter, tl.where(count & 0x7FFF == 0x7FFF, count, count + 1).to(tl.int16))
-    if flags & 2 != 0:
+        tl.store(counter, tl.where(count & MAX_COUNT == MAX_COUNT, count, count + 1).to(tl.int16))
+    if flags & WANTED != 0:
         last = float("inf")
         last_id = -1
         for index in range(alternatives):
