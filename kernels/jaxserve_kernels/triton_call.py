@@ -1,4 +1,7 @@
-"""jax-triton, made to work with the Triton versions we support."""
+"""jax-triton, made to work with the Triton versions we support, and with Gluon.
+
+Also what a call's record holds: the kernel's machine code, which a program has once, not its text.
+"""
 
 from __future__ import annotations
 
