@@ -11,6 +11,9 @@ from typing import Literal, NamedTuple
 
 import jax
 
+MULTIPROCESSORS = 132
+"""Of an H100 or H200, on which grids were measured. Other GPUs get the same ones."""
+
 type Implementation = Literal["reference", "triton"]
 
 

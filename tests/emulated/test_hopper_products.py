@@ -45,7 +45,7 @@ def test_fp8_weights(
     rows: int, stages: int, splits: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where programs have fewer tiles than multiprocessors, and where they have several."""
-    monkeypatch.setattr(hopper_bytes, "_MULTIPROCESSORS", multiprocessors)
+    monkeypatch.setattr(hopper_bytes, "MULTIPROCESSORS", multiprocessors)
     x, weight = tokens_and_weight(200, 512, 640, weights.quantize_fp8)
     config = Config(
         method="hopper", rows=rows, tokens=128, num_stages=stages, splits=splits, pieces=4
@@ -68,7 +68,7 @@ def test_weights_of_4_bits(
     name: str, tokens: int, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gated, three programs share four tiles: who has a tile's beginning ends it."""
-    monkeypatch.setattr(hopper, "_MULTIPROCESSORS", 3)
+    monkeypatch.setattr(hopper, "_PROGRAMS", 3)
     x, weight = tokens_and_weight(tokens, 512, 1024, WEIGHTS[name])
     tile, stages = (128, 6) if tokens <= 128 else (256, 4)
     config = Config(method="hopper", rows=128, tokens=tile, num_stages=stages, splits=splits)
@@ -102,7 +102,7 @@ def test_weights_of_4_bits_that_a_warpgroup_converts(
 ) -> None:
     """Pieces alone; whole tiles and pieces; steps that end before the ring of codes is full. What
     is made are the copy's bytes, those of NVFP4 with ties to even."""
-    monkeypatch.setattr(hopper_converting, "_MULTIPROCESSORS", multiprocessors)
+    monkeypatch.setattr(hopper_converting, "MULTIPROCESSORS", multiprocessors)
     x, weight = tokens_and_weight(tokens, out, depth, WEIGHTS[name])
     made = to_fp8(weight) if name == "nvfp4" else weights.e4m3_copy(weight)
     expected = tokens_in_8_bits(x, weight) @ np.asarray(made.dequantize()).T
@@ -121,7 +121,7 @@ def test_weights_of_4_bits_that_a_warpgroup_converts(
 
 @pytest.mark.parametrize("multiprocessors", [132, 3], ids=["pieces", "turns"])
 def test_weights_in_bfloat16(multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "_MULTIPROCESSORS", multiprocessors)
+    monkeypatch.setattr(dense, "MULTIPROCESSORS", multiprocessors)
     x, weight = tokens_and_weight(300, 512, 256, lambda values: values.astype(jnp.bfloat16))
     both = np.asarray(x, np.float32) @ np.asarray(weight, np.float32).T
     assert relative_error(dense.gated_linear(x, weight), gating(both)) < GATED

@@ -57,7 +57,7 @@ def test_programs_that_share_a_tile_of_rows(
     name: str, out: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of four multiprocessors: a ninth tile is shared by all, two by two each, four by nobody."""
-    monkeypatch.setattr(config, "_MULTIPROCESSORS", 4)
+    monkeypatch.setattr(config, "MULTIPROCESSORS", 4)
     x, weight = tokens_and_weight(40, out, 1024, WEIGHTS[name])
     both = triton_sharing.gated_linear(x, weight, config._sharing(weight))
     assert relative_error(both, gating(exact(x, weight))) < GATED
@@ -66,7 +66,7 @@ def test_programs_that_share_a_tile_of_rows(
 @pytest.mark.parametrize("tokens", [17, 64])
 def test_the_output_matrix(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two programs take four blocks of rows, of which the last is not whole."""
-    monkeypatch.setattr(triton_tall, "_MULTIPROCESSORS", 2)
+    monkeypatch.setattr(triton_tall, "MULTIPROCESSORS", 2)
     x, weight = tokens_and_weight(tokens, 1408, 512, weights.quantize_int8)
     tall = config.Config(method="tall", rows=384, tokens=32 if tokens <= 32 else 64, num_stages=3)
     product = triton_tall.linear(x, weight, tall, jnp.float32).sum(0)

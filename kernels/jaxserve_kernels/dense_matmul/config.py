@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jaxserve_kernels import early, tuned
+from jaxserve_kernels.target import MULTIPROCESSORS
 
 MAX_TOKENS = 16
 """Beyond it cuBLASLt is as fast. Measured on an H100; see docs/performance/decode.md."""
@@ -17,8 +18,8 @@ ADDING_MIN_TOKENS = 2048
 """From it on a product of cuBLASLt's takes the residual stream in. Measured on an H200; see
 docs/performance/prefill.md."""
 
-_ENOUGH_PROGRAMS = 264
-"""Two for each of an H100's 132 multiprocessors keep its memory busy."""
+_ENOUGH_PROGRAMS = 2 * MULTIPROCESSORS
+"""They keep the memory busy."""
 
 MAX_CHAINED_TOKENS = 64
 """In a chain of kernels, which can hold no product of XLA's."""

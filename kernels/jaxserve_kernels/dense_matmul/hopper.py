@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from jaxserve_kernels.target import MULTIPROCESSORS
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 
 TOKENS = 128
@@ -31,9 +32,6 @@ _COLUMNS = gl.constexpr(COLUMNS)
 _DEPTH = gl.constexpr(DEPTH)
 _STAGES = gl.constexpr(4)
 """Of 48 KB: what shared memory holds."""
-
-_MULTIPROCESSORS = 132
-"""Programs that share the tiles."""
 
 _MOST_PIECES = 2
 """Of a tile. Four are no faster on an H200; see docs/performance/prefill.md."""
@@ -192,7 +190,7 @@ def gated_linear(x: Array, weight: Array) -> Array:
     n = weight.shape[0] // 2
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     tiles = -(-tokens // TOKENS) * (n // COLUMNS)
-    programs = min(tiles, _MULTIPROCESSORS)
+    programs = min(tiles, MULTIPROCESSORS)
     whole, pieces = divide(tiles, programs)
     return triton_call(
         tensor_descriptor(x, (TOKENS, DEPTH), layout),

@@ -22,13 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.dense_matmul.config import Config
+from jaxserve_kernels.target import MULTIPROCESSORS
 from jaxserve_kernels.triton_call import triton_call
 
-_MULTIPROCESSORS = 132
-"""Of an H100 or H200."""
-
 _SHARED_MEMORY = 228 * 1024
-"""Of each of them, in bytes."""
+"""Of each multiprocessor of an H100 or H200, in bytes."""
 
 _RESERVED = 1024
 """Bytes of it that each program takes beside its own."""
@@ -193,7 +191,7 @@ def _launch(tokens: int, programs: int, steps: int, config: Config) -> dict[str,
     """
     columns = max(8, triton.next_power_of_2(tokens))
     tile = 2 * (config.rows + columns) * config.depth
-    resident = min(3, -(-programs // _MULTIPROCESSORS))
+    resident = min(3, -(-programs // MULTIPROCESSORS))
     fit = (_SHARED_MEMORY // resident - _RESERVED) // tile
     return {
         "TOKENS": columns, "STAGES": min(fit, steps + 1), "NEXT_FIRST": tokens <= 16,

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxserve_kernels.paged_attention import QueryTiles
+from jaxserve_kernels.target import MULTIPROCESSORS
 
-PROGRAMS = 528
-"""That convert pages, in turn: four for each of an H100's multiprocessors."""
+PROGRAMS = 4 * MULTIPROCESSORS
+"""That convert pages, in turn."""
 
 LEAST = 65_536
 """Tokens that the chunks of a step may see together, where no sequence is longer."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxserve_kernels import target, tuned
+from jaxserve_kernels.target import MULTIPROCESSORS
 
 TILE_ROWS = 128
 """Rows of a full query tile: tokens times the query heads that share a KV head."""
@@ -15,8 +16,8 @@ TILE_ROWS = 128
 LOG2_E = 1.4426950408889634
 """Exponentials are powers of two."""
 
-_TARGET_PROGRAMS = 264
-"""Two programs for each of an H100's 132 multiprocessors keep its memory busy."""
+_TARGET_PROGRAMS = 2 * MULTIPROCESSORS
+"""They keep the memory busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,8 @@ def choose(*, tiles: int, kv_heads: int, rows: int, pages_per_seq: int) -> Confi
     )
 
 
-_HOPPER_PROGRAMS = 132
-"""The kernel for Hopper takes a whole multiprocessor."""
+_HOPPER_PROGRAMS = MULTIPROCESSORS
+"""The kernel for Hopper takes a whole one."""
 
 
 @dataclass(frozen=True, kw_only=True)

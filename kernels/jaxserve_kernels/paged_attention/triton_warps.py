@@ -33,10 +33,10 @@ from jaxserve_kernels.paged_attention.triton_visits import (
     of_all_warps,
     visit_page,
 )
+from jaxserve_kernels.target import MULTIPROCESSORS
 from jaxserve_kernels.triton_call import triton_call
 
-_TARGET_PROGRAMS = 264
-"""Two for each of an H100's multiprocessors."""
+_TARGET_PROGRAMS = 2 * MULTIPROCESSORS
 
 _FEW = 32
 """Of more tokens, three programs fit a multiprocessor with two pages each, and two with three."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxserve_kernels import early
+from jaxserve_kernels.target import MULTIPROCESSORS
 from jaxserve_kernels.weights import (
     Fp8Weight,
     Int4Weight,
@@ -16,8 +17,8 @@ from jaxserve_kernels.weights import (
 
 type Method = Literal["few", "stream", "share", "tall", "unpack", "e4m3", "hopper"]
 
-_ENOUGH_WARPS = 1056
-"""Eight for each of an H100's or H200's 132 multiprocessors keep its memory busy."""
+_ENOUGH_WARPS = 8 * MULTIPROCESSORS
+"""They keep the memory busy."""
 
 _DEEP = 64
 """Tiles of the input, of 128, from which more rows per program and more splits pay."""
@@ -28,8 +29,7 @@ _FEW = 8
 _MAX_CHAINED = 64
 """Tokens of a chain's product by `triton_streaming`."""
 
-_STREAMING_PROGRAMS = 396
-"""Three for each multiprocessor."""
+_STREAMING_PROGRAMS = 3 * MULTIPROCESSORS
 
 _RING = 75 * 1024
 """Bytes of shared memory of each of them: a third of an H100's or H200's, less a reserved KiB."""
@@ -60,12 +60,8 @@ _MOST_APART = 128
 _ENOUGH_TILES = 90
 """Programs of a product that the tensor cores bound: fewer leave too many of them idle."""
 
-_MULTIPROCESSORS = 132
-"""Of an H100 or H200."""
-
-_ENOUGH_PROGRAMS = 264
-"""Two for each multiprocessor: of a product that waits for instructions, one fills the gaps of the
-other."""
+_ENOUGH_PROGRAMS = 2 * MULTIPROCESSORS
+"""Of two of a product that waits for instructions one fills the gaps of the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +196,7 @@ def _chained(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config:
     """Warpgroups share many tokens where each multiprocessor gets about three of a weight's row
     tiles; that kernel knows 4-bit integers."""
     row_tiles = weight.shape[0] // 64
-    three_each = 2 * _MULTIPROCESSORS < row_tiles <= 3 * _MULTIPROCESSORS
+    three_each = 2 * MULTIPROCESSORS < row_tiles <= 3 * MULTIPROCESSORS
     if gated and tokens > 32 and three_each and isinstance(weight, Int4Weight):
         return _sharing(weight)
     return _streaming(weight, tokens, gated=gated)
@@ -235,11 +231,11 @@ def _sharing(weight: Int4Weight) -> Config:
 def shares_of(row_tiles: int, steps: int) -> tuple[int, int]:
     """Of `triton_sharing`: how many programs share a third tile of rows, of which each multiplies
     some of the `steps` tiles of inputs, none nothing; and how many programs there are."""
-    third = row_tiles - 2 * _MULTIPROCESSORS
-    if not 0 < 2 * third <= _MULTIPROCESSORS:
+    third = row_tiles - 2 * MULTIPROCESSORS
+    if not 0 < 2 * third <= MULTIPROCESSORS:
         return 1, -(-row_tiles // 3)
-    each = -(-steps // min(_MULTIPROCESSORS // third, steps))
-    return -(-steps // each), _MULTIPROCESSORS
+    each = -(-steps // min(MULTIPROCESSORS // third, steps))
+    return -(-steps // each), MULTIPROCESSORS
 
 
 def _bytes_of_row(weight: QuantizedWeight) -> int:
@@ -307,9 +303,9 @@ def _hopper_bytes(tokens: int, out: int, tiles: int) -> Config:
     """Large tiles, if there are enough for all multiprocessors, and a ring that fills shared
     memory; parts where few tiles are deep."""
     token_tiles = -(-tokens // 128)
-    if out % 256 == 0 and out // 256 * token_tiles >= _MULTIPROCESSORS:
+    if out % 256 == 0 and out // 256 * token_tiles >= MULTIPROCESSORS:
         return Config(method="hopper", rows=256, tokens=128, num_stages=4, pieces=4)
-    parts = 3 if tiles >= _DEEP and out // 128 * token_tiles * 3 <= _MULTIPROCESSORS else 1
+    parts = 3 if tiles >= _DEEP and out // 128 * token_tiles * 3 <= MULTIPROCESSORS else 1
     return Config(method="hopper", rows=128, tokens=128, splits=parts, num_stages=6, pieces=2)
 
 
@@ -317,7 +313,7 @@ def _hopper(tokens: int, out: int, tiles: int) -> Config:
     """A program for each multiprocessor, and as many of its tiles as fit its shared memory."""
     tile = 128 if tokens <= 128 else 256
     programs = out // 128 * -(-tokens // tile)
-    splits = min(max(1, _MULTIPROCESSORS // programs), tiles, _MOST_PARTS)
+    splits = min(max(1, MULTIPROCESSORS // programs), tiles, _MOST_PARTS)
     splits = -(-tiles // -(-tiles // splits))  # none is empty
     stages = 6 if tile == 128 else 4
     return Config(method="hopper", rows=128, tokens=tile, splits=splits, num_stages=stages)
@@ -335,7 +331,7 @@ def _e4m3(weight: QuantizedWeight, tokens: int, out: int, tiles: int) -> Config:
     large as leave none of them idle."""
     if tokens <= 64:
         config = Config(method="e4m3", tokens=32 if tokens <= 32 else 64)
-    elif out // 128 * -(-tokens // 128) >= _MULTIPROCESSORS:
+    elif out // 128 * -(-tokens // 128) >= MULTIPROCESSORS:
         config = Config(method="e4m3", rows=128, tokens=128, num_stages=3)
     else:
         config = Config(method="e4m3", tokens=128)

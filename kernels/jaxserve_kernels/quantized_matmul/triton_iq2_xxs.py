@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from jaxserve_kernels.target import MULTIPROCESSORS
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights.iq2_xxs import BLOCK, Iq2XxsWeight, grid
 
 FEW_TOKENS = 64
 _ROWS = 32
-_ENOUGH_PROGRAMS = 264
+_ENOUGH_PROGRAMS = 2 * MULTIPROCESSORS
 
 
 @triton.jit

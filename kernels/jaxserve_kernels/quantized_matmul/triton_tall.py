@@ -23,13 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.triton_unpack import int8_pair
+from jaxserve_kernels.target import MULTIPROCESSORS
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import Int8Weight
 
 _ROWS = gl.constexpr(128)
 """Of a block: 16 for each of eight warps."""
-
-_MULTIPROCESSORS = 132
 
 
 @gluon.jit
@@ -133,7 +132,7 @@ def linear(x: Array, weight: Int8Weight, config: Config, dtype: DTypeLike) -> Ar
         kernel=_product,
         name="linear_tall_Int8Weight",
         out_type=jax.ShapeDtypeStruct((1, tokens, n), dtype),
-        grid=(min(groups, _MULTIPROCESSORS),),
+        grid=(min(groups, MULTIPROCESSORS),),
         num_warps=8,
         tokens=tokens, n=n, k=k,
         TOKENS=config.tokens, BLOCKS=blocks, STAGES=config.num_stages,

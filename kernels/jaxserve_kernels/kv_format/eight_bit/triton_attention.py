@@ -17,14 +17,14 @@ from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
 from jaxserve_kernels.kv_format.eight_bit.triton_numbers import halves, numbers
 from jaxserve_kernels.paged_attention import QueryTiles, triton_singles
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
+from jaxserve_kernels.target import MULTIPROCESSORS
 from jaxserve_kernels.triton_call import triton_call
 
 KEYS = 64
 """That are visited together."""
 
-_TARGET_PROGRAMS = 528
-"""Four programs for each of an H100's multiprocessors: with two, 8 and 32 sequences took 1.2 and
-1.4 times as long on an H200."""
+_TARGET_PROGRAMS = 4 * MULTIPROCESSORS
+"""With two for each, 8 and 32 sequences took 1.2 and 1.4 times as long on an H200."""
 
 
 @triton.jit

@@ -22,10 +22,11 @@ from jaxserve_kernels.kv_format.kvarn.triton_inputs import signs
 from jaxserve_kernels.kv_format.kvarn.triton_page import packed_keys, raw_keys
 from jaxserve_kernels.paged_attention import QueryTiles
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
+from jaxserve_kernels.target import MULTIPROCESSORS
 from jaxserve_kernels.triton_call import triton_call
 
-_TARGET_PROGRAMS = 1056
-"""Eight for each of an H100's multiprocessors, as many as their registers leave room for."""
+_TARGET_PROGRAMS = 8 * MULTIPROCESSORS
+"""As many as registers leave room for."""
 
 _MOST_PARTS = 16
 """Into which a context is split beside chunks."""

@@ -28,10 +28,10 @@ from jaxserve_kernels.kv_format.kvarn.codec import (
 )
 from jaxserve_kernels.kv_format.kvarn.layout import SINK, TAIL, KVarNKV
 from jaxserve_kernels.kv_format.kvarn.reference import kept
+from jaxserve_kernels.target import MULTIPROCESSORS
 from jaxserve_kernels.triton_call import triton_call
 
-_PROGRAMS = 264
-"""Two for each of an H100's 132 multiprocessors."""
+_PROGRAMS = 2 * MULTIPROCESSORS
 
 _WARPS = 4
 """More wait for each other longer than they work, even on a tile alone: docs/performance."""

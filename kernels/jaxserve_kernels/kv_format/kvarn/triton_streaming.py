@@ -29,10 +29,11 @@ from jaxserve_kernels.kv_format.kvarn.triton_ring import TILES, copy_unit
 from jaxserve_kernels.kv_format.kvarn.triton_visits import stacked, visit_codes, visit_raw
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.paged_attention.triton_visits import MASKED, for_each_warp
+from jaxserve_kernels.target import MULTIPROCESSORS
 from jaxserve_kernels.triton_call import triton_call
 
-_TARGET_PROGRAMS = 396
-"""Three for each of an H100's multiprocessors, as many as fit."""
+_TARGET_PROGRAMS = 3 * MULTIPROCESSORS
+"""As many as fit."""
 
 _ROWS = 8
 """Queries that share a KV head, its key and its value, and padding: columns of products."""

@@ -33,14 +33,15 @@ from jaxserve_kernels.quantized_matmul.e4m3.hopper_sums import (
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NVFP4, arrays, kind
 from jaxserve_kernels.quantized_matmul.triton_unpack import power
+from jaxserve_kernels.target import MULTIPROCESSORS
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 from jaxserve_kernels.weights import QuantizedWeight
 
 _INT4 = gl.constexpr(INT4.value)
 _NVFP4 = gl.constexpr(NVFP4.value)
 
-_MULTIPROCESSORS = 132
-"""Programs, of which each has one for itself. On a card with fewer, those that come later start
+_PROGRAMS = MULTIPROCESSORS
+"""Of which each has one for itself. On a card with fewer, those that come later start
 when others have ended; some always can: one waits only for the next one's first part, which waits
 for none."""
 
@@ -310,7 +311,7 @@ def launch(
     code_layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * words, element_bitwidth=16, rank=2)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     tiles = padded // config.tokens * (weight.shape[0] // 128) * config.splits
-    programs = min(tiles, _MULTIPROCESSORS)
+    programs = min(tiles, _PROGRAMS)
     shared = config.splits == 1 and tiles > programs
     partial = (programs, 2, 64, config.tokens) if shared else (1,)
     return triton_call(

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from jaxserve_kernels.dense_matmul.hopper import divide
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens
+from jaxserve_kernels.target import MULTIPROCESSORS
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 from jaxserve_kernels.weights import Fp8Weight
 
@@ -32,9 +33,6 @@ TOKENS = 128
 DEPTH = 128
 _TOKENS = gl.constexpr(TOKENS)
 _DEPTH = gl.constexpr(DEPTH)
-
-_MULTIPROCESSORS = 132
-"""Programs that share the tiles."""
 
 
 @gluon.jit
@@ -243,8 +241,8 @@ def launch(
     codes = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     tiles = -(-tokens // TOKENS) * (out // config.rows) * config.splits
     narrowest = 128 if gated else 64  # rows: the weight lies in tiles of 64
-    whole, pieces = divide(tiles, _MULTIPROCESSORS, min(config.pieces, config.rows // narrowest))
-    programs = _MULTIPROCESSORS if whole else tiles * pieces
+    whole, pieces = divide(tiles, MULTIPROCESSORS, min(config.pieces, config.rows // narrowest))
+    programs = MULTIPROCESSORS if whole else tiles * pieces
     return triton_call(
         tensor_descriptor(x.codes, (TOKENS, DEPTH), codes),
         tensor_descriptor(weight.packed.reshape(-1, DEPTH // 2), (64, DEPTH // 2), words),

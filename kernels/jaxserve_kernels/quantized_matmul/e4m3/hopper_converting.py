@@ -30,6 +30,7 @@ from jaxserve_kernels.quantized_matmul.e4m3.hopper_bytes import (
 from jaxserve_kernels.quantized_matmul.e4m3.hopper_codes import converted, of_rows
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens
 from jaxserve_kernels.quantized_matmul.triton_arguments import NO_ZERO, NVFP4, arrays, kind
+from jaxserve_kernels.target import MULTIPROCESSORS
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 from jaxserve_kernels.weights import Int4Weight, Mxfp4Weight, Nvfp4Weight
 
@@ -37,9 +38,6 @@ _TOKENS = gl.constexpr(TOKENS)
 _DEPTH = gl.constexpr(DEPTH)
 _NVFP4 = gl.constexpr(NVFP4.value)
 _NO_ZERO = gl.constexpr(NO_ZERO.value)
-
-_MULTIPROCESSORS = 132
-"""Programs that share the tiles."""
 
 _MOST_PARTS = 8
 """Programs that share a tile's inputs: more partial sums cost their readers too much."""
@@ -247,10 +245,10 @@ def _product(
 def choose(tokens: int, out: int, depth: int, *, gated: bool) -> Config:
     """As `hopper_bytes` is launched, with as many steps in both rings as shared memory holds."""
     token_tiles = -(-tokens // TOKENS)
-    if out % 256 == 0 and out // 256 * token_tiles >= _MULTIPROCESSORS:
+    if out % 256 == 0 and out // 256 * token_tiles >= MULTIPROCESSORS:
         return Config(method="hopper", rows=256, tokens=TOKENS, num_stages=3, unroll=3, pieces=2)
     programs = out // 128 * token_tiles
-    parts = 1 if gated else max(1, min(_MULTIPROCESSORS // programs, _MOST_PARTS))
+    parts = 1 if gated else max(1, min(MULTIPROCESSORS // programs, _MOST_PARTS))
     steps = depth // DEPTH
     parts = -(-steps // -(-steps // parts))  # none is empty
     return Config(
@@ -279,7 +277,7 @@ def launch(
     out = weight.shape[0]
     tiles = -(-tokens // TOKENS) * (out // config.rows) * config.splits
     narrowest = 128 if gated else 64  # rows: the weight lies in tiles of 64
-    whole, pieces = divide(tiles, _MULTIPROCESSORS, min(config.pieces, config.rows // narrowest))
+    whole, pieces = divide(tiles, MULTIPROCESSORS, min(config.pieces, config.rows // narrowest))
     packed, scale, zero = arrays(weight)
     groups = scale.shape[-2] * DEPTH // k
     words = packed.shape[-1]
@@ -299,7 +297,7 @@ def launch(
         kernel=_product,
         name=f"{'gated_' if gated else ''}linear_hopper_converting_{type(weight).__name__}",
         out_type=out_type,
-        grid=(_MULTIPROCESSORS if whole else tiles * pieces,),
+        grid=(MULTIPROCESSORS if whole else tiles * pieces,),
         num_warps=4,
         pieces=pieces, ROWS=config.rows, GATED=gated, SPLITS=config.splits,
         STAGES=config.num_stages, AHEAD=config.unroll, GROUPS=groups, KIND=kinds["KIND"],
