@@ -11,9 +11,8 @@ from jax import Array
 
 from jaxserve_kernels.attention_inputs import KVSlots
 from jaxserve_kernels.kv_format.base import AttentionStep
+from jaxserve_kernels.kv_format.eight_bit import triton_attention, triton_expand
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
-from jaxserve_kernels.kv_format.eight_bit.triton_attention import read, read_some
-from jaxserve_kernels.kv_format.eight_bit.triton_expand import read_chunks
 from jaxserve_kernels.kv_format.eight_bit.triton_inputs import write
 from jaxserve_kernels.kv_format.eight_bit.triton_numbers import numbers
 from jaxserve_kernels.paged_attention import triton_warps
@@ -31,17 +30,19 @@ def attend[Cache: Int8KV | Fp8KV](
     eps: float,
     tile_size: int,
 ) -> tuple[Array, Cache]:
-    fast = numbers(norms[0], kv)["FAST"]  # else bytes are converted by arithmetic, in `read`
-    if tile_size == 1 and fast and triton_warps.fits(qkv, kv.words, norms[0].dtype):
+    dtype = norms[0].dtype
+    fast = numbers(dtype, kv)["FAST"]  # else `triton_attention` converts bytes by arithmetic
+    if tile_size == 1 and fast and triton_warps.fits(qkv, kv.words, dtype):
         return _stream(qkv, kv, layer, norms, tables, step, eps=eps)
     q, kv = write(qkv, kv, layer, norms, tables, step, eps=eps)
     if tile_size == 1:
-        return read(q, kv, layer, step.page_table, step.tiles.in_one_list()), kv
-    result = read_chunks(q, kv, layer, step, tile_size)
+        tiles = step.tiles.in_one_list()
+        return triton_attention.attend(q, kv, layer, step.page_table, tiles), kv
+    result = triton_expand.attend(q, kv, layer, step, tile_size=tile_size)
     if step.tiles.singles is None:
         return result, kv
     out = jax.new_ref(result)
-    read_some(q, kv, layer, step.page_table, step.tiles.singles, out)
+    triton_attention.attend_some(q, kv, layer, step.page_table, step.tiles.singles, out)
     return jax.freeze(out), kv
 
 

@@ -237,7 +237,7 @@ def heuristic(*, tiles: int, kv_heads: int, pages_per_seq: int) -> Config:
     return Config(splits=1 << (wanted.bit_length() - 1), num_warps=warps, num_stages=3)
 
 
-def read(q: Array, kv: Int8KV | Fp8KV, layer: int, page_table: Array, tiles: QueryTiles) -> Array:
+def attend(q: Array, kv: Int8KV | Fp8KV, layer: int, page_table: Array, tiles: QueryTiles) -> Array:
     """Attention of single tokens, q [tokens, q_heads, head_dim]."""
     num_pages, kv_heads, _, page_size, half = kv.words.shape[1:]
     num_tiles, q_heads, head_dim = tiles.first.shape[0], *q.shape[1:]
@@ -258,7 +258,7 @@ def read(q: Array, kv: Int8KV | Fp8KV, layer: int, page_table: Array, tiles: Que
         scale=head_dim**-0.5 * LOG2_E,
         q_heads=q_heads, kv_heads=kv_heads,
         ROWS=rows, HALF=half, PAGE=page_size, KEYS=KEYS,
-        SPLITS=config.splits, STAGES=config.num_stages, **numbers(q, kv),
+        SPLITS=config.splits, STAGES=config.num_stages, **numbers(q.dtype, kv),
     )  # fmt: skip
     if config.splits == 1:
         return result
@@ -273,7 +273,7 @@ def read(q: Array, kv: Int8KV | Fp8KV, layer: int, page_table: Array, tiles: Que
     )  # fmt: skip
 
 
-def read_some(
+def attend_some(
     q: Array, kv: Int8KV | Fp8KV, layer: int, page_table: Array, tiles: QueryTiles, out: jax.Ref
 ) -> None:
     """The same of as many tiles as there are, beside chunks: stored in `out`. Few of them share
@@ -292,7 +292,7 @@ def read_some(
         num_pages=num_pages, table_stride=page_table.shape[1],
         scale=head_dim**-0.5 * LOG2_E,
         q_heads=q_heads, kv_heads=kv_heads,
-        ROWS=rows, HALF=half, PAGE=page_size, KEYS=KEYS, STAGES=3, **numbers(q, kv),
+        ROWS=rows, HALF=half, PAGE=page_size, KEYS=KEYS, STAGES=3, **numbers(q.dtype, kv),
     )  # fmt: skip
     triton_singles.merge(written, parts, out)
 

@@ -42,8 +42,8 @@ def _expand(
         tl.store(at + HALF, (high.to(tl.float32) * scale).to(dtype))
 
 
-def read_chunks(
-    q: Array, kv: Int8KV | Fp8KV, layer: int, step: AttentionStep, tile_size: int
+def attend(
+    q: Array, kv: Int8KV | Fp8KV, layer: int, step: AttentionStep, *, tile_size: int
 ) -> Array:
     """Attention of the tiles that are not single tokens."""
     num_pages, kv_heads, _, page_size, half = kv.words.shape[1:]
@@ -62,7 +62,7 @@ def read_chunks(
         grid=(min(count, chunks.PROGRAMS // kv_heads), kv_heads),
         num_warps=4,
         layer=layer, num_pages=num_pages,
-        kv_heads=kv_heads, HALF=half, PAGE=page_size, **numbers(q, kv),
+        kv_heads=kv_heads, HALF=half, PAGE=page_size, **numbers(q.dtype, kv),
     )  # fmt: skip
     table = jnp.minimum(places.first[:, None] + jnp.arange(width, dtype=jnp.int32), count - 1)
     tiles = step.tiles._replace(singles=None)
