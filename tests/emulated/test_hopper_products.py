@@ -17,24 +17,25 @@ from jaxserve_kernels.quantized_matmul.e4m3.tokens import Order, TokenFormat, fo
 from jaxserve_kernels.quantized_matmul.e4m3.triton_convert import to_fp8
 from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
 from tests.emulated.errors import relative_error
-from tests.emulated.weights import WEIGHTS, gating, tokens_and_weight, tokens_in_8_bits
+from tests.emulated.weights import (
+    WEIGHTS,
+    gated_product,
+    gating,
+    product,
+    tokens_and_weight,
+    tokens_in_8_bits,
+)
 
 GATED = 1e-3
 """Some sums are rounded to the other neighbour in bfloat16."""
 
 
-def product(
+def in_e4m3(
     module: Any, x: jax.Array, weight: Any, config: Config, *, gated: bool
 ) -> np.ndarray[Any, Any]:
     """Of tokens in e4m3: the sum of its parts, or gated."""
-    tokens, out = x.shape[0], weight.shape[0]
-    codes = quantized(x, format_for(weight, tokens, config))
-    if gated:
-        shape = jax.ShapeDtypeStruct((tokens, out // 2), jnp.bfloat16)
-    else:
-        shape = jax.ShapeDtypeStruct((config.splits, tokens, out), jnp.float32)
-    found = np.asarray(module.launch(codes, weight, config, shape, gated=gated), np.float32)
-    return found if gated else found.sum(0)
+    codes = quantized(x, format_for(weight, x.shape[0], config))
+    return (gated_product if gated else product)(module, codes, weight, config)
 
 
 @pytest.mark.parametrize("multiprocessors", [132, 3], ids=["pieces", "turns"])
@@ -51,10 +52,10 @@ def test_fp8_weights(
         method="hopper", rows=rows, tokens=128, num_stages=stages, splits=splits, pieces=4
     )
     expected = tokens_in_8_bits(x, weight) @ np.asarray(weight.dequantize()).T
-    found = product(hopper_bytes, x, weight, config, gated=False)
+    found = in_e4m3(hopper_bytes, x, weight, config, gated=False)
     assert relative_error(found, expected) < 1e-6
     if splits == 1:
-        both = product(hopper_bytes, x, weight, config, gated=True)
+        both = in_e4m3(hopper_bytes, x, weight, config, gated=True)
         assert relative_error(both, gating(expected)) < GATED
 
 
@@ -73,10 +74,10 @@ def test_weights_of_4_bits(
     tile, stages = (128, 6) if tokens <= 128 else (256, 4)
     config = Config(method="hopper", rows=128, tokens=tile, num_stages=stages, splits=splits)
     expected = tokens_in_8_bits(x, weight) @ np.asarray(weight.dequantize()).T
-    found = product(hopper, x, weight, config, gated=False)
+    found = in_e4m3(hopper, x, weight, config, gated=False)
     assert relative_error(found, expected) < BOUNDS[name]
     whole = Config(method="hopper", rows=128, tokens=tile, num_stages=stages)
-    both = product(hopper, x, weight, whole, gated=True)
+    both = in_e4m3(hopper, x, weight, whole, gated=True)
     assert relative_error(both, gating(expected)) < GATED + 1.5 * BOUNDS[name]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,7 +21,15 @@ from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, forma
 from jaxserve_kernels.quantized_matmul.e4m3.triton_convert import to_fp8
 from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
 from tests.emulated.errors import relative_error
-from tests.emulated.weights import WEIGHTS, exact, gating, tokens_and_weight, tokens_in_8_bits
+from tests.emulated.weights import (
+    WEIGHTS,
+    exact,
+    gated_product,
+    gating,
+    product,
+    tokens_and_weight,
+    tokens_in_8_bits,
+)
 
 OUT, DEPTH, TOKENS = 256, 512, 5
 
@@ -44,9 +53,9 @@ made = functools.partial(tokens_and_weight, TOKENS, OUT, DEPTH)
 @pytest.mark.parametrize("name", QUANTIZE)
 def test_products_with_unpacked_weights(name: str, config: Config) -> None:
     x, weight = made(QUANTIZE[name])
-    product = kernels.linear(x, weight, config, jnp.float32).sum(0)
-    assert relative_error(product, exact(x, weight)) < 1e-6
-    gated = kernels.gated_linear(x, weight, config)
+    found = product(kernels, x, weight, config)
+    assert relative_error(found, exact(x, weight)) < 1e-6
+    gated = gated_product(kernels, x, weight, replace(config, splits=1))
     assert relative_error(gated, gating(exact(x, weight))) < 1e-3
 
 
@@ -62,9 +71,10 @@ def test_products_in_e4m3(name: str, beforehand: bool) -> None:
     config = Config(method="e4m3", rows=128, splits=2, beforehand=beforehand)
     tokens = tokens_in_8_bits(x, weight)
     expected = tokens @ np.asarray(values.dequantize()).T
-    product = e4m3_products.linear(x, weight, config, jnp.float32).sum(0)
-    assert relative_error(product, expected) < bound(name, beforehand=beforehand)
-    gated = e4m3_products.gated_linear(x, weight, Config(method="e4m3", beforehand=beforehand))
+    found = product(e4m3_products, x, weight, config)
+    assert relative_error(found, expected) < bound(name, beforehand=beforehand)
+    config = Config(method="e4m3", beforehand=beforehand)
+    gated = gated_product(e4m3_products, x, weight, config)
     assert relative_error(gated, gating(expected)) < 0.04
 
 

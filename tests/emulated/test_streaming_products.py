@@ -20,7 +20,14 @@ from jaxserve_kernels.quantized_matmul import (
     triton_tall,
 )
 from tests.emulated.errors import relative_error
-from tests.emulated.weights import WEIGHTS, exact, gating, tokens_and_weight
+from tests.emulated.weights import (
+    WEIGHTS,
+    exact,
+    gated_product,
+    gating,
+    product,
+    tokens_and_weight,
+)
 
 GATED = 1e-3
 """Some sums are rounded to the other neighbour in bfloat16."""
@@ -35,9 +42,9 @@ def test_weights_of_every_format_stream(name: str, tokens: int) -> None:
     whole = replace(chosen, splits=1, num_stages=3)
     for each in (chosen, whole):
         with early.use():
-            product = triton_streaming.linear(x, weight, each, jnp.float32).sum(0)
-        assert relative_error(product, exact(x, weight)) < 1e-6
-    both = triton_streaming.gated_linear(x, weight, whole)
+            found = product(triton_streaming, x, weight, each)
+        assert relative_error(found, exact(x, weight)) < 1e-6
+    both = gated_product(triton_streaming, x, weight, whole)
     assert relative_error(both, gating(exact(x, weight))) < GATED
 
 
@@ -45,9 +52,9 @@ def test_weights_of_every_format_stream(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("name", ["int4", "int4-g64", "int4-g32", "int4-zeros"])
 def test_few_tokens(name: str, tokens: int) -> None:
     x, weight = tokens_and_weight(tokens, 256, 1152, WEIGHTS[name])
-    product = triton_few.linear(x, weight, config._few(1152, gated=False), jnp.float32).sum(0)
-    assert relative_error(product, exact(x, weight)) < 1e-6
-    both = triton_few.gated_linear(x, weight, config._few(1152, gated=True))
+    found = product(triton_few, x, weight, config._few(1152, gated=False))
+    assert relative_error(found, exact(x, weight)) < 1e-6
+    both = gated_product(triton_few, x, weight, config._few(1152, gated=True))
     assert relative_error(both, gating(exact(x, weight))) < GATED
 
 
@@ -59,7 +66,7 @@ def test_programs_that_share_a_tile_of_rows(
     """Of four multiprocessors: a ninth tile is shared by all, two by two each, four by nobody."""
     monkeypatch.setattr(config, "MULTIPROCESSORS", 4)
     x, weight = tokens_and_weight(40, out, 1024, WEIGHTS[name])
-    both = triton_sharing.gated_linear(x, weight, config._sharing(weight))
+    both = gated_product(triton_sharing, x, weight, config._sharing(weight))
     assert relative_error(both, gating(exact(x, weight))) < GATED
 
 
@@ -69,8 +76,8 @@ def test_the_output_matrix(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(triton_tall, "MULTIPROCESSORS", 2)
     x, weight = tokens_and_weight(tokens, 1408, 512, weights.quantize_int8)
     tall = config.Config(method="tall", rows=384, tokens=32 if tokens <= 32 else 64, num_stages=3)
-    product = triton_tall.linear(x, weight, tall, jnp.float32).sum(0)
-    assert relative_error(product, exact(x, weight)) < 1e-6
+    found = product(triton_tall, x, weight, tall)
+    assert relative_error(found, exact(x, weight)) < 1e-6
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 32])
@@ -80,7 +87,7 @@ def test_weights_in_bfloat16(tokens: int) -> None:
     weight = jnp.asarray(rng.standard_normal((256, 1024)) / 32, jnp.bfloat16)
     expected: Any = np.asarray(x, np.float32) @ np.asarray(weight, np.float32).T
     split = dense.Config(rows=64, depth=128, splits=2)
-    product = dense_streaming.linear(x, weight, split).sum(0)
-    assert relative_error(product, expected) < 1e-6
+    found = dense_streaming.linear(x, weight, split).sum(0)
+    assert relative_error(found, expected) < 1e-6
     both = dense_streaming.gated_linear(x, weight, split)
     assert relative_error(both, gating(expected)) < GATED

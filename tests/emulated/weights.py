@@ -56,6 +56,20 @@ def tokens_in_8_bits(x: jax.Array, weight: Any) -> np.ndarray[Any, Any]:
     return codes * np.asarray(tokens.scale)[:, None]
 
 
+def product(kernels: Any, x: Any, weight: Any, config: Config) -> np.ndarray[Any, Any]:
+    """The float32 sum of the parts that a module's kernel gives for tokens x [tokens, depth]."""
+    shape = (config.splits, x.shape[0], weight.shape[0])
+    out_type = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return np.asarray(kernels.launch(x, weight, config, out_type, gated=False)).sum(0)
+
+
+def gated_product(kernels: Any, x: Any, weight: Any, config: Config) -> np.ndarray[Any, Any]:
+    """What a module's kernel gives for a weight of gate and up, in float32."""
+    out_type = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0] // 2), jnp.bfloat16)
+    both = kernels.launch(x, weight, config, out_type, gated=True)
+    return np.asarray(both, np.float32)
+
+
 def exact(x: jax.Array, weight: Any) -> np.ndarray[Any, Any]:
     """The product with what the weight means, in float32."""
     return np.asarray(x, np.float32) @ np.asarray(weight.dequantize()).T

@@ -32,7 +32,9 @@ def linear(
     config = _config(x, weight, gated=False)
     if config is None:
         return dense_matmul.linear(plain(x), weight.dequantize().astype(x.dtype), dtype)
-    return _kernels(config).linear(x, weight, config, dtype)
+    shape = (config.splits, x.shape[0], weight.shape[0])
+    out_type = jax.ShapeDtypeStruct(shape, dtype if config.splits == 1 else jnp.float32)
+    return _kernels(config).launch(x, weight, config, out_type, gated=False)
 
 
 def gated_linear(x: Array | QuantizedTokens, weight: QuantizedWeight) -> Array:
@@ -40,7 +42,8 @@ def gated_linear(x: Array | QuantizedTokens, weight: QuantizedWeight) -> Array:
     config = _config(x, weight, gated=True)
     if config is None:
         return dense_matmul.gated_linear(plain(x), weight.dequantize().astype(x.dtype))
-    return _kernels(config).gated_linear(x, weight, config)
+    out_type = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0] // 2), x.dtype)
+    return _kernels(config).launch(x, weight, config, out_type, gated=True)
 
 
 def take_inputs(x: Array, order: Array) -> Array:
@@ -83,5 +86,9 @@ _MODULES: dict[Method, str] = {
 
 
 def _kernels(config: Config) -> Any:
-    """The module that launches the method; it needs Triton: only for GPUs."""
+    """The module that launches the method; it needs Triton: only for GPUs.
+
+    `launch(x, weight, config, out_type, gated=...)` is [config.splits, tokens, out], float32 where
+    there are several splits; or, gated, [tokens, ffn].
+    """
     return importlib.import_module(f"{__package__}.{_MODULES[config.method]}")

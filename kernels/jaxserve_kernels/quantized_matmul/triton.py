@@ -9,11 +9,9 @@ tile by splitting the input dimension; their float32 partial sums are added by w
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jax import Array
-from jax.typing import DTypeLike
 
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.triton_arguments import (
@@ -229,36 +227,25 @@ def store_gated(
     tl.store(out, gated.to(dtype), mask=token[None, :] < tokens)
 
 
-def linear(x: Array, weight: QuantizedWeight, config: Config, dtype: DTypeLike) -> Array:
-    """Partial sums [config.splits, tokens, out]: float32, or `dtype` where there is one part."""
+def launch(
+    x: Array,
+    weight: QuantizedWeight,
+    config: Config,
+    out_type: jax.ShapeDtypeStruct,
+    *,
+    gated: bool,
+) -> Array:
+    """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
-    n = weight.shape[0]
-    dtype = dtype if config.splits == 1 else jnp.float32
+    splits = {} if gated else {"SPLITS": config.splits}
     return triton_call(
         x, *arrays(weight), tokens,
-        kernel=_linear,
-        name=f"linear_{type(weight).__name__}",
-        out_type=jax.ShapeDtypeStruct((config.splits, tokens, n), dtype),
-        grid=(n // config.rows, config.splits, triton.cdiv(tokens, config.tokens)),
+        kernel=_gated if gated else _linear,
+        name=f"{'gated_' if gated else ''}linear_{type(weight).__name__}",
+        out_type=out_type,
+        grid=(weight.shape[0] // config.rows, config.splits, triton.cdiv(tokens, config.tokens)),
         num_warps=config.num_warps,
-        n=n, k=k, **kind(weight),
-        TOKENS=config.tokens, ROWS=config.rows, SPLITS=config.splits,
-        UNROLL=config.unroll, STAGES=config.num_stages,
-    )  # fmt: skip
-
-
-def gated_linear(x: Array, weight: QuantizedWeight, config: Config) -> Array:
-    """[tokens, ffn] in x's dtype; `config.splits` has no meaning here."""
-    tokens, k = x.shape
-    n = weight.shape[0] // 2
-    return triton_call(
-        x, *arrays(weight), tokens,
-        kernel=_gated,
-        name=f"gated_linear_{type(weight).__name__}",
-        out_type=jax.ShapeDtypeStruct((tokens, n), x.dtype),
-        grid=(2 * n // config.rows, 1, triton.cdiv(tokens, config.tokens)),
-        num_warps=config.num_warps,
-        n=n, k=k, **kind(weight),
-        TOKENS=config.tokens, ROWS=config.rows,
+        n=out_type.shape[-1], k=k, **kind(weight),
+        TOKENS=config.tokens, ROWS=config.rows, **splits,
         UNROLL=config.unroll, STAGES=config.num_stages,
     )  # fmt: skip

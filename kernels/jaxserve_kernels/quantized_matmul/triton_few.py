@@ -10,10 +10,8 @@ few: whoever reads them waits for each.
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import triton
 from jax import Array
-from jax.typing import DTypeLike
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -178,22 +176,10 @@ def _store(
     gl.store(out_ptr + token * n + row, values, mask=there)
 
 
-def linear(x: Array, weight: Int4Weight, config: Config, dtype: DTypeLike) -> Array:
-    """[config.splits, tokens, out]: float32 partial sums, or `dtype` where there is one part."""
-    dtype = dtype if config.splits == 1 else jnp.float32
-    shape = (config.splits, x.shape[0], weight.shape[0])
-    return _launch(x, weight, config, jax.ShapeDtypeStruct(shape, dtype), gated=False)
-
-
-def gated_linear(x: Array, weight: Int4Weight, config: Config) -> Array:
-    """[tokens, ffn] in x's dtype; `config.splits` must be 1."""
-    shape = (x.shape[0], weight.shape[0] // 2)
-    return _launch(x, weight, config, jax.ShapeDtypeStruct(shape, x.dtype), gated=True)
-
-
-def _launch(
+def launch(
     x: Array, weight: Int4Weight, config: Config, out_type: jax.ShapeDtypeStruct, *, gated: bool
 ) -> Array:
+    """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
     return triton_call(
         x, *arrays(weight),

@@ -13,6 +13,8 @@ to the next one, and so on.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -229,8 +231,15 @@ def _product(
     )  # fmt: skip
 
 
-def gated_linear(x: Array, weight: Int4Weight, config: Config) -> Array:
-    """[tokens, ffn] in x's dtype; `config.splits` must be 1."""
+def launch(
+    x: Array,
+    weight: Int4Weight,
+    config: Config,
+    out_type: jax.ShapeDtypeStruct,
+    *,
+    gated: Literal[True],
+) -> Array:
+    """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
     shares, programs = shares_of(weight.shape[0] // _ROWS.value, k // 128)
     partial = (programs, _ROWS.value, config.tokens) if shares > 1 else (1,)
@@ -239,13 +248,13 @@ def gated_linear(x: Array, weight: Int4Weight, config: Config) -> Array:
         kernel=_product,
         name="gated_linear_sharing_Int4Weight",
         out_type=(
-            jax.ShapeDtypeStruct((tokens, weight.shape[0] // 2), x.dtype),
+            out_type,
             jax.ShapeDtypeStruct(partial, jnp.float32),
             jax.ShapeDtypeStruct((programs,) if shares > 1 else (1,), jnp.int32),
         ),
         zeroed_outputs=(2,) if shares > 1 else (),
         grid=(programs,),
         num_warps=4,
-        tokens=tokens, n=weight.shape[0] // 2, k=k, **kind(weight),
+        tokens=tokens, n=out_type.shape[-1], k=k, **kind(weight),
         TOKENS=config.tokens, STAGES=config.num_stages, SHARES=shares,
     )[0]  # fmt: skip

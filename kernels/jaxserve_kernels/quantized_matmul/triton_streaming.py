@@ -9,9 +9,7 @@ registers, from where the tensor cores take them, a plane of inputs at a time.
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
@@ -229,20 +227,7 @@ def _store(
     gl.store(out_ptr + token * n + row, values, mask=there)
 
 
-def linear(x: Array, weight: QuantizedWeight, config: Config, dtype: DTypeLike) -> Array:
-    """[config.splits, tokens, out]: float32 partial sums, or `dtype` where there is one part."""
-    dtype = dtype if config.splits == 1 else jnp.float32
-    shape = (config.splits, x.shape[0], weight.shape[0])
-    return _launch(x, weight, config, jax.ShapeDtypeStruct(shape, dtype), gated=False)
-
-
-def gated_linear(x: Array, weight: QuantizedWeight, config: Config) -> Array:
-    """[tokens, ffn] in x's dtype; `config.splits` must be 1."""
-    shape = (x.shape[0], weight.shape[0] // 2)
-    return _launch(x, weight, config, jax.ShapeDtypeStruct(shape, x.dtype), gated=True)
-
-
-def _launch(
+def launch(
     x: Array,
     weight: QuantizedWeight,
     config: Config,
@@ -250,6 +235,7 @@ def _launch(
     *,
     gated: bool,
 ) -> Array:
+    """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
     return triton_call(
         x, *arrays(weight),

@@ -8,10 +8,11 @@ the tensor cores take them.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import triton
 from jax import Array
-from jax.typing import DTypeLike
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -121,8 +122,15 @@ def _store(sums, scale_ptr, out_ptr, block, tokens: gl.constexpr, n: gl.constexp
     gl.store(out_ptr + token * n + row[:, None], values, mask=(token < tokens) & (row < n)[:, None])
 
 
-def linear(x: Array, weight: Int8Weight, config: Config, dtype: DTypeLike) -> Array:
-    """[1, tokens, out] in `dtype`."""
+def launch(
+    x: Array,
+    weight: Int8Weight,
+    config: Config,
+    out_type: jax.ShapeDtypeStruct,
+    *,
+    gated: Literal[False],
+) -> Array:
+    """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
     n = weight.shape[0]
     blocks = config.rows // _ROWS.value
@@ -131,7 +139,7 @@ def linear(x: Array, weight: Int8Weight, config: Config, dtype: DTypeLike) -> Ar
         x, weight.packed, weight.scale,
         kernel=_product,
         name="linear_tall_Int8Weight",
-        out_type=jax.ShapeDtypeStruct((1, tokens, n), dtype),
+        out_type=out_type,
         grid=(min(groups, MULTIPROCESSORS),),
         num_warps=8,
         tokens=tokens, n=n, k=k,
