@@ -1,4 +1,4 @@
-"""Products with quantised weights on GPUs that do not multiply e4m3, compiled without one."""
+"""Quantised weights and caches on GPUs that know no e4m3, compiled without one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve_kernels import target, weights
+from jaxserve_kernels.kv_format import attend, named
 from jaxserve_kernels.matmul import gated_linear, linear
+from tests.kernels.kv_steps import EPS, LAYER, Sequences
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -23,6 +25,8 @@ FORMATS: dict[str, Callable[[Any], Any]] = {
     "nvfp4": weights.quantize_nvfp4,
     "mxfp4": weights.quantize_mxfp4,
 }
+
+A100 = target.Target("triton", 80, "NVIDIA A100-SXM4-80GB")
 
 
 @pytest.mark.parametrize("tokens", [8, 32, 200, 1000])
@@ -36,8 +40,27 @@ def test_products_of_any_number_of_tokens_compile_for_an_a100(name: str, tokens:
     def both(x: Any, weight: Any) -> tuple[Any, Any]:
         return linear(x, weight), gated_linear(x, weight)
 
-    with target.use(target.Target("triton", 80, "NVIDIA A100-SXM4-80GB")):
+    with target.use(A100):
         traced = jax.jit(both).trace(x, weight)
         traced.lower(lowering_platforms=("cuda",))
     kernels = "Weight" in str(traced.jaxpr)  # in their names
     assert kernels == (tokens <= 256 or name == "int8")
+
+
+@pytest.mark.parametrize(("counts", "tile_size"), [((1, 1), 1), ((20, 1), 16)])
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
+def test_caches_of_8_bits_compile_for_an_a100(
+    name: str, counts: tuple[int, int], tile_size: int
+) -> None:
+    """Decodes, and a chunk beside one."""
+    sequences = Sequences(lengths=(40, 70), page_size=64, head_dim=128, dtype="bfloat16")
+    step = sequences.step((3, 65), counts, tile_size, apart=tile_size > 1)
+    kv = named(name).allocate(sequences.shape, jnp.bfloat16)
+    qkv, tables = sequences.projections(step)
+
+    def attention(qkv: Any, kv: Any, tables: Any, step: Any) -> Any:
+        return attend(qkv, kv, LAYER, sequences.norms, tables, step, eps=EPS, tile_size=tile_size)
+
+    with target.use(A100):
+        traced = jax.jit(attention).trace(qkv, kv, tables, step)
+        traced.lower(lowering_platforms=("cuda",))

@@ -12,6 +12,7 @@ from jax import Array
 from jaxserve_kernels.attention_inputs.triton_parts import head_halves
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
+from jaxserve_kernels.target import compute_capability
 from jaxserve_kernels.triton_call import triton_call
 
 _MAX_HEADS = 8
@@ -24,13 +25,25 @@ def round_even(x):
 
 
 @triton.jit
-def bytes_of(low, high, given, FP8: tl.constexpr):
+def e4m3_byte(x, E4M3: tl.constexpr):
+    """Of the nearest e4m3 number, halves to even; for |x| <= 448. E4M3: the GPU can make those."""
+    if E4M3:
+        byte = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        byte = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # the bias corrected
+        near_zero = round_even(tl.abs(x) * 512.0).to(tl.int32)  # below 2 ** -6: steps of 2 ** -9
+        byte = tl.where(size < (121 << 23), near_zero, byte) | ((bits >> 24) & 0x80)
+    return byte
+
+
+@triton.jit
+def bytes_of(low, high, given, FP8: tl.constexpr, E4M3: tl.constexpr):
     """Halves of heads in 8 bits, and the heads' scales: those that are given, or int8's own."""
     if FP8:
-        fp8_low = tl.clamp(low / given[:, None], -448.0, 448.0).to(tl.float8e4nv)
-        fp8_high = tl.clamp(high / given[:, None], -448.0, 448.0).to(tl.float8e4nv)
-        low_byte = fp8_low.to(tl.uint8, bitcast=True).to(tl.int32)
-        high_byte = fp8_high.to(tl.uint8, bitcast=True).to(tl.int32)
+        low_byte = e4m3_byte(tl.clamp(low / given[:, None], -448.0, 448.0), E4M3)
+        high_byte = e4m3_byte(tl.clamp(high / given[:, None], -448.0, 448.0), E4M3)
         scales = given
     else:
         largest = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), axis=1)
@@ -46,7 +59,7 @@ def _write(
     qkv_ptr, words_ptr, scales_ptr, layer, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
     page_ptr, offset_ptr, q_ptr,
     num_pages, stride, parts: tl.constexpr, q_heads: tl.constexpr, kv_heads: tl.constexpr,
-    page_size: tl.constexpr, eps: tl.constexpr, FP8: tl.constexpr,
+    page_size: tl.constexpr, eps: tl.constexpr, FP8: tl.constexpr, E4M3: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -72,7 +85,7 @@ def _write(
         given = tl.full([HEADS], 1.0, tl.float32)
         if FP8:
             given = tl.load(scales_ptr + (layer * kv_heads + kv_head) * 2 + is_value)
-        low_byte, high_byte, scales = bytes_of(wide_low, wide_high, given, FP8)
+        low_byte, high_byte, scales = bytes_of(wide_low, wide_high, given, FP8, E4M3)
         if not FP8:
             tl.store(scales_ptr + row, scales)
         words = (low_byte | (high_byte << 8)).to(tl.int16)
@@ -106,7 +119,7 @@ def write[Cache: Int8KV | Fp8KV](
         num_warps=4,
         num_pages=num_pages, stride=tokens * width, parts=parts,
         q_heads=q_heads, kv_heads=kv_heads, page_size=page_size,
-        eps=eps, FP8=fp8, HEADS=heads, HALF=half,
+        eps=eps, FP8=fp8, E4M3=compute_capability() >= 89, HEADS=heads, HALF=half,
     )  # fmt: skip
     kv = kv._replace(words=jax.freeze(words))
     return q, kv if fp8 else kv._replace(scales=jax.freeze(scales))
