@@ -36,11 +36,11 @@ GATED = 1e-3
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 33, 64])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_of_every_format_stream(name: str, tokens: int) -> None:
-    """With whole turns and a rest, with parts and without."""
-    x, weight = tokens_and_weight(tokens, 256, 1152, WEIGHTS[name])
+    """Turns of one, two and four tiles, with a rest and without, of which few may be all."""
+    x, weight = tokens_and_weight(tokens, 256, 1536, WEIGHTS[name])
     chosen = config._streaming(weight, tokens, gated=False)
     whole = replace(chosen, splits=1, num_stages=3)
-    for each in (chosen, whole):
+    for each in (chosen, replace(chosen, splits=4), whole):  # of two, three and twelve tiles
         with early.use():
             found = product(triton_streaming, x, weight, each)
         assert relative_error(found, exact(x, weight)) < 1e-6
