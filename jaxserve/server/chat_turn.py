@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from jaxserve.server.errors import invalid
+from jaxserve.server.off_loop import INLINE_BYTES, off_loop
 from jaxserve.server.output.generation import Choice, Generation
 from jaxserve.server.output.output_parser import END_THINK, THINK, OutputParser
 from jaxserve.server.request.constraints import (
@@ -15,6 +16,7 @@ from jaxserve.server.request.constraints import (
     within_budget,
 )
 from jaxserve.server.request.params import (
+    check_token_ids,
     choice_requests,
     sampling_params,
     text_options,
@@ -27,14 +29,17 @@ from jaxserve.server.service import Service
 from jaxserve.structured import Thinking
 
 
-async def chat_generation(service: Service, fields: ChatRequest, request_id: str) -> Generation:
-    """One choice or several, each with a parser; nothing is submitted yet.
+async def chat_generation(
+    service: Service, fields: ChatRequest, request_id: str, size: int
+) -> Generation:
+    """One choice or several, each with a parser; nothing is submitted yet. `size`: of the body.
 
     Raises ApiError, naming the fields of `ChatRequest`.
     """
     limits, tokenizer = service.engine.limits, service.tokenizer
     begun = time.perf_counter()
-    prompt = await chat_prompt(fields, service.template, tokenizer, limits)
+    long = size > INLINE_BYTES
+    prompt = await off_loop(long, chat_prompt, fields, service.template, tokenizer)
     tokenizing = time.perf_counter() - begun
     asked = _asked(fields)
     ids = truncated(prompt.ids, asked, fields, limits)
@@ -47,6 +52,7 @@ async def chat_generation(service: Service, fields: ChatRequest, request_id: str
         eos_token_ids=tokenizer.eos_token_ids,
         guide=avoided(service, fields),
     )
+    check_token_ids(ids, limits, "messages")
     thinking = _thinking(service, fields, prompt)
     constraint = tool_constraint(fields, dict(tokenizer.markers)) or text_constraint(fields)
     params = await constrained(service, params, constraint, thinking)

@@ -10,7 +10,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.metrics.metrics import CONTENT_TYPE
 from jaxserve.server.errors import ApiError, json_response
 from jaxserve.server.openapi import document
-from jaxserve.server.request.parse import parse, read_json
+from jaxserve.server.request.parse import read_fields
 from jaxserve.server.request.schema import EmbeddingsRequest
 from jaxserve.server.service import SERVICE, Service
 from jaxserve.server.shapes import Health, Load, Model, ModelList, Readiness, Version
@@ -104,7 +104,7 @@ async def retrieve_model(request: web.Request) -> web.Response:
 async def embeddings(request: web.Request) -> web.Response:
     """What is served here generates text: a clear no, for a model that is known or not."""
     service = request.app[SERVICE]
-    fields, _ = parse(await read_json(request), EmbeddingsRequest)
+    fields = (await read_fields(request, EmbeddingsRequest)).fields
     name = service.model_name(fields.model)
     raise ApiError(
         404,

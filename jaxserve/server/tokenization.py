@@ -6,15 +6,16 @@ import msgspec
 from aiohttp import web
 
 from jaxserve.server.errors import json_response
+from jaxserve.server.off_loop import INLINE_BYTES, off_loop
 from jaxserve.server.output.logprobs import token_text
 from jaxserve.server.reply import ignored_header
 from jaxserve.server.request.params import check_token_ids
 from jaxserve.server.request.parse import parse, read_json
 from jaxserve.server.request.prompts import chat_prompt
 from jaxserve.server.request.schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
-from jaxserve.server.service import SERVICE
+from jaxserve.server.service import SERVICE, Service
 from jaxserve.server.shapes import Detokenized, Tokenized
-from jaxserve.tokenizer import decode, encode_off_loop
+from jaxserve.tokenizer import decode
 
 
 class _Messages(msgspec.Struct):
@@ -23,35 +24,43 @@ class _Messages(msgspec.Struct):
 
 async def tokenize(request: web.Request) -> web.Response:
     """The tokens of a text, or of the prompt that a chat would have."""
-    service = request.app[SERVICE]
-    body = await read_json(request)
-    if _has_messages(body):
-        fields, ignored = parse(body, TokenizeChatRequest)
-        service.model_name(fields.model)
-        limits = service.engine.limits
-        ids = (await chat_prompt(fields, service.template, service.tokenizer, limits)).ids
-    else:
-        fields, ignored = parse(body, TokenizeRequest)
-        service.model_name(fields.model)
-        ids = await encode_off_loop(service.tokenizer, fields.prompt)
+    service, body = request.app[SERVICE], await read_json(request)
+    answer, ignored = await off_loop(len(body) > INLINE_BYTES, _tokenized, service, body)
+    return json_response(answer, headers=ignored_header(service, ignored))
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """The text of tokens, markers included."""
+    service, body = request.app[SERVICE], await read_json(request)
+    answer, ignored = await off_loop(len(body) > INLINE_BYTES, _detokenized, service, body)
+    return json_response(answer, headers=ignored_header(service, ignored))
+
+
+def _tokenized(service: Service, body: bytes) -> tuple[Tokenized, tuple[str, ...]]:
     tokenizer = service.tokenizer
+    if _has_messages(body):
+        fields, ignored, _ = parse(body, TokenizeChatRequest)
+        service.model_name(fields.model)
+        ids = chat_prompt(fields, service.template, tokenizer).ids
+    else:
+        fields, ignored, _ = parse(body, TokenizeRequest)
+        service.model_name(fields.model)
+        ids = tokenizer.encode(fields.prompt)
     answer = Tokenized(
         count=len(ids),
         max_model_len=service.engine.limits.max_model_len,
         tokens=ids,
         token_strs=[token_text(tokenizer, i) for i in ids] if fields.return_token_strs else None,
     )
-    return json_response(answer, headers=ignored_header(service, ignored))
+    return answer, ignored
 
 
-async def detokenize(request: web.Request) -> web.Response:
-    """The text of tokens, markers included."""
-    service = request.app[SERVICE]
-    fields, ignored = parse(await read_json(request), DetokenizeRequest)
+def _detokenized(service: Service, body: bytes) -> tuple[Detokenized, tuple[str, ...]]:
+    fields, ignored, _ = parse(body, DetokenizeRequest)
     service.model_name(fields.model)
     check_token_ids(fields.tokens, service.engine.limits, "tokens")
     text = decode(service.tokenizer, fields.tokens, skip_special=False)
-    return json_response(Detokenized(prompt=text), headers=ignored_header(service, ignored))
+    return Detokenized(prompt=text), ignored
 
 
 def _has_messages(body: bytes) -> bool:

@@ -6,11 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from jaxserve.structured.worker import GrammarError
 
+MAX_SOURCE = 256 * 1024
+"""Characters of a grammar."""
 MAX_CALLS = 16
 """Tool calls in one answer whose calls are forced: a small model might never stop."""
 
@@ -32,6 +35,7 @@ def json_object() -> str:
 
 
 def json_schema(schema: Mapping[str, Any]) -> str:
+    _check_size(schema)
     return LLMatcher.grammar_from_json_schema(dict(schema), overrides=_JSON_OPTIONS)
 
 
@@ -79,6 +83,7 @@ def tool_calls(
         f'call: {marker("<tool_call>")} "\\n" ({bodies}) "\\n" {marker("</tool_call>")}',
     ]
     for index, (name, parameters) in enumerate(tools):
+        _check_size(parameters)
         head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
         schema = {"type": "object", **parameters, "x-guidance": _JSON_OPTIONS}
         lines += [
@@ -86,6 +91,16 @@ def tool_calls(
             f"arguments_{index}: %json {json.dumps(schema)}",
         ]
     return LLMatcher.grammar_from_lark("\n".join(lines))
+
+
+def _check_size(schema: Mapping[str, Any]) -> None:
+    """Before it is written out in a way that takes twenty times as long, and holds Python's lock.
+
+    Raises:
+      GrammarError: it is larger than any grammar may be.
+    """
+    if (size := len(msgspec.json.encode(schema))) > MAX_SOURCE:
+        raise GrammarError(f"it has {size} bytes, the most are {MAX_SOURCE}")
 
 
 def _literal(text: str) -> str:

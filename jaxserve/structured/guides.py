@@ -14,11 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from jaxserve.structured.grammars import MAX_SOURCE
 from jaxserve.structured.worker import GrammarError, Job, MaskWorker
 from jaxserve.tokenizer import Tokenizer
 
-MAX_SOURCE = 256 * 1024
-"""Characters of a grammar."""
 COMPILE_SECONDS = 10.0
 CACHE_ENTRIES = 128
 CACHE_CHARS = 4 * 1024 * 1024

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
@@ -17,11 +16,7 @@ __all__ = [
     "StopStrings",
     "Tokenizer",
     "decode",
-    "encode_off_loop",
 ]
-
-INLINE_CHARS = 8192
-"""Longer texts are encoded in a thread: 8 KiB take about 1.5 ms, a hop to a thread 0.1 ms."""
 
 
 @runtime_checkable
@@ -66,10 +61,3 @@ class Tokenizer(Protocol):
     def token_bytes(self, token: int) -> bytes:
         """UTF-8 of one token, perhaps a part of a character; empty for ids it does not know."""
         ...
-
-
-async def encode_off_loop(tokenizer: Tokenizer, text: str, breaker: str = "") -> list[int]:
-    """Encode without holding up the event loop for more than a millisecond or two."""
-    if len(text) <= INLINE_CHARS:
-        return tokenizer.encode(text, breaker)
-    return await asyncio.to_thread(tokenizer.encode, text, breaker)

@@ -95,7 +95,7 @@ class HfTokenizer:
         return known
 
     def _encode_plain(self, text: str) -> array[int] | list[int]:
-        if len(text) < CACHE_MIN_CHARS:
+        if not CACHE_MIN_CHARS <= len(text) <= CACHE_TOTAL_CHARS:
             return self._merge(text)
         ids = self._cache.get(text)
         if ids is None:
@@ -129,7 +129,7 @@ class _SegmentCache:
 
     def put(self, text: str, ids: array[int]) -> None:
         with self._lock:
-            if text in self._entries or len(text) > CACHE_TOTAL_CHARS:
+            if text in self._entries:
                 return
             self._entries[text] = ids
             self._chars += len(text)

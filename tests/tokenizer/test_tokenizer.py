@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
-import threading
-from array import array
 from pathlib import Path
 
 import pytest
@@ -22,7 +19,6 @@ from jaxserve.tokenizer import (
     StopStrings,
     Tokenizer,
     decode,
-    encode_off_loop,
 )
 from jaxserve.tokenizer.chat_template import ChatTemplate
 from jaxserve_checkpoints.resolve import embedded_model
@@ -91,13 +87,14 @@ def test_texts_that_were_not_seen_for_longest_are_encoded_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("jaxserve.tokenizer.huggingface.CACHE_TOTAL_CHARS", 2500)
-    cache = tiny_tokenizer()._cache  # pyright: ignore[reportPrivateUsage]
+    tokenizer = tiny_tokenizer()
+    cache = tokenizer._cache  # pyright: ignore[reportPrivateUsage]
     old, used, new, long = ("a" * 1000, "b" * 1000, "c" * 1000, "d" * 2501)
     for text in (used, old):
-        cache.put(text, array("I", [1]))
+        tokenizer.encode(text)
     assert cache.get(used) is not None
     for text in (new, long):
-        cache.put(text, array("I", [2]))
+        tokenizer.encode(text)
     kept = [text for text in (old, used, new, long) if cache.get(text) is not None]
     assert kept == [used, new]
 
@@ -219,20 +216,6 @@ def test_a_template_that_is_no_text_is_refused_with_its_file(tmp_path: Path) -> 
         HfTokenizer.from_folder(folder_with_template(tmp_path, {"a": "b"}))
     with pytest.raises(ConfigError, match=r"chat_template.jinja: cannot be read: it is not UTF-8"):
         HfTokenizer.from_folder(folder_with_template(tmp_path, None, b"\xff"))
-
-
-async def test_long_texts_are_encoded_off_the_event_loop() -> None:
-    go_on = threading.Event()
-
-    class Held(ByteTokenizer):
-        def encode(self, text: str, breaker: str = "") -> list[int]:
-            assert go_on.wait(60), "the loop was held up"
-            return super().encode(text, breaker)
-
-    encoding = asyncio.create_task(encode_off_loop(Held(), "x" * 10_000))
-    await asyncio.sleep(0)  # it has begun
-    go_on.set()
-    assert len(await encoding) == 10_000
 
 
 @needs_qwen3

@@ -14,10 +14,11 @@ from jaxserve.server.messages.schema import (
     MessagesRequest,
 )
 from jaxserve.server.messages.translate import NAMES, prompt_to_chat, to_chat
+from jaxserve.server.off_loop import INLINE_BYTES, PARSED_INLINE_BYTES, off_loop
 from jaxserve.server.reply import Arrival, answer, ignored_header
-from jaxserve.server.request.parse import parse, read_json
+from jaxserve.server.request.parse import read_fields
 from jaxserve.server.request.prompts import chat_prompt
-from jaxserve.server.service import SERVICE
+from jaxserve.server.service import SERVICE, Service
 from jaxserve.server.shapes import CountedTokens
 
 
@@ -25,10 +26,11 @@ async def messages(request: web.Request) -> web.StreamResponse:
     arrival = Arrival(service=request.app[SERVICE], request=request)
     service = arrival.service
     service.check_accepting()
-    fields, ignored = parse(await read_json(request), MessagesRequest, REJECTED, SILENT)
+    fields, ignored, size = await read_fields(request, MessagesRequest, REJECTED, SILENT)
     model = service.model_name(fields.model)
     with renamed(NAMES):
-        generation = await chat_generation(service, to_chat(fields), f"msg_{arrival.id}")
+        chat = await off_loop(size > PARSED_INLINE_BYTES, to_chat, fields)
+        generation = await chat_generation(service, chat, f"msg_{arrival.id}", size)
     reply = MessagesReply(arrival=arrival, model=model, generation=generation)
     if fields.output_config is not None and fields.output_config.effort is not None:
         ignored += ("output_config.effort",)
@@ -37,11 +39,13 @@ async def messages(request: web.Request) -> web.StreamResponse:
 
 async def count_tokens(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
-    fields, ignored = parse(await read_json(request), CountTokensRequest, REJECTED, SILENT)
+    fields, ignored, size = await read_fields(request, CountTokensRequest, REJECTED, SILENT)
     service.model_name(fields.model)
     with renamed(NAMES):
-        prompt = await chat_prompt(
-            prompt_to_chat(fields), service.template, service.tokenizer, service.engine.limits
-        )
-    headers = ignored_header(service, ignored)
-    return json_response(CountedTokens(input_tokens=len(prompt.ids)), headers=headers)
+        counted = await off_loop(size > INLINE_BYTES, _counted, service, fields)
+    return json_response(counted, headers=ignored_header(service, ignored))
+
+
+def _counted(service: Service, fields: CountTokensRequest) -> CountedTokens:
+    prompt = chat_prompt(prompt_to_chat(fields), service.template, service.tokenizer)
+    return CountedTokens(input_tokens=len(prompt.ids))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, Literal
 
 from jaxserve.server.errors import invalid
@@ -74,18 +75,19 @@ def _translated(message: InputMessage) -> list[chat.Message]:
     if message.role == "assistant":
         return [_assistant(message.content)]
     messages: list[chat.Message] = []
-    for block in message.content:
-        if isinstance(block, ToolResultBlock):
-            content = _text(block.content or "")
-            messages.append(
-                chat.Message(role="tool", tool_call_id=block.tool_use_id, content=content)
-            )
-        elif isinstance(block, TextBlock):
-            if messages and messages[-1].role == message.role:
-                messages[-1].content = f"{messages[-1].content}{block.text}"
-            else:
-                messages.append(chat.Message(role=message.role, content=block.text))
+    shown = [block for block in message.content if isinstance(block, ToolResultBlock | TextBlock)]
+    for kind, together in groupby(shown, type):
+        if kind is TextBlock:
+            text = "".join(block.text for block in together if isinstance(block, TextBlock))
+            messages.append(chat.Message(role=message.role, content=text))
+        else:
+            messages += [_result(block) for block in together if isinstance(block, ToolResultBlock)]
     return messages
+
+
+def _result(block: ToolResultBlock) -> chat.Message:
+    content = _text(block.content or "")
+    return chat.Message(role="tool", tool_call_id=block.tool_use_id, content=content)
 
 
 def _assistant(blocks: Sequence[Any]) -> chat.Message:

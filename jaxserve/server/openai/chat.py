@@ -9,7 +9,7 @@ from jaxserve.server.middleware import take_request_id
 from jaxserve.server.openai.chat_reply import ChatReply
 from jaxserve.server.openai.reply import check_stream_options
 from jaxserve.server.reply import Arrival, answer
-from jaxserve.server.request.parse import parse, read_json
+from jaxserve.server.request.parse import read_fields
 from jaxserve.server.request.schema import ChatRequest
 from jaxserve.server.service import SERVICE
 
@@ -18,11 +18,11 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     arrival = Arrival(service=request.app[SERVICE], request=request)
     service = arrival.service
     service.check_accepting()
-    fields, ignored = parse(await read_json(request), ChatRequest)
+    fields, ignored, size = await read_fields(request, ChatRequest)
     take_request_id(request, fields.request_id)
     model = service.model_name(fields.model)
     options = check_stream_options(service, fields)
-    generation = await chat_generation(service, fields, f"chatcmpl-{arrival.id}")
+    generation = await chat_generation(service, fields, f"chatcmpl-{arrival.id}", size)
     reply = ChatReply(
         arrival=arrival, model=model, generation=generation, options=options, fields=fields
     )

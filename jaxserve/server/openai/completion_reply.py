@@ -39,10 +39,9 @@ class CompletionReply(OpenAIReply):
         )
         self._num_prompt_logprobs = fields.prompt_logprobs
         self._num_echoed = fields.logprobs if fields.echo else None
-        per_prompt = len(generation.choices) // max(1, len(echoes))
+        per_prompt = len(generation.choices) // len(echoes)
         self._states = [
-            _ChoiceState(echoes[c.index // per_prompt] if echoes else "", self._tokenizer)
-            for c in generation.choices
+            _ChoiceState(echoes[c.index // per_prompt], self._tokenizer) for c in generation.choices
         ]
 
     def events(self, delta: Delta) -> bytes:

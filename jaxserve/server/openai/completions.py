@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import NamedTuple
 
 from aiohttp import web
 
-from jaxserve.api import EngineLimits
+from jaxserve.api import SamplingParams
 from jaxserve.server.errors import invalid
 from jaxserve.server.middleware import take_request_id
+from jaxserve.server.off_loop import INLINE_BYTES, off_loop
 from jaxserve.server.openai.completion_reply import CompletionReply
 from jaxserve.server.openai.reply import check_stream_options
 from jaxserve.server.output.generation import Choice, Generation
 from jaxserve.server.reply import Arrival, answer
 from jaxserve.server.request.constraints import avoided, constrained, text_constraint, within_budget
 from jaxserve.server.request.params import (
+    check_token_ids,
     choice_requests,
     num_choices,
     sampling_params,
@@ -23,10 +26,11 @@ from jaxserve.server.request.params import (
     tokens_to_generate,
     truncated,
 )
-from jaxserve.server.request.parse import parse, read_json
-from jaxserve.server.request.prompts import Prompt, completion_prompts
+from jaxserve.server.request.parse import read_fields
+from jaxserve.server.request.prompts import completion_prompts
 from jaxserve.server.request.schema import MAX_SEQUENCES, CompletionRequest
-from jaxserve.server.service import SERVICE
+from jaxserve.server.service import SERVICE, Service
+from jaxserve.tokenizer import decode
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -35,30 +39,20 @@ async def completions(request: web.Request) -> web.StreamResponse:
     arrival = Arrival(service=request.app[SERVICE], request=request)
     service = arrival.service
     service.check_accepting()
-    fields, ignored = parse(await read_json(request), CompletionRequest)
+    fields, ignored, size = await read_fields(request, CompletionRequest)
     take_request_id(request, fields.request_id)
     model = service.model_name(fields.model)
     options = check_stream_options(service, fields)
-    asked = _asked(fields)
     begun = time.perf_counter()
-    prompts = await completion_prompts(fields.prompt, service.tokenizer, service.engine.limits)
+    prompts = await off_loop(size > INLINE_BYTES, _prompts, service, fields)
     tokenizing = time.perf_counter() - begun
-    prompts = [_shortened(prompt, fields, service.engine.limits) for prompt in prompts]
-    if (count := len(prompts) * num_choices(fields)) > MAX_SEQUENCES:
-        raise invalid(
-            f"prompts times n must be at most {MAX_SEQUENCES} in one request, got {count}",
-            param="n",
-        )
+    choices = await _choices(arrival, fields, prompts)
     reply = CompletionReply(
         arrival=arrival,
         model=model,
-        generation=Generation(
-            await _choices(arrival, fields, prompts, asked),
-            num_choices(fields),
-            tokenizing=tokenizing,
-        ),
+        generation=Generation(choices, num_choices(fields), tokenizing=tokenizing),
         options=options,
-        echoes=[p.spelled(service.tokenizer) for p in prompts] if fields.echo else [],
+        echoes=[prompt.echo for prompt in prompts],
         fields=fields,
     )
     return await answer(
@@ -66,38 +60,68 @@ async def completions(request: web.Request) -> web.StreamResponse:
     )
 
 
+class _Prompt(NamedTuple):
+    ids: list[int]
+    max_tokens: int
+    echo: str
+    """What the output begins with."""
+
+
+def _prompts(service: Service, fields: CompletionRequest) -> list[_Prompt]:
+    """Those of the request, as far as they are kept, with what each has room for."""
+    limits, asked = service.engine.limits, _asked(fields)
+    given = completion_prompts(fields.prompt, service.tokenizer)
+    if (count := len(given) * num_choices(fields)) > MAX_SEQUENCES:
+        raise invalid(
+            f"prompts times n must be at most {MAX_SEQUENCES} in one request, got {count}",
+            param="n",
+        )
+    prompts: list[_Prompt] = []
+    for ids, text in given:
+        kept = truncated(ids, asked, fields, limits)
+        max_tokens = tokens_to_generate(asked, len(kept), limits)
+        check_token_ids(kept, limits, "prompt")
+        if text is None or len(kept) < len(ids):
+            text = decode(service.tokenizer, kept, skip_special=False) if fields.echo else ""
+        prompts.append(_Prompt(kept, max_tokens, text if fields.echo else ""))
+    return prompts
+
+
 async def _choices(
-    arrival: Arrival, fields: CompletionRequest, prompts: list[Prompt], asked: int
+    arrival: Arrival, fields: CompletionRequest, prompts: list[_Prompt]
 ) -> list[Choice]:
     service = arrival.service
-    constraint = text_constraint(fields)
-    limits = service.engine.limits
     options = text_options(fields)._replace(prompt_only=fields.max_tokens == 0)
     if fields.echo and fields.logprobs is not None:
         # Clients that score prompts cut the last token off, whatever it is.
         options = options._replace(stop_token_logprobs=True)
-    guide = avoided(service, fields)
+    of_all = await _params(service, fields, min(prompt.max_tokens for prompt in prompts))
     choices: list[Choice] = []
-    for position, prompt in enumerate(prompts):
-        params = sampling_params(
-            fields,
-            max_tokens=tokens_to_generate(asked, len(prompt.ids), limits),
-            logprobs=fields.logprobs,
-            defaults=service.config.sampling_defaults,
-            limits=limits,
-            eos_token_ids=service.tokenizer.eos_token_ids,
-            guide=guide,
-        )
-        if fields.echo and fields.logprobs is not None:
-            most = max(fields.logprobs, params.prompt_logprobs or 0)
-            params = replace(params, prompt_logprobs=most)
-        params = await constrained(service, params, constraint)
-        if constraint is None:  # else the text is of the grammar: no thoughts, no end of them
-            params = within_budget(service, params, fields, prompt.ids)
-        requests = choice_requests(f"cmpl-{arrival.id}-{position}", prompt.ids, params, fields)
+    for position, (ids, max_tokens, _) in enumerate(prompts):
+        params = replace(of_all, max_tokens=max_tokens)
+        if text_constraint(fields) is None:  # else the text is of the grammar: it has no thoughts
+            params = within_budget(service, params, fields, ids)
+        requests = choice_requests(f"cmpl-{arrival.id}-{position}", ids, params, fields)
         for request in requests:
             choices.append(Choice(len(choices), request, service.tokenizer, options))
     return choices
+
+
+async def _params(service: Service, fields: CompletionRequest, max_tokens: int) -> SamplingParams:
+    """What all prompts have in common. `max_tokens`: of the one that has the least room."""
+    params = sampling_params(
+        fields,
+        max_tokens=max_tokens,
+        logprobs=fields.logprobs,
+        defaults=service.config.sampling_defaults,
+        limits=service.engine.limits,
+        eos_token_ids=service.tokenizer.eos_token_ids,
+        guide=avoided(service, fields),
+    )
+    if fields.echo and fields.logprobs is not None:
+        most = max(fields.logprobs, params.prompt_logprobs or 0)
+        params = replace(params, prompt_logprobs=most)
+    return await constrained(service, params, text_constraint(fields))
 
 
 def _asked(fields: CompletionRequest) -> int:
@@ -110,8 +134,3 @@ def _asked(fields: CompletionRequest) -> int:
             f"max_tokens: Expected `int` {bound}, got {fields.max_tokens}", param="max_tokens"
         )
     return max(1, fields.max_tokens)
-
-
-def _shortened(prompt: Prompt, fields: CompletionRequest, limits: EngineLimits) -> Prompt:
-    ids = truncated(prompt.ids, _asked(fields), fields, limits)
-    return prompt if len(ids) == len(prompt.ids) else Prompt(ids, None)

@@ -105,10 +105,11 @@ def choice_requests(
     request_id: str, prompt: Sequence[int], params: SamplingParams, fields: GenerationFields
 ) -> list[Request]:
     """One request per choice. Its seed depends on nothing but the request's and its index."""
+    ids = tuple(prompt)
     return [
         Request(
             id=f"{request_id}-{index}",
-            prompt=tuple(prompt),
+            prompt=ids,
             params=replace(params, seed=choice_seed(fields.seed, index)),
             priority=level_of(fields),
             cache_salt=fields.cache_salt or "",

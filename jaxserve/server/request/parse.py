@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Set
+from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
@@ -11,19 +12,36 @@ from aiohttp import web
 from msgspec import Struct
 
 from jaxserve.server.errors import ApiError, invalid
+from jaxserve.server.off_loop import PARSED_INLINE_BYTES, off_loop
 from jaxserve.server.request.schema import FREE_FORM, field_names
 from jaxserve.server.request.unsupported import INSTEAD, REJECTED, SILENT, Harmless
 from jaxserve.server.request.validation import not_json, wrong_field
 from jaxserve.server.service import SERVICE
 
 MAX_DEPTH = 64
+MAX_IGNORED = 256
+"""Fields without effect of one request that are told of."""
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class Parsed[T](NamedTuple):
     fields: T
     ignored: tuple[str, ...]
-    """Fields that nothing here knows, those inside of others as `field.inner`."""
+    """Fields that nothing here knows, those inside of others as `field.inner`: the first ones."""
+    size: int
+    """Bytes of the body."""
+
+
+async def read_fields[T: Struct](
+    request: web.Request,
+    kind: type[T],
+    rejected: Mapping[str, Harmless] = REJECTED,
+    silent: Set[str] = SILENT,
+) -> Parsed[T]:
+    """The body's fields; see `parse`."""
+    body = await read_json(request)
+    long = len(body) > PARSED_INLINE_BYTES
+    return await off_loop(long, parse, body, kind, rejected, silent)
 
 
 async def read_json(request: web.Request) -> bytes:
@@ -78,7 +96,8 @@ def parse[T: Struct](
         raise _too_deep(None) from None
     for name in FREE_FORM & names:
         _check_depth(getattr(fields, name), name)
-    return Parsed(fields, tuple(name for name in ignored if name not in silent))
+    told = (name for name in ignored if name not in silent)
+    return Parsed(fields, tuple(islice(told, MAX_IGNORED)), len(body))
 
 
 def _holds_fields(value: Any) -> bool:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from jaxserve.api import EngineLimits
 from jaxserve.config import TEMPLATE_VARIABLES
 from jaxserve.server.errors import invalid
-from jaxserve.server.request.params import check_token_ids
 from jaxserve.server.request.schema import (
     MAX_PROMPTS,
     ChatRequest,
@@ -20,8 +17,8 @@ from jaxserve.server.request.schema import (
     Tool,
 )
 from jaxserve.server.request.validation import wrong_field
-from jaxserve.tokenizer import INLINE_CHARS, Tokenizer, decode, encode_off_loop
-from jaxserve.tokenizer.chat_template import ChatTemplate, Rendered, TemplateError
+from jaxserve.tokenizer import Tokenizer
+from jaxserve.tokenizer.chat_template import ChatTemplate, TemplateError
 
 
 class Prompt(NamedTuple):
@@ -29,12 +26,9 @@ class Prompt(NamedTuple):
     text: str | None
     """As the client wrote it; None if it sent token ids."""
 
-    def spelled(self, tokenizer: Tokenizer) -> str:
-        return decode(tokenizer, self.ids, skip_special=False) if self.text is None else self.text
 
-
-async def completion_prompts(
-    prompt: str | list[str | int | list[int]], tokenizer: Tokenizer, limits: EngineLimits
+def completion_prompts(
+    prompt: str | list[str | int | list[int]], tokenizer: Tokenizer
 ) -> list[Prompt]:
     """One text, several texts, one list of ids or several: each becomes one prompt.
 
@@ -43,12 +37,11 @@ async def completion_prompts(
     prompts: list[Prompt] = []
     for item in _separate(prompt):
         if isinstance(item, str):
-            prompts.append(Prompt(await encode_off_loop(tokenizer, item), item))
+            prompts.append(Prompt(tokenizer.encode(item), item))
         else:
             prompts.append(Prompt(item, None))
         if not prompts[-1].ids:
             raise invalid("the prompt is empty", param="prompt")
-        check_token_ids(prompts[-1].ids, limits, "prompt")
     return prompts
 
 
@@ -73,11 +66,8 @@ class ChatPrompt(NamedTuple):
     """The last characters: whether the template opened or closed a `<think>` block."""
 
 
-async def chat_prompt(
-    request: ChatRequest,
-    template: ChatTemplate | None,
-    tokenizer: Tokenizer,
-    limits: EngineLimits,
+def chat_prompt(
+    request: ChatRequest, template: ChatTemplate | None, tokenizer: Tokenizer
 ) -> ChatPrompt:
     """The template applied to a chat, as token ids.
 
@@ -87,27 +77,19 @@ async def chat_prompt(
         raise invalid("this model has no chat template; use /v1/completions", param="messages")
     messages = [_plain_message(i, message) for i, message in enumerate(request.messages)]
     _check_ending(request)
-    variables = _template_variables(request)
-    tools = _checked_tools(request)
-
-    def render() -> Rendered:
-        return template.render(
+    try:
+        rendered = template.render(
             messages,
-            tools=tools,
+            tools=_checked_tools(request),
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final=bool(request.continue_final_message),
-            variables=variables,
+            variables=_template_variables(request),
         )
-
-    try:
-        long = sum(len(str(message["content"])) for message in messages) > INLINE_CHARS
-        rendered = await asyncio.to_thread(render) if long else render()
     except TemplateError as error:
         raise invalid(str(error), param="messages", code="chat_template_error") from None
-    ids = await encode_off_loop(tokenizer, rendered.text, rendered.breaker)
+    ids = tokenizer.encode(rendered.text, rendered.breaker)
     if not ids:
         raise invalid("the prompt is empty", param="messages")
-    check_token_ids(ids, limits, "messages")
     return ChatPrompt(ids, rendered.text[-32:])
 
 

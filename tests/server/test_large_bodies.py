@@ -1,0 +1,109 @@
+"""While a large request is read the event loop goes on: other streams must not wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import io
+import threading
+import time
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from tests.fakes import FakeEngine, tiny_tokenizer
+from tests.server.conftest import MODEL, Serve
+
+MANY = 40_000
+PART = {"type": "text", "text": "a"}
+CALL = {"function": {"name": "f", "arguments": "{}"}}
+ITEM = {"role": "user", "content": [{"type": "input_text", "text": "a"}] * MANY}
+MESSAGE = {"role": "user", "content": "a"}
+LONG_TOOL = {"type": "function", "function": {"name": "f", "description": "x" * 10_000}}
+
+
+def chat(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "max_tokens": 1, "messages": list(messages), **fields}
+
+
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "parts": ("/v1/chat/completions", chat({"role": "user", "content": [PART] * MANY})),
+    "calls": ("/v1/chat/completions", chat({"role": "assistant", "tool_calls": [CALL] * MANY})),
+    "unknown fields": (
+        "/v1/chat/completions",
+        chat({**MESSAGE, **{f"f{i}": 1 for i in range(3 * MANY)}}),
+    ),
+    "other unknown fields": (
+        "/v1/completions",
+        {"prompt": "a", **{f"f{i}": 1 for i in range(3 * MANY)}},
+    ),
+    "blocks": ("/v1/messages", chat({"role": "user", "content": [PART] * MANY})),
+    "system": ("/v1/messages/count_tokens", {**chat(MESSAGE), "system": [PART] * MANY}),
+    "items": ("/v1/responses", {"input": [ITEM]}),
+    "tokens": ("/detokenize", {"tokens": [65] * 20 * MANY}),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_the_loop_is_held_up_for_a_small_part_of_the_time(serve: Serve, name: str) -> None:
+    path, body = BODIES[name]
+    url = await serve(FakeEngine())
+    gc.freeze()  # as in production: a collection would look at all that other tests have left
+    sent = io.BytesIO(msgspec.json.encode(body))
+    headers = {"Content-Type": "application/json"}
+    longest = 0.0
+
+    async def look_at_the_clock() -> None:
+        nonlocal longest
+        while True:
+            begun = time.perf_counter()
+            await asyncio.sleep(0)
+            longest = max(longest, time.perf_counter() - begun)
+
+    looking = asyncio.create_task(look_at_the_clock())
+    begun = time.perf_counter()
+    async with aiohttp.request("POST", f"{url}{path}", data=sent, headers=headers) as reply:
+        await reply.read()
+        assert reply.status in (200, 400)
+    took = time.perf_counter() - begun
+    looking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await looking
+    gc.unfreeze()
+    assert longest < took * 2 / 3, f"{longest:.3f} of {took:.3f} s"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x" * 10_000}),
+        ("/v1/chat/completions", chat({**MESSAGE, "content": "x" * 10_000})),
+        ("/v1/chat/completions", chat(MESSAGE, tools=[LONG_TOOL])),
+        ("/v1/responses", {"input": "x" * 10_000}),
+        ("/v1/messages/count_tokens", chat({**MESSAGE, "content": "x" * 10_000})),
+        ("/tokenize", {"prompt": "x" * 10_000}),
+    ],
+)
+async def test_long_texts_are_encoded_off_the_event_loop(
+    serve: Serve, path: str, body: dict[str, Any]
+) -> None:
+    go_on = threading.Event()
+    tokenizer = tiny_tokenizer()
+    encode = tokenizer.encode
+
+    def held(text: str, breaker: str = "") -> list[int]:
+        assert go_on.wait(60), "the loop was held up"
+        return encode(text, breaker)
+
+    tokenizer.encode = held
+    url = await serve(FakeEngine(), tokenizer=tokenizer)
+    async with aiohttp.ClientSession(url) as session, asyncio.timeout(30):
+        reading = asyncio.create_task(session.post(path, json=body))
+        async with session.get("/health") as reply:
+            assert reply.status == 200
+        assert not reading.done()
+        go_on.set()
+        await (await reading).read()
