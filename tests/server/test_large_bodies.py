@@ -107,3 +107,24 @@ async def test_long_texts_are_encoded_off_the_event_loop(
         assert not reading.done()
         go_on.set()
         await (await reading).read()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": ["a"] * 8, "n": 128, "stop": [f"{'a' * 4090}{i}" for i in range(4)]},
+        {"prompt": ["a"] * 1024, "allowed_token_ids": list(range(256)) * 256},
+    ],
+)
+async def test_what_choices_have_in_common_is_prepared_once(
+    serve: Serve, fields: dict[str, Any]
+) -> None:
+    url = f"{await serve(FakeEngine())}/v1/completions"
+    simple = {name: value for name, value in fields.items() if name in ("prompt", "n")}
+    seconds: list[float] = []
+    for body in (simple, fields):
+        begun = time.process_time()
+        async with aiohttp.request("POST", url, json=body) as reply:
+            assert reply.status == 200
+        seconds.append(time.process_time() - begun)
+    assert seconds[1] < 8 * seconds[0]
