@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import ipaddress
 import logging
+import os
 import ssl
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from aiohttp import web
@@ -20,6 +25,8 @@ from jaxserve.tokenizer.chat_template import ChatTemplate
 from jaxserve.weights.model_source import ModelSource
 
 log = logging.getLogger(__name__)
+
+_TURN_SECONDS = 5.0
 
 
 def server_config(options: Options, source: ModelSource) -> ServerConfig:
@@ -92,16 +99,41 @@ async def bind(
 async def _bind_unix(runner: web.AppRunner, path: Path, tls: ssl.SSLContext | None) -> None:
     """A socket that nobody answers at was left behind, and is replaced."""
     try:
-        _, writer = await asyncio.open_unix_connection(path)
-    except OSError:
-        pass
-    else:
-        writer.close()
-        raise ConfigError(f"--uds {path}: another process listens there")
-    try:
-        await web.UnixSite(runner, path, ssl_context=tls).start()
+        async with _turn(path.parent):
+            if await _answered(path):
+                raise ConfigError(f"--uds {path}: another process listens there")
+            await web.UnixSite(runner, path, ssl_context=tls).start()
     except OSError as error:
         raise ConfigError(f"--uds {path}: cannot listen: {error}") from None
+
+
+async def _answered(path: Path) -> bool:
+    try:
+        _, writer = await asyncio.open_unix_connection(path)
+    except (FileNotFoundError, ConnectionRefusedError):
+        return False
+    writer.close()
+    return True
+
+
+@asynccontextmanager
+async def _turn(folder: Path) -> AsyncGenerator[None]:
+    """Servers that start at once would both find nobody at a socket, and the second one replace
+    that of the first. OSError: another process has locked the folder for seconds."""
+    locked = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        deadline = time.monotonic() + _TURN_SECONDS
+        while True:
+            try:
+                fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(0.01)
+        yield
+    finally:
+        os.close(locked)
 
 
 def api_keys(options: Options) -> list[str]:

@@ -8,6 +8,7 @@ import io
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -78,6 +79,64 @@ async def test_a_socket_is_served_and_taken_over_only_when_left_behind(tmp_path:
     await runner.setup()
     with pytest.raises(ConfigError, match="cannot listen"):
         await bind(runner, ServerConfig(model_names=("tiny",), uds=tmp_path / "no" / "x.sock"))
+    await runner.cleanup()
+
+
+async def test_of_two_servers_that_start_at_once_one_gets_the_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "server.sock"
+    config = ServerConfig(model_names=("tiny",), uds=path)
+    ask = asyncio.open_unix_connection
+
+    async def slowly(path: Path) -> Any:
+        try:
+            return await ask(path)
+        finally:
+            await asyncio.sleep(0.05)
+
+    monkeypatch.setattr(asyncio, "open_unix_connection", slowly)
+    for _ in range(2):  # the second time there is a socket that was left behind
+        engines = FakeEngine(), FakeEngine()
+        apps = [make_app(e, tiny_tokenizer(), config, Metrics("tiny")) for e in engines]
+        runners = [make_runner(app, shutdown_timeout=0.2) for app in apps]
+        try:
+            for runner in runners:
+                await runner.setup()
+            told = await asyncio.gather(*(bind(r, config) for r in runners), return_exceptions=True)
+            assert {type(each) for each in told} == {str, ConfigError}, told
+            async with (
+                aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as session,
+                session.post("http://localhost/v1/completions", json={"prompt": "a"}) as reply,
+            ):
+                assert reply.status == 200
+            winner = engines[[isinstance(each, str) for each in told].index(True)]
+            assert winner.requests
+        finally:
+            for runner in runners:
+                await runner.cleanup()
+
+
+async def test_a_socket_that_may_not_be_asked_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of another user, or one whose queue is full."""
+    path = tmp_path / "server.sock"
+    config = ServerConfig(model_names=("tiny",), uds=path)
+
+    async def refused(_: Path) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    runner = make_runner(make_app(FakeEngine(), tiny_tokenizer(), config, Metrics("tiny")))
+    await runner.setup()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        monkeypatch.setattr(asyncio, "open_unix_connection", refused)
+        with pytest.raises(ConfigError, match=r"cannot listen: .*temporarily unavailable"):
+            await bind(runner, config)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
     await runner.cleanup()
 
 
