@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import openai
 import pytest
-from aiohttp import web
 
 from jaxserve.api import Engine
 from jaxserve.config import ServerConfig
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.server import make_app, make_runner
 from jaxserve.server.telemetry.finished import Tracer
+from jaxserve.startup.listen import bind
 from jaxserve.tokenizer import Tokenizer
 from tests.fakes import tiny_tokenizer
 
@@ -28,16 +30,16 @@ async def serving(
     *,
     tokenizer: Tokenizer | None = None,
     tracer: Tracer | None = None,
+    tls: ssl.SSLContext | None = None,
     **settings: Any,
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[str]:
     """Gives the base URL."""
-    config = ServerConfig(**{"model_names": (MODEL, "alias"), **settings})
+    config = ServerConfig(**{"model_names": (MODEL, "alias"), "port": 0, **settings})
     app = make_app(engine, tokenizer or tiny_tokenizer(), config, Metrics(MODEL), tracer)
     runner = make_runner(app, shutdown_timeout=0.2)
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield await bind(runner, config, tls)
     finally:
         await runner.cleanup()
 
@@ -51,3 +53,11 @@ async def serve() -> AsyncIterator[Serve]:
             return await stack.enter_async_context(serving(engine, **settings))
 
         yield start
+
+
+@asynccontextmanager
+async def openai_client(serve: Serve, engine: Engine, **settings: Any) -> AsyncGenerator[Any]:
+    """The official client of a server with this engine."""
+    url = await serve(engine, **settings)
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
+        yield made

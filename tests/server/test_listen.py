@@ -22,7 +22,7 @@ from jaxserve.startup.listen import bind, is_loopback, server_config
 from jaxserve.tokenizer import decode
 from jaxserve.weights.model_source import find_model
 from tests.fakes import FakeEngine, tiny_tokenizer
-from tests.server.conftest import Serve
+from tests.server.conftest import Serve, serving
 
 PAGE = "https://chat.example.org"
 PREFLIGHT = {
@@ -57,14 +57,13 @@ async def test_a_page_that_is_allowed_asks_first_and_without_a_key(serve: Serve)
 async def test_a_socket_is_served_and_taken_over_only_when_left_behind(tmp_path: Path) -> None:
     path = tmp_path / "server.sock"
     config = ServerConfig(model_names=("tiny",), uds=path)
-    app = make_app(FakeEngine(), tiny_tokenizer(), config, Metrics("tiny"))
     left_behind = socket.socket(socket.AF_UNIX)
     left_behind.bind(str(path))
     left_behind.close()
-    runner = make_runner(app, shutdown_timeout=0.2)
+    runner = make_runner(make_app(FakeEngine(), tiny_tokenizer(), config, Metrics("tiny")))
     await runner.setup()
-    try:
-        assert await bind(runner, config) == "http://localhost"
+    async with serving(FakeEngine(), uds=path) as url:
+        assert url == "http://localhost"
         with pytest.raises(ConfigError, match="another process listens there"):
             await bind(runner, config)
         connector = aiohttp.UnixConnector(str(path))
@@ -73,10 +72,6 @@ async def test_a_socket_is_served_and_taken_over_only_when_left_behind(tmp_path:
             session.post("http://localhost/v1/completions", json={"prompt": "a"}) as reply,
         ):
             assert reply.status == 200
-    finally:
-        await runner.cleanup()
-    runner = make_runner(app)
-    await runner.setup()
     with pytest.raises(ConfigError, match="cannot listen"):
         await bind(runner, ServerConfig(model_names=("tiny",), uds=tmp_path / "no" / "x.sock"))
     await runner.cleanup()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
@@ -12,15 +10,9 @@ import pytest
 from jaxserve.api import Overloaded
 from tests.fakes import END_THINK, IM_END, THINK, FakeEngine
 from tests.server.conftest import MODEL, Serve
+from tests.server.conftest import openai_client as client
 
 USER: Any = [{"role": "user", "content": "Hi"}]
-
-
-@asynccontextmanager
-async def client(serve: Serve, engine: FakeEngine, **settings: Any) -> AsyncIterator[Any]:
-    url = await serve(engine, **settings)
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 async def test_models_are_listed_and_retrieved(serve: Serve) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -14,16 +12,10 @@ from jaxserve.tokenizer import decode
 from tests.fakes import CALL as CALL_TOKEN
 from tests.fakes import END_CALL, END_THINK, IM_END, THINK, FakeEngine, tiny_tokenizer
 from tests.server.conftest import MODEL, Serve
+from tests.server.conftest import openai_client as client
 
 TOOLS: Any = [{"type": "function", "name": "add", "parameters": {"type": "object"}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-
-
-@asynccontextmanager
-async def client(serve: Serve, engine: FakeEngine, **settings: Any) -> AsyncIterator[Any]:
-    url = await serve(engine, **settings)
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 def prompt_of(engine: FakeEngine) -> str:

@@ -8,7 +8,6 @@ import shutil
 import ssl
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,12 +15,10 @@ import aiohttp
 import pytest
 
 from jaxserve.cli.options import Options, parse_args
-from jaxserve.config import ConfigError, ServerConfig
-from jaxserve.metrics.metrics import Metrics
-from jaxserve.server import make_app, make_runner
-from jaxserve.startup.listen import bind
+from jaxserve.config import ConfigError
 from jaxserve.startup.tls import reload_when_changed, tls_context
-from tests.fakes import FakeEngine, tiny_tokenizer
+from tests.fakes import FakeEngine
+from tests.server.conftest import serving
 
 
 class Identity(NamedTuple):
@@ -58,16 +55,28 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Identity:
     return make_identity(tmp_path_factory.mktemp("tls"), "second")
 
 
-@asynccontextmanager
-async def bound(tls: ssl.SSLContext | None) -> AsyncIterator[str]:
-    config = ServerConfig(model_names=("tiny",), port=0)
-    app = make_app(FakeEngine(), tiny_tokenizer(), config, Metrics("tiny"))
-    runner = make_runner(app, shutdown_timeout=0.2)
-    await runner.setup()
-    try:
-        yield await bind(runner, config, tls)
-    finally:
-        await runner.cleanup()
+@pytest.fixture
+async def renewed(identity: Identity, tmp_path: Path) -> AsyncIterator[tuple[Identity, str]]:
+    """Files that a server looks at again and again, and its URL; they begin as `identity`."""
+    files = Identity(str(tmp_path / "key.pem"), str(tmp_path / "cert.pem"))
+    shutil.copy(identity.key, files.key)
+    shutil.copy(identity.certificate, files.certificate)
+    options = options_of(*files.flags)
+    context = tls_context(options)
+    assert context is not None
+    reloading = asyncio.ensure_future(reload_when_changed(context, options, every=0.02))
+    async with serving(FakeEngine(), tls=context) as url:
+        yield files, url
+    assert not reloading.done()
+    reloading.cancel()
+
+
+async def until_served(url: str, identity: Identity) -> None:
+    while True:
+        with contextlib.suppress(aiohttp.ClientError):
+            assert await health(url, identity.certificate) == 200
+            return
+        await asyncio.sleep(0.02)
 
 
 def options_of(*flags: str) -> Options:
@@ -82,7 +91,7 @@ async def health(url: str, trusted: str) -> int:
 
 
 async def test_https(identity: Identity) -> None:
-    async with bound(tls_context(options_of(*identity.flags))) as url:
+    async with serving(FakeEngine(), tls=tls_context(options_of(*identity.flags))) as url:
         assert url.startswith("https://")
         assert await health(url, identity.certificate) == 200
         with pytest.raises(aiohttp.ClientError):
@@ -93,7 +102,7 @@ async def test_https(identity: Identity) -> None:
 async def test_clients_without_a_certificate_are_turned_away(identity: Identity) -> None:
     flags = (*identity.flags, "--ssl-ca-certs", identity.certificate)
     trusting = ssl.create_default_context(cafile=identity.certificate)
-    async with bound(tls_context(options_of(*flags))) as url:
+    async with serving(FakeEngine(), tls=tls_context(options_of(*flags))) as url:
         with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
             async with aiohttp.request("GET", f"{url}/health", ssl=trusting):
                 pass
@@ -103,60 +112,42 @@ async def test_clients_without_a_certificate_are_turned_away(identity: Identity)
 
 
 async def test_a_renewed_certificate_is_served_without_a_restart(
-    identity: Identity, other: Identity, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    identity: Identity,
+    other: Identity,
+    renewed: tuple[Identity, str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    files = Identity(str(tmp_path / "key.pem"), str(tmp_path / "cert.pem"))
-    shutil.copy(identity.key, files.key)
-    shutil.copy(identity.certificate, files.certificate)
-    options = options_of(*files.flags)
-    context = tls_context(options)
-    assert context is not None
-    reloading = asyncio.ensure_future(reload_when_changed(context, options, every=0.02))
-    async with bound(context) as url, asyncio.timeout(10):
+    files, url = renewed
+    async with asyncio.timeout(10):
         shutil.copy(other.certificate, files.certificate)  # and not yet its key
         while "stays as it was" not in caplog.text:
             await asyncio.sleep(0.02)
         assert await health(url, identity.certificate) == 200
         shutil.copy(other.key, files.key)
-        while True:
-            try:
-                assert await health(url, other.certificate) == 200
-                break
-            except aiohttp.ClientError:
-                await asyncio.sleep(0.02)
+        await until_served(url, other)
         with pytest.raises(aiohttp.ClientError):
             await health(url, identity.certificate)
     assert caplog.text.count("stays as it was") == 1
-    reloading.cancel()
 
 
 async def test_a_renewed_key_that_cannot_be_read_yet_is_read_later(
-    identity: Identity, other: Identity, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    identity: Identity,
+    other: Identity,
+    renewed: tuple[Identity, str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As one that is written by root and then given to the server's user."""
-    files = Identity(str(tmp_path / "key.pem"), str(tmp_path / "cert.pem"))
-    shutil.copy(identity.key, files.key)
-    shutil.copy(identity.certificate, files.certificate)
-    options = options_of(*files.flags)
-    context = tls_context(options)
-    assert context is not None
-    reloading = asyncio.ensure_future(reload_when_changed(context, options, every=0.02))
-    async with bound(context) as url, asyncio.timeout(10):
+    files, url = renewed
+    async with asyncio.timeout(10):
         assert await health(url, identity.certificate) == 200
         Path(files.key).unlink()
         Path(files.key).symlink_to("/proc/self/mem")  # root cannot read it either
         shutil.copy(other.certificate, files.certificate)
         while "key.pem: cannot be read" not in caplog.text:
             await asyncio.sleep(0.02)
-            assert not reloading.done()
         Path(files.key).unlink()
         shutil.copy(other.key, files.key)
-        while True:
-            with contextlib.suppress(aiohttp.ClientError):
-                assert await health(url, other.certificate) == 200
-                break
-            await asyncio.sleep(0.02)
-    reloading.cancel()
+        await until_served(url, other)
 
 
 def test_files_that_make_no_identity_are_named_with_what_is_wrong(
