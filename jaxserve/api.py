@@ -21,6 +21,8 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    GRAMMAR = "grammar"
+    """Its grammar has met a limit: which token may be next is not known."""
 
 
 class GuideState(Protocol):
@@ -149,8 +151,9 @@ class Start(NamedTuple):
 class TokenEvent(NamedTuple):
     """One step of one sequence, as the engine reports it.
 
-    `token` is None only on an ending without a token (abort, error). A stop token is reported
-    as the token of the event that finishes with STOP; it is counted in usage and not shown.
+    `token` is None only on an ending without a token (abort, error, grammar). A stop token is
+    reported as the token of the event that finishes with STOP; it is counted in usage and not
+    shown.
     """
 
     request_id: str

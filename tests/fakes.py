@@ -170,7 +170,7 @@ class FakeEngine:
             finish = FinishReason.LENGTH
         elif last and not self._hang:
             finish = self._finish
-        failed = finish in (FinishReason.ERROR, FinishReason.ABORT)
+        failed = finish not in (None, FinishReason.STOP, FinishReason.LENGTH)
         logprobs = None
         if params.logprobs is not None:
             top = tuple((token + i, -0.5 - i) for i in range(params.logprobs))

@@ -36,6 +36,6 @@ class Guided:
             if not guide.wait(max(0.0, deadline - time.monotonic())):
                 self._waiting.append((seq, guide))
             elif guide.error is not None:
-                log.error("%s: its grammar cannot be followed: %s", seq.request_id, guide.error)
+                log.warning("%s: its grammar cannot be followed: %s", seq.request_id, guide.error)
                 failed.append(seq)
         return failed

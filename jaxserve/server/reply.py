@@ -16,7 +16,7 @@ from aiohttp import web
 from jaxserve.api import EngineFailed, Overloaded, Rejected
 from jaxserve.server.access import KEY_NAME
 from jaxserve.server.errors import ApiError, engine_error, invalid, json_response
-from jaxserve.server.output.generation import Choice, Delta, Generation
+from jaxserve.server.output.generation import Choice, Delta, Generation, GrammarLeft
 from jaxserve.server.request.priority import Ranked, level_of_header, tier_used
 from jaxserve.server.service import Service
 from jaxserve.server.sse import EventStream
@@ -206,6 +206,14 @@ def _server_timing(arrival: Arrival, generation: Generation, choice: Choice) -> 
 
 
 def _as_api_error(service: Service, error: Rejected | Overloaded | EngineFailed) -> ApiError:
+    if isinstance(error, GrammarLeft):
+        # No 500: clients would try again, and meet the limit again.
+        return invalid(
+            f"after {error.num_tokens} tokens the grammar asked for cannot be followed any "
+            "further: too many ways to read the output so far, or too many states; rules "
+            "that are recursive at their beginning and fewer nested repetitions need less",
+            code="grammar_limit",
+        )
     status = service.engine.status()
     accepting = status.ready and status.phase != "draining"
     if isinstance(error, EngineFailed) and status.phase == "draining":

@@ -62,12 +62,18 @@ async def test_tokens_that_are_there_at_once_are_events_of_their_own(
 
 
 @pytest.mark.parametrize("together", [1, 4])
-async def test_what_was_computed_before_a_failure_is_shown(serve: Serve, together: int) -> None:
-    engine = FakeEngine(b"abcd", finish=FinishReason.ERROR, together=together)
+@pytest.mark.parametrize(
+    ("finish", "code"),
+    [(FinishReason.ERROR, "generation_failed"), (FinishReason.GRAMMAR, "grammar_limit")],
+)
+async def test_what_was_computed_before_a_failure_is_shown(
+    serve: Serve, finish: FinishReason, code: str, together: int
+) -> None:
+    engine = FakeEngine(b"abcd", finish=finish, together=together)
     _, raw = await post(await serve(engine), "/v1/completions", COMPLETION)
     *texts, error = payloads(raw)
     assert [event["choices"][0]["text"] for event in texts] == ["a", "b", "c"]
-    assert error["error"]["code"] == "generation_failed"
+    assert error["error"]["code"] == code
 
 
 async def test_the_role_comes_in_the_same_write_as_the_first_text(serve: Serve) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -188,3 +189,18 @@ async def test_a_stream_is_the_answer_in_parts(url: str) -> None:
                 text += json.loads(line[6:])["choices"][0]["text"]
     assert text == (await post(url, "/v1/completions", **{**body, "stream": False}))["text"]
     assert len(text) == 6
+
+
+async def test_a_grammar_that_meets_a_limit_is_the_requests_fault(url: str) -> None:
+    """It is compiled in no time; each letter multiplies the ways to read those before it."""
+    fields = {
+        "prompt": [5],
+        "max_tokens": 400,
+        "min_tokens": 400,
+        "regex": "((a{1,100}){1,100}){1,100}",
+    }
+    async with aiohttp.request("POST", f"{url}/v1/completions", json=fields) as reply:
+        error = (await reply.json())["error"]
+    assert (reply.status, error["code"]) == (400, "grammar_limit")
+    assert re.match(r"after \d+ tokens the grammar", error["message"])
+    assert (await chat(url, 1, response_format=FORM, reasoning_effort="none"))["message"]["content"]

@@ -53,6 +53,14 @@ class Delta(NamedTuple):
     """Text of its token, or of those before it, may be shown with a later one."""
 
 
+class GrammarLeft(EngineFailed):
+    """A sequence could not follow its grammar any further."""
+
+    def __init__(self, num_tokens: int):
+        super().__init__(f"a grammar met a limit after {num_tokens} tokens")
+        self.num_tokens = num_tokens
+
+
 def _nothing() -> None: ...
 
 
@@ -89,7 +97,7 @@ class Choice:
         """Up to the one with which the choice ends; what comes later is not the client's."""
         deltas: list[Delta] = []
         for event in events:
-            if event.finish in (FinishReason.ERROR, FinishReason.ABORT):
+            if event.finish not in (None, FinishReason.STOP, FinishReason.LENGTH):
                 self._failed = event.finish
                 break
             deltas.append(self.add(event))
@@ -174,6 +182,8 @@ class Choice:
                         break
                     if deltas:
                         yield deltas
+                    if self._failed is FinishReason.GRAMMAR:
+                        raise GrammarLeft(self.num_tokens)
                     if self._failed is not None:
                         raise EngineFailed(f"the sequence ended with {self._failed}")
             if self.finish is None:
