@@ -192,6 +192,42 @@ async def test_errors_are_those_of_the_official_client(serve: Serve) -> None:
             await api.messages.create(model=MODEL, max_tokens=1, messages=USER)
 
 
+@pytest.mark.parametrize(
+    ("role", "block"),
+    [
+        ("user", {"type": "tool_use", "id": "a", "name": "add", "input": {}}),
+        ("user", {"type": "thinking", "thinking": "hm", "signature": ""}),
+        ("assistant", {"type": "tool_result", "tool_use_id": "a", "content": "5"}),
+        ("system", {"type": "tool_result", "tool_use_id": "a", "content": "5"}),
+    ],
+)
+async def test_blocks_that_a_role_does_not_have_are_refused(
+    serve: Serve, role: str, block: dict[str, Any]
+) -> None:
+    content = [{"type": "text", "text": "a"}, block]
+    body = {
+        "model": MODEL,
+        "max_tokens": 1,
+        "messages": [*USER, {"role": role, "content": content}],
+    }
+    url = await serve(engine := FakeEngine())
+    async with aiohttp.request("POST", f"{url}/v1/messages", json=body) as reply:
+        said = (await reply.json())["error"]["message"]
+    assert reply.status == 400
+    expected = f"messages[1].content[1]: a message of role {role} has no {block['type']} blocks"
+    assert said == expected
+    assert not engine.requests
+
+
+async def test_whether_a_result_is_an_error_is_told_to_have_no_effect(serve: Serve) -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "5", "is_error": True}
+    messages = [*USER, {"role": "user", "content": [result]}]
+    body = {"model": MODEL, "max_tokens": 1, "messages": messages}
+    url = f"{await serve(FakeEngine())}/v1/messages"
+    async with aiohttp.request("POST", url, json=body) as reply:
+        assert reply.headers["x-jaxserve-ignored-params"] == "messages.content.is_error"
+
+
 async def test_a_failure_in_mid_stream_is_an_error_event(serve: Serve) -> None:
     async with client(serve, FakeEngine(b"Hello", fail_after=2)) as api:
         with pytest.raises(anthropic.APIStatusError, match="could not finish"):

@@ -41,7 +41,6 @@ class ToolUseBlock(Struct, kw_only=True, tag_field="type", tag="tool_use"):
 class ToolResultBlock(Struct, kw_only=True, tag_field="type", tag="tool_result"):
     tool_use_id: str
     content: str | list[PlainText] | None = None
-    is_error: bool | None = None
 
 
 type Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock

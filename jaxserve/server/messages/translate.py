@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 from jaxserve.server.errors import invalid
 from jaxserve.server.messages.schema import (
+    Block,
     InputMessage,
     MessagesRequest,
     PlainText,
     PromptFields,
+    RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
     ToolChoice,
@@ -32,6 +34,13 @@ NAMES = {
 }
 """A chat's fields whose errors are about another field here."""
 
+_BLOCKS = {
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
+    "system": (TextBlock,),
+}
+"""What messages are made of, by role."""
+
 
 def to_chat(fields: MessagesRequest) -> chat.ChatRequest:
     request = prompt_to_chat(fields)
@@ -51,8 +60,8 @@ def to_chat(fields: MessagesRequest) -> chat.ChatRequest:
 
 def prompt_to_chat(fields: PromptFields) -> chat.ChatRequest:
     messages = [chat.Message(role="system", content=_text(fields.system))] if fields.system else []
-    for message in fields.messages:
-        messages += _translated(message)
+    for position, message in enumerate(fields.messages):
+        messages += _translated(message, f"messages[{position}].content")
     if not messages:
         raise invalid("the messages have no content", param="messages")
     choice = fields.tool_choice
@@ -68,21 +77,31 @@ def prompt_to_chat(fields: PromptFields) -> chat.ChatRequest:
     )
 
 
-def _translated(message: InputMessage) -> list[chat.Message]:
+def _translated(message: InputMessage, param: str) -> list[chat.Message]:
     """One message per result of a tool; the texts between them stay together."""
     if isinstance(message.content, str):
         return [chat.Message(role=message.role, content=message.content)]
+    _check_blocks(message.role, message.content, param)
     if message.role == "assistant":
         return [_assistant(message.content)]
     messages: list[chat.Message] = []
-    shown = [block for block in message.content if isinstance(block, ToolResultBlock | TextBlock)]
-    for kind, together in groupby(shown, type):
+    for kind, together in groupby(message.content, type):
         if kind is TextBlock:
             text = "".join(block.text for block in together if isinstance(block, TextBlock))
             messages.append(chat.Message(role=message.role, content=text))
         else:
             messages += [_result(block) for block in together if isinstance(block, ToolResultBlock)]
     return messages
+
+
+def _check_blocks(role: str, blocks: Sequence[Block], param: str) -> None:
+    for position, block in enumerate(blocks):
+        if type(block) not in _BLOCKS[role]:
+            kind = block.__struct_config__.tag
+            raise invalid(
+                f"a message of role {role} has no {kind} blocks",
+                param=f"{param}[{position}]",
+            )
 
 
 def _result(block: ToolResultBlock) -> chat.Message:
