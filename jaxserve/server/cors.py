@@ -9,6 +9,10 @@ from jaxserve.server.service import SERVICE
 
 METHODS = "GET, POST, OPTIONS"
 MAX_AGE = "600"
+SHOWN_HEADERS = (
+    "Retry-After, Retry-After-Ms, Server-Timing, X-Jaxserve-Ignored-Params, X-Request-Id"
+)
+"""Of answers; else a page could read neither an answer's id nor when to come back."""
 DEFAULT_HEADERS = "Authorization, Content-Type, X-Api-Key, X-Request-Id"
 
 
@@ -39,6 +43,7 @@ async def allow_origin(request: web.Request, response: web.StreamResponse) -> No
         response.headers.add(hdrs.VARY, hdrs.ORIGIN)  # caches must keep the answers apart
     if (origin := _allowed(request)) is not None:
         response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
+        response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = SHOWN_HEADERS
 
 
 def _allowed(request: web.Request) -> str | None:

@@ -52,6 +52,8 @@ async def test_a_page_that_is_allowed_asks_first_and_without_a_key(serve: Serve)
     async with aiohttp.request("POST", target, headers={"Origin": PAGE}) as reply:
         assert reply.status == 401  # and the page may read why
         assert reply.headers["Access-Control-Allow-Origin"] == PAGE
+        shown = reply.headers["Access-Control-Expose-Headers"].split(", ")
+        assert {"X-Request-Id", "Retry-After", "Retry-After-Ms"} <= set(shown)
 
 
 async def test_a_socket_is_served_and_taken_over_only_when_left_behind(tmp_path: Path) -> None:
