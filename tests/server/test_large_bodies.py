@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import io
 import threading
 import time
@@ -43,15 +42,23 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "blocks": ("/v1/messages", chat({"role": "user", "content": [PART] * MANY})),
     "system": ("/v1/messages/count_tokens", {**chat(MESSAGE), "system": [PART] * MANY}),
     "items": ("/v1/responses", {"input": [ITEM]}),
+    "logprobs of a prompt": (
+        "/v1/completions",
+        {"prompt": "a" * MANY, "prompt_logprobs": 20, "max_tokens": 1},
+    ),
+    "logprobs of a chat's prompt": (
+        "/v1/chat/completions",
+        chat({**MESSAGE, "content": "a" * MANY}, prompt_logprobs=20),
+    ),
     "tokens": ("/detokenize", {"tokens": [65] * 20 * MANY}),
 }
 
 
 @pytest.mark.parametrize("name", BODIES)
-async def test_the_loop_is_held_up_for_a_small_part_of_the_time(serve: Serve, name: str) -> None:
+async def test_the_loop_does_a_small_part_of_the_work_at_once(serve: Serve, name: str) -> None:
+    """By the clocks of its thread and of the process: others may keep the machine busy."""
     path, body = BODIES[name]
-    url = await serve(FakeEngine())
-    gc.freeze()  # as in production: a collection would look at all that other tests have left
+    url = await serve(FakeEngine(max_model_len=2 * MANY))
     sent = io.BytesIO(msgspec.json.encode(body))
     headers = {"Content-Type": "application/json"}
     longest = 0.0
@@ -59,21 +66,20 @@ async def test_the_loop_is_held_up_for_a_small_part_of_the_time(serve: Serve, na
     async def look_at_the_clock() -> None:
         nonlocal longest
         while True:
-            begun = time.perf_counter()
+            begun = time.thread_time()
             await asyncio.sleep(0)
-            longest = max(longest, time.perf_counter() - begun)
+            longest = max(longest, time.thread_time() - begun)
 
     looking = asyncio.create_task(look_at_the_clock())
-    begun = time.perf_counter()
+    begun = time.process_time()
     async with aiohttp.request("POST", f"{url}{path}", data=sent, headers=headers) as reply:
         await reply.read()
         assert reply.status in (200, 400)
-    took = time.perf_counter() - begun
+    took = time.process_time() - begun
     looking.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await looking
-    gc.unfreeze()
-    assert longest < took * 2 / 3, f"{longest:.3f} of {took:.3f} s"
+    assert longest < took / 2, f"{longest:.3f} of {took:.3f} s"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.api import FinishReason
+from jaxserve.api import FinishReason, PromptLogprobs
 from jaxserve.server.openai.reply import Json, OpenAIReply
 from jaxserve.server.output.generation import Delta, Generation
 from jaxserve.server.output.logprobs import chat_logprobs, prompt_logprobs
@@ -46,7 +46,7 @@ class ChatReply(OpenAIReply):
         self._num_top = fields.top_logprobs or 0
         self._reasoning = _REASONING_NAMES[arrival.service.config.reasoning_field]
         self._show_reasoning = fields.include_reasoning is not False
-        self._prompt_logprobs: list[Json | None] | None = None
+        self._prompt_logprobs: Sequence[PromptLogprobs] | None = None
         self._named_tool = isinstance(fields.tool_choice, NamedTool)
         self._collected: list[list[Json]] = [[] for _ in generation.choices]
         self._begun = [False] * len(generation.choices)
@@ -78,8 +78,7 @@ class ChatReply(OpenAIReply):
 
     def collect(self, delta: Delta) -> None:
         if delta.prompt_logprobs is not None:
-            prompt = self.generation.choices[delta.choice].request.prompt
-            self._prompt_logprobs = prompt_logprobs(self._tokenizer, prompt, delta.prompt_logprobs)
+            self._prompt_logprobs = delta.prompt_logprobs
         self._collected[delta.choice] += self._choices(delta)
 
     def body(self) -> Json:
@@ -89,7 +88,10 @@ class ChatReply(OpenAIReply):
         head = {**self._head, "object": "chat.completion"}
         body: Json = {**head, "choices": choices, "usage": self._usage()}
         if self._prompt_logprobs is not None:
-            body["prompt_logprobs"] = self._prompt_logprobs
+            prompt = self.generation.choices[0].request.prompt
+            body["prompt_logprobs"] = prompt_logprobs(
+                self._tokenizer, prompt, self._prompt_logprobs
+            )
         return body
 
     def _choices(self, delta: Delta) -> list[Json]:

@@ -63,10 +63,10 @@ class CompletionReply(OpenAIReply):
         return state.text_event(delta.text)
 
     def collect(self, delta: Delta) -> None:
-        self._states[delta.choice].chunks.append(self._choice(delta))
+        self._states[delta.choice].deltas.append(delta)
 
     def body(self) -> Json:
-        choices = [_joined(state.chunks) for state in self._states]
+        choices = [_joined([self._choice(d) for d in state.deltas]) for state in self._states]
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     def _choice(self, delta: Delta) -> Json:
@@ -108,7 +108,7 @@ class _ChoiceState:
     def __init__(self, echo: str, tokenizer: Tokenizer):
         self.begun = False
         self.text_event: TextEvent | None = None
-        self.chunks: list[Json] = []
+        self.deltas: list[Delta] = []
         self.logprobs = TextLogprobs(tokenizer, len(echo))
         self._echo = echo
 

@@ -249,6 +249,16 @@ class Generation:
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
+    def num_entries(self) -> int:
+        """About what a whole answer has to say: tokens, and logprobs of the prompts' tokens."""
+        of_prompts = (
+            len(choice.request.prompt) * (1 + most)
+            for choice in self.choices
+            if (most := choice.request.params.prompt_logprobs) is not None
+        )
+        return self.completion_tokens + sum(of_prompts)
+
+    @property
     def reasoning_tokens(self) -> int:
         return sum(choice.reasoning_tokens for choice in self.choices)
 
