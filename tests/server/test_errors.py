@@ -78,6 +78,14 @@ async def test_a_bad_completion_names_the_field(serve: Serve, fields: Any, param
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0]",
         ),
+        (
+            {"messages": [{**MESSAGES[0], "tool_calls": [{"function": {"name": "f"}}]}]},
+            "messages[0].tool_calls",
+        ),
+        (
+            {"messages": [{"role": "tool", "content": "5", "reasoning_content": "hm"}]},
+            "messages[0].reasoning_content",
+        ),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"tools": []}, "tools"),

@@ -114,10 +114,18 @@ def _plain_message(position: int, message: Message) -> dict[str, Any]:
     plain: dict[str, Any] = {"role": role, "content": _text(message.content, param)}
     if role == "assistant":
         _add_assistant_fields(plain, message)
+    else:
+        _check_no_assistant_fields(message, f"messages[{position}]")
     for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value
     return plain
+
+
+def _check_no_assistant_fields(message: Message, param: str) -> None:
+    for name in ("reasoning", "reasoning_content", "tool_calls"):
+        if getattr(message, name):
+            raise invalid(f"only messages of the assistant have {name}", param=f"{param}.{name}")
 
 
 def _add_assistant_fields(plain: dict[str, Any], message: Message) -> None:
