@@ -22,6 +22,8 @@ COMPILE_SECONDS = 10.0
 CACHE_ENTRIES = 128
 CACHE_CHARS = 4 * 1024 * 1024
 """Of the grammars kept compiled."""
+SHARED_TOKENS = 20_000
+"""That follow a grammar until it is compiled anew, which takes some milliseconds."""
 _MASK_THREADS = 8
 _MAX_ERROR = 500
 
@@ -49,13 +51,21 @@ class _Think:
     """All tokens but those that would end the sequence."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class _Compiled:
-    """A grammar before its first token."""
+    """A grammar before its first token. Its copies share the states that llguidance has found, and
+    the limit of these: what many sequences have followed has no room left for the next one."""
 
     matcher: LLMatcher
     mask: bytes
     source_chars: int
+    num_tokens: int = 0
+    """Those of all sequences that followed it."""
+    at_limit: bool = False
+
+    @property
+    def worn(self) -> bool:
+        return self.at_limit or self.num_tokens > SHARED_TOKENS
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -108,6 +118,7 @@ class GuideState:
                 return
             self._phase = _Phase.GRAMMAR
         self.ready = False
+        guide.compiled.num_tokens += 1
         if self._matcher is None:
             self._matcher = guide.compiled.matcher.deep_copy()
         guide.worker.submit(Job(self, self._matcher, token))
@@ -117,6 +128,8 @@ class GuideState:
 
     def finish(self, mask: bytes, error: str | None) -> None:
         """Called by the worker."""
+        if error is not None:
+            self._guide.compiled.at_limit = True
         self.mask, self.error, self.ready = mask, error, True
 
 
@@ -139,7 +152,7 @@ class Guides:
         if len(grammar) > MAX_SOURCE:
             raise GrammarError(f"it has {len(grammar)} characters, the most are {MAX_SOURCE}")
         compiled = self._cache.get(grammar)
-        if compiled is None:
+        if compiled is None or compiled.worn:
             job = asyncio.get_running_loop().run_in_executor(self._pool, self._compile, grammar)
             try:
                 compiled = await asyncio.wait_for(job, COMPILE_SECONDS)

@@ -377,3 +377,33 @@ async def test_a_grammar_that_takes_too_long_to_compile_is_refused(
     monkeypatch.setattr("jaxserve.structured.guides.COMPILE_SECONDS", 0.0)
     with pytest.raises(GrammarError, match="to compile"):
         await byte_guides.compile(grammars.regex("a+"))
+
+
+def followed(guide: Guide, most: int) -> int:
+    """Tokens until the grammar cannot be followed any further."""
+    state, rng = guide.start(), np.random.default_rng(0)
+    for count in range(most):
+        assert state.wait(10)
+        if state.error is not None:
+            return count
+        state.advance(int(rng.choice(sorted({*allowed(state)} - guide.end_token_ids))))
+    return most
+
+
+async def test_a_grammar_that_met_a_limit_is_compiled_anew(guides: Guides) -> None:
+    """Copies share llguidance's states: the next request met the limit at its first token."""
+    grammar = grammars.regex("((a{1,100}){1,100}){1,100}")
+    first = followed(await guides.compile(grammar), 400)
+    assert 1 < first < 400
+    assert followed(await guides.compile(grammar), 400) == first
+
+
+async def test_a_grammar_that_many_tokens_have_followed_is_compiled_anew(
+    guides: Guides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxserve.structured.guides.SHARED_TOKENS", 20)
+    grammar = grammars.regex("[ab]{100}")
+    compiled = [await guides.compile(grammar) for _ in range(2)]
+    assert compiled[0].compiled is compiled[1].compiled
+    assert followed(compiled[0], 21) == 21
+    assert (await guides.compile(grammar)).compiled is not compiled[0].compiled
