@@ -189,7 +189,10 @@ class FakeEngine:
         """Each token is second to the one after it in the vocabulary."""
         if (most := request.params.prompt_logprobs) is None:
             return None
-        return tuple(
-            PromptLogprobs(-0.75, 2, ((token + 1, -0.25), (token, -0.75), (token + 2, -9.0))[:most])
-            for token in request.prompt[1:]
-        )
+        scores = {
+            token: PromptLogprobs(
+                -0.75, 2, ((token + 1, -0.25), (token, -0.75), (token + 2, -9.0))[:most]
+            )
+            for token in set(request.prompt)
+        }
+        return tuple(scores[token] for token in request.prompt[1:])
