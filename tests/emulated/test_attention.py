@@ -110,3 +110,23 @@ def test_every_format_of_keys_and_values(
     assert relative_error(out[:used], expected[:used]) < 6e-3
     for each in jax.tree.leaves(left):
         assert np.isfinite(np.asarray(each, np.float32)).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_step_of_padding_alone_waits_for_the_kernels_before_it(name: str) -> None:
+    """As the steps that are timed before a server is ready may be. The emulator sees to it."""
+    sequences = Sequences(
+        lengths=(1, 1), page_size=named(name).page_size or 64, dtype="bfloat16",
+        q_heads=8, kv_heads=2, head_dim=128,
+    )  # fmt: skip
+    step = sequences.step((0, 0), (1, 1), 1)
+    nothing = jnp.zeros_like(step.tiles.length)
+    step = step._replace(
+        slots=jnp.full_like(step.slots, 2),
+        pages=jnp.zeros_like(step.pages),
+        tiles=QueryTiles(nothing, nothing, jnp.full_like(nothing, 2), nothing),
+    )
+    kv = named(name).allocate(sequences.shape, "bfloat16")
+    qkv, tables = sequences.projections(step, parts=4)
+    with a_chain():
+        attend(qkv, kv, LAYER, sequences.norms, tables, step, eps=EPS, tile_size=1)
