@@ -9,6 +9,7 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ CACHE_ENTRIES = 128
 CACHE_CHARS = 4 * 1024 * 1024
 """Of the grammars kept compiled."""
 SHARED_TOKENS = 20_000
-"""That follow a grammar until it is compiled anew, which takes some milliseconds."""
+"""That follow a grammar until it is compiled anew, beside the requests that use it meanwhile."""
 _MASK_THREADS = 8
 _MAX_ERROR = 500
 
@@ -62,10 +63,6 @@ class _Compiled:
     num_tokens: int = 0
     """Those of all sequences that followed it."""
     at_limit: bool = False
-
-    @property
-    def worn(self) -> bool:
-        return self.at_limit or self.num_tokens > SHARED_TOKENS
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -152,15 +149,17 @@ class Guides:
         if len(grammar) > MAX_SOURCE:
             raise GrammarError(f"it has {len(grammar)} characters, the most are {MAX_SOURCE}")
         compiled = self._cache.get(grammar)
-        if compiled is None or compiled.worn:
-            job = asyncio.get_running_loop().run_in_executor(self._pool, self._compile, grammar)
+        if compiled is None or compiled.at_limit:
             try:
-                compiled = await asyncio.wait_for(job, COMPILE_SECONDS)
+                compiled = await asyncio.wait_for(self._begin(grammar), COMPILE_SECONDS)
             except TimeoutError:
                 raise GrammarError(
                     f"it took more than {COMPILE_SECONDS:.0f} s to compile"
                 ) from None
             self._cache[grammar] = compiled
+        elif compiled.num_tokens > SHARED_TOKENS:
+            compiled.num_tokens = 0
+            self._begin(grammar).add_done_callback(partial(self._renew, grammar))
         self._cache.move_to_end(grammar)
         self._evict()
         vocabulary = self._vocabulary
@@ -172,6 +171,13 @@ class Guides:
             worker=vocabulary.worker,
             end_token_ids=vocabulary.end_token_ids,
         )
+
+    def _begin(self, grammar: str) -> asyncio.Future[_Compiled]:
+        return asyncio.get_running_loop().run_in_executor(self._pool, self._compile, grammar)
+
+    def _renew(self, grammar: str, done: asyncio.Future[_Compiled]) -> None:
+        if not done.cancelled() and done.exception() is None and grammar in self._cache:
+            self._cache[grammar] = done.result()
 
     def _evict(self) -> None:
         chars = sum(compiled.source_chars for compiled in self._cache.values())

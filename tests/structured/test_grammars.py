@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -398,12 +400,24 @@ async def test_a_grammar_that_met_a_limit_is_compiled_anew(guides: Guides) -> No
     assert followed(await guides.compile(grammar), 400) == first
 
 
-async def test_a_grammar_that_many_tokens_have_followed_is_compiled_anew(
+async def test_a_grammar_that_many_tokens_have_followed_is_compiled_anew_meanwhile(
     guides: Guides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nobody waits for it."""
     monkeypatch.setattr("jaxserve.structured.guides.SHARED_TOKENS", 20)
     grammar = grammars.regex("[ab]{100}")
-    compiled = [await guides.compile(grammar) for _ in range(2)]
-    assert compiled[0].compiled is compiled[1].compiled
-    assert followed(compiled[0], 21) == 21
-    assert (await guides.compile(grammar)).compiled is not compiled[0].compiled
+    first = await guides.compile(grammar)
+    assert (await guides.compile(grammar)).compiled is first.compiled
+    assert followed(first, 21) == 21
+    compiling, compile_again = threading.Event(), guides._compile
+
+    def late(grammar: str) -> Any:
+        assert compiling.wait(10)
+        return compile_again(grammar)
+
+    monkeypatch.setattr(guides, "_compile", late)
+    assert (await guides.compile(grammar)).compiled is first.compiled
+    compiling.set()
+    async with asyncio.timeout(10):
+        while (await guides.compile(grammar)).compiled is first.compiled:
+            await asyncio.sleep(0.01)
