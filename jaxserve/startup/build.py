@@ -74,12 +74,16 @@ def build_parts(
 
     with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
         weights = pool.submit(load)
+
+        def shown(phase: str, fraction: float) -> None:
+            if weights.done():
+                weights.result()  # without weights no program is of use: no other is begun
+            both.executables(phase, fraction)
+
         with timeline.span("executables"):
             obtained = _with_memory_errors(
                 plan,
-                lambda: obtain(
-                    plan.steps, plan.cache, workers, both.executables, on_missing=on_missing
-                ),
+                lambda: obtain(plan.steps, plan.cache, workers, shown, on_missing=on_missing),
             )
         params = _with_memory_errors(plan, weights.result)
     runner = Runner(plan.config, params, metrics)

@@ -138,6 +138,21 @@ def test_a_damaged_converted_checkpoint_is_refused_with_its_file(
     assert last.startswith("jaxserve: error: ") and FILE in last
 
 
+def test_nothing_more_is_compiled_for_weights_that_are_damaged(model: Path, tmp_path: Path) -> None:
+    out, cache = tmp_path / "out", tmp_path / "cache"
+    status, output = finish(run(*convert(model, out)), timeout=120)
+    assert status == 0, output
+    flip_a_bit(out / FILE)
+    flags = ("--max-model-len", "64", "--kv-cache-memory-bytes", "1M", "--compile-workers", "1")
+    buckets = ("--decode-buckets", "1,2,3,4,5,6", "--prefill-buckets", "16,32,64")
+    place = ("--model", str(out), "--cache-dir", str(cache))
+    status, output = finish(start(*place, *flags, *buckets), timeout=240)
+    assert status == 1 and FILE in output.splitlines()[-1]
+    planned = re.search(r"compiling (\d+) of", output)
+    assert planned, output
+    assert len(list(cache.rglob("*.exe"))) < int(planned[1]) - 3
+
+
 def test_a_file_of_the_original_that_may_not_be_read_is_named(model: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(model, tmp_path / "model"))
     (copy / "vocab.json").touch(mode=0)
