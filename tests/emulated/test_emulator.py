@@ -193,3 +193,41 @@ def test_a_kernel_of_a_chain_does_not_end_before_those_before_it() -> None:
             jnp.zeros(1), kernel=_nothing, name="nothing", grid=(2,),
             out_type=jax.ShapeDtypeStruct((1,), jnp.float32),
         )  # fmt: skip
+
+
+@gluon.jit
+def _hand_on(
+    out_ptr, flag_ptr, RELEASE: gl.constexpr, ACQUIRE: gl.constexpr, FLAG_FIRST: gl.constexpr
+):
+    program = gl.program_id(0)
+    place = out_ptr + program * 16 + gl.arange(0, 16)
+    before = 1
+    if program > 0:
+        while gl.atomic_add(flag_ptr + program - 1, 0, sem=ACQUIRE, scope="gpu") == 0:
+            pass
+        before = gl.load(place - 16)
+    if FLAG_FIRST:
+        gl.atomic_xchg(flag_ptr + program, 1, sem=RELEASE, scope="gpu")
+    gl.store(place, before + before)
+    if not FLAG_FIRST:
+        gl.atomic_xchg(flag_ptr + program, 1, sem=RELEASE, scope="gpu")
+
+
+@pytest.mark.parametrize(
+    "flaw", [{}, {"RELEASE": "relaxed"}, {"ACQUIRE": "relaxed"}, {"FLAG_FIRST": True}], ids=str
+)
+def test_programs_know_by_flags_what_others_have_left(flaw: dict[str, Any]) -> None:
+    def doubled() -> Any:
+        return launch.triton_call(
+            kernel=_hand_on, name="hand_on", grid=(3,), num_warps=1, zeroed_outputs=(1,),
+            out_type=(
+                jax.ShapeDtypeStruct((3, 16), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.int32),
+            ),
+            **{"RELEASE": "release", "ACQUIRE": "acquire", "FLAG_FIRST": False, **flaw},
+        )[0]  # fmt: skip
+
+    if flaw:
+        with pytest.raises(Race, match=r"hand_on (read|write)s where hand_on may"):
+            doubled()
+    else:
+        np.testing.assert_array_equal(doubled(), [[2] * 16, [4] * 16, [8] * 16])

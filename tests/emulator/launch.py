@@ -9,8 +9,7 @@ leaves its array. Memory that nobody wrote holds NaN. What no barrier or fence o
 where the numbers came out right (`order`).
 
 Layouts mean nothing here: which thread holds what is the compiler's to check (tests/aot). Neither
-are there swizzles, nor an order of what programs and kernels leave one another in global memory
-beyond waiting for the kernels before.
+are there swizzles, nor scopes of atomic operations.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from triton.runtime.jit import JITFunction
 import jaxserve_kernels
 from jaxserve_kernels import early
 from tests.emulator.memory import Descriptor, Pointer
-from tests.emulator.order import HERE, KERNELS, Order, Partition, Race
+from tests.emulator.order import HERE, KERNELS, Order, Partition, Race, Touched
 from tests.emulator.program import Program
 from tests.emulator.values import count, scalar, unwritten
 
@@ -78,11 +77,16 @@ def triton_call(
     for index in zeroed_outputs:
         outputs[index][...] = 0
     given = list(map(_argument, arguments, kernel.arg_names))
-    results = [Pointer(each, 0, "its results") for each in outputs]
+    places = list(itertools.product(*map(range, grid)))
+    together = Order(len(places), early=early_start) if zeroed_outputs else None
+    results = [
+        Pointer(each, 0, "its results", Touched(each.size) if together else None)
+        for each in outputs
+    ]
     failed = threading.Event()
 
     def run(at: tuple[int, ...]) -> None:
-        HERE.partition = Partition(Order(early=early_start), name)
+        HERE.partition = Partition(together or Order(early=early_start), name)
         modules = _Modules(Program(at, grid, num_warps, seed, failed))
         try:
             modules.function(kernel)(*given, *results, **constants)
@@ -92,7 +96,6 @@ def triton_call(
             raise
 
     waited = list[bool]()
-    places = list(itertools.product(*map(range, grid)))
     with ThreadPoolExecutor(len(places) if zeroed_outputs else 1) as pool:
         list(pool.map(run, places))
     if early_start and not any(waited):

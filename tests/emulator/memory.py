@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.emulator.order import HERE, KERNELS, Touched
+from tests.emulator.order import HERE, KERNELS, Touched, TouchedShared
 from tests.emulator.values import Tensor, size_of, tensor, unwritten, where
 
 PATIENCE = 30.0
@@ -21,9 +21,15 @@ PATIENCE = 30.0
 class Pointer:
     """Into an array in global memory; `index` may be of any shape."""
 
-    def __init__(self, array: NDArray[Any], index: Any = 0, name: str = "") -> None:
-        """name: the kernel's, of an argument."""
-        self.array, self.index, self.name = array, index, name
+    def __init__(
+        self,
+        array: NDArray[Any],
+        index: Any = 0,
+        name: str = "",
+        touched: Touched | None = None,
+    ) -> None:
+        """name: the kernel's, of an argument. touched: by programs that run together."""
+        self.array, self.index, self.name, self.touched = array, index, name, touched
         self.dtype = SimpleNamespace(element_ty=array.dtype)
 
     def __add__(self, index: Any) -> Pointer:
@@ -46,6 +52,9 @@ class Pointer:
 
     def load(self, mask: Any = True, other: Any = 0) -> Tensor:
         HERE.partition.reads_argument(self.name)
+        if self.touched:
+            index, mask = self._checked(mask)
+            self.touched.read(index[mask])
         return self.load_copy(mask, other)
 
     def load_copy(self, mask: Any = True, other: Any = 0) -> Tensor:
@@ -58,19 +67,26 @@ class Pointer:
         HERE.partition.writes_argument(self.name)
         shape = np.broadcast_shapes(np.shape(self.index), np.shape(values), np.shape(mask))
         index, mask = self._at(np.broadcast_to(self.index, shape))._checked(mask)
+        if self.touched:
+            self.touched.write(index[mask])
         self.array[index[mask]] = np.broadcast_to(np.asarray(values), shape)[mask]
 
-    def exchange(self, value: Any) -> Any:
+    def exchange(self, value: Any, sem: str) -> Any:
+        return self._atomic(lambda before: value, sem)
+
+    def add(self, value: Any, sem: str) -> Any:
+        return self._atomic(lambda before: before + value, sem)
+
+    def _atomic(self, change: Callable[[Any], Any], sem: str) -> Any:
         HERE.partition.writes_argument(self.name)
-        before = self.array[int(self.index)]
-        self.array[int(self.index)] = value
+        with HERE.partition.order.lock:
+            at = int(self.index)
+            before, self.array[at] = self.array[at], change(self.array[at])
+            HERE.partition.atomic((id(self.array), at), sem)
         return before
 
-    def add(self, value: Any) -> Any:
-        return self.exchange(self.array[int(self.index)] + value)
-
     def _at(self, index: Any) -> Pointer:
-        return Pointer(self.array, index, self.name)
+        return Pointer(self.array, index, self.name, self.touched)
 
     def _checked(self, mask: Any) -> tuple[Any, Any]:
         """Indices and mask of one shape. IndexError: one that counts is outside."""
@@ -113,7 +129,7 @@ class Shared:
 
     def __init__(self, data: NDArray[Any], touched: Touched | None = None) -> None:
         self.data, self.dtype, self.shape = data, data.dtype, data.shape
-        self.touched = Touched(data) if touched is None else touched
+        self.touched = TouchedShared(data) if touched is None else touched
 
     def index(self, at: Any) -> Shared:
         return self._view(self.data[int(at)])

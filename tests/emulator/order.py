@@ -10,6 +10,9 @@ Two more rules: tensor cores see what was stored from registers, or copied witho
 fence (PTX, "Async proxy"); and a kernel that starts before those before it are done reads only what
 they do not write, and writes nothing, until it has waited for them (PTX, griddepcontrol).
 
+Programs that leave one another sums in memory order themselves by atomic operations on flags in
+the same way: who acquires knows what those knew who released.
+
 What the threads of one partition do is the compiler's to order.
 """
 
@@ -27,7 +30,7 @@ KERNELS = 1
 """Who the kernels before this one are, among those whose times are known."""
 
 _MOST = 96
-"""Who takes part in a program: partitions, groups of copies, barriers."""
+"""Who takes part in a program, at most: partitions, groups of copies, barriers."""
 
 _UNDER_WAY = np.iinfo(np.int32).max
 """A time that nobody knows of."""
@@ -60,11 +63,15 @@ class _Stored(NamedTuple):
 
 
 class Order:
-    """Of one program: who takes part, by number. Nobody is number 0."""
+    """Of one program, or of all that wait for one another: who takes part, by number. Nobody is
+    number 0."""
 
-    def __init__(self, *, early: bool) -> None:
-        """early: the program may start before the kernels before it are done."""
+    def __init__(self, programs: int = 1, *, early: bool) -> None:
+        """early: they may start before the kernels before them are done."""
         self.early = early
+        self.most = programs * _MOST
+        self.flags: dict[Any, NDArray[np.int32]] = {}
+        """What those knew who released one."""
         self.failed = threading.Event()
         self.names = ["nobody", "the kernels before"]
         self.lock = threading.RLock()
@@ -72,7 +79,7 @@ class Order:
 
     def enter(self, name: str) -> int:
         self.names.append(name)
-        assert len(self.names) <= _MOST
+        assert len(self.names) <= self.most
         return len(self.names) - 1
 
 
@@ -83,7 +90,7 @@ class Partition:
         self.order, self.name = order, name
         self.number, self._copies = order.enter(name), order.enter(f"a copy of {name}")
         self._groups = 0
-        self.known = np.zeros(_MOST, np.int32) if known is None else known.copy()
+        self.known = np.zeros(order.most, np.int32) if known is None else known.copy()
         self.known[self.number] = 1
 
     def learn(self, known: NDArray[np.int32]) -> None:
@@ -106,6 +113,13 @@ class Partition:
 
     def wait_for_kernels(self) -> None:
         self.known[KERNELS] = 1
+
+    def atomic(self, flag: Any, sem: str) -> None:
+        """An operation on a flag; the caller has the order's lock."""
+        if sem in ("acquire", "acq_rel") and flag in self.order.flags:
+            self.learn(self.order.flags[flag])
+        if sem in ("release", "acq_rel"):
+            self.order.flags[flag] = self.release()
 
     def fence(self) -> None:
         """Tensor cores see what this partition knows of."""
@@ -138,13 +152,12 @@ HERE = _Here()
 
 
 class Touched:
-    """An allocation of shared memory: who used its bytes, and when."""
+    """Memory: who used its elements, and when. `data` are some of them: their indices."""
 
-    def __init__(self, data: NDArray[Any]) -> None:
-        self._start = data.ctypes.data
-        self._writer = np.zeros(data.nbytes, np.int8)
-        self._written = np.zeros(data.nbytes, np.int32)
-        self._stored = np.zeros(data.nbytes, np.bool_)
+    def __init__(self, size: int) -> None:
+        self._writer = np.zeros(size, np.int16)
+        self._written = np.zeros(size, np.int32)
+        self._stored = np.zeros(size, np.bool_)
         self._reads: dict[int, NDArray[np.int32]] = {}
 
     def read(self, data: NDArray[Any]) -> None:
@@ -167,7 +180,7 @@ class Touched:
         self._check_writers(data, "reads")
         if here.number not in self._reads:
             self._reads[here.number] = np.zeros_like(self._written)
-        self._of(self._reads[here.number], data)[...] = when
+        self._set(self._reads[here.number], data, when)
 
     def write(
         self, data: NDArray[Any], by: tuple[int, int] | None = None, *, tma: bool = False
@@ -179,16 +192,16 @@ class Touched:
         with here.order.lock:
             self._check_writers(data, "writes")
             self._check_readers(data)
-            self._of(self._writer, data)[...] = who
-            self._of(self._written, data)[...] = when
-            self._of(self._stored, data)[...] = not tma
+            self._set(self._writer, data, who)
+            self._set(self._written, data, when)
+            self._set(self._stored, data, not tma)
             if not tma:
                 here.order.stored.append(_Stored(self, data, who, when))
 
     def seen(self, data: NDArray[Any], who: int, when: int) -> None:
         """By tensor cores from now on, where this was the last write."""
         written = (self._of(self._writer, data) == who) & (self._of(self._written, data) == when)
-        self._of(self._stored, data)[written] = False
+        self._set(self._stored, data, self._of(self._stored, data) & ~written)
 
     def _check_writers(self, data: NDArray[Any], does: str) -> None:
         here = HERE.partition
@@ -216,7 +229,24 @@ class Touched:
         return ~np.isin(self._of(self._writer, data), same)
 
     def _of(self, table: NDArray[Any], data: NDArray[Any]) -> NDArray[Any]:
-        """The entries of the bytes that data is: [..., bytes of an element]."""
+        return table[data]
+
+    def _set(self, table: NDArray[Any], data: NDArray[Any], values: Any) -> None:
+        table[data] = values
+
+
+class TouchedShared(Touched):
+    """An allocation of shared memory, by bytes. `data` are views of it."""
+
+    def __init__(self, data: NDArray[Any]) -> None:
+        super().__init__(data.nbytes)
+        self._start = data.ctypes.data
+
+    def _of(self, table: NDArray[Any], data: NDArray[Any]) -> NDArray[Any]:
+        """[..., bytes of an element]."""
         at = data.ctypes.data - self._start
         strides = [each * table.itemsize for each in (*data.strides, 1)]
         return as_strided(table[at:], (*data.shape, data.itemsize), strides)
+
+    def _set(self, table: NDArray[Any], data: NDArray[Any], values: Any) -> None:
+        self._of(table, data)[...] = values

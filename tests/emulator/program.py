@@ -66,7 +66,7 @@ class Program:
             load=lambda pointer, mask=True, other=0: pointer.load(mask, other),
             store=lambda pointer, values, mask=True: pointer.store(values, mask),
             atomic_add=self._add,
-            atomic_xchg=lambda pointer, value, sem, scope: pointer.exchange(value),
+            atomic_xchg=lambda pointer, value, sem, scope: pointer.exchange(value, sem),
             allocate_shared_memory=allocate,
             warp_specialize=self._specialize,
         )
@@ -100,7 +100,7 @@ class Program:
         if self._failed.is_set():
             raise RuntimeError("another program failed")
         time.sleep(0)
-        return pointer.add(value)
+        return pointer.add(value, sem)
 
     def _specialize(
         self, partitions: Partitions, warps: Sequence[int], registers: Sequence[int]
