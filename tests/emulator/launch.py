@@ -83,21 +83,24 @@ def triton_call(
         Pointer(each, 0, "its results", Touched(each.size) if together else None)
         for each in outputs
     ]
-    failed = threading.Event()
+    failed, errors, waited = threading.Event(), list[BaseException](), list[bool]()
 
     def run(at: tuple[int, ...]) -> None:
+        if failed.is_set():
+            return
         HERE.partition = Partition(together or Order(early=early_start), name)
         modules = _Modules(Program(at, grid, num_warps, seed, failed))
         try:
             modules.function(kernel)(*given, *results, **constants)
             waited.append(bool(HERE.partition.known[KERNELS]))
-        except BaseException:
+        except BaseException as error:
+            errors.append(error)
             failed.set()
-            raise
 
-    waited = list[bool]()
     with ThreadPoolExecutor(len(places) if zeroed_outputs else 1) as pool:
         list(pool.map(run, places))
+    if errors:
+        raise errors[0]  # others may follow from it
     if early_start and not any(waited):
         raise Race(f"{name} may end before the kernels before it")
     for each, held in zip(arguments, given, strict=True):
