@@ -133,8 +133,7 @@ class Metrics:
         self._engine.compiles.labels(phase=phase).inc()
 
     def count_error(self) -> None:
-        """A sequence ended with an error: its step failed, its logits were no numbers, or its
-        grammar could not be followed."""
+        """A sequence ended with an error: its step failed, or its logits were no numbers."""
         self._engine.errors.inc()
 
     def count_shed(self) -> None:
