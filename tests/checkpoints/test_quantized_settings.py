@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jaxserve_checkpoints.quantized import detect
+from jaxserve_checkpoints.quantized.format import Format
 from jaxserve_checkpoints.reader import CheckpointError
 from tests.checkpoints import quantized_files as files
 
@@ -35,6 +36,11 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "dynamic": (files.gptq_config(dynamic={"+:.*down": {"bits": 8}}), r"\+:\.\*down.*one for all"),
     "strategy": (files.compressed("pack-quantized", strategy="tensor"), "'tensor', supported"),
     "sparse": (files.compressed("marlin-24"), "format is 'marlin-24', supported: pack-quantized"),
+    "sparse-tensors": (
+        files.compressed("pack-quantized")
+        | {"sparsity_config": {"format": "sparse-24-bitmask", "global_sparsity": 0.5}},
+        "sparsity_config is .*'sparse-24-bitmask'.*, supported: none, format 'dense'",
+    ),
     "transform": (
         files.compressed("pack-quantized") | {"transform_config": {"R1": {}}},
         "transform_config is .*R1",
@@ -69,6 +75,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "method-list": ({"quant_method": ["awq"]}, r"quant_method is \['awq'\], supported: awq"),
     "version-number": (files.AWQ | {"version": 1}, "version is 1, supported: 'gemm'"),
     "format-list": (files.gptq_config(checkpoint_format=["gptq"]), "checkpoint_format is .*'gptq'"),
+    "dynamic-list": (files.gptq_config(dynamic=["-:.*"]), "dynamic is .*supported: an object"),
     "sym-text": (files.gptq_config(sym="false"), "sym is 'false', supported: true, false"),
     "groups-list": (
         files.compressed("pack-quantized") | {"config_groups": [{}]},
@@ -121,3 +128,26 @@ def test_compressed_tensors_settings_may_have_their_first_name(tmp_path: Path) -
     (tmp_path / "config.json").write_text('{"compression_config": {"sparsity_config": {}}}')
     with pytest.raises(CheckpointError, match=r"quantised, as config\.json says"):
         detect(tmp_path)
+
+
+def test_zeros_of_a_sparse_model_may_be_stored_like_other_weights(tmp_path: Path) -> None:
+    """As compressed-tensors says of a model that was pruned, or only looked at."""
+    plain = files.KINDS["packed"].config
+    sparsity = {"format": "dense", "global_sparsity": 0.1, "sparsity_structure": "unstructured"}
+    found: list[Format | None] = []
+    for config in (plain, plain | {"sparsity_config": sparsity}):
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+        found.append(detect(tmp_path))
+    assert found[0] is not None and found[0] == found[1]
+
+
+def test_a_group_may_quantise_what_attention_reads_and_no_weights(tmp_path: Path) -> None:
+    eight = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    group = {"targets": ["Qwen3Attention"], "weights": None, "input_activations": eight}
+    config = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": group},
+        "kv_cache_scheme": eight,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    assert detect(tmp_path) is None

@@ -66,8 +66,15 @@ def detect(folder: Path) -> Format | None:
 def _is_of_cache_only(config: Config) -> bool:
     """Whether compressed-tensors or ModelOpt left the weights as they were, and the checkpoint just
     brings scales for a KV cache."""
-    weights = config.get("config_groups") or config.get("quant_algo")
+    weights = _weight_groups(config) or config.get("quant_algo")
     return not weights and bool(config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"))
+
+
+def _weight_groups(config: Config) -> list[Config]:
+    """The groups of compressed-tensors that quantise weights; others quantise what attention
+    reads."""
+    named = _object(config, "config_groups")
+    return [group for name in named if (group := _object(named, name)).get("weights")]
 
 
 def _awq(config: Config) -> Format:
@@ -79,7 +86,7 @@ def _awq(config: Config) -> Format:
 
 def _gptq(config: Config) -> Format:
     _demand(config, "bits", 4)
-    overrides = [name for name in config.get("dynamic") or {} if not name.startswith("-:")]
+    overrides = [name for name in _object(config, "dynamic") if not name.startswith("-:")]
     if overrides:
         raise _Unsupported(f"settings per module ({', '.join(overrides)}), supported: one for all")
     written = config.get("checkpoint_format", config.get("format", "gptq"))
@@ -92,11 +99,13 @@ def _gptq(config: Config) -> Format:
 
 
 def _compressed_tensors(config: Config) -> Format:
-    for key in ("sparsity_config", "transform_config"):
-        if config.get(key):
-            raise _Unsupported(f"{key} is {config[key]!r:.200}, supported: none")
-    named = _object(config, "config_groups")
-    groups = [group for name in named if (group := _object(named, name)).get("weights")]
+    if config.get("transform_config"):
+        found = config["transform_config"]
+        raise _Unsupported(f"transform_config is {found!r:.200}, supported: none")
+    sparsity = _object(config, "sparsity_config")
+    if sparsity and sparsity.get("format") != "dense":  # which stores zeros like other weights
+        raise _Unsupported(f"sparsity_config is {sparsity!r:.200}, supported: none, format 'dense'")
+    groups = _weight_groups(config)
     schemes = [_object(group, "weights") for group in groups]
     formats = [group.get("format") or config.get("format") for group in groups]
     alike = all(scheme == schemes[0] for scheme in schemes) and len(set(map(str, formats))) == 1
