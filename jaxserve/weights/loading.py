@@ -50,10 +50,14 @@ from jaxserve_checkpoints.naming import AnyRule, resolve_rules
 from jaxserve_checkpoints.native import NativeCheckpoint, open_native
 from jaxserve_checkpoints.native_writer import Busy, discard
 from jaxserve_checkpoints.quantized import QuantizedCheckpoint, detect
+from jaxserve_checkpoints.quantized.modules import PackedModules
 from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
 from jaxserve_checkpoints.staging import StagingProgram, staging_programs, stream
+from jaxserve_kernels.matmul import has_rows
 
 log = logging.getLogger(__name__)
+
+_EMBEDDING = "model.embed_tokens.weight"
 
 type Executables = Mapping[str, Callable[..., Any]]
 """Those of `WeightPlan.staging` and `copying`, by name."""
@@ -179,11 +183,22 @@ def open_checkpoint_of(folder: Path, wanted: Quantization) -> Stored:
             f"({format.describe()}); leave the flag away, or take the original"
         )
     stored = QuantizedCheckpoint(checkpoint, format)
+    _check_embedding(stored)
     log.info("%s: %s, %d matrices", folder, format.describe(), len(stored.modules))
     if stored.unused:
         kinds = sorted({name.rpartition(".")[2] for name in stored.unused})
         log.info("the weights have no use for %d tensors: %s", len(stored.unused), ", ".join(kinds))
     return stored
+
+
+def _check_embedding(stored: QuantizedCheckpoint) -> None:
+    """CheckpointError: it is quantised in a way that no row of it can be looked up."""
+    packed = stored.packed([_EMBEDDING], "the embedding")
+    if packed is not None and not has_rows(jax.eval_shape(PackedModules.decode, packed.abstract)):
+        raise CheckpointError(
+            f"{stored.folder}: {_EMBEDDING} is quantised ({stored.format.describe()}); supported "
+            "is an embedding of 8 bits with a scale per row or tensor, or one that is not quantised"
+        )
 
 
 def describe(folder: Path, wanted: Quantization, dtype: DTypeLike) -> dict[str, Any]:

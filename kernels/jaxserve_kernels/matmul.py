@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 from jax import Array
@@ -101,10 +101,15 @@ def gated_linear(x: Array | QuantizedTokens, weight: Weight) -> Array:
     return dense_matmul.gated_linear(plain(x), weight)
 
 
+def has_rows(weight: Weight) -> TypeGuard[Int8Weight | Fp8Weight]:
+    """Whether rows can be taken from a quantised weight: 8 bits with a scale per row."""
+    return isinstance(weight, Int8Weight | Fp8Weight) and weight.scale.shape[-2] == 1
+
+
 def take_rows(weight: Weight, ids: Array, dtype: DTypeLike) -> Array:
     """Rows `ids` [n] of a weight [out, in] as [n, in] in `dtype`: an embedding."""
     if isinstance(weight, Array):
         return weight[ids].astype(dtype)
-    if not isinstance(weight, Int8Weight | Fp8Weight) or weight.scale.shape[-2] != 1:
+    if not has_rows(weight):
         raise TypeError(f"rows are taken from 8-bit weights with a scale per row, not {weight}")
     return weight.take_rows(ids).astype(dtype)

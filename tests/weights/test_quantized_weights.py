@@ -20,6 +20,7 @@ from jaxserve.weights.conversion import convert_model
 from jaxserve.weights.loading import plan_weights, weight_loader
 from jaxserve.weights.model_source import ModelSource
 from jaxserve_checkpoints.reader import CheckpointError
+from jaxserve_kernels.matmul import take_rows
 from jaxserve_kernels.weights import Fp8Weight, Int4Weight, OrderedInt4Weight
 from tests.checkpoints import quantized_files as files
 from tests.tiny_model import SPEC
@@ -52,7 +53,9 @@ FUSED = {
 dequantize = jax.jit(lambda weight: weight.dequantize())
 
 
-def write(folder: Path, kind: str) -> tuple[ModelSource, dict[str, Any]]:
+def write(
+    folder: Path, kind: str, *, with_embedding: bool = False
+) -> tuple[ModelSource, dict[str, Any]]:
     """A quantised checkpoint of SMALL, and the weights of its modules."""
     folder.mkdir()
     layers = [f"model.layers.{layer}." for layer in range(SMALL.num_layers)]
@@ -64,8 +67,11 @@ def write(folder: Path, kind: str) -> tuple[ModelSource, dict[str, Any]]:
         for name, size in NORMS.items()
     }
     plain["model.norm.weight"] = rng.normal(size=SMALL.embed).astype(np.float32)
-    embedding = rng.normal(size=(SMALL.vocab_size, SMALL.embed)).astype(np.float32)
-    plain["model.embed_tokens.weight"] = embedding
+    size = (SMALL.vocab_size, SMALL.embed)
+    if with_embedding:
+        modules["model.embed_tokens"] = size
+    else:
+        plain["model.embed_tokens.weight"] = rng.normal(size=size).astype(np.float32)
     weights = files.save(folder, files.KINDS[kind], modules, 1, **plain)
     source = ModelSource(
         names=("quantised",),
@@ -130,6 +136,20 @@ def test_it_is_not_quantised_again_except_for_its_head(tmp_path: Path) -> None:
         parse_args(["--lm-head-dtype", "int8"]), source, jnp.float32, tmp_path, stacked=True
     )
     assert type(plan.encoded.embedding).__name__ == "Int8Weight"
+
+
+@pytest.mark.parametrize("kind", ["awq", "fp8-blocks"])
+def test_an_embedding_without_rows_to_look_up_is_refused(kind: str, tmp_path: Path) -> None:
+    source, _ = write(tmp_path / "original", kind, with_embedding=True)
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight is quantised .* per row"):
+        start(source, tmp_path)
+
+
+def test_an_embedding_of_8_bits_is_served_as_it_is(tmp_path: Path) -> None:
+    source, weights = write(tmp_path / "original", "int8", with_embedding=True)
+    rows = jnp.array([3, 0, SMALL.vocab_size - 1])
+    found = take_rows(start(source, tmp_path).embedding, rows, jnp.float32)
+    np.testing.assert_array_equal(found, weights["model.embed_tokens"][rows])
 
 
 def test_what_is_kept_is_not_taken_for_codes_that_are_read_in_another_way(tmp_path: Path) -> None:
