@@ -15,8 +15,12 @@ from jaxserve.cli.options import parse_args
 from jaxserve.metrics.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "scripts" / "README.md"
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("checkpoints/*/embedded/*.md")]
+    [
+        *(*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), SCRIPTS),
+        *ROOT.glob("checkpoints/*/embedded/*.md"),
+    ]
 )
 OPERATIONS = ROOT / "docs" / "operations.md"
 
@@ -116,6 +120,12 @@ def exposition() -> str:
     metrics = Metrics("m")
     metrics.set_cache_info(page_size=64, num_pages=2)
     return metrics.exposition().decode()
+
+
+def test_every_script_is_listed() -> None:
+    listed = re.findall(r"`(\w+\.(?:py|sh))`", SCRIPTS.read_text())
+    files = [file.name for end in ("py", "sh") for file in SCRIPTS.parent.glob(f"*.{end}")]
+    assert sorted(listed) == sorted(files)
 
 
 def test_the_metrics_of_the_table_are_those_of_the_exposition() -> None:
