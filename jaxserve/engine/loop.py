@@ -178,7 +178,7 @@ class StepLoop[P]:
                 self._metrics.observe_start(event.start)
             if event.finish is FinishReason.ERROR:
                 self._metrics.count_error()
-            elif event.finish is not None:
+            elif event.finish is not None and event.token is not None:
                 self._metrics.observe_preemptions(event.preemptions)
         if events:
             self._post(list(events))

@@ -102,6 +102,30 @@ async def test_logits_that_are_no_numbers_count_as_an_error() -> None:
     assert b"jaxserve_step_errors_total 1.0\n" in metrics.exposition()
 
 
+async def test_a_grammar_that_cannot_be_followed_counts_neither_as_an_error_nor_as_an_end() -> None:
+    class Left:
+        ready, mask = True, b"\xff" * 4
+        error: str | None = None
+
+        def start(self) -> Left:
+            return self
+
+        def advance(self, token: int) -> None:
+            self.error = "too many states"
+
+        def wait(self, timeout: float) -> bool:
+            return True
+
+    metrics = Metrics("tiny")
+    async with serving(GatedRunner(), metrics=metrics) as engine:
+        *_, end = await events_of(engine.generate(request(0, guide=Left())))
+        assert end == TokenEvent("r0", None, FinishReason.GRAMMAR)
+        await until(lambda: is_whole(engine))
+    shown = metrics.exposition()
+    assert b"jaxserve_step_errors_total 0.0\n" in shown
+    assert b'vllm:request_num_preemptions_count{engine="0",model_name="tiny"} 0.0\n' in shown
+
+
 async def test_a_device_that_cannot_be_reset_fails_the_engine() -> None:
     runner = GatedRunner()
     async with serving(runner) as engine:
