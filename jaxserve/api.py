@@ -25,6 +25,14 @@ class FinishReason(StrEnum):
     """Its grammar has met a limit: which token may be next is not known."""
 
 
+class GuideError(NamedTuple):
+    """Why a sequence cannot go on."""
+
+    text: str
+    finish: FinishReason = FinishReason.GRAMMAR
+    """ERROR: its grammar is not what failed."""
+
+
 class GuideState(Protocol):
     """Where a sequence stands in its grammar, and which tokens it may have next."""
 
@@ -39,8 +47,8 @@ class GuideState(Protocol):
         ...
 
     @property
-    def error(self) -> str | None:
-        """Why the sequence cannot go on."""
+    def error(self) -> GuideError | None:
+        """Why the sequence cannot go on, if it cannot."""
         ...
 
     def advance(self, token: int) -> None:

@@ -133,7 +133,8 @@ class Metrics:
         self._engine.compiles.labels(phase=phase).inc()
 
     def count_error(self) -> None:
-        """A sequence ended with an error: its step failed, or its logits were no numbers."""
+        """A sequence ended with an error: its step failed, its logits were no numbers, or the mask
+        of its grammar could not be computed."""
         self._engine.errors.inc()
 
     def count_shed(self) -> None:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Container
 
-from jaxserve.api import GuideState
+from jaxserve.api import FinishReason, GuideState
 from jaxserve.scheduler.sequence import Sequence
 
 log = logging.getLogger(__name__)
@@ -25,17 +25,17 @@ class Guided:
         guide.advance(token)
         self._waiting.append((seq, guide))
 
-    def wait(self, timeout: float) -> list[Sequence]:
-        """Wait for the masks, at most `timeout` seconds in all; who cannot be followed."""
+    def wait(self, timeout: float) -> list[tuple[Sequence, FinishReason]]:
+        """Wait for the masks, at most `timeout` seconds in all; who cannot go on, and its end."""
         deadline = time.monotonic() + timeout
-        failed: list[Sequence] = []
+        failed: list[tuple[Sequence, FinishReason]] = []
         waiting, self._waiting = self._waiting, []
         for seq, guide in waiting:
             if seq.id not in self._live:
                 continue
             if not guide.wait(max(0.0, deadline - time.monotonic())):
                 self._waiting.append((seq, guide))
-            elif guide.error is not None:
-                log.warning("%s: its grammar cannot be followed: %s", seq.request_id, guide.error)
-                failed.append(seq)
+            elif (error := guide.error) is not None:
+                log.warning("%s: its grammar cannot be followed: %s", seq.request_id, error.text)
+                failed.append((seq, error.finish))
         return failed

@@ -375,12 +375,12 @@ class Scheduler:
     def await_guides(self, timeout: float) -> list[TokenEvent]:
         """Wait for the masks of sequences that follow a grammar, at most `timeout` seconds in all.
 
-        Waiting for all lets them share the next step. Those that cannot be followed end.
+        Waiting for all lets them share the next step. Those that cannot go on end.
         """
         failed = self._guided.wait(timeout)
-        for seq in failed:
+        for seq, _ in failed:
             self._end(seq)
-        return [TokenEvent(seq.request_id, None, FinishReason.GRAMMAR) for seq in failed]
+        return [TokenEvent(seq.request_id, None, finish) for seq, finish in failed]
 
     def fail(self, plans: Iterable[StepPlan] | None = None) -> list[TokenEvent]:
         """End with an error what is alive of plans that will not be committed; None: everything.

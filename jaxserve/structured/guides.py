@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from jaxserve.api import GuideError
 from jaxserve.structured.grammars import MAX_SOURCE
 from jaxserve.structured.worker import GrammarError, Job, MaskWorker
 from jaxserve.tokenizer import Tokenizer
@@ -91,7 +92,7 @@ class GuideState:
     def __init__(self, guide: Guide):
         self._guide = guide
         self._matcher: LLMatcher | None = None
-        self.error: str | None = None
+        self.error: GuideError | None = None
         self.ready = True
         self.mask = guide.compiled.mask
         self._phase = _Phase.GRAMMAR
@@ -123,7 +124,7 @@ class GuideState:
     def wait(self, timeout: float) -> bool:
         return self.ready or self._guide.worker.wait_for(self, timeout)
 
-    def finish(self, mask: bytes, error: str | None) -> None:
+    def finish(self, mask: bytes, error: GuideError | None) -> None:
         """Called by the worker."""
         if error is not None:
             self._guide.compiled.at_limit = True

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jaxserve.api import Guide, GuideState
+from jaxserve.api import Guide, GuideError, GuideState
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -51,7 +51,7 @@ class ThinkingBudgetState:
         return self._guide.anything if self._inner is None else self._inner.mask
 
     @property
-    def error(self) -> str | None:
+    def error(self) -> GuideError | None:
         return None if self._inner is None else self._inner.error
 
     def advance(self, token: int) -> None:

@@ -12,7 +12,11 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
+from jaxserve.api import FinishReason, GuideError
+
 log = logging.getLogger(__name__)
+
+_FAILED = GuideError("the mask could not be computed", FinishReason.ERROR)
 
 
 class GrammarError(ValueError):
@@ -24,8 +28,8 @@ class Waiting(Protocol):
 
     @property
     def ready(self) -> bool: ...
-    def finish(self, mask: bytes, error: str | None) -> None:
-        """The mask is known, or the grammar cannot be followed any further."""
+    def finish(self, mask: bytes, error: GuideError | None) -> None:
+        """The mask is known, or the sequence cannot go on."""
         ...
 
 
@@ -67,7 +71,7 @@ class MaskWorker:
             except BaseException:  # a panic of llguidance's is no Exception
                 log.exception("masks of structured output could not be computed")
                 for job in jobs:
-                    job.sequence.finish(b"", "the mask could not be computed")
+                    job.sequence.finish(b"", _FAILED)
             with self._done:
                 self._done.notify_all()
 
@@ -79,5 +83,5 @@ class MaskWorker:
         targets = [(job.matcher, row) for row, job in enumerate(jobs)]
         fill_next_token_bitmask_par(self._executor, targets, masks)
         for mask, job in zip(masks, jobs, strict=True):
-            error = job.matcher.get_error() if job.matcher.is_error() else None
+            error = GuideError(job.matcher.get_error()) if job.matcher.is_error() else None
             job.sequence.finish(mask.tobytes(), error)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jaxserve.api import EngineFailed, FinishReason, TokenEvent
+from jaxserve.api import EngineFailed, FinishReason, GuideError, TokenEvent
 from jaxserve.engine.engine import Progress
 from jaxserve.engine.loop import StepLoop
 from jaxserve.metrics.metrics import Metrics
@@ -102,16 +102,19 @@ async def test_logits_that_are_no_numbers_count_as_an_error() -> None:
     assert b"jaxserve_step_errors_total 1.0\n" in metrics.exposition()
 
 
-async def test_a_grammar_that_cannot_be_followed_counts_neither_as_an_error_nor_as_an_end() -> None:
+@pytest.mark.parametrize(("finish", "errors"), [(FinishReason.GRAMMAR, 0), (FinishReason.ERROR, 1)])
+async def test_a_grammar_at_its_limit_is_no_error_and_a_mask_that_cannot_be_computed_is(
+    finish: FinishReason, errors: int
+) -> None:
     class Left:
         ready, mask = True, b"\xff" * 4
-        error: str | None = None
+        error: GuideError | None = None
 
         def start(self) -> Left:
             return self
 
         def advance(self, token: int) -> None:
-            self.error = "too many states"
+            self.error = GuideError("why", finish)
 
         def wait(self, timeout: float) -> bool:
             return True
@@ -119,10 +122,10 @@ async def test_a_grammar_that_cannot_be_followed_counts_neither_as_an_error_nor_
     metrics = Metrics("tiny")
     async with serving(GatedRunner(), metrics=metrics) as engine:
         *_, end = await events_of(engine.generate(request(0, guide=Left())))
-        assert end == TokenEvent("r0", None, FinishReason.GRAMMAR)
+        assert end == TokenEvent("r0", None, finish)
         await until(lambda: is_whole(engine))
     shown = metrics.exposition()
-    assert b"jaxserve_step_errors_total 0.0\n" in shown
+    assert f"jaxserve_step_errors_total {errors}.0\n".encode() in shown
     assert b'vllm:request_num_preemptions_count{engine="0",model_name="tiny"} 0.0\n' in shown
 
 

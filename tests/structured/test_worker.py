@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxserve.api import FinishReason, GuideError
 from jaxserve.structured.worker import Job, MaskWorker
 
 
@@ -13,9 +14,9 @@ class Panic(BaseException):
 
 class Sequence:
     ready = False
-    error: str | None = None
+    error: GuideError | None = None
 
-    def finish(self, mask: bytes, error: str | None) -> None:
+    def finish(self, mask: bytes, error: GuideError | None) -> None:
         self.ready, self.error = True, error
 
 
@@ -31,4 +32,5 @@ def test_a_panic_ends_a_sequence_and_not_the_thread() -> None:
         matcher: Any = None
         worker.submit(Job(sequence, matcher, 0))
         assert worker.wait_for(sequence, timeout=10)
-        assert sequence.error == "the mask could not be computed"
+        assert sequence.error is not None
+        assert sequence.error.finish is FinishReason.ERROR  # no fault of the grammars
