@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.api import FinishReason, Request, SamplingParams, TokenEvent
-from jaxserve.server.output.generation import Choice, TextOptions
+from jaxserve.server.output.generation import Choice, Generation, TextOptions
 from jaxserve.tokenizer import decode
 from tests.fakes import tiny_tokenizer
 
@@ -52,3 +52,11 @@ def test_the_deltas_join_to_the_decoded_text_up_to_a_stop_string(
     visible = ids if finish is FinishReason.STOP else [*ids, 0]
     expected = cut(decode(TINY, visible, skip_special=skip), stops, include=include)
     assert shown == expected
+
+
+def test_the_size_of_an_answer_counts_logprobs_of_tokens_and_of_the_prompt() -> None:
+    params = SamplingParams(max_tokens=9, logprobs=20, prompt_logprobs=2)
+    choice = Choice(0, Request(id="r", prompt=(1,) * 5, params=params), TINY, TextOptions())
+    for _ in range(3):
+        choice.add(TokenEvent("r", 65))
+    assert Generation([choice], 1, tokenizing=0.0).num_entries == 3 * 21 + 5 * 3

@@ -250,13 +250,14 @@ class Generation:
 
     @property
     def num_entries(self) -> int:
-        """About what a whole answer has to say: tokens, and logprobs of the prompts' tokens."""
-        of_prompts = (
-            len(choice.request.prompt) * (1 + most)
-            for choice in self.choices
-            if (most := choice.request.params.prompt_logprobs) is not None
-        )
-        return self.completion_tokens + sum(of_prompts)
+        """About what a whole answer has to say: tokens, and logprobs of theirs and the prompts'."""
+        entries = 0
+        for choice in self.choices:
+            params = choice.request.params
+            entries += choice.num_tokens * (1 + (params.logprobs or 0))
+            if params.prompt_logprobs is not None:
+                entries += len(choice.request.prompt) * (1 + params.prompt_logprobs)
+        return entries
 
     @property
     def reasoning_tokens(self) -> int:
