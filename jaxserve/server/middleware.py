@@ -10,6 +10,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from jaxserve.server.errors import ApiError, anthropic_body
+from jaxserve.server.reply import GENERATION
 from jaxserve.server.request.schema import MAX_REQUEST_ID_CHARS
 from jaxserve.server.service import SERVICE
 
@@ -32,7 +33,9 @@ async def error_shape(request: web.Request, handler: Handler) -> web.StreamRespo
     try:
         return await handler(request)
     except ApiError as error:
-        if reason := _REJECTIONS.get(error.status):
+        generation = request.get(GENERATION)
+        begun = generation is not None and generation.completion_tokens > 0
+        if not begun and (reason := _REJECTIONS.get(error.status)):
             request.app[SERVICE].metrics.request_rejected(reason)
         return _response(request, error)
     except web.HTTPException as error:

@@ -174,6 +174,19 @@ async def test_a_failure_is_not_counted_as_a_token(serve: Serve, tokens: int) ->
     } <= lines
 
 
+async def test_a_grammar_that_meets_a_limit_is_no_rejection_before_any_work(serve: Serve) -> None:
+    url = await serve(FakeEngine(b"abc", finish=FinishReason.GRAMMAR))
+    async with aiohttp.request("POST", f"{url}/v1/completions", json={"prompt": "Hi"}) as reply:
+        assert reply.status == 400
+    async with aiohttp.request("GET", f"{url}/metrics") as reply:
+        lines = set((await reply.text()).splitlines())
+    labels = 'engine="0",{}model_name="tiny"'
+    assert {
+        f'vllm:admission_rejections_total{{{labels.format("")},reason="invalid"}} 0.0',
+        f"vllm:request_success_total{{{labels.format('finished_reason="error",')}}} 1.0",
+    } <= lines
+
+
 async def test_a_request_of_several_choices_counts_its_longest(serve: Serve) -> None:
     lengths = iter([2, 5, 3])
     url = await serve(FakeEngine(lambda _: [*b"abcde"[: next(lengths)]]))
