@@ -35,8 +35,11 @@ def json_object() -> str:
 
 
 def json_schema(schema: Mapping[str, Any]) -> str:
-    _check_size(schema)
-    return LLMatcher.grammar_from_json_schema(dict(schema), overrides=_JSON_OPTIONS)
+    """Raises GrammarError: it is too large, or holds a number that is."""
+    try:
+        return LLMatcher.grammar_from_json_schema(_encoded(schema), overrides=_JSON_OPTIONS)
+    except ValueError as error:
+        raise GrammarError(str(error)) from None
 
 
 def regex(pattern: str) -> str:
@@ -83,24 +86,25 @@ def tool_calls(
         f'call: {marker("<tool_call>")} "\\n" ({bodies}) "\\n" {marker("</tool_call>")}',
     ]
     for index, (name, parameters) in enumerate(tools):
-        _check_size(parameters)
         head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
         schema = {"type": "object", **parameters, "x-guidance": _JSON_OPTIONS}
         lines += [
             f"body_{index}: {_literal(head)} arguments_{index} {_literal('}')}",
-            f"arguments_{index}: %json {json.dumps(schema)}",
+            f"arguments_{index}: %json {_encoded(schema)}",
         ]
     return LLMatcher.grammar_from_lark("\n".join(lines))
 
 
-def _check_size(schema: Mapping[str, Any]) -> None:
-    """Before it is written out in a way that takes twenty times as long, and holds Python's lock.
+def _encoded(schema: Mapping[str, Any]) -> str:
+    """As JSON. Other ways to write it out take twenty times as long, and hold Python's lock.
 
     Raises:
       GrammarError: it is larger than any grammar may be.
     """
-    if (size := len(msgspec.json.encode(schema))) > MAX_SOURCE:
-        raise GrammarError(f"it has {size} bytes, the most are {MAX_SOURCE}")
+    encoded = msgspec.json.encode(schema)
+    if len(encoded) > MAX_SOURCE:
+        raise GrammarError(f"it has {len(encoded)} bytes, the most are {MAX_SOURCE}")
+    return encoded.decode()
 
 
 def _literal(text: str) -> str:

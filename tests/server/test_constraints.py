@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import aiohttp
@@ -107,6 +108,22 @@ async def test_constraints_that_exclude_each_other_are_refused_by_name(serve: Se
         assert status == 400 and "exclude" in body["error"]["message"]
         if param is not None:
             assert body["error"]["param"] == param
+
+
+@pytest.mark.parametrize(("digits", "status"), [(30, 200), (400, 400)])
+async def test_numbers_in_a_schema_may_be_large(serve: Serve, digits: int, status: int) -> None:
+    """They are more than 64 bits; the second is more than a float, too."""
+    schema = {"type": "object", "properties": {"é\x7f": {"type": "integer", "maximum": 10**digits}}}
+    for fields in (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+        {"guided_json": schema},
+        {"guided_json": json.dumps(schema)},
+        {"tools": [tool_with(schema)], "tool_choice": "required"},
+    ):
+        got, body = await chat(serve, FakeEngine(), **fields)
+        assert got == status, body
+        if status == 400:
+            assert body["error"]["code"] == "invalid_grammar"
 
 
 async def test_the_message_of_a_bad_schema_says_what_is_wrong_with_it(serve: Serve) -> None:
