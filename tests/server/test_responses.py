@@ -8,6 +8,7 @@ import aiohttp
 import openai
 import pytest
 
+from jaxserve.api import FinishReason
 from jaxserve.tokenizer import decode
 from tests.fakes import CALL as CALL_TOKEN
 from tests.fakes import END_CALL, END_THINK, IM_END, THINK, FakeEngine, tiny_tokenizer
@@ -211,12 +212,18 @@ async def test_fields_without_effect_are_named(serve: Serve) -> None:
     assert named == "nonsense,store,reasoning.summary"
 
 
-async def test_a_failure_in_mid_stream_is_a_failed_response(serve: Serve) -> None:
-    async with client(serve, FakeEngine(b"Hello", fail_after=2)) as api:
+@pytest.mark.parametrize(
+    ("finish", "code"),
+    [(FinishReason.ERROR, "server_error"), (FinishReason.GRAMMAR, "invalid_prompt")],
+)
+async def test_a_failure_in_mid_stream_is_a_failed_response(
+    serve: Serve, finish: FinishReason, code: str
+) -> None:
+    async with client(serve, FakeEngine(b"Hello", finish=finish)) as api:
         stream = await api.responses.create(model=MODEL, input="Hi", stream=True)
         events = [event async for event in stream]
     assert events[-1].type == "response.failed"
-    assert events[-1].response.error.code == "server_error"
+    assert events[-1].response.error.code == code
 
 
 async def test_padded_deltas_say_nothing_by_their_size(serve: Serve) -> None:

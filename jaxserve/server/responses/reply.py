@@ -68,7 +68,9 @@ class ResponsesReply:
 
     def error_events(self, error: ApiError) -> bytes:
         failed = self._response("failed")
-        failed["error"] = {"code": "server_error", "message": error.message}
+        # Of the official codes, and one that clients do not try again for what is their affair.
+        code = "invalid_prompt" if error.status == 400 else "server_error"
+        failed["error"] = {"code": code, "message": error.message}
         return self._event("response.failed", response=failed)
 
     def collect(self, delta: Delta) -> None:
