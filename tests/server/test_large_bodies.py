@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from jaxserve.server.off_loop import MAX_THREADS, off_loop
 from tests.fakes import FakeEngine, tiny_tokenizer
 from tests.server.conftest import MODEL, Serve
 
@@ -113,6 +114,23 @@ async def test_long_texts_are_encoded_off_the_event_loop(
         assert not reading.done()
         go_on.set()
         await (await reading).read()
+
+
+async def test_few_are_worked_on_at_once() -> None:
+    """Beside 20 threads, 3.5 ms of an engine thread's waits and Python took 250 ms, beside 4 70."""
+    working, most, lock = 0, 0, threading.Lock()
+
+    def work() -> None:
+        nonlocal working, most
+        with lock:
+            working += 1
+            most = max(most, working)
+        time.sleep(0.01)
+        with lock:
+            working -= 1
+
+    await asyncio.gather(*(off_loop(True, work) for _ in range(20)))
+    assert 1 < most <= MAX_THREADS
 
 
 @pytest.mark.parametrize(
