@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -140,6 +141,7 @@ class Guides:
         self._vocabulary: _Vocabulary | None = None
         self._making = threading.Lock()
         self._cache: OrderedDict[str, _Compiled] = OrderedDict()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def compile(self, grammar: str, thinking: Thinking = Thinking.NONE) -> Guide:
         """A guide for a grammar of `grammars`.
@@ -152,12 +154,11 @@ class Guides:
         compiled = self._cache.get(grammar)
         if compiled is None or compiled.at_limit:
             try:
-                compiled = await asyncio.wait_for(self._begin(grammar), COMPILE_SECONDS)
+                compiled = await self._compiled_anew(grammar)
             except TimeoutError:
                 raise GrammarError(
                     f"it took more than {COMPILE_SECONDS:.0f} s to compile"
                 ) from None
-            self._cache[grammar] = compiled
         elif compiled.num_tokens > SHARED_TOKENS:
             compiled.num_tokens = 0
             self._begin(grammar).add_done_callback(partial(self._renew, grammar))
@@ -172,6 +173,15 @@ class Guides:
             worker=vocabulary.worker,
             end_token_ids=vocabulary.end_token_ids,
         )
+
+    async def _compiled_anew(self, grammar: str) -> _Compiled:
+        """Those who ask for the same grammar meanwhile take what the first of them has made."""
+        turn = self._turns.setdefault(grammar, asyncio.Lock())
+        async with asyncio.timeout(COMPILE_SECONDS), turn:
+            compiled = self._cache.get(grammar)
+            if compiled is None or compiled.at_limit:
+                compiled = self._cache[grammar] = await self._begin(grammar)
+            return compiled
 
     def _begin(self, grammar: str) -> asyncio.Future[_Compiled]:
         return asyncio.get_running_loop().run_in_executor(self._pool, self._compile, grammar)

@@ -381,6 +381,25 @@ async def test_a_grammar_that_takes_too_long_to_compile_is_refused(
         await byte_guides.compile(grammars.regex("a+"))
 
 
+async def test_a_grammar_that_many_ask_for_at_once_is_compiled_once(
+    guides: Guides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the last ones of many would wait for longer than compiling may take."""
+    compiled: list[str] = []
+    compile_one = guides._compile
+
+    def counted(grammar: str) -> Any:
+        compiled.append(grammar)
+        return compile_one(grammar)
+
+    monkeypatch.setattr(guides, "_compile", counted)
+    good, bad = grammars.choice(["at", "once"]), grammars.regex("(at once")
+    made = await asyncio.gather(*(guides.compile(good) for _ in range(8)))
+    assert len({id(guide.compiled) for guide in made}) == len(compiled) == 1
+    told = await asyncio.gather(*(guides.compile(bad) for _ in range(8)), return_exceptions=True)
+    assert {type(each) for each in told} == {GrammarError}
+
+
 def followed(guide: Guide, most: int) -> int:
     """Tokens until the grammar cannot be followed any further."""
     state, rng = guide.start(), np.random.default_rng(0)
