@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from jaxserve.api import FinishReason
 from jaxserve.logs import JsonFormatter
 from jaxserve.server.access import digest
 from tests.fakes import FakeEngine
@@ -72,6 +73,17 @@ async def test_clients_that_leave_and_errors_are_lines_too(
     shown = [(line["status"], line["path"]) for line in lines(caplog)]
     assert shown == [(499, "/v1/completions"), (404, "/a%0Ab%C3%A9")]
     assert not any("\n" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("finish", [FinishReason.ERROR, FinishReason.GRAMMAR])
+async def test_a_failure_is_no_client_that_left(
+    serve: Serve, caplog: pytest.LogCaptureFixture, finish: FinishReason
+) -> None:
+    caplog.set_level(logging.INFO)
+    url = await serve(FakeEngine(b"ab", finish=finish), log_requests=True)
+    async with aiohttp.request("POST", f"{url}/v1/completions", json={"prompt": "Hi"}) as reply:
+        await reply.read()
+    assert [line["finish_reason"] for line in lines(caplog)] == ["error"]
 
 
 async def test_requests_are_not_logged_unasked(

@@ -87,6 +87,8 @@ class Choice:
         self.last_token_at = 0.0
         """`time.perf_counter()`."""
         self.finish: FinishReason | None = None
+        self.reason: FinishReason | None = None
+        """How it ended, well or not; None: it has not begun."""
         self.reasoning_tokens = 0
         self._failed: FinishReason | None = None
         self._options = options
@@ -168,7 +170,7 @@ class Choice:
 
         `arrived` is `time.perf_counter()` when the request came.
         """
-        reason: str | None = FinishReason.ABORT
+        self.reason = FinishReason.ABORT
         deltas: list[Delta] = []
         try:
             # By the time the last delta is passed on the engine's side is closed: a sequence that
@@ -188,18 +190,19 @@ class Choice:
                         raise EngineFailed(f"the sequence ended with {self._failed}")
             if self.finish is None:
                 raise EngineFailed("the engine's events ended without a reason")
-            reason = self.finish
+            self.reason = self.finish
             yield deltas
         except (Rejected, Overloaded):
-            reason = FinishReason.ERROR if self.num_tokens else None  # cut off, or never begun
+            self.reason = FinishReason.ERROR if self.num_tokens else None  # cut off, or never begun
             raise
         except EngineFailed:
-            reason = FinishReason.ERROR
+            self.reason = FinishReason.ERROR
             raise
         finally:
-            if reason is not None:
+            if self.reason is not None:
                 metrics.prompt_accepted(len(self.request.prompt), self.request.params.max_tokens)
-                metrics.sequence_finished(reason, self.num_tokens, time.perf_counter() - arrived)
+                took = time.perf_counter() - arrived
+                metrics.sequence_finished(self.reason, self.num_tokens, took)
             if self.start is not None:
                 decode = max(0.0, self.last_token_at - self.start.on_host)
                 metrics.sequence_computed(self.start.prefill, decode, self.num_tokens)

@@ -87,7 +87,7 @@ def _log(request: web.Request, finished: Finished) -> None:
 def _counts(generation: Generation | None) -> dict[str, Any]:
     if generation is None:
         return {}
-    reasons = [choice.finish or "abort" for choice in generation.choices]
+    reasons = [choice.reason or "abort" for choice in generation.choices]
     return {
         "finish_reason": ",".join(dict.fromkeys(reasons)),
         "prompt_tokens": generation.prompt_tokens,

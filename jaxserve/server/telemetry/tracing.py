@@ -67,7 +67,7 @@ class Tracing:
         yield "gen_ai.request.max_tokens", params.max_tokens
         yield "gen_ai.request.temperature", params.temperature
         yield "gen_ai.request.top_p", params.top_p
-        reasons = [str(choice.finish or "abort") for choice in generation.choices]
+        reasons = [str(choice.reason or "abort") for choice in generation.choices]
         yield "gen_ai.response.finish_reasons", reasons
         for names, tokens in (
             (("input", "prompt"), generation.prompt_tokens),
