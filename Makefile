@@ -1,7 +1,7 @@
 # make serve    set up .venv and serve the embedded model; flags: make serve ARGS="--port 8080"
 # make test     set up what tests need, then lint, types and the fast tests
-# make compile-test   without a GPU: compile the steps for an H100 and check the programs, and run
-#               the kernels on an emulator
+# make compile-test   without a GPU: compile the steps for an H100 with what pip resolves for a GPU,
+#               and check the programs; run the kernels on an emulator; some of it with Triton 3.6
 # make slow     the tests that take minutes
 # make clean    remove .venv
 SHELL := bash
@@ -9,6 +9,9 @@ SHELL := bash
 VENV := .venv
 COMPILER := .venv-compiler
 BIN := $(VENV)/bin
+OLDER_TRITON := $(COMPILER)/triton-3.6
+OLDER_TRITON_TESTS := imports kernel_records hopper_attention hopper_product streaming_attention
+COMPILE_PIP := $(COMPILER)/bin/python -m pip install --quiet --disable-pip-version-check
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # The tested versions; CONSTRAINTS= takes the newest that the ranges in pyproject.toml allow.
 CONSTRAINTS ?= constraints.txt
@@ -32,6 +35,8 @@ test: $(VENV)/.test
 
 compile-test: $(COMPILER)/.ready
 	$(COMPILER)/bin/python -m pytest -q -n auto --dist worksteal tests/aot tests/emulated
+	PYTHONPATH=$(CURDIR)/$(OLDER_TRITON) $(COMPILER)/bin/python -m pytest -q -n auto --dist worksteal \
+	  $(addprefix tests/aot/test_, $(addsuffix .py, $(OLDER_TRITON_TESTS)))
 
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
@@ -51,15 +56,16 @@ $(VENV)/.test: $(VENV)/.serve
 	@$(PIP) $(PINS) -e '.[test,bench]'
 	@touch $@
 
-# An environment of its own: with the CUDA plugin installed, jax complains wherever no GPU is.
-$(COMPILER)/.ready: Makefile pyproject.toml $(CONSTRAINTS)
-	@echo "installing XLA's and Triton's compilers for GPUs into $(COMPILER) (about 700 MB)"
+# An environment of its own: with the CUDA plugin installed, jax complains wherever no GPU is. What
+# pip resolves for a GPU, less the CUDA libraries that compiling does not need; and an older Triton.
+$(COMPILER)/.ready: Makefile pyproject.toml $(CONSTRAINTS) scripts/resolve.py
+	@echo "installing XLA's and Triton's compilers for GPUs into $(COMPILER) (about 1.5 GB)"
 	@"$$(scripts/find_python.sh)" -m venv $(COMPILER)
-	@$(COMPILER)/bin/python -m pip install --quiet --disable-pip-version-check $(PINS) \
-	  -e . pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis
-	@version="$$($(COMPILER)/bin/python -c 'import jax; print(jax.__version__)')"; \
-	$(COMPILER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	  "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" triton==3.6.0 jax-triton==0.4.1
+	@$(COMPILE_PIP) $(PINS) -e . pytest pytest-asyncio pytest-timeout pytest-xdist \
+	  hypothesis
+	@$(COMPILER)/bin/python scripts/resolve.py cuda13 --compile >$(COMPILER)/gpu.txt
+	@$(COMPILE_PIP) --no-deps -r $(COMPILER)/gpu.txt
+	@$(COMPILE_PIP) --no-deps --upgrade --target $(OLDER_TRITON) triton==3.6.0
 	@touch $@
 
 clean:

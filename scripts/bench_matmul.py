@@ -15,7 +15,6 @@ product in bfloat16, both at rates measured in this process.
 
 4-bit formats are timed by their codes alone, and as -copy with a copy in fp8 beside them, where a
 product reads that; --assert-ratio then judges the copy, which is what the engine has by default.
--converting, which must be named, is another kernel for codes alone; no rule holds for it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ prepare(gpu_memory_utilization=0.9)
 import jax
 import jax.numpy as jnp
 from matmul_report import (
-    CONVERTING,
     COPY,
     Timing,
     assert_never_slower,
@@ -47,7 +45,7 @@ from matmul_report import (
     plot,
     show,
 )
-from random_weights import QUANTIZE, ConvertingWeight
+from random_weights import QUANTIZE
 
 from jaxserve.model_spec import NAMED_MODELS, ModelSpec
 from jaxserve_kernels import target, weights
@@ -66,9 +64,6 @@ CACHES = 256 * 10**6
 PRODUCTS, LARGE_PRODUCTS, TINY_PRODUCTS = 48, 16, 2
 """In one program: what launching it costs is little beside them. Large: of 1,024 tokens or more,
 and of the output matrix. Tiny: so few that they are soon compiled."""
-
-MOST_UNCONVERTED = 64
-"""Tokens up to which products are those of the codes, whatever is beside them."""
 
 TOKENS, TINY_TOKENS = [1, 16, 64, 128, 256, 512, 1024, 2048, 8192], [1, 64, 128]
 
@@ -109,7 +104,6 @@ def main() -> None:
         for tokens in args.tokens
         if (not product.head or (name in HEADS and tokens <= args.max_rows))
         and (not name.endswith(COPY) or reads_copy(product, name, tokens))
-        and (not name.endswith(CONVERTING) or tokens > MOST_UNCONVERTED)
     ]
     result = earlier(args) or {
         "card": jax.devices()[0].device_kind,
@@ -174,8 +168,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", choices=sorted(NAMED_MODELS), default="qwen3-4b")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
     parser.add_argument("--tokens", type=sizes, help=f"default {TOKENS}, tiny {TINY_TOKENS}")
-    served = [name for name in QUANTIZE if not name.endswith(CONVERTING)]
-    parser.add_argument("--formats", type=formats, default=served)
+    parser.add_argument("--formats", type=formats, default=list(QUANTIZE))
     parser.add_argument("--max-rows", type=int, default=256, help="of the output matrix's product")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="compiling threads")
     parser.add_argument("--budget", type=float, help="begin nothing new after so many minutes")
@@ -303,8 +296,6 @@ def build(case: Case, stacked: Any, *, tiny: bool) -> tuple[Any, jax.Array, int]
 def product_of(case: Case, x: jax.Array, weight: Any) -> jax.Array:
     if isinstance(weight, Iq2XxsWeight):
         return iq2_xxs_product(case, x, weight)
-    if isinstance(weight, ConvertingWeight):
-        return converting_product(case, x, weight)
     if case.product.gated:
         return gated_linear(x, weight)
     return linear(x, weight, jnp.float32 if case.product.head else x.dtype)
@@ -322,27 +313,6 @@ def iq2_xxs_product(case: Case, x: jax.Array, weight: Iq2XxsWeight) -> jax.Array
         gate, up = jnp.split(product, 2, axis=-1)
         product = jax.nn.silu(gate) * up
     return product if case.product.head else product.astype(x.dtype)
-
-
-def converting_product(case: Case, x: jax.Array, weight: ConvertingWeight) -> jax.Array:
-    """The engine does not choose this kernel yet: it is called here."""
-    if not target.uses_triton():
-        return product_of(case, x, weight.codes)
-    from jaxserve_kernels.quantized_matmul.e4m3 import hopper_converting  # needs Triton
-    from jaxserve_kernels.quantized_matmul.e4m3.tokens import Order, TokenFormat
-    from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
-
-    tokens, gated = case.tokens, case.product.gated
-    config = hopper_converting.choose(tokens, case.product.out, case.product.depth, gated=gated)
-    padded = -(-tokens // config.tokens) * config.tokens
-    codes = quantized(x, TokenFormat(jnp.float8_e4m3fn, Order.INPUTS, 0, padded))
-    shape, dtype = (config.splits, tokens, case.product.out), jnp.float32
-    if gated:
-        shape, dtype = (tokens, case.product.out // 2), x.dtype
-    elif config.splits == 1:
-        dtype = x.dtype
-    out_type = jax.ShapeDtypeStruct(shape, dtype)
-    return hopper_converting.launch(codes, *weight, config, out_type, gated=gated)
 
 
 def describe(

@@ -19,10 +19,6 @@ _WIDTH = 180
 COPY = "-copy"
 """Ends the name of a 4-bit format with a copy in fp8, timed where that is read."""
 
-CONVERTING = "-converting"
-"""Ends the name of a 4-bit format whose products of more than 64 tokens are those of
-`e4m3.hopper_converting`, which the engine does not use yet."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timing:
@@ -82,7 +78,6 @@ def assert_never_slower(timings: list[Timing], limit: float) -> None:
         for t in timings
         if t.product in ("layer", "head")
         and t.format not in COMPARED_ONLY
-        and not t.format.endswith(CONVERTING)
         and (t.product, t.format + COPY, t.tokens) not in copied
         and t.ratio_to_bf16 > limit
     ]

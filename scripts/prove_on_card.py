@@ -5,11 +5,12 @@
     python scripts/prove_on_card.py decode serving --out results      # some of it
     python scripts/prove_on_card.py --out results --gpus 0,1,2,3      # a card for each at a time
 
-A proof is one or more commands of this repository; each has a folder under --out with its log and
-the JSON files that docs/measurements keeps. One that passed is not run again, so a run that was
-cut off goes on where it was; --again starts anew. Several cards share their host: times of the
-host, TTFT above all, are honest with one proof at a time only. The exit status is the number of
-proofs that failed.
+A proof is one or more commands of this repository, each of which runs whatever those before it
+did; it has a folder under --out with its log and the JSON files that docs/measurements keeps. One
+that passed is not run again, so a run that was cut off goes on where it was; --again starts anew.
+A command that needs packages which are not installed fails and names them; the others run. Several
+cards share their host: times of the host, TTFT above all, are honest with one proof at a time only.
+The exit status is the number of proofs that failed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,15 @@ ROOT = Path(__file__).parents[1]
 MODEL = "--model qwen3-4b --load-format dummy --cache-dir {cache}"
 CLIENTS = "1,8,32,64,128,256"
 BATCH = "1,2,4,8,16,32,64,128,256"
+NEEDS = {
+    # pytest's settings in pyproject.toml and tests/conftest.py want more than pytest
+    "-m pytest": ("pytest", "pytest-asyncio", "pytest-timeout", "hypothesis"),
+    "gpu_parity.py": ("torch", "transformers"),
+    "bench_power.py": ("torch",),
+    "eval_formats.py": ("flax",),
+    "--plot": ("matplotlib",),
+}
+"""Packages that the extras for GPUs do not install, by words of the commands that need them."""
 
 
 class Proof(NamedTuple):
@@ -61,7 +71,7 @@ PROOFS = {
         ("-m pytest -m gpu tests/runner -q -p no:cacheprovider",),
     ),
     "parity": Proof(
-        "logprobs beside those of transformers (needs torch and transformers)",
+        "logprobs beside those of transformers",
         4,
         ("scripts/gpu_parity.py --model-config qwen3-4b --json {out}/parity.json",),
     ),
@@ -80,7 +90,7 @@ PROOFS = {
         ),
     ),
     "power": Proof(
-        "what the card's power limit leaves room for (needs torch)",
+        "what the card's power limit leaves room for",
         1,
         ("scripts/bench_power.py --out {out}/power.json",),
     ),
@@ -93,18 +103,6 @@ PROOFS = {
         (
             "scripts/bench_matmul.py --out {out}/matmul.json --plot {out}/matmul.svg"
             " --budget 20 --assert-ratio 1.0",
-        ),
-    ),
-    "converting": Proof(
-        "products of 4-bit weights that a warpgroup converts, beside those of codes and of copies",
-        5,
-        (
-            "-m pytest -m gpu tests/kernels/test_quantized_triton.py -k converts -q"
-            " -p no:cacheprovider",
-            "scripts/bench_matmul.py --tokens 128,256,384,512,1024,2048 --max-rows 0"
-            " --formats bf16,int4,int4-copy,int4-converting,int4-g64-converting"
-            ",int4-zeros-converting,nvfp4,nvfp4-copy,nvfp4-converting,mxfp4,mxfp4-converting"
-            " --out {out}/converting.json",
         ),
     ),
     "quantized-steps": Proof(
@@ -237,7 +235,9 @@ def main() -> int:
         )
     if options.list:
         for name, proof in PROOFS.items():
-            print(f"{name:16} {proof.minutes:4.0f} min  {proof.shows}")
+            missing = _missing(proof.commands)
+            lacks = f" (not installed: {', '.join(missing)})" if missing else ""
+            print(f"{name:16} {proof.minutes:4.0f} min  {proof.shows}{lacks}")
         return 0
     return prove(options)
 
@@ -324,6 +324,10 @@ def _run(name: str, out: Path, gpu: str, port: int) -> bool:
     }
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "PYTHONUNBUFFERED": "1"}
     begun = time.monotonic()
+    if missing := _missing(proof.commands):
+        print(f"{name}: FAILS without {', '.join(missing)}: pip install them", flush=True)
+        if all(_missing((command,)) for command in proof.commands):
+            return False
     print(f"{name}: {proof.shows}; about {proof.minutes:g} min on GPU {gpu}", flush=True)
     with (folder / "log").open("w") as log:
         passed = _commands(proof, places, environment, log)
@@ -335,6 +339,25 @@ def _run(name: str, out: Path, gpu: str, port: int) -> bool:
         flush=True,
     )
     return passed
+
+
+def _missing(commands: tuple[str, ...]) -> list[str]:
+    """Which of the packages that they need are not installed."""
+    needed = [
+        package
+        for words, packages in NEEDS.items()
+        if any(words in command for command in commands)
+        for package in packages
+    ]
+    return [package for package in dict.fromkeys(needed) if not _installed(package)]
+
+
+def _installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def _commands(
@@ -349,24 +372,8 @@ def _commands(
             )
             if not _ready(f"{places['url']}/ready", server):
                 return False
-        for command in proof.commands:
-            log.write(f"\n$ python {command.format(**places)}\n")
-            log.flush()
-            done = subprocess.run(
-                _words(command, places),
-                cwd=ROOT,
-                env=environment,
-                stdout=log,
-                stderr=log,
-                timeout=proof.minutes * 300,
-                check=False,
-            )
-            if done.returncode != 0:
-                return False
-        return True
-    except subprocess.TimeoutExpired as late:
-        log.write(f"\n{late}\n")
-        return False
+        passed = [_command(command, proof, places, environment, log) for command in proof.commands]
+        return all(passed)
     finally:
         if server is not None:
             server.send_signal(signal.SIGINT)
@@ -374,6 +381,38 @@ def _commands(
                 server.wait(60)
             except subprocess.TimeoutExpired:
                 server.kill()
+
+
+def _command(
+    command: str,
+    proof: Proof,
+    places: dict[str, object],
+    environment: dict[str, str],
+    log: IO[str],
+) -> bool:
+    """Whether the command passed, which the log says, too."""
+    log.write(f"\n$ python {command.format(**places)}\n")
+    if missing := _missing((command,)):
+        log.write(f"not run; not installed: {', '.join(missing)}\n")
+        return False
+    log.flush()
+    begun = time.monotonic()
+    try:
+        done = subprocess.run(
+            _words(command, places),
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            timeout=proof.minutes * 300,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        log.write(f"\n{late}\n")
+        return False
+    seconds = time.monotonic() - begun
+    log.write(f"\nexit status {done.returncode} after {seconds:.0f} s\n")
+    return done.returncode == 0
 
 
 def _words(command: str, places: dict[str, object]) -> list[str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from matmul_report import CONVERTING, COPY
+from matmul_report import COPY
 
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models.quantization import HeadFormat, Quantization
@@ -48,18 +48,6 @@ def with_copy(quantize: Callable[[jax.Array], Any], weight: jax.Array) -> weight
     return weights.CopiedWeight(codes, weights.e4m3_copy(codes))
 
 
-class ConvertingWeight(NamedTuple):
-    """A weight of 4 bits, and the scales of the e4m3 that its products make of it."""
-
-    codes: Any
-    row_scale: jax.Array
-
-
-def converting(quantize: Callable[[jax.Array], Any], weight: jax.Array) -> ConvertingWeight:
-    codes = quantize(weight)
-    return ConvertingWeight(codes, weights.e4m3_scale(codes))
-
-
 QUANTIZE: dict[str, Callable[[jax.Array], Any]] = {
     "bf16": lambda weight: weight,
     "int4": weights.quantize_int4,
@@ -74,10 +62,6 @@ QUANTIZE: dict[str, Callable[[jax.Array], Any]] = {
 }
 COPIED = ("int4", "int4-g64", "int4-zeros", "int4-act-order", "nvfp4", "mxfp4")
 QUANTIZE |= {f"{name}{COPY}": functools.partial(with_copy, QUANTIZE[name]) for name in COPIED}
-QUANTIZE |= {
-    f"{name}{CONVERTING}": functools.partial(converting, QUANTIZE[name])
-    for name in ("int4", "int4-g64", "int4-zeros", "nvfp4", "mxfp4")
-}
 
 LAYER_FORMATS = (
     "int4", "int4-g64", "int4-zeros", "int4-act-order", "fp8", "int8", "nvfp4", "mxfp4"

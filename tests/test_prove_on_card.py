@@ -53,7 +53,7 @@ def bench_flags() -> set[str]:
 def proofs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Proof]:
     made = {
         "good": Proof("works", 1, ("-c \"open(r'{out}/seen', 'a').write('x')\"",)),
-        "bad": Proof("fails", 1, ('-c "raise SystemExit(3)"', "-c \"print('not reached')\"")),
+        "bad": Proof("fails", 1, ('-c "raise SystemExit(3)"', "-c \"print('benchmarked')\"")),
         "hangs": Proof("hangs", 0.001, ('-c "import time; time.sleep(60)"',)),
     }
     monkeypatch.setattr(prove_on_card, "PROOFS", made)
@@ -75,13 +75,36 @@ def test_what_failed_is_told_and_run_again_and_what_passed_is_not(
     assert prove(monkeypatch, tmp_path, "--gpus", "0,1") == 2
     assert "1 of 3 passed; not: " in capsys.readouterr().out
     log = (tmp_path / "bad" / "log").read_text().splitlines()
-    assert "not reached" not in log
+    assert "exit status 3 after 0 s" in log
+    assert "benchmarked" in log, "what comes after a failing test"
     assert "timed out" in (tmp_path / "hangs" / "log").read_text()
     proofs["bad"] = proofs["good"]
     assert prove(monkeypatch, tmp_path, "good", "bad") == 0
     assert [(tmp_path / name / "seen").read_text() for name in ("good", "bad")] == ["x", "x"]
     assert prove(monkeypatch, tmp_path, "good", "--again") == 0
     assert (tmp_path / "good" / "seen").read_text() == "xx"
+
+
+def test_what_lacks_packages_fails_alone_and_names_them(
+    proofs: dict[str, Proof],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    needs = {"3)": ("pytest", "no-such-a", "no-such-b")}
+    monkeypatch.setattr(prove_on_card, "NEEDS", needs)
+    assert prove(monkeypatch, tmp_path, "bad", "good") == 1
+    told = capsys.readouterr().out.splitlines()
+    assert "bad: FAILS without no-such-a, no-such-b: pip install them" in told
+    assert told[-1] == "1 of 2 passed; not: bad"
+    log = (tmp_path / "bad" / "log").read_text().splitlines()
+    assert "not run; not installed: no-such-a, no-such-b" in log
+    assert "benchmarked" in log, "which needs none of them"
+
+
+def test_every_need_is_one_of_some_command() -> None:
+    for words in prove_on_card.NEEDS:
+        assert any(words in command for command in COMMANDS), words
 
 
 def test_nothing_begins_after_the_budget(

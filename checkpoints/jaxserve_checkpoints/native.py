@@ -149,7 +149,7 @@ def open_native(folder: Path) -> NativeCheckpoint:
         description = Description(
             made_from=content["made_from"], types=content["types"], checksums=content["checksums"]
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         raise CheckpointError(f"{file}: not written by jaxserve convert") from None
     if number != FORMAT:
         raise CheckpointError(

@@ -152,7 +152,7 @@ def _has_weights(folder: Path) -> bool:
     try:
         index: Any = json.loads((folder / INDEX_FILE).read_bytes())
         shards = set(index["weight_map"].values())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return False
     return all((folder / str(shard)).is_file() for shard in shards)
 

@@ -11,6 +11,7 @@ nothing from files that another user can write. Pickles run code: see SECURITY.m
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
@@ -40,6 +41,8 @@ _FORMAT = "jaxserve executable 1"
 _MANIFEST = "manifest.json"
 _STALE_SECONDS = 3600.0
 """Age of an unfinished file that no writer will finish any more."""
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, RecursionError)
+"""What reading a file that says of itself what it holds may raise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +196,7 @@ class ExecutableCache:
             header = json.loads(head)
             expected = (header["format"], header["key"], header["program"])
             size, checksum = header["size"], header["sha256"]
-        except (ValueError, KeyError, TypeError):
+        except _DAMAGED:
             raise Unusable("damaged: no readable header") from None
         if not newline or expected != (_FORMAT, self._digest, program.digest):
             raise Unusable("of another version, device or configuration")
@@ -205,8 +208,7 @@ class ExecutableCache:
 
     def _headers(self) -> Iterator[dict[str, Any]]:
         for file in sorted(self._folder.glob("*.exe")):
-            damaged = (OSError, ValueError, KeyError, TypeError)
-            with contextlib.suppress(*damaged), file.open("rb") as stream:
+            with contextlib.suppress(*_DAMAGED), _open_regular(file) as stream:
                 header = json.loads(stream.readline())
                 if header["key"] == self._digest:
                     yield header
@@ -214,24 +216,34 @@ class ExecutableCache:
     def _manifests(self) -> Iterator[dict[str, Any]]:
         """Those of this format, of any key: folders of other versions stay where they are."""
         for file in sorted(self._parent.glob(f"*/{_MANIFEST}")):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                manifest = json.loads(file.read_text(encoding="utf-8"))
+            with contextlib.suppress(*_DAMAGED), _open_regular(file) as stream:
+                manifest = json.loads(stream.read())
                 parts = manifest["key"], manifest["programs"]
                 if manifest["format"] == _FORMAT and all(isinstance(p, dict) for p in parts):
                     yield manifest
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    """OSError: it is not there, a link, or no regular file. Opening never waits, as that of a FIFO
+    would for a writer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return os.fdopen(descriptor, "rb")
 
 
 def _read_own_file(path: Path) -> bytes:
     """Content of a regular file that only this user can write."""
     try:
         folder = path.parent.stat()
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        stream = _open_regular(path)
     except FileNotFoundError:
         raise Unusable("not there") from None
     except OSError as error:
         raise Unusable(f"cannot be opened ({error.strerror})") from None
-    with os.fdopen(descriptor, "rb") as stream:
-        for what, status in (("its folder", folder), ("it", os.fstat(descriptor))):
+    with stream:
+        for what, status in (("its folder", folder), ("it", os.fstat(stream.fileno()))):
             if status.st_uid != os.geteuid():
                 raise Unusable(f"not trusted: {what} belongs to user {status.st_uid}")
             if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -20,6 +20,7 @@ import jaxserve
 import jaxserve_kernels
 from jaxserve.programs.executable_cache import Key
 from jaxserve.runner.programs import RunnerConfig
+from jaxserve_kernels import ptxas
 
 _PACKAGES = (
     *("jax", "jaxlib", "numpy", "triton", "jax-triton"),
@@ -49,6 +50,7 @@ def program_key(
         "device": device.device_kind,
         "processor": _processor() if device.platform == "cpu" else platform.machine(),
         "driver": _driver() if device.platform == "gpu" else "",
+        "ptxas": (ptxas.version() or "") if device.platform == "gpu" else "",
         "matmul_precision": str(jax.config.values["jax_default_matmul_precision"]),
         **compiler_settings,
         "sources": sources_digest(),

@@ -27,6 +27,12 @@ def total_bytes(kv_format: KVFormat, cache: CacheShape, dtype: DTypeLike) -> int
     return cache.pages * each + fixed_bytes(kv_format, cache, dtype)
 
 
+def num_pages(kv_format: KVFormat, one_page: CacheShape, dtype: DTypeLike, budget: int) -> int:
+    """How many pages `budget` bytes hold, whatever `one_page.pages` says."""
+    fixed = fixed_bytes(kv_format, one_page, dtype)
+    return max(budget - fixed, 0) // page_bytes(kv_format, one_page, dtype)
+
+
 def fit_pages(
     kv_format: KVFormat, one_page: CacheShape, dtype: DTypeLike, budget: int, max_model_len: int
 ) -> CacheConfig:
@@ -37,7 +43,7 @@ def fit_pages(
     """
     each = page_bytes(kv_format, one_page, dtype)
     fixed = fixed_bytes(kv_format, one_page, dtype)
-    pages = max(budget - fixed, 0) // each
+    pages = num_pages(kv_format, one_page, dtype, budget)
     needed = -(-max_model_len // one_page.page_size) + 1
     if pages < needed:
         fits = max(pages - 1, 0) * one_page.page_size

@@ -157,6 +157,7 @@ class Runner:
         for buffer in jax.tree.leaves(self._state):
             buffer.delete()  # there is no room for a second cache beside the first
         self._in_flight = None
+        self._uploads.forget()
         self._state, self._free_results = self._fresh_state()
 
     def use_kv_scales(self, scales: NDArray[np.float32]) -> None:

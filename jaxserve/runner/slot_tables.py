@@ -67,18 +67,30 @@ class Uploads:
         self._programs: dict[str, dict[int, Executable]] = {}
         for name, _, size in _uploads(tables):
             self._programs.setdefault(name, {})[size] = executables[_name(name, size)]
+        self._masks: dict[int, bytes] = {}
+        """What the slots' rows hold, as far as it came with rows of plans."""
 
     def __call__(self, tables: SlotTables, plan: StepPlan) -> SlotTables:
         """The tables, donated, with what the plan's sequences need in them."""
         for admission in plan.admissions:
             for name, row in rows_of(admission, tables):
                 tables = self._replaced(tables, name, {admission.slot: row})
-        masks = {row.slot: row.mask for row in plan.rows if row.mask is not None}
+                self._masks.pop(admission.slot, None)
+        masks = {
+            row.slot: row.mask
+            for row in plan.rows
+            if row.mask is not None and row.mask is not self._masks.get(row.slot)
+        }
         if masks:
+            self._masks.update(masks)
             words = tables.masks.shape[1]
             rows = {slot: _words(mask, words) for slot, mask in masks.items()}
             tables = self._replaced(tables, "masks", rows)
         return tables
+
+    def forget(self) -> None:
+        """The next tables are fresh ones."""
+        self._masks.clear()
 
     def warm(self, tables: SlotTables) -> SlotTables:
         """Run each program once."""

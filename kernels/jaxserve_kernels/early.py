@@ -15,9 +15,9 @@ def starts() -> bool:
 
 
 @contextmanager
-def use() -> Generator[None]:
-    """Kernels called in this context become part of a chain."""
-    token = _starts.set(True)
+def use(*, starts: bool = True) -> Generator[None]:
+    """Kernels called in this context become part of a chain, or of none."""
+    token = _starts.set(starts)
     try:
         yield
     finally:

@@ -5,7 +5,6 @@ Also what a call's record holds: the kernel's machine code, which a program has 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,38 +13,21 @@ from typing import Any, NamedTuple
 
 import jax
 import triton
-import triton.backends.nvidia.driver as nvidia_driver
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from jaxserve_kernels import early, ptxas, records, target
-
-# jax-triton 0.4 asks for Triton 3.7; with 3.6 its import needs one constant and its tensor
-# descriptors one key less. Both are no-ops on 3.7.
-if not hasattr(nvidia_driver, "TMA_TF32"):
-    nvidia_driver.TMA_TF32 = 11  # type: ignore[attr-defined]  # CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
-
-import jax_triton as jt  # after the constant
-from jax_triton import triton_lib
+from jaxserve_kernels import early, ptxas, records, target, triton_compat
+from jaxserve_kernels.triton_compat import jt, triton_lib
 
 # What jax-triton 0.4 wants instead, a Ref to an array of zeros, costs a kernel where its own way is
 # a memset, and on an H200 the kernel that was called so died of an illegal address (0.4.1).
 warnings.filterwarnings("ignore", "zeroed_outputs is deprecated", DeprecationWarning)
 
-_descriptor: Any = triton_lib.TensorDescMeta
-_descriptor.__required_keys__ = frozenset(_descriptor.__required_keys__) - {"is_im2col"}
-
 jax_triton: Any = triton_lib
 _library: Any = triton_lib.triton_kernel_call_lib
 _TritonKernel: Any = _library.TritonKernel
 _TritonKernelCall: Any = _library.TritonKernelCall
-
-
-_MOST_SHARED_MEMORY = {
-    80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376
-}  # fmt: skip
-"""Bytes that one block may have, by compute capability."""
 
 
 _BARRIER = "stablehlo.optimization_barrier"
@@ -124,7 +106,7 @@ def _kernel(*args: Any) -> _Kernel:
     A kernel that the card could not start is refused here, where no card is needed.
     """
     name, num_warps, num_ctas, shared_memory, ptx, _ttir, capability, *rest = args
-    most = _MOST_SHARED_MEMORY.get(capability, shared_memory)
+    most = target.device().shared_memory_per_block
     if shared_memory > most:
         raise ValueError(
             f"the kernel {name} asks for {shared_memory:,} bytes of shared memory, and a GPU of "
@@ -217,24 +199,6 @@ def _lower(context: Any, *args: Any, **kwargs: Any) -> Any:
     return results
 
 
-_library.TritonKernel = _kernel
-_library.TritonKernelCall = _KernelCall
-_create_array: Any = _library.create_array_parameter
-_create_scalar: Any = _library.create_scalar_parameter
-_create_descriptor: Any = _library.create_tma_descriptor_parameter
-_library.create_array_parameter = lambda *args: _Parameter(_create_array(*args), None)
-_library.create_scalar_parameter = lambda value, dtype: _Parameter(
-    _create_scalar(value, dtype), (_FORMATS.get(dtype, ""), value)
-)
-_library.create_tma_descriptor_parameter = lambda **kwargs: _Parameter(
-    _create_descriptor(**kwargs), None
-)
-# Not cached by jax: equal calls differ in who brings the code.
-mlir.register_lowering(triton_lib.triton_kernel_call_p, _lower, platform="cuda", cacheable=False)
-
-_compile_triton: Any = triton_lib.TritonFunction._compile_kernel
-
-
 def _compile_kernel(
     function: Any, specialization: Any, target: Any, backend: Any, options: Mapping[str, Any]
 ) -> tuple[Any, str, Any, Any]:
@@ -242,7 +206,7 @@ def _compile_kernel(
     the warps that warp specialisation adds. Triton's compiler does both right."""
     if not isinstance(function.fn, GluonJITFunction):
         return _compile_triton(function, specialization, target, backend, options)
-    known = {field.name for field in dataclasses.fields(backend.parse_options({}))}
+    known = triton_compat.option_names()
     compiled = triton.compile(
         GluonASTSource(
             function.fn, specialization.signature, specialization.constants, specialization.attrs
@@ -266,7 +230,29 @@ def _compile_kernel(
     return kernel, "", None, result
 
 
-triton_lib.TritonFunction._compile_kernel = _compile_kernel  # type: ignore[method-assign]
+def _take_over() -> None:
+    """Put what is above in the place of jax-triton's own."""
+    create_array: Any = _library.create_array_parameter
+    create_scalar: Any = _library.create_scalar_parameter
+    create_descriptor: Any = _library.create_tma_descriptor_parameter
+    _library.TritonKernel = _kernel
+    _library.TritonKernelCall = _KernelCall
+    _library.create_array_parameter = lambda *args: _Parameter(create_array(*args), None)
+    _library.create_scalar_parameter = lambda value, dtype: _Parameter(
+        create_scalar(value, dtype), (_FORMATS.get(dtype, ""), value)
+    )
+    _library.create_tma_descriptor_parameter = lambda **kwargs: _Parameter(
+        create_descriptor(**kwargs), None
+    )
+    triton_lib.TritonFunction._compile_kernel = _compile_kernel  # type: ignore[method-assign]
+    # Not cached by jax: equal calls differ in who brings the code.
+    register = mlir.register_lowering
+    register(triton_lib.triton_kernel_call_p, _lower, platform="cuda", cacheable=False)
+
+
+_compile_triton: Any = triton_lib.TritonFunction._compile_kernel
+if records.unknown_package() is None:
+    _take_over()
 
 
 def triton_call(*args: jax.Array | jax.Ref | int, name: str, **kwargs: Any) -> Any:
@@ -278,7 +264,10 @@ def triton_call(*args: jax.Array | jax.Ref | int, name: str, **kwargs: Any) -> A
     capability = target.current().compute_capability
     if "EARLY" in kwargs["kernel"].arg_names:
         kwargs["EARLY"] = early.starts()
-    return jt.triton_call(*args, name=name, compute_capability=capability, **kwargs)
+    options = triton_compat.compiler_options(target.compute_capability())
+    return jt.triton_call(
+        *args, name=name, compute_capability=capability, backend_options=options, **kwargs
+    )
 
 
 def tensor_descriptor(x: jax.Array, block: Sequence[int], layout: Any) -> Any:

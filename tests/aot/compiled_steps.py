@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from jaxserve_kernels import ptxas
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("jax_plugins.xla_cuda13", "triton", "jax_triton")
@@ -27,8 +28,7 @@ def missing() -> list[str]:
             return False
 
     lacking = [module for module in NEEDED if not found(module)]
-    has_ptxas = shutil.which("ptxas") or Path("/usr/local/cuda/bin/ptxas").exists()
-    return lacking if has_ptxas else [*lacking, "ptxas"]
+    return lacking if ptxas.available() else [*lacking, "ptxas"]
 
 
 def inspect(*flags: str) -> dict[str, dict[str, Any]]:

@@ -34,7 +34,8 @@ def kernel(request: pytest.FixtureRequest) -> Any:
 
 
 def test_the_program_fits_and_its_products_do_not_wait(kernel: Any, tmp_path: Path) -> None:
-    check_registers_and_memory(kernel, tmp_path)
+    """ptxas 13.5 keeps an address or two in memory, 13.0 none."""
+    check_registers_and_memory(kernel, tmp_path, spilled=12)
 
 
 def test_consumers_get_the_registers_that_the_producer_gives_up(kernel: Any) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -109,7 +112,7 @@ def test_without_an_assembler_the_records_hold_what_jaxlib_can_assemble(
 
 @pytest.mark.usefixtures("uncompiled")
 def test_a_jaxlib_that_nobody_looked_at_gets_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxlib.version.__version_info__", (0, 12, 0))
+    monkeypatch.setattr(records, "installed", {"jaxlib": "0.12.0"}.get)
     for record in norms(2):
         assert SOURCE in record and CODE not in record
 
@@ -119,6 +122,8 @@ def test_a_program_that_does_not_compile_is_compiled_again_from_source(
 ) -> None:
     """The first record does not bring the code that it should."""
     monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    ptxas.put_on_path()
     everywhere = gpu()
     monkeypatch.setattr(triton_call._KernelCall, "to_proto", without_code)
     program = Program(
@@ -131,3 +136,27 @@ def test_a_program_that_does_not_compile_is_compiled_again_from_source(
     with target.use(target.Target("triton", compute_capability=90)):
         assert program.compile().memory_analysis() is not None
     assert "norms is compiled again, with PTX in every call" in caplog.text
+
+
+LEFT_ALONE = """
+import jax, jax.numpy as jnp
+from jaxserve_kernels import records, target
+
+records.installed = {"triton": "3.10.0"}.get
+with target.use(target.Target("triton", compute_capability=90)):
+    assert target.uses_triton() and not target.runs_hopper_kernels()
+    from jaxserve_kernels.add_rms_norm import add_rms_norm
+    from jaxserve_kernels.triton_call import _KernelCall, _library
+
+    assert _library.TritonKernelCall is not _KernelCall
+    rows, weight = jnp.ones((4, 256), jnp.bfloat16), jnp.ones(256, jnp.bfloat16)
+    norm = jax.jit(lambda: add_rms_norm(rows, rows[None], weight, 1e-6))
+    assert "triton_kernel_call_ffi" in norm.trace().lower(lowering_platforms=("cuda",)).as_text()
+"""
+
+
+def test_with_a_triton_that_nobody_looked_at_jax_triton_is_left_alone() -> None:
+    """Its own code makes the records; what we put in its place was written for known versions."""
+    command = [sys.executable, "-c", LEFT_ALONE]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]

@@ -16,10 +16,11 @@ from jaxserve_kernels import early, target
 from jaxserve_kernels.kv_format import attend, end_step, named
 from jaxserve_kernels.paged_attention import QueryTiles, hopper, paged_attention, tile_tokens
 from jaxserve_kernels.paged_attention import config as attention_config
+from jaxserve_kernels.paged_attention import triton as attention_kernels
 from jaxserve_kernels.paged_attention.inputs import AttentionSpec, Heads, apart, make_inputs
 from jaxserve_kernels.paged_attention.specs import HOPPER_SPECS
 from tests.emulated.errors import relative_error
-from tests.kernels.kv_steps import EPS, LAYER, Sequences
+from tests.kernels.kv_steps import AS_WRITTEN, EPS, LAYER, Sequences
 
 HOPPER = target.Target("triton", 90, "NVIDIA H100 80GB HBM3")
 SPECS = [spec for spec in HOPPER_SPECS if spec.heads == Heads(8, 2, 64)]
@@ -71,7 +72,8 @@ def test_every_format_of_keys_and_values(
     name: str, work: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if work == "long":
-        monkeypatch.setattr(attention_config, "_HOPPER_PROGRAMS", 1)
+        whole = attention_config.HopperConfig(splits=1)
+        monkeypatch.setattr(attention_kernels, "hopper_heuristic", lambda **_: whole)
         monkeypatch.setattr(hopper, "_MORE_TILES", -7)
     starts, counts = WORKS[work]
     ends = tuple(start + count for start, count in zip(starts, counts, strict=True))
@@ -89,11 +91,9 @@ def test_every_format_of_keys_and_values(
 
     def reference(kv: Any, step: Any, tile_size: int, parts: int) -> Any:
         qkv, tables = sequences.projections(step, parts=parts)
-        # Else XLA leaves roundings out that the definition has.
-        rounding = {"xla_allow_excess_precision": False}
         call = functools.partial(both, tile_size=tile_size)
         with target.use(target.Target("reference")):
-            return jax.jit(call, compiler_options=rounding)(qkv, kv, tables, step)
+            return jax.jit(call, compiler_options=AS_WRITTEN)(qkv, kv, tables, step)
 
     kv = named(name).allocate(sequences.shape, "bfloat16")
     if any(starts):
@@ -110,6 +110,29 @@ def test_every_format_of_keys_and_values(
     assert relative_error(out[:used], expected[:used]) < 6e-3
     for each in jax.tree.leaves(left):
         assert np.isfinite(np.asarray(each, np.float32)).all()
+
+
+@pytest.mark.parametrize("work", [DECODE, CHUNKS], ids=["decode", "chunks"])
+def test_float32_queries_are_not_rounded_over_a_bfloat16_cache(work: Any) -> None:
+    """Which alone would be an error of 1e-3: keys and values are rounded, nothing else is."""
+    starts, counts = work
+    ends = tuple(start + count for start, count in zip(starts, counts, strict=True))
+    tile_size = tile_tokens(4) if max(counts) > 1 else 1
+    sequences = Sequences(lengths=ends, page_size=64, q_heads=8, kv_heads=2, head_dim=64)
+    step = sequences.step(starts, counts, tile_size, apart=tile_size > 1)
+    qkv, tables = sequences.projections(step)
+    cache = named("bf16").allocate(sequences.shape, "float32")
+    kv = jax.random.normal(jax.random.key(0), cache.shape, cache.dtype)
+
+    def run(implementation: target.Target) -> tuple[jax.Array, jax.Array]:
+        arrays = jax.tree.map(jnp.asarray, (sequences.norms, tables, step))
+        with target.use(implementation):
+            return attend(qkv, kv, LAYER, *arrays, eps=EPS, tile_size=tile_size)
+
+    (out, left), (expected, kept) = run(HOPPER), run(target.Target("reference"))
+    assert out.dtype == jnp.float32 and left.dtype == jnp.bfloat16
+    assert relative_error(out[: sum(counts)], expected[: sum(counts)]) < 1e-4
+    assert relative_error(left[LAYER, 1:], kept[LAYER, 1:]) < 1e-4
 
 
 @pytest.mark.parametrize("name", FORMATS)

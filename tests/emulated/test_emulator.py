@@ -31,7 +31,7 @@ def _copy(x, ring, ready, free, STEPS: gl.constexpr):
         stage = step % 2
         mbarrier.wait(free.index(stage), ((step // 2) & 1) ^ 1)
         mbarrier.expect(ready.index(stage), 16 * 16 * 2)
-        tma.async_copy_global_to_shared(x, [step * 16, 0], ready.index(stage), ring.index(stage))
+        tma.async_load(x, [step * 16, 0], ready.index(stage), ring.index(stage))
 
 
 @gluon.jit

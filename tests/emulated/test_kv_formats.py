@@ -28,7 +28,7 @@ PREFILL = ((18, 0, 31), (20, 33, 1), 16)
 def small_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs run one after the other: as few as share the pages of a step, and no more places
     than its chunks see."""
-    monkeypatch.setattr(chunks, "PROGRAMS", 4)
+    monkeypatch.setattr(chunks, "programs", lambda kv_heads: 4 // kv_heads)
     monkeypatch.setattr(chunks, "LEAST", 128)
 
 

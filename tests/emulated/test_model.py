@@ -17,7 +17,7 @@ from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels import chain, early, target
 from jaxserve_kernels.paged_attention import tile_tokens
 from tests.emulated.errors import relative_error
-from tests.kernels.kv_steps import Sequences
+from tests.kernels.kv_steps import AS_WRITTEN, Sequences
 from tests.tiny_model import SPEC
 
 HOPPER = target.Target("triton", 90, "NVIDIA H100 80GB HBM3")
@@ -79,10 +79,8 @@ def test_a_step(
         return qwen3.logits(params, hidden), kv
 
     inputs = (params, kv, qwen3.StepTokens(ids, places))
-    # Else XLA leaves roundings out that the definition has.
-    rounding = {"xla_allow_excess_precision": False}
     with target.use(target.Target("reference")):
-        expected, left = jax.jit(step, compiler_options=rounding)(*inputs)
+        expected, left = jax.jit(step, compiler_options=AS_WRITTEN)(*inputs)
     monkeypatch.setattr(chain, "call", in_a_chain)
     with target.use(HOPPER):
         scores, written = step(*inputs)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve_kernels import early, weights
+from jaxserve_kernels import early, target, weights
 from jaxserve_kernels.dense_matmul import config as dense
 from jaxserve_kernels.dense_matmul import triton_streaming as dense_streaming
 from jaxserve_kernels.quantized_matmul import (
@@ -64,7 +64,7 @@ def test_programs_that_share_a_tile_of_rows(
     name: str, out: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of four multiprocessors: a ninth tile is shared by all, two by two each, four by nobody."""
-    monkeypatch.setattr(config, "MULTIPROCESSORS", 4)
+    monkeypatch.setattr(target, "multiprocessors", lambda: 4)
     x, weight = tokens_and_weight(40, out, 1024, WEIGHTS[name])
     both = gated_product(triton_sharing, x, weight, config._sharing(weight))
     assert relative_error(both, gating(exact(x, weight))) < GATED
@@ -73,7 +73,7 @@ def test_programs_that_share_a_tile_of_rows(
 @pytest.mark.parametrize("tokens", [17, 64])
 def test_the_output_matrix(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two programs take four blocks of rows, of which the last is not whole."""
-    monkeypatch.setattr(triton_tall, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(target, "multiprocessors", lambda: 2)
     x, weight = tokens_and_weight(tokens, 1408, 512, weights.quantize_int8)
     tall = config.Config(method="tall", rows=384, tokens=32 if tokens <= 32 else 64, num_stages=3)
     found = product(triton_tall, x, weight, tall)

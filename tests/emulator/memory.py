@@ -143,9 +143,9 @@ class Shared:
         return self._view(np.transpose(self.data, order))
 
     def reshape(self, shape: Sequence[int]) -> Shared:
-        return self._reinterpret(self.dtype, shape)
+        return self.reinterpret(self.dtype, shape)
 
-    def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any = None) -> Shared:
+    def reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any = None) -> Shared:
         if not self.data.flags.c_contiguous:
             raise ValueError("only what lies in one piece has other shapes")
         flat = self.data.reshape(-1).view(np.uint8)

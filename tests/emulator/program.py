@@ -80,9 +80,9 @@ class Program:
                 expect=lambda bar, size: bar.arrive(1, int(size)),
                 arrive=lambda bar, count=1, pred=True: bar.arrive(count) if pred else None,
             ),
-            "tma": SimpleNamespace(async_copy_global_to_shared=self._copy_block),
+            "tma": SimpleNamespace(async_load=self._copy_block),
             "async_copy": SimpleNamespace(
-                async_copy_global_to_shared=self._copy,
+                async_load=self._copy,
                 commit_group=self._commit,
                 wait_group=self._wait_for_groups,
                 mbarrier_arrive=self._arrive_after_copies,

@@ -159,7 +159,7 @@ LANGUAGE: dict[str, Any] = {
     "zeros_like": lambda values: tensor(np.zeros_like(values)),
     "full": lambda shape, value, dtype, layout=None: tensor(np.full(shape, value, dtype)),
     "inline_asm_elementwise": assembly,
-    "thread_barrier": lambda: None,
+    "barrier": lambda: None,
     "debug_barrier": lambda: None,
     "convert_layout": lambda values, *_, **__: values,
     "minimum": np.minimum,

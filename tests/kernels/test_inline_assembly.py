@@ -16,7 +16,6 @@ from tests.emulator.ptx import Words, assembly
 UNPACK = "quantized_matmul/triton_unpack.py"
 E4M3 = "quantized_matmul/e4m3/triton.py"
 HOPPER = "quantized_matmul/e4m3/hopper_operand.py"
-LOOK_UP = "quantized_matmul/e4m3/hopper_codes.py"
 
 CODES = np.arange(65536, dtype=np.uint32)
 PAIRS = CODES | CODES[::-1] << np.uint32(16)
@@ -126,16 +125,6 @@ def test_nibbles_become_e4m3_bytes() -> None:
     planes = assembly(E4M3, "nibble_bytes")(PAIRS, PAIRS[::-1])
     for plane, words in enumerate(planes):
         np.testing.assert_array_equal(lanes(words), four_lanes(plane) & 15)
-
-
-def test_nibbles_are_looked_up_in_the_table_of_their_half() -> None:
-    """Of every word: the low two in the first table, the high two in the second."""
-    tables = np.random.default_rng(0).permutation(256).astype(np.uint8)[:32].reshape(2, 16)
-    operands = [np.broadcast_to(word, PAIRS.shape) for word in tables.view(np.uint32).reshape(-1)]
-    each = itertools.chain.from_iterable([word] * 4 for word in operands)
-    planes = assembly(LOOK_UP, "look_up")(PAIRS, PAIRS[::-1], *each)
-    for plane, words in enumerate(planes):
-        np.testing.assert_array_equal(lanes(words), tables[plane // 2][four_lanes(plane)])
 
 
 def lanes(words: Words) -> NDArray[np.uint32]:

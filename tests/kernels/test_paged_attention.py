@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
+from jaxserve_kernels import target
+from jaxserve_kernels.paged_attention import QueryTiles, attend_pages, paged_attention
 from jaxserve_kernels.paged_attention.inputs import (
     AttentionInputs,
     AttentionSpec,
@@ -37,15 +40,32 @@ CHUNKED = AttentionSpec(
     pages_per_seq=3,
 )
 
-attend = jax.jit(paged_attention, static_argnames=("layer", "tile_size"))
+type Attend = Callable[..., Floats]
 
 
-def run(inputs: AttentionInputs, tile_size: int) -> Floats:
-    arrays = [jnp.asarray(part) for part in inputs if not isinstance(part, int)]
-    q, kv, page_table, *tiles = arrays
-    out = attend(q, kv, inputs.layer, page_table, QueryTiles(*tiles), tile_size=tile_size)
-    assert out.dtype == q.dtype
-    return np.asarray(out, np.float64)
+@pytest.fixture(params=["reference", "cpu"], scope="module")
+def attend(request: pytest.FixtureRequest) -> Attend:
+    """The definition, and what is made for CPUs."""
+    wanted = target.Target(request.param)
+
+    def attend(q: Any, kv: Any, layer: int, page_table: Any, tiles: Any, tile_size: int) -> Floats:
+        with target.use(wanted):
+            out = compiled(q, kv, layer, page_table, tiles, tile_size=tile_size)
+        assert out.dtype == q.dtype
+        return np.asarray(out, np.float64)
+
+    compiled = jax.jit(partial(paged_attention), static_argnames=("layer", "tile_size"))
+    return attend
+
+
+@pytest.fixture(scope="module")
+def run(attend: Attend) -> Attend:
+    def run(inputs: AttentionInputs, tile_size: int) -> Floats:
+        arrays = [jnp.asarray(part) for part in inputs if not isinstance(part, int)]
+        q, kv, page_table, *tiles = arrays
+        return attend(q, kv, inputs.layer, page_table, QueryTiles(*tiles), tile_size)
+
+    return run
 
 
 def dense(inputs: AttentionInputs) -> Floats:
@@ -77,7 +97,7 @@ def _context(
 
 
 @pytest.mark.parametrize("spec", SMALL_SPECS, ids=SPEC_IDS)
-def test_each_token_gets_the_softmax_over_its_sequence(spec: AttentionSpec) -> None:
+def test_each_token_gets_the_softmax_over_its_sequence(spec: AttentionSpec, run: Attend) -> None:
     inputs = make_inputs(spec, seed=0)
     np.testing.assert_allclose(
         run(inputs, spec.tile_size), dense(inputs), rtol=0, atol=TOLERANCE[spec.dtype]
@@ -85,7 +105,7 @@ def test_each_token_gets_the_softmax_over_its_sequence(spec: AttentionSpec) -> N
 
 
 @pytest.mark.parametrize("split", range(1, 40, 3))
-def test_a_prompt_in_two_chunks_gets_what_it_gets_at_once(split: int) -> None:
+def test_a_prompt_in_two_chunks_gets_what_it_gets_at_once(split: int, run: Attend) -> None:
     inputs = make_inputs(CHUNKED, seed=1)
     whole = run(inputs, CHUNKED.tile_size)
     slot = inputs.slot[0]
@@ -105,18 +125,20 @@ def test_a_prompt_in_two_chunks_gets_what_it_gets_at_once(split: int) -> None:
         assert not part[:start].any() and not part[end:].any(), "wrote tokens of no tile"
 
 
-def test_single_tokens_apart_from_chunks_get_what_they_get_among_them() -> None:
+def test_single_tokens_apart_from_chunks_get_what_they_get_among_them(
+    attend: Attend, run: Attend
+) -> None:
     spec = next(spec for spec in SMALL_SPECS if spec.name == "chunks_and_decodes_together")
     inputs = make_inputs(spec, seed=6)
     together = run(inputs, spec.tile_size)
     tiles = apart(inputs)
     assert tiles.singles is not None and len(tiles.singles.first) > 4
     for given in (tiles, tiles.in_one_list()):
-        got = attend(inputs.q, inputs.kv, inputs.layer, inputs.page_table, given, tile_size=16)
+        got = attend(inputs.q, inputs.kv, inputs.layer, inputs.page_table, given, 16)
         np.testing.assert_allclose(got, together, rtol=0, atol=TOLERANCE["float32"])
 
 
-def test_the_order_of_tiles_and_the_places_of_pages_do_not_change_a_bit() -> None:
+def test_the_order_of_tiles_and_the_places_of_pages_do_not_change_a_bit(run: Attend) -> None:
     inputs = make_inputs(CHUNKED, seed=2)
     rng = np.random.default_rng(3)
     order = rng.permutation(len(inputs.first))
@@ -134,7 +156,7 @@ def test_the_order_of_tiles_and_the_places_of_pages_do_not_change_a_bit() -> Non
     np.testing.assert_array_equal(run(shuffled, CHUNKED.tile_size), run(inputs, CHUNKED.tile_size))
 
 
-def test_neighbours_in_the_step_do_not_change_a_bit() -> None:
+def test_neighbours_in_the_step_do_not_change_a_bit(run: Attend) -> None:
     """The loop runs to the longest context of the step; short ones must not notice."""
     spec = next(spec for spec in SMALL_SPECS if spec.name == "decode_at_page_edges")
     inputs = make_inputs(spec, seed=4)
@@ -145,7 +167,7 @@ def test_neighbours_in_the_step_do_not_change_a_bit() -> None:
         np.testing.assert_array_equal(run(alone, 1)[index], together[index])
 
 
-def test_a_query_is_blind_to_later_positions_and_sees_all_before() -> None:
+def test_a_query_is_blind_to_later_positions_and_sees_all_before(run: Attend) -> None:
     inputs = make_inputs(CHUNKED, seed=5)
     before = run(inputs, CHUNKED.tile_size)
     for position in (0, 15, 16, 23, 39):
@@ -154,6 +176,38 @@ def test_a_query_is_blind_to_later_positions_and_sees_all_before() -> None:
         kv[inputs.layer, page, :, :, position % CHUNKED.page_size] += 1.0
         changed = (run(inputs._replace(kv=kv), CHUNKED.tile_size) != before).any(axis=(1, 2))
         np.testing.assert_array_equal(changed, np.arange(40) >= position)
+
+
+def test_on_a_cpu_only_pages_of_the_tiles_contexts_are_read() -> None:
+    """The definition reads as many of each tile, places for tiles included, as the longest has."""
+    chunks = (*(Chunk(length - 1, 1) for length in (1, 63, 64, 65, 1000)), Chunk(100, 30))
+    spec = AttentionSpec(
+        name="uneven", chunks=chunks, heads=Heads(4, 2, 32), page_size=16, tile_size=16,
+        pages_per_seq=64, padding_tiles=40,
+    )  # fmt: skip
+    inputs = make_inputs(spec, seed=8)
+    visits: list[tuple[int, ...]] = []
+
+    def read(pages: jax.Array, side: int) -> jax.Array:
+        jax.debug.callback(lambda: visits.append(pages.shape))
+        return jnp.asarray(inputs.kv)[inputs.layer, pages, :, side]
+
+    def pages_read(implementation: target.Implementation) -> int:
+        visits.clear()
+        with target.use(target.Target(implementation)):
+            call = partial(attend_pages, read=read, tile_size=16, page_size=16)
+            table = jnp.asarray(inputs.page_table)
+            jax.block_until_ready(
+                jax.jit(lambda q: call(q, page_table=table, tiles=apart(inputs)))(inputs.q)
+            )
+        jax.effects_barrier()
+        return sum(tiles * pages for tiles, pages in visits) // 2
+
+    held = sum(-(-(chunk.start + chunk.length) // 16) for chunk in chunks)
+    assert pages_read("reference") > 30 * held
+    # Single tokens come in groups of 16 places, which go as far as the longest of the group, four
+    # pages at a time; the chunk has two tiles, of 116 and 130 tokens, and visits eight at a time.
+    assert pages_read("cpu") == 16 * 64 + 8 + 16
 
 
 def _padded(values: NDArray[np.int32], size: int) -> NDArray[np.int32]:

@@ -14,7 +14,7 @@ import pytest
 from jaxserve_kernels import chain, target, weights
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.matmul import gated_linear, linear, sum_parts, token_format
-from jaxserve_kernels.quantized_matmul.config import Config, choose
+from jaxserve_kernels.quantized_matmul.config import choose
 
 pytestmark = pytest.mark.gpu
 
@@ -116,50 +116,6 @@ def test_a_pass_beforehand_makes_what_a_copy_is(name: str) -> None:
     for one, other in ((copy, codes), (converted, codes), (converted, copy)):
         limit = 1e-7 if name == "mxfp4" else 0.03
         assert relative_error(one.dequantize(), other.dequantize()) < limit
-
-
-@pytest.mark.parametrize("tokens", [100, 257, 1000])
-@pytest.mark.parametrize(("out", "depth"), [(6144, 2560), (2560, 9728), (19456, 2560), (512, 640)])
-@pytest.mark.parametrize(
-    "name", ["int4", "int4-g64", "int4-whole-zeros", "int4-any-zeros", "nvfp4", "mxfp4"]
-)
-def test_products_whose_weights_a_warpgroup_converts(
-    name: str, tokens: int, out: int, depth: int
-) -> None:
-    """They are those of its copy; NVFP4's those of a pass beforehand, which has ties to even."""
-    from jaxserve_kernels.quantized_matmul.e4m3 import hopper_converting, triton
-    from jaxserve_kernels.quantized_matmul.e4m3.tokens import Order, TokenFormat
-    from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
-
-    if target.compute_capability() != 90:
-        pytest.skip("a kernel for Hopper")
-    keys = jax.random.split(jax.random.key(tokens + out), 2)
-    x = jax.random.normal(keys[0], (tokens, depth), jnp.bfloat16)
-    codes = jax.jit(QUANTIZE[name])(jax.random.normal(keys[1], (out, depth)) * depth**-0.5)
-    rows = -(-tokens // 128) * 128
-
-    def run(x: jax.Array, codes: Any, *, gated: bool) -> tuple[jax.Array, jax.Array]:
-        config = hopper_converting.choose(tokens, out, depth, gated=gated)
-        plain = TokenFormat(jnp.float8_e4m3fn, Order.INPUTS, 0, rows)
-        shape = (tokens, out // 2) if gated else (config.splits, tokens, out)
-        dtype = jnp.bfloat16 if gated else jnp.float32
-        found = hopper_converting.launch(
-            quantized(x, plain), codes, weights.e4m3_scale(codes), config,
-            jax.ShapeDtypeStruct(shape, dtype), gated=gated,
-        )  # fmt: skip
-        copy = codes if name == "nvfp4" else weights.e4m3_copy(codes)
-        before = Config(method="e4m3", tokens=128, beforehand=name == "nvfp4")
-        shape = shape if gated else (1, tokens, out)
-        expected = triton.launch(
-            quantized(x, plain._replace(order=Order.BYTES)), copy, before,
-            jax.ShapeDtypeStruct(shape, dtype), gated=gated,
-        )  # fmt: skip
-        return (found, expected) if gated else (found.sum(0), expected[0])
-
-    for gated in (False, True):
-        for _ in range(3):  # a race need not show in the first
-            found, expected = jax.jit(functools.partial(run, gated=gated))(x, codes)
-            assert relative_error(found, expected) < 2e-3
 
 
 @pytest.mark.parametrize(

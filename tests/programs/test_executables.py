@@ -178,6 +178,7 @@ def header_with(**changes: Any) -> Callable[[bytes], bytes]:
         (header_with(key="0" * 64), "another version, device or configuration"),
         (header_with(sha256="0" * 64), "checksum"),
         (header_with(size=None), "bytes, its header says"),
+        (lambda content: b"[" * 100_000 + b"\n", "no readable header"),
     ],
 )
 def test_a_damaged_entry_is_compiled_again_and_replaced(
@@ -203,6 +204,33 @@ def test_a_whole_file_that_does_not_unpickle_is_compiled_again(cache: Executable
     entry(cache).write_bytes(json.dumps(head).encode() + b"\n" + payload)
     with pytest.raises(Unusable, match="cannot be loaded"):
         cache.load(program())
+    check(obtain([program()], cache, 1, lambda phase, done: None).executables["double"])
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+@pytest.mark.timeout(30)
+def test_a_manifest_that_is_no_file_says_nothing(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    (tmp_path / "older").mkdir()
+    make(tmp_path / "older" / "manifest.json")
+    cache = cache_at(tmp_path)
+    assert cache.compile_seconds() == {}
+    assert not cache.differences()
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+@pytest.mark.timeout(30)
+def test_an_entry_that_is_no_file_is_compiled_again(
+    cache: ExecutableCache, make: Callable[[Path], None]
+) -> None:
+    """A folder cannot be replaced, so that its program is compiled at each start."""
+    entry(cache).unlink()
+    make(entry(cache))
+    make(cache.folder / "triple.exe")
+    with pytest.raises(Unusable, match="not a regular file"):
+        cache.load(program())
+    assert missing([program()], cache).keys() == {"double"}
     check(obtain([program()], cache, 1, lambda phase, done: None).executables["double"])
 
 
@@ -358,6 +386,7 @@ def test_the_manifest_lists_what_is_there_and_what_it_is_for(cache: ExecutableCa
         '{"format": "jaxserve executable 1", "key": {"device": "x"}, "programs": []}',
         '{"format": "jaxserve executable 1", "key": [], "programs": {}}',
         '{"format": "jaxserve executable 1", "key": {}, "programs": {"double": {"seconds": []}}}',
+        "[" * 100_000,
     ],
 )
 def test_manifests_of_other_versions_and_damaged_ones_say_nothing(

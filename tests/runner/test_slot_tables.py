@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -83,3 +85,36 @@ def test_rows_arrive_in_their_slots_and_nowhere_else() -> None:
     assert np.flatnonzero(allowed).tolist() == [1, 33, 199]
     assert masks[4].tolist() == [4 - 2**31] + [0] * (masks.shape[1] - 1), "the rest is forbidden"
     assert masks[0, 0] == -(2**31) and (masks[[1, 3, 5]] == -9).all()
+
+
+def test_a_mask_that_has_not_changed_is_not_sent_again() -> None:
+    sent: list[int] = []
+
+    def counted(run: Any) -> Any:
+        def call(table: Any, packed: np.ndarray) -> Any:
+            sent.append(int((packed[:, 0] < table.shape[0]).sum()))
+            return run(table, packed)
+
+        return call
+
+    executables = compiled(slot_tables.programs(ABSTRACT))
+    uploads = slot_tables.Uploads(ABSTRACT, {n: counted(run) for n, run in executables.items()})
+    tables = SlotTables(*(jnp.full(table.shape, -9, table.dtype) for table in ABSTRACT))
+    first, second, params = bytes([1] * 8), bytes([2] * 8), SamplingParams(max_tokens=9)
+    chosen = replace(params, allowed_token_ids=(5,))
+
+    def held(masks: dict[int, bytes], *admissions: Admission) -> list[int]:
+        nonlocal tables
+        rows = tuple(Row(slot, slot, 0, (1,), True, mask=mask) for slot, mask in masks.items())
+        sent.clear()
+        tables = uploads(tables, StepPlan(rows=rows, admissions=admissions))
+        return list(sent)
+
+    assert held({0: first, 1: first}) == [2]
+    assert held({0: first, 1: second}) == [1]
+    assert held({0: first, 1: second}) == []
+    assert held({}, Admission(0, chosen, (), 2)) == [1]
+    assert held({0: first, 1: second}) == [1], "another sequence's was there meanwhile"
+    assert (np.asarray(tables.masks)[0, :2] == 0x01010101).all()
+    uploads.forget()
+    assert held({0: first, 1: second}) == [2]

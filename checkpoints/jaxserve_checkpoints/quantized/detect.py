@@ -272,7 +272,7 @@ def _is(folder: Path, name: str) -> bool:
 def _read(path: Path) -> dict[str, Any]:
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object")

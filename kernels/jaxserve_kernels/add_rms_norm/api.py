@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jax import Array
 
 from jaxserve_kernels import target
 from jaxserve_kernels.add_rms_norm import reference
+from jaxserve_kernels.fallback import compiles
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, TokenFormat
 
 
@@ -21,8 +24,12 @@ def add_rms_norm(
     """
     if update is None:  # XLA's fusion reads and writes each token once
         return x, reference.rms_norm(x, weight, eps)
-    if not target.uses_triton():
-        return reference.add_rms_norm(x, update, weight, eps)
-    from jaxserve_kernels.add_rms_norm import triton  # needs Triton: only for GPUs
+    if target.uses_triton():
+        from jaxserve_kernels.add_rms_norm import triton  # needs Triton: only for GPUs
 
-    return triton.add_rms_norm(x, update, weight, eps, form)
+        def kernel(x: Array, update: Array, weight: Array) -> Any:
+            return triton.add_rms_norm(x, update, weight, eps, form)
+
+        if compiles("add_rms_norm", kernel, x, update, weight, static=(eps, form)):
+            return kernel(x, update, weight)
+    return reference.add_rms_norm(x, update, weight, eps)  # a product takes plain tokens, too

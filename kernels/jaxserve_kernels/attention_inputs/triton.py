@@ -37,13 +37,15 @@ def _kernel(
     )  # fmt: skip
     if first < q_heads:
         target = q_ptr + (token * q_heads + first + head[:, None]) * (2 * HALF) + dim[None, :]
+        tl.store(target, low)
+        tl.store(target + HALF, high)
     else:
         is_value = first >= q_heads + kv_heads
         kv_head = first - q_heads - tl.where(is_value, kv_heads, 0) + head[:, None]
         row = ((page * kv_heads + kv_head) * 2 + tl.where(is_value, 1, 0)) * page_size + offset
         target = kv_ptr + row * (2 * HALF) + dim[None, :]
-    tl.store(target, low)
-    tl.store(target + HALF, high)
+        tl.store(target, low.to(kv_ptr.dtype.element_ty))
+        tl.store(target + HALF, high.to(kv_ptr.dtype.element_ty))
 
 
 def attention_inputs(
@@ -65,7 +67,7 @@ def attention_inputs(
         qkv, cache, layer * num_pages, *norms, *tables, *slots,
         kernel=_kernel,
         name="attention_inputs",
-        out_type=jax.ShapeDtypeStruct((tokens, q_heads, head_dim), kv.dtype),
+        out_type=jax.ShapeDtypeStruct((tokens, q_heads, head_dim), norms[0].dtype),
         grid=(tokens, (q_heads + 2 * kv_heads) // heads),
         num_warps=4,
         stride=tokens * width, parts=parts,

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from jaxserve_kernels import ptxas, records, target
 
+FOR_HOPPER = "written for GPUs of compute capability 9.0"
+
 
 def call[**P, R](function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """function(*args, **kwargs), where it may be as one call of all kernels that it calls.
@@ -28,6 +30,13 @@ def call[**P, R](function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) ->
 def _possible() -> bool:
     """The products of chains are Hopper's. A chain holds machine code and nothing else, and is
     read by structures of a jaxlib that we know."""
-    if not target.uses_triton() or target.compute_capability() != 90:
-        return False
-    return ptxas.available() and not records.hold_source()
+    return target.uses_triton() and why_impossible() is None and not records.hold_source()
+
+
+def why_impossible() -> str | None:
+    """Why the GPU that is traced for gets no chains; None: it may."""
+    if target.compute_capability() != 90:
+        return FOR_HOPPER
+    if not ptxas.available():
+        return ptxas.MISSING
+    return records.unknown_package()

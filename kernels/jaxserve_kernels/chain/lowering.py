@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import mlir
 
-from jaxserve_kernels import early
+from jaxserve_kernels import early, fallback
 from jaxserve_kernels.chain import handler, plan
 from jaxserve_kernels.chain.describe import describe
 from jaxserve_kernels.chain.launches import Launch, Number, pack
@@ -38,10 +38,31 @@ def trace(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Traced | N
     with early.use():
         closed, results = jax.make_jaxpr(function, return_shape=True)(*args, **kwargs)
     try:
-        plan.make(closed.jaxpr)
+        calls = plan.make(closed.jaxpr).calls
     except plan.NotAChain:
         return None
+    if fallback.checked() and not _compile(calls):
+        return None
     return Traced(closed.jaxpr, [*closed.consts, *jax.tree.leaves((args, kwargs))], results)
+
+
+def _compile(calls: Sequence[plan.KernelCall]) -> bool:
+    """Whether all kernels of a chain compile for the GPU that is traced for. They are kept."""
+    alike = {_kind(call.equation): call.equation for call in calls}
+    try:
+        for equation in alike.values():
+            describe(equation)
+    except Exception as error:  # whatever a compiler says
+        fallback.note("kernel_chains", error)
+        return False
+    return True
+
+
+def _kind(equation: Any) -> Any:
+    """What a layer's call of a kernel has in common with those of other layers."""
+    params = equation.params
+    types = tuple(str(var.aval) for var in (*equation.invars, *equation.outvars))
+    return params["fn"], params["metaparams"], params["backend_options"], types
 
 
 @_chain_p.def_abstract_eval

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxserve_kernels.dense_matmul.config import (
     choose,
     fuses_gating,
 )
+from jaxserve_kernels.fallback import compiles
 
 
 def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
@@ -37,12 +39,13 @@ def add_linear(total: Array, x: Array, weight: Array) -> tuple[Array, Array | No
 
 def gated_linear(x: Array, weight: Array) -> Array:
     """See `reference.gated_linear`."""
-    if _on_gpu(x) and target.compute_capability() == 90:
+    if _on_gpu(x) and target.runs_hopper_kernels():
         out, depth = weight.shape
         if fuses_gating(tokens=x.shape[0], out=out, depth=depth):
             from jaxserve_kernels.dense_matmul import hopper  # needs Triton: only for GPUs
 
-            return hopper.gated_linear(x, weight)
+            if compiles("gated_linear_hopper", hopper.gated_linear, x, weight):
+                return hopper.gated_linear(x, weight)
     config = _config(x, weight, gated=True)
     if config is None:
         return reference.gated_linear(x, weight)
@@ -53,7 +56,13 @@ def _config(x: Array, weight: Array, *, gated: bool = False) -> Config | None:
     """None: XLA's product, which is cuBLASLt on a GPU."""
     if not _on_gpu(x):
         return None
-    return choose(gated=gated, tokens=x.shape[0], out=weight.shape[0], depth=weight.shape[1])
+    config = choose(gated=gated, tokens=x.shape[0], out=weight.shape[0], depth=weight.shape[1])
+    if config is None:
+        return None
+    kernel = _kernels().gated_linear if gated else _kernels().linear
+    launch = functools.partial(kernel, config=config)
+    name = "gated_linear" if gated else "linear"
+    return config if compiles(name, launch, x, weight, static=config) else None
 
 
 def _kernels() -> Any:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from jaxserve_kernels import early, tuned
-from jaxserve_kernels.target import MULTIPROCESSORS
+from jaxserve_kernels import early, target, tuned
 
 MAX_TOKENS = 16
 """Beyond it cuBLASLt is as fast. Measured on an H100; see docs/performance/decode.md."""
@@ -18,8 +17,8 @@ ADDING_MIN_TOKENS = 2048
 """From it on a product of cuBLASLt's takes the residual stream in. Measured on an H200; see
 docs/performance/prefill.md."""
 
-_ENOUGH_PROGRAMS = 2 * MULTIPROCESSORS
-"""They keep the memory busy."""
+_ENOUGH_PROGRAMS = 2
+"""On each multiprocessor: they keep the memory busy."""
 
 MAX_CHAINED_TOKENS = 64
 """In a chain of kernels, which can hold no product of XLA's."""
@@ -64,7 +63,7 @@ def _heuristic(tokens: int, out: int, depth: int) -> Config | None:
         return None
     tiles = out // config.rows
     choices = [splits for splits in range(1, _MAX_SPLITS + 1) if steps % splits == 0]
-    wanted = _ENOUGH_PROGRAMS // 2 if many else _ENOUGH_PROGRAMS
+    wanted = target.multiprocessors() * (1 if many else _ENOUGH_PROGRAMS)
     enough = [splits for splits in choices if tiles * splits >= wanted]
     splits = enough[0] if enough else choices[-1]
     stages = 4 if steps // splits > 16 and splits > 1 else 3

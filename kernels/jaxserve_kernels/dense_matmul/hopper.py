@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxserve_kernels.target import MULTIPROCESSORS
+from jaxserve_kernels import target
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 
 TOKENS = 128
@@ -109,9 +109,9 @@ def _copy_tile(
         up = w_ring.index(stage).slice(COLUMNS, COLUMNS, dim=0)
         mbarrier.wait(free.index(stage), ((at // _STAGES) & 1) ^ 1)
         mbarrier.expect(bar, (_TOKENS + 2 * COLUMNS) * _DEPTH * 2)
-        tma.async_copy_global_to_shared(x, [token, depth], bar, x_ring.index(stage))
-        tma.async_copy_global_to_shared(w, [column, depth], bar, gate)
-        tma.async_copy_global_to_shared(w, [n + column, depth], bar, up)
+        tma.async_load(x, [token, depth], bar, x_ring.index(stage))
+        tma.async_load(w, [column, depth], bar, gate)
+        tma.async_load(w, [n + column, depth], bar, up)
         at += 1
     return at
 
@@ -190,7 +190,7 @@ def gated_linear(x: Array, weight: Array) -> Array:
     n = weight.shape[0] // 2
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     tiles = -(-tokens // TOKENS) * (n // COLUMNS)
-    programs = min(tiles, MULTIPROCESSORS)
+    programs = min(tiles, target.multiprocessors())
     whole, pieces = divide(tiles, programs)
     return triton_call(
         tensor_descriptor(x, (TOKENS, DEPTH), layout),

@@ -21,15 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from jaxserve_kernels import target
 from jaxserve_kernels.dense_matmul.config import Config
-from jaxserve_kernels.target import MULTIPROCESSORS
 from jaxserve_kernels.triton_call import triton_call
 
-_SHARED_MEMORY = 228 * 1024
-"""Of each multiprocessor of an H100 or H200, in bytes."""
-
 _RESERVED = 1024
-"""Bytes of it that each program takes beside its own."""
+"""Bytes of shared memory that each program takes beside its own."""
 
 
 @gluon.jit
@@ -57,33 +54,31 @@ def _accumulate(
         gdc_launch_dependents()
     for step in gl.static_range(ahead):
         if step < steps:
-            async_copy.async_copy_global_to_shared(w_ring.index(step), w + step * DEPTH)
+            async_copy.async_load(w_ring.index(step), w + step * DEPTH)
         async_copy.commit_group()
     if EARLY:
         gdc_wait()
     for step in gl.static_range(ahead):
         if step < steps:
-            async_copy.async_copy_global_to_shared(
-                x_ring.index(step), x + step * DEPTH, mask=token < tokens
-            )
+            async_copy.async_load(x_ring.index(step), x + step * DEPTH, mask=token < tokens)
         async_copy.commit_group()
 
     acc = gl.zeros([ROWS, TOKENS], gl.float32, acc_layout)
     for step in range(steps + gl.program_id(2)):  # not unrolled: the grid has no third dimension
         async_copy.wait_group(STAGES - 2)
         fence_async_shared()
-        gl.thread_barrier()
-        later = step + ahead
-        if later < steps:
-            stage = later % STAGES
-            async_copy.async_copy_global_to_shared(w_ring.index(stage), w + later * DEPTH)
-            async_copy.async_copy_global_to_shared(
-                x_ring.index(stage), x + later * DEPTH, mask=token < tokens
-            )
-        async_copy.commit_group()
+        gl.barrier()
         stage = step % STAGES
         inputs = x_ring.index(stage).permute((1, 0))
         acc = warpgroup_mma(w_ring.index(stage), inputs, acc, is_async=True)
+        # Copies begun between the fence and the product would cost another fence: the compiler
+        # cannot tell that they write to other stages than it reads.
+        later = step + ahead
+        if later < steps:
+            stage = later % STAGES
+            async_copy.async_load(w_ring.index(stage), w + later * DEPTH)
+            async_copy.async_load(x_ring.index(stage), x + later * DEPTH, mask=token < tokens)
+        async_copy.commit_group()
         acc = warpgroup_mma_wait(0, deps=[acc])
     if EARLY and not NEXT_FIRST:
         gdc_launch_dependents()
@@ -136,7 +131,7 @@ def _gated(
     )  # fmt: skip
     sums = gl.allocate_shared_memory(gl.float32, [ROWS, TOKENS], flat)
     sums.store(acc)
-    gl.thread_barrier()
+    gl.barrier()
     gate = sums.slice(0, half).load(out_layout)
     up = sums.slice(half, half).load(out_layout)
     dtype = out_ptr.dtype.element_ty
@@ -191,8 +186,9 @@ def _launch(tokens: int, programs: int, steps: int, config: Config) -> dict[str,
     """
     columns = max(8, triton.next_power_of_2(tokens))
     tile = 2 * (config.rows + columns) * config.depth
-    resident = min(3, -(-programs // MULTIPROCESSORS))
-    fit = (_SHARED_MEMORY // resident - _RESERVED) // tile
+    device = target.device()
+    resident = min(3, -(-programs // device.multiprocessors))
+    fit = (device.shared_memory // resident - _RESERVED) // tile
     return {
         "TOKENS": columns, "STAGES": min(fit, steps + 1), "NEXT_FIRST": tokens <= 16,
     }  # fmt: skip

@@ -13,14 +13,16 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from jaxserve_kernels import target
 from jaxserve_kernels.paged_attention import QueryTiles
-from jaxserve_kernels.target import MULTIPROCESSORS
-
-PROGRAMS = 4 * MULTIPROCESSORS
-"""That convert pages, in turn."""
 
 LEAST = 65_536
 """Tokens that the chunks of a step may see together, where no sequence is longer."""
+
+
+def programs(kv_heads: int) -> int:
+    """How many convert the pages of one head, in turn."""
+    return max(1, 4 * target.multiprocessors() // kv_heads)
 
 
 def capacity(max_model_len: int) -> int:

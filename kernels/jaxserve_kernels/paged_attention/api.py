@@ -5,16 +5,32 @@ from __future__ import annotations
 from jax import Array
 
 from jaxserve_kernels import target
-from jaxserve_kernels.paged_attention import reference
-from jaxserve_kernels.paged_attention.reference import QueryTiles
+from jaxserve_kernels.fallback import compiles
+from jaxserve_kernels.paged_attention import cpu, reference
+from jaxserve_kernels.paged_attention.reference import QueryTiles, Read
 
 
 def paged_attention(
     q: Array, kv: Array, layer: int, page_table: Array, tiles: QueryTiles, *, tile_size: int
 ) -> Array:
     """See `reference.paged_attention`."""
-    if not target.uses_triton():
-        return reference.paged_attention(q, kv, layer, page_table, tiles, tile_size=tile_size)
-    from jaxserve_kernels.paged_attention import triton  # needs Triton: only for GPUs
+    if target.uses_triton():
+        from jaxserve_kernels.paged_attention import triton  # needs Triton: only for GPUs
 
-    return triton.paged_attention(q, kv, layer, page_table, tiles, tile_size=tile_size)
+        def kernels(q: Array, kv: Array, page_table: Array, tiles: QueryTiles) -> Array:
+            return triton.paged_attention(q, kv, layer, page_table, tiles, tile_size=tile_size)
+
+        args = (q, kv, page_table, tiles)
+        if compiles("paged_attention", kernels, *args, static=tile_size):
+            return kernels(*args)
+    read = reference.reader(kv, layer)
+    return attend_pages(q, read, page_table, tiles, tile_size=tile_size, page_size=kv.shape[4])
+
+
+def attend_pages(
+    q: Array, read: Read, page_table: Array, tiles: QueryTiles, *, tile_size: int, page_size: int
+) -> Array:
+    """See `reference.attend_pages`; there is no kernel for it."""
+    on_cpu = target.current().implementation == "cpu"
+    module = cpu if on_cpu else reference
+    return module.attend_pages(q, read, page_table, tiles, tile_size=tile_size, page_size=page_size)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxserve_kernels import target, tuned
-from jaxserve_kernels.target import MULTIPROCESSORS
 
 TILE_ROWS = 128
 """Rows of a full query tile: tokens times the query heads that share a KV head."""
@@ -16,8 +15,8 @@ TILE_ROWS = 128
 LOG2_E = 1.4426950408889634
 """Exponentials are powers of two."""
 
-_TARGET_PROGRAMS = 2 * MULTIPROCESSORS
-"""They keep the memory busy."""
+_PROGRAMS = 2
+"""On each multiprocessor: they keep the memory busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +45,13 @@ def choose(*, tiles: int, kv_heads: int, rows: int, pages_per_seq: int) -> Confi
         return Config(**parameters)
     if rows > 16:
         return Config(splits=1, num_warps=8 if rows >= 128 else 4, num_stages=2)
-    wanted = _TARGET_PROGRAMS // (tiles * kv_heads)
+    wanted = _PROGRAMS * target.multiprocessors() // (tiles * kv_heads)
     splits = 1 << max(0, min(wanted, pages_per_seq, 32)).bit_length() >> 1
     return Config(
         splits=max(splits, 1),
         num_warps=4,
         num_stages=2 if splits > 8 else 3,  # few blocks to visit: more room for the next kernels
     )
-
-
-_HOPPER_PROGRAMS = MULTIPROCESSORS
-"""The kernel for Hopper takes a whole one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +73,12 @@ def fits_hopper(q: Array, kv: Array, tile_size: int) -> bool:
         and q.dtype == kv.dtype == jnp.bfloat16
         and page_size == 64
         and head_dim in (64, 128)
-        and target.compute_capability() == 90
+        and target.runs_hopper_kernels()
     )
 
 
 def hopper_heuristic(*, tokens: int, tile_size: int, kv_heads: int) -> HopperConfig:
     """A configuration for a step of `tokens` tokens, most of which may be one sequence's."""
     programs = -(-tokens // tile_size) * kv_heads
-    splits = max(1, min(_HOPPER_PROGRAMS // programs, 16))
+    splits = max(1, min(target.multiprocessors() // programs, 16))  # each takes a whole one
     return HopperConfig(splits=1 << splits.bit_length() >> 1)

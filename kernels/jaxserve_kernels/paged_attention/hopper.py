@@ -82,7 +82,7 @@ def _visit(
     after = index + 1  # waited for here, so that the wait ends the block that holds the softmax
     mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1, pred=after < limit)
     acc, p, p_next = warpgroup_mma_wait(0, deps=[acc_later, p, p_next])
-    gl.thread_barrier()
+    gl.barrier()
     mbarrier.arrive(free.index(before), count=1)
     acc = acc * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, o_layout)), 1)
     return p_next, acc, peak, weight
@@ -155,10 +155,10 @@ def _attend(
         kept = gl.where(gl.expand_dims(value_key <= last, 1), values.load(flat), 0.0)
         values.store(kept)  # both groups store the same
         fence_async_shared()
-        gl.thread_barrier()
+        gl.barrier()
     acc = warpgroup_mma(p, values, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    gl.thread_barrier()
+    gl.barrier()
     mbarrier.arrive(free.index(stage), count=1)
 
     if alone:
@@ -186,10 +186,8 @@ def _copy(
         row = first_row + (gl.load(table + block) * kv_heads + kv_head) * (2 * PAGE)
         mbarrier.wait(free.index(stage), ((index // STAGES) & 1) ^ 1)
         mbarrier.expect(ready.index(stage), 2 * PAGE * DIM * 2)
-        tma.async_copy_global_to_shared(kv, [row, 0], ready.index(stage), pages.index(2 * stage))
-        tma.async_copy_global_to_shared(
-            kv, [row + PAGE, 0], ready.index(stage), pages.index(2 * stage + 1)
-        )
+        tma.async_load(kv, [row, 0], ready.index(stage), pages.index(2 * stage))
+        tma.async_load(kv, [row + PAGE, 0], ready.index(stage), pages.index(2 * stage + 1))
 
 
 @gluon.jit

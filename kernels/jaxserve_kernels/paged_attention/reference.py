@@ -77,27 +77,30 @@ def paged_attention(
       [tokens, q_heads, head_dim] in q's dtype; 0 for tokens that belong to no tile.
     """
 
-    def read(pages: Array) -> Array:
-        return kv[layer, pages]
-
+    read = reader(kv, layer)
     return attend_pages(q, read, page_table, tiles, tile_size=tile_size, page_size=kv.shape[4])
+
+
+type Read = Callable[[Array, int], Array]
+"""Page ids [tiles, pages] to their keys (0) or values (1) [tiles, pages, kv_heads, page_size,
+head_dim]."""
+
+
+def reader(kv: Array, layer: int) -> Read:
+    """Of one layer of a cache in the format of `paged_attention`."""
+    return lambda pages, side: kv[layer, pages, :, side]
 
 
 def attend_pages(
     q: Array,
-    read: Callable[[Array], Array],
+    read: Read,
     page_table: Array,
     tiles: QueryTiles,
     *,
     tile_size: int,
     page_size: int,
 ) -> Array:
-    """`paged_attention` over pages that `read` brings.
-
-    Args:
-      read: page ids [tiles, pages] to keys and values [tiles, pages, kv_heads, 2, page_size,
-        head_dim].
-    """
+    """`paged_attention` over pages that `read` brings."""
     tiles = tiles.in_one_list()
     num_tokens, q_heads, head_dim = q.shape
     pages_per_block = max(1, _BLOCK_TOKENS // page_size)
@@ -106,15 +109,15 @@ def attend_pages(
     tokens, positions = tile_tokens(tiles, tile_size, num_tokens)
 
     queries = q.at[tokens].get(mode="fill", fill_value=0)
-    kv_heads = jax.eval_shape(read, tables[:, :1]).shape[2]
+    kv_heads = jax.eval_shape(lambda pages: read(pages, 0), tables[:, :1]).shape[2]
     queries = queries.reshape(-1, tile_size, kv_heads, q_heads // kv_heads, head_dim)
     queries = queries.transpose(0, 2, 3, 1, 4)  # [tiles, kv_heads, group, tile, head_dim]
 
     def attend_block(index: Array, carry: Softmax) -> Softmax:
         pages = lax.dynamic_slice_in_dim(tables, index * pages_per_block, pages_per_block, axis=1)
-        block_kv = read(pages).astype(q.dtype)  # [tiles, pages, kv_heads, 2, page, head_dim]
-        block_kv = block_kv.transpose(3, 0, 2, 1, 4, 5)
-        keys, values = block_kv.reshape(2, -1, kv_heads, block, head_dim)
+        # [tiles, pages, kv_heads, page, head_dim] to [tiles, kv_heads, block, head_dim]
+        parts = (read(pages, side).astype(q.dtype).transpose(0, 2, 1, 3, 4) for side in (0, 1))
+        keys, values = (part.reshape(-1, kv_heads, block, head_dim) for part in parts)
         scores = jnp.einsum("nhgtd,nhkd->nhgtk", queries, keys, preferred_element_type=jnp.float32)
         scores *= head_dim**-0.5
         key_position = index * block + jnp.arange(block)

@@ -56,6 +56,7 @@ def visit(
         there = key_position[:, None] <= tl.max(row_position, axis=0)
     PAST: tl.constexpr = MASK and PAGE < KEYS  # most of a block of several pages may be
     k = tl.load(keys, mask=there, other=0.0) if PAST else tl.load(keys)
+    k = k.to(q.dtype)  # a cache of fewer bits is read as what it stands for
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if MASK:
         scores = tl.where(key_position[None, :] <= row_position[:, None], scores, -1.0e30)
@@ -66,6 +67,7 @@ def visit(
     values = kv_ptr + (kv_row + PAGE)[:, None] * DIM + dim[None, :]
     # What an earlier owner left past the end may be anything, even NaN.
     v = tl.load(values, mask=there, other=0.0) if MASK else tl.load(values)
+    v = v.to(q.dtype)
     acc = tl.dot(probs.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return new_peak, weight, acc
 

@@ -46,8 +46,8 @@ def _copy(
     row = (page.to(gl.int64) * kv_heads + kv_head) * (2 * PAGE) + place
     there = gl.expand_dims(block * PAGE + place < position, 1)
     source = kv_ptr + gl.expand_dims(row, 1) * DIM + dim
-    async_copy.async_copy_global_to_shared(keys.index(stage), source, mask=there)
-    async_copy.async_copy_global_to_shared(values.index(stage), source + PAGE * DIM, mask=there)
+    async_copy.async_load(keys.index(stage), source, mask=there)
+    async_copy.async_load(values.index(stage), source + PAGE * DIM, mask=there)
 
 
 @gluon.jit
@@ -179,7 +179,7 @@ def _attend(
     for block in range(begin, end):
         slot = (block - begin) % STAGES
         async_copy.wait_group(STAGES - 1)
-        gl.thread_barrier()
+        gl.barrier()
         scores = mma_v2(q, keys.index(slot).permute((1, 0)).load(right), zeros) * scale
         key = block * PAGE + gl.arange(0, PAGE, sums_dim)
         scores = gl.where(gl.expand_dims(key < position, 0), scores, MASKED)
@@ -192,7 +192,7 @@ def _attend(
         p = gl.convert_layout(probs.to(gl.bfloat16), left)
         acc = mma_v2(p, values.index(slot).load(right), acc * gl.expand_dims(shrink, 1))
         if block + STAGES < end:
-            gl.thread_barrier()
+            gl.barrier()
             _copy(
                 kv_ptr, first_page + gl.load(table + block + STAGES), keys, values,
                 block + STAGES, slot, position, kv_head, kv_heads, DIM, PAGE, copy,

@@ -71,13 +71,13 @@ def copy_page(
     else:
         source += tile * (PAGE * WIDTH)
     source += key * WIDTH + gl.expand_dims(gl.expand_dims(word, 0), 0)
-    async_copy.async_copy_global_to_shared(tiles, source, mask=key < held)
+    async_copy.async_load(tiles, source, mask=key < held)
     if KIND == INT8:
         flat: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, gl.num_warps() // 2], [1, 0])
         side = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, flat)), 1)
         key = gl.expand_dims(gl.arange(0, PAGE, gl.SliceLayout(0, flat)), 0)
         source = scales_ptr + row + side * PAGE + key
-        async_copy.async_copy_global_to_shared(scales, source, mask=key < held)
+        async_copy.async_load(scales, source, mask=key < held)
 
 
 @gluon.jit

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from jaxserve_kernels import target
 from jaxserve_kernels.attention_inputs import KVSlots
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.paged_attention.reference import QueryTiles
@@ -33,10 +34,10 @@ from jaxserve_kernels.paged_attention.triton_visits import (
     of_all_warps,
     visit_page,
 )
-from jaxserve_kernels.target import MULTIPROCESSORS
 from jaxserve_kernels.triton_call import triton_call
 
-_TARGET_PROGRAMS = 2 * MULTIPROCESSORS
+_PROGRAMS = 2
+"""On each multiprocessor; twice as many for one sequence."""
 
 _FEW = 32
 """Of more tokens, three programs fit a multiprocessor with two pages each, and two with three."""
@@ -112,9 +113,9 @@ def _attend(
 
     # Each memory as what is copied into it, and as what is read out of it.
     ring = gl.allocate_shared_memory(gl.int16, [STAGES, TILES, PAGE, HALF], spread)
-    tiles = ring._reinterpret(gl.int16, [STAGES * TILES, WARPS, KEYS, HALF], spread)
+    tiles = ring.reinterpret(gl.int16, [STAGES * TILES, WARPS, KEYS, HALF], spread)
     scales_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 2, PAGE], plain)
-    scales = scales_ring._reinterpret(gl.float32, [STAGES * 2, WARPS, KEYS], plain)
+    scales = scales_ring.reinterpret(gl.float32, [STAGES * 2, WARPS, KEYS], plain)
     pages = ()
     for stage in gl.static_range(STAGES):  # asked for at once
         page = gl.load(table + gl.minimum(begin + stage, end - 1))
@@ -178,7 +179,7 @@ def _attend(
     acc_low = gl.zeros([WARPS, HALF, ROWS], gl.float32, sums)
     acc_high = acc_low
     if owner:  # the first warp's first key
-        heads = heads_mem._reinterpret(dtype, [2 * ROWS, HALF], vector)
+        heads = heads_mem.reinterpret(dtype, [2 * ROWS, HALF], vector)
         products = low * gl.expand_dims(heads.index(group).load(of_dim).to(gl.float32), 0)
         key_high = heads.index(ROWS + group).load(of_dim).to(gl.float32)
         products += high * gl.expand_dims(key_high, 0)
@@ -202,13 +203,13 @@ def _attend(
         place = (block - begin) % STAGES
         page = gl.load(table + gl.minimum(block + STAGES, end - 1))
         async_copy.wait_group(STAGES - 1)
-        gl.thread_barrier()
+        gl.barrier()
         peak, weights, acc_low, acc_high = visit_page(
             tiles, scales, place, position - block * PAGE, q_low, q_high,
             peak, weights, acc_low, acc_high, score_scale, KIND,
         )  # fmt: skip
         if block + STAGES < end:
-            gl.thread_barrier()
+            gl.barrier()
             at = ((first_page + page).to(gl.int64) * kv_heads + kv_head) * (2 * PAGE)
             copy_page(
                 kv_ptr, scales_ptr, at, position - (block + STAGES) * PAGE,
@@ -222,14 +223,14 @@ def _attend(
     spread_4: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [3, 2, 1, 0])
     spread_2: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     acc = gl.permute(gl.join(acc_low, acc_high), (3, 0, 2, 1))
-    gl.thread_barrier()  # nobody reads the ring any more
-    ring._reinterpret(gl.float32, found_shape, spread_4).store(acc)
+    gl.barrier()  # nobody reads the ring any more
+    ring.reinterpret(gl.float32, found_shape, spread_4).store(acc)
     peaks_mem.store(peak)
     weights_mem.store(gl.sum(weights, axis=1))
     low, high, peak, weight = of_all_warps(
-        ring._reinterpret(gl.float32, [2 * WARPS, ROWS, HALF], spread_2),
-        peaks_mem._reinterpret(gl.float32, [WARPS, ROWS], vector),
-        weights_mem._reinterpret(gl.float32, [WARPS, ROWS], vector),
+        ring.reinterpret(gl.float32, [2 * WARPS, ROWS, HALF], spread_2),
+        peaks_mem.reinterpret(gl.float32, [WARPS, ROWS], vector),
+        weights_mem.reinterpret(gl.float32, [WARPS, ROWS], vector),
         flat,
     )  # fmt: skip
     if KIND != BF16:
@@ -259,7 +260,7 @@ def heuristic(*, tiles: int, kv_heads: int, kind: gl.constexpr) -> Config:
     are best, but three of bfloat16 where contexts are long for each program. A lone token's context
     is split further, so that no program has much to visit.
     """
-    programs = _TARGET_PROGRAMS if tiles > 1 else 2 * _TARGET_PROGRAMS
+    programs = (_PROGRAMS if tiles > 1 else 2 * _PROGRAMS) * target.multiprocessors()
     splits = max(1, min(programs // (tiles * kv_heads), 64))
     stages = 3 if kind.value == BF16.value and tiles <= _FEW else 2
     return Config(splits=splits, num_warps=4, num_stages=stages, min_blocks=2)

@@ -14,6 +14,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels import dense_matmul, early, target
+from jaxserve_kernels.fallback import compiles
 from jaxserve_kernels.quantized_matmul.config import Config, Method, choose, reads_quantized
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import (
     QuantizedTokens,
@@ -32,9 +33,7 @@ def linear(
     config = _config(x, weight, gated=False)
     if config is None:
         return dense_matmul.linear(plain(x), weight.dequantize().astype(x.dtype), dtype)
-    shape = (config.splits, x.shape[0], weight.shape[0])
-    out_type = jax.ShapeDtypeStruct(shape, dtype if config.splits == 1 else jnp.float32)
-    return _kernels(config).launch(x, weight, config, out_type, gated=False)
+    return _launch(x, weight, config, dtype, gated=False)
 
 
 def gated_linear(x: Array | QuantizedTokens, weight: QuantizedWeight) -> Array:
@@ -42,8 +41,24 @@ def gated_linear(x: Array | QuantizedTokens, weight: QuantizedWeight) -> Array:
     config = _config(x, weight, gated=True)
     if config is None:
         return dense_matmul.gated_linear(plain(x), weight.dequantize().astype(x.dtype))
-    out_type = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0] // 2), x.dtype)
-    return _kernels(config).launch(x, weight, config, out_type, gated=True)
+    return _launch(x, weight, config, x.dtype, gated=True)
+
+
+def _launch(
+    x: Array | QuantizedTokens,
+    weight: QuantizedWeight,
+    config: Config,
+    dtype: DTypeLike,
+    *,
+    gated: bool,
+) -> Array:
+    tokens, out = x.shape[0], weight.shape[0]
+    if gated:
+        out_type = jax.ShapeDtypeStruct((tokens, out // 2), dtype)
+    else:
+        out_dtype = dtype if config.splits == 1 else jnp.float32
+        out_type = jax.ShapeDtypeStruct((config.splits, tokens, out), out_dtype)
+    return _kernels(config).launch(x, weight, config, out_type, gated=gated)
 
 
 def take_inputs(x: Array, order: Array) -> Array:
@@ -70,8 +85,20 @@ def _config(x: Any, weight: QuantizedWeight, *, gated: bool) -> Config | None:
     """None: dequantise, then the product with the plain weight."""
     if not target.uses_triton() or x.dtype != jnp.bfloat16:
         return None
-    capability = target.compute_capability()
-    return choose(weight, x.shape[0], gated=gated, hopper=capability == 90, e4m3=capability >= 89)
+    hopper, e4m3 = target.runs_hopper_kernels(), target.compute_capability() >= 89
+    config = choose(weight, x.shape[0], gated=gated, hopper=hopper, e4m3=e4m3)
+    return config if config is not None and _compiles(weight, x.shape[0], config, gated) else None
+
+
+def _compiles(weight: QuantizedWeight, tokens: int, config: Config, gated: bool) -> bool:
+    """Asked for plain tokens: whoever makes 8 bits of them beforehand asks here, too."""
+    x = jax.ShapeDtypeStruct((tokens, weight.shape[1]), jnp.bfloat16)
+
+    def product(x: Array, weight: QuantizedWeight) -> Array:
+        return _launch(x, weight, config, x.dtype, gated=gated)
+
+    name = f"{'gated_' if gated else ''}linear_{type(weight).__name__}"
+    return compiles(name, product, x, weight, static=(config, gated))
 
 
 _MODULES: dict[Method, str] = {

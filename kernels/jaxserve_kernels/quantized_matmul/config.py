@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Literal
 
-from jaxserve_kernels import early
-from jaxserve_kernels.target import MULTIPROCESSORS
+from jaxserve_kernels import early, target
 from jaxserve_kernels.weights import (
     Fp8Weight,
     Int4Weight,
@@ -17,8 +17,8 @@ from jaxserve_kernels.weights import (
 
 type Method = Literal["few", "stream", "share", "tall", "unpack", "e4m3", "hopper"]
 
-_ENOUGH_WARPS = 8 * MULTIPROCESSORS
-"""They keep the memory busy."""
+_ENOUGH_WARPS = 8
+"""On each multiprocessor: they keep the memory busy."""
 
 _DEEP = 64
 """Tiles of the input, of 128, from which more rows per program and more splits pay."""
@@ -29,17 +29,18 @@ _FEW = 8
 _MAX_CHAINED = 64
 """Tokens of a chain's product by `triton_streaming`."""
 
-_STREAMING_PROGRAMS = 3 * MULTIPROCESSORS
+_STREAMING_PROGRAMS = 3
+"""On each multiprocessor."""
 
-_RING = 75 * 1024
-"""Bytes of shared memory of each of them: a third of an H100's or H200's, less a reserved KiB."""
+_RESERVED = 1024
+"""Bytes of shared memory that each program takes beside its own."""
 
 _FEWER_PROGRAMS = 288
 """With 9 to 16 tokens, where a reader of one part less gains more than a third program."""
 
-_SHARED_RING = 207 * 1024
-"""Bytes of shared memory of the one program of `triton_sharing` on a multiprocessor, less what its
-end needs."""
+_SHARING_END = 20 * 1024
+"""Bytes of shared memory that `triton_sharing`, one program on a multiprocessor, needs at its end,
+beside its ring."""
 
 _TALL = 65_536
 """Rows of an output matrix."""
@@ -57,11 +58,13 @@ a pass over the weight should cost less. Reckoned for an A100, not measured."""
 _MOST_APART = 128
 """Tokens that become 8 bits in a kernel of their own, after a norm."""
 
-_ENOUGH_TILES = 90
-"""Programs of a product that the tensor cores bound: fewer leave too many of them idle."""
+_ENOUGH_TILES = Fraction(15, 22)
+"""On each multiprocessor: programs of a product that the tensor cores bound. Fewer leave too many
+of them idle."""
 
-_ENOUGH_PROGRAMS = 2 * MULTIPROCESSORS
-"""Of two of a product that waits for instructions one fills the gaps of the other."""
+_ENOUGH_PROGRAMS = 2
+"""On each multiprocessor: of two programs of a product that waits for instructions one fills the
+gaps of the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +199,7 @@ def _chained(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config:
     """Warpgroups share many tokens where each multiprocessor gets about three of a weight's row
     tiles; that kernel knows 4-bit integers."""
     row_tiles = weight.shape[0] // 64
-    three_each = 2 * MULTIPROCESSORS < row_tiles <= 3 * MULTIPROCESSORS
+    three_each = 2 * target.multiprocessors() < row_tiles <= 3 * target.multiprocessors()
     if gated and tokens > 32 and three_each and isinstance(weight, Int4Weight):
         return _sharing(weight)
     return _streaming(weight, tokens, gated=gated)
@@ -207,12 +210,17 @@ def _streaming(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config:
     out, tiles = weight.shape[0], weight.shape[1] // 128
     tile, turn = next(each for each in ((8, 4), (16, 2), (32, 2), (64, 1)) if tokens <= each[0])
     size = 64 * _bytes_of_row(weight) + 256 * tile
-    while turn > 1 and (tiles % turn or _RING // (turn * size) < 3):
+    ring = target.device().shared_memory // _STREAMING_PROGRAMS - _RESERVED
+    while turn > 1 and (tiles % turn or ring // (turn * size) < 3):
         turn //= 2
-    stages = _RING // (turn * size)
+    stages = ring // (turn * size)
     rows = out // 64
     fewer = 8 < tokens <= 16
-    parts = -(-_FEWER_PROGRAMS // rows) if fewer else _STREAMING_PROGRAMS // rows
+    parts = (
+        -(-_FEWER_PROGRAMS // rows)
+        if fewer
+        else _STREAMING_PROGRAMS * target.multiprocessors() // rows
+    )
     parts = min(_MOST_PARTS, max(1, parts), tiles)
     splits = -(-tiles // steps(tiles, parts, turn))  # none is empty
     # Of many tokens attention, which then copies keys, but no product.
@@ -224,18 +232,19 @@ def _streaming(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config:
 
 def _sharing(weight: Int4Weight) -> Config:
     """A program for each multiprocessor, with a ring that fills its shared memory."""
-    stages = _SHARED_RING // (3 * 64 * _bytes_of_row(weight) + 256 * 64)
+    ring = target.device().shared_memory_per_block - _SHARING_END
+    stages = ring // (3 * 64 * _bytes_of_row(weight) + 256 * 64)
     return Config(method="share", tokens=64, num_stages=stages)
 
 
 def shares_of(row_tiles: int, steps: int) -> tuple[int, int]:
     """Of `triton_sharing`: how many programs share a third tile of rows, of which each multiplies
     some of the `steps` tiles of inputs, none nothing; and how many programs there are."""
-    third = row_tiles - 2 * MULTIPROCESSORS
-    if not 0 < 2 * third <= MULTIPROCESSORS:
+    third = row_tiles - 2 * target.multiprocessors()
+    if not 0 < 2 * third <= target.multiprocessors():
         return 1, -(-row_tiles // 3)
-    each = -(-steps // min(MULTIPROCESSORS // third, steps))
-    return -(-steps // each), MULTIPROCESSORS
+    each = -(-steps // min(target.multiprocessors() // third, steps))
+    return -(-steps // each), target.multiprocessors()
 
 
 def _bytes_of_row(weight: QuantizedWeight) -> int:
@@ -277,7 +286,10 @@ def _unpack(weight: QuantizedWeight, tokens: int, out: int, tiles: int) -> Confi
             unroll=2 if isinstance(weight, Nvfp4Weight) else 1,  # its tiles are half as deep
         )
     warps = max(1, out // config.rows) * -(-tokens // token_tile) * config.num_warps
-    return replace(config, splits=_splits(tiles, 19 if deep else 8, _ENOUGH_WARPS / warps))
+    return replace(
+        config,
+        splits=_splits(tiles, 19 if deep else 8, _ENOUGH_WARPS * target.multiprocessors() / warps),
+    )
 
 
 def _on_hopper(weight: QuantizedWeight, tokens: int, *, gated: bool) -> bool:
@@ -303,9 +315,9 @@ def _hopper_bytes(tokens: int, out: int, tiles: int) -> Config:
     """Large tiles, if there are enough for all multiprocessors, and a ring that fills shared
     memory; parts where few tiles are deep."""
     token_tiles = -(-tokens // 128)
-    if out % 256 == 0 and out // 256 * token_tiles >= MULTIPROCESSORS:
+    if out % 256 == 0 and out // 256 * token_tiles >= target.multiprocessors():
         return Config(method="hopper", rows=256, tokens=128, num_stages=4, pieces=4)
-    parts = 3 if tiles >= _DEEP and out // 128 * token_tiles * 3 <= MULTIPROCESSORS else 1
+    parts = 3 if tiles >= _DEEP and out // 128 * token_tiles * 3 <= target.multiprocessors() else 1
     return Config(method="hopper", rows=128, tokens=128, splits=parts, num_stages=6, pieces=2)
 
 
@@ -313,7 +325,7 @@ def _hopper(tokens: int, out: int, tiles: int) -> Config:
     """A program for each multiprocessor, and as many of its tiles as fit its shared memory."""
     tile = 128 if tokens <= 128 else 256
     programs = out // 128 * -(-tokens // tile)
-    splits = min(max(1, MULTIPROCESSORS // programs), tiles, _MOST_PARTS)
+    splits = min(max(1, target.multiprocessors() // programs), tiles, _MOST_PARTS)
     splits = -(-tiles // -(-tiles // splits))  # none is empty
     stages = 6 if tile == 128 else 4
     return Config(method="hopper", rows=128, tokens=tile, splits=splits, num_stages=stages)
@@ -323,7 +335,9 @@ def _e4m3_in_registers(weight: QuantizedWeight, tokens: int, out: int, tiles: in
     """Bound by instructions: small tiles of integers, whose sums are scaled in every turn."""
     config = Config(method="e4m3", tokens=64 if isinstance(weight, Int4Weight) else 128)
     programs = out // config.rows * -(-tokens // config.tokens)
-    return replace(config, splits=_splits(tiles, 4, _ENOUGH_PROGRAMS / programs))
+    return replace(
+        config, splits=_splits(tiles, 4, _ENOUGH_PROGRAMS * target.multiprocessors() / programs)
+    )
 
 
 def _e4m3(weight: QuantizedWeight, tokens: int, out: int, tiles: int) -> Config:
@@ -331,16 +345,16 @@ def _e4m3(weight: QuantizedWeight, tokens: int, out: int, tiles: int) -> Config:
     large as leave none of them idle."""
     if tokens <= 64:
         config = Config(method="e4m3", tokens=32 if tokens <= 32 else 64)
-    elif out // 128 * -(-tokens // 128) >= MULTIPROCESSORS:
+    elif out // 128 * -(-tokens // 128) >= target.multiprocessors():
         config = Config(method="e4m3", rows=128, tokens=128, num_stages=3)
     else:
         config = Config(method="e4m3", tokens=128)
     programs = out // config.rows * -(-tokens // config.tokens)
-    splits = _splits(tiles, 4, _ENOUGH_TILES / programs)
+    splits = _splits(tiles, 4, _ENOUGH_TILES * target.multiprocessors() / programs)
     return replace(config, splits=splits, beforehand=not isinstance(weight, Int8Weight | Fp8Weight))
 
 
-def _splits(tiles: int, most: int, wanted: float) -> int:
+def _splits(tiles: int, most: int, wanted: float | Fraction) -> int:
     """The fewest equal parts of the input's tiles, of at most `most`, that are `wanted` or more."""
     divisors = [splits for splits in range(1, most + 1) if tiles % splits == 0]
     enough = [splits for splits in divisors if splits >= wanted]

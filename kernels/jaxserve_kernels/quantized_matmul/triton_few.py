@@ -76,10 +76,10 @@ def _copy_tiles(
         place = gl.allocate_shared_memory(pointer.dtype.element_ty, pointer.shape, layout)
         at = pointer + step * (WARPS * stride)
         if tiles % (STEPS * WARPS) == 0:
-            async_copy.async_copy_global_to_shared(place, at)
+            async_copy.async_load(place, at)
         else:
             there, _ = gl.broadcast(tile + step * WARPS < tiles, at)
-            async_copy.async_copy_global_to_shared(place, at, mask=there)
+            async_copy.async_load(place, at, mask=there)
         places += (place,)
     async_copy.commit_group()
     return places
@@ -125,7 +125,7 @@ def _product(
         inputs = _copy_tiles(source, tile, 128, tiles, STEPS, WARPS)
         async_copy.wait_group(0)
     # Without it ptxas asks for some codes only when it has used others.
-    gl.thread_barrier()
+    gl.barrier()
 
     tile = first + gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, right)))[:, None, None]
     lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, right)))[None, :, None]

@@ -12,13 +12,14 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from jaxserve_kernels.target import MULTIPROCESSORS
+from jaxserve_kernels import target
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights.iq2_xxs import BLOCK, Iq2XxsWeight, grid
 
 FEW_TOKENS = 64
 _ROWS = 32
-_ENOUGH_PROGRAMS = 2 * MULTIPROCESSORS
+_ENOUGH_PROGRAMS = 2
+"""On each multiprocessor."""
 
 
 @triton.jit
@@ -97,7 +98,7 @@ def linear(x: Array, weight: Iq2XxsWeight) -> Array:
         plain = dequantize(weight, x.dtype)
         return jnp.matmul(x, plain.T, preferred_element_type=jnp.float32)
     blocks = depth // BLOCK
-    wanted = _ENOUGH_PROGRAMS // (out // _ROWS)
+    wanted = _ENOUGH_PROGRAMS * target.multiprocessors() // (out // _ROWS)
     splits = max(s for s in range(1, blocks + 1) if blocks % s == 0 and s <= max(wanted, 1))
     parts = triton_call(
         x, *weight, jnp.asarray(grid()), tokens,

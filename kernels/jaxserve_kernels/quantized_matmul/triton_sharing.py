@@ -112,11 +112,11 @@ def _hand_on(acc, partial_ptr, flag_ptr, SHARES: gl.constexpr):
     if program % SHARES > 0:
         while gl.atomic_add(flag_ptr + program - 1, 0, sem="acquire", scope="gpu") == 0:
             pass
-        gl.thread_barrier()
+        gl.barrier()
         acc += gl.load(partial - _ROWS * TOKENS)
     if program % SHARES < SHARES - 1:
         gl.store(partial, acc)
-        gl.thread_barrier()
+        gl.barrier()
         gl.atomic_xchg(flag_ptr + program, 1, sem="release", scope="gpu")
     return acc
 
@@ -143,13 +143,13 @@ def _copy_codes(
                 row = rows_of(tile, word_lane, n, True, _ROWS)
                 at = (row // 64 * steps + step).to(gl.int64) * 2048 + row % 64 * 32
                 source = packed_ptr + at[:, None] + word
-                async_copy.async_copy_global_to_shared(word_ring.index(place), source)
+                async_copy.async_load(word_ring.index(place), source)
                 row = rows_of(tile, lane % _ROWS, n, True, _ROWS)
                 at = ((row // 64 * steps + step) * groups + lane // _ROWS) * 64 + row % 64
-                async_copy.async_copy_global_to_shared(scale_ring.index(place), scale_ptr + at)
+                async_copy.async_load(scale_ring.index(place), scale_ptr + at)
                 if ZERO != _NO_ZERO:
                     source = zero_ptr + at
-                    async_copy.async_copy_global_to_shared(zero_ring.index(place), source)
+                    async_copy.async_load(zero_ring.index(place), source)
         async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
 
 
@@ -171,7 +171,7 @@ def _copy_tokens(
     for step in range(k // 128):
         stage = step % STAGES
         mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
-        async_copy.async_copy_global_to_shared(x_ring.index(stage), source + step * 128, mask=there)
+        async_copy.async_load(x_ring.index(stage), source + step * 128, mask=there)
         async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
     if EARLY:
         gdc_launch_dependents()

@@ -41,10 +41,10 @@ def rows_of(program, lane, n: gl.constexpr, GATED: gl.constexpr, ROWS: gl.conste
 def _copy(place, source, tile, left, EVEN: gl.constexpr):
     """A turn's part of a ring. EVEN: all its tiles are among those that are left."""
     if EVEN:
-        async_copy.async_copy_global_to_shared(place, source)
+        async_copy.async_load(place, source)
     else:
         there, _ = gl.broadcast(tile < left, source)
-        async_copy.async_copy_global_to_shared(place, source, mask=there)
+        async_copy.async_load(place, source, mask=there)
 
 
 @gluon.jit
@@ -151,7 +151,7 @@ def _product(
     # Not unrolled: the grid has no third dimension.
     for turn in range(steps // TURN + gl.program_id(2)):
         async_copy.wait_group(ahead - 1)
-        gl.thread_barrier()
+        gl.barrier()
         if TOKENS > FEW:
             fence_async_shared()
         later = turn + ahead
@@ -174,7 +174,7 @@ def _product(
         slot = gl.where(slot == ahead, 0, slot + 1)
     if not even:
         async_copy.wait_group(0)
-        gl.thread_barrier()
+        gl.barrier()
         if TOKENS > FEW:
             fence_async_shared()
         acc = add_turn(

@@ -22,9 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from jaxserve_kernels import target
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.triton_unpack import int8_pair
-from jaxserve_kernels.target import MULTIPROCESSORS
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import Int8Weight
 
@@ -43,8 +43,8 @@ def _copy(
     for each in gl.static_range(BLOCKS):
         block = gl.minimum(first + each, blocks - 1)  # past the end: the last one again
         source = words + (block.to(gl.int64) * (2 * steps) + tile) * 4096
-        async_copy.async_copy_global_to_shared(word_ring.index(place * BLOCKS + each), source)
-    async_copy.async_copy_global_to_shared(x_ring.index(place), x + tile * 128, mask=there)
+        async_copy.async_load(word_ring.index(place * BLOCKS + each), source)
+    async_copy.async_load(x_ring.index(place), x + tile * 128, mask=there)
     async_copy.commit_group()
 
 
@@ -86,7 +86,7 @@ def _product(
     slot = 0
     for turn in range(turns):
         async_copy.wait_group(ahead - 1)
-        gl.thread_barrier()
+        gl.barrier()
         fence_async_shared()
         if turn + ahead < turns:
             place = gl.where(slot == 0, ahead, slot - 1)
@@ -140,7 +140,7 @@ def launch(
         kernel=_product,
         name="linear_tall_Int8Weight",
         out_type=out_type,
-        grid=(min(groups, MULTIPROCESSORS),),
+        grid=(min(groups, target.multiprocessors()),),
         num_warps=8,
         tokens=tokens, n=n, k=k,
         TOKENS=config.tokens, BLOCKS=blocks, STAGES=config.num_stages,

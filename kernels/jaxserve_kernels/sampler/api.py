@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 from jax import Array
 
 from jaxserve_kernels import target
+from jaxserve_kernels.fallback import compiles
 from jaxserve_kernels.sampler import reference
 from jaxserve_kernels.sampler.adjust import RowAdjustments, SlotTables
 from jaxserve_kernels.sampler.reference import RowSampling, Sample, TokenScores
@@ -22,17 +25,21 @@ def sample(
 ) -> Sample:
     """See `reference.sample`."""
     inputs = (logits, rows, adjustments, tables, wanted)
-    if not target.uses_triton():
-        return reference.sample(*inputs, vocab=vocab, alternatives=alternatives)
-    from jaxserve_kernels.sampler import triton  # needs Triton: only for GPUs
+    if target.uses_triton():
+        from jaxserve_kernels.sampler import triton  # needs Triton: only for GPUs
 
-    return triton.sample(*inputs, vocab=vocab, alternatives=alternatives)
+        kernels = functools.partial(triton.sample, vocab=vocab, alternatives=alternatives)
+        if compiles("sample", kernels, *inputs, static=(vocab, alternatives)):
+            return kernels(*inputs)
+    return reference.sample(*inputs, vocab=vocab, alternatives=alternatives)
 
 
 def score(logits: Array, tokens: Array, *, vocab: int, alternatives: int) -> TokenScores:
     """See `reference.score`."""
-    if not target.uses_triton():
-        return reference.score(logits, tokens, vocab=vocab, alternatives=alternatives)
-    from jaxserve_kernels.sampler import triton
+    if target.uses_triton():
+        from jaxserve_kernels.sampler import triton
 
-    return triton.score(logits, tokens, vocab=vocab, alternatives=alternatives)
+        kernels = functools.partial(triton.score, vocab=vocab, alternatives=alternatives)
+        if compiles("score", kernels, logits, tokens, static=(vocab, alternatives)):
+            return kernels(logits, tokens)
+    return reference.score(logits, tokens, vocab=vocab, alternatives=alternatives)

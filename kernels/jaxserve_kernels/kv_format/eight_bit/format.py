@@ -11,6 +11,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels import target
+from jaxserve_kernels.fallback import compiles
 from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape, zeros
 from jaxserve_kernels.kv_format.eight_bit import reference
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
@@ -67,8 +68,13 @@ def attend[Cache: Int8KV | Fp8KV](
     tile_size: int,
 ) -> tuple[Array, Cache]:
     """See `kv_format.attend`."""
-    if not target.uses_triton():
-        return reference.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
-    from jaxserve_kernels.kv_format.eight_bit import triton  # needs Triton: only for GPUs
+    if target.uses_triton():
+        from jaxserve_kernels.kv_format.eight_bit import triton  # needs Triton: only for GPUs
 
-    return triton.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
+        def kernels(qkv: Array, kv: Any, *rest: Any) -> Any:
+            return triton.attend(qkv, kv, layer, *rest, eps=eps, tile_size=tile_size)
+
+        args = (qkv, kv, norms, tables, step)
+        if compiles("attention_8_bit", kernels, *args, static=(eps, tile_size)):
+            return kernels(*args)
+    return reference.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)

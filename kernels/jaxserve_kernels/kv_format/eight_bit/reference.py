@@ -15,7 +15,7 @@ from jax import Array, lax
 from jaxserve_kernels.attention_inputs.reference import heads_of
 from jaxserve_kernels.dense_matmul.reference import sum_parts
 from jaxserve_kernels.kv_format.base import AttentionStep
-from jaxserve_kernels.paged_attention.reference import attend_pages
+from jaxserve_kernels.paged_attention import attend_pages
 
 FP8_MAX = 448.0
 """The largest finite e4m3 number (OCP 8-bit floating point specification, revision 1.0)."""
@@ -99,12 +99,14 @@ def write[Cache: Int8KV | Fp8KV](
     return kv._replace(words=place.set(words))
 
 
-def read(kv: Int8KV | Fp8KV, layer: int, pages: Array) -> Array:
-    """Pages of any shape as float32 [*pages.shape, kv_heads, 2, page_size, head_dim]."""
-    words = kv.words[layer, pages]
+def read(kv: Int8KV | Fp8KV, layer: int, pages: Array, side: int) -> Array:
+    """Keys (0) or values (1) of pages of any shape, float32 [*pages.shape, kv_heads, page_size,
+    head_dim]."""
+    words = kv.words[layer, pages, :, side]
     if isinstance(kv, Int8KV):
-        return decode_int8(words, kv.scales[layer, pages])
-    return decode_fp8(words, jnp.broadcast_to(kv.scales[layer][..., None], words.shape[:-1]))
+        return decode_int8(words, kv.scales[layer, pages, :, side])
+    scales = kv.scales[layer, :, side, None]
+    return decode_fp8(words, jnp.broadcast_to(scales, words.shape[:-1]))
 
 
 def attend[Cache: Int8KV | Fp8KV](
@@ -125,7 +127,7 @@ def attend[Cache: Int8KV | Fp8KV](
     kv = write(kv, layer, k, v, step)
     out = attend_pages(
         q.astype(jnp.float32),
-        lambda pages: read(kv, layer, pages),
+        lambda pages, side: read(kv, layer, pages, side),
         step.page_table,
         step.tiles,
         tile_size=tile_size,

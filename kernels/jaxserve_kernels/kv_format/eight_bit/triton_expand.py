@@ -59,7 +59,7 @@ def attend(
         kernel=_expand,
         name="expand_8_bit",
         out_type=jax.ShapeDtypeStruct((1, count, kv_heads, 2, page_size, 2 * half), q.dtype),
-        grid=(min(count, chunks.PROGRAMS // kv_heads), kv_heads),
+        grid=(min(count, chunks.programs(kv_heads)), kv_heads),
         num_warps=4,
         layer=layer, num_pages=num_pages,
         kv_heads=kv_heads, HALF=half, PAGE=page_size, **numbers(q.dtype, kv),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxserve_kernels import target
+from jaxserve_kernels import early, target
+from jaxserve_kernels.fallback import compiles
 from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape, zeros
 from jaxserve_kernels.kv_format.kvarn import reference
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
@@ -65,17 +67,34 @@ def attend(
     tile_size: int,
 ) -> tuple[Array, KVarNKV]:
     """See `kv_format.attend`."""
-    if not target.uses_triton():
-        return reference.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
-    from jaxserve_kernels.kv_format.kvarn import triton  # needs Triton: only for GPUs
+    if target.uses_triton():
+        from jaxserve_kernels.kv_format.kvarn import triton  # needs Triton: only for GPUs
 
-    return triton.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
+        def kernels(qkv: Array, kv: Any, *rest: Any) -> Any:
+            return triton.attend(qkv, kv, layer, *rest, eps=eps, tile_size=tile_size)
+
+        args = (qkv, kv, norms, tables, step)
+        if _ends(kv, step, tile_size) and compiles(
+            "attention_kvarn", kernels, *args, static=(eps, tile_size)
+        ):
+            return kernels(*args)
+    return reference.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
 
 
 def end_step(kv: KVarNKV, step: AttentionStep, *, tile_size: int) -> KVarNKV:
     """See `kv_format.end_step`."""
-    if not target.uses_triton():
-        return kv
+    if not target.uses_triton() or not _ends(kv, step, tile_size):
+        return kv  # the reference has encoded in each layer
     from jaxserve_kernels.kv_format.kvarn import triton  # needs Triton: only for GPUs
 
     return triton.end_step(kv, step, tile_size=tile_size)
+
+
+def _ends(kv: KVarNKV, step: AttentionStep, tile_size: int) -> bool:
+    """Whether the kernels of `end_step` compile, without which those of `attend` leave a step
+    undone."""
+    from jaxserve_kernels.kv_format.kvarn import triton  # needs Triton: only for GPUs
+
+    end = functools.partial(triton.end_step, tile_size=tile_size)
+    with early.use(starts=False):  # it is no part of a chain
+        return tile_size > 1 or compiles("encode_kvarn", end, kv, step, static=tile_size)

@@ -17,22 +17,26 @@ import triton.language as tl
 from jax import Array
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from jaxserve_kernels import target
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
 from jaxserve_kernels.kv_format.kvarn.triton_inputs import signs
 from jaxserve_kernels.kv_format.kvarn.triton_page import packed_keys, raw_keys
 from jaxserve_kernels.paged_attention import QueryTiles
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
-from jaxserve_kernels.target import MULTIPROCESSORS
 from jaxserve_kernels.triton_call import triton_call
 
-_TARGET_PROGRAMS = 8 * MULTIPROCESSORS
-"""As many as registers leave room for."""
+_PROGRAMS = 8
+"""On each multiprocessor: as many as registers leave room for."""
 
 _MOST_PARTS = 16
 """Into which a context is split beside chunks."""
 
 _CHUNK = 32
 """Keys in full precision that are visited together: as many bytes as a page of codes."""
+
+
+def _target_programs() -> int:
+    return _PROGRAMS * target.multiprocessors()
 
 
 @triton.jit
@@ -261,7 +265,7 @@ def _merge_some(
 
 def heuristic(*, tiles: int, kv_heads: int, pages_per_seq: int) -> Config:
     """A configuration for so many single tokens."""
-    wanted = max(1, min(_TARGET_PROGRAMS // (tiles * kv_heads), pages_per_seq + 4, 32))
+    wanted = max(1, min(_target_programs() // (tiles * kv_heads), pages_per_seq + 4, 32))
     return Config(splits=1 << (wanted.bit_length() - 1), num_warps=1, num_stages=2)
 
 
@@ -306,26 +310,27 @@ def attend_some(
     num_tiles, q_heads, head_dim = tiles.first.shape[0], *q.shape[1:]
     kv_heads = kv.key_words.shape[2]
     count = jnp.sum(tiles.length > 0, dtype=jnp.int32).reshape(1)
-    parts = max(num_tiles, _TARGET_PROGRAMS // kv_heads)
+    parts = max(num_tiles, _target_programs() // kv_heads)
     arrays, types, numbers = _arguments(q, kv, layer, (parts, kv_heads))
     written = triton_call(
         *arrays, page_table, tiles.first, count, tiles.slot, tiles.position,
         kernel=_attend_some,
         name="paged_attention_kvarn_some",
         out_type=types,
-        grid=(_TARGET_PROGRAMS,),
+        grid=(_target_programs(),),
         num_warps=1, STAGES=2,
-        table_stride=page_table.shape[1], PROGRAMS=_TARGET_PROGRAMS, MOST=_MOST_PARTS, **numbers,
+        table_stride=page_table.shape[1], PROGRAMS=_target_programs(), MOST=_MOST_PARTS, **numbers,
     )  # fmt: skip
     triton_call(
         *written, tiles.first, count, tiles.position, out,
         kernel=_merge_some,
         name="paged_attention_kvarn_merge_some",
         out_type=(),
-        grid=(_TARGET_PROGRAMS,),
+        grid=(_target_programs(),),
         num_warps=4,
         q_heads=q_heads, kv_heads=kv_heads, ROWS=numbers["ROWS"], DIM=head_dim,
-        GROUP=numbers["GROUP"], CHUNK=numbers["CHUNK"], PROGRAMS=_TARGET_PROGRAMS, MOST=_MOST_PARTS,
+        GROUP=numbers["GROUP"], CHUNK=numbers["CHUNK"],
+        PROGRAMS=_target_programs(), MOST=_MOST_PARTS,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from jaxserve_kernels import target
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.kvarn.codec import (
     KEY_FLOOR,
@@ -28,10 +29,10 @@ from jaxserve_kernels.kv_format.kvarn.codec import (
 )
 from jaxserve_kernels.kv_format.kvarn.layout import SINK, TAIL, KVarNKV
 from jaxserve_kernels.kv_format.kvarn.reference import kept
-from jaxserve_kernels.target import MULTIPROCESSORS
 from jaxserve_kernels.triton_call import triton_call
 
-_PROGRAMS = 2 * MULTIPROCESSORS
+_PROGRAMS = 2
+"""On each multiprocessor."""
 
 _WARPS = 4
 """More wait for each other longer than they work, even on a tile alone: docs/performance."""
@@ -335,7 +336,7 @@ def encode_filled(
     raw = kv.raw if fresh is None else jax.new_ref(kv.raw)
     filling, count = _filling(step, min(num_tokens, num_tokens // group + kv.raw.shape[1]), group)
     num_slots, dim = kv.raw.shape[1], 4 * quarter
-    programs = min(_PROGRAMS, 2 * filling.shape[0] * kv_heads * layers)
+    programs = min(_PROGRAMS * target.multiprocessors(), 2 * filling.shape[0] * kv_heads * layers)
     triton_call(
         kv.raw if fresh is None else fresh, raw, filling, count,
         step.slots, step.positions, step.pages, *refs,

@@ -176,7 +176,7 @@ def attend(
         out_type=jax.ShapeDtypeStruct(
             (1, count * parts, kv_heads, 2, page_size, 4 * quarter), q.dtype
         ),
-        grid=(min(count * parts, chunks.PROGRAMS // kv_heads), kv_heads),
+        grid=(min(count * parts, chunks.programs(kv_heads)), kv_heads),
         num_warps=4,
         first_page=layer * num_pages, first_slot=layer * kv.raw.shape[1],
         kv_heads=kv_heads, GROUP=group, QUARTER=quarter, BITS=kv.value_bits, PAGE=page_size,

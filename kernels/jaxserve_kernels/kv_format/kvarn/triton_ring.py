@@ -36,7 +36,7 @@ def _copy_raw(
     part, row, word = _places(TILES, CHUNK, QUARTER)
     source = source.to(gl.pointer_type(gl.int16), bitcast=True)
     source += part // 4 * (4 * GROUP * QUARTER) + part % 4 * QUARTER + row * (4 * QUARTER) + word
-    async_copy.async_copy_global_to_shared(tiles, source, mask=row < held)
+    async_copy.async_load(tiles, source, mask=row < held)
 
 
 @gluon.jit
@@ -46,7 +46,7 @@ def _copy_words(
     """Words of codes of PARTS times CHUNK tokens."""
     part, row, word = _places(PARTS, CHUNK, QUARTER)
     source += part * (CHUNK * QUARTER) + row * QUARTER + word
-    async_copy.async_copy_global_to_shared(tiles, source)
+    async_copy.async_load(tiles, source)
 
 
 @gluon.jit
@@ -56,7 +56,7 @@ def _copy_scales(vectors, source, LENGTH: gl.constexpr):
     part = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, layout)), 1)
     source = source.to(gl.pointer_type(gl.int32), bitcast=True) + part * LENGTH
     source += gl.expand_dims(gl.arange(0, LENGTH, gl.SliceLayout(0, layout)), 0)
-    async_copy.async_copy_global_to_shared(vectors, source, mask=part < 3)
+    async_copy.async_load(vectors, source, mask=part < 3)
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from jaxserve_kernels import target
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
 from jaxserve_kernels.kv_format.kvarn.triton_attention import part_types
@@ -29,11 +30,10 @@ from jaxserve_kernels.kv_format.kvarn.triton_ring import TILES, copy_unit
 from jaxserve_kernels.kv_format.kvarn.triton_visits import stacked, visit_codes, visit_raw
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.paged_attention.triton_visits import MASKED, for_each_warp
-from jaxserve_kernels.target import MULTIPROCESSORS
 from jaxserve_kernels.triton_call import triton_call
 
-_TARGET_PROGRAMS = 3 * MULTIPROCESSORS
-"""As many as fit."""
+_PROGRAMS = 3
+"""On each multiprocessor: as many as fit."""
 
 _ROWS = 8
 """Queries that share a KV head, its key and its value, and padding: columns of products."""
@@ -141,12 +141,12 @@ def _attend(
 
     # Each memory as what is copied into it, and as what is read out of it.
     ring = gl.allocate_shared_memory(gl.int16, [STAGES, TILES, CHUNK, QUARTER], spread)
-    tiles = ring._reinterpret(gl.int16, [STAGES * TILES, WARPS, KEYS, QUARTER], spread)
+    tiles = ring.reinterpret(gl.int16, [STAGES * TILES, WARPS, KEYS, QUARTER], spread)
     scales_ring = gl.allocate_shared_memory(gl.int32, [STAGES, 4, GROUP], plain)
-    scales = scales_ring._reinterpret(gl.int32, [STAGES * 4, GROUP], vector)
-    key_scales = scales_ring._reinterpret(gl.int32, [STAGES * 8, WARPS, KEYS], plain)
+    scales = scales_ring.reinterpret(gl.int32, [STAGES * 4, GROUP], vector)
+    key_scales = scales_ring.reinterpret(gl.int32, [STAGES * 8, WARPS, KEYS], plain)
     heads_mem = gl.allocate_shared_memory(gl.bfloat16, [4, ROWS, QUARTER], plain)
-    heads = heads_mem._reinterpret(gl.bfloat16, [4, ROWS, QUARTER], plain_3)
+    heads = heads_mem.reinterpret(gl.bfloat16, [4, ROWS, QUARTER], plain_3)
     table = table_ptr + slot * table_stride
     first_tile = (first_slot + slot) * 2
     own_tile = first_tile + gl.where(own > 0, 1, 0)
@@ -185,7 +185,7 @@ def _attend(
         target += gl.where(row == group, 0, GROUP * DIM)
         store_heads(target, y0, y1, y2, y3, (row == group) | (row == group + 1))
         # The first warp's first key.
-        rows = heads_mem._reinterpret(gl.bfloat16, [4 * ROWS, QUARTER], vector)
+        rows = heads_mem.reinterpret(gl.bfloat16, [4 * ROWS, QUARTER], vector)
         across: gl.constexpr = gl.SliceLayout(0, flat)
         scores = y0.to(gl.float32) * gl.expand_dims(rows.index(group).load(across), 0)
         scores += y1.to(gl.float32) * gl.expand_dims(rows.index(ROWS + group).load(across), 0)
@@ -213,7 +213,7 @@ def _attend(
         number = gl.minimum(gl.maximum(index + STAGES - raw_units + 1, 0), own)
         page = first_page + gl.load(table + number)
         async_copy.wait_group(STAGES - 1)
-        gl.thread_barrier()
+        gl.barrier()
         if index < raw_units:
             in_own = index >= sink_units
             held = gl.where(in_own, offset - (index - sink_units) * CHUNK, CHUNK)
@@ -227,7 +227,7 @@ def _attend(
                 heads, heads_mem, peak, weights, acc0, acc1, acc2, acc3, scale, QUARTER, BITS,
             )  # fmt: skip
         if index + STAGES < stop:
-            gl.thread_barrier()
+            gl.barrier()
             copy_unit(
                 index + STAGES, place, page, ring, scales_ring,
                 key_words_ptr, value_words_ptr, scales_ptr, raw_ptr,
@@ -243,14 +243,14 @@ def _attend(
     found_shape: gl.constexpr = [4, WARPS, ROWS, QUARTER]
     acc = gl.join(gl.join(acc0, acc1), gl.join(acc2, acc3))
     acc = gl.reshape(gl.permute(acc, (4, 3, 0, 2, 1)), found_shape)
-    ring._reinterpret(gl.float32, found_shape, spread_4).store(acc)
+    ring.reinterpret(gl.float32, found_shape, spread_4).store(acc)
     peaks_mem.store(peak)
     weights_mem.store(gl.sum(weights, axis=1))
-    found = ring._reinterpret(gl.float32, [4 * WARPS, ROWS, QUARTER], spread_2)
+    found = ring.reinterpret(gl.float32, [4 * WARPS, ROWS, QUARTER], spread_2)
     x0, x1, x2, x3, top, weight = _of_all_warps(
         found,
-        peaks_mem._reinterpret(gl.float32, [WARPS, ROWS], vector),
-        weights_mem._reinterpret(gl.float32, [WARPS, ROWS], vector),
+        peaks_mem.reinterpret(gl.float32, [WARPS, ROWS], vector),
+        weights_mem.reinterpret(gl.float32, [WARPS, ROWS], vector),
         WARPS, flat,
     )  # fmt: skip
     of_row: gl.constexpr = gl.SliceLayout(1, flat)
@@ -347,7 +347,9 @@ def fits(qkv: Array, kv: KVarNKV, dtype: DTypeLike) -> bool:
 
 def heuristic(*, tiles: int, kv_heads: int) -> Config:
     """A configuration for so many single tokens; a lone one's context is split further."""
-    wanted = _TARGET_PROGRAMS // (tiles * kv_heads) if tiles > 1 else _MOST_SPLITS
+    wanted = (
+        _PROGRAMS * target.multiprocessors() // (tiles * kv_heads) if tiles > 1 else _MOST_SPLITS
+    )
     splits = max(1, min(wanted, _MOST_SPLITS))
     return Config(splits=splits, num_warps=4, num_stages=2, min_blocks=_MIN_UNITS)
 

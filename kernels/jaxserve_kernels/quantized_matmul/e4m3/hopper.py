@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from jaxserve_kernels import target
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.e4m3.hopper_operand import WORDS, of_rows
 from jaxserve_kernels.quantized_matmul.e4m3.hopper_sums import (
@@ -33,17 +34,11 @@ from jaxserve_kernels.quantized_matmul.e4m3.hopper_sums import (
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NVFP4, arrays, kind
 from jaxserve_kernels.quantized_matmul.triton_unpack import power
-from jaxserve_kernels.target import MULTIPROCESSORS
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 from jaxserve_kernels.weights import QuantizedWeight
 
 _INT4 = gl.constexpr(INT4.value)
 _NVFP4 = gl.constexpr(NVFP4.value)
-
-_PROGRAMS = MULTIPROCESSORS
-"""Of which each has one for itself. On a card with fewer, those that come later start
-when others have ended; some always can: one waits only for the next one's first part, which waits
-for none."""
 
 
 @gluon.jit
@@ -120,7 +115,7 @@ def _consume(
         if SHARED and first + steps < all_steps:  # the next program has had the rest of this tile
             while gl.atomic_add(flag + 2, 0, sem="acquire", scope="gpu") == 0:
                 pass
-            gl.thread_barrier()
+            gl.barrier()
             acc = gl.load((partial + 2 * 64 * TOKENS)[:, None] + column)
         a_largest = 0
         b_largest = 0
@@ -140,7 +135,7 @@ def _consume(
             )  # fmt: skip
         if SHARED and first > 0:
             gl.store(partial[:, None] + column, acc)
-            gl.thread_barrier()
+            gl.barrier()
             gl.atomic_xchg(flag, 1, sem="release", scope="gpu")
         else:
             if KIND == _INT4:
@@ -227,14 +222,14 @@ def _copy(
             mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
             mbarrier.expect(bar, TOKENS * 128 + 2 * 64 * 64)
             a = row_tile * all_steps + step
-            tma.async_copy_global_to_shared(packed, [a * ROWS, 0], bar, a_ring.index(stage))
+            tma.async_load(packed, [a * ROWS, 0], bar, a_ring.index(stage))
             b = a + half * all_steps
-            tma.async_copy_global_to_shared(packed, [b * ROWS, 0], bar, b_ring.index(stage))
-            async_copy.async_copy_global_to_shared(a_scales.index(stage), scale_ptr + a * SCALES)
-            async_copy.async_copy_global_to_shared(b_scales.index(stage), scale_ptr + b * SCALES)
+            tma.async_load(packed, [b * ROWS, 0], bar, b_ring.index(stage))
+            async_copy.async_load(a_scales.index(stage), scale_ptr + a * SCALES)
+            async_copy.async_load(b_scales.index(stage), scale_ptr + b * SCALES)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             place = [token_tile * TOKENS, step * 128]
-            tma.async_copy_global_to_shared(x, place, bar, x_ring.index(stage))
+            tma.async_load(x, place, bar, x_ring.index(stage))
             at += 1
 
 
@@ -311,7 +306,7 @@ def launch(
     code_layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * words, element_bitwidth=16, rank=2)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     tiles = padded // config.tokens * (weight.shape[0] // 128) * config.splits
-    programs = min(tiles, _PROGRAMS)
+    programs = min(tiles, target.multiprocessors())  # each has one for itself
     shared = config.splits == 1 and tiles > programs
     partial = (programs, 2, 64, config.tokens) if shared else (1,)
     return triton_call(

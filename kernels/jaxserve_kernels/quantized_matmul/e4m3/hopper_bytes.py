@@ -22,10 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from jaxserve_kernels import target
 from jaxserve_kernels.dense_matmul.hopper import divide
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens
-from jaxserve_kernels.target import MULTIPROCESSORS
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 from jaxserve_kernels.weights import Fp8Weight
 
@@ -65,7 +65,7 @@ def _multiply_tile(
         stage = at % STAGES
         mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
         x = x_ring.index(stage).slice(part * MINE, MINE, dim=0)
-        w = w_ring.index(stage)._reinterpret(gl.float8e4nv, [whole, _DEPTH], by_bytes)
+        w = w_ring.index(stage).reinterpret(gl.float8e4nv, [whole, _DEPTH], by_bytes)
         w = w.slice(0, ROWS, dim=0)
         acc = warpgroup_mma(x, w.permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
@@ -151,14 +151,14 @@ def _copy_tile(
         bar = ready.index(stage)
         mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
         mbarrier.expect(bar, (_TOKENS + ROWS) * _DEPTH)
-        tma.async_copy_global_to_shared(x, [token, step * _DEPTH], bar, x_ring.index(stage))
+        tma.async_load(x, [token, step * _DEPTH], bar, x_ring.index(stage))
         for tile in gl.static_range(ROWS // 64):
             if GATED and tile >= ROWS // 128:
                 first = (n + column) // 64 + tile - ROWS // 128
             else:
                 first = column // 64 + tile
             place = w_ring.index(stage).slice(64 * tile, 64, dim=0)
-            tma.async_copy_global_to_shared(w, [(first * (k // _DEPTH) + step) * 64, 0], bar, place)
+            tma.async_load(w, [(first * (k // _DEPTH) + step) * 64, 0], bar, place)
         at += 1
     return at
 
@@ -241,8 +241,10 @@ def launch(
     codes = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     tiles = -(-tokens // TOKENS) * (out // config.rows) * config.splits
     narrowest = 128 if gated else 64  # rows: the weight lies in tiles of 64
-    whole, pieces = divide(tiles, MULTIPROCESSORS, min(config.pieces, config.rows // narrowest))
-    programs = MULTIPROCESSORS if whole else tiles * pieces
+    whole, pieces = divide(
+        tiles, target.multiprocessors(), min(config.pieces, config.rows // narrowest)
+    )
+    programs = target.multiprocessors() if whole else tiles * pieces
     return triton_call(
         tensor_descriptor(x.codes, (TOKENS, DEPTH), codes),
         tensor_descriptor(weight.packed.reshape(-1, DEPTH // 2), (64, DEPTH // 2), words),

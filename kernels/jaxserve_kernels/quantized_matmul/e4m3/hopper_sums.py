@@ -147,9 +147,9 @@ def less_zeros(
         of_token = gl.load(
             sum_ptr + ((first + group) * padded)[:, None] + token[None, :], mask=known, other=0.0
         )
-        gl.thread_barrier()
+        gl.barrier()
         sums.store(of_token.to(gl.bfloat16))
         fence_async_shared()
-        gl.thread_barrier()
+        gl.barrier()
         acc = warpgroup_mma((scale * (-zero)).to(gl.bfloat16), sums, acc)
     return gl.convert_layout(acc, before, assert_trivial=True)

@@ -1,0 +1,91 @@
+"""What happens where a kernel does not compile for the GPU: another implementation takes its place.
+
+A kernel that a Triton version or a GPU refuses would end the start otherwise, or a request. So an
+operation asks, where it is traced, whether its kernels compile. They are kept, and not compiled
+again when the program is.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+
+from jaxserve_kernels import early, target
+
+log = logging.getLogger(__name__)
+
+_checks: ContextVar[bool] = ContextVar("checks", default=True)
+_lock = threading.Lock()
+_known: dict[Any, bool] = {}
+_fallen: dict[str, str] = {}
+
+
+def compiles(operation: str, kernels: Callable[..., Any], *args: Any, static: Any = ()) -> bool:
+    """Whether kernels compile for the GPU that is traced for. If not, the first time it is logged.
+
+    In a chain it is left to the chain, which is given up as a whole.
+
+    Args:
+      operation: its name, for the log and the metric.
+      kernels: calls the operation's kernels for args, which are trees of arrays.
+      static: what else decides which kernels those are.
+    """
+    if early.starts() or not checked():
+        return True
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
+    leaves, tree = jax.tree.flatten(shapes)
+    sizes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+    key = (operation, static, target.current(), tree, sizes)
+    if key not in _known:
+        try:
+            # A function of its own: jax keeps what it has traced, whatever the target is now.
+            traced = jax.jit(lambda *shapes: kernels(*shapes)).trace(*shapes)
+            traced.lower(lowering_platforms=("cuda",))
+        except Exception as error:  # whatever a compiler says
+            note(operation, error)
+            _known[key] = False
+        else:
+            _known[key] = True
+    return _known[key]
+
+
+def note(operation: str, error: Exception) -> None:
+    """An operation goes on without a kernel, for this reason: logged once for each operation."""
+    reason = f"{type(error).__name__}: {' '.join(str(error).split('-' * 20)[0].split())[:400]}"
+    with _lock:
+        if operation in _fallen:
+            return
+        _fallen[operation] = reason
+    log.warning(
+        "%s: a kernel does not compile for this GPU, plain XLA or another kernel takes its place, "
+        "which is slower: %s",
+        operation,
+        reason,
+    )
+
+
+def fallen_back() -> dict[str, str]:
+    """Operations that go on without one of their kernels, and why."""
+    with _lock:
+        return dict(_fallen)
+
+
+def checked() -> bool:
+    """Whether what is traced has to compile."""
+    return _checks.get()
+
+
+@contextmanager
+def unchecked() -> Generator[None]:
+    """Kernels are traced in this context whether they compile or not."""
+    token = _checks.set(False)
+    try:
+        yield
+    finally:
+        _checks.reset(token)

@@ -1,0 +1,37 @@
+"""What makes steps fast and can be missing without a request failing: which of it is there."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxserve_kernels import chain, fallback, ptxas, records, target
+
+
+class FastPath(NamedTuple):
+    """One way to be faster."""
+
+    feature: str
+    """triton_kernels, hopper_kernels, kernel_chains or machine_code_records."""
+    why_off: str | None
+    """None: it is on."""
+    by_design: bool = False
+    """Off on every GPU of this compute capability: no defect of the installation."""
+
+
+def fast_paths() -> list[FastPath]:
+    """All of them, for the GPU that is traced for; none where operations are no kernels."""
+    if target.current().implementation != "triton":
+        return []
+    error, unknown = target.triton_error(), records.unknown_package()
+    fallen = fallback.fallen_back()
+    hopper = target.compute_capability() == 90
+    reasons = {
+        "triton_kernels": None,
+        "hopper_kernels": unknown if hopper else chain.FOR_HOPPER,
+        "kernel_chains": chain.why_impossible() or fallen.get("kernel_chains"),
+        "machine_code_records": unknown if ptxas.available() else ptxas.MISSING,
+    }
+    return [
+        FastPath(feature, error or why_off, error is None and why_off == chain.FOR_HOPPER)
+        for feature, why_off in reasons.items()
+    ]

@@ -1,0 +1,75 @@
+"""Write the table of supported GPUs into the documentation, from what `support_matrix.py` found.
+
+    python scripts/support_table.py
+
+It stands between two comments in README.md and docs/operations.md, and a test compares it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "docs" / "measurements" / "support.json"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "operations.md")
+BEGIN, END = "<!-- support: begin -->", "<!-- support: end -->"
+
+GENERATIONS = {
+    "8.0": "A100",
+    "8.6": "A10, A40, RTX 30",
+    "8.9": "L4, L40S, RTX 40",
+    "9.0": "H100, H200",
+    "10.0": "B200",
+    "12.0": "RTX 50, RTX PRO 6000",
+}
+MEASURED = {"9.0"}
+"""Compute capabilities of which cards were used for tests and measurements."""
+
+
+def table(found: dict[str, Any]) -> str:
+    """Markdown: a row for each generation of GPUs, a column for each format."""
+    formats = [
+        (kind, name)
+        for kind in ("weights", "kv")
+        for name in dict.fromkeys(name for card in found["cards"].values() for name in card[kind])
+    ]
+    titles = [f"{'KV ' if kind == 'kv' else ''}`{name}`" for kind, name in formats]
+    lines = [
+        f"| GPU | compute capability | {' | '.join(titles)} |",
+        f"|---|---|{'---|' * len(titles)}",
+    ]
+    for capability, cards in GENERATIONS.items():
+        card = found["cards"].get(capability, {})
+        cells = [cell(capability, card.get(kind, {}).get(name)) for kind, name in formats]
+        lines.append(f"| {cards} | {capability} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def cell(capability: str, entry: dict[str, Any] | None) -> str:
+    """What is known of a format on a GPU."""
+    if entry is not None and entry["failed"]:
+        return f"falls back ({len(entry['failed'])} of {entry['kernels']} kernels)"
+    if capability in MEASURED:
+        return "measured"
+    return "compiles" if entry is not None else "not tried"
+
+
+def with_table(page: str, text: str) -> str:
+    """The page with this text between the comments."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"a page has no place for the table: {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+
+
+def main() -> None:
+    text = table(json.loads(SOURCE.read_text(encoding="utf-8")))
+    for path in PAGES:
+        path.write_text(with_table(path.read_text(encoding="utf-8"), text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

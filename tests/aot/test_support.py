@@ -1,0 +1,33 @@
+"""Steps for each generation of GPUs, compiled without one: a part of scripts/support_matrix.py."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import pytest
+
+from tests.aot.compiled_steps import ROOT, missing
+
+if lacking := missing():
+    pytest.skip(f"missing: {', '.join(lacking)}", allow_module_level=True)
+sys.path.append(str(ROOT / "scripts"))
+
+from support_matrix import CAPABILITIES, report
+
+OTHERS = [each for each in CAPABILITIES if each != 90]
+"""Whole programs are compiled for Hopper elsewhere."""
+
+
+@pytest.mark.parametrize("capability", OTHERS)
+def test_all_kernels_of_a_step_become_machine_code_that_fits_the_card(capability: int) -> None:
+    """A decode step and a mixed one: int4 beside plain keys and values, bfloat16 beside int8."""
+    args = argparse.Namespace(
+        models=["qwen3-4b"], weights=["int4"], kv=["int8"], decode=[16], prefill=[512], sizes=False
+    )
+    found = report(capability, args)
+    assert found["kernels"] > 10
+    for formats in (found["weights"], found["kv"]):
+        for name, entry in formats.items():
+            assert entry["kernels"] > 10, name
+            assert not entry["failed"], name

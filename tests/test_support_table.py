@@ -1,0 +1,35 @@
+"""The documentation says of each GPU and format what `scripts/support_matrix.py` has found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxserve_kernels.kv_format import NAMES
+from scripts.support_table import GENERATIONS, PAGES, SOURCE, cell, table, with_table
+
+FOUND = json.loads(SOURCE.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_table_in_the_documentation_is_the_generated_one(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert with_table(text, table(FOUND)) == text, "run scripts/support_table.py"
+
+
+def test_every_format_was_tried_on_each_generation_in_the_file() -> None:
+    assert set(FOUND["cards"]) <= set(GENERATIONS)
+    for card in FOUND["cards"].values():
+        assert set(card["kv"]) == set(NAMES) - {"auto"}
+        assert {"bf16", "int4", "int8", "fp8", "nvfp4", "mxfp4"} <= set(card["weights"])
+
+
+def test_a_format_with_a_kernel_that_does_not_compile_is_said_to_fall_back() -> None:
+    works = {"kernels": 3, "failed": {}}
+    assert cell("9.0", works) == "measured"
+    assert cell("8.9", works) == "compiles"
+    assert cell("8.9", works | {"failed": {"linear": "why"}}) == "falls back (1 of 3 kernels)"
+    assert cell("8.9", None) == "not tried"
+    assert cell("9.0", None) == "measured"
