@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable
+from functools import lru_cache
 
 import numpy as np
 
 from jaxserve.tokenizer import Tokenizer
+
+_MASKS = 64
+"""Kept of a guide, beside the one for most tokens."""
 
 
 class BadWords:
@@ -17,16 +22,40 @@ class BadWords:
 
     def __init__(self, words: Iterable[str], tokenizer: Tokenizer):
         spelled = (text for word in words for text in (word, f" {word.lstrip()}"))
-        self.words = tuple({tuple(tokenizer.encode(text)): None for text in spelled})
-        self.longest = max(map(len, self.words), default=0)
+        words_tokens = {tuple(tokenizer.encode(text)): None for text in spelled}
+        self.longest = max(map(len, words_tokens), default=0)
         allowed = np.zeros(-(-tokenizer.vocab_size // 32) * 32, np.uint8)
         allowed[: tokenizer.vocab_size] = 1
-        allowed[[word[0] for word in self.words if len(word) == 1]] = 0
+        never = {word[0] for word in words_tokens if len(word) == 1}
+        allowed[list(never)] = 0
         self.mask = np.packbits(allowed, bitorder="little").tobytes()
         """Of a token that completes no longer word."""
+        self._before_last: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+        """Of longer words by the token before their last one: those before it from right to left,
+        and the last one."""
+        for word in words_tokens:
+            if len(word) > 1 and word[-1] not in never:
+                *before, token, last = word
+                self._before_last.setdefault(token, []).append((tuple(reversed(before)), last))
+        self._without = lru_cache(_MASKS)(self._mask_without)
 
     def start(self) -> BadWordsState:
         return BadWordsState(self)
+
+    def mask_after(self, tokens: deque[int]) -> bytes:
+        """Of the token that comes after these, the last of which is the leftmost."""
+        candidates = self._before_last.get(tokens[0])
+        if candidates is None:
+            return self.mask
+        latest = tuple(tokens)[1:]
+        ends = {last for before, last in candidates if latest[: len(before)] == before}
+        return self._without(frozenset(ends)) if ends else self.mask
+
+    def _mask_without(self, tokens: frozenset[int]) -> bytes:
+        changed = bytearray(self.mask)
+        for token in tokens:
+            changed[token // 8] &= ~(1 << token % 8)
+        return bytes(changed)
 
 
 class BadWordsState:
@@ -37,26 +66,14 @@ class BadWordsState:
 
     def __init__(self, guide: BadWords):
         self._guide = guide
-        self._last: tuple[int, ...] = ()
+        self._latest: deque[int] = deque(maxlen=max(1, guide.longest - 1))
         self.mask = guide.mask
 
     def advance(self, token: int) -> None:
-        guide = self._guide
-        self._last = (*self._last, token)[-guide.longest :]
-        ends = [word[-1] for word in guide.words if len(word) > 1 and self._ends_in(word[:-1])]
-        self.mask = _without(guide.mask, ends) if ends else guide.mask
+        self._latest.appendleft(token)
+        self.mask = self._guide.mask_after(self._latest)
 
     def wait(self, timeout: float) -> bool:
         """See `api.GuideState`: the mask is there as soon as the token is."""
         del timeout
         return True
-
-    def _ends_in(self, tokens: Sequence[int]) -> bool:
-        return self._last[-len(tokens) :] == tuple(tokens)
-
-
-def _without(mask: bytes, tokens: Iterable[int]) -> bytes:
-    changed = bytearray(mask)
-    for token in tokens:
-        changed[token // 8] &= ~(1 << token % 8)
-    return bytes(changed)

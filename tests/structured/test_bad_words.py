@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.structured import BadWords
-from jaxserve.tokenizer import HfTokenizer
+from jaxserve.tokenizer import ByteTokenizer, HfTokenizer
 from jaxserve_checkpoints.resolve import embedded_model
 from tests.fakes import tiny_tokenizer
 
@@ -32,6 +32,37 @@ def test_a_token_is_forbidden_if_and_only_if_it_completes_a_word(
         if position < len(text):
             state.advance(ord(text[position]))
             assert state.ready
+
+
+TOKENS = st.lists(st.integers(0, 5), max_size=40)
+SPELLED = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), min_size=1, max_size=12)
+
+
+class Spelling(ByteTokenizer):
+    """Words of given tokens: the text of a word is its number."""
+
+    def __init__(self, words: list[list[int]]):
+        self._words = words
+
+    def encode(self, text: str, breaker: str = "") -> list[int]:
+        return self._words[int(text)]
+
+
+@given(words=SPELLED, tokens=TOKENS)
+def test_words_of_any_tokens_are_looked_for_at_every_position(
+    words: list[list[int]], tokens: list[int]
+) -> None:
+    """What is found by an index is what comparing with each word finds."""
+    guide = BadWords(map(str, range(len(words))), Spelling(words))
+    state = guide.start()
+    for position in range(len(tokens) + 1):
+        before = tokens[:position]
+        forbidden = {word[-1] for word in words if (before + word[-1:])[-len(word) :] == word}
+        assert set(range(256)) - allowed(state.mask) == forbidden
+        if forbidden == {word[0] for word in words if len(word) == 1}:
+            assert state.mask is guide.mask, "nothing is made anew"
+        if position < len(tokens):
+            state.advance(tokens[position])
 
 
 def test_a_word_of_a_real_tokenizer_is_kept_out_with_and_without_a_space() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import jsonschema
@@ -16,6 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.api import Guide, GuideState
+from jaxserve.grammar_server.wire import Grammar
+from jaxserve.metrics.metrics import Metrics
 from jaxserve.structured import GrammarError, Guides, Thinking, grammars
 from jaxserve.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer, decode
 from jaxserve_checkpoints.resolve import embedded_model
@@ -29,8 +30,10 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def guides(tokenizer: Tokenizer) -> Guides:
-    return Guides(tokenizer)
+def guides(tokenizer: Tokenizer) -> Iterator[Guides]:
+    made = Guides(tokenizer, Metrics("tiny"))
+    yield made
+    made.close()
 
 
 def allowed(state: GuideState) -> list[int]:
@@ -252,6 +255,10 @@ async def test_bad_or_huge_grammars_are_refused(guides: Guides) -> None:
             await guides.compile(grammars.grammar(text))
     with pytest.raises(GrammarError):
         await guides.compile(grammars.grammar('root ::= "a" ::= ('))
+    with pytest.raises(GrammarError, match="nested too deeply"):
+        await guides.compile(grammars.grammar("root ::= " + "(" * 5000 + '"a"' + ")" * 5000))
+    with pytest.raises(GrammarError, match="surrogate"):
+        await guides.compile(grammars.regex("\ud800"))
     with pytest.raises(GrammarError, match="characters"):
         await guides.compile(grammars.regex("a" * 300_000))
 
@@ -293,7 +300,7 @@ async def test_what_a_grammar_leaves_no_choice_about_is_spelled_as_it_is(
     full = tokenizers.Tokenizer.from_file(str(embedded_model() / "tokenizer.json"))
     full.normalizer = tokenizers.normalizers.NFC()
     normalising = HfTokenizer(full, eos_token_ids=tokenizer.eos_token_ids)
-    guides = Guides(normalising)
+    guides = Guides(normalising, Metrics("tiny"))
     for grammar, spelled in (
         (grammars.choice([text]), text),
         (grammars.json_schema({"const": text}), json.dumps(text, ensure_ascii=False)),
@@ -353,7 +360,9 @@ async def test_a_token_that_the_mask_forbids_is_an_error(
 
 @pytest.fixture
 async def byte_guides() -> AsyncIterator[Guides]:
-    yield Guides(ByteTokenizer())
+    made = Guides(ByteTokenizer(), Metrics("bytes"))
+    yield made
+    made.close()
 
 
 async def test_a_tokenizer_without_an_end_gets_one(byte_guides: Guides) -> None:
@@ -373,31 +382,23 @@ async def test_errors_are_short_and_compiled_grammars_are_kept(guides: Guides) -
     assert first.compiled is second.compiled
 
 
-async def test_a_grammar_that_takes_too_long_to_compile_is_refused(
-    byte_guides: Guides, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("jaxserve.structured.guides.COMPILE_SECONDS", 0.0)
-    with pytest.raises(GrammarError, match="to compile"):
-        await byte_guides.compile(grammars.regex("a+"))
-
-
 async def test_a_grammar_that_many_ask_for_at_once_is_compiled_once(
     guides: Guides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the last ones of many would wait for longer than compiling may take."""
-    compiled: list[str] = []
-    compile_one = guides._compile
+    """Else the last ones of many would wait for longer than they may."""
+    compiled: list[Grammar] = []
+    compile_one = guides._compiler.compile
 
-    def counted(grammar: str) -> Any:
+    def counted(grammar: Grammar, tenant: str) -> Any:
         compiled.append(grammar)
-        return compile_one(grammar)
+        return compile_one(grammar, tenant)
 
-    monkeypatch.setattr(guides, "_compile", counted)
+    monkeypatch.setattr(guides._compiler, "compile", counted)
     good, bad = grammars.choice(["at", "once"]), grammars.regex("(at once")
     made = await asyncio.gather(*(guides.compile(good) for _ in range(8)))
     assert len({id(guide.compiled) for guide in made}) == len(compiled) == 1
     told = await asyncio.gather(*(guides.compile(bad) for _ in range(8)), return_exceptions=True)
-    assert {type(each) for each in told} == {GrammarError}
+    assert {type(each) for each in told} == {GrammarError} and len(compiled) == 2
 
 
 def followed(guide: Guide, most: int) -> int:
@@ -428,13 +429,13 @@ async def test_a_grammar_that_many_tokens_have_followed_is_compiled_anew_meanwhi
     first = await guides.compile(grammar)
     assert (await guides.compile(grammar)).compiled is first.compiled
     assert followed(first, 21) == 21
-    compiling, compile_again = threading.Event(), guides._compile
+    compiling, compile_again = asyncio.Event(), guides._compiler.compile
 
-    def late(grammar: str) -> Any:
-        assert compiling.wait(10)
-        return compile_again(grammar)
+    async def late(grammar: Grammar, tenant: str) -> Any:
+        await compiling.wait()
+        return await compile_again(grammar, tenant)
 
-    monkeypatch.setattr(guides, "_compile", late)
+    monkeypatch.setattr(guides._compiler, "compile", late)
     assert (await guides.compile(grammar)).compiled is first.compiled
     compiling.set()
     async with asyncio.timeout(10):

@@ -1,0 +1,238 @@
+"""The process of one grammar: compiles it within limits, then computes its masks."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import threading
+import traceback
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, NoReturn
+
+import msgspec
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from jaxserve.grammar_server.wire import (
+    Advance,
+    Compiled,
+    Defect,
+    Drop,
+    Failed,
+    Frames,
+    Grammar,
+    Job,
+    Kind,
+    Limits,
+    Masks,
+    Start,
+    tell,
+)
+
+EXIT_DEFECT, EXIT_MEMORY = 70, 71
+"""Exit statuses."""
+
+_MAX_ERROR = 500
+_SLOTS_PER_FRAME = 256
+_SET_PARENT_DEATH_SIGNAL = 1
+
+_LIMITS: Final = LLParserLimits(
+    max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False
+)
+"""A lexer state takes 1 to 2 KiB. The other limits are llguidance's own: some 20 ms of a core for
+compiling, 15 ms for a mask."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What all processes have in common."""
+
+    tokenizer: LLTokenizer
+    address: int
+    """Of the memory that masks are written to."""
+    mask_bytes: int
+    num_slots: int
+    limits: Limits
+
+
+def run(start: Start, orders: int, reports: int, shared: Shared) -> NoReturn:
+    """The life of a process that was just forked. Ends when the pipe `orders` is closed, with the
+    process that forked it, or at a limit: by a signal, wherever in native code it is."""
+    with contextlib.suppress(BaseException):
+        _limit(shared.limits)
+        if start.niceness:
+            os.nice(start.niceness)
+        threading.stack_size(shared.limits.stack_bytes)
+        # The stack of a process's first thread is not of our choosing.
+        thread = threading.Thread(target=_live, args=(start, orders, reports, shared))
+        thread.start()
+        thread.join()
+    os._exit(EXIT_DEFECT)
+
+
+def _limit(limits: Limits) -> None:
+    """Memory, what a crash leaves behind, and the end of the parent."""
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _allow_memory(limits.process_bytes + limits.stack_bytes)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)  # what a panic prints is of the client's making
+
+
+def _allow_memory(more: int) -> None:
+    """So many bytes beyond those that the process has, or may have by now.
+
+    Of RLIMIT_DATA: what is writable and nobody else's. RLIMIT_AS would count addresses that the C
+    library only reserves, 64 MiB per thread.
+    """
+    allowed, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if allowed == resource.RLIM_INFINITY:
+        with open("/proc/self/statm") as file:
+            allowed = int(file.read().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (allowed + more, hard))
+
+
+@contextlib.contextmanager
+def _within(seconds: float) -> Generator[None]:
+    """The process ends, by SIGPROF, if it needs more processor time."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    yield
+    signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _live(start: Start, orders: int, reports: int, shared: Shared) -> None:
+    try:
+        with _within(start.seconds):
+            root = _compiled(start, reports, shared)
+        if root is not None:
+            _Followers(root, reports, shared).follow(Frames(orders))
+    except MemoryError:
+        os._exit(EXIT_MEMORY)
+    except BaseException as error:  # a panic of llguidance's is no Exception
+        where = "".join(traceback.format_tb(error.__traceback__))[-_MAX_ERROR:]
+        tell(reports, Defect(start.process, f"{type(error).__name__}\n{where}"))  # none of its text
+        os._exit(EXIT_DEFECT)
+    os._exit(0)
+
+
+def _compiled(start: Start, reports: int, shared: Shared) -> LLMatcher | None:
+    """The grammar before its first token; None after an error that was reported."""
+    error: str | None = None
+    matcher: LLMatcher | None = None
+    try:
+        text = _in_llguidances_words(start.grammar)
+        matcher = LLMatcher(shared.tokenizer, text, log_level=0, limits=_LIMITS)
+        if not matcher.is_error():
+            _compute(matcher, start.slot, shared)
+        error = matcher.get_error() if matcher.is_error() else None
+    except RecursionError:
+        error = "it is nested too deeply"
+    except (GbnfToLarkError, ValueError) as failure:
+        error = str(failure)
+    tell(reports, Compiled(start.process, None if error is None else error[:_MAX_ERROR]))
+    return matcher if error is None else None
+
+
+def _in_llguidances_words(grammar: Grammar) -> str:
+    match grammar.kind:
+        case Kind.LARK:
+            return grammar.text
+        case Kind.GBNF:
+            return any_to_lark(grammar.text)
+        case Kind.REGEX:
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case Kind.JSON_SCHEMA:
+            return LLMatcher.grammar_from_json_schema(grammar.text)
+        case Kind.PARTS:
+            parts = msgspec.json.decode(grammar.text, type=dict[str, Grammar])
+            named = [
+                {**_one(_in_llguidances_words(part)), "name": name} for name, part in parts.items()
+            ]
+            return msgspec.json.encode({"grammars": named}).decode()
+
+
+def _one(text: str) -> dict[str, Any]:
+    """llguidance's own shape for one grammar: text is Lark, or JSON that lists it."""
+    try:
+        return msgspec.json.decode(text, type=_Listed).grammars[0]
+    except msgspec.MsgspecError:
+        return {"lark_grammar": text}
+
+
+class _Listed(msgspec.Struct):
+    grammars: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+
+
+def _compute(matcher: LLMatcher, slot: int, shared: Shared) -> None:
+    address = shared.address + slot * shared.mask_bytes
+    matcher.unsafe_compute_mask_ptr(address, shared.mask_bytes)
+
+
+class _Followers:
+    """The sequences that follow the grammar."""
+
+    def __init__(self, root: LLMatcher, reports: int, shared: Shared):
+        self._root = root
+        self._reports = reports
+        self._shared = shared
+        self._matchers: dict[int, LLMatcher] = {}
+        self._executor: LLExecutor | None = None
+
+    def follow(self, orders: Frames) -> None:
+        """Until nobody gives orders any more. All jobs at hand share one parallel call."""
+        decoder = msgspec.msgpack.Decoder(Advance | Drop)
+        while (messages := orders.read()) is not None:
+            jobs: list[Job] = []
+            dropped: list[int] = []
+            for message in messages:
+                order = decoder.decode(message)
+                if isinstance(order, Advance):
+                    jobs += order.jobs
+                else:
+                    dropped += order.sequences
+            if jobs:
+                with _within(self._shared.limits.mask_seconds * len(jobs)):
+                    self._report(jobs, self._advanced(jobs))
+            for sequence in dropped:
+                self._matchers.pop(sequence, None)
+
+    def _advanced(self, jobs: list[Job]) -> list[LLMatcher]:
+        """The matchers of the jobs, with their masks in the slots."""
+        shared, known = self._shared, self._matchers
+        matchers: list[LLMatcher] = []
+        for job in jobs:
+            if job.sequence not in known:
+                known[job.sequence] = self._root.deep_copy()
+            matchers.append(known[job.sequence])
+        if len(jobs) == 1:
+            matchers[0].consume_token(jobs[0].token)
+            _compute(matchers[0], jobs[0].slot, shared)
+            return matchers
+        executor = self._executor = self._executor or self._threads()
+        executor.consume_token_par(
+            [(matcher, job.token) for matcher, job in zip(matchers, jobs, strict=True)]
+        )
+        targets = [(matcher, job.slot) for matcher, job in zip(matchers, jobs, strict=True)]
+        executor.unsafe_compute_mask_ptr(
+            targets, shared.address, shared.mask_bytes, shared.num_slots
+        )
+        return matchers
+
+    def _threads(self) -> LLExecutor:
+        limits = self._shared.limits
+        _allow_memory(limits.threads * limits.stack_bytes)
+        return LLExecutor(limits.threads)
+
+    def _report(self, jobs: list[Job], matchers: list[LLMatcher]) -> None:
+        done: list[int] = []
+        for job, matcher in zip(jobs, matchers, strict=True):
+            if matcher.is_error():
+                tell(self._reports, Failed(job.slot, matcher.get_error()[:_MAX_ERROR]))
+            else:
+                done.append(job.slot)
+        for first in range(0, len(done), _SLOTS_PER_FRAME):
+            tell(self._reports, Masks(done[first : first + _SLOTS_PER_FRAME]))

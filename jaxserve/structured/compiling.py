@@ -1,0 +1,171 @@
+"""Compiles grammars in processes, the quick ones before the slow ones, fairly among tenants."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from jaxserve.grammar_server.wire import Cause, Grammar, Limits
+from jaxserve.metrics.metrics import Metrics
+from jaxserve.structured.errors import GrammarError, GrammarsBusy
+from jaxserve.structured.processes import (
+    GrammarProcess,
+    NotCompiled,
+    ProcessEnded,
+    Processes,
+)
+from jaxserve.structured.turns import Turns
+from jaxserve.structured.vocabulary import Vocabulary
+from jaxserve.tokenizer import Tokenizer
+
+_MAX_THREADS = 8
+_MAX_ERROR = 500
+_MAX_REFUSED = 1024
+_SLOW_NICENESS = 5
+_PROCESS_LIMITS = Limits(threads=min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 2)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileLimits:
+    """Of compiling. Seconds are of processor time: a busy machine is not the client's fault."""
+
+    quick_seconds: float = 0.5
+    """What takes longer begins again among the slow ones, so that the others need not wait."""
+    seconds: float = 10.0
+    queue_seconds: float = 10.0
+    """Of the clock: the longest wait for a turn."""
+    patience: float = 30.0
+    """Of the clock: what compiling may take where processors are busy with other things."""
+    quick_at_once: int = 4
+    slow_at_once: int = 2
+    processes: int = 512
+    """Grammars in memory, each in its process."""
+    process: Limits = _PROCESS_LIMITS
+
+
+class Compiler:
+    """Starts the grammar server with the first grammar, and again should it end. Used on the event
+    loop."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocabulary: Vocabulary,
+        metrics: Metrics,
+        limits: CompileLimits,
+    ):
+        self._tokenizer, self._vocabulary, self._metrics = tokenizer, vocabulary, metrics
+        self._limits = limits
+        self._quick, self._slow = Turns(limits.quick_at_once), Turns(limits.slow_at_once)
+        self._processes: Processes | None = None
+        self._refused: OrderedDict[bytes, str] = OrderedDict()
+        """Digests of grammars of a tenant that met a limit, which would cost the same again."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether grammars must be let go of before there is room for another one."""
+        return self._processes is not None and len(self._processes) >= self._limits.processes
+
+    async def compile(self, grammar: Grammar, tenant: str) -> GrammarProcess:
+        """A new process of the grammar.
+
+        Raises:
+          GrammarError: it is no grammar, or takes more than it may.
+          GrammarsBusy: there was no turn in time, or there is no room.
+        """
+        digest = hashlib.sha256(
+            f"{tenant} {grammar.kind} {grammar.text}".encode("utf-8", "surrogatepass")
+        ).digest()
+        if (told := self._refused.get(digest)) is not None:
+            raise GrammarError(told)
+        try:
+            try:
+                return await self._at_turn(self._quick, grammar, tenant, slow=False)
+            except ProcessEnded as ended:
+                if ended.cause is not Cause.TIME:
+                    raise
+            return await self._at_turn(self._slow, grammar, tenant, slow=True)
+        except NotCompiled as fault:
+            raise GrammarError(_told(str(fault))) from None
+        except ProcessEnded as ended:
+            raise self._refusal(ended.cause, digest) from None
+
+    def close(self) -> None:
+        """End the grammar server, if it runs."""
+        if self._processes is not None:
+            self._processes.close()
+
+    async def _at_turn(
+        self, turns: Turns, grammar: Grammar, tenant: str, *, slow: bool
+    ) -> GrammarProcess:
+        limits, metrics = self._limits, self._metrics
+        asked = time.perf_counter()
+        try:
+            async with turns.turn(tenant, limits.queue_seconds):
+                begun = time.perf_counter()
+                metrics.observe_grammar_queue(begun - asked)
+                try:
+                    return await self._in_time(grammar, slow=slow)
+                finally:
+                    metrics.observe_grammar_compile(time.perf_counter() - begun)
+        except TimeoutError:
+            raise GrammarsBusy(
+                f"there was no turn to compile it in {limits.queue_seconds:g} s",
+                retry_after=limits.queue_seconds,
+            ) from None
+
+    async def _in_time(self, grammar: Grammar, *, slow: bool) -> GrammarProcess:
+        limits = self._limits
+        if self.is_full:
+            raise GrammarsBusy(
+                f"{limits.processes} grammars are in use, which is the most",
+                retry_after=limits.queue_seconds,
+            )
+        seconds = limits.seconds if slow else limits.quick_seconds
+        compiling = self._running().compile(grammar, seconds, _SLOW_NICENESS if slow else 0)
+        try:
+            async with asyncio.timeout(limits.patience):
+                return await asyncio.wrap_future(compiling)
+        except TimeoutError:
+            raise GrammarsBusy(
+                f"the machine is busy: compiling has not come to an end in {limits.patience:g} s",
+                retry_after=limits.queue_seconds,
+            ) from None
+
+    def _running(self) -> Processes:
+        """The grammar server's processes."""
+        if self._processes is None or self._processes.ended:
+            if self._processes is not None:
+                self._metrics.count_grammar_server_restart()
+            self._processes = Processes(
+                self._tokenizer, self._vocabulary, self._limits.process, self._metrics
+            )
+        return self._processes
+
+    def _refusal(self, cause: Cause, digest: bytes) -> GrammarError | GrammarsBusy:
+        """What a process that ended means for who asked. Not all causes are the grammar's."""
+        limits = self._limits
+        if cause in (Cause.TOTAL_MEMORY, Cause.NOT_STARTED):
+            return GrammarsBusy(
+                "the processes that compile grammars are short of memory, or were started anew",
+                retry_after=1.0,
+            )
+        told = {
+            Cause.TIME: f"it takes more than {limits.seconds:g} s of a processor to compile",
+            Cause.MEMORY: f"it takes more than {limits.process.process_bytes >> 20} MiB to compile",
+            Cause.STACK: "it is nested too deeply",
+        }.get(cause, "it cannot be compiled")
+        self._refused[digest] = told
+        while len(self._refused) > _MAX_REFUSED:
+            self._refused.popitem(last=False)
+        return GrammarError(told)
+
+
+def _told(error: str) -> str:
+    """llguidance's words, without what only its developers know."""
+    text = error.removesuffix("<non-verbose/>").strip()[:_MAX_ERROR]
+    return f"it cannot be compiled ({text})" if text.isidentifier() else text

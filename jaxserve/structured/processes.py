@@ -1,0 +1,396 @@
+"""The server's end of the grammar server: processes that compile grammars and compute masks."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import mmap
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import NamedTuple, Protocol
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from jaxserve.api import FinishReason, GuideError
+from jaxserve.grammar_server.wire import (
+    Advance,
+    Cause,
+    Compiled,
+    Defect,
+    Drop,
+    End,
+    Ended,
+    Failed,
+    Frames,
+    Grammar,
+    Job,
+    Limits,
+    Masks,
+    Report,
+    Setup,
+    Start,
+    frame,
+    write,
+)
+from jaxserve.metrics.metrics import Metrics
+from jaxserve.structured.vocabulary import Vocabulary
+from jaxserve.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+NUM_SLOTS = 1024
+"""Masks that are computed at a time; further ones wait."""
+
+_FAILED = GuideError("the mask could not be computed", FinishReason.ERROR)
+_AT_LIMIT = {
+    Cause.TIME: "a mask took too long to compute",
+    Cause.MEMORY: "its states took too much memory",
+    Cause.TOTAL_MEMORY: "its states took too much memory",
+    Cause.STACK: "it is nested too deeply",
+}
+
+
+class ProcessEnded(Exception):
+    """A grammar's process ended before its first mask was there."""
+
+    def __init__(self, cause: Cause):
+        super().__init__(cause)
+        self.cause = cause
+
+
+class NotCompiled(Exception):
+    """A fault of the grammar, in llguidance's words."""
+
+
+class Waiting(Protocol):
+    """A sequence that needs a mask."""
+
+    @property
+    def ready(self) -> bool: ...
+    def finish(self, mask: bytes, error: GuideError | None) -> None:
+        """The mask is known, or the sequence cannot go on. Called on a thread of this module."""
+        ...
+
+
+@dataclass(eq=False, kw_only=True)
+class GrammarProcess:
+    """A grammar in its process, which ends when nothing refers to this object any more. What its
+    sequences share are the states that llguidance has found, and the limit of these: what many
+    have followed has no room left for the next one."""
+
+    processes: Processes
+    number: int
+    mask: bytes
+    """Of the first token."""
+    num_tokens: int = 0
+    """Those of all sequences that followed it."""
+    at_limit: bool = False
+    """It is of no use to new sequences: one has met a limit, or the process has ended."""
+
+    def advance(self, sequence: int, token: int, waiting: Waiting) -> None:
+        """Ask for the mask after this token. A sequence's number is new to the process with its
+        first token. Returns at once."""
+        self.num_tokens += 1
+        self.processes.order(_Asked(self, sequence, token, waiting))
+
+    def wait_for(self, waiting: Waiting, timeout: float) -> bool:
+        """Until the sequence's mask is there, at most `timeout` seconds; whether it is."""
+        return self.processes.wait_for(waiting, timeout)
+
+    def drop(self, sequence: int) -> None:
+        """The sequence has ended."""
+        self.processes.order(Drop(self.number, [sequence]))
+
+    def __del__(self) -> None:
+        self.processes.order(End(self.number))
+
+
+class _Asked(NamedTuple):
+    process: GrammarProcess
+    sequence: int
+    token: int
+    waiting: Waiting
+
+
+class _Compile(NamedTuple):
+    number: int
+    grammar: Grammar
+    seconds: float
+    niceness: int
+    made: Future[GrammarProcess]
+
+
+type _Order = _Compile | _Asked | Drop | End
+
+
+class Processes:
+    """A running grammar server. Once `ended` it stays so, and all its processes with it.
+
+    One thread writes what is asked, all that is at hand in one message; another one reads.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocabulary: Vocabulary, limits: Limits, metrics: Metrics
+    ):
+        """Returns before it is ready, which takes a second or two: what is asked of it waits."""
+        self._metrics = metrics
+        self._mask_bytes = -(-vocabulary.num_tokens // 32) * 4
+        self._descriptor = os.memfd_create("masks")
+        os.truncate(self._descriptor, NUM_SLOTS * self._mask_bytes)
+        self._memory = mmap.mmap(self._descriptor, NUM_SLOTS * self._mask_bytes)
+        self._free = list(range(NUM_SLOTS))
+        self._starved = False
+        """Some orders wait for a slot."""
+        self._numbers = itertools.count()
+        self._orders: SimpleQueue[_Order | None] = SimpleQueue()  # as `__del__` may put into it
+        self._compiling: dict[int, tuple[_Compile, int]] = {}
+        self._in_flight: dict[int, _Asked] = {}
+        self._live: WeakValueDictionary[int, GrammarProcess] = WeakValueDictionary()
+        self._done = threading.Condition()
+        self.ended = False
+        self._closing = False
+        self._server = subprocess.Popen(
+            [sys.executable, "-P", "-m", "jaxserve.grammar_server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[self._descriptor],
+            env=_environment(limits),
+            start_new_session=True,  # Ctrl-C is for the server alone
+        )
+        setup = partial(self._setup, tokenizer, vocabulary, limits)
+        threading.Thread(target=self._send, args=(setup,), name="grammars out", daemon=True).start()
+        threading.Thread(target=self._receive, name="grammars in", daemon=True).start()
+
+    def __len__(self) -> int:
+        """Grammars that have a process and are in use, or compiled."""
+        return len(self._live) + len(self._compiling)
+
+    @property
+    def pid(self) -> int:
+        return self._server.pid
+
+    def compile(self, grammar: Grammar, seconds: float, niceness: int) -> Future[GrammarProcess]:
+        """In a process of its own, with so many seconds of processor time.
+
+        The future fails with NotCompiled or ProcessEnded; to cancel it ends the process.
+        """
+        number = next(self._numbers)
+        made: Future[GrammarProcess] = Future()
+
+        def end_if_cancelled(done: Future[GrammarProcess]) -> None:
+            if done.cancelled():
+                self.order(End(number))
+
+        made.add_done_callback(end_if_cancelled)
+        self.order(_Compile(number, grammar, seconds, niceness, made))
+        return made
+
+    def order(self, order: _Order | None) -> None:
+        """For any thread, and for `__del__`."""
+        self._orders.put(order)
+        if self.ended:
+            self._fail_all()
+
+    def wait_for(self, waiting: Waiting, timeout: float) -> bool:
+        """See `GrammarProcess.wait_for`."""
+        with self._done:
+            return self._done.wait_for(lambda: waiting.ready, timeout)
+
+    def close(self) -> None:
+        """End the grammar server and all its processes; returns at once."""
+        self._closing = True
+        self.order(None)
+
+    # The thread that writes.
+
+    def _setup(self, tokenizer: Tokenizer, vocabulary: Vocabulary, limits: Limits) -> Setup:
+        return Setup(
+            tokenizer=pickle.dumps(tokenizer),
+            num_tokens=vocabulary.num_tokens,
+            end_token_ids=sorted(vocabulary.end_token_ids),
+            masks=self._descriptor,
+            num_slots=NUM_SLOTS,
+            limits=limits,
+        )
+
+    def _send(self, setup: Callable[[], Setup]) -> None:
+        assert self._server.stdin is not None
+        pipe = self._server.stdin.fileno()
+        waiting: deque[_Compile | _Asked] = deque()
+        try:
+            write(pipe, frame(setup()))
+            while not (self._closing or self.ended):
+                write(pipe, self._next(waiting))
+        except OSError:  # it has ended, which the other thread tells
+            pass
+        except Exception:
+            log.exception("structured output: orders could not be given")
+        finally:
+            for order in waiting:
+                self.order(order)
+            self._server.stdin.close()
+
+    def _next(self, waiting: deque[_Compile | _Asked]) -> bytes:
+        """Waits for orders; the messages for all that are at hand and have a slot. Nothing of them
+        is left in a variable meanwhile: it would keep a grammar's process."""
+        others: list[Drop | End] = []
+        for order in self._at_hand():
+            if isinstance(order, Drop | End):
+                others.append(order)
+            elif order is not None:
+                waiting.append(order)
+        return b"".join(map(frame, [*self._placed(waiting), *others]))
+
+    def _at_hand(self) -> list[_Order | None]:
+        """Waits for an order, and takes all that have come by then."""
+        orders = [self._orders.get()]
+        with suppress(Empty):
+            while True:
+                orders.append(self._orders.get_nowait())
+        return orders
+
+    def _placed(self, waiting: deque[_Compile | _Asked]) -> list[Start | Advance]:
+        """Those that get a slot now, as messages. They leave the queue."""
+        starts: list[Start] = []
+        jobs: list[Job] = []
+        self._starved = True  # before the look: a slot that gets free after it is told of
+        while waiting and self._free:
+            order, slot = waiting.popleft(), self._free.pop()
+            if isinstance(order, _Asked):
+                self._in_flight[slot] = order
+                jobs.append(Job(order.process.number, order.sequence, order.token, slot))
+            elif not order.made.cancelled():
+                self._compiling[order.number] = (order, slot)
+                starts.append(
+                    Start(order.number, order.grammar, slot, order.seconds, order.niceness)
+                )
+            else:
+                self._free.append(slot)
+        self._starved = bool(waiting)
+        return [*starts, Advance(jobs)] if jobs else [*starts]
+
+    # The thread that reads.
+
+    def _receive(self) -> None:
+        assert self._server.stdout is not None
+        frames = Frames(self._server.stdout.fileno())
+        decoder = msgspec.msgpack.Decoder(Report)
+        try:
+            while (messages := frames.read()) is not None:
+                for message in messages:
+                    self._take(decoder.decode(message))
+                if self._starved:
+                    self._orders.put(None)
+                self._metrics.set_grammars(len(self._live))
+                with self._done:
+                    self._done.notify_all()
+        except Exception:
+            log.exception("structured output: reports could not be read")
+            self._server.kill()
+        self.ended = True
+        self._server.stdout.close()
+        status = self._server.wait()
+        if not self._closing:
+            log.error("the process that grammars are compiled in has ended with status %d", status)
+        self._fail_all()
+        self._orders.put(None)  # so that the other thread sees it
+        self._memory.close()
+        os.close(self._descriptor)
+
+    def _take(self, report: Report) -> None:
+        match report:
+            case Masks():
+                for slot in report.slots:
+                    self._finish(slot, self._mask(slot), None)
+            case Failed():
+                self._finish(report.slot, b"", GuideError(report.error))
+            case Compiled():
+                order, slot = self._compiling.pop(report.process)
+                self._settle(order, slot, report.error)
+            case Ended():
+                self._end(report.process, report.cause)
+            case Defect():
+                log.error("structured output: a grammar's process failed: %s", report.error)
+
+    def _mask(self, slot: int) -> bytes:
+        return self._memory[slot * self._mask_bytes : (slot + 1) * self._mask_bytes]
+
+    def _finish(self, slot: int, mask: bytes, error: GuideError | None) -> None:
+        asked = self._in_flight.pop(slot)
+        self._free.append(slot)
+        if error is not None:
+            asked.process.at_limit = True
+        asked.waiting.finish(mask, error)
+
+    def _settle(self, order: _Compile, slot: int, error: str | None) -> None:
+        mask = self._mask(slot)
+        self._free.append(slot)
+        if error is not None:
+            _fail(order, NotCompiled(error))
+            return
+        process = GrammarProcess(processes=self, number=order.number, mask=mask)
+        self._live[order.number] = process
+        with suppress(InvalidStateError):  # nobody waits for it any more
+            order.made.set_result(process)
+
+    def _end(self, number: int, cause: Cause) -> None:
+        """A process is gone, for whatever reason."""
+        if cause is not Cause.OTHER:
+            self._metrics.count_grammar_limit(cause)
+        process = self._live.get(number)
+        if process is not None:
+            process.at_limit = True
+        if number in self._compiling:
+            order, slot = self._compiling.pop(number)
+            self._free.append(slot)
+            _fail(order, ProcessEnded(cause))
+        error = GuideError(_AT_LIMIT[cause]) if cause in _AT_LIMIT else _FAILED
+        for slot, asked in list(self._in_flight.items()):
+            if asked.process.number == number:
+                self._finish(slot, b"", error)
+
+    def _fail_all(self) -> None:
+        """Once it has ended: nothing that was asked of it will ever come. For any thread."""
+        for process in list(self._live.values()):
+            process.at_limit = True
+        with suppress(Empty):
+            while True:
+                order = self._orders.get_nowait()
+                if isinstance(order, _Asked):
+                    order.waiting.finish(b"", _FAILED)
+                elif isinstance(order, _Compile):
+                    _fail(order, ProcessEnded(Cause.NOT_STARTED))
+        for number in list(self._compiling):
+            with suppress(KeyError):
+                order, _ = self._compiling.pop(number)
+                _fail(order, ProcessEnded(Cause.NOT_STARTED))
+        for slot in list(self._in_flight):
+            with suppress(KeyError):
+                self._in_flight.pop(slot).waiting.finish(b"", _FAILED)
+        with self._done:
+            self._done.notify_all()
+
+
+def _fail(order: _Compile, error: Exception) -> None:
+    with suppress(InvalidStateError):  # nobody waits for it any more
+        order.made.set_exception(error)
+
+
+def _environment(limits: Limits) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "TOKENIZERS_PARALLELISM": "false",  # no threads: it forks
+        "RUST_MIN_STACK": str(limits.stack_bytes),
+    }
