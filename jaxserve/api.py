@@ -204,6 +204,10 @@ class EngineFailed(RuntimeError):
     """The engine thread died; nothing more will be generated."""
 
 
+class ReaderTooSlow(EngineFailed):
+    """So much of an answer waited for its reader that it was given up (HTTP 408)."""
+
+
 class EngineLimits(NamedTuple):
     """What the HTTP side needs to know to validate a request."""
 

@@ -39,7 +39,9 @@ CHATML = """\
     {%- endif %}
     {{- message.content }}
     {%- for call in message.tool_calls or [] %}
-        {{- '<tool_call>\\n' + call.function.arguments + '\\n</tool_call>' }}
+        {%- set written = call.function.arguments %}
+        {%- if written is not string %}{% set written = written | tojson %}{% endif %}
+        {{- '<tool_call>\\n' + written + '\\n</tool_call>' }}
     {%- endfor %}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
@@ -83,6 +85,7 @@ class FakeEngine:
         finish: FinishReason = FinishReason.LENGTH,
         refuse: Exception | None = None,
         fail_after: int | None = None,
+        failure: type[Exception] = EngineFailed,
         step: asyncio.Semaphore | None = None,
         step_seconds: float = 0.0,
         together: int = 1,
@@ -103,6 +106,7 @@ class FakeEngine:
         self._finish = finish
         self._refuse = refuse
         self._fail_after = fail_after
+        self._failure = failure
         self._step = step
         self._step_seconds = step_seconds
         self._together = together
@@ -156,7 +160,7 @@ class FakeEngine:
 
     async def _next_step(self, position: int) -> None:
         if position == self._fail_after:
-            raise EngineFailed("RuntimeError: /secret/path at 0x7f00")
+            raise self._failure("RuntimeError: /secret/path at 0x7f00")
         if self._step is not None:
             await self._step.acquire()
         await asyncio.sleep(self._step_seconds)

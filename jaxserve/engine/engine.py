@@ -18,6 +18,7 @@ from jaxserve.api import (
     EngineLimits,
     EngineStatus,
     Overloaded,
+    ReaderTooSlow,
     Rejected,
     Request,
     TokenEvent,
@@ -31,6 +32,10 @@ log = logging.getLogger(__name__)
 
 _SWITCH_INTERVAL = 0.001
 """Seconds after which a thread gives the interpreter's lock to another one that waits for it."""
+
+_MAX_UNREAD = 16 * 1024
+"""Tokens and logprobs of one sequence that may wait for a reader who is kept from reading, by a
+client that takes nothing: some 6 MB."""
 
 type Progress = Callable[[str, float], None]
 """Called with the phase of the start-up and the fraction of it that is done."""
@@ -48,7 +53,10 @@ class AsyncEngine[P]:
         limits: EngineLimits,
         metrics: Metrics,
     ):
-        """`build` runs on the engine thread: it loads weights and compiles the buckets."""
+        """`build` runs on the engine thread: it loads weights and compiles the buckets.
+
+        `limits` are those known before: the context may turn out to be shorter.
+        """
         self._build = build
         self._limits = limits
         self._metrics = metrics
@@ -122,7 +130,7 @@ class AsyncEngine[P]:
         if request.id in self._streams:
             raise Rejected(f"a request with the id {request.id!r} is not finished")
         assert self._loop is not None
-        mailbox = self._streams[request.id] = Mailbox[_Message](self._loop)
+        mailbox = self._streams[request.id] = Mailbox[_Message](self._loop, _MAX_UNREAD)
         self._inbox.send(Submit(request))
         finished = False
         try:
@@ -156,8 +164,16 @@ class AsyncEngine[P]:
             if isinstance(message, EngineFailed):
                 for mailbox in self._streams.values():
                     mailbox.put(message)
-            elif (mailbox := self._streams.get(message.request_id)) is not None:
-                mailbox.put(message)
+                continue
+            mailbox = self._streams.get(message.request_id)
+            if mailbox is not None and not mailbox.put(message, _size(message)):
+                self._give_up(message.request_id, mailbox)
+
+    def _give_up(self, request_id: str, mailbox: Mailbox[_Message]) -> None:
+        """Nobody reads what is generated: it is dropped, and no more is."""
+        text = f"{_MAX_UNREAD} tokens and logprobs waited for the client to read them"
+        mailbox.replace(ReaderTooSlow(text))
+        self._inbox.send(Abort(request_id))
 
     def _end_start(self, error: BaseException | None) -> None:
         """`start` returns, or raises the error; nothing happens if it was given up."""
@@ -186,6 +202,7 @@ class AsyncEngine[P]:
         sys.setswitchinterval(_SWITCH_INTERVAL)
         try:
             parts = self._build(self._report)
+            self._limits = self._limits._replace(max_model_len=parts.scheduler.max_model_len)
             self._steps = StepLoop(parts, self._inbox, self._post, self._metrics)
             self._report("serving", 1.0)
             self._call(self._end_start, None)
@@ -201,6 +218,12 @@ class AsyncEngine[P]:
 
     def _report(self, phase: str, progress: float) -> None:
         self._phase, self._progress = phase, progress
+
+
+def _size(message: _Message) -> int:
+    """About what it holds: tokens, and logprobs of theirs."""
+    logprobs = message.logprobs if isinstance(message, TokenEvent) else None
+    return 1 if logprobs is None else 1 + len(logprobs.top)
 
 
 def _up_to_end(messages: list[_Message]) -> tuple[list[TokenEvent], Exception | None]:

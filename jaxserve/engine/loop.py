@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from jaxserve.api import EngineFailed, FinishReason, Overloaded, Rejected, TokenEvent
+from jaxserve.api import EngineFailed, FinishReason, Overloaded, Rejected, Request, TokenEvent
 from jaxserve.engine.inbox import Abort, Inbox, ResetPrefixCache, Submit
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.plan import Sampled, StepPlan
@@ -68,7 +68,7 @@ class StepLoop[P]:
         self._inbox = inbox
         self._post = post
         self._metrics = metrics
-        self._preemptions = 0
+        self._preemptions = self._prompt_tokens = 0
         self._clock = StepClock()
         self._idle = True
         self._last_step = time.monotonic()
@@ -113,10 +113,17 @@ class StepLoop[P]:
                 case ResetPrefixCache():
                     self.scheduler.reset_prefix_cache()
                 case Submit(request):
-                    try:
-                        self.scheduler.add(request)
-                    except (Rejected, Overloaded) as error:
-                        self._post([Refused(request.id, error)])
+                    self._add(request)
+
+    def _add(self, request: Request) -> None:
+        """What one request holds must not end the others: whatever fails here is its own error."""
+        try:
+            self.scheduler.add(request)
+        except (Rejected, Overloaded) as error:
+            self._post([Refused(request.id, error)])
+        except Exception:
+            log.exception("request %s could not be queued; it ends with an error", request.id)
+            self._publish([TokenEvent(request.id, None, FinishReason.ERROR)])
 
     def _advance(self, in_flight: tuple[StepPlan, P] | None) -> tuple[StepPlan, P] | None:
         """Launch one step, finish the one before; returns the step now in flight."""
@@ -173,15 +180,25 @@ class StepLoop[P]:
             self._metrics.count_preemption()
 
     def _publish(self, events: list[TokenEvent]) -> None:
+        generated = len(events)
         for event in events:
             if event.start is not None:
                 self._metrics.observe_start(event.start)
-            if event.finish is FinishReason.ERROR:
-                self._metrics.count_error()
-            elif event.finish is not None and event.token is not None:
-                self._metrics.observe_preemptions(event.preemptions)
+            if event.finish is not None:
+                generated -= event.token is None
+                self._count_end(event)
+        read = self.scheduler.num_prompt_tokens
+        if generated or read > self._prompt_tokens:
+            self._metrics.count_tokens(read - self._prompt_tokens, generated)
+            self._prompt_tokens = read
         if events:
             self._post(list(events))
+
+    def _count_end(self, event: TokenEvent) -> None:
+        if event.finish is FinishReason.ERROR:
+            self._metrics.count_error()
+        elif event.token is not None:
+            self._metrics.observe_preemptions(event.preemptions)
 
 
 def _check_accounts(scheduler: Scheduler) -> None:

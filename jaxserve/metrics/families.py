@@ -10,6 +10,8 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 COMPILE_PHASES = ("startup", "serving")
 REJECTIONS = ("invalid", "unauthorized", "overloaded", "not_ready")
 
+GRAMMAR_LIMITS = ("time", "memory", "total_memory", "stack", "not_started")
+
 # vLLM's buckets, finer at the low end: a 4B model decodes in 2 to 4 ms on an H100.
 ITL = (
     *(0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2),
@@ -27,6 +29,7 @@ _STEP = (
     *(0.0005, 0.001, 0.0015, 0.002, 0.0025, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02),
     *(0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0),
 )
+_GRAMMAR = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 _TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 _RATIO = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
@@ -56,10 +59,6 @@ class RequestFamilies(_Families):
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]):
         super().__init__(registry, labels)
-        self.prompt_tokens = self._counter(
-            "vllm:prompt_tokens", "Prompt tokens of sequences that ended"
-        )
-        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated")
         self.cached_tokens = self._counter(
             "vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache"
         )
@@ -122,6 +121,9 @@ class RequestFamilies(_Families):
         self.generation_sizes = self._histogram(
             "vllm:request_generation_tokens", "Generated tokens per sequence", _TOKENS
         )
+        self.open_answers = self._gauge(
+            "jaxserve_open_answers", "Requests whose answers have not gone out whole"
+        )
         self.longest = self._histogram(
             "vllm:request_max_num_generation_tokens",
             "Generated tokens of the longest choice per request",
@@ -154,11 +156,53 @@ class RequestFamilies(_Families):
         )
 
 
+class GrammarFamilies(_Families):
+    """Of structured output: what compiles grammars, and follows them."""
+
+    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]):
+        super().__init__(registry, labels)
+        self.queue_time = Histogram(
+            "jaxserve_grammar_queue_seconds",
+            "Until a grammar had its turn to be compiled",
+            buckets=_GRAMMAR,
+            registry=registry,
+        )
+        self.compile_time = Histogram(
+            "jaxserve_grammar_compile_seconds",
+            "From there to its first mask, or to why there is none",
+            buckets=_GRAMMAR,
+            registry=registry,
+        )
+        self.processes = Gauge(
+            "jaxserve_grammar_processes",
+            "Compiled grammars, each in its process",
+            registry=registry,
+        )
+        self.limits = Counter(
+            "jaxserve_grammar_limits",
+            "Processes of grammars that ended at a limit",
+            ["cause"],
+            registry=registry,
+        )
+        for cause in GRAMMAR_LIMITS:
+            self.limits.labels(cause=cause)
+        self.restarts = Counter(
+            "jaxserve_grammar_server_restarts",
+            "Starts of what forks these processes, after the first",
+            registry=registry,
+        )
+
+
 class EngineFamilies(_Families):
     """What the engine counts and times."""
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]):
         super().__init__(registry, labels)
+        self.ready = self._gauge("jaxserve_ready", "1 while /ready is 200, else 0")
+        self.prompt_tokens = self._counter(
+            "vllm:prompt_tokens", "Prompt tokens computed or found in the prefix cache"
+        )
+        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated")
         self.running = self._gauge("vllm:num_requests_running", "Sequences in the running set")
         self.waiting = self._gauge("vllm:num_requests_waiting", "Sequences in the queue")
         by_reason = Gauge(
@@ -241,7 +285,18 @@ class EngineFamilies(_Families):
         self.memory = Gauge(
             "jaxserve_memory_bytes", "Planned device memory", ["kind"], registry=self._registry
         )
-
+        self.fast_paths = Gauge(
+            "jaxserve_fast_path",
+            "What makes a GPU's steps fast: 1 on, 0 off; the log says why",
+            ["feature"],
+            registry=self._registry,
+        )
+        self.fallbacks = Gauge(
+            "jaxserve_kernel_fallback",
+            "1: a kernel did not compile for this GPU, and something slower runs in its place",
+            ["operation"],
+            registry=self._registry,
+        )
         self.startup = Gauge(
             "jaxserve_startup_seconds",
             "Duration of the phases of the start",

@@ -5,7 +5,13 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
 
 from jaxserve.api import EngineStatus, Start
-from jaxserve.metrics.families import ITL, EngineFamilies, FormerFamilies, RequestFamilies
+from jaxserve.metrics.families import (
+    ITL,
+    EngineFamilies,
+    FormerFamilies,
+    GrammarFamilies,
+    RequestFamilies,
+)
 from jaxserve.metrics.histogram import TokenHistogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -25,6 +31,7 @@ class Metrics:
         self._ignored_names: set[str] = set()
         self._requests = RequestFamilies(self._registry, self._labels)
         self._engine = EngineFamilies(self._registry, self._labels)
+        self._grammar = GrammarFamilies(self._registry, self._labels)
         self._former = FormerFamilies(self._registry, self._labels) if legacy else None
         itl = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
         text = "Between two tokens of one sequence"
@@ -43,7 +50,6 @@ class Metrics:
 
     def prompt_accepted(self, tokens: int, max_tokens: int) -> None:
         """A sequence that the engine had accepted has ended."""
-        self._requests.prompt_tokens.inc(tokens)
         self._requests.prompt_sizes.observe(tokens)
         self._requests.max_tokens.observe(max_tokens)
 
@@ -90,9 +96,12 @@ class Metrics:
     def sequence_finished(self, reason: str, generated_tokens: int, seconds: float) -> None:
         """`reason` is one of FINISH_REASONS; a client that went away is an abort."""
         self._requests.finished.labels(**self._labels, finished_reason=reason).inc()
-        self._requests.generation_tokens.inc(generated_tokens)
         self._requests.generation_sizes.observe(generated_tokens)
         self._requests.e2e.observe(seconds)
+
+    def observe_answers(self, count: int) -> None:
+        """So many requests have come whose answers have not gone out whole."""
+        self._requests.open_answers.set(count)
 
     def parameter_ignored(self, name: str) -> None:
         if len(self._ignored_names) < MAX_IGNORED_NAMES:
@@ -100,10 +109,31 @@ class Metrics:
         shown = name if name in self._ignored_names else "other"
         self._requests.ignored.labels(param=shown).inc()
 
+    # Called by structured output.
+
+    def observe_grammar_queue(self, seconds: float) -> None:
+        """A grammar has its turn to be compiled."""
+        self._grammar.queue_time.observe(seconds)
+
+    def observe_grammar_compile(self, seconds: float) -> None:
+        """Its turn has ended, whatever came out."""
+        self._grammar.compile_time.observe(seconds)
+
+    def set_grammars(self, count: int) -> None:
+        self._grammar.processes.set(count)
+
+    def count_grammar_limit(self, cause: str) -> None:
+        """A grammar's process has ended; `cause` is one of GRAMMAR_LIMITS."""
+        self._grammar.limits.labels(cause=cause).inc()
+
+    def count_grammar_server_restart(self) -> None:
+        self._grammar.restarts.inc()
+
     # Called by the engine.
 
-    def observe_load(self, status: EngineStatus) -> None:
-        """The server calls it too, before a scrape."""
+    def observe_load(self, status: EngineStatus, *, ready: bool) -> None:
+        """Before a scrape; `ready`: what `/ready` says."""
+        self._engine.ready.set(ready)
         used = status.total_pages - status.free_pages
         kv_usage = used / status.total_pages if status.total_pages else 0.0
         self._engine.running.set(status.running)
@@ -112,6 +142,14 @@ class Metrics:
         self._engine.kv_usage.set(kv_usage)
         if self._former is not None:
             self._former.kv_usage.set(kv_usage)
+
+    # Called by the engine.
+
+    def count_tokens(self, prompt: int, generated: int) -> None:
+        """So many tokens came with a step: of prompts, each counted once however often it is
+        computed, and new ones."""
+        self._engine.prompt_tokens.inc(prompt)
+        self._engine.generation_tokens.inc(generated)
 
     def observe_step(
         self, kind: str, bucket: int, seconds: float, used: int, padded: int, late: bool
@@ -173,6 +211,14 @@ class Metrics:
     def set_memory(self, kind: str, num_bytes: int) -> None:
         """Device memory planned for `kind`: weights, kv, state, temporaries, free."""
         self._engine.memory.labels(kind=kind).set(num_bytes)
+
+    def set_fast_path(self, feature: str, *, on: bool) -> None:
+        """Whether a GPU's steps have what makes them fast, and the installation may lack."""
+        self._engine.fast_paths.labels(feature=feature).set(on)
+
+    def set_fallback(self, operation: str) -> None:
+        """A kernel of the operation did not compile for this GPU: something slower runs."""
+        self._engine.fallbacks.labels(operation=operation).set(1)
 
     def set_startup(self, phase: str, seconds: float) -> None:
         """How long a phase of the start took; `total` is from the process's start to ready."""

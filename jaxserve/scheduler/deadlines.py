@@ -212,11 +212,12 @@ class DeadlineQueue(WaitingQueue):
         self.push(seq)
 
     def push(self, seq: Sequence) -> None:
-        super().push(seq)
         if seq.admitted >= 0:
             insort(self._returning, seq, key=lambda seq: seq.rank)
         else:
-            self._lines.setdefault(seq.tenant, _Line()).insert(self._forecast.job(seq))
+            job = self._forecast.job(seq)  # first: if it fails nothing has changed
+            self._lines.setdefault(seq.tenant, _Line()).insert(job)
+        super().push(seq)
 
     def remove(self, seq: Sequence) -> None:
         super().remove(seq)

@@ -99,6 +99,12 @@ class Scheduler:
         self._uncommitted: list[TokenEvent] = []
         """Events of a commit that is not over: those of one that failed are in `fail`'s."""
         self.num_preemptions = self.num_steps = 0
+        self.num_prompt_tokens = 0
+        """Of prompts, that committed steps have computed or found cached; each counts once."""
+
+    @property
+    def max_model_len(self) -> int:
+        return self._config.max_model_len
 
     @property
     def pages(self) -> PagePool:
@@ -120,7 +126,8 @@ class Scheduler:
     # Requests.
 
     def add(self, request: Request) -> None:
-        """Queue a request; Rejected if it can never be served, Overloaded if the queue is full."""
+        """Queue a request; Rejected if it can never be served, Overloaded if the queue is full.
+        After these, as after any other exception, all is as it was before."""
         if request.id in self._by_request:
             raise Rejected(f"a request with the id {request.id!r} is not finished")
         refuse_impossible(request, self._config, self._cache)
@@ -307,6 +314,8 @@ class Scheduler:
                 continue  # it ended after this plan was made
             if row.scored is not None and result is not None:
                 seq.prompt_logprobs += result.prompt_logprobs
+            if row.tokens:
+                self.num_prompt_tokens += seq.read_up_to(row.start + len(row.tokens))
             if not row.samples:
                 continue
             assert result is not None, "a row that samples has a result"

@@ -78,6 +78,9 @@ class Sequence:
     plain_until: int = 0
     """What makes it shorter than this is one more token and nothing else, if it is no stop token:
     neither its first nor its last, no full page, nothing that a grammar or alternatives need."""
+    prompt_read: int = 0
+    """Tokens of the prompt that committed steps have computed, or that were there. Not less after
+    a preemption."""
     prefill_end: int = 0
     """The tokens known at admission; below it the sequence computes known tokens in chunks."""
 
@@ -134,6 +137,12 @@ class Sequence:
     def mask(self) -> bytes | None:
         """Of its next token."""
         return None if self.guide is None else self.guide.mask
+
+    def read_up_to(self, end: int) -> int:
+        """A committed step computed it so far; returns how many tokens of the prompt are new."""
+        new = max(0, min(end, self.num_prompt) - self.prompt_read)
+        self.prompt_read += new
+        return new
 
     @property
     def most_cached(self) -> int:

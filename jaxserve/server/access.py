@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Iterable
+from dataclasses import replace
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from jaxserve.config import ServerConfig
 from jaxserve.server.errors import ApiError
-from jaxserve.server.service import SERVICE
-
-KEY_NAME = web.RequestKey("key_name", str)
-"""Where a request keeps the first digits of its key's digest, for the log."""
+from jaxserve.server.service import SERVICE, Service
+from jaxserve.server.tenant import CURRENT_TENANT, KEY_NAME, tenant_of
 
 OPEN_ROUTES = frozenset({"/health", "/ready"})
 """Answered without a key, by the path of the route that was matched. Everything else, routes that
@@ -37,12 +36,21 @@ async def require_key(request: web.Request, handler: Handler) -> web.StreamRespo
             raise ApiError(403, "this route is for keys of administrators", code="not_admin")
     elif clients and not is_open(path, config):
         _checked(request, clients + admins)
+    CURRENT_TENANT.set(tenant_of(request) or request.remote or "")
     return await handler(request)
 
 
 def is_open(path: str | None, config: ServerConfig) -> bool:
     """Whether the route of this path answers without a key."""
     return path in OPEN_ROUTES or (path == "/metrics" and config.open_metrics)
+
+
+def service_of(request: web.Request) -> Service:
+    """The application's; where caches are isolated by key, with those of this key."""
+    service = request.app[SERVICE]
+    if not service.config.isolate_cache_by_key:
+        return service
+    return replace(service, tokenizer=service.tokenizer.for_tenant(tenant_of(request)))
 
 
 def digest(key: str) -> bytes:

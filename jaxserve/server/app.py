@@ -13,7 +13,9 @@ from jaxserve.metrics.metrics import Metrics
 from jaxserve.server import operations
 from jaxserve.server.access import require_key
 from jaxserve.server.backlog import Backlog
+from jaxserve.server.connection import Runner
 from jaxserve.server.cors import allow_origin, preflight
+from jaxserve.server.huge_bodies import BODIES_AT_ONCE, HugeBodies
 from jaxserve.server.messages import count_tokens, messages
 from jaxserve.server.middleware import (
     ClientsAffairs,
@@ -24,7 +26,9 @@ from jaxserve.server.middleware import (
 from jaxserve.server.openai.chat import chat_completions
 from jaxserve.server.openai.completions import completions
 from jaxserve.server.probe import Probe
-from jaxserve.server.responses import responses
+from jaxserve.server.response_store import ResponseStore
+from jaxserve.server.responses import responses, stored
+from jaxserve.server.sealed import Sealer
 from jaxserve.server.service import SERVICE, Service
 from jaxserve.server.telemetry.finished import Tracer
 from jaxserve.server.telemetry.request_log import tell_of_request
@@ -49,26 +53,33 @@ def make_app(
     """
     app = web.Application(
         middlewares=[tell_of_request, preflight, error_shape, require_key],
-        client_max_size=config.max_request_bytes,
     )
     app[SERVICE] = Service(
         engine=engine,
         tokenizer=tokenizer,
         template=_template(tokenizer, config),
-        guides=Guides(tokenizer),
+        guides=Guides(tokenizer, metrics, isolated=config.isolate_cache_by_key),
+        responses=ResponseStore(config.response_store_bytes),
+        sealer=Sealer(config.reasoning_keys),
         config=config,
         metrics=metrics,
         backlog=Backlog(config.max_queued_tokens),
+        huge_bodies=HugeBodies(BODIES_AT_ONCE * config.max_request_bytes),
         probe=Probe(engine),
         tracer=tracer,
         started=int(time.time()),
     )
+    app.on_shutdown.append(_end_grammars)
     app.on_response_prepare.append(echo_request_id)
     app.on_response_prepare.append(allow_origin)
     app.on_response_prepare.append(close_when_draining)
     for prefix in dict.fromkeys(("", config.root_path)):
         app.add_routes(_routes(prefix, admin=bool(config.admin_key_digests)))
     return app
+
+
+async def _end_grammars(app: web.Application) -> None:
+    app[SERVICE].guides.close()
 
 
 def _template(tokenizer: Tokenizer, config: ServerConfig) -> ChatTemplate | None:
@@ -87,6 +98,9 @@ def _routes(prefix: str, *, admin: bool) -> list[web.RouteDef]:
         web.post(f"{prefix}/v1/chat/completions", chat_completions),
         web.post(f"{prefix}/v1/completions", completions),
         web.post(f"{prefix}/v1/responses", responses),
+        web.get(f"{prefix}/v1/responses/{{response_id}}", stored.retrieve),
+        web.delete(f"{prefix}/v1/responses/{{response_id}}", stored.delete),
+        web.get(f"{prefix}/v1/responses/{{response_id}}/input_items", stored.input_items),
         web.post(f"{prefix}/v1/messages", messages),
         web.post(f"{prefix}/v1/messages/count_tokens", count_tokens),
         web.post(f"{prefix}/v1/embeddings", operations.embeddings),
@@ -118,12 +132,13 @@ def make_runner(app: web.Application, *, shutdown_timeout: float = 5.0) -> web.A
     web_log = logging.getLogger("jaxserve.server.http")
     if not web_log.filters:
         web_log.addFilter(ClientsAffairs())
-    return web.AppRunner(
+    return Runner(
         app,
         handler_cancellation=True,
         keepalive_timeout=app[SERVICE].config.header_timeout,
         max_headers=MAX_HEADER_FIELDS,
         shutdown_timeout=shutdown_timeout,
         access_log=None,
+        auto_decompress=False,  # see `request.unpack`
         logger=web_log,
     )

@@ -5,19 +5,20 @@ from __future__ import annotations
 import time
 
 from jaxserve.server.errors import invalid
-from jaxserve.server.off_loop import INLINE_BYTES, off_loop
+from jaxserve.server.off_loop import lane, off_loop
 from jaxserve.server.output.generation import Choice, Generation
 from jaxserve.server.output.output_parser import END_THINK, THINK, OutputParser
 from jaxserve.server.request.constraints import (
     avoided,
+    chat_constraint,
     constrained,
     text_constraint,
-    tool_constraint,
     within_budget,
 )
 from jaxserve.server.request.params import (
     check_token_ids,
     choice_requests,
+    fitting,
     sampling_params,
     text_options,
     tokens_to_generate,
@@ -25,6 +26,7 @@ from jaxserve.server.request.params import (
 )
 from jaxserve.server.request.prompts import ChatPrompt, chat_prompt
 from jaxserve.server.request.schema import ChatRequest
+from jaxserve.server.request.tools import ChatTools
 from jaxserve.server.service import Service
 from jaxserve.structured import Thinking
 
@@ -38,8 +40,8 @@ async def chat_generation(
     """
     limits, tokenizer = service.engine.limits, service.tokenizer
     begun = time.perf_counter()
-    long = size > INLINE_BYTES
-    prompt = await off_loop(long, chat_prompt, fields, service.template, tokenizer)
+    fits = None if fields.truncate_prompt_tokens else fitting(limits, "messages")
+    prompt = await off_loop(lane(size), chat_prompt, fields, service.template, tokenizer, fits)
     tokenizing = time.perf_counter() - begun
     asked = _asked(fields)
     ids = truncated(prompt.ids, asked, fields, limits)
@@ -50,20 +52,20 @@ async def chat_generation(
         defaults=service.config.sampling_defaults,
         limits=limits,
         eos_token_ids=tokenizer.eos_token_ids,
-        guide=avoided(service, fields),
+        guide=await avoided(service, fields),
     )
     check_token_ids(ids, limits, "messages")
     thinking = _thinking(service, fields, prompt)
-    constraint = tool_constraint(fields, dict(tokenizer.markers)) or text_constraint(fields)
+    constraint = chat_constraint(fields, prompt.tools, tokenizer.markers)
     params = await constrained(service, params, constraint, thinking)
     if thinking is not Thinking.NONE:
         params = within_budget(service, params, fields, ids)
     options = text_options(fields)
     choices = [
-        Choice(index, request, tokenizer, options, _output_parser(fields, thinking))
+        Choice(index, request, tokenizer, options, _output_parser(fields, thinking, prompt.tools))
         for index, request in enumerate(choice_requests(request_id, ids, params, fields))
     ]
-    return Generation(choices, len(choices), tokenizing=tokenizing)
+    return Generation(choices, len(choices), tokenizing=tokenizing, ignored=prompt.ignored)
 
 
 def _asked(fields: ChatRequest) -> int | None:
@@ -89,13 +91,13 @@ def _thinking(service: Service, fields: ChatRequest, prompt: ChatPrompt) -> Thin
     return Thinking.NONE if closed or THINK not in service.tokenizer.markers else Thinking.MAY_OPEN
 
 
-def _output_parser(fields: ChatRequest, thinking: Thinking) -> OutputParser:
-    """A text that follows a grammar has no calls in it, but may hold their markers in a string."""
+def _output_parser(fields: ChatRequest, thinking: Thinking, tools: ChatTools) -> OutputParser:
     return OutputParser(
         thinking=thinking is not Thinking.NONE,
-        tools=bool(fields.tools)
-        and fields.tool_choice != "none"
-        and text_constraint(fields) is None,
+        tools=bool(tools.callable),
+        free_text=tools.free_text,
         opened=thinking is Thinking.OPEN,
         parallel_calls=fields.parallel_tool_calls is not False,
+        # A text that follows a grammar has no calls in it, but may hold their markers in a string.
+        text_or_calls=text_constraint(fields) is not None,
     )

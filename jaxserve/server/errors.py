@@ -76,8 +76,29 @@ class ApiError(Exception):
         return json_response(body or self.body(), status=self.status, headers=headers)
 
 
+class PromptTooLong(ApiError):
+    """The 400 for a prompt that the context has no room for."""
+
+    def __init__(self, prompt_tokens: int, max_model_len: int, *, param: str, exact: bool = True):
+        """`exact`: the tokens have been counted to the end."""
+        size = f"{prompt_tokens} tokens" if exact else f"more than {prompt_tokens} tokens"
+        super().__init__(
+            400,
+            f"the prompt has {size}; this model's maximum context length is "
+            f"{max_model_len} tokens, of which at least 1 must be left for the answer",
+            param=param,
+            code="context_length_exceeded",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.most_tokens = max_model_len - 1
+
+
 def anthropic_body(error: ApiError) -> dict[str, Any]:
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    if isinstance(error, PromptTooLong):
+        # Clients read the numbers out of these very words, and leave out as much.
+        message = f"prompt is too long: {error.prompt_tokens} tokens > {error.most_tokens} maximum"
+        return {"type": "error", "error": {"type": kind, "message": message}}
     named = f"{error.param}: " if error.param and error.param not in error.message else ""
     return {"type": "error", "error": {"type": kind, "message": named + error.message}}
 
@@ -114,6 +135,17 @@ def json_response(
 
 def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
+
+
+def too_large(most: int) -> ApiError:
+    """A body of more than `most` bytes."""
+    message = f"the request body is too large: this server takes {most:,} bytes"
+    return ApiError(413, message, code="request_too_large")
+
+
+def internal_error() -> ApiError:
+    """An exception that is nobody's but ours: the log has it."""
+    return ApiError(500, "internal server error", code="internal_error")
 
 
 def engine_error(error: Rejected | Overloaded | EngineFailed, *, accepting: bool) -> ApiError:

@@ -9,7 +9,8 @@ from aiohttp import hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
-from jaxserve.server.errors import ApiError, anthropic_body
+from jaxserve.config import ServerConfig
+from jaxserve.server.errors import ApiError, anthropic_body, internal_error
 from jaxserve.server.reply import GENERATION
 from jaxserve.server.request.schema import MAX_REQUEST_ID_CHARS
 from jaxserve.server.service import SERVICE
@@ -17,7 +18,10 @@ from jaxserve.server.service import SERVICE
 log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
+ANTHROPIC_ID_HEADER = "request-id"
 REQUEST_ID = web.RequestKey("request_id", str)
+_BEGUN = web.RequestKey("begun", bool)
+"""Where a request keeps that its answer has begun."""
 _REJECTIONS = {
     400: "invalid",
     401: "unauthorized",
@@ -29,7 +33,8 @@ _REJECTIONS = {
 
 @web.middleware
 async def error_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every error raised by a handler or by the router into the one shape."""
+    """Turn every error raised by a handler or by the router into the one shape. Once an answer has
+    begun there is no other: its connection is closed, so that it is not taken for whole."""
     try:
         return await handler(request)
     except ApiError as error:
@@ -48,37 +53,68 @@ async def error_shape(request: web.Request, handler: Handler) -> web.StreamRespo
         # As it was sent: percent-encoded, so that a path cannot write lines of its own.
         path, fields = request.rel_url.raw_path, {"request_id": request_id(request)}
         log.exception("%s %s failed", request.method, path, extra={"fields": fields})
-        return _response(request, ApiError(500, "internal server error", code="internal_error"))
+        return _response(request, internal_error())
+    finally:
+        request.app[SERVICE].huge_bodies.release(request)
 
 
 def _response(request: web.Request, error: ApiError) -> web.Response:
+    """ConnectionError: the answer has begun; the connection is closed."""
+    if not request.get(_BEGUN):
+        return shaped(error, request.path, request.app[SERVICE].config)
+    if request.transport is not None:
+        request.transport.close()
+    raise ConnectionResetError("an answer that had begun was cut off") from error
+
+
+def shaped(error: ApiError, path: str, config: ServerConfig) -> web.Response:
     """In Anthropic's shape on its routes."""
-    root = request.app[SERVICE].config.root_path
-    anthropic = request.path.removeprefix(root).startswith("/v1/messages")
-    return error.response(anthropic_body(error) if anthropic else None)
+    return error.response(anthropic_body(error) if _is_anthropics(path, config) else None)
+
+
+def _is_anthropics(path: str, config: ServerConfig) -> bool:
+    return path.removeprefix(config.root_path).startswith("/v1/messages")
 
 
 def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
-    config = request.app[SERVICE].config
+    response = _response(request, as_api_error(request, error, request.app[SERVICE].config))
+    if "Allow" in error.headers:
+        response.headers["Allow"] = error.headers["Allow"]
+    return response
+
+
+def as_api_error(
+    request: web.BaseRequest, error: web.HTTPException, config: ServerConfig
+) -> ApiError:
+    """What aiohttp says, in our words."""
     match error:
         case web.HTTPNotFound():
             message = f"no such route: {request.method} {request.path}"
-            message = f"{message[:500]}; GET {config.root_path}/openapi.json lists them"
+            meant = _meant(request, config.root_path) if isinstance(request, web.Request) else None
+            hint = f"; {meant} was probably meant: mind the base URL" if meant else ""
+            message = f"{message[:500]}{hint}; GET {config.root_path}/openapi.json lists them"
             code = "unknown_url"
         case web.HTTPMethodNotAllowed():
             taken = ", ".join(sorted(error.allowed_methods))
             message = f"{request.path} does not take {request.method}, but {taken}"
             code = "method_not_allowed"
-        case web.HTTPRequestEntityTooLarge():
-            limit = config.max_request_bytes
-            message = f"the request body is too large: this server takes {limit:,} bytes"
-            code = "request_too_large"
+        case web.HTTPExpectationFailed():
+            message = "the header Expect may only be 100-continue"
+            code = "expectation_failed"
         case _:
             message, code = error.reason or "bad request", None
-    response = _response(request, ApiError(error.status, message, code=code))
-    if "Allow" in error.headers:
-        response.headers["Allow"] = error.headers["Allow"]
-    return response
+    return ApiError(error.status, message, code=code)
+
+
+def _meant(request: web.Request, root_path: str) -> str | None:
+    """The route of a client whose base URL has /v1 too often, or not at all."""
+    path = request.path.removeprefix(root_path)
+    while path.startswith("/v1/v1/"):
+        path = path.removeprefix("/v1")
+    wanted = path if path.startswith("/v1/") else f"/v1{path}"
+    routes = {resource.canonical for resource in request.app.router.resources()}
+    meant = root_path + wanted
+    return meant if wanted in routes and meant != request.path else None
 
 
 class ClientsAffairs(logging.Filter):
@@ -97,7 +133,10 @@ class ClientsAffairs(logging.Filter):
 
 async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """A signal handler, so that streams and errors of the router have the header, too."""
+    request[_BEGUN] = True
     response.headers[REQUEST_ID_HEADER] = request_id(request)
+    if _is_anthropics(request.path, request.app[SERVICE].config):
+        response.headers[ANTHROPIC_ID_HEADER] = request_id(request)
     response.headers[hdrs.SERVER] = "jaxserve"  # and not the versions of Python and aiohttp
 
 

@@ -3,24 +3,74 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from enum import IntEnum
 from functools import partial
 
 INLINE_BYTES = 8 * 1024
 """Of a body from which a prompt is made. 8 KiB take about 1.5 ms, a hop to a thread 0.1 ms."""
 PARSED_INLINE_BYTES = 64 * 1024
 """Of a body that is only parsed: 0.5 ms, and at the worst some 20."""
+HUGE_BYTES = 1024 * 1024
+"""A body from which on requests wait for each other and for no one else."""
 MAX_THREADS = 4
 """Most of the work holds Python's lock: it is not done sooner by more threads, and for each of them
 the engine's waits a millisecond longer whenever it takes the lock back."""
 
-_threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="large requests")
+
+class Lane(IntEnum):
+    """Where work is done."""
+
+    INLINE = 0
+    """At once, on the event loop."""
+    LARGE = 1
+    HUGE = 2
+    """One at a time."""
 
 
-async def off_loop[**P, T](long: bool, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-    """`work(*args)`, in a thread if it is long."""
-    if long:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(_threads, partial(work, *args, **named))
-    return work(*args, **named)
+_threads = {
+    Lane.LARGE: ThreadPoolExecutor(MAX_THREADS - 1, thread_name_prefix="large requests"),
+    Lane.HUGE: ThreadPoolExecutor(1, thread_name_prefix="huge requests"),
+}
+_job = threading.local()
+
+
+class Abandoned(Exception):
+    """Nobody waits for the work any more."""
+
+
+def lane(size: int, inline: int = INLINE_BYTES) -> Lane:
+    """For the work on a body of this size."""
+    if size <= inline:
+        return Lane.INLINE
+    return Lane.LARGE if size < HUGE_BYTES else Lane.HUGE
+
+
+def check_wanted() -> None:
+    """Called by long work now and then. Abandoned: its request is over."""
+    abandoned: threading.Event | None = getattr(_job, "abandoned", None)
+    if abandoned is not None and abandoned.is_set():
+        raise Abandoned
+
+
+async def off_loop[**P, T](
+    where: Lane, work: Callable[P, T], *args: P.args, **named: P.kwargs
+) -> T:
+    """`work(*args)`, in a thread if it is long. What has not begun when the request is cancelled
+    never does, what has ends at its next `check_wanted`."""
+    if where == Lane.INLINE:
+        return work(*args, **named)
+    abandoned = threading.Event()
+    loop = asyncio.get_running_loop()
+    try:
+        job = partial(_run, abandoned, partial(work, *args, **named))
+        return await loop.run_in_executor(_threads[where], job)
+    finally:
+        abandoned.set()
+
+
+def _run[T](abandoned: threading.Event, work: Callable[[], T]) -> T:
+    _job.abandoned = abandoned
+    return work()

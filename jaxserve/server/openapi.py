@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ _ERRORS = {
     400: "The request is not valid; the error names the field",
     401: "An API key is needed, or this is none of the server's",
     403: "The key is not one of an administrator",
-    404: "No such model",
+    404: "No such model or response",
     405: "The route does not take this method",
     408: "The body came too slowly",
     413: "The body is too large",
@@ -39,6 +40,7 @@ _SCHEMES: Json = {
 }
 _ANY_SCHEME: list[Json] = [{name: []} for name in _SCHEMES]
 _TEXT = {"type": "string"}
+_PATH_PARAMETER = re.compile(r"\{(\w+)\}")
 _STREAM = {
     "schema": {
         "type": "object",
@@ -89,12 +91,28 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         rejected=REJECTED,
     ),
     ("post", "/v1/responses"): Operation(
-        "Answer a list of items, without a store",
+        "Answer a list of items",
         shapes.Response,
         (responses.ResponsesRequest,),
         streams=True,
         errors=_GENERATION,
         rejected=responses.REJECTED,
+    ),
+    ("get", "/v1/responses/{response_id}"): Operation(
+        "A response that is kept", shapes.Response, errors=(400, 404, 405)
+    ),
+    ("delete", "/v1/responses/{response_id}"): Operation(
+        "Forget a response", shapes.DeletedResponse, errors=(404, 405)
+    ),
+    ("get", "/v1/responses/{response_id}/input_items"): Operation(
+        "What a response answers",
+        shapes.InputItems,
+        errors=(400, 404, 405),
+        query={
+            "limit": "1 to 100 items, 20 without it",
+            "order": "asc: the first one first",
+            "after": "the id of the item before the first one",
+        },
     ),
     ("post", "/v1/messages"): Operation(
         "Answer a chat in Anthropic's shape",
@@ -220,9 +238,9 @@ def _described(operation: Operation, path: str, config: ServerConfig) -> Json:
         {"name": name, "in": "query", "description": text, "schema": _TEXT}
         for name, text in operation.query.items()
     ]
-    if "{model}" in path:
+    for name in _PATH_PARAMETER.findall(path):
         text = {"type": "string", "minLength": 1}
-        parameters.append({"name": "model", "in": "path", "required": True, "schema": text})
+        parameters.append({"name": name, "in": "path", "required": True, "schema": text})
     if parameters:
         described["parameters"] = parameters
     return described

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from aiohttp import web
 
 import jaxserve
@@ -13,7 +15,19 @@ from jaxserve.server.openapi import document
 from jaxserve.server.request.parse import read_fields
 from jaxserve.server.request.schema import EmbeddingsRequest
 from jaxserve.server.service import SERVICE, Service
-from jaxserve.server.shapes import Health, Load, Model, ModelList, Readiness, Version
+from jaxserve.server.shapes import (
+    AnthropicModel,
+    AnthropicModelList,
+    Health,
+    Load,
+    Model,
+    ModelList,
+    Readiness,
+    Version,
+)
+
+ANTHROPIC_VERSION = "anthropic-version"
+"""A header that Anthropic's clients send: models are told of in Anthropic's shape then."""
 
 
 async def health(request: web.Request) -> web.Response:
@@ -42,11 +56,14 @@ async def ready(request: web.Request) -> web.Response:
     """Ready: requests sent now are served now."""
     service = request.app[SERVICE]
     status = service.engine.status()
-    phase = _phase(status, service.config)
-    serving = status.ready and phase not in ("draining", "failed", "stalled")
-    body = Readiness(phase=phase, progress=status.progress)
+    serving = _is_ready(status, service.config)
+    body = Readiness(phase=_phase(status, service.config), progress=status.progress)
     headers = None if serving else {"Retry-After": "1"}
     return json_response(body, status=200 if serving else 503, headers=headers)
+
+
+def _is_ready(status: EngineStatus, config: ServerConfig) -> bool:
+    return status.ready and _phase(status, config) not in ("draining", "failed", "stalled")
 
 
 def _phase(status: EngineStatus, config: ServerConfig) -> str:
@@ -69,7 +86,10 @@ async def load(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
-    service.metrics.observe_load(service.engine.status())
+    status = service.engine.status()
+    service.metrics.observe_load(status, ready=_is_ready(status, service.config))
+    answers = sum(connection.answering for connection in service.connections)
+    service.metrics.observe_answers(answers - 1)  # without this one
     return web.Response(body=service.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
 
@@ -92,13 +112,17 @@ async def openapi(request: web.Request) -> web.Response:
 
 async def list_models(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
+    if ANTHROPIC_VERSION in request.headers:
+        return json_response(_anthropic_models(service))
     models = [_model(service, name) for name in service.config.model_names]
     return json_response(ModelList(object="list", data=models))
 
 
 async def retrieve_model(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
-    return json_response(_model(service, service.model_name(request.match_info["model"])))
+    name = service.model_name(request.match_info["model"])
+    shape = _anthropic_model if ANTHROPIC_VERSION in request.headers else _model
+    return json_response(shape(service, name))
 
 
 async def embeddings(request: web.Request) -> web.Response:
@@ -112,6 +136,17 @@ async def embeddings(request: web.Request) -> web.Response:
         param="model",
         code="model_not_supported",
     )
+
+
+def _anthropic_models(service: Service) -> AnthropicModelList:
+    names = service.config.model_names
+    models = [_anthropic_model(service, name) for name in names]
+    return AnthropicModelList(data=models, has_more=False, first_id=names[0], last_id=names[-1])
+
+
+def _anthropic_model(service: Service, name: str) -> AnthropicModel:
+    created = datetime.fromtimestamp(service.started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return AnthropicModel(id=name, type="model", display_name=name, created_at=created)
 
 
 def _model(service: Service, name: str) -> Model:

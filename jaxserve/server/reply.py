@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
 
-from jaxserve.api import EngineFailed, Overloaded, Rejected
-from jaxserve.server.access import KEY_NAME
-from jaxserve.server.errors import ApiError, engine_error, invalid, json_response
-from jaxserve.server.off_loop import off_loop
+from jaxserve.api import EngineFailed, Overloaded, ReaderTooSlow, Rejected
+from jaxserve.server.errors import (
+    ApiError,
+    engine_error,
+    internal_error,
+    invalid,
+    json_response,
+)
+from jaxserve.server.off_loop import Lane, off_loop
 from jaxserve.server.output.generation import Choice, Delta, Generation, GrammarLeft
 from jaxserve.server.request.priority import Ranked, level_of_header, tier_used
 from jaxserve.server.service import Service
 from jaxserve.server.sse import EventStream
+from jaxserve.server.tenant import tenant_of
 from jaxserve.server.time_limit import read_timeout, time_limit
+
+log = logging.getLogger(__name__)
 
 FIRST_TOKEN_HEADER, ANSWER_HEADER = "x-slo-ttft-ms", "x-slo-e2e-ms"
 """As load balancers and benchmarks spell it."""
@@ -87,9 +95,10 @@ async def answer(
     later failures are events of the stream.
     """
     service = arrival.service
-    headers = ignored_header(service, ignored)
+    headers = ignored_header(service, (*ignored, *generation.ignored))
     _classify(arrival, generation)
     arrival.request[GENERATION] = generation
+    service.huge_bodies.release(arrival.request)
     service.metrics.observe_tokenizing(generation.tokenizing)
     deltas = generation.deltas(service.engine, service.metrics, arrival.at)
     async with aclosing(deltas):
@@ -104,7 +113,8 @@ async def answer(
                         for delta in together:
                             reply.collect(delta)
             timing = _server_timing(arrival, generation, generation.choices[0])
-            body = await off_loop(generation.num_entries > INLINE_ENTRIES, _encoded, reply)
+            where = Lane.LARGE if generation.num_entries > INLINE_ENTRIES else Lane.INLINE
+            body = await off_loop(where, _encoded, reply)
             return json_response(body, headers=headers | timing)
         except (Rejected, Overloaded, EngineFailed) as error:
             raise _as_api_error(service, error) from error
@@ -120,12 +130,10 @@ def _encoded(reply: Reply) -> msgspec.Raw:
 def _classify(arrival: Arrival, generation: Generation) -> None:
     """What headers tell the scheduler: whose request it is, how urgent, by when to answer it."""
     headers = arrival.request.headers
-    checked = arrival.request.get(KEY_NAME, "")
-    key = checked or headers.get("Authorization") or headers.get("x-api-key", "")
     first_token, answer = _seconds(headers, FIRST_TOKEN_HEADER), _seconds(headers, ANSWER_HEADER)
     if answer is None:
         answer = arrival.service.config.request_timeout
-    tenant = sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16] if key else ""
+    tenant = tenant_of(arrival.request)
     level = level_of_header(headers)
     isolated = arrival.service.config.isolate_cache_by_key
     for choice in generation.choices:
@@ -184,6 +192,13 @@ async def _stream(
             if not stream.started:
                 raise
             await stream.send(reply.error_events(_as_api_error(service, error)))
+        except ConnectionError:
+            raise  # nobody is left to be told
+        except Exception:
+            if not stream.started:
+                raise
+            log.exception("an answer that had begun failed: %s", arrival.id)
+            await stream.send(reply.error_events(internal_error()))
     return stream.response
 
 
@@ -223,6 +238,8 @@ def _as_api_error(service: Service, error: Rejected | Overloaded | EngineFailed)
             "that are recursive at their beginning and fewer nested repetitions need less",
             code="grammar_limit",
         )
+    if isinstance(error, ReaderTooSlow):
+        return ApiError(408, f"the answer was given up: {error}", code="slow_reader")
     status = service.engine.status()
     accepting = status.ready and status.phase != "draining"
     if isinstance(error, EngineFailed) and status.phase == "draining":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from aiohttp import web
 
@@ -11,11 +12,23 @@ from jaxserve.config import ServerConfig
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.server.backlog import Backlog
 from jaxserve.server.errors import ApiError
+from jaxserve.server.huge_bodies import HugeBodies
 from jaxserve.server.probe import Probe
+from jaxserve.server.response_store import ResponseStore
+from jaxserve.server.sealed import Sealer
 from jaxserve.server.telemetry.finished import Tracer
 from jaxserve.structured import Guides
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.tokenizer.chat_template import ChatTemplate
+
+
+class Connected(Protocol):
+    """A connection to a client."""
+
+    @property
+    def answering(self) -> bool:
+        """A request has come on it whose answer has not gone out whole."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +38,18 @@ class Service:
     template: ChatTemplate | None
     """None: the model has no chat template."""
     guides: Guides
+    responses: ResponseStore
+    sealer: Sealer
     config: ServerConfig
     metrics: Metrics
     backlog: Backlog
+    huge_bodies: HugeBodies
     probe: Probe
     tracer: Tracer | None
     started: int
     """Unix time, shown as the models' creation time."""
+    connections: set[Connected] = field(default_factory=set["Connected"])
+    """Those that are open."""
 
     def check_accepting(self) -> None:
         """Raise the 503 of a server that is loading, draining or dead."""

@@ -41,6 +41,20 @@ class ModelList(Shape):
     data: list[Model]
 
 
+class AnthropicModel(Shape):
+    id: str
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+
+
+class AnthropicModelList(Shape):
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str
+    last_id: str
+
+
 class CachedTokens(Shape):
     cached_tokens: int
 
@@ -102,10 +116,18 @@ class CalledFunction(Shape):
     arguments: str
 
 
+class CalledCustomTool(Shape):
+    name: str
+    input: str
+
+
 class CalledTool(Shape):
+    """Of a function, or of a custom tool."""
+
     id: str
-    type: Literal["function"]
-    function: CalledFunction
+    type: Literal["function", "custom"]
+    function: CalledFunction | UnsetType = UNSET
+    custom: CalledCustomTool | UnsetType = UNSET
 
 
 class AssistantMessage(Shape):
@@ -189,10 +211,10 @@ class Version(Shape):
 
 
 class OutputItem(Struct, kw_only=True):
-    """A reasoning, a message or a function call."""
+    """A reasoning, a message or a call."""
 
     id: str
-    type: Literal["reasoning", "message", "function_call"]
+    type: Literal["reasoning", "message", "function_call", "custom_tool_call"]
     status: Literal["in_progress", "completed", "incomplete"]
 
 
@@ -217,9 +239,9 @@ class Response(Shape):
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     reasoning: dict[str, Any]
-    store: Literal[False]
+    store: bool
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
@@ -229,6 +251,20 @@ class Response(Shape):
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
     service_tier: UsedTier | UnsetType = UNSET
+
+
+class DeletedResponse(Shape):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputItems(Shape):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class ContentBlock(Struct, kw_only=True):

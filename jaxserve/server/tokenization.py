@@ -5,15 +5,16 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
+from jaxserve.server.access import service_of
 from jaxserve.server.errors import json_response
-from jaxserve.server.off_loop import INLINE_BYTES, off_loop
+from jaxserve.server.off_loop import lane, off_loop
 from jaxserve.server.output.logprobs import token_text
 from jaxserve.server.reply import ignored_header
 from jaxserve.server.request.params import check_token_ids
 from jaxserve.server.request.parse import parse, read_json
-from jaxserve.server.request.prompts import chat_prompt
+from jaxserve.server.request.prompts import chat_prompt, completion_prompts
 from jaxserve.server.request.schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
-from jaxserve.server.service import SERVICE, Service
+from jaxserve.server.service import Service
 from jaxserve.server.shapes import Detokenized, Tokenized
 from jaxserve.tokenizer import decode
 
@@ -24,15 +25,15 @@ class _Messages(msgspec.Struct):
 
 async def tokenize(request: web.Request) -> web.Response:
     """The tokens of a text, or of the prompt that a chat would have."""
-    service, body = request.app[SERVICE], await read_json(request)
-    answer, ignored = await off_loop(len(body) > INLINE_BYTES, _tokenized, service, body)
+    service, body = service_of(request), await read_json(request)
+    answer, ignored = await off_loop(lane(len(body)), _tokenized, service, body)
     return json_response(answer, headers=ignored_header(service, ignored))
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """The text of tokens, markers included."""
-    service, body = request.app[SERVICE], await read_json(request)
-    answer, ignored = await off_loop(len(body) > INLINE_BYTES, _detokenized, service, body)
+    service, body = service_of(request), await read_json(request)
+    answer, ignored = await off_loop(lane(len(body)), _detokenized, service, body)
     return json_response(answer, headers=ignored_header(service, ignored))
 
 
@@ -41,11 +42,12 @@ def _tokenized(service: Service, body: bytes) -> tuple[Tokenized, tuple[str, ...
     if _has_messages(body):
         fields, ignored, _ = parse(body, TokenizeChatRequest)
         service.model_name(fields.model)
-        ids = chat_prompt(fields, service.template, tokenizer).ids
+        prompt = chat_prompt(fields, service.template, tokenizer)
+        ids, ignored = prompt.ids, (*ignored, *prompt.ignored)
     else:
         fields, ignored, _ = parse(body, TokenizeRequest)
         service.model_name(fields.model)
-        ids = tokenizer.encode(fields.prompt)
+        ids = completion_prompts([fields.prompt], tokenizer)[0].ids if fields.prompt else []
     answer = Tokenized(
         count=len(ids),
         max_model_len=service.engine.limits.max_model_len,

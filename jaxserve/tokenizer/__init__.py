@@ -8,14 +8,17 @@ from typing import Protocol, runtime_checkable
 from jaxserve.tokenizer.bytelevel import ByteTokenizer
 from jaxserve.tokenizer.huggingface import HfTokenizer
 from jaxserve.tokenizer.incremental import Detokenizer, StopStrings, decode
+from jaxserve.tokenizer.pieces import Progress, nothing
 
 __all__ = [
     "ByteTokenizer",
     "Detokenizer",
     "HfTokenizer",
+    "Progress",
     "StopStrings",
     "Tokenizer",
     "decode",
+    "nothing",
 ]
 
 
@@ -46,12 +49,17 @@ class Tokenizer(Protocol):
         """Jinja source."""
         ...
 
-    def encode(self, text: str, breaker: str = "") -> list[int]:
+    def encode(self, text: str, breaker: str = "", progress: Progress = nothing) -> list[int]:
         """A marker spelled in the text becomes its token, except where `breaker` splits it.
 
         `breaker` is a character that the caller put into text which must not be read as markers;
-        it is taken out before the text around it is encoded.
+        it is taken out before the text around it is encoded. `progress` is called now and then,
+        with the number of tokens so far, and may raise to end it.
         """
+        ...
+
+    def for_tenant(self, tenant: str) -> Tokenizer:
+        """The same; how long it takes depends on texts of this tenant alone."""
         ...
 
     def spell(self, text: str) -> list[int]:

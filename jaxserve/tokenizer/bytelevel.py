@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from jaxserve.tokenizer.pieces import Progress, nothing
+
 PLAIN_CHAT_TEMPLATE = """\
 {%- for message in messages %}
     {{- message.role + ': ' + message.content + '\n' }}
@@ -23,7 +25,10 @@ class ByteTokenizer:
     eos_token_ids: frozenset[int] = frozenset()
     chat_template: str | None = PLAIN_CHAT_TEMPLATE
 
-    def encode(self, text: str, breaker: str = "") -> list[int]:
+    def for_tenant(self, tenant: str) -> ByteTokenizer:
+        return self
+
+    def encode(self, text: str, breaker: str = "", progress: Progress = nothing) -> list[int]:
         return list((text.replace(breaker, "") if breaker else text).encode())
 
     def spell(self, text: str) -> list[int]:

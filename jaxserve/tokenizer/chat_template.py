@@ -55,6 +55,10 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             where = f"line {error.lineno}: {error.message}"
             raise ConfigError(f"not a Jinja template: {where}") from None
+        except (RecursionError, MemoryError, SyntaxError):  # Jinja's parser, and Python's
+            raise ConfigError("the template is nested too deeply") from None
+        except ValueError as error:
+            raise ConfigError(f"not a Jinja template: {error}") from None
         self._marker_starts = sorted({marker[0] for marker in markers})
 
     def render(
@@ -118,6 +122,8 @@ class ChatTemplate:
             if isinstance(error, TemplateError):
                 raise
             raise TemplateError("the chat template cannot render these messages") from error
+        except RecursionError:
+            raise TemplateError("the chat template nests too deeply for these messages") from None
         return "".join(parts)
 
 

@@ -7,13 +7,16 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 
 from jaxserve.config import ConfigError
 from jaxserve.setting_files import read_json_object, read_text
+from jaxserve.tokenizer.pieces import Progress, Split, nothing, pieces
 
 CACHE_MIN_CHARS = 256
 CACHE_TOTAL_CHARS = 4 * 1024 * 1024
@@ -34,6 +37,7 @@ class HfTokenizer:
         eos_token_ids: frozenset[int] = frozenset(),
         chat_template: str | None = None,
     ):
+        self._full = full
         added = full.get_added_tokens_decoder()
         _check_supported(full, added)
         # The same model without its added tokens, shared and not copied.
@@ -53,6 +57,10 @@ class HfTokenizer:
         )
         self._bytes = {i: text.encode() for text, i in self.markers.items()}
         self._cache = _SegmentCache()
+        self._tenant = ""
+        self._words: Split = (
+            full.pre_tokenizer.pre_tokenize_str if full.pre_tokenizer else _one_word
+        )
 
     @classmethod
     def from_folder(cls, folder: Path) -> HfTokenizer:
@@ -65,6 +73,7 @@ class HfTokenizer:
             full = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises no other type
             raise ConfigError(f"{file}: cannot be read: {error}") from None
+        _check_ids(file, full)
         config, generation = (
             read_json_object(each) if (each := folder / f"{name}_config.json").is_file() else {}
             for name in ("tokenizer", "generation")
@@ -75,13 +84,27 @@ class HfTokenizer:
             chat_template=_chat_template(folder, config),
         )
 
-    def encode(self, text: str, breaker: str = "") -> list[int]:
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without the texts that it has seen."""
+        made = partial(
+            HfTokenizer, eos_token_ids=self.eos_token_ids, chat_template=self.chat_template
+        )
+        return made, (self._full,)
+
+    def for_tenant(self, tenant: str) -> HfTokenizer:
+        own = object.__new__(HfTokenizer)
+        own.__dict__.update(self.__dict__, _tenant=tenant)
+        return own
+
+    def encode(self, text: str, breaker: str = "", progress: Progress = nothing) -> list[int]:
         ids: list[int] = []
         for position, piece in enumerate(self._split.split(text)):
             if position % 2:
                 ids.append(self.markers[piece])
             elif piece:
-                ids.extend(self._encode_plain(piece.replace(breaker, "") if breaker else piece))
+                plain = piece.replace(breaker, "") if breaker else piece
+                self._encode_plain(plain, ids, progress)
+                progress(len(ids))
         return ids
 
     def spell(self, text: str) -> list[int]:
@@ -94,14 +117,20 @@ class HfTokenizer:
             known = self._bytes[token] = _spelled_bytes(self._plain.id_to_token(token))
         return known
 
-    def _encode_plain(self, text: str) -> array[int] | list[int]:
-        if not CACHE_MIN_CHARS <= len(text) <= CACHE_TOTAL_CHARS:
-            return self._merge(text)
-        ids = self._cache.get(text)
-        if ids is None:
-            ids = array("I", self._merge(text))
-            self._cache.put(text, ids)
-        return ids
+    def _encode_plain(self, text: str, ids: list[int], progress: Progress) -> None:
+        """Adds the text's to `ids`."""
+        if len(text) < CACHE_MIN_CHARS:
+            ids.extend(self._merge(text))
+            return
+        if (kept := self._cache.get(self._tenant, text)) is not None:
+            ids.extend(kept)
+            return
+        first = len(ids)
+        for piece in pieces(text, self._words):
+            ids.extend(self._merge(piece))
+            progress(len(ids))
+        if len(text) <= CACHE_TOTAL_CHARS:
+            self._cache.put(self._tenant, text, array("I", ids[first:]))
 
     def _merge(self, text: str) -> list[int]:
         # The only call of the library that gives up the GIL: `encode` held it for all of its
@@ -109,33 +138,62 @@ class HfTokenizer:
         return self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
+def _one_word(text: str) -> list[tuple[str, tuple[int, int]]]:
+    return [(text, (0, len(text)))]
+
+
 class _SegmentCache:
     """Ids of the long texts seen last: the earlier turns of a chat, a shared system prompt.
 
-    In a prefix hit of 16,000 tokens encoding would otherwise be the longest part (25 ms).
+    In a prefix hit of 16,000 tokens encoding would otherwise be the longest part (25 ms). A tenant
+    finds its own texts only.
     """
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[str, array[int]] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
         self._chars = 0
         self._lock = threading.Lock()
 
-    def get(self, text: str) -> array[int] | None:
+    def get(self, tenant: str, text: str) -> array[int] | None:
         with self._lock:
-            ids = self._entries.get(text)
+            ids = self._entries.get((tenant, text))
             if ids is not None:
-                self._entries.move_to_end(text)
+                self._entries.move_to_end((tenant, text))
             return ids
 
-    def put(self, text: str, ids: array[int]) -> None:
+    def put(self, tenant: str, text: str, ids: array[int]) -> None:
         with self._lock:
-            if text in self._entries:
+            if (tenant, text) in self._entries:
                 return
-            self._entries[text] = ids
+            self._entries[tenant, text] = ids
             self._chars += len(text)
             while self._chars > CACHE_TOTAL_CHARS:
-                evicted, _ = self._entries.popitem(last=False)
+                (_, evicted), _ = self._entries.popitem(last=False)
                 self._chars -= len(evicted)
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Added(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+
+
+def _check_ids(file: Path, full: tokenizers.Tokenizer) -> None:
+    """The library numbers added tokens as it likes where the file's numbers leave gaps: the model
+    would read others than it was trained with. ConfigError names the first."""
+    try:
+        listed = msgspec.json.decode(file.read_bytes(), type=_Added).added_tokens
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from None
+    for token in listed:
+        if (used := full.token_to_id(token.content)) != token.id:
+            raise ConfigError(
+                f"{file}: the added token {token.content!r} has id {token.id}, where {used} would "
+                "be next: ids must go on from the vocabulary's without a gap"
+            )
 
 
 def _check_supported(full: tokenizers.Tokenizer, added: Mapping[int, Any]) -> None:

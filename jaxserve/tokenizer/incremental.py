@@ -68,9 +68,15 @@ class StopStrings:
         self._held = seen[shown:]
         return seen[:shown]
 
+    @property
+    def holding(self) -> bool:
+        return bool(self._held)
+
     def flush(self) -> str:
-        """What was held back, once no more text can come."""
+        """What was held back, once no more text can come; what comes then is another text."""
         held, self._held = self._held, ""
+        for matcher in self._matchers:
+            matcher.state = 0
         return held
 
 

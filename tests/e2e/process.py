@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,37 +29,38 @@ def start(*flags: str, environment: dict[str, str] | None = None) -> subprocess.
 def run(
     *arguments: str,
     environment: dict[str, str] | None = None,
-    before: Callable[[], None] | None = None,
+    before: str = "",
 ) -> subprocess.Popen[str]:
     """A Python process that knows our packages, on the CPU.
 
     Args:
-      before: called in the process before it becomes Python, to take something from it.
+      before: Python that the process runs first, to take something from itself. It becomes
+        another Python then: a function of ours after a fork could wait for ever for jax's threads.
     """
     path = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "checkpoints"))
     settings = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **(environment or {})}
     for ours in ("JAX_NUMPY_DTYPE_PROMOTION", "XLA_FLAGS"):  # of the tests, not of a user
         settings.pop(ours, None)
+    become = f"{before}; import os, sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    command = [sys.executable, *(("-S", "-c", become) if before else ())]
     return subprocess.Popen(
-        [sys.executable, *arguments],
+        [*command, *arguments],
         cwd=ROOT,
         env=settings,
-        preexec_fn=before,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-def files_of_at_most(size: int) -> Callable[[], None]:
+def files_of_at_most(size: int) -> str:
     """For `run`: a write beyond it fails half-way, as on a full disk."""
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    return f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))"
 
 
-def obey_permissions() -> None:
-    """For `run`: files' modes count for root, too, without the capabilities to ignore them."""
-    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
-        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP, takes effect at exec
+OBEY_PERMISSIONS = "import ctypes; [ctypes.CDLL(None).prctl(24, n, 0, 0, 0) for n in (1, 2)]"
+"""For `run`: files' modes count for root, too, without the capabilities to ignore them, which are
+CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH. 24 is PR_CAPBSET_DROP, which takes effect at exec."""
 
 
 def small_model(folder: Path) -> Path:

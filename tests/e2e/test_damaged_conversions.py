@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.process import (
+    OBEY_PERMISSIONS,
     ROOT,
     SMALL_SHAPES,
     files_of_at_most,
     finish,
-    obey_permissions,
     run,
     small_model,
     start,
@@ -156,7 +156,7 @@ def test_nothing_more_is_compiled_for_weights_that_are_damaged(model: Path, tmp_
 def test_a_file_of_the_original_that_may_not_be_read_is_named(model: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(model, tmp_path / "model"))
     (copy / "vocab.json").touch(mode=0)
-    process = run(*convert(copy, tmp_path / "out"), before=obey_permissions)
+    process = run(*convert(copy, tmp_path / "out"), before=OBEY_PERMISSIONS)
     status, output = finish(process, timeout=120)
     assert status == 1
     assert f"{copy}/vocab.json: cannot be read: Permission denied" in output.splitlines()[-1]

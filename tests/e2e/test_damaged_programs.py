@@ -7,16 +7,15 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.process import (
+    OBEY_PERMISSIONS,
     SMALL_SHAPES,
     files_of_at_most,
     finish,
-    obey_permissions,
     read_until,
     run,
     small_model,
@@ -51,9 +50,7 @@ def flags(model: Path, cache: Path) -> list[str]:
     return ["--model", str(model), "--cache-dir", str(cache), *SMALL_SHAPES]
 
 
-def precompile(
-    model: Path, cache: Path, before: Callable[[], None] | None = None
-) -> tuple[int, str]:
+def precompile(model: Path, cache: Path, before: str = "") -> tuple[int, str]:
     process = run("-m", "jaxserve", "precompile", *flags(model, cache), before=before)
     return finish(process, timeout=240)
 
@@ -217,7 +214,7 @@ def test_precompile_into_a_folder_that_may_not_be_written_says_so(model: Path, c
     programs(cache)["flush"].unlink()
     folder.chmod(0o500)
     try:
-        status, output = precompile(model, cache, obey_permissions)
+        status, output = precompile(model, cache, OBEY_PERMISSIONS)
     finally:
         folder.chmod(0o700)
     assert status == 1, output
@@ -234,7 +231,7 @@ def test_a_server_reads_a_folder_that_it_may_not_write(
     if missing:
         programs(cache)["flush"].unlink()
     folder.chmod(0o500)
-    process = run("-m", "jaxserve", "--port", "0", *flags(model, cache), before=obey_permissions)
+    process = run("-m", "jaxserve", "--port", "0", *flags(model, cache), before=OBEY_PERMISSIONS)
     try:
         if missing:
             read_until(process, "compiled programs cannot be kept, every .* Permission denied")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+import socket
+from pathlib import Path
 
 import aiohttp
 
 from tests.e2e.process import FEW_BUCKETS, Server, finish, read_until, run, start
 
 LONG = {"model": "jaxserve-embedded", "prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True}
+SHORT = {**LONG, "max_tokens": 1}
 
 
 FULL_DISK = """
@@ -34,6 +38,55 @@ async def test_an_idle_server_ends_at_once_and_not_because_nobody_takes_its_gree
         process.communicate()
     assert status == 0, output
     assert "Traceback" not in output
+
+
+async def test_a_server_without_standard_streams_serves_and_ends_in_order(tmp_path: Path) -> None:
+    """Nothing that it opens takes their place: it would be written to as if it were one."""
+    flags = ("-m", "jaxserve", "--uds", str(tmp_path / "socket"), *FEW_BUCKETS)
+    process = run(*flags, before="import os; os.closerange(0, 3)")
+    try:
+        connector = aiohttp.UnixConnector(str(tmp_path / "socket"))
+        async with aiohttp.ClientSession(connector=connector) as session, asyncio.timeout(120):
+            while not await is_ready(session):
+                assert process.poll() is None
+                await asyncio.sleep(0.1)
+            descriptors = Path(f"/proc/{process.pid}/fd")
+            assert {str((descriptors / f"{n}").readlink()) for n in range(3)} == {"/dev/null"}
+            async with session.post("http://a/v1/completions", json=SHORT) as reply:
+                assert reply.status == 200
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 30) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def test_that_descriptors_run_out_is_said_once_with_their_limit() -> None:
+    few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))"
+    process = run("-m", "jaxserve", "--port", "0", *FEW_BUCKETS, before=few)
+    try:
+        url = (await asyncio.to_thread(read_until, process, r"is ready: \S+ at (http\S+)/v1"))[1]
+        address = "127.0.0.1", int(url.rpartition(":")[2])
+        connections = [socket.create_connection(address) for _ in range(80)]
+        await asyncio.sleep(0.5)
+        for connection in connections:
+            connection.close()
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/health") as reply:
+            assert reply.status == 200
+        process.send_signal(signal.SIGTERM)
+        status, output = await asyncio.to_thread(finish, process, timeout=10)
+    finally:
+        process.kill()
+        process.communicate()
+    assert status == 0, output
+    assert output.count("file descriptors run out: the process may have 64,") == 1, output
+
+
+async def is_ready(session: aiohttp.ClientSession) -> bool:
+    with contextlib.suppress(aiohttp.ClientConnectionError):
+        async with session.get("http://a/ready") as reply:
+            return reply.status == 200
+    return False
 
 
 async def test_a_server_that_is_starting_answers_and_ends_at_once() -> None:

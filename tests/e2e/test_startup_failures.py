@@ -6,23 +6,16 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from tests.e2e.process import finish, run, small_model, start
-
-AS_ANYBODY = """
-import os, sys
-from tests.e2e.process import obey_permissions
-obey_permissions()
-os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-"""
-"""Runs Python with the arguments that follow: jax warns of a fork, where it is in the process."""
+from tests.e2e.process import OBEY_PERMISSIONS, finish, run, small_model, start
 
 
 def fails_with(
     *flags: str, environment: dict[str, str] | None = None, as_anybody: bool = False
 ) -> str:
     """The error line of a start that must fail; files' modes count for root, too, `as_anybody`."""
-    arguments = (*(("-c", AS_ANYBODY) if as_anybody else ()), "-m", "jaxserve", "--port", "0")
-    status, output = finish(run(*arguments, *flags, environment=environment))
+    before = OBEY_PERMISSIONS if as_anybody else ""
+    process = run("-m", "jaxserve", "--port", "0", *flags, environment=environment, before=before)
+    status, output = finish(process)
     assert status == 1, output
     assert "Traceback" not in output
     last = output.strip().splitlines()[-1]

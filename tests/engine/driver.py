@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -86,6 +86,7 @@ def make_engine(
     before: Callable[[Progress], None] = lambda report: None,
     metrics: Metrics | None = None,
     times: StepTimes | None = None,
+    limits: EngineLimits | None = None,
 ) -> Engine:
     """Not started. `before` runs on the engine's thread ahead of the rest of the build."""
 
@@ -93,12 +94,12 @@ def make_engine(
         before(report)
         return Parts(Scheduler(scheduler, CACHE, times=times), runner)
 
-    limits = EngineLimits(scheduler.max_model_len, VOCAB)
+    limits = limits or EngineLimits(scheduler.max_model_len, VOCAB)
     return AsyncEngine(build=build, limits=limits, metrics=metrics or Metrics("tiny"))
 
 
 @asynccontextmanager
-async def serving(runner: GatedRunner, **options: Any) -> AsyncIterator[Engine]:
+async def serving(runner: GatedRunner, **options: Any) -> AsyncGenerator[Engine]:
     engine = make_engine(runner, **options)
     await engine.start()
     try:

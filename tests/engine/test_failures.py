@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
-from jaxserve.api import EngineFailed, FinishReason, GuideError, TokenEvent
+from jaxserve.api import EngineFailed, FinishReason, GuideError, GuideState, TokenEvent
 from jaxserve.engine.engine import Progress
 from jaxserve.engine.loop import StepLoop
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.plan import Sampled
 from tests.engine.driver import (
+    SCHEDULER,
     GatedRunner,
     assert_is_solo,
     begin,
@@ -87,6 +89,31 @@ async def test_who_ended_before_a_result_could_not_be_taken_is_told_so() -> None
         assert await failing == [TokenEvent("r1", None, FinishReason.ERROR)]
         assert (await events_of(other))[-1] == TokenEvent("r2", None, FinishReason.ERROR)
         await until(lambda: is_whole(engine))
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "slo"])
+async def test_a_request_that_cannot_be_queued_ends_alone(
+    policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unready:
+        def start(self) -> GuideState:
+            raise ZeroDivisionError
+
+    runner, metrics = GatedRunner(), Metrics("tiny")
+    async with serving(
+        runner, scheduler=replace(SCHEDULER, policy=policy), metrics=metrics
+    ) as engine:
+        (other,) = await begin(engine, runner, request_of_50(2))
+        runner.let_go()
+        unready = request(0, guide=Unready())
+        assert await events_of(engine.generate(unready)) == [
+            TokenEvent("r0", None, FinishReason.ERROR)
+        ]
+        assert "request r0 could not be queued" in caplog.text
+        assert (await events_of(other))[-1].finish is FinishReason.LENGTH
+        assert_is_solo(await events_of(engine.generate(request(0))), request(0))
+        await until(lambda: is_whole(engine))
+    assert b"jaxserve_step_errors_total 1.0\n" in metrics.exposition()
 
 
 async def test_logits_that_are_no_numbers_count_as_an_error() -> None:

@@ -8,11 +8,12 @@ import time
 
 import pytest
 
-from jaxserve.api import Overloaded
+from jaxserve.api import EngineLimits, Overloaded
 from jaxserve.engine.engine import Progress
 from jaxserve.scheduler import Scheduler
 from tests.engine.driver import (
     CACHE,
+    SCHEDULER,
     GatedRunner,
     begin,
     events_of,
@@ -24,6 +25,7 @@ from tests.engine.driver import (
     serving,
     until,
 )
+from tests.scheduler.fake_runner import VOCAB
 
 
 async def test_status_tells_the_phases_of_the_start() -> None:
@@ -46,6 +48,15 @@ async def test_status_tells_the_phases_of_the_start() -> None:
     status = engine.status()
     assert (status.phase, status.ready, status.progress) == ("serving", True, 1.0)
     assert status.free_pages == status.total_pages == CACHE.usable_pages
+    await engine.stop()
+
+
+async def test_a_context_shorter_than_the_model_s_is_known_once_it_serves() -> None:
+    before = EngineLimits(max_model_len=40_960, vocab_size=VOCAB, sampled_vocab=3)
+    engine = make_engine(GatedRunner(), limits=before)
+    assert engine.limits == before
+    await engine.start()
+    assert engine.limits == before._replace(max_model_len=SCHEDULER.max_model_len)
     await engine.stop()
 
 

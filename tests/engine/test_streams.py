@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from dataclasses import replace
 
 import pytest
 
-from jaxserve.api import FinishReason
+from jaxserve.api import FinishReason, ReaderTooSlow
+from jaxserve.engine import engine as engine_module
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.plan import Sampled
 from jaxserve.step_times import StepTimes
@@ -39,6 +41,25 @@ async def test_a_stop_token_ends_the_stream_with_that_token() -> None:
     async with serving(GatedRunner()) as engine:
         (event,) = await events_of(engine.generate(stopping))
         assert event.token is not None and event.finish is FinishReason.STOP
+
+
+async def test_an_answer_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One who was only late, and had little or waits already, is not."""
+    monkeypatch.setattr(engine_module, "_MAX_UNREAD", 20)
+    runner = GatedRunner()
+    async with serving(runner) as engine:
+        unread, late = await begin(
+            engine, runner, request(0, max_tokens=60), request(1, max_tokens=15)
+        )
+        reading = asyncio.ensure_future(events_of(engine.generate(request(2, max_tokens=60))))
+        await until(lambda: engine.status().waiting == 1)
+        runner.let_go()
+        assert_is_solo(await reading, request(2, max_tokens=60))
+        await until(lambda: is_whole(engine))
+        with pytest.raises(ReaderTooSlow, match="20 tokens and logprobs waited"):
+            await events_of(unread)
+        assert (await events_of(late))[-1].finish is FinishReason.LENGTH
+        assert engine.num_streams == 0
 
 
 async def test_a_token_arrives_before_the_next_step_is_read() -> None:
@@ -84,6 +105,30 @@ async def test_many_streams_at_once_each_get_their_own() -> None:
         await until(lambda: is_whole(engine))
     counted = b'vllm:request_num_preemptions_count{engine="0",model_name="tiny"} 60.0\n'
     assert counted in metrics.exposition()
+
+
+async def test_tokens_are_counted_while_their_sequences_run() -> None:
+    def counted() -> tuple[float, ...]:
+        lines = re.findall(r"^vllm:(?:prompt|generation)_tokens_total.* (.*)$", shown(), re.M)
+        return tuple(map(float, lines))
+
+    def shown() -> str:
+        return metrics.exposition().decode()
+
+    metrics, runner = Metrics("tiny"), GatedRunner()
+    async with serving(runner, metrics=metrics) as engine:
+        prompt = tuple(range(20))  # a step computes 16 tokens at most
+        runner.hold()
+        stream = events_of(engine.generate(replace(request_of_50(0), prompt=prompt)))
+        reader = asyncio.ensure_future(stream)
+        runner.let_one_step_go()
+        assert counted() == (0, 0), "its results are read beside the next step"
+        for expected in ((16, 0), (20, 1), (20, 2)):
+            runner.let_one_step_go()
+            await until(lambda: counted() == expected)  # noqa: B023  (awaited here)
+        runner.let_go()
+        assert len(await reader) == 44, "up to the longest that a sequence may be"
+        assert counted() == (20, 44)
 
 
 async def test_steps_teach_the_scheduler_how_long_they_take() -> None:

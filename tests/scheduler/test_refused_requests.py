@@ -8,11 +8,15 @@ from jaxserve.api import (
     Overloaded,
     Rejected,
 )
+from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.scheduler import Scheduler
+from jaxserve.scheduler.admission import Answer
 from tests.scheduler.by_hand import (
     planned,
     request,
     scheduler,
 )
+from tests.scheduler.loop import Optimist
 
 
 def test_a_prompt_that_leaves_no_room_in_the_context_is_rejected_with_the_numbers() -> None:
@@ -67,3 +71,30 @@ def test_a_burst_that_free_slots_can_take_is_not_overload() -> None:
         sched.add(request(name))
     with pytest.raises(Overloaded):
         sched.add(request("e"))
+
+
+def test_a_request_that_fails_half_way_leaves_nothing_behind() -> None:
+    class Faulty(Optimist):
+        broken = False
+
+        def of_new(self, max_tokens: int) -> Answer:
+            if self.broken:
+                raise ZeroDivisionError
+            return super().of_new(max_tokens)
+
+    config = SchedulerConfig(
+        max_num_seqs=1, max_model_len=64, max_num_batched_tokens=16, policy="slo"
+    )
+    lengths = Faulty()
+    sched = Scheduler(config, CacheConfig(num_pages=65), lengths=lengths, clock=lambda: 1.0)
+    sched.add(request("a"))
+    lengths.broken = True
+    with pytest.raises(ZeroDivisionError):
+        sched.add(request("b"))
+    lengths.broken = False
+    sched.check()
+    assert sched.num_waiting == 1
+    sched.add(request("b"))
+    planned(sched)
+    sched.abort("a")
+    assert [row.seq_id for row in planned(sched).rows] == [1]

@@ -150,18 +150,22 @@ def _abort(loop: Loop, work: Workload, turn: int, *, after_launch: bool) -> None
 
 def check_against_solo(work: Workload) -> None:
     loop = play(work)
+    least = most = 0
     for arrival in work.arrivals:
         request_id = arrival.request.id
         if request_id not in loop.events:
             continue  # rejected
         expected, reason = solo(arrival.request, work.config, work.cache)
         got, finish = loop.tokens(request_id), loop.finish(request_id)
+        length = len(arrival.request.prompt)
+        least, most = least + length * bool(got), most + length
         if finish is FinishReason.ERROR:
             assert work.failing_turn is not None and got == expected[: len(got)]
         elif finish is None:
             assert arrival.abort_delay is not None and got == expected[: len(got)]
         else:
             assert (got, finish) == (expected, reason)
+    assert least <= loop.scheduler.num_prompt_tokens <= most, "each counts once"
     assert loop.scheduler.pages.num_free == work.cache.usable_pages
     assert loop.scheduler.num_running == loop.scheduler.num_waiting == 0
     event(f"prefix hits: {loop.hit_tokens > 0}")

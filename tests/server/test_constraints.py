@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import aiohttp
 import numpy as np
 import pytest
 
-from tests.fakes import CALL, END_CALL, END_THINK, IM_END, THINK, FakeEngine
-from tests.server.conftest import Serve
+from jaxserve.structured import BadWords, GrammarsBusy, Guides, Thinking
+from jaxserve.tokenizer import decode
+from tests.fakes import CALL, END_CALL, END_THINK, IM_END, THINK, FakeEngine, tiny_tokenizer
+from tests.server.conftest import MODEL, Serve, openai_client
 
 USER = {"role": "user", "content": "Hi"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -101,7 +105,6 @@ async def test_constraints_that_exclude_each_other_are_refused_by_name(serve: Se
         ({"response_format": form, "bad_words": ["a"]}, None),
         ({"bad_words": ["a"], "allowed_token_ids": [1]}, "bad_words"),
         ({"thinking_token_budget": 1, "allowed_token_ids": [1]}, "thinking_token_budget"),
-        ({"response_format": form, "tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
     ):
         status, body = await chat(serve, FakeEngine(), **fields)
@@ -162,3 +165,254 @@ async def test_parameters_of_tools_that_cannot_be_followed_are_refused_when_forc
     assert status == 200, "only a forced call needs them"
     status, body = await chat(serve, FakeEngine(), tools=[tool], tool_choice="required")
     assert (status, body["error"]["param"]) == (400, "tools")
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize("form", [FORMAT, {"type": "json_object"}])
+async def test_tools_may_be_called_instead_of_an_answer_in_the_format(
+    serve: Serve, form: dict[str, Any]
+) -> None:
+    fields: dict[str, Any] = {"tools": TOOLS, "response_format": form}
+    engine = FakeEngine([*b"\n\n", *CALLED])
+    status, body = await chat(serve, engine, **fields)
+    assert (status, first_tokens(engine)) == (200, {ord("{"), ord("\n"), CALL, THINK})
+    choice = body["choices"][0]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    engine = FakeEngine([THINK, *b"hm", END_THINK, *b'\n\n{"a": 2}', IM_END])
+    _, body = await chat(serve, engine, **fields)
+    message = body["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("hm", '{"a": 2}')
+    assert "tool_calls" not in message
+
+
+def follower(engine: FakeEngine) -> Callable[[Iterable[int]], bool]:
+    """Whether the last request's guide lets these tokens through."""
+    guide = engine.requests[-1].params.guide
+    assert guide is not None
+
+    def followed(tokens: Iterable[int]) -> bool:
+        state = guide.start()
+        for token in tokens:
+            assert state.wait(10)
+            allowed = np.unpackbits(np.frombuffer(state.mask, np.uint8), bitorder="little")
+            if not allowed[token]:
+                return False
+            state.advance(token)
+        return True
+
+    return followed
+
+
+async def test_the_grammar_of_calls_or_an_answer_takes_either_to_its_end(serve: Serve) -> None:
+    engine = FakeEngine(b"{}")
+    await chat(serve, engine, tools=TOOLS, response_format=FORMAT)
+    followed = follower(engine)
+    assert followed([*b'{"a": 2}', IM_END])
+    assert followed([THINK, *b"hm", END_THINK, *b'\n\n{"a": 2}', IM_END])
+    assert followed([THINK, *b"hm", END_THINK, *b"\n\n", *CALLED])
+    assert followed([*CALLED[:-1], *b"\n", *CALLED])
+    for wrong in (b"Well", b'{"b"', [CALL, *b'\n{"name": "h'], [*CALLED[:-1], *b'\n{"a"']):
+        assert not followed([*wrong])
+    await chat(serve, engine, tools=TOOLS, response_format=FORMAT, parallel_tool_calls=False)
+    followed = follower(engine)
+    assert followed(CALLED) and not followed([*CALLED[:-1], *b"\n"])
+
+
+async def test_tools_whose_schemas_cannot_be_followed_are_called_with_any_object(
+    serve: Serve,
+) -> None:
+    fields: dict[str, Any] = {"tools": [tool_with({"not": {}})], "response_format": FORMAT}
+    engine = FakeEngine(CALLED)
+    status, body = await chat(serve, engine, **fields)
+    assert status == 200 and CALL in first_tokens(engine)
+    assert body["choices"][0]["message"]["tool_calls"]
+    bad = {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}
+    status, body = await chat(serve, engine, tools=TOOLS, response_format=bad)
+    assert (status, body["error"]["param"]) == (400, "response_format.json_schema.schema")
+
+
+async def test_a_forced_call_goes_before_a_format(serve: Serve) -> None:
+    named = {"type": "function", "function": {"name": "f"}}
+    for choice in ("required", named):
+        engine = FakeEngine(CALLED)
+        fields = {"tools": TOOLS, "response_format": FORMAT, "tool_choice": choice}
+        status, body = await chat(serve, engine, **fields)
+        assert status == 200 and first_tokens(engine) == {CALL, THINK}
+        assert body["choices"][0]["message"]["tool_calls"]
+
+
+PATCH = {
+    "type": "grammar",
+    "grammar": {"syntax": "lark", "definition": 'start: "+" /[^\\n]*/ LF\n%import common.LF'},
+}
+DIGITS = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[0-9]+"}}
+
+
+def custom(name: str, form: dict[str, Any] | None = None) -> dict[str, Any]:
+    format_ = {} if form is None else {"format": form}
+    return {"type": "custom", "custom": {"name": name, "description": "Does it", **format_}}
+
+
+def call_of(name: str, text: str) -> list[int]:
+    return [CALL, *f'\n{{"name": "{name}", "arguments": {text}'.encode(), END_CALL]
+
+
+async def test_a_custom_tool_is_called_with_text_of_its_grammar(serve: Serve) -> None:
+    tools = [custom("patch", PATCH), custom("digits", DIGITS), custom("any"), *TOOLS]
+    engine = FakeEngine([*b"Well", *call_of("patch", "+a\n"), IM_END])
+    _, body = await chat(serve, engine, tools=tools)
+    message = body["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    assert (call["type"], call["custom"]) == ("custom", {"name": "patch", "input": "+a\n"})
+    assert body["choices"][0]["finish_reason"] == "tool_calls"
+    followed = follower(engine)
+    assert followed([*b"Well, \n", IM_END])
+    assert followed([THINK, *b"hm", END_THINK, *b"\n\nWell", *call_of("patch", "+a\n"), IM_END])
+    assert followed([*call_of("digits", "42}\n"), *b"\n", *CALLED])
+    assert followed([*call_of("any", 'what "ever"\n}}\n'), IM_END])
+    for wrong in (
+        call_of("patch", "a"),
+        call_of("patch", '{"input"'),
+        call_of("digits", "x"),
+        call_of("other", ""),
+        [CALL, *b'\n{"name": "f", "arguments": {"a": "x"'],
+    ):
+        assert not followed(wrong)
+
+
+async def test_a_custom_call_streams_and_comes_back_as_history(serve: Serve) -> None:
+    engine = FakeEngine([*call_of("any", "two\nlines}\n"), IM_END])
+    async with openai_client(serve, engine) as api:
+        fields: Any = {"model": MODEL, "tools": [custom("any")]}
+        whole = await api.chat.completions.create(messages=[USER], **fields)
+        (call,) = whole.choices[0].message.tool_calls
+        assert (call.type, call.custom.input) == ("custom", "two\nlines")
+        stream = await api.chat.completions.create(messages=[USER], stream=True, **fields)
+        deltas = [
+            part.to_dict()
+            async for chunk in stream
+            for part in chunk.choices[0].delta.tool_calls or ()
+        ]
+        assert deltas[0]["custom"]["name"] == "any"
+        assert "".join(part["custom"]["input"] for part in deltas) == "two\nlines"
+        result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+        history = [USER, whole.choices[0].message.to_dict(), result]
+        await api.chat.completions.create(messages=history, **fields)
+    prompt = decode(tiny_tokenizer(), engine.requests[-1].prompt, skip_special=False)
+    assert "<tool_call>\ntwo\nlines\n</tool_call>" in prompt
+
+
+async def test_a_custom_tool_can_be_forced_and_be_called_beside_a_format(serve: Serve) -> None:
+    engine = FakeEngine(call_of("digits", "42}\n"))
+    named = {"type": "custom", "custom": {"name": "digits"}}
+    tools = [custom("digits", DIGITS), *TOOLS]
+    for more in ({"tool_choice": named}, {"response_format": FORMAT}):
+        _, body = await chat(serve, engine, tools=tools, **more)
+        (call,) = body["choices"][0]["message"]["tool_calls"]
+        assert call["custom"]["input"] == "42"
+        assert follower(engine)(call_of("digits", "42}\n"))
+
+
+async def test_a_bad_grammar_of_a_tool_is_refused(serve: Serve) -> None:
+    bad = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "("}}
+    status, body = await chat(serve, FakeEngine(), tools=[custom("a", bad)])
+    assert (status, body["error"]["param"]) == (400, "tools")
+    status, body = await chat(serve, FakeEngine(), tools=[custom("a", {"type": "grammar"})])
+    assert body["error"]["param"] == "tools[0].custom.format.grammar"
+
+
+async def test_only_allowed_tools_are_called_and_all_are_shown(serve: Serve) -> None:
+    for mode in ("auto", "required"):
+        allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "f"}}]}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
+        engine = FakeEngine(CALLED)
+        _, body = await chat(serve, engine, tools=TOOLS, tool_choice=choice)
+        assert body["choices"][0]["message"]["tool_calls"]
+        prompt = decode(tiny_tokenizer(), engine.requests[-1].prompt, skip_special=False)
+        assert '"name": "g"' in prompt
+        followed = follower(engine)
+        assert followed(CALLED) and followed(b"Well") == (mode == "auto")
+        assert not followed(call_of("g", '{"a": 1}}\n'))
+    status, body = await chat(
+        serve,
+        FakeEngine(),
+        tools=TOOLS,
+        tool_choice={
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto", "tools": [{"function": {"name": "h"}}]},
+        },
+    )
+    assert (status, body["error"]["param"]) == (400, "tool_choice")
+
+
+async def test_tools_of_other_servers_are_left_out_and_named(serve: Serve) -> None:
+    url = await serve(FakeEngine(b"Hi"))
+    for tools in ([{"type": "web_search"}, *TOOLS], [{"type": "web_search"}]):
+        body = {"messages": [USER], "tools": tools, "tool_choice": "auto"}
+        async with aiohttp.request("POST", f"{url}/v1/chat/completions", json=body) as reply:
+            assert reply.status == 200
+            assert reply.headers["x-jaxserve-ignored-params"] == "tools.web_search"
+
+
+async def test_no_tools_to_choose_from_are_none(serve: Serve) -> None:
+    for fields in ({"tools": [], "tool_choice": "auto"}, {"tools": [], "tool_choice": "none"}):
+        status, _ = await chat(serve, FakeEngine(b"Hi"), **fields)
+        assert status == 200
+
+
+async def test_no_turn_for_a_grammar_is_a_503_that_says_when_to_come_again(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def busy(*_: Any) -> Any:
+        raise GrammarsBusy("7 other grammars wait", retry_after=2.5)
+
+    monkeypatch.setattr(Guides, "compile", busy)
+    url = await serve(FakeEngine())
+    body = {"messages": [USER], "guided_regex": "a"}
+    async with aiohttp.request("POST", f"{url}/v1/chat/completions", json=body) as reply:
+        error = (await reply.json())["error"]
+        assert (reply.status, error["code"]) == (503, "grammars_busy")
+        assert reply.headers["Retry-After"] == "3" and error["message"] == "7 other grammars wait"
+
+
+async def test_a_grammar_is_compiled_for_the_key_of_its_request(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenants: list[str] = []
+    compile_one = Guides.compile
+
+    async def recorded(self: Guides, grammar: Any, thinking: Thinking, tenant: str) -> Any:
+        tenants.append(tenant)
+        return await compile_one(self, grammar, thinking, tenant)
+
+    monkeypatch.setattr(Guides, "compile", recorded)
+    url = await serve(engine := FakeEngine(b"a"), isolate_cache_by_key=True)
+    body, guides = {"prompt": "x", "guided_regex": "a"}, list[Any]()
+    async with aiohttp.ClientSession() as session:
+        for key in ("one", "two", "one"):
+            headers = {"Authorization": f"Bearer {key}"}
+            async with session.post(f"{url}/v1/completions", json=body, headers=headers) as reply:
+                assert reply.status == 200
+            guides.append(engine.requests[-1].params.guide)
+    assert tenants[0] == tenants[2] != tenants[1] and all(tenants)
+    assert guides[0].compiled is guides[2].compiled is not guides[1].compiled
+
+
+async def test_many_bad_words_are_tokenised_in_a_thread(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    make = BadWords.__init__
+
+    def recorded(*arguments: Any) -> None:
+        threads.append(threading.current_thread().name)
+        make(*arguments)
+
+    monkeypatch.setattr(BadWords, "__init__", recorded)
+    for count in (1, 128):
+        words = [f"word {number}" for number in range(count)]
+        assert (await chat(serve, FakeEngine(b"Hi"), bad_words=words))[0] == 200
+    assert threads[0] == "MainThread" and threads[1].startswith("large requests")

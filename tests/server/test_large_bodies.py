@@ -13,7 +13,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from jaxserve.server.off_loop import MAX_THREADS, off_loop
+from jaxserve.server.off_loop import MAX_THREADS, Lane, off_loop
+from jaxserve.tokenizer import Progress, nothing
 from tests.fakes import FakeEngine, tiny_tokenizer
 from tests.server.conftest import MODEL, Serve
 
@@ -101,9 +102,9 @@ async def test_long_texts_are_encoded_off_the_event_loop(
     tokenizer = tiny_tokenizer()
     encode = tokenizer.encode
 
-    def held(text: str, breaker: str = "") -> list[int]:
+    def held(text: str, breaker: str = "", progress: Progress = nothing) -> list[int]:
         assert go_on.wait(60), "the loop was held up"
-        return encode(text, breaker)
+        return encode(text, breaker, progress)
 
     tokenizer.encode = held
     url = await serve(FakeEngine(), tokenizer=tokenizer)
@@ -129,7 +130,7 @@ async def test_few_are_worked_on_at_once() -> None:
         with lock:
             working -= 1
 
-    await asyncio.gather(*(off_loop(True, work) for _ in range(20)))
+    await asyncio.gather(*(off_loop(Lane.LARGE, work) for _ in range(20)))
     assert 1 < most <= MAX_THREADS
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gzip
 import io
+import json
 import socket
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -220,10 +222,59 @@ async def test_what_is_not_http_is_a_400(
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(request_bytes)
-    status_line = await asyncio.wait_for(reader.readline(), 5)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    error = json.loads(await asyncio.wait_for(reader.read(), 5))["error"]
     writer.close()
-    assert status_line.split()[1] == b"400", status_line
+    assert head.split()[1] == b"400", head
+    assert b"\r\nServer: jaxserve\r\n" in head
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith("the request is not HTTP")
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages", "/nothing"])
+async def test_expectations_that_nobody_has_are_refused_in_our_words(
+    serve: Serve, path: str
+) -> None:
+    headers = {"Expect": "tea"}
+    async with aiohttp.request(
+        "POST", f"{await serve(FakeEngine())}{path}", json={}, headers=headers
+    ) as reply:
+        assert (reply.status, reply.headers["Server"]) == (417, "jaxserve")
+        error = (await reply.json())["error"]
+    assert error["type"] == "invalid_request_error"
+    assert "100-continue" in error["message"]
+
+
+PROMPT = b'{"prompt": "Hi", "max_tokens": 1}'
+PACKED = gzip.compress(PROMPT, mtime=0)
+
+
+@pytest.mark.parametrize(
+    ("coding", "body", "status"),
+    [
+        ("gzip", PACKED, 200),
+        ("GZIP", PACKED, 200),
+        ("deflate", zlib.compress(PROMPT), 200),
+        ("deflate", zlib.compress(PROMPT, wbits=-15), 200),
+        ("identity", PROMPT, 200),
+        ("gzip", PACKED[:-1], 400),
+        ("gzip", PACKED[:-8], 400),  # all of the content is there
+        ("gzip", PACKED[:-8] + bytes(8), 400),
+        ("gzip", PACKED + PACKED, 400),
+        ("deflate", zlib.compress(PROMPT)[:-1], 400),
+        ("gzip", b"", 400),
+        ("gzip", gzip.compress(b" " * 10_000, mtime=0), 413),
+        ("br", PROMPT, 415),
+    ],
+)
+async def test_a_compressed_body_is_taken_if_it_is_whole(
+    serve: Serve, coding: str, body: bytes, status: int
+) -> None:
+    url = f"{await serve(FakeEngine(), max_request_bytes=5000)}/v1/completions"
+    headers = {"Content-Type": "application/json", "Content-Encoding": coding}
+    async with aiohttp.request("POST", url, data=io.BytesIO(body), headers=headers) as reply:
+        assert reply.status == status, await reply.text()
 
 
 @pytest.mark.parametrize("body", [b"{}", gzip.compress(b"{}" * 99, mtime=0)[:-9]])

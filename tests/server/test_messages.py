@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -169,7 +171,8 @@ async def test_errors_are_those_of_the_official_client(serve: Serve) -> None:
             {"extra_body": {"temperature": 1.5}},
             {"messages": []},
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            {"stop_sequences": ["a"] * 5},
+            {"stop_sequences": ["a"] * 65},
+            {"tools": [{"name": "add"}]},
             {"tool_choice": {"type": "tool"}, "tools": TOOLS},
             {"extra_body": {"output_format": {"type": "json_schema"}}},
         ):
@@ -226,6 +229,85 @@ async def test_whether_a_result_is_an_error_is_told_to_have_no_effect(serve: Ser
     url = f"{await serve(FakeEngine())}/v1/messages"
     async with aiohttp.request("POST", url, json=body) as reply:
         assert reply.headers["x-jaxserve-ignored-params"] == "messages.content.is_error"
+
+
+async def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_read(
+    serve: Serve,
+) -> None:
+    """Claude Code takes the numbers out of the message, and leaves out as much of its history."""
+    engine = FakeEngine(max_model_len=64)
+    async with client(serve, engine) as api:
+        long: Any = [{"role": "user", "content": "x" * 99}]
+        counted = await api.messages.count_tokens(model=MODEL, messages=long)
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            await api.messages.create(model=MODEL, max_tokens=9, messages=long)
+    expected = f"prompt is too long: {counted.input_tokens} tokens > 63 maximum"
+    assert caught.value.body["error"] == {"type": "invalid_request_error", "message": expected}
+
+
+async def test_an_answer_has_its_id_where_the_official_client_looks_for_it(serve: Serve) -> None:
+    async with client(serve, FakeEngine(b"Hi")) as api:
+        raw = await api.messages.with_raw_response.create(
+            model=MODEL, max_tokens=1, messages=USER, extra_headers={"X-Request-Id": "mine"}
+        )
+        assert raw.request_id == "mine"
+        with pytest.raises(anthropic.NotFoundError) as caught:
+            await api.messages.create(model="other", max_tokens=1, messages=USER)
+        assert caught.value.request_id
+
+
+async def test_many_stop_sequences_are_taken(serve: Serve) -> None:
+    stops = [f"stop {i}" for i in range(63)] + ["lo"]
+    async with client(serve, FakeEngine(b"Hello")) as api:
+        reply = await api.messages.create(
+            model=MODEL, max_tokens=9, messages=USER, stop_sequences=stops
+        )
+    assert (reply.content[0].text, reply.stop_sequence) == ("Hel", "lo")
+
+
+async def test_what_a_tool_shows_and_the_model_cannot_read_is_a_placeholder(serve: Serve) -> None:
+    parts = [
+        {"type": "text", "text": "See:"},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}},
+        {"type": "tool_reference", "tool_name": "grep"},
+    ]
+    use = {"type": "tool_use", "id": "t1", "name": "add", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": parts}
+    history = [
+        *USER,
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+    ]
+    url = await serve(engine := FakeEngine(b"x"))
+    for route in ("messages", "messages/count_tokens"):
+        body = {"model": MODEL, "max_tokens": 1, "messages": history, "tools": TOOLS}
+        async with aiohttp.request("POST", f"{url}/v1/{route}", json=body) as reply:
+            assert reply.status == 200, await reply.text()
+            named = reply.headers["x-jaxserve-ignored-params"]
+        assert "messages.content.image,messages.content.tool_reference" in named
+    assert "See:[image: left out, this model reads text][tool_reference:" in prompt_of(engine)
+
+
+async def test_tools_of_anthropics_own_types_are_left_out_and_named(serve: Serve) -> None:
+    tools = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}, *TOOLS]
+    body = {"model": MODEL, "max_tokens": 1, "messages": USER, "tools": tools}
+    url = await serve(engine := FakeEngine(b"x"))
+    async with aiohttp.request("POST", f"{url}/v1/messages", json=body) as reply:
+        assert reply.status == 200, await reply.text()
+        assert "tools.web_search_20250305" in reply.headers["x-jaxserve-ignored-params"]
+    assert '"name": "add"' in prompt_of(engine) and "web_search" not in prompt_of(engine)
+
+
+@pytest.mark.parametrize("turn", ["first", "after a call"])
+async def test_every_request_of_claude_code_is_answered(serve: Serve, turn: str) -> None:
+    recorded = json.loads((Path(__file__).parent / "recordings/claude_code.json").read_text())
+    url = await serve(FakeEngine([*b"Done.", IM_END]))
+    body = {**recorded[turn], "model": MODEL}
+    async with aiohttp.request(
+        "POST", f"{url}/v1/messages?beta=true", json=body, headers=recorded["headers"]
+    ) as reply:
+        assert reply.status == 200, await reply.text()
+        assert "event: message_stop" in await reply.text()
 
 
 async def test_a_failure_in_mid_stream_is_an_error_event(serve: Serve) -> None:

@@ -91,7 +91,7 @@ async def test_answers_have_the_shape_that_is_described(
 async def test_what_can_be_asked_without_a_body_has_its_shape_too(serve: Serve) -> None:
     url = await serve(FakeEngine())
     for (method, path), operation in OPERATIONS.items():
-        if method == "get" and operation.answer is not None:
+        if method == "get" and operation.answer is not None and "{response_id}" not in path:
             async with aiohttp.request("GET", url + path.format(model="tiny")) as reply:
                 assert reply.status == 200
                 msgspec.json.decode(await reply.read(), type=operation.answer)

@@ -48,12 +48,21 @@ async def test_health_follows_progress_and_not_readiness(serve: Serve) -> None:
 async def test_ready_only_while_requests_are_served(serve: Serve) -> None:
     engine = FakeEngine()
     url = await serve(engine, stall_timeout=10.0)
+
+    async def scraped() -> str:
+        async with aiohttp.request("GET", f"{url}/metrics") as reply:
+            return await reply.text()
+
+    ready = 'jaxserve_ready{engine="0",model_name="tiny"} '
     assert (await get(url, "/ready"))[0] == 200
+    assert ready + "1.0\n" in await scraped()
     for phase in ("loading", "draining", "failed"):
         engine.phase = phase
         assert await get(url, "/ready") == (503, {"phase": phase, "progress": 0.5})
+        assert ready + "0.0\n" in await scraped()
     engine.phase, engine.last_step_age = "serving", 11.0
     assert (await get(url, "/ready"))[0] == 503
+    assert ready + "0.0\n" in await scraped()
 
 
 async def test_load_and_version(serve: Serve) -> None:
@@ -136,8 +145,8 @@ async def test_metrics_count_what_was_served(serve: Serve) -> None:
     labels = 'engine="0",model_name="tiny"'
     labelled = 'engine="0",finished_reason="{}",model_name="tiny"'
     assert {
-        f"vllm:prompt_tokens_total{{{labels}}} 2.0",
-        f"vllm:generation_tokens_total{{{labels}}} 3.0",
+        f"vllm:request_prompt_tokens_sum{{{labels}}} 2.0",
+        f"vllm:request_generation_tokens_sum{{{labels}}} 3.0",
         f"vllm:prompt_tokens_cached_total{{{labels}}} 1.0",
         f"vllm:prefix_cache_queries_total{{{labels}}} 2.0",
         f'vllm:prompt_tokens_by_source_total{{{labels},source="local_compute"}} 1.0',
@@ -167,7 +176,7 @@ async def test_a_failure_is_not_counted_as_a_token(serve: Serve, tokens: int) ->
         lines = set((await reply.text()).splitlines())
     labels = '{engine="0",model_name="tiny"}'
     assert {
-        f"vllm:generation_tokens_total{labels} {float(tokens)}",
+        f"vllm:request_generation_tokens_sum{labels} {float(tokens)}",
         f"vllm:time_to_first_token_seconds_count{labels} {float(tokens > 0)}",
         f"vllm:inter_token_latency_seconds_count{labels} {float(max(0, tokens - 1))}",
         f"vllm:prefix_cache_queries_total{labels} {2.0 * (tokens > 0)}",

@@ -12,8 +12,19 @@ type Summary = list[Content | Reasoning | str]
 """Neighbours of one kind joined; a call as its name and arguments."""
 
 
-def parse(parts: list[str], *, thinking: bool = True, opened: bool = False) -> Summary:
-    parser = OutputParser(thinking=thinking, tools=True, opened=opened)
+FREE_TEXT = {"raw": "}\n", "lark": ""}
+
+
+def parse(
+    parts: list[str], *, thinking: bool = True, opened: bool = False, text_or_calls: bool = False
+) -> Summary:
+    parser = OutputParser(
+        thinking=thinking,
+        tools=True,
+        opened=opened,
+        free_text=FREE_TEXT,
+        text_or_calls=text_or_calls,
+    )
     pieces = [piece for part in parts for piece in parser.push(part)] + parser.finish()
     return summary(pieces)
 
@@ -34,22 +45,31 @@ def summary(pieces: list[Piece]) -> Summary:
     return joined
 
 
+def shown(piece: Piece) -> str:
+    return piece.name if isinstance(piece, CallOpened) else piece.text
+
+
 WORDS = [
+    *('{"name": "raw", "arguments": ', '{"name": "lark", "arguments": ', "}\n"),
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "\n", " ", "a<", "<tool", "b"),
     '{"name": "f", "arguments": {"x": "é"}}',
     *('{"name": "f", "arguments": ', "{", "}", '"', "\\", "[", "{}", "null"),
 ]
 
 
-@given(st.lists(st.sampled_from(WORDS)).map("".join), st.data(), st.booleans(), st.booleans())
+@given(
+    st.lists(st.sampled_from(WORDS)).map("".join),
+    st.data(),
+    st.fixed_dictionaries(dict.fromkeys(("thinking", "opened", "text_or_calls"), st.booleans())),
+)
 def test_any_split_of_the_text_gives_the_same_pieces(
-    text: str, data: st.DataObject, thinking: bool, opened: bool
+    text: str, data: st.DataObject, options: dict[str, bool]
 ) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=len(text))))
     parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    whole = parse([text], thinking=thinking, opened=opened)
-    assert parse(parts, thinking=thinking, opened=opened) == whole
-    assert parse(list(text), thinking=thinking, opened=opened) == whole
+    whole = parse([text], **options)
+    assert parse(parts, **options) == whole
+    assert parse(list(text), **options) == whole
 
 
 def test_a_thought_and_an_answer() -> None:
@@ -109,11 +129,11 @@ def test_without_tools_or_thinking_nothing_is_touched() -> None:
 def test_a_call_is_shown_as_it_grows() -> None:
     parser = OutputParser(thinking=True, tools=True)
     seen = [
-        [tuple(piece)[-1] for piece in parser.push(part)]
+        [shown(piece) for piece in parser.push(part)]
         for part in ("<tool", '_call>\n{"na', 'me": "add", "argum', 'ents": {"a": "', "<", "/b")
     ]
     assert seen == [[], [], [], ["add", '{"a": "'], ["<"], ["/b"]]
-    seen = [tuple(piece)[-1] for piece in parser.push('"}}\n</tool_call>')]
+    seen = [shown(piece) for piece in parser.push('"}}\n</tool_call>')]
     assert seen == ['"}']
     assert parser.num_calls == 1
 
@@ -148,3 +168,17 @@ def test_only_the_first_call_is_kept_where_one_is_wanted() -> None:
     parser = OutputParser(thinking=False, tools=True, parallel_calls=False)
     assert summary(parser.push(f"{call}\n{call} more") + parser.finish()) == ["f:{}"]
     assert parser.ended
+
+
+def test_free_text_of_a_call_is_passed_on_as_it_is() -> None:
+    text = 'Well\n<tool_call>\n{"name": "raw", "arguments": a "b}\n c}\n</tool_call>\n'
+    assert parse([text]) == [Content("Well"), 'raw:a "b}\n c']
+    assert parse([text.replace("raw", "lark")]) == [Content("Well"), 'lark:a "b}\n c}\n']
+    assert parse(['<tool_call>{"name": "raw", "arguments": cut']) == ["raw:cut"]
+
+
+def test_an_answer_or_calls_has_no_calls_unless_it_begins_with_one() -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    answer = f'{{"a": "{call}"}}'
+    assert parse([f"\n\n{answer}"], text_or_calls=True) == [Content(answer)]
+    assert parse([f"\n\n{call}\n{call}"], text_or_calls=True) == ["f:{}", "f:{}"]

@@ -171,13 +171,14 @@ CHAT = {
     "max_completion_tokens": Field((1, 7, 10**9), (0, -1, 1.5, "1")),
     "logprobs": flag(),
     "top_logprobs": Field((0, 5, 20), (-1, 21, 1.5), {"logprobs": True}),
-    "tools": Field(([TOOL],), ([], [1], [{}], [{"type": "other"}], [TOOL] * 129, {})),
+    "tools": Field(([TOOL], [], [{"type": "other"}]), ([1], [{}], [TOOL] * 129, {})),
     "tool_choice": Field(
         ("auto", "none", "required", {"type": "function", "function": {"name": "f"}}),
         ("sometimes", 1, {}, {"type": "function", "function": {"name": "g"}}),
         {"tools": [TOOL]},
     ),
     "parallel_tool_calls": flag(tools=[TOOL]),
+    "enable_thinking": flag(),
     "reasoning_effort": Field(("none", "low", "high", "max"), ("huge", 1, 0.5)),
     "include_reasoning": flag(),
     "chat_template_kwargs": Field(

@@ -170,13 +170,18 @@ async def test_what_needs_a_store_or_is_not_text_is_refused_by_name(serve: Serve
     async with client(serve, FakeEngine()) as api:
         for wrong, param in (
             ({"previous_response_id": "resp_1"}, "previous_response_id"),
+            ({"conversation": "conv_1"}, "conversation"),
             ({"background": True}, "background"),
-            ({"truncation": "auto"}, "truncation"),
             ({"input": []}, "input"),
             ({"input": [{"role": "user"}]}, "input[0].content"),
-            ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-            ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-            ({"tool_choice": "auto"}, "tool_choice"),
+            ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
+            ({"input": [{"type": "haiku", "id": "x"}]}, "input[0].type"),
+            ({"tools": [{"type": "function"}]}, "tools[0].name"),
+            (
+                {"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar"}}]},
+                "tools[0].format.syntax",
+            ),
+            ({"tool_choice": "required"}, "tool_choice"),
             ({"max_output_tokens": 0}, "max_output_tokens"),
             ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
             ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
@@ -184,7 +189,7 @@ async def test_what_needs_a_store_or_is_not_text_is_refused_by_name(serve: Serve
                 {"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}},
                 "tool_choice",
             ),
-            ({"include": ["file_search_call.results"]}, "include[0]"),
+            ({"include": ["everything"]}, "include[0]"),
         ):
             with pytest.raises(openai.BadRequestError) as caught:
                 await api.responses.create(**{"model": MODEL, "input": "Hi", **wrong})
@@ -193,23 +198,28 @@ async def test_what_needs_a_store_or_is_not_text_is_refused_by_name(serve: Serve
 
 async def test_a_bad_schema_is_refused_in_the_words_of_this_api(serve: Serve) -> None:
     schema: Any = {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}
-    forced = {"tools": TOOLS, "tool_choice": "required"}
     async with client(serve, FakeEngine()) as api:
-        for more, param in (({}, "text.format.schema"), (forced, "tool_choice")):
+        for more in ({}, {"tools": TOOLS}):
             with pytest.raises(openai.BadRequestError) as caught:
                 await api.responses.create(model=MODEL, input="Hi", text=schema, **more)
-            assert caught.value.param == param
+            assert caught.value.param == "text.format.schema"
             assert "text.format.schema" in caught.value.message
             assert "response_format" not in caught.value.message
 
 
 async def test_fields_without_effect_are_named(serve: Serve) -> None:
-    url = await serve(FakeEngine(b"x"))
+    url = await serve(FakeEngine(b"x"), response_store_bytes=0)
     body = {"input": "Hi", "store": True, "reasoning": {"summary": "auto"}, "nonsense": 1}
+    body |= {"truncation": "auto", "max_tool_calls": 3, "include": ["file_search_call.results"]}
     async with aiohttp.request("POST", f"{url}/v1/responses", json=body) as reply:
         assert reply.status == 200
         named = reply.headers["x-jaxserve-ignored-params"]
-    assert named == "nonsense,store,reasoning.summary"
+    assert named == (
+        "nonsense,store,reasoning.summary,truncation,max_tool_calls,include.file_search_call.results"
+    )
+    body = {"input": "Hi", "store": True, "truncation": "disabled", "include": []}
+    async with aiohttp.request("POST", f"{url}/v1/responses", json=body) as reply:
+        assert reply.headers["x-jaxserve-ignored-params"] == "store"
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import aiohttp
 import pytest
 
 from jaxserve.api import FinishReason
+from jaxserve.server.openai.completion_reply import CompletionReply
 from tests.fakes import END_THINK, IM_END, THINK, FakeEngine
-from tests.server.conftest import Serve, serving
+from tests.server.conftest import MODEL, Serve, serving
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
 COMPLETION = {"prompt": "Hi", "stream": True}
@@ -169,6 +170,49 @@ async def test_a_failure_ends_the_stream_with_an_error_and_done(serve: Serve) ->
         error = payloads(raw)[-1]["error"]
         assert error["type"] == "server_error"
         assert error["code"] == "generation_failed"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "end"),
+    [
+        ("/v1/completions", COMPLETION, b"data: [DONE]\n\n"),
+        ("/v1/chat/completions", CHAT, b"data: [DONE]\n\n"),
+        ("/v1/responses", {"input": "Hi", "stream": True}, b"event: response.failed\n"),
+        ("/v1/messages", {**CHAT, "model": MODEL, "max_tokens": 9}, b"event: error\n"),
+    ],
+)
+async def test_a_defect_in_mid_stream_is_told_in_the_protocol_s_words(
+    serve: Serve, path: str, body: Any, end: bytes
+) -> None:
+    """And not in a second answer inside of the first."""
+    url = await serve(FakeEngine(b"abc", fail_after=2, failure=ZeroDivisionError))
+    reply, raw = await post(url, path, body)
+    assert reply.status == 200
+    assert b"HTTP/1.1" not in raw and b"secret" not in raw
+    assert raw.count(b"internal server error") == 1
+    assert end in raw
+
+
+async def test_where_not_even_an_error_can_be_told_the_connection_is_closed(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> bytes:
+        raise ZeroDivisionError
+
+    for name in ("last_events", "error_events"):
+        monkeypatch.setattr(CompletionReply, name, fail)
+    url = await serve(FakeEngine(b"ab"))
+    reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+    body = json.dumps(COMPLETION).encode()
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    raw = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    assert raw.count(b"HTTP/1.1") == 1
+    assert b'"text":"b"' in raw
+    assert not raw.endswith(b"0\r\n\r\n"), "it would be taken for whole"
 
 
 @pytest.mark.parametrize("stream", [True, False])

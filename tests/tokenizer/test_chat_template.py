@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.config import ConfigError
 from jaxserve.tokenizer import HfTokenizer, chat_template
 from jaxserve.tokenizer.chat_template import ChatTemplate, TemplateError
 
@@ -68,6 +69,25 @@ def test_a_template_may_refuse_messages_in_its_own_words() -> None:
 def test_what_a_template_must_not_or_cannot_do_is_an_error_of_one_kind(source: str) -> None:
     with pytest.raises(TemplateError):
         render(source)
+
+
+def test_a_template_that_calls_itself_without_end_is_an_error_of_the_same_kind() -> None:
+    with pytest.raises(TemplateError, match="nests too deeply"):
+        render("{% macro again(x) %}{{ again(x) }}{% endmacro %}{{ again(1) }}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ " + "(" * 1000 + "1" + ")" * 1000 + " }}",
+        "{% for a in b %}" * 21 + "{% endfor %}" * 21,  # more blocks than Python has
+        "{% if a %}" * 100 + "{% endif %}" * 100,
+        "{{ 1" + "0" * 5000 + " }}",
+    ],
+)
+def test_a_source_beyond_the_parser_s_limits_is_no_template(source: str) -> None:
+    with pytest.raises(ConfigError, match=r"nested too deeply|not a Jinja template"):
+        ChatTemplate(source)
 
 
 def test_output_and_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

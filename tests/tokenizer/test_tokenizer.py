@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.config import ConfigError
@@ -92,11 +92,73 @@ def test_texts_that_were_not_seen_for_longest_are_encoded_again(
     old, used, new, long = ("a" * 1000, "b" * 1000, "c" * 1000, "d" * 2501)
     for text in (used, old):
         tokenizer.encode(text)
-    assert cache.get(used) is not None
+    assert cache.get("", used) is not None
     for text in (new, long):
         tokenizer.encode(text)
-    kept = [text for text in (old, used, new, long) if cache.get(text) is not None]
+    kept = [text for text in (old, used, new, long) if cache.get("", text) is not None]
     assert kept == [used, new]
+
+
+def test_what_one_tenant_has_sent_is_encoded_again_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer, encoded = tiny_tokenizer(), list[str]()
+    merge = HfTokenizer._merge  # pyright: ignore[reportPrivateUsage]
+
+    def watched(self: HfTokenizer, text: str) -> list[int]:
+        encoded.append(text)
+        return merge(self, text)
+
+    monkeypatch.setattr(HfTokenizer, "_merge", watched)
+    text = "a" * 1000
+    for tenant in ("one", "two", "one", "two"):
+        assert tokenizer.for_tenant(tenant).encode(text) == [*text.encode()]
+    assert encoded == [text, text]
+
+
+WORDS = (
+    "don't",
+    " ",
+    "12345",
+    "\n\n",
+    "  ",
+    "(x+1)",
+    "größer",
+    "e\u0301",
+    "\u4f60\u597d\uff0c",
+    "\u0a36=",
+    "[1,2]",
+    "'ll",
+    "\r\n",
+    "_a-b",
+)
+
+
+@pytest.mark.parametrize("folder", [embedded_model(), pytest.param(QWEN3, marks=needs_qwen3)])
+@given(data=st.data())
+@settings(deadline=None)
+def test_a_long_text_has_the_same_tokens_in_pieces(folder: Path, data: st.DataObject) -> None:
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    words = st.sampled_from(WORDS) | st.text(max_size=8)
+    text = "".join(data.draw(st.lists(words, min_size=20, max_size=60)))
+    tokenizer, whole = HfTokenizer(library), library.encode(text, add_special_tokens=False).ids
+    with pytest.MonkeyPatch.context() as small:
+        small.setattr("jaxserve.tokenizer.pieces.PIECE_CHARS", 10)
+        small.setattr("jaxserve.tokenizer.huggingface.CACHE_MIN_CHARS", 1)
+        assert tokenizer.encode(text) == whole
+
+
+def test_a_text_that_is_too_long_is_encoded_no_further() -> None:
+    tokenizer, seen = HfTokenizer.from_folder(embedded_model()), list[int]()
+
+    def enough(tokens: int) -> None:
+        seen.append(tokens)
+        if tokens > 10_000:
+            raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        tokenizer.encode("some words " * 1_000_000, "", enough)
+    assert 10_000 < seen[-1] < 60_000
 
 
 def test_special_tokens_are_left_out_by_default_and_other_markers_shown() -> None:
@@ -182,6 +244,14 @@ def test_a_tokenizer_that_would_be_misread_is_refused(tmp_path: Path) -> None:
         json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}})
     )
     with pytest.raises(ConfigError, match="supported: ByteLevel"):
+        HfTokenizer.from_folder(tmp_path)
+
+
+def test_an_added_token_with_an_id_that_it_would_not_get_is_refused(tmp_path: Path) -> None:
+    content = json.loads((embedded_model() / "tokenizer.json").read_text())
+    content["added_tokens"][-1]["id"] = 2**31
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"'</think>' has id 2147483648, where 2040"):
         HfTokenizer.from_folder(tmp_path)
 
 

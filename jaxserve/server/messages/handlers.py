@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from jaxserve.server.access import service_of
 from jaxserve.server.chat_turn import chat_generation
 from jaxserve.server.errors import json_response, renamed
 from jaxserve.server.messages.reply import MessagesReply
@@ -14,22 +15,22 @@ from jaxserve.server.messages.schema import (
     MessagesRequest,
 )
 from jaxserve.server.messages.translate import NAMES, prompt_to_chat, to_chat
-from jaxserve.server.off_loop import INLINE_BYTES, PARSED_INLINE_BYTES, off_loop
+from jaxserve.server.off_loop import PARSED_INLINE_BYTES, lane, off_loop
 from jaxserve.server.reply import Arrival, answer, ignored_header
 from jaxserve.server.request.parse import read_fields
-from jaxserve.server.request.prompts import chat_prompt
-from jaxserve.server.service import SERVICE, Service
+from jaxserve.server.request.prompts import ChatPrompt, chat_prompt
+from jaxserve.server.service import Service
 from jaxserve.server.shapes import CountedTokens
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
-    arrival = Arrival(service=request.app[SERVICE], request=request)
+    arrival = Arrival(service=service_of(request), request=request)
     service = arrival.service
     service.check_accepting()
     fields, ignored, size = await read_fields(request, MessagesRequest, REJECTED, SILENT)
     model = service.model_name(fields.model)
     with renamed(NAMES):
-        chat = await off_loop(size > PARSED_INLINE_BYTES, to_chat, fields)
+        chat = await off_loop(lane(size, PARSED_INLINE_BYTES), to_chat, fields)
         generation = await chat_generation(service, chat, f"msg_{arrival.id}", size)
     reply = MessagesReply(arrival=arrival, model=model, generation=generation)
     if fields.output_config is not None and fields.output_config.effort is not None:
@@ -38,14 +39,14 @@ async def messages(request: web.Request) -> web.StreamResponse:
 
 
 async def count_tokens(request: web.Request) -> web.Response:
-    service = request.app[SERVICE]
+    service = service_of(request)
     fields, ignored, size = await read_fields(request, CountTokensRequest, REJECTED, SILENT)
     service.model_name(fields.model)
     with renamed(NAMES):
-        counted = await off_loop(size > INLINE_BYTES, _counted, service, fields)
-    return json_response(counted, headers=ignored_header(service, ignored))
+        prompt = await off_loop(lane(size), _prompt, service, fields)
+    headers = ignored_header(service, (*ignored, *prompt.ignored))
+    return json_response(CountedTokens(input_tokens=len(prompt.ids)), headers=headers)
 
 
-def _counted(service: Service, fields: CountTokensRequest) -> CountedTokens:
-    prompt = chat_prompt(prompt_to_chat(fields), service.template, service.tokenizer)
-    return CountedTokens(input_tokens=len(prompt.ids))
+def _prompt(service: Service, fields: CountTokensRequest) -> ChatPrompt:
+    return chat_prompt(prompt_to_chat(fields), service.template, service.tokenizer)

@@ -6,8 +6,10 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from jaxserve.server.request.schema import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS
+from jaxserve.server.request.schema import MAX_MESSAGES, MAX_TOOLS
 from jaxserve.server.request.unsupported import Harmless
+
+MAX_STOP_SEQUENCES = 64
 
 
 class TextBlock(Struct, kw_only=True, tag_field="type", tag="text"):
@@ -38,9 +40,16 @@ class ToolUseBlock(Struct, kw_only=True, tag_field="type", tag="tool_use"):
     input: dict[str, Any]
 
 
+class ResultPart(Struct, kw_only=True):
+    """A text; for others, such as images and references, stands a placeholder."""
+
+    type: str
+    text: str | None = None
+
+
 class ToolResultBlock(Struct, kw_only=True, tag_field="type", tag="tool_result"):
     tool_use_id: str
-    content: str | list[PlainText] | None = None
+    content: str | list[ResultPart] | None = None
 
 
 type Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
@@ -52,10 +61,12 @@ class InputMessage(Struct, kw_only=True):
 
 
 class ToolDefinition(Struct, kw_only=True):
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
-    input_schema: dict[str, Any]
+    """Of type `custom`, if any; those of Anthropic's own types are not honoured."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    input_schema: dict[str, Any] | None = None
     description: str | None = None
-    type: Literal["custom"] | None = None
+    type: str | None = None
 
 
 class ToolChoice(Struct, kw_only=True):
@@ -104,7 +115,8 @@ class MessagesRequest(PromptFields, kw_only=True):
     output_config: OutputConfig | None = None
     stop_sequences: (
         Annotated[
-            list[Annotated[str, Meta(min_length=1, max_length=4096)]], Meta(max_length=MAX_STOPS)
+            list[Annotated[str, Meta(min_length=1, max_length=4096)]],
+            Meta(max_length=MAX_STOP_SEQUENCES),
         ]
         | None
     ) = None

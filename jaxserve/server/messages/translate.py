@@ -68,7 +68,7 @@ def prompt_to_chat(fields: PromptFields) -> chat.ChatRequest:
     thinks = fields.thinking is not None and fields.thinking.type != "disabled"
     return chat.ChatRequest(
         messages=messages,
-        tools=[_tool(tool) for tool in fields.tools] if fields.tools else None,
+        tools=[_tool(i, tool) for i, tool in enumerate(fields.tools or ())],
         tool_choice=_tool_choice(choice) if choice is not None else None,
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         chat_template_kwargs={"enable_thinking": thinks},
@@ -105,7 +105,9 @@ def _check_blocks(role: str, blocks: Sequence[Block], param: str) -> None:
 
 
 def _result(block: ToolResultBlock) -> chat.Message:
-    content = _text(block.content or "")
+    content = block.content or ""
+    if not isinstance(content, str):
+        content = [chat.ContentPart(type=part.type, text=part.text) for part in content]
     return chat.Message(role="tool", tool_call_id=block.tool_use_id, content=content)
 
 
@@ -131,7 +133,14 @@ def _text(content: str | Sequence[PlainText]) -> str:
     return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
-def _tool(tool: ToolDefinition) -> dict[str, Any]:
+def _tool(position: int, tool: ToolDefinition) -> dict[str, Any]:
+    """What no chat has either is passed on, to be left out and named there."""
+    if tool.type not in (None, "custom"):
+        return {"type": tool.type}
+    for name in ("name", "input_schema"):
+        if getattr(tool, name) is None:
+            param = f"tools[{position}].{name}"
+            raise invalid(f"{param} is required", param=param)
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
@@ -144,7 +153,7 @@ def _tool_choice(choice: ToolChoice) -> Literal["none", "auto", "required"] | ch
         case "tool":
             if choice.name is None:
                 raise invalid("a tool_choice of type tool needs a name", param="tool_choice.name")
-            return chat.NamedTool(type="function", function=chat.NamedFunction(name=choice.name))
+            return chat.NamedTool(function=chat.NamedFunction(name=choice.name))
         case "any":
             return "required"
         case kind:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from jaxserve.server.access import service_of
 from jaxserve.server.chat_turn import chat_generation
 from jaxserve.server.middleware import take_request_id
 from jaxserve.server.openai.chat_reply import ChatReply
@@ -11,11 +12,10 @@ from jaxserve.server.openai.reply import check_stream_options
 from jaxserve.server.reply import Arrival, answer
 from jaxserve.server.request.parse import read_fields
 from jaxserve.server.request.schema import ChatRequest
-from jaxserve.server.service import SERVICE
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    arrival = Arrival(service=request.app[SERVICE], request=request)
+    arrival = Arrival(service=service_of(request), request=request)
     service = arrival.service
     service.check_accepting()
     fields, ignored, size = await read_fields(request, ChatRequest)

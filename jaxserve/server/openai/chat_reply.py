@@ -11,7 +11,7 @@ from jaxserve.server.output.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.server.output.output_parser import Content, OutputParser, Piece, Reasoning
 from jaxserve.server.output.tool_calls import CallArguments, CallOpened
 from jaxserve.server.reply import Arrival
-from jaxserve.server.request.schema import ChatRequest, NamedTool, StreamOptions
+from jaxserve.server.request.schema import ChatRequest, NamedCustomTool, NamedTool, StreamOptions
 from jaxserve.server.sse import TextEvent
 
 _REASONING_NAMES = {
@@ -47,7 +47,9 @@ class ChatReply(OpenAIReply):
         self._reasoning = _REASONING_NAMES[arrival.service.config.reasoning_field]
         self._show_reasoning = fields.include_reasoning is not False
         self._prompt_logprobs: Sequence[PromptLogprobs] | None = None
-        self._named_tool = isinstance(fields.tool_choice, NamedTool)
+        self._named_tool = isinstance(fields.tool_choice, NamedTool | NamedCustomTool)
+        self._held: list[list[Json]] = [[] for _ in generation.choices]
+        """Logprobs of the tokens whose text may still come."""
         self._collected: list[list[Json]] = [[] for _ in generation.choices]
         self._begun = [False] * len(generation.choices)
         self._text_events: dict[tuple[int, type[Piece]], TextEvent] = {}
@@ -100,18 +102,38 @@ class ChatReply(OpenAIReply):
         reasoning = parser is not None and parser.reasoning
         pieces = filter(self._shown, delta.pieces)
         deltas = [_delta_fields(piece, self._reasoning) for piece in pieces]
+        entries = self._released(delta)
         if not deltas and (self._must_speak(delta) or not (delta.text or delta.pieces)):
             names = self._reasoning if reasoning and self._show_reasoning else ("content",)
-            deltas = [dict.fromkeys(names, "")]
+            # A client that adds contents up must find none where there are only calls.
+            called = parser is not None and parser.num_calls > 0
+            deltas = [{} if called else dict.fromkeys(names, "")]
         if not deltas:
             return []
         choices = [_choice(delta.choice, fields) for fields in deltas]
-        self._add_token_fields(choices[0], delta)
+        if self._return_token_ids:
+            choices[0]["token_ids"] = list(delta.tokens)
+        if entries:
+            shown = (choice for choice in choices if "content" in choice["delta"])
+            next(shown, choices[0])["logprobs"] = {"content": entries, "refusal": None}
         choices[-1]["finish_reason"] = self._finish_reason(delta.finish, parser)
         if not self._begun[delta.choice]:
             self._begun[delta.choice] = True
-            choices.insert(0, self._role_choice(delta.choice))
+            choices.insert(0, self._role_choice(delta.choice, deltas[0]))
         return choices
+
+    def _released(self, delta: Delta) -> list[Json]:
+        """The logprobs that come with this step: those of the content's tokens, when it is shown.
+        With token ids, those of every token at once."""
+        if delta.logprobs is None:
+            return []
+        held = self._held[delta.choice]
+        held += chat_logprobs(self._tokenizer, delta.tokens[0], delta.logprobs, self._num_top)
+        shown = any(isinstance(piece, Content) for piece in delta.pieces)
+        released = list(held) if shown or self._return_token_ids else []
+        if released or not delta.held:
+            held.clear()
+        return released
 
     def _shown(self, piece: Piece) -> bool:
         return self._show_reasoning or not isinstance(piece, Reasoning)
@@ -123,21 +145,15 @@ class ChatReply(OpenAIReply):
         return "tool_calls" if called and finish is FinishReason.STOP else finish
 
     def _must_speak(self, delta: Delta) -> bool:
-        return delta.finish is not None or delta.logprobs is not None or self._return_token_ids
+        return delta.finish is not None or self._return_token_ids
 
-    def _role_choice(self, index: int) -> Json:
-        choice = _choice(index, {"role": "assistant", "content": ""})
+    def _role_choice(self, index: int, first: Json) -> Json:
+        """`first`: what comes next; a call has no content before it."""
+        content = "" if "content" in first else None
+        choice = _choice(index, {"role": "assistant", "content": content})
         if self._return_token_ids:
             choice["prompt_token_ids"] = list(self.generation.choices[index].request.prompt)
         return choice
-
-    def _add_token_fields(self, choice: Json, delta: Delta) -> None:
-        if delta.logprobs is not None:
-            choice["logprobs"] = chat_logprobs(
-                self._tokenizer, delta.tokens[0], delta.logprobs, self._num_top
-            )
-        if self._return_token_ids:
-            choice["token_ids"] = list(delta.tokens)
 
 
 def _choice(index: int, fields: Json) -> Json:
@@ -150,12 +166,19 @@ def _delta_fields(piece: Piece, reasoning_names: Sequence[str]) -> Json:
             return {"content": text}
         case Reasoning(text):
             return dict.fromkeys(reasoning_names, text)
-        case CallOpened(position, name=name):
-            function = {"name": name, "arguments": ""}
-            call = {"index": position, "id": piece.id, "type": "function", "function": function}
-        case CallArguments(position, text):
-            call = {"index": position, "function": {"arguments": text}}
+        case CallOpened():
+            kind, text = _call_names(custom=piece.custom)
+            call = {"name": piece.name, text: ""}
+            call = {"index": piece.position, "id": piece.id, "type": kind, kind: call}
+        case CallArguments():
+            kind, text = _call_names(custom=piece.custom)
+            call = {"index": piece.position, kind: {text: piece.text}}
     return {"tool_calls": [call]}
+
+
+def _call_names(*, custom: bool) -> tuple[str, str]:
+    """What a call's field is named, and that of its text."""
+    return ("custom", "input") if custom else ("function", "arguments")
 
 
 def _joined(index: int, parts: list[Json], reasoning_names: Sequence[str]) -> Json:
@@ -183,16 +206,16 @@ def _joined(index: int, parts: list[Json], reasoning_names: Sequence[str]) -> Js
 
 
 def _text_of(deltas: list[Json], name: str) -> str:
-    return "".join(fields.get(name, "") for fields in deltas)
+    return "".join(fields.get(name) or "" for fields in deltas)
 
 
 def _joined_calls(deltas: list[Json]) -> list[Json]:
     calls: dict[int, Json] = {}
     for fragment in (call for fields in deltas for call in fields.get("tool_calls", ())):
         index = fragment["index"]
+        kind, text = _call_names(custom="custom" in fragment)
         if index not in calls:
-            function = dict(fragment["function"])
-            calls[index] = {"id": fragment["id"], "type": "function", "function": function}
+            calls[index] = {"id": fragment["id"], "type": kind, kind: dict(fragment[kind])}
         else:
-            calls[index]["function"]["arguments"] += fragment["function"]["arguments"]
+            calls[index][kind][text] += fragment[kind][text]
     return list(calls.values())

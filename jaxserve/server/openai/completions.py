@@ -9,9 +9,10 @@ from typing import NamedTuple
 from aiohttp import web
 
 from jaxserve.api import SamplingParams
+from jaxserve.server.access import service_of
 from jaxserve.server.errors import invalid
 from jaxserve.server.middleware import take_request_id
-from jaxserve.server.off_loop import INLINE_BYTES, off_loop
+from jaxserve.server.off_loop import lane, off_loop
 from jaxserve.server.openai.completion_reply import CompletionReply
 from jaxserve.server.openai.reply import check_stream_options
 from jaxserve.server.output.generation import Choice, Generation
@@ -20,6 +21,7 @@ from jaxserve.server.request.constraints import avoided, constrained, text_const
 from jaxserve.server.request.params import (
     check_token_ids,
     choice_requests,
+    fitting,
     num_choices,
     sampling_params,
     text_options,
@@ -29,14 +31,14 @@ from jaxserve.server.request.params import (
 from jaxserve.server.request.parse import read_fields
 from jaxserve.server.request.prompts import completion_prompts
 from jaxserve.server.request.schema import MAX_SEQUENCES, CompletionRequest
-from jaxserve.server.service import SERVICE, Service
+from jaxserve.server.service import Service
 from jaxserve.tokenizer import decode
 
 DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    arrival = Arrival(service=request.app[SERVICE], request=request)
+    arrival = Arrival(service=service_of(request), request=request)
     service = arrival.service
     service.check_accepting()
     fields, ignored, size = await read_fields(request, CompletionRequest)
@@ -44,7 +46,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     model = service.model_name(fields.model)
     options = check_stream_options(service, fields)
     begun = time.perf_counter()
-    prompts = await off_loop(size > INLINE_BYTES, _prompts, service, fields)
+    prompts = await off_loop(lane(size), _prompts, service, fields)
     tokenizing = time.perf_counter() - begun
     choices = await _choices(arrival, fields, prompts)
     reply = CompletionReply(
@@ -70,7 +72,8 @@ class _Prompt(NamedTuple):
 def _prompts(service: Service, fields: CompletionRequest) -> list[_Prompt]:
     """Those of the request, as far as they are kept, with what each has room for."""
     limits, asked = service.engine.limits, _asked(fields)
-    given = completion_prompts(fields.prompt, service.tokenizer)
+    fits = None if fields.truncate_prompt_tokens else fitting(limits, "prompt")
+    given = completion_prompts(fields.prompt, service.tokenizer, fits)
     if (count := len(given) * num_choices(fields)) > MAX_SEQUENCES:
         raise invalid(
             f"prompts times n must be at most {MAX_SEQUENCES} in one request, got {count}",
@@ -116,7 +119,7 @@ async def _params(service: Service, fields: CompletionRequest, max_tokens: int) 
         defaults=service.config.sampling_defaults,
         limits=service.engine.limits,
         eos_token_ids=service.tokenizer.eos_token_ids,
-        guide=avoided(service, fields),
+        guide=await avoided(service, fields),
     )
     if fields.echo and fields.logprobs is not None:
         most = max(fields.logprobs, params.prompt_logprobs or 0)

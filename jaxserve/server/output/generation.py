@@ -14,6 +14,7 @@ from jaxserve.api import (
     FinishReason,
     Overloaded,
     PromptLogprobs,
+    ReaderTooSlow,
     Rejected,
     Request,
     Start,
@@ -21,7 +22,7 @@ from jaxserve.api import (
     TokenLogprobs,
 )
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.server.output.output_parser import OutputParser, Piece
+from jaxserve.server.output.output_parser import Content, OutputParser, Piece
 from jaxserve.tokenizer import Detokenizer, StopStrings, Tokenizer
 
 
@@ -42,12 +43,13 @@ class Delta(NamedTuple):
 
     choice: int
     text: str
-    """Empty while a character is incomplete or a stop string may be under way."""
+    """Empty while a character is incomplete or a stop string may be under way. Where the choice has
+    a parser: what this has been given, of which `pieces` have come."""
     tokens: tuple[int, ...]
     logprobs: TokenLogprobs | None
     finish: FinishReason | None
     pieces: Sequence[Piece] = ()
-    """The same text told apart, where the choice has a parser."""
+    """Text told apart, where the choice has a parser."""
     prompt_logprobs: Sequence[PromptLogprobs] | None = None
     held: bool = False
     """Text of its token, or of those before it, may be shown with a later one."""
@@ -125,21 +127,20 @@ class Choice:
         if event.token is not None:
             self.num_tokens += 1
             if finish is not FinishReason.STOP:
-                text = self._show(self._detokenizer.push(event.token))
+                text = self._detokenizer.push(event.token)
             elif not self._options.stop_token_logprobs:
                 logprobs = None
-        if finish is not None and self._stops.matched is None:
-            text += self._show(self._detokenizer.flush())
+        if finish is not None:
+            text += self._detokenizer.flush()
+        tokens = () if event.token is None else (event.token,)
+        if self.parser is not None:
+            return self._told_apart(self.parser, text, tokens, logprobs, finish)
+        text = self._show(text)
         if self._stops.matched is not None:
             finish = FinishReason.STOP
         elif finish is not None:
             text += self._stops.flush()
-        tokens = () if event.token is None else (event.token,)
-        if self.parser is None:
-            return Delta(self.index, text, tokens, logprobs, finish)
-        pieces, finish = self._told_apart(self.parser, text, finish)
-        held = not text or self.parser.holding
-        return Delta(self.index, text, tokens, logprobs, finish, pieces, held=held)
+        return Delta(self.index, text, tokens, logprobs, finish)
 
     @property
     def matched_stop(self) -> str | None:
@@ -147,15 +148,45 @@ class Choice:
         return self._stops.matched
 
     def _told_apart(
-        self, parser: OutputParser, text: str, finish: FinishReason | None
-    ) -> tuple[list[Piece], FinishReason | None]:
+        self,
+        parser: OutputParser,
+        text: str,
+        tokens: tuple[int, ...],
+        logprobs: TokenLogprobs | None,
+        finish: FinishReason | None,
+    ) -> Delta:
         was_reasoning = parser.reasoning
-        pieces = parser.push(text)
+        parsed = parser.push(text)
         if was_reasoning and parser.reasoning:
             self.reasoning_tokens += 1
-        if finish is not None:
-            pieces += parser.finish()
-        return pieces, FinishReason.STOP if parser.ended else finish
+        pieces = self._until_stop(parsed)
+        if self._stops.matched is None and (finish is not None or parser.ended):
+            finish = FinishReason.STOP if parser.ended else finish
+            pieces += self._until_stop(parser.finish())
+            if self._stops.matched is None and (held := self._stops.flush()):
+                pieces.append(Content(held))
+        if self._stops.matched is not None:
+            finish = FinishReason.STOP
+        held = not text or parser.holding or self._stops.holding
+        shown = "" if parsed and not pieces else text
+        return Delta(self.index, shown, tokens, logprobs, finish, pieces, held=held)
+
+    def _until_stop(self, pieces: list[Piece]) -> list[Piece]:
+        """Stop strings are looked for in what is neither a thought nor a call."""
+        if not self._options.stop:
+            return pieces
+        shown: list[Piece] = []
+        for piece in pieces:
+            if not isinstance(piece, Content):
+                if held := self._stops.flush():
+                    shown.append(Content(held))
+                shown.append(piece)
+                continue
+            if text := self._show(piece.text):
+                shown.append(Content(text))
+            if self._stops.matched is not None:
+                break
+        return shown
 
     def _show(self, text: str) -> str:
         if self.num_tokens <= self.request.params.min_tokens:
@@ -195,6 +226,8 @@ class Choice:
         except (Rejected, Overloaded):
             self.reason = FinishReason.ERROR if self.num_tokens else None  # cut off, or never begun
             raise
+        except ReaderTooSlow:
+            raise
         except EngineFailed:
             self.reason = FinishReason.ERROR
             raise
@@ -222,9 +255,18 @@ class Choice:
 class Generation:
     """All choices of one HTTP request. Those of one prompt stand together."""
 
-    def __init__(self, choices: Sequence[Choice], choices_per_prompt: int, *, tokenizing: float):
-        """`tokenizing`: seconds that rendering and encoding the prompts took."""
+    def __init__(
+        self,
+        choices: Sequence[Choice],
+        choices_per_prompt: int,
+        *,
+        tokenizing: float,
+        ignored: tuple[str, ...] = (),
+    ):
+        """`tokenizing`: seconds that rendering and encoding the prompts took. `ignored`: what the
+        request has and the prompts leave out."""
         self.choices = choices
+        self.ignored = ignored
         self.tokenizing = tokenizing
         self.first_write: float | None = None
         """Seconds from a stream's first token on the host until its events were written."""
@@ -272,18 +314,19 @@ class _End(NamedTuple):
 
 
 async def merged[T](sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """Items of all sources as they come; the first error ends all of them, and so does closing."""
-    queue: asyncio.Queue[T | _End] = asyncio.Queue()
+    """Items of all sources as they come; the first error ends all of them, and so does closing.
+    What nobody takes stays with its source but for one item of each."""
+    queue: asyncio.Queue[T | _End] = asyncio.Queue(len(sources))
 
     async def pump(source: AsyncGenerator[T]) -> None:
         error: Exception | None = None
         try:
             async with aclosing(source):
                 async for item in source:
-                    queue.put_nowait(item)
+                    await queue.put(item)
         except Exception as raised:
             error = raised
-        queue.put_nowait(_End(error))
+        await queue.put(_End(error))
 
     tasks = [asyncio.create_task(pump(source)) for source in sources]
     try:

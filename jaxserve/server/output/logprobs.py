@@ -73,12 +73,13 @@ class TextLogprobs:
 
 def chat_logprobs(
     tokenizer: Tokenizer, token: int, logprobs: TokenLogprobs, num_top: int
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
+    """The entries of one token."""
     entry = _entry(tokenizer, token, logprobs.logprob)
     entry["top_logprobs"] = [
         _entry(tokenizer, other, logprob) for other, logprob in logprobs.top[:num_top]
     ]
-    return {"content": [entry], "refusal": None}
+    return [entry]
 
 
 def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:

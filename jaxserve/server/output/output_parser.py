@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import NamedTuple
 
 from jaxserve.server.output.tool_calls import (
@@ -50,17 +52,31 @@ class OutputParser:
     """
 
     def __init__(
-        self, *, thinking: bool, tools: bool, opened: bool = False, parallel_calls: bool = True
+        self,
+        *,
+        thinking: bool,
+        tools: bool,
+        opened: bool = False,
+        parallel_calls: bool = True,
+        free_text: Mapping[str, str] = MappingProxyType({}),
+        text_or_calls: bool = False,
     ):
-        """`opened`: the prompt already ended with `<think>`."""
+        """
+        Args:
+          opened: the prompt already ended with `<think>`.
+          free_text: what ends the input of tools whose arguments are not JSON, by name.
+          text_or_calls: what does not begin with a call has none, whatever markers it spells.
+        """
         self._tools = tools
+        self._free_text = free_text
+        self._undecided = tools and text_or_calls
         self._parallel_calls = parallel_calls
         self._state = _State.START if thinking else _State.CONTENT
         if opened:
             self._state = _State.REASONING
         self._fresh = opened
         self._pending = ""
-        self._call = CallReader(0)
+        self._call = CallReader(0, free_text)
         self.num_calls = 0
 
     @property
@@ -112,11 +128,13 @@ class OutputParser:
                 text, found = self._until(END_THINK, _State.AFTER)
                 pieces += [Reasoning(text)] if text else []
                 return found
+            case _State.CONTENT if self._undecided:
+                return self._decide()
             case _State.CONTENT:
                 text, found = self._until(CALL if self._tools else "", _State.CALL)
                 pieces += [Content(text)] if text else []
                 if found:
-                    self._call = CallReader(self.num_calls)
+                    self._call = CallReader(self.num_calls, self._free_text)
                 return found
             case _State.CALL:
                 return self._read_call(pieces)
@@ -132,6 +150,15 @@ class OutputParser:
         if THINK.startswith(seen):
             return False
         self._state = _State.CONTENT
+        return True
+
+    def _decide(self) -> bool:
+        """Whether the answer begins with a call."""
+        seen = self._pending.lstrip("\n")
+        if seen != CALL and CALL.startswith(seen):
+            return False
+        self._tools = seen.startswith(CALL)
+        self._undecided, self._pending = False, seen
         return True
 
     def _until(self, marker: str, after: _State) -> tuple[str, bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
@@ -21,13 +21,16 @@ class CallOpened(NamedTuple):
     position: int
     id: str
     name: str
+    custom: bool = False
+    """The arguments are free text."""
 
 
 class CallArguments(NamedTuple):
-    """The next part of a call's arguments: JSON as the model wrote it."""
+    """The next part of a call's arguments, as the model wrote it: JSON, or free text."""
 
     position: int
     text: str
+    custom: bool = False
 
 
 class NotACall(NamedTuple):
@@ -44,6 +47,7 @@ class _State(Enum):
     WHOLE = auto()
     """No header to be streamed: what it is will be seen at its end."""
     ARGUMENTS = auto()
+    FREE_TEXT = auto()
     REST = auto()
     """Behind the arguments; whatever comes up to the closing marker is dropped."""
 
@@ -56,8 +60,13 @@ class CallReader:
     returned as it was.
     """
 
-    def __init__(self, position: int):
+    def __init__(self, position: int, free_text: Mapping[str, str]):
+        """`free_text`: what stands between the arguments and the closing marker of tools whose
+        arguments are not JSON, by name."""
         self._position = position
+        self._free_text = free_text
+        self._end = ""
+        """Of the free text that is being read."""
         self._state = _State.HEADER
         self._text = ""
         """HEADER, WHOLE: all so far. Later: what may be the start of the closing marker."""
@@ -72,6 +81,8 @@ class CallReader:
             self._read_header(parts)
         if self._state is _State.ARGUMENTS:
             return self._read_arguments(parts)
+        if self._state is _State.FREE_TEXT:
+            return self._read_free_text(parts)
         before, found, after = self._text.partition(END_CALL)
         if not found:
             if self._state is _State.REST:
@@ -87,9 +98,11 @@ class CallReader:
             parts += self._whole(self._text, "")
         elif self._state is _State.ARGUMENTS and self._text:
             parts.append(CallArguments(self._position, self._text))
+        elif self._state is _State.FREE_TEXT and self._text:
+            parts.append(CallArguments(self._position, self._text, custom=True))
 
     def _read_header(self, parts: list[CallPart]) -> None:
-        header = _header(self._text)
+        header = _header(self._text, self._free_text)
         if header is None:
             closed = END_CALL in self._text
             if closed or len(self._text) > MAX_HEADER:
@@ -98,13 +111,27 @@ class CallReader:
             self._state = _State.WHOLE
         else:
             name, end = header
-            parts.append(self._open(name))
+            custom = name in self._free_text
+            parts.append(self._open(name, custom=custom))
             self._text = self._text[end:]
-            self._state = _State.ARGUMENTS
+            self._state = _State.FREE_TEXT if custom else _State.ARGUMENTS
+            self._end = self._free_text.get(name, "")
 
-    def _open(self, name: str) -> CallOpened:
+    def _open(self, name: str, *, custom: bool = False) -> CallOpened:
         self.opened = True
-        return CallOpened(self._position, f"call_{uuid.uuid4().hex[:24]}", name)
+        return CallOpened(self._position, f"call_{uuid.uuid4().hex[:24]}", name, custom)
+
+    def _read_free_text(self, parts: list[CallPart]) -> str | None:
+        closing = self._end + END_CALL
+        text, found, after = self._text.partition(END_CALL)
+        if found:
+            text = text.removesuffix(self._end)
+        else:
+            text = text[: len(text) - partial(text, closing)]
+            self._text = self._text[len(text) :]
+        if text:
+            parts.append(CallArguments(self._position, text, custom=True))
+        return after if found else None
 
     def _read_arguments(self, parts: list[CallPart]) -> str | None:
         """Up to the brace that closes them, or to the closing marker where no string can be."""
@@ -165,10 +192,14 @@ class _NoHeader:
 _NO_HEADER = _NoHeader()
 
 
-def _header(text: str) -> tuple[str, int] | _NoHeader | None:
-    """The name and where the arguments begin; None if more text is needed."""
+def _header(text: str, free_text: Container[str]) -> tuple[str, int] | _NoHeader | None:
+    """The name and where the arguments begin; None if more text is needed. `free_text`: names of
+    tools whose arguments begin after one space, whatever they are."""
     position, name = 0, ""
     for expected in _HEADER:
+        if expected == "{" and position and name in free_text:
+            start = position + text.startswith(" ", position)
+            return (name, start) if start < len(text) else None
         while position < len(text) and text[position] in _SPACE:
             position += 1
         if expected is None:

@@ -4,39 +4,58 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 
 from jaxserve.api import SamplingParams
-from jaxserve.server.errors import invalid
+from jaxserve.grammar_server.wire import Grammar
+from jaxserve.server.errors import ApiError, invalid
+from jaxserve.server.off_loop import Lane, off_loop
 from jaxserve.server.output.output_parser import END_THINK, THINK
-from jaxserve.server.request.schema import ChatRequest, GenerationFields, NamedTool, Tool
+from jaxserve.server.request.schema import ChatRequest, GenerationFields
+from jaxserve.server.request.tools import ChatTools
 from jaxserve.server.service import Service
-from jaxserve.structured import BadWords, GrammarError, Thinking, ThinkingBudget, grammars
+from jaxserve.server.tenant import CURRENT_TENANT
+from jaxserve.structured import (
+    BadWords,
+    GrammarError,
+    GrammarsBusy,
+    Guide,
+    Thinking,
+    ThinkingBudget,
+    grammars,
+)
 
 
 class Constraint(NamedTuple):
     param: str
     """The field it comes from."""
-    grammar: Callable[[], str]
+    grammar: Callable[[], Grammar]
     written_here: bool = True
     """The client did not write it, and is not shown where in it a fault is."""
+    looser: Callable[[], Grammar] | None = None
+    """For where `grammar` cannot be compiled: of calls that the model need not make, arguments
+    follow their schemas if these can be followed."""
 
 
+_INLINE_WORDS = 8
+"""Bad words that are tokenised on the event loop: 128 of them take 3 ms."""
 _PLACES = re.compile(r"^at \d+\(\d+\): |(\n +\d+ \| .*)+(\n *\^)?$")
 """Of llguidance's messages: line and column, and lines around it."""
 
 
-def avoided(service: Service, fields: GenerationFields) -> BadWords | None:
+async def avoided(service: Service, fields: GenerationFields) -> BadWords | None:
     """The guide that keeps bad words out, if there are any."""
     if not fields.bad_words:
         return None
     if fields.allowed_token_ids:
         raise invalid("allowed_token_ids and bad_words exclude each other", param="bad_words")
-    return BadWords(fields.bad_words, service.tokenizer)
+    where = Lane.LARGE if len(fields.bad_words) > _INLINE_WORDS else Lane.INLINE
+    return await off_loop(where, BadWords, fields.bad_words, service.tokenizer)
 
 
 async def constrained(
@@ -55,15 +74,27 @@ async def constrained(
                 f"{name} and {constraint.param} exclude each other", param=constraint.param
             )
     try:
-        grammar = await asyncio.to_thread(constraint.grammar)
-        guide = await service.guides.compile(grammar, thinking)
+        guide = await _compiled(service, constraint, thinking)
     except GrammarError as error:
         reason = _PLACES.sub("", str(error)) if constraint.written_here else str(error)
         raise invalid(
             f"{constraint.param}: {reason}", param=constraint.param, code="invalid_grammar"
         ) from None
+    except GrammarsBusy as busy:
+        raise ApiError(503, str(busy), code="grammars_busy", retry_after=busy.retry_after) from None
     stops = params.stop_token_ids | guide.end_token_ids
     return replace(params, guide=guide, stop_token_ids=stops)
+
+
+async def _compiled(service: Service, constraint: Constraint, thinking: Thinking) -> Guide:
+    try:
+        grammar = await asyncio.to_thread(constraint.grammar)
+        return await service.guides.compile(grammar, thinking, CURRENT_TENANT.get())
+    except GrammarError:
+        if constraint.looser is None:
+            raise
+    grammar = await asyncio.to_thread(constraint.looser)
+    return await service.guides.compile(grammar, thinking, CURRENT_TENANT.get())
 
 
 def within_budget(
@@ -91,30 +122,38 @@ def text_constraint(fields: GenerationFields) -> Constraint | None:
     return found[0] if found else None
 
 
-def tool_constraint(fields: ChatRequest, markers: dict[str, int]) -> Constraint | None:
-    """A call of any tool where one is required, of the one that is named; excludes the others."""
-    choice = fields.tool_choice
-    if choice is None or choice in ("none", "auto"):
-        return None
-    tools = [tool.function for tool in msgspec.convert(fields.tools or [], list[Tool])]
-    most = grammars.MAX_CALLS
-    if isinstance(choice, NamedTool):
-        tools = [tool for tool in tools if tool.name == choice.function.name][:1]
-        most = 1
-        if not tools:
-            raise invalid(
-                f"tool_choice names {choice.function.name[:100]!r}, which is not among the tools",
-                param="tool_choice",
-            )
-    if fields.parallel_tool_calls is False:
-        most = 1
-    if (other := text_constraint(fields)) is not None:
-        raise invalid(
-            f"a tool_choice that forces a call and {other.param} exclude each other",
-            param="tool_choice",
+def chat_constraint(
+    fields: ChatRequest, tools: ChatTools, markers: Mapping[str, int]
+) -> Constraint | None:
+    """Calls where they are forced, whatever else the text must be; calls or else the text that the
+    fields state; text with calls in it where these are not any JSON of any tool."""
+    text = text_constraint(fields)
+    most = 1 if fields.parallel_tool_calls is False else grammars.MAX_CALLS
+    if tools.forced:
+        most = 1 if tools.named else most
+        return Constraint(
+            "tools", lambda: grammars.tool_calls(tools.grammars(), markers, most=most)
         )
-    named = [(tool.name, tool.parameters or {}) for tool in tools]
-    return Constraint("tools", lambda: grammars.tool_calls(named, markers, most=most))
+    if not tools.callable:
+        return text
+    if text is not None:
+
+        def either(*, schemas: bool) -> Grammar:
+            allowed = tools.grammars(schemas=schemas)
+            return grammars.tool_calls_or(text.grammar(), allowed, markers, most=most)
+
+        return text._replace(
+            grammar=partial(either, schemas=True), looser=partial(either, schemas=False)
+        )
+    if tools.free_text or tools.restricted:
+
+        def among_text(*, schemas: bool) -> Grammar:
+            allowed = tools.grammars(schemas=schemas)
+            return grammars.text_and_tool_calls(allowed, markers, most=most)
+
+        among = partial(among_text, schemas=True)
+        return Constraint("tools", among, looser=partial(among_text, schemas=False))
+    return None
 
 
 def _stated(fields: GenerationFields) -> Iterator[Constraint]:

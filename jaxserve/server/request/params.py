@@ -9,11 +9,14 @@ from hashlib import blake2b
 
 from jaxserve.api import EngineLimits, Guide, Request, SamplingParams
 from jaxserve.config import SamplingDefaults
-from jaxserve.server.errors import ApiError, invalid
+from jaxserve.server.errors import ApiError, PromptTooLong, invalid
 from jaxserve.server.output.generation import TextOptions
 from jaxserve.server.request.priority import level_of
 from jaxserve.server.request.schema import GenerationFields
+from jaxserve.tokenizer import Progress
 
+_COUNTED_ON = 16 * 1024
+"""Tokens beyond the context that are counted, so that most who are refused learn their number."""
 GREEDY_BELOW = 1e-5
 """Temperatures under this mean greedy, as in vLLM."""
 
@@ -144,13 +147,18 @@ def tokens_to_generate(
     """At most what the context has room for; a prompt that leaves no room is a 400."""
     room = limits.max_model_len - prompt_tokens
     if room < 1:
-        raise invalid(
-            f"the prompt has {prompt_tokens} tokens; this model's maximum context length is "
-            f"{limits.max_model_len} tokens, of which at least 1 must be left for the answer",
-            param=param,
-            code="context_length_exceeded",
-        )
+        raise PromptTooLong(prompt_tokens, limits.max_model_len, param=param)
     return room if asked is None else min(asked, room)
+
+
+def fitting(limits: EngineLimits, param: str) -> Progress:
+    """For prompts of which nothing is cut off: those that cannot fit are encoded no further."""
+
+    def check(tokens: int) -> None:
+        if tokens > limits.max_model_len + _COUNTED_ON:
+            raise PromptTooLong(tokens, limits.max_model_len, param=param, exact=False)
+
+    return check
 
 
 def truncated(

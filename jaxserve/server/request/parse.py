@@ -11,9 +11,10 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from jaxserve.server.errors import ApiError, invalid
-from jaxserve.server.off_loop import PARSED_INLINE_BYTES, off_loop
+from jaxserve.server.errors import ApiError, invalid, too_large
+from jaxserve.server.off_loop import PARSED_INLINE_BYTES, Lane, lane, off_loop
 from jaxserve.server.request.schema import FREE_FORM, field_names
+from jaxserve.server.request.unpack import unpacked
 from jaxserve.server.request.unsupported import INSTEAD, REJECTED, SILENT, Harmless
 from jaxserve.server.request.validation import not_json, wrong_field
 from jaxserve.server.service import SERVICE
@@ -40,13 +41,13 @@ async def read_fields[T: Struct](
 ) -> Parsed[T]:
     """The body's fields; see `parse`."""
     body = await read_json(request)
-    long = len(body) > PARSED_INLINE_BYTES
-    return await off_loop(long, parse, body, kind, rejected, silent)
+    where = lane(len(body), PARSED_INLINE_BYTES)
+    return await off_loop(where, parse, body, kind, rejected, silent)
 
 
 async def read_json(request: web.Request) -> bytes:
-    """The body, if it claims to be JSON. `client_max_size` of the app bounds it (413), and the
-    time that it may take (408)."""
+    """The body, if it claims to be JSON. Its size is bounded (413), that of all that are
+    large (429), and the time that it may take (408)."""
     kind = request.content_type
     if "Content-Type" in request.headers and kind != "application/json":
         raise ApiError(
@@ -54,18 +55,37 @@ async def read_json(request: web.Request) -> bytes:
             f"Content-Type must be application/json, got {kind[:80]}",
             code="unsupported_media_type",
         )
-    limit = request.app[SERVICE].config.body_timeout
+    config = request.app[SERVICE].config
+    limit = config.body_timeout
     try:
         async with asyncio.timeout(limit):
-            return await request.read()
+            body = await _read(request)
     except TimeoutError:
         raise ApiError(
             408, f"the body was not complete after {limit:g} seconds", code="body_timeout"
         ) from None
     except web.RequestPayloadError:
-        raise invalid(
-            "the body's transfer broke, or it is not compressed as its Content-Encoding says"
-        ) from None
+        raise invalid("the body's transfer broke") from None
+    coding = request.headers.get("Content-Encoding", "")
+    if not coding:
+        return body
+    body = await off_loop(Lane.LARGE, unpacked, body, coding, config.max_request_bytes)
+    request.app[SERVICE].huge_bodies.hold(request, len(body))
+    return body
+
+
+async def _read(request: web.Request) -> bytes:
+    service = request.app[SERVICE]
+    most = service.config.max_request_bytes
+    if (request.content_length or 0) > most:
+        raise too_large(most)
+    body = bytearray()
+    async for part in request.content.iter_any():
+        body += part
+        if len(body) > most:
+            raise too_large(most)
+        service.huge_bodies.hold(request, len(body))
+    return bytes(body)
 
 
 def parse[T: Struct](

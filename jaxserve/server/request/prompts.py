@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-import msgspec
-
 from jaxserve.config import TEMPLATE_VARIABLES
 from jaxserve.server.errors import invalid
+from jaxserve.server.off_loop import check_wanted
 from jaxserve.server.request.schema import (
     MAX_PROMPTS,
     ChatRequest,
     ContentPart,
     Message,
-    Tool,
+    ToolCall,
 )
-from jaxserve.server.request.validation import wrong_field
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.server.request.tools import ChatTools, chat_tools
+from jaxserve.tokenizer import Progress, Tokenizer
 from jaxserve.tokenizer.chat_template import ChatTemplate, TemplateError
 
 
@@ -27,22 +26,36 @@ class Prompt(NamedTuple):
     """As the client wrote it; None if it sent token ids."""
 
 
+PLACEHOLDER = "[{}: left out, this model reads text]"
+"""What stands for a part of a tool's result that is no text, by its type."""
+
+
 def completion_prompts(
-    prompt: str | list[str | int | list[int]], tokenizer: Tokenizer
+    prompt: str | list[str | int | list[int]], tokenizer: Tokenizer, fits: Progress | None = None
 ) -> list[Prompt]:
     """One text, several texts, one list of ids or several: each becomes one prompt.
 
     Markers in a text become their tokens: here the caller applies the chat template, if any.
+    `fits` refuses those that have too many tokens. Abandoned: the request is over.
     """
     prompts: list[Prompt] = []
     for item in _separate(prompt):
         if isinstance(item, str):
-            prompts.append(Prompt(tokenizer.encode(item), item))
+            prompts.append(Prompt(tokenizer.encode(item, "", _watch(fits)), item))
         else:
             prompts.append(Prompt(item, None))
         if not prompts[-1].ids:
             raise invalid("the prompt is empty", param="prompt")
     return prompts
+
+
+def _watch(fits: Progress | None) -> Progress:
+    def check(tokens: int) -> None:
+        check_wanted()
+        if fits is not None:
+            fits(tokens)
+
+    return check
 
 
 def _separate(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -64,33 +77,43 @@ class ChatPrompt(NamedTuple):
     ids: list[int]
     ending: str
     """The last characters: whether the template opened or closed a `<think>` block."""
+    tools: ChatTools
+    ignored: tuple[str, ...]
+    """What the request has and the model does not read, for the header that names it."""
 
 
 def chat_prompt(
-    request: ChatRequest, template: ChatTemplate | None, tokenizer: Tokenizer
+    request: ChatRequest,
+    template: ChatTemplate | None,
+    tokenizer: Tokenizer,
+    fits: Progress | None = None,
 ) -> ChatPrompt:
-    """The template applied to a chat, as token ids.
+    """The template applied to a chat, as token ids. `fits` refuses those that are too many.
 
     ApiError: there is no template, it refuses the messages, or a field contradicts another.
+    Abandoned: the request is over.
     """
+    check_wanted()
     if template is None:
         raise invalid("this model has no chat template; use /v1/completions", param="messages")
-    messages = [_plain_message(i, message) for i, message in enumerate(request.messages)]
+    tools = chat_tools(request)
+    unread: dict[str, None] = {}
+    messages = [_plain_message(i, message, unread) for i, message in enumerate(request.messages)]
     _check_ending(request)
     try:
         rendered = template.render(
             messages,
-            tools=_checked_tools(request),
+            tools=list(tools.shown),
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final=bool(request.continue_final_message),
             variables=_template_variables(request),
         )
     except TemplateError as error:
         raise invalid(str(error), param="messages", code="chat_template_error") from None
-    ids = tokenizer.encode(rendered.text, rendered.breaker)
+    ids = tokenizer.encode(rendered.text, rendered.breaker, _watch(fits))
     if not ids:
         raise invalid("the prompt is empty", param="messages")
-    return ChatPrompt(ids, rendered.text[-32:])
+    return ChatPrompt(ids, rendered.text[-32:], tools, (*tools.ignored, *unread))
 
 
 def _check_ending(request: ChatRequest) -> None:
@@ -105,15 +128,22 @@ def _check_ending(request: ChatRequest) -> None:
         )
 
 
-def _plain_message(position: int, message: Message) -> dict[str, Any]:
+def _plain_message(position: int, message: Message, unread: dict[str, None]) -> dict[str, Any]:
     """As templates expect it: text content, OpenAI's `developer` under its older name."""
     role = "system" if message.role == "developer" else message.role
     param = f"messages[{position}].content"
     if message.content is None and role != "assistant":
         raise invalid(f"a message of role {message.role} needs content", param=param)
-    plain: dict[str, Any] = {"role": role, "content": _text(message.content, param)}
+    match role:
+        case "tool":
+            text = _of_tool(message.content, unread)
+        case "assistant":
+            text = _text(_without_refusals(message), param)
+        case _:
+            text = _text(message.content, param)
+    plain: dict[str, Any] = {"role": role, "content": text}
     if role == "assistant":
-        _add_assistant_fields(plain, message)
+        _add_assistant_fields(plain, message, f"messages[{position}]")
     else:
         _check_no_assistant_fields(message, f"messages[{position}]")
     for name in ("name", "tool_call_id"):
@@ -123,12 +153,12 @@ def _plain_message(position: int, message: Message) -> dict[str, Any]:
 
 
 def _check_no_assistant_fields(message: Message, param: str) -> None:
-    for name in ("reasoning", "reasoning_content", "tool_calls"):
+    for name in ("refusal", "reasoning", "reasoning_content", "tool_calls"):
         if getattr(message, name):
             raise invalid(f"only messages of the assistant have {name}", param=f"{param}.{name}")
 
 
-def _add_assistant_fields(plain: dict[str, Any], message: Message) -> None:
+def _add_assistant_fields(plain: dict[str, Any], message: Message, param: str) -> None:
     reasoning = message.reasoning_content or message.reasoning
     if reasoning is None and "</think>" in plain["content"]:
         # Templates look for the markers in the content themselves, but there they are broken up
@@ -140,16 +170,21 @@ def _add_assistant_fields(plain: dict[str, Any], message: Message) -> None:
         plain["reasoning_content"] = reasoning
     if message.tool_calls:
         plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": call.function.arguments or {},
-                },
-            }
-            for call in message.tool_calls
+            _plain_call(call, f"{param}.tool_calls[{position}]")
+            for position, call in enumerate(message.tool_calls)
         ]
+
+
+def _plain_call(call: ToolCall, param: str) -> dict[str, Any]:
+    """The input of a custom tool stands where templates have the arguments, as it is."""
+    if call.custom is not None:
+        function = {"name": call.custom.name, "arguments": call.custom.input}
+    elif call.function is not None:
+        arguments = call.function.arguments or {}
+        function = {"name": call.function.name, "arguments": arguments}
+    else:
+        raise invalid(f"{param}.function is required", param=f"{param}.function")
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _text(content: str | Sequence[ContentPart] | None, param: str) -> str:
@@ -167,6 +202,30 @@ def _text(content: str | Sequence[ContentPart] | None, param: str) -> str:
     return "".join(part.text or "" for part in content)
 
 
+def _without_refusals(message: Message) -> str | list[ContentPart] | None:
+    """What the assistant said, refusals as texts like any other."""
+    if message.content is None or isinstance(message.content, str):
+        return message.content or message.refusal
+    return [
+        ContentPart(type="text", text=part.refusal) if part.type == "refusal" else part
+        for part in message.content
+    ]
+
+
+def _of_tool(content: str | Sequence[ContentPart] | None, unread: dict[str, None]) -> str:
+    """A tool's result. What is no text is not the client's choice, and must not end the
+    conversation: a placeholder stands for it. `unread` gets the names of such parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type != "text":
+            unread[f"messages.content.{part.type}"] = None
+    return "".join(
+        part.text or "" if part.type == "text" else PLACEHOLDER.format(part.type[:50])
+        for part in content
+    )
+
+
 def _template_variables(request: ChatRequest) -> Mapping[str, Any]:
     variables = dict(request.chat_template_kwargs or {})
     for name, value in variables.items():
@@ -176,18 +235,8 @@ def _template_variables(request: ChatRequest) -> Mapping[str, Any]:
             raise invalid(f"{param}: chat_template_kwargs may set {allowed}", param=param)
         if not isinstance(value, bool | int | float | str | None):
             raise invalid("chat_template_kwargs takes scalar values", param=param)
+    if request.enable_thinking is not None:
+        variables.setdefault("enable_thinking", request.enable_thinking)
     if request.reasoning_effort is not None:
         variables.setdefault("enable_thinking", request.reasoning_effort != "none")
     return variables
-
-
-def _checked_tools(request: ChatRequest) -> list[dict[str, Any]] | None:
-    if request.tools is None:
-        if request.tool_choice not in (None, "none"):
-            raise invalid("tool_choice needs tools", param="tool_choice")
-        return None
-    try:
-        msgspec.convert(request.tools, list[Tool])
-    except msgspec.ValidationError as error:
-        raise wrong_field(error, request.tools, list[Tool], at="tools") from None
-    return None if request.tool_choice == "none" else request.tools

@@ -167,6 +167,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
 class ContentPart(Struct, kw_only=True):
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class FunctionCall(Struct, kw_only=True):
@@ -174,43 +175,99 @@ class FunctionCall(Struct, kw_only=True):
     arguments: str | dict[str, Any] | None = None
 
 
+class CustomCall(Struct, kw_only=True):
+    name: str
+    input: str
+
+
 class ToolCall(Struct, kw_only=True):
-    function: FunctionCall
+    """Of a function or of a custom tool; `type` need not be said."""
+
     id: str | None = None
-    type: Literal["function"] | None = None
+    type: Literal["function", "custom"] | None = None
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
 
 
 class Message(Struct, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
+    refusal: str | None = None
+    """The assistant's words in place of content."""
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
+type ToolName = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
 class ToolFunction(Struct, kw_only=True):
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    name: ToolName
     parameters: dict[str, Any] | None = None
 
 
-class Tool(Struct, kw_only=True):
-    """Only what is checked; the template gets the object as it was sent."""
+class CustomGrammar(Struct, kw_only=True):
+    syntax: Literal["lark", "regex"]
+    definition: Grammar
 
-    type: Literal["function"]
-    function: ToolFunction
+
+class CustomFormat(Struct, kw_only=True):
+    type: Literal["text", "grammar"]
+    grammar: CustomGrammar | None = None
+
+
+class CustomTool(Struct, kw_only=True):
+    name: ToolName
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
+class Tool(Struct, kw_only=True):
+    """Only what is checked; the template gets the object of a function as it was sent. Tools of
+    other types are not honoured."""
+
+    type: str
+    function: ToolFunction | None = None
+    custom: CustomTool | None = None
 
 
 class NamedFunction(Struct, kw_only=True):
     name: str
 
 
-class NamedTool(Struct, kw_only=True):
+class NamedTool(Struct, kw_only=True, tag_field="type", tag="function"):
     """A `tool_choice` that names a function."""
 
-    type: Literal["function"]
     function: NamedFunction
+
+
+class NamedCustomTool(Struct, kw_only=True, tag_field="type", tag="custom"):
+    custom: NamedFunction
+
+
+class AllowedTool(Struct, kw_only=True):
+    type: str | None = None
+    function: NamedFunction | None = None
+    custom: NamedFunction | None = None
+
+
+class AllowedTools(Struct, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(Struct, kw_only=True, tag_field="type", tag="allowed_tools"):
+    """Some of the tools may be called; the prompt shows all of them."""
+
+    allowed_tools: AllowedTools
+
+
+type ToolChoice = (
+    Literal["none", "auto", "required"] | NamedTool | NamedCustomTool | AllowedToolsChoice
+)
 
 
 class ChatRequest(GenerationFields, kw_only=True):
@@ -219,10 +276,11 @@ class ChatRequest(GenerationFields, kw_only=True):
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

@@ -36,7 +36,7 @@ REJECTED: dict[str, Harmless] = {
 INSTEAD = {
     "background": "wait for the answer, or stream it",
     "chat_template": "the template is the model's or that of --chat-template",
-    "conversation": "nothing is stored here: send all of it in input",
+    "conversation": "use previous_response_id, or send all of it in input",
     "documents": "put them into the messages",
     "function_call": "use tool_choice",
     "functions": "use tools",
@@ -46,8 +46,8 @@ INSTEAD = {
     "lora_path": "LoRA adapters are not served here",
     "no_stop_trim": "use include_stop_str_in_output",
     "output_format": "use output_config.format",
-    "previous_response_id": "nothing is stored here: send all of it in input",
-    "prompt": "nothing is stored here: send instructions and input",
+    "previous_response_id": "it is a field of /v1/responses; send all messages here",
+    "prompt": "no prompts are stored here: send instructions and input",
     "prompt_embeds": "no tensors are taken from requests; token ids are",
     "repetition_detection": "see repetition_penalty",
     "return_tokens_as_token_ids": "use return_token_ids",
@@ -55,7 +55,6 @@ INSTEAD = {
     "stop_regex": "use stop",
     "stream_interval": "every token is an event",
     "suffix": "no model here fills in the middle",
-    "truncation": "leave out what does not fit",
     "use_beam_search": "there is no beam search",
     "web_search_options": "nothing is fetched here",
 }

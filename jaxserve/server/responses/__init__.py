@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, without a store: translated to a chat, and the chat's output back."""
+"""OpenAI's Responses API, translated to a chat, and the chat's output back."""
 
 from jaxserve.server.responses.handlers import responses
 

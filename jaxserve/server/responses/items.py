@@ -2,46 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxserve.server.output.output_parser import Reasoning
 from jaxserve.server.output.segments import Segment
 from jaxserve.server.output.tool_calls import CallOpened
+from jaxserve.server.responses.tools import Name
 
 type Json = dict[str, Any]
 
 
-def item_id(segment: Segment, key: str) -> str:
-    """`key` is the response's own."""
-    if isinstance(segment.first, CallOpened):
-        prefix = "fc"
-    else:
-        prefix = "rs" if isinstance(segment.first, Reasoning) else "msg"
-    return f"{prefix}_{key}{segment.index}"
+class OutputItems:
+    """Segments of an output in the words of the API."""
 
+    def __init__(
+        self, key: str, names: Mapping[str, Name], seal: Callable[[str], str] | None = None
+    ):
+        """`key`: the response's own; `names`: what the client calls tools of namespaces; `seal`:
+        for thoughts, if the client wants them sealed, too."""
+        self._key = key
+        self._names = names
+        self._seal = seal
+        self._sealed: dict[int, str] = {}
+        """By segment: sealing the same text again gives another text."""
 
-def opened_item(segment: Segment, key: str) -> Json:
-    """As it is announced: nothing in it yet."""
-    item = finished_item(segment, key, "in_progress", [])
-    if "content" in item:
-        item["content"] = []
-    else:
-        item["arguments"] = ""
-    return item
+    def id(self, segment: Segment) -> str:
+        first = segment.first
+        if isinstance(first, CallOpened):
+            prefix = "ctc" if first.custom else "fc"
+        else:
+            prefix = "rs" if isinstance(first, Reasoning) else "msg"
+        return f"{prefix}_{self._key}{segment.index}"
 
+    def opened(self, segment: Segment) -> Json:
+        """As it is announced: nothing in it yet."""
+        item = self.finished(segment, "in_progress", [])
+        for name, nothing in (("content", []), ("arguments", ""), ("input", "")):
+            if name in item:
+                item[name] = nothing
+        return item
 
-def finished_item(segment: Segment, key: str, status: str, logprobs: list[Json]) -> Json:
-    item: Json = {"id": item_id(segment, key), "status": status}
-    if isinstance(segment.first, CallOpened):
-        call = segment.first
-        names = {"type": "function_call", "call_id": call.id, "name": call.name}
-        return {**item, **names, "arguments": segment.text}
-    part = {**empty_part(segment), "text": segment.text}
-    if isinstance(segment.first, Reasoning):
-        return {**item, "type": "reasoning", "summary": [], "content": [part]}
-    if logprobs:
-        part["logprobs"] = logprobs
-    return {**item, "type": "message", "role": "assistant", "content": [part]}
+    def finished(self, segment: Segment, status: str, logprobs: list[Json]) -> Json:
+        item: Json = {"id": self.id(segment), "status": status}
+        if isinstance(segment.first, CallOpened):
+            return item | self._call(segment.first, segment.text)
+        part = {**empty_part(segment), "text": segment.text}
+        if isinstance(segment.first, Reasoning):
+            item |= {"type": "reasoning", "summary": [], "content": [part]}
+            if self._seal is not None and status != "in_progress":
+                if segment.index not in self._sealed:
+                    self._sealed[segment.index] = self._seal(segment.text)
+                item["encrypted_content"] = self._sealed[segment.index]
+            return item
+        if logprobs:
+            part["logprobs"] = logprobs
+        return {**item, "type": "message", "role": "assistant", "content": [part]}
+
+    def called_name(self, call: CallOpened) -> Json:
+        """In the fields that the client expects."""
+        name = self._names.get(call.name, Name(None, call.name))
+        if name.namespace is None:
+            return {"name": name.name}
+        return {"name": name.name, "namespace": name.namespace}
+
+    def _call(self, call: CallOpened, text: str) -> Json:
+        kind, field = (
+            ("custom_tool_call", "input") if call.custom else ("function_call", "arguments")
+        )
+        return {"type": kind, "call_id": call.id, **self.called_name(call), field: text}
 
 
 def empty_part(segment: Segment) -> Json:

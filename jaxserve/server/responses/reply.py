@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,8 +15,9 @@ from jaxserve.server.output.output_parser import Content, Reasoning
 from jaxserve.server.output.segments import Change, Grew, Opened, Segment, Segments
 from jaxserve.server.output.tool_calls import CallOpened
 from jaxserve.server.reply import Arrival
-from jaxserve.server.responses.items import empty_part, finished_item, item_id, opened_item
-from jaxserve.server.responses.schema import ResponsesRequest
+from jaxserve.server.responses.items import OutputItems, empty_part
+from jaxserve.server.responses.schema import ResponsesRequest, ToolDefinition
+from jaxserve.server.responses.tools import client_names
 from jaxserve.server.sse import named_event, padded
 
 type Json = dict[str, Any]
@@ -25,8 +27,17 @@ class ResponsesReply:
     """Implements `Reply` for /v1/responses."""
 
     def __init__(
-        self, *, arrival: Arrival, model: str, generation: Generation, fields: ResponsesRequest
+        self,
+        *,
+        arrival: Arrival,
+        model: str,
+        generation: Generation,
+        fields: ResponsesRequest,
+        seal: Callable[[str], str] | None,
+        keep: Callable[[Json], None] | None,
     ):
+        """`seal`: for thoughts, where the client wants them sealed; `keep`: stores the response
+        once it is complete, before the client has it."""
         self._generation = generation
         self._choice = generation.choices[0]
         self._tokenizer = arrival.service.tokenizer
@@ -41,8 +52,10 @@ class ResponsesReply:
         """Those of the tokens whose text may still come."""
         self._finish: FinishReason | None = None
         self._sequence = 0
-        self._key = arrival.id
-        self._head = _head(arrival, model, fields, self._choice.request.params)
+        self._items = OutputItems(arrival.id, client_names(fields.tools or ()), seal)
+        self._keep_response = keep
+        head = _head(arrival, model, fields, self._choice.request.params)
+        self._head = {**head, "store": keep is not None}
 
     def events(self, delta: Delta) -> bytes:
         parts: list[bytes] = []
@@ -89,6 +102,8 @@ class ResponsesReply:
             body = self._response("completed")
         body["output"] = [self._finished(segment) for segment in self._segments.all]
         body["usage"] = self._usage()
+        if self._keep_response is not None:
+            self._keep_response(body)
         return body
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -101,8 +116,7 @@ class ResponsesReply:
     def _entries(self, delta: Delta) -> list[Json]:
         if delta.logprobs is None:
             return []
-        entries = chat_logprobs(self._tokenizer, delta.tokens[0], delta.logprobs, self._num_top)
-        return entries["content"]
+        return chat_logprobs(self._tokenizer, delta.tokens[0], delta.logprobs, self._num_top)
 
     def _keep(self, change: Change) -> list[Json]:
         """The logprobs that come with more of a message's text."""
@@ -121,7 +135,7 @@ class ResponsesReply:
         return self._closing(change.segment)
 
     def _opening(self, segment: Segment) -> list[bytes]:
-        item = opened_item(segment, self._key)
+        item = self._items.opened(segment)
         added = self._event("response.output_item.added", output_index=segment.index, item=item)
         if isinstance(segment.first, CallOpened):
             return [added]
@@ -133,8 +147,8 @@ class ResponsesReply:
 
     def _growth(self, segment: Segment, text: str, entries: list[Json]) -> bytes:
         if isinstance(segment.first, CallOpened):
-            place = {"item_id": item_id(segment, self._key), "output_index": segment.index}
-            return self._event("response.function_call_arguments.delta", **place, delta=text)
+            place = {"item_id": self._items.id(segment), "output_index": segment.index}
+            return self._event(f"{_call_events(segment.first)}.delta", **place, delta=text)
         if isinstance(segment.first, Reasoning):
             return self._event("response.reasoning_text.delta", **self._place(segment), delta=text)
         return self._event(
@@ -156,8 +170,10 @@ class ResponsesReply:
         text = segment.text
         if isinstance(segment.first, CallOpened):
             place = {"item_id": item["id"], "output_index": segment.index}
-            named = {"name": segment.first.name, "arguments": text}
-            return self._event("response.function_call_arguments.done", **place, **named)
+            said = {"input": text}
+            if not segment.first.custom:
+                said = {**self._items.called_name(segment.first), "arguments": text}
+            return self._event(f"{_call_events(segment.first)}.done", **place, **said)
         if isinstance(segment.first, Reasoning):
             return self._event("response.reasoning_text.done", **self._place(segment), text=text)
         logprobs = item["content"][0]["logprobs"]
@@ -167,7 +183,7 @@ class ResponsesReply:
 
     def _place(self, segment: Segment) -> Json:
         return {
-            "item_id": item_id(segment, self._key),
+            "item_id": self._items.id(segment),
             "output_index": segment.index,
             "content_index": 0,
         }
@@ -176,7 +192,7 @@ class ResponsesReply:
         last = segment.index == len(self._segments.all) - 1
         cut = self._finish is FinishReason.LENGTH and last
         status = "incomplete" if cut else "completed"
-        return finished_item(segment, self._key, status, self._logprobs.get(segment.index, []))
+        return self._items.finished(segment, status, self._logprobs.get(segment.index, []))
 
     def _response(self, status: str) -> Json:
         return {**self._head, "status": status}
@@ -190,6 +206,11 @@ class ResponsesReply:
             "output_tokens_details": {"reasoning_tokens": self._generation.reasoning_tokens},
             "total_tokens": prompt + output,
         }
+
+
+def _call_events(call: CallOpened) -> str:
+    text = "custom_tool_call_input" if call.custom else "function_call_arguments"
+    return f"response.{text}"
 
 
 def _head(arrival: Arrival, model: str, fields: ResponsesRequest, params: SamplingParams) -> Json:
@@ -207,13 +228,12 @@ def _head(arrival: Arrival, model: str, fields: ResponsesRequest, params: Sampli
         "model": model,
         "output": [],
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": fields.previous_response_id,
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
-        "store": False,
         "temperature": params.temperature,
         "text": {"format": _written(fields.text and fields.text.format) or {"type": "text"}},
         "tool_choice": _written(fields.tool_choice) or "auto",
-        "tools": [_written(tool) for tool in fields.tools or ()],
+        "tools": [_written(tool) for tool in fields.tools or () if _honoured(tool)],
         "top_logprobs": fields.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": "disabled",
@@ -222,8 +242,10 @@ def _head(arrival: Arrival, model: str, fields: ResponsesRequest, params: Sampli
     }
 
 
+def _honoured(tool: ToolDefinition) -> bool:
+    return tool.type in ("function", "custom", "namespace")
+
+
 def _written(value: Any) -> Any:
     """As the client wrote it: without the fields that were absent."""
-    if not isinstance(value, msgspec.Struct):
-        return value
-    return {name: item for name, item in msgspec.structs.asdict(value).items() if item is not None}
+    return msgspec.to_builtins(value)

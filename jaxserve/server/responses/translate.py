@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
 from jaxserve.server.errors import invalid
 from jaxserve.server.request import schema as chat
 from jaxserve.server.responses.schema import (
-    FunctionChoice,
-    FunctionTool,
+    BUILT_IN_ITEMS,
+    LOGPROBS,
+    TEXT_PARTS,
     Item,
     Part,
     ResponsesRequest,
 )
+from jaxserve.server.responses.tools import Name, chat_tool_choice, chat_tools
 
 NAMES = {
     "response_format.json_schema": "text.format",
@@ -24,13 +26,40 @@ NAMES = {
 }
 """A chat's fields whose errors are about another field here."""
 
-LOGPROBS = "message.output_text.logprobs"
+
+class Translated(NamedTuple):
+    chat: chat.ChatRequest
+    ignored: tuple[str, ...]
+    """What the model does not get to see, for the header that names it."""
 
 
-def to_chat(fields: ResponsesRequest) -> chat.ChatRequest:
+def to_chat(
+    fields: ResponsesRequest, history: Sequence[Item], opened: Callable[[str], str | None]
+) -> Translated:
+    """
+    Args:
+      history: items of earlier requests and their responses, before those of the input.
+      opened: a sealed thought's text; None: it cannot be opened.
+    """
+    conversation = _Conversation(opened)
+    if fields.instructions is not None:
+        conversation.say("system", fields.instructions)
+    # A name for errors: what was stored has none.
+    for item in history:
+        conversation.add(item, "previous_response_id")
+    if isinstance(fields.input, str):
+        conversation.say("user", fields.input)
+    else:
+        for position, item in enumerate(fields.input):
+            conversation.add(item, f"input[{position}]")
+    return Translated(_chat(fields, conversation.messages), tuple(conversation.ignored))
+
+
+def _chat(fields: ResponsesRequest, messages: list[chat.Message]) -> chat.ChatRequest:
     with_logprobs = LOGPROBS in (fields.include or ()) or bool(fields.top_logprobs)
+    tools = fields.tools or ()
     return chat.ChatRequest(
-        messages=_messages(fields),
+        messages=messages,
         stream=fields.stream,
         max_tokens=fields.max_output_tokens,
         temperature=fields.temperature,
@@ -40,8 +69,8 @@ def to_chat(fields: ResponsesRequest) -> chat.ChatRequest:
         seed=fields.seed,
         logprobs=with_logprobs,
         top_logprobs=fields.top_logprobs,
-        tools=[_tool(tool) for tool in fields.tools] if fields.tools else None,
-        tool_choice=_tool_choice(fields),
+        tools=chat_tools(tools),
+        tool_choice=chat_tool_choice(fields.tool_choice, tools),
         response_format=_response_format(fields),
         parallel_tool_calls=fields.parallel_tool_calls,
         reasoning_effort=fields.reasoning.effort if fields.reasoning is not None else None,
@@ -52,58 +81,84 @@ def to_chat(fields: ResponsesRequest) -> chat.ChatRequest:
     )
 
 
-def _messages(fields: ResponsesRequest) -> list[chat.Message]:
-    messages: list[chat.Message] = []
-    if fields.instructions is not None:
-        messages.append(chat.Message(role="system", content=fields.instructions))
-    if isinstance(fields.input, str):
-        return [*messages, chat.Message(role="user", content=fields.input)]
-    for position, item in enumerate(fields.input):
-        _add(messages, item, f"input[{position}]")
-    return messages
+def own_names(ignored: Iterable[str]) -> tuple[str, ...]:
+    """What the chat leaves out, as fields of this API: parts of results of tools."""
+    return tuple(name.replace("messages.content.", "input.output.") for name in ignored)
 
 
-def _add(messages: list[chat.Message], item: Item, param: str) -> None:
-    """Thoughts, text and calls of one turn are one message of the assistant."""
-    match item.type:
-        case "message" | None:
-            _add_message(messages, item, param)
-        case "reasoning":
-            thought = _text(item.content or item.summary or "")
-            messages.append(chat.Message(role="assistant", content="", reasoning_content=thought))
-        case "function_call":
-            _add_call(messages, item, param)
-        case "function_call_output":
-            output = _text(_needed(item.output, f"{param}.output"))
-            call_id = _needed(item.call_id, f"{param}.call_id")
-            messages.append(chat.Message(role="tool", tool_call_id=call_id, content=output))
+class _Conversation:
+    """Messages of a chat, made of items."""
 
+    def __init__(self, opened: Callable[[str], str | None]):
+        self.messages: list[chat.Message] = []
+        self.ignored: dict[str, None] = {}
+        self._opened = opened
 
-def _add_message(messages: list[chat.Message], item: Item, param: str) -> None:
-    content = _text(_needed(item.content, f"{param}.content"))
-    if item.role is None:
-        raise invalid(f"{param}.role is missing", param=f"{param}.role")
-    last = _turn(messages) if item.role == "assistant" else None
-    if last is not None and not last.content and not last.tool_calls:
-        last.content = content
-    else:
-        messages.append(chat.Message(role=item.role, content=content))
+    def say(self, role: Literal["user", "system"], text: str) -> None:
+        self.messages.append(chat.Message(role=role, content=text))
 
+    def add(self, item: Item, param: str) -> None:
+        """Thoughts, text and calls of one turn are one message of the assistant."""
+        match item.type:
+            case "message" | None:
+                self._add_message(item, param)
+            case "reasoning":
+                thought = self._thought(item, param)
+                message = chat.Message(role="assistant", content="", reasoning_content=thought)
+                self.messages.append(message)
+            case "function_call" | "custom_tool_call":
+                self._add_call(item, param)
+            case "function_call_output" | "custom_tool_call_output":
+                output = _output(_needed(item.output, f"{param}.output"), f"{param}.output")
+                call_id = _needed(item.call_id, f"{param}.call_id")
+                message = chat.Message(role="tool", tool_call_id=call_id, content=output)
+                self.messages.append(message)
+            case other if other in BUILT_IN_ITEMS:
+                self.ignored[f"input.{other}"] = None
+            case other:
+                raise invalid(
+                    f"{param}.type is {other[:50]!r}, which is not known here",
+                    param=f"{param}.type",
+                )
 
-def _add_call(messages: list[chat.Message], item: Item, param: str) -> None:
-    name = _needed(item.name, f"{param}.name")
-    call_id = _needed(item.call_id, f"{param}.call_id")
-    function = chat.FunctionCall(name=name, arguments=item.arguments)
-    last = _turn(messages)
-    if last is None:
-        last = chat.Message(role="assistant", content="")
-        messages.append(last)
-    last.tool_calls = [*(last.tool_calls or ()), chat.ToolCall(id=call_id, function=function)]
+    def _thought(self, item: Item, param: str) -> str:
+        """Clients that keep it sealed may leave the rest out. One that cannot be opened, as after
+        a restart without a key of the server's own, must not end the conversation."""
+        if not item.content and item.encrypted_content:
+            if (opened := self._opened(item.encrypted_content)) is not None:
+                return opened
+            self.ignored["input.encrypted_content"] = None
+        return _text(item.content or item.summary or "", f"{param}.content")
 
+    def _add_message(self, item: Item, param: str) -> None:
+        content = _text(_needed(item.content, f"{param}.content"), f"{param}.content")
+        if item.role is None:
+            raise invalid(f"{param}.role is missing", param=f"{param}.role")
+        last = self._turn() if item.role == "assistant" else None
+        if last is not None and not last.content and not last.tool_calls:
+            last.content = content
+        else:
+            self.messages.append(chat.Message(role=item.role, content=content))
 
-def _turn(messages: Sequence[chat.Message]) -> chat.Message | None:
-    """The assistant's message that is still growing."""
-    return messages[-1] if messages and messages[-1].role == "assistant" else None
+    def _add_call(self, item: Item, param: str) -> None:
+        name = Name(item.namespace, _needed(item.name, f"{param}.name")).flat
+        call_id = _needed(item.call_id, f"{param}.call_id")
+        if item.type == "custom_tool_call":
+            custom = chat.CustomCall(name=name, input=_needed(item.input, f"{param}.input"))
+            call = chat.ToolCall(id=call_id, custom=custom)
+        else:
+            function = chat.FunctionCall(name=name, arguments=item.arguments)
+            call = chat.ToolCall(id=call_id, function=function)
+        last = self._turn()
+        if last is None:
+            last = chat.Message(role="assistant", content="")
+            self.messages.append(last)
+        last.tool_calls = [*(last.tool_calls or ()), call]
+
+    def _turn(self) -> chat.Message | None:
+        """The assistant's message that is still growing."""
+        last = self.messages[-1] if self.messages else None
+        return last if last is not None and last.role == "assistant" else None
 
 
 def _needed[T](value: T | None, param: str) -> T:
@@ -112,32 +167,30 @@ def _needed[T](value: T | None, param: str) -> T:
     return value
 
 
-def _text(content: str | Sequence[Part]) -> str:
+def _text(content: str | Sequence[Part], param: str) -> str:
     if isinstance(content, str):
         return content
+    for position, part in enumerate(content):
+        if part.type not in TEXT_PARTS:
+            raise invalid(
+                f"content of type {part.type[:50]!r} is not supported; this model reads text",
+                param=f"{param}[{position}].type",
+            )
     return "".join(part.text or part.refusal or "" for part in content)
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    fields = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": tool.strict,
-    }
-    return {
-        "type": "function",
-        "function": {name: value for name, value in fields.items() if value is not None},
-    }
-
-
-def _tool_choice(
-    fields: ResponsesRequest,
-) -> Literal["none", "auto", "required"] | chat.NamedTool | None:
-    choice = fields.tool_choice
-    if isinstance(choice, FunctionChoice):
-        return chat.NamedTool(type="function", function=chat.NamedFunction(name=choice.name))
-    return choice
+def _output(output: str | list[Part] | dict[str, Any], param: str) -> str | list[chat.ContentPart]:
+    """A tool's; what the model cannot read becomes a placeholder where the prompt is made."""
+    if isinstance(output, str):
+        return output
+    if isinstance(output, dict):
+        raise invalid(f"{param}: Expected a text or its parts, got an object", param=param)
+    return [
+        chat.ContentPart(type="text", text=part.text or part.refusal or "")
+        if part.type in TEXT_PARTS
+        else chat.ContentPart(type=part.type)
+        for part in output
+    ]
 
 
 def _response_format(fields: ResponsesRequest) -> chat.ResponseFormat | None:

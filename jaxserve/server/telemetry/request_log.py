@@ -9,12 +9,13 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from jaxserve.server.access import KEY_NAME, route_of
+from jaxserve.server.access import route_of
 from jaxserve.server.middleware import request_id
 from jaxserve.server.output.generation import Choice, Generation
 from jaxserve.server.reply import GENERATION
 from jaxserve.server.service import SERVICE
 from jaxserve.server.telemetry.finished import Finished, Timing
+from jaxserve.server.tenant import KEY_NAME
 
 log = logging.getLogger("jaxserve.requests")
 

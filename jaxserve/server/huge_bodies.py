@@ -1,0 +1,47 @@
+"""Bodies of a megabyte and more: so many bytes of them are held at once."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from jaxserve.server.errors import ApiError
+from jaxserve.server.off_loop import HUGE_BYTES
+
+BODIES_AT_ONCE = 4
+"""As many of the largest size are read and worked on."""
+_RETRY_SECONDS = 5.0
+_HELD = web.RequestKey("held", int)
+
+
+class HugeBodies:
+    """Used on the event loop's thread only.
+
+    What is made of a body takes several times its bytes. A body counts from its arrival until its
+    prompt is ready.
+    """
+
+    def __init__(self, most: int):
+        """`most` bytes are held at once."""
+        self.held = 0
+        self._most = most
+
+    def hold(self, request: web.Request, size: int) -> None:
+        """So much of the request's body has come. ApiError 429: there is too much of others."""
+        if size < HUGE_BYTES:
+            return
+        more = size - request.get(_HELD, 0)
+        if self.held + more > self._most:
+            raise ApiError(
+                429,
+                f"{self.held:,} bytes of large requests are being read; with the {more:,} of this "
+                f"one they would be more than the {self._most:,} allowed",
+                code="overloaded",
+                retry_after=_RETRY_SECONDS,
+            )
+        self.held += more
+        request[_HELD] = size
+
+    def release(self, request: web.Request) -> None:
+        """The prompt is ready, or the request is over."""
+        self.held -= request.get(_HELD, 0)
+        request[_HELD] = 0

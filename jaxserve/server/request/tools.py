@@ -1,0 +1,189 @@
+"""The tools of a chat: what the template shows of them, which of them may be called, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from jaxserve.grammar_server.wire import Grammar
+from jaxserve.server.errors import invalid
+from jaxserve.server.request.schema import (
+    AllowedToolsChoice,
+    ChatRequest,
+    CustomTool,
+    NamedCustomTool,
+    NamedTool,
+    Tool,
+    ToolFunction,
+)
+from jaxserve.server.request.validation import wrong_field
+from jaxserve.structured import grammars
+
+FREE_TEXT_END = "}\n"
+"""What the template puts behind arguments, free text like JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTools:
+    """The tools of one chat."""
+
+    shown: Sequence[dict[str, Any]] = ()
+    """As the template gets them."""
+    callable: Sequence[ToolFunction | CustomTool] = ()
+    """Those that may be called."""
+    forced: bool = False
+    """The answer is a call, or several."""
+    named: bool = False
+    """The client has named the one that is called."""
+    restricted: bool = False
+    """Some that are shown may not be called."""
+    ignored: tuple[str, ...] = ()
+    """Built-in tools of other servers, which are not honoured, for the header that names them."""
+
+    @property
+    def free_text(self) -> Mapping[str, str]:
+        """What ends the input of each custom tool, by name, beside the marker that ends a call."""
+        custom = (tool for tool in self.callable if isinstance(tool, CustomTool))
+        return MappingProxyType({tool.name: _end_of(tool) for tool in custom})
+
+    def grammars(self, *, schemas: bool = True) -> list[grammars.Tool]:
+        """Without `schemas` the arguments of functions are any JSON object."""
+        return [
+            (tool.name, _input_grammar(tool))
+            if isinstance(tool, CustomTool)
+            else (tool.name, (tool.parameters or {}) if schemas else {})
+            for tool in self.callable
+        ]
+
+
+def chat_tools(fields: ChatRequest) -> ChatTools:
+    """Raises ApiError: a tool is not whole, or `tool_choice` asks for one that is not there."""
+    raw = fields.tools or []
+    try:
+        tools = msgspec.convert(raw, list[Tool])
+    except msgspec.ValidationError as error:
+        raise wrong_field(error, raw, list[Tool], at="tools") from None
+    shown: list[dict[str, Any]] = []
+    found: list[ToolFunction | CustomTool] = []
+    ignored: dict[str, None] = {}
+    for position, (tool, sent) in enumerate(zip(tools, raw, strict=True)):
+        match tool.type:
+            case "function":
+                found.append(_whole(tool.function, f"tools[{position}].function"))
+                shown.append(sent)
+            case "custom":
+                custom = _whole(tool.custom, f"tools[{position}].custom")
+                _check_format(custom, f"tools[{position}].custom.format")
+                found.append(custom)
+                shown.append(_as_function(custom))
+            case other:
+                ignored[f"tools.{other}"] = None
+    if fields.tool_choice == "none":
+        return ChatTools(ignored=tuple(ignored))
+    return _chosen(fields, shown, found, tuple(ignored))
+
+
+def _chosen(
+    fields: ChatRequest,
+    shown: Sequence[dict[str, Any]],
+    found: Sequence[ToolFunction | CustomTool],
+    ignored: tuple[str, ...],
+) -> ChatTools:
+    choice = fields.tool_choice
+    forced, named, chosen = choice == "required", False, found
+    if isinstance(choice, NamedTool | NamedCustomTool):
+        wanted = _of_choice(choice)
+        chosen = [tool for tool in found if (type(tool), tool.name) == wanted][:1]
+        forced = named = True
+        if not chosen:
+            raise _not_there(wanted[1])
+    elif isinstance(choice, AllowedToolsChoice):
+        allowed = set(_allowed(choice, found))
+        chosen = [tool for tool in found if (type(tool), tool.name) in allowed]
+        forced = choice.allowed_tools.mode == "required"
+    if forced and not chosen:
+        raise invalid(
+            "tool_choice asks for a call, and there is no tool that can be called",
+            param="tool_choice",
+        )
+    return ChatTools(
+        shown=shown,
+        callable=chosen,
+        forced=forced,
+        named=named,
+        restricted=len(chosen) < len(found),
+        ignored=ignored,
+    )
+
+
+type _Key = tuple[type[ToolFunction | CustomTool], str]
+
+
+def _of_choice(choice: NamedTool | NamedCustomTool) -> _Key:
+    if isinstance(choice, NamedTool):
+        return ToolFunction, choice.function.name
+    return CustomTool, choice.custom.name
+
+
+def _allowed(
+    choice: AllowedToolsChoice, found: Sequence[ToolFunction | CustomTool]
+) -> Iterator[_Key]:
+    """Built-in tools among the allowed ones are left out, as they are among the tools."""
+    known = {(type(tool), tool.name) for tool in found}
+    for allowed in choice.allowed_tools.tools:
+        for kind, names in ((ToolFunction, allowed.function), (CustomTool, allowed.custom)):
+            if names is None:
+                continue
+            if (kind, names.name) not in known:
+                raise _not_there(names.name)
+            yield kind, names.name
+
+
+def _not_there(name: str) -> Exception:
+    return invalid(
+        f"tool_choice names {name[:100]!r}, which is not among the tools", param="tool_choice"
+    )
+
+
+def _whole[T](value: T | None, param: str) -> T:
+    if value is None:
+        raise invalid(f"{param} is required", param=param)
+    return value
+
+
+def _check_format(tool: CustomTool, param: str) -> None:
+    if tool.format is not None and tool.format.type == "grammar":
+        _whole(tool.format.grammar, f"{param}.grammar")
+
+
+def _as_function(tool: CustomTool) -> dict[str, Any]:
+    """Templates know functions only: one whose arguments are a text instead of an object."""
+    told = [tool.description] if tool.description else []
+    told.append("The arguments are plain text, which is not JSON and not quoted.")
+    if tool.format is not None and tool.format.grammar is not None:
+        grammar = tool.format.grammar
+        told.append(f"They follow this grammar ({grammar.syntax}):\n{grammar.definition}")
+    function = {
+        "name": tool.name,
+        "description": "\n".join(told),
+        "parameters": {"type": "string"},
+    }
+    return {"type": "function", "function": function}
+
+
+def _end_of(tool: CustomTool) -> str:
+    """A Lark grammar may end with a terminal that takes in whatever would stand behind it."""
+    form = tool.format and tool.format.grammar
+    return "" if form is not None and form.syntax == "lark" else FREE_TEXT_END
+
+
+def _input_grammar(tool: CustomTool) -> Grammar:
+    form = tool.format and tool.format.grammar
+    if form is not None and form.syntax == "lark":
+        return grammars.grammar(form.definition)
+    text = f"{grammars.ANY_TEXT}*" if form is None else form.definition
+    return grammars.regex(rf"(?:{text})\}}\n")

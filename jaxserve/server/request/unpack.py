@@ -1,0 +1,41 @@
+"""Bodies that come compressed: unpacked here, for aiohttp takes a gzip body that is cut short."""
+
+from __future__ import annotations
+
+import zlib
+
+from jaxserve.server.errors import ApiError, invalid, too_large
+
+_GZIP, _ZLIB, _RAW_DEFLATE = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
+CODINGS = ("gzip", "deflate", "identity")
+
+
+def unpacked(body: bytes, coding: str, most: int) -> bytes:
+    """The body that was sent with this Content-Encoding.
+
+    ApiError: it is of another coding (415), has more than `most` bytes (413), or is not whole.
+    """
+    coding = coding.strip().lower()
+    if coding in ("", "identity"):
+        return body
+    if coding not in CODINGS:
+        raise ApiError(
+            415,
+            f"Content-Encoding {coding[:40]!r} is not understood; what is: {', '.join(CODINGS)}",
+            code="unsupported_media_type",
+        )
+    stream = zlib.decompressobj(_GZIP if coding == "gzip" else _deflate_format(body))
+    try:
+        content = stream.decompress(body, most + 1)
+    except zlib.error:
+        raise invalid(f"the body is not compressed with {coding}, as it claims") from None
+    if len(content) > most:
+        raise too_large(most)
+    if not stream.eof or stream.unused_data:
+        raise invalid(f"the body's {coding} data is cut short, or something follows it")
+    return content
+
+
+def _deflate_format(body: bytes) -> int:
+    """HTTP's deflate is zlib's format; some clients send it without its frame."""
+    return _ZLIB if body[:1] and body[0] & 0xF == zlib.DEFLATED else _RAW_DEFLATE

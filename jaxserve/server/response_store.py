@@ -1,0 +1,79 @@
+"""Responses that are kept for a while, in memory: those that later requests name by their ids."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+ENTRY_BYTES = 1024
+"""What an entry takes beside its texts, about."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """One response, and the conversation up to it, as JSON."""
+
+    response: bytes
+    input: Sequence[bytes]
+    """Items of the requests that led to it, and of the responses between them."""
+    output: Sequence[bytes]
+
+    @cached_property
+    def size(self) -> int:
+        items = [*self.input, *self.output]
+        return ENTRY_BYTES + len(self.response) + sum(map(len, items)) + 64 * len(items)
+
+
+class ResponseStore:
+    """At most so many bytes. Of the tenant that has most of them, what was used longest ago goes
+    first. A tenant sees its own responses only. Threads may share it."""
+
+    def __init__(self, most_bytes: int):
+        """0: nothing is kept."""
+        self.most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._tenants: dict[str, OrderedDict[str, Stored]] = {}
+        self._sizes: dict[str, int] = {}
+
+    @property
+    def on(self) -> bool:
+        return self.most_bytes > 0
+
+    @property
+    def size(self) -> int:
+        return sum(self._sizes.values())
+
+    def put(self, tenant: str, response_id: str, stored: Stored) -> None:
+        """What is larger than all the room is not kept."""
+        if stored.size > self.most_bytes:
+            return
+        with self._lock:
+            self._tenants.setdefault(tenant, OrderedDict())[response_id] = stored
+            self._sizes[tenant] = self._sizes.get(tenant, 0) + stored.size
+            while self.size > self.most_bytes:
+                largest = max(self._sizes, key=self._sizes.__getitem__)
+                self._remove(largest, next(iter(self._tenants[largest])))
+
+    def get(self, tenant: str, response_id: str) -> Stored | None:
+        with self._lock:
+            stored = self._tenants.get(tenant, {}).get(response_id)
+            if stored is not None:
+                self._tenants[tenant].move_to_end(response_id)
+            return stored
+
+    def delete(self, tenant: str, response_id: str) -> bool:
+        """Whether it was there."""
+        with self._lock:
+            there = response_id in self._tenants.get(tenant, {})
+            if there:
+                self._remove(tenant, response_id)
+            return there
+
+    def _remove(self, tenant: str, response_id: str) -> None:
+        removed = self._tenants[tenant].pop(response_id)
+        self._sizes[tenant] -= removed.size
+        if not self._tenants[tenant]:
+            del self._tenants[tenant], self._sizes[tenant]
