@@ -7,8 +7,8 @@ import signal
 import sys
 
 from jaxserve.cli.foreign_flags import translated
-from jaxserve.cli.options import COMMANDS, parse_args
-from jaxserve.startup import gpu_driver, heap
+from jaxserve.cli.options import COMMANDS, FLAGS_VARIABLE, parse_args
+from jaxserve.startup import gpu_driver, heap, standard_streams
 from jaxserve.startup.timeline import Timeline
 
 _INTERRUPTED = 128 + signal.SIGINT
@@ -17,14 +17,20 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 def main(argv: list[str] | None = None) -> int:
     """Run the server, or the command that the first word names; returns the exit status."""
+    standard_streams.open_closed_ones()
     argv = sys.argv[1:] if argv is None else argv
     _take_sigterm()
     try:
-        return _run(argv)
+        status = _run(argv)
     except KeyboardInterrupt:
         goes_on = "; the same command goes on from here" if argv[:1] and argv[0] in COMMANDS else ""
         print(f"jaxserve: interrupted{goes_on}", file=sys.stderr, flush=True)
         os._exit(_INTERRUPTED)  # an orderly exit would wait for threads that compile or download
+    if "triton" in sys.modules:  # at an orderly exit 3.9 prints what its own compiler leaks
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 def _take_sigterm() -> None:
@@ -47,7 +53,8 @@ def _run(argv: list[str]) -> int:
         print(f"jaxserve: error: {error}", file=sys.stderr)
         sys.exit(2)
     command = argv[0] if argv and argv[0] in COMMANDS else None
-    options = parse_args(argv[1:] if command else argv, command)
+    given = os.environ.get(FLAGS_VARIABLE, "")
+    options = parse_args(argv[1:] if command else argv, command, given)
     if command == "precompile":
         from jaxserve.commands.precompile import precompile
 

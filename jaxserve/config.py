@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -101,11 +102,16 @@ class Buckets:
 
 
 def number(config: Mapping[str, Any], key: str, default: float, file: str = "config.json") -> float:
-    """`default` where the file has none, or null. ConfigError: it has something else."""
+    """`default` where the file has none, or null. ConfigError: it has something else, infinity and
+    NaN included, which JSON of Python's has."""
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float | None):
         raise ConfigError(f"{file}: {key} is {value!r}, which is not a number")
-    return default if value is None else float(value)
+    if value is None:
+        return default
+    if not abs(value) <= sys.float_info.max:
+        raise ConfigError(f"{file}: {key} is {value!r:.40}, which is not a finite number")
+    return float(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +169,7 @@ class ServerConfig:
     by_priority: bool = False
     """The scheduler's policy looks at priorities."""
     isolate_cache_by_key: bool = False
-    """Prefixes are shared only among requests with the same API key."""
+    """Prefixes and compiled grammars are shared only among requests with the same API key."""
     max_request_bytes: int = 16 * 1024 * 1024
     keep_alive_interval: float = 15.0
     """Seconds between SSE comments on a stream that waits for its next token."""
@@ -189,7 +195,13 @@ class ServerConfig:
     """A path that the routes stand under, too, for a proxy that does not take it away."""
     header_timeout: float = 75.0
     """Seconds that a connection may wait for the whole header of its next request."""
+    write_timeout: float = 60.0
+    """Seconds in which a client has to take a part of what is written to it."""
     body_timeout: float = 60.0
     """Seconds that the body of a request may take to arrive."""
+    response_store_bytes: int = 64 * 1024 * 1024
+    """What responses that are kept for later requests may take; 0: none is kept."""
+    reasoning_keys: tuple[str, ...] = field(default=(), repr=False)
+    """They seal the thoughts that clients keep; none: one is made at the start."""
     log_requests: bool = False
     """One log line per request that has ended."""

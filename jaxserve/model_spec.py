@@ -103,14 +103,20 @@ class ModelSpec:
         )
         optional = ("num_key_value_heads", "head_dim", "max_position_embeddings")
         problems += [
-            f"{key} is missing or not a positive integer"
+            f"{key} is missing or not a positive integer up to {_most(key)}"
             for key in (*required, *(key for key in optional if config.get(key) is not None))
-            if not isinstance(config.get(key), int) or config[key] <= 0
+            if not _is_count(config.get(key), key)
         ]
         if problems:
             raise ConfigError("config.json: " + "; ".join(problems))
         q_heads = config["num_attention_heads"]
         theta, scaling = _rope(config)
+        eps = number(config, "rms_norm_eps", 1e-6)
+        if theta <= 1 or eps < 0:
+            raise ConfigError(
+                f"config.json: rope_theta is {theta:g} and must be above 1; rms_norm_eps is "
+                f"{eps:g} and must not be negative"
+            )
         return cls(
             vocab_size=config["vocab_size"],
             embed=config["hidden_size"],
@@ -119,7 +125,7 @@ class ModelSpec:
             q_heads=q_heads,
             kv_heads=config.get("num_key_value_heads") or q_heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // q_heads,
-            norm_eps=number(config, "rms_norm_eps", 1e-6),
+            norm_eps=eps,
             rope_theta=theta,
             rope_scaling=scaling,
             max_position=config.get("max_position_embeddings") or 40_960,
@@ -132,6 +138,17 @@ _YARN_NUMBERS = (
     *("attention_factor", "mscale", "mscale_all_dim"),
 )
 _YARN_FIELDS = frozenset(("rope_type", "type", "rope_theta", "truncate", *_YARN_NUMBERS))
+
+
+_MOST_LAYERS, _MOST = 10_000, 2**31 - 1
+
+
+def _most(key: str) -> int:
+    return _MOST_LAYERS if key == "num_hidden_layers" else _MOST
+
+
+def _is_count(value: Any, key: str) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _most(key)
 
 
 def _unsupported(config: Mapping[str, Any]) -> list[str]:
@@ -173,7 +190,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, YarnScaling | None]:
     for name in _YARN_NUMBERS:
         number(rope, name, 0.0)
     original = rope.get("original_max_position_embeddings") or config.get("max_position_embeddings")
-    if "factor" not in rope or not original:
+    if "factor" not in rope or not original or original < 1:
         raise ConfigError(
             "config.json: YaRN needs 'factor' and 'original_max_position_embeddings', "
             f"found {sorted(rope)}"

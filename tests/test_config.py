@@ -247,6 +247,13 @@ def test_a_generation_config_that_no_request_could_ask_for_is_refused(
         ({"num_key_value_heads": 0}, "num_key_value_heads is missing or not a positive integer"),
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps is 'tiny', which is not a number"),
         ({"rope_theta": [1]}, r"rope_theta is \[1\], which is not a number"),
+        ({"rope_theta": math.nan}, "rope_theta is nan, which is not a finite number"),
+        ({"rope_theta": 10**400}, "rope_theta is 10+, which is not a finite number"),
+        ({"rope_theta": -5.0}, "rope_theta is -5 and must be above 1"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps is inf, which is not a finite number"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers is .* not a positive integer up to"),
+        ({"hidden_size": 10**30}, "hidden_size is .* not a positive integer up to"),
+        ({"vocab_size": True}, "vocab_size is missing or not a positive integer"),
     ],
 )
 def test_fields_of_wrong_types_are_named(fields: dict[str, Any], message: str) -> None:

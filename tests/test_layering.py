@@ -27,6 +27,7 @@ LAYERS = (
         "jaxserve.api",
         "jaxserve.cli",
         "jaxserve.config",
+        "jaxserve.grammar_server",
         "jaxserve.logs",
         "jaxserve.metrics",
         "jaxserve.model_spec",
@@ -52,7 +53,9 @@ STRANGERS = (
 
 WITHOUT = {
     "jaxserve.bench": {"jax", "jaxlib"},
-    "jaxserve.server": {"jax", "jaxlib"},
+    "jaxserve.grammar_server": {"jax", "jaxlib", "numpy"},
+    "jaxserve.server": {"jax", "jaxlib", "llguidance"},
+    "jaxserve.engine": {"llguidance"},
     "jaxserve.scheduler": {"jax", "jaxlib", "numpy"},
 }
 """What a part must not import, directly or through others."""

@@ -35,6 +35,11 @@ def size_in_bytes(text: str) -> int:
     return int(size)
 
 
+def size_or_0(text: str) -> int:
+    """A size, or 0."""
+    return 0 if text.strip() == "0" else size_in_bytes(text)
+
+
 def tokens(text: str) -> int | None:
     """A length in tokens: 32k is 32 * 1024, as model cards use it; auto is the model's own."""
     if text.strip().lower() == "auto":
@@ -126,7 +131,7 @@ def template_variables(text: str) -> dict[str, Any]:
     """A JSON object with variables of the chat template that requests may set, too."""
     try:
         variables = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         variables = None
     if not isinstance(variables, dict) or not variables.keys() <= TEMPLATE_VARIABLES:
         names = ", ".join(sorted(TEMPLATE_VARIABLES))

@@ -17,6 +17,7 @@ from jaxserve.cli.flag_values import (
     seconds,
     share,
     size_in_bytes,
+    size_or_0,
     sizes,
     template_variables,
     tokens,
@@ -102,11 +103,24 @@ def add_server_flags(add: AddArgument) -> None:
         help="size of a request's body before 413",
     )
     add(
+        "--response-store-bytes",
+        type=size_or_0,
+        default=64 * 2**20,
+        help="memory for responses that later requests may name by their ids; 0: none is kept",
+    )
+    add(
         "--header-timeout",
         type=seconds,
         default=75.0,
         help="seconds that a connection may wait for the whole header of its first or next request "
         "before it is closed",
+    )
+    add(
+        "--write-timeout",
+        type=seconds,
+        default=60.0,
+        help="seconds in which a client has to take a part of its answer before the request is "
+        "aborted",
     )
     add(
         "--stall-timeout",
@@ -171,7 +185,13 @@ def add_access_flags(add: AddArgument) -> None:
     add(
         "--isolate-cache-by-key",
         action="store_true",
-        help="prefixes are shared only among requests with the same API key",
+        help="prefixes and compiled grammars are shared only among requests with the same API key",
+    )
+    add(
+        "--reasoning-key-file",
+        type=Path,
+        help="keys that seal the thoughts which clients keep, one per line, at least 32 characters "
+        "each; the first seals, all open. Without any, a key of this start",
     )
     add("--open-metrics", action="store_true", help="/metrics needs no key")
     add("--allowed-origins", nargs="+", help="origins whose web pages may use the server; *: all")
@@ -216,8 +236,18 @@ def add_engine_flags(add: AddArgument) -> None:
         help="a copy in fp8 beside weights of 4 bits, for steps of more than 64 tokens; auto: on a "
         "GPU, if it takes at most a tenth of the memory for keys and values",
     )
-    add("--max-model-len", type=tokens, help="longest prompt plus output, e.g. 8192, 32k, auto")
-    add("--max-num-seqs", type=positive, help="sequences that run at once")
+    add(
+        "--max-model-len",
+        type=tokens,
+        help="longest prompt plus output, e.g. 8192, 32k; auto, as without it: the model's own "
+        "limit, or what the KV cache holds, if that is less",
+    )
+    add(
+        "--max-num-seqs",
+        type=positive,
+        help="sequences that run at once; without it the largest decode bucket, on a GPU with "
+        "little memory one that leaves each of them 512 tokens of the KV cache",
+    )
     add("--max-num-batched-tokens", type=positive, help="tokens computed in one step at most")
     add(
         "--max-itl-ms",

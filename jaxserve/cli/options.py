@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ class Options:
     uds: Path | None
     root_path: str | None
     header_timeout: float
+    write_timeout: float
     enable_force_include_usage: bool
     dtype: str
     quantization: str | None
@@ -67,6 +69,7 @@ class Options:
     api_key_file: Path | None
     admin_api_key: list[str] | None = field(repr=False)
     admin_api_key_file: Path | None
+    reasoning_key_file: Path | None
     open_metrics: bool
     allowed_origins: list[str] | None
     ssl_keyfile: Path | None
@@ -85,6 +88,7 @@ class Options:
     request_timeout: float | None
     max_queue_time: float | None
     max_request_bytes: int
+    response_store_bytes: int
     stall_timeout: float
     keep_alive_interval: float
     out: Path | None = None
@@ -100,6 +104,8 @@ _EPILOG = """commands, by the first word, each with a --help of its own:
   precompile      compile what serving with the same flags needs, so that later starts are fast
   convert         write a model's weights as the engine holds them, quantised if asked
   bench           put load on an OpenAI-compatible server, and report what its users would have had
+
+JAXSERVE_FLAGS in the environment may have flags of serving, too; the command line's go before them.
 """
 
 
@@ -111,15 +117,27 @@ COMMANDS = {
 """What else than serving the program does, by the first word of the command line."""
 
 
-def parse_args(argv: list[str], command: str | None = None) -> Options:
+FLAGS_VARIABLE = "JAXSERVE_FLAGS"
+"""In the environment: flags of serving, quoted as for a shell; the command line's win."""
+
+
+def parse_args(argv: list[str], command: str | None = None, defaults: str = "") -> Options:
     """Flags to Options; exits with a message on wrong ones.
 
     `precompile` knows all flags of serving, `convert` those that its result depends on.
+
+    Args:
+      defaults: the value of FLAGS_VARIABLE; `convert` has no use for it.
     """
     if command == "convert":
         others = vars(_parser(None).parse_args([]))
         return Options(**others | vars(_convert_parser().parse_args(argv)))
-    return Options(**vars(_parser(command).parse_args(argv)))
+    parser = _parser(command)
+    try:
+        given = shlex.split(defaults)
+    except ValueError as error:
+        parser.error(f"{FLAGS_VARIABLE} in the environment: {error}")
+    return Options(**vars(parser.parse_args(argv, parser.parse_args(given))))
 
 
 def _convert_parser() -> FlagParser:

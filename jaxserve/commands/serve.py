@@ -24,7 +24,7 @@ from jaxserve.engine.engine import AsyncEngine, Progress
 from jaxserve.engine.loop import Parts
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.server import make_app, make_runner
-from jaxserve.startup import heap
+from jaxserve.startup import heap, open_files
 from jaxserve.startup.environment import prepare
 from jaxserve.startup.listen import bind, server_config
 from jaxserve.startup.timeline import Pace, Timeline, show
@@ -59,6 +59,7 @@ def serve(options: Options, timeline: Timeline, without_effect: Sequence[str] = 
     logs.configure(options.log_level, options.log_format)
     if without_effect:
         log.warning("no effect here: %s", ", ".join(without_effect))
+    open_files.raise_limit(options.max_num_queued_reqs + (options.max_num_seqs or 256))
     logging.getLogger("jax").setLevel(logging.WARNING)  # it reports every backend it lacks
     prepare(options.gpu_memory_utilization)
     timeline.add("python and imports", 0.0, timeline.now())

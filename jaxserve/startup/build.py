@@ -23,7 +23,7 @@ from jaxserve.programs.executables import Obtained, OnMissing, by_reason, obtain
 from jaxserve.runner.runner import Pending, Runner, on_compile
 from jaxserve.scheduler import Scheduler
 from jaxserve.setting_files import read_text
-from jaxserve.startup import heap, kv_scales, memory
+from jaxserve.startup import fast_paths, heap, kv_scales, memory
 from jaxserve.startup.engine_plan import EnginePlan, plan_engine
 from jaxserve.startup.measure import step_times
 from jaxserve.startup.timeline import Timeline
@@ -95,6 +95,7 @@ def build_parts(
     with timeline.span("trimming"):
         heap.settle()
     _report(plan, runner, obtained, metrics)
+    fast_paths.report(metrics)
     watch.serving = True
     return Parts(Scheduler(plan.config.scheduler, plan.config.cache, times=times), runner)
 

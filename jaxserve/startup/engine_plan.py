@@ -24,16 +24,17 @@ from jaxserve.setting_files import read_text
 from jaxserve.startup import gpu_driver, memory
 from jaxserve.startup.environment import compiler_options, compiler_settings, memory_share
 from jaxserve.startup.memory import MemoryPlan
+from jaxserve.startup.room import Fit, Room
 from jaxserve.weights.loading import WeightPlan, plan_weights
 from jaxserve.weights.model_source import ModelSource
 from jaxserve_checkpoints.staging import StagingProgram
 from jaxserve_kernels.kv_format import (
     KVFormat,
-    expanded_tokens,
     has_scales,
     max_chunk_context,
     named,
 )
+from jaxserve_kernels.kv_format.kvarn import KVarN
 from jaxserve_kernels.paged_attention import tile_tokens
 from jaxserve_kernels.target import compute_capability
 
@@ -45,8 +46,8 @@ GPU_DECODE = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256)
 GPU_PREFILL = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 _CPU_DECODE = (1, 4, 16, 64)
 _CPU_PREFILL = (16, 64, 256)
-_CPU_TILE = 16
-_CPU_KV_BYTES = 512 * 2**20
+_CPU_TILE, _CPU_KVARN_TILE = 64, 16
+"""KVarN has its definition only, which computes every place of every tile."""
 _GPU_MAX_ITL_MS, _CPU_MAX_ITL_MS = 50.0, 1000.0
 
 
@@ -101,37 +102,44 @@ def plan_engine(options: Options, source: ModelSource) -> EnginePlan:
     gpu = device.platform == "gpu"
     spec = source.spec
     dtype = _dtype(options.dtype, gpu=gpu)
-    buckets = _buckets(options, gpu=gpu)
-    scheduler = _scheduler_config(options, spec, buckets, gpu=gpu)
+    _check_length(options, spec)
     files = _cache_folder(options)
     weights = plan_weights(options, source, dtype, files, stacked=gpu)
     kv_format = named(options.kv_cache_dtype)
     _check_calibration(options, kv_format)
-    limit = _device_limit(device)
-    given = options.kv_cache_memory_bytes
+    e4m3 = _fp8_pays(dtype, gpu=gpu)
+    room = Room(
+        spec=spec,
+        dtype=dtype,
+        kv_format=kv_format,
+        page_size=_page_size(options, kv_format, gpu=gpu),
+        gpu=gpu,
+        limit=_device_limit(device),
+        given=options.kv_cache_memory_bytes,
+        quantized=weights.quantized,
+        unpacks=not e4m3,
+    )
+    choices = _choices(options, gpu=gpu)
 
     def left_beside(weights: int) -> int:
         """Bytes for the KV cache beside so many."""
-        if not gpu:
-            return _CPU_KV_BYTES
-        return _left_on_gpu(
-            spec, dtype, buckets, scheduler, kv_format, weights=weights, limit=limit
-        )
+        fit = room.fit(weights, choices, options.max_model_len)
+        return room.left(weights, fit.buckets, fit.max_model_len)
 
-    weights = _with_fp8_copy(options, weights, left_beside, pays=_fp8_pays(dtype, gpu=gpu))
+    weights = _with_fp8_copy(options, weights, left_beside, pays=e4m3)
     size = memory.tree_bytes(weights.served)
-    left = left_beside(size)
-    budget = left if given is None else given
+    fit = room.fit(size, choices, options.max_model_len)
     if not gpu:
-        memory.check_host_memory(size, budget)
-    config = _runner_config(options, source, dtype, buckets, scheduler, kv_format, budget, gpu=gpu)
+        memory.check_host_memory(size, fit.budget)
+    config = _runner_config(options, source, room, fit)
+    room.report(fit, size, choices, chosen=options.max_model_len is None)
     compiling = compiler_options(gpu=gpu)
     settings = compiler_settings() | {name: str(value) for name, value in compiling.items()}
     key = program_key(config, weights.served, settings, device)
     return EnginePlan(
         config=config,
         weights=weights,
-        limit=limit,
+        limit=room.limit,
         steps=[
             replace(each, compiler_options=compiling) for each in programs(config, weights.served)
         ],
@@ -140,21 +148,11 @@ def plan_engine(options: Options, source: ModelSource) -> EnginePlan:
     )
 
 
-def _runner_config(
-    options: Options,
-    source: ModelSource,
-    dtype: DTypeLike,
-    buckets: Buckets,
-    scheduler: SchedulerConfig,
-    kv_format: KVFormat,
-    budget: int,
-    *,
-    gpu: bool,
-) -> RunnerConfig:
-    """With a KV cache of `budget` bytes."""
-    spec = source.spec
+def _runner_config(options: Options, source: ModelSource, room: Room, fit: Fit) -> RunnerConfig:
+    spec, kv_format, dtype = room.spec, room.kv_format, room.dtype
+    scheduler = _scheduler_config(options, fit, gpu=room.gpu)
     cache = replace(
-        _cache_config(options, spec, kv_format, dtype, budget, scheduler, gpu=gpu),
+        _cache_config(options, room, fit),
         identity=f"{source.names[0]} {jnp.dtype(dtype).name} {options.kv_cache_dtype}",
     )
     context = max_chunk_context(kv_format, scheduler.max_model_len, page_size=cache.page_size)
@@ -162,39 +160,21 @@ def _runner_config(
         spec=spec,
         cache=cache,
         scheduler=replace(scheduler, max_chunk_context=context),
-        buckets=buckets,
+        buckets=fit.buckets,
         dtype=dtype,
         sampled_vocab=source.sampled_vocab,
-        tile_size=tile_tokens(spec.q_heads // spec.kv_heads) if gpu else _CPU_TILE,
+        tile_size=tile_tokens(spec.q_heads // spec.kv_heads) if room.gpu else _cpu_tile(kv_format),
         kv_format=kv_format,
     )
+
+
+def _cpu_tile(kv_format: KVFormat) -> int:
+    return _CPU_KVARN_TILE if isinstance(kv_format, KVarN) else _CPU_TILE
 
 
 def _device_limit(device: Any) -> int:
     """Without statistics of its own, the allocator takes a share of the card."""
     return memory.device_limit(device, int(memory_share() * gpu_driver.total_memory()))
-
-
-def _left_on_gpu(
-    spec: ModelSpec,
-    dtype: DTypeLike,
-    buckets: Buckets,
-    scheduler: SchedulerConfig,
-    kv_format: KVFormat,
-    *,
-    weights: int,
-    limit: int,
-) -> int:
-    """Bytes for the KV cache, of the `limit` that the process may take."""
-    expanded = expanded_tokens(
-        kv_format,
-        scheduler.max_model_len,
-        step_tokens=buckets.prefill[-1],
-        sequences=scheduler.max_num_seqs + 1,  # padding has a slot, too
-    )
-    return memory.plan_gpu_cache(
-        spec, dtype, buckets, weights=weights, limit=limit, chunk_context=expanded
-    )
 
 
 def _with_fp8_copy(
@@ -222,11 +202,12 @@ def _with_fp8_copy(
             *sizes,
         )
         return copied
-    log.info(
-        "steps of more than 64 tokens would be faster with a copy in fp8 of the 4-bit weights, but "
-        "it would take %s of %s for keys and values; --fp8-copy on makes it nevertheless",
-        *sizes,
-    )
+    if size < left:
+        log.info(
+            "steps of more than 64 tokens would be faster with a copy in fp8 of the 4-bit weights, "
+            "but it would take %s of %s for keys and values; --fp8-copy on makes it nevertheless",
+            *sizes,
+        )
     return weights
 
 
@@ -269,18 +250,27 @@ def _buckets(options: Options, *, gpu: bool) -> Buckets:
     return Buckets(decode=decode, prefill=prefill)
 
 
-def _scheduler_config(
-    options: Options, spec: ModelSpec, buckets: Buckets, *, gpu: bool
-) -> SchedulerConfig:
-    max_model_len = options.max_model_len or spec.max_position
-    if max_model_len > spec.max_position:
+def _choices(options: Options, *, gpu: bool) -> list[Buckets]:
+    """Buckets by falling number of sequences: on a GPU the memory decides, unless a flag does."""
+    if not gpu or options.decode_buckets or options.max_num_seqs:
+        return [_buckets(options, gpu=gpu)]
+    return [_buckets(replace(options, max_num_seqs=most), gpu=gpu) for most in reversed(GPU_DECODE)]
+
+
+def _check_length(options: Options, spec: ModelSpec) -> None:
+    """ConfigError: --max-model-len is beyond what the model knows."""
+    if (options.max_model_len or 0) > spec.max_position:
         raise ConfigError(
-            f"--max-model-len {max_model_len} is beyond the model's {spec.max_position} positions"
+            f"--max-model-len {options.max_model_len} is beyond the model's {spec.max_position} "
+            "positions"
         )
+
+
+def _scheduler_config(options: Options, fit: Fit, *, gpu: bool) -> SchedulerConfig:
     return SchedulerConfig(
-        max_num_seqs=buckets.decode[-1],
-        max_model_len=max_model_len,
-        max_num_batched_tokens=buckets.prefill[-1],
+        max_num_seqs=fit.buckets.decode[-1],
+        max_model_len=fit.max_model_len,
+        max_num_batched_tokens=fit.buckets.prefill[-1],
         max_queued=options.max_num_queued_reqs,
         prefix_caching=options.enable_prefix_caching,
         max_itl=(options.max_itl_ms or (_GPU_MAX_ITL_MS if gpu else _CPU_MAX_ITL_MS)) / 1e3,
@@ -299,27 +289,21 @@ def _staging(program: StagingProgram) -> Program:
     )
 
 
-def _cache_config(
-    options: Options,
-    spec: ModelSpec,
-    kv_format: KVFormat,
-    dtype: DTypeLike,
-    budget: int,
-    scheduler: SchedulerConfig,
-    *,
-    gpu: bool,
-) -> CacheConfig:
+def _page_size(options: Options, kv_format: KVFormat, *, gpu: bool) -> int:
     page_size = options.block_size or kv_format.page_size or (64 if gpu else 16)
     if page_size != (kv_format.page_size or page_size):
         raise ConfigError(
             f"--block-size is {page_size}, but pages of --kv-cache-dtype {kv_format.name} have "
             f"{kv_format.page_size} tokens; leave --block-size away"
         )
-    useful = scheduler.max_num_seqs * (-(-scheduler.max_model_len // page_size)) + 1
-    one_page = kv_cache.shape(
-        spec, CacheConfig(num_pages=2, page_size=page_size), scheduler.max_num_seqs
-    )
-    cache = kv_cache.fit_pages(kv_format, one_page, dtype, budget, scheduler.max_model_len)
+    return page_size
+
+
+def _cache_config(options: Options, room: Room, fit: Fit) -> CacheConfig:
+    page_size, sequences = room.page_size, fit.buckets.decode[-1]
+    useful = sequences * (-(-fit.max_model_len // page_size)) + 1
+    one_page = kv_cache.shape(room.spec, CacheConfig(num_pages=2, page_size=page_size), sequences)
+    cache = kv_cache.fit_pages(room.kv_format, one_page, room.dtype, fit.budget, fit.max_model_len)
     if options.max_num_seqs is not None and options.max_num_seqs > cache.usable_pages:
         raise ConfigError(
             f"--max-num-seqs is {options.max_num_seqs}, but the KV cache has "

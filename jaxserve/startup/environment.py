@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from jaxserve.config import ConfigError
+from jaxserve_kernels import ptxas
 
 _XLA_FLAGS = (
     # cuBLASLt reads a layer's slice of a stacked weight in place and needs no tuning per layer.
@@ -29,6 +30,7 @@ _MEMORY_SHARE, _FORMER_NAME = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_
 
 API_KEY = "JAXSERVE_API_KEY"
 ADMIN_API_KEY = "JAXSERVE_ADMIN_API_KEY"
+REASONING_KEY = "JAXSERVE_REASONING_KEY"
 
 
 def key_of_environment(variable: str) -> str | None:
@@ -51,6 +53,7 @@ def prepare(gpu_memory_utilization: float) -> None:
     os.environ.setdefault("PJRT_GPU_ENABLE_ASYNC_DISPATCH", "1")
     # Kernels carry their source lines otherwise, which doubles their size in every program.
     os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
+    ptxas.put_on_path()
     given = os.environ.get("XLA_FLAGS", "")
     ours = [flag for flag in _XLA_FLAGS if flag.split("=")[0] not in given]
     os.environ["XLA_FLAGS"] = " ".join([given, *ours]).strip()

@@ -10,7 +10,7 @@ import logging
 import os
 import ssl
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -20,13 +20,15 @@ from jaxserve.cli.options import Options
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.server.access import digest
 from jaxserve.setting_files import read_text
-from jaxserve.startup.environment import ADMIN_API_KEY, API_KEY, key_of_environment
+from jaxserve.startup.environment import ADMIN_API_KEY, API_KEY, REASONING_KEY, key_of_environment
 from jaxserve.tokenizer.chat_template import ChatTemplate
 from jaxserve.weights.model_source import ModelSource
 
 log = logging.getLogger(__name__)
 
 _TURN_SECONDS = 5.0
+MIN_REASONING_KEY = 32
+"""Characters."""
 
 
 def server_config(options: Options, source: ModelSource) -> ServerConfig:
@@ -42,6 +44,7 @@ def server_config(options: Options, source: ModelSource) -> ServerConfig:
         uds=options.uds,
         root_path=options.root_path or "",
         header_timeout=options.header_timeout,
+        write_timeout=options.write_timeout,
         force_include_usage=options.enable_force_include_usage,
         sampling_defaults=source.sampling_defaults,
         chat_template=_chat_template(options.chat_template),
@@ -55,6 +58,8 @@ def server_config(options: Options, source: ModelSource) -> ServerConfig:
         allowed_origins=tuple(options.allowed_origins or ()),
         log_requests=options.enable_log_requests,
         max_request_bytes=options.max_request_bytes,
+        response_store_bytes=options.response_store_bytes,
+        reasoning_keys=tuple(reasoning_keys(options)),
         max_queued_tokens=options.max_num_queued_tokens,
         request_timeout=options.request_timeout,
         max_queue_time=options.max_queue_time,
@@ -138,25 +143,42 @@ async def _turn(folder: Path) -> AsyncGenerator[None]:
 
 def api_keys(options: Options) -> list[str]:
     """Of the flags, the file and the environment, together."""
-    return _keys(options.api_key, "--api-key-file", options.api_key_file, API_KEY)
+    return _keys(options.api_key, ("--api-key", "--api-key-file"), options.api_key_file, API_KEY)
 
 
 def admin_api_keys(options: Options) -> list[str]:
     """The same for administrators."""
-    file = options.admin_api_key_file
-    return _keys(options.admin_api_key, "--admin-api-key-file", file, ADMIN_API_KEY)
+    flags, file = ("--admin-api-key", "--admin-api-key-file"), options.admin_api_key_file
+    return _keys(options.admin_api_key, flags, file, ADMIN_API_KEY)
 
 
-def _keys(given: list[str] | None, flag: str, file: Path | None, variable: str) -> list[str]:
+def reasoning_keys(options: Options) -> list[str]:
+    """Of the file and the environment. ConfigError: one is too short to be a secret."""
+    file = options.reasoning_key_file
+    keys = _keys(None, ("--reasoning-key-file",), file, REASONING_KEY)
+    for key in keys:
+        if len(key) < MIN_REASONING_KEY:
+            raise ConfigError(
+                f"a key that seals thoughts (--reasoning-key-file, {REASONING_KEY}) has {len(key)} "
+                f"characters; it needs {MIN_REASONING_KEY} or more that nobody can guess, such as "
+                "those of `openssl rand -hex 32`"
+            )
+    return keys
+
+
+def _keys(
+    given: list[str] | None, flags: Sequence[str], file: Path | None, variable: str
+) -> list[str]:
+    """`flags`: those that keys come from; the last one's is the file."""
     keys = list(given or ())
     if file is not None:
-        keys += _keys_of_file(flag, file)
+        keys += _keys_of_file(flags[-1], file)
     if (key := key_of_environment(variable)) is not None:
         keys.append(key)
     for key in keys:
         if not key or not key.isascii() or not key.isprintable() or " " in key:
             raise ConfigError(
-                f"an API key ({flag.removesuffix('-file')}, {flag}, {variable}) is empty or has "
+                f"a key ({', '.join((*flags, variable))}) is empty or has "
                 "characters that headers do not carry: printable ASCII without spaces is allowed"
             )
     return list(dict.fromkeys(keys))

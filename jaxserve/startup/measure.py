@@ -46,7 +46,10 @@ _SHORT_CONTEXT = 256
 
 def kept_times(config: RunnerConfig, file: Path) -> StepTimes | None:
     """What was measured with the same programs before; None: nothing, or nothing of use."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+    if not file.is_file():
+        return None  # reading a FIFO would wait for ever
+    damaged = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+    with contextlib.suppress(*damaged):
         kept = StepTimes.load(file)
         buckets = config.buckets
         if (tuple(kept.decode), tuple(kept.mixed)) == (buckets.decode, buckets.prefill):

@@ -98,6 +98,7 @@ def plan_gpu_cache(
     weights: int,
     limit: int,
     chunk_context: int = 0,
+    unpacked: int = 0,
 ) -> int:
     """Bytes for the KV cache: what weights, the steps' scratch (estimated) and a reserve leave.
 
@@ -105,6 +106,7 @@ def plan_gpu_cache(
 
     Args:
       chunk_context: tokens whose keys and values a mixed step expands, one layer at a time.
+      unpacked: bytes of a weight that a mixed step unpacks as a whole.
 
     Raises:
       ConfigError: the weights alone do not fit.
@@ -121,8 +123,9 @@ def plan_gpu_cache(
     scores = rows * spec.vocab_size * 4 * 4
     tables = slot_tables.num_bytes(slot_tables.abstract(rows, spec.vocab_size))
     expanded = chunk_context * spec.kv_bytes_per_token(itemsize) // spec.num_layers
-    free = limit - weights - activations - scores - tables - expanded - RESERVE
-    return free // _ROUNDING * _ROUNDING
+    scratch = activations + unpacked + scores + expanded
+    free = limit - weights - scratch - tables - RESERVE
+    return max(0, free // _ROUNDING * _ROUNDING)
 
 
 def affords_copy(size: int, left: int, given: int | None) -> bool:

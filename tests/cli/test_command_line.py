@@ -111,3 +111,22 @@ def test_an_interrupted_command_says_how_to_go_on(
         main(line.split())
     assert ended.value.code == 130
     assert capsys.readouterr().err == f"jaxserve: {said}\n"
+
+
+def test_flags_of_the_environment_go_behind_those_of_the_command_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = "--port 1 --host '::' --api-key a"
+    options = parse_args(["--port", "2", "--api-key", "b"], defaults=given)
+    assert (options.host, options.port) == ("::", 2)
+    assert options.api_key == ["a", "b"]
+    assert parse_args([], "precompile", given).port == 1
+    assert parse_args(["--model", "a", "--out", "b"], "convert", given).host == "127.0.0.1"
+    for wrong, message in (
+        ("--host '::", "JAXSERVE_FLAGS in the environment: No closing quotation"),
+        ("--prot 8000", "unknown flag --prot; is --port meant?"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            parse_args([], defaults=wrong)
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err

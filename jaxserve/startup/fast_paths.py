@@ -1,0 +1,22 @@
+"""What a start says of the fast ways that it has, or lacks."""
+
+from __future__ import annotations
+
+import logging
+
+from jaxserve.metrics.metrics import Metrics
+from jaxserve_kernels import fallback
+from jaxserve_kernels.fast_paths import fast_paths
+
+log = logging.getLogger(__name__)
+
+
+def report(metrics: Metrics) -> None:
+    """One line for each that is off on this GPU, a warning if it could be on, and the metric."""
+    for path in fast_paths():
+        metrics.set_fast_path(path.feature, on=path.why_off is None)
+        if path.why_off is not None:
+            level = logging.INFO if path.by_design else logging.WARNING
+            log.log(level, "%s: off, steps are slower: %s", path.feature, path.why_off)
+    for operation in fallback.fallen_back():  # the log has said why
+        metrics.set_fallback(operation)

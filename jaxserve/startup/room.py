@@ -1,0 +1,181 @@
+"""How many sequences run at once, and how long they may be, by the memory beside the weights."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxserve.config import Buckets, CacheConfig, ConfigError
+from jaxserve.model_spec import ModelSpec
+from jaxserve.runner import kv_cache
+from jaxserve.startup import memory
+from jaxserve_kernels.kv_format import Dense, KVFormat, expanded_tokens
+
+log = logging.getLogger(__name__)
+
+_CPU_KV_BYTES = 512 * 2**20
+
+_TOKENS_EACH = 512
+"""Of the KV cache, that there are at least for each sequence that may run at once, where no flag
+says how many those are; and the shortest context that is chosen."""
+
+_SHARE = 1 / 2
+"""Of the tokens that there is room for with one sequence, that there has to be room for with so
+many: what is kept for each of them beside its pages takes the rest."""
+
+
+class Fit(NamedTuple):
+    """What was chosen, or said by flags."""
+
+    buckets: Buckets
+    max_model_len: int
+    """May still be more than the KV cache holds: then the start is refused."""
+    budget: int
+    """Bytes of the KV cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What shares a device with the weights."""
+
+    spec: ModelSpec
+    dtype: DTypeLike
+    kv_format: KVFormat
+    page_size: int
+    gpu: bool
+    limit: int
+    """Bytes that the process may take of the device."""
+    given: int | None
+    """Bytes of the KV cache that a flag says."""
+    quantized: bool = False
+    """The weights are."""
+    unpacks: bool = False
+    """Products of many tokens unpack quantised weights beforehand."""
+
+    def left(self, weights: int, buckets: Buckets, max_model_len: int) -> int:
+        """Bytes for the KV cache beside so many of weights, whatever a flag says.
+
+        Raises:
+          ConfigError: the weights alone do not fit.
+        """
+        if not self.gpu:
+            return _CPU_KV_BYTES
+        expanded = expanded_tokens(
+            self.kv_format,
+            max_model_len,
+            step_tokens=buckets.prefill[-1],
+            sequences=buckets.decode[-1] + 1,  # padding has a slot, too
+        )
+        return memory.plan_gpu_cache(
+            self.spec,
+            self.dtype,
+            buckets,
+            weights=weights,
+            limit=self.limit,
+            chunk_context=expanded,
+            unpacked=self._unpacked,
+        )
+
+    @property
+    def _unpacked(self) -> int:
+        """Bytes of gate and up, the largest weight of a layer."""
+        size = 2 * self.spec.ffn * self.spec.embed * jnp.dtype(self.dtype).itemsize
+        return size if self.quantized and self.unpacks else 0
+
+    def fit(self, weights: int, choices: Sequence[Buckets], max_model_len: int | None) -> Fit:
+        """The first of the choices whose sequences have enough of the KV cache; the last, if none.
+
+        Args:
+          choices: by falling number of sequences.
+          max_model_len: if a flag says it; else the longest context that fits is chosen.
+
+        Raises:
+          ConfigError: the weights do not fit, or nothing is left beside them.
+        """
+        alone = self._tokens(weights, choices[-1], max_model_len or self.spec.max_position)
+
+        def is_enough(buckets: Buckets) -> bool:
+            length = max_model_len or self._context(weights, buckets)
+            wanted = max(_TOKENS_EACH * buckets.decode[-1], max_model_len or 0)
+            return self._tokens(weights, buckets, length) >= max(wanted, _SHARE * alone)
+
+        buckets = next(filter(is_enough, choices), choices[-1])
+        length = max_model_len or self._context(weights, buckets)
+        fit = Fit(buckets, length, self._budget(weights, buckets, length))
+        if not fit.budget:
+            raise ConfigError(
+                f"too little memory: weights {memory.in_words(weights)}, the largest step's "
+                f"scratch (estimated) and {memory.in_words(memory.RESERVE)} in reserve leave "
+                f"nothing of {memory.in_words(self.limit)} for keys and values; use a smaller "
+                "model, --quantization int4, a lower --max-num-batched-tokens or --max-num-seqs, "
+                "or a higher --gpu-memory-utilization"
+            )
+        return fit
+
+    def _context(self, weights: int, buckets: Buckets) -> int:
+        """The longest of which one sequence fits: what the model allows, or else whole pages."""
+        most = self.spec.max_position
+        if self._tokens(weights, buckets, most) >= most:
+            return most
+
+        def is_too_long(pages: int) -> bool:
+            length = pages * self.page_size
+            return self._tokens(weights, buckets, length) < length
+
+        pages = bisect.bisect_left(range(1, -(-most // self.page_size)), True, key=is_too_long)
+        return max(pages * self.page_size, min(_TOKENS_EACH, most))
+
+    def _tokens(self, weights: int, buckets: Buckets, max_model_len: int) -> int:
+        """That the KV cache holds."""
+        budget = self._budget(weights, buckets, max_model_len)
+        cache = CacheConfig(num_pages=2, page_size=self.page_size)
+        one_page = kv_cache.shape(self.spec, cache, buckets.decode[-1])
+        pages = kv_cache.num_pages(self.kv_format, one_page, self.dtype, budget)
+        return max(pages - 1, 0) * self.page_size  # the first is for padding
+
+    def _budget(self, weights: int, buckets: Buckets, max_model_len: int) -> int:
+        if self.given is not None:
+            return self.given
+        return self.left(weights, buckets, max_model_len)
+
+    def report(self, fit: Fit, weights: int, choices: Sequence[Buckets], *, chosen: bool) -> None:
+        """Say what is less than the model and a large device allow.
+
+        Args:
+          chosen: the context is not a flag's.
+        """
+        sequences = fit.buckets.decode[-1]
+        if sequences < choices[0].decode[-1]:
+            log.info(
+                "sequences that run at once: %d at most, by the memory for keys and values; "
+                "--max-num-seqs says otherwise",
+                sequences,
+            )
+        if chosen and fit.max_model_len < self.spec.max_position:
+            log.warning(
+                "the context is %s tokens, not the model's %s: keys and values get %s beside %s of "
+                "weights. %s. With --max-model-len %d this is no warning",
+                f"{fit.max_model_len:,}",
+                f"{self.spec.max_position:,}",
+                *(memory.in_words(fit.budget), memory.in_words(weights)),
+                self._more(),
+                fit.max_model_len,
+            )
+
+    def _more(self) -> str:
+        """What leaves room for a longer context, in words."""
+        if self.gpu and self.given is None:
+            ways = ["a higher --gpu-memory-utilization", "a lower --max-num-batched-tokens"]
+        else:
+            ways = ["more --kv-cache-memory-bytes"]
+        if isinstance(self.kv_format, Dense):
+            ways.append("--kv-cache-dtype int8")
+        if self.gpu and not self.quantized:
+            ways.append("--quantization int4")
+        return f"More fits with {', '.join(ways)}"
