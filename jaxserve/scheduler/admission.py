@@ -1,4 +1,4 @@
-"""Who may run: what fits at all, and what the running sequences leave room for."""
+"""Admission: refuses requests that can never fit, and admits others when pages suffice."""
 
 from __future__ import annotations
 
@@ -8,36 +8,37 @@ from typing import NamedTuple
 
 from jaxserve.api import Rejected, Request
 from jaxserve.config import CacheConfig, SchedulerConfig
-from jaxserve.scheduler.holdings import Holdings
+from jaxserve.scheduler.kv_cache_manager import KVCacheManager
 from jaxserve.scheduler.sequence import Sequence
 
 _WEIGHT = 0.05
-"""Of the newest sequence in the mean of its class."""
+"""Weight of the newest sequence in the moving mean of its class."""
 
 _MARGIN = 1.0
-"""Less preempts more under steady overload, more leaves pages unused (see the test)."""
+"""Standard deviations kept free. Less causes more preemptions under steady overload; more leaves
+pages unused (see the test)."""
 
 _UNKNOWN = 2048
-"""Tokens that a sequence is expected to have at most as long as nothing is known of its class."""
+"""The longest expected output, in tokens, of a class without finished sequences."""
 
 _OVERRUN = 1.25
-"""A sequence that is as long as expected is expected to grow by this factor."""
+"""A sequence that reached its expected length is expected to grow by this factor."""
 
 
 class OutputLengths:
-    """What part of `max_tokens` sequences generate, learned from those that ended.
+    """Expected output lengths, learned from finished sequences as a share of `max_tokens`.
 
-    Classes are powers of two of `max_tokens`: what clients ask for tells kinds of requests apart,
-    and those that ask for everything share a class of their own. Before the first of a class has
-    ended its sequences are expected to use what they asked for, up to `_UNKNOWN`.
+    Sequences are classed by the power of two of `max_tokens`, because that number tells kinds of
+    requests apart. Until the first sequence of a class ends, each is expected to generate
+    `max_tokens`, up to `_UNKNOWN`.
     """
 
     def __init__(self) -> None:
         self._shares: dict[int, tuple[float, float]] = {}
-        """Mean and variance by class."""
+        """(mean, variance) of generated / max_tokens, by class."""
 
     def observe(self, max_tokens: int, generated: int) -> None:
-        """A sequence ended, for whatever reason."""
+        """Report a finished sequence and its number of generated tokens."""
         share, kind = generated / max_tokens, max_tokens.bit_length()
         mean, variance = self._shares.get(kind, (share, 0.0))
         error = share - mean
@@ -45,7 +46,8 @@ class OutputLengths:
         self._shares[kind] = mean + _WEIGHT * error, variance
 
     def expected(self, max_tokens: int, generated: int) -> tuple[int, float]:
-        """What a sequence, with `generated` tokens so far, will have at its end; the deviation."""
+        """Returns the expected final length, in output tokens, of a sequence that has `generated`
+        tokens so far, and the standard deviation."""
         known = self._shares.get(max_tokens.bit_length())
         if known is None:
             return min(max_tokens, max(_UNKNOWN, int(generated * _OVERRUN))), 0.0
@@ -53,42 +55,43 @@ class OutputLengths:
         most = max(int(mean * max_tokens), int(generated * _OVERRUN), generated + 1)
         return min(max_tokens, most), math.sqrt(variance) * max_tokens
 
-    def of_new(self, max_tokens: int) -> Answer:
-        """Of a sequence that has not begun."""
+    def of_new(self, max_tokens: int) -> ExpectedOutput:
+        """Returns the expected output of a sequence that has not begun."""
         known = self._shares.get(max_tokens.bit_length())
         if known is None:
-            return Answer(min(max_tokens, _UNKNOWN), 0.0, 0)
+            return ExpectedOutput(min(max_tokens, _UNKNOWN), 0.0, 0)
         mean, variance = known
         expected = max(int(mean * max_tokens), 1)
         deviation = math.sqrt(variance) * max_tokens
-        return Answer(expected, deviation, max(0, int(expected - deviation)))
+        return ExpectedOutput(expected, deviation, max(0, int(expected - deviation)))
 
 
-class Answer(NamedTuple):
-    """Tokens of an answer to come."""
+class ExpectedOutput(NamedTuple):
+    """The expected length of an output, in tokens."""
 
     expected: int
     deviation: float
     short: int
-    """What only few of its class end before; 0 if nothing is known."""
+    """One deviation below the mean: few outputs are shorter. 0 if nothing is known."""
 
 
 class Growth(NamedTuple):
-    """A running sequence, in pages."""
+    """A running sequence and its expected growth, in pages."""
 
     held: int
-    """What its end frees."""
+    """Pages that become free when the sequence ends."""
     remaining: int
-    """What it is expected to take until then."""
+    """Pages that the sequence is expected to add before it ends."""
     deviation: float = 0.0
-    """Of the expectation."""
+    """Standard deviation of `remaining`."""
 
 
 def peak_pages(sequences: Collection[Growth]) -> int:
-    """The most pages that sequences will hold, if all grow at one pace and leave at their ends.
+    """Returns the most pages that the sequences will hold at once.
 
-    The maximum is reached just before one of them ends. (Gong et al. 2025, "Past-Future Scheduler
-    for LLM Serving under SLA Guarantees", use the same sum.)
+    All sequences grow at the same rate and free their pages when they end, so the maximum comes
+    just before one of them ends. Gong et al. 2025, "Past-Future Scheduler for LLM Serving under SLA
+    Guarantees", use the same sum.
     """
     held, peak = 0, 0
     ordered = sorted(sequences, key=lambda sequence: -sequence.remaining)
@@ -99,8 +102,10 @@ def peak_pages(sequences: Collection[Growth]) -> int:
 
 
 def margin(sequences: Collection[Growth]) -> float:
-    """Pages beyond the expected peak: `_MARGIN` times the deviation of the sum, as of independent
-    sequences."""
+    """Returns the pages to keep free beyond the expected peak.
+
+    This is `_MARGIN` standard deviations of the sum, assuming independent sequences.
+    """
     return _MARGIN * math.sqrt(sum(sequence.deviation**2 for sequence in sequences))
 
 
@@ -108,33 +113,35 @@ def has_room(
     seq: Sequence,
     hit: list[int],
     running: Collection[Sequence],
-    holdings: Holdings,
+    kv_cache: KVCacheManager,
     lengths: OutputLengths,
 ) -> bool:
-    """Whether it fits now, and everybody will fit as long as lengths are as expected.
+    """Returns whether a waiting sequence may be admitted.
 
-    It need not all fit if the sequence is expected to be gone before the others hold most: then it
-    makes nothing tighter. Otherwise long answers that turn out longer than expected would keep
-    everybody out, short answers too, until they end.
+    It must fit now, and all running sequences must fit later if their lengths are as expected. The
+    second condition is dropped if the sequence should end before the others reach their peak: it
+    then makes nothing tighter. Without that exception, answers that run longer than expected would
+    keep even short requests out.
 
-    `hit`: the pages of its tokens that are cached.
+    Args:
+      hit: the pages of the sequence's cached prefix.
     """
-    pages = holdings.pages
-    if holdings.most + holdings.most_of(seq) <= pages.num_total:
+    pages = kv_cache.pages
+    if kv_cache.max_pages + kv_cache.max_pages_of(seq) <= pages.num_total:
         return True
-    free = pages.num_free - holdings.taken_by(seq, hit)
+    free = pages.num_free - kv_cache.free_pages_needed(seq, hit)
     if free < len(running):  # each of them may need a page in the next step
         return False
     if not running:
         return True
 
     def growth(of: Sequence, held: int, own: int) -> Growth:
-        generated, deviation = lengths.expected(of.most_generated, of.generated + of.in_flight)
+        generated, deviation = lengths.expected(of.max_generated, of.generated + of.in_flight)
         # The last token of a sequence is never computed.
-        needed = holdings.pages_for(of.num_prompt + generated - 1)
-        return Growth(own, max(needed - held, 0), deviation / holdings.page_size)
+        needed = kv_cache.pages_for(of.num_prompt + generated - 1)
+        return Growth(own, max(needed - held, 0), deviation / kv_cache.page_size)
 
-    new = holdings.pages_for(len(seq.tokens)) - len(hit)
+    new = kv_cache.pages_for(len(seq.tokens)) - len(hit)
     growths = [
         growth(other, len(other.pages), len(other.pages) - other.shared) for other in running
     ]
@@ -146,7 +153,7 @@ def has_room(
 
 
 def refuse_impossible(request: Request, config: SchedulerConfig, cache: CacheConfig) -> None:
-    """Rejected, with the numbers, if a request can never be served."""
+    """Raises Rejected, with the numbers, if a request can never be served."""
     length, longest = len(request.prompt), config.max_model_len
     if request.params.max_tokens < 1:
         raise Rejected(f"max_tokens must be at least 1, got {request.params.max_tokens}")

@@ -51,7 +51,7 @@ class Decodes(NamedTuple):
     this step or not."""
 
 
-class Unread(NamedTuple):
+class Prompt(NamedTuple):
     """A prompt that waits for its next chunk."""
 
     start: int
@@ -90,7 +90,7 @@ class TokenBudget:
         """A step took so long, from the end of the one before it."""
         return self._times.learn(plan, seconds) if self._times else None
 
-    def chunk_tokens(self, decodes: Decodes, pending: Iterable[Unread], queued: int = 0) -> int:
+    def chunk_tokens(self, decodes: Decodes, pending: Iterable[Prompt], queued: int = 0) -> int:
         """Prompt tokens that the next step may compute, at most; to be asked once for each.
 
         `pending` are the first to come, `queued` how many wait behind them.
@@ -121,7 +121,7 @@ class TokenBudget:
         costs: dict[int, float],
         pace: float,
         decodes: Decodes,
-        prompts: list[Unread],
+        prompts: list[Prompt],
     ) -> int:
         """The small chunk, the large one if by now as much is to be read, or nothing if by now more
         has been than was to be; `pace`: tokens per step."""
@@ -157,7 +157,7 @@ class TokenBudget:
         )
 
     def _within_itl(
-        self, times: LearnedTimes, sizes: list[int], decodes: Decodes, prompts: list[Unread]
+        self, times: LearnedTimes, sizes: list[int], decodes: Decodes, prompts: list[Prompt]
     ) -> list[int]:
         if not decodes.rows and not decodes.guided:
             return sizes
@@ -210,13 +210,13 @@ def _first_chunk(costs: dict[int, float], wanted: int) -> int:
     return min(chunks, key=lambda chunk: (costs[chunk] + rest(wanted - chunk), -chunk))
 
 
-def _step(times: LearnedTimes, size: int, decodes: Decodes, prompts: list[Unread]) -> float:
+def _step(times: LearnedTimes, size: int, decodes: Decodes, prompts: list[Prompt]) -> float:
     """Seconds of a full step with these decodes, if the prompts are read in order."""
     rows, context = decodes.rows, decodes.context
     return times.of_mixed(size, rows, context, *_reads(prompts, size - rows))
 
 
-def _reads(prompts: list[Unread], tokens: int) -> tuple[int, int]:
+def _reads(prompts: list[Prompt], tokens: int) -> tuple[int, int]:
     """Pairs and depth of the first `tokens` tokens, see `StepTimes.of_mixed`."""
     pairs = depth = 0
     for prompt in prompts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from jaxserve.plan import Row, StepPlan
-from jaxserve.scheduler.holdings import Holdings
+from jaxserve.scheduler.kv_cache_manager import KVCacheManager
 from jaxserve.scheduler.sequence import Sequence
 
 
@@ -29,39 +29,39 @@ def decodes_alone(seq: Sequence, row: Row, page_size: int) -> bool:
 class Cohort:
     """All running sequences, each of which has one decode row in flight."""
 
-    def __init__(self, sequences: Collection[Sequence], holdings: Holdings, token: int):
+    def __init__(self, sequences: Collection[Sequence], kv_cache: KVCacheManager, token: int):
         """`token` is what all of them sample."""
         self.sequences = sequences
         self.steps = 0
         """That were planned; as many were committed."""
         self.context = sum(seq.computed for seq in sequences)
         """Tokens in the cache of the rows of the next step."""
-        self._holdings, self._token = holdings, token
+        self._kv_cache, self._token = kv_cache, token
         self._started = {seq.id: len(seq.tokens) for seq in sequences}
-        self._rows, self._size = len(sequences), holdings.page_size
+        self._rows, self._size = len(sequences), kv_cache.page_size
         self._by_phase: list[list[Sequence]] = [[] for _ in range(self._size)]
         """Those that need a page in step 0 (and `page_size`, ...), 1, and so on."""
         for seq in sequences:
             self._by_phase[-seq.computed % self._size].append(seq)
 
     @property
-    def most_steps(self) -> int:
+    def max_steps(self) -> int:
         """Before one of them has all its tokens in flight."""
         return min(seq.limit - 1 - seq.computed for seq in self.sequences)
 
     def step(self) -> bool:
         """Plan one step and commit the one before; False, and no change, if pages are short."""
         if growing := self._by_phase[self.steps % self._size]:
-            if len(growing) > self._holdings.pages.num_free:
+            if len(growing) > self._kv_cache.pages.num_free:
                 return False
             for seq in growing:
-                self._holdings.grow(seq)
+                self._kv_cache.append_page(seq)
         self.steps += 1
         self.context += self._rows
         for seq in self._by_phase[self.steps % self._size]:
             self._catch_up(seq)
-            self._holdings.publish(seq)
-            seq.plain_until = min(seq.limit, self._holdings.next_full_page(seq))
+            self._kv_cache.publish(seq)
+            seq.plain_until = min(seq.limit, self._kv_cache.next_full_page(seq))
         return True
 
     def end(self) -> StepPlan:

@@ -1,4 +1,4 @@
-"""Policy slo: as many requests in time as possible, nobody starved, tenants alike."""
+"""Policy `slo`: meets as many deadlines as possible, starves nobody, treats tenants equally."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from jaxserve.scheduler.sequence import Sequence
 from jaxserve.step_times import StepTimes
 
 STRETCH = 1000.0
-"""Beside others that have deadlines, who has none is due when it has waited this many times as
-long as its prefill takes."""
+"""A request without a deadline is due after it waited this many times its prefill's duration."""
 
 _REVIEW_SECONDS, _REVIEW_SECONDS_EACH = 0.1, 2.5e-4
-"""How old a decision about who can be in time may get: where many wait, the second times their
-number, so that deciding takes a few hundredths of the time at most."""
+"""Seconds between reviews of the queue: the first, or the second per waiting request if that is
+longer, so that reviews take a few percent of the time at most."""
 
 _STEP_SECONDS = 10.0
-"""Time after which a step counts for 1/e in what steps take of late."""
+"""Time constant, in seconds, of the moving mean of step times."""
 
 _MARGIN = 0.1
-"""Part of the time until a deadline that is not planned with."""
+"""Share of the time until a deadline that is kept as a reserve."""
 
 _UNKNOWN_RATE, _UNKNOWN_STEP = 10_000.0, 0.02
-"""Prompt tokens per second, and seconds of a step, where no step times were measured."""
+"""Prompt tokens per second and seconds of a step, used when no step times were measured."""
 
-_MOST_TENANTS = 10_000
-"""Clients make up their keys as they like; those that are away are forgotten beyond this."""
+_MAX_TENANTS = 10_000
+"""Tenants remembered. Beyond this, tenants without waiting requests are forgotten, because clients
+can invent keys."""
 
 
 class _StepPace:
-    """Seconds that a step takes of late, while there is something to do."""
+    """The moving mean of step times, in seconds, while there is work."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
         self._steps, self._mark = 0, -math.inf
 
     def observe(self, steps: int, now: float) -> None:
-        """`steps` is how many there were since the start."""
+        """Report the number of steps since the start."""
         elapsed, done = now - self._mark, steps - self._steps
         if done and elapsed < _STEP_SECONDS:
             kept = math.exp(-elapsed / _STEP_SECONDS)
@@ -56,7 +56,7 @@ class _StepPace:
 
 
 class _Forecast:
-    """What requests will cost, by measured step times and by the lengths of earlier answers."""
+    """Predicts the cost of requests from step times and earlier output lengths."""
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class _Forecast:
         self.step = _StepPace(self._full)
 
     def decode(self, seq: Sequence, generated: int) -> float:
-        """Seconds of decode steps, times its share of them: of the cache, or of the slots."""
+        """Returns the seconds of decode steps, times the sequence's share of the cache or slots."""
         context = seq.num_prompt + generated / 2
         share = max(context / self._cache_tokens, self._least_share)
         return generated * self.step.seconds * share
 
     def job(self, seq: Sequence) -> Job:
         step = self.step.seconds
-        expected, deviation, short = self._lengths.of_new(seq.most_generated)
+        expected, deviation, short = self._lengths.of_new(seq.max_generated)
         prefill = seq.uncached / self.prefill_rate
         decode = self.decode(seq, expected)
         if seq.first_by == seq.ended_by == math.inf:
@@ -94,21 +94,21 @@ class _Forecast:
 
 
 def _early(arrived: float, deadline: float) -> float:
-    """Predictions err."""
+    """Returns the deadline less a reserve for prediction errors."""
     return deadline if deadline == math.inf else deadline - _MARGIN * (deadline - arrived)
 
 
 class _Line:
-    """Who waits of one tenant.
+    """The waiting requests of one tenant.
 
-    By what waiting costs over the work (`_cost`), if so all are in time who can be; else by
-    deadline. Then those who cannot be in time, least work first.
+    First those that can meet their deadlines: by `_cost` if all of them still can, else by due
+    time. Then the others, the least work first.
     """
 
     def __init__(self) -> None:
         self._in_time: list[Job] = []
         self._rest: list[Job] = []
-        """The next one is last, in both."""
+        """In both lists the next request is the last element."""
         self._cheapest_last = True
 
     def __bool__(self) -> bool:
@@ -128,7 +128,7 @@ class _Line:
         self._in_time, self._rest = [], []
         for job, keep in zip(jobs, kept, strict=True):
             (self._in_time if keep else self._rest).append(job)
-        # As of the next review, so that who has just come has waited, too.
+        # As of the next review, so that a request that just arrived has waited, too.
         then = now + _REVIEW_SECONDS
         by_cost = sorted(self._in_time, key=lambda job: (_cost(job, then), job.seq.id))
         self._cheapest_last = all_in_time(by_cost, now, capacity)
@@ -138,7 +138,7 @@ class _Line:
         self._rest.sort(key=lambda job: (-job.decode, -job.seq.id))
 
     def insert(self, job: Job) -> None:
-        """Until all are arranged it is taken to be in time, and to cost least by waiting."""
+        """Add a request. Until the next `arrange` it counts as in time, with the lowest cost."""
         if self._cheapest_last:
             self._in_time.insert(0, job)
         else:
@@ -154,29 +154,27 @@ class _Line:
 
 
 def _cost(job: Job, then: float) -> float:
-    """Of serving it before others, less goes first: minus the time that it will have waited, over
-    its prefill and over the span of its answer.
+    """Returns the sort key of a job; the lowest goes first.
 
-    Smith (1956): the sum of what waiting costs is least if jobs are done by its cost over their
-    work. A second costs the more the shorter the answer is that somebody waits for; and the longer
-    they have waited, so that nobody starves.
+    The key is minus the waiting time at `then`, divided by the prefill and by the answer's span.
+    Smith's rule (1956): total waiting cost is least if jobs run in order of cost per work. A second
+    of waiting costs more for short answers, and more the longer a request has waited, so nobody
+    starves.
     """
     return (job.seq.arrived - then) / (job.prefill * job.span)
 
 
 class DeadlineQueue(WaitingQueue):
-    """Sequences by the latest time at which their first tokens can come and all be in time.
+    """The waiting queue in order of deadlines, fair among tenants.
 
-    - Each is due at its first token's deadline, or early enough for the whole answer before the
-      answer's. One without a deadline is due when it has waited `STRETCH` times as long as its
-      prefill takes.
-    - If nobody is late by it, they go in order of what their waiting costs (`_cost`): short prompts
-      and short answers early, equal ones in order of arrival, and whoever waits long enough is
-      first. Otherwise they go in order of due times.
-    - When not all can be in time, those with most work are put behind the others (`in_time`).
-    - Who cannot be in time even if it is admitted at once is taken out.
-    - The tenant that got least comes first; all this is among a tenant's own, so nobody gains over
-      others by the deadlines that it claims.
+    - A request is due at its first token's deadline, or early enough to finish its answer in time.
+      Without a deadline it is due after `STRETCH` times its prefill's duration.
+    - If that makes nobody late, requests go in order of waiting cost (`_cost`): short prompts and
+      answers first, equal ones in order of arrival. Otherwise they go in order of due time.
+    - If not all can be in time, the ones with the most work go behind the others (`in_time`).
+    - A request that would be late even if admitted at once is removed.
+    - The tenant that received the least service comes first. All rules above apply within one
+      tenant, so no client gains over others by the deadlines that it claims.
     """
 
     def __init__(
@@ -189,13 +187,13 @@ class DeadlineQueue(WaitingQueue):
         super().__init__()
         self._forecast = _Forecast(config, cache, times, lengths)
         self._served: dict[str, float] = {}
-        """Seconds that the device spent on each tenant, or is expected to; of all that came."""
+        """Seconds of device time spent on each known tenant, expected work included."""
         self._charged: dict[int, float] = {}
-        """By id of those that were admitted: what is in there for their decode steps."""
+        """Expected decode seconds that `_served` contains, by id of admitted sequences."""
         self._lines: dict[str, _Line] = {}
-        """By tenant, those that have somebody."""
+        """By tenant; only tenants with waiting requests."""
         self._returning: list[Sequence] = []
-        """Preempted, by rank: their clients have tokens already."""
+        """Preempted sequences by rank. They go first: their clients have tokens already."""
         self._reviewed = -math.inf
 
     @property
@@ -250,8 +248,7 @@ class DeadlineQueue(WaitingQueue):
             self._served[seq.tenant] += job.decode + job.prefill / self._forecast.prefill_rate
 
     def ended(self, seq: Sequence) -> None:
-        """Its tenant is charged with what it really took: longer answers than others give to
-        requests that ask for as much are not to be had for the price of theirs."""
+        """Charge the tenant with the real decode time instead of the expected one."""
         charged = self._charged.pop(seq.id, None)
         if charged is not None and seq.tenant in self._served:
             self._served[seq.tenant] += self._forecast.decode(seq, seq.generated) - charged
@@ -280,12 +277,12 @@ class DeadlineQueue(WaitingQueue):
         return [Shed(seq, error) for seq in late]
 
     def _catch_up(self, tenant: str) -> None:
-        """Who was away does not come back with a claim on all that the others got meanwhile.
+        """Update the service account of a tenant that submits a request.
 
-        Who is new begins behind the others: a client that makes up a key for each request would
-        keep the others waiting for ever.
+        A tenant that returns gets no credit for the time it was away. A new tenant begins behind
+        the others; otherwise a client that invents a key per request could block everybody.
         """
-        if len(self._served) > _MOST_TENANTS:
+        if len(self._served) > _MAX_TENANTS:
             self._served = {name: self._served[name] for name in self._lines}
         waiting = [self._served[name] for name in self._lines]
         waiting = waiting or [max(self._served.values(), default=0.0)]
@@ -296,7 +293,7 @@ class DeadlineQueue(WaitingQueue):
 def waiting_queue(
     config: SchedulerConfig, cache: CacheConfig, times: StepTimes | None, lengths: OutputLengths
 ) -> WaitingQueue:
-    """Of the configured policy."""
+    """Returns an empty queue of the configured policy."""
     if config.policy == "slo":
         return DeadlineQueue(config, cache, times, lengths)
     return WaitingQueue()

@@ -1,4 +1,4 @@
-"""Sequences that follow a grammar: they wait for the mask of their next token."""
+"""Structured output in the scheduler: sequences that wait for the mask of their next token."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ log = logging.getLogger(__name__)
 
 
 class Guided:
-    """Those whose next mask may not be known yet."""
+    """The sequences whose next mask may not be ready."""
 
     def __init__(self, live: Container[int]):
-        """`live`: ids of the sequences that have not ended."""
+        """`live`: the ids of sequences that have not ended."""
         self._live = live
         self._waiting: list[tuple[Sequence, GuideState]] = []
 
     def advance(self, seq: Sequence, guide: GuideState, token: int) -> None:
-        """The sequence got this token; its next mask is computed beside the engine's thread."""
+        """Report a sampled token. Another process computes the sequence's next mask."""
         guide.advance(token)
         self._waiting.append((seq, guide))
 
     def wait(self, timeout: float) -> list[tuple[Sequence, FinishReason]]:
-        """Wait for the masks, at most `timeout` seconds in all; who cannot go on, and its end."""
+        """Wait at most `timeout` seconds for all masks. Returns the sequences whose grammar failed,
+        with their finish reasons."""
         deadline = time.monotonic() + timeout
         failed: list[tuple[Sequence, FinishReason]] = []
         waiting, self._waiting = self._waiting, []

@@ -1,4 +1,4 @@
-"""Which of those who wait to serve, when not all of them can be in time."""
+"""Deadline scheduling: which waiting requests to serve when not all can meet their deadlines."""
 
 from __future__ import annotations
 
@@ -10,38 +10,41 @@ from jaxserve.scheduler.sequence import Sequence
 
 
 class Job(NamedTuple):
-    """A sequence that waits."""
+    """A waiting sequence and its expected work."""
 
     due: float
-    """The latest time of its first token, by what is expected of it."""
+    """The latest useful time of its first token, by its expected output length."""
     lost: float
-    """The latest time of its admission, at the best."""
+    """The latest admission that could meet the deadline in the best case."""
     prefill: int
     """Prompt tokens to compute."""
     decode: float
-    """Seconds of decode steps, times its share of what a step has room for."""
+    """Seconds of decode steps, times the sequence's share of a step's capacity."""
     span: float
-    """Seconds from its answer's first token to its last."""
+    """Seconds from the first output token to the last."""
     droppable: bool
-    """It has a deadline, and is of no use after it."""
+    """Whether it has a deadline after which its answer is useless."""
     seq: Sequence
 
 
 class Capacity(NamedTuple):
-    """What is done of waiting jobs per second."""
+    """Work on waiting jobs that is done per second."""
 
     prefill: float
     decode: float
 
 
 def in_time(jobs: Iterable[Job], now: float, capacity: Capacity) -> list[bool]:
-    """Which of the jobs, given by `due`, to do so that as many as possible are in time.
+    """Returns which jobs to keep so that as many as possible meet their deadlines.
 
-    Moore (1968), with Hodgson's rule: go through them in order of due dates, and whenever one
-    would be late give up the one with most work of those so far. That is optimal for work of one
-    kind. Here there are two, the prefill that must be done by the due date and the decode steps
-    of those before, each done one job after the other: the kind that makes a job late decides who
-    has most. Jobs that are not `droppable` are kept, late or not.
+    The Moore-Hodgson rule (Moore 1968): take the jobs in order of due date; whenever one would be
+    late, drop the largest job so far. The rule is optimal for one kind of work. Here are two kinds:
+    the prefill that must be done by the due date, and the decode steps of earlier jobs. The kind
+    that makes a job late decides which job is the largest. Jobs that are not `droppable` are kept.
+
+    Args:
+      jobs: in order of `due`.
+      now: seconds on the scheduler's clock.
     """
     listed = list(jobs)
     kept = [now <= job.due or not job.droppable for job in listed]
@@ -62,7 +65,7 @@ def in_time(jobs: Iterable[Job], now: float, capacity: Capacity) -> list[bool]:
 
 
 def all_in_time(jobs: Iterable[Job], now: float, capacity: Capacity) -> bool:
-    """Whether none that is `droppable` is late if the jobs are done in this order."""
+    """Returns whether every `droppable` job meets its deadline if they run in this order."""
     prefill = decode = 0.0
     for job in jobs:
         prefill += job.prefill
@@ -74,14 +77,14 @@ def all_in_time(jobs: Iterable[Job], now: float, capacity: Capacity) -> bool:
 
 
 class _Wait:
-    """One kind of work: of all jobs that are kept so far."""
+    """One kind of work, summed over the jobs that are kept so far."""
 
     def __init__(self, pace: float):
         self.total = 0.0
         self._pace = pace
         self._heap: list[tuple[float, int]] = []
         self._new: list[tuple[float, int]] = []
-        """Not in the heap yet: most often nobody asks for the largest."""
+        """Not in the heap yet, because most calls never ask for the largest."""
 
     def add(self, work: float, droppable: int | None) -> None:
         self.total += work
@@ -89,11 +92,11 @@ class _Wait:
             self._new.append((-work, -droppable))
 
     def seconds(self, rest: float) -> float:
-        """Until all is done but `rest`."""
+        """Returns the seconds until all work but `rest` is done."""
         return (self.total - rest) / self._pace
 
     def largest(self, kept: list[bool]) -> int:
-        """Who has most of this work, of equals the last; not asked for again."""
+        """Removes and returns the kept job with the most of this work; of equals the last."""
         for entry in self._new:
             heapq.heappush(self._heap, entry)
         self._new.clear()

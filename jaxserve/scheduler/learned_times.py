@@ -1,7 +1,8 @@
-"""Step times as the start measured them, corrected by the steps that have run since.
+"""Step times measured at start-up, corrected by the steps that ran since.
 
-A start times few steps of each kind, on a card that has rested, without all that serving adds: its
-table was seen 16 % off in one bucket and 2 % in the next. How large chunks are turns on less.
+Start-up times few steps of each kind, on an idle card and without serving's other work. Its table
+was up to 16 % off in one bucket and 2 % in the next, and the choice of chunk sizes depends on
+smaller differences.
 """
 
 from __future__ import annotations
@@ -14,22 +15,21 @@ from jaxserve.plan import StepPlan
 from jaxserve.step_times import StepTimes
 
 _BELIEVED, _STEPS = 8, 64
-"""The table's time counts as so many steps, and a correction is the mean of about so many: of all
-of a bucket as long as they are fewer."""
+"""Weight of the table's time, in steps, and the number of steps that a correction averages."""
 
 _ODD = 0.25
-"""A step counts as at most so much longer or shorter than expected, as a share: one that something
-held up changes little, and a card that has become slower is believed after some steps."""
+"""Largest deviation of one step that counts, as a share of the expected time. One delayed step then
+changes little, and a card that slowed down is believed after some steps."""
 
 _WAITED = 0.0002
-"""Seconds: who has waited so long for a step's results has seen its end."""
+"""Seconds. A thread that waited this long for a step's results saw the step end."""
 
 _MOST = 0.5
-"""A bucket is corrected by at most so much of what the table has for it."""
+"""Largest correction of a bucket, as a share of the table's time."""
 
 
 class Correction(NamedTuple):
-    """What is added to the table's time of a bucket."""
+    """The difference between a bucket's learned time and the table's."""
 
     kind: str
     """`decode` or `mixed`."""
@@ -38,11 +38,11 @@ class Correction(NamedTuple):
 
 
 class LearnedTimes:
-    """`StepTimes` of steps with decode rows, each bucket with a correction of its own.
+    """`StepTimes` with a correction for each bucket of steps that have decode rows.
 
-    What the table misses is much the same however many rows a bucket has, so corrections are
-    added. A bucket that has not run is believed: one that the table has as too cheap is corrected
-    once it has been chosen for it, and none becomes too dear for what another one was.
+    The table's error hardly depends on the rows in a bucket, so corrections are added, not
+    multiplied. A bucket without steps keeps the table's time: if that is too low, the bucket is
+    chosen and then corrected. One bucket's correction never affects another.
     """
 
     def __init__(self, table: StepTimes):
@@ -62,7 +62,8 @@ class LearnedTimes:
         return self._mixed.of(tokens) + self._table.beyond_bucket(rows, context, pairs, depth)
 
     def learn(self, plan: StepPlan, seconds: float) -> Correction | None:
-        """A step took so long; returns what changed. Chunks without decode rows change nothing."""
+        """Learn from a step that took `seconds`. Returns the new correction, or None for a step
+        without decode rows."""
         if plan.decode_only:
             kind, buckets, size = "decode", self._decode, len(plan.rows)
             expected = self.of_decode(size, sum([row.start for row in plan.rows]))
@@ -77,30 +78,30 @@ class LearnedTimes:
 
 
 class StepClock:
-    """How long steps take, as seen by the thread that launches each before it waits for the one
-    ahead of it."""
+    """Measures step times in a thread that launches each step before it waits for the previous
+    one."""
 
     def __init__(self) -> None:
         self._ended: float | None = None
-        """When the last step ended, if that was seen."""
+        """When the last step ended; None if the thread did not see it."""
 
     def took(self, began: float, now: float) -> float | None:
-        """Results were waited for from `began` to `now`; returns how long their step took.
+        """Report a wait for results from `began` to `now`. Returns the seconds that the step took.
 
-        None where that was not seen: if the results were there already, the step had ended before;
-        and if those of the step ahead of it were, the device may have waited for the launch.
+        Returns None if the thread did not see both ends: results that were ready at once ended
+        earlier, and after such a step the device may have waited for the launch.
         """
         before = self._ended
         self._ended = now if now - began >= _WAITED else None
         return None if before is None or self._ended is None else now - before
 
     def rest(self) -> None:
-        """No step is in flight."""
+        """Report that no step is in flight."""
         self._ended = None
 
 
 class _Buckets:
-    """Those of one kind."""
+    """The times of one kind of step."""
 
     def __init__(self, table: Mapping[int, float]):
         self._sizes, self._table = list(table), list(table.values())
@@ -108,7 +109,7 @@ class _Buckets:
         self._steps = [_BELIEVED] * len(table)
 
     def of(self, size: int) -> float:
-        """Seconds of the smallest bucket that holds `size`, as in `StepTimes`."""
+        """Returns the seconds of the smallest bucket that holds `size`, as in `StepTimes`."""
         return self._times[self._index(size)]
 
     def correction(self, size: int) -> float:
@@ -116,7 +117,7 @@ class _Buckets:
         return self._times[index] - self._table[index]
 
     def learn(self, size: int, error: float) -> int:
-        """The bucket of `size`, which was off by `error`."""
+        """Correct the bucket of `size` by an observed `error`; returns the bucket's size."""
         index = self._index(size)
         self._steps[index] = min(self._steps[index] + 1, _STEPS)
         table, learned = self._table[index], self._times[index] + error / self._steps[index]

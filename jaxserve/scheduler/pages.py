@@ -1,4 +1,4 @@
-"""The page pool: free pages, the holders of the others, and what cached pages hold."""
+"""The page pool: which pages are free, how many holders the others have, what pages contain."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from collections.abc import Iterable, Sequence
 
 
 class OutOfPages(RuntimeError):
-    """More pages were asked for than are free. Callers look at `num_free` first."""
+    """Fewer pages are free than were requested. Callers check `num_free` first."""
 
 
 class PagePool:
-    """Pages 1 to `num_pages - 1`; page 0 is the padding page and is never given out.
+    """Pages 1 to `num_pages - 1`. Page 0 is the padding page and is never allocated.
 
-    A page is free, or held by one or more holders that each release it once. A released page may
-    be given out again at once: the device executes steps in the order in which they were planned.
+    A page is free or has holders; each holder releases it once. A released page can be allocated
+    at once, because the device executes steps in the order in which they were planned.
 
-    A page whose content is final may be published under the hash of what it holds. It can then be
-    found and shared, also after its last holder released it: it stays findable among the free
-    pages until it is given out for something else, those unused for longest first.
+    A page whose content is final may be published under the hash of its content. Others can then
+    find and share it. A free page stays published until it is allocated again; pages are reused in
+    least-recently-used order.
     """
 
     def __init__(self, num_pages: int):
         self.num_total = num_pages - 1
-        """Pages that can be held."""
+        """Pages that can be allocated."""
         self._free = OrderedDict.fromkeys(range(1, num_pages))
-        """Given out from the front; what holds nothing of use goes there, the rest to the back."""
+        """Allocated from the front. Pages without content go to the front, published ones to the
+        back."""
         self._holders = [0] * num_pages
         self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
@@ -40,7 +41,7 @@ class PagePool:
         return len(self._hash_of)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free pages for one holder; OutOfPages (and no change) if there are fewer."""
+        """Allocate `count` free pages for one holder. OutOfPages, and no change, if too few."""
         if count > len(self._free):
             raise OutOfPages(f"{count} pages wanted, {len(self._free)} free")
         pages = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -51,7 +52,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Add one holder to each of these pages, which are held already or published."""
+        """Add one holder to each of these pages, which must be held or published."""
         for page in pages:
             if not self._holders[page]:
                 assert page in self._hash_of, f"page {page} is free and cannot be shared"
@@ -59,10 +60,9 @@ class PagePool:
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """One holder gives these pages back; those without a holder become free.
+        """Remove one holder of each of these pages; pages without a holder become free.
 
-        Of a sequence's pages the last are given out first: a prefix is worth more than what
-        follows it.
+        The last pages of a sequence are reused first: a prefix is worth more than what follows it.
         """
         for page in reversed(pages):
             holders = self._holders[page] - 1
@@ -74,14 +74,14 @@ class PagePool:
                     self._free.move_to_end(page, last=False)
 
     def publish(self, page: int, content: bytes) -> None:
-        """A held page can be found under the hash `content`, unless another page is already."""
+        """Publish a held page under the hash `content`, unless another page has that hash."""
         assert self._holders[page] > 0 and page not in self._hash_of
         if content not in self._page_of:
             self._page_of[content] = page
             self._hash_of[page] = content
 
     def find(self, contents: Iterable[bytes]) -> list[int]:
-        """Pages of the longest run of published hashes from the first on; not yet shared."""
+        """Returns the pages of the longest published prefix of `contents`; adds no holder."""
         pages: list[int] = []
         for content in contents:
             page = self._page_of.get(content)
@@ -91,7 +91,7 @@ class PagePool:
         return pages
 
     def forget(self) -> None:
-        """Nothing published is found any more. Holders keep their pages."""
+        """Unpublish everything. Holders keep their pages."""
         self._hash_of.clear()
         self._page_of.clear()
 
@@ -99,7 +99,7 @@ class PagePool:
         return self._holders[page]
 
     def check(self) -> None:
-        """AssertionError unless every page is free or held, and hashes and pages are one to one."""
+        """AssertionError unless every page is free or held and hashes map to pages one to one."""
         assert 0 not in self._free and self._holders[0] == 0, "the padding page was given out"
         for page, holders in enumerate(self._holders[1:], start=1):
             free = page in self._free

@@ -1,8 +1,8 @@
-"""Names of what full pages hold, so that sequences with equal prefixes share them.
+"""Content hashes of full pages, by which sequences with equal prefixes share pages.
 
-A page's hash is the SHA-256 of the hash of the page before it and of its own tokens; the first
-page follows a root that stands for everything else that keys and values depend on. So equal
-hashes mean equal prefixes from position 0 on, and sequences with different roots never meet.
+A page's hash is the SHA-256 of the previous page's hash and its own tokens. The first page follows
+a root, which covers everything else that keys and values depend on. Equal hashes therefore mean
+equal prefixes from position 0, and sequences with different roots share nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hashlib import sha256
 
 
 def root(*parts: str) -> bytes:
-    """The hash that the first page follows; different for different parts."""
+    """Returns the hash that precedes the first page. Different parts give different roots."""
     state = sha256()
     for part in parts:
         encoded = part.encode()
@@ -23,7 +23,7 @@ def root(*parts: str) -> bytes:
 
 
 def page_hashes(parent: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:
-    """Hashes of the full pages of `tokens`, of which the first follows `parent`."""
+    """Returns the hashes of the full pages of `tokens`; the first page follows `parent`."""
     words = array("i", tokens)
     encoded, size = memoryview(words.tobytes()), page_size * words.itemsize
     hashes: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Who waits, and who is next: in order of arrival, or by priority with ageing."""
+"""The waiting queue: in order of arrival, or by priority with ageing."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from jaxserve.api import DeadlineMissed
 from jaxserve.scheduler.sequence import Sequence
 
 AGEING = 30.0
-"""Seconds of waiting that are worth one level of priority."""
+"""Seconds of waiting that equal one level of priority."""
 
-MOST_LEVEL = 20
-"""What is above counts as this, what is below its negative as that: whoever may set priorities can
-keep others waiting for twenty minutes longer than otherwise, and not for ever."""
+MAX_LEVEL = 20
+"""Priorities are clamped to plus and minus this. A client that sets priorities can therefore delay
+others by at most 2 * 20 * 30 s = 20 minutes, and never for ever."""
 
 
 class Shed(NamedTuple):
-    """A sequence that left the queue because its deadline cannot be met."""
+    """A sequence removed from the queue because its deadline cannot be met."""
 
     seq: Sequence
     error: DeadlineMissed
 
 
 class WaitingQueue:
-    """Sequences by rank; preempted ones keep the rank that they came with.
+    """Sequences in order of rank. A preempted sequence keeps its rank.
 
-    A level of priority counts as `AGEING` seconds of waiting. All age at one pace, so the order
-    never changes and nobody starves; and without levels it is the order of arrival.
+    One level of priority equals `AGEING` seconds of waiting. All sequences age at the same rate, so
+    the order never changes and nobody starves. Without priorities it is the order of arrival.
     """
 
     @property
     def next_review(self) -> float:
-        """When the order may change although nobody comes or leaves."""
+        """When to call `review`, on the scheduler's clock: the order may change by then."""
         return math.inf
 
     def __init__(self) -> None:
@@ -48,13 +48,13 @@ class WaitingQueue:
         return iter(self._order)
 
     def join(self, seq: Sequence, now: float) -> None:
-        """A new sequence."""
-        level = max(-MOST_LEVEL, min(seq.level, MOST_LEVEL))
+        """Add a new sequence and set its rank."""
+        level = max(-MAX_LEVEL, min(seq.level, MAX_LEVEL))
         seq.rank = seq.arrived + AGEING * level, seq.id
         self.push(seq)
 
     def push(self, seq: Sequence) -> None:
-        """One that has a rank: it comes, or was preempted and comes back."""
+        """Add a sequence that has a rank, for instance after a preemption."""
         insort(self._order, seq, key=_rank)
 
     def remove(self, seq: Sequence) -> None:
@@ -63,26 +63,27 @@ class WaitingQueue:
         del self._order[place]
 
     def first(self) -> Sequence | None:
-        """Who is to be admitted next."""
+        """Returns the sequence to admit next, or None."""
         return self._order[0] if self._order else None
 
     def upcoming(self) -> Iterator[Sequence]:
-        """In the order in which they will be first, as far as it is known."""
+        """Iterates in the expected order of admission."""
         return iter(self._order)
 
     def admit(self, seq: Sequence, now: float) -> None:
-        """The first is taken out to run."""
+        """Remove the first sequence, which starts to run."""
         self.remove(seq)
 
     def ended(self, seq: Sequence) -> None:
-        """One that ran is over."""
+        """Report that a sequence ended."""
 
     def review(self, now: float, steps: int, prefill_rate: float | None) -> list[Shed]:
-        """Decide anew who is next, and take out those for whom it is too late.
+        """Order the queue again and remove the sequences whose deadlines cannot be met.
 
         Args:
-          steps: computed since the start.
-          prefill_rate: prompt tokens per second that are computed beside those who run, if known.
+          now: seconds on the scheduler's clock.
+          steps: steps computed since the start.
+          prefill_rate: prompt tokens per second beside the running decodes, if known.
         """
         return []
 

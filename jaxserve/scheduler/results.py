@@ -1,4 +1,4 @@
-"""What the device found for a row, and what it means for the row's sequence."""
+"""Turns a row's result into the event that the client gets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxserve.scheduler.sequence import Sequence
 
 
 def event_of(seq: Sequence, result: Sampled, now: float) -> TokenEvent:
-    """The last of the sequence's tokens, which it has just been given, as its client is told."""
+    """Returns the event of the sequence's newest token, with its finish reason if it ends."""
     token, length = seq.tokens[-1], len(seq.tokens)
     finish = None
     if token in seq.stops and length >= seq.stops_from:
@@ -30,7 +30,7 @@ def _first(seq: Sequence, event: TokenEvent, now: float) -> TokenEvent:
 
 
 def _wanted(logprobs: TokenLogprobs | None, most: int | None) -> TokenLogprobs | None:
-    """The device reports one number of alternatives for all; a request gets as many as it asked."""
+    """Cuts the device's fixed number of alternatives to the requested number."""
     if logprobs is None or most is None:
         return None
     return TokenLogprobs(logprobs.logprob, logprobs.top[:most])

@@ -1,4 +1,4 @@
-"""The rows of a step. What they compute counts as computed from here on."""
+"""Builds the rows of a step and counts their tokens as computed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from jaxserve.scheduler.sequence import Sequence
 
 
 def decode_row(seq: Sequence) -> Row:
-    """The last sampled token, which only the device may know."""
+    """Returns a row that computes the last sampled token, which only the device may know."""
     start = seq.computed
     seq.computed = start + 1
     seq.in_flight += 1
@@ -15,7 +15,10 @@ def decode_row(seq: Sequence) -> Row:
 
 
 def chunk_row(seq: Sequence, budget: int) -> Row:
-    """As much of the prefill as the budget allows, at least one token; not across a gap."""
+    """Returns a row with the next chunk of a prefill: at most `budget` tokens, at least one.
+
+    A chunk ends where cached tokens begin (`Sequence.skip_from`).
+    """
     start = seq.computed
     end = min(seq.prefill_end, start + budget, seq.skip_from or seq.prefill_end)
     samples = end == seq.prefill_end
@@ -30,13 +33,13 @@ def chunk_row(seq: Sequence, budget: int) -> Row:
 
 
 def admission(seq: Sequence) -> Admission:
-    """What the device must know of a sequence that takes a slot."""
+    """Returns what the device must know about a sequence that takes a slot."""
     tokens = tuple(seq.tokens) if seq.params.penalised else ()
     return Admission(seq.slot, seq.params, tokens, seq.num_prompt)
 
 
 def _scored(seq: Sequence, start: int, end: int) -> Scored | None:
-    """The prompt tokens after positions `start` to `end` that are still to be scored."""
+    """Returns the prompt tokens after positions `start` to `end` that still need logprobs."""
     if seq.params.prompt_logprobs is None:
         return None
     first, last = max(start, seq.scored), min(end, seq.num_prompt - 1)

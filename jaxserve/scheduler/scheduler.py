@@ -1,4 +1,4 @@
-"""The scheduler: decodes first, then prefill chunks; admission by predicted need; recompute."""
+"""The scheduler: decode rows first, then prefill chunks; admission by predicted need."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.plan import Admission, PageEntry, Row, Sampled, StepPlan
 from jaxserve.scheduler import prefix, results
 from jaxserve.scheduler.admission import OutputLengths, has_room, refuse_impossible
-from jaxserve.scheduler.budget import Decodes, TokenBudget, Unread
+from jaxserve.scheduler.budget import Decodes, Prompt, TokenBudget
 from jaxserve.scheduler.cohort import Cohort, decodes_alone
 from jaxserve.scheduler.deadlines import waiting_queue
 from jaxserve.scheduler.guided import Guided
-from jaxserve.scheduler.holdings import Holdings
+from jaxserve.scheduler.kv_cache_manager import KVCacheManager
 from jaxserve.scheduler.learned_times import Correction
 from jaxserve.scheduler.pages import PagePool
 from jaxserve.scheduler.preemption import choose_victim
@@ -36,35 +36,35 @@ log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Decides who computes what in each step. Owns sequences, slots and pages; knows no device.
+    """Decides which sequences compute which tokens in each step. It never touches the device.
 
-    The loop calls `plan`, launches the plan, and later calls `commit` with what it sampled. Plans
-    must be launched and committed in the order in which they were made, but any number may be
+    The loop calls `plan`, launches the plan, and later calls `commit` with the sampled tokens.
+    Plans must be launched and committed in the order in which they were made. Any number may be
     planned before the first is committed: one in a synchronous loop, two in a loop that is one
     step ahead. A plan that could not be executed goes to `fail` instead. `plan` returns None
-    when nothing can be computed; with `has_work` that means that a commit is due.
+    when nothing can be computed; if `has_work` is true then, a commit is due.
 
-    **Why slots and pages may be freed and given out again while steps are in flight.** A plan
-    names only slots and pages that its sequences hold when `plan` returns, and an ended sequence
-    is never planned again. What a sequence frees in `commit`, `abort`, `fail` or by preemption is
-    given out by a later plan, or by the plan being made, which then has no row of that sequence
-    (who is preempted is settled before any row is planned). The device executes plans in order,
-    so every write and read of the old holder comes before the page table entries of the new one,
-    and the new one writes each position before it reads it:
+    **Why slots and pages may be reused while steps are in flight.** A plan names only slots and
+    pages that its sequences hold when `plan` returns, and an ended sequence is never planned again.
+    Slots and pages that `commit`, `abort`, `fail` or a preemption frees are allocated by a later
+    plan, or by the current plan, which then has no row of that sequence: preemption is settled
+    before any row is planned. The device executes plans in order. So every access of the old holder
+    comes before the page table entries of the new one, and the new one writes each position before
+    it reads it:
 
-    - *A stop token found in `commit(t)` while the row is in plan t+1.* That row was planned, and
-      launched, before the pages were freed: it writes into pages that are still its own. Its
-      token reaches `commit(t+1)` under a `seq_id` that nobody has any more, and is dropped, even
-      if the slot has a new owner by then.
+    - *A stop token found in `commit(t)` while a row of the sequence is in plan t+1.* That row was
+      launched before the pages were freed, so it writes into its own pages. Its token reaches
+      `commit(t+1)` under a `seq_id` that no longer exists and is dropped, even if the slot has a
+      new owner by then.
     - *An abort between plan and launch, or launch and commit* is the same case.
-    - *Preemption with a sample in flight.* The sample was computed before the pages changed hands;
-      `commit` adds it to the waiting sequence's tokens (and may end the sequence there). The
-      sequence is admitted again only when nothing of it is in flight, so every token it then
-      recomputes is known, and no token is sampled twice.
-    - *The slot's last token on the device* is read by decode rows only, and a new owner samples
-      at the end of its prefill before its first decode row.
+    - *Preemption with a sample in flight.* The sample was computed before the pages changed
+      holders. `commit` adds it to the waiting sequence's tokens, and may end the sequence. The
+      sequence is admitted again only when nothing of it is in flight, so it recomputes only known
+      tokens, and no token is sampled twice.
+    - *The slot's last token on the device* is read by decode rows only. A new owner samples at the
+      end of its prefill, before its first decode row.
 
-    Why pages may be shared: `Holdings`. Why every request ends: `preemption`.
+    Why pages may be shared: `KVCacheManager`. Why every request ends: `preemption`.
     """
 
     def __init__(
@@ -76,14 +76,20 @@ class Scheduler:
         lengths: OutputLengths | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """`times` decide about chunks, `lengths` about admission; `clock` gives seconds."""
+        """Returns a scheduler without requests.
+
+        Args:
+          times: measured step times, which decide chunk sizes; None: every step takes what fits.
+          lengths: expected output lengths, which decide admission.
+          clock: returns seconds.
+        """
         self._config = config
         self._cache = cache
         self._clock = clock
         self._page_size = cache.page_size
-        self._holdings = Holdings(config, cache)
+        self._kv_cache = KVCacheManager(config, cache)
         context = config.max_chunk_context
-        self._chunk_pages = sys.maxsize if context is None else self._holdings.pages_for(context)
+        self._chunk_pages = sys.maxsize if context is None else self._kv_cache.pages_for(context)
         self._budget = TokenBudget(
             times, max_tokens=config.max_num_batched_tokens, max_itl=config.max_itl
         )
@@ -95,12 +101,12 @@ class Scheduler:
         self._guided = Guided(self._live)
         self._next_id = 0
         self._blocked: Sequence | None = None
-        """It does not fit before somebody gives pages back."""
+        """The first waiting sequence, if it must wait until pages are freed."""
         self._uncommitted: list[TokenEvent] = []
-        """Events of a commit that is not over: those of one that failed are in `fail`'s."""
+        """Events of the commit in progress. If it raises, `fail` returns them."""
         self.num_preemptions = self.num_steps = 0
         self.num_prompt_tokens = 0
-        """Of prompts, that committed steps have computed or found cached; each counts once."""
+        """Prompt tokens that committed steps computed or found cached; each counts once."""
 
     @property
     def max_model_len(self) -> int:
@@ -108,7 +114,7 @@ class Scheduler:
 
     @property
     def pages(self) -> PagePool:
-        return self._holdings.pages
+        return self._kv_cache.pages
 
     @property
     def num_running(self) -> int:
@@ -116,7 +122,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Preempted sequences included."""
+        """Waiting sequences, preempted ones included."""
         return len(self._waiting)
 
     @property
@@ -126,13 +132,19 @@ class Scheduler:
     # Requests.
 
     def add(self, request: Request) -> None:
-        """Queue a request; Rejected if it can never be served, Overloaded if the queue is full.
-        After these, as after any other exception, all is as it was before."""
+        """Queue a request.
+
+        Raises:
+          Rejected: it can never be served.
+          Overloaded: the queue is full.
+
+        After any exception the scheduler is unchanged.
+        """
         if request.id in self._by_request:
             raise Rejected(f"a request with the id {request.id!r} is not finished")
         refuse_impossible(request, self._config, self._cache)
-        # A burst is read at once: those that the next plan can admit do not count as queued.
-        queued = len(self._waiting) - self._holdings.num_free_slots
+        # A burst is added before the next plan: requests that it can admit do not count as queued.
+        queued = len(self._waiting) - self._kv_cache.num_free_slots
         if queued >= self._config.max_queued:
             raise Overloaded(f"{queued} requests are waiting, the most allowed")
         now = self._clock()
@@ -148,19 +160,19 @@ class Scheduler:
             ttft_slo=self._config.ttft_slo if request.ttft_slo is None else request.ttft_slo,
         )
         if self._config.policy == "slo":
-            seq.uncached -= self._holdings.cached_tokens(seq)
+            seq.uncached -= self._kv_cache.cached_tokens(seq)
         self._waiting.join(seq, now)
         self._next_id += 1
         self._live[seq.id] = self._by_request[seq.request_id] = seq
 
     def abort(self, request_id: str) -> None:
-        """Drop a request in any state: no more events of it. An unknown id is already over."""
+        """Drop a request in any state. It gets no more events. Unknown ids are ignored."""
         seq = self._by_request.get(request_id)
         if seq is not None:
             self._end(seq)
 
     def shed(self) -> list[tuple[str, DeadlineMissed]]:
-        """Drop requests that wait and can no longer be served in time; ids and what to tell."""
+        """Drop waiting requests that can no longer meet their deadlines. Returns ids and errors."""
         now = self._clock()
         if now < self._waiting.next_review:
             return []
@@ -175,13 +187,14 @@ class Scheduler:
     # One step.
 
     def learn(self, plan: StepPlan, seconds: float) -> Correction | None:
-        """A step took so long, from the end of the one before it: see `LearnedTimes.learn`."""
+        """Report the duration of a step, from the end of the previous one. See
+        `LearnedTimes.learn`."""
         return self._budget.learn(plan, seconds)
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None. The scheduler counts it as launched from here on.
+        """Returns the next step, or None. The scheduler counts it as launched.
 
-        No slot is admitted twice in a plan, and no page table entry is set twice.
+        A plan admits no slot twice and sets no page table entry twice.
         """
         rows: list[Row] = []
         entries: list[PageEntry] = []
@@ -190,7 +203,7 @@ class Scheduler:
         pending = self._pending(prefilling)
         queued = len(prefilling) + len(self._waiting) - len(pending)
         budget = self._budget.chunk_tokens(decodes, pending, queued)
-        room, pages_for = self._chunk_pages, self._holdings.pages_for
+        room, pages_for = self._chunk_pages, self._kv_cache.pages_for
         for seq in prefilling:
             if budget and pages_for(min(seq.prefill_end, seq.computed + budget)) <= room:
                 budget -= self._plan_chunk(seq, budget, rows)
@@ -206,8 +219,8 @@ class Scheduler:
     def _plan_decodes(
         self, rows: list[Row], entries: list[PageEntry]
     ) -> tuple[list[Sequence], Decodes]:
-        """One token for each running sequence; returns those that are still in their prefill, and
-        what the others are."""
+        """Plan one token for each decoding sequence. Returns the sequences that are still in their
+        prefill, and the planned decodes."""
         prefilling: list[Sequence] = []
         decoding: list[Sequence] = []
         growing: list[Sequence] = []
@@ -229,20 +242,21 @@ class Scheduler:
         if len(growing) > self.pages.num_free:
             idle = self._make_room(growing, ending)
             decoding = [seq for seq in decoding if seq.id not in idle]
-        entries.extend(map(self._holdings.grow, growing))
+        entries.extend(map(self._kv_cache.append_page, growing))
         rows.extend(map(decode_row, decoding))
         return prefilling, Decodes(len(rows), sum(row.start for row in rows), guided)
 
     def _make_room(self, growing: list[Sequence], ending: bool) -> set[int]:
-        """Remove from `growing` until each of the rest can have a page; returns who is idle.
+        """Shorten `growing` until each of its sequences can get a page. Returns ids that miss the
+        step.
 
-        The least costly are preempted, unless somebody ends with this step: then, or if nobody
-        can be preempted, the last in rank go without a row until there are pages.
+        Preempts the cheapest sequences, unless one ends with the step in flight. In that case, or
+        if nobody can be preempted, the sequences with the worst rank wait for pages.
         """
         growing.sort(key=lambda seq: seq.rank)
         idle: set[int] = set()
         while len(growing) > self.pages.num_free:
-            victim = None if ending else choose_victim(self._running.values(), self._holdings)
+            victim = None if ending else choose_victim(self._running.values(), self._kv_cache)
             if victim is None:
                 idle.add(growing.pop().id)
                 continue
@@ -253,58 +267,58 @@ class Scheduler:
         return idle
 
     def _preempt(self, seq: Sequence) -> None:
-        """Back to its place in the queue, to compute again what is not cached."""
+        """Return a running sequence to the queue. It recomputes later what is not cached."""
         self._vacate(seq)
         self._waiting.push(seq)
         seq.preemptions += 1
         self.num_preemptions += 1
 
-    def _pending(self, prefilling: list[Sequence]) -> list[Unread]:
-        """Prompts that this step could advance, as far as it may matter for the budget."""
-        pending = [
-            Unread(seq.computed, seq.to_prefill, self._holdings.read(seq)) for seq in prefilling
-        ]
+    def _pending(self, prefilling: list[Sequence]) -> list[Prompt]:
+        """Returns the prompts that this step could advance, as many as matter for the budget."""
+        computed = self._kv_cache.computed_since_admission
+        pending = [Prompt(seq.computed, seq.prefill_remaining, computed(seq)) for seq in prefilling]
         wanted, enough = sum(p.tokens for p in pending), 2 * self._config.max_num_batched_tokens
-        for seq in itertools.islice(self._waiting.upcoming(), self._holdings.num_free_slots):
+        for seq in itertools.islice(self._waiting.upcoming(), self._kv_cache.num_free_slots):
             if wanted >= enough or seq is self._blocked:
                 break
-            cached = self._holdings.cached_tokens(seq)
-            pending.append(Unread(cached, len(seq.tokens) - cached))
+            cached = self._kv_cache.cached_tokens(seq)
+            pending.append(Prompt(cached, len(seq.tokens) - cached))
             wanted += pending[-1].tokens
         return pending
 
     def _plan_chunk(self, seq: Sequence, budget: int, rows: list[Row]) -> int:
-        """Plan the next chunk of a prefill; returns its tokens."""
+        """Plan the next chunk of a prefill. Returns its number of tokens."""
         rows.append(chunk_row(seq, budget))
-        self._holdings.publish(seq)
+        self._kv_cache.publish(seq)
         return rows[-1].num_tokens
 
     def _admit(self, entries: list[PageEntry], room: int) -> Sequence | None:
-        """Give the first in the queue a slot and the pages of all its tokens, if they are there.
+        """Admit the first waiting sequence if a slot and pages for all its tokens are free.
 
-        The chunks of this step may see `room` pages more.
+        Args:
+          room: pages of context that further chunks of this step may read.
         """
         now = self._clock()
         seq = self._waiting.first()
         if seq is None or seq is self._blocked or seq.in_flight:
             return None
-        if not self._holdings.num_free_slots or seq.guided_to_wait:
+        if not self._kv_cache.num_free_slots or seq.guided_to_wait:
             return None
-        if self._holdings.pages_for(len(seq.tokens)) > room:
+        if self._kv_cache.pages_for(len(seq.tokens)) > room:
             return None
-        hit = self._holdings.cached_pages(seq)
-        if not has_room(seq, hit, self._running.values(), self._holdings, self._lengths):
+        hit = self._kv_cache.cached_pages(seq)
+        if not has_room(seq, hit, self._running.values(), self._kv_cache, self._lengths):
             self._blocked = seq
             return None
         self._waiting.admit(seq, now)
         self._running[seq.id] = seq
-        entries.extend(self._holdings.take(seq, hit))
+        entries.extend(self._kv_cache.allocate(seq, hit))
         if seq.admitted < 0:
-            seq.admitted, seq.cached = now, seq.prefill_end - seq.to_prefill
+            seq.admitted, seq.cached = now, seq.prefill_end - seq.prefill_remaining
         return seq
 
     def commit(self, plan: StepPlan, sampled: Iterable[Sampled | None]) -> list[TokenEvent]:
-        """Take the results of a plan's rows, in order; results of ended sequences are ignored."""
+        """Apply the results of a plan's rows, in order. Returns the events of live sequences."""
         events = self._uncommitted
         self.num_steps += 1
         live, now = self._live, self._clock()
@@ -315,7 +329,7 @@ class Scheduler:
             if row.scored is not None and result is not None:
                 seq.prompt_logprobs += result.prompt_logprobs
             if row.tokens:
-                self.num_prompt_tokens += seq.read_up_to(row.start + len(row.tokens))
+                self.num_prompt_tokens += seq.count_prompt_tokens(row.start + len(row.tokens))
             if not row.samples:
                 continue
             assert result is not None, "a row that samples has a result"
@@ -333,8 +347,8 @@ class Scheduler:
         return events
 
     def _spoiled(self, seq: Sequence) -> TokenEvent:
-        """The end of a sequence whose logits are not numbers: its keys and values may be none
-        either, so what it has published, like all else, is not found any more."""
+        """End a sequence whose logits are NaN. Its keys and values may be NaN, too, so the prefix
+        cache is emptied."""
         log.error(
             "request %s ends with an error: after %d tokens its logits are not numbers (NaN or"
             " infinite); the prefix cache is emptied",
@@ -347,15 +361,15 @@ class Scheduler:
         return TokenEvent(seq.request_id, None, FinishReason.ERROR)
 
     def _take(self, seq: Sequence, result: Sampled, now: float) -> TokenEvent:
-        """A token that may be more than one more token."""
+        """Apply a token that may end the sequence, fill a page, or carry logprobs."""
         event = results.event_of(seq, result, now)
-        self._holdings.publish(seq)
+        self._kv_cache.publish(seq)
         if event.finish is not None:
             self._end(seq)
         elif seq.guide is not None:
             self._guided.advance(seq, seq.guide, seq.tokens[-1])
         elif not seq.wants_logprobs:
-            seq.plain_until = min(seq.limit, self._holdings.next_full_page(seq))
+            seq.plain_until = min(seq.limit, self._kv_cache.next_full_page(seq))
         return event
 
     def cohort(self, in_flight: StepPlan, token: int) -> Cohort | None:
@@ -370,21 +384,21 @@ class Scheduler:
         for seq, row in zip(running.values(), in_flight.rows, strict=True):
             if not decodes_alone(seq, row, self._page_size):
                 return None
-        return Cohort(running.values(), self._holdings, token)
+        return Cohort(running.values(), self._kv_cache, token)
 
     def _nobody_to_admit(self) -> bool:
         first = self._waiting.first()
-        return first is None or first is self._blocked or not self._holdings.num_free_slots
+        return first is None or first is self._blocked or not self._kv_cache.num_free_slots
 
     @property
     def next_review(self) -> float:
-        """When who is next may change although nothing has happened but that time passed."""
+        """When the passing of time alone may change the order of the queue."""
         return self._waiting.next_review
 
     def await_guides(self, timeout: float) -> list[TokenEvent]:
-        """Wait for the masks of sequences that follow a grammar, at most `timeout` seconds in all.
+        """Wait at most `timeout` seconds for the masks of structured output.
 
-        Waiting for all lets them share the next step. Those that cannot go on end.
+        Sequences whose masks are ready share the next step. Sequences whose grammar failed end.
         """
         failed = self._guided.wait(timeout)
         for seq, _ in failed:
@@ -392,11 +406,14 @@ class Scheduler:
         return [TokenEvent(seq.request_id, None, finish) for seq, finish in failed]
 
     def fail(self, plans: Iterable[StepPlan] | None = None) -> list[TokenEvent]:
-        """End with an error what is alive of plans that will not be committed; None: everything.
+        """Recover from a failed step. Returns the events of sequences that end with an error.
 
-        The device has lost its state: the others that run wait again, to compute their tokens
-        anew, and no prefix is found. Every plan made so far is committed before, or in `plans`.
-        What a commit that failed had found out before comes first.
+        The device has lost its state. Sequences with rows in `plans` end; other running sequences
+        return to the queue and recompute; the prefix cache is empty. Events of a commit that
+        raised come first.
+
+        Args:
+          plans: the plans that will not be committed; all others were. None: end all sequences.
         """
         rows = (row.seq_id for plan in plans or () for row in plan.rows)
         ids = list(self._live) if plans is None else dict.fromkeys(rows)
@@ -412,20 +429,20 @@ class Scheduler:
         return found + [TokenEvent(seq.request_id, None, FinishReason.ERROR) for seq in failed]
 
     def reset_prefix_cache(self) -> None:
-        """Prefixes computed so far are not found any more; running sequences keep theirs."""
+        """Empty the prefix cache. Running sequences keep their pages."""
         self.pages.forget()
 
     def _vacate(self, seq: Sequence) -> None:
-        """A running sequence gives back its pages and its slot."""
+        """Free the slot and pages of a running sequence."""
         del self._running[seq.id]
-        self._holdings.give_back(seq)
+        self._kv_cache.free(seq)
         self._blocked = None
 
     def _end(self, seq: Sequence) -> None:
-        """Forget a live sequence; rows of it that are in flight find nobody in `commit`."""
+        """End a live sequence. `commit` drops the results of its rows in flight."""
         if seq.running:
             self._vacate(seq)
-            self._lengths.observe(seq.most_generated, max(seq.generated, 1))
+            self._lengths.observe(seq.max_generated, max(seq.generated, 1))
         else:
             self._waiting.remove(seq)
         self._waiting.ended(seq)
@@ -438,9 +455,9 @@ class Scheduler:
         del self._by_request[seq.request_id]
 
     def check(self) -> None:
-        """AssertionError if the accounts contradict each other. Linear in pages and sequences."""
+        """AssertionError if the accounts are inconsistent. Linear in pages and sequences."""
         running, waiting = list(self._running.values()), list(self._waiting)
-        self._holdings.check(running)
+        self._kv_cache.check(running)
         ranks = [seq.rank for seq in waiting]
         assert ranks == sorted(ranks), "the queue is not in order"
         assert sorted(seq.id for seq in running + waiting) == list(self._live), "one is in no queue"

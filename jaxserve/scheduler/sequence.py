@@ -1,4 +1,4 @@
-"""One request inside the scheduler: its tokens, how far they are computed and what it holds."""
+"""One request in the scheduler: its tokens, how many are computed, its slot and pages."""
 
 from __future__ import annotations
 
@@ -13,76 +13,79 @@ NO_SLOT = -1
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """Mutable, owned by the scheduler.
+    """Mutable; the scheduler owns it.
 
-    `computed <= len(tokens) + in_flight <= limit`. A waiting sequence has no slot, no pages and
-    nothing computed; after a preemption it may still have samples in flight.
+    Invariant: `computed <= len(tokens) + in_flight <= limit`. A waiting sequence has no slot, no
+    pages and no computed tokens. After a preemption it may still have sampled tokens in flight.
     """
 
     id: int
-    """Its number in order of arrival; never reused."""
+    """A number in order of arrival; never reused."""
     request_id: str
     params: SamplingParams
     tokens: list[int]
-    """The prompt and every output token that the host knows."""
+    """The prompt and all output tokens that the host knows."""
     num_prompt: int
     limit: int
-    """It ends when it has this many tokens."""
+    """The sequence ends when it has this many tokens."""
     stops: frozenset[int]
-    """Tokens that end it."""
+    """Stop tokens."""
     stops_from: int
-    """They do from this many tokens on."""
+    """Stop tokens count only from this length on (`min_tokens`)."""
     wants_logprobs: bool
     guide: GuideState | None
-    """It computes the token after the mask of the next one is known: not one step ahead."""
+    """Structured output. Such a sequence waits for each token's mask, so it is never one step
+    ahead."""
     level: int
-    """Of priority, where it counts; lower goes first."""
+    """Priority; lower goes first. 0 unless the policy uses priorities."""
     tenant: str
     uncached: int
-    """Tokens of the prompt that were not in the prefix cache when it came, at least 1."""
+    """Prompt tokens that were not in the prefix cache at arrival, at least 1."""
     first_by: float
-    """Deadline of its first token; infinite if there is none, like the next."""
+    """Deadline of the first token on the scheduler's clock; infinite if there is none."""
     ended_by: float
-    """Deadline of its last token."""
+    """Deadline of the last token; infinite if there is none."""
     rank: tuple[float, int]
-    """Lower is served first; all ranks differ."""
+    """Lower is served first. All ranks differ."""
     root: bytes
-    """What the hashes of its pages begin with."""
+    """The hash that precedes the first page, see `prefix.root`."""
     arrived: float
-    """On the scheduler's clock, in seconds, like `admitted`."""
+    """Time of arrival, in seconds on the scheduler's clock."""
     admitted: float = -1.0
-    """When it was given a slot for the first time; negative before."""
+    """Time of the first admission; negative before."""
     cached: int = 0
-    """Tokens of the prompt that it did not have to compute when it was first admitted."""
+    """Prompt tokens found in the prefix cache at the first admission."""
     hashes: list[bytes] = field(default_factory=list[bytes])
-    """Of its first full pages, as far as they were needed."""
+    """Hashes of the first full pages, computed on demand."""
     published: int = 0
-    """Its first pages that others can find, or find equal ones of."""
+    """Number of first pages that are published, here or as equal pages."""
     shared: int = 0
-    """Its first pages that were there already when it was admitted."""
+    """Number of first pages that came from the prefix cache at admission."""
     slot: int = NO_SLOT
     pages: list[int] = field(default_factory=list[int])
     computed: int = 0
-    """Positions whose keys and values the plans made so far compute, or that were there."""
+    """Positions whose keys and values are cached or computed by the plans made so far."""
     skip_from: int = 0
-    """When so many are computed, those up to `skip_to` are there already. Both 0: none."""
+    """After this many computed tokens, those up to `skip_to` are cached. Both are 0 without a
+    gap."""
     skip_to: int = 0
     preemptions: int = 0
-    """How often it gave its pages back and computed again."""
+    """How often the sequence was preempted."""
     in_flight: int = 0
-    """Output tokens that plans made so far will sample and that are not committed."""
+    """Output tokens that are planned and not committed."""
     scored: int = 0
-    """Positions of the prompt whose next token's probability was planned to be computed."""
+    """Prompt positions whose logprobs are planned."""
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list[PromptLogprobs])
-    """Until its first event."""
+    """Collected until the first event."""
     plain_until: int = 0
-    """What makes it shorter than this is one more token and nothing else, if it is no stop token:
-    neither its first nor its last, no full page, nothing that a grammar or alternatives need."""
-    prompt_read: int = 0
-    """Tokens of the prompt that committed steps have computed, or that were there. Not less after
-    a preemption."""
+    """Fast path of `commit`: a token that leaves the sequence shorter than this, and is no stop
+    token, needs no other work. It is not the first or last token, fills no page, and no grammar or
+    logprobs depend on it."""
+    prompt_computed: int = 0
+    """Prompt tokens that committed steps computed or found cached. Preemption does not lower
+    it."""
     prefill_end: int = 0
-    """The tokens known at admission; below it the sequence computes known tokens in chunks."""
+    """Number of tokens at admission. Up to it the sequence computes known tokens in chunks."""
 
     @classmethod
     def of(
@@ -96,7 +99,15 @@ class Sequence:
         now: float,
         ttft_slo: float | None,
     ) -> Sequence:
-        """`limit` is what model and cache allow; `max_tokens` may lower it."""
+        """Returns a waiting sequence.
+
+        Args:
+          limit: the most tokens that model and cache allow; `max_tokens` may lower it.
+          level: priority, see `Sequence.level`.
+          root: see `prefix.root`.
+          now: seconds on the scheduler's clock.
+          ttft_slo: seconds until the first token is due; None: no deadline.
+        """
         num_prompt = len(request.prompt)
         return cls(
             id=seq_id,
@@ -124,29 +135,30 @@ class Sequence:
         return self.slot != NO_SLOT
 
     @property
-    def to_prefill(self) -> int:
-        """Known tokens that it has still to compute."""
+    def prefill_remaining(self) -> int:
+        """Known tokens that are not computed or cached."""
         return self.prefill_end - self.computed - (self.skip_to - self.skip_from)
 
     @property
     def guided_to_wait(self) -> bool:
-        """Whether what it may generate next is not known yet."""
+        """Whether the mask of the next token is not known yet."""
         return self.guide is not None and (self.in_flight > 0 or not self.guide.ready)
 
     @property
     def mask(self) -> bytes | None:
-        """Of its next token."""
+        """The mask of the next token; None allows all tokens."""
         return None if self.guide is None else self.guide.mask
 
-    def read_up_to(self, end: int) -> int:
-        """A committed step computed it so far; returns how many tokens of the prompt are new."""
-        new = max(0, min(end, self.num_prompt) - self.prompt_read)
-        self.prompt_read += new
+    def count_prompt_tokens(self, end: int) -> int:
+        """A committed step computed positions up to `end`. Returns how many prompt tokens are
+        new."""
+        new = max(0, min(end, self.num_prompt) - self.prompt_computed)
+        self.prompt_computed += new
         return new
 
     @property
-    def most_cached(self) -> int:
-        """Tokens at its beginning that it need not compute if they are in the prefix cache."""
+    def max_cached_tokens(self) -> int:
+        """The longest prefix that may come from the prefix cache, in tokens."""
         most = len(self.tokens) - 1
         return most if self.params.prompt_logprobs is None else min(most, self.scored)
 
@@ -155,12 +167,12 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
-    def most_generated(self) -> int:
-        """What `max_tokens`, the model and the cache allow."""
+    def max_generated(self) -> int:
+        """The most output tokens that `max_tokens`, the model and the cache allow."""
         return self.limit - self.num_prompt
 
     def page_hashes(self, count: int, page_size: int) -> list[bytes]:
-        """Of its first `count` pages, which known tokens fill."""
+        """Returns the hashes of the first `count` pages, which known tokens fill."""
         done = len(self.hashes)
         if count > done:
             parent = self.hashes[-1] if done else self.root
@@ -169,7 +181,7 @@ class Sequence:
         return self.hashes[:count]
 
     def check(self, page_size: int) -> None:
-        """AssertionError if its own numbers contradict each other."""
+        """AssertionError if the sequence's numbers contradict each other."""
         assert self.in_flight >= 0
         assert self.num_prompt <= len(self.tokens) < self.limit, f"{self.request_id} should be over"
         assert len(self.tokens) + self.in_flight <= self.limit

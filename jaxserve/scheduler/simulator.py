@@ -213,7 +213,7 @@ class Simulator:
         cohort = self.scheduler.cohort(plan, _TOKEN)
         if cohort is None:
             return False
-        most, times = min(most, cohort.most_steps), list[float]()
+        most, times = min(most, cohort.max_steps), list[float]()
         base, per_token = self._times.decode_line(len(outcomes))
         now, busy = self.now, self._busy
         while now < horizon and cohort.steps < most:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.scheduler import budget as budgets
-from jaxserve.scheduler.budget import Decodes, TokenBudget, Unread
+from jaxserve.scheduler.budget import Decodes, Prompt, TokenBudget
 from jaxserve.step_times import StepTimes
 
 MS = 1e-3
@@ -32,26 +32,26 @@ def budget(times: StepTimes | None = TIMES, *, max_itl: float = 50 * MS) -> Toke
 
 
 def test_without_measured_times_a_step_takes_all_it_can() -> None:
-    assert budget(None).chunk_tokens(Decodes(5, 100), [Unread(0, 4000)]) == 2043
+    assert budget(None).chunk_tokens(Decodes(5, 100), [Prompt(0, 4000)]) == 2043
 
 
 def test_a_lone_prompt_fills_the_largest_bucket_it_can() -> None:
-    assert budget().chunk_tokens(IDLE, [Unread(0, 16_384)]) == 2048
-    assert budget().chunk_tokens(IDLE, [Unread(0, 1024)]) == 1024
+    assert budget().chunk_tokens(IDLE, [Prompt(0, 16_384)]) == 2048
+    assert budget().chunk_tokens(IDLE, [Prompt(0, 1024)]) == 1024
 
 
 def test_a_prompt_a_little_larger_than_a_bucket_takes_two_steps_and_not_a_padded_one() -> None:
-    assert budget().chunk_tokens(IDLE, [Unread(0, 1087)]) == 1024
-    assert budget().chunk_tokens(Decodes(63, 0), [Unread(0, 1024)]) == 1024 - 63
+    assert budget().chunk_tokens(IDLE, [Prompt(0, 1087)]) == 1024
+    assert budget().chunk_tokens(Decodes(63, 0), [Prompt(0, 1024)]) == 1024 - 63
 
 
 def test_a_prompt_much_larger_than_a_bucket_takes_one_step() -> None:
-    assert budget().chunk_tokens(IDLE, [Unread(0, 2000)]) == 2048
-    assert budget().chunk_tokens(IDLE, [Unread(0, 100)]) == 256
+    assert budget().chunk_tokens(IDLE, [Prompt(0, 2000)]) == 2048
+    assert budget().chunk_tokens(IDLE, [Prompt(0, 100)]) == 256
 
 
 def test_several_prompts_count_together() -> None:
-    prompts = [Unread(0, 500), Unread(64, 524)]
+    prompts = [Prompt(0, 500), Prompt(64, 524)]
     assert budget().chunk_tokens(IDLE, prompts) == 1024
 
 
@@ -59,7 +59,11 @@ MANY = 100
 
 
 def mean_chunk(
-    streams: int, pending: list[Unread], chooser: TokenBudget | None = None, *, queued: int = 0
+    streams: int,
+    pending: list[Prompt],
+    chooser: TokenBudget | None = None,
+    *,
+    queued: int = 0,
 ) -> float:
     """Of many steps, as long as the same waits."""
     chooser = chooser or budget(max_itl=1.0)
@@ -70,17 +74,17 @@ def mean_chunk(
 def test_prompts_beside_streams_are_read_at_their_pace() -> None:
     for prompts in (2, 3, 7):
         pace = prompts * 7000 / budgets.READ_WITHIN
-        assert mean_chunk(8, [Unread(0, 7000)] * prompts) == pytest.approx(pace, rel=0.03)
-        assert mean_chunk(8, [Unread(0, 7000)], queued=prompts - 1) == pytest.approx(pace, 0.03)
-    assert mean_chunk(8, [Unread(0, 7000)] * 64) == 2048 - 8
+        assert mean_chunk(8, [Prompt(0, 7000)] * prompts) == pytest.approx(pace, rel=0.03)
+        assert mean_chunk(8, [Prompt(0, 7000)], queued=prompts - 1) == pytest.approx(pace, 0.03)
+    assert mean_chunk(8, [Prompt(0, 7000)] * 64) == 2048 - 8
 
 
 def test_a_small_chunk_that_is_more_than_the_pace_is_left_out_of_one_step_in_seven() -> None:
     small = 256 - 8
     for tokens, share in ((7000, 7000 / budgets.READ_WITHIN / small), (5000, 0.85)):
-        assert mean_chunk(8, [Unread(0, tokens)]) == pytest.approx(share * small, rel=0.03)
+        assert mean_chunk(8, [Prompt(0, tokens)]) == pytest.approx(share * small, rel=0.03)
         chooser = budget()
-        chunks = [chooser.chunk_tokens(Decodes(8, 0), [Unread(0, tokens)]) for _ in range(MANY)]
+        chunks = [chooser.chunk_tokens(Decodes(8, 0), [Prompt(0, tokens)]) for _ in range(MANY)]
         assert set(chunks) == {0, small}
         assert all(chunks[:6]), "what comes while nothing waits is read at once"
         assert all(any(pair) for pair in itertools.pairwise(chunks))
@@ -89,9 +93,9 @@ def test_a_small_chunk_that_is_more_than_the_pace_is_left_out_of_one_step_in_sev
 def test_who_comes_when_nothing_waits_is_read_at_once() -> None:
     chooser = budget()
     for _ in range(6):
-        assert chooser.chunk_tokens(Decodes(8, 0), [Unread(0, 5000)])
+        assert chooser.chunk_tokens(Decodes(8, 0), [Prompt(0, 5000)])
     chooser.chunk_tokens(Decodes(8, 0), [])
-    assert all(chooser.chunk_tokens(Decodes(8, 0), [Unread(0, 5000)]) for _ in range(6))
+    assert all(chooser.chunk_tokens(Decodes(8, 0), [Prompt(0, 5000)]) for _ in range(6))
 
 
 def test_few_tokens_are_read_in_small_chunks_without_a_break() -> None:
@@ -99,26 +103,26 @@ def test_few_tokens_are_read_in_small_chunks_without_a_break() -> None:
     chooser = budget()
     for tokens in (100, 1000, 3800):
         for _ in range(20):
-            assert chooser.chunk_tokens(Decodes(8, 0), [Unread(0, tokens)]) >= min(tokens, 256 - 8)
+            assert chooser.chunk_tokens(Decodes(8, 0), [Prompt(0, tokens)]) >= min(tokens, 256 - 8)
 
 
 def read_in_large_small_chunks() -> TokenBudget:
     """Beside many streams small chunks are large: the next one of them would be left out."""
     chooser = budget(max_itl=1.0)
     for _ in range(6):
-        assert chooser.chunk_tokens(Decodes(247, 0), [Unread(0, 40_000)]) == 2048 - 247
+        assert chooser.chunk_tokens(Decodes(247, 0), [Prompt(0, 40_000)]) == 2048 - 247
     return chooser
 
 
 def test_few_tokens_are_read_without_a_break_whatever_was_read_before() -> None:
     chooser = read_in_large_small_chunks()
     for _ in range(20):
-        assert chooser.chunk_tokens(Decodes(8, 0), [Unread(0, 2000)]) == 256 - 8
+        assert chooser.chunk_tokens(Decodes(8, 0), [Prompt(0, 2000)]) == 256 - 8
 
 
 def test_a_larger_chunk_before_leaves_out_no_more_than_one() -> None:
     chooser = read_in_large_small_chunks()
-    chunks = [chooser.chunk_tokens(Decodes(8, 0), [Unread(0, 5000)]) for _ in range(MANY)]
+    chunks = [chooser.chunk_tokens(Decodes(8, 0), [Prompt(0, 5000)]) for _ in range(MANY)]
     assert set(chunks) == {0, 256 - 8}
     assert all(any(pair) for pair in itertools.pairwise(chunks))
 
@@ -126,7 +130,7 @@ def test_a_larger_chunk_before_leaves_out_no_more_than_one() -> None:
 situations = st.tuples(
     st.integers(1, 300),
     st.lists(
-        st.builds(Unread, st.integers(0, 30_000), st.integers(1, 9000), st.integers(0, 9000)),
+        st.builds(Prompt, st.integers(0, 30_000), st.integers(1, 9000), st.integers(0, 9000)),
         min_size=1,
         max_size=4,
     ),
@@ -139,7 +143,7 @@ situations = st.tuples(
     seconds=st.lists(st.integers(1, 60), min_size=len(SIZES), max_size=len(SIZES)).map(sorted),
 )
 def test_no_two_steps_in_a_row_leave_out_prompts_that_wait(
-    steps: list[tuple[int, list[Unread], int]], seconds: list[int]
+    steps: list[tuple[int, list[Prompt], int]], seconds: list[int]
 ) -> None:
     """However the decodes beside them, what waits, and with them the chunks change."""
     mixed = {size: s * MS for size, s in zip(SIZES, seconds, strict=True)}
@@ -150,7 +154,7 @@ def test_no_two_steps_in_a_row_leave_out_prompts_that_wait(
 
 @given(steps=st.lists(situations, max_size=12), prompts=situations)
 def test_without_decodes_a_step_is_never_empty(
-    steps: list[tuple[int, list[Unread], int]], prompts: tuple[int, list[Unread], int]
+    steps: list[tuple[int, list[Prompt], int]], prompts: tuple[int, list[Prompt], int]
 ) -> None:
     """All that decode may wait for their masks: nothing else would be in the plan."""
     chooser = budget()
@@ -175,7 +179,7 @@ def test_what_waits_is_read_within_so_many_steps_whatever_the_times_are_worth(
         size: seconds * wrong**index for index, (size, seconds) in enumerate(TIMES.mixed.items())
     }
     chooser = budget(replace(TIMES, mixed=mixed), max_itl=10.0)
-    pending = [Unread(0, tokens) for tokens in prompts]
+    pending = [Prompt(0, tokens) for tokens in prompts]
     waiting = sum(prompts) * (1 + queued / len(prompts))
     pace = min(waiting / budgets.READ_WITHIN, sum(prompts), SIZES[-1] - streams)
     read = mean_chunk(streams, pending, chooser, queued=queued)
@@ -186,7 +190,7 @@ def test_prompts_that_wait_are_read_at_the_least_price() -> None:
     """Some steps of 256 tokens, which are cheap, and some of 2,048, rather than all of 1,024."""
     times = replace(TIMES, mixed={**TIMES.mixed, 1024: 19 * MS})
     chooser = budget(times, max_itl=1.0)
-    pending = [Unread(0, 7000)] * 4
+    pending = [Prompt(0, 7000)] * 4
     chunks = {chooser.chunk_tokens(Decodes(8, 0), pending) for _ in range(50)}
     assert chunks == {256 - 8, 2048 - 8}
 
@@ -194,25 +198,25 @@ def test_prompts_that_wait_are_read_at_the_least_price() -> None:
 def test_a_chunk_that_need_not_be_so_large_leaves_half_of_the_limit() -> None:
     times = replace(TIMES, mixed={**TIMES.mixed, 1024: 19 * MS})
     chooser = budget(times, max_itl=50 * MS)
-    chunks = {chooser.chunk_tokens(Decodes(8, 0), [Unread(0, 7000)] * 4) for _ in range(50)}
+    chunks = {chooser.chunk_tokens(Decodes(8, 0), [Prompt(0, 7000)] * 4) for _ in range(50)}
     assert chunks == {256 - 8, 1024 - 8}
 
 
 def test_chunks_of_a_prompt_do_not_shrink_as_it_is_read() -> None:
-    means = {mean_chunk(8, [Unread(read, 36_000 - read, read)]) for read in (0, 18_000, 34_000)}
+    means = {mean_chunk(8, [Prompt(read, 36_000 - read, read)]) for read in (0, 18_000, 34_000)}
     assert len(means) == 1
     assert means.pop() == pytest.approx(36_000 / budgets.READ_WITHIN, rel=0.03)
 
 
 def test_what_was_found_in_the_cache_makes_no_chunk_larger() -> None:
-    found = Unread(32_000, 1000)
+    found = Prompt(32_000, 1000)
     assert budget(max_itl=1.0).chunk_tokens(Decodes(8, 0), [found]) == 256 - 8
 
 
 def test_a_chunk_twice_as_large_has_to_be_8_percent_cheaper_while_sequences_decode() -> None:
     def chunk(seconds: float) -> int:
         times = replace(TIMES, mixed={**TIMES.mixed, 64: seconds})
-        return budget(times).chunk_tokens(Decodes(8, 0), [Unread(0, 1000)])
+        return budget(times).chunk_tokens(Decodes(8, 0), [Prompt(0, 1000)])
 
     # Beside eight decodes a bucket of 256 takes 8.87 µs per prompt token beyond their 4.2 ms.
     limit = 1.08 ** math.log2((256 - 8) / (64 - 8))
@@ -221,7 +225,7 @@ def test_a_chunk_twice_as_large_has_to_be_8_percent_cheaper_while_sequences_deco
 
 
 def test_no_bucket_beyond_the_limit_while_sequences_decode() -> None:
-    prompts = [Unread(0, 16_384)] * 64
+    prompts = [Prompt(0, 16_384)] * 64
     assert budget().chunk_tokens(Decodes(8, 0), prompts) == 2048 - 8
     assert budget(max_itl=30 * MS).chunk_tokens(Decodes(8, 0), prompts) == 1024 - 8
     assert budget(max_itl=30 * MS).chunk_tokens(IDLE, prompts) == 2048
@@ -229,7 +233,7 @@ def test_no_bucket_beyond_the_limit_while_sequences_decode() -> None:
 
 def test_two_steps_are_within_the_limit_where_a_sequence_follows_a_grammar() -> None:
     """It gets a token in one of two, so that both count: with prompts beside it or not."""
-    prompts = [Unread(0, 16_384)] * 64
+    prompts = [Prompt(0, 16_384)] * 64
     assert budget(max_itl=80 * MS).chunk_tokens(Decodes(8, 0, 1), prompts) == 2048 - 8
     for decodes in (Decodes(8, 0, 1), Decodes(0, 0, 1)):
         assert budget().chunk_tokens(decodes, prompts) == 1024 - decodes.rows
@@ -237,17 +241,17 @@ def test_two_steps_are_within_the_limit_where_a_sequence_follows_a_grammar() -> 
 
 
 def test_context_before_the_chunk_counts_against_the_limit() -> None:
-    far = [Unread(15_000, 16_384)] * 64  # 34 + 30 ms
+    far = [Prompt(15_000, 16_384)] * 64  # 34 + 30 ms
     assert budget().chunk_tokens(Decodes(8, 0), far) == 1024 - 8
 
 
 def test_a_limit_below_the_decode_step_still_lets_prompts_advance() -> None:
-    assert budget(max_itl=MS).chunk_tokens(Decodes(8, 0), [Unread(0, 4000)]) == 256 - 8
-    assert budget(max_itl=MS).chunk_tokens(Decodes(255, 0), [Unread(0, 4000)]) >= 1
+    assert budget(max_itl=MS).chunk_tokens(Decodes(8, 0), [Prompt(0, 4000)]) == 256 - 8
+    assert budget(max_itl=MS).chunk_tokens(Decodes(255, 0), [Prompt(0, 4000)]) >= 1
 
 
 def test_a_step_full_of_decodes_has_no_room() -> None:
-    assert budget().chunk_tokens(Decodes(2048, 0), [Unread(0, 10)]) == 0
+    assert budget().chunk_tokens(Decodes(2048, 0), [Prompt(0, 10)]) == 0
 
 
 @given(
@@ -281,9 +285,9 @@ def test_filling_bucket_after_bucket_is_about_as_fast_as_can_be(
     for _ in itertools.count():
         if left <= 0:
             break
-        chunk = min(chooser.chunk_tokens(Decodes(rows, 0), [Unread(0, left)]), left)
+        chunk = min(chooser.chunk_tokens(Decodes(rows, 0), [Prompt(0, left)]), left)
         if not chunk:  # only now and then
-            chunk = min(chooser.chunk_tokens(Decodes(rows, 0), [Unread(0, left)]), left)
+            chunk = min(chooser.chunk_tokens(Decodes(rows, 0), [Prompt(0, left)]), left)
         assert chunk >= 1
         bucket = next(size for size in SIZES if size >= chunk + rows)
         took += cost(bucket)

@@ -17,7 +17,7 @@ from jaxserve.plan import Sampled
 from jaxserve.scheduler import Scheduler
 from jaxserve.scheduler.deadlines import STRETCH
 from jaxserve.scheduler.in_time import Capacity, Job, in_time
-from jaxserve.scheduler.queue import AGEING, MOST_LEVEL
+from jaxserve.scheduler.queue import AGEING, MAX_LEVEL
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.scheduler.simulator import STOP, Arrival, Outcome, Simulator
 from jaxserve.step_times import StepTimes
@@ -126,7 +126,7 @@ def test_priorities_beyond_all_bounds_keep_nobody_waiting_for_ever() -> None:
     )
     scheduler = Scheduler(config, CACHE, times=TIMES, clock=lambda: now)
     scheduler.add(arrival("patient", 0.0, priority=2**62).request)
-    for now in (0.0, 2 * MOST_LEVEL * AGEING - 1, 2 * MOST_LEVEL * AGEING + 1):
+    for now in (0.0, 2 * MAX_LEVEL * AGEING - 1, 2 * MAX_LEVEL * AGEING + 1):
         scheduler.add(arrival(f"urgent at {now}", now, priority=-(2**62)).request)
     admitted: list[int] = []
     while (plan := scheduler.plan()) is not None:

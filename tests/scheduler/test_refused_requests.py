@@ -10,7 +10,7 @@ from jaxserve.api import (
 )
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.scheduler import Scheduler
-from jaxserve.scheduler.admission import Answer
+from jaxserve.scheduler.admission import ExpectedOutput
 from tests.scheduler.by_hand import (
     planned,
     request,
@@ -77,7 +77,7 @@ def test_a_request_that_fails_half_way_leaves_nothing_behind() -> None:
     class Faulty(Optimist):
         broken = False
 
-        def of_new(self, max_tokens: int) -> Answer:
+        def of_new(self, max_tokens: int) -> ExpectedOutput:
             if self.broken:
                 raise ZeroDivisionError
             return super().of_new(max_tokens)

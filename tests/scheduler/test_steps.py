@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.scheduler.budget import Decodes, TokenBudget, Unread
+from jaxserve.scheduler.budget import Decodes, Prompt, TokenBudget
 from tests.scheduler.by_hand import (
     commit,
     planned,
@@ -64,9 +64,9 @@ def test_the_chunks_of_a_step_see_no_more_context_together_than_the_kv_format_ex
 
 
 def test_the_budget_is_told_what_runs_and_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Decodes, list[Unread], int]] = []
+    asked: list[tuple[Decodes, list[Prompt], int]] = []
 
-    def chunk_tokens(_: TokenBudget, decodes: Decodes, pending: list[Unread], queued: int) -> int:
+    def chunk_tokens(_: TokenBudget, decodes: Decodes, pending: list[Prompt], queued: int) -> int:
         asked.append((decodes, pending, queued))
         return 2
 
@@ -81,8 +81,8 @@ def test_the_budget_is_told_what_runs_and_what_waits(monkeypatch: pytest.MonkeyP
     for _ in range(2):
         commit(sched, planned(sched))
     assert asked == [
-        (Decodes(1, 5), [Unread(4, 5), Unread(4, 4)], 5),
-        (Decodes(1, 6), [Unread(6, 3, 2), Unread(6, 2)], 5),
+        (Decodes(1, 5), [Prompt(4, 5), Prompt(4, 4)], 5),
+        (Decodes(1, 6), [Prompt(6, 3, 2), Prompt(6, 2)], 5),
     ]
 
 
