@@ -1,4 +1,4 @@
-"""The contract between the HTTP side and the engine: plain types, no jax, no HTTP."""
+"""The contract between the HTTP server and the engine: plain types without jax or HTTP."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
 MAX_LOGPROBS = 20
-"""Alternatives that a request may ask for beside each sampled token (OpenAI's chat limit)."""
+"""The most alternatives per token that a request may ask for (OpenAI's chat limit)."""
 
 MAX_LOGIT_BIAS = 300
-"""Entries of a request's logit_bias (OpenAI's limit)."""
+"""The most entries of a request's logit_bias (OpenAI's limit)."""
 
 
 class FinishReason(StrEnum):
@@ -22,41 +22,41 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     ERROR = "error"
     GRAMMAR = "grammar"
-    """Its grammar has met a limit: which token may be next is not known."""
+    """The grammar met a limit, so the next mask is unknown."""
 
 
 class GuideError(NamedTuple):
-    """Why a sequence cannot go on."""
+    """Why a sequence with a grammar cannot continue."""
 
     text: str
     finish: FinishReason = FinishReason.GRAMMAR
-    """ERROR: its grammar is not what failed."""
+    """ERROR if something other than the grammar failed."""
 
 
 class GuideState(Protocol):
-    """Where a sequence stands in its grammar, and which tokens it may have next."""
+    """A sequence's position in its grammar, and the tokens allowed next."""
 
     @property
     def ready(self) -> bool:
-        """Whether `mask` is that of the next token: not until it is computed after `advance`."""
+        """Whether `mask` is the next token's. False after `advance` until it is computed."""
         ...
 
     @property
     def mask(self) -> bytes:
-        """Bit i allows token i, the lowest bit first; what it does not reach is forbidden."""
+        """Bit i allows token i, the lowest bit first. Tokens beyond its end are forbidden."""
         ...
 
     @property
     def error(self) -> GuideError | None:
-        """Why the sequence cannot go on, if it cannot."""
+        """Why the sequence cannot continue; None if it can."""
         ...
 
     def advance(self, token: int) -> None:
-        """The sequence got this token, which the mask allowed. Returns at once."""
+        """Report the sequence's next token, which the mask allowed. Returns at once."""
         ...
 
     def wait(self, timeout: float) -> bool:
-        """Wait until it is ready, at most `timeout` seconds; whether it is."""
+        """Wait at most `timeout` seconds until the mask is ready. Returns whether it is."""
         ...
 
 
@@ -64,13 +64,13 @@ class Guide(Protocol):
     """A compiled grammar that sequences follow (structured output, forced tool calls)."""
 
     def start(self) -> GuideState:
-        """At the beginning, ready."""
+        """Returns the state at the beginning of the grammar, ready."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to choose the next tokens of one sequence; every field already checked and resolved."""
+    """How to sample one sequence. All fields are validated and have no unset values."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -80,31 +80,31 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    """With the position it fixes the random numbers of a token: 32 bits, drawn if not asked for."""
+    """32 bits. Seed and position determine a token's random numbers. Drawn at random by default."""
     stop_token_ids: frozenset[int] = frozenset()
-    """End-of-sequence tokens included, unless the request ignores them."""
+    """Includes the end-of-sequence tokens unless the request ignores them."""
     min_tokens: int = 0
-    """Stop tokens are not sampled before this many tokens."""
+    """Stop tokens are not sampled before this many output tokens."""
     presence_penalty: float = 0.0
-    """Taken from the score of each token that was sampled already."""
+    """Subtracted from the logit of each token that was sampled before."""
     frequency_penalty: float = 0.0
-    """Taken as often as it was sampled."""
+    """Subtracted from a token's logit once per earlier sample."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative scores of tokens in the prompt or the output."""
+    """Divides positive and multiplies negative logits of tokens in the prompt or output."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, number to add to its score); at most MAX_LOGIT_BIAS."""
+    """(token id, number added to its logit); at most MAX_LOGIT_BIAS entries."""
     allowed_token_ids: tuple[int, ...] = ()
-    """Only these are sampled; empty: all."""
+    """Only these tokens are sampled; empty: all."""
     logprobs: int | None = None
-    """None: not wanted; n: the sampled token's and those of the n most likely (n <= 20)."""
+    """n: report the sampled token's logprob and the n most likely (n <= 20). None: report none."""
     prompt_logprobs: int | None = None
-    """The same of each prompt token but the first; the prompt is computed as a whole for it."""
+    """The same for each prompt token but the first. Such a prompt uses no cached prefix."""
     guide: Guide | None = None
-    """What the output must look like. Its end tokens must be among the stop tokens."""
+    """The grammar of the output. Its end tokens must be among the stop tokens."""
 
     @property
     def penalised(self) -> bool:
-        """Whether what was read and sampled before changes the scores."""
+        """Whether earlier tokens change the logits."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
 
@@ -116,19 +116,19 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
     priority: int = 0
-    """Lower goes first, where the scheduler's policy looks at it."""
+    """Lower goes first, if the scheduler's policy uses priorities."""
     cache_salt: str = ""
-    """Sequences share prefixes only with those of the same salt."""
+    """Only sequences with the same salt share prefixes."""
     ttft_slo: float | None = None
-    """Seconds from arrival in which the first token must come to be of use; None: any time."""
+    """Deadline of the first token in seconds from arrival; None: no deadline."""
     e2e_slo: float | None = None
-    """Seconds from arrival in which the whole answer must be there to be of use; None: any time."""
+    """Deadline of the whole answer in seconds from arrival; None: no deadline."""
     tenant: str = ""
-    """Who is served no more than the others, where the policy is fair."""
+    """The account that a fair policy serves equally with others."""
 
 
 class TokenLogprobs(NamedTuple):
-    """Natural-log probabilities at one output position, before temperature and truncation."""
+    """Natural-log probabilities of one output token, before temperature, top-k and top-p."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -136,7 +136,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """Of one token of a prompt, given those before it."""
+    """Log probability of one prompt token given the tokens before it."""
 
     logprob: float
     rank: int
@@ -146,22 +146,21 @@ class PromptLogprobs(NamedTuple):
 
 
 class Start(NamedTuple):
-    """How a sequence came to its first token, in seconds."""
+    """Times up to a sequence's first token, in seconds."""
 
     queued: float
-    """From the engine's receipt of the request to its admission."""
+    """From the request's arrival in the engine to its admission."""
     prefill: float
-    """From admission until the first token was on the host."""
+    """From admission until the first token reached the host."""
     on_host: float
-    """`time.perf_counter()` when it was."""
+    """`time.perf_counter()` at that moment."""
 
 
 class TokenEvent(NamedTuple):
-    """One step of one sequence, as the engine reports it.
+    """One step of one sequence.
 
-    `token` is None only on an ending without a token (abort, error, grammar). A stop token is
-    reported as the token of the event that finishes with STOP; it is counted in usage and not
-    shown.
+    `token` is None only if the sequence ends without a token (abort, error, grammar). The event
+    that finishes with STOP carries the stop token, which counts in usage and is not shown.
     """
 
     request_id: str
@@ -171,15 +170,15 @@ class TokenEvent(NamedTuple):
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; set on the first event."""
     prompt_logprobs: tuple[PromptLogprobs, ...] | None = None
-    """Of the prompt's tokens but the first, if they were asked for; set on the first event."""
+    """For each prompt token but the first, if requested; set on the first event."""
     start: Start | None = None
-    """Set on the event of the first token."""
+    """Set on the event with the first token."""
     preemptions: int = 0
-    """How often the sequence was preempted; set on an event that ends it with a token."""
+    """How often the sequence was preempted; set on the event that ends it with a token."""
 
 
 class Rejected(ValueError):
-    """A request that can never be served here; the message states the numbers (HTTP 400)."""
+    """The request can never be served here; the message states the numbers (HTTP 400)."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -188,7 +187,7 @@ class Rejected(ValueError):
 
 
 class Overloaded(RuntimeError):
-    """The queue is full or the engine is not accepting work (HTTP 429/503)."""
+    """The queue is full or the engine does not accept requests now (HTTP 429 or 503)."""
 
     def __init__(self, message: str, *, retry_after: float = 1.0):
         super().__init__(message)
@@ -201,21 +200,21 @@ class DeadlineMissed(Overloaded):
 
 
 class EngineFailed(RuntimeError):
-    """The engine thread died; nothing more will be generated."""
+    """The engine thread died; it generates nothing more."""
 
 
 class ReaderTooSlow(EngineFailed):
-    """So much of an answer waited for its reader that it was given up (HTTP 408)."""
+    """The client did not read its answer, which was dropped (HTTP 408)."""
 
 
 class EngineLimits(NamedTuple):
-    """What the HTTP side needs to know to validate a request."""
+    """Limits that the HTTP server needs to validate a request."""
 
     max_model_len: int
     vocab_size: int
-    """Token ids a prompt may hold are below this."""
+    """Token ids of a prompt must be below this."""
     sampled_vocab: int | None = None
-    """Token ids that can be sampled are below this; None: all."""
+    """Only token ids below this are sampled; None: all."""
 
 
 class EngineStatus(NamedTuple):
@@ -238,7 +237,7 @@ class EngineStatus(NamedTuple):
 
 @runtime_checkable
 class Engine(Protocol):
-    """What the HTTP side sees of the engine. All calls are made on the event loop's thread."""
+    """The engine as the HTTP server sees it. Call it on the event loop's thread only."""
 
     @property
     def limits(self) -> EngineLimits: ...
@@ -246,14 +245,17 @@ class Engine(Protocol):
     def status(self) -> EngineStatus: ...
 
     def generate(self, request: Request) -> AsyncGenerator[list[TokenEvent]]:
-        """Submit and stream: all events since the last ones, of one step unless the caller was
-        late. The iterator ends after the event whose `finish` is set.
+        """Submit a request and stream its events.
 
-        Closing it early (`aclose`) aborts the sequence and frees its pages at once.
-        Raises, on the first step: Rejected, Overloaded, EngineFailed.
+        Each item holds the events since the previous item: those of one step, or of several if the
+        caller was slow. The iterator ends after the event whose `finish` is set. Closing it early
+        (`aclose`) aborts the sequence and frees its pages at once.
+
+        Raises:
+          Rejected, Overloaded, EngineFailed: on the first step.
         """
         ...
 
     def reset_prefix_cache(self) -> None:
-        """Prefixes computed so far are not found any more; running sequences keep theirs."""
+        """Empty the prefix cache. Running sequences keep their pages."""
         ...

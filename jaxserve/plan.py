@@ -1,10 +1,9 @@
-"""What the scheduler tells the runner: one step, in plain integers.
+"""The contract between scheduler and runner: one step in plain integers.
 
 The device keeps one row of state per *slot*: the last sampled token, the sampling parameters and
-the page table of the sequence that holds the slot. A plan changes that state (admissions, page
-table entries) and then says which slots compute how many tokens. Steps run on the device in the
-order in which they are launched, so a page or slot freed by the host may be given out again at
-once.
+the page table of the sequence in the slot. A plan changes that state (admissions, page table
+entries) and then says which slots compute how many tokens. Steps run on the device in launch order,
+so the host may reuse a freed page or slot at once.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from jaxserve.api import PromptLogprobs, SamplingParams, TokenLogprobs
 
 
 class Admission(NamedTuple):
-    """A sequence takes a slot: its sampling parameters go to the device.
+    """A sequence takes a slot; its sampling parameters go to the device.
 
-    `tokens` are the prompt and the output so far (more than nothing after a preemption): penalties
-    count them, however much of them is already in the KV cache.
+    `tokens` are the prompt and, after a preemption, the output so far. Penalties count them, cached
+    or not.
     """
 
     slot: int
     params: SamplingParams
     tokens: tuple[int, ...] = ()
-    """Empty if the parameters do not depend on them."""
+    """Empty if no penalty needs them."""
     num_prompt: int = 0
 
 
 class PageEntry(NamedTuple):
-    """Entry `position` of the slot's page table becomes `page`."""
+    """Sets entry `position` of the slot's page table to `page`."""
 
     slot: int
     position: int
@@ -39,10 +38,10 @@ class PageEntry(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """Prompt tokens whose probabilities are wanted: each follows a position of a row."""
+    """Prompt tokens whose logprobs are requested. Each follows a position of the row."""
 
     offset: int
-    """Of the first such position in the row; the others come next to it."""
+    """Offset in the row of the first such position; the others are consecutive."""
     tokens: tuple[int, ...]
     alternatives: int
 
@@ -55,7 +54,7 @@ class Row(NamedTuple):
     """
 
     seq_id: int
-    """The scheduler's own number of the sequence; never reused, unlike the slot."""
+    """`Sequence.id`; never reused, unlike the slot."""
     slot: int
     start: int
     """Position of the first token computed, equal to the number of tokens already in the cache."""
@@ -63,7 +62,7 @@ class Row(NamedTuple):
     samples: bool
     """Whether the row's last position yields a token (all but the earlier chunks of a prompt)."""
     logprobs: bool = False
-    """Whether alternatives of the sampled token are wanted."""
+    """Whether logprobs of the sampled token are requested."""
     mask: bytes | None = None
     """Bit i allows token i to be sampled; None allows all. Little-endian 4-byte words."""
     scored: Scored | None = None
@@ -77,8 +76,8 @@ class Row(NamedTuple):
 class StepPlan:
     """One step. `admissions` and `pages` apply before the rows are computed.
 
-    In every layer all rows write their keys and values before any row reads: a row may share the
-    pages that another row of the same plan fills.
+    In every layer all rows write their keys and values before any row reads. A row may therefore
+    share pages that another row of the same plan fills.
     """
 
     rows: tuple[Row, ...]
@@ -95,10 +94,10 @@ class StepPlan:
 
 
 class Sampled(NamedTuple):
-    """What the device found for one row; None in its place if it neither samples nor is scored."""
+    """The result of one row. Rows that neither sample nor are scored have None instead."""
 
     token: int | None
-    """None if the row does not sample, or if its logits are not numbers."""
+    """None if the row does not sample, or if its logits are NaN."""
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    """Of the tokens in the row's `scored`."""
+    """Logprobs of the tokens in the row's `scored`."""

@@ -1,6 +1,6 @@
-"""How long a step takes: what the scheduler weighs its choices by.
+"""Step times: how long a step takes, by its bucket, rows and context.
 
-Measured on the card that serves (`startup/measure.py`), or read from a file for the simulator.
+`startup/measure.py` measures them on the card that serves. The simulator reads them from a file.
 """
 
 from __future__ import annotations
@@ -18,46 +18,50 @@ from jaxserve.plan import StepPlan
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Seconds of a step, as a sum: its bucket, what its rows are, and what attention reads."""
+    """Predicts the seconds of a step as the sum of bucket, decode rows and context read."""
 
     decode: Mapping[int, float]
-    """Of each decode bucket, by rows, with next to no context."""
+    """Seconds of each decode bucket, by rows, with almost no context."""
     mixed: Mapping[int, float]
-    """Of each mixed bucket, by tokens, full of one chunk without context before it."""
+    """Seconds of each mixed bucket, by tokens, filled by one chunk without context before it."""
     decode_context: float = 0.0
-    """Of a decode step, per token of context of all its rows together."""
+    """Seconds of a decode step per token of context, summed over its rows."""
     mixed_row: float = 0.0
-    """Of a mixed step, per decode row."""
+    """Seconds of a mixed step per decode row."""
     mixed_context: float = 0.0
-    """Of a mixed step, per token of context of its decode rows together."""
+    """Seconds of a mixed step per token of context of its decode rows."""
     chunk_pair: float = 0.0
-    """Of a mixed step, per token of a chunk and token of context before that chunk."""
+    """Seconds of a mixed step per pair of a chunk's token and a token of context before it."""
     chunk_depth: float = 0.0
-    """Of a mixed step, per token of context before its deepest chunk, where that is more: the
-    part of attention that is done one after the other, however few tokens the chunk has."""
+    """Seconds of a mixed step per token of context before its deepest chunk; used where it is more
+    than `chunk_pair` gives. It is the serial part of attention, independent of the chunk's size."""
 
     def of_decode(self, rows: int, context: int) -> float:
-        """A step of `rows` decode rows that have `context` tokens together."""
+        """Returns the seconds of `rows` decode rows with `context` tokens of context in all."""
         base, per_token = self.decode_line(rows)
         return base + context * per_token
 
     def decode_line(self, rows: int) -> tuple[float, float]:
-        """Of a step of `rows` decode rows: without context, and per token of context."""
+        """Returns the seconds of `rows` decode rows without context, and per token of context."""
         return self.decode[_bucket(self._decode_sizes, rows)], self.decode_context
 
     def of_mixed(
         self, tokens: int, rows: int = 0, context: int = 0, pairs: int = 0, depth: int = 0
     ) -> float:
-        """A step of `tokens` tokens, `rows` of which are decode rows with `context` tokens.
+        """Returns the seconds of a mixed step.
 
-        `pairs`: over its chunks, the sum of tokens computed times tokens before the chunk;
-        `depth`: the most tokens before any of them.
+        Args:
+          tokens: all tokens of the step.
+          rows: decode rows among them.
+          context: tokens of context of the decode rows in all.
+          pairs: sum over the chunks of tokens computed times tokens before the chunk.
+          depth: the most tokens before any chunk.
         """
         bucket = self.mixed[_bucket(self._mixed_sizes, tokens)]
         return bucket + self.beyond_bucket(rows, context, pairs, depth)
 
     def beyond_bucket(self, rows: int, context: int, pairs: int, depth: int) -> float:
-        """What a mixed step of any bucket takes for its decode rows and for its context."""
+        """Returns the seconds that decode rows and context add to any mixed bucket."""
         return (
             rows * self.mixed_row
             + context * self.mixed_context
@@ -74,11 +78,11 @@ class StepTimes:
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens per second, of the best bucket without context."""
+        """Prompt tokens per second in the best bucket without context."""
         return max(size / seconds for size, seconds in self.mixed.items())
 
     def of(self, plan: StepPlan) -> float:
-        """A planned step."""
+        """Returns the predicted seconds of a plan."""
         chunks = [row for row in plan.rows if row.tokens]
         context = sum(row.start for row in plan.rows if not row.tokens)
         if not chunks:
@@ -89,7 +93,7 @@ class StepTimes:
         return self.of_mixed(plan.num_tokens, rows, context, pairs, depth)
 
     def described(self) -> str:
-        """What decides about chunks, in a line."""
+        """Returns the times that decide chunk sizes, in one line for the log."""
 
         def by_size(times: Mapping[int, float]) -> str:
             return ", ".join(f"{size}: {1e3 * seconds:.2f}" for size, seconds in times.items())
@@ -102,7 +106,7 @@ class StepTimes:
         )
 
     def save(self, path: Path, **described: Any) -> None:
-        """As JSON, with whatever says where it comes from."""
+        """Write JSON. `described` says where the times come from."""
         path.write_text(json.dumps({**described, **asdict(self)}, indent=1) + "\n")
 
     @classmethod
@@ -117,5 +121,5 @@ class StepTimes:
 
 
 def _bucket(sizes: list[int], need: int) -> int:
-    """The smallest of the (increasing) sizes that holds `need`; the largest if none does."""
+    """Returns the smallest of the increasing sizes that holds `need`, or the largest size."""
     return sizes[min(bisect_left(sizes, need), len(sizes) - 1)]

@@ -1,1 +1,1 @@
-"""One thread that owns the device, and the streams that it feeds."""
+"""The engine thread, which owns the device, and the event loop's side of its streams."""

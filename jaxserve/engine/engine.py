@@ -1,7 +1,7 @@
-"""The engine: one thread that owns the device, one step ahead of what it has read.
+"""The engine: one thread owns the device and runs one step ahead of the results it has read.
 
-The event loop's side submits and aborts through an inbox; the thread answers with one message per
-step. Nothing else is shared.
+The event loop submits and aborts requests through an inbox. The thread answers with one batch of
+messages per step. The two sides share nothing else.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from jaxserve.metrics.metrics import Metrics
 log = logging.getLogger(__name__)
 
 _SWITCH_INTERVAL = 0.001
-"""Seconds after which a thread gives the interpreter's lock to another one that waits for it."""
+"""Python's switch interval in seconds: how soon a busy thread yields the interpreter's lock."""
 
 _MAX_UNREAD = 16 * 1024
-"""Tokens and logprobs of one sequence that may wait for a reader who is kept from reading, by a
-client that takes nothing: some 6 MB."""
+"""Tokens and logprobs of one sequence that may wait for its client (about 6 MB)."""
 
 type Progress = Callable[[str, float], None]
-"""Called with the phase of the start-up and the fraction of it that is done."""
+"""Called with the phase of start-up and its progress from 0 to 1."""
 
 type _Message = Posted | Overloaded
 
@@ -53,9 +52,12 @@ class AsyncEngine[P]:
         limits: EngineLimits,
         metrics: Metrics,
     ):
-        """`build` runs on the engine thread: it loads weights and compiles the buckets.
+        """Returns an engine that is not started.
 
-        `limits` are those known before: the context may turn out to be shorter.
+        Args:
+          build: runs on the engine thread; loads weights and compiles the buckets.
+          limits: limits known before start-up; the context may turn out to be shorter.
+          metrics: where the engine counts.
         """
         self._build = build
         self._limits = limits
@@ -78,27 +80,27 @@ class AsyncEngine[P]:
         return self._limits
 
     async def start(self) -> None:
-        """Start the thread and wait until it serves; raises what `build` raised."""
+        """Start the thread and wait until it serves. Raises what `build` raises."""
         self._loop = asyncio.get_running_loop()
         self._ready = self._loop.create_future()
         self._thread.start()
         await self._ready
 
     async def failure(self) -> str:
-        """Wait until the thread that served has died; returns why. `start` has returned before."""
+        """Wait until the thread dies; returns the reason. Call it after `start` has returned."""
         await self._died.wait()
         return self._error or ""
 
     def drain(self) -> None:
-        """Refuse new requests from now on; running ones go on."""
+        """Refuse new requests. Running requests continue."""
         self._draining = True
 
     async def stop(self) -> None:
-        """End the thread after the step in flight; streams still open end with an error."""
+        """End the thread after the step in flight. Open streams end with an error."""
         self._draining = True
         self._inbox.close()
-        # Not join(): the loop goes on delivering meanwhile. A start-up cannot be interrupted;
-        # its thread ends with the process.
+        # Not join(), because the loop must deliver meanwhile. Start-up cannot be interrupted; its
+        # thread ends with the process.
         while self._phase == "serving" and self._thread.is_alive():
             await asyncio.sleep(0.01)
         for mailbox in self._streams.values():
@@ -155,11 +157,11 @@ class AsyncEngine[P]:
             raise Overloaded("the server is shutting down", retry_after=30.0)
 
     def reset_prefix_cache(self) -> None:
-        """See `api.Engine.reset_prefix_cache`: before the next step is planned."""
+        """See `api.Engine.reset_prefix_cache`. Takes effect before the next step is planned."""
         self._inbox.send(ResetPrefixCache())
 
     def _deliver(self, messages: list[Posted]) -> None:
-        """Hand one step's messages to their streams; a stream that was closed drops its own."""
+        """Deliver one step's messages. Messages of closed streams are dropped."""
         for message in messages:
             if isinstance(message, EngineFailed):
                 for mailbox in self._streams.values():
@@ -170,13 +172,13 @@ class AsyncEngine[P]:
                 self._give_up(message.request_id, mailbox)
 
     def _give_up(self, request_id: str, mailbox: Mailbox[_Message]) -> None:
-        """Nobody reads what is generated: it is dropped, and no more is."""
+        """End a request whose client does not read. Its unread output is dropped."""
         text = f"{_MAX_UNREAD} tokens and logprobs waited for the client to read them"
         mailbox.replace(ReaderTooSlow(text))
         self._inbox.send(Abort(request_id))
 
     def _end_start(self, error: BaseException | None) -> None:
-        """`start` returns, or raises the error; nothing happens if it was given up."""
+        """Make `start` return or raise. Does nothing if `start` was cancelled."""
         assert self._ready is not None
         if self._ready.done():
             return
@@ -191,14 +193,14 @@ class AsyncEngine[P]:
         self._call(self._deliver, messages)
 
     def _call[*Args](self, function: Callable[[*Args], object], *args: *Args) -> None:
-        """On the event loop, after what was called there before."""
+        """Call a function on the event loop, after earlier calls."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is listening
             self._loop.call_soon_threadsafe(function, *args)
 
     def _run(self) -> None:
-        # An event loop that writes to many streams is busy for long. With Python's own 5 ms it
-        # would keep this thread from going on for as long as a step takes, after each of its waits.
+        # An event loop with many streams is busy for long. With Python's default of 5 ms it would
+        # delay this thread by a whole step after each wait.
         sys.setswitchinterval(_SWITCH_INTERVAL)
         try:
             parts = self._build(self._report)
@@ -221,13 +223,13 @@ class AsyncEngine[P]:
 
 
 def _size(message: _Message) -> int:
-    """About what it holds: tokens, and logprobs of theirs."""
+    """Returns the number of tokens and logprobs in a message."""
     logprobs = message.logprobs if isinstance(message, TokenEvent) else None
     return 1 if logprobs is None else 1 + len(logprobs.top)
 
 
 def _up_to_end(messages: list[_Message]) -> tuple[list[TokenEvent], Exception | None]:
-    """The events up to the last one of their sequence, and what ended it instead of one."""
+    """Returns the events up to the sequence's last one, and the error that ended it, if any."""
     events: list[TokenEvent] = []
     for message in messages:
         if not isinstance(message, TokenEvent):

@@ -1,4 +1,4 @@
-"""What the event loop's side asks of the engine thread."""
+"""Commands from the event loop to the engine thread."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ class ResetPrefixCache(NamedTuple):
     pass
 
 
-type Order = Submit | Abort | ResetPrefixCache
+type Command = Submit | Abort | ResetPrefixCache
 
 
 class Inbox:
-    """From any thread to the one that takes."""
+    """A queue of commands from any thread to the engine thread."""
 
     def __init__(self) -> None:
-        self._orders: deque[Order] = deque()
+        self._commands: deque[Command] = deque()
         self._wake = threading.Event()
         self._closed = False
 
     @property
     def num_submitted(self) -> int:
-        """Requests that were not taken yet. For any thread."""
-        orders = tuple(self._orders)  # at once: the other side takes meanwhile
-        return sum(isinstance(order, Submit) for order in orders)
+        """Requests that were submitted and not taken yet. Callable from any thread."""
+        commands = tuple(self._commands)  # a copy: the other thread takes meanwhile
+        return sum(isinstance(command, Submit) for command in commands)
 
     @property
     def closed(self) -> bool:
         return self._closed
 
-    def send(self, order: Order) -> None:
-        self._orders.append(order)
+    def send(self, command: Command) -> None:
+        self._commands.append(command)
         self._wake.set()
 
     def close(self) -> None:
-        """Whoever takes is to end."""
+        """Tell the engine thread to end."""
         self._closed = True
         self._wake.set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until something comes after the last `take`; False: nothing came in time."""
+        """Wait for a command after the last `take`. Returns False if none came in time."""
         return self._wake.wait(timeout)
 
-    def take(self) -> Iterator[Order]:
-        """All that is there, oldest first."""
+    def take(self) -> Iterator[Command]:
+        """Yields all waiting commands, oldest first."""
         self._wake.clear()
-        while self._orders:
-            yield self._orders.popleft()
+        while self._commands:
+            yield self._commands.popleft()

@@ -1,4 +1,4 @@
-"""The loop of the engine thread: plan a step, launch it, finish the one before."""
+"""The loop of the engine thread: plan a step, launch it, finish the previous one."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from jaxserve.scheduler.learned_times import StepClock
 log = logging.getLogger(__name__)
 
 _GUIDE_WAIT, _IDLE_GUIDE_WAIT = 0.001, 0.05
-"""Seconds that the next plan waits for masks of structured output, while a step is computed and
-while nothing is."""
+"""Seconds that planning waits for structured output's masks: with a step in flight, and without."""
 
 _QUIET = 1.0
-"""Seconds without a request before the accounts are gone through: that takes milliseconds, for
-which the next request of a lone client would wait, and its answers' last events before it."""
+"""Seconds without work before `Scheduler.check` runs. The check takes milliseconds, which would
+delay a lone client's next request."""
 
 _STEP_FAILED = "a step failed; the sequences that it held end with an error"
 
 
 class StepRunner[P](Protocol):
-    """What the engine needs of a runner."""
+    """What the engine needs from a runner."""
 
     def launch(self, plan: StepPlan) -> P: ...
     def collect(self, pending: P) -> list[Sampled | None]: ...
@@ -37,14 +36,14 @@ class StepRunner[P](Protocol):
 
 
 class Parts[P](NamedTuple):
-    """What the engine thread drives, made on that thread."""
+    """The scheduler and runner that the engine thread drives; made on that thread."""
 
     scheduler: Scheduler
     runner: StepRunner[P]
 
 
 class Refused(NamedTuple):
-    """The scheduler did not take a request."""
+    """The scheduler refused a request."""
 
     request_id: str
     error: Rejected | Overloaded
@@ -54,7 +53,7 @@ type Posted = TokenEvent | Refused | EngineFailed
 
 
 class StepLoop[P]:
-    """Drives a scheduler and a runner; runs on one thread from its first line to its last."""
+    """Drives a scheduler and a runner on one thread."""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class StepLoop[P]:
         post: Callable[[list[Posted]], None],
         metrics: Metrics,
     ):
-        """`post` is called with what the requests of one step get."""
+        """`post` receives the messages of one step."""
         self.scheduler, self._runner = parts
         self._inbox = inbox
         self._post = post
@@ -75,20 +74,19 @@ class StepLoop[P]:
 
     @property
     def last_step_age(self) -> float:
-        """Seconds since the last step ended, or there was nothing to do: 0 while there is not. For
-        any thread."""
+        """Seconds since the last step ended; 0 while there is no work. Callable from any thread."""
         return 0.0 if self._idle else time.monotonic() - self._last_step
 
     def run(self) -> None:
-        """Launch the next step before reading the one in flight, for as long as there is work;
-        returns when the inbox is closed."""
+        """Run steps until the inbox is closed. Each step is launched before the results of the
+        previous one are read."""
         scheduler = self.scheduler
         in_flight: tuple[StepPlan, P] | None = None
         while not self._inbox.closed:
             self._idle = in_flight is None and not scheduler.has_work
             if self._idle:
                 self._rest()
-                self._last_step = time.monotonic()  # to have nothing to do is not to be stuck
+                self._last_step = time.monotonic()  # idle is not stuck
             self._read_inbox()
             self._idle = False
             in_flight = self._advance(in_flight)
@@ -99,15 +97,14 @@ class StepLoop[P]:
                 self._runner.collect(in_flight[1])
 
     def _rest(self) -> None:
-        """Wait until there is something to do; once nothing has come for a while, look whether
-        every page and slot is accounted for."""
+        """Wait for a command. After `_QUIET` seconds, check the scheduler's accounts once."""
         if not self._inbox.wait(_QUIET):
             _check_accounts(self.scheduler)
             self._inbox.wait()
 
     def _read_inbox(self) -> None:
-        for order in self._inbox.take():
-            match order:
+        for command in self._inbox.take():
+            match command:
                 case Abort(request_id):
                     self.scheduler.abort(request_id)
                 case ResetPrefixCache():
@@ -116,7 +113,7 @@ class StepLoop[P]:
                     self._add(request)
 
     def _add(self, request: Request) -> None:
-        """What one request holds must not end the others: whatever fails here is its own error."""
+        """Queue a request. Any failure here ends this request only."""
         try:
             self.scheduler.add(request)
         except (Rejected, Overloaded) as error:
@@ -126,7 +123,7 @@ class StepLoop[P]:
             self._publish([TokenEvent(request.id, None, FinishReason.ERROR)])
 
     def _advance(self, in_flight: tuple[StepPlan, P] | None) -> tuple[StepPlan, P] | None:
-        """Launch one step, finish the one before; returns the step now in flight."""
+        """Launch one step and finish the previous one. Returns the step now in flight."""
         scheduler, runner = self.scheduler, self._runner
         try:
             for request_id, missed in scheduler.shed():
@@ -151,7 +148,7 @@ class StepLoop[P]:
             try:
                 sampled = self._collect(*in_flight)
                 self._publish(scheduler.commit(in_flight[0], sampled))
-            except Exception:  # what was launched after it works on what it left behind
+            except Exception:  # the step launched after it used its state
                 log.exception(_STEP_FAILED)
                 lost = [in_flight[0], *([] if plan is None else [plan])]
         self._count_preemptions()
@@ -170,7 +167,7 @@ class StepLoop[P]:
         return sampled
 
     def _recover(self, lost: list[StepPlan] | None) -> None:
-        """End the requests of lost steps (None: all), and start again with a fresh device state."""
+        """End the requests of lost steps (None: all) and reset the device state."""
         self._publish(self.scheduler.fail(lost))
         self._runner.reset()
 

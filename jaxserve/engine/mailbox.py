@@ -1,4 +1,4 @@
-"""From one side that never waits to one that takes all there is."""
+"""A bounded queue from a producer that never waits to one reader that takes everything."""
 
 from __future__ import annotations
 
@@ -6,38 +6,37 @@ import asyncio
 
 
 class Mailbox[T]:
-    """A queue for one reader; both sides are on one event loop.
+    """A queue for one reader. Both sides run on one event loop.
 
-    A reader that was busy gets everything at once: under load that saves it a turn of the loop,
-    and its client a packet, for each item. One that is kept from reading, by a client that takes
-    nothing, may let so much wait and no more.
+    A reader takes all items at once. Under load that saves one turn of the loop and one network
+    packet per item. The mailbox has a size limit for readers whose clients stop reading.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, most: int):
-        """`most` is the size of what may wait, by what `put` is told."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, max_size: int):
+        """`max_size`: the largest sum of the sizes of waiting items, as given to `put`."""
         self._loop = loop
-        self._most = most
+        self._max_size = max_size
         self._items: list[T] = []
         self._size = 0
         self._reader: asyncio.Future[None] | None = None
-        """Of a reader that waits, or was woken and had no turn yet."""
+        """Set while a reader waits, or was woken and has not run yet."""
 
     def put(self, item: T, size: int = 0) -> bool:
-        """Behind all that was put before. False: too much waits that nobody comes to take."""
+        """Append an item. Returns False if the mailbox is over its size and nobody reads."""
         self._items.append(item)
         self._size += size
         if self._reader is None:
-            return self._size <= self._most
+            return self._size <= self._max_size
         if not self._reader.done():
             self._reader.set_result(None)
         return True
 
     def replace(self, item: T) -> None:
-        """All that waits is dropped, for this."""
+        """Drop all waiting items and put this one in their place."""
         self._items, self._size = [item], 0
 
     async def take(self) -> list[T]:
-        """All that is there, at least one."""
+        """Wait for at least one item; returns all."""
         if not self._items:
             self._reader = self._loop.create_future()
             try:
