@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -134,11 +135,17 @@ WORDS = (
 )
 
 
+@functools.cache
+def loaded(folder: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a folder: Qwen3's takes most of a second to read."""
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
 @pytest.mark.parametrize("folder", [embedded_model(), pytest.param(QWEN3, marks=needs_qwen3)])
 @given(data=st.data())
 @settings(deadline=None)
 def test_a_long_text_has_the_same_tokens_in_pieces(folder: Path, data: st.DataObject) -> None:
-    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library = loaded(folder)
     words = st.sampled_from(WORDS) | st.text(max_size=8)
     text = "".join(data.draw(st.lists(words, min_size=20, max_size=60)))
     tokenizer, whole = HfTokenizer(library), library.encode(text, add_special_tokens=False).ids
