@@ -92,42 +92,44 @@ class Options:
     stall_timeout: float
     keep_alive_interval: float
     out: Path | None = None
-    """Of `convert`: where the converted checkpoint goes."""
+    """`convert`: the folder of the converted checkpoint."""
     quantization_method: str | None = None
     calibration: Path | None = None
-    """A text that the model reads, for `convert` or for scales of the KV cache."""
+    """A text file for `convert` with awq, or for the scales of an fp8 KV cache."""
 
 
 _DESCRIPTION = "Serve a Qwen3-class language model behind an OpenAI-compatible API."
-_EPILOG = """commands, by the first word, each with a --help of its own:
-  serve [MODEL]   serve, as without a command
-  precompile      compile what serving with the same flags needs, so that later starts are fast
-  convert         write a model's weights as the engine holds them, quantised if asked
-  bench           put load on an OpenAI-compatible server, and report what its users would have had
+_EPILOG = """commands, each with its own --help:
+  serve [MODEL]   serve a model (default)
+  precompile      compile the programs that serving with the same flags needs
+  convert         write a model's weights in the engine's format, quantised if asked
+  bench           load an OpenAI-compatible server and report latency and throughput
 
-JAXSERVE_FLAGS in the environment may have flags of serving, too; the command line's go before them.
+The environment variable JAXSERVE_FLAGS may hold flags, too. The command line overrides them.
 """
 
 
 COMMANDS = {
-    "precompile": "Compile every program that serving with these flags needs, and keep them.",
-    "convert": "Write a model's weights as the engine holds them, quantised if asked. Killed at "
-    "any moment, it goes on from there the next time.",
+    "precompile": "Compile and keep every program that serving with these flags needs.",
+    "convert": "Write a model's weights in the engine's format, quantised if asked. An "
+    "interrupted conversion continues where it stopped.",
 }
-"""What else than serving the program does, by the first word of the command line."""
+"""Commands other than serving, with their descriptions."""
 
 
 FLAGS_VARIABLE = "JAXSERVE_FLAGS"
-"""In the environment: flags of serving, quoted as for a shell; the command line's win."""
+"""Environment variable with flags, quoted as for a shell. The command line overrides them."""
 
 
 def parse_args(argv: list[str], command: str | None = None, defaults: str = "") -> Options:
-    """Flags to Options; exits with a message on wrong ones.
+    """Parse the command line. Exits with a message if a flag is wrong.
 
-    `precompile` knows all flags of serving, `convert` those that its result depends on.
+    `precompile` has all flags of serving, `convert` those that change its result.
 
     Args:
-      defaults: the value of FLAGS_VARIABLE; `convert` has no use for it.
+      argv: the flags after the command.
+      command: a key of COMMANDS; None: serve.
+      defaults: the value of FLAGS_VARIABLE; `convert` ignores it.
     """
     if command == "convert":
         others = vars(_parser(None).parse_args([]))
@@ -148,17 +150,17 @@ def _convert_parser() -> FlagParser:
     )
     add = parser.add_argument
     add("--model", required=True, help=MODEL_HELP)
-    add("--out", type=Path, required=True, help="a folder for the converted checkpoint")
+    add("--out", type=Path, required=True, help="folder for the converted checkpoint")
     add_hub_flags(add)
     add_weight_flags(add, "as the checkpoint has it")
     add(
         "--quantization-method",
         choices=("rtn", "hqq", "awq"),
         default="rtn",
-        help="of the layers' matrices: round to nearest; with int4 half-quadratic zero points, or "
-        "factors and clipping by what a text activates (needs --calibration)",
+        help="rtn: round to nearest. hqq: half-quadratic zero points, int4 only. awq: scales and "
+        "clipping from activations, int4 only, needs --calibration",
     )
-    add("--calibration", type=Path, help="a text file that the model reads for awq, UTF-8")
+    add("--calibration", type=Path, help="UTF-8 text file for awq")
     return parser
 
 
