@@ -1,6 +1,6 @@
-"""AutoAWQ, version "gemm": 4 bits with zero points, packed along the outputs.
+"""AutoAWQ, version "gemm": 4-bit codes with zero points, packed along the outputs.
 
-The eight nibbles of a word, from the low bits up, are columns 0, 2, 4, 6, 1, 3, 5, 7 of its eight.
+The eight nibbles of a word, low bits first, are its columns 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
 from __future__ import annotations

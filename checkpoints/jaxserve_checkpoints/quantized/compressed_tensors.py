@@ -1,6 +1,6 @@
 """compressed-tensors (llm-compressor): integers packed along the inputs, and 4-bit floating point.
 
-Packed integers are stored plus 8, zero points too; these are packed along the outputs.
+Packed integers and zero points are stored plus 8. Zero points are packed along the outputs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PackQuantized(Format):
     group_size: int
     symmetric: bool
     ordered: bool = False
-    """Inputs of a group are scattered: weight_g_idx must say where."""
+    """Activation order: weight_g_idx gives the group of each input."""
     main: ClassVar[str] = ".weight_packed"
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""What a format of quantised checkpoints says about itself, and codes on their way to a weight."""
+"""The interface of a quantised checkpoint format, and decoded weights before they are packed."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ from jaxserve_kernels.weights import (
 )
 
 KERNEL_GROUPS = (128, 64, 32)
-"""Groups are cut into the first of these that divides them, which repeats their scales and changes
-nothing else; one that none divides stays as it is, and no kernel knows it."""
+"""Group sizes that kernels read. A larger group is split into the first of these that divides it,
+which repeats its scale and changes no value. A group that none divides stays as it is, and no
+kernel reads it."""
 
 
 class Inconsistent(Exception):
-    """A module's tensors contradict the configuration or each other; says which and how."""
+    """A module's tensors contradict the configuration or each other. The message says how."""
 
 
 class TensorInfo(NamedTuple):
-    """Of a tensor in a file."""
+    """Shape and dtype of a tensor in a file."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
 
 class Expected(NamedTuple):
-    """What a format wants a tensor to be."""
+    """The shapes and dtypes that a format requires of a tensor."""
 
     shapes: tuple[tuple[int, ...], ...]
     """Any of these."""
@@ -47,7 +48,7 @@ class Expected(NamedTuple):
 
 
 def expect(*shapes: tuple[int, ...], dtypes: str, optional: bool = False) -> Expected:
-    """`dtypes`: names, separated by spaces."""
+    """Returns an Expected. `dtypes`: names, separated by spaces."""
     return Expected(shapes, tuple(dtypes.split()), optional)
 
 
@@ -56,98 +57,122 @@ FLOATS = "float16 bfloat16 float32"
 
 @dataclass(frozen=True, kw_only=True)
 class Format(ABC):
-    """How a quantiser keeps the linear layers of a model. Tensors are named by what follows the
-    module's name: ".qweight"."""
+    """How a quantiser stores linear layers.
+
+    A module is one linear layer. Its tensors are named by their suffix after the module's name,
+    for instance ".qweight". To add a format: subclass this in a file here, and recognise its
+    configuration in `detect.py`.
+    """
 
     main: ClassVar[str]
-    """A module that has this tensor is quantised."""
+    """The suffix of the tensor that every quantised module has."""
     unused: ClassVar[tuple[str, ...]] = ()
-    """Tensors that a module may have and that this engine has no use for."""
+    """Suffixes of tensors that a module may have and that the engine ignores."""
 
     @abstractmethod
     def describe(self) -> str:
-        """For the log: the format and its settings."""
+        """Returns the format's name and settings for the log."""
 
     def holds(self, main: TensorInfo) -> bool:
-        """Whether a module with this main tensor is quantised."""
+        """Returns whether a module with this main tensor is quantised."""
         return True
 
     @abstractmethod
     def size(
         self, tensors: Mapping[str, TensorInfo], read: Callable[[str], AnyArray]
     ) -> tuple[int, int]:
-        """(out, in) of a module. Inconsistent: it cannot be told."""
+        """Returns (out, in) of a module.
+
+        Raises:
+          Inconsistent: the tensors do not determine it.
+        """
 
     @abstractmethod
     def layout(self, out: int, depth: int) -> dict[str, Expected]:
-        """All tensors that a module [out, depth] has."""
+        """Returns the tensors of a module [out, depth], by suffix."""
 
     def check(self, read: Callable[[str], AnyArray | None]) -> None:
-        """Inconsistent: values that contradict the configuration. `read` gives None for a tensor
-        that is not there."""
+        """Check values against the configuration.
+
+        Args:
+          read: returns a tensor by suffix; None if the module lacks it.
+
+        Raises:
+          Inconsistent: a value contradicts the configuration.
+        """
         return
 
     def order(self, read: Callable[[str], AnyArray | None]) -> AnyArray | None:
-        """int32 [in]: inputs in the order in which groups of them share a scale; None if groups
-        are neighbours. Inconsistent: groups of different sizes."""
+        """Returns the order of inputs in which each group is contiguous: int32 [in].
+
+        None if groups are contiguous as stored.
+
+        Raises:
+          Inconsistent: groups have different sizes.
+        """
         return None
 
     @abstractmethod
     def decode(
         self, tensors: Mapping[str, Array], size: tuple[int, int], order: Array | None
     ) -> Codes:
-        """Codes of a module, inputs in `order` if one is given. Pure, for jit."""
+        """Returns the codes of a module [out, in], inputs in `order` if given. Jit-compatible."""
 
 
 class IntCodes(NamedTuple):
-    """(codes - zero) * scale; a zero of None is 8."""
+    """Unsigned 4-bit codes: weight = (codes - zero) * scale. If zero is None it is 8."""
 
     codes: Array  # uint8 [out, in], 0..15
     scale: Array  # float32 [out, groups]
     zero: Array | None  # like scale, int32 or float32
 
     def pack(self) -> Weight:
+        """Returns the weight in the layout that kernels read."""
         return pack_int4(self.codes, self.scale, self.zero)
 
 
 class Int8Codes(NamedTuple):
-    """codes * scale"""
+    """Signed 8-bit codes: weight = codes * scale."""
 
     codes: Array  # int8 [out, in]
     scale: Array  # float32 [out, groups]
 
     def pack(self) -> Weight:
+        """Returns the weight in the layout that kernels read."""
         return pack_int8(self.codes, self.scale)
 
 
 class Fp8Codes(NamedTuple):
-    """values * scale"""
+    """e4m3 values: weight = values * scale."""
 
     values: Array  # float8_e4m3fn [out, in]
     scale: Array  # float32 [out, groups]
 
     def pack(self) -> Weight:
+        """Returns the weight in the layout that kernels read."""
         return pack_fp8(self.values, self.scale)
 
 
 class Nvfp4Codes(NamedTuple):
-    """e2m1(codes) * scale * row_scale"""
+    """NVFP4: weight = e2m1(codes) * scale * row_scale."""
 
     codes: Array  # uint8 [out, in], 0..15
     scale: Array  # float8_e4m3fn [out, in / 16]
     row_scale: Array  # float32 [out]
 
     def pack(self) -> Weight:
+        """Returns the weight in the layout that kernels read."""
         return pack_nvfp4(self.codes, self.scale, self.row_scale)
 
 
 class Mxfp4Codes(NamedTuple):
-    """e2m1(codes) * 2 ** (exponents - 127)"""
+    """MXFP4 (OCP MX 1.0): weight = e2m1(codes) * 2 ** (exponents - 127)."""
 
     codes: Array  # uint8 [..., out, in], 0..15
     exponents: Array  # uint8 [..., out, in / 32]
 
     def pack(self) -> Weight:
+        """Returns the weight in the layout that kernels read."""
         return pack_mxfp4(self.codes, self.exponents)
 
 
@@ -155,19 +180,24 @@ type Codes = IntCodes | Int8Codes | Fp8Codes | Nvfp4Codes | Mxfp4Codes
 
 
 def nibbles(words: Array) -> Array:
-    """int32 [..., n] to uint8 [..., 8 n], each word's from its low bits up."""
+    """Unpack int32 [..., n] to 4-bit codes, uint8 [..., 8 n], low bits first."""
     shifts = jnp.arange(0, 32, 4, dtype=jnp.uint32)
     each = (words.astype(jnp.uint32)[..., None] >> shifts) & 15
     return each.astype(jnp.uint8).reshape(*words.shape[:-1], -1)
 
 
 def nibble_pairs(packed: Array) -> Array:
-    """uint8 [..., n] to uint8 [..., 2 n], each byte's low half first."""
+    """Unpack uint8 [..., n] to 4-bit codes, uint8 [..., 2 n], low half first."""
     return jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
 
 
 def int_codes(codes: Array, scale: Array, zero: Array | None) -> IntCodes:
-    """With groups that kernels know, where groups are larger: [out, groups] of scale and zero."""
+    """Returns IntCodes whose groups kernels can read, see KERNEL_GROUPS.
+
+    Args:
+      codes: uint8 [out, in].
+      scale, zero: [out, groups].
+    """
     depth, groups = codes.shape[-1], scale.shape[-1]
     group = depth // groups
     repeats = next((group // size for size in KERNEL_GROUPS if group % size == 0), 1)
@@ -181,7 +211,11 @@ def int_codes(codes: Array, scale: Array, zero: Array | None) -> IntCodes:
 
 
 def groups_of(depth: int, group_size: int) -> int:
-    """Number of groups; -1 is one for all. Inconsistent: they do not divide the inputs."""
+    """Returns the number of groups. A group size of -1 means one group for all inputs.
+
+    Raises:
+      Inconsistent: the group size does not divide the inputs.
+    """
     if group_size == -1:
         return 1
     if depth % group_size:
@@ -190,7 +224,7 @@ def groups_of(depth: int, group_size: int) -> int:
 
 
 def order_of(group_index: AnyArray, group_size: int) -> AnyArray | None:
-    """The order of inputs in which groups of `group_size` are neighbours, None if they are.
+    """Returns the order of inputs in which each group is contiguous; None if they are.
 
     Args:
       group_index: int [in], the group of each input.
@@ -214,7 +248,7 @@ def order_of(group_index: AnyArray, group_size: int) -> AnyArray | None:
 
 
 def matrix_size(tensors: Mapping[str, TensorInfo], name: str) -> tuple[int, int]:
-    """Shape of a tensor that must be a matrix. Inconsistent: it is not there, or is not one."""
+    """Returns the shape of a tensor. Raises Inconsistent if it is missing or not a matrix."""
     found = tensors.get(name)
     if found is None or len(found.shape) != 2:
         what = "it has no" if found is None else f"{list(found.shape)} is not a matrix:"
@@ -225,7 +259,7 @@ def matrix_size(tensors: Mapping[str, TensorInfo], name: str) -> tuple[int, int]
 def stored_size(
     tensors: Mapping[str, TensorInfo], name: str, read: Callable[[str], AnyArray]
 ) -> tuple[int, int]:
-    """(out, in) that a tensor holds. Inconsistent: it is not there, or is not two sizes."""
+    """Returns (out, in) as stored in a tensor. Inconsistent if it is missing or malformed."""
     if name not in tensors:
         raise Inconsistent(f"it has no {name[1:]}")
     found = read(name).tolist()
@@ -236,5 +270,5 @@ def stored_size(
 
 
 def row_scales(scale: Array, out: int) -> Array:
-    """A scale per row or per tensor as float32 [out, 1]."""
+    """Returns a scale per row or per tensor as float32 [out, 1]."""
     return jnp.broadcast_to(scale.astype(jnp.float32).reshape(-1, 1), (out, 1))

@@ -1,4 +1,4 @@
-"""e4m3 with a scale per tensor, per row, or per block of 128 x 128 (DeepSeek, Qwen3-FP8)."""
+"""FP8 (e4m3) with a scale per tensor, per row, or per 128 x 128 block (DeepSeek, Qwen3-FP8)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxserve_checkpoints.quantized.format import (
 from jaxserve_checkpoints.reader import AnyArray
 
 BLOCK = 128
-"""Block sides of the formats in use; rows repeat their block's scale, which loses nothing."""
+"""Side of a block. Rows repeat their block's scale, which changes no value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Fp8(Format):
     """weight[n, k] = e4m3(stored[n, k]) * scale[of n, or of n // 128 and k // 128, or of all]"""
 
     name: str
-    """As the configuration calls it."""
+    """The configuration's name of the format."""
     blocks: bool
     scale: str = ".weight_scale"
     main: ClassVar[str] = ".weight"

@@ -1,5 +1,5 @@
-"""GPTQ as AutoGPTQ and GPTQModel write it: 4 bits, packed along the inputs, zero points along the
-outputs. Version 1 stores zero points less one."""
+"""GPTQ as AutoGPTQ and GPTQModel write it: 4-bit codes packed along the inputs, zero points packed
+along the outputs. Version 1 stores each zero point minus 1."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Gptq(Format):
     group_size: int
     symmetric: bool
     version: int
-    """1 or 2: whether stored zero points are one less than the true ones."""
+    """1: stored zero points are one less than the true ones. 2: they are the true ones."""
     ordered: bool = False
-    """Inputs were quantised in the order of their activations: g_idx must say in which."""
+    """Activation order (`desc_act`): g_idx gives the group of each input."""
     main: ClassVar[str] = ".qweight"
 
     def describe(self) -> str:

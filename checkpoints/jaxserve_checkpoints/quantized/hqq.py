@@ -1,5 +1,5 @@
-"""HQQ: 4 bits with floating-point zero points; a byte's high half belongs to the first half of the
-rows of groups (packing "4bit_u8")."""
+"""HQQ: 4-bit codes with floating-point zero points. With packing "4bit_u8" the high half of each
+byte belongs to the first half of the rows."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _PACKING = b"4bit_u8"
 
 @dataclass(frozen=True, kw_only=True)
 class Hqq(Format):
-    """weight = (u - zero) * scale, of the weight seen as rows of groups.
+    """weight = (u - zero) * scale, with the weight reshaped to rows of groups.
 
-    axis 1: rows are groups of neighbouring inputs. axis 0: the weight is `group_size` rows, a group
-    is a column; no type of ours has such groups, so the weight is computed and rounded to 8 bits
-    with a scale for each 128 inputs.
+    Axis 1: each row is a group of consecutive inputs. Axis 0: the weight is reshaped to
+    `group_size` rows and each column is a group. No kernel reads such groups, so the weight is
+    dequantised and rounded to 8 bits with one scale per 128 inputs.
     """
 
     group_size: int
@@ -100,7 +100,7 @@ class Hqq(Format):
 
 
 def _rounded(weight: Array) -> Int8Codes:
-    """To 8 bits, with a scale for each group of 128 inputs: its largest magnitude is 127."""
+    """Rounds to 8 bits with one scale per 128 inputs, whose largest magnitude becomes 127."""
     out, depth = weight.shape
     grouped = weight.reshape(out, depth // _REQUANTIZED_GROUP, _REQUANTIZED_GROUP)
     scale = jnp.max(jnp.abs(grouped), axis=-1, keepdims=True) / 127.0

@@ -1,5 +1,4 @@
-"""A quantised checkpoint seen as the plain one that it stands for, and its modules on their way to
-the device."""
+"""Presents a quantised checkpoint as the plain one that it replaces, and decodes its modules."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ class Module:
     size: tuple[int, int]
     """(out, in)"""
     tensors: tuple[str, ...]
-    """Names of those that it is decoded from, without the module's."""
+    """Suffixes of the tensors that it is decoded from."""
     order: AnyArray | None
     """See Format.order."""
 
@@ -40,10 +39,10 @@ class Module:
 )
 @dataclass(frozen=True, kw_only=True)
 class PackedModules:
-    """Modules that together are one weight, one above the other, as the files have them."""
+    """Modules that are stacked along the outputs into one weight, as stored in the files."""
 
     tensors: tuple[dict[str, Any], ...]
-    """Of each module: arrays, or their ShapeDtypeStructs."""
+    """The tensors of each module by suffix: arrays or ShapeDtypeStructs."""
     order: Any
     """int32 [in], the same for all modules, or None."""
     format: Format
@@ -51,11 +50,11 @@ class PackedModules:
 
     @property
     def abstract(self) -> PackedModules:
-        """With ShapeDtypeStructs for arrays."""
+        """The same with ShapeDtypeStructs in place of arrays."""
         return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), self)
 
     def decode(self) -> Weight:
-        """The weight in a type of this engine; on the device, compiled once per shape."""
+        """Returns the weight in the engine's format. Compiled once per shape."""
         return _decode(self)
 
 
@@ -74,10 +73,11 @@ def _decode(packed: PackedModules) -> Weight:
 
 
 class QuantizedCheckpoint:
-    """Stands for the plain checkpoint: the tensors of a quantised module `m` are one, `m.weight`.
+    """A checkpoint whose quantised modules appear as plain tensors: module `m` as `m.weight`.
 
-    CheckpointError: no module is quantised, or tensors that contradict the configuration or each
-    other; every problem is listed.
+    Raises:
+      CheckpointError: no module is quantised, or tensors contradict the configuration or each
+        other. The message lists every problem.
     """
 
     def __init__(self, checkpoint: Checkpoint, format: Format) -> None:
@@ -86,7 +86,7 @@ class QuantizedCheckpoint:
         self.format = format
         self.modules: dict[str, Module] = {}
         self.unused: list[str] = []
-        """Scales of activations and caches, and what else this engine has no use for."""
+        """Tensors that the engine ignores, such as scales of activations and caches."""
         problems: list[str] = []
         for name in checkpoint.names:
             prefix = name.removesuffix(format.main)
@@ -125,29 +125,36 @@ class QuantizedCheckpoint:
         return name in self._known
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a plain tensor, or (out, in) of a quantised module."""
         module = self.module(name)
         return self.checkpoint.shape(name) if module is None else module.size
 
     def dtype(self, name: str) -> np.dtype[Any]:
+        """Returns the dtype of a plain tensor; bfloat16 for a quantised module."""
         if self.module(name) is None:
             return self.checkpoint.dtype(name)
         return np.dtype(ml_dtypes.bfloat16)
 
     @property
     def main_dtype(self) -> np.dtype[Any]:
-        """Of what is not quantised: of its largest tensor."""
+        """The dtype of the largest tensor that is not quantised."""
         plain = [name for name in self.names if self.module(name) is None]
         return self.checkpoint.dtype(max(plain, key=self.checkpoint.nbytes))
 
     def module(self, name: str) -> Module | None:
-        """The quantised module that the tensor `name` stands for, if it does."""
+        """Returns the quantised module behind the tensor `name`; None for a plain tensor."""
         prefix = name.removesuffix(".weight")
         return None if prefix == name else self.modules.get(prefix)
 
     def packed(self, names: Sequence[str], path: str) -> PackedModules | None:
-        """What the tensors `names` stand for, on the host; None if none of them is quantised.
+        """Returns the modules behind the tensors `names`, on the host; None if all are plain.
 
-        CheckpointError: only some are, or they cannot be one weight; `path` is the leaf's.
+        Args:
+          names: tensors that make up one parameter.
+          path: the parameter's name, for errors.
+
+        Raises:
+          CheckpointError: only some are quantised, or they cannot form one weight.
         """
         found = [self.module(name) for name in names]
         modules = [module for module in found if module is not None]
@@ -244,11 +251,11 @@ class QuantizedCheckpoint:
 
 
 _DESCRIBING = (".g_idx", ".weight_g_idx", ".weight_shape", ".shape")
-"""Tensors that are read on the host, to know the others by."""
+"""Tensors that describe other tensors; read on the host."""
 
 
 _KV_SCALES = (".self_attn.q_scale", ".self_attn.k_scale", ".self_attn.v_scale")
-"""Of attention in fp8, beside the modules."""
+"""Scales of attention in fp8."""
 
 
 def _mismatch(suffix: str, want: Expected, found: TensorInfo | None) -> str | None:
@@ -264,7 +271,7 @@ def _mismatch(suffix: str, want: Expected, found: TensorInfo | None) -> str | No
 
 
 def _ordered(module: Module) -> Module:
-    """With an order: all modules have one if any has, so that layers can be stacked."""
+    """Returns the module with an order: if any module has one, all need one to be stacked."""
     if module.order is not None:
         return module
     identity = np.arange(module.size[1], dtype=np.int32)
