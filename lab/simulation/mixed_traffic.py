@@ -11,7 +11,7 @@ import math
 import random
 
 from jaxserve.api import Request, SamplingParams
-from jaxserve.scheduler.simulator import STOP, Arrival, Outcome
+from lab.simulation.simulator import STOP, Arrival, Outcome
 
 PATIENCE = 180.0
 """Seconds after which a client leaves."""

@@ -6,9 +6,19 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-import embedded_tables as tables
-from embedded_chat import Message
-from embedded_strings import Split, city, code, draw, full_name, invented_word, name, phrase, word
+from lab.embedded import tables
+from lab.embedded.chat import Message
+from lab.embedded.strings import (
+    Split,
+    city,
+    code,
+    draw,
+    full_name,
+    invented_word,
+    name,
+    phrase,
+    word,
+)
 
 Tool = dict[str, Any]
 

@@ -1,8 +1,8 @@
 """Measures what each weight format costs the embedded model, beside bfloat16.
 
-    python scripts/eval_formats.py --out formats.json
-    python scripts/eval_formats.py --formats int4-rtn,int4-awq --limit 0
-    python scripts/eval_formats.py --formats int4-rtn,fp8-rtn --e4m3-tokens --limit 0
+    python -m lab.embedded.eval_formats --out formats.json
+    python -m lab.embedded.eval_formats --formats int4-rtn,int4-awq --limit 0
+    python -m lab.embedded.eval_formats --formats int4-rtn,fp8-rtn --e4m3-tokens --limit 0
 
 Two measures, of the plain flax model with each format's dequantised weights: what a format loses,
 without what a kernel adds; but --e4m3-tokens rounds what each of the layers' matrices reads, as the
@@ -29,9 +29,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from divergence import compare, describe
-from embedded_model import ModelConfig, Parameters, Qwen3, from_huggingface
-from eval_embedded import (
+from rich.console import Console
+from rich.table import Table
+
+from jaxserve.model_spec import ModelSpec
+from jaxserve.models import qwen3
+from jaxserve_checkpoints.load import load_params
+from jaxserve_checkpoints.reader import open_checkpoint
+from lab.embedded.divergence import compare, describe
+from lab.embedded.evaluate import (
     MODEL_FOLDER,
     Scores,
     accuracy,
@@ -41,14 +47,8 @@ from eval_embedded import (
     print_table,
     select,
 )
-from rich.console import Console
-from rich.table import Table
-from weight_formats import FORMATS, in_format, tensors_of, token_ids
-
-from jaxserve.model_spec import ModelSpec
-from jaxserve.models import qwen3
-from jaxserve_checkpoints.load import load_params
-from jaxserve_checkpoints.reader import open_checkpoint
+from lab.embedded.model import ModelConfig, Parameters, Qwen3, from_huggingface
+from lab.embedded.weight_formats import FORMATS, in_format, tensors_of, token_ids
 
 SEED, LENGTH = 12, 256
 """Of the text for the divergences."""

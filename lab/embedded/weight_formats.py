@@ -9,9 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from embedded_chat import Encoder
-from embedded_data import tokenizer_texts
-from eval_embedded import MODEL_FOLDER
 
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import qwen3
@@ -20,6 +17,9 @@ from jaxserve.models.calibration import layer_statistics
 from jaxserve_kernels import weights
 from jaxserve_kernels.weights.hqq import quantize_int4_hqq
 from jaxserve_kernels.weights.iq2_xxs import BLOCK, Iq2XxsWeight, grid
+from lab.embedded.chat import Encoder
+from lab.embedded.data import tokenizer_texts
+from lab.embedded.evaluate import MODEL_FOLDER
 
 type Quantize = Callable[[jax.Array], Any]
 

@@ -1,8 +1,8 @@
 """Compare scheduling policies on mixed traffic, on simulated time.
 
-    python scripts/simulate.py --study
-    python scripts/simulate.py --times docs/measurements/step_times_h200.json --half
-    python scripts/simulate.py --times docs/measurements/step_times_h200.json --day
+    python -m lab.simulation.simulate --study
+    python -m lab.simulation.simulate --times docs/measurements/step_times_h200.json --half
+    python -m lab.simulation.simulate --times docs/measurements/step_times_h200.json --day
 
 Traffic is that of a published study of one GPU under mixed load (`datavorous/to-fa`): short and
 long prompts with short and long answers, 41 : 10 : 28 : 21 %. Prompts are unique. A request is
@@ -23,14 +23,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 
-from mixed_traffic import CLASSES, Load, is_good, traffic
 from rich.console import Console
 from rich.table import Table
 
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.scheduler.admission import OutputLengths
-from jaxserve.scheduler.simulator import Arrival, Outcome, Result, Simulator
 from jaxserve.step_times import StepTimes
+from lab.simulation.mixed_traffic import CLASSES, Load, is_good, traffic
+from lab.simulation.simulator import Arrival, Outcome, Result, Simulator
 
 HALF_WITHIN = 0.005
 """How near to 50 % the attainment in order of arrival must be at the rate that is looked for."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Literal
 
-import embedded_tables as tables
+from lab.embedded import tables
 
 Split = Literal["train", "eval"]
 

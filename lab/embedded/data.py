@@ -2,7 +2,7 @@
 
 Run as a script it writes the tokenizer and the evaluation set next to the model:
 
-    python scripts/embedded_data.py --out checkpoints/jaxserve_checkpoints/embedded
+    python -m lab.embedded.data --out checkpoints/jaxserve_checkpoints/embedded
 """
 
 import argparse
@@ -14,9 +14,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import embedded_tables as tables
 import numpy as np
-from embedded_chat import (
+
+from lab.embedded import tables
+from lab.embedded.chat import (
     VOCAB_SIZE,
     Encoder,
     Message,
@@ -28,9 +29,9 @@ from embedded_chat import (
     turn,
     user,
 )
-from embedded_recall import recall_messages
-from embedded_strings import Split, draw, name
-from embedded_tasks import (
+from lab.embedded.recall import recall_messages
+from lab.embedded.strings import Split, draw, name
+from lab.embedded.tasks import (
     Exchange,
     add_subtract,
     add_subtract_3_digits,
@@ -47,7 +48,13 @@ from embedded_tasks import (
     times_table,
     unknown,
 )
-from embedded_tools import call_message, invented_tool_use, known_tool_use, offered_with, tool_use
+from lab.embedded.tools import (
+    call_message,
+    invented_tool_use,
+    known_tool_use,
+    offered_with,
+    tool_use,
+)
 
 EVAL_SEED = 20_260
 TOKENIZER_SEED = 7

@@ -1,7 +1,7 @@
 """Trains the embedded model from a seed, on chats generated while it trains, and measures it.
 
-    python scripts/embedded_data.py  --out checkpoints/jaxserve_checkpoints/embedded
-    python scripts/train_embedded.py --out checkpoints/jaxserve_checkpoints/embedded
+    python -m lab.embedded.data  --out checkpoints/jaxserve_checkpoints/embedded
+    python -m lab.embedded.train --out checkpoints/jaxserve_checkpoints/embedded
 
 The first writes the tokenizer and the evaluation set, the second the weights and configuration.
 A run is a pure function of its arguments as long as --minutes does not end it before --steps do.
@@ -28,9 +28,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from embedded_chat import Encoder
-from embedded_data import BLOCK_LENGTHS, block_rows
-from embedded_model import (
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lab.embedded.chat import Encoder
+from lab.embedded.data import BLOCK_LENGTHS, block_rows
+from lab.embedded.evaluate import accuracy, answer_locally, judge, load_cases, print_table
+from lab.embedded.model import (
     ModelConfig,
     Parameters,
     Qwen3,
@@ -38,8 +41,6 @@ from embedded_model import (
     load_model,
     save_model,
 )
-from eval_embedded import accuracy, answer_locally, judge, load_cases, print_table
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 Block = tuple[np.ndarray, np.ndarray]
 

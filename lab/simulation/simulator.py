@@ -19,6 +19,7 @@ from jaxserve.plan import Sampled, StepPlan
 from jaxserve.scheduler import Scheduler
 from jaxserve.scheduler.admission import OutputLengths
 from jaxserve.step_times import StepTimes
+from lab.simulation.cohort import cohort_of
 
 STOP = -2
 """The token that ends a simulated answer; requests have it among their stop tokens."""
@@ -202,7 +203,7 @@ class Simulator:
         """
         if len(self._in_flight) != 1 or self._decodes_teach:
             return False
-        horizon = min(horizon, self.scheduler.next_review)
+        horizon = min(horizon, self.scheduler._waiting.next_review)
         if self._leaving:
             horizon = min(horizon, self._leaving[0][0])
         plan, done, took = self._in_flight[0]
@@ -210,7 +211,7 @@ class Simulator:
         most = min(outcome.arrival.output - len(outcome.tokens) for outcome in outcomes) - 1
         if most < _WORTH_SKIPPING or done >= horizon:
             return False
-        cohort = self.scheduler.cohort(plan, _TOKEN)
+        cohort = cohort_of(self.scheduler, plan, _TOKEN)
         if cohort is None:
             return False
         most, times = min(most, cohort.most_steps), list[float]()

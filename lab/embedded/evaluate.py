@@ -2,11 +2,11 @@
 
 Against a server that speaks the OpenAI API:
 
-    python scripts/eval_embedded.py --url http://127.0.0.1:8000/v1
+    python -m lab.embedded.evaluate --url http://127.0.0.1:8000/v1
 
 or in this process, with the plain flax model:
 
-    python scripts/eval_embedded.py --local
+    python -m lab.embedded.evaluate --local
 """
 
 import argparse
@@ -28,7 +28,7 @@ from rich.table import Table
 type Scores = dict[str, dict[str, float | int]]
 """task -> number of cases, number right, and their ratio."""
 
-MODEL_FOLDER = Path(__file__).parents[1] / "checkpoints/jaxserve_checkpoints/embedded"
+MODEL_FOLDER = Path(__file__).parents[2] / "checkpoints/jaxserve_checkpoints/embedded"
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
@@ -115,8 +115,8 @@ def answer_locally(
     Args:
       loaded: the model and its parameters, if they are not the folder's.
     """
-    from embedded_chat import Encoder, render
-    from embedded_model import ModelConfig, Qwen3, generate, load_model
+    from lab.embedded.chat import Encoder, render
+    from lab.embedded.model import ModelConfig, Qwen3, generate, load_model
 
     encoder = Encoder.load(folder)
     model, params = loaded or (Qwen3(ModelConfig.load(folder)), load_model(folder))

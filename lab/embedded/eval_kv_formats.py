@@ -1,7 +1,7 @@
 """What each KV format costs the embedded model: answers, long-context recall, and predictions.
 
-    python scripts/eval_kv_formats.py --out docs/measurements/kv_accuracy_h200.json
-    python scripts/eval_kv_formats.py --tasks recall_4k --formats fp8_e4m3,int8
+    python -m lab.embedded.eval_kv_formats --out docs/measurements/kv_accuracy_h200.json
+    python -m lab.embedded.eval_kv_formats --tasks recall_4k --formats fp8_e4m3,int8
 
 Of each format, beside bfloat16: how many of the stored questions the model
 answers right, greedily (recall_256 to recall_4k ask for one entry of a list of so many tokens; 4k
@@ -30,11 +30,6 @@ prepare(gpu_memory_utilization=0.3)
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cached_model import CachedModel, in_batches, shapes
-from divergence import compare_where, describe
-from embedded_chat import Encoder, render
-from eval_embedded import MODEL_FOLDER, Result, accuracy, judge, load_cases, parse_answer, select
-from kv_formats import kv_formats
 from rich.console import Console
 from rich.table import Table
 
@@ -43,6 +38,19 @@ from jaxserve.models import qwen3
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import open_checkpoint
 from jaxserve_kernels.kv_format import NAMES, named
+from lab.embedded.cached_model import CachedModel, in_batches, shapes
+from lab.embedded.chat import Encoder, render
+from lab.embedded.divergence import compare_where, describe
+from lab.embedded.evaluate import (
+    MODEL_FOLDER,
+    Result,
+    accuracy,
+    judge,
+    load_cases,
+    parse_answer,
+    select,
+)
+from scripts.kv_formats import kv_formats
 
 PLAIN = "bf16"
 ON_GPU = jax.default_backend() == "gpu"

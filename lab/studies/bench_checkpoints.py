@@ -1,6 +1,6 @@
 """Orbax against the engine's own checkpoint: time, memory and import of writing and of reading.
 
-    python scripts/bench_checkpoints.py --model qwen3-0.6b --folder /tmp/checkpoints
+    python -m lab.studies.bench_checkpoints --model qwen3-0.6b --folder /tmp/checkpoints
 
 Stacked bfloat16 weights of the model's shape, in host memory, to files and back to arrays on the
 default device; each measurement in a process of its own. Needs the extra `bench` (orbax comes with

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-import embedded_tables as tables
-from embedded_chat import Encoder, Message, assistant, system, turn, user
-from embedded_strings import KNOWN_WORDS, Split, code, draw, invented_word, name, number, word
-from embedded_tasks import Exchange
+from lab.embedded import tables
+from lab.embedded.chat import Encoder, Message, assistant, system, turn, user
+from lab.embedded.strings import KNOWN_WORDS, Split, code, draw, invented_word, name, number, word
+from lab.embedded.tasks import Exchange
 
 _LINES = ("{0}: {1}", "{0} = {1}", "- {0}: {1}", "The {2} of {0} is {1}.", "{0} has {2} {1}.")
 

@@ -1,8 +1,8 @@
 """A closed loop on simulated time, for comparison with what `scripts/bench_serving.py` measured.
 
-    python scripts/simulate_clients.py --times docs/measurements/step_times_mixed_h200.json \
+    python -m lab.simulation.simulate_clients --times docs/measurements/step_times_mixed_h200.json \
         --measured docs/measurements/serving_h200.json
-    python scripts/simulate_clients.py --times TABLE --believed OTHER_TABLE --spread 0.5
+    python -m lab.simulation.simulate_clients --times TABLE --believed OTHER_TABLE --spread 0.5
 
 Each client sends its next request when the last one has ended; prompts are new. `--believed` is
 the table that the scheduler begins with, where that is another one than `--times`, which says how
@@ -29,8 +29,8 @@ from rich.table import Table
 from jaxserve.api import Request, SamplingParams
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.plan import StepPlan
-from jaxserve.scheduler.simulator import Arrival, Result, Simulator
 from jaxserve.step_times import StepTimes
+from lab.simulation.simulator import Arrival, Result, Simulator
 
 PAGE_SIZE = 64
 

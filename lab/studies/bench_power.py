@@ -1,6 +1,6 @@
 """What a card at its power limit leaves room for: a step's parts alone, in turn and side by side.
 
-    python scripts/bench_power.py --out power.json
+    python -m lab.studies.bench_power --out power.json
 
 A mixed step multiplies 2,048 tokens while 200 of them, which decode, read their contexts. Products
 and reads use different parts of the card, so one might hope to hide either under the other. Here

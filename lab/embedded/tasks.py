@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-import embedded_tables as tables
-from embedded_strings import (
+from lab.embedded import tables
+from lab.embedded.strings import (
     KNOWN_WORDS,
     Split,
     city,

@@ -1,14 +1,14 @@
 """A published study of one GPU under mixed traffic, simulated, beside what it published.
 
-    python scripts/simulate_study.py --output docs/measurements/study_simulated.json
+    python -m lab.simulation.simulate_study --output docs/measurements/study_simulated.json
 
 `datavorous/to-fa` sent 725 requests of four classes, 32 per second, to vLLM 0.8.5 with
 Qwen2.5-14B on an RTX 6000 Ada, in seven configurations. Here jaxserve's scheduler gets that
 traffic on simulated time, in the same configurations: once in order of arrival, admitting whatever
 fits now, as an engine does that does not look ahead, and once with the policy `slo`. Step times
 are computed from the card's rates, not measured. The limits behind the study's percentages are
-not published; `simulate.py` says which are meant here. As the study's numbers seem to be, the
-percentage is the mean of the four classes'.
+not published; `simulate.py` beside this says which are meant here. As the study's numbers seem to
+be, the percentage is the mean of the four classes'.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from mixed_traffic import CLASSES, Load
 from rich.console import Console
 from rich.table import Table
-from simulate import STUDY_TIMES, Point, Setup, point
 
 from jaxserve.config import CacheConfig
 from jaxserve.step_times import StepTimes
+from lab.simulation.mixed_traffic import CLASSES, Load
+from lab.simulation.simulate import STUDY_TIMES, Point, Setup, point
 
 KV_TOKENS, PAGE = 57_000, 16
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from jaxserve.plan import Row, StepPlan
+from jaxserve.scheduler import Scheduler
 from jaxserve.scheduler.holdings import Holdings
 from jaxserve.scheduler.sequence import Sequence
 
@@ -24,6 +25,26 @@ def decodes_alone(seq: Sequence, row: Row, page_size: int) -> bool:
         and not seq.wants_logprobs
         and seq.published == len(seq.tokens) // page_size
     )
+
+
+def cohort_of(scheduler: Scheduler, in_flight: StepPlan, token: int) -> Cohort | None:
+    """All that run, if they decode, `in_flight` is all of it, and nobody can be admitted.
+
+    Then the steps to come are equal until one of them ends, a request comes or leaves, or pages
+    are short. `token` is what they sample. Reads the scheduler's own state: no product code does.
+    """
+    running, waiting = scheduler._running, scheduler._waiting.first()
+    may_admit = (
+        waiting is not None
+        and waiting is not scheduler._blocked
+        and scheduler._holdings.num_free_slots > 0
+    )
+    if len(in_flight.rows) != len(running) or may_admit:
+        return None
+    for seq, row in zip(running.values(), in_flight.rows, strict=True):
+        if not decodes_alone(seq, row, scheduler._page_size):
+            return None
+    return Cohort(running.values(), scheduler._holdings, token)
 
 
 class Cohort:
