@@ -24,6 +24,7 @@ from jaxserve.cli.flag_values import (
     url,
     whole,
 )
+from jaxserve.cli.gpus import GPUS
 from jaxserve.config import KV_CACHE_DTYPES, POLICIES, REASONING_FIELDS
 from jaxserve.logs import FORMATS
 from jaxserve.model_spec import NAMED_MODELS
@@ -38,51 +39,95 @@ MODEL_HELP = (
 
 
 def add_model_flags(add: AddArgument) -> None:
-    add("--model", help=f"{MODEL_HELP}; the embedded demonstration model if not given")
-    add("--tokenizer", help="folder with tokenizer files, if not the model's own")
+    add(
+        "--model",
+        help=f"{MODEL_HELP} (default: the embedded demonstration model)",
+    )
+    add(
+        "--tokenizer",
+        help="folder with tokenizer files (default: the model's folder)",
+    )
     add(
         "--served-model-name",
         type=model_name,
         nargs="+",
-        help="names that clients may use for the model",
+        help="names that clients may use for the model; the first is reported (default: what "
+        "--model says)",
     )
     add(
         "--generation-config",
         default="auto",
-        help="where unset sampling fields come from; auto: the model's generation_config.json; "
-        "vllm: OpenAI's defaults; or a folder that has such a file",
+        help="source of unset sampling fields: auto is the model's generation_config.json, "
+        "vllm is OpenAI's defaults, anything else a folder with such a file",
     )
-    add("--chat-template", type=Path, help="a Jinja file for chats, instead of the model's own")
+    add(
+        "--chat-template",
+        type=Path,
+        help="file with a Jinja template for chats (default: the model's own)",
+    )
     add(
         "--default-chat-template-kwargs",
         type=template_variables,
-        help="of chats that do not set them, as JSON, e.g. '{\"enable_thinking\": false}'",
+        help="chat_template_kwargs of chats that do not set them, as JSON, e.g. "
+        "'{\"enable_thinking\": false}' (default: none)",
     )
     add(
         "--load-format",
         choices=("auto", "dummy"),
         default="auto",
-        help="dummy: seeded random weights made on the device, for benchmarks; needs no files",
+        help="dummy makes seeded random weights on the device; a named model then needs no files",
     )
     add_hub_flags(add)
-    add("--seed", type=whole, default=0, help="of dummy weights")
+    add(
+        "--seed",
+        type=whole,
+        default=0,
+        help="seed of dummy weights; requests have seeds of their own",
+    )
 
 
 def add_hub_flags(add: AddArgument) -> None:
-    add("--revision", help="branch, tag or commit on the Hugging Face hub")
-    add("--download-dir", type=Path, help="where downloads from the hub go")
+    add(
+        "--revision",
+        help="branch, tag or commit on the Hugging Face hub (default: the hub's default branch)",
+    )
+    add(
+        "--download-dir",
+        type=Path,
+        help="folder for downloads from the hub (default: the Hugging Face cache)",
+    )
 
 
 def add_server_flags(add: AddArgument) -> None:
-    add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=port, default=8000, help="port to listen on; 0 picks one")
-    add("--uds", type=Path, help="listen on this Unix domain socket, and on no port")
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; 0.0.0.0 or :: to be reached from other machines",
+    )
+    add(
+        "--port",
+        type=port,
+        default=8000,
+        help="port to listen on; 0 picks a free one",
+    )
+    add(
+        "--uds",
+        type=Path,
+        help="Unix domain socket to listen on instead of a port; a stale socket is replaced "
+        "(default: none)",
+    )
     add(
         "--root-path",
         type=root_path,
-        help="a path such as /llm under which a proxy shows the server: routes answer there, too",
+        help="path such as /llm under which a proxy shows the server; routes answer with and "
+        "without it (default: none)",
     )
-    add("--max-num-queued-reqs", type=positive, default=1024, help="waiting requests before 429")
+    add(
+        "--max-num-queued-reqs",
+        type=positive,
+        default=1024,
+        help="sequences that may wait; further requests get 429",
+    )
     add(
         "--shutdown-timeout",
         type=from_0,
@@ -92,63 +137,74 @@ def add_server_flags(add: AddArgument) -> None:
     add(
         "--max-num-queued-tokens",
         type=positive,
-        help="prompt tokens that wait for their first output token before 429",
+        help="prompt tokens that may wait for their first output token; further requests get "
+        "429 (default: no limit)",
     )
-    add("--request-timeout", type=seconds, help="seconds that a request may take in all")
-    add("--max-queue-time", type=seconds, help="seconds until a request's first token before 503")
+    add(
+        "--request-timeout",
+        type=seconds,
+        help="seconds that a request may take in all; then 504 (default: no limit)",
+    )
+    add(
+        "--max-queue-time",
+        type=seconds,
+        help="seconds until a request's first token; then 503 (default: no limit)",
+    )
     add(
         "--max-request-bytes",
         type=size_in_bytes,
         default=16 * 2**20,
-        help="size of a request's body before 413",
+        help="size of a request's body; larger ones get 413",
     )
     add(
         "--response-store-bytes",
         type=size_or_0,
         default=64 * 2**20,
-        help="memory for responses that later requests may name by their ids; 0: none is kept",
+        help="memory for responses that later requests may name by id; 0 keeps none",
     )
     add(
         "--header-timeout",
         type=seconds,
         default=75.0,
-        help="seconds that a connection may wait for the whole header of its first or next request "
-        "before it is closed",
+        help="seconds that a connection may take to send the header of its first or next "
+        "request; make it longer than the idle timeout of a proxy in front",
     )
     add(
         "--write-timeout",
         type=seconds,
         default=60.0,
-        help="seconds in which a client has to take a part of its answer before the request is "
-        "aborted",
+        help="seconds in which a client must take 32 KiB of waiting output; else its request "
+        "is aborted",
     )
     add(
         "--stall-timeout",
         type=seconds,
         default=120.0,
-        help="seconds without progress, with work to do, after which /health is 503",
+        help="seconds without a finished step, with work to do, until /health and /ready "
+        "answer 503",
     )
     add(
         "--keep-alive-interval",
         type=seconds,
         default=15.0,
-        help="seconds of silence on a stream before a comment is sent",
+        help="seconds of silence on a stream until a comment line is sent",
     )
     add(
         "--profile-startup",
         action="store_true",
-        help="print a table of what the start took, once it serves",
+        help="print a table of the start's phases once the server is ready",
     )
     add(
         "--reasoning-field",
         choices=REASONING_FIELDS,
         default="both",
-        help="where chats have thoughts: reasoning as in vLLM, reasoning_content as in SGLang",
+        help="field for the model's thoughts in chats: reasoning as in vLLM, reasoning_content "
+        "as in SGLang, or both",
     )
     add(
         "--enable-force-include-usage",
         action="store_true",
-        help="streams of chats and completions end with usage, asked for or not",
+        help="end every stream of chats and completions with usage",
     )
     add(
         "--legacy-metrics",
@@ -156,13 +212,28 @@ def add_server_flags(add: AddArgument) -> None:
         default=True,
         help="export metrics under vLLM's former names, too",
     )
-    add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
-    add("--log-format", choices=FORMATS, default="text", help="json: one object per line")
-    add("--enable-log-requests", action="store_true", help="log a line per request")
+    add(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="lowest level of lines in the log",
+    )
+    add(
+        "--log-format",
+        choices=FORMATS,
+        default="text",
+        help="json: one object per line",
+    )
+    add(
+        "--enable-log-requests",
+        action="store_true",
+        help="log a line per request, without its text",
+    )
     add(
         "--otlp-traces-endpoint",
         type=url,
-        help="URL that takes OpenTelemetry spans of requests, e.g. http://localhost:4318/v1/traces",
+        help="URL that takes OpenTelemetry spans, e.g. http://localhost:4318/v1/traces "
+        "(default: no traces)",
     )
 
 
@@ -171,33 +242,83 @@ def add_access_flags(add: AddArgument) -> None:
         "--api-key",
         action="extend",
         nargs="+",
-        help="keys, one of which every request must carry; other users of the machine can read "
-        "the command line: prefer --api-key-file or JAXSERVE_API_KEY in the environment",
+        help="keys; every request must carry one. Other users of the machine can read the "
+        "command line: prefer --api-key-file or JAXSERVE_API_KEY in the environment "
+        "(default: no keys)",
     )
-    add("--api-key-file", type=Path, help="more keys, one per line")
+    add(
+        "--api-key-file",
+        type=Path,
+        help="file with more keys, one per line (default: none)",
+    )
     add(
         "--admin-api-key",
         action="extend",
         nargs="+",
-        help="keys that open the routes of administrators, too, which do not exist without any",
+        help="keys that also open the routes of administrators, which do not exist without any "
+        "(default: none)",
     )
-    add("--admin-api-key-file", type=Path, help="more of them, one per line")
+    add(
+        "--admin-api-key-file",
+        type=Path,
+        help="file with more of them, one per line (default: none)",
+    )
     add(
         "--isolate-cache-by-key",
         action="store_true",
-        help="prefixes and compiled grammars are shared only among requests with the same API key",
+        help="share prefixes and compiled grammars only among requests with the same API key",
     )
     add(
         "--reasoning-key-file",
         type=Path,
-        help="keys that seal the thoughts which clients keep, one per line, at least 32 characters "
-        "each; the first seals, all open. Without any, a key of this start",
+        help="keys that seal the thoughts which clients of /v1/responses keep, one per line, "
+        "at least 32 characters each; the first seals, all open (default: a key of this "
+        "start)",
     )
-    add("--open-metrics", action="store_true", help="/metrics needs no key")
-    add("--allowed-origins", nargs="+", help="origins whose web pages may use the server; *: all")
-    add("--ssl-keyfile", type=Path, help="private key, PEM; with --ssl-certfile: serve HTTPS")
-    add("--ssl-certfile", type=Path, help="certificate with its chain, PEM")
-    add("--ssl-ca-certs", type=Path, help="demand client certificates signed by these, PEM")
+    add(
+        "--open-metrics",
+        action="store_true",
+        help="serve /metrics without a key",
+    )
+    add(
+        "--allowed-origins",
+        nargs="+",
+        help="origins whose web pages may use the server (CORS); * allows all (default: none)",
+    )
+    add(
+        "--ssl-keyfile",
+        type=Path,
+        help="private key, PEM, not encrypted; with --ssl-certfile the port speaks HTTPS "
+        "(default: none)",
+    )
+    add(
+        "--ssl-certfile",
+        type=Path,
+        help="certificate with its chain, PEM (default: none)",
+    )
+    add(
+        "--ssl-ca-certs",
+        type=Path,
+        help="demand client certificates signed by these authorities, PEM (default: none)",
+    )
+
+
+def add_plan_flags(add: AddArgument) -> None:
+    add(
+        "--gpu",
+        choices=GPUS,
+        help="GPU to plan for",
+    )
+    add(
+        "--gpu-memory",
+        type=size_in_bytes,
+        help="its memory, if it differs from the usual, e.g. 40Gi",
+    )
+    add(
+        "--json",
+        action="store_true",
+        help="print the plan as JSON",
+    )
 
 
 def add_weight_flags(add: AddArgument, auto_dtype: str) -> None:
@@ -205,18 +326,19 @@ def add_weight_flags(add: AddArgument, auto_dtype: str) -> None:
         "--dtype",
         choices=("auto", "bfloat16", "float32"),
         default="auto",
-        help=f"of weights and KV cache; auto: {auto_dtype}",
+        help=f"type of weights and KV cache; auto: {auto_dtype}",
     )
     add(
         "--quantization",
         choices=("int4", "fp8", "nvfp4"),
-        help="quantise the matrices of the layers at load, by rounding to nearest",
+        help="quantise the layers' matrices at load, by rounding to nearest (default: as the "
+        "checkpoint is)",
     )
     add(
         "--lm-head-dtype",
         choices=("auto", "unquantized", "int8", "fp8"),
         default="auto",
-        help="of the output matrix, and of the embedding where both are one; auto: int8 with "
+        help="type of the output matrix, and of the embedding if both are one; auto: int8 with "
         "--quantization, else unquantized",
     )
 
@@ -227,89 +349,120 @@ def add_engine_flags(add: AddArgument) -> None:
         "--keep-converted",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="weights that are quantised at load are kept in --cache-dir for the next start",
+        help="keep weights that were quantised at load in --cache-dir for the next start",
     )
     add(
         "--fp8-copy",
         choices=("auto", "on", "off"),
         default="auto",
-        help="a copy in fp8 beside weights of 4 bits, for steps of more than 64 tokens; auto: on a "
-        "GPU, if it takes at most a tenth of the memory for keys and values",
+        help="copy in fp8 beside 4-bit weights, for steps of more than 64 tokens; auto: on "
+        "GPUs with fast fp8, if it takes at most a tenth of the KV cache's memory",
     )
     add(
         "--max-model-len",
         type=tokens,
-        help="longest prompt plus output, e.g. 8192, 32k; auto, as without it: the model's own "
-        "limit, or what the KV cache holds, if that is less",
+        help="longest prompt plus output, e.g. 8192 or 32k (default: the model's limit, or "
+        "what the KV cache holds if that is less)",
     )
     add(
         "--max-num-seqs",
         type=positive,
-        help="sequences that run at once; without it the largest decode bucket, on a GPU with "
-        "little memory one that leaves each of them 512 tokens of the KV cache",
+        help="sequences that run at once (default: the largest decode bucket; on a GPU with "
+        "little memory, the largest that leaves each sequence 512 tokens of KV cache)",
     )
-    add("--max-num-batched-tokens", type=positive, help="tokens computed in one step at most")
+    add(
+        "--max-num-batched-tokens",
+        type=positive,
+        help="tokens that one step may compute (default: the largest prefill bucket)",
+    )
     add(
         "--max-itl-ms",
         type=above_0,
-        help="milliseconds that a prefill chunk may make running streams wait for a token",
+        help="milliseconds that a step with a prefill chunk may take while sequences decode "
+        "(default: 50 on a GPU, 1000 on a CPU)",
     )
     add(
         "--kv-cache-dtype",
         choices=KV_CACHE_DTYPES,
         default="auto",
-        help="how keys and values are kept; auto: in --dtype",
+        help="format of keys and values; auto: as --dtype",
     )
     add(
         "--calculate-kv-scales",
         action="store_true",
-        help="the KV cache's scales in fp8 by what the model computes for a text, in place of the "
-        "checkpoint's, or of 1",
+        help="choose the scales of an fp8 KV cache from a text that the model reads at the start",
     )
-    add("--calibration", type=Path, help="the text for it, a UTF-8 file; without one a short one")
+    add(
+        "--calibration",
+        type=Path,
+        help="UTF-8 file with the text for --calculate-kv-scales (default: a short built-in text)",
+    )
     add(
         "--scheduling-policy",
         choices=POLICIES,
         default="slo",
-        help="who is next: in order of arrival, by priority with ageing, or by deadline, fair "
-        "between API keys, without those whose deadline cannot be met",
+        help="who is admitted next: fcfs by arrival, priority with ageing, slo by deadline and "
+        "cost, fair between API keys",
     )
     add(
         "--slo-ttft-ms",
         type=above_0,
-        help="policy slo: deadline of the first token for requests without x-slo-ttft-ms",
+        help="policy slo: milliseconds to the first token for requests without x-slo-ttft-ms "
+        "(default: none)",
     )
-    add("--block-size", type=power_of_2, help="tokens per page of the KV cache, a power of two")
+    add(
+        "--block-size",
+        type=power_of_2,
+        help="tokens per page of the KV cache, a power of two (default: 64 on a GPU, 16 on a "
+        "CPU, 128 with KVarN)",
+    )
     add(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="requests share the KV pages of equal prefixes",
+        help="share the KV pages of equal prefixes",
     )
     add(
-        "--kv-cache-memory-bytes", type=size_in_bytes, help="size of the KV cache, e.g. 512M or 20G"
+        "--kv-cache-memory-bytes",
+        type=size_in_bytes,
+        help="size of the KV cache, e.g. 512M or 20Gi (default: on a GPU what is left, on a "
+        "CPU 512Mi)",
     )
     add(
         "--gpu-memory-utilization",
         type=share,
         default=0.9,
-        help="fraction of the GPU's memory that the process takes",
+        help="share of the GPU's memory that the process takes",
     )
-    add("--decode-buckets", type=sizes, help="rows of the compiled decode steps, e.g. 1,4,16")
-    add("--prefill-buckets", type=sizes, help="tokens of the compiled mixed steps, e.g. 64,512")
-    add("--compile-workers", type=positive, help="threads that compile buckets")
+    add(
+        "--decode-buckets",
+        type=sizes,
+        help="rows of the compiled decode steps (default: 1,2,4,8,16,32,64,96,128,160,192,256 "
+        "on a GPU, 1,4,16,64 on a CPU)",
+    )
+    add(
+        "--prefill-buckets",
+        type=sizes,
+        help="tokens of the compiled mixed steps (default: "
+        "64,128,256,384,512,768,1024,1536,2048 on a GPU, 16,64,256 on a CPU)",
+    )
+    add(
+        "--compile-workers",
+        type=positive,
+        help="threads that compile (default: one per processor core)",
+    )
     add(
         "--cache-dir",
         type=Path,
-        help="where compiled programs are kept (default: ~/.cache/jaxserve)",
+        help="folder for compiled programs and converted weights (default: ~/.cache/jaxserve)",
     )
     add(
         "--require-precompiled",
         action="store_true",
-        help="refuse to start where a program would have to be compiled",
+        help="refuse to start if a program would have to be compiled",
     )
     add(
         "--forbid-compiles",
         action="store_true",
-        help="debugging: a compilation while serving is an error",
+        help="debugging: a compilation while serving fails its step",
     )

@@ -15,6 +15,7 @@ from jaxserve.cli.flags import (
     add_engine_flags,
     add_hub_flags,
     add_model_flags,
+    add_plan_flags,
     add_server_flags,
     add_weight_flags,
 )
@@ -96,6 +97,12 @@ class Options:
     quantization_method: str | None = None
     calibration: Path | None = None
     """A text that the model reads, for `convert` or for scales of the KV cache."""
+    gpu: str | None = None
+    """Of `plan`: the GPU that is planned for."""
+    gpu_memory: int | None = None
+    """Of `plan`: bytes, where the GPU has others than its kind."""
+    json: bool = False
+    """Of `plan`: the result as JSON."""
 
 
 _DESCRIPTION = "Serve a Qwen3-class language model behind an OpenAI-compatible API."
@@ -103,6 +110,7 @@ _EPILOG = """commands, by the first word, each with a --help of its own:
   serve [MODEL]   serve, as without a command
   precompile      compile what serving with the same flags needs, so that later starts are fast
   convert         write a model's weights as the engine holds them, quantised if asked
+  plan            print memory, sequences and step times of a model on a GPU, without the GPU
   bench           put load on an OpenAI-compatible server, and report what its users would have had
 
 JAXSERVE_FLAGS in the environment may have flags of serving, too; the command line's go before them.
@@ -113,6 +121,8 @@ COMMANDS = {
     "precompile": "Compile every program that serving with these flags needs, and keep them.",
     "convert": "Write a model's weights as the engine holds them, quantised if asked. Killed at "
     "any moment, it goes on from there the next time.",
+    "plan": "Print what a model would have on a GPU: weights, tokens of the KV cache, sequences, "
+    "context, decode steps. Needs no GPU. Takes the flags of serving, too.",
 }
 """What else than serving the program does, by the first word of the command line."""
 
@@ -168,11 +178,13 @@ def _parser(command: str | None) -> FlagParser:
         description=COMMANDS[command] if command else _DESCRIPTION,
         epilog=None if command else _EPILOG,
         usage=None if command else "jaxserve [command] [flags]",
-        commands="" if command else "serve, precompile, convert and bench",
+        commands="" if command else "serve, precompile, convert, plan and bench",
     )
     parser.add_argument("--version", action="version", version=__version__)
     add_model_flags(parser.add_argument_group("model").add_argument)
     add_server_flags(parser.add_argument_group("server").add_argument)
     add_access_flags(parser.add_argument_group("access").add_argument)
     add_engine_flags(parser.add_argument_group("engine").add_argument)
+    if command == "plan":
+        add_plan_flags(parser.add_argument_group("plan").add_argument)
     return parser
