@@ -63,6 +63,10 @@ def _run(argv: list[str]) -> int:
         from jaxserve.commands.convert import convert
 
         return convert(options)
+    if command == "plan":
+        from jaxserve.commands.plan import plan
+
+        return plan(options)
     timeline = Timeline()
     gpu_driver.open_early(timeline, os.environ.get("JAX_PLATFORMS"))
     heap.import_freely()

@@ -39,8 +39,8 @@ NEEDS = {
     # pytest's settings in pyproject.toml and tests/conftest.py want more than pytest
     "-m pytest": ("pytest", "pytest-asyncio", "pytest-timeout", "hypothesis"),
     "gpu_parity.py": ("torch", "transformers"),
-    "bench_power.py": ("torch",),
-    "eval_formats.py": ("flax",),
+    "bench_power": ("torch",),
+    "eval_formats": ("flax",),
     "--plot": ("matplotlib",),
 }
 """Packages that the extras for GPUs do not install, by words of the commands that need them."""
@@ -92,7 +92,7 @@ PROOFS = {
     "power": Proof(
         "what the card's power limit leaves room for",
         1,
-        ("scripts/bench_power.py --out {out}/power.json",),
+        ("-m lab.studies.bench_power --out {out}/power.json",),
     ),
     "sampler": Proof(
         "the sampler alone", 1, ("scripts/bench_sampler.py --out {out}/sampler.json",)
@@ -158,14 +158,14 @@ PROOFS = {
     "answers": Proof(
         "the embedded model's answers with weights in each format, by their values",
         4,
-        ("scripts/eval_formats.py --out {out}/formats.json",),
+        ("-m lab.embedded.eval_formats --out {out}/formats.json",),
     ),
     **{
         f"answers-{weights}": Proof(
             f"the embedded model's answers over HTTP, {weights} weights: the kernels that serve",
             2,
             (
-                "scripts/eval_embedded.py --url {url}/v1 --concurrency 128"
+                "-m lab.embedded.evaluate --url {url}/v1 --concurrency 128"
                 f" --out {{out}}/embedded_{weights}.json",
             ),
             server="--model jaxserve-embedded --cache-dir {cache}"
@@ -178,7 +178,7 @@ PROOFS = {
         17,
         (
             "scripts/bench_kv.py --budget 30 --out {out}/kv.json",
-            "scripts/eval_kv_formats.py --out {out}/kv_accuracy.json",
+            "-m lab.embedded.eval_kv_formats --out {out}/kv_accuracy.json",
         ),
     ),
     "start": Proof(

@@ -28,11 +28,14 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)+\.(?:py|md|sh|jsonl?|textproto)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+(?![\w])")
-SCRIPT = re.compile(r"scripts/\w+\.py")
+SCRIPT = re.compile(r"(?:scripts|lab/\w+)/\w+\.py|-m lab\.\w+\.\w+")
 METRIC = re.compile(r"`((?:vllm:|jaxserve_|process_)\w+)(?:\{[^`]*\})?`")
 PACKAGES = {"jaxserve_kernels", "jaxserve_checkpoints"}
 NOT_OURS = {"Unable to initialize backend 'tpu'"}
 """Messages of the table for troubleshooting that come from a library."""
+
+LINKED = [*PAGES, *sorted(ROOT.glob("lab/**/*.md"))]
+"""The logs name files and flags of their own commits; links must hold all the same."""
 
 parametrize_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -61,7 +64,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@parametrize_pages
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
 def test_relative_links_resolve(page: Path) -> None:
     for link in LINK.findall(page.read_text()):
         if "://" in link:
@@ -89,6 +92,13 @@ def test_files_that_are_named_exist(page: Path) -> None:
             assert any((place / name).exists() for place in places), name
 
 
+def source(script: str) -> str:
+    """Of a path, or of `-m package.module`."""
+    if script.startswith("-m "):
+        script = script.removeprefix("-m ").replace(".", "/") + ".py"
+    return (ROOT / script).read_text()
+
+
 @parametrize_pages
 def test_flags_that_are_named_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the script that a line names, otherwise of the page's program."""
@@ -98,7 +108,7 @@ def test_flags_that_are_named_exist(page: Path, capsys: pytest.CaptureFixture[st
     if page.name == "benchmarking.md":
         known |= flags_of_the_benchmark(capsys)
     for line in page.read_text().splitlines():
-        scripts = "".join((ROOT / name).read_text() for name in SCRIPT.findall(line))
+        scripts = "".join(source(name) for name in SCRIPT.findall(line))
         for flag in FLAG.findall(line):
             if flag.startswith("--xla"):
                 continue

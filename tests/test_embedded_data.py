@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
 import math
-import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,17 +16,11 @@ from aiohttp.test_utils import TestServer
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors import safe_open
 
+from lab.embedded import chat, data, strings, tables, tasks
+from lab.embedded import evaluate as evaluation
+
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "checkpoints/jaxserve_checkpoints/embedded"
-
-# The scripts import one another as programs do: from their own folder.
-sys.path.insert(0, str(ROOT / "scripts"))
-chat = importlib.import_module("embedded_chat")
-data = importlib.import_module("embedded_data")
-evaluation = importlib.import_module("eval_embedded")
-strings = importlib.import_module("embedded_strings")
-tables = importlib.import_module("embedded_tables")
-tasks = importlib.import_module("embedded_tasks")
 
 encoder = chat.Encoder.load(FOLDER)
 WEATHER = tables.TOOLS["get_weather"][0]

@@ -161,6 +161,17 @@ def test_imports_go_down_only() -> None:
     assert not violations(read_imports())
 
 
+def test_the_packages_know_neither_lab_nor_scripts_nor_tests() -> None:
+    outside = {"lab", "scripts", "tests"}
+    found = {
+        f"{module} imports {name}"
+        for module, names in read_imports().items()
+        for name in names
+        if name.split(".")[0] in outside
+    }
+    assert not found
+
+
 @pytest.mark.parametrize("part", WITHOUT)
 def test_no_import_of_what_a_part_must_do_without(part: str) -> None:
     found = reachable(read_imports(), part)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scripts.mixed_traffic import CLASSES, FILES, LONG_PROMPTS, TASKS, Load, traffic
+from lab.simulation.mixed_traffic import CLASSES, FILES, LONG_PROMPTS, TASKS, Load, traffic
 
 
 def test_replayed_prompts_are_few_and_as_long_as_the_study_says() -> None:

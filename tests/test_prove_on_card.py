@@ -30,6 +30,8 @@ def test_every_command_uses_flags_that_there_are(command: str) -> None:
         ours, _, servers = command.partition(" --server ")
         assert set(FLAG.findall(ours)) <= bench_flags()
         assert set(FLAG.findall(servers)) <= server
+    elif words[0] == "-m" and words[1].startswith("lab."):
+        assert set(FLAG.findall(command)) <= flags_in(ROOT / f"{words[1].replace('.', '/')}.py")
     elif words[0] == "-m":
         assert set(FLAG.findall(command)) <= server
     else:

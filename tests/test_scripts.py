@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = sorted((Path(__file__).parents[1] / "scripts").glob("*.py"))
-OURS = ("jaxserve", "jaxserve_kernels", "jaxserve_checkpoints")
-ABSENT = ("triton", "jax_triton", "torch")
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted([*(ROOT / "scripts").glob("*.py"), *(ROOT / "lab").rglob("*.py")])
+OURS = ("jaxserve", "jaxserve_kernels", "jaxserve_checkpoints", "lab", "scripts")
+ABSENT = ("triton", "jax_triton", "torch", "matplotlib", "flax", "optax")
 """Packages that need not be here; modules that need them are not looked into."""
 
 

@@ -1,4 +1,4 @@
-"""The command line's flags: names, defaults and help. Flags that vLLM has, too, have its names."""
+"""The flags: names, defaults, values and meaning. vLLM's spelling where vLLM has the flag."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from jaxserve.cli.flag_values import (
     url,
     whole,
 )
+from jaxserve.cli.gpus import GPUS
 from jaxserve.config import KV_CACHE_DTYPES, POLICIES, REASONING_FIELDS
 from jaxserve.logs import FORMATS
 from jaxserve.model_spec import NAMED_MODELS
@@ -32,131 +33,173 @@ type AddArgument = Callable[..., argparse.Action]
 """`add_argument` of a parser, or of a group of one."""
 
 MODEL_HELP = (
-    "a folder with config.json and safetensors, a Hugging Face id, jaxserve-embedded, or one of "
-    f"{', '.join(NAMED_MODELS)}"
+    "a local folder with config.json and safetensors, jaxserve-embedded, one of "
+    f"{', '.join(NAMED_MODELS)}, or a Hugging Face id"
 )
 
 
 def add_model_flags(add: AddArgument) -> None:
-    add("--model", help=f"{MODEL_HELP} (default: jaxserve-embedded, a small demonstration model)")
-    add("--tokenizer", help="folder with tokenizer files (default: the model's)")
+    add(
+        "--model",
+        help=f"{MODEL_HELP} (default: the embedded demonstration model)",
+    )
+    add(
+        "--tokenizer",
+        help="folder with tokenizer files (default: the model's folder)",
+    )
     add(
         "--served-model-name",
         type=model_name,
         nargs="+",
-        help="names of the model for clients; the first is reported (default: from --model)",
+        help="names that clients may use for the model; the first is reported (default: what "
+        "--model says)",
     )
     add(
         "--generation-config",
         default="auto",
-        help="source of default sampling parameters. auto: the model's generation_config.json; "
-        "vllm: OpenAI's defaults; or a folder with a generation_config.json",
+        help="source of unset sampling fields: auto is the model's generation_config.json, "
+        "vllm is OpenAI's defaults, anything else a folder with such a file",
     )
-    add("--chat-template", type=Path, help="Jinja chat template file (default: the model's)")
+    add(
+        "--chat-template",
+        type=Path,
+        help="file with a Jinja template for chats (default: the model's own)",
+    )
     add(
         "--default-chat-template-kwargs",
         type=template_variables,
-        help="default template variables of chats, as JSON: '{\"enable_thinking\": false}'",
+        help="chat_template_kwargs of chats that do not set them, as JSON, e.g. "
+        "'{\"enable_thinking\": false}' (default: none)",
     )
     add(
         "--load-format",
         choices=("auto", "dummy"),
         default="auto",
-        help="dummy: seeded random weights, for benchmarks; needs no files",
+        help="dummy makes seeded random weights on the device; a named model then needs no files",
     )
     add_hub_flags(add)
-    add("--seed", type=whole, default=0, help="seed of dummy weights")
+    add(
+        "--seed",
+        type=whole,
+        default=0,
+        help="seed of dummy weights; requests have seeds of their own",
+    )
 
 
 def add_hub_flags(add: AddArgument) -> None:
-    add("--revision", help="branch, tag or commit on the Hugging Face hub")
-    add("--download-dir", type=Path, help="folder for downloads from the Hugging Face hub")
+    add(
+        "--revision",
+        help="branch, tag or commit on the Hugging Face hub (default: the hub's default branch)",
+    )
+    add(
+        "--download-dir",
+        type=Path,
+        help="folder for downloads from the hub (default: the Hugging Face cache)",
+    )
 
 
 def add_server_flags(add: AddArgument) -> None:
-    add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=port, default=8000, help="port to listen on; 0 picks a free one")
-    add("--uds", type=Path, help="listen on this Unix domain socket instead of a port")
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; 0.0.0.0 or :: to be reached from other machines",
+    )
+    add(
+        "--port",
+        type=port,
+        default=8000,
+        help="port to listen on; 0 picks a free one",
+    )
+    add(
+        "--uds",
+        type=Path,
+        help="Unix domain socket to listen on instead of a port; a stale socket is replaced "
+        "(default: none)",
+    )
     add(
         "--root-path",
         type=root_path,
-        help="also serve all routes below this path, such as /llm, for a proxy that keeps it",
+        help="path such as /llm under which a proxy shows the server; routes answer with and "
+        "without it (default: none)",
     )
     add(
         "--max-num-queued-reqs",
         type=positive,
         default=1024,
-        help="answer 429 when this many requests wait",
+        help="sequences that may wait; further requests get 429",
     )
     add(
         "--shutdown-timeout",
         type=from_0,
         default=30.0,
-        help="seconds that running requests get to finish after SIGTERM or Ctrl-C",
+        help="seconds that running requests get to finish on SIGTERM or Ctrl-C",
     )
     add(
         "--max-num-queued-tokens",
         type=positive,
-        help="answer 429 when this many prompt tokens wait for a first output token (default: no "
-        "limit)",
+        help="prompt tokens that may wait for their first output token; further requests get "
+        "429 (default: no limit)",
     )
     add(
         "--request-timeout",
         type=seconds,
-        help="seconds that a request may take (default: no limit)",
+        help="seconds that a request may take in all; then 504 (default: no limit)",
     )
     add(
         "--max-queue-time",
         type=seconds,
-        help="answer 503 if the first token takes this many seconds (default: no limit)",
+        help="seconds until a request's first token; then 503 (default: no limit)",
     )
     add(
         "--max-request-bytes",
         type=size_in_bytes,
         default=16 * 2**20,
-        help="largest request body; larger ones get 413",
+        help="size of a request's body; larger ones get 413",
     )
     add(
         "--response-store-bytes",
         type=size_or_0,
         default=64 * 2**20,
-        help="memory for stored responses (previous_response_id); 0 turns the store off",
+        help="memory for responses that later requests may name by id; 0 keeps none",
     )
     add(
         "--header-timeout",
         type=seconds,
         default=75.0,
-        help="close a connection whose next request header takes this many seconds",
+        help="seconds that a connection may take to send the header of its first or next "
+        "request; make it longer than the idle timeout of a proxy in front",
     )
     add(
         "--write-timeout",
         type=seconds,
         default=60.0,
-        help="abort a request if its client reads nothing for this many seconds",
+        help="seconds in which a client must take 32 KiB of waiting output; else its request "
+        "is aborted",
     )
     add(
         "--stall-timeout",
         type=seconds,
         default=120.0,
-        help="answer 503 on /health after this many seconds with work and without progress",
+        help="seconds without a finished step, with work to do, until /health and /ready "
+        "answer 503",
     )
     add(
         "--keep-alive-interval",
         type=seconds,
         default=15.0,
-        help="send an SSE comment after this many seconds without a token on a stream",
+        help="seconds of silence on a stream until a comment line is sent",
     )
     add(
         "--profile-startup",
         action="store_true",
-        help="print a table of start-up times once the server is ready",
+        help="print a table of the start's phases once the server is ready",
     )
     add(
         "--reasoning-field",
         choices=REASONING_FIELDS,
         default="both",
-        help="field of chat answers that holds the reasoning: vLLM's reasoning, SGLang's "
-        "reasoning_content, or both",
+        help="field for the model's thoughts in chats: reasoning as in vLLM, reasoning_content "
+        "as in SGLang, or both",
     )
     add(
         "--enable-force-include-usage",
@@ -167,20 +210,30 @@ def add_server_flags(add: AddArgument) -> None:
         "--legacy-metrics",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="also export metrics under vLLM's former names",
+        help="export metrics under vLLM's former names, too",
     )
     add(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="info",
-        help="least level that is logged",
+        help="lowest level of lines in the log",
     )
-    add("--log-format", choices=FORMATS, default="text", help="json: one object per line")
-    add("--enable-log-requests", action="store_true", help="log one line per finished request")
+    add(
+        "--log-format",
+        choices=FORMATS,
+        default="text",
+        help="json: one object per line",
+    )
+    add(
+        "--enable-log-requests",
+        action="store_true",
+        help="log a line per request, without its text",
+    )
     add(
         "--otlp-traces-endpoint",
         type=url,
-        help="send OpenTelemetry spans of requests to this URL, e.g. http://localhost:4318/v1/traces",
+        help="URL that takes OpenTelemetry spans, e.g. http://localhost:4318/v1/traces "
+        "(default: no traces)",
     )
 
 
@@ -189,41 +242,83 @@ def add_access_flags(add: AddArgument) -> None:
         "--api-key",
         action="extend",
         nargs="+",
-        help="API keys; every request must carry one. Other users of the machine can read the "
-        "command line: prefer --api-key-file or the environment's JAXSERVE_API_KEY",
+        help="keys; every request must carry one. Other users of the machine can read the "
+        "command line: prefer --api-key-file or JAXSERVE_API_KEY in the environment "
+        "(default: no keys)",
     )
-    add("--api-key-file", type=Path, help="file with API keys, one per line")
+    add(
+        "--api-key-file",
+        type=Path,
+        help="file with more keys, one per line (default: none)",
+    )
     add(
         "--admin-api-key",
         action="extend",
         nargs="+",
-        help="keys that also open the admin routes; without one these routes do not exist",
+        help="keys that also open the routes of administrators, which do not exist without any "
+        "(default: none)",
     )
-    add("--admin-api-key-file", type=Path, help="file with admin keys, one per line")
+    add(
+        "--admin-api-key-file",
+        type=Path,
+        help="file with more of them, one per line (default: none)",
+    )
     add(
         "--isolate-cache-by-key",
         action="store_true",
-        help="share cached prefixes and grammars only among requests with the same API key",
+        help="share prefixes and compiled grammars only among requests with the same API key",
     )
     add(
         "--reasoning-key-file",
         type=Path,
-        help="file with keys that encrypt reasoning which clients keep, one per line, at least 32 "
-        "characters each. The first encrypts, all decrypt (default: a random key per start)",
+        help="keys that seal the thoughts which clients of /v1/responses keep, one per line, "
+        "at least 32 characters each; the first seals, all open (default: a key of this "
+        "start)",
     )
-    add("--open-metrics", action="store_true", help="serve /metrics without a key")
+    add(
+        "--open-metrics",
+        action="store_true",
+        help="serve /metrics without a key",
+    )
     add(
         "--allowed-origins",
         nargs="+",
-        help="origins of web pages that may call the server (CORS); *: all",
+        help="origins whose web pages may use the server (CORS); * allows all (default: none)",
     )
     add(
         "--ssl-keyfile",
         type=Path,
-        help="private key, PEM; with --ssl-certfile the server speaks HTTPS",
+        help="private key, PEM, not encrypted; with --ssl-certfile the port speaks HTTPS "
+        "(default: none)",
     )
-    add("--ssl-certfile", type=Path, help="certificate with its chain, PEM")
-    add("--ssl-ca-certs", type=Path, help="require client certificates signed by these, PEM")
+    add(
+        "--ssl-certfile",
+        type=Path,
+        help="certificate with its chain, PEM (default: none)",
+    )
+    add(
+        "--ssl-ca-certs",
+        type=Path,
+        help="demand client certificates signed by these authorities, PEM (default: none)",
+    )
+
+
+def add_plan_flags(add: AddArgument) -> None:
+    add(
+        "--gpu",
+        choices=GPUS,
+        help="GPU to plan for",
+    )
+    add(
+        "--gpu-memory",
+        type=size_in_bytes,
+        help="its memory, if it differs from the usual, e.g. 40Gi",
+    )
+    add(
+        "--json",
+        action="store_true",
+        help="print the plan as JSON",
+    )
 
 
 def add_weight_flags(add: AddArgument, auto_dtype: str) -> None:
@@ -231,19 +326,19 @@ def add_weight_flags(add: AddArgument, auto_dtype: str) -> None:
         "--dtype",
         choices=("auto", "bfloat16", "float32"),
         default="auto",
-        help=f"dtype of weights and KV cache; auto: {auto_dtype}",
+        help=f"type of weights and KV cache; auto: {auto_dtype}",
     )
     add(
         "--quantization",
         choices=("int4", "fp8", "nvfp4"),
-        help="quantise the layers' matrices at load, by rounding to nearest (default: as in the "
-        "checkpoint)",
+        help="quantise the layers' matrices at load, by rounding to nearest (default: as the "
+        "checkpoint is)",
     )
     add(
         "--lm-head-dtype",
         choices=("auto", "unquantized", "int8", "fp8"),
         default="auto",
-        help="format of the output matrix, and of the embedding if tied; auto: int8 with "
+        help="type of the output matrix, and of the embedding if both are one; auto: int8 with "
         "--quantization, else unquantized",
     )
 
@@ -260,92 +355,96 @@ def add_engine_flags(add: AddArgument) -> None:
         "--fp8-copy",
         choices=("auto", "on", "off"),
         default="auto",
-        help="hold an fp8 copy beside 4-bit weights, for steps of more than 64 tokens; auto: on a "
-        "GPU, if it takes at most a tenth of the KV cache's memory",
+        help="copy in fp8 beside 4-bit weights, for steps of more than 64 tokens; auto: on "
+        "GPUs with fast fp8, if it takes at most a tenth of the KV cache's memory",
     )
     add(
         "--max-model-len",
         type=tokens,
-        help="longest prompt plus output in tokens, e.g. 8192 or 32k (default: auto, the model's "
-        "limit, or what the KV cache holds if that is less)",
+        help="longest prompt plus output, e.g. 8192 or 32k (default: the model's limit, or "
+        "what the KV cache holds if that is less)",
     )
     add(
         "--max-num-seqs",
         type=positive,
-        help="sequences that run at once (default: the largest decode bucket that leaves each "
-        "sequence 512 tokens of the KV cache)",
+        help="sequences that run at once (default: the largest decode bucket; on a GPU with "
+        "little memory, the largest that leaves each sequence 512 tokens of KV cache)",
     )
     add(
         "--max-num-batched-tokens",
         type=positive,
-        help="most tokens of one step (default: the largest prefill bucket)",
+        help="tokens that one step may compute (default: the largest prefill bucket)",
     )
     add(
         "--max-itl-ms",
         type=above_0,
-        help="longest time between tokens that prefill chunks may cause (default: 50, on a CPU "
-        "1000)",
+        help="milliseconds that a step with a prefill chunk may take while sequences decode "
+        "(default: 50 on a GPU, 1000 on a CPU)",
     )
     add(
         "--kv-cache-dtype",
         choices=KV_CACHE_DTYPES,
         default="auto",
-        help="format of keys and values; auto: --dtype",
+        help="format of keys and values; auto: as --dtype",
     )
     add(
         "--calculate-kv-scales",
         action="store_true",
-        help="compute the fp8 KV cache's scales from a text instead of the checkpoint's (or 1)",
+        help="choose the scales of an fp8 KV cache from a text that the model reads at the start",
     )
     add(
         "--calibration",
         type=Path,
-        help="UTF-8 text file for --calculate-kv-scales (default: a short built-in text)",
+        help="UTF-8 file with the text for --calculate-kv-scales (default: a short built-in text)",
     )
     add(
         "--scheduling-policy",
         choices=POLICIES,
         default="slo",
-        help="order of waiting requests. fcfs: arrival; priority: priority with ageing; slo: "
-        "deadlines, fair among API keys, refusing requests that cannot meet theirs",
+        help="who is admitted next: fcfs by arrival, priority with ageing, slo by deadline and "
+        "cost, fair between API keys",
     )
     add(
         "--slo-ttft-ms",
         type=above_0,
-        help="policy slo: first-token deadline of requests without x-slo-ttft-ms (default: none)",
+        help="policy slo: milliseconds to the first token for requests without x-slo-ttft-ms "
+        "(default: none)",
     )
     add(
         "--block-size",
         type=power_of_2,
-        help="tokens per page of the KV cache, a power of two (default: by device and KV format)",
+        help="tokens per page of the KV cache, a power of two (default: 64 on a GPU, 16 on a "
+        "CPU, 128 with KVarN)",
     )
     add(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="share the KV pages of equal prefixes among requests",
+        help="share the KV pages of equal prefixes",
     )
     add(
         "--kv-cache-memory-bytes",
         type=size_in_bytes,
-        help="size of the KV cache, e.g. 512M or 20Gi (default: all that --gpu-memory-utilization "
-        "leaves)",
+        help="size of the KV cache, e.g. 512M or 20Gi (default: on a GPU what is left, on a "
+        "CPU 512Mi)",
     )
     add(
         "--gpu-memory-utilization",
         type=share,
         default=0.9,
-        help="share of the GPU's memory that the server uses",
+        help="share of the GPU's memory that the process takes",
     )
     add(
         "--decode-buckets",
         type=sizes,
-        help="compiled sizes of decode steps, in rows, e.g. 1,4,16 (default: by device)",
+        help="rows of the compiled decode steps (default: 1,2,4,8,16,32,64,96,128,160,192,256 "
+        "on a GPU, 1,4,16,64 on a CPU)",
     )
     add(
         "--prefill-buckets",
         type=sizes,
-        help="compiled sizes of steps with prefill, in tokens, e.g. 64,512 (default: by device)",
+        help="tokens of the compiled mixed steps (default: "
+        "64,128,256,384,512,768,1024,1536,2048 on a GPU, 16,64,256 on a CPU)",
     )
     add(
         "--compile-workers",
@@ -360,10 +459,10 @@ def add_engine_flags(add: AddArgument) -> None:
     add(
         "--require-precompiled",
         action="store_true",
-        help="refuse to start if a program is not in --cache-dir",
+        help="refuse to start if a program would have to be compiled",
     )
     add(
         "--forbid-compiles",
         action="store_true",
-        help="debugging: fail if anything is compiled while serving",
+        help="debugging: a compilation while serving fails its step",
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from jaxserve.cli.config_file import with_config_file
+
 SAME = {
     "--model-path": "--model",
     "--tokenizer-path": "--tokenizer",
@@ -33,7 +35,31 @@ SAME_VALUES = {
     ("--generation-config", "model"): "auto",
     ("--generation-config", "openai"): "vllm",
     ("--load-format", "safetensors"): "auto",
+    ("--dtype", "float"): "float32",
 }
+
+OBVIOUS = {
+    "--quantization": frozenset(
+        {
+            *("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors"),
+            *("modelopt", "modelopt_fp4", "hqq", "mxfp4", "fbgemm_fp8"),
+        }
+    ),
+    "--hf-overrides": frozenset({"{}"}),
+    "--cpu-offload-gb": frozenset({"0", "0.0"}),
+}
+"""Values that ask for what happens anyway: how a checkpoint is quantised follows from its files."""
+
+REFUSED = {
+    ("--dtype", "half"): "models run in bfloat16; leave --dtype out, or use float32",
+    ("--dtype", "float16"): "models run in bfloat16; leave --dtype out, or use float32",
+    ("--hf-overrides", None): "change config.json instead",
+    ("--cpu-offload-gb", None): "weights stay on the GPU; use --quantization int4 to save memory",
+}
+"""What is not there, and what to do instead; by flag and value, None for any other value."""
+
+CHECKED = {"--dtype", *OBVIOUS}
+"""Flags whose value decides what becomes of them."""
 
 ONE = frozenset(
     {
@@ -92,27 +118,35 @@ class Translated(NamedTuple):
 def translated(argv: list[str]) -> Translated:
     """A command line in the flags of jaxserve.
 
-    Raises ValueError for a number of GPUs other than one, and for LoRA adapters.
+    Raises ValueError for what is not there: more than one GPU, LoRA adapters, the values of
+    REFUSED, and a --config file that cannot be read.
     """
     ours: list[str] = []
     without_effect: list[str] = []
-    words = iter(argv)
+    words = iter(with_config_file(argv))
     for word in words:
         name, equals, value = word.partition("=")
+        name = SAME.get(name, name)
         if name in LORA:
             raise ValueError(f"{name}: LoRA adapters are not served; merge them into the model")
-        if name in SWITCHES or f"--{name.removeprefix('--no-')}" in SWITCHES:
+        if name in CHECKED:
+            value = value if equals else next(words, "")
+            refusal = REFUSED.get((name, value)) or REFUSED.get((name, None))
+            if value in OBVIOUS.get(name, ()):
+                without_effect.append(f"{name} {value}")
+            elif refusal:
+                raise ValueError(f"{name} {value}: {refusal}")
+            else:
+                ours += [name, SAME_VALUES.get((name, value), value)]
+        elif name in SWITCHES or f"--{name.removeprefix('--no-')}" in SWITCHES:
             without_effect.append(name)
         elif name in VALUED or name in ONE:
             value = value if equals else next(words, "")
             if name in ONE and value != "1":
                 raise ValueError(f"{name} {value}: one process serves on one GPU")
             without_effect.append(name)
+        elif equals:
+            ours.append(f"{name}={SAME_VALUES.get((name, value), value)}")
         else:
-            name = SAME.get(name, name)
-            if equals:
-                ours.append(f"{name}={SAME_VALUES.get((name, value), value)}")
-            else:
-                known = SAME_VALUES.get((ours[-1] if ours else "", name), name)
-                ours.append(known)
+            ours.append(SAME_VALUES.get((ours[-1] if ours else "", name), name))
     return Translated(ours, without_effect)

@@ -15,6 +15,7 @@ from jaxserve.cli.flags import (
     add_engine_flags,
     add_hub_flags,
     add_model_flags,
+    add_plan_flags,
     add_server_flags,
     add_weight_flags,
 )
@@ -92,44 +93,51 @@ class Options:
     stall_timeout: float
     keep_alive_interval: float
     out: Path | None = None
-    """`convert`: the folder of the converted checkpoint."""
+    """Of `convert`: where the converted checkpoint goes."""
     quantization_method: str | None = None
     calibration: Path | None = None
-    """A text file for `convert` with awq, or for the scales of an fp8 KV cache."""
+    """A text that the model reads, for `convert` or for scales of the KV cache."""
+    gpu: str | None = None
+    """Of `plan`: the GPU that is planned for."""
+    gpu_memory: int | None = None
+    """Of `plan`: bytes, where the GPU has others than its kind."""
+    json: bool = False
+    """Of `plan`: the result as JSON."""
 
 
 _DESCRIPTION = "Serve a Qwen3-class language model behind an OpenAI-compatible API."
-_EPILOG = """commands, each with its own --help:
-  serve [MODEL]   serve a model (default)
-  precompile      compile the programs that serving with the same flags needs
-  convert         write a model's weights in the engine's format, quantised if asked
-  bench           load an OpenAI-compatible server and report latency and throughput
+_EPILOG = """commands, by the first word, each with a --help of its own:
+  serve [MODEL]   serve, as without a command
+  precompile      compile what serving with the same flags needs, so that later starts are fast
+  convert         write a model's weights as the engine holds them, quantised if asked
+  plan            print memory, sequences and step times of a model on a GPU, without the GPU
+  bench           put load on an OpenAI-compatible server, and report what its users would have had
 
-The environment variable JAXSERVE_FLAGS may hold flags, too. The command line overrides them.
+JAXSERVE_FLAGS in the environment may have flags of serving, too; the command line's go before them.
 """
 
 
 COMMANDS = {
-    "precompile": "Compile and keep every program that serving with these flags needs.",
-    "convert": "Write a model's weights in the engine's format, quantised if asked. An "
-    "interrupted conversion continues where it stopped.",
+    "precompile": "Compile every program that serving with these flags needs, and keep them.",
+    "convert": "Write a model's weights as the engine holds them, quantised if asked. Killed at "
+    "any moment, it goes on from there the next time.",
+    "plan": "Print what a model would have on a GPU: weights, tokens of the KV cache, sequences, "
+    "context, decode steps. Needs no GPU. Takes the flags of serving, too.",
 }
-"""Commands other than serving, with their descriptions."""
+"""What else than serving the program does, by the first word of the command line."""
 
 
 FLAGS_VARIABLE = "JAXSERVE_FLAGS"
-"""Environment variable with flags, quoted as for a shell. The command line overrides them."""
+"""In the environment: flags of serving, quoted as for a shell; the command line's win."""
 
 
 def parse_args(argv: list[str], command: str | None = None, defaults: str = "") -> Options:
-    """Parse the command line. Exits with a message if a flag is wrong.
+    """Flags to Options; exits with a message on wrong ones.
 
-    `precompile` has all flags of serving, `convert` those that change its result.
+    `precompile` knows all flags of serving, `convert` those that its result depends on.
 
     Args:
-      argv: the flags after the command.
-      command: a key of COMMANDS; None: serve.
-      defaults: the value of FLAGS_VARIABLE; `convert` ignores it.
+      defaults: the value of FLAGS_VARIABLE; `convert` has no use for it.
     """
     if command == "convert":
         others = vars(_parser(None).parse_args([]))
@@ -150,17 +158,17 @@ def _convert_parser() -> FlagParser:
     )
     add = parser.add_argument
     add("--model", required=True, help=MODEL_HELP)
-    add("--out", type=Path, required=True, help="folder for the converted checkpoint")
+    add("--out", type=Path, required=True, help="a folder for the converted checkpoint")
     add_hub_flags(add)
     add_weight_flags(add, "as the checkpoint has it")
     add(
         "--quantization-method",
         choices=("rtn", "hqq", "awq"),
         default="rtn",
-        help="rtn: round to nearest. hqq: half-quadratic zero points, int4 only. awq: scales and "
-        "clipping from activations, int4 only, needs --calibration",
+        help="of the layers' matrices: round to nearest; with int4 half-quadratic zero points, or "
+        "factors and clipping by what a text activates (needs --calibration)",
     )
-    add("--calibration", type=Path, help="UTF-8 text file for awq")
+    add("--calibration", type=Path, help="a text file that the model reads for awq, UTF-8")
     return parser
 
 
@@ -170,11 +178,13 @@ def _parser(command: str | None) -> FlagParser:
         description=COMMANDS[command] if command else _DESCRIPTION,
         epilog=None if command else _EPILOG,
         usage=None if command else "jaxserve [command] [flags]",
-        commands="" if command else "serve, precompile, convert and bench",
+        commands="" if command else "serve, precompile, convert, plan and bench",
     )
     parser.add_argument("--version", action="version", version=__version__)
     add_model_flags(parser.add_argument_group("model").add_argument)
     add_server_flags(parser.add_argument_group("server").add_argument)
     add_access_flags(parser.add_argument_group("access").add_argument)
     add_engine_flags(parser.add_argument_group("engine").add_argument)
+    if command == "plan":
+        add_plan_flags(parser.add_argument_group("plan").add_argument)
     return parser

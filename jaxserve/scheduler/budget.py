@@ -11,33 +11,47 @@ from jaxserve.plan import StepPlan
 from jaxserve.scheduler.learned_times import Correction, LearnedTimes
 from jaxserve.step_times import StepTimes
 
-_MOST_STEPS = 8
-"""Nothing is cut into more chunks than this to spare padding."""
+_MAX_CHUNKS_TO_FIT = 8
+"""Chunks. Prompts are not cut into more chunks than this to avoid the padding of a larger bucket.
+A bound on the search; not measured."""
 
-_NOTHING = 1e-9
-"""Seconds: tables with noise may have a mixed step that takes no longer than a decode step."""
+_MIN_COST = 1e-9
+"""Seconds. A chunk costs at least this: a noisy table may have a mixed step faster than a decode
+step, and prices per token must stay positive."""
 
-_SLOWDOWN = 2.0
-"""A mixed step may take this many times the decode step, whatever the limit: prompts advance."""
+_MAX_SLOWDOWN = 2.0
+"""Times the decode step. A mixed step may always take this long, even beyond `max_itl`: otherwise
+a batch whose decode step alone reaches the limit would stop reading prompts. A rule, not measured.
+"""
 
-READ_WITHIN = 31
-"""Steps within which all prompt tokens that wait are to be read, as long as steps may be so large:
-about how many times longer than for a next token one waits for a first one."""
+PREFILL_HORIZON_STEPS = 31
+"""Steps. All waiting prompt tokens should be computed within this many, so a first token takes at
+most about this many times as long as a next one. Chosen on an H200 with Qwen3-4B by closed loops
+of 8 to 256 clients, 1,024 tokens in and 128 out, simulated and measured: "A pace, and times that
+are learned" in lab/logs/scheduling.md, lab/measurements/step_times_served_h200.json."""
 
-_FEW = 0.5
-"""Where so much of a small chunk per step would keep the pace, each step has a whole one."""
+_NO_SKIPPING_BELOW = 0.5
+"""Share of a small chunk per step. Where less keeps the horizon, no step leaves its chunk out: few
+prompts wait, and each is read at once."""
 
-_LEAST = 0.85
-"""Where more would, but no whole one, steps have so much of one at least: one in seven has none."""
+_MIN_CHUNKS_PER_STEP = 0.85
+"""Small chunks per step, on average. Where less than a whole one, but more than
+`_NO_SKIPPING_BELOW`, keeps the horizon, one step in seven is of decodes alone. Chosen on
+the same loops among 0.7 to 1.0, simulated; measured at 32 to 128 clients without the rule above it:
+"Not faster than the pace either" in lab/logs/scheduling.md, lab/measurements/serving_h200.json."""
 
-_WORTH = 0.08
-"""By so much tokens have to be cheaper in a chunk twice as large, as a share, to be read in it."""
+_MIN_SAVING_PER_DOUBLING = 0.08
+"""Share of the price of a token. A chunk twice as large must save this much per token to be worth
+the longer step. Beside 27 decodes tokens cost 12.8 us in chunks of 256, 10.6 in 512, and from there
+to 2,048 less than 8 % apart ("A pace, and times that are learned" in lab/logs/scheduling.md)."""
 
-_EXPONENT = math.log2(1 + _WORTH) - 1
-"""Of tokens, in what a chunk costs per token with that in it."""
+_PRICE_EXPONENT = math.log2(1 + _MIN_SAVING_PER_DOUBLING) - 1
+"""cost x tokens^exponent is equal for two chunks of which the one twice as large saves exactly
+`_MIN_SAVING_PER_DOUBLING` per token."""
 
-_GENTLE = 0.5
-"""The share of `max_itl` that a chunk may take which need not be so large."""
+_ITL_SHARE_OF_CHEAPER_CHUNK = 0.5
+"""Share of `max_itl`. A step may take this much for a chunk that is larger than the horizon needs
+and chosen only because its tokens are cheaper. A rule, not measured."""
 
 
 class Decodes(NamedTuple):
@@ -65,14 +79,14 @@ class Prompt(NamedTuple):
 class TokenBudget:
     """Chooses chunks so that tokens come fast and first tokens do not wait too long for it.
 
-    A step is padded to its bucket, so the choice is one of buckets: which of them to fill now,
-    when what is left over takes further steps. What a chunk costs is the time that its step takes
-    beyond one of the decodes alone. While nobody decodes, the least time for all prompts wins.
-    While sequences decode, steps have a small chunk whose tokens are cheap. Where what waits would
-    take more than `READ_WITHIN` such steps, some have a large one instead, as many as it takes to
-    keep that pace: so as many prompts are read as come, whatever the times are worth, and the rest
-    at the least price. Where it would take somewhat less, some have none: a first token need not
-    come sooner than that at the expense of all that follow others. No step may take longer than
+    A step is padded to its bucket, so the choice is one of buckets: which of them to fill now, when
+    what is left over takes further steps. What a chunk costs is the time that its step takes beyond
+    one of the decodes alone. While nobody decodes, the least time for all prompts wins. While
+    sequences decode, steps have a small chunk whose tokens are cheap. Where what waits would take
+    more than `PREFILL_HORIZON_STEPS` such steps, some have a large one instead, as many as it takes
+    to keep that pace: so as many prompts are read as come, whatever the times are worth, and the
+    rest at the least price. Where it would take somewhat less, some have none: a first token need
+    not come sooner than that at the expense of all that follow others. No step may take longer than
     `max_itl`, as far as they tell; nor two of them where a sequence gets its token in one of two.
     """
 
@@ -109,7 +123,9 @@ class TokenBudget:
         if decodes.rows:
             # What is read already counts, or a long prompt's chunks would shrink as it is read.
             waiting = wanted * (1 + queued / len(prompts)) + sum(prompt.read for prompt in prompts)
-            chunk = self._paced(self._times, costs, waiting / READ_WITHIN, decodes, prompts)
+            chunk = self._paced(
+                self._times, costs, waiting / PREFILL_HORIZON_STEPS, decodes, prompts
+            )
             if chunk <= wanted:
                 return chunk
             costs = {size: cost for size, cost in costs.items() if size >= chunk}
@@ -126,16 +142,16 @@ class TokenBudget:
         """The small chunk, the large one if by now as much is to be read, or nothing if by now more
         has been than was to be; `pace`: tokens per step."""
         small = _small_chunk(costs)
-        if pace <= _FEW * small:
+        if pace <= _NO_SKIPPING_BELOW * small:
             self._behind = 0.0
             return small
         if pace <= small:
-            due = min(self._behind, 0.0) + max(pace, _LEAST * small)
+            due = min(self._behind, 0.0) + max(pace, _MIN_CHUNKS_PER_STEP * small)
             # However much earlier chunks were larger: no two steps in a row are without one.
             chunk, self._behind = (small, due - small) if due > 0 else (0, 0.0)
             return chunk
         enough = [size for size in costs if size >= pace] or [max(costs)]
-        limit = _GENTLE * self._max_itl
+        limit = _ITL_SHARE_OF_CHEAPER_CHUNK * self._max_itl
         gentle = [
             size for size in enough if _step(times, size + decodes.rows, decodes, prompts) <= limit
         ]
@@ -163,7 +179,7 @@ class TokenBudget:
             return sizes
         steps = 2 if decodes.guided else 1
         decode = times.of_decode(decodes.rows, decodes.context)
-        limit = max(self._max_itl / steps, _SLOWDOWN * decode)
+        limit = max(self._max_itl / steps, _MAX_SLOWDOWN * decode)
         return [size for size in sizes if _step(times, size, decodes, prompts) <= limit]
 
     def _costs(self, times: LearnedTimes, sizes: list[int], decodes: Decodes) -> dict[int, float]:
@@ -171,14 +187,14 @@ class TokenBudget:
         rows, context = decodes.rows, decodes.context
         alone = times.of_decode(rows, context) if rows else 0.0
         return {
-            size - rows: max(times.of_mixed(size, rows, context) - alone, _NOTHING)
+            size - rows: max(times.of_mixed(size, rows, context) - alone, _MIN_COST)
             for size in sizes
         }
 
 
 def _small_chunk(costs: dict[int, float]) -> int:
-    """The one with the cheapest tokens, but that each doubling has to be worth `_WORTH`."""
-    return min(costs, key=lambda chunk: costs[chunk] * chunk**_EXPONENT)
+    """The chunk with the cheapest tokens, if each doubling saves `_MIN_SAVING_PER_DOUBLING`."""
+    return min(costs, key=lambda chunk: costs[chunk] * chunk**_PRICE_EXPONENT)
 
 
 def _first_chunk(costs: dict[int, float], wanted: int) -> int:
@@ -202,7 +218,7 @@ def _first_chunk(costs: dict[int, float], wanted: int) -> int:
         best = prices[fitting] if fitting < len(chunks) else math.inf
         for smaller in range(max(fitting - 2, 0), fitting):
             chunk = chunks[smaller]
-            if chunk * _MOST_STEPS >= left:
+            if chunk * _MAX_CHUNKS_TO_FIT >= left:
                 best = min(best, prices[smaller] + rest(left - chunk))
         known[left] = best
         return best

@@ -21,7 +21,6 @@ from jaxserve.plan import Admission, PageEntry, Row, Sampled, StepPlan
 from jaxserve.scheduler import prefix, results
 from jaxserve.scheduler.admission import OutputLengths, has_room, refuse_impossible
 from jaxserve.scheduler.budget import Decodes, Prompt, TokenBudget
-from jaxserve.scheduler.cohort import Cohort, decodes_alone
 from jaxserve.scheduler.deadlines import waiting_queue
 from jaxserve.scheduler.guided import Guided
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager
@@ -371,29 +370,6 @@ class Scheduler:
         elif not seq.wants_logprobs:
             seq.plain_until = min(seq.limit, self._kv_cache.next_full_page(seq))
         return event
-
-    def cohort(self, in_flight: StepPlan, token: int) -> Cohort | None:
-        """All that run, if they decode, `in_flight` is all of it, and nobody can be admitted.
-
-        Then the steps to come are equal until one of them ends, a request comes or leaves, or
-        pages are short. For the simulator: `token` is what they sample.
-        """
-        running = self._running
-        if len(in_flight.rows) != len(running) or not self._nobody_to_admit():
-            return None
-        for seq, row in zip(running.values(), in_flight.rows, strict=True):
-            if not decodes_alone(seq, row, self._page_size):
-                return None
-        return Cohort(running.values(), self._kv_cache, token)
-
-    def _nobody_to_admit(self) -> bool:
-        first = self._waiting.first()
-        return first is None or first is self._blocked or not self._kv_cache.num_free_slots
-
-    @property
-    def next_review(self) -> float:
-        """When the passing of time alone may change the order of the queue."""
-        return self._waiting.next_review
 
     def await_guides(self, timeout: float) -> list[TokenEvent]:
         """Wait at most `timeout` seconds for the masks of structured output.

@@ -90,15 +90,18 @@ class EnginePlan:
         )
 
 
-def plan_engine(options: Options, source: ModelSource) -> EnginePlan:
+def plan_engine(options: Options, source: ModelSource, device: Any = None) -> EnginePlan:
     """Shapes, memory and programs: the same for serving and for compiling ahead of it.
+
+    Args:
+      device: what describes itself as jax's devices do; None: the first one of this process.
 
     Raises:
       ConfigError: settings that contradict each other, or too little memory, with the numbers.
     """
     # XLA's cache would be a second one; what a CPU takes from it cannot be serialised again.
     jax.config.update("jax_enable_compilation_cache", False)
-    device = jax.devices()[0]
+    device = device or jax.devices()[0]
     gpu = device.platform == "gpu"
     spec = source.spec
     dtype = _dtype(options.dtype, gpu=gpu)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from jaxserve.__main__ import main
@@ -52,3 +54,58 @@ def test_lora_is_refused_by_name(flags: list[str], capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         main(flags)
     assert f"{flags[0]}: LoRA adapters are not served" in capsys.readouterr().err
+
+
+def test_how_a_checkpoint_is_quantised_may_be_said_though_its_files_say_it() -> None:
+    for name in ("awq", "gptq_marlin", "compressed-tensors", "modelopt"):
+        for flags in (["--quantization", name], [f"--quantization={name}"], ["-q", name]):
+            argv, without_effect = translated(flags)
+            assert argv == [] and without_effect == [f"--quantization {name}"]
+    assert parse_args(translated(["--quantization", "int4"]).argv).quantization == "int4"
+    assert parse_args(translated(["-q", "nvfp4"]).argv).quantization == "nvfp4"
+    assert translated(["--cpu-offload-gb", "0", "--hf-overrides={}"]).argv == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--dtype", "half"], "models run in bfloat16"),
+        (["--dtype=float16"], "models run in bfloat16"),
+        (["--cpu-offload-gb", "4"], "use --quantization int4"),
+        (["--hf-overrides", '{"a": 1}'], "change config.json"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_what_to_do(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(flags)
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+    assert parse_args(translated(["--dtype", "float"]).argv).dtype == "float32"
+
+
+def test_a_file_may_hold_flags_and_the_command_line_wins(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "model: m\nport: 1\nmax_model_len: 32k\nenable-prefix-caching: false\n"
+        "open-metrics: true\nserved-model-name: [a, b]\ntensor-parallel-size: 1\n"
+    )
+    for flags in (["--config", str(file), "--port", "2"], ["--port", "2", f"--config={file}"]):
+        argv, without_effect = translated(flags)
+        options = parse_args(argv)
+        assert (options.model, options.port, options.max_model_len) == ("m", 2, 32768)
+        assert not options.enable_prefix_caching and options.open_metrics
+        assert options.served_model_name == ["a", "b"]
+        assert without_effect == ["--tensor-parallel-size"]
+    assert translated(["precompile", "--config", str(file)]).argv[0] == "precompile"
+
+
+@pytest.mark.parametrize("text", ["- 1\n", "a: [", None])
+def test_a_file_that_holds_no_flags_is_refused(text: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=r"--config .*serve.yaml: "):
+        translated(["--config", str(file)])
+    with pytest.raises(ValueError, match="needs a file"):
+        translated(["--config"])

@@ -73,7 +73,7 @@ def mean_chunk(
 
 def test_prompts_beside_streams_are_read_at_their_pace() -> None:
     for prompts in (2, 3, 7):
-        pace = prompts * 7000 / budgets.READ_WITHIN
+        pace = prompts * 7000 / budgets.PREFILL_HORIZON_STEPS
         assert mean_chunk(8, [Prompt(0, 7000)] * prompts) == pytest.approx(pace, rel=0.03)
         assert mean_chunk(8, [Prompt(0, 7000)], queued=prompts - 1) == pytest.approx(pace, 0.03)
     assert mean_chunk(8, [Prompt(0, 7000)] * 64) == 2048 - 8
@@ -81,7 +81,7 @@ def test_prompts_beside_streams_are_read_at_their_pace() -> None:
 
 def test_a_small_chunk_that_is_more_than_the_pace_is_left_out_of_one_step_in_seven() -> None:
     small = 256 - 8
-    for tokens, share in ((7000, 7000 / budgets.READ_WITHIN / small), (5000, 0.85)):
+    for tokens, share in ((7000, 7000 / budgets.PREFILL_HORIZON_STEPS / small), (5000, 0.85)):
         assert mean_chunk(8, [Prompt(0, tokens)]) == pytest.approx(share * small, rel=0.03)
         chooser = budget()
         chunks = [chooser.chunk_tokens(Decodes(8, 0), [Prompt(0, tokens)]) for _ in range(MANY)]
@@ -181,7 +181,7 @@ def test_what_waits_is_read_within_so_many_steps_whatever_the_times_are_worth(
     chooser = budget(replace(TIMES, mixed=mixed), max_itl=10.0)
     pending = [Prompt(0, tokens) for tokens in prompts]
     waiting = sum(prompts) * (1 + queued / len(prompts))
-    pace = min(waiting / budgets.READ_WITHIN, sum(prompts), SIZES[-1] - streams)
+    pace = min(waiting / budgets.PREFILL_HORIZON_STEPS, sum(prompts), SIZES[-1] - streams)
     read = mean_chunk(streams, pending, chooser, queued=queued)
     assert read >= pace - SIZES[-1] / MANY, "but for what is left for a large one"
 
@@ -205,7 +205,7 @@ def test_a_chunk_that_need_not_be_so_large_leaves_half_of_the_limit() -> None:
 def test_chunks_of_a_prompt_do_not_shrink_as_it_is_read() -> None:
     means = {mean_chunk(8, [Prompt(read, 36_000 - read, read)]) for read in (0, 18_000, 34_000)}
     assert len(means) == 1
-    assert means.pop() == pytest.approx(36_000 / budgets.READ_WITHIN, rel=0.03)
+    assert means.pop() == pytest.approx(36_000 / budgets.PREFILL_HORIZON_STEPS, rel=0.03)
 
 
 def test_what_was_found_in_the_cache_makes_no_chunk_larger() -> None:

@@ -14,8 +14,8 @@ from jaxserve.api import Request, SamplingParams
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.plan import Sampled, StepPlan
 from jaxserve.scheduler import Scheduler
-from jaxserve.scheduler.simulator import Arrival, Result, Simulator
 from jaxserve.step_times import StepTimes
+from lab.simulation.simulator import Arrival, Result, Simulator
 
 MS = 1e-3
 SIZES = (128, 256, 384, 512, 768, 1024, 1536, 2048)

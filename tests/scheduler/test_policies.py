@@ -19,8 +19,8 @@ from jaxserve.scheduler.deadlines import STRETCH
 from jaxserve.scheduler.in_time import Capacity, Job, in_time
 from jaxserve.scheduler.queue import AGEING, MAX_LEVEL
 from jaxserve.scheduler.sequence import Sequence
-from jaxserve.scheduler.simulator import STOP, Arrival, Outcome, Simulator
 from jaxserve.step_times import StepTimes
+from lab.simulation.simulator import STOP, Arrival, Outcome, Simulator
 
 TIMES = StepTimes(decode={1: 0.01, 8: 0.012}, mixed={64: 0.02, 256: 0.05}, decode_context=1e-6)
 CACHE = CacheConfig(num_pages=401, page_size=16)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jaxserve.api import Request, SamplingParams
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.plan import Row, StepPlan
-from jaxserve.scheduler.simulator import STOP, Arrival, Simulator
 from jaxserve.step_times import StepTimes
+from lab.simulation.simulator import STOP, Arrival, Simulator
 
 TIMES = StepTimes(decode={4: 0.01}, mixed={64: 0.02, 256: 0.05})
 WRONG = replace(TIMES, decode={4: 0.018})

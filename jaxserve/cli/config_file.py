@@ -1,0 +1,56 @@
+"""`--config FILE`: flags in a YAML file, as vLLM has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def with_config_file(argv: list[str]) -> list[str]:
+    """The command line with the flags of its `--config FILE` before its own, which win.
+
+    Keys are flags without their dashes, `_` for `-` allowed; a list is several values, `true` is
+    the bare flag, `false` its `--no-` form.
+
+    Raises:
+      ValueError: one line that says what is wrong with the file.
+    """
+    path, rest = _split(argv)
+    if path is None:
+        return argv
+    commands = rest[:1] if rest and not rest[0].startswith("-") else []
+    return [*commands, *_flags(path), *rest[len(commands) :]]
+
+
+def _split(argv: list[str]) -> tuple[str | None, list[str]]:
+    for place, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if name == "--config":
+            if not equals and place + 1 == len(argv):
+                raise ValueError("--config needs a file")
+            end = place + (1 if equals else 2)
+            return value if equals else argv[place + 1], [*argv[:place], *argv[end:]]
+    return None, argv
+
+
+def _flags(path: str) -> Iterator[str]:
+    import yaml  # not for command lines without a file
+
+    try:
+        content: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path}: must hold flags and values, such as 'port: 8000'")
+    for key, value in content.items():
+        name = f"--{str(key).replace('_', '-')}"
+        if value is True:
+            yield name
+        elif value is False:
+            yield name.replace("--", "--no-", 1)
+        elif isinstance(value, list):
+            yield name
+            yield from map(str, value)
+        else:
+            yield f"{name}={value}"

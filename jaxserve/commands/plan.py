@@ -1,0 +1,225 @@
+"""`jaxserve plan`: what a model would have on a GPU, worked out without one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxserve.cli.gpus import GPUS, Gpu
+from jaxserve.cli.options import Options
+from jaxserve.config import ConfigError
+from jaxserve.model_spec import NAMED_MODELS
+from jaxserve.startup.environment import prepare
+from jaxserve_checkpoints.reader import CheckpointError
+
+if TYPE_CHECKING:
+    from jaxserve.startup.engine_plan import EnginePlan
+
+_CONTEXT = 1024
+"""Tokens of each sequence in the estimated steps, as in the measurements below."""
+
+
+class Factors(NamedTuple):
+    """Measured decode steps over the time that reading their bytes takes at the peak rate."""
+
+    least: float
+    most: float
+
+
+_FACTORS = {
+    None: Factors(1.28, 1.48),
+    "fp8": Factors(1.47, 1.57),
+    "int4": Factors(1.55, 1.86),
+    "nvfp4": Factors(1.61, 2.1),
+}
+"""By --quantization: 1 to 64 sequences of Qwen3-4B (1 to 256 in bfloat16) on an H100, and in
+bfloat16 on an H200. docs/measurements/quantized_steps_h100.json and step_h200.json; a test
+computes them again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A decode step of sequences with 1,024 tokens each. Times are in milliseconds."""
+
+    sequences: int
+    peak_ms: float
+    """Reading weights, keys and values at the peak rate of the memory: no step is faster."""
+    least_ms: float
+    most_ms: float
+    """Expected, as measured steps are to theirs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a start with the same flags would find. Sizes are in bytes."""
+
+    gpu: str
+    memory: int
+    """That the process may take."""
+    weights: int
+    kv_cache: int
+    kv_bytes_per_token: int
+    kv_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    model_max_len: int
+    measured: bool
+    """Steps were measured on GPUs of this kind."""
+    steps: list[Step]
+
+    @property
+    def streams(self) -> dict[int, int]:
+        """Sequences that run at once, by tokens of each."""
+        lengths = (length for length in (1024, 4096, 16384) if length <= self.max_model_len)
+        return {
+            length: min(self.kv_tokens // length, self.max_num_seqs)
+            for length in sorted({*lengths, self.max_model_len})
+        }
+
+
+def plan(options: Options) -> int:
+    """Print the estimate; returns the exit status. Errors are one line on stderr."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # a GPU that is here is neither asked nor taken
+    prepare(options.gpu_memory_utilization)
+    logging.getLogger("jaxserve").setLevel(logging.ERROR)  # what is logged at a start is printed
+    try:
+        found = estimate(options)
+    except (ConfigError, CheckpointError, OSError) as error:
+        print(f"jaxserve: error: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps(asdict(found) | {"streams": found.streams}, indent=1))
+    else:
+        print("\n".join(_lines(found, options)))
+    return 0
+
+
+def estimate(options: Options) -> Estimate:
+    """Plan a start on the GPU that the options name.
+
+    Raises:
+      ConfigError: the model does not fit, or is neither a named one nor a folder.
+    """
+    gpu = _gpu(options)
+    planned = _engine_plan(options, gpu)
+    cache, scheduler = planned.config.cache, planned.config.scheduler
+    spec = planned.config.spec
+    memory = planned.memory(0)
+    per_token = _per_token(planned)
+    return Estimate(
+        gpu=gpu.name,
+        memory=planned.limit,
+        weights=memory.weights,
+        kv_cache=memory.kv_cache,
+        kv_bytes_per_token=per_token,
+        kv_tokens=cache.usable_tokens,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_model_len=scheduler.max_model_len,
+        model_max_len=spec.max_position,
+        measured=gpu.capability == "9.0",
+        steps=[
+            _step(rows, _read_weights(planned), per_token, gpu, options.quantization)
+            for rows in planned.config.buckets.decode
+            if rows * _CONTEXT <= cache.usable_tokens
+        ],
+    )
+
+
+def _gpu(options: Options) -> Gpu:
+    if options.gpu is None:
+        raise ConfigError(f"--gpu is missing: one of {', '.join(GPUS)}")
+    gpu = GPUS[options.gpu]
+    return gpu._replace(mebibytes=options.gpu_memory >> 20) if options.gpu_memory else gpu
+
+
+def _engine_plan(options: Options, gpu: Gpu) -> EnginePlan:
+    """What a start does before it reads weights, for a device that its driver describes."""
+    from dataclasses import replace
+
+    from jaxserve.startup.engine_plan import plan_engine  # imports jax
+    from jaxserve.weights.model_source import find_model
+    from jaxserve_kernels import target
+
+    if options.model in NAMED_MODELS:  # of a named model no file is needed
+        options = replace(options, load_format="dummy")
+    elif options.model is not None and not os.path.isdir(options.model):
+        raise ConfigError(
+            f"--model {options.model}: pass a folder with config.json, or one of "
+            f"{', '.join(NAMED_MODELS)}"
+        )
+    limit = int(gpu.mebibytes * 2**20 * options.gpu_memory_utilization)
+    device = SimpleNamespace(
+        platform="gpu",
+        device_kind=gpu.name,
+        compute_capability=gpu.capability,
+        memory_stats=lambda: {"bytes_limit": limit},
+        client=SimpleNamespace(platform_version="cuda"),
+    )
+    capability = int(gpu.capability.replace(".", ""))
+    with target.use(target.Target("triton", compute_capability=capability)):
+        return plan_engine(options, find_model(options), device)
+
+
+def _per_token(planned: EnginePlan) -> int:
+    """Bytes of keys and values of a token in all layers."""
+    from jaxserve_kernels.kv_format import page_bytes
+
+    config = planned.config
+    shape = config.kv_shape
+    return page_bytes(config.kv_format, shape, config.dtype) // config.cache.page_size
+
+
+def _read_weights(planned: EnginePlan) -> int:
+    """Bytes of weights that a decode step of few sequences reads: not the copies in fp8, and of an
+    embedding that is not the output matrix only some rows."""
+    from jaxserve.startup.memory import tree_bytes
+
+    spec = planned.config.spec
+    total = tree_bytes(planned.weights.encoded)
+    if spec.tie_embeddings:
+        return total
+    import jax.numpy as jnp
+
+    return total - spec.vocab_size * spec.embed * jnp.dtype(planned.config.dtype).itemsize
+
+
+def _step(rows: int, weights: int, per_token: int, gpu: Gpu, quantization: str | None) -> Step:
+    factors = _FACTORS[quantization]
+    peak = (weights + rows * _CONTEXT * per_token) / (gpu.gb_per_s * 1e9) * 1e3
+    return Step(
+        sequences=rows,
+        peak_ms=round(peak, 3),
+        least_ms=round(peak * factors.least, 2),
+        most_ms=round(peak * factors.most, 2),
+    )
+
+
+def _lines(found: Estimate, options: Options) -> list[str]:
+    gib = 2**30
+    cut = "" if found.max_model_len == found.model_max_len else " (what fits)"
+    lines = [
+        f"{options.model or 'jaxserve-embedded'} on {found.gpu}, worked out without the GPU",
+        "",
+        f"memory to use     {found.memory / gib:8.1f} GiB",
+        f"weights           {found.weights / gib:8.1f} GiB",
+        f"KV cache          {found.kv_cache / gib:8.1f} GiB, {found.kv_tokens:,} tokens of "
+        f"{found.kv_bytes_per_token / 1024:.1f} KiB",
+        f"context           {found.max_model_len:8,} tokens{cut}",
+        f"sequences at once {found.max_num_seqs:8,}",
+    ]
+    lines += [f"  of {length:,} tokens each: {count:,}" for length, count in found.streams.items()]
+    lines += ["", f"decode step, {_CONTEXT:,} tokens of context each, in milliseconds:"]
+    lines += [
+        f"  {step.sequences:4} sequences: {step.least_ms:7.2f} to {step.most_ms:.2f}"
+        if step.least_ms >= 1
+        else f"  {step.sequences:4} sequences:  under 1: launching the step counts more"
+        for step in found.steps
+    ]
+    measured = "Steps were measured on such a GPU" if found.measured else "Never run on such a GPU"
+    lines += ["", f"{measured}; ratios are those of Qwen3-4B on an H100 and an H200."]
+    return lines

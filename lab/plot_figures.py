@@ -1,0 +1,102 @@
+"""Draw the figures of the experiment logs from lab/measurements.
+
+python -m lab.plot_figures
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from scripts import kv_report, matmul_report, plot_figures
+
+LAB = Path(__file__).parent
+
+
+def main() -> None:
+    plot_figures.draw_step(_measured("step_h100"), LAB / "figures" / "step_h100.svg")
+    draw_products()
+    draw_kv_formats()
+    draw_simulated_policies()
+
+
+def draw_products() -> None:
+    """A layer's products: all formats but those whose turn came in a later run, and those of it."""
+    result = _measured("matmul_h200")
+    later = result["commit 7f7f874"]["layers"]
+    layers = [matmul_report.Timing(**timing) for timing in result["layers"]]
+    known = {timing.format for timing in layers}
+    layers += [matmul_report.Timing(**each) for each in later if each["format"] not in known]
+    matmul_report.plot(result, layers, LAB / "figures" / "matmul_h200.svg")
+
+
+def draw_kv_formats() -> None:
+    """Tokens per second by format of keys and values: a run, the points that were disturbed in it
+    from a later one, and those of more clients than it had from another."""
+    drawn: dict[str, Any] = {}
+    for name in ("kv_h200", "kv_long_h200"):
+        result = _measured(name)
+        drawn |= {key: result[key] for key in ("model", "card")}
+        formats = drawn.setdefault("formats", {})
+        for commit in ("commit 1885825", "commit df13fcb"):
+            for kv_format, entry in result[commit]["formats"].items():
+                formats.setdefault(kv_format, {"points": {}})["points"] |= entry["points"]
+    for run in reversed(_measured("kv_queue_h200")["runs"]):
+        for kv_format, entry in run["formats"].items():
+            points = formats[kv_format]["points"]
+            points |= {name: point for name, point in entry["points"].items() if name not in points}
+    kv_report.plot(drawn, LAB / "figures" / "kv_h200.svg")
+
+
+def _measured(name: str) -> Any:
+    return json.loads((LAB / "measurements" / f"{name}.json").read_text())
+
+
+def draw_simulated_policies() -> None:
+    """Goodput and shares in time of the study's mix, simulated: means of the seeds, and spread."""
+    result = _measured("policies_simulated_h200")
+    half = result["half_rate"]
+    figure, (goodput, classes) = plot_figures.plt.subplots(1, 2, figsize=(9, 3.4))
+    for setup, mark in (("fcfs", "s-"), ("slo, told no deadlines", "^-"), ("slo", "o-")):
+        points = [point for point in result["points"] if point["setup"] == setup]
+        rates = sorted({point["rate"] for point in points})
+        if not rates:
+            continue
+        by_rate = [[point for point in points if point["rate"] == rate] for rate in rates]
+        good = [[point["goodput_requests_per_s"] for point in each] for each in by_rate]
+        middle = [mean(each) for each in good]
+        spread = [
+            [value - min(each) for value, each in zip(middle, good, strict=True)],
+            [max(each) - value for value, each in zip(middle, good, strict=True)],
+        ]
+        line = goodput.errorbar(rates, middle, spread, fmt=mark, capsize=3, label=setup)
+        worst = [
+            mean(min(list(point["attainment"].values())[:-1]) for point in each) for each in by_rate
+        ]
+        every = [mean(point["attainment"]["all"] for point in each) for each in by_rate]
+        color = line.lines[0].get_color()
+        classes.plot(rates, every, mark, color=color)
+        classes.plot(rates, worst, mark[0] + ":", color=color)
+    most = max(point["rate"] for point in result["points"])
+    goodput.plot((0, most), (0, most), "--", color="gray", label="all of them in time")
+    goodput.set_ylabel("requests per second in time")
+    classes.set_ylabel("share of requests in time")
+    for axes in (goodput, classes):
+        axes.axvline(half, color="gray", linewidth=0.8)
+        axes.set_xlim(0)
+        axes.set_ylim(0)
+        axes.set_xlabel("requests sent per second")
+    goodput.legend(frameon=False, fontsize=8)
+    classes.set_title("solid: of all, dotted: of the class with least", fontsize=8)
+    goodput.annotate(
+        "fcfs has 50 %", (half, 0), textcoords="offset points", xytext=(3, 4), fontsize=8
+    )
+    title = f"Simulated with step times of {result['card']}: mix of the study for "
+    figure.suptitle(f"{title}{result['duration_s']:g} s", fontsize=10)
+    plot_figures.save(figure, LAB / "figures" / "policies_simulated_h200.svg")
+
+
+if __name__ == "__main__":
+    main()
