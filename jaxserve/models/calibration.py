@@ -15,7 +15,7 @@ from jaxserve.models.qwen3 import Layer, Params, layer_views
 from jaxserve.models.rope import rope_tables
 from jaxserve_kernels import target
 from jaxserve_kernels.add_rms_norm import rms_norm
-from jaxserve_kernels.attention_inputs.reference import heads_of
+from jaxserve_kernels.attention_inputs.reference import HeadWeights, heads_of
 from jaxserve_kernels.matmul import gated_linear, linear, sum_parts, take_rows
 from jaxserve_kernels.weights.awq import InputStatistics, statistics
 
@@ -61,11 +61,12 @@ def run_layer(layer: Layer, x: Array, spec: ModelSpec) -> tuple[Array, LayerInpu
     with target.use(target.Target("reference")):
         attention_in = rms_norm(x, layer.attention_norm, spec.norm_eps)
         q, k, v = heads_of(
-            sum_parts(linear(attention_in, layer.qkv), x.dtype),
-            (layer.q_norm, layer.k_norm),
+            linear(attention_in, layer.qkv),
+            HeadWeights(layer.q_norm, layer.k_norm),
             rope_tables(spec, jnp.arange(tokens)),
             kv_heads=spec.kv_heads,
             eps=spec.norm_eps,
+            dtype=x.dtype,
         )
         wide = (each.astype(jnp.float32) for each in (q, k, v))
         attended = jax.nn.dot_product_attention(*wide, is_causal=True)

@@ -19,6 +19,7 @@ from jaxserve.models.rope import rope_tables
 from jaxserve_checkpoints.naming import AnyRule, Ignore, Repeat, Rule
 from jaxserve_kernels import chain
 from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
+from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.kv_format import KV, AttentionStep, attend, end_step
 from jaxserve_kernels.matmul import (
     QuantizedTokens,
@@ -292,11 +293,12 @@ def _attend(
         linear(normed, layer.qkv),
         kv,
         index,
-        (layer.q_norm, layer.k_norm),
+        HeadWeights(layer.q_norm, layer.k_norm),
         tables,
         tokens.places,
         eps=spec.norm_eps,
         tile_size=tile_size,
+        dtype=layer.attention_norm.dtype,
     )
     return attended.reshape(normed.shape[0], -1), kv
 
