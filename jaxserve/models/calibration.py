@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models.qwen3 import Layer, Params, layer_views
+from jaxserve.models.decoder import Layer, Params, layer_views
 from jaxserve.models.rope import rope_tables
 from jaxserve_kernels import target
 from jaxserve_kernels.add_rms_norm import rms_norm
@@ -53,17 +53,18 @@ def _layer_statistics(
 
 
 def run_layer(layer: Layer, x: Array, spec: ModelSpec) -> tuple[Array, LayerInputs[Array]]:
-    """One sequence x [tokens, embed] through a layer as `qwen3.forward` does it, without a cache.
+    """One sequence x [tokens, embed] through a layer as `decoder.forward` does it, without a cache.
 
     Returns what comes out, and what each matrix took in.
     """
     tokens = x.shape[0]
+    assert layer.q_norm is not None and layer.k_norm is not None
     with target.use(target.Target("reference")):
         attention_in = rms_norm(x, layer.attention_norm, spec.norm_eps)
         q, k, v = heads_of(
             sum_parts(linear(attention_in, layer.qkv), x.dtype),
             (layer.q_norm, layer.k_norm),
-            rope_tables(spec, jnp.arange(tokens)),
+            rope_tables(spec.attention, jnp.arange(tokens)),
             kv_heads=spec.kv_heads,
             eps=spec.norm_eps,
         )
