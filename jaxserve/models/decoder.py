@@ -18,6 +18,7 @@ from jaxserve.model_spec import ModelSpec
 from jaxserve.models.rope import RopeTables, step_tables, table_of_layer
 from jaxserve_kernels import chain
 from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
+from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.kv_format import KV, AttentionStep, attend, end_step
 from jaxserve_kernels.matmul import (
     QuantizedTokens,
@@ -262,16 +263,16 @@ def _attend(
     tile_size: int,
 ) -> tuple[Array, KV]:
     """The heads' results [tokens, q_size], and the cache."""
-    assert layer.q_norm is not None and layer.k_norm is not None
     attended, kv = attend(
         linear(normed, layer.qkv),
         kv,
         index,
-        (layer.q_norm, layer.k_norm),
+        HeadWeights(layer.q_norm, layer.k_norm, layer.qkv_bias),
         tables,
         tokens.places,
         eps=spec.norm_eps,
         tile_size=tile_size,
+        dtype=layer.attention_norm.dtype,
     )
     return attended.reshape(normed.shape[0], -1), kv
 

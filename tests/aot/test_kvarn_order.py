@@ -23,7 +23,9 @@ def test_whoever_reads_sinks_and_tails_before_the_write_returns_them() -> None:
     kv = named("kvarn_k4v2_g128").abstract(sequences.shape, jnp.bfloat16)
 
     def layer(kv: KVarNKV) -> tuple[jax.Array, KVarNKV]:
-        return triton.attend(qkv, kv, 0, sequences.norms, tables, step, eps=EPS, tile_size=32)
+        return triton.attend(
+            qkv, kv, 0, sequences.heads, tables, step, eps=EPS, tile_size=32, dtype=sequences.dtype
+        )
 
     with target.use(target.Target("triton", compute_capability=90)):
         program = jax.make_jaxpr(layer)(kv).jaxpr

@@ -59,7 +59,17 @@ def test_caches_of_8_bits_compile_for_an_a100(
     qkv, tables = sequences.projections(step)
 
     def attention(qkv: Any, kv: Any, tables: Any, step: Any) -> Any:
-        return attend(qkv, kv, LAYER, sequences.norms, tables, step, eps=EPS, tile_size=tile_size)
+        return attend(
+            qkv,
+            kv,
+            LAYER,
+            sequences.heads,
+            tables,
+            step,
+            eps=EPS,
+            tile_size=tile_size,
+            dtype=sequences.dtype,
+        )
 
     with target.use(A100):
         traced = jax.jit(attention).trace(qkv, kv, tables, step)

@@ -85,7 +85,15 @@ def test_every_format_of_keys_and_values(
 
     def both(qkv: Any, kv: Any, tables: Any, step: Any, tile_size: int) -> Any:
         out, kv = attend(
-            qkv, kv, LAYER, sequences.norms, tables, step, eps=EPS, tile_size=tile_size
+            qkv,
+            kv,
+            LAYER,
+            sequences.heads,
+            tables,
+            step,
+            eps=EPS,
+            tile_size=tile_size,
+            dtype=sequences.dtype,
         )
         return out, end_step(kv, step, tile_size=tile_size)
 
@@ -125,9 +133,11 @@ def test_float32_queries_are_not_rounded_over_a_bfloat16_cache(work: Any) -> Non
     kv = jax.random.normal(jax.random.key(0), cache.shape, cache.dtype)
 
     def run(implementation: target.Target) -> tuple[jax.Array, jax.Array]:
-        arrays = jax.tree.map(jnp.asarray, (sequences.norms, tables, step))
+        arrays = jax.tree.map(jnp.asarray, (sequences.heads, tables, step))
         with target.use(implementation):
-            return attend(qkv, kv, LAYER, *arrays, eps=EPS, tile_size=tile_size)
+            return attend(
+                qkv, kv, LAYER, *arrays, eps=EPS, tile_size=tile_size, dtype=sequences.dtype
+            )
 
     (out, left), (expected, kept) = run(HOPPER), run(target.Target("reference"))
     assert out.dtype == jnp.float32 and left.dtype == jnp.bfloat16
@@ -152,4 +162,14 @@ def test_a_step_of_padding_alone_waits_for_the_kernels_before_it(name: str) -> N
     kv = named(name).allocate(sequences.shape, "bfloat16")
     qkv, tables = sequences.projections(step, parts=4)
     with a_chain():
-        attend(qkv, kv, LAYER, sequences.norms, tables, step, eps=EPS, tile_size=1)
+        attend(
+            qkv,
+            kv,
+            LAYER,
+            sequences.heads,
+            tables,
+            step,
+            eps=EPS,
+            tile_size=1,
+            dtype=sequences.dtype,
+        )

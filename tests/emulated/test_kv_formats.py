@@ -54,11 +54,11 @@ def test_attention_and_what_it_leaves(
 
     def reference(kv: Any, step: Any, tile_size: int) -> Any:
         qkv, tables = sequences.projections(step)
-        call = partial(attend, layer=LAYER, eps=EPS, tile_size=tile_size)
+        call = partial(attend, layer=LAYER, eps=EPS, tile_size=tile_size, dtype=sequences.dtype)
         with target.use(target.Target("reference")):
             return jax.jit(
                 lambda qkv, kv, tables, step: call(
-                    qkv, kv, norms=sequences.norms, tables=tables, step=step
+                    qkv, kv, heads=sequences.heads, tables=tables, step=step
                 )
             )(qkv, kv, tables, step)
 
@@ -69,7 +69,15 @@ def test_attention_and_what_it_leaves(
     kernels = eight_bit if kv_format.name in ("int8", "fp8_e4m3") else kvarn
     with target.use(target.Target("triton", compute_capability=capability)):
         out, kv = kernels.attend(
-            qkv, kv, LAYER, sequences.norms, tables, step, eps=EPS, tile_size=tile_size
+            qkv,
+            kv,
+            LAYER,
+            sequences.heads,
+            tables,
+            step,
+            eps=EPS,
+            tile_size=tile_size,
+            dtype=sequences.dtype,
         )
         kv = end_step(kv, step, tile_size=tile_size)
     count = sum(counts)

@@ -10,7 +10,7 @@ import pytest
 from jaxserve_kernels import target, tuned
 from jaxserve_kernels.add_rms_norm import reference as add_rms_norm_reference
 from jaxserve_kernels.add_rms_norm import triton as add_rms_norm_triton
-from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
+from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_inputs
 from jaxserve_kernels.attention_inputs import triton as attention_inputs_triton
 from jaxserve_kernels.dense_matmul import reference as products_reference
 from jaxserve_kernels.dense_matmul import triton as products_triton
@@ -54,14 +54,16 @@ def test_attention_inputs(parts: int) -> None:
         rng.standard_normal((parts, tokens, (q_heads + 2 * kv_heads) * dim)), jnp.float32
     )
     kv = jnp.asarray(rng.standard_normal((2, pages, kv_heads, 2, page, dim)), jnp.float32)
-    norms = tuple(jnp.asarray(rng.standard_normal(dim), jnp.float32) for _ in range(2))
+    norms = (jnp.asarray(rng.standard_normal(dim), jnp.float32) for _ in range(2))
+    heads = HeadWeights(*norms)
     angles = rng.uniform(0, 100, (tokens, dim // 2))
     tables = (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32))
     places = rng.choice(pages * page, tokens, replace=False).astype(np.int32)
     slots = KVSlots(jnp.asarray(places // page), jnp.asarray(places % page))
-    outputs = attention_inputs_triton.attention_inputs(qkv, kv, 1, norms, tables, slots, eps=1e-6)
+    given = (qkv, kv, 1, heads, tables, slots)
+    outputs = attention_inputs_triton.attention_inputs(*given, eps=1e-6, dtype="float32")
     with target.use(target.Target("reference")):
-        expected = attention_inputs(qkv, kv, 1, norms, tables, slots, eps=1e-6)
+        expected = attention_inputs(*given, eps=1e-6, dtype="float32")
     for output, wanted in zip(outputs, expected, strict=True):
         assert relative_error(output, wanted) < 1e-6
 

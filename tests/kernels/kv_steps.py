@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
+from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.kv_format import AttentionStep, CacheShape
 from jaxserve_kernels.paged_attention import QueryTiles
 
@@ -23,6 +24,15 @@ The first alone is not enough: of many tokens XLA gives a norm to YNNPACK, which
 rounding between the norm and its weight. Then 57 % of a key's elements are a neighbour in bfloat16,
 and 1.2 % of the codes that KVarN makes of them.
 """
+
+
+HEADS = {
+    "norms": ("q_norm", "k_norm"),
+    "nothing": (),
+    "bias": ("bias",),
+    "both": ("q_norm", "k_norm", "bias"),
+}
+"""Of `HeadWeights`, by models: Qwen3 has norms, Llama nothing, Qwen2 a bias."""
 
 
 class Projections(NamedTuple):
@@ -44,6 +54,8 @@ class Sequences:
     head_dim: int = 16
     dtype: str = "float32"
     seed: int = 0
+    options: str = "norms"
+    """A name in HEADS."""
 
     @property
     def _rng(self) -> np.random.Generator:
@@ -75,9 +87,13 @@ class Sequences:
         return np.concatenate([own, np.zeros((1, self.width), int)]).astype(np.int32)
 
     @property
-    def norms(self) -> tuple[Array, Array]:
-        weights = 1 + 0.1 * self._rng.standard_normal((2, self.head_dim))
-        return jnp.asarray(weights[0], self.dtype), jnp.asarray(weights[1], self.dtype)
+    def heads(self) -> HeadWeights:
+        rng = self._rng
+        norms = 1 + 0.1 * rng.standard_normal((2, self.head_dim))
+        bias = rng.standard_normal((self.q_heads + 2 * self.kv_heads) * self.head_dim)
+        found = HeadWeights(*(jnp.asarray(each, self.dtype) for each in (*norms, bias)))
+        left_out = {name for name in found._fields if name not in HEADS[self.options]}
+        return found._replace(**dict.fromkeys(left_out))
 
     def step(
         self,

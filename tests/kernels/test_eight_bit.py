@@ -80,12 +80,24 @@ def test_what_was_never_written_decodes_to_a_finite_number() -> None:
 def test_attention_is_the_softmax_over_what_the_cache_keeps(name: str) -> None:
     sequences = Sequences(lengths=(9, 1, 30), page_size=8)
     kv = named(name).allocate(sequences.shape, jnp.float32)
-    run: Any = jax.jit(attend, static_argnames=("layer", "eps", "tile_size"))
+    run: Any = jax.jit(attend, static_argnames=("layer", "eps", "tile_size", "dtype"))
     step = sequences.step((0, 0, 0), (9, 1, 30), 4)
     qkv, tables = sequences.projections(step)
-    out, kv = run(qkv, kv, LAYER, sequences.norms, tables, step, eps=EPS, tile_size=4)
+    out, kv = run(
+        qkv, kv, LAYER, sequences.heads, tables, step, eps=EPS, tile_size=4, dtype=sequences.dtype
+    )
     identity = named("auto").allocate(sequences.shape, jnp.float32)
-    exact, _ = run(qkv, identity, LAYER, sequences.norms, tables, step, eps=EPS, tile_size=4)
+    exact, _ = run(
+        qkv,
+        identity,
+        LAYER,
+        sequences.heads,
+        tables,
+        step,
+        eps=EPS,
+        tile_size=4,
+        dtype=sequences.dtype,
+    )
     error = float(jnp.linalg.norm(out - exact) / jnp.linalg.norm(exact))
     assert 1e-4 < error < (0.01 if name == "int8" else 0.05), error
     # The same queries over the decoded cache, by the dense format.
@@ -95,6 +107,8 @@ def test_attention_is_the_softmax_over_what_the_cache_keeps(name: str) -> None:
     from jaxserve_kernels.attention_inputs.reference import heads_of
     from jaxserve_kernels.paged_attention.reference import paged_attention
 
-    q, _, _ = heads_of(qkv[0], sequences.norms, tables, kv_heads=sequences.kv_heads, eps=EPS)
+    q, _, _ = heads_of(
+        qkv, sequences.heads, tables, kv_heads=sequences.kv_heads, eps=EPS, dtype=sequences.dtype
+    )
     expected = paged_attention(q, dense, LAYER, step.page_table, step.tiles, tile_size=4)
     np.testing.assert_allclose(out, expected, rtol=0, atol=2e-6)

@@ -119,18 +119,20 @@ def test_in_a_float32_model_bf16_rounds_keys_and_values_and_nothing_else() -> No
     sequences = Sequences(lengths=(9, 30), page_size=8)
     step = sequences.step((0, 0), (9, 30), 4)
     qkv, tables = sequences.projections(step)
-    run: Any = jax.jit(partial(kv_format.attend, layer=0, eps=EPS, tile_size=4))
+    run: Any = jax.jit(
+        partial(kv_format.attend, layer=0, eps=EPS, tile_size=4, dtype=sequences.dtype)
+    )
 
     def attend(name: str) -> tuple[jax.Array, jax.Array]:
         kv = kv_format.named(name).allocate(sequences.shape, jnp.float32)
-        return run(qkv, kv, norms=sequences.norms, tables=tables, step=step)
+        return run(qkv, kv, heads=sequences.heads, tables=tables, step=step)
 
     exact, plain = attend("auto")
     out, kept = attend("bf16")
     assert out.dtype == jnp.float32 and kept.dtype == jnp.bfloat16
     np.testing.assert_array_equal(kept[0, 1:], plain[0, 1:].astype(jnp.bfloat16))
     over_kept = paged_attention(
-        heads_of(qkv[0], sequences.norms, tables, kv_heads=2, eps=EPS)[0],
+        heads_of(qkv, sequences.heads, tables, kv_heads=2, eps=EPS, dtype=sequences.dtype)[0],
         kept.astype(jnp.float32), 0, step.page_table, step.tiles, tile_size=4,
     )  # fmt: skip
     np.testing.assert_allclose(out, over_kept, rtol=0, atol=1e-6)
@@ -149,9 +151,9 @@ def test_a_step_changes_its_cache_in_place(
     qkv, tables = sequences.projections(step)
 
     def layers(kv: Any, qkv: Any, tables: Any, step: Any) -> Any:
-        run = partial(kv_format.attend, eps=EPS, tile_size=tile_size)
+        run = partial(kv_format.attend, eps=EPS, tile_size=tile_size, dtype=sequences.dtype)
         for layer in range(2):
-            out, kv = run(qkv, kv, layer, sequences.norms, tables, step)
+            out, kv = run(qkv, kv, layer, sequences.heads, tables, step)
             qkv = qkv + jnp.sum(out)
         return out, kv_format.end_step(kv, step, tile_size=tile_size)
 

@@ -71,7 +71,15 @@ def test_attention_equals_its_reference(
 
         def both(qkv: Any, kv: Any, tables: Any, step: Any) -> Any:
             out, kv = attend(
-                qkv, kv, LAYER, sequences.norms, tables, step, eps=EPS, tile_size=tile_size
+                qkv,
+                kv,
+                LAYER,
+                sequences.heads,
+                tables,
+                step,
+                eps=EPS,
+                tile_size=tile_size,
+                dtype=sequences.dtype,
             )
             return out, end_step(kv, step, tile_size=tile_size)
 
@@ -122,8 +130,18 @@ def test_float32_queries_are_not_rounded_over_a_bfloat16_cache(work: tuple[Any, 
 
     def run(implementation: target.Implementation) -> tuple[jax.Array, jax.Array]:
         def call(qkv: Any, kv: Any, tables: Any, step: Any) -> tuple[jax.Array, jax.Array]:
-            norms = sequences.norms
-            return attend(qkv, kv, LAYER, norms, tables, step, eps=EPS, tile_size=tile_size)
+            heads = sequences.heads
+            return attend(
+                qkv,
+                kv,
+                LAYER,
+                heads,
+                tables,
+                step,
+                eps=EPS,
+                tile_size=tile_size,
+                dtype=sequences.dtype,
+            )
 
         with target.use(target.Target(implementation)):
             return jax.jit(call)(qkv, kv, tables, step)
@@ -150,7 +168,17 @@ def test_attention_is_the_same_in_a_chain(name: str) -> None:
     def layers(qkv: Any, kv: Any, tables: Any, step: Any) -> Any:
         outs = []
         for layer in range(2):
-            out, kv = attend(qkv, kv, layer, sequences.norms, tables, step, eps=EPS, tile_size=1)
+            out, kv = attend(
+                qkv,
+                kv,
+                layer,
+                sequences.heads,
+                tables,
+                step,
+                eps=EPS,
+                tile_size=1,
+                dtype=sequences.dtype,
+            )
             outs.append(out)
         return *outs, kv
 

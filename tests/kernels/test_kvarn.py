@@ -119,15 +119,17 @@ def test_attention_sees_codes_between_the_sink_and_the_tail(value_bits: int) -> 
     """One query after another against a dense softmax over what each may see."""
     sequences = Sequences(lengths=(30,), page_size=8, q_heads=2, kv_heads=1, head_dim=8)
     kv = KVarN(value_bits=value_bits, group=8).allocate(sequences.shape, jnp.float32)
-    run: Any = jax.jit(partial(attend, layer=LAYER, eps=EPS, tile_size=4))
+    run: Any = jax.jit(partial(attend, layer=LAYER, eps=EPS, tile_size=4, dtype=sequences.dtype))
     step = sequences.step((0,), (30,), 4)
     qkv, tables = sequences.projections(step)
-    out, kv = run(qkv, kv, norms=sequences.norms, tables=tables, step=step)
+    out, kv = run(qkv, kv, heads=sequences.heads, tables=tables, step=step)
     from jaxserve_kernels.attention_inputs.reference import heads_of
 
     q, k, v = (
         np.asarray(codec.rotate(part))
-        for part in heads_of(qkv[0], sequences.norms, tables, kv_heads=1, eps=EPS)
+        for part in heads_of(
+            qkv, sequences.heads, tables, kv_heads=1, eps=EPS, dtype=sequences.dtype
+        )
     )
     pages = sequences.page_table[0]
     stores = (np.asarray(store[LAYER, pages, 0]) for store in kv[:3])
@@ -157,13 +159,13 @@ def test_no_token_depends_on_where_its_sequence_was_cut() -> None:
     stale = empty._replace(
         scales=jnp.full_like(empty.scales, jnp.nan), raw=jnp.full_like(empty.raw, jnp.nan)
     )
-    run: Any = jax.jit(partial(attend, layer=LAYER, eps=EPS, tile_size=1))
+    run: Any = jax.jit(partial(attend, layer=LAYER, eps=EPS, tile_size=1, dtype=sequences.dtype))
 
     def compute(kv: Any, starts: tuple[int, int], counts: tuple[int, int]) -> tuple[Any, Any]:
         """Of each sequence, what its tokens get; and the cache. As many tokens in every step."""
         step = sequences.step(starts, counts, 1, padding=2 * length - sum(counts) + 2)
         qkv, tables = sequences.projections(step)
-        out, kv = run(qkv, kv, norms=sequences.norms, tables=tables, step=step)
+        out, kv = run(qkv, kv, heads=sequences.heads, tables=tables, step=step)
         return np.split(np.asarray(out[: sum(counts)]), counts[:1]), kv
 
     whole, filled = compute(stale, (0, 0), (length, length))
@@ -200,15 +202,17 @@ def test_places_of_a_tile_without_a_token_see_no_codes() -> None:
     )
     step = sequences.step((0,), (length,), tile_size)
     qkv, tables = sequences.projections(step)
-    run: Any = jax.jit(partial(attend, layer=LAYER, eps=EPS, tile_size=tile_size))
-    out, _ = run(qkv, stale, norms=sequences.norms, tables=tables, step=step)
+    run: Any = jax.jit(
+        partial(attend, layer=LAYER, eps=EPS, tile_size=tile_size, dtype=sequences.dtype)
+    )
+    out, _ = run(qkv, stale, heads=sequences.heads, tables=tables, step=step)
     assert np.isfinite(out[:length]).all()
 
 
 def test_a_sequence_that_shares_pages_but_computes_the_first_one_gets_what_it_gets_alone() -> None:
     sequences = Sequences(lengths=(20, 20), page_size=4, head_dim=8)
     kv = KVarN(value_bits=4, group=4).allocate(sequences.shape, jnp.float32)
-    run: Any = jax.jit(partial(attend, layer=LAYER, eps=EPS, tile_size=4))
+    run: Any = jax.jit(partial(attend, layer=LAYER, eps=EPS, tile_size=4, dtype=sequences.dtype))
 
     def compute(kv: Any, starts: tuple[int, int], counts: tuple[int, int], table: Any) -> Any:
         """Both sequences have the same tokens."""
@@ -216,7 +220,7 @@ def test_a_sequence_that_shares_pages_but_computes_the_first_one_gets_what_it_ge
         qkv, tables = sequences.projections(step._replace(slots=jnp.zeros_like(step.slots)))
         pages = table[np.asarray(step.slots), np.asarray(step.positions) // 4]
         step = step._replace(page_table=jnp.asarray(table), pages=jnp.asarray(pages))
-        return run(qkv, kv, norms=sequences.norms, tables=tables, step=step)
+        return run(qkv, kv, heads=sequences.heads, tables=tables, step=step)
 
     table = np.array(sequences.page_table)
     alone, _ = compute(kv, (0, 0), (0, 18), table)

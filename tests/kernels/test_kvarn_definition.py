@@ -155,13 +155,15 @@ def test_keys_are_rounded_where_the_definition_rounds_however_many_tokens_there_
     qkv, tables = sequences.projections(step)
 
     def keys(qkv: Any, tables: Any) -> Any:
-        _, keys, _ = heads_of(qkv[0], sequences.norms, tables, kv_heads=8, eps=EPS)
+        _, keys, _ = heads_of(
+            qkv, sequences.heads, tables, kv_heads=8, eps=EPS, dtype=sequences.dtype
+        )
         return codec.rotate(keys)
 
     got = jax.jit(keys, compiler_options=AS_WRITTEN)(qkv, tables)
     wide = np.asarray(qkv[0], np.float64).reshape(tokens, -1, SIZE)[:, 8:16]
     cos, sin = (np.asarray(table, np.float64)[:, None] for table in tables)
-    weight = np.asarray(sequences.norms[1], np.float64)
+    weight = np.asarray(sequences.heads.k_norm, np.float64)
     wide = rounded(wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + EPS))
     first, second = np.split(rounded(wide * weight), 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]

@@ -12,7 +12,7 @@ import pytest
 
 from jaxserve_kernels import chain, target
 from jaxserve_kernels.add_rms_norm import add_rms_norm
-from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
+from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_inputs
 from jaxserve_kernels.dense_matmul import add_linear, gated_linear, linear, sum_parts
 from jaxserve_kernels.kv_format import AttentionStep, attend
 from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
@@ -143,7 +143,8 @@ def test_attention_inputs_equal_their_reference(
         rng.standard_normal((parts, tokens, width)), "float32" if parts > 1 else dtype
     )
     kv = jnp.asarray(rng.standard_normal((3, pages, kv_heads, 2, page, dim)), dtype)
-    norms = tuple(jnp.asarray(1 + 0.1 * rng.standard_normal(dim), dtype) for _ in range(2))
+    norms = (jnp.asarray(1 + 0.1 * rng.standard_normal(dim), dtype) for _ in range(2))
+    heads = HeadWeights(*norms)
     angles = rng.uniform(0, 100, (tokens, dim // 2))
     tables = (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32))
     places = rng.choice(pages * page, tokens, replace=False)
@@ -152,7 +153,9 @@ def test_attention_inputs_equal_their_reference(
     def run(implementation: target.Implementation) -> tuple[jax.Array, jax.Array]:
         with target.use(target.Target(implementation)):
             return jax.jit(
-                lambda qkv, kv: attention_inputs(qkv, kv, 1, norms, tables, slots, eps=1e-6)
+                lambda qkv, kv: attention_inputs(
+                    qkv, kv, 1, heads, tables, slots, eps=1e-6, dtype=dtype
+                )
             )(qkv, kv)
 
     for out, expected in zip(run("triton"), run("reference"), strict=True):
@@ -227,16 +230,17 @@ def test_attention_in_a_chain_equals_its_reference(starts: tuple[int, ...], head
     places = (jnp.asarray(each) for each in (slots, positions, pages, positions % 64))
     step = AttentionStep(*places, tiles, jnp.asarray(inputs.page_table))
     rng = np.random.default_rng(4)
-    norms = tuple(jnp.asarray(1 + 0.1 * rng.standard_normal(heads.dim), "bfloat16") for _ in "qk")
+    norms = (jnp.asarray(1 + 0.1 * rng.standard_normal(heads.dim), "bfloat16") for _ in "qk")
+    weights = HeadWeights(*norms)
     angles = rng.uniform(0, 100, (tokens, heads.dim // 2))
     tables = (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32))
     width = (heads.q + 2 * heads.kv) * heads.dim
     qkv = jnp.asarray(rng.standard_normal((4, tokens, width)), jnp.float32)
 
     def layer(qkv: jax.Array, kv: jax.Array, *args: Any) -> Any:
-        return attend(qkv, kv, inputs.layer, *args, eps=1e-6, tile_size=1)
+        return attend(qkv, kv, inputs.layer, *args, eps=1e-6, tile_size=1, dtype="bfloat16")
 
-    arrays = (qkv, jnp.asarray(inputs.kv), norms, tables, step)
+    arrays = (qkv, jnp.asarray(inputs.kv), weights, tables, step)
     with target.use(target.Target("triton")):
         program = jax.jit(lambda *arrays: chain.call(layer, *arrays))
         out, kv = program(*arrays)

@@ -39,7 +39,7 @@ def test_calibration_computes_what_transformers_computes() -> None:
     def compute(params: decoder.Params) -> jax.Array:
         x = params.embedding[tokens]
         for layer in params.layers:
-            x, _ = run_layer(layer, x, spec)
+            x, _ = run_layer(layer, x, spec.attention, eps=spec.norm_eps)
         return decoder.logits(params, rms_norm(x, params.final_norm, spec.norm_eps))
 
     np.testing.assert_allclose(compute(params), logits, atol=2e-4)
@@ -89,7 +89,7 @@ def test_a_layer_quantised_by_awq_is_nearer_to_itself_than_one_rounded() -> None
     rounded = layer._replace(
         **{name: quantize_int4(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")}
     )
-    run = jax.jit(partial(run_layer, spec=SMALL))
+    run = jax.jit(partial(run_layer, attention=SMALL.attention, eps=SMALL.norm_eps))
     x = params.embedding[ids[0]]
     expected = run(layer, x)[0] - x
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from jaxserve.model_spec import AttentionSpec, LinearScaling, Llama3Scaling, Rope, YarnScaling
 from jaxserve.models.rope import rope_frequencies, rope_tables
 from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
-from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs, rope
+from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_inputs, rope
 from jaxserve_kernels.dense_matmul import gated_linear, linear, sum_parts
 from tests.tiny_model import SPEC
 
@@ -189,10 +189,11 @@ def test_attention_inputs_norm_and_rotate_per_head_and_store_keys_and_values() -
         jnp.asarray(parts),
         jnp.asarray(kv),
         1,
-        (jnp.asarray(q_norm), jnp.asarray(k_norm)),
+        HeadWeights(jnp.asarray(q_norm), jnp.asarray(k_norm)),
         rope_tables(SPEC.attention, jnp.asarray(positions)),
         KVSlots(jnp.asarray(pages), jnp.asarray(offsets)),
         eps=EPS,
+        dtype=jnp.float32,
     )
     heads = qkv.reshape(tokens, -1, head_dim)
     frequencies = rope_frequencies(SPEC.attention.rope, SPEC.head_dim)

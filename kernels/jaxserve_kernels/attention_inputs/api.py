@@ -1,14 +1,16 @@
-"""QK-norm + RoPE + KV write: picks the implementation."""
+"""Bias + QK-norm + RoPE + KV write: picks the implementation."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jaxserve_kernels import target
 from jaxserve_kernels.attention_inputs import reference
-from jaxserve_kernels.attention_inputs.reference import KVSlots
+from jaxserve_kernels.attention_inputs.reference import HeadWeights, KVSlots
 from jaxserve_kernels.fallback import compiles
 
 
@@ -16,20 +18,21 @@ def attention_inputs(
     qkv: Array,
     kv: Array,
     layer: int,
-    norms: tuple[Array, Array],
+    heads: HeadWeights,
     tables: tuple[Array, Array],
     slots: KVSlots,
     *,
     eps: float,
+    dtype: DTypeLike,
 ) -> tuple[Array, Array]:
     """See `reference.attention_inputs`."""
-    if target.uses_triton():
+    if target.uses_triton() and heads.only_norms:
         from jaxserve_kernels.attention_inputs import triton  # needs Triton: only for GPUs
 
         def kernels(qkv: Array, kv: Array, *rest: Any) -> Any:
-            return triton.attention_inputs(qkv, kv, layer, *rest, eps=eps)
+            return triton.attention_inputs(qkv, kv, layer, *rest, eps=eps, dtype=dtype)
 
-        args = (qkv, kv, norms, tables, slots)
-        if compiles("attention_inputs", kernels, *args, static=eps):
+        args = (qkv, kv, heads, tables, slots)
+        if compiles("attention_inputs", kernels, *args, static=(eps, jnp.dtype(dtype))):
             return kernels(*args)
-    return reference.attention_inputs(qkv, kv, layer, norms, tables, slots, eps=eps)
+    return reference.attention_inputs(qkv, kv, layer, heads, tables, slots, eps=eps, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The definition of QK-norm + RoPE + KV write, in plain JAX."""
+"""The definition of bias + QK-norm + RoPE + KV write, in plain JAX."""
 
 from __future__ import annotations
 
@@ -6,9 +6,26 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jaxserve_kernels.add_rms_norm.reference import rms_norm
 from jaxserve_kernels.dense_matmul.reference import sum_parts
+
+
+class HeadWeights(NamedTuple):
+    """What a layer's heads have beside the matrix of their projection. None: they have it not."""
+
+    q_norm: Array | None = None
+    """[head_dim], the weight of each query head's RMSNorm."""
+    k_norm: Array | None = None
+    """[head_dim], of each key head's; there are both norms or neither."""
+    bias: Array | None = None
+    """[(q_heads + 2 * kv_heads) * head_dim], of queries, keys and values."""
+
+    @property
+    def only_norms(self) -> bool:
+        """Whether that is all: what kernels without other options take."""
+        return self.q_norm is not None and self.k_norm is not None and self.bias is None
 
 
 class KVSlots(NamedTuple):
@@ -33,30 +50,37 @@ def attention_inputs(
     qkv: Array,
     kv: Array,
     layer: int,
-    norms: tuple[Array, Array],
+    heads: HeadWeights,
     tables: tuple[Array, Array],
     slots: KVSlots,
     *,
     eps: float,
+    dtype: DTypeLike,
 ) -> tuple[Array, Array]:
     """Norm and rotate queries and keys per head, and store keys and values in their pages::
 
-        q, k, v = split(sum_parts(qkv))                       # heads: q_heads, kv_heads, kv_heads
-        q, k = rope(rms_norm(q)), rope(rms_norm(k))
+        q, k, v = split(sum_parts(qkv) + bias)                # heads: q_heads, kv_heads, kv_heads
+        q, k = rope(rms_norm(q)), rope(rms_norm(k))           # rope alone without norms
         kv[layer, pages[t], :, :, offsets[t]] = k[t], v[t]
 
     Args:
       qkv: [parts, tokens, (q_heads + 2 * kv_heads) * head_dim], partial sums of the projection.
       kv: [layers, pages, kv_heads, 2, page_size, head_dim], updated in place when donated.
       layer: index into the first axis of kv.
-      norms: weights of the query and key norms, [head_dim] each; their dtype is the activations'.
+      heads: norms and bias, of those that the model has. The bias is added in float32, before the
+        sum is rounded to `dtype`: parts in a narrower dtype have been rounded once more.
       tables: cosines and sines, float32 [tokens, head_dim/2] each.
-      slots: where keys and values go; they are rounded to kv's dtype, nothing else is.
+      slots: where keys and values go; they are rounded to kv's dtype.
+      eps: of the norms.
+      dtype: of the activations, to which the projection, the norms and the rotation are rounded.
 
     Returns:
       Queries [tokens, q_heads, head_dim], and kv.
+
+    Raises:
+      ValueError: only one of the two norms is given.
     """
-    q, k, v = heads_of(sum_parts(qkv, norms[0].dtype), norms, tables, kv_heads=kv.shape[2], eps=eps)
+    q, k, v = heads_of(qkv, heads, tables, kv_heads=kv.shape[2], eps=eps, dtype=dtype)
     return q, kv_write(kv, layer, k, v, slots.pages, slots.offsets)
 
 
@@ -82,21 +106,24 @@ def kv_write(
 
 
 def heads_of(
-    projected: Array,
-    norms: tuple[Array, Array],
+    qkv: Array,
+    heads: HeadWeights,
     tables: tuple[Array, Array],
     *,
     kv_heads: int,
     eps: float,
+    dtype: DTypeLike,
 ) -> tuple[Array, Array, Array]:
-    """Queries, keys (both normed and rotated) and values, [tokens, heads, head_dim] each.
+    """Queries, keys (both normed, if there are norms, and rotated) and values.
 
-    `projected` is [tokens, (q_heads + 2 * kv_heads) * head_dim]; the others as in
-    `attention_inputs`.
+    [tokens, heads, head_dim] each, in `dtype`; arguments and errors as of `attention_inputs`.
     """
-    heads = projected.reshape(projected.shape[0], -1, norms[0].shape[0])
-    q_heads = heads.shape[1] - 2 * kv_heads
-    q, k, v = jnp.split(heads, [q_heads, q_heads + kv_heads], axis=1)
-    q = rope(rms_norm(q, norms[0], eps), *tables)
-    k = rope(rms_norm(k, norms[1], eps), *tables)
-    return q, k, v
+    if (heads.q_norm is None) != (heads.k_norm is None):
+        raise ValueError("queries and keys are both normed or neither is: one norm is missing")
+    projected = sum_parts(qkv, dtype, heads.bias)
+    each = projected.reshape(projected.shape[0], -1, 2 * tables[0].shape[-1])
+    q_heads = each.shape[1] - 2 * kv_heads
+    q, k, v = jnp.split(each, [q_heads, q_heads + kv_heads], axis=1)
+    if heads.q_norm is not None and heads.k_norm is not None:
+        q, k = rms_norm(q, heads.q_norm, eps), rms_norm(k, heads.k_norm, eps)
+    return rope(q, *tables), rope(k, *tables), v

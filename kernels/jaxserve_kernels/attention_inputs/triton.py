@@ -8,8 +8,9 @@ import jax
 import triton
 import triton.language as tl
 from jax import Array
+from jax.typing import DTypeLike
 
-from jaxserve_kernels.attention_inputs.reference import KVSlots
+from jaxserve_kernels.attention_inputs.reference import HeadWeights, KVSlots
 from jaxserve_kernels.attention_inputs.triton_parts import head_halves
 from jaxserve_kernels.triton_call import triton_call
 
@@ -33,7 +34,7 @@ def _kernel(
     offset = tl.load(offset_ptr + token)
     low, high = head_halves(
         qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, first,
-        stride, parts, q_heads, kv_heads, eps, q_norm_ptr.dtype.element_ty, HEADS, HALF, EARLY,
+        stride, parts, q_heads, kv_heads, eps, q_ptr.dtype.element_ty, HEADS, HALF, EARLY,
     )  # fmt: skip
     if first < q_heads:
         target = q_ptr + (token * q_heads + first + head[:, None]) * (2 * HALF) + dim[None, :]
@@ -52,26 +53,27 @@ def attention_inputs(
     qkv: Array,
     kv: Array,
     layer: int,
-    norms: tuple[Array, Array],
+    heads: HeadWeights,
     tables: tuple[Array, Array],
     slots: KVSlots,
     *,
     eps: float,
+    dtype: DTypeLike,
 ) -> tuple[Array, Array]:
     num_pages, kv_heads, _, page_size, head_dim = kv.shape[1:]
     parts, tokens, width = qkv.shape
     q_heads = width // head_dim - 2 * kv_heads
-    heads = math.gcd(math.gcd(q_heads, kv_heads), _MAX_HEADS)
+    block = math.gcd(math.gcd(q_heads, kv_heads), _MAX_HEADS)
     cache = jax.new_ref(kv)
     q = triton_call(
-        qkv, cache, layer * num_pages, *norms, *tables, *slots,
+        qkv, cache, layer * num_pages, *heads[:2], *tables, *slots,
         kernel=_kernel,
         name="attention_inputs",
-        out_type=jax.ShapeDtypeStruct((tokens, q_heads, head_dim), norms[0].dtype),
-        grid=(tokens, (q_heads + 2 * kv_heads) // heads),
+        out_type=jax.ShapeDtypeStruct((tokens, q_heads, head_dim), dtype),
+        grid=(tokens, (q_heads + 2 * kv_heads) // block),
         num_warps=4,
         stride=tokens * width, parts=parts,
         q_heads=q_heads, kv_heads=kv_heads, page_size=page_size,
-        eps=eps, HEADS=heads, HALF=head_dim // 2,
+        eps=eps, HEADS=block, HALF=head_dim // 2,
     )  # fmt: skip
     return q, jax.freeze(cache)

@@ -22,9 +22,16 @@ def gated_linear(x: Array, weight: Array) -> Array:
     return jax.nn.silu(gate.astype(jnp.float32)).astype(up.dtype) * up
 
 
-def sum_parts(parts: Array, dtype: DTypeLike) -> Array:
-    """The product whose partial sums [parts, tokens, out] these are, in `dtype`."""
-    return parts[0].astype(dtype) if parts.shape[0] == 1 else parts.sum(0).astype(dtype)
+def sum_parts(parts: Array, dtype: DTypeLike, bias: Array | None = None) -> Array:
+    """The product whose partial sums [parts, tokens, out] these are, in `dtype`.
+
+    A bias [out] is added to the sum in float32, before it is rounded (as torch's addmm does, if the
+    parts are in float32).
+    """
+    total = parts[0] if parts.shape[0] == 1 else parts.sum(0)
+    if bias is not None:
+        total = total.astype(jnp.float32) + bias.astype(jnp.float32)
+    return total.astype(dtype)
 
 
 def _product(x: Array, weight: Array, dtype: DTypeLike) -> Array:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
+from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.kv_format import chunks, dense, eight_bit, kvarn
 from jaxserve_kernels.kv_format.base import AttentionStep, KVFormat
 from jaxserve_kernels.kv_format.dense import Dense
@@ -20,35 +23,41 @@ def attend(
     qkv: Array,
     kv: KV,
     layer: int,
-    norms: tuple[Array, Array],
+    heads: HeadWeights,
     tables: tuple[Array, Array],
     step: AttentionStep,
     *,
     eps: float,
     tile_size: int,
+    dtype: DTypeLike,
 ) -> tuple[Array, KV]:
     """Store the keys and values of a step's tokens, and let its queries attend to their contexts.
 
-    QK-norm, RoPE and the KV write as in `attention_inputs`, then attention as in
+    Bias, QK-norm, RoPE and the KV write as in `attention_inputs`, then attention as in
     `paged_attention`, over keys and values as the format keeps them.
 
     Args:
       qkv: [parts, tokens, (q_heads + 2 * kv_heads) * head_dim], partial sums of the projection.
       kv: the cache, updated in place when donated.
       layer: which of the cache's layers.
-      norms: weights of the query and key norms, [head_dim] each; their dtype is the activations'.
+      heads: norms and bias, of those that the model has.
       tables: cosines and sines of RoPE, float32 [tokens, head_dim/2] each.
       step: where the tokens belong.
+      eps: of the norms.
       tile_size: the most tokens that a query tile holds.
+      dtype: of the activations.
 
     Returns:
-      [tokens, q_heads, head_dim] in the activations' dtype, and kv.
+      [tokens, q_heads, head_dim] in `dtype`, and kv.
+
+    Raises:
+      ValueError: only one of the two norms is given.
     """
     if isinstance(kv, Int8KV | Fp8KV):
-        return eight_bit.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
-    if isinstance(kv, KVarNKV):
-        return kvarn.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
-    return dense.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
+        run: Any = eight_bit.attend
+    else:
+        run = kvarn.attend if isinstance(kv, KVarNKV) else dense.attend
+    return run(qkv, kv, layer, heads, tables, step, eps=eps, tile_size=tile_size, dtype=dtype)
 
 
 def own_tokens(kv_format: KVFormat) -> int:

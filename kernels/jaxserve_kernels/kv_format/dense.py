@@ -13,7 +13,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels import early
-from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
+from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_inputs
 from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape, zeros
 from jaxserve_kernels.paged_attention import paged_attention
 
@@ -41,23 +41,24 @@ def attend(
     qkv: Array,
     kv: Array,
     layer: int,
-    norms: tuple[Array, Array],
+    heads: HeadWeights,
     tables: tuple[Array, Array],
     step: AttentionStep,
     *,
     eps: float,
     tile_size: int,
+    dtype: DTypeLike,
 ) -> tuple[Array, Array]:
     """See `api.attend`."""
     slots = KVSlots(step.pages, step.offsets)
-    if early.starts() and tile_size == 1:
+    if early.starts() and tile_size == 1 and heads.only_norms:
         from jaxserve_kernels.paged_attention import triton_streaming, triton_warps  # need Triton
 
         kernels = triton_streaming if qkv.shape[1] <= triton_streaming.MAX_TILES else triton_warps
-        if kernels.fits(qkv, kv, norms[0].dtype):
+        if kernels.fits(qkv, kv, dtype):
             return kernels.attend(
-                qkv, kv, layer, norms, tables, slots, step.page_table, step.tiles, eps=eps
+                qkv, kv, layer, heads, tables, slots, step.page_table, step.tiles, eps=eps
             )
-    q, kv = attention_inputs(qkv, kv, layer, norms, tables, slots, eps=eps)
+    q, kv = attention_inputs(qkv, kv, layer, heads, tables, slots, eps=eps, dtype=dtype)
     out = paged_attention(q, kv, layer, step.page_table, step.tiles, tile_size=tile_size)
-    return out.astype(norms[0].dtype), kv
+    return out.astype(dtype), kv

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from jaxserve_kernels.attention_inputs import KVSlots
+from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots
 from jaxserve_kernels.paged_attention.config import LOG2_E, choose
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.paged_attention.triton import merge, part_types
@@ -231,7 +231,7 @@ def attend(
     qkv: Array,
     kv: Array,
     layer: int,
-    norms: tuple[Array, Array],
+    heads: HeadWeights,
     tables: tuple[Array, Array],
     slots: KVSlots,
     page_table: Array,
@@ -252,7 +252,7 @@ def attend(
     )
     cache = jax.new_ref(kv)
     out, *sums = triton_call(
-        qkv, cache, layer * num_pages, *norms, *tables, *slots, page_table, *tiles[:4],
+        qkv, cache, layer * num_pages, *heads[:2], *tables, *slots, page_table, *tiles[:4],
         kernel=_attend,
         name="paged_attention",
         out_type=(

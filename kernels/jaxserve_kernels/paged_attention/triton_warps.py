@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels import target
-from jaxserve_kernels.attention_inputs import KVSlots
+from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.paged_attention.triton import merge, part_types
@@ -285,7 +285,7 @@ def attend(
     qkv: Array,
     kv: Array,
     layer: int,
-    norms: tuple[Array, Array],
+    heads: HeadWeights,
     tables: tuple[Array, Array],
     slots: KVSlots,
     page_table: Array,
@@ -296,7 +296,7 @@ def attend(
     """`attention_inputs`, and `paged_attention` of tiles of one token: its result, and kv."""
     cache = jax.new_ref(kv)
     out = launch(
-        qkv, cache, norms[0], layer, norms, tables, slots, page_table, tiles, eps=eps, kind=BF16
+        qkv, cache, tables[0], layer, heads, tables, slots, page_table, tiles, eps=eps, kind=BF16
     )
     return out, jax.freeze(cache)
 
@@ -306,7 +306,7 @@ def launch(
     kv: jax.Ref,
     scales: Array | jax.Ref,
     layer: int,
-    norms: tuple[Array, Array],
+    heads: HeadWeights,
     tables: tuple[Array, Array],
     slots: KVSlots,
     page_table: Array,
@@ -324,11 +324,11 @@ def launch(
     config = heuristic(tiles=num_tiles, kv_heads=kv_heads, kind=kind)
     rows = 8 if q_heads // kv_heads + 2 <= 8 else _MOST_ROWS  # columns of products
     out, *sums = triton_call(
-        qkv, *norms, *tables, kv, scales, *slots, page_table, *tiles[:4],
+        qkv, *heads[:2], *tables, kv, scales, *slots, page_table, *tiles[:4],
         kernel=_attend,
         name="paged_attention",
         out_type=(
-            jax.ShapeDtypeStruct((tokens, q_heads, 2 * half), norms[0].dtype),
+            jax.ShapeDtypeStruct((tokens, q_heads, 2 * half), jnp.bfloat16),
             *part_types(num_tiles, kv_heads, config.splits, rows, 2 * half),
         ),
         grid=(num_tiles, kv_heads, config.splits),

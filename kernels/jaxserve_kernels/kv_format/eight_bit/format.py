@@ -11,6 +11,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels import target
+from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.fallback import compiles
 from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape, zeros
 from jaxserve_kernels.kv_format.eight_bit import reference
@@ -60,21 +61,24 @@ def attend[Cache: Int8KV | Fp8KV](
     qkv: Array,
     kv: Cache,
     layer: int,
-    norms: tuple[Array, Array],
+    heads: HeadWeights,
     tables: tuple[Array, Array],
     step: AttentionStep,
     *,
     eps: float,
     tile_size: int,
+    dtype: DTypeLike,
 ) -> tuple[Array, Cache]:
     """See `kv_format.attend`."""
-    if target.uses_triton():
+    if target.uses_triton() and heads.only_norms:
         from jaxserve_kernels.kv_format.eight_bit import triton  # needs Triton: only for GPUs
 
         def kernels(qkv: Array, kv: Any, *rest: Any) -> Any:
-            return triton.attend(qkv, kv, layer, *rest, eps=eps, tile_size=tile_size)
+            return triton.attend(qkv, kv, layer, *rest, eps=eps, tile_size=tile_size, dtype=dtype)
 
-        args = (qkv, kv, norms, tables, step)
-        if compiles("attention_8_bit", kernels, *args, static=(eps, tile_size)):
+        args = (qkv, kv, heads, tables, step)
+        if compiles("attention_8_bit", kernels, *args, static=(eps, tile_size, jnp.dtype(dtype))):
             return kernels(*args)
-    return reference.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
+    return reference.attend(
+        qkv, kv, layer, heads, tables, step, eps=eps, tile_size=tile_size, dtype=dtype
+    )

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
-from jaxserve_kernels.attention_inputs.reference import heads_of
-from jaxserve_kernels.dense_matmul.reference import sum_parts
+from jaxserve_kernels.attention_inputs.reference import HeadWeights, heads_of
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.paged_attention import attend_pages
 
@@ -113,17 +113,16 @@ def attend[Cache: Int8KV | Fp8KV](
     qkv: Array,
     kv: Cache,
     layer: int,
-    norms: tuple[Array, Array],
+    heads: HeadWeights,
     tables: tuple[Array, Array],
     step: AttentionStep,
     *,
     eps: float,
     tile_size: int,
+    dtype: DTypeLike,
 ) -> tuple[Array, Cache]:
     """See `kv_format.attend`; keys and values are rounded to the format, nothing else is."""
-    dtype = norms[0].dtype
-    heads = heads_of(sum_parts(qkv, dtype), norms, tables, kv_heads=kv.words.shape[2], eps=eps)
-    q, k, v = heads
+    q, k, v = heads_of(qkv, heads, tables, kv_heads=kv.words.shape[2], eps=eps, dtype=dtype)
     kv = write(kv, layer, k, v, step)
     out = attend_pages(
         q.astype(jnp.float32),

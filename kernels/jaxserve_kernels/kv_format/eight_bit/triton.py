@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import jax
 from jax import Array
+from jax.typing import DTypeLike
 
-from jaxserve_kernels.attention_inputs import KVSlots
+from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.eight_bit import triton_attention, triton_expand
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
@@ -23,18 +24,18 @@ def attend[Cache: Int8KV | Fp8KV](
     qkv: Array,
     kv: Cache,
     layer: int,
-    norms: tuple[Array, Array],
+    heads: HeadWeights,
     tables: tuple[Array, Array],
     step: AttentionStep,
     *,
     eps: float,
     tile_size: int,
+    dtype: DTypeLike,
 ) -> tuple[Array, Cache]:
-    dtype = norms[0].dtype
     fast = numbers(dtype, kv)["FAST"]  # else `triton_attention` converts bytes by arithmetic
     if tile_size == 1 and fast and triton_warps.fits(qkv, kv.words, dtype):
-        return _stream(qkv, kv, layer, norms, tables, step, eps=eps)
-    q, kv = write(qkv, kv, layer, norms, tables, step, eps=eps)
+        return _stream(qkv, kv, layer, heads, tables, step, eps=eps)
+    q, kv = write(qkv, kv, layer, heads, tables, step, eps=eps, dtype=dtype)
     if tile_size == 1:
         tiles = step.tiles.in_one_list()
         return triton_attention.attend(q, kv, layer, step.page_table, tiles), kv
@@ -50,7 +51,7 @@ def _stream[Cache: Int8KV | Fp8KV](
     qkv: Array,
     kv: Cache,
     layer: int,
-    norms: tuple[Array, Array],
+    heads: HeadWeights,
     tables: tuple[Array, Array],
     step: AttentionStep,
     *,
@@ -60,7 +61,7 @@ def _stream[Cache: Int8KV | Fp8KV](
     words = jax.new_ref(kv.words)
     scales = kv.scales if isinstance(kv, Fp8KV) else jax.new_ref(kv.scales)
     out = triton_warps.launch(
-        qkv, words, scales, layer, norms, tables, KVSlots(step.pages, step.offsets),
+        qkv, words, scales, layer, heads, tables, KVSlots(step.pages, step.offsets),
         step.page_table, step.tiles.in_one_list(),
         eps=eps, kind=FP8 if isinstance(kv, Fp8KV) else INT8,
     )  # fmt: skip

@@ -8,7 +8,9 @@ import jax
 import triton
 import triton.language as tl
 from jax import Array
+from jax.typing import DTypeLike
 
+from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.attention_inputs.triton_parts import head_halves
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
@@ -96,30 +98,31 @@ def write[Cache: Int8KV | Fp8KV](
     qkv: Array,
     kv: Cache,
     layer: int,
-    norms: tuple[Array, Array],
+    heads: HeadWeights,
     tables: tuple[Array, Array],
     step: AttentionStep,
     *,
     eps: float,
+    dtype: DTypeLike,
 ) -> tuple[Array, Cache]:
     """Queries [tokens, q_heads, head_dim], and the cache with the step's keys and values."""
     num_pages, kv_heads, _, page_size, half = kv.words.shape[1:]
     parts, tokens, width = qkv.shape
     q_heads = width // (2 * half) - 2 * kv_heads
-    heads = math.gcd(math.gcd(q_heads, kv_heads), _MAX_HEADS)
+    block = math.gcd(math.gcd(q_heads, kv_heads), _MAX_HEADS)
     fp8 = isinstance(kv, Fp8KV)
     words = jax.new_ref(kv.words)
     scales = kv.scales if fp8 else jax.new_ref(kv.scales)
     q = triton_call(
-        qkv, words, scales, layer, *norms, *tables, step.pages, step.offsets,
+        qkv, words, scales, layer, *heads[:2], *tables, step.pages, step.offsets,
         kernel=_write,
         name="kv_write_8_bit",
-        out_type=jax.ShapeDtypeStruct((tokens, q_heads, 2 * half), norms[0].dtype),
-        grid=(tokens, (q_heads + 2 * kv_heads) // heads),
+        out_type=jax.ShapeDtypeStruct((tokens, q_heads, 2 * half), dtype),
+        grid=(tokens, (q_heads + 2 * kv_heads) // block),
         num_warps=4,
         num_pages=num_pages, stride=tokens * width, parts=parts,
         q_heads=q_heads, kv_heads=kv_heads, page_size=page_size,
-        eps=eps, FP8=fp8, E4M3=compute_capability() >= 89, HEADS=heads, HALF=half,
+        eps=eps, FP8=fp8, E4M3=compute_capability() >= 89, HEADS=block, HALF=half,
     )  # fmt: skip
     kv = kv._replace(words=jax.freeze(words))
     return q, kv if fp8 else kv._replace(scales=jax.freeze(scales))

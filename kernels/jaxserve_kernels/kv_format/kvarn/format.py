@@ -12,6 +12,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels import early, target
+from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.fallback import compiles
 from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape, zeros
 from jaxserve_kernels.kv_format.kvarn import reference
@@ -59,26 +60,29 @@ def attend(
     qkv: Array,
     kv: KVarNKV,
     layer: int,
-    norms: tuple[Array, Array],
+    heads: HeadWeights,
     tables: tuple[Array, Array],
     step: AttentionStep,
     *,
     eps: float,
     tile_size: int,
+    dtype: DTypeLike,
 ) -> tuple[Array, KVarNKV]:
     """See `kv_format.attend`."""
-    if target.uses_triton():
+    if target.uses_triton() and heads.only_norms:
         from jaxserve_kernels.kv_format.kvarn import triton  # needs Triton: only for GPUs
 
         def kernels(qkv: Array, kv: Any, *rest: Any) -> Any:
-            return triton.attend(qkv, kv, layer, *rest, eps=eps, tile_size=tile_size)
+            return triton.attend(qkv, kv, layer, *rest, eps=eps, tile_size=tile_size, dtype=dtype)
 
-        args = (qkv, kv, norms, tables, step)
+        args = (qkv, kv, heads, tables, step)
         if _ends(kv, step, tile_size) and compiles(
-            "attention_kvarn", kernels, *args, static=(eps, tile_size)
+            "attention_kvarn", kernels, *args, static=(eps, tile_size, jnp.dtype(dtype))
         ):
             return kernels(*args)
-    return reference.attend(qkv, kv, layer, norms, tables, step, eps=eps, tile_size=tile_size)
+    return reference.attend(
+        qkv, kv, layer, heads, tables, step, eps=eps, tile_size=tile_size, dtype=dtype
+    )
 
 
 def end_step(kv: KVarNKV, step: AttentionStep, *, tile_size: int) -> KVarNKV:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
-from jaxserve_kernels.attention_inputs.reference import heads_of
-from jaxserve_kernels.dense_matmul.reference import sum_parts
+from jaxserve_kernels.attention_inputs.reference import HeadWeights, heads_of
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.kvarn.codec import rotate
 from jaxserve_kernels.kv_format.kvarn.layout import (
@@ -32,17 +32,17 @@ def attend(
     qkv: Array,
     kv: KVarNKV,
     layer: int,
-    norms: tuple[Array, Array],
+    heads: HeadWeights,
     tables: tuple[Array, Array],
     step: AttentionStep,
     *,
     eps: float,
     tile_size: int,
+    dtype: DTypeLike,
 ) -> tuple[Array, KVarNKV]:
     """See `kv_format.attend`."""
-    dtype = norms[0].dtype
-    heads = heads_of(sum_parts(qkv, dtype), norms, tables, kv_heads=kv.raw.shape[3], eps=eps)
-    q, k, v = (rotate(part) for part in heads)
+    parts = heads_of(qkv, heads, tables, kv_heads=kv.raw.shape[3], eps=eps, dtype=dtype)
+    q, k, v = (rotate(part) for part in parts)
     fresh = jnp.stack([k, v], axis=2).astype(kv.raw.dtype)  # [tokens, kv_heads, 2, head_dim]
     kv = encode_filled(kv, layer, fresh, step)
     out = rotate(attend_rotated(q, kv, layer, fresh, step, tile_size=tile_size)).astype(dtype)

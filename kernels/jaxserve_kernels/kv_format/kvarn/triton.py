@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import jax
 from jax import Array
+from jax.typing import DTypeLike
 
+from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.kvarn import triton_attention, triton_expand, triton_streaming
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
@@ -22,17 +24,18 @@ def attend(
     qkv: Array,
     kv: KVarNKV,
     layer: int,
-    norms: tuple[Array, Array],
+    heads: HeadWeights,
     tables: tuple[Array, Array],
     step: AttentionStep,
     *,
     eps: float,
     tile_size: int,
+    dtype: DTypeLike,
 ) -> tuple[Array, KVarNKV]:
     decodes = tile_size == 1  # then each token is of a sequence of its own
-    if decodes and triton_streaming.fits(qkv, kv, norms[0].dtype):
-        return triton_streaming.attend(qkv, kv, layer, norms, tables, step, eps=eps)
-    q, kv, fresh = inputs(qkv, kv, layer, norms, tables, step, eps=eps, keep=decodes)
+    if decodes and triton_streaming.fits(qkv, kv, dtype):
+        return triton_streaming.attend(qkv, kv, layer, heads, tables, step, eps=eps)
+    q, kv, fresh = inputs(qkv, kv, layer, heads, tables, step, eps=eps, keep=decodes, dtype=dtype)
     if fresh is None:
         tiles = step.tiles.in_one_list()
         return triton_attention.attend(q, kv, layer, step.page_table, tiles), kv

@@ -8,7 +8,9 @@ import jax
 import triton
 import triton.language as tl
 from jax import Array
+from jax.typing import DTypeLike
 
+from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.attention_inputs.triton_parts import head_halves
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
@@ -83,12 +85,13 @@ def inputs(
     qkv: Array,
     kv: KVarNKV,
     layer: int,
-    norms: tuple[Array, Array],
+    heads: HeadWeights,
     tables: tuple[Array, Array],
     step: AttentionStep,
     *,
     eps: float,
     keep: bool,
+    dtype: DTypeLike,
 ) -> tuple[Array, KVarNKV, Array | None]:
     """Rotated queries [tokens, q_heads, head_dim], the cache, and keys with values.
 
@@ -98,21 +101,20 @@ def inputs(
     num_slots, _, kv_heads, _, group, head_dim = kv.raw.shape[1:]
     parts, tokens, width = qkv.shape
     q_heads = width // head_dim - 2 * kv_heads
-    heads = math.gcd(math.gcd(q_heads, kv_heads), _MAX_HEADS)
-    dtype = norms[0].dtype
+    block = math.gcd(math.gcd(q_heads, kv_heads), _MAX_HEADS)
     raw = jax.new_ref(kv.raw) if keep else None
     q_type = jax.ShapeDtypeStruct((tokens, q_heads, head_dim), dtype)
     fresh_type = jax.ShapeDtypeStruct((tokens, kv_heads, 2, head_dim), dtype)
     outputs = triton_call(
-        qkv, *norms, *tables, step.slots, step.positions, *([] if raw is None else [raw]),
+        qkv, *heads[:2], *tables, step.slots, step.positions, *([] if raw is None else [raw]),
         kernel=_inputs,
         name="kvarn_inputs",
         out_type=(q_type,) if keep else (fresh_type, q_type),
-        grid=(tokens, (q_heads + 2 * kv_heads) // heads),
+        grid=(tokens, (q_heads + 2 * kv_heads) // block),
         num_warps=4 if keep else 2,
         first_slot=layer * num_slots, stride=tokens * width, parts=parts,
         q_heads=q_heads, kv_heads=kv_heads, eps=eps, KEEP=keep,
-        HEADS=heads, HALF=head_dim // 2, GROUP=group,
+        HEADS=block, HALF=head_dim // 2, GROUP=group,
     )  # fmt: skip
     if raw is not None:
         return outputs[0], kv._replace(raw=jax.freeze(raw)), None

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels import target
+from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
 from jaxserve_kernels.kv_format.kvarn.triton_attention import part_types
@@ -358,7 +359,7 @@ def attend(
     qkv: Array,
     kv: KVarNKV,
     layer: int,
-    norms: tuple[Array, Array],
+    heads: HeadWeights,
     tables: tuple[Array, Array],
     step: AttentionStep,
     *,
@@ -367,18 +368,18 @@ def attend(
     """`kv_format.attend` of single tokens: the result, and kv with their keys and values."""
     num_pages, kv_heads, group, quarter = kv.key_words.shape[1:]
     parts, tokens, width = qkv.shape
-    head_dim, dtype, tiles = 4 * quarter, norms[0].dtype, step.tiles.in_one_list()
+    head_dim, tiles = 4 * quarter, step.tiles.in_one_list()
     q_heads, num_tiles = width // head_dim - 2 * kv_heads, tiles.first.shape[0]
     config = heuristic(tiles=num_tiles, kv_heads=kv_heads)
     grid = (num_tiles, kv_heads, config.splits)
-    whole = jax.ShapeDtypeStruct((tokens, q_heads, head_dim), dtype)
+    whole = jax.ShapeDtypeStruct((tokens, q_heads, head_dim), jnp.bfloat16)
     shared = {
         "q_heads": q_heads, "kv_heads": kv_heads, "ROWS": _ROWS, "QUARTER": quarter,
         "GROUP": group, "CHUNK": _CHUNK, "SPLITS": config.splits, "MIN_UNITS": config.min_blocks,
     }  # fmt: skip
     raw = jax.new_ref(kv.raw)
     out, *found = triton_call(
-        qkv, *norms, *tables, kv.key_words, kv.value_words, kv.scales, raw,
+        qkv, *heads[:2], *tables, kv.key_words, kv.value_words, kv.scales, raw,
         step.page_table, *tiles[:4],
         kernel=_attend,
         name="paged_attention_kvarn_inputs",

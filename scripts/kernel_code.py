@@ -1,0 +1,131 @@
+"""Which kernels' machine code does a change alter? Compiles steps' kernels without a GPU.
+
+    .venv-compiler/bin/python scripts/kernel_code.py --out before     # in the tree as it was
+    .venv-compiler/bin/python scripts/kernel_code.py --out after      # in the changed tree
+    .venv-compiler/bin/python scripts/kernel_code.py --compare before after
+
+The first two write each different PTX into a folder, without comments, line numbers and names, and
+into its `launches.json` what each step launches, in order. A kernel whose PTX is the same is as
+fast as it was: only the others have to be timed. The comparison names those and ends with status 1
+if there are any. Steps are those of `support_matrix.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import support_matrix
+
+from jaxserve_kernels import target
+
+type Launches = dict[str, list[list[str]]]
+"""Of each step: the kernels' names, grids and the names of their PTX."""
+
+
+def main() -> int:
+    args = parse_args()
+    if args.compare:
+        return compare(*args.compare)
+    args.out.mkdir(parents=True, exist_ok=True)
+    known: dict[Any, str] = {}
+    found: Launches = {}
+    for capability in args.capabilities:
+        for step in support_matrix.steps(args):
+            name = "/".join((f"sm_{capability}", step.model, step.weights, step.kv))
+            equations = support_matrix.launches(capability, step)
+            found[f"{name}/{step.bucket.name}"] = [
+                launch(capability, equation, known, args.out) for equation in equations
+            ]
+            print(f"{name}/{step.bucket.name}: {len(set(known.values()))}", file=sys.stderr)
+    (args.out / "launches.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def parse_args() -> argparse.Namespace:
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--out", type=Path, help="a folder for the PTX of this tree's kernels")
+    action.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
+    parser.add_argument("--capabilities", type=numbers, default=[90])
+    parser.add_argument("--models", type=names, default=["qwen3-4b"])
+    parser.add_argument("--weights", type=names, default=["bf16", "int4"])
+    parser.add_argument("--kv", type=names, default=list(support_matrix.KV_FORMATS))
+    parser.add_argument("--decode", type=numbers, default=[1, 8, 16, 64, 256])
+    parser.add_argument("--prefill", type=numbers, default=[512])
+    return parser.parse_args()
+
+
+def launch(capability: int, equation: Any, known: dict[Any, str], folder: Path) -> list[str]:
+    """A kernel's name, its grid, and the name of its PTX, which is compiled and kept once."""
+    from jaxserve_kernels.chain.describe import describe
+
+    name, grid = equation.params["name"], str(equation.params["grid"])
+    marks = str(equation.params["in_tree"])
+    key = capability, support_matrix.variant(equation, sizes=True), marks, grid
+    if key not in known:
+        with target.use(target.Target("triton", compute_capability=capability)):
+            code = describe(equation).code
+        text = (
+            f"// {code.warps} warps, {code.shared_bytes} bytes of shared memory\n{plain(code.ptx)}"
+        )
+        known[key] = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        (folder / f"{known[key]}.ptx").write_text(text, encoding="utf-8")
+    return [name, grid, known[key]]
+
+
+def plain(ptx: str) -> str:
+    """PTX without comments, debug information and the names of kernels."""
+    ptx = re.sub(r"//[^\n]*", "", ptx.split(".section\t.debug")[0])
+    ptx = re.sub(r"^\s*\.(loc|file)\b[^\n]*", "", ptx, flags=re.MULTILINE)
+    for name in set(re.findall(r"\.entry (\w+)\(", ptx)):
+        ptx = ptx.replace(name, "kernel")
+    ptx = re.sub(r"\$L__tmp\d+:|\$L__func_(begin|end)\d+:", "", ptx)
+    return "\n".join(line.rstrip() for line in ptx.splitlines() if line.strip()) + "\n"
+
+
+def compare(before: Path, after: Path) -> int:
+    """Print which kernels' PTX is the same and which is not; 1 if a kernel differs."""
+    old, new = (json.loads((each / "launches.json").read_text()) for each in (before, after))
+    same: set[str] = set()
+    changed: dict[tuple[str, str], list[str]] = {}
+    for step in sorted(old.keys() | new.keys()):
+        first, second = old.get(step, []), new.get(step, [])
+        names = [[each[0] for each in launches] for launches in (first, second)]
+        if names[0] != names[1]:
+            changed["launches", " -> ".join(map(" ".join, names))] = [step]
+            continue
+        for (name, grid, code), (_, new_grid, new_code) in zip(first, second, strict=True):
+            if (grid, code) == (new_grid, new_code):
+                same.add(name)
+            else:
+                changed.setdefault((code, new_code), []).append(step)
+    for (code, new_code), steps in changed.items():
+        print(f"{code} -> {new_code}{lines(before, code, after, new_code)}: {', '.join(steps)}")
+    print(f"the same: {', '.join(sorted(same))}")
+    print(f"{len(changed)} changed")
+    return 1 if changed else 0
+
+
+def lines(before: Path, code: str, after: Path, new_code: str) -> str:
+    """How many the two have."""
+    files = before / f"{code}.ptx", after / f"{new_code}.ptx"
+    if not all(file.exists() for file in files):
+        return ""
+    counts = (len(file.read_text().splitlines()) for file in files)
+    return " ({} -> {} lines)".format(*counts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
