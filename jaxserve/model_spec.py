@@ -1,13 +1,46 @@
-"""The shape of a model: from its `config.json`, or of the Qwen3 models by name. No I/O."""
+"""The shape of a model as data: layer specifications and what surrounds them. No I/O, no arrays.
+
+`jaxserve.models.registry` makes it of a `config.json`; `jaxserve.models.decoder` runs it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
-from jaxserve.config import ConfigError, number
+from jaxserve.config import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """RoPE with all positions divided by `factor` (Chen et al. 2023, arXiv 2306.15595)."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        if self.factor < 1.0:
+            raise ConfigError(f"linear RoPE factor must be at least 1, got {self.factor}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Context extension of Llama 3.1: slow rotations are divided by `factor`, fast ones kept,
+    those between are blended. Bounds are in rotations over the original context."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+    def __post_init__(self) -> None:
+        if self.factor < 1.0:
+            raise ConfigError(f"llama3 RoPE factor must be at least 1, got {self.factor}")
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                f"llama3 RoPE needs 0 < low_freq_factor ({self.low_freq_factor:g}) < "
+                f"high_freq_factor ({self.high_freq_factor:g})"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +74,29 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSpec:
-    """Shape of one dense Qwen3-class decoder."""
+class Rope:
+    """Rotary position embedding (arXiv 2104.09864) of all pairs (i, i + head_dim / 2)."""
 
-    vocab_size: int
-    embed: int
-    ffn: int
-    num_layers: int
+    theta: float = 10_000.0
+    """Base of the frequencies."""
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Grouped-query attention of one layer."""
+
     q_heads: int
     kv_heads: int
     head_dim: int
-    norm_eps: float = 1e-6
-    rope_theta: float = 1_000_000.0
-    rope_scaling: YarnScaling | None = None
-    max_position: int = 40_960
-    tie_embeddings: bool = True
+    rope: Rope = Rope()
+    qk_norm: bool = False
+    """An RMSNorm on every query and key head, before RoPE."""
+    qkv_bias: bool = False
+    window: int | None = None
+    """Keys that a query sees, its own among them; None: all. Only contexts within it are served."""
+    scale: float | None = None
+    """Factor on scores; None: head_dim ** -0.5."""
 
     def __post_init__(self) -> None:
         if self.q_heads % self.kv_heads:
@@ -75,173 +116,146 @@ class ModelSpec:
         return self.kv_heads * self.head_dim
 
     @property
-    def num_params(self) -> int:
-        per_layer = (
-            self.embed * (self.q_size + 2 * self.kv_size)
-            + self.q_size * self.embed
-            + 3 * self.embed * self.ffn
-            + 2 * self.embed
-            + 2 * self.head_dim
+    def qkv_size(self) -> int:
+        """Queries, keys and values of a token."""
+        return self.q_size + 2 * self.kv_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForwardSpec:
+    """down(silu(gate(x)) * up(x)): SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
+
+    width: int
+    """Outputs of gate and of up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """One decoder layer: x += attention(norm(x)), then x += feed_forward(norm(x))."""
+
+    attention: AttentionSpec
+    feed_forward: FeedForwardSpec
+
+    def num_params(self, embed: int) -> int:
+        attention = self.attention
+        return (
+            attention.qkv_size * (embed + attention.qkv_bias)
+            + attention.q_size * embed
+            + 3 * embed * self.feed_forward.width
+            + 2 * embed
+            + 2 * attention.head_dim * attention.qk_norm
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A decoder: embedding, layers, a norm, and an output matrix."""
+
+    architecture: str
+    """Hugging Face's name of the class: says how tensors are named, and nothing of programs."""
+    vocab_size: int
+    embed: int
+    layers: tuple[LayerSpec, ...]
+    norm_eps: float = 1e-6
+    max_position: int
+    """The longest context that the model was made for."""
+    tie_embeddings: bool
+    """The output matrix is the embedding."""
+
+    def __post_init__(self) -> None:
+        shapes = {
+            (
+                *(a.q_heads, a.kv_heads, a.head_dim, a.qk_norm, a.qkv_bias),
+                layer.feed_forward.width,
+            )
+            for layer in self.layers
+            for a in [layer.attention]
+        }
+        if len(shapes) != 1:
+            raise ConfigError(
+                f"the model has layers of {len(shapes)} shapes; supported are layers of one shape"
+            )
+
+    @classmethod
+    def dense(
+        cls,
+        *,
+        architecture: str,
+        vocab_size: int,
+        embed: int,
+        ffn: int,
+        num_layers: int,
+        attention: AttentionSpec,
+        max_position: int,
+        norm_eps: float = 1e-6,
+        tie_embeddings: bool = False,
+    ) -> ModelSpec:
+        """A model whose layers are all alike."""
+        layer = LayerSpec(attention=attention, feed_forward=FeedForwardSpec(width=ffn))
+        return cls(
+            architecture=architecture,
+            vocab_size=vocab_size,
+            embed=embed,
+            layers=(layer,) * num_layers,
+            norm_eps=norm_eps,
+            max_position=max_position,
+            tie_embeddings=tie_embeddings,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """Of the first layer: sizes are those of all layers, RoPE and windows are not."""
+        return self.layers[0].attention
+
+    @property
+    def q_heads(self) -> int:
+        return self.attention.q_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.attention.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention.head_dim
+
+    @property
+    def q_size(self) -> int:
+        return self.attention.q_size
+
+    @property
+    def kv_size(self) -> int:
+        return self.attention.kv_size
+
+    @property
+    def ffn(self) -> int:
+        """Width of the feed-forward blocks."""
+        return self.layers[0].feed_forward.width
+
+    @property
+    def num_params(self) -> int:
         heads = 1 if self.tie_embeddings else 2
-        return self.num_layers * per_layer + heads * self.vocab_size * self.embed + self.embed
+        layers = sum(layer.num_params(self.embed) for layer in self.layers)
+        return layers + heads * self.vocab_size * self.embed + self.embed
+
+    @property
+    def smallest_window(self) -> int | None:
+        """The longest context in which every layer sees all of it; None: any."""
+        windows = [layer.attention.window for layer in self.layers]
+        return min((window for window in windows if window is not None), default=None)
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of keys and values that one token takes in all layers."""
         return 2 * self.num_layers * self.kv_size * itemsize
 
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> ModelSpec:
-        """Read a Hugging Face `config.json`; ConfigError lists everything wrong with it."""
-        problems = _unsupported(config)
-        required = (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-        )
-        optional = ("num_key_value_heads", "head_dim", "max_position_embeddings")
-        problems += [
-            f"{key} is missing or not a positive integer up to {_most(key)}"
-            for key in (*required, *(key for key in optional if config.get(key) is not None))
-            if not _is_count(config.get(key), key)
-        ]
-        if problems:
-            raise ConfigError("config.json: " + "; ".join(problems))
-        q_heads = config["num_attention_heads"]
-        theta, scaling = _rope(config)
-        eps = number(config, "rms_norm_eps", 1e-6)
-        if theta <= 1 or eps < 0:
-            raise ConfigError(
-                f"config.json: rope_theta is {theta:g} and must be above 1; rms_norm_eps is "
-                f"{eps:g} and must not be negative"
-            )
-        return cls(
-            vocab_size=config["vocab_size"],
-            embed=config["hidden_size"],
-            ffn=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
-            q_heads=q_heads,
-            kv_heads=config.get("num_key_value_heads") or q_heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // q_heads,
-            norm_eps=eps,
-            rope_theta=theta,
-            rope_scaling=scaling,
-            max_position=config.get("max_position_embeddings") or 40_960,
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        )
 
+class NamedModel(NamedTuple):
+    """A published model."""
 
-_YARN_NUMBERS = (
-    *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
-    *("attention_factor", "mscale", "mscale_all_dim"),
-)
-_YARN_FIELDS = frozenset(("rope_type", "type", "rope_theta", "truncate", *_YARN_NUMBERS))
-
-
-_MOST_LAYERS, _MOST = 10_000, 2**31 - 1
-
-
-def _most(key: str) -> int:
-    return _MOST_LAYERS if key == "num_hidden_layers" else _MOST
-
-
-def _is_count(value: Any, key: str) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _most(key)
-
-
-def _unsupported(config: Mapping[str, Any]) -> list[str]:
-    """What in a Hugging Face config this engine would compute wrongly."""
-    problems: list[str] = []
-    architectures = config.get("architectures") or []
-    if "Qwen3ForCausalLM" not in architectures:
-        problems.append(f"architectures is {architectures}, supported: ['Qwen3ForCausalLM']")
-    if config.get("attention_bias"):
-        problems.append("attention_bias is true, Qwen3 attention has no bias")
-    if config.get("use_sliding_window"):
-        problems.append("use_sliding_window is true, sliding windows are not supported")
-    if config.get("hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act is {config['hidden_act']!r}, supported: 'silu'")
-    return problems
-
-
-def _rope(config: Mapping[str, Any]) -> tuple[float, YarnScaling | None]:
-    """RoPE base and scaling; transformers 5 writes `rope_parameters`, earlier ones two fields."""
-    old, new = _object(config, "rope_scaling"), _object(config, "rope_parameters")
-    unlike = any(old[name] != new[name] for name in old.keys() & new.keys())
-    if old and new and (unlike or _rope_kind(old) != _rope_kind(new)):
-        raise ConfigError(
-            f"config.json: rope_scaling is {dict(old)}, rope_parameters is {dict(new)}: they "
-            "contradict each other; write what is meant into one of them and remove the other"
-        )
-    rope = {**old, **new}
-    partial = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise ConfigError(
-            f"config.json: partial_rotary_factor is {partial}, but all of a head is rotated here"
-        )
-    theta = number(rope if rope.get("rope_theta") else config, "rope_theta", 10_000.0)
-    kind = _rope_kind(rope)
-    if kind == "default":
-        return theta, None
-    if kind != "yarn":
-        raise ConfigError(f"config.json: rope type is {kind!r}, supported: 'default', 'yarn'")
-    for name in _YARN_NUMBERS:
-        number(rope, name, 0.0)
-    original = rope.get("original_max_position_embeddings") or config.get("max_position_embeddings")
-    if "factor" not in rope or not original or original < 1:
-        raise ConfigError(
-            "config.json: YaRN needs 'factor' and 'original_max_position_embeddings', "
-            f"found {sorted(rope)}"
-        )
-    if unknown := sorted(name for name in rope.keys() - _YARN_FIELDS if rope[name] is not None):
-        raise ConfigError(f"config.json: YaRN with {', '.join(unknown)} is not supported")
-    return theta, YarnScaling(
-        factor=number(rope, "factor", 1.0),
-        original_max_position=int(original),
-        beta_fast=number(rope, "beta_fast", 32.0) or 32.0,
-        beta_slow=number(rope, "beta_slow", 1.0) or 1.0,
-        attention_factor=rope.get("attention_factor"),
-        mscale=rope.get("mscale"),
-        mscale_all_dim=rope.get("mscale_all_dim"),
-        truncate=rope.get("truncate") is not False,
-    )
-
-
-def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Empty where there is none. ConfigError: it is something else."""
-    found = config.get(key) or {}
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"config.json: {key} is {found!r:.100}, which is not an object")
-    return found
-
-
-def _rope_kind(rope: Mapping[str, Any]) -> str:
-    return rope.get("rope_type") or rope.get("type") or "default"
-
-
-def _qwen3(
-    embed: int, ffn: int, layers: int, q_heads: int, kv_heads: int = 8, tied: bool = False
-) -> ModelSpec:
-    return ModelSpec(
-        vocab_size=151_936,
-        embed=embed,
-        ffn=ffn,
-        num_layers=layers,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        head_dim=128,
-        tie_embeddings=tied,
-    )
-
-
-NAMED_MODELS: dict[str, ModelSpec] = {
-    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
-    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
-    "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
-    "qwen3-8b": _qwen3(4096, 12288, 36, 32),
-    "qwen3-14b": _qwen3(5120, 17408, 40, 40),
-    "qwen3-32b": _qwen3(5120, 25600, 64, 64),
-}
-"""Shapes of the Qwen3 dense models as published in their config.json files."""
+    hub_id: str
+    """Its repository on the Hugging Face Hub."""
+    spec: ModelSpec

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.model_spec import NAMED_MODELS
+from jaxserve.models.registry import NAMED_MODELS
 from jaxserve_kernels.paged_attention import QueryTiles, paged_attention, tile_tokens
 
 PAGE_SIZE = 64

@@ -50,8 +50,9 @@ from kv_report import compared, plot, show
 from jaxserve.api import Request, SamplingParams
 from jaxserve.config import Buckets, CacheConfig, ConfigError, SchedulerConfig
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.model_spec import NAMED_MODELS, ModelSpec
-from jaxserve.models import qwen3
+from jaxserve.model_spec import ModelSpec
+from jaxserve.models import decoder, registry
+from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
 from jaxserve.programs.executable_cache import Executable, ExecutableCache
 from jaxserve.programs.executables import obtain
@@ -93,7 +94,7 @@ def main() -> None:
     args = parse_args()
     budget = Budget(args.budget)
     spec = spec_of(args.model)
-    params = qwen3.abstract(spec, args.dtype, stacked=args.stacked)
+    params = decoder.abstract(spec, args.dtype, stacked=args.stacked)
     if not args.compile_only:
         params = dummy_params(params, 0)
     try:
@@ -209,7 +210,7 @@ def keep(result: dict[str, Any], out: Path | None) -> None:
 
 def spec_of(model: str) -> ModelSpec:
     if model == EMBEDDED_NAME:
-        return ModelSpec.from_hf(json.loads((embedded_model() / "config.json").read_text()))
+        return registry.spec_of(json.loads((embedded_model() / "config.json").read_text()))
     return NAMED_MODELS[model]
 
 
@@ -265,7 +266,7 @@ class Served:
 
     name: str
     config: RunnerConfig
-    params: qwen3.Params
+    params: decoder.Params
     executables: Mapping[str, Executable] = dataclasses.field(default_factory=dict)
 
     def compile(self, folder: Path | None) -> None:
@@ -300,7 +301,7 @@ class Served:
 
 
 def make_served(
-    spec: ModelSpec, params: qwen3.Params, name: str, args: argparse.Namespace
+    spec: ModelSpec, params: decoder.Params, name: str, args: argparse.Namespace
 ) -> Served:
     """Steps for up to the most rows, with the format's share of the same bytes."""
     kv_format = named(name)

@@ -47,7 +47,9 @@ from matmul_report import (
 )
 from random_weights import QUANTIZE
 
-from jaxserve.model_spec import NAMED_MODELS, ModelSpec
+from jaxserve.model_spec import ModelSpec
+from jaxserve.models import registry
+from jaxserve.models.registry import NAMED_MODELS
 from jaxserve_kernels import target, weights
 from jaxserve_kernels.matmul import as_read, gated_linear, linear, sum_parts
 from jaxserve_kernels.weights.iq2_xxs import Iq2XxsWeight
@@ -67,7 +69,7 @@ and of the output matrix. Tiny: so few that they are soon compiled."""
 
 TOKENS, TINY_TOKENS = [1, 16, 64, 128, 256, 512, 1024, 2048, 8192], [1, 64, 128]
 
-TINY = ModelSpec.from_hf(
+TINY = registry.spec_of(
     {
         "architectures": ["Qwen3ForCausalLM"], "vocab_size": 256, "hidden_size": 256,
         "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -32,9 +32,10 @@ from rich.table import Table
 from jaxserve.api import SamplingParams
 from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.model_spec import NAMED_MODELS, ModelSpec
-from jaxserve.models import qwen3
+from jaxserve.model_spec import ModelSpec
+from jaxserve.models import decoder
 from jaxserve.models.quantization import Quantization
+from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
@@ -184,7 +185,7 @@ def make_runner(spec: ModelSpec, args: argparse.Namespace) -> tuple[Runner, Runn
         kv_format=kv_format,
     )
     quantization = Quantization(layers=args.quantization, head=args.lm_head_dtype)
-    abstract = qwen3.abstract(spec, jnp.bfloat16, stacked=True)
+    abstract = decoder.abstract(spec, jnp.bfloat16, stacked=True)
     params = dummy_params(abstract, 0, quantization.encoder(spec))
     if args.fp8_copy:
         params = bench_step.copied(params)

@@ -40,8 +40,9 @@ from rich.table import Table
 from jaxserve.api import SamplingParams
 from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.model_spec import NAMED_MODELS, ModelSpec
-from jaxserve.models import qwen3
+from jaxserve.model_spec import ModelSpec
+from jaxserve.models import decoder
+from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
 from jaxserve.runner import kv_cache
 from jaxserve.runner.programs import RunnerConfig
@@ -159,7 +160,7 @@ def copy_bandwidth() -> float:
 
 def make_runner(
     spec: ModelSpec, args: argparse.Namespace
-) -> tuple[Runner, RunnerConfig, qwen3.Params]:
+) -> tuple[Runner, RunnerConfig, decoder.Params]:
     """A compiled runner, its configuration and its weights."""
     if args.layers:
         spec = dataclasses.replace(spec, num_layers=args.layers)
@@ -183,7 +184,7 @@ def make_runner(
         tile_size=tile_tokens(spec.q_heads // spec.kv_heads),
         kv_format=kv_format,
     )
-    abstract = qwen3.abstract(spec, jnp.bfloat16, stacked=not args.separate_layers)
+    abstract = decoder.abstract(spec, jnp.bfloat16, stacked=not args.separate_layers)
     params = dummy_params(abstract, 0, encoder(spec, args.quantization, args.lm_head_dtype))
     if args.fp8_copy:
         params = copied(params)
@@ -194,7 +195,7 @@ def make_runner(
     return runner, config, params
 
 
-def copied(params: qwen3.Params) -> qwen3.Params:
+def copied(params: decoder.Params) -> decoder.Params:
     """With a copy in fp8 beside each 4-bit weight."""
     programs = {each.name: jax.jit(each.function) for each in copying_programs(params)}
     return with_copies(params, programs)
@@ -212,7 +213,7 @@ def token_bytes(config: RunnerConfig) -> float:
 def time_decode(
     runner: Runner,
     config: RunnerConfig,
-    params: qwen3.Params,
+    params: decoder.Params,
     batch: int,
     context: int,
     bandwidth: float,

@@ -42,18 +42,30 @@ MAX_P99_OF_FLOOR = 1.6
 LENGTHS = {"tiny": (1, 20, 65), "full": (1, 20, 65, 257, 1025)}
 """A single token, a tail alone, just past page and bucket edges."""
 
+_ARCHITECTURE = "Qwen3ForCausalLM"
 LOGIT_STD = 4.0
 """Spread of the logits: the best token then has a probability of about 0.2, not 1/vocab."""
 
 
 def hf_settings(name: str) -> dict[str, Any]:
     """Keyword arguments of Qwen3Config for a named shape."""
-    from jaxserve.model_spec import NAMED_MODELS, ModelSpec
+    from jaxserve.model_spec import AttentionSpec, ModelSpec, Rope
+    from jaxserve.models.registry import NAMED_MODELS
 
-    tiny = ModelSpec(
-        vocab_size=1024, embed=128, ffn=256, num_layers=3, q_heads=4, kv_heads=2, head_dim=32
+    heads = AttentionSpec(q_heads=4, kv_heads=2, head_dim=32, rope=Rope(theta=1e6), qk_norm=True)
+    tiny = ModelSpec.dense(
+        architecture=_ARCHITECTURE,
+        vocab_size=1024,
+        embed=128,
+        ffn=256,
+        num_layers=3,
+        attention=heads,
+        max_position=40_960,
+        tie_embeddings=True,
     )
     spec = tiny if name == "tiny" else NAMED_MODELS[name]
+    if spec.architecture != _ARCHITECTURE:
+        raise SystemExit(f"{name} is no {_ARCHITECTURE}")
     return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.embed,
@@ -65,7 +77,7 @@ def hf_settings(name: str) -> dict[str, Any]:
         "rms_norm_eps": spec.norm_eps,
         "max_position_embeddings": spec.max_position,
         "tie_word_embeddings": spec.tie_embeddings,
-        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+        "rope_parameters": {"rope_type": "default", "rope_theta": spec.attention.rope.theta},
         "bos_token_id": None,
         "eos_token_id": None,
     }
@@ -129,28 +141,27 @@ def jaxserve_logits(folder: Path, sequences: list[np.ndarray], dtype: str) -> It
     import jax.numpy as jnp
 
     from jaxserve.config import CacheConfig
-    from jaxserve.model_spec import ModelSpec
-    from jaxserve.models import qwen3
+    from jaxserve.models import decoder, registry
     from jaxserve.runner import kv_cache
     from jaxserve_checkpoints.load import load_params
     from jaxserve_checkpoints.reader import open_checkpoint
     from jaxserve_kernels.kv_format import Dense
 
-    spec = ModelSpec.from_hf(json.loads((folder / "config.json").read_text()))
+    spec = registry.spec_of(json.loads((folder / "config.json").read_text()))
     started = time.perf_counter()
     stacked = jax.default_backend() == "gpu"  # as in serving
-    abstract = qwen3.abstract(spec, jnp.dtype(dtype), stacked=stacked)
-    params = load_params(open_checkpoint(folder), qwen3.rules(spec), abstract)
+    abstract = decoder.abstract(spec, jnp.dtype(dtype), stacked=stacked)
+    params = load_params(open_checkpoint(folder), registry.rules(spec), abstract)
     print(f"jaxserve: weights on the device in {time.perf_counter() - started:.1f} s")
 
     @functools.partial(jax.jit, static_argnames="tile_size", donate_argnames="kv")
     def run(params: Any, kv: Any, tokens: Any, tile_size: int) -> Any:
         if tile_size == 1:
-            hidden, kv = qwen3.decode(params, kv, tokens, spec)
+            hidden, kv = decoder.decode(params, kv, tokens, spec)
         else:
-            attended, kv = qwen3.forward(params, kv, tokens, spec, tile_size=tile_size)
-            hidden = qwen3.finish(params, attended, spec)
-        return qwen3.logits(params, hidden), kv
+            attended, kv = decoder.forward(params, kv, tokens, spec, tile_size=tile_size)
+            hidden = decoder.finish(params, attended, spec)
+        return decoder.logits(params, hidden), kv
 
     for sequence in sequences:
         cache = CacheConfig(num_pages=2 + len(sequence) // 64, page_size=64)
@@ -172,7 +183,7 @@ def step_tokens(
     sequence: np.ndarray, start: int, table: np.ndarray, page_size: int, tile_size: int
 ) -> Any:
     """Tokens start… of one sequence as a step, padded to 64 if it is a prefill."""
-    from jaxserve.models.qwen3 import StepTokens
+    from jaxserve.models.decoder import StepTokens
     from jaxserve_kernels.kv_format import AttentionStep
     from jaxserve_kernels.paged_attention import QueryTiles
 

@@ -34,8 +34,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from random_weights import LAYER_FORMATS, encoder
 
 from jaxserve.config import CacheConfig
-from jaxserve.model_spec import NAMED_MODELS, ModelSpec
-from jaxserve.models import qwen3
+from jaxserve.model_spec import ModelSpec
+from jaxserve.models import decoder
+from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.runner import batch, kv_cache, sequence_state, slot_tables
 from jaxserve.runner.batch import Bucket
 from jaxserve.runner.step import DeviceState, run_step
@@ -106,10 +107,10 @@ def inspect(
             sequence_state.shape(MAX_SEQS, spec.max_position // PAGE_SIZE), jnp.int32
         ),
         tables=slot_tables.abstract(MAX_SEQS, spec.vocab_size),
-        attended=qwen3.abstract_attended(spec, jnp.bfloat16, max(bucket.tokens, MAX_TOKENS)),
+        attended=decoder.abstract_attended(spec, jnp.bfloat16, max(bucket.tokens, MAX_TOKENS)),
         results=jax.ShapeDtypeStruct((MAX_SEQS + 1, batch.RESULT_COLUMNS), jnp.int32),
     )
-    plain = qwen3.abstract(spec, jnp.bfloat16, stacked=True)
+    plain = decoder.abstract(spec, jnp.bfloat16, stacked=True)
     params = encoded_abstract(plain, encode)
     packed = jax.ShapeDtypeStruct((bucket.packed_size,), jnp.int32)
     step = functools.partial(run_step, spec=spec, bucket=bucket, sampled_vocab=spec.vocab_size)

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 
 from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.model_spec import NAMED_MODELS
-from jaxserve.models import qwen3
+from jaxserve.models import decoder
+from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
 from jaxserve.startup.engine_plan import GPU_DECODE, GPU_PREFILL
@@ -90,7 +90,7 @@ def make_runner(args: argparse.Namespace) -> tuple[Runner, RunnerConfig]:
         sampled_vocab=spec.vocab_size,
         tile_size=tile_tokens(spec.q_heads // spec.kv_heads),
     )
-    params = dummy_params(qwen3.abstract(spec, jnp.bfloat16, stacked=True), 0)
+    params = dummy_params(decoder.abstract(spec, jnp.bfloat16, stacked=True), 0)
     runner = Runner(config, params, Metrics("measure"))
     runner.compile(os.cpu_count() or 1, lambda name, done: None)
     return runner, config

@@ -17,8 +17,12 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from jaxserve.model_spec import NAMED_MODELS, ModelSpec
+from jaxserve.model_spec import ModelSpec
+from jaxserve.models.registry import NAMED_MODELS
 from jaxserve_checkpoints import resolve
+
+_ARCHITECTURE = "Qwen3ForCausalLM"
+_NAMES = sorted(name for name, spec in NAMED_MODELS.items() if spec.architecture == _ARCHITECTURE)
 
 _POOL = 1 << 24
 """Random numbers that all tensors are taken from."""
@@ -26,7 +30,7 @@ _POOL = 1 << 24
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=sorted(NAMED_MODELS))
+    parser.add_argument("model", choices=_NAMES)
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     spec: ModelSpec = NAMED_MODELS[options.model]
@@ -40,7 +44,7 @@ def main() -> None:
 
 def hf_config(spec: ModelSpec) -> dict[str, object]:
     return {
-        "architectures": ["Qwen3ForCausalLM"],
+        "architectures": [_ARCHITECTURE],
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.embed,
         "intermediate_size": spec.ffn,
@@ -49,7 +53,7 @@ def hf_config(spec: ModelSpec) -> dict[str, object]:
         "num_key_value_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
         "rms_norm_eps": spec.norm_eps,
-        "rope_theta": spec.rope_theta,
+        "rope_theta": spec.attention.rope.theta,
         "max_position_embeddings": spec.max_position,
         "tie_word_embeddings": spec.tie_embeddings,
         "torch_dtype": "bfloat16",

@@ -34,8 +34,9 @@ import jax.numpy as jnp
 from random_weights import LAYER_FORMATS, encoder
 
 from jaxserve.config import CacheConfig
-from jaxserve.model_spec import NAMED_MODELS, ModelSpec
-from jaxserve.models import qwen3
+from jaxserve.model_spec import ModelSpec
+from jaxserve.models import decoder
+from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.runner import batch, kv_cache, sequence_state, slot_tables
 from jaxserve.runner.batch import Bucket
 from jaxserve.runner.step import DeviceState, run_step
@@ -204,7 +205,7 @@ def step_function(spec: ModelSpec, step: Step) -> Callable[..., Any]:
 
 @functools.cache
 def parameters(spec: ModelSpec, weights: str) -> Any:
-    plain = qwen3.abstract(spec, jnp.bfloat16, stacked=True)
+    plain = decoder.abstract(spec, jnp.bfloat16, stacked=True)
     if weights == "bf16":
         return plain
     return encoded_abstract(plain, encoder(spec, weights, "fp8" if weights == "fp8" else "int8"))
@@ -220,7 +221,7 @@ def arguments(spec: ModelSpec, step: Step) -> tuple[Any, DeviceState, jax.ShapeD
             sequence_state.shape(MAX_SEQS, spec.max_position // page_size), jnp.int32
         ),
         tables=slot_tables.abstract(MAX_SEQS, spec.vocab_size),
-        attended=qwen3.abstract_attended(spec, jnp.bfloat16, max(step.bucket.tokens, MAX_TOKENS)),
+        attended=decoder.abstract_attended(spec, jnp.bfloat16, max(step.bucket.tokens, MAX_TOKENS)),
         results=jax.ShapeDtypeStruct((MAX_SEQS + 1, batch.RESULT_COLUMNS), jnp.int32),
     )
     packed = jax.ShapeDtypeStruct((step.bucket.packed_size,), jnp.int32)

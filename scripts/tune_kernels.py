@@ -30,8 +30,9 @@ import numpy as np
 
 import jaxserve_kernels
 from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
-from jaxserve.model_spec import NAMED_MODELS, ModelSpec
-from jaxserve.models import qwen3
+from jaxserve.model_spec import ModelSpec
+from jaxserve.models import decoder
+from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.plan import Row, StepPlan
 from jaxserve.runner import batch, sequence_state
 from jaxserve.runner.batch import Bucket, Updates
@@ -111,7 +112,7 @@ class Bench:
             tile_size=32,
         )
         self.bucket = Bucket.decode(rows)
-        self.params = dummy_params(qwen3.abstract(spec, jnp.bfloat16, stacked=True), 0)
+        self.params = dummy_params(decoder.abstract(spec, jnp.bfloat16, stacked=True), 0)
         self.programs = {program.name: program for program in programs(config, self.params)}
         self.empty = self.programs["state"].compile()
         sequences = np.zeros(config.sequences_shape, np.int32)

@@ -9,7 +9,9 @@ import pytest
 
 from jaxserve.cli.options import parse_args
 from jaxserve.config import Buckets, CacheConfig, ConfigError, SamplingDefaults, SchedulerConfig
-from jaxserve.model_spec import NAMED_MODELS, ModelSpec, YarnScaling
+from jaxserve.model_spec import YarnScaling
+from jaxserve.models import registry
+from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.tokenizer import ByteTokenizer
 from jaxserve.weights.model_source import find_model
 from jaxserve_checkpoints.resolve import embedded_model
@@ -47,14 +49,14 @@ def without(*keys: str) -> dict[str, Any]:
 
 def error_of(config: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as error:
-        ModelSpec.from_hf(config)
+        registry.spec_of(config)
     message = str(error.value)
     assert "\n" not in message
     return message
 
 
 def test_published_config_is_the_named_model() -> None:
-    assert ModelSpec.from_hf(QWEN3_4B) == NAMED_MODELS["qwen3-4b"]
+    assert registry.spec_of(QWEN3_4B) == NAMED_MODELS["qwen3-4b"]
 
 
 def test_parameter_counts_of_the_named_models() -> None:
@@ -78,17 +80,17 @@ def test_derived_sizes() -> None:
 def test_rope_parameters_of_transformers_5_mean_the_same() -> None:
     config = without("rope_theta", "rope_scaling")
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1000000}
-    assert ModelSpec.from_hf(config) == ModelSpec.from_hf(QWEN3_4B)
+    assert registry.spec_of(config) == registry.spec_of(QWEN3_4B)
 
 
 @pytest.mark.parametrize("kind", ["type", "rope_type"])
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
 def test_yarn_is_read_from_either_field(field: str, kind: str) -> None:
     yarn = {kind: "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    spec = ModelSpec.from_hf(QWEN3_4B | {field: yarn})
-    assert spec.rope_scaling == YarnScaling(factor=4.0, original_max_position=32768)
-    assert spec.rope_theta == 1_000_000.0
-    assert spec.rope_scaling.score_scale == 0.1 * math.log(4.0) + 1.0
+    spec = registry.spec_of(QWEN3_4B | {field: yarn})
+    assert spec.attention.rope.scaling == YarnScaling(factor=4.0, original_max_position=32768)
+    assert spec.attention.rope.theta == 1_000_000.0
+    assert spec.attention.rope.scaling.score_scale == 0.1 * math.log(4.0) + 1.0
 
 
 def test_both_fields_may_say_the_same() -> None:
@@ -97,8 +99,8 @@ def test_both_fields_may_say_the_same() -> None:
         "rope_scaling": yarn | {"type": "yarn"},
         "rope_parameters": yarn | {"rope_type": "yarn", "rope_theta": 1000000},
     }
-    expected = ModelSpec.from_hf(QWEN3_4B | {"rope_scaling": both["rope_scaling"]})
-    assert ModelSpec.from_hf(without("rope_theta") | both) == expected
+    expected = registry.spec_of(QWEN3_4B | {"rope_scaling": both["rope_scaling"]})
+    assert registry.spec_of(without("rope_theta") | both) == expected
 
 
 def test_yarn_details_are_kept() -> None:
@@ -111,46 +113,46 @@ def test_yarn_details_are_kept() -> None:
         "beta_slow": 2,
         "attention_factor": 0.5,
     }
-    spec = ModelSpec.from_hf(without("rope_theta") | {"rope_parameters": yarn})
-    assert spec.rope_theta == 5000.0
-    assert spec.rope_scaling == YarnScaling(
+    spec = registry.spec_of(without("rope_theta") | {"rope_parameters": yarn})
+    assert spec.attention.rope.theta == 5000.0
+    assert spec.attention.rope.scaling == YarnScaling(
         factor=2.0, original_max_position=1024, beta_fast=16.0, beta_slow=2.0, attention_factor=0.5
     )
-    assert spec.rope_scaling.score_scale == 0.5
+    assert spec.attention.rope.scaling.score_scale == 0.5
 
 
 def test_yarn_scores_as_deepseek_has_them() -> None:
     """transformers' _compute_yarn_parameters: only with both is their ratio taken."""
     yarn = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
-    both = ModelSpec.from_hf(
+    both = registry.spec_of(
         QWEN3_4B | {"rope_scaling": yarn | {"mscale": 1.0, "mscale_all_dim": 0.707}}
     )
-    one = ModelSpec.from_hf(QWEN3_4B | {"rope_scaling": yarn | {"mscale": 1.0}})
-    assert both.rope_scaling is not None and one.rope_scaling is not None
+    one = registry.spec_of(QWEN3_4B | {"rope_scaling": yarn | {"mscale": 1.0}})
+    assert both.attention.rope.scaling is not None and one.attention.rope.scaling is not None
     log = 0.1 * math.log(40.0)
-    assert both.rope_scaling.score_scale == pytest.approx((log + 1) / (0.707 * log + 1))
-    assert one.rope_scaling.score_scale == log + 1
+    assert both.attention.rope.scaling.score_scale == pytest.approx((log + 1) / (0.707 * log + 1))
+    assert one.attention.rope.scaling.score_scale == log + 1
 
 
 def test_yarn_without_an_original_length_takes_the_configured_one() -> None:
-    spec = ModelSpec.from_hf(QWEN3_4B | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}})
-    assert spec.rope_scaling == YarnScaling(factor=2.0, original_max_position=40960)
+    spec = registry.spec_of(QWEN3_4B | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}})
+    assert spec.attention.rope.scaling == YarnScaling(factor=2.0, original_max_position=40960)
 
 
 def test_absent_fields_mean_what_transformers_means() -> None:
     keys = ("head_dim", "num_key_value_heads", "rope_theta", "tie_word_embeddings", "hidden_act")
-    spec = ModelSpec.from_hf(without(*keys))
+    spec = registry.spec_of(without(*keys))
     assert spec.head_dim == 2560 // 32
     assert spec.kv_heads == spec.q_heads == 32
-    assert spec.rope_theta == 10_000.0
+    assert spec.attention.rope.theta == 10_000.0
     assert spec.tie_embeddings is False
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "architectures is ['LlamaForCausalLM']"),
-        ({"architectures": None}, "architectures is [], supported: ['Qwen3ForCausalLM']"),
+        ({"architectures": ["MambaForCausalLM"]}, "architectures is ['MambaForCausalLM']"),
+        ({"architectures": None}, "architectures is [], supported: ['Qwen3ForCausalLM'"),
         ({"attention_bias": True}, "attention_bias is true"),
         ({"use_sliding_window": True}, "use_sliding_window is true"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', supported: 'silu'"),
@@ -158,7 +160,7 @@ def test_absent_fields_mean_what_transformers_means() -> None:
         ({"hidden_size": "2560"}, "hidden_size is missing or not a positive integer"),
         ({"num_attention_heads": 30}, "num_attention_heads (30) must be a multiple of"),
         ({"head_dim": 127}, "head_dim must be even for RoPE, got 127"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope type is 'linear', supported"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2}}, "rope type is 'longrope', supported"),
         ({"rope_scaling": {"type": "yarn"}}, "YaRN needs 'factor'"),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2, "attn_factor": 1.2}},
@@ -206,12 +208,12 @@ def test_everything_wrong_is_listed_at_once() -> None:
 
 @pytest.mark.parametrize("variant", ["tied", "untied_sharded", "yarn"])
 def test_configs_as_transformers_5_writes_them(variant: str) -> None:
-    spec = ModelSpec.from_hf(json.loads((GOLDEN / variant / "config.json").read_text()))
+    spec = registry.spec_of(json.loads((GOLDEN / variant / "config.json").read_text()))
     assert (spec.vocab_size, spec.embed, spec.q_heads, spec.kv_heads) == (257, 64, 4, 2)
     assert spec.tie_embeddings == (variant != "untied_sharded")
     yarn = YarnScaling(factor=4.0, original_max_position=64)
-    assert spec.rope_scaling == (yarn if variant == "yarn" else None)
-    assert spec.rope_theta == (10_000.0 if variant == "yarn" else 1_000_000.0)
+    assert spec.attention.rope.scaling == (yarn if variant == "yarn" else None)
+    assert spec.attention.rope.theta == (10_000.0 if variant == "yarn" else 1_000_000.0)
 
 
 def test_generation_config() -> None:
@@ -258,7 +260,7 @@ def test_a_generation_config_that_no_request_could_ask_for_is_refused(
 )
 def test_fields_of_wrong_types_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"config.json: {message}"):
-        ModelSpec.from_hf(QWEN3_4B | fields)
+        registry.spec_of(QWEN3_4B | fields)
 
 
 @pytest.mark.parametrize("sizes", [(), (2, 1), (1, 1), (0, 1)])

@@ -25,7 +25,6 @@ LAYERS = (
     ("jaxserve_checkpoints",),
     (
         "jaxserve.api",
-        "jaxserve.cli",
         "jaxserve.config",
         "jaxserve.grammar_server",
         "jaxserve.logs",
@@ -36,7 +35,7 @@ LAYERS = (
         "jaxserve.step_times",
         "jaxserve.tokenizer",
     ),
-    ("jaxserve.models", "jaxserve.programs", "jaxserve.structured"),
+    ("jaxserve.cli", "jaxserve.models", "jaxserve.programs", "jaxserve.structured"),
     ("jaxserve.bench", "jaxserve.runner", "jaxserve.scheduler", "jaxserve.weights"),
     ("jaxserve.engine", "jaxserve.server"),
     ("jaxserve.startup",),
@@ -54,6 +53,7 @@ STRANGERS = (
 WITHOUT = {
     "jaxserve.bench": {"jax", "jaxlib"},
     "jaxserve.grammar_server": {"jax", "jaxlib", "numpy"},
+    "jaxserve.models.registry": {"jax", "jaxlib", "numpy"},
     "jaxserve.server": {"jax", "jaxlib", "llguidance"},
     "jaxserve.engine": {"llguidance"},
     "jaxserve.scheduler": {"jax", "jaxlib", "numpy"},
@@ -138,7 +138,7 @@ def _ours(name: str) -> bool:
 def reachable(imports: Imports, part: str) -> dict[str, str]:
     """Everything that a part imports, directly or through others -> a module that imports it."""
     found: dict[str, str] = {}
-    todo = [module for module in imports if part_of(module) == part]
+    todo = [module for module in imports if part in (module, part_of(module))]
     seen = set(todo)
     while todo:
         module = todo.pop()
@@ -155,6 +155,17 @@ def test_the_table_of_the_architecture_is_this_one() -> None:
     shown = {int(number): set(re.findall(r"`(\w+)`", parts)) for number, parts in rows}
     held = {n: {part.removeprefix("jaxserve.") for part in parts} for n, parts in enumerate(LAYERS)}
     assert shown == held
+
+
+def test_only_the_registry_knows_families() -> None:
+    """To everything else a model is a ModelSpec and the rules of its tensors."""
+    families = "jaxserve.models.families."
+    knowing = {
+        module
+        for module, names in read_imports().items()
+        if not module.startswith(families) and any(name.startswith(families) for name in names)
+    }
+    assert knowing == {"jaxserve.models.registry"}
 
 
 def test_imports_go_down_only() -> None:

@@ -8,22 +8,48 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
-from jaxserve.model_spec import ModelSpec
-from jaxserve.models import qwen3
+from jaxserve.model_spec import AttentionSpec, ModelSpec, Rope
+from jaxserve.models import decoder
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner, on_compile
 from jaxserve_checkpoints.dummy import dummy_params
 
-SPEC = ModelSpec(
-    vocab_size=97,
-    embed=32,
-    ffn=48,
-    num_layers=2,
-    q_heads=4,
-    kv_heads=2,
-    head_dim=8,
-    max_position=256,
-)
+
+def tiny_spec(
+    *,
+    vocab_size: int = 97,
+    embed: int = 32,
+    ffn: int = 48,
+    num_layers: int = 2,
+    q_heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 8,
+    qk_norm: bool = True,
+    qkv_bias: bool = False,
+    tie_embeddings: bool = True,
+) -> ModelSpec:
+    """Qwen3's kind unless said otherwise."""
+    attention = AttentionSpec(
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=Rope(theta=1_000_000.0),
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+    )
+    return ModelSpec.dense(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=vocab_size,
+        embed=embed,
+        ffn=ffn,
+        num_layers=num_layers,
+        attention=attention,
+        max_position=256,
+        tie_embeddings=tie_embeddings,
+    )
+
+
+SPEC = tiny_spec()
 
 
 @dataclass
@@ -50,8 +76,8 @@ class CompileCounter:
 COMPILES = CompileCounter()
 
 
-def make_params(spec: ModelSpec = SPEC, seed: int = 0) -> qwen3.Params:
-    return dummy_params(qwen3.abstract(spec, jnp.float32), seed)
+def make_params(spec: ModelSpec = SPEC, seed: int = 0) -> decoder.Params:
+    return dummy_params(decoder.abstract(spec, jnp.float32), seed)
 
 
 def make_config(
@@ -82,7 +108,7 @@ def make_config(
 
 
 def make_runner(
-    config: RunnerConfig, params: qwen3.Params | None = None, metrics: StubMetrics | None = None
+    config: RunnerConfig, params: decoder.Params | None = None, metrics: StubMetrics | None = None
 ) -> Runner:
     """Compiled and ready."""
     params = make_params(config.spec) if params is None else params

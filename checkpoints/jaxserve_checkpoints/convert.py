@@ -18,17 +18,11 @@ from jaxserve_checkpoints.load import (
     encoded_parts,
     packed_leaves,
 )
-from jaxserve_checkpoints.naming import (
-    AnyRule,
-    LeafPart,
-    leaf_nbytes,
-    leaf_parts,
-    leaf_paths,
-    resolve_rules,
-)
+from jaxserve_checkpoints.naming import LeafPart, leaf_nbytes, leaf_parts, leaf_paths, resolve_rules
 from jaxserve_checkpoints.native import FILE, NativeCheckpoint, open_native, types_of
 from jaxserve_checkpoints.native_writer import NativeWriter
 from jaxserve_checkpoints.reader import CheckpointError
+from jaxserve_checkpoints.rules import AnyRule
 
 
 def convert(

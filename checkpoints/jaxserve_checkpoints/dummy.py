@@ -22,22 +22,24 @@ def dummy_params[Tree](abstract: Tree, seed: int, encode: Encode = as_stored) ->
     put through `encode`.
 
     Each leaf, or layer of a stacked leaf, depends on `seed` and its path only. Vectors are norm
-    weights: 1 + 0.02 N(0, 1). Matrices [..., out, in] are N(0, 1/in), which keeps activations at
-    their size from layer to layer (0.02 for a width of 2560). One compilation per distinct shape
+    weights, 1 + 0.02 N(0, 1), or where their name ends in "bias" 0.02 N(0, 1). Matrices
+    [..., out, in] are N(0, 1/in), which keeps activations at their size from layer to layer (0.02
+    for a width of 2560). One compilation per distinct shape
     and dtype.
     """
     filling = Filling(abstract, encode)
     for part in leaf_parts(abstract):
-        make = _maker(tuple(part.leaf.shape), np.dtype(part.leaf.dtype), part.leaf.sharding)
+        mean = 0.0 if part.path.endswith("bias") else 1.0
+        make = _maker(tuple(part.leaf.shape), np.dtype(part.leaf.dtype), part.leaf.sharding, mean)
         filling.put(part, make(np.uint32(seed), np.uint32(zlib.crc32(part.path.encode()))))
     return filling.tree()
 
 
 @functools.cache
 def _maker(
-    shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Any
+    shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Any, mean: float
 ) -> Callable[[np.uint32, np.uint32], jax.Array]:
-    """Compiled (seed, hash of the path) → weights."""
+    """Compiled (seed, hash of the path) → weights; `mean` is that of vectors."""
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dummy weights are floating point, got {dtype} {list(shape)}")
 
@@ -45,7 +47,7 @@ def _maker(
         key = jax.random.fold_in(jax.random.key(seed), leaf)
         noise = jax.random.normal(key, shape, jnp.float32)
         if len(shape) < 2:
-            return (1.0 + _NORM_NOISE * noise).astype(dtype)
+            return (mean + _NORM_NOISE * noise).astype(dtype)
         return (noise * shape[-1] ** -0.5).astype(dtype)
 
     return jax.jit(make, out_shardings=sharding)

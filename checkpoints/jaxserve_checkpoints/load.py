@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve_checkpoints.naming import (
-    AnyRule,
     LeafPart,
     LeafSource,
     leaf_nbytes,
@@ -23,6 +22,7 @@ from jaxserve_checkpoints.naming import (
 )
 from jaxserve_checkpoints.quantized.modules import PackedModules, QuantizedCheckpoint
 from jaxserve_checkpoints.reader import AnyArray, Checkpoint, CheckpointError, Segment
+from jaxserve_checkpoints.rules import AnyRule
 from jaxserve_checkpoints.staging import LeafBytes
 
 type Progress = Callable[[int, int], None]

@@ -20,48 +20,10 @@ import jax
 import numpy as np
 
 from jaxserve_checkpoints.reader import CheckpointError
+from jaxserve_checkpoints.rules import WORD, AnyRule, Ignore, Repeat, Rule
 
 _MAX_PROBLEMS = 20
-_WORD = re.compile(r"\{(\w+)\}")
 _STACKED = re.compile(r"(layers)\.([A-Za-z_][\w.]*)")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """The leaf is its sources, concatenated along `axis`.
-
-    `{layer}` (or any other braced word) in `leaf` stands for a number, which replaces the same
-    word in `sources`.
-    """
-
-    leaf: str
-    sources: tuple[str, ...]
-    axis: int = 0
-
-    def __post_init__(self) -> None:
-        known = set(_WORD.findall(self.leaf))
-        unknown = {word for source in self.sources for word in _WORD.findall(source)} - known
-        if unknown or not self.sources:
-            what = f"{sorted(unknown)} in its sources only" if unknown else "no sources"
-            raise ValueError(f"rule for {self.leaf!r} has {what}")
-
-
-@dataclass(frozen=True)
-class Ignore:
-    """Tensors with names like `pattern` (`*`, `?`) may stand in a checkpoint unused."""
-
-    pattern: str
-
-
-@dataclass(frozen=True)
-class Repeat:
-    """`tensor` may stand in a checkpoint as a repetition of `original`, with the same shape."""
-
-    tensor: str
-    original: str
-
-
-type AnyRule = Rule | Ignore | Repeat
 
 
 class Tensors(Protocol):
@@ -182,7 +144,7 @@ def _pattern(leaf: str) -> re.Pattern[str]:
 
 
 def _substitute(source: str, numbers: dict[str, str]) -> str:
-    return _WORD.sub(lambda match: numbers[match[1]], source)
+    return WORD.sub(lambda match: numbers[match[1]], source)
 
 
 def _mismatches(source: LeafSource, checkpoint: Tensors) -> list[str]:

@@ -23,8 +23,9 @@ import jax
 import numpy as np
 import xxhash
 
-from jaxserve_checkpoints.naming import AnyRule, LeafPart, Rule, leaf_parts, leaf_paths
+from jaxserve_checkpoints.naming import LeafPart, leaf_parts, leaf_paths
 from jaxserve_checkpoints.reader import AnyArray, Checkpoint, CheckpointError, read_header
+from jaxserve_checkpoints.rules import AnyRule, Rule
 from jaxserve_kernels.weights import QUANTIZED, QuantizedWeight
 
 FILE = "jaxserve.safetensors"

@@ -6,19 +6,15 @@ import importlib.resources
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jaxserve_checkpoints.reader import INDEX_FILE, SINGLE_FILE, CheckpointError
 
 EMBEDDED_NAME = "jaxserve-embedded"
 """The small model that ships inside this package."""
-
-HUB_NAMES = {
-    f"qwen3-{size}": f"Qwen/Qwen3-{size.upper()}"
-    for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")
-}
-"""Short names, in lower case, and their repositories on the Hugging Face Hub."""
 
 WANTED_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 """What is downloaded: weights, configuration, tokenizer and chat template."""
@@ -34,11 +30,12 @@ _OTHERWISE = (
 def resolve_model(
     model: str,
     *,
+    names: Mapping[str, str] = MappingProxyType({}),
     download_dir: str | Path | None = None,
     revision: str | None = None,
     tokenizer: bool = True,
 ) -> Path:
-    """Folder of a model given as a folder, EMBEDDED_NAME, a name of HUB_NAMES (any case) or
+    """Folder of a model given as a folder, EMBEDDED_NAME, one of `names` (any case) or
     "org/name".
 
     A complete copy in the Hub cache (`download_dir`, default the cache that huggingface_hub uses)
@@ -47,6 +44,7 @@ def resolve_model(
     incomplete folder, not reachable.
 
     Args:
+      names: short names, in lower case, and their repositories on the Hub.
       tokenizer: a copy without tokenizer.json is not complete.
     """
     folder = _local_folder(model) if model else None
@@ -54,11 +52,11 @@ def resolve_model(
         return folder
     if model == EMBEDDED_NAME:
         return embedded_model()
-    hub_id = HUB_NAMES.get(model.lower(), model)
+    hub_id = names.get(model.lower(), model)
     if not _HUB_ID.fullmatch(hub_id):
         raise CheckpointError(
             f"unknown model {model!r}: pass a folder, org/name, or one of "
-            f"{', '.join((EMBEDDED_NAME, *HUB_NAMES))}"
+            f"{', '.join((EMBEDDED_NAME, *names))}"
         )
     cached = _snapshot(hub_id, revision, download_dir, offline=True)
     wanted = "tokenizer.json" if tokenizer else "config.json"

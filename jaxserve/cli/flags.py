@@ -27,7 +27,7 @@ from jaxserve.cli.flag_values import (
 from jaxserve.cli.gpus import GPUS
 from jaxserve.config import KV_CACHE_DTYPES, POLICIES, REASONING_FIELDS
 from jaxserve.logs import FORMATS
-from jaxserve.model_spec import NAMED_MODELS
+from jaxserve.models.registry import NAMED_MODELS
 
 type AddArgument = Callable[..., argparse.Action]
 """`add_argument` of a parser, or of a group of one."""

@@ -13,8 +13,8 @@ from jax import Array
 
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models.calibration import LayerInputs, layer_statistics
+from jaxserve.models.decoder import Layer, Params, layer_views
 from jaxserve.models.quantization import Report
-from jaxserve.models.qwen3 import Layer, Params, layer_views
 from jaxserve_kernels.weights import (
     Int4Weight,
     Weight,
@@ -27,7 +27,7 @@ from jaxserve_kernels.weights.awq import (
     search_scale,
 )
 
-_CHANGED = (*LayerInputs._fields, "attention_norm", "mlp_norm")
+_CHANGED = (*LayerInputs._fields, "attention_norm", "mlp_norm", "qkv_bias")
 _PART = re.compile(rf"layers\.([0-9]+)\.({'|'.join(_CHANGED)})")
 
 
@@ -92,8 +92,9 @@ def quantize_layer_awq(
 
     A matrix's factors come off its inputs where these are made: in the norms before qkv and
     gate_up, in the rows of values before out (one factor for all query heads that share a value),
-    in the rows of up before down. Norms are rounded to their dtype first and factors taken from
-    what that leaves, so that folding changes nothing else.
+    in the rows of up before down. The bias of values has the factor of their rows. Norms are
+    rounded to their dtype first and factors taken from what that leaves, so that folding changes
+    nothing else.
     """
     attention_norm, attention_scale = _folded(layer.attention_norm, _scale(layer.qkv, inputs.qkv))
     mlp_norm, mlp_scale = _folded(layer.mlp_norm, _scale(layer.gate_up, inputs.gate_up))
@@ -107,9 +108,12 @@ def quantize_layer_awq(
         gate_up=_matrix(layer.gate_up, inputs.gate_up, mlp_scale, gate_up),
         down=_matrix(layer.down, inputs.down, down_scale),
     )
+    bias = None if layer.qkv_bias is None else (layer.qkv_bias / qkv).astype(layer.qkv_bias.dtype)
     quantized = {name: weight for name, (weight, _) in matrices._asdict().items()}
     return Quantized(
-        layer._replace(attention_norm=attention_norm, mlp_norm=mlp_norm, **quantized),
+        layer._replace(
+            attention_norm=attention_norm, mlp_norm=mlp_norm, qkv_bias=bias, **quantized
+        ),
         LayerInputs(*(error for _, error in matrices)),
     )
 

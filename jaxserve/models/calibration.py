@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxserve.model_spec import ModelSpec
-from jaxserve.models.qwen3 import Layer, Params, layer_views
+from jaxserve.model_spec import AttentionSpec, ModelSpec
+from jaxserve.models.decoder import Layer, Params, layer_views
 from jaxserve.models.rope import rope_tables
 from jaxserve_kernels import target
 from jaxserve_kernels.add_rms_norm import rms_norm
@@ -35,44 +35,46 @@ def layer_statistics(
     """Layer after layer, of the unquantised model over token ids [sequences, tokens]."""
     dtype = params.final_norm.dtype
     x = jax.vmap(lambda ids: take_rows(params.embedding, ids, dtype))(sequences)
-    for layer in layer_views(params.layers):
-        x, found = _layer_statistics(layer, x, spec)
+    for layer, each in zip(layer_views(params.layers), spec.layers, strict=True):
+        x, found = _layer_statistics(layer, x, each.attention, eps=spec.norm_eps)
         yield found
 
 
-@functools.partial(jax.jit, static_argnames="spec", donate_argnames="x")
+@functools.partial(jax.jit, static_argnames=("attention", "eps"), donate_argnames="x")
 def _layer_statistics(
-    layer: Layer, x: Array, spec: ModelSpec
+    layer: Layer, x: Array, attention: AttentionSpec, *, eps: float
 ) -> tuple[Array, LayerInputs[InputStatistics]]:
     def read(sequence: Array) -> tuple[Array, LayerInputs[InputStatistics]]:
-        sequence, inputs = run_layer(layer, sequence, spec)
+        sequence, inputs = run_layer(layer, sequence, attention, eps=eps)
         return sequence, LayerInputs(*(statistics(each) for each in inputs))
 
     x, found = jax.lax.map(read, x)
     return x, jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), found)
 
 
-def run_layer(layer: Layer, x: Array, spec: ModelSpec) -> tuple[Array, LayerInputs[Array]]:
-    """One sequence x [tokens, embed] through a layer as `qwen3.forward` does it, without a cache.
+def run_layer(
+    layer: Layer, x: Array, attention: AttentionSpec, *, eps: float
+) -> tuple[Array, LayerInputs[Array]]:
+    """One sequence x [tokens, embed] through a layer as `decoder.forward` does it, without a cache.
 
     Returns what comes out, and what each matrix took in.
     """
     tokens = x.shape[0]
     with target.use(target.Target("reference")):
-        attention_in = rms_norm(x, layer.attention_norm, spec.norm_eps)
+        attention_in = rms_norm(x, layer.attention_norm, eps)
         q, k, v = heads_of(
             linear(attention_in, layer.qkv),
-            HeadWeights(layer.q_norm, layer.k_norm),
-            rope_tables(spec, jnp.arange(tokens)),
-            kv_heads=spec.kv_heads,
-            eps=spec.norm_eps,
+            HeadWeights(layer.q_norm, layer.k_norm, layer.qkv_bias),
+            rope_tables(attention, jnp.arange(tokens)),
+            kv_heads=attention.kv_heads,
+            eps=eps,
             dtype=x.dtype,
         )
         wide = (each.astype(jnp.float32) for each in (q, k, v))
         attended = jax.nn.dot_product_attention(*wide, is_causal=True)
         attended = attended.astype(x.dtype).reshape(tokens, -1)
         x = x + sum_parts(linear(attended, layer.out), x.dtype)
-        mlp_in = rms_norm(x, layer.mlp_norm, spec.norm_eps)
+        mlp_in = rms_norm(x, layer.mlp_norm, eps)
         gated = gated_linear(mlp_in, layer.gate_up)
         x = x + sum_parts(linear(gated, layer.down), x.dtype)
     return x, LayerInputs(attention_in, attended, mlp_in, gated)

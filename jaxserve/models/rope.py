@@ -3,31 +3,79 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxserve.model_spec import ModelSpec, YarnScaling
+from jaxserve.model_spec import AttentionSpec, Llama3Scaling, ModelSpec, Rope, YarnScaling
 
 
-def rope_tables(spec: ModelSpec, positions: Array) -> tuple[Array, Array]:
-    """Cosines and sines of the rotations at `positions` [tokens]: float32 [tokens, head_dim/2].
+class RopeTables(NamedTuple):
+    """Cosines and sines of the rotations of a step's tokens."""
 
-    YaRN's attention factor is folded in, as in transformers' Qwen3.
+    cos: Array  # float32 [tokens, head_dim/2]
+    sin: Array
+
+
+def step_tables(spec: ModelSpec, positions: Array) -> tuple[RopeTables, ...]:
+    """The different tables of a model's layers at `positions` [tokens]; see `table_of_layer`."""
+    kinds = {_kind(layer.attention): layer.attention for layer in spec.layers}
+    return tuple(rope_tables(attention, positions) for attention in kinds.values())
+
+
+def table_of_layer(spec: ModelSpec, layer: int) -> int:
+    """Which of `step_tables` a layer rotates by."""
+    kinds = dict.fromkeys(_kind(layer.attention) for layer in spec.layers)
+    return list(kinds).index(_kind(spec.layers[layer].attention))
+
+
+def _kind(attention: AttentionSpec) -> tuple[Rope, int, float]:
+    return attention.rope, attention.head_dim, _factor(attention)
+
+
+def rope_tables(attention: AttentionSpec, positions: Array) -> RopeTables:
+    """The tables of one layer at `positions` [tokens].
+
+    Factors on the scores are folded in, half of each into queries and keys: YaRN's attention
+    factor, as in transformers, and a scale other than head_dim ** -0.5.
     """
-    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(rope_frequencies(spec))
-    scale = spec.rope_scaling.score_scale if spec.rope_scaling else 1.0
-    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+    frequencies = rope_frequencies(attention.rope, attention.head_dim)
+    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)
+    factor = _factor(attention)
+    return RopeTables(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
 
 
-def rope_frequencies(spec: ModelSpec) -> np.ndarray:
+def _factor(attention: AttentionSpec) -> float:
+    """On rotated queries and keys: attention itself scales scores by head_dim ** -0.5."""
+    scaling = attention.rope.scaling
+    factor = scaling.score_scale if isinstance(scaling, YarnScaling) else 1.0
+    if attention.scale is not None:
+        factor *= math.sqrt(attention.scale * math.sqrt(attention.head_dim))
+    return factor
+
+
+def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     """Angle per position of each rotated pair: float32 [head_dim/2]."""
-    exponent = np.arange(0, spec.head_dim, 2, dtype=np.float64) / spec.head_dim
-    frequencies = spec.rope_theta**-exponent
-    if spec.rope_scaling is not None:
-        frequencies = _yarn(frequencies, spec.rope_scaling, spec.head_dim, spec.rope_theta)
+    exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    frequencies = rope.theta**-exponent
+    scaling = rope.scaling
+    if isinstance(scaling, YarnScaling):
+        frequencies = _yarn(frequencies, scaling, head_dim, rope.theta)
+    elif isinstance(scaling, Llama3Scaling):
+        frequencies = _llama3(frequencies, scaling)
+    elif scaling is not None:
+        frequencies = frequencies / scaling.factor
     return frequencies.astype(np.float32)
+
+
+def _llama3(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
+    """Divide slow rotations by `factor`, keep fast ones, blend between."""
+    rotations = scaling.original_max_position * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    fast = np.clip((rotations - low) / (high - low), 0.0, 1.0)
+    return frequencies / scaling.factor * (1 - fast) + frequencies * fast
 
 
 def _yarn(frequencies: np.ndarray, yarn: YarnScaling, dim: int, theta: float) -> np.ndarray:

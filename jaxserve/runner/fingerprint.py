@@ -28,7 +28,7 @@ _PACKAGES = (
 )
 
 _OURS = (
-    *("api.py", "config.py", "model_spec.py", "models/qwen3.py", "models/rope.py", "plan.py"),
+    *("api.py", "config.py", "model_spec.py", "models/decoder.py", "models/rope.py", "plan.py"),
     *("programs/*.py", "runner/*.py"),
 )
 """Parts of jaxserve that programs depend on, and no others: `tests/test_layering.py` checks it."""

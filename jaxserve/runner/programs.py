@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models import qwen3
+from jaxserve.models import decoder
 from jaxserve.programs.executable_cache import Program
 from jaxserve.runner import batch, kv_cache, prompt_scores, sequence_state, slot_tables
 from jaxserve.runner.batch import Bucket
@@ -67,9 +67,9 @@ class RunnerConfig:
         return slot_tables.abstract(self.scheduler.max_num_seqs, self.spec.vocab_size)
 
     @property
-    def attended(self) -> qwen3.Attended:
+    def attended(self) -> decoder.Attended:
         """Abstract."""
-        return qwen3.abstract_attended(self.spec, self.dtype, self.buckets.prefill[-1])
+        return decoder.abstract_attended(self.spec, self.dtype, self.buckets.prefill[-1])
 
     @property
     def results_shape(self) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from jax import Array, lax
 
 from jaxserve.api import MAX_LOGPROBS, PromptLogprobs
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models import qwen3
+from jaxserve.models import decoder
 from jaxserve.plan import StepPlan
 from jaxserve.programs.executable_cache import Executable, Program
 from jaxserve_kernels.sampler import score
@@ -33,8 +33,8 @@ _COLUMNS = 2 + 2 * MAX_LOGPROBS
 
 
 def compute(
-    params: qwen3.Params,
-    attended: qwen3.Attended,
+    params: decoder.Params,
+    attended: decoder.Attended,
     wanted: Array,
     *,
     spec: ModelSpec,
@@ -53,7 +53,7 @@ def compute(
     def bits(x: Array) -> Array:
         return lax.bitcast_convert_type(x, jnp.int32)
 
-    logits = qwen3.logits(params, qwen3.finish(params, attended.of(wanted[0]), spec))
+    logits = decoder.logits(params, decoder.finish(params, attended.of(wanted[0]), spec))
     scores = score(logits, wanted[1], vocab=sampled_vocab, alternatives=MAX_LOGPROBS)
     columns = [
         bits(scores.logprob)[:, None],
@@ -65,7 +65,7 @@ def compute(
 
 
 def program(
-    params: Any, attended: qwen3.Attended, *, spec: ModelSpec, rows: int, sampled_vocab: int
+    params: Any, attended: decoder.Attended, *, spec: ModelSpec, rows: int, sampled_vocab: int
 ) -> Program:
     """What `PromptScorer` executes.
 
@@ -88,7 +88,9 @@ class PromptScorer:
         self._rows = rows
         self._score = executables[_SCORE]
 
-    def launch(self, params: qwen3.Params, attended: qwen3.Attended, plan: StepPlan) -> list[Array]:
+    def launch(
+        self, params: decoder.Params, attended: decoder.Attended, plan: StepPlan
+    ) -> list[Array]:
         """Start what the plan's rows want scored; nothing if they want nothing."""
         wanted = list(_wanted(plan))
         return [
@@ -96,12 +98,12 @@ class PromptScorer:
             for first in range(0, len(wanted), self._rows)
         ]
 
-    def warm(self, params: qwen3.Params, attended: qwen3.Attended) -> Array:
+    def warm(self, params: decoder.Params, attended: decoder.Attended) -> Array:
         """Run the program once; returns before it has run."""
         return self._call(params, attended, [])
 
     def _call(
-        self, params: qwen3.Params, attended: qwen3.Attended, wanted: list[tuple[int, int]]
+        self, params: decoder.Params, attended: decoder.Attended, wanted: list[tuple[int, int]]
     ) -> Array:
         packed = np.zeros((2, self._rows), np.int32)
         if wanted:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
-from jaxserve.models import qwen3
+from jaxserve.models import decoder
 from jaxserve.plan import Sampled, StepPlan
 from jaxserve.programs.executable_cache import Executable
 from jaxserve.programs.executables import obtain
@@ -59,7 +59,7 @@ class StepObserver(Protocol):
 class Runner:
     """Runs plans on one device. Used by one thread at a time; owns the KV cache and its state."""
 
-    def __init__(self, config: RunnerConfig, params: qwen3.Params, observer: StepObserver):
+    def __init__(self, config: RunnerConfig, params: decoder.Params, observer: StepObserver):
         self._config = config
         self._params = params
         self._observer = observer

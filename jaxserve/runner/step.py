@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from jaxserve.api import MAX_LOGPROBS
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models import qwen3
+from jaxserve.models import decoder
 from jaxserve.runner import sequence_state
 from jaxserve.runner.batch import (
     DECODE_TOKEN,
@@ -42,7 +42,7 @@ class DeviceState(NamedTuple):
     kv: KV
     sequences: Array  # int32, see sequence_state
     tables: SlotTables  # see slot_tables
-    attended: qwen3.Attended
+    attended: decoder.Attended
     """The tokens of the last step that could carry prompt chunks, before the end of its last layer;
     [tokens of the largest such step, ...]."""
     results: Array
@@ -54,7 +54,7 @@ class DeviceState(NamedTuple):
 
 
 def run_step(
-    params: qwen3.Params,
+    params: decoder.Params,
     state: DeviceState,
     packed: Array,
     *,
@@ -77,12 +77,12 @@ def run_step(
     tokens = _locate(inputs, sequences, page_size=page_size(state.kv))
     kept = state.attended
     if bucket.kind == "mixed":
-        attended, kv = qwen3.forward(params, state.kv, tokens, spec, tile_size=bucket.tile_size)
-        hidden = qwen3.finish(params, attended.of(inputs.row_last), spec)
+        attended, kv = decoder.forward(params, state.kv, tokens, spec, tile_size=bucket.tile_size)
+        hidden = decoder.finish(params, attended.of(inputs.row_last), spec)
         kept = jax.tree.map(_overwritten, kept, attended)
     else:  # each token is the last of its row
-        hidden, kv = qwen3.decode(params, state.kv, tokens, spec)
-    scores = qwen3.logits(params, hidden)
+        hidden, kv = decoder.decode(params, state.kv, tokens, spec)
+    scores = decoder.logits(params, hidden)
     rows = _row_sampling(inputs, sequences)
     wanted = (inputs.row_flags & ROW_LOGPROBS) != 0
     chosen, logprobs, tables = sample(
@@ -107,7 +107,7 @@ def _overwritten(old: Array, new: Array) -> Array:
     return lax.dynamic_update_slice(old, new, (0,) * old.ndim)
 
 
-def _locate(inputs: StepInputs, sequences: Array, *, page_size: int) -> qwen3.StepTokens:
+def _locate(inputs: StepInputs, sequences: Array, *, page_size: int) -> decoder.StepTokens:
     """Ids of the tokens, and the page and offset that each one's key and value go to."""
     last = sequences[inputs.token_slots, sequence_state.LAST_TOKEN]
     table = sequence_state.page_table(sequences)
@@ -121,7 +121,7 @@ def _locate(inputs: StepInputs, sequences: Array, *, page_size: int) -> qwen3.St
         page_table=table,
     )
     ids = jnp.where(inputs.token_ids == DECODE_TOKEN, last, inputs.token_ids)
-    return qwen3.StepTokens(ids, places)
+    return decoder.StepTokens(ids, places)
 
 
 def _row_sampling(inputs: StepInputs, sequences: Array) -> RowSampling:

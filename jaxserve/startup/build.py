@@ -17,7 +17,7 @@ from jaxserve.config import ConfigError
 from jaxserve.engine.engine import Progress
 from jaxserve.engine.loop import Parts
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.models import qwen3
+from jaxserve.models import decoder
 from jaxserve.programs.executable_cache import Executable
 from jaxserve.programs.executables import Obtained, OnMissing, by_reason, obtain
 from jaxserve.runner.runner import Pending, Runner, on_compile
@@ -68,7 +68,7 @@ def build_parts(
         copies = _copies(plan, on_missing)
     loader = weight_loader(plan.weights, copies)
 
-    def load() -> qwen3.Params:
+    def load() -> decoder.Params:
         with timeline.span("weights"):
             return jax.block_until_ready(loader(both.weights))
 

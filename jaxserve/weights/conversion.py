@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxserve.cli.options import Options
 from jaxserve.config import ConfigError
-from jaxserve.models import qwen3
+from jaxserve.models import decoder, registry
 from jaxserve.models.awq import AwqLayers
 from jaxserve.models.quantization import Report, calibrated, reporting
 from jaxserve.setting_files import read_text
@@ -53,17 +53,17 @@ def convert_model(
     if sequences is not None:
         made_from["calibration"] = hashlib.sha256(sequences.tobytes()).hexdigest()[:16]
 
-        def plain() -> qwen3.Params:
-            abstract = qwen3.abstract(source.spec, dtype)
-            return load_params(checkpoint, qwen3.rules(source.spec), abstract)
+        def plain() -> decoder.Params:
+            abstract = decoder.abstract(source.spec, dtype)
+            return load_params(checkpoint, registry.rules(source.spec), abstract)
 
         encode = calibrated(encode, AwqLayers(plain, sequences, source.spec, report).part)
     finished(out, made_from)
     begin()
     return convert(
         checkpoint,
-        qwen3.rules(source.spec),
-        qwen3.abstract(source.spec, dtype, stacked=True),
+        registry.rules(source.spec),
+        decoder.abstract(source.spec, dtype, stacked=True),
         encode,
         out,
         made_from=made_from,

@@ -24,7 +24,7 @@ import jaxserve_checkpoints.quantized
 import jaxserve_kernels.weights
 from jaxserve.cli.options import Options
 from jaxserve.config import ConfigError
-from jaxserve.models import qwen3
+from jaxserve.models import decoder, registry
 from jaxserve.models.quantization import (
     HeadFormat,
     Method,
@@ -46,12 +46,13 @@ from jaxserve_checkpoints.load import (
     load_params,
     packed_leaves,
 )
-from jaxserve_checkpoints.naming import AnyRule, resolve_rules
+from jaxserve_checkpoints.naming import resolve_rules
 from jaxserve_checkpoints.native import NativeCheckpoint, open_native
 from jaxserve_checkpoints.native_writer import Busy, discard
 from jaxserve_checkpoints.quantized import QuantizedCheckpoint, detect
 from jaxserve_checkpoints.quantized.modules import PackedModules
 from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
+from jaxserve_checkpoints.rules import AnyRule
 from jaxserve_checkpoints.staging import StagingProgram, staging_programs, stream
 from jaxserve_kernels.matmul import has_rows
 
@@ -72,13 +73,13 @@ class WeightPlan:
     checkpoint: Stored | None
     """Of `folder`, opened, if it is not one of the engine's own."""
     rules: tuple[AnyRule, ...]
-    plain: qwen3.Params
+    plain: decoder.Params
     """Shapes and dtypes before `encode`."""
     encode: Encode
     """Quantises them."""
-    encoded: qwen3.Params
+    encoded: decoder.Params
     """Shapes and dtypes of what is loaded."""
-    served: qwen3.Params
+    served: decoder.Params
     """Shapes and dtypes of what the steps take: with copies of 4-bit weights, if there are any."""
     native: NativeCheckpoint | None
     """The checkpoint, if it is one of the engine's own."""
@@ -120,8 +121,8 @@ def plan_weights(
         does not have.
       CheckpointError: a converted or quantised checkpoint that cannot be read.
     """
-    plain = qwen3.abstract(source.spec, dtype, stacked=stacked)
-    rules = qwen3.rules(source.spec)
+    plain = decoder.abstract(source.spec, dtype, stacked=stacked)
+    rules = registry.rules(source.spec)
     found, checkpoint, keep_in, made_from = None, None, None, {}
     if source.folder is not None and (source.folder / native.FILE).exists():
         found = open_native(source.folder)
@@ -214,7 +215,9 @@ def describe(folder: Path, wanted: Quantization, dtype: DTypeLike) -> dict[str, 
     }
 
 
-def weight_loader(plan: WeightPlan, executables: Executables) -> Callable[[Progress], qwen3.Params]:
+def weight_loader(
+    plan: WeightPlan, executables: Executables
+) -> Callable[[Progress], decoder.Params]:
     """What puts the weights on the device, and makes their copies there.
 
     Raises:
@@ -227,7 +230,7 @@ def weight_loader(plan: WeightPlan, executables: Executables) -> Callable[[Progr
     return lambda progress: with_copies(load(progress), executables)
 
 
-def _loader(plan: WeightPlan, executables: Executables) -> Callable[[Progress], qwen3.Params]:
+def _loader(plan: WeightPlan, executables: Executables) -> Callable[[Progress], decoder.Params]:
     """What puts `plan.encoded` on the device; CheckpointError as `weight_loader`."""
     if plan.folder is None:
         return lambda progress: dummy_params(plan.plain, plan.seed, plan.encode)
@@ -237,7 +240,7 @@ def _loader(plan: WeightPlan, executables: Executables) -> Callable[[Progress], 
     checkpoint = plan.checkpoint or open_checkpoint(plan.folder)
     direct = direct_sources(checkpoint, plan.rules, plan.plain)
 
-    def load(progress: Progress) -> qwen3.Params:
+    def load(progress: Progress) -> decoder.Params:
         if plan.keep_in is not None:
             kept = _kept(plan, plan.keep_in, checkpoint, executables, progress)
             if kept is not None:
@@ -253,7 +256,7 @@ def _loader(plan: WeightPlan, executables: Executables) -> Callable[[Progress], 
 
 def _load_native(
     plan: WeightPlan, own: NativeCheckpoint, executables: Executables, progress: Progress
-) -> qwen3.Params:
+) -> decoder.Params:
     """Copy the arrays to the device while their checksums are compared."""
     rules = own.rules()
     with ThreadPoolExecutor(1, thread_name_prefix="verify") as pool:
@@ -273,7 +276,7 @@ def _kept(
     checkpoint: Stored,
     executables: Executables,
     progress: Progress,
-) -> qwen3.Params | None:
+) -> decoder.Params | None:
     """From an earlier start's conversion, made now if there is none; None if that cannot be."""
     found = (folder / native.FILE).exists()
     while True:
@@ -324,7 +327,7 @@ def _code_digest() -> str:
     """Of the sources that say what a quantised weight is."""
     digest = hashlib.sha256()
     for package in (jaxserve_kernels.weights, jaxserve.models, jaxserve_checkpoints.quantized):
-        for path in sorted(Path(package.__path__[0]).glob("*.py")):
+        for path in sorted(Path(package.__path__[0]).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from jaxserve.cli.options import Options
 from jaxserve.config import ConfigError, SamplingDefaults
-from jaxserve.model_spec import NAMED_MODELS, ModelSpec
+from jaxserve.model_spec import ModelSpec
+from jaxserve.models.registry import HUB_NAMES, NAMED_MODELS, spec_of
 from jaxserve.setting_files import read_json_object
 from jaxserve.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
 from jaxserve_checkpoints.resolve import EMBEDDED_NAME, resolve_model
@@ -52,13 +53,14 @@ def find_model(options: Options) -> ModelSource:
     name = EMBEDDED_NAME if options.model is None else options.model
     folder = resolve_model(
         name,
+        names=HUB_NAMES,
         download_dir=options.download_dir,
         revision=options.revision,
         tokenizer=options.tokenizer is None,
     )
     return ModelSource(
         names=_names(options, name),
-        spec=ModelSpec.from_hf(read_json_object(folder / "config.json")),
+        spec=spec_of(read_json_object(folder / "config.json")),
         folder=None if options.load_format == "dummy" else folder,
         tokenizer=_tokenizer(options, folder),
         sampling_defaults=_sampling_defaults(options.generation_config, folder),

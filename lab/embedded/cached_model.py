@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models import qwen3
+from jaxserve.models import decoder
 from jaxserve.models.rope import rope_tables
 from jaxserve_kernels import target
 from jaxserve_kernels.add_rms_norm import rms_norm
@@ -132,7 +132,7 @@ class CachedModel:
     def __init__(
         self,
         spec: ModelSpec,
-        params: qwen3.Params,
+        params: decoder.Params,
         kv_format: KVFormat,
         stop_ids: tuple[int, ...],
     ) -> None:
@@ -160,7 +160,9 @@ class CachedModel:
             answers.append(row[: min([limit, *ends_at])])
         return Result(log_probs, answers)
 
-    def _prompts(self, shape: Shape, params: qwen3.Params, work: Batch) -> tuple[Array, Array, Any]:
+    def _prompts(
+        self, shape: Shape, params: decoder.Params, work: Batch
+    ) -> tuple[Array, Array, Any]:
         """Log-probabilities [tokens, vocabulary], the first token of each answer, the cache."""
         cache = CacheShape(
             layers=self._spec.num_layers,
@@ -172,14 +174,14 @@ class CachedModel:
         )
         kv = self._format.allocate(cache, params.final_norm.dtype)
         step = _step(work.slots, work.positions, QueryTiles(*work.tiles), work.page_table)
-        tokens = qwen3.StepTokens(jnp.asarray(work.ids), step)
+        tokens = decoder.StepTokens(jnp.asarray(work.ids), step)
         hidden, kv = _forward(params, kv, tokens, self._spec, shape.tile)
-        log_probs = jax.nn.log_softmax(qwen3.logits(params, hidden))
+        log_probs = jax.nn.log_softmax(decoder.logits(params, hidden))
         last = jnp.maximum(jnp.cumsum(work.lengths) - 1, 0)
         return log_probs, log_probs[last].argmax(-1).astype(jnp.int32), kv
 
     def _answers(
-        self, shape: Shape, params: qwen3.Params, kv: Any, first: Array, work: Batch, most: Array
+        self, shape: Shape, params: decoder.Params, kv: Any, first: Array, work: Batch, most: Array
     ) -> Array:
         """Greedy tokens [sequences, answer], a stop token where nothing was needed any more."""
         row = jnp.arange(shape.sequences, dtype=jnp.int32)
@@ -197,9 +199,9 @@ class CachedModel:
             slots = jnp.where(done, shape.sequences, row)
             tiles = QueryTiles(row, jnp.where(done, 0, 1), slots, position)
             step = _step(slots, position, tiles, work.page_table)
-            tokens = qwen3.StepTokens(token, step)
+            tokens = decoder.StepTokens(token, step)
             hidden, kv = _forward(params, kv, tokens, self._spec, 1)
-            found = qwen3.logits(params, hidden).argmax(-1).astype(jnp.int32)
+            found = decoder.logits(params, hidden).argmax(-1).astype(jnp.int32)
             return count + 1, found, out, done, kv
 
         state = (jnp.int32(0), first, out, work.lengths == 0, kv)
@@ -207,26 +209,26 @@ class CachedModel:
 
 
 def _forward(
-    params: qwen3.Params, kv: Any, tokens: qwen3.StepTokens, spec: ModelSpec, tile_size: int
+    params: decoder.Params, kv: Any, tokens: decoder.StepTokens, spec: ModelSpec, tile_size: int
 ) -> tuple[Array, Any]:
     """All hidden states; on a CPU with one layer in a loop, which compiles in an eighth of the
     time: the layers are stacked, and no format has work left at the end of a step there."""
     if target.current().implementation == "triton":
         if tile_size == 1:
-            return qwen3.decode(params, kv, tokens, spec)
-        attended, kv = qwen3.forward(params, kv, tokens, spec, tile_size=tile_size)
-        return qwen3.finish(params, attended, spec), kv
+            return decoder.decode(params, kv, tokens, spec)
+        attended, kv = decoder.forward(params, kv, tokens, spec, tile_size=tile_size)
+        return decoder.finish(params, attended, spec), kv
     layers = params.layers
-    assert isinstance(layers, qwen3.Layer)
+    assert isinstance(layers, decoder.Layer)
     x = take_rows(params.embedding, tokens.ids, params.final_norm.dtype)
-    tables = rope_tables(spec, tokens.places.positions)
+    tables = rope_tables(spec.attention, tokens.places.positions)
     next_norms = jnp.concatenate([layers.attention_norm[1:], params.final_norm[None]])
 
     def body(carry: Any, each: Any) -> tuple[Any, None]:
         x, normed, kv = carry
         layer, next_weight, index = each
-        next_norm = qwen3.Norm(next_weight)
-        carry = qwen3.decoder_layer(
+        next_norm = decoder.Norm(next_weight)
+        carry = decoder.decoder_layer(
             layer, next_norm, index, x, normed, kv, tables, tokens, spec, tile_size=tile_size
         )
         return carry, None

@@ -32,8 +32,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.model_spec import ModelSpec
-from jaxserve.models import qwen3
+from jaxserve.models import decoder, registry
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import open_checkpoint
 from lab.embedded.divergence import compare, describe
@@ -56,9 +55,9 @@ SEED, LENGTH = 12, 256
 
 def main() -> None:
     args = parse_args()
-    spec = ModelSpec.from_hf(json.loads((MODEL_FOLDER / "config.json").read_text()))
+    spec = registry.spec_of(json.loads((MODEL_FOLDER / "config.json").read_text()))
     plain = load_params(
-        open_checkpoint(MODEL_FOLDER), qwen3.rules(spec), qwen3.abstract(spec, jnp.float32)
+        open_checkpoint(MODEL_FOLDER), registry.rules(spec), decoder.abstract(spec, jnp.float32)
     )
     cases = select(load_cases(MODEL_FOLDER / "eval.jsonl.gz"), args.tasks, args.limit)
     device = jax.devices()[0]

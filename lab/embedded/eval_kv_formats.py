@@ -33,8 +33,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.model_spec import ModelSpec
-from jaxserve.models import qwen3
+from jaxserve.models import decoder, registry
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import open_checkpoint
 from jaxserve_kernels.kv_format import NAMES, named
@@ -61,10 +60,10 @@ AT_ONCE = 25 if ON_GPU else 1
 def main() -> None:
     args = parse_args()
     encoder = Encoder.load(MODEL_FOLDER)
-    spec = ModelSpec.from_hf(json.loads((MODEL_FOLDER / "config.json").read_text()))
+    spec = registry.spec_of(json.loads((MODEL_FOLDER / "config.json").read_text()))
     dtype = jnp.bfloat16 if ON_GPU else jnp.float32
     params = load_params(
-        open_checkpoint(MODEL_FOLDER), qwen3.rules(spec), qwen3.abstract(spec, dtype)
+        open_checkpoint(MODEL_FOLDER), registry.rules(spec), decoder.abstract(spec, dtype)
     )
     params = params._replace(layers=jax.tree.map(lambda *a: jnp.stack(a), *params.layers))
     names = [PLAIN, *(name for name in args.formats if name != PLAIN)]

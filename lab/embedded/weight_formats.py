@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models import qwen3
+from jaxserve.models import decoder
 from jaxserve.models.awq import quantize_layer_awq
 from jaxserve.models.calibration import layer_statistics
 from jaxserve_kernels import weights
@@ -115,13 +115,13 @@ HEADS: dict[str, Quantize] = {
 FORMATS = ("bf16", *LAYERS, "int4-awq", *HEADS)
 
 
-def in_format(name: str, plain: qwen3.Params, spec: ModelSpec) -> qwen3.Params:
+def in_format(name: str, plain: decoder.Params, spec: ModelSpec) -> decoder.Params:
     """The model with the values that a format's weights have, in float32."""
     if name == "bf16":
         return plain
     if name in HEADS:
         return plain._replace(embedding=jax.jit(HEADS[name])(plain.embedding))
-    views = qwen3.layer_views(plain.layers)
+    views = decoder.layer_views(plain.layers)
     if name == "int4-awq":
         statistics = layer_statistics(plain, calibration(), spec)
         quantized = (
@@ -134,7 +134,7 @@ def in_format(name: str, plain: qwen3.Params, spec: ModelSpec) -> qwen3.Params:
     return plain._replace(layers=tuple(layers))
 
 
-def _replaced(layer: qwen3.Layer, values: Callable[[Any], jax.Array]) -> qwen3.Layer:
+def _replaced(layer: decoder.Layer, values: Callable[[Any], jax.Array]) -> decoder.Layer:
     return layer._replace(**{name: values(getattr(layer, name)) for name in MATRICES})
 
 
@@ -155,13 +155,13 @@ def token_ids(seed: int, sequences: int, length: int) -> jax.Array:
     return jnp.array(ids[: sequences * length], jnp.int32).reshape(sequences, length)
 
 
-def tensors_of(params: qwen3.Params, spec: ModelSpec) -> dict[str, np.ndarray]:
+def tensors_of(params: decoder.Params, spec: ModelSpec) -> dict[str, np.ndarray]:
     """Under their Hugging Face names."""
     tensors: dict[str, Any] = {
         "model.embed_tokens.weight": params.embedding,
         "model.norm.weight": params.final_norm,
     }
-    for index, layer in enumerate(qwen3.layer_views(params.layers)):
+    for index, layer in enumerate(decoder.layer_views(params.layers)):
         q, k, v = np.split(np.asarray(layer.qkv), [spec.q_size, spec.q_size + spec.kv_size])
         gate, up = np.split(np.asarray(layer.gate_up), 2)
         parts = {

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxserve.model_spec import NAMED_MODELS
+from jaxserve.models.registry import NAMED_MODELS
 
 _FORMATS = ("native", "orbax")
 
@@ -57,9 +57,9 @@ def measure(kind: str, what: str, model: str, folder: Path) -> dict[str, float]:
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxserve.models import qwen3
+    from jaxserve.models import decoder
 
-    abstract = qwen3.abstract(NAMED_MODELS[model], jnp.bfloat16, stacked=True)
+    abstract = decoder.abstract(NAMED_MODELS[model], jnp.bfloat16, stacked=True)
     jax.devices()
     begun = time.perf_counter()
     run = (native if kind == "native" else orbax)(what, folder / kind, abstract)

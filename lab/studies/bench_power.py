@@ -34,7 +34,8 @@ import torch
 import triton
 import triton.language as tl
 
-from jaxserve.model_spec import NAMED_MODELS, ModelSpec
+from jaxserve.model_spec import ModelSpec
+from jaxserve.models.registry import NAMED_MODELS
 
 WEIGHTS = 12
 """Layers with weights of their own, more than any cache holds; the others use them again."""

@@ -25,7 +25,7 @@ KERNELS = (
 BEGIN = """
 import importlib, sys, threading
 from jaxserve_kernels import target
-import jaxserve.models.qwen3  # the packages, as whoever compiles a model has them
+import jaxserve.models.decoder  # the packages, as whoever compiles a model has them
 
 def begin(name):
     together.wait()

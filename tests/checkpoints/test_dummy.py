@@ -31,6 +31,12 @@ def test_matrices_keep_the_scale_and_vectors_are_near_one() -> None:
     assert np.std(params["n"]) == pytest.approx(0.02, rel=0.05)
 
 
+def test_biases_are_small() -> None:
+    bias = dummy_params({"layers.0.qkv_bias": array(10_000)}, 0)["layers.0.qkv_bias"]
+    assert abs(np.mean(bias)) < 1e-3
+    assert np.std(bias) == pytest.approx(0.02, rel=0.05)
+
+
 def test_the_tree_keeps_structure_dtypes_and_none() -> None:
     tree = {"a": (array(2, 3, dtype=jnp.bfloat16), None), "b": array(5, dtype=jnp.bfloat16)}
     params = dummy_params(tree, 0)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from jaxserve_checkpoints.load import load_params
-from jaxserve_checkpoints.naming import Rule
 from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
+from jaxserve_checkpoints.rules import Rule
 
 
 class Layer(NamedTuple):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxserve_checkpoints.naming import AnyRule, Ignore, Repeat, Rule, leaf_paths, resolve_rules
+from jaxserve_checkpoints.naming import leaf_paths, resolve_rules
 from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
+from jaxserve_checkpoints.rules import AnyRule, Ignore, Repeat, Rule
 
 
 class Layer(NamedTuple):

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub import errors
 
-from jaxserve.model_spec import NAMED_MODELS
+from jaxserve.models.registry import HUB_NAMES
 from jaxserve_checkpoints import resolve
 from jaxserve_checkpoints.reader import CheckpointError
-from jaxserve_checkpoints.resolve import HUB_NAMES, embedded_model, resolve_model
+from jaxserve_checkpoints.resolve import embedded_model, resolve_model
 
 COMMIT = "0" * 40
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
@@ -79,7 +79,7 @@ def test_paths_that_do_not_exist_never_reach_the_hub(
 
 @pytest.mark.parametrize("model", ["gpt-2", "", "a b/c", "qwen3-5b"])
 def test_unknown_names_list_the_known_ones(model: str) -> None:
-    message = error_of(model)
+    message = error_of(model, names=HUB_NAMES)
     assert f"unknown model {model!r}" in message
     assert "qwen3-0.6b" in message and "jaxserve-embedded" in message
 
@@ -89,7 +89,6 @@ def test_the_embedded_model_has_a_name() -> None:
 
 
 def test_short_names_are_those_of_the_configuration() -> None:
-    assert set(HUB_NAMES) == set(NAMED_MODELS)
     assert HUB_NAMES["qwen3-0.6b"] == "Qwen/Qwen3-0.6B"
     assert HUB_NAMES["qwen3-32b"] == "Qwen/Qwen3-32B"
 
@@ -100,7 +99,7 @@ def test_complete_copies_in_the_cache_are_used_without_the_network(
 ) -> None:
     snapshot = cached_model(tmp_path, "Qwen/Qwen3-4B", *FILES)
     asked = count_downloads(monkeypatch, tmp_path)
-    assert resolve_model(model, download_dir=tmp_path) == snapshot
+    assert resolve_model(model, names=HUB_NAMES, download_dir=tmp_path) == snapshot
     assert not asked
 
 
@@ -141,7 +140,7 @@ def test_a_cached_model_with_all_shards_is_complete(tmp_path: Path) -> None:
 
 
 def test_an_unreachable_hub_is_one_line(tmp_path: Path) -> None:
-    message = error_of("qwen3-8b", download_dir=tmp_path)
+    message = error_of("qwen3-8b", names=HUB_NAMES, download_dir=tmp_path)
     assert f"Qwen/Qwen3-8B into {tmp_path / 'models--Qwen--Qwen3-8B'}: not reachable" in message
     assert "--model FOLDER" in message
     assert "--load-format dummy" in message

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxserve.model_spec import ModelSpec
-from jaxserve.models import qwen3
+from jaxserve.models import decoder, registry
 from jaxserve_checkpoints import staging
 from jaxserve_checkpoints.load import direct_sources, load_params
-from jaxserve_checkpoints.naming import Rule
 from jaxserve_checkpoints.reader import CheckpointError, Segment, open_checkpoint
+from jaxserve_checkpoints.rules import Rule
 from jaxserve_checkpoints.staging import LeafBytes, staging_programs, stream
 
 
@@ -83,13 +82,13 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "tied"
 @pytest.mark.parametrize("stacked", [True, False])
 def test_a_checkpoint_is_loaded_as_by_the_loader_that_can_cast(stacked: bool) -> None:
     checkpoint = open_checkpoint(GOLDEN)
-    spec = ModelSpec.from_hf(json.loads((GOLDEN / "config.json").read_text()))
+    spec = registry.spec_of(json.loads((GOLDEN / "config.json").read_text()))
     dtype = checkpoint.dtype("model.embed_tokens.weight")
-    abstract = qwen3.abstract(spec, dtype, stacked=stacked)
-    direct = direct_sources(checkpoint, qwen3.rules(spec), abstract)
+    abstract = decoder.abstract(spec, dtype, stacked=stacked)
+    direct = direct_sources(checkpoint, registry.rules(spec), abstract)
     assert direct is not None
     loaded = stream(direct, abstract, executables(abstract))
-    expected = load_params(checkpoint, qwen3.rules(spec), abstract)
+    expected = load_params(checkpoint, registry.rules(spec), abstract)
     jax.tree.map(np.testing.assert_array_equal, loaded, expected)
 
 

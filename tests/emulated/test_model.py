@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.models import qwen3
+from jaxserve.models import decoder
 from jaxserve.models.quantization import Quantization
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels import chain, early, target
@@ -65,20 +65,20 @@ def test_a_step(
     ids = jnp.asarray(rng.integers(0, MODEL.vocab_size, places.slots.shape), jnp.int32)
     cache = (MODEL.num_layers, sequences.num_pages, MODEL.kv_heads, 2, 64, MODEL.head_dim)
     kv = jnp.asarray(rng.standard_normal(cache), jnp.bfloat16)
-    abstract = qwen3.abstract(MODEL, jnp.bfloat16, stacked=True)
+    abstract = decoder.abstract(MODEL, jnp.bfloat16, stacked=True)
     params = dummy_params(abstract, 3, quantization.encoder(MODEL))
     last = jnp.asarray(np.cumsum(counts) - 1)
 
-    def step(params: qwen3.Params, kv: Any, tokens: qwen3.StepTokens) -> Any:
+    def step(params: decoder.Params, kv: Any, tokens: decoder.StepTokens) -> Any:
         if decodes:
-            hidden, kv = qwen3.decode(params, kv, tokens, MODEL)
+            hidden, kv = decoder.decode(params, kv, tokens, MODEL)
             hidden = hidden[last]
         else:
-            attended, kv = qwen3.forward(params, kv, tokens, MODEL, tile_size=tile_size)
-            hidden = qwen3.finish(params, attended.of(last), MODEL)
-        return qwen3.logits(params, hidden), kv
+            attended, kv = decoder.forward(params, kv, tokens, MODEL, tile_size=tile_size)
+            hidden = decoder.finish(params, attended.of(last), MODEL)
+        return decoder.logits(params, hidden), kv
 
-    inputs = (params, kv, qwen3.StepTokens(ids, places))
+    inputs = (params, kv, decoder.StepTokens(ids, places))
     with target.use(target.Target("reference")):
         expected, left = jax.jit(step, compiler_options=AS_WRITTEN)(*inputs)
     monkeypatch.setattr(chain, "call", in_a_chain)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve.config import KV_CACHE_DTYPES, CacheConfig, ConfigError
-from jaxserve.model_spec import NAMED_MODELS
+from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.runner import kv_cache
 from jaxserve_kernels import kv_format
 from jaxserve_kernels.attention_inputs.reference import heads_of

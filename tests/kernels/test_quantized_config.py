@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.model_spec import NAMED_MODELS
+from jaxserve.models.registry import NAMED_MODELS
 from jaxserve_kernels import early, weights
 from jaxserve_kernels.quantized_matmul.config import Config, choose, shares_of, steps
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models import awq, qwen3
+from jaxserve.models import awq, decoder, registry
 from jaxserve.models.awq import AwqLayers, Quantized, quantize_layer_awq
 from jaxserve.models.calibration import LayerInputs, layer_statistics, run_layer
 from jaxserve_checkpoints.dummy import dummy_params
@@ -22,25 +21,26 @@ from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import open_checkpoint
 from jaxserve_kernels.add_rms_norm import rms_norm
 from jaxserve_kernels.weights import quantize_int4
-from tests.tiny_model import SPEC
+from tests.tiny_model import tiny_spec
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "tied"
-SMALL = replace(SPEC, vocab_size=128, embed=256, ffn=256, head_dim=64, num_layers=1)
+SIZES = {"vocab_size": 128, "embed": 256, "ffn": 256, "head_dim": 64}
+SMALL = tiny_spec(**SIZES, num_layers=1)
 
 
 def test_calibration_computes_what_transformers_computes() -> None:
-    spec = ModelSpec.from_hf(json.loads((GOLDEN / "config.json").read_text()))
-    abstract = qwen3.abstract(spec, jnp.float32)
-    params = load_params(open_checkpoint(GOLDEN), qwen3.rules(spec), abstract)
+    spec = registry.spec_of(json.loads((GOLDEN / "config.json").read_text()))
+    abstract = decoder.abstract(spec, jnp.float32)
+    params = load_params(open_checkpoint(GOLDEN), registry.rules(spec), abstract)
     with np.load(GOLDEN / "golden.npz") as arrays:
         tokens, logits = arrays["tokens_0"], arrays["logits_0"]
 
     @jax.jit
-    def compute(params: qwen3.Params) -> jax.Array:
+    def compute(params: decoder.Params) -> jax.Array:
         x = params.embedding[tokens]
         for layer in params.layers:
-            x, _ = run_layer(layer, x, spec)
-        return qwen3.logits(params, rms_norm(x, params.final_norm, spec.norm_eps))
+            x, _ = run_layer(layer, x, spec.attention, eps=spec.norm_eps)
+        return decoder.logits(params, rms_norm(x, params.final_norm, spec.norm_eps))
 
     np.testing.assert_allclose(compute(params), logits, atol=2e-4)
 
@@ -49,15 +49,15 @@ def test_layers_that_nobody_asks_for_are_run_and_not_searched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A conversion that goes on asks for the rest; norms that do not change are never ours."""
-    spec = replace(SMALL, num_layers=3)
-    params = dummy_params(qwen3.abstract(spec, jnp.float32), 0)
+    spec = tiny_spec(**SIZES, num_layers=3)
+    params = dummy_params(decoder.abstract(spec, jnp.float32), 0)
     assert isinstance(params.layers, tuple)
     ids = jax.random.randint(jax.random.key(2), (1, 64), 0, spec.vocab_size)
     means = [found.qkv.mean for found in layer_statistics(params, ids, spec)]
     searched: list[jax.Array] = []
     reported: list[str] = []
 
-    def search(layer: qwen3.Layer, inputs: LayerInputs[Any], spec: ModelSpec) -> Quantized:
+    def search(layer: decoder.Layer, inputs: LayerInputs[Any], spec: ModelSpec) -> Quantized:
         searched.append(inputs.qkv.mean)
         return Quantized(layer, LayerInputs(*(jnp.float32(0.1),) * 4))
 
@@ -77,7 +77,7 @@ def test_layers_that_nobody_asks_for_are_run_and_not_searched(
 @pytest.mark.slow
 def test_a_layer_quantised_by_awq_is_nearer_to_itself_than_one_rounded() -> None:
     """Its factors are in norms, values and the gate's partner, and nowhere else."""
-    params = dummy_params(qwen3.abstract(SMALL, jnp.float32), 0)
+    params = dummy_params(decoder.abstract(SMALL, jnp.float32), 0)
     layer = params.layers[0]
     uneven = jnp.exp(jax.random.normal(jax.random.key(1), (SMALL.embed,)))
     layer = layer._replace(
@@ -89,11 +89,11 @@ def test_a_layer_quantised_by_awq_is_nearer_to_itself_than_one_rounded() -> None
     rounded = layer._replace(
         **{name: quantize_int4(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")}
     )
-    run = jax.jit(partial(run_layer, spec=SMALL))
+    run = jax.jit(partial(run_layer, attention=SMALL.attention, eps=SMALL.norm_eps))
     x = params.embedding[ids[0]]
     expected = run(layer, x)[0] - x
 
-    def error(other: qwen3.Layer) -> float:
+    def error(other: decoder.Layer) -> float:
         difference = run(other, x)[0] - x - expected
         return float(jnp.sqrt(jnp.mean(difference**2) / jnp.mean(expected**2)))
 

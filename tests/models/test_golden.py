@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from jaxserve.config import CacheConfig
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models import qwen3
+from jaxserve.models import decoder, registry
 from jaxserve.runner import kv_cache
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import open_checkpoint
@@ -37,7 +37,7 @@ CACHE = CacheConfig(num_pages=PAGES_PER_SEQ + 2, page_size=PAGE_SIZE)
 
 class Golden(NamedTuple):
     spec: ModelSpec
-    params: qwen3.Params
+    params: decoder.Params
     arrays: dict[str, NDArray[Any]]
 
     @property
@@ -55,9 +55,9 @@ class Golden(NamedTuple):
 
 def load_golden(name: str) -> Golden:
     folder = GOLDEN / name
-    spec = ModelSpec.from_hf(json.loads((folder / "config.json").read_text()))
-    abstract = qwen3.abstract(spec, jnp.float32)
-    params = load_params(open_checkpoint(folder), qwen3.rules(spec), abstract)
+    spec = registry.spec_of(json.loads((folder / "config.json").read_text()))
+    abstract = decoder.abstract(spec, jnp.float32)
+    params = load_params(open_checkpoint(folder), registry.rules(spec), abstract)
     with np.load(folder / "golden.npz") as arrays:
         return Golden(spec, params, dict(arrays))
 
@@ -69,14 +69,14 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 
 @partial(jax.jit, static_argnames="spec", donate_argnames="kv")
 def compute(
-    params: qwen3.Params, kv: jax.Array, tokens: qwen3.StepTokens, spec: ModelSpec
+    params: decoder.Params, kv: jax.Array, tokens: decoder.StepTokens, spec: ModelSpec
 ) -> tuple[jax.Array, jax.Array]:
     tile_size = min(TILE_SIZE, tokens.ids.shape[0])
-    attended, kv = qwen3.forward(params, kv, tokens, spec, tile_size=tile_size)
-    return qwen3.logits(params, qwen3.finish(params, attended, spec)), kv
+    attended, kv = decoder.forward(params, kv, tokens, spec, tile_size=tile_size)
+    return decoder.logits(params, decoder.finish(params, attended, spec)), kv
 
 
-def locate(tokens: Sequence[int], start: int, padded: int) -> qwen3.StepTokens:
+def locate(tokens: Sequence[int], start: int, padded: int) -> decoder.StepTokens:
     """A chunk of the one sequence there is, whose pages are in descending order."""
     count, tile_size = len(tokens), min(TILE_SIZE, padded)
     table = np.zeros((2, PAGES_PER_SEQ), np.int32)
@@ -96,7 +96,7 @@ def locate(tokens: Sequence[int], start: int, padded: int) -> qwen3.StepTokens:
         page_table=jnp.asarray(table),
     )
     ids = jnp.asarray(np.pad(np.asarray(tokens, np.int32), (0, padded - count)))
-    return qwen3.StepTokens(ids, places)
+    return decoder.StepTokens(ids, places)
 
 
 def logits_in_chunks(golden: Golden, tokens: NDArray[np.int32], size: int) -> Floats:

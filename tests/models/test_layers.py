@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from jaxserve.model_spec import YarnScaling
+from jaxserve.model_spec import AttentionSpec, LinearScaling, Llama3Scaling, Rope, YarnScaling
 from jaxserve.models.rope import rope_frequencies, rope_tables
 from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_inputs, rope
@@ -23,8 +23,19 @@ from tests.tiny_model import SPEC
 type Floats = NDArray[np.floating[Any]]
 
 EPS = 1e-6
-LONG = replace(SPEC, head_dim=128, rope_theta=1_000_000.0)
+THETA = 1_000_000.0
 YARN = YarnScaling(factor=4.0, original_max_position=32_768)
+
+type Scaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+def long_heads(scaling: Scaling | None = None) -> AttentionSpec:
+    rope = Rope(theta=THETA, scaling=scaling)
+    return AttentionSpec(q_heads=4, kv_heads=2, head_dim=128, rope=rope)
+
+
+def long_frequencies(scaling: Scaling | None = None) -> NDArray[np.float32]:
+    return rope_frequencies(long_heads(scaling).rope, 128)
 
 
 def normal(*shape: int, seed: int = 0) -> NDArray[np.float32]:
@@ -100,8 +111,8 @@ def test_the_residual_norm_returns_the_sum_and_its_norm() -> None:
 def test_rope_turns_pairs_by_position_times_frequency(first: int) -> None:
     x = normal(6, 3, SPEC.head_dim)
     positions = np.arange(first, first + 6, dtype=np.int32)
-    got = rope(jnp.asarray(x), *rope_tables(SPEC, jnp.asarray(positions)))
-    expected = exact_rope(x, positions, rope_frequencies(SPEC))
+    got = rope(jnp.asarray(x), *rope_tables(SPEC.attention, jnp.asarray(positions)))
+    expected = exact_rope(x, positions, rope_frequencies(SPEC.attention.rope, SPEC.head_dim))
     # float32 angles near 1,000 are off by up to 3e-5.
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6 if first < 10 else 2e-4)
 
@@ -110,20 +121,22 @@ def test_rope_turns_pairs_by_position_times_frequency(first: int) -> None:
 def test_scores_depend_on_distance_and_not_on_position(distance: int, shift: int) -> None:
     x = np.repeat(normal(1, 1, SPEC.head_dim), 4, axis=0)
     positions = jnp.asarray([0, distance, shift, shift + distance], jnp.int32)
-    turned = np.asarray(rope(jnp.asarray(x), *rope_tables(SPEC, positions)), np.float64)[:, 0]
+    turned = np.asarray(rope(jnp.asarray(x), *rope_tables(SPEC.attention, positions)), np.float64)[
+        :, 0
+    ]
     assert turned[0] @ turned[1] == pytest.approx(turned[2] @ turned[3], abs=1e-3)
 
 
 def test_frequencies_fall_from_one_to_the_inverse_of_theta() -> None:
-    frequencies = rope_frequencies(LONG)
+    frequencies = long_frequencies()
     assert frequencies.dtype == np.float32 and frequencies.shape == (64,)
     assert frequencies[0] == 1.0
     ratios = frequencies[1:] / frequencies[:-1]
-    np.testing.assert_allclose(ratios, LONG.rope_theta ** (-1 / 64), rtol=1e-6)
+    np.testing.assert_allclose(ratios, THETA ** (-1 / 64), rtol=1e-6)
 
 
 def test_yarn_keeps_fast_rotations_and_slows_down_slow_ones() -> None:
-    plain, scaled = rope_frequencies(LONG), rope_frequencies(replace(LONG, rope_scaling=YARN))
+    plain, scaled = long_frequencies(), long_frequencies(YARN)
     turns = plain * YARN.original_max_position / (2 * math.pi)
     fast, slow = turns > YARN.beta_fast * 1.5, turns < YARN.beta_slow / 1.5
     assert fast.any() and slow.any()
@@ -137,7 +150,7 @@ def test_yarn_keeps_fast_rotations_and_slows_down_slow_ones() -> None:
 def test_yarn_blends_between_the_pairs_that_turn_often_and_rarely(truncate: bool) -> None:
     """In equal steps from one to the other; whole pairs only if they are truncated."""
     yarn = replace(YARN, truncate=truncate)
-    plain, scaled = rope_frequencies(LONG), rope_frequencies(replace(LONG, rope_scaling=yarn))
+    plain, scaled = long_frequencies(), long_frequencies(yarn)
     turns = np.log(plain * YARN.original_max_position / (2 * math.pi))
     pairs = np.arange(64)
     low, high = (np.interp(-math.log(turn), -turns, pairs) for turn in (32.0, 1.0))
@@ -152,7 +165,7 @@ def test_yarn_sharpens_attention() -> None:
     positions = jnp.asarray([0], jnp.int32)
     for factor, expected in ((None, 0.1 * math.log(4) + 1), (1.25, 1.25)):
         yarn = replace(YARN, attention_factor=factor)
-        cos, sin = rope_tables(replace(LONG, rope_scaling=yarn), positions)
+        cos, sin = rope_tables(long_heads(yarn), positions)
         np.testing.assert_allclose(cos, np.full((1, 64), expected), rtol=1e-6)
         assert not np.asarray(sin).any()
 
@@ -161,8 +174,7 @@ def test_yarn_with_factor_one_changes_nothing() -> None:
     """Not even where the blend has no width: a context shorter than one rotation."""
     short = YarnScaling(factor=1.0, original_max_position=4)
     for yarn in (replace(YARN, factor=1.0), short):
-        spec = replace(LONG, rope_scaling=yarn)
-        np.testing.assert_allclose(rope_frequencies(spec), rope_frequencies(LONG), rtol=1e-6)
+        np.testing.assert_allclose(long_frequencies(yarn), long_frequencies(), rtol=1e-6)
 
 
 def test_attention_inputs_norm_and_rotate_per_head_and_store_keys_and_values() -> None:
@@ -178,13 +190,13 @@ def test_attention_inputs_norm_and_rotate_per_head_and_store_keys_and_values() -
         jnp.asarray(kv),
         1,
         HeadWeights(jnp.asarray(q_norm), jnp.asarray(k_norm)),
-        rope_tables(SPEC, jnp.asarray(positions)),
+        rope_tables(SPEC.attention, jnp.asarray(positions)),
         KVSlots(jnp.asarray(pages), jnp.asarray(offsets)),
         eps=EPS,
         dtype=jnp.float32,
     )
     heads = qkv.reshape(tokens, -1, head_dim)
-    frequencies = rope_frequencies(SPEC)
+    frequencies = rope_frequencies(SPEC.attention.rope, SPEC.head_dim)
     queries = exact_rope(exact_rms_norm(heads[:, :4], q_norm), positions, frequencies)
     keys = exact_rope(exact_rms_norm(heads[:, 4:6], k_norm), positions, frequencies)
     expected = kv.copy()

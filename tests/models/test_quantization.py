@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,8 +11,7 @@ import numpy as np
 import pytest
 
 from jaxserve.config import ConfigError
-from jaxserve.model_spec import ModelSpec
-from jaxserve.models import qwen3
+from jaxserve.models import decoder, registry
 from jaxserve.models.quantization import Quantization, WeightFormat
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_checkpoints.load import encoded_abstract, load_params
@@ -28,22 +26,22 @@ from jaxserve_kernels.weights import (
     quantize_int4,
 )
 from tests.models.test_golden import Golden, logits_in_chunks
-from tests.tiny_model import SPEC
+from tests.tiny_model import SPEC, tiny_spec
 
 FOLDER = embedded_model()
-EMBEDDED = ModelSpec.from_hf(json.loads((FOLDER / "config.json").read_text()))
-SMALL = replace(SPEC, vocab_size=128, embed=128, ffn=128, head_dim=32)
+EMBEDDED = registry.spec_of(json.loads((FOLDER / "config.json").read_text()))
+SMALL = tiny_spec(vocab_size=128, embed=128, ffn=128, head_dim=32)
 """The least that a quantised weight holds."""
 
 
-def load(quantization: Quantization) -> qwen3.Params:
-    abstract = qwen3.abstract(EMBEDDED, jnp.float32)
+def load(quantization: Quantization) -> decoder.Params:
+    abstract = decoder.abstract(EMBEDDED, jnp.float32)
     encode = quantization.encoder(EMBEDDED)
-    rules = qwen3.rules(EMBEDDED)
+    rules = registry.rules(EMBEDDED)
     return load_params(open_checkpoint(FOLDER), rules, abstract, encode=encode)
 
 
-def dequantized(params: qwen3.Params) -> Any:
+def dequantized(params: decoder.Params) -> Any:
     return jax.tree.map(
         lambda leaf: leaf.dequantize() if isinstance(leaf, QUANTIZED) else leaf,
         params,
@@ -69,10 +67,10 @@ def test_the_matrices_of_the_layers_are_quantised_and_nothing_else() -> None:
 )
 def test_stacked_layers_hold_what_separate_ones_hold(name: WeightFormat, kind: type) -> None:
     encode = Quantization(layers=name, head="int8").encoder(SMALL)
-    separate = dummy_params(qwen3.abstract(SMALL, jnp.float32), 3, encode)
-    abstract = qwen3.abstract(SMALL, jnp.float32, stacked=True)
+    separate = dummy_params(decoder.abstract(SMALL, jnp.float32), 3, encode)
+    abstract = decoder.abstract(SMALL, jnp.float32, stacked=True)
     stacked = dummy_params(abstract, 3, encode)
-    assert isinstance(separate.layers, tuple) and isinstance(stacked.layers, qwen3.Layer)
+    assert isinstance(separate.layers, tuple) and isinstance(stacked.layers, decoder.Layer)
     assert isinstance(stacked.layers.qkv, kind)
     assert isinstance(stacked.embedding, Int8Weight)
     for index, layer in enumerate(separate.layers):
@@ -84,9 +82,9 @@ def test_stacked_layers_hold_what_separate_ones_hold(name: WeightFormat, kind: t
 
 
 def test_an_untied_head_is_quantised_and_the_embedding_is_not() -> None:
-    spec = replace(SMALL, tie_embeddings=False)
+    spec = tiny_spec(vocab_size=128, embed=128, ffn=128, head_dim=32, tie_embeddings=False)
     encode = Quantization(head="fp8").encoder(spec)
-    params = dummy_params(qwen3.abstract(spec, jnp.float32), 0, encode)
+    params = dummy_params(decoder.abstract(spec, jnp.float32), 0, encode)
     assert isinstance(params.lm_head, Fp8Weight)
     assert not isinstance(params.embedding, QUANTIZED)
 
@@ -94,7 +92,7 @@ def test_an_untied_head_is_quantised_and_the_embedding_is_not() -> None:
 @pytest.mark.parametrize("chunk", [16, 1])
 def test_a_quantised_model_computes_with_its_dequantised_weights(chunk: int) -> None:
     encode = Quantization(layers="int4", head="int8").encoder(SMALL)
-    params = dummy_params(qwen3.abstract(SMALL, jnp.float32), 1, encode)
+    params = dummy_params(decoder.abstract(SMALL, jnp.float32), 1, encode)
     tokens = np.random.default_rng(0).integers(0, SMALL.vocab_size, 16)
     got, expected = (
         logits_in_chunks(Golden(SMALL, weights, {}), tokens, chunk)

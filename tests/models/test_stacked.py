@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.model_spec import ModelSpec
-from jaxserve.models import qwen3
+from jaxserve.models import decoder, registry
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
@@ -20,15 +19,16 @@ from tests.tiny_model import SPEC
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 
-def unstacked(params: qwen3.Params, layers: int) -> qwen3.Params:
-    assert isinstance(params.layers, qwen3.Layer)
+def unstacked(params: decoder.Params, layers: int) -> decoder.Params:
+    assert isinstance(params.layers, decoder.Layer)
     views = tuple(
-        qwen3.Layer(*(weights[index] for weights in params.layers)) for index in range(layers)
+        jax.tree.map(lambda weights, index=index: weights[index], params.layers)
+        for index in range(layers)
     )
     return params._replace(layers=views)
 
 
-def assert_equal(got: qwen3.Params, expected: qwen3.Params) -> None:
+def assert_equal(got: decoder.Params, expected: decoder.Params) -> None:
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -36,24 +36,24 @@ def assert_equal(got: qwen3.Params, expected: qwen3.Params) -> None:
 
 def test_a_checkpoint_loads_into_stacked_leaves_layer_by_layer() -> None:
     checkpoint = open_checkpoint(GOLDEN / "untied_sharded")
-    spec = ModelSpec.from_hf(_config("untied_sharded"))
-    rules = qwen3.rules(spec)
-    separate = load_params(checkpoint, rules, qwen3.abstract(spec, jnp.float32))
-    stacked = load_params(checkpoint, rules, qwen3.abstract(spec, jnp.float32, stacked=True))
+    spec = registry.spec_of(_config("untied_sharded"))
+    rules = registry.rules(spec)
+    separate = load_params(checkpoint, rules, decoder.abstract(spec, jnp.float32))
+    stacked = load_params(checkpoint, rules, decoder.abstract(spec, jnp.float32, stacked=True))
     assert_equal(unstacked(stacked, spec.num_layers), separate)
 
 
 def test_random_weights_do_not_depend_on_how_they_are_stored() -> None:
-    separate = dummy_params(qwen3.abstract(SPEC, jnp.float32), seed=3)
-    stacked = dummy_params(qwen3.abstract(SPEC, jnp.float32, stacked=True), seed=3)
+    separate = dummy_params(decoder.abstract(SPEC, jnp.float32), seed=3)
+    stacked = dummy_params(decoder.abstract(SPEC, jnp.float32, stacked=True), seed=3)
     assert_equal(unstacked(stacked, SPEC.num_layers), separate)
 
 
 def test_a_layer_that_the_checkpoint_lacks_is_named() -> None:
-    spec = ModelSpec.from_hf({**_config("tied"), "num_hidden_layers": 9})
-    abstract = qwen3.abstract(spec, jnp.float32, stacked=True)
+    spec = registry.spec_of({**_config("tied"), "num_hidden_layers": 9})
+    abstract = decoder.abstract(spec, jnp.float32, stacked=True)
     with pytest.raises(CheckpointError, match=r"layers\.8\.qkv"):
-        load_params(open_checkpoint(GOLDEN / "tied"), qwen3.rules(spec), abstract)
+        load_params(open_checkpoint(GOLDEN / "tied"), registry.rules(spec), abstract)
 
 
 def _config(name: str) -> dict[str, object]:

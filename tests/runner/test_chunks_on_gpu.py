@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models import qwen3
+from jaxserve.models import decoder
 from jaxserve.plan import Row, Sampled
 from jaxserve.runner.runner import Runner
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels.paged_attention import tile_tokens
 from tests.runner.driver import Placed, certain, first_token, step
-from tests.tiny_model import StubMetrics, make_config
+from tests.tiny_model import StubMetrics, make_config, tiny_spec
 
 pytestmark = pytest.mark.gpu
 
 VOCAB = 2048
 SPECS = tuple(
-    ModelSpec(
+    tiny_spec(
         vocab_size=VOCAB,
         embed=512,
         ffn=1024,
@@ -31,7 +31,6 @@ SPECS = tuple(
         q_heads=4 * kv_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        max_position=4096,
     )
     for kv_heads, head_dim in ((4, 128), (2, 64))
 )
@@ -57,7 +56,7 @@ def runner(request: pytest.FixtureRequest) -> Runner:
         tile_size=tile_tokens(spec.q_heads // spec.kv_heads),
     )
     config = dataclasses.replace(config, dtype=jnp.bfloat16)
-    params = dummy_params(qwen3.abstract(spec, jnp.bfloat16, stacked=True), 0)
+    params = dummy_params(decoder.abstract(spec, jnp.bfloat16, stacked=True), 0)
     runner = Runner(config, params, StubMetrics())  # type: ignore[arg-type]
     runner.compile(8, lambda name, done: None)
     return runner

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from jaxserve.model_spec import ModelSpec
-from jaxserve.models import qwen3
+from jaxserve.models import decoder, registry
 from jaxserve.runner.runner import Runner
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import open_checkpoint
@@ -26,9 +25,9 @@ def trained_runner() -> Iterator[Runner]:
     """The embedded model in the same buckets, pages and lengths, in float32: a GPU would multiply
     in TF32, and round differently in each bucket."""
     folder = embedded_model()
-    spec = ModelSpec.from_hf(json.loads((folder / "config.json").read_text()))
-    abstract = qwen3.abstract(spec, jnp.float32)
-    params = load_params(open_checkpoint(folder), qwen3.rules(spec), abstract)
+    spec = registry.spec_of(json.loads((folder / "config.json").read_text()))
+    abstract = decoder.abstract(spec, jnp.float32)
+    params = load_params(open_checkpoint(folder), registry.rules(spec), abstract)
     precision = jax.config.jax_default_matmul_precision
     jax.config.update("jax_default_matmul_precision", "highest")
     yield make_runner(replace(CONFIG, spec=spec, sampled_vocab=spec.vocab_size), params)

@@ -36,9 +36,9 @@ from tests.runner.driver import (
     step,
     tokens_of,
 )
-from tests.tiny_model import COMPILES, SPEC, make_config, make_params, make_runner
+from tests.tiny_model import COMPILES, SPEC, make_config, make_params, make_runner, tiny_spec
 
-ONE_LAYER = replace(SPEC, num_layers=1)
+ONE_LAYER = tiny_spec(num_layers=1)
 """Where what is special is not in the layers: half of the compiling."""
 FEATURES = [
     GREEDY,

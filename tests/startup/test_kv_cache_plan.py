@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve.cli.options import Options, parse_args
 from jaxserve.config import ConfigError
-from jaxserve.models import qwen3
+from jaxserve.models import decoder, registry
 from jaxserve.startup import build
 from jaxserve.startup.engine_plan import EnginePlan, plan_engine
 from jaxserve.weights.model_source import ModelSource, find_model
@@ -185,4 +185,4 @@ def test_scales_of_the_checkpoint_are_used(
     assert np.unique(runner.scales[..., 1]).tolist() == [0.25]
     assert "from the checkpoint, keys end at 224 to 224, values at 112 to 112" in caplog.text
     spec = planned(*flags)[2].config.spec
-    load_params(open_checkpoint(model), qwen3.rules(spec), qwen3.abstract(spec, jnp.float32))
+    load_params(open_checkpoint(model), registry.rules(spec), decoder.abstract(spec, jnp.float32))

@@ -38,9 +38,9 @@ def test_folders_without_a_model_are_named(tmp_path: Path) -> None:
 def test_another_architecture_is_named(tmp_path: Path) -> None:
     model = small_model(tmp_path)
     config = json.loads((model / "config.json").read_text())
-    config["architectures"] = ["LlamaForCausalLM"]
+    config["architectures"] = ["MambaForCausalLM"]
     (model / "config.json").write_text(json.dumps(config))
-    assert "LlamaForCausalLM" in refused("--model", str(model))
+    assert "MambaForCausalLM" in refused("--model", str(model))
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:

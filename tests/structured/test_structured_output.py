@@ -7,7 +7,6 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -23,11 +22,11 @@ from jaxserve.scheduler import Scheduler
 from jaxserve.tokenizer import HfTokenizer, Tokenizer
 from jaxserve_checkpoints.resolve import embedded_model
 from tests.server.conftest import serving
-from tests.tiny_model import COMPILES, SPEC, make_config, make_runner
+from tests.tiny_model import COMPILES, make_config, make_runner, tiny_spec
 
 TOKENIZER: Tokenizer = HfTokenizer.from_folder(embedded_model())
 CONFIG = make_config(
-    spec=replace(SPEC, vocab_size=2048),
+    spec=tiny_spec(vocab_size=2048),
     sampled_vocab=TOKENIZER.vocab_size,
     max_num_seqs=4,
     max_model_len=512,

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve.cli.options import parse_args
 from jaxserve.config import ConfigError, SamplingDefaults
-from jaxserve.models import qwen3
+from jaxserve.models import decoder
 from jaxserve.tokenizer import ByteTokenizer
 from jaxserve.weights.conversion import convert_model
 from jaxserve.weights.loading import plan_weights, weight_loader
@@ -23,9 +23,9 @@ from jaxserve_checkpoints.reader import CheckpointError
 from jaxserve_kernels.matmul import take_rows
 from jaxserve_kernels.weights import Fp8Weight, Int4Weight, OrderedInt4Weight
 from tests.checkpoints import quantized_files as files
-from tests.tiny_model import SPEC
+from tests.tiny_model import tiny_spec
 
-SMALL = replace(SPEC, vocab_size=128, embed=256, ffn=256, head_dim=64, num_layers=2)
+SMALL = tiny_spec(vocab_size=128, embed=256, ffn=256, head_dim=64, num_layers=2)
 """Few shapes: each is compiled."""
 MATRICES = {
     "self_attn.q_proj": (SMALL.q_size, SMALL.embed),
@@ -83,7 +83,7 @@ def write(
     return source, weights
 
 
-def start(source: ModelSource, cache: Path, *flags: str, stacked: bool = False) -> qwen3.Params:
+def start(source: ModelSource, cache: Path, *flags: str, stacked: bool = False) -> decoder.Params:
     plan = plan_weights(parse_args(list(flags)), source, jnp.float32, cache, stacked=stacked)
     params = weight_loader(replace(plan, staging=[]), {})(lambda done, total: None)
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda leaf: leaf.shape, plan.encoded)

@@ -16,19 +16,20 @@ from safetensors.numpy import save_file
 
 from jaxserve.cli.options import Options, parse_args
 from jaxserve.config import ConfigError, SamplingDefaults
-from jaxserve.models import qwen3
+from jaxserve.models import decoder, registry
 from jaxserve.tokenizer import ByteTokenizer
 from jaxserve.weights import loading
 from jaxserve.weights.conversion import convert_model
 from jaxserve.weights.loading import plan_weights, weight_loader
 from jaxserve.weights.model_source import ModelSource
 from jaxserve_checkpoints import native
-from jaxserve_checkpoints.naming import Rule, leaf_parts
+from jaxserve_checkpoints.naming import leaf_parts
 from jaxserve_checkpoints.native_writer import NativeWriter
+from jaxserve_checkpoints.rules import Rule
 from jaxserve_kernels.weights import Fp8Weight
-from tests.tiny_model import SPEC
+from tests.tiny_model import tiny_spec
 
-SMALL = replace(SPEC, vocab_size=128, embed=128, ffn=128, head_dim=32)
+SMALL = tiny_spec(vocab_size=128, embed=128, ffn=128, head_dim=32)
 FLAGS = ["--quantization", "int4", "--model", "small"]
 
 
@@ -39,8 +40,8 @@ def source(tmp_path: Path) -> ModelSource:
     folder.mkdir()
     rng = np.random.default_rng(0)
     tensors: dict[str, Any] = {}
-    rules = {rule.leaf: rule for rule in qwen3.rules(SMALL) if isinstance(rule, Rule)}
-    for part in leaf_parts(qwen3.abstract(SMALL, jnp.float32, stacked=True)):
+    rules = {rule.leaf: rule for rule in registry.rules(SMALL) if isinstance(rule, Rule)}
+    for part in leaf_parts(decoder.abstract(SMALL, jnp.float32, stacked=True)):
         generic = part.owner.replace("layers.", "layers.{layer}.")
         names = [name.replace("{layer}", str(part.layer)) for name in rules[generic].sources]
         sizes = _split(generic, part.leaf.shape[0])
@@ -68,7 +69,7 @@ def options(*flags: str) -> Options:
 
 def start(
     source: ModelSource, cache: Path, *flags: str, chosen: Options | None = None
-) -> qwen3.Params:
+) -> decoder.Params:
     """What a start with these flags puts on the device."""
     plan = plan_weights(chosen or options(*flags), source, jnp.float32, cache, stacked=False)
     return weight_loader(plan, {})(lambda done, total: None)
@@ -85,7 +86,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def expected(source: ModelSource, cache: Path) -> qwen3.Params:
+def expected(source: ModelSource, cache: Path) -> decoder.Params:
     """Quantised at load, nothing kept."""
     params = start(source, cache, "--no-keep-converted")
     assert not cache.exists()

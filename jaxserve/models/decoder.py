@@ -1,6 +1,6 @@
-"""Qwen3 dense decoder (`Qwen3ForCausalLM`): parameters, their names on disk, and the forward pass.
+"""The decoder: parameters and the forward pass of whatever layers a ModelSpec has.
 
-Grouped-query attention with an RMSNorm on every query and key head, RoPE, SwiGLU.
+Grouped-query attention with RoPE, SwiGLU, pre-norms.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models.rope import rope_tables
-from jaxserve_checkpoints.naming import AnyRule, Ignore, Repeat, Rule
+from jaxserve.models.rope import RopeTables, step_tables, table_of_layer
 from jaxserve_kernels import chain
 from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
 from jaxserve_kernels.attention_inputs import HeadWeights
@@ -40,8 +39,9 @@ class Layer(NamedTuple):
 
     attention_norm: Array  # [embed]
     qkv: Weight  # [q_size + 2 * kv_size, embed]: queries, keys, values
-    q_norm: Array  # [head_dim]
-    k_norm: Array  # [head_dim]
+    q_norm: Array | None  # [head_dim]
+    k_norm: Array | None  # [head_dim]
+    qkv_bias: Array | None  # [q_size + 2 * kv_size]
     out: Weight  # [embed, q_size]
     mlp_norm: Array  # [embed]
     gate_up: Weight  # [2 * ffn, embed]: gate, then up
@@ -85,18 +85,20 @@ def abstract(spec: ModelSpec, dtype: DTypeLike, *, stacked: bool = False) -> Par
     def array(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
+    attention = spec.attention
     layer = Layer(
         attention_norm=array(spec.embed),
-        qkv=array(spec.q_size + 2 * spec.kv_size, spec.embed),
-        q_norm=array(spec.head_dim),
-        k_norm=array(spec.head_dim),
-        out=array(spec.embed, spec.q_size),
+        qkv=array(attention.qkv_size, spec.embed),
+        q_norm=array(attention.head_dim) if attention.qk_norm else None,
+        k_norm=array(attention.head_dim) if attention.qk_norm else None,
+        qkv_bias=array(attention.qkv_size) if attention.qkv_bias else None,
+        out=array(spec.embed, attention.q_size),
         mlp_norm=array(spec.embed),
         gate_up=array(2 * spec.ffn, spec.embed),
         down=array(spec.embed, spec.ffn),
     )
     if stacked:
-        layers = Layer(*(array(spec.num_layers, *leaf.shape) for leaf in layer))
+        layers = jax.tree.map(lambda leaf: array(spec.num_layers, *leaf.shape), layer)
     else:
         layers = (layer,) * spec.num_layers
     return Params(
@@ -104,36 +106,6 @@ def abstract(spec: ModelSpec, dtype: DTypeLike, *, stacked: bool = False) -> Par
         layers=layers,
         final_norm=array(spec.embed),
         lm_head=None if spec.tie_embeddings else array(spec.vocab_size, spec.embed),
-    )
-
-
-def rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
-    """Which tensors of a Hugging Face checkpoint make up each parameter."""
-    block = "model.layers.{layer}."
-    attention, mlp = block + "self_attn.", block + "mlp."
-
-    def weights(prefix: str, *names: str) -> tuple[str, ...]:
-        return tuple(f"{prefix}{name}.weight" for name in names)
-
-    return (
-        Rule("embedding", ("model.embed_tokens.weight",)),
-        Rule("layers.{layer}.attention_norm", weights(block, "input_layernorm")),
-        Rule("layers.{layer}.qkv", weights(attention, "q_proj", "k_proj", "v_proj")),
-        Rule("layers.{layer}.q_norm", weights(attention, "q_norm")),
-        Rule("layers.{layer}.k_norm", weights(attention, "k_norm")),
-        Rule("layers.{layer}.out", weights(attention, "o_proj")),
-        Rule("layers.{layer}.mlp_norm", weights(block, "post_attention_layernorm")),
-        Rule("layers.{layer}.gate_up", weights(mlp, "gate_proj", "up_proj")),
-        Rule("layers.{layer}.down", weights(mlp, "down_proj")),
-        Rule("final_norm", ("model.norm.weight",)),
-        # A tied head may be stored as well; old exports hold RoPE's frequencies.
-        Repeat("lm_head.weight", "model.embed_tokens.weight")
-        if spec.tie_embeddings
-        else Rule("lm_head", ("lm_head.weight",)),
-        Ignore("*.rotary_emb.inv_freq"),
-        # Scales of a KV cache in fp8: see `startup/kv_scales.py`.
-        Ignore("*.self_attn.*k_scale"),
-        Ignore("*.self_attn.*v_scale"),
     )
 
 
@@ -176,9 +148,10 @@ def forward(
         layers[:-1], _next_norms(layers), x, normed, kv, tables, tokens, spec, tile_size=tile_size
     )
     index = len(layers) - 1
+    own = tables[table_of_layer(spec, index)]
     with jax.named_scope(f"layer_{index}"):
         attended, kv = _attend(
-            layers[index], index, normed, kv, tables, tokens, spec, tile_size=tile_size
+            layers[index], index, normed, kv, own, tokens, spec, tile_size=tile_size
         )
     return Attended(x, attended), end_step(kv, tokens.places, tile_size=tile_size)
 
@@ -206,10 +179,10 @@ def decode(params: Params, kv: KV, tokens: StepTokens, spec: ModelSpec) -> tuple
 
 def _begin(
     params: Params, tokens: StepTokens, spec: ModelSpec
-) -> tuple[Array, Array, tuple[Array, Array]]:
-    """x [tokens, embed], x with the first norm, and RoPE's tables."""
+) -> tuple[Array, Array, tuple[RopeTables, ...]]:
+    """x [tokens, embed], x with the first norm, and the different tables of RoPE."""
     x = take_rows(params.embedding, tokens.ids, params.final_norm.dtype)
-    tables = rope_tables(spec, tokens.places.positions)
+    tables = step_tables(spec, tokens.places.positions)
     first = layer_views(params.layers)[0]
     return x, rms_norm(x, first.attention_norm, spec.norm_eps), tables
 
@@ -220,7 +193,7 @@ def _decode_layers(
     x: Array,
     normed: Array,
     kv: KV,
-    tables: tuple[Array, Array],
+    tables: tuple[RopeTables, ...],
     tokens: StepTokens,
     *,
     spec: ModelSpec,
@@ -243,7 +216,7 @@ def _run_layers(
     x: Array,
     normed: Normed,
     kv: KV,
-    tables: tuple[Array, Array],
+    tables: tuple[RopeTables, ...],
     tokens: StepTokens,
     spec: ModelSpec,
     *,
@@ -252,8 +225,9 @@ def _run_layers(
     """The first layers one after the other; see `decoder_layer`."""
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
         with jax.named_scope(f"layer_{index}"):
+            own = tables[table_of_layer(spec, index)]
             x, normed, kv = decoder_layer(
-                layer, next_norm, index, x, normed, kv, tables, tokens, spec, tile_size=tile_size
+                layer, next_norm, index, x, normed, kv, own, tokens, spec, tile_size=tile_size
             )
     return x, normed, kv
 
@@ -265,7 +239,7 @@ def decoder_layer(
     x: Array,
     normed: Normed,
     kv: KV,
-    tables: tuple[Array, Array],
+    tables: RopeTables,
     tokens: StepTokens,
     spec: ModelSpec,
     *,
@@ -282,7 +256,7 @@ def _attend(
     index: int,
     normed: Normed,
     kv: KV,
-    tables: tuple[Array, Array],
+    tables: RopeTables,
     tokens: StepTokens,
     spec: ModelSpec,
     *,
@@ -293,7 +267,7 @@ def _attend(
         linear(normed, layer.qkv),
         kv,
         index,
-        HeadWeights(layer.q_norm, layer.k_norm),
+        HeadWeights(layer.q_norm, layer.k_norm, layer.qkv_bias),
         tables,
         tokens.places,
         eps=spec.norm_eps,

@@ -1,0 +1,229 @@
+"""What families have in common in Hugging Face's `config.json`. No I/O.
+
+Everything that would be computed wrongly is refused; problems are collected and said at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxserve.config import ConfigError, number
+from jaxserve.model_spec import (
+    AttentionSpec,
+    LinearScaling,
+    Llama3Scaling,
+    ModelSpec,
+    Rope,
+    YarnScaling,
+)
+
+type Config = Mapping[str, Any]
+
+_REQUIRED = (
+    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads"),
+)
+_OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+_MOST_LAYERS, _MOST = 10_000, 2**31 - 1
+
+
+def dense_spec(
+    config: Config,
+    architecture: str,
+    *,
+    problems: Sequence[str] = (),
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+    max_position: int,
+) -> ModelSpec:
+    """A decoder of plain layers, each of grouped-query attention and SwiGLU.
+
+    Args:
+      problems: what the family found wrong.
+      max_position: where the file has no `max_position_embeddings`.
+
+    Raises:
+      ConfigError: everything wrong with the file.
+    """
+    found = [*problems, *_unsupported(config), *_bad_counts(config)]
+    if found:
+        raise ConfigError("config.json: " + "; ".join(found))
+    q_heads = config["num_attention_heads"]
+    rope = read_rope(config)
+    eps = number(config, "rms_norm_eps", 1e-6)
+    if rope.theta <= 1 or eps < 0:
+        raise ConfigError(
+            f"config.json: rope_theta is {rope.theta:g} and must be above 1; rms_norm_eps is "
+            f"{eps:g} and must not be negative"
+        )
+    return ModelSpec.dense(
+        architecture=architecture,
+        vocab_size=config["vocab_size"],
+        embed=config["hidden_size"],
+        ffn=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        attention=AttentionSpec(
+            q_heads=q_heads,
+            kv_heads=config.get("num_key_value_heads") or q_heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // q_heads,
+            rope=rope,
+            qk_norm=qk_norm,
+            qkv_bias=qkv_bias,
+        ),
+        norm_eps=eps,
+        max_position=config.get("max_position_embeddings") or max_position,
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def with_windows(spec: ModelSpec, windows: Sequence[int | None]) -> ModelSpec:
+    """With a window, or none, for each layer."""
+    layers = (
+        replace(layer, attention=replace(layer.attention, window=window))
+        for layer, window in zip(spec.layers, windows, strict=True)
+    )
+    return replace(spec, layers=tuple(layers))
+
+
+def window_size(config: Config) -> int | None:
+    """`sliding_window`; None: there is none. ConfigError: it is no positive integer."""
+    if config.get("sliding_window") is None:
+        return None
+    if not _is_count(config, "sliding_window"):
+        raise ConfigError(
+            f"config.json: sliding_window is {config['sliding_window']!r:.40}, which is not a "
+            f"positive integer up to {_MOST}"
+        )
+    return config["sliding_window"]
+
+
+def refused(config: Config, key: str, why: str) -> list[str]:
+    """The problem of a switch that is on, if it is."""
+    return [f"{key} is true, {why}"] if config.get(key) else []
+
+
+def _unsupported(config: Config) -> list[str]:
+    activation = config.get("hidden_act", "silu")
+    return [] if activation == "silu" else [f"hidden_act is {activation!r}, supported: 'silu'"]
+
+
+def _bad_counts(config: Config) -> list[str]:
+    present = (key for key in _OPTIONAL if config.get(key) is not None)
+    return [
+        f"{key} is missing or not a positive integer up to {_most(key)}"
+        for key in (*_REQUIRED, *present)
+        if not _is_count(config, key)
+    ]
+
+
+def _most(key: str) -> int:
+    return _MOST_LAYERS if key == "num_hidden_layers" else _MOST
+
+
+def _is_count(config: Config, key: str) -> bool:
+    value = config.get(key)
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _most(key)
+
+
+def read_rope(config: Config) -> Rope:
+    """RoPE's base and scaling; transformers 5 writes `rope_parameters`, earlier ones two fields.
+
+    ConfigError: a kind or a field that is not supported, or fields that contradict each other.
+    """
+    old, new = _object(config, "rope_scaling"), _object(config, "rope_parameters")
+    unlike = any(old[name] != new[name] for name in old.keys() & new.keys())
+    if old and new and (unlike or _rope_kind(old) != _rope_kind(new)):
+        raise ConfigError(
+            f"config.json: rope_scaling is {dict(old)}, rope_parameters is {dict(new)}: they "
+            "contradict each other; write what is meant into one of them and remove the other"
+        )
+    rope = {**old, **new}
+    partial = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise ConfigError(
+            f"config.json: partial_rotary_factor is {partial}, but all of a head is rotated here"
+        )
+    theta = number(rope if rope.get("rope_theta") else config, "rope_theta", 10_000.0)
+    kind = _rope_kind(rope)
+    if kind == "default":
+        return Rope(theta=theta)
+    if kind not in _FIELDS:
+        supported = ", ".join(repr(each) for each in ("default", *_FIELDS))
+        raise ConfigError(f"config.json: rope type is {kind!r}, supported: {supported}")
+    name, needed, optional = _FIELDS[kind]
+    original = config.get("max_position_embeddings") if kind == "yarn" else None
+    rope = {"original_max_position_embeddings": original, **_without_nulls(rope)}
+    numbers = {field: number(rope, field, 0.0) for field in (*needed, *optional)}
+    if missing := [field for field in needed if numbers[field] <= 0]:
+        raise ConfigError(
+            f"config.json: {name} needs {_quoted(missing)}, found {sorted(_without_nulls(rope))}"
+        )
+    known = {"rope_type", "type", "rope_theta", _ORIGINAL, *needed, *optional}
+    known |= {"truncate"} if kind == "yarn" else set()
+    if unknown := sorted(_without_nulls(rope).keys() - known):
+        raise ConfigError(f"config.json: {name} with {', '.join(unknown)} is not supported")
+    return Rope(theta=theta, scaling=_scaling(kind, rope, numbers))
+
+
+_ORIGINAL = "original_max_position_embeddings"
+_FIELDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "linear": ("linear RoPE", ("factor",), ()),
+    "llama3": (
+        "llama3 RoPE",
+        ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+        (),
+    ),
+    "yarn": (
+        "YaRN",
+        ("factor", _ORIGINAL),
+        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+    ),
+}
+"""By kind: its name in messages, numbers that it needs, numbers that it may have."""
+
+
+def _scaling(
+    kind: str, rope: Mapping[str, Any], numbers: Mapping[str, float]
+) -> LinearScaling | Llama3Scaling | YarnScaling:
+    if kind == "linear":
+        return LinearScaling(factor=numbers["factor"])
+    original = int(numbers[_ORIGINAL])
+    if kind == "llama3":
+        return Llama3Scaling(
+            factor=numbers["factor"],
+            low_freq_factor=numbers["low_freq_factor"],
+            high_freq_factor=numbers["high_freq_factor"],
+            original_max_position=original,
+        )
+    return YarnScaling(
+        factor=numbers["factor"],
+        original_max_position=original,
+        beta_fast=numbers["beta_fast"] or 32.0,
+        beta_slow=numbers["beta_slow"] or 1.0,
+        attention_factor=rope.get("attention_factor"),
+        mscale=rope.get("mscale"),
+        mscale_all_dim=rope.get("mscale_all_dim"),
+        truncate=rope.get("truncate") is not False,
+    )
+
+
+def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names)
+
+
+def _object(config: Config, key: str) -> Mapping[str, Any]:
+    """Empty where there is none. ConfigError: it is something else."""
+    found = config.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"config.json: {key} is {found!r:.100}, which is not an object")
+    return found
+
+
+def _rope_kind(rope: Mapping[str, Any]) -> str:
+    return rope.get("rope_type") or rope.get("type") or "default"

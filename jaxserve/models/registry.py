@@ -1,0 +1,71 @@
+"""Which model families there are, by Hugging Face's names of their classes. Without jax.
+
+The only module that knows families: everything else sees a ModelSpec, which `decoder` runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from jaxserve.config import ConfigError
+from jaxserve.model_spec import ModelSpec, NamedModel
+from jaxserve.models.families import qwen3
+from jaxserve_checkpoints.rules import AnyRule
+
+
+class Family(Protocol):
+    """What a module of `jaxserve.models.families` has."""
+
+    @property
+    def ARCHITECTURE(self) -> str:
+        """The name in `architectures` of config.json."""
+        ...
+
+    @property
+    def NAMED(self) -> Mapping[str, NamedModel]:
+        """Published models by the short names that --model takes."""
+        ...
+
+    def spec(self, config: Mapping[str, Any], /) -> ModelSpec:
+        """See `spec_of`."""
+        ...
+
+    def rules(self, spec: ModelSpec, /) -> tuple[AnyRule, ...]:
+        """See `rules`."""
+        ...
+
+
+_FAMILIES: tuple[Family, ...] = (qwen3,)
+
+ARCHITECTURES: Mapping[str, Family] = {family.ARCHITECTURE: family for family in _FAMILIES}
+
+
+_NAMED = {name: each for family in _FAMILIES for name, each in family.NAMED.items()}
+
+NAMED_MODELS: dict[str, ModelSpec] = {name: each.spec for name, each in _NAMED.items()}
+"""Shapes by short name, in lower case, as published in their config.json files."""
+
+HUB_NAMES: dict[str, str] = {name: each.hub_id for name, each in _NAMED.items()}
+"""Short names and their repositories on the Hugging Face Hub."""
+
+
+def spec_of(config: Mapping[str, Any]) -> ModelSpec:
+    """The model of a Hugging Face `config.json`.
+
+    Raises:
+      ConfigError: an architecture that is not supported, or everything else that would be computed
+        wrongly.
+    """
+    architectures = config.get("architectures") or []
+    found = [ARCHITECTURES[name] for name in architectures if name in ARCHITECTURES]
+    if not found:
+        raise ConfigError(
+            f"config.json: architectures is {architectures}, supported: {list(ARCHITECTURES)}"
+        )
+    return found[0].spec(config)
+
+
+def rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
+    """Which tensors of a Hugging Face checkpoint make up each leaf of `decoder.Params`."""
+    return ARCHITECTURES[spec.architecture].rules(spec)

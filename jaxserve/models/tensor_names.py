@@ -1,0 +1,40 @@
+"""The names that most Hugging Face decoders give their tensors."""
+
+from __future__ import annotations
+
+from jaxserve.model_spec import ModelSpec
+from jaxserve_checkpoints.rules import AnyRule, Ignore, Repeat, Rule
+
+
+def decoder_rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
+    """Tensors of a decoder of plain layers, by the leaves of `decoder.Params` that they fill."""
+    block = "model.layers.{layer}."
+    attention, mlp = block + "self_attn.", block + "mlp."
+
+    def rule(leaf: str, prefix: str, *names: str, kind: str = "weight") -> Rule:
+        return Rule(f"layers.{{layer}}.{leaf}", tuple(f"{prefix}{name}.{kind}" for name in names))
+
+    qkv = ("q_proj", "k_proj", "v_proj")
+    rules: list[AnyRule] = [
+        Rule("embedding", ("model.embed_tokens.weight",)),
+        rule("attention_norm", block, "input_layernorm"),
+        rule("qkv", attention, *qkv),
+        rule("out", attention, "o_proj"),
+        rule("mlp_norm", block, "post_attention_layernorm"),
+        rule("gate_up", mlp, "gate_proj", "up_proj"),
+        rule("down", mlp, "down_proj"),
+        Rule("final_norm", ("model.norm.weight",)),
+        # A tied head may be stored as well; old exports hold RoPE's frequencies.
+        Repeat("lm_head.weight", "model.embed_tokens.weight")
+        if spec.tie_embeddings
+        else Rule("lm_head", ("lm_head.weight",)),
+        Ignore("*.rotary_emb.inv_freq"),
+        # Scales of a KV cache in fp8: see `startup/kv_scales.py`.
+        Ignore("*.self_attn.*k_scale"),
+        Ignore("*.self_attn.*v_scale"),
+    ]
+    if spec.attention.qk_norm:
+        rules += [rule(name, attention, name) for name in ("q_norm", "k_norm")]
+    if spec.attention.qkv_bias:
+        rules.append(rule("qkv_bias", attention, *qkv, kind="bias"))
+    return tuple(rules)
