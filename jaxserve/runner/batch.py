@@ -1,7 +1,7 @@
-"""From a plan to the one array that a step reads, and back.
+"""Packs a plan into the one array that a step reads, and unpacks a step's results.
 
-A bucket fixes how many tokens, rows, query tiles and state updates a step can hold. The host packs
-a plan into one int32 array of that bucket; the step unpacks it by static slices.
+A bucket fixes the number of tokens, rows, query tiles and state updates of a step. The host packs a
+plan into one int32 array of that size; the step unpacks it by static slices.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from jaxserve.runner import sequence_state
 from jaxserve_kernels.paged_attention import QueryTiles
 
 DECODE_TOKEN = -1
-"""Stands for the slot's last sampled token, which the host may not know yet."""
+"""In place of a token id: the slot's last sampled token, which the host may not know yet."""
 
 ROW_SAMPLES, ROW_LOGPROBS, ROW_MASKED = 1, 2, 4
-"""Flags of a row: it yields a token; the alternatives of that token are wanted; the mask in its
-slot says which tokens may be chosen."""
+"""Flags of a row: it samples a token; logprobs are requested; the slot's mask limits the choice."""
 
 _DROPPED = np.iinfo(np.int32).max
-"""The padding updates take addresses from here down: beyond any state, and all different."""
+"""Addresses of padding updates count down from here: outside of any state, and all different."""
 
 
 class StepInputs(NamedTuple):
-    """The parts of a packed step, in their order in the array; all int32."""
+    """The parts of a packed step in their order in the array; all int32.
+
+    `single_*` describe decode rows of a mixed step, which attention handles apart from chunks.
+    """
 
     addresses: Array  # [updates]
     values: Array  # [updates]
@@ -62,18 +64,18 @@ class Bucket:
     """The static shape of one compiled step."""
 
     kind: str
-    """decode: one token per row; mixed: prefill chunks and decodes together."""
+    """`decode`: one token per row. `mixed`: prefill chunks and decode rows together."""
     tokens: int
     rows: int
     tile_size: int
     tiles: int
     singles: int
-    """Places for rows of one token in a mixed step, which attention handles apart from chunks."""
+    """The most rows of one token in a mixed step."""
     updates: int
 
     @classmethod
     def decode(cls, rows: int) -> Bucket:
-        """Every row is a tile and may need one new page."""
+        """Returns a decode bucket: each row is one query tile and may need one new page."""
         return cls(
             kind="decode", tokens=rows, rows=rows, tile_size=1, tiles=rows, singles=0, updates=rows
         )
@@ -82,9 +84,10 @@ class Bucket:
     def mixed(
         cls, tokens: int, *, max_rows: int, tile_size: int, updates: int, chunk_tokens: int = 2
     ) -> Bucket:
-        """Tiles for any split into chunks that hold at least `chunk_tokens` on average.
+        """Returns a mixed bucket.
 
-        Each chunk wastes at most tile_size - 1 places of its last tile.
+        It has tiles for any split into chunks of at least `chunk_tokens` tokens on average. A chunk
+        leaves at most tile_size - 1 places of its last tile unused.
         """
         rows, tile_size = min(tokens, max_rows), min(tile_size, tokens)
         chunks = min(rows, max(tokens // chunk_tokens, 1))
@@ -112,7 +115,7 @@ class Bucket:
         return sum(self._sizes)
 
     def holds(self, plan: StepPlan) -> bool:
-        """Whether the plan fits; every plan within the scheduler's limits fits the largest."""
+        """Returns whether the plan fits. The largest bucket holds every plan of the scheduler."""
         if self.kind == "decode":
             return plan.decode_only and len(plan.rows) <= self.rows
         if plan.num_tokens > self.tokens:
@@ -126,7 +129,7 @@ class Bucket:
         return tuple(slice(end - size, end) for size, end in zip(self._sizes, ends, strict=True))
 
     def unpack(self, packed: Any) -> StepInputs:
-        """Static slices of `packed`, int32 [packed_size]: traced, or views of a numpy array."""
+        """Returns static slices of `packed`: int32 [packed_size], traced or a numpy array."""
         return StepInputs(*(packed[part] for part in self._parts))
 
 
@@ -138,7 +141,7 @@ class Updates(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan, width: int) -> Updates:
-        """What a plan changes in a state matrix of `width` columns."""
+        """Returns a plan's changes of a state matrix with `width` columns."""
         last = dict(_updates(plan, width))  # an address changed twice keeps its last value
         return cls(
             np.fromiter(last.keys(), np.int32, len(last)),
@@ -146,11 +149,11 @@ class Updates(NamedTuple):
         )
 
     def split(self, count: int) -> tuple[Updates, Updates]:
-        """The first `count` updates and the others."""
+        """Returns the first `count` updates and the rest."""
         return Updates(*(part[:count] for part in self)), Updates(*(part[count:] for part in self))
 
     def padded(self, size: int) -> np.ndarray:
-        """int32 [2 * size]: addresses, then values; the padding writes nothing."""
+        """Returns int32 [2 * size]: addresses, then values. Padding writes nothing."""
         out = np.zeros((2, size), np.int32)
         out[0] = _DROPPED - np.arange(size, dtype=np.int32)
         out[:, : len(self.addresses)] = self
@@ -167,9 +170,9 @@ def _updates(plan: StepPlan, width: int) -> Iterator[tuple[int, int]]:
 
 
 def pack(plan: StepPlan, updates: Updates, bucket: Bucket, padding_slot: int) -> np.ndarray:
-    """The plan as one int32 array [bucket.packed_size].
+    """Returns the plan as one int32 array [bucket.packed_size].
 
-    Padding tokens, rows and tiles belong to `padding_slot`, whose page table is all page 0.
+    Padding tokens, rows and tiles belong to `padding_slot`, whose page table holds only page 0.
     """
     packed = _padding(bucket, padding_slot).copy()
     parts = bucket.unpack(packed)
@@ -185,7 +188,7 @@ def pack(plan: StepPlan, updates: Updates, bucket: Bucket, padding_slot: int) ->
 
 @cache
 def _padding(bucket: Bucket, padding_slot: int) -> np.ndarray:
-    """A packed step without rows, which the others are copies of: int32 [bucket.packed_size]."""
+    """Returns a packed step without rows, the template of all: int32 [bucket.packed_size]."""
     packed = np.zeros(bucket.packed_size, np.int32)
     parts = bucket.unpack(packed)
     packed[: 2 * bucket.updates] = Updates(packed[:0], packed[:0]).padded(bucket.updates)
@@ -198,7 +201,7 @@ def _padding(bucket: Bucket, padding_slot: int) -> np.ndarray:
 
 
 def _pack_decode(plan: StepPlan, parts: StepInputs) -> None:
-    """Token, row and tile i are all plan.rows[i]."""
+    """Packs decode rows: token, row and tile i all belong to plan.rows[i]."""
     count = len(plan.rows)
     slots = np.array([row.slot for row in plan.rows], np.int32)
     starts = np.array([row.start for row in plan.rows], np.int32)
@@ -227,7 +230,7 @@ def _pack_mixed(plan: StepPlan, parts: StepInputs, tile_size: int) -> None:
             token = row.tokens[0] if row.tokens else DECODE_TOKEN
             singles.append((index, first, row.slot, row.start, token))
         first += count
-    # The GPU starts them in this order: the longest contexts first leave the shortest tail.
+    # The GPU starts tiles in this order. Longest contexts first keeps the tail short.
     tiles.sort(key=lambda tile: tile[1] + tile[3], reverse=True)
     for column, values in zip(parts[8:12], zip(*tiles, strict=True), strict=False):
         column[: len(tiles)] = values
@@ -236,7 +239,7 @@ def _pack_mixed(plan: StepPlan, parts: StepInputs, tile_size: int) -> None:
 
 
 def _pack_singles(singles: np.ndarray, parts: StepInputs) -> None:
-    """Rows of one token: int32 [rows, (index of the row, of the token, slot, position, id)]."""
+    """Packs rows of one token: int32 [rows, (row index, token index, slot, position, token id)]."""
     rows, places, slots, positions, ids = singles.T
     parts.token_ids[places], parts.token_slots[places] = ids, slots
     parts.token_positions[places] = positions
@@ -246,7 +249,8 @@ def _pack_singles(singles: np.ndarray, parts: StepInputs) -> None:
 
 
 def _is_chunk(row: Row) -> bool:
-    """Rows of one token go to the single places, whether they decode or end a prompt."""
+    """Returns whether a row has several tokens. Rows of one token are packed as singles, whether
+    they decode or end a prompt."""
     return row.num_tokens > 1
 
 
@@ -256,7 +260,7 @@ def _flags(row: Row) -> int:
 
 
 RESULT_COLUMNS = 2 + 2 * MAX_LOGPROBS
-"""A row of a step's result: token, its logprob, ids and logprobs of the alternatives."""
+"""Columns of a result row: token, its logprob, ids and logprobs of the alternatives."""
 
 
 def unpack_results(
@@ -264,10 +268,13 @@ def unpack_results(
     results: np.ndarray,
     prompt_logprobs: Mapping[int, tuple[PromptLogprobs, ...]],
 ) -> list[Sampled | None]:
-    """What each row of the plan sampled, from int32 [rows, RESULT_COLUMNS] (floats as bits).
+    """Returns each row's result.
 
-    `prompt_logprobs` are those of rows that were scored, by index. A row whose token has a logprob
-    that is not a number has sampled from nothing, and gets no token.
+    A row whose sampled token has a NaN logprob had NaN logits; it gets no token.
+
+    Args:
+      results: int32 [rows, RESULT_COLUMNS], floats as bits.
+      prompt_logprobs: logprobs of scored prompt tokens, by row index.
     """
     used = results[: len(plan.rows)]
     tokens = used[:, 0].tolist()

@@ -1,5 +1,4 @@
-"""What compiled programs depend on: versions, device, flags, sources, model. No two that differ in
-any of it share executables."""
+"""The cache key of compiled programs: versions, device, flags, sources and model."""
 
 from __future__ import annotations
 
@@ -31,17 +30,17 @@ _OURS = (
     *("api.py", "config.py", "model_spec.py", "models/decoder.py", "models/rope.py", "plan.py"),
     *("programs/*.py", "runner/*.py"),
 )
-"""Parts of jaxserve that programs depend on, and no others: `tests/test_layering.py` checks it."""
+"""The files of jaxserve that programs depend on; `tests/test_layering.py` checks the list."""
 
 
 def program_key(
     config: RunnerConfig, params: Any, compiler_settings: Mapping[str, str], device: Any
 ) -> Key:
-    """The key of all programs of a runner on `device`, in words that can be read and compared.
+    """Returns the key of all programs of a runner on `device`, in readable words.
 
     Args:
       params: the weights, or a tree of ShapeDtypeStruct.
-      compiler_settings: what the compilers read from the environment.
+      compiler_settings: settings that compilers read from the environment.
     """
     return {
         **{name: version for name in _PACKAGES if (version := _version(name))},
@@ -67,7 +66,7 @@ def program_key(
 
 
 def sources_digest() -> str:
-    """SHA-256 of all that is traced into programs: kernels, their tuned settings, the model."""
+    """Returns the SHA-256 of all sources that are traced into programs."""
     digest = hashlib.sha256()
     for name, path in program_sources():
         digest.update(f"{name} {path.stat().st_size}\n".encode())
@@ -76,7 +75,7 @@ def sources_digest() -> str:
 
 
 def program_sources() -> Iterator[tuple[str, Path]]:
-    """(name, file) of every source file that programs may depend on, in a fixed order."""
+    """Yields (name, file) of every source file that programs may depend on, in a fixed order."""
     root = Path(jaxserve.__path__[0])
     for pattern in _OURS:
         for path in sorted(root.glob(pattern)):
@@ -88,7 +87,7 @@ def program_sources() -> Iterator[tuple[str, Path]]:
 
 
 def _describe(params: Any) -> list[str]:
-    """Structure, and path, dtype and shape of every leaf."""
+    """Returns the tree's structure, and the path, dtype and shape of every leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return [
         str(jax.tree.structure(params)),
@@ -107,7 +106,7 @@ def _version(package: str) -> str | None:
 
 
 def _processor() -> str:
-    """Model and instruction sets: code for another processor may not run, or not well."""
+    """Returns the processor's model and instruction sets, on which machine code depends."""
     wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The KV cache: its size, and how many pages a memory budget holds."""
+"""The size of the KV cache, and the number of pages that a memory budget holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxserve_kernels.kv_format import CacheShape, KVFormat, fixed_bytes, own_to
 
 
 def shape(spec: ModelSpec, cache: CacheConfig, max_num_seqs: int) -> CacheShape:
-    """What a format lays out."""
+    """Returns the shape of the cache, which a KV format lays out."""
     return CacheShape(
         layers=spec.num_layers,
         pages=cache.num_pages,
@@ -22,13 +22,13 @@ def shape(spec: ModelSpec, cache: CacheConfig, max_num_seqs: int) -> CacheShape:
 
 
 def total_bytes(kv_format: KVFormat, cache: CacheShape, dtype: DTypeLike) -> int:
-    """Bytes of the whole cache, for activations of `dtype`."""
+    """Returns the bytes of the whole cache. `dtype`: of activations."""
     each = page_bytes(kv_format, cache, dtype)
     return cache.pages * each + fixed_bytes(kv_format, cache, dtype)
 
 
 def num_pages(kv_format: KVFormat, one_page: CacheShape, dtype: DTypeLike, budget: int) -> int:
-    """How many pages `budget` bytes hold, whatever `one_page.pages` says."""
+    """Returns how many pages `budget` bytes hold. `one_page.pages` is ignored."""
     fixed = fixed_bytes(kv_format, one_page, dtype)
     return max(budget - fixed, 0) // page_bytes(kv_format, one_page, dtype)
 
@@ -36,7 +36,7 @@ def num_pages(kv_format: KVFormat, one_page: CacheShape, dtype: DTypeLike, budge
 def fit_pages(
     kv_format: KVFormat, one_page: CacheShape, dtype: DTypeLike, budget: int, max_model_len: int
 ) -> CacheConfig:
-    """As many pages as `budget` bytes hold, whatever `one_page.pages` says.
+    """Returns a cache with as many pages as `budget` bytes hold. `one_page.pages` is ignored.
 
     Raises:
       ConfigError: not even one sequence of max_model_len tokens fits.

@@ -1,4 +1,4 @@
-"""What a runner executes: the compiled steps and the small programs beside them."""
+"""The programs that a runner executes: the steps and a few small ones."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from jaxserve_kernels.kv_format import AUTO, CacheShape, KVFormat, has_scales, l
 from jaxserve_kernels.sampler import SlotTables
 
 FLUSH_UPDATES = 4096
-"""State changes that one call of the overflow executable holds."""
+"""State changes that one call of the flush program holds."""
 
 _MIXED_EXTRA_UPDATES = 256
-"""State changes of a mixed step beyond its rows' own: page tables of a few joining sequences."""
+"""State changes of a mixed step beyond two per row: page tables of a few new sequences."""
 
 _CHUNK_TOKENS = 8
-"""A step whose chunks are shorter on average may need a larger bucket than its tokens do: tiles
-that are never used cost time, and room for any split would be mostly that."""
+"""Smallest mean chunk, in tokens, for which buckets have tiles. A step with shorter chunks may need
+a larger bucket. Unused tiles cost time, and tiles for any split would mostly be unused."""
 
 LARGEST_MAGNITUDES = "kv_largest"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerConfig:
-    """What the compiled steps depend on, beside the device."""
+    """All settings that compiled steps depend on, except the device."""
 
     spec: ModelSpec
     cache: CacheConfig
@@ -46,7 +46,7 @@ class RunnerConfig:
     sampled_vocab: int
     """Only token ids below it are sampled."""
     tile_size: int
-    """Query tokens of one sequence that attention handles together."""
+    """Query tokens of one sequence that attention processes together."""
     kv_format: KVFormat = AUTO
 
     @property
@@ -73,7 +73,7 @@ class RunnerConfig:
 
     @property
     def results_shape(self) -> tuple[int, int]:
-        """A row more than any step writes: see `DeviceState.results`."""
+        """One row more than any step writes, see `DeviceState.results`."""
         return self.scheduler.max_num_seqs + 1, batch.RESULT_COLUMNS
 
     @property
@@ -81,7 +81,7 @@ class RunnerConfig:
         return self.scheduler.max_num_seqs
 
     def all_buckets(self) -> list[Bucket]:
-        """Every step shape, largest first: the long compilations start early."""
+        """Returns all buckets, largest first, so that long compilations start early."""
         mixed = [
             Bucket.mixed(
                 tokens,
@@ -97,7 +97,7 @@ class RunnerConfig:
 
 
 def programs(config: RunnerConfig, params: Any) -> list[Program]:
-    """Everything that a runner executes, what takes longest to compile first.
+    """Returns all programs of a runner, the slowest to compile first.
 
     Args:
       params: the weights, or a tree of ShapeDtypeStruct.
@@ -168,6 +168,6 @@ def step_name(bucket: Bucket) -> str:
 
 
 def _flush(sequences: Array, packed: Array) -> Array:
-    """State changes that do not fit into a step."""
+    """Applies state changes that do not fit into a step."""
     addresses, values = packed.reshape(2, -1)
     return sequence_state.apply(sequences, addresses, values)

@@ -1,9 +1,8 @@
-"""Logprobs of prompt tokens, from what a prefill leaves: a program of its own beside the steps.
+"""Logprobs of prompt tokens, computed by a separate program after a step.
 
-A step that carries prompt chunks leaves its tokens on the device as the last layer's attention left
-them. If a prompt's logprobs are wanted, a small program takes the positions in question out of
-them, does what is left of the last layer and computes their scores; so many at a time that the
-scores need no more memory than those of a decode step. A step whose rows are not scored pays
+A mixed step leaves its last layer's pre-MLP hidden states on the device. If a prompt's logprobs are
+requested, a small program finishes the last layer for those positions and scores them. It takes as
+many at a time as a decode step has rows, so it needs no more memory. Steps without scored rows pay
 nothing.
 """
 
@@ -26,10 +25,10 @@ from jaxserve.programs.executable_cache import Executable, Program
 from jaxserve_kernels.sampler import score
 
 _SCORE = "prompt_scores"
-"""Name of the program."""
+"""The program's name."""
 
 _COLUMNS = 2 + 2 * MAX_LOGPROBS
-"""Logprob, rank, ids and logprobs of the alternatives."""
+"""Columns of a result: logprob, rank, ids and logprobs of the alternatives."""
 
 
 def compute(
@@ -67,7 +66,7 @@ def compute(
 def program(
     params: Any, attended: decoder.Attended, *, spec: ModelSpec, rows: int, sampled_vocab: int
 ) -> Program:
-    """What `PromptScorer` executes.
+    """Returns the program of `PromptScorer`.
 
     Args:
       params: abstract, as `attended` is.
@@ -81,17 +80,18 @@ def program(
 
 
 class PromptScorer:
-    """Scores by a compiled program, made before serving."""
+    """Scores prompt tokens with a program that was compiled before serving."""
 
     def __init__(self, executables: Mapping[str, Executable], *, rows: int):
-        """`executables` hold that of `program` for so many `rows`, by name."""
+        """`executables`: by name, with that of `program` for `rows` rows."""
         self._rows = rows
         self._score = executables[_SCORE]
 
     def launch(
         self, params: decoder.Params, attended: decoder.Attended, plan: StepPlan
     ) -> list[Array]:
-        """Start what the plan's rows want scored; nothing if they want nothing."""
+        """Launch the scoring of the plan's rows. Returns one array per call; none if nothing is
+        scored."""
         wanted = list(_wanted(plan))
         return [
             self._call(params, attended, wanted[first : first + self._rows])
@@ -99,7 +99,7 @@ class PromptScorer:
         ]
 
     def warm(self, params: decoder.Params, attended: decoder.Attended) -> Array:
-        """Run the program once; returns before it has run."""
+        """Run the program once. Returns before it has run."""
         return self._call(params, attended, [])
 
     def _call(
@@ -114,7 +114,7 @@ class PromptScorer:
 
 
 def _wanted(plan: StepPlan) -> Iterator[tuple[int, int]]:
-    """(position among the step's tokens, token that follows it)."""
+    """Yields (position among the step's tokens, the prompt token that follows it)."""
     first = 0
     for row in plan.rows:
         if row.scored is not None:
@@ -123,7 +123,7 @@ def _wanted(plan: StepPlan) -> Iterator[tuple[int, int]]:
 
 
 def read(plan: StepPlan, scores: list[Array]) -> dict[int, tuple[PromptLogprobs, ...]]:
-    """What `launch` started, by index of the row; waits for the device."""
+    """Returns the logprobs that `launch` started, by row index. Waits for the device."""
     if not scores:
         return {}
     found = np.concatenate([np.asarray(part) for part in scores])

@@ -1,4 +1,4 @@
-"""The device side of a step: compiled buckets, resident state, launch and collect."""
+"""Runs steps on the device: owns the compiled programs and the device state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from jaxserve.runner.step import DeviceState
 from jaxserve_kernels.kv_format import with_scales
 
 _KERNELS = (" fusion(", " custom-call(", " copy(", " dot(", " reduce(", " gather(", " scatter(")
-"""Instructions of a compiled program that launch a kernel."""
+"""HLO instructions that launch a kernel."""
 
 
 class Pending(NamedTuple):
@@ -39,25 +39,32 @@ class Pending(NamedTuple):
     plan: StepPlan
     results: Array
     scores: list[Array]
-    """Of prompt tokens."""
+    """Scores of prompt tokens, see `prompt_scores`."""
     bucket: Bucket
     launched_at: float
     late: bool
-    """The step before it was in flight until now, but had ended: the device waited."""
+    """The previous step had ended before this one was launched: the device was idle."""
 
 
 class StepObserver(Protocol):
-    """Told of every step; `jaxserve.metrics.metrics.Metrics`, of which no program depends."""
+    """Receives a report of every step. `jaxserve.metrics.metrics.Metrics` implements it."""
 
     def observe_step(
         self, kind: str, bucket: int, seconds: float, used: int, padded: int, late: bool
     ) -> None:
-        """It computed `used` of the `padded` rows or tokens of its bucket; see `Pending.late`."""
+        """Report a step.
+
+        Args:
+          kind, bucket: the bucket's kind and its tokens.
+          seconds: from launch until its results were on the host.
+          used, padded: tokens computed, and the bucket's tokens.
+          late: see `Pending.late`.
+        """
         ...
 
 
 class Runner:
-    """Runs plans on one device. Used by one thread at a time; owns the KV cache and its state."""
+    """Runs plans on one device and owns the device state. One thread at a time may use it."""
 
     def __init__(self, config: RunnerConfig, params: decoder.Params, observer: StepObserver):
         self._config = config
@@ -68,10 +75,10 @@ class Runner:
         self._width = config.sequences_shape[1]
         self._kv_scales: NDArray[np.float32] | None = None
         self._in_flight: Any = None
-        """Results of the last step that was launched, until they are read."""
+        """Results of the last launched step; None once they are read."""
 
     def compile(self, workers: int, progress: Callable[[str, float], None]) -> None:
-        """Compile everything on so many threads, then `start`; nothing is kept on disk."""
+        """Compile all programs on `workers` threads, then `start`. Writes nothing to disk."""
         obtained = obtain(programs(self._config, self._params), None, workers, progress)
         self.start(obtained.executables, progress)
 
@@ -81,14 +88,15 @@ class Runner:
         progress: Callable[[str, float], None],
         prepare: Callable[[Runner], None] = lambda runner: None,
     ) -> None:
-        """Take the executables of `programs`, allocate the state, run every bucket.
+        """Take the executables, allocate the device state and run every bucket once.
 
-        The KV cache is allocated here and not before, so that what the compiler needs for a while
-        does not have to fit beside it.
+        The KV cache is allocated only here, so that the compiler's temporary memory need not fit
+        beside it.
 
         Args:
+          executables: those of `programs`, by name.
           progress: called with "warming" and the fraction done.
-          prepare: called in between, when steps can run and none has: sets scales of the cache.
+          prepare: called once steps can run and before any does; sets the cache's scales.
         """
         self._steps = {bucket: executables[step_name(bucket)] for bucket in self._buckets}
         self._flush, self._zero_state = executables["flush"], executables["state"]
@@ -105,12 +113,12 @@ class Runner:
         jax.block_until_ready((scored, self._state))
 
     def temp_bytes(self) -> int:
-        """The largest scratch memory of any compiled step."""
+        """Returns the scratch memory of the step that needs most, in bytes."""
         analyses = (step.memory_analysis() for step in self._steps.values())
         return max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
 
     def describe_decode(self, rows: int) -> tuple[int, int]:
-        """Kernels of the compiled step that decodes `rows` rows, and its scratch bytes."""
+        """Returns the number of kernels in a decode step of `rows` rows, and its scratch bytes."""
         step = self._steps[Bucket.decode(rows)]
         entry = step.as_text().split("ENTRY", 1)[1].split("\n}", 1)[0]
         kernels = sum(kind in entry_line for entry_line in entry.splitlines() for kind in _KERNELS)
@@ -118,7 +126,11 @@ class Runner:
         return kernels, step.memory_analysis().temp_size_in_bytes
 
     def launch(self, plan: StepPlan) -> Pending:
-        """Start a step; returns before it has run."""
+        """Launch a step. Returns before it runs.
+
+        Raises:
+          ValueError: no bucket holds the plan.
+        """
         bucket = self._bucket_for(plan)
         updates = Updates.of(plan, self._width)
         while len(updates.addresses) > bucket.updates:
@@ -136,7 +148,7 @@ class Runner:
         return Pending(plan, results, scores, bucket, started, late)
 
     def collect(self, pending: Pending) -> list[Sampled | None]:
-        """Wait for a step and read what its rows sampled: the only wait for the device."""
+        """Wait for a step and return its rows' results. Nothing else waits for the device."""
         results = np.asarray(pending.results)
         if self._in_flight is pending.results:
             self._in_flight = None
@@ -153,7 +165,7 @@ class Runner:
         return batch.unpack_results(pending.plan, results, scores)
 
     def reset(self) -> None:
-        """Fresh device state after a step failed: donated buffers may be gone."""
+        """Replace the device state after a failed step, which may have lost donated buffers."""
         for buffer in jax.tree.leaves(self._state):
             buffer.delete()  # there is no room for a second cache beside the first
         self._in_flight = None
@@ -161,17 +173,17 @@ class Runner:
         self._state, self._free_results = self._fresh_state()
 
     def use_kv_scales(self, scales: NDArray[np.float32]) -> None:
-        """From now on, for a format that has them; see `kv_format.with_scales`."""
+        """Set the KV cache's scales, see `kv_format.with_scales`."""
         self._kv_scales = scales
         self._state = self._state._replace(kv=with_scales(self._state.kv, scales))
 
     def largest_magnitudes(self) -> NDArray[np.float32]:
-        """Of the keys and values in the cache: see `kv_format.largest_magnitudes`."""
+        """Returns the largest keys and values in the cache, see `kv_format.largest_magnitudes`."""
         assert self._largest is not None
         return np.asarray(self._largest(self._state.kv))
 
     def _bucket_for(self, plan: StepPlan) -> Bucket:
-        """The smallest bucket of the plan's kind that holds it."""
+        """Returns the smallest bucket of the plan's kind that holds it."""
         kind = "decode" if plan.decode_only else "mixed"
         for bucket in reversed(self._buckets):
             if bucket.kind == kind and bucket.holds(plan):
@@ -180,17 +192,17 @@ class Runner:
         raise ValueError(f"no {kind} bucket holds a plan with rows of {lengths} tokens")
 
     def _fresh_state(self) -> tuple[DeviceState, Array]:
-        """And a second array for results, see `_execute`."""
+        """Returns the zeroed state and a second array for results, see `_execute`."""
         state = jax.block_until_ready(self._zero_state())  # missing memory is missed here
         if self._kv_scales is not None:
             state = state._replace(kv=with_scales(state.kv, self._kv_scales))
         return state, jax.device_put(np.zeros(self._config.results_shape, np.int32))
 
     def _execute(self, bucket: Bucket, packed: NDArray[np.int32]) -> Array:
-        """Launch a compiled step; returns its results.
+        """Launch a compiled step. Returns its results.
 
-        Two arrays of results take turns, so that the host can read one while the next step writes
-        the other: the results of a step are gone when the one after the next is launched.
+        Two result arrays alternate, so that the host can read one while the next step writes the
+        other. A step's results are lost when the second step after it is launched.
         """
         state = self._state._replace(results=self._free_results)
         self._free_results = self._state.results
@@ -198,8 +210,8 @@ class Runner:
         return self._state.results
 
     def _warm(self, bucket: Bucket) -> None:
-        """Run a step of padding: allocations and graph recording happen here, not in serving.
-        Returns before the device has: the next bucket is launched meanwhile."""
+        """Run a step of padding, so that allocation and graph recording happen before serving.
+        Returns before the step has run."""
         empty = StepPlan(rows=())
         packed = batch.pack(
             empty, Updates.of(empty, self._width), bucket, self._config.padding_slot
@@ -209,12 +221,13 @@ class Runner:
 
 
 def _warm_calls() -> int:
-    """On a GPU the first call runs op by op, the second records the graph for later ones."""
+    """Returns 2 on a GPU: the first call runs op by op, the second records the CUDA graph."""
     return 2 if jax.default_backend() == "gpu" else 1
 
 
 def on_compile(callback: Callable[[], None]) -> None:
-    """Call back after every XLA compilation of this process, on the thread that caused it."""
+    """Register a callback for every XLA compilation of this process. It runs on the compiling
+    thread."""
 
     def listener(event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":

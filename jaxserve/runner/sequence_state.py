@@ -1,4 +1,4 @@
-"""What the device remembers of each running sequence: one int32 row per slot.
+"""The device state of running sequences: one int32 row per slot.
 
     column 0              last sampled token
     columns 1..5          temperature, top_k, top_p, min_p, seed (float32 as their bits)
@@ -6,9 +6,8 @@
     columns 7..9          presence, frequency and repetition penalty, if a feature
     columns PAGES..       page table
 
-A step changes the matrix by a list of (address, value) pairs, so joins, page growth and whatever
-comes later travel in the one small array that the host sends per step. The last row belongs to
-padding and is never given to a sequence.
+A step changes the matrix by a list of (address, value) pairs, which travel in the one small array
+that the host sends per step. The last row belongs to padding.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ PAGES = 16
 
 
 def shape(slots: int, pages_per_seq: int) -> tuple[int, int]:
-    """Shape of the matrix for `slots` sequences and the padding row."""
+    """Returns the shape of the matrix for `slots` sequences and the padding row."""
     return slots + 1, PAGES + pages_per_seq
 
 
 def columns(params: SamplingParams) -> Iterator[tuple[int, int]]:
-    """(column, int32 value) pairs that store a sequence's sampling parameters."""
+    """Yields the (column, int32 value) pairs of a sequence's sampling parameters."""
     yield TEMPERATURE, _float_bits(params.temperature)
     yield TOP_K, params.top_k
     yield TOP_P, _float_bits(params.top_p)
@@ -48,7 +47,7 @@ def columns(params: SamplingParams) -> Iterator[tuple[int, int]]:
 
 
 def features(params: SamplingParams) -> int:
-    """What the sampler has to look up for each token of the sequence."""
+    """Returns flags of the slot tables that the sampler must read for the sequence."""
     biased = params.logit_bias or (params.min_tokens and params.stop_token_ids)
     return (
         PENALISED * params.penalised
@@ -58,18 +57,18 @@ def features(params: SamplingParams) -> int:
 
 
 def apply(state: Array, addresses: Array, values: Array) -> Array:
-    """Write `values` [updates] at flat `addresses` [updates]; addresses outside are dropped."""
+    """Writes `values` [updates] at flat `addresses` [updates]. Addresses outside are dropped."""
     flat = state.reshape(-1).at[addresses].set(values, mode="drop", unique_indices=True)
     return flat.reshape(state.shape)
 
 
 def float_column(state: Array, slots: Array, column: int) -> Array:
-    """A float32 column of the given slots [rows]."""
+    """Returns a float32 column of the given slots [rows]."""
     return lax.bitcast_convert_type(state[slots, column], jnp.float32)
 
 
 def page_table(state: Array) -> Array:
-    """int32 [slots + 1, pages_per_seq]."""
+    """Returns the page table: int32 [slots + 1, pages_per_seq]."""
     return state[:, PAGES:]
 
 

@@ -1,8 +1,8 @@
-"""What the sampler's tables hold of a sequence: made on the host, sent when it takes its slot.
+"""The sampler's per-slot tables: penalty counts, logit biases and masks.
 
-A row is replaced as a whole, by one of a few small compiled programs. Only requests that use a
-table pay for it. Because a row is made from all tokens known at admission, it does not matter
-which of them a prefix hit or a preemption had computed before.
+The host builds a sequence's rows at admission, and a small compiled program replaces each row as a
+whole. Only requests that use a table pay for it. A row is built from all tokens known at admission,
+so prefix hits and preemptions do not matter.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from jaxserve_kernels.sampler import (
 
 _NO_TOKEN = _FOREVER = np.iinfo(np.int32).max
 _ALIGNMENT = 128
-"""Rows are padded to it: kernels read them in wide loads."""
+"""Row widths are multiples of this, because kernels read rows in wide loads."""
 
 
 def abstract(slots: int, vocab: int) -> SlotTables:
-    """Shapes and dtypes, with a row for padding behind those of `slots` sequences."""
+    """Returns the tables' shapes and dtypes for `slots` sequences and one padding row."""
     width = -(-vocab // _ALIGNMENT) * _ALIGNMENT
 
     def table(columns: int, dtype: DTypeLike) -> Any:
@@ -50,28 +50,28 @@ def abstract(slots: int, vocab: int) -> SlotTables:
 
 
 def num_bytes(tables: SlotTables) -> int:
-    """Device memory of tables, which may be abstract."""
+    """Returns the device memory of tables, which may be abstract."""
     return sum(table.size * table.dtype.itemsize for table in tables)
 
 
 def programs(tables: SlotTables) -> list[Program]:
-    """What `Uploads` executes, for tables that may be abstract."""
+    """Returns the programs of `Uploads`, for tables that may be abstract."""
     return [_program(table, name, size) for name, table, size in _uploads(tables)]
 
 
 class Uploads:
-    """Replaces rows of the tables by compiled programs, made before serving."""
+    """Replaces rows of the tables with programs that were compiled before serving."""
 
     def __init__(self, tables: SlotTables, executables: Mapping[str, Executable]):
-        """`tables` may be abstract; `executables` are those of `programs`, by name."""
+        """`tables` may be abstract. `executables`: those of `programs`, by name."""
         self._programs: dict[str, dict[int, Executable]] = {}
         for name, _, size in _uploads(tables):
             self._programs.setdefault(name, {})[size] = executables[_name(name, size)]
         self._masks: dict[int, bytes] = {}
-        """What the slots' rows hold, as far as it came with rows of plans."""
+        """The last mask sent for each slot."""
 
     def __call__(self, tables: SlotTables, plan: StepPlan) -> SlotTables:
-        """The tables, donated, with what the plan's sequences need in them."""
+        """Returns the tables, which are donated, with the rows that the plan needs."""
         for admission in plan.admissions:
             for name, row in rows_of(admission, tables):
                 tables = self._replaced(tables, name, {admission.slot: row})
@@ -89,7 +89,7 @@ class Uploads:
         return tables
 
     def forget(self) -> None:
-        """The next tables are fresh ones."""
+        """Forget the masks that were sent: the tables were replaced."""
         self._masks.clear()
 
     def warm(self, tables: SlotTables) -> SlotTables:
@@ -108,7 +108,7 @@ class Uploads:
 
 
 def _uploads(tables: SlotTables) -> Iterator[tuple[str, Any, int]]:
-    """Name of a table, the table, and how many of its rows a program replaces."""
+    """Yields a table's name, the table, and the number of rows that a program replaces."""
     slots = tables.masks.shape[0] - 1
     most = {"counts": (1,), "biases": (1,), "masks": (1, 16, slots)}
     for name, table in tables._asdict().items():
@@ -129,14 +129,19 @@ def _program(table: Any, name: str, rows: int) -> Program:
 
 
 def set_rows(table: Array, packed: Array) -> Array:
-    """Replace rows; int32 [rows, 1 + width]: slot and content. Slots outside are dropped."""
+    """Replaces rows of a table.
+
+    Args:
+      table: [slots + 1, width], donated.
+      packed: int32 [rows, 1 + width in words]: slot and content. Slots outside are dropped.
+    """
     slots, content = packed[:, 0], packed[:, 1:]
     content = lax.bitcast_convert_type(content, table.dtype).reshape(packed.shape[0], -1)
     return table.at[slots].set(content, mode="drop")
 
 
 def packed_rows(table: Array, rows: Mapping[int, np.ndarray], size: int) -> np.ndarray:
-    """Input of `set_rows` for at most `size` rows by slot; the rest goes nowhere."""
+    """Returns the input of `set_rows` for at most `size` rows by slot; the rest is padding."""
     num_slots, width = table.shape
     words = width * table.dtype.itemsize // 4
     packed = np.empty((size, 1 + words), np.int32)
@@ -148,7 +153,7 @@ def packed_rows(table: Array, rows: Mapping[int, np.ndarray], size: int) -> np.n
 
 
 def rows_of(admission: Admission, tables: SlotTables) -> Iterator[tuple[str, np.ndarray]]:
-    """Names of the tables that the sequence uses, with its rows in them."""
+    """Yields the name and row of each table that the sequence uses."""
     features = sequence_state.features(admission.params)
     if features & PENALISED:
         yield "counts", _counts(admission, tables.counts.shape[1])
@@ -159,7 +164,7 @@ def rows_of(admission: Admission, tables: SlotTables) -> Iterator[tuple[str, np.
 
 
 def _counts(admission: Admission, width: int) -> np.ndarray:
-    """int16 [width]: occurrences in the output so far, and the bit of the prompt."""
+    """Returns int16 [width]: counts in the output so far, and a bit for tokens of the prompt."""
     prompt, output = np.split(np.asarray(admission.tokens, np.int64), [admission.num_prompt])
     counts = np.zeros(width, np.int16)
     tokens, numbers = np.unique(output, return_counts=True)
@@ -169,7 +174,7 @@ def _counts(admission: Admission, width: int) -> np.ndarray:
 
 
 def _biases(admission: Admission) -> np.ndarray:
-    """int32 [3 * MAX_BIASES]: ids, values as bits, ends; see SlotTables."""
+    """Returns int32 [3 * MAX_BIASES]: ids, values as bits, end positions; see SlotTables."""
     params = admission.params
     entries = [(token, bias, _FOREVER) for token, bias in params.logit_bias]
     if params.min_tokens:
@@ -185,15 +190,18 @@ def _biases(admission: Admission) -> np.ndarray:
 
 
 def _mask_of(tokens: Iterable[int], words: int) -> np.ndarray:
-    """int32 [words] that allows these tokens."""
+    """Returns an int32 [words] mask that allows these tokens."""
     bits = np.zeros(words * 32, np.uint8)
     bits[list(tokens)] = 1
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
 def _words(mask: bytes, words: int) -> np.ndarray:
-    """int32 [words] of a row's mask, which may end earlier: what it does not name is forbidden. Or
-    later: a tokenizer may know more tokens than the model."""
+    """Returns a row's mask as int32 [words].
+
+    A shorter mask forbids the remaining tokens. A longer one is cut: a tokenizer may have more
+    tokens than the model.
+    """
     row = np.zeros(words, np.int32)
     given = np.frombuffer(mask, "<i4")[:words]
     row[: len(given)] = given

@@ -32,24 +32,24 @@ from jaxserve_kernels.sampler import (
 
 
 class DeviceState(NamedTuple):
-    """What stays on the device between steps; donated to each.
+    """The arrays that stay on the device between steps; donated to each step.
 
-    Results are here, too, and not outputs of their own: XLA keeps intermediates of every layer in
-    the memory of an output as long as it is free, and the memory of an output is elsewhere in each
-    step, so that most nodes of the step's CUDA graph would have to be changed before its launch.
+    Results are part of the state instead of a separate output. XLA reuses an output's memory for
+    intermediates while it is free, and a separate output has another address in each step. Most
+    nodes of the step's CUDA graph would then have to be updated before its launch.
     """
 
     kv: KV
     sequences: Array  # int32, see sequence_state
     tables: SlotTables  # see slot_tables
     attended: decoder.Attended
-    """The tokens of the last step that could carry prompt chunks, before the end of its last layer;
-    [tokens of the largest such step, ...]."""
+    """Pre-MLP hidden states of the last mixed step's last layer: [tokens of the largest mixed step,
+    ...]."""
     results: Array
-    """Of the last step: int32 [rows of the largest step + 1, RESULT_COLUMNS], floats as their bits.
+    """The last step's results: int32 [rows of the largest step + 1, RESULT_COLUMNS], floats as bits
 
-    No step writes the last row: an array that a step wrote as a whole would be free until then, and
-    XLA would use it as scratch.
+    No step writes the last row. XLA would use an array that a step writes entirely as scratch
+    memory until then.
     """
 
 
@@ -62,15 +62,15 @@ def run_step(
     bucket: Bucket,
     sampled_vocab: int,
 ) -> DeviceState:
-    """Compute a packed plan.
+    """Computes a packed plan.
 
     Args:
       packed: int32 [bucket.packed_size].
       sampled_vocab: only token ids below it are sampled; the rest of the output matrix is
-        padding that no tokenizer knows.
+        padding without tokens.
 
     Returns:
-      The new state, which holds what the host may read.
+      The new state, including the results.
     """
     inputs = bucket.unpack(packed)
     sequences = sequence_state.apply(state.sequences, inputs.addresses, inputs.values)
@@ -103,12 +103,12 @@ def run_step(
 
 
 def _overwritten(old: Array, new: Array) -> Array:
-    """`old` with its first rows replaced."""
+    """Returns `old` with its first rows replaced."""
     return lax.dynamic_update_slice(old, new, (0,) * old.ndim)
 
 
 def _locate(inputs: StepInputs, sequences: Array, *, page_size: int) -> decoder.StepTokens:
-    """Ids of the tokens, and the page and offset that each one's key and value go to."""
+    """Returns the tokens' ids, and the page and offset of each token's key and value."""
     last = sequences[inputs.token_slots, sequence_state.LAST_TOKEN]
     table = sequence_state.page_table(sequences)
     positions = inputs.token_positions
