@@ -1,1 +1,1 @@
-"""From flags to a server that is ready: the process, memory, programs, measured times."""
+"""Start-up: from flags to a ready server. Process settings, memory plan, programs, step times."""

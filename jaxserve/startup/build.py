@@ -1,4 +1,5 @@
-"""From a model and flags to a scheduler and a compiled runner: runs on the engine thread."""
+"""Builds the scheduler and the compiled runner from a model and flags. Runs on the engine
+thread."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class OutOfDeviceMemory(ConfigError):
-    """The device has less memory left than was planned with: for others hold some, most often."""
+    """The device has less free memory than planned, most often because other processes use it."""
 
 
 def build_parts(
@@ -46,12 +47,12 @@ def build_parts(
     progress: Progress,
     timeline: Timeline,
 ) -> Parts[Pending]:
-    """Load weights and programs side by side, compile what is missing, run every bucket.
+    """Load weights and programs in parallel, compile what is missing, and run every bucket once.
 
     Raises:
-      ConfigError: see `plan_engine`; programs missing that `--require-precompiled` wants;
-        OutOfDeviceMemory.
-      CheckpointError: weights that are missing, damaged or of another model.
+      ConfigError: see `plan_engine`. Also if `--require-precompiled` is set and programs are
+        missing, and OutOfDeviceMemory.
+      CheckpointError: weights are missing, damaged or of another model.
     """
     jax.devices()
     with timeline.span("plan"):
@@ -101,7 +102,7 @@ def build_parts(
 
 
 def _set_kv_scales(options: Options, source: ModelSource, plan: EnginePlan, runner: Runner) -> None:
-    """For a format that has scales: those that a text shows to fit, the checkpoint's, or 1."""
+    """Set the scales of a KV format that has them: computed from a text, the checkpoint's, or 1."""
     config, weights = plan.config, plan.weights
     if not has_scales(config.kv_format):
         return
@@ -126,7 +127,7 @@ def _set_kv_scales(options: Options, source: ModelSource, plan: EnginePlan, runn
 
 
 def _announce_missing(plan: EnginePlan, lacking: Mapping[str, str]) -> None:
-    """Why the start takes longer than the next one will, before it does."""
+    """Log why this start takes longer than the next one."""
     if any(each.name in lacking for each in plan.steps):  # others take no time
         log.info(
             "compiling %d of %d programs; later starts load them from %s",
@@ -135,7 +136,7 @@ def _announce_missing(plan: EnginePlan, lacking: Mapping[str, str]) -> None:
 
 
 def _refuse_missing(plan: EnginePlan, lacking: Mapping[str, str]) -> None:
-    """ConfigError: programs (names -> why) would have to be compiled."""
+    """Raise ConfigError for programs (name -> reason) that would have to be compiled."""
     if lacking:
         near = plan.cache.differences()
         raise ConfigError(
@@ -147,7 +148,8 @@ def _refuse_missing(plan: EnginePlan, lacking: Mapping[str, str]) -> None:
 
 
 def _with_memory_errors[T](plan: EnginePlan, run: Callable[[], T]) -> T:
-    """Run; memory that the device does not have is said in one line."""
+    """Call `run`. Raises OutOfDeviceMemory, with one line of text, if the device runs out of
+    memory."""
     try:
         return run()
     except jax.errors.JaxRuntimeError as error:
@@ -162,7 +164,7 @@ def _with_memory_errors[T](plan: EnginePlan, run: Callable[[], T]) -> T:
 
 
 def _report(plan: EnginePlan, runner: Runner, obtained: Obtained, metrics: Metrics) -> None:
-    """The memory plan with what the compiler really needs, in the log and as metrics."""
+    """Report the memory plan with the compiler's real needs, in the log and as metrics."""
     config, cache = plan.config, plan.config.cache
     planned = plan.memory(runner.temp_bytes())
     planned.check()
@@ -193,8 +195,8 @@ def _report(plan: EnginePlan, runner: Runner, obtained: Obtained, metrics: Metri
 
 
 class _Both:
-    """Weights and executables load at the same time, reported as one. Where something has to be
-    compiled, that decides."""
+    """Combined progress of weights and programs, which load in parallel. Compilation decides it if
+    anything is compiled."""
 
     def __init__(self, report: Progress):
         self._report = report
@@ -218,7 +220,8 @@ class _Both:
 
 
 def _copies(plan: EnginePlan, on_missing: OnMissing) -> Mapping[str, Executable]:
-    """What copies the weights: before the steps, which are many, so that the copying begins."""
+    """Obtain the programs that copy weights. They come before the steps, so that copying starts
+    early."""
     workers = len(plan.staging)
     return obtain(
         plan.staging, plan.cache, workers, lambda phase, done: None, on_missing=on_missing
@@ -226,7 +229,8 @@ def _copies(plan: EnginePlan, on_missing: OnMissing) -> Mapping[str, Executable]
 
 
 class _CompileWatch:
-    """Counts compilations by phase. While serving each one is a bug: said, or fatal if asked."""
+    """Counts compilations by phase. A compilation while serving is a bug: it is logged, or fatal
+    with `--forbid-compiles`."""
 
     def __init__(self, metrics: Metrics, *, forbid: bool):
         self._metrics = metrics

@@ -1,4 +1,4 @@
-"""From a model and flags to shapes, memory and programs: what is known before weights are read."""
+"""Plans an engine from a model and flags: shapes, memory and programs, before weights are read."""
 
 from __future__ import annotations
 
@@ -47,22 +47,24 @@ GPU_PREFILL = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 _CPU_DECODE = (1, 4, 16, 64)
 _CPU_PREFILL = (16, 64, 256)
 _CPU_TILE, _CPU_KVARN_TILE = 64, 16
-"""KVarN has its definition only, which computes every place of every tile."""
+"""Query tile sizes on a CPU. KVarN has only its definition there, which computes every place of a
+tile."""
 _GPU_MAX_ITL_MS, _CPU_MAX_ITL_MS = 50.0, 1000.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlan:
-    """Everything about an engine that is known before weights are read and programs made."""
+    """Everything about an engine that is known before weights are read and programs are
+    compiled."""
 
     config: RunnerConfig
     weights: WeightPlan
     limit: int
-    """Bytes that the process may take of its device."""
+    """Bytes of device memory that the process may use."""
     steps: list[Program]
-    """What the runner executes."""
+    """The runner's programs."""
     staging: list[Program]
-    """What copies weights to a GPU as they are stored, and what makes copies of them in fp8."""
+    """Programs that copy weights to the GPU as stored, and that make fp8 copies of them."""
     cache: ExecutableCache
 
     @property
@@ -71,7 +73,7 @@ class EnginePlan:
 
     @property
     def step_times_file(self) -> Path:
-        """Beside the programs: other ones take other times."""
+        """The file of measured step times, stored beside the programs that they belong to."""
         return self.cache.folder / "step_times.json"
 
     def memory(self, temporaries: int) -> MemoryPlan:
@@ -91,13 +93,14 @@ class EnginePlan:
 
 
 def plan_engine(options: Options, source: ModelSource, device: Any = None) -> EnginePlan:
-    """Shapes, memory and programs: the same for serving and for compiling ahead of it.
+    """Plan shapes, memory and programs. Serving and `jaxserve precompile` share this.
 
     Args:
-      device: what describes itself as jax's devices do; None: the first one of this process.
+      device: an object with the attributes of a jax device; None: the process's first device.
 
     Raises:
-      ConfigError: settings that contradict each other, or too little memory, with the numbers.
+      ConfigError: settings contradict each other, or memory is too small. The message has the
+        numbers.
     """
     # XLA's cache would be a second one; what a CPU takes from it cannot be serialised again.
     jax.config.update("jax_enable_compilation_cache", False)
@@ -125,7 +128,7 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     choices = _choices(options, gpu=gpu)
 
     def left_beside(weights: int) -> int:
-        """Bytes for the KV cache beside so many."""
+        """Returns the bytes for the KV cache beside `weights` bytes."""
         fit = room.fit(weights, choices, options.max_model_len)
         return room.left(weights, fit.buckets, fit.max_model_len)
 
@@ -176,18 +179,19 @@ def _cpu_tile(kv_format: KVFormat) -> int:
 
 
 def _device_limit(device: Any) -> int:
-    """Without statistics of its own, the allocator takes a share of the card."""
+    """Returns the device memory of the process. An allocator without statistics takes a share of
+    the card."""
     return memory.device_limit(device, int(memory_share() * gpu_driver.total_memory()))
 
 
 def _with_fp8_copy(
     options: Options, weights: WeightPlan, left_beside: Callable[[int], int], *, pays: bool
 ) -> WeightPlan:
-    """The weights with copies in fp8 where --fp8-copy wants them; auto does where it `pays` and
-    memory is left.
+    """Returns the weights with fp8 copies where --fp8-copy asks for them. `auto` copies if it
+    `pays` and memory is left.
 
     Raises:
-      ConfigError: it is on, and nothing has 4 bits.
+      ConfigError: --fp8-copy is on and no weight has 4 bits.
     """
     copied = weights.with_fp8_copy()
     wanted = options.fp8_copy == "on"
@@ -215,12 +219,13 @@ def _with_fp8_copy(
 
 
 def _fp8_pays(dtype: DTypeLike, *, gpu: bool) -> bool:
-    """Whether products in fp8 have kernels that are fast."""
+    """Returns whether fp8 products have fast kernels on this device."""
     return gpu and dtype == jnp.bfloat16 and compute_capability() >= 89
 
 
 def _check_calibration(options: Options, kv_format: KVFormat) -> None:
-    """ConfigError: flags that would have no effect, or a text that cannot be read or is empty."""
+    """Raise ConfigError for calibration flags without effect, or a text that cannot be read or is
+    empty."""
     if options.calculate_kv_scales and not has_scales(kv_format):
         raise ConfigError(
             f"--calculate-kv-scales is for --kv-cache-dtype fp8_e4m3, not for {kv_format.name}"
@@ -254,14 +259,15 @@ def _buckets(options: Options, *, gpu: bool) -> Buckets:
 
 
 def _choices(options: Options, *, gpu: bool) -> list[Buckets]:
-    """Buckets by falling number of sequences: on a GPU the memory decides, unless a flag does."""
+    """Returns candidate buckets in order of falling number of sequences. On a GPU memory decides
+    among them, unless a flag does."""
     if not gpu or options.decode_buckets or options.max_num_seqs:
         return [_buckets(options, gpu=gpu)]
     return [_buckets(replace(options, max_num_seqs=most), gpu=gpu) for most in reversed(GPU_DECODE)]
 
 
 def _check_length(options: Options, spec: ModelSpec) -> None:
-    """ConfigError: --max-model-len is beyond what the model knows."""
+    """Raise ConfigError if --max-model-len is beyond the model's limit."""
     if (options.max_model_len or 0) > spec.max_position:
         raise ConfigError(
             f"--max-model-len {options.max_model_len} is beyond the model's {spec.max_position} "

@@ -1,4 +1,4 @@
-"""Process settings that XLA reads once, when jax is imported; for `main`s, before that."""
+"""Process settings that XLA reads once, when jax is imported. Call `prepare` before that."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ REASONING_KEY = "JAXSERVE_REASONING_KEY"
 
 
 def key_of_environment(variable: str) -> str | None:
-    """None if it is not set; set and empty, as a missing secret would leave it, is no key."""
+    """Returns a key from the environment; None if the variable is unset. An empty value, as left by
+    a missing secret, is no key."""
     return os.environ.get(variable)
 
 
@@ -60,7 +61,8 @@ def prepare(gpu_memory_utilization: float) -> None:
 
 
 def memory_share() -> float:
-    """The allocator's share of the GPU, after `prepare`. ConfigError: the environment's is none."""
+    """Returns the allocator's share of the GPU, after `prepare`. ConfigError if the environment's
+    value is invalid."""
     given = os.environ[_MEMORY_SHARE]
     try:
         return float(given)
@@ -71,13 +73,13 @@ def memory_share() -> float:
 
 
 def compiler_options(*, gpu: bool) -> dict[str, int]:
-    """Options of XLA that programs are compiled with, beside XLA_FLAGS, which go before them."""
+    """Returns XLA's compile options. XLA_FLAGS take precedence."""
     given = os.environ.get("XLA_FLAGS", "")
     return {} if gpu else {name: _CPU_OPTIONS[name] for name in _CPU_OPTIONS if name not in given}
 
 
 def compiler_settings() -> dict[str, str]:
-    """What compilers and linked libraries read from the environment and compile into programs."""
+    """Returns environment settings that compilers and linked libraries compile into programs."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     tells = [flag for flag in flags if not flag.startswith(_NOT_IN_PROGRAMS)]
     names = ("NVIDIA_TF32_OVERRIDE", "TRITON_DISABLE_LINE_INFO")

@@ -1,4 +1,4 @@
-"""What a start says of the fast ways that it has, or lacks."""
+"""Reports which fast paths are on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ log = logging.getLogger(__name__)
 
 
 def report(metrics: Metrics) -> None:
-    """One line for each that is off on this GPU, a warning if it could be on, and the metric."""
+    """Log one line for each fast path that is off on this GPU, a warning if it could be on, and set
+    the metric."""
     for path in fast_paths():
         metrics.set_fast_path(path.feature, on=path.why_off is None)
         if path.why_off is not None:

@@ -1,5 +1,5 @@
-"""What is asked of the GPU's driver itself: to open early, beside Python's imports, which hold the
-interpreter and not the card; and how much memory the card has."""
+"""Direct calls of the GPU's driver: opens the device in parallel with Python's imports, and reads
+the size of its memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _LIBRARY = "libcuda.so.1"
 
 
 def open_early(timeline: Timeline, platforms: str | None) -> None:
-    """Make the context of the first GPU on a thread of its own; XLA then finds it made.
+    """Create the first GPU's context on another thread, where XLA then finds it.
 
-    Nothing happens without a driver. What fails here fails again, and is reported, where the
-    device is used.
+    Does nothing without a driver. Errors are ignored here; they appear again where the device is
+    used.
 
     Args:
-      platforms: those that jax may use, as in JAX_PLATFORMS; None: any.
+      platforms: platforms that jax may use, as in JAX_PLATFORMS; None: any.
     """
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return
@@ -37,15 +37,15 @@ def open_early(timeline: Timeline, platforms: str | None) -> None:
 
 
 def open_first(driver: Any) -> None:
-    """The primary context of device 0, with the flags that XLA asks for: none. ctypes releases the
-    interpreter during each call."""
+    """Retain the primary context of device 0 with XLA's flags: none. ctypes releases the
+    interpreter's lock during each call."""
     device, context = ctypes.c_int(), ctypes.c_void_p()
     if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def total_memory() -> int:
-    """Bytes of the first GPU; 0 if the driver does not say."""
+    """Returns the memory of the first GPU in bytes; 0 if the driver does not report it."""
     try:
         driver = ctypes.CDLL(_LIBRARY)
     except OSError:

@@ -1,4 +1,4 @@
-"""The process's own memory: while it starts, and once everything that stays is there."""
+"""The process's own memory: garbage collection during and after the start."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _THRESHOLDS = (10_000, 20, 50)
-"""Python's own are 700, 10, 10. A collection looks at what is new while all threads wait: with 256
-streams that was 13 times per 10,000 tokens, for 1.5 ms and now and then 70 (scripts/bench_http.py
-on two busy cores). Most objects of a request are in no cycle and go without it."""
+"""Thresholds of the garbage collector; Python's defaults are 700, 10, 10. A collection stops all
+threads. With 256 streams the defaults collected 13 times per 10,000 tokens, for 1.5 ms and
+sometimes 70 ms (scripts/bench_http.py on two busy cores). Most objects of a request are in no
+cycle."""
 
 _MADV_DONTNEED = 4
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ([rwxsp-]{4}) \S+ \S+ \S+ *(.*)$")
 
 
 def import_freely() -> None:
-    """No collections until `imported`: imports leave much that stays and hardly any garbage."""
+    """Turn off collections until `imported`. Imports create many lasting objects and little
+    garbage."""
     gc.disable()
 
 
 def imported() -> None:
-    """Collect again, but never look at what is there by now."""
+    """Turn on collections and exclude all objects that exist now."""
     gc.freeze()
     gc.enable()
 
 
 def settle() -> None:
-    """Give freed memory back to the system, and collect seldom and only what is made from now on.
+    """Return freed memory to the system, and collect rarely and only new objects.
 
     Compiling leaves gigabytes in the C library's free lists.
     """
@@ -44,16 +46,17 @@ def settle() -> None:
 
 
 def forget_clean_pages(library: ctypes.CDLL) -> None:
-    """Unmap what files hold as well: 400 MB of libraries were read for what only a start does.
+    """Unmap clean file pages: start-up reads 400 MB of libraries that serving does not need.
 
-    The pages stay in the system's cache, and each comes back, with its neighbours, when it is used.
+    The pages stay in the system's page cache and come back when used.
     """
     for start, end in _clean_mappings():
         library.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
 
 
 def _clean_mappings() -> Iterator[tuple[int, int]]:
-    """Addresses of files mapped into this process that it cannot write, and has not written."""
+    """Yields the address ranges of mapped files that the process cannot write and has not
+    written."""
     place = None
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines():
         if found := _MAPPING.match(line):  # of whatever kind: its figures are not the last one's

@@ -1,7 +1,7 @@
-"""Scales of a KV cache in fp8: stored in a checkpoint, or found by a text that the model reads.
+"""Scales of an fp8 KV cache: from a checkpoint, or calibrated on a text.
 
-e4m3 keeps four significant bits from 2**-6 to 448 times the scale, so within that the scale makes
-no difference: it has to keep magnitudes from being cut off above and from vanishing below.
+e4m3 keeps four significant bits from 2**-6 to 448 times the scale. Within that range the scale does
+not matter. It only has to prevent clipping above and vanishing below.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jaxserve.runner.runner import Runner
 from jaxserve_checkpoints.reader import Checkpoint
 
 type Scales = NDArray[np.float32]
-"""[layers, kv_heads, 2]: keys, then values; 448 times it is the largest magnitude."""
+"""[layers, kv_heads, 2]: keys, then values. The largest magnitude is 448 times the scale."""
 
 _LARGEST, _LEAST_NORMAL = 448.0, 2.0**-6
 _ROOM = 2.0
-"""How far beyond what the text showed others may go; costs nothing but the smallest numbers."""
+"""Headroom beyond the magnitudes of the text. It costs only the smallest numbers."""
 
 _STORED = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:k_proj\.|v_proj\.|attn\.)?([kv])_scale")
-"""compressed-tensors, ModelOpt and vLLM's own."""
+"""Names of stored scales in compressed-tensors, ModelOpt and vLLM checkpoints."""
 
 _STEP, _ROUNDS = 2.0**8, 5
 
@@ -42,14 +42,14 @@ El río cruza la llanura. Der Zug fährt um 7:45 Uhr ab. 今天天气很好 我�
 The derivative of x^3 - 2x is 3x^2 - 2, so the slope at x = 5 is 73. Is 91 prime? No: 7 * 13 = 91.
 SELECT city, COUNT(*) FROM visits WHERE year >= 2019 GROUP BY city ORDER BY 2 DESC LIMIT 10;
 """
-"""What the model reads if no other text is given: prose, code, numbers, several scripts."""
+"""The built-in calibration text: prose, code, numbers and several scripts."""
 
 
 def stored(checkpoint: Checkpoint, spec: ModelSpec) -> Scales | None:
-    """Those of a checkpoint, per tensor or per KV head; None: it has none.
+    """Returns a checkpoint's scales, per tensor or per KV head; None if it has none.
 
     Raises:
-      ConfigError: some layers have them and others do not, or they are no positive numbers.
+      ConfigError: only some layers have scales, or a scale is not a positive number.
     """
     scales = np.zeros((spec.num_layers, spec.kv_heads, 2), np.float32)
     found = [(name, match) for name in checkpoint.names if (match := _STORED.fullmatch(name))]
@@ -73,13 +73,14 @@ def stored(checkpoint: Checkpoint, spec: ModelSpec) -> Scales | None:
 
 
 def calculated(runner: Runner, config: RunnerConfig, ids: Sequence[int]) -> Scales:
-    """Powers of two that hold what the model computes for a text, with room. Uses the scales found.
+    """Returns powers of two that hold the keys and values of a text, with headroom. Sets them in
+    the runner.
 
-    The text goes through the ordinary steps; where it does not fit the scales, or is small against
-    them, it is read again with others.
+    The text runs through ordinary steps. If its values do not fit the scales, or are small against
+    them, it runs again with other scales.
 
     Args:
-      runner: with an empty cache; no step has run but for this.
+      runner: with an empty cache, before any other step.
     """
     shape = (config.spec.num_layers, config.spec.kv_heads, 2)
     scales, largest = np.ones(shape, np.float32), np.full(shape, np.inf, np.float32)
@@ -105,7 +106,7 @@ def calculated(runner: Runner, config: RunnerConfig, ids: Sequence[int]) -> Scal
 
 
 def _read(runner: Runner, config: RunnerConfig, ids: Sequence[int]) -> None:
-    """One sequence, in chunks."""
+    """Compute one sequence in chunks."""
     cache, most = config.cache, config.buckets.prefill[-1]
     ids = ids[: min(config.scheduler.max_model_len, cache.usable_tokens)]
     pages = tuple(PageEntry(0, i, 1 + i) for i in range(-(-len(ids) // cache.page_size)))

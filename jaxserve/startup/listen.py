@@ -1,4 +1,4 @@
-"""How the server listens: flags, files and environment to the configuration of the HTTP side."""
+"""The HTTP server's configuration from flags, files and the environment; and its socket."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ log = logging.getLogger(__name__)
 
 _TURN_SECONDS = 5.0
 MIN_REASONING_KEY = 32
-"""Characters."""
+"""The shortest reasoning key, in characters."""
 
 
 def server_config(options: Options, source: ModelSource) -> ServerConfig:
-    """Raises ConfigError for keys that cannot be read or would let everybody in, and for a chat
-    template that cannot be read."""
+    """Returns the HTTP server's configuration.
+
+    Raises:
+      ConfigError: keys cannot be read or would let everybody in, or a chat template cannot be read.
+    """
     keys = api_keys(options)
     if not keys and options.uds is None and not is_loopback(options.host):
         log.warning("no --api-key: whoever reaches %s:%d may use it", options.host, options.port)
@@ -82,7 +85,8 @@ def _chat_template(path: Path | None) -> str | None:
 async def bind(
     runner: web.AppRunner, config: ServerConfig, tls: ssl.SSLContext | None = None
 ) -> str:
-    """Listen before anything slow happens: a port in use is known at once. Returns the URL."""
+    """Listen before anything slow happens, so that a port in use is reported at once. Returns the
+    URL."""
     scheme = "http" if tls is None else "https"
     if config.uds is not None:
         await _bind_unix(runner, config.uds, tls)
@@ -102,7 +106,7 @@ async def bind(
 
 
 async def _bind_unix(runner: web.AppRunner, path: Path, tls: ssl.SSLContext | None) -> None:
-    """A socket that nobody answers at was left behind, and is replaced."""
+    """Listen on a Unix socket. A socket that nobody answers is stale and is replaced."""
     try:
         async with _turn(path.parent):
             if await _answered(path):
@@ -123,8 +127,9 @@ async def _answered(path: Path) -> bool:
 
 @asynccontextmanager
 async def _turn(folder: Path) -> AsyncGenerator[None]:
-    """Servers that start at once would both find nobody at a socket, and the second one replace
-    that of the first. OSError: another process has locked the folder for seconds."""
+    """Hold the folder's lock. Without it, two servers that start at once could both find a stale
+    socket, and the second would replace the first one's. OSError if another process holds the lock
+    for seconds."""
     locked = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         deadline = time.monotonic() + _TURN_SECONDS
@@ -142,18 +147,19 @@ async def _turn(folder: Path) -> AsyncGenerator[None]:
 
 
 def api_keys(options: Options) -> list[str]:
-    """Of the flags, the file and the environment, together."""
+    """Returns all API keys from flags, file and environment."""
     return _keys(options.api_key, ("--api-key", "--api-key-file"), options.api_key_file, API_KEY)
 
 
 def admin_api_keys(options: Options) -> list[str]:
-    """The same for administrators."""
+    """Returns all admin keys from flags, file and environment."""
     flags, file = ("--admin-api-key", "--admin-api-key-file"), options.admin_api_key_file
     return _keys(options.admin_api_key, flags, file, ADMIN_API_KEY)
 
 
 def reasoning_keys(options: Options) -> list[str]:
-    """Of the file and the environment. ConfigError: one is too short to be a secret."""
+    """Returns the reasoning keys from file and environment. ConfigError if one is too short to be
+    secret."""
     file = options.reasoning_key_file
     keys = _keys(None, ("--reasoning-key-file",), file, REASONING_KEY)
     for key in keys:
@@ -169,7 +175,8 @@ def reasoning_keys(options: Options) -> list[str]:
 def _keys(
     given: list[str] | None, flags: Sequence[str], file: Path | None, variable: str
 ) -> list[str]:
-    """`flags`: those that keys come from; the last one's is the file."""
+    """Returns keys from all sources. `flags`: their flags, for errors; the last one names the
+    file."""
     keys = list(given or ())
     if file is not None:
         keys += _keys_of_file(flags[-1], file)
@@ -185,7 +192,7 @@ def _keys(
 
 
 def _keys_of_file(flag: str, path: Path) -> list[str]:
-    """One key per line; blank lines and those that begin with # are left out."""
+    """Returns one key per line of a file, without blank lines and lines that begin with #."""
     lines = [line.strip() for line in read_text(path, flag).splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:

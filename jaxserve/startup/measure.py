@@ -1,4 +1,4 @@
-"""Measures how long the compiled steps take on the card that they will serve on."""
+"""Measures how long the compiled steps take on the card that serves."""
 
 from __future__ import annotations
 
@@ -20,32 +20,33 @@ from jaxserve.step_times import StepTimes
 log = logging.getLogger(__name__)
 
 _REPEATS = 3
-"""Steps of a kind that count, launched one ahead as in serving; the median is taken."""
+"""Steps of a kind that count, each launched one ahead as in serving. The median is taken."""
 
 _SLOW = 0.1
-"""A step that takes longer, in seconds, is not repeated."""
+"""Seconds. A slower step is not repeated."""
 
 _WARM = 8
-"""Full prefill steps before anything is timed: a card's first ones are slow, and its clocks higher
-than later."""
+"""Full prefill steps before anything is timed. A card's first steps are slow, and its clocks are
+then higher than later."""
 
 _BUSY = 0.05
-"""Seconds of equal steps, one behind the other, before those of a mixed bucket count: a card that
-rests between steps has power for higher clocks than serving leaves it."""
+"""Seconds of equal steps before a mixed bucket is timed. A card that rests between steps clocks
+higher than in serving."""
 
 _CONTEXT = 2048
 _ROWS = 64
-"""Context, and decode rows of mixed steps, if the cache and the limits have room for it."""
+"""Context, and decode rows of mixed steps, as far as the cache and the limits allow."""
 
 _BRIEF = 0.015
-"""Decode rows are timed in the two largest mixed buckets that take no longer, in seconds."""
+"""Seconds. Decode rows are timed in the two largest mixed buckets that are faster."""
 
 _SHORT_CONTEXT = 256
-"""The same where steps are slow, as on a CPU: there a longer one would take half of the start."""
+"""The context where steps are slow, as on a CPU. A longer one would take half of the start."""
 
 
 def kept_times(config: RunnerConfig, file: Path) -> StepTimes | None:
-    """What was measured with the same programs before; None: nothing, or nothing of use."""
+    """Returns the times that were measured with the same programs before; None if there are
+    none."""
     if not file.is_file():
         return None  # reading a FIFO would wait for ever
     damaged = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
@@ -58,9 +59,10 @@ def kept_times(config: RunnerConfig, file: Path) -> StepTimes | None:
 
 
 def step_times(runner: Runner, config: RunnerConfig, file: Path) -> StepTimes:
-    """What `jaxserve precompile` or an earlier start kept in `file`, or `measure`.
+    """Returns the times in `file`, which `jaxserve precompile` or an earlier start wrote; otherwise
+    measures them.
 
-    A file that cannot be read or written costs the time of measuring.
+    If the file cannot be read or written, only the time of measuring is lost.
     """
     kept = kept_times(config, file)
     if kept is not None:
@@ -74,11 +76,11 @@ def step_times(runner: Runner, config: RunnerConfig, file: Path) -> StepTimes:
 
 
 def measure(runner: Runner, config: RunnerConfig) -> StepTimes:
-    """Times all buckets of a runner that is compiled and serves nobody yet.
-
-    Keys and values of whatever is in the cache are read and written; lengths and buckets decide
-    the time, contents do not, but tokens do: see `_Stopwatch.chunk`. Takes about five steps per
+    """Times all buckets of a compiled runner that serves nobody yet, with about five steps per
     bucket.
+
+    The content of the cache does not matter. Lengths and buckets decide the time; so do tokens, see
+    `_Stopwatch.chunk`.
     """
     context = min(_CONTEXT, config.scheduler.max_model_len // 2, config.cache.usable_tokens // 2)
     seconds = _Stopwatch(runner, config)
@@ -114,10 +116,10 @@ def measure(runner: Runner, config: RunnerConfig) -> StepTimes:
 def _decodes_in_mixed(
     seconds: _Stopwatch, sizes: Iterable[int], most: int, context: int
 ) -> tuple[float, float]:
-    """Seconds per decode row of a full mixed step, and per token of its context.
+    """Returns the seconds per decode row of a full mixed step, and per token of its context.
 
-    Of all buckets together, each timed next to itself without decodes: how large chunks are turns
-    on these two, and a card that slows down meanwhile must not count as their price.
+    Each bucket is timed next to itself without decode rows, because chunk sizes depend on these two
+    numbers and a card may slow down meanwhile.
     """
     rows = 0
     by_row = by_context = 0.0
@@ -134,7 +136,7 @@ def _decodes_in_mixed(
 
 
 def _increasing(times: dict[int, float]) -> dict[int, float]:
-    """Without the noise that makes a bucket slower than a larger one."""
+    """Returns times without noise that makes a bucket slower than a larger one."""
     sizes = sorted(times)
     return {size: min(times[s] for s in sizes if s >= size) for size in sizes}
 
@@ -147,11 +149,11 @@ class _Stopwatch:
         self._ids = tuple(random.Random(0).choices(ids, k=max(config.buckets.prefill)))
 
     def chunk(self, tokens: int, start: int, slot: int = 0) -> list[Row]:
-        """All tokens different, as in prompts: products of equal ones take less power, so that a
-        card at its limit computes them a seventh faster.
+        """Returns rows of one prefill. All tokens differ, as in prompts: products of equal tokens
+        need less power, and a card at its power limit computes them a seventh faster.
 
-        Cut where a sequence is as long as it may be: what is behind the end of a slot's page table
-        belongs to the next slot, or to padding. As much of it as there are slots for.
+        The prefill is split at the longest sequence: entries behind a slot's page table belong to
+        the next slot. It is as long as there are slots for.
         """
         most = self._longest - start
         cuts = range(0, tokens, most)[: self._slots - slot]
@@ -161,18 +163,18 @@ class _Stopwatch:
         ]
 
     def free_beside(self, tokens: int) -> int:
-        """Slots that a chunk of so many tokens leaves."""
+        """Returns how many slots a chunk of so many tokens leaves free."""
         return self._slots - -(-tokens // self._longest)
 
     def warm(self, rows: Iterable[Row]) -> None:
-        """Run some steps of these rows; one that is slow is enough."""
+        """Run some steps of these rows; one if it is slow."""
         plan = self._placed(StepPlan(rows=tuple(rows)))
         for _ in range(_WARM):
             if self._run(plan, 1)[0] > _SLOW:
                 break
 
     def of(self, rows: Iterable[Row]) -> float:
-        """Seconds of a step of these rows, whose slots get pages of their own first."""
+        """Returns the seconds of a step of these rows. Their slots get pages of their own first."""
         plan = StepPlan(rows=tuple(rows))
         first = self._run(self._placed(plan), 1)[0]
         if first > _SLOW:
@@ -181,7 +183,7 @@ class _Stopwatch:
         return median(self._run(plan, before + _REPEATS)[before:])
 
     def _run(self, plan: StepPlan, count: int) -> list[float]:
-        """Seconds from end to end of equal steps, the first from its launch."""
+        """Returns the seconds between the ends of equal steps; the first counts from its launch."""
         ends = [time.perf_counter()]
         running = [self._runner.launch(plan)]
         for left in reversed(range(count)):

@@ -1,4 +1,4 @@
-"""Memory of the device, planned before anything is allocated, and of this process."""
+"""Plans device memory before anything is allocated, and checks host memory."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from jaxserve.model_spec import ModelSpec
 from jaxserve.runner import slot_tables
 
 RESERVE = 2**30
-"""Of a GPU: inputs and results of steps, rounding of allocations, copies while weights load."""
+"""Bytes of a GPU kept for inputs and results of steps, rounding, and copies while weights load."""
 
 _ROUNDING = 256 * 2**20
-"""The KV cache takes multiples of it, so that small differences between cards of one kind, or
-between two drivers' own needs, do not make other programs of it."""
+"""The KV cache's size is a multiple of this, so that small differences between cards of one kind or
+between drivers do not change the programs."""
 
 _COPY_SHARE = 0.1
-"""Of the memory for keys and values, that a copy of weights may take."""
+"""The most that fp8 copies may take, as a share of the KV cache's memory."""
 
 _HOST_RESERVE = 512 * 2**20
-"""Host memory left to everything else when weights and cache live there."""
+"""Bytes of host memory left free when weights and cache live there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What the process takes of its device, in bytes."""
+    """The process's device memory, in bytes."""
 
     limit: int
-    """What it may take."""
+    """The limit of the sum."""
     weights: int
     kv_cache: int
     state: int
@@ -49,7 +49,7 @@ class MemoryPlan:
         return self.limit - self.weights - self.kv_cache - self.state - self.temporaries
 
     def check(self) -> None:
-        """ConfigError, with the numbers, if it is more than there is."""
+        """Raise ConfigError, with the numbers, if the sum is above the limit."""
         if self.headroom < 0:
             raise ConfigError(f"too little memory: {self}; lower --kv-cache-memory-bytes")
 
@@ -63,21 +63,24 @@ class MemoryPlan:
 
 
 def is_exhausted(error: Exception) -> bool:
-    """Whether XLA or the driver failed for want of device memory: there is no type for it."""
+    """Returns whether an error of XLA or the driver means that device memory ran out. It has no
+    type of its own."""
     return any(name in str(error) for name in ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY"))
 
 
 def tree_bytes(tree: Any) -> int:
-    """Of all arrays, or ShapeDtypeStructs, of a tree."""
+    """Returns the bytes of all arrays, or ShapeDtypeStructs, in a tree."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def device_limit(device: Any, otherwise: int) -> int:
-    """Bytes that this process may take of the device; of a CPU, what is free now. ConfigError:
-    nobody says.
+    """Returns the bytes of device memory that the process may use; on a CPU, the free memory.
 
     Args:
-      otherwise: that of a GPU whose allocator does not say it; 0: not known.
+      otherwise: the limit of a GPU whose allocator does not report it; 0: unknown.
+
+    Raises:
+      ConfigError: the limit is unknown.
     """
     if device.platform == "cpu":
         return available_on_host()
@@ -100,9 +103,10 @@ def plan_gpu_cache(
     chunk_context: int = 0,
     unpacked: int = 0,
 ) -> int:
-    """Bytes for the KV cache: what weights, the steps' scratch (estimated) and a reserve leave.
+    """Returns the bytes left for the KV cache by weights, the steps' estimated scratch memory and a
+    reserve.
 
-    It depends on nothing that changes from start to start, because programs depend on it.
+    The result must not vary between starts, because programs depend on it.
 
     Args:
       chunk_context: tokens whose keys and values a mixed step expands, one layer at a time.
@@ -129,17 +133,19 @@ def plan_gpu_cache(
 
 
 def affords_copy(size: int, left: int, given: int | None) -> bool:
-    """Whether a copy of weights may take `size` bytes of those `left` for keys and values: it makes
-    steps faster, and fewer sequences fit.
+    """Returns whether fp8 copies of `size` bytes may be made. They make steps faster and leave less
+    room for sequences.
 
     Args:
-      given: bytes that keys and values must have in any case.
+      left: bytes left for the KV cache.
+      given: bytes that the KV cache must have in any case.
     """
     return size <= left * _COPY_SHARE and size <= left - (given or 0)
 
 
 def available_on_host(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes that processes may still take: what the system keeps of files it gives back."""
+    """Returns the bytes that processes may still allocate, including the system's reclaimable file
+    cache."""
     with contextlib.suppress(OSError):
         found = re.search(r"^MemAvailable: *(\d+) kB$", meminfo.read_text(), re.MULTILINE)
         if found:
@@ -148,7 +154,7 @@ def available_on_host(meminfo: Path = Path("/proc/meminfo")) -> int:
 
 
 def check_host_memory(weights: int, cache: int) -> None:
-    """ConfigError, with the numbers, if a CPU's memory does not hold weights and KV cache."""
+    """Raise ConfigError, with the numbers, if host memory does not hold weights and KV cache."""
     available = available_on_host()
     if weights + cache + _HOST_RESERVE > available:
         raise ConfigError(
@@ -159,7 +165,7 @@ def check_host_memory(weights: int, cache: int) -> None:
 
 
 def in_words(count: int) -> str:
-    """Bytes for people: three digits and a unit."""
+    """Formats bytes for people: three digits and a unit."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(count) >= size:
             value = count / size

@@ -1,4 +1,4 @@
-"""How many files, connections among them, the process may have open."""
+"""The limit of open files, which includes connections."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ import resource
 log = logging.getLogger(__name__)
 
 MOST = 65_536
-"""What is asked for. Where the hard limit is a billion, programs that are started would close that
-many files one by one."""
+"""The limit to ask for. With a hard limit of a billion, some child programs would close that many
+files one by one."""
 
 _OTHERS = 256
-"""Files that are no connections: libraries, the driver's, those that a start reads at once."""
+"""Open files other than connections: libraries, the driver's, files that a start reads at once."""
 
 
 def raise_limit(connections: int) -> int:
-    """Raise the soft limit of open files as far as the hard one allows, up to MOST, and say in one
-    line what it is; returns it.
+    """Raise the soft limit of open files up to the hard limit and MOST. Logs and returns it.
 
-    The default of systemd and of many shells is 1,024, fewer than a full queue has connections.
+    The default of systemd and many shells is 1,024, fewer connections than a full queue has.
 
     Args:
-      connections: that the settings let wait and run at once.
+      connections: the most connections that the settings allow.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MOST if hard == resource.RLIM_INFINITY else min(MOST, hard)

@@ -1,4 +1,5 @@
-"""How many sequences run at once, and how long they may be, by the memory beside the weights."""
+"""Chooses how many sequences run at once and how long they may be, from the memory beside the
+weights."""
 
 from __future__ import annotations
 
@@ -22,27 +23,27 @@ log = logging.getLogger(__name__)
 _CPU_KV_BYTES = 512 * 2**20
 
 _TOKENS_EACH = 512
-"""Of the KV cache, that there are at least for each sequence that may run at once, where no flag
-says how many those are; and the shortest context that is chosen."""
+"""The least KV cache per sequence, in tokens, if no flag sets the number of sequences; also the
+shortest context that is chosen."""
 
 _SHARE = 1 / 2
-"""Of the tokens that there is room for with one sequence, that there has to be room for with so
-many: what is kept for each of them beside its pages takes the rest."""
+"""The smallest KV cache, as a share of the one with a single sequence. Memory that a format keeps
+per sequence takes the rest."""
 
 
 class Fit(NamedTuple):
-    """What was chosen, or said by flags."""
+    """The chosen or given sizes."""
 
     buckets: Buckets
     max_model_len: int
-    """May still be more than the KV cache holds: then the start is refused."""
+    """May exceed what the KV cache holds; the start is then refused."""
     budget: int
     """Bytes of the KV cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """What shares a device with the weights."""
+    """The memory that sequences share with the weights."""
 
     spec: ModelSpec
     dtype: DTypeLike
@@ -50,16 +51,16 @@ class Room:
     page_size: int
     gpu: bool
     limit: int
-    """Bytes that the process may take of the device."""
+    """Bytes of device memory that the process may use."""
     given: int | None
-    """Bytes of the KV cache that a flag says."""
+    """Bytes of the KV cache given by a flag."""
     quantized: bool = False
-    """The weights are."""
+    """Whether the weights are quantised."""
     unpacks: bool = False
-    """Products of many tokens unpack quantised weights beforehand."""
+    """Whether products of many tokens unpack quantised weights first."""
 
     def left(self, weights: int, buckets: Buckets, max_model_len: int) -> int:
-        """Bytes for the KV cache beside so many of weights, whatever a flag says.
+        """Returns the bytes for the KV cache beside `weights` bytes, ignoring `given`.
 
         Raises:
           ConfigError: the weights alone do not fit.
@@ -84,16 +85,17 @@ class Room:
 
     @property
     def _unpacked(self) -> int:
-        """Bytes of gate and up, the largest weight of a layer."""
+        """Bytes of the gate and up matrix, a layer's largest weight."""
         size = 2 * self.spec.ffn * self.spec.embed * jnp.dtype(self.dtype).itemsize
         return size if self.quantized and self.unpacks else 0
 
     def fit(self, weights: int, choices: Sequence[Buckets], max_model_len: int | None) -> Fit:
-        """The first of the choices whose sequences have enough of the KV cache; the last, if none.
+        """Returns the first choice whose sequences have enough KV cache; the last if none has.
 
         Args:
-          choices: by falling number of sequences.
-          max_model_len: if a flag says it; else the longest context that fits is chosen.
+          weights: bytes of the weights.
+          choices: in order of falling number of sequences.
+          max_model_len: the flag's context; None: the longest context that fits is chosen.
 
         Raises:
           ConfigError: the weights do not fit, or nothing is left beside them.
@@ -119,7 +121,7 @@ class Room:
         return fit
 
     def _context(self, weights: int, buckets: Buckets) -> int:
-        """The longest of which one sequence fits: what the model allows, or else whole pages."""
+        """Returns the longest context that fits one sequence: the model's limit or whole pages."""
         most = self.spec.max_position
         if self._tokens(weights, buckets, most) >= most:
             return most
@@ -132,7 +134,7 @@ class Room:
         return max(pages * self.page_size, min(_TOKENS_EACH, most))
 
     def _tokens(self, weights: int, buckets: Buckets, max_model_len: int) -> int:
-        """That the KV cache holds."""
+        """Returns the tokens that the KV cache holds."""
         budget = self._budget(weights, buckets, max_model_len)
         cache = CacheConfig(num_pages=2, page_size=self.page_size)
         one_page = kv_cache.shape(self.spec, cache, buckets.decode[-1])
@@ -145,10 +147,10 @@ class Room:
         return self.left(weights, buckets, max_model_len)
 
     def report(self, fit: Fit, weights: int, choices: Sequence[Buckets], *, chosen: bool) -> None:
-        """Say what is less than the model and a large device allow.
+        """Log what is less than the model and a large device allow.
 
         Args:
-          chosen: the context is not a flag's.
+          chosen: the context was chosen, not given by a flag.
         """
         sequences = fit.buckets.decode[-1]
         if sequences < choices[0].decode[-1]:
@@ -169,7 +171,7 @@ class Room:
             )
 
     def _more(self) -> str:
-        """What leaves room for a longer context, in words."""
+        """Returns advice on how to make room for a longer context."""
         if self.gpu and self.given is None:
             ways = ["a higher --gpu-memory-utilization", "a lower --max-num-batched-tokens"]
         else:

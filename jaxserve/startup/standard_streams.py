@@ -9,8 +9,8 @@ _NAMES = ("stdin", "stdout", "stderr")
 
 
 def open_closed_ones() -> None:
-    """What is opened next would get their numbers: a socket or a model's file would be written
-    to as if it were the standard output. They are /dev/null from here on."""
+    """Open /dev/null on closed standard streams. Otherwise the next file or socket would get their
+    number, and output would be written into it."""
     for number, name in enumerate(_NAMES):
         try:
             os.fstat(number)

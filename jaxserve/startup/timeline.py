@@ -1,4 +1,4 @@
-"""When the phases of a start began and how long they took."""
+"""Records when start-up's phases began and how long they took."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 _TELLING = 0.1
-"""Share of a phase that has to be done before its pace says how long the rest takes."""
+"""Share of a phase that must be done before its pace predicts the rest."""
 
 _WIDTH = 40
-"""Characters of the bar that stands for all of a start."""
+"""Width of the bar chart in characters."""
 
 
 class Span(NamedTuple):
@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Phases of a start; they may overlap. Every method may be called from any thread."""
+    """Phases of a start, which may overlap. Every method is thread-safe."""
 
     def __init__(self) -> None:
         self._origin = time.monotonic() - _process_age()
@@ -38,12 +38,12 @@ class Timeline:
         self._spans: list[Span] = []
 
     def now(self) -> float:
-        """Seconds since the process began."""
+        """Returns the seconds since the process began."""
         return time.monotonic() - self._origin
 
     @contextmanager
     def span(self, name: str) -> Generator[None]:
-        """The phase that the body of a `with` is."""
+        """Records the body of a `with` statement as a phase."""
         start = self.now()
         try:
             yield
@@ -55,17 +55,17 @@ class Timeline:
             self._spans.append(Span(name, start, end))
 
     def spans(self) -> list[Span]:
-        """All phases that have ended, by their start."""
+        """All finished phases by start time."""
         with self._lock:
             return sorted(self._spans, key=lambda span: (span.start, -span.end))
 
     def summary(self) -> str:
-        """One line for the log."""
+        """Returns one line for the log."""
         return ", ".join(f"{span.name} {span.seconds:.2f} s" for span in self.spans())
 
 
 class Pace:
-    """How far a phase is, and by that how much of it is left."""
+    """Predicts how long the rest of a phase takes."""
 
     def __init__(self) -> None:
         self._phase = ""
@@ -73,10 +73,11 @@ class Pace:
         self._done = 0.0
 
     def describe(self, phase: str, done: float, now: float) -> str:
-        """One line for the log; to be called often, to see when something moves.
+        """Returns one line for the log. Call it often, so that it sees when progress is made.
 
         Args:
-          done: the share of the phase, 0 to 1.
+          phase: its name.
+          done: the finished share, 0 to 1.
           now: seconds of any clock.
         """
         if phase != self._phase:
@@ -91,7 +92,7 @@ class Pace:
 
 
 def show(timeline: Timeline) -> str:
-    """The phases as a table with a bar for each, for a terminal."""
+    """Returns the phases as a table with bars, for a terminal."""
     spans = timeline.spans()
     total = max((span.end for span in spans), default=0.0) or 1.0
     widest = max((len(span.name) for span in spans), default=0)
@@ -105,7 +106,7 @@ def show(timeline: Timeline) -> str:
 
 
 def _process_age() -> float:
-    """Seconds since the kernel made this process; 0 where it does not say."""
+    """Returns the seconds since the kernel created this process; 0 if unknown."""
     try:
         fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:

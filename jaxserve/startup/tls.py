@@ -1,4 +1,4 @@
-"""HTTPS: the server's identity from files, and again when they change."""
+"""HTTPS: loads the server's certificate from files, and reloads it when they change."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from jaxserve.config import ConfigError
 log = logging.getLogger(__name__)
 
 CHECK_SECONDS = 10.0
-"""Between looks at the files."""
+"""Seconds between checks of the files."""
 
 
 def tls_context(options: Options) -> ssl.SSLContext | None:
-    """None: plain HTTP. Raises ConfigError for files that do not make a server's identity."""
+    """Returns the TLS context; None for plain HTTP. ConfigError if the files are no valid
+    identity."""
     if not (files := _files(options)):
         return None
     if options.ssl_keyfile is None or options.ssl_certfile is None:
@@ -32,10 +33,10 @@ def tls_context(options: Options) -> ssl.SSLContext | None:
 async def reload_when_changed(
     context: ssl.SSLContext, options: Options, *, every: float = CHECK_SECONDS
 ) -> None:
-    """Until cancelled: connections made after a change of the files get the new identity.
+    """Runs until cancelled. Connections made after a change of the files get the new certificate.
 
-    Files that do not fit together, as while they are being replaced, change nothing. Authorities
-    of `--ssl-ca-certs` are added; those that the file does not name any more stay until a restart.
+    Files that do not fit together, for instance while they are replaced, change nothing. New
+    authorities of `--ssl-ca-certs` are added; removed ones stay trusted until a restart.
     """
     files = _files(options)
     loaded, refused = _state(files), None
@@ -56,7 +57,7 @@ async def reload_when_changed(
 
 
 def _files(options: Options) -> dict[str, Path]:
-    """By flag."""
+    """Returns the files by flag."""
     files = {
         "--ssl-keyfile": options.ssl_keyfile,
         "--ssl-certfile": options.ssl_certfile,
@@ -66,8 +67,8 @@ def _files(options: Options) -> dict[str, Path]:
 
 
 def _state(files: dict[str, Path]) -> list[bytes | None]:
-    """Their contents: times of files say nothing where they are links to folders, as in
-    Kubernetes. None: cannot be read, as while it is being replaced."""
+    """Returns the files' contents; None for one that cannot be read now. Modification times do not
+    work: in Kubernetes the files are links into folders."""
     return [_content(file) for file in files.values()]
 
 
@@ -79,7 +80,7 @@ def _content(file: Path) -> bytes | None:
 
 
 def _load(context: ssl.SSLContext, files: dict[str, Path]) -> None:
-    """Raises ConfigError that says which file is wrong."""
+    """Load the files. Raises ConfigError that names the wrong file."""
     contents = {flag: _read(flag, file) for flag, file in files.items()}
     key, certificate = files["--ssl-keyfile"], files["--ssl-certfile"]
     if b"ENCRYPTED" in contents["--ssl-keyfile"]:
