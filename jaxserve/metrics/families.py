@@ -1,4 +1,4 @@
-"""What is measured: names (vLLM's where it has one, `jaxserve_*` for the rest), labels, buckets."""
+"""The metrics: names (vLLM's where it has one, else `jaxserve_*`), labels and buckets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _RATIO = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 class _Families:
-    """What is declared here has the labels of the model."""
+    """Declares metrics with the model's labels."""
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]):
         self._registry = registry
@@ -55,7 +55,7 @@ class _Families:
 
 
 class RequestFamilies(_Families):
-    """What the server counts and times."""
+    """Metrics of the HTTP server."""
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]):
         super().__init__(registry, labels)
@@ -157,7 +157,7 @@ class RequestFamilies(_Families):
 
 
 class GrammarFamilies(_Families):
-    """Of structured output: what compiles grammars, and follows them."""
+    """Metrics of structured output."""
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]):
         super().__init__(registry, labels)
@@ -194,7 +194,7 @@ class GrammarFamilies(_Families):
 
 
 class EngineFamilies(_Families):
-    """What the engine counts and times."""
+    """Metrics of the engine."""
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]):
         super().__init__(registry, labels)
@@ -306,7 +306,7 @@ class EngineFamilies(_Families):
 
 
 class FormerFamilies:
-    """What dashboards and autoscalers that were made for older vLLMs ask for."""
+    """Metrics under former vLLM names, for older dashboards and autoscalers."""
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]):
         names = list(labels)

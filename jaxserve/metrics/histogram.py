@@ -1,4 +1,4 @@
-"""A Prometheus histogram for what is observed of every token."""
+"""A fast Prometheus histogram for values observed at every token."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from prometheus_client.utils import floatToGoString
 
 
 class TokenHistogram(Collector):
-    """One count under several names: an observation costs a fraction of the client library's, which
-    takes a lock for each number that it changes. Observed by one thread, read by any."""
+    """One histogram under several names. An observation is much cheaper than with the client
+    library, which takes a lock per number. One thread observes; any may read."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class TokenHistogram(Collector):
         labels: Mapping[str, str],
         registry: CollectorRegistry,
     ):
-        """`buckets`: their upper bounds, rising, without infinity."""
+        """`buckets`: increasing upper bounds without infinity."""
         self._names, self._text, self._labels = names, text, labels
         self._bounds = buckets
         self._counts = [0] * (len(buckets) + 1)
@@ -32,12 +32,12 @@ class TokenHistogram(Collector):
         registry.register(self)
 
     def observe(self, value: float, count: int = 1) -> None:
-        """The same value, so many times."""
+        """Observe the same value `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
-        """For the registry."""
+        """Called by the registry."""
         bounds = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]
         buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
         for name in self._names:

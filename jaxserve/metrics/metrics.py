@@ -1,4 +1,4 @@
-"""Prometheus metrics: what the server and the engine tell, and the exposition."""
+"""Prometheus metrics that the server and the engine report, and their exposition."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from jaxserve.metrics.histogram import TokenHistogram
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 MAX_IGNORED_NAMES = 64
-"""Names of ignored parameters that get a series of their own; clients choose the names."""
+"""The most ignored parameters with a series of their own. Clients choose the names."""
 
 
 class Metrics:
-    """One registry per server. Every method but `next_tokens` may be called from any thread."""
+    """One registry per server. Every method but `next_tokens` is thread-safe."""
 
     def __init__(self, model_name: str, *, legacy: bool = True):
-        """`legacy`: some metrics have vLLM's former names, too."""
+        """`legacy`: also export some metrics under vLLM's former names."""
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._labels = {"model_name": model_name, "engine": "0"}
@@ -39,22 +39,22 @@ class Metrics:
         self._itl = TokenHistogram(names, text, ITL, self._labels, self._registry)
 
     def exposition(self) -> bytes:
-        """All metrics as text for a scrape, of type CONTENT_TYPE."""
+        """Returns all metrics as text of type CONTENT_TYPE."""
         return generate_latest(self._registry)
 
     # Called by the server.
 
     def request_rejected(self, reason: str) -> None:
-        """An answer 4xx or 503 before any work; `reason` is one of REJECTIONS."""
+        """Count an answer with status 4xx or 503 before any work. `reason`: one of REJECTIONS."""
         self._requests.rejected.labels(**self._labels, reason=reason).inc()
 
     def prompt_accepted(self, tokens: int, max_tokens: int) -> None:
-        """A sequence that the engine had accepted has ended."""
+        """Report an ended sequence that the engine had accepted."""
         self._requests.prompt_sizes.observe(tokens)
         self._requests.max_tokens.observe(max_tokens)
 
     def first_token(self, seconds: float, prompt_tokens: int, cached_tokens: int) -> None:
-        """Time since the request arrived, and how much of its prompt was a prefix hit."""
+        """Report a first token: seconds since the request arrived, and the prompt's tokens."""
         self._requests.ttft.observe(seconds)
         self._requests.cached_tokens.inc(cached_tokens)
         self._requests.prefix_queries.inc(prompt_tokens)
@@ -70,37 +70,39 @@ class Metrics:
         self._requests.computed.observe(prompt_tokens - cached_tokens)
 
     def next_tokens(self, seconds: float, count: int) -> None:
-        """So many tokens came at once, `seconds` after the one before them: the others after 0.
+        """Report `count` tokens that came together, `seconds` after the previous one. Those after
+        the first count as 0 s.
 
-        Called on one thread, the event loop's.
+        Call it on one thread, the event loop's.
         """
         if count:
             self._itl.observe(seconds)
             self._itl.observe(0.0, count - 1)
 
     def sequence_computed(self, prefill: float, decode: float, generated_tokens: int) -> None:
-        """Of a sequence that ended after its first token: seconds before it and from then on."""
+        """Report an ended sequence with a first token: seconds before that token and after it."""
         self._requests.decode_time.observe(decode)
         self._requests.inference_time.observe(prefill + decode)
         if generated_tokens > 1:
             self._requests.tpot.observe(decode / (generated_tokens - 1))
 
     def request_choices(self, n: int) -> None:
-        """How many choices a request asked for."""
+        """Report how many choices a request asked for."""
         self._requests.choices.observe(n)
 
     def request_generated(self, most_tokens: int) -> None:
-        """How many tokens the longest of a request's choices had when it ended."""
+        """Report the tokens of a request's longest choice."""
         self._requests.longest.observe(most_tokens)
 
     def sequence_finished(self, reason: str, generated_tokens: int, seconds: float) -> None:
-        """`reason` is one of FINISH_REASONS; a client that went away is an abort."""
+        """Report an ended sequence. `reason`: one of FINISH_REASONS; a client that went away is an
+        abort."""
         self._requests.finished.labels(**self._labels, finished_reason=reason).inc()
         self._requests.generation_sizes.observe(generated_tokens)
         self._requests.e2e.observe(seconds)
 
     def observe_answers(self, count: int) -> None:
-        """So many requests have come whose answers have not gone out whole."""
+        """Report the number of requests whose answers are not completely written."""
         self._requests.open_answers.set(count)
 
     def parameter_ignored(self, name: str) -> None:
@@ -112,18 +114,18 @@ class Metrics:
     # Called by structured output.
 
     def observe_grammar_queue(self, seconds: float) -> None:
-        """A grammar has its turn to be compiled."""
+        """Report the seconds until a grammar's turn to be compiled."""
         self._grammar.queue_time.observe(seconds)
 
     def observe_grammar_compile(self, seconds: float) -> None:
-        """Its turn has ended, whatever came out."""
+        """Report the seconds of a grammar's turn, with any outcome."""
         self._grammar.compile_time.observe(seconds)
 
     def set_grammars(self, count: int) -> None:
         self._grammar.processes.set(count)
 
     def count_grammar_limit(self, cause: str) -> None:
-        """A grammar's process has ended; `cause` is one of GRAMMAR_LIMITS."""
+        """Count a grammar's process that ended. `cause`: one of GRAMMAR_LIMITS."""
         self._grammar.limits.labels(cause=cause).inc()
 
     def count_grammar_server_restart(self) -> None:
@@ -132,7 +134,7 @@ class Metrics:
     # Called by the engine.
 
     def observe_load(self, status: EngineStatus, *, ready: bool) -> None:
-        """Before a scrape; `ready`: what `/ready` says."""
+        """Update gauges before a scrape. `ready`: the answer of `/ready`."""
         self._engine.ready.set(ready)
         used = status.total_pages - status.free_pages
         kv_usage = used / status.total_pages if status.total_pages else 0.0
@@ -146,16 +148,16 @@ class Metrics:
     # Called by the engine.
 
     def count_tokens(self, prompt: int, generated: int) -> None:
-        """So many tokens came with a step: of prompts, each counted once however often it is
-        computed, and new ones."""
+        """Count a step's tokens: prompt tokens, each once however often it is computed, and
+        generated ones."""
         self._engine.prompt_tokens.inc(prompt)
         self._engine.generation_tokens.inc(generated)
 
     def observe_step(
         self, kind: str, bucket: int, seconds: float, used: int, padded: int, late: bool
     ) -> None:
-        """A step computed `used` of the `padded` rows or tokens of its bucket; `late`: it was
-        launched after the one before it had ended."""
+        """Report a step that computed `used` of the `padded` rows or tokens of its bucket. `late`:
+        it was launched after the previous step had ended."""
         self._engine.steps.labels(kind=kind, bucket=str(bucket)).observe(seconds)
         self._engine.padding.labels(kind=kind).observe(1.0 - used / padded)
         self._engine.step_tokens.observe(used)
@@ -163,39 +165,40 @@ class Metrics:
             self._engine.late_steps.labels(kind=kind).inc()
 
     def observe_correction(self, kind: str, bucket: int, seconds: float) -> None:
-        """Steps of a bucket take so much longer than the start's table has it."""
+        """Report the difference between a bucket's measured and planned step time."""
         self._engine.corrections.labels(kind=kind, bucket=str(bucket)).set(seconds)
 
     def count_compile(self, phase: str) -> None:
-        """`phase` is one of COMPILE_PHASES; one while serving is a defect."""
+        """Count a compilation. `phase`: one of COMPILE_PHASES. One while serving is a bug."""
         self._engine.compiles.labels(phase=phase).inc()
 
     def count_error(self) -> None:
-        """A sequence ended with an error: its step failed, its logits were no numbers, or the mask
-        of its grammar could not be computed."""
+        """Count a sequence that ended with an error: its step failed, its logits were NaN, or its
+        mask could not be computed."""
         self._engine.errors.inc()
 
     def count_shed(self) -> None:
-        """A waiting sequence could not have its first token in time any more."""
+        """Count a waiting sequence whose deadline could not be met."""
         self._engine.shed.inc()
 
     def count_preemption(self) -> None:
         self._engine.preemptions.inc()
 
     def observe_preemptions(self, times: int) -> None:
-        """How often a sequence that has ended was preempted."""
+        """Report how often an ended sequence was preempted."""
         self._engine.preemptions_each.observe(times)
 
     def observe_tokenizing(self, seconds: float) -> None:
-        """The prompts of a request were rendered and encoded."""
+        """Report the seconds of rendering and encoding a request's prompts."""
         self._requests.tokenize_time.observe(seconds)
 
     def observe_first_write(self, seconds: float) -> None:
-        """A stream's first token was written to its socket so long after it was on the host."""
+        """Report the seconds between a stream's first token on the host and its write to the
+        socket."""
         self._requests.first_write_time.observe(seconds)
 
     def observe_start(self, start: Start) -> None:
-        """A sequence has its first token."""
+        """Report a sequence's first token."""
         self._engine.queue_time.observe(start.queued)
         self._engine.prefill_time.observe(start.prefill)
 
@@ -209,17 +212,18 @@ class Metrics:
         info.labels(**self._labels, block_size=str(page_size), num_gpu_blocks=str(num_pages)).set(1)
 
     def set_memory(self, kind: str, num_bytes: int) -> None:
-        """Device memory planned for `kind`: weights, kv, state, temporaries, free."""
+        """Set planned device memory. `kind`: weights, kv, state, temporaries, free."""
         self._engine.memory.labels(kind=kind).set(num_bytes)
 
     def set_fast_path(self, feature: str, *, on: bool) -> None:
-        """Whether a GPU's steps have what makes them fast, and the installation may lack."""
+        """Set whether a fast path of GPU steps is on; an installation may lack it."""
         self._engine.fast_paths.labels(feature=feature).set(on)
 
     def set_fallback(self, operation: str) -> None:
-        """A kernel of the operation did not compile for this GPU: something slower runs."""
+        """Report that a kernel of the operation did not compile for this GPU and a slower one
+        runs."""
         self._engine.fallbacks.labels(operation=operation).set(1)
 
     def set_startup(self, phase: str, seconds: float) -> None:
-        """How long a phase of the start took; `total` is from the process's start to ready."""
+        """Report the seconds of a start-up phase; `total` is from process start to ready."""
         self._engine.startup.labels(phase=phase).set(seconds)

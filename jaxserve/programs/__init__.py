@@ -1,1 +1,1 @@
-"""Compiled programs: loaded from files, or compiled and kept."""
+"""Compiled programs: loaded from files, or compiled and stored."""

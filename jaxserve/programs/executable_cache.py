@@ -1,10 +1,10 @@
-"""Compiled programs as files: what a deployment compiles, every start of the server loads.
+"""The cache of compiled programs on disk.
 
     FOLDER/<model and key>/manifest.json    what the key is made of, and a list of the files
                            decode_16.exe    one line of JSON, then a pickled executable
 
-A file is written under another name and renamed, so that it is whole or not there. Its header holds
-the key, the length and the SHA-256 of what follows; nothing is unpickled before they agree, and
+Files are written under a temporary name and renamed, so a file is complete or absent. A header
+holds the key, the length and the SHA-256 of the rest. Nothing is unpickled before they match, and
 nothing from files that another user can write. Pickles run code: see SECURITY.md.
 """
 
@@ -35,19 +35,19 @@ log = logging.getLogger(__name__)
 type Executable = jax.stages.Compiled
 
 type Key = Mapping[str, Any]
-"""What a program depends on beside its own arguments; JSON values."""
+"""Everything that a program depends on except its own arguments; JSON values."""
 
 _FORMAT = "jaxserve executable 1"
 _MANIFEST = "manifest.json"
 _STALE_SECONDS = 3600.0
-"""Age of an unfinished file that no writer will finish any more."""
+"""Age in seconds after which an unfinished file has no writer any more."""
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, RecursionError)
-"""What reading a file that says of itself what it holds may raise."""
+"""Exceptions that reading an untrusted file may raise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A function of arrays, and the shapes that it is compiled for."""
+    """A function of arrays and the shapes that it is compiled for."""
 
     name: str
     function: Callable[..., Any]
@@ -55,15 +55,16 @@ class Program:
     """Trees of ShapeDtypeStruct."""
     donated: tuple[int, ...] = ()
     details: str = ""
-    """What else the compiled code depends on, static arguments for example."""
+    """Further inputs of the compiled code, for example static arguments."""
     work: float = 0.05
-    """What compiling it takes, beside a step of the model: for estimates."""
+    """Relative cost of compiling, in model steps; used for estimates."""
     compiler_options: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Of XLA, beside XLA_FLAGS; no part of the digest, so they belong into the cache's key."""
+    """XLA options beside XLA_FLAGS. They are not part of the digest, so the cache's key must
+    contain them."""
 
     def compile(self) -> Executable:
-        """For the current target. Where jaxlib does not take the machine code that calls of Triton
-        kernels share, it assembles each itself."""
+        """Compile for the current target. If jaxlib does not accept shared machine code of Triton
+        kernels, each call assembles its own."""
         try:
             return self._lowered().compile(dict(self.compiler_options))
         except jax.errors.JaxRuntimeError as error:
@@ -79,23 +80,25 @@ class Program:
 
     @property
     def digest(self) -> str:
-        """Of everything that tells programs of one key apart."""
+        """Returns a digest that tells programs of one key apart."""
         shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{leaf.shape}", self.arguments)
         return _digest([self.name, self.donated, self.details, repr(shapes)])
 
 
 class Unusable(Exception):
-    """An entry that must not be used; the message says why."""
+    """A cache entry must not be used; the message says why."""
 
 
 class ExecutableCache:
     """Executables of one key in one folder. Any number of processes may read and write it."""
 
     def __init__(self, folder: Path, key: Key, title: str):
-        """
+        """Returns a cache; touches no file.
+
         Args:
-          folder: holds the entries of all keys; made if it is not there.
-          title: starts the name of this key's own folder, for people who look into it.
+          folder: holds the entries of all keys; created if missing.
+          key: see Key.
+          title: the beginning of the name of this key's folder, for people.
         """
         self._key = dict(key)
         self._digest = _digest(self._key)
@@ -107,7 +110,7 @@ class ExecutableCache:
         return self._folder
 
     def load(self, program: Program) -> Executable:
-        """The program's executable. Unusable: there is none, or none that may be used."""
+        """Returns the program's executable. Raises Unusable if there is none that may be used."""
         payload = self._read(program)
         if target.current().implementation == "triton":
             chain.register()
@@ -122,15 +125,15 @@ class ExecutableCache:
             ) from error
 
     def has(self, program: Program) -> bool:
-        """There is an entry; whether it may be used, `check` and `load` say."""
+        """Returns whether an entry exists. `check` and `load` say whether it is usable."""
         return self._path(program).exists()
 
     def check(self, program: Program) -> None:
-        """Unusable, as `load` would, without loading."""
+        """Raises Unusable as `load` would, without loading."""
         self._read(program)
 
     def store(self, program: Program, executable: Executable, seconds: float) -> None:
-        """Keep an executable that took so long to compile. OSError: it cannot be written."""
+        """Store an executable that took `seconds` to compile. OSError if it cannot be written."""
         payload = pickle.dumps(serialize(executable))
         header = {
             "format": _FORMAT,
@@ -145,7 +148,8 @@ class ExecutableCache:
         _write_atomically(self._path(program), json.dumps(header).encode() + b"\n" + payload)
 
     def write_manifest(self) -> None:
-        """Describe the folder: what the key is made of, and what is there. OSError as `store`."""
+        """Write the description of the folder: the key and the list of files. OSError as
+        `store`."""
         entries = {
             header["name"]: {name: header[name] for name in ("size", "sha256", "seconds")}
             for header in self._headers()
@@ -155,7 +159,8 @@ class ExecutableCache:
         _write_atomically(self._folder / _MANIFEST, text.encode())
 
     def compile_seconds(self) -> dict[str, float]:
-        """How long programs of that name took to compile, for estimates; from any key."""
+        """Returns how many seconds programs took to compile, by name, under any key; for
+        estimates."""
         found: dict[str, float] = {}
         for manifest in self._manifests():
             for name, entry in manifest["programs"].items():
@@ -164,7 +169,7 @@ class ExecutableCache:
         return found
 
     def differences(self) -> str:
-        """Why entries of other keys do not serve: what differs in the one nearest to this."""
+        """Returns how the most similar other key differs: why its entries cannot be used."""
         nearest: list[str] | None = None
         for manifest in self._manifests():
             other = manifest["key"]
@@ -178,7 +183,7 @@ class ExecutableCache:
         return "; ".join(nearest or [])
 
     def prepare(self) -> None:
-        """Make the folder, delete what killed writers left in it. OSError: it cannot be made."""
+        """Create the folder and delete what killed writers left in it. OSError if that fails."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for file in self._folder.glob(".*.tmp"):
             with contextlib.suppress(OSError):
@@ -189,7 +194,7 @@ class ExecutableCache:
         return self._folder / f"{program.name}.exe"
 
     def _read(self, program: Program) -> bytes:
-        """The checked payload of an entry."""
+        """Returns the checked payload of an entry."""
         content = _read_own_file(self._path(program))
         head, newline, payload = content.partition(b"\n")
         try:
@@ -214,7 +219,8 @@ class ExecutableCache:
                     yield header
 
     def _manifests(self) -> Iterator[dict[str, Any]]:
-        """Those of this format, of any key: folders of other versions stay where they are."""
+        """Yields the manifests of this format, of any key. Folders of other versions are left
+        alone."""
         for file in sorted(self._parent.glob(f"*/{_MANIFEST}")):
             with contextlib.suppress(*_DAMAGED), _open_regular(file) as stream:
                 manifest = json.loads(stream.read())
@@ -224,8 +230,8 @@ class ExecutableCache:
 
 
 def _open_regular(path: Path) -> BinaryIO:
-    """OSError: it is not there, a link, or no regular file. Opening never waits, as that of a FIFO
-    would for a writer."""
+    """Open a regular file. OSError if it is missing, a link or no regular file. Never blocks, as
+    opening a FIFO would."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -234,7 +240,7 @@ def _open_regular(path: Path) -> BinaryIO:
 
 
 def _read_own_file(path: Path) -> bytes:
-    """Content of a regular file that only this user can write."""
+    """Returns the content of a regular file that only this user can write."""
     try:
         folder = path.parent.stat()
         stream = _open_regular(path)
@@ -279,7 +285,7 @@ def _short(value: Any) -> str:
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The function under a name that profiles and dumps show."""
+    """Returns the function under a name that profiles and dumps show."""
 
     def call(*args: Any) -> Any:
         return function(*args)

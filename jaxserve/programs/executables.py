@@ -1,4 +1,4 @@
-"""The executables of a start: loaded from their cache, or compiled and kept there."""
+"""Obtains a start's executables: loads them from the cache, or compiles and stores them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jaxserve.programs.executable_cache import Executable, ExecutableCache, Prog
 log = logging.getLogger(__name__)
 
 type OnMissing = Callable[[Mapping[str, str]], None]
-"""Called, before anything is compiled, with the names of what has to be -> why."""
+"""Called before anything is compiled, with program names -> reasons."""
 
 _LOADERS = 16
-"""Threads that load at most: more are not faster, and each holds a program twice meanwhile."""
+"""The most threads that load. More are not faster, and each holds a program twice meanwhile."""
 
 
 def compile_missing(reasons: Mapping[str, str]) -> None:
-    """The OnMissing that lets everything be compiled."""
+    """An OnMissing that allows all compilations."""
 
 
 class Obtained(NamedTuple):
@@ -29,7 +29,7 @@ class Obtained(NamedTuple):
 
     executables: dict[str, Executable]
     compiled: dict[str, str]
-    """Names of programs that had to be compiled -> why they could not be loaded."""
+    """Names of compiled programs -> why they could not be loaded."""
     unkept: str
     """Why compiled programs could not be written to the cache; empty if they were."""
 
@@ -43,17 +43,17 @@ def obtain(
     on_missing: OnMissing = compile_missing,
     must_keep: bool = False,
 ) -> Obtained:
-    """Load every program, then compile and keep what could not be loaded.
+    """Load every program, then compile and store the others.
 
-    A cache that cannot be used or written costs time, not the start, unless `must_keep`.
+    An unusable or unwritable cache costs time but does not fail the start, unless `must_keep`.
 
     Args:
-      programs: those that take longest to compile first.
-      workers: threads; XLA releases the interpreter while it loads and compiles.
-      progress: called with what is going on, "loading" or "compiling", and the fraction done.
-      finished: called with the name of each program that is there.
-      on_missing: may refuse to go on, by an exception.
-      must_keep: the first program that cannot be written is an OSError, and no other is begun.
+      programs: the slowest to compile first.
+      workers: threads. XLA releases the interpreter's lock while it loads and compiles.
+      progress: called with "loading" or "compiling" and the fraction done.
+      finished: called with the name of each program that is ready.
+      on_missing: may raise to stop.
+      must_keep: raise OSError for the first program that cannot be written, and begin no other.
     """
     making = _Making(programs, cache, progress, finished, must_keep=must_keep)
     _on_threads(min(workers, _LOADERS), making.load, programs)
@@ -73,7 +73,7 @@ def obtain(
 
 
 class _Making:
-    """What `obtain` has so far; its methods run on many threads. The arguments are `obtain`'s."""
+    """The state of `obtain`. Its methods run on many threads; its arguments are `obtain`'s."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class _Making:
 
 
 def _on_threads(workers: int, run: Callable[[Program], None], programs: Sequence[Program]) -> None:
-    """Run for each program; after the first error, or Ctrl-C, no other is begun."""
+    """Call `run` for each program. After the first error or Ctrl-C no other begins."""
     with ThreadPoolExecutor(max(1, workers), thread_name_prefix="executables") as pool:
         jobs = [pool.submit(run, program) for program in programs]
         try:
@@ -150,7 +150,7 @@ def _on_threads(workers: int, run: Callable[[Program], None], programs: Sequence
 
 
 def missing(programs: Sequence[Program], cache: ExecutableCache) -> dict[str, str]:
-    """Names of the programs that the cache does not hold, or not whole -> why."""
+    """Returns names of programs that the cache lacks or cannot use -> reasons."""
     found: dict[str, str] = {}
     for program in programs:
         try:
@@ -161,7 +161,7 @@ def missing(programs: Sequence[Program], cache: ExecutableCache) -> dict[str, st
 
 
 def by_reason(reasons: Mapping[str, str]) -> str:
-    """Names of programs -> why not, in the other direction and in words."""
+    """Returns the reasons with the names of their programs, as text."""
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)

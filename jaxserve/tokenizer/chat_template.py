@@ -19,18 +19,19 @@ MAX_SECONDS = 2.0
 MAX_CHARS = 64 * 1024 * 1024
 
 _BREAKERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-"""Unicode's noncharacters, kept free for a program's own use: one of them never is in the text."""
+"""Unicode noncharacters, which are reserved for a program's own use. One of them is never in the
+text."""
 
 
 class TemplateError(ValueError):
-    """The template cannot render these messages; the message may be shown to the client."""
+    """The template cannot render these messages. The message may be shown to the client."""
 
 
 class Rendered(NamedTuple):
-    """A prompt whose markers were all made by the template.
+    """A prompt in which only the template made markers.
 
-    Every spelling of a marker that came in with the messages is split by `breaker` after its
-    first character; `Tokenizer.encode(text, breaker)` undoes that.
+    Each marker spelling in the messages is split by `breaker` after its first character.
+    `Tokenizer.encode(text, breaker)` removes it.
     """
 
     text: str
@@ -38,8 +39,8 @@ class Rendered(NamedTuple):
 
 
 class ChatTemplate:
-    """One model's template. `markers` are the spellings that text from outside must not make,
-    `defaults` variables for messages that come without."""
+    """One model's template. `markers`: spellings that client text must not produce. `defaults`:
+    variables of requests that do not set them."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class ChatTemplate:
         markers: Iterable[str] = (),
         defaults: Mapping[str, Any] = MappingProxyType({}),
     ):
-        """ConfigError: the source is no template."""
+        """Raises ConfigError if the source is not a template."""
         self._defaults = defaults
         functions = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         try:
@@ -70,10 +71,12 @@ class ChatTemplate:
         continue_final: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """Messages as Hugging Face templates expect them: `content` is a string.
+        """Returns the prompt.
 
-        `continue_final` ends the text where the last message's content ends. `variables` must be
-        scalars; strings in them are treated as text from outside, too.
+        Args:
+          messages: as Hugging Face templates expect them; `content` is a string.
+          continue_final: end the text where the last message's content ends.
+          variables: scalars; strings in them count as client text, too.
         """
         variables = {**self._defaults, **(variables or {})}
         given = {"messages": messages, "tools": tools or None, **variables}
@@ -90,7 +93,8 @@ class ChatTemplate:
         return Rendered(text, breaker)
 
     def _broken(self, value: Any, breaker: str) -> Any:
-        """The same value with every possible start of a marker in its strings followed by it."""
+        """Returns the value with `breaker` after every possible start of a marker in its
+        strings."""
         if isinstance(value, str):
             for start in self._marker_starts:
                 value = value.replace(start, start + breaker)
@@ -128,8 +132,8 @@ class ChatTemplate:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """With short ways to what templates read most, the fields of messages and of loops: they give
-    what the sandbox's checks of every attribute lead to."""
+    """The sandbox with fast paths for the fields of messages and loops, with the same results as
+    its own attribute checks."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
@@ -146,7 +150,8 @@ _LOOP_FIELDS = frozenset({"index", "index0", "first", "last", "length", "previte
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """As in transformers' `apply_chat_template`, which the published templates rely on."""
+    """Returns the environment of transformers' `apply_chat_template`, on which published templates
+    rely."""
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -161,7 +166,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own filter: no HTML escapes, and characters stay as they are."""
+    """Differs from Jinja's own filter: no HTML escapes, and characters are kept."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -194,7 +199,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _absent_from(texts: list[str]) -> tuple[str, str]:
-    """Two characters that none of the texts holds."""
+    """Returns two characters that occur in none of the texts."""
     free = (char for char in _BREAKERS if not any(char in text for text in texts))
     first, second = next(free, None), next(free, None)
     if first is None or second is None:

@@ -1,4 +1,4 @@
-"""From a stream of tokens to a stream of text: whole characters only, cut at stop strings."""
+"""Turns a stream of tokens into a stream of text: whole characters, cut at stop strings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 
 class Detokenizer:
-    """The texts of `push` and the last `flush`, joined, are `decode` of all the tokens.
+    """Incremental decoding. The texts of `push` and the last `flush`, joined, equal `decode` of all
+    tokens.
 
-    Bytes of an unfinished character wait for the next token; only bytes that can no longer become
-    a character turn into U+FFFD.
+    Bytes of an unfinished character wait for the next token. Only bytes that cannot become a
+    character turn into U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True):
@@ -29,7 +30,7 @@ class Detokenizer:
         return self._decoder.decode(self._token_bytes(token))
 
     def flush(self) -> str:
-        """What an unfinished character at the end becomes."""
+        """Returns the text of an unfinished character at the end."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -40,10 +41,10 @@ def decode(tokenizer: Tokenizer, tokens: Iterable[int], *, skip_special: bool = 
 
 
 class StopStrings:
-    """Cuts a text where the first stop string is complete, however the text is split up.
+    """Cuts a text where the first stop string is complete, however the text is split.
 
-    Of several that end at the same character the longest counts. Text that may still turn out to
-    be the start of a stop string is held back.
+    Of several stop strings that end at the same character the longest counts. Text that may be the
+    beginning of a stop string is held back.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False):
@@ -51,10 +52,10 @@ class StopStrings:
         self._include = include
         self._held = ""
         self.matched: str | None = None
-        """The stop string that ended the text; nothing may be pushed after it."""
+        """The stop string that ended the text. Nothing may be pushed after it."""
 
     def push(self, text: str) -> str:
-        """The text that is safe to show now."""
+        """Returns the text that can be shown now."""
         if not self._matchers:
             return text
         for end, char in enumerate(text, 1):
@@ -73,7 +74,7 @@ class StopStrings:
         return bool(self._held)
 
     def flush(self) -> str:
-        """What was held back, once no more text can come; what comes then is another text."""
+        """Returns the text that was held back, when no more text follows."""
         held, self._held = self._held, ""
         for matcher in self._matchers:
             matcher.state = 0
@@ -81,7 +82,8 @@ class StopStrings:
 
 
 class _Matcher:
-    """Knuth-Morris-Pratt: `state` is the longest start of the pattern that ends the text so far."""
+    """Knuth-Morris-Pratt matching. `state`: length of the longest prefix of the pattern that ends
+    the text so far."""
 
     def __init__(self, pattern: str):
         self.pattern = pattern
@@ -89,15 +91,15 @@ class _Matcher:
         self._fallback = _fallback(pattern)
 
     def advance(self, char: str) -> bool:
-        """Whether the pattern is complete with this character."""
+        """Returns whether this character completes the pattern."""
         self.state = _next(self.pattern, self._fallback, self.state, char)
         return self.state == len(self.pattern)
 
 
 @lru_cache(maxsize=64)
 def _fallback(pattern: str) -> Sequence[int]:
-    """For each length that was matched, the next shorter one to try. Kept for the other choices of
-    a request: it takes a millisecond for 4,096 characters."""
+    """Returns, for each matched length, the next shorter one to try. Cached for a request's other
+    choices: 4,096 characters take a millisecond."""
     fallback = [0] * len(pattern)
     for position in range(1, len(pattern)):
         fallback[position] = _next(pattern, fallback, fallback[position - 1], pattern[position])

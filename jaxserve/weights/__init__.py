@@ -1,1 +1,1 @@
-"""Which model the flags mean, where its weights come from, and what becomes of them."""
+"""Finds the model that the flags name, and loads, quantises and converts its weights."""

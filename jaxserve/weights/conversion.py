@@ -1,4 +1,4 @@
-"""What `jaxserve convert` does to the weights: quantise them once, by one of several methods."""
+"""The weights' part of `jaxserve convert`: quantise them once, by one of several methods."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def convert_model(
     report: Report = lambda path, error: None,
     begin: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write the model's weights into `out` as the flags say; returns the file.
+    """Write the model's weights into `out` as the flags say. Returns the file.
 
-    `begin` is called once the flags and the files are known to fit: what they do not allow is
-    refused before anything is written.
+    Args:
+      begin: called once flags and files are known to be valid, before anything is written.
 
     Raises:
-      ConfigError: a quantisation that the shapes do not allow; weights that are converted already;
-        a calibration text that is missing, too short or not asked for.
+      ConfigError: the shapes do not allow the quantisation; the weights are converted already; a
+        calibration text is missing, too short or not asked for.
       CheckpointError, OSError: see `jaxserve_checkpoints.convert`.
     """
     assert source.folder is not None
@@ -72,9 +72,11 @@ def convert_model(
 
 
 def _calibration(options: Options, source: ModelSource) -> np.ndarray | None:
-    """Token ids [sequences, tokens] of the calibration text; None: there is none.
+    """Returns the token ids of the calibration text, int32 [sequences, tokens]; None without a
+    text.
 
-    ConfigError: it is missing where it is needed, or the other way round, or too short.
+    Raises:
+      ConfigError: the text is missing although needed, given although not used, or too short.
     """
     needed = options.quantization_method == "awq"
     if options.calibration is None and not needed:

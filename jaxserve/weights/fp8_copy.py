@@ -1,4 +1,4 @@
-"""Copies in e4m3 beside a model's 4-bit weights, made on the device: see `CopiedWeight`."""
+"""e4m3 copies beside a model's 4-bit weights, made on the device; see `CopiedWeight`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from jaxserve_kernels.weights import (
 
 
 def abstract_copies[Tree](params: Tree) -> Tree:
-    """A tree of ShapeDtypeStructs with a copy beside each weight of 4 bits."""
+    """Returns the tree with a copy beside each 4-bit weight, as ShapeDtypeStructs."""
     return _beside(params, _abstract_copy)
 
 
 def copying_programs(params: Any) -> list[StagingProgram]:
-    """What `with_copies` executes, for the caller to compile.
+    """Returns the programs that `with_copies` executes.
 
     Args:
       params: abstract, without copies.
@@ -40,7 +40,7 @@ def copying_programs(params: Any) -> list[StagingProgram]:
 
 
 def with_copies[Tree](params: Tree, executables: Mapping[str, Callable[..., Any]]) -> Tree:
-    """`abstract_copies` of arrays.
+    """Returns the tree with a copy beside each 4-bit weight.
 
     Args:
       executables: those of `copying_programs`, by name.
@@ -56,7 +56,7 @@ def _beside(params: Any, copy: Callable[[FourBitWeight], Any]) -> Any:
 
 
 def _abstract_copy(weight: FourBitWeight) -> Fp8Weight:
-    """Its shapes, without the trace that a start has no time for."""
+    """Returns a copy's shapes without tracing, which would slow down the start."""
     *leading, out, depth = weight.shape
     tiles, rows = (*leading, out // layout.TILE_OUT), layout.TILE_OUT
     words = (depth // layout.TILE_IN, rows, layout.TILE_IN // 2)
@@ -71,6 +71,6 @@ def _has_4_bits(node: Any) -> bool:
 
 
 def _name(weight: FourBitWeight) -> str:
-    """The same for all weights that one program copies."""
+    """Returns a program's name. It is the same for all weights that the program copies."""
     arrays = [f"{leaf.dtype}_{'x'.join(map(str, leaf.shape))}" for _, leaf in leaf_paths(weight)]
     return "_".join(["fp8_copy", type(weight).__name__, *arrays])

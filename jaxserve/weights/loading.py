@@ -1,7 +1,8 @@
-"""Where a model's weights come from and how they reach the device.
+"""Plans and loads a model's weights.
 
-Random; as a checkpoint stores them; quantised while they load; or from the engine's own checkpoint,
-which is what quantising them left behind (`jaxserve convert`, or the first start with the flags).
+They are random, or loaded as a checkpoint stores them, or quantised while they load, or read from
+the engine's own checkpoint. The last is written by `jaxserve convert` or by the first start that
+quantises.
 """
 
 from __future__ import annotations
@@ -61,65 +62,67 @@ log = logging.getLogger(__name__)
 _EMBEDDING = "model.embed_tokens.weight"
 
 type Executables = Mapping[str, Callable[..., Any]]
-"""Those of `WeightPlan.staging` and `copying`, by name."""
+"""The executables of `WeightPlan.staging` and `copying`, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPlan:
-    """What is known of the weights before any are read."""
+    """Everything about the weights that is known before any are read."""
 
     folder: Path | None
-    """None: random ones."""
+    """The checkpoint's folder; None: random weights."""
     checkpoint: Stored | None
-    """Of `folder`, opened, if it is not one of the engine's own."""
+    """The opened checkpoint of `folder`, unless it is one of the engine's own."""
     rules: tuple[AnyRule, ...]
     plain: decoder.Params
     """Shapes and dtypes before `encode`."""
     encode: Encode
-    """Quantises them."""
+    """Quantises the weights."""
     encoded: decoder.Params
-    """Shapes and dtypes of what is loaded."""
+    """Shapes and dtypes as loaded."""
     served: decoder.Params
-    """Shapes and dtypes of what the steps take: with copies of 4-bit weights, if there are any."""
+    """Shapes and dtypes that the steps read, with copies of 4-bit weights if there are any."""
     native: NativeCheckpoint | None
     """The checkpoint, if it is one of the engine's own."""
     keep_in: Path | None
-    """The folder that keeps, or will keep, what quantising at load gives; None: nothing does."""
+    """The folder that keeps the result of quantising at load; None: it is not kept."""
     made_from: Mapping[str, Any]
     staging: list[StagingProgram]
-    """What copies weights to a GPU as they are stored."""
+    """Programs that copy weights to a GPU as stored."""
     copying: list[StagingProgram]
-    """What makes those copies."""
+    """Programs that make fp8 copies."""
     seed: int
 
     def with_fp8_copy(self) -> WeightPlan:
-        """With a copy of each 4-bit weight."""
+        """Returns the plan with a copy of each 4-bit weight."""
         served = abstract_copies(self.encoded)
         return replace(self, served=served, copying=copying_programs(self.encoded))
 
     @property
     def quantized(self) -> bool:
-        """The steps take other types than plain arrays."""
+        """Whether any weight that the steps read is quantised."""
         return jax.tree.structure(self.encoded) != jax.tree.structure(self.plain)
 
     @property
     def to_be_converted(self) -> bool:
-        """The first start will quantise, and keep what it gets."""
+        """Whether the next start will quantise and keep the result."""
         return self.keep_in is not None and not (self.keep_in / native.FILE).exists()
 
 
 def plan_weights(
     options: Options, source: ModelSource, dtype: DTypeLike, cache: Path, *, stacked: bool
 ) -> WeightPlan:
-    """Which weights, and what becomes of them.
+    """Plan which weights to load and how to transform them.
 
     Args:
+      dtype: of weights that are not quantised.
       cache: the folder below which conversions are kept.
+      stacked: see `decoder.Params`.
 
     Raises:
-      ConfigError: a quantisation that the shapes do not allow, or that a converted checkpoint
-        does not have.
-      CheckpointError: a converted or quantised checkpoint that cannot be read.
+      ConfigError: the shapes do not allow the quantisation, or a converted checkpoint has another
+        one.
+      CheckpointError: a converted or quantised checkpoint cannot be read.
     """
     plain = decoder.abstract(source.spec, dtype, stacked=stacked)
     rules = registry.rules(source.spec)
@@ -157,7 +160,7 @@ def plan_weights(
 
 
 def quantization(options: Options) -> Quantization:
-    """What the flags ask for."""
+    """Returns the quantisation that the flags ask for."""
     head = options.lm_head_dtype
     if head == "auto":
         head = "int8" if options.quantization else "unquantized"
@@ -169,11 +172,11 @@ def quantization(options: Options) -> Quantization:
 
 
 def open_checkpoint_of(folder: Path, wanted: Quantization) -> Stored:
-    """A folder's checkpoint, which may be quantised already.
+    """Open a folder's checkpoint, which may be quantised already.
 
     Raises:
-      ConfigError: it is, and the flags want to quantise the layers.
-      CheckpointError: damaged, or quantised in a way that is not supported.
+      ConfigError: it is quantised, and the flags ask to quantise the layers.
+      CheckpointError: it is damaged, or its quantisation is not supported.
     """
     checkpoint, format = open_checkpoint(folder), detect(folder)
     if format is None:
@@ -193,7 +196,7 @@ def open_checkpoint_of(folder: Path, wanted: Quantization) -> Stored:
 
 
 def _check_embedding(stored: QuantizedCheckpoint) -> None:
-    """CheckpointError: it is quantised in a way that no row of it can be looked up."""
+    """Raise CheckpointError if the embedding's quantisation does not allow looking up rows."""
     packed = stored.packed([_EMBEDDING], "the embedding")
     if packed is not None and not has_rows(jax.eval_shape(PackedModules.decode, packed.abstract)):
         raise CheckpointError(
@@ -203,7 +206,7 @@ def _check_embedding(stored: QuantizedCheckpoint) -> None:
 
 
 def describe(folder: Path, wanted: Quantization, dtype: DTypeLike) -> dict[str, Any]:
-    """All that the content of a conversion depends on."""
+    """Returns everything that the content of a conversion depends on."""
     files = sorted(folder.glob("*.safetensors"))
     stored = detect(folder)  # how codes are read, which config.json says
     return {
@@ -218,11 +221,11 @@ def describe(folder: Path, wanted: Quantization, dtype: DTypeLike) -> dict[str, 
 def weight_loader(
     plan: WeightPlan, executables: Executables
 ) -> Callable[[Progress], decoder.Params]:
-    """What puts the weights on the device, and makes their copies there.
+    """Returns a function that puts the weights on the device and makes their copies.
 
     Raises:
-      CheckpointError: a checkpoint that is missing, damaged or of another model: now, and not when
-        programs are compiled. (Damage that only checksums show is found when it loads.)
+      CheckpointError: the checkpoint is missing, damaged or of another model. It is raised here,
+        before programs are compiled. Damage that only checksums show is found while loading.
     """
     load = _loader(plan, executables)
     if not plan.copying:
@@ -231,7 +234,8 @@ def weight_loader(
 
 
 def _loader(plan: WeightPlan, executables: Executables) -> Callable[[Progress], decoder.Params]:
-    """What puts `plan.encoded` on the device; CheckpointError as `weight_loader`."""
+    """Returns a function that puts `plan.encoded` on the device. CheckpointError as in
+    `weight_loader`."""
     if plan.folder is None:
         return lambda progress: dummy_params(plan.plain, plan.seed, plan.encode)
     if plan.native is not None:
@@ -277,7 +281,8 @@ def _kept(
     executables: Executables,
     progress: Progress,
 ) -> decoder.Params | None:
-    """From an earlier start's conversion, made now if there is none; None if that cannot be."""
+    """Load the conversion of an earlier start, or make it now. Returns None if it cannot be
+    made."""
     found = (folder / native.FILE).exists()
     while True:
         try:
@@ -308,7 +313,7 @@ def _convert(plan: WeightPlan, folder: Path, checkpoint: Stored, progress: Progr
 
 
 def _check_flags(options: Options, found: NativeCheckpoint) -> None:
-    """ConfigError: flags ask for another quantisation than the checkpoint has."""
+    """Raise ConfigError if the flags ask for another quantisation than the checkpoint has."""
     has = found.description.made_from["quantization"]
     wanted = {"--quantization": options.quantization or has["layers"]}
     if options.lm_head_dtype != "auto":
@@ -324,7 +329,7 @@ def _check_flags(options: Options, found: NativeCheckpoint) -> None:
 
 
 def _code_digest() -> str:
-    """Of the sources that say what a quantised weight is."""
+    """Returns the digest of the sources that define quantised weights."""
     digest = hashlib.sha256()
     for package in (jaxserve_kernels.weights, jaxserve.models, jaxserve_checkpoints.quantized):
         for path in sorted(Path(package.__path__[0]).rglob("*.py")):

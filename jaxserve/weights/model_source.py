@@ -1,4 +1,5 @@
-"""Which model the flags mean: its shape, weights, tokenizer and sampling defaults. No jax."""
+"""Finds the model that the flags name: its shape, weights, tokenizer and sampling defaults. No
+jax."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ class ModelSource:
     names: tuple[str, ...]
     spec: ModelSpec
     folder: Path | None
-    """Where the weights are; None for random ones."""
+    """The folder of the weights; None for random ones."""
     tokenizer: Tokenizer
     sampling_defaults: SamplingDefaults
 
     @property
     def sampled_vocab(self) -> int:
-        """Only token ids below it are sampled: a checkpoint's output matrix may have rows of no
-        token."""
+        """Only token ids below this are sampled. A checkpoint's output matrix may have rows without
+        a token."""
         known = self.spec.vocab_size
         return known if self.folder is None else min(known, self.tokenizer.vocab_size)
 
@@ -43,7 +44,7 @@ class ModelSource:
 
 
 def find_model(options: Options) -> ModelSource:
-    """Resolve the model flags; downloads if the model is a hub id that is not here yet.
+    """Resolve the model flags. Downloads a model of the hub that is not on disk yet.
 
     Raises:
       ConfigError, CheckpointError: one line that says what was looked for and what to do.
@@ -68,7 +69,8 @@ def find_model(options: Options) -> ModelSource:
 
 
 def _sampling_defaults(wanted: str, folder: Path) -> SamplingDefaults:
-    """`wanted`: auto (the model's, if it has any), vllm (none), or a folder that must have them."""
+    """Returns the sampling defaults. `wanted`: auto (the model's, if it has any), vllm (none), or a
+    folder that must have them."""
     if wanted == "vllm":
         return SamplingDefaults()
     generation = (folder if wanted == "auto" else Path(wanted)) / "generation_config.json"
@@ -78,7 +80,8 @@ def _sampling_defaults(wanted: str, folder: Path) -> SamplingDefaults:
 
 
 def _tokenizer(options: Options, folder: Path | None) -> Tokenizer:
-    """Of `--tokenizer`, or of the model's `folder`; bytes stand in for random weights only."""
+    """Returns the tokenizer of `--tokenizer` or of the model's folder. Only random weights may use
+    bytes instead."""
     text = Path(options.tokenizer) if options.tokenizer else folder
     if text is not None and (text / "tokenizer.json").is_file():
         return HfTokenizer.from_folder(text)
@@ -96,7 +99,7 @@ def _named_spec(model: str | None) -> ModelSpec | None:
 
 
 def _dummy(options: Options, spec: ModelSpec) -> ModelSource:
-    """A named shape with random weights: needs no file at all."""
+    """Returns a named shape with random weights, which needs no files."""
     assert options.model is not None
     return ModelSource(
         names=_names(options, options.model),
