@@ -98,7 +98,7 @@ class Options:
     """A text that the model reads, for `convert` or for scales of the KV cache."""
 
 
-_DESCRIPTION = "Serve a Qwen3-class language model behind an OpenAI-compatible API."
+_DESCRIPTION = "Serve a language model behind an OpenAI-compatible API."
 _EPILOG = """commands, by the first word, each with a --help of its own:
   serve [MODEL]   serve, as without a command
   precompile      compile what serving with the same flags needs, so that later starts are fast
