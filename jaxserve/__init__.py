@@ -1,4 +1,4 @@
-"""jaxserve: a JAX/XLA-compiled serving engine for Qwen3-class language models."""
+"""jaxserve: a JAX/XLA-compiled serving engine for dense language models."""
 
 import sys
 

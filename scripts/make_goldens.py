@@ -1,10 +1,10 @@
-"""Write tests/golden: tiny random Qwen3 checkpoints with the logits transformers computes for them.
+"""Write tests/golden: tiny random checkpoints with the logits that transformers computes for them.
 
 Needs torch and transformers, which jaxserve itself never imports; the committed files were made
 with the versions that each golden.npz names:
 
     python -m venv /tmp/goldens && /tmp/goldens/bin/pip install torch==2.13.0 transformers==5.17.0
-    /tmp/goldens/bin/python scripts/make_goldens.py
+    /tmp/goldens/bin/python scripts/make_goldens.py [VARIANT ...]
 
 Each variant is a Hugging Face folder (config.json, safetensors) plus golden.npz with
 
@@ -19,7 +19,8 @@ Each variant is a Hugging Face folder (config.json, safetensors) plus golden.npz
 All computed in float32 from the weights exactly as stored. RoPE is transformers' rotate_half
 convention: the rotated pairs are (i, i + head_dim / 2), not (2i, 2i + 1). Three things make errors
 visible that default random weights hide: large weights (the default gives logits of deviation
-0.16), random norm weights, and, for YaRN, sequences far beyond the original context.
+0.16), random norm weights and biases, and, for YaRN and llama3, sequences far beyond the original
+context. Windows are as long as the longest context that the tests serve.
 """
 
 from __future__ import annotations
@@ -27,11 +28,20 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 VOCAB = 257
 LENGTHS = (1, 2, 17, 48, 100)
@@ -48,17 +58,33 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1_000_000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+WINDOW = 128
 
 
-def config(*, layers: int, tied: bool, rope: dict[str, object]) -> Qwen3Config:
-    return Qwen3Config(
+def config(
+    kind: type[PretrainedConfig],
+    *,
+    layers: int,
+    tied: bool,
+    rope: dict[str, object],
+    **family: object,
+) -> PretrainedConfig:
+    return kind(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
         max_position_embeddings=256,
         tie_word_embeddings=tied,
         rope_parameters=rope,
@@ -66,17 +92,20 @@ def config(*, layers: int, tied: bool, rope: dict[str, object]) -> Qwen3Config:
         eos_token_id=None,
         pad_token_id=None,
         attn_implementation="eager",
+        **family,
     )
 
 
-def random_model(settings: Qwen3Config, seed: int, dtype: torch.dtype) -> Qwen3ForCausalLM:
+def random_model(settings: PretrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
     """Float32 model whose weights are representable in `dtype`."""
-    model = Qwen3ForCausalLM(settings).eval()
+    model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            if weight.ndim == 1:
+            if name.endswith(".bias"):
+                value = 0.3 * noise
+            elif weight.ndim == 1:
                 value = 1.0 + 0.3 * noise
             elif "embed_tokens" in name or "lm_head" in name:
                 value = noise * (0.35 if settings.tie_word_embeddings else 0.5)
@@ -87,12 +116,12 @@ def random_model(settings: Qwen3Config, seed: int, dtype: torch.dtype) -> Qwen3F
 
 
 @torch.no_grad()
-def logits_of(model: Qwen3ForCausalLM, tokens: np.ndarray) -> np.ndarray:
+def logits_of(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
     """Float32 [length, vocab]."""
     return model(torch.tensor(tokens)[None].long(), use_cache=False).logits[0].float().numpy()
 
 
-def greedy(model: Qwen3ForCausalLM, prompt: np.ndarray) -> tuple[np.ndarray, float]:
+def greedy(model: PreTrainedModel, prompt: np.ndarray) -> tuple[np.ndarray, float]:
     """Continuation without a KV cache, and the smallest lead of a chosen token."""
     tokens, margin = list(prompt), math.inf
     for _ in range(NEW_TOKENS):
@@ -104,7 +133,7 @@ def greedy(model: Qwen3ForCausalLM, prompt: np.ndarray) -> tuple[np.ndarray, flo
 
 
 def prompt_with_margin(
-    model: Qwen3ForCausalLM, length: int, generator: np.random.Generator
+    model: PreTrainedModel, length: int, generator: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """A random prompt whose continuation varies and is nowhere close to a tie."""
     for _ in range(50):
@@ -115,7 +144,7 @@ def prompt_with_margin(
     raise SystemExit(f"no prompt of {length} tokens has a margin above {MIN_MARGIN}")
 
 
-def golden(model: Qwen3ForCausalLM, seed: int) -> dict[str, np.ndarray]:
+def golden(model: PreTrainedModel, seed: int) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(seed)
     arrays = {
         "num_sequences": np.int32(len(LENGTHS)),
@@ -136,7 +165,7 @@ def golden(model: Qwen3ForCausalLM, seed: int) -> dict[str, np.ndarray]:
 
 
 def write(
-    folder: Path, settings: Qwen3Config, *, dtype: torch.dtype, shard_size: str, seed: int
+    folder: Path, settings: PretrainedConfig, *, dtype: torch.dtype, shard_size: str, seed: int
 ) -> None:
     model = random_model(settings, seed, dtype)
     folder.mkdir(parents=True, exist_ok=True)
@@ -152,19 +181,50 @@ def write(
     print(f"{folder.name}: {size / 1e3:.0f} kB, logit std {spread:.2f}, margin {margin:.4f}")
 
 
+def variants() -> dict[str, dict[str, Any]]:
+    """Arguments of `write` by name of the folder."""
+    bf16, whole = torch.bfloat16, "1GB"
+    qwen3 = {"kind": Qwen3Config, "head_dim": 32}
+    plain = {"rope": DEFAULT_ROPE}
+    mistral = config(
+        MistralConfig, layers=2, tied=False, head_dim=32, sliding_window=WINDOW, **plain
+    )
+    qwen2 = config(
+        Qwen2Config,
+        layers=3,
+        tied=True,
+        use_sliding_window=True,
+        max_window_layers=2,
+        sliding_window=WINDOW,
+        **plain,
+    )
+    llama = config(LlamaConfig, layers=2, tied=False, rope=LLAMA3, head_dim=24)
+    linear = config(LlamaConfig, layers=2, tied=True, rope=LINEAR)
+    settings = {
+        "tied": (config(**qwen3, layers=2, tied=True, **plain), bf16, whole),
+        "untied_sharded": (config(**qwen3, layers=3, tied=False, **plain), bf16, "150KB"),
+        "yarn": (config(**qwen3, layers=2, tied=True, rope=YARN), torch.float32, whole),
+        "llama": (llama, bf16, whole),
+        "llama_linear": (linear, bf16, whole),
+        "qwen2": (qwen2, bf16, whole),
+        "mistral": (mistral, bf16, "150KB"),
+    }
+    return {
+        name: {"settings": each, "dtype": dtype, "shard_size": shard_size, "seed": seed}
+        for seed, (name, (each, dtype, shard_size)) in enumerate(settings.items(), 1)
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default = Path(__file__).resolve().parent.parent / "tests" / "golden"
     parser.add_argument("--out", type=Path, default=default)
-    out = parser.parse_args().out
+    known = variants()
+    parser.add_argument("variant", nargs="*", help=f"of {', '.join(known)}; all, if none is named")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    plain = {"rope": DEFAULT_ROPE}
-    bf16, whole = torch.bfloat16, "1GB"
-    write(out / "tied", config(layers=2, tied=True, **plain), dtype=bf16, shard_size=whole, seed=1)
-    untied = config(layers=3, tied=False, **plain)
-    write(out / "untied_sharded", untied, dtype=bf16, shard_size="150KB", seed=2)
-    yarn = config(layers=2, tied=True, rope=YARN)
-    write(out / "yarn", yarn, dtype=torch.float32, shard_size=whole, seed=3)
+    for name in args.variant or known:
+        write(args.out / name, **known[name])
 
 
 if __name__ == "__main__":

@@ -68,6 +68,17 @@ def test_parameter_counts_of_the_named_models() -> None:
         "qwen3-8b": 8.19,
         "qwen3-14b": 14.77,
         "qwen3-32b": 32.76,
+        "llama-3.1-8b": 8.03,
+        "llama-3.2-1b": 1.24,
+        "llama-3.2-3b": 3.21,
+        "llama-3.3-70b": 70.55,
+        "qwen2.5-0.5b": 0.49,
+        "qwen2.5-1.5b": 1.54,
+        "qwen2.5-3b": 3.09,
+        "qwen2.5-7b": 7.62,
+        "qwen2.5-14b": 14.77,
+        "qwen2.5-32b": 32.76,
+        "mistral-7b": 7.25,
     }
 
 
@@ -154,7 +165,7 @@ def test_absent_fields_mean_what_transformers_means() -> None:
         ({"architectures": ["MambaForCausalLM"]}, "architectures is ['MambaForCausalLM']"),
         ({"architectures": None}, "architectures is [], supported: ['Qwen3ForCausalLM'"),
         ({"attention_bias": True}, "attention_bias is true"),
-        ({"use_sliding_window": True}, "use_sliding_window is true"),
+        ({"use_sliding_window": True}, "use_sliding_window is true, but sliding_window is missing"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', supported: 'silu'"),
         ({"vocab_size": 0}, "vocab_size is missing or not a positive integer"),
         ({"hidden_size": "2560"}, "hidden_size is missing or not a positive integer"),

@@ -53,7 +53,7 @@ STRANGERS = (
 WITHOUT = {
     "jaxserve.bench": {"jax", "jaxlib"},
     "jaxserve.grammar_server": {"jax", "jaxlib", "numpy"},
-    "jaxserve.models.registry": {"jax", "jaxlib", "numpy"},
+    "jaxserve.models.registry": {"jax", "jaxlib"},
     "jaxserve.server": {"jax", "jaxlib", "llguidance"},
     "jaxserve.engine": {"llguidance"},
     "jaxserve.scheduler": {"jax", "jaxlib", "numpy"},

@@ -127,7 +127,7 @@ def packed_leaves(checkpoint: Stored, sources: Sequence[LeafSource]) -> dict[str
         return {}
     found: dict[str, PackedModules | None] = {}
     for source in sources:
-        packed = checkpoint.packed(source.tensors, source.path)
+        packed = _packed(checkpoint, source)
         packed = None if packed is None else packed.abstract
         if found.setdefault(source.part.owner, packed) != packed:
             raise CheckpointError(
@@ -141,7 +141,7 @@ def direct_sources(
     checkpoint: Stored, rules: Sequence[AnyRule], abstract: Any
 ) -> list[LeafBytes] | None:
     """Where the bytes of each leaf lie, if all leaves are bytes of the checkpoint as they stand:
-    no cast, concatenation on the first axis only. Otherwise None.
+    no cast, no transform, concatenation on the first axis only. Otherwise None.
 
     CheckpointError: see `resolve_rules`.
     """
@@ -150,7 +150,8 @@ def direct_sources(
     segments: dict[str, list[Segment]] = {}
     for source in resolve_rules(rules, abstract, checkpoint):
         dtypes = {checkpoint.dtype(name) for name in source.tensors}
-        if dtypes != {np.dtype(source.leaf.dtype)} or (source.axis and len(source.tensors) > 1):
+        changed = source.transforms or (source.axis and len(source.tensors) > 1)
+        if dtypes != {np.dtype(source.leaf.dtype)} or changed:
             return None
         found = [checkpoint.segment(name) for name in source.tensors]
         segments.setdefault(source.part.owner, []).extend(found)
@@ -248,13 +249,14 @@ def _write(stacked: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
 def assemble(checkpoint: Stored, source: LeafSource) -> AnyArray | PackedModules:
     """Host array of one leaf: a view of the file where nothing has to change, else a new array."""
     if isinstance(checkpoint, QuantizedCheckpoint):
-        packed = checkpoint.packed(source.tensors, source.path)
+        packed = _packed(checkpoint, source)
         if packed is not None:
             return packed
         checkpoint = checkpoint.checkpoint
     dtype = np.dtype(source.leaf.dtype)
-    parts = [checkpoint.read(name) for name in source.tensors]
-    if len(parts) == 1 and parts[0].dtype == dtype and parts[0].flags.aligned:
+    parts = [_read(checkpoint, name, source) for name in source.tensors]
+    plain = parts[0].flags.aligned and parts[0].flags.c_contiguous
+    if len(parts) == 1 and parts[0].dtype == dtype and plain:
         return parts[0]
     result: AnyArray = np.empty(source.leaf.shape, dtype)
     targets = [result]
@@ -264,6 +266,24 @@ def assemble(checkpoint: Stored, source: LeafSource) -> AnyArray | PackedModules
     for target, part in zip(targets, parts, strict=True):
         _copy(target, part)
     return result
+
+
+def _packed(checkpoint: QuantizedCheckpoint, source: LeafSource) -> PackedModules | None:
+    """See QuantizedCheckpoint.packed. CheckpointError: what is packed would have to be changed."""
+    packed = checkpoint.packed(source.tensors, source.path)
+    if packed is not None and source.transforms:
+        raise CheckpointError(
+            f"{checkpoint.folder}: {source.path} is made of {', '.join(source.tensors)} by "
+            "reordering them, which is not supported for tensors that are quantised"
+        )
+    return packed
+
+
+def _read(checkpoint: Checkpoint, name: str, source: LeafSource) -> AnyArray:
+    array = checkpoint.read(name)
+    for transform in source.transforms:
+        array = transform.apply(array)
+    return array
 
 
 def _copy(target: AnyArray, part: AnyArray) -> None:

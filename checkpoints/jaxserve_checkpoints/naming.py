@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -19,8 +18,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from jaxserve_checkpoints.reader import CheckpointError
-from jaxserve_checkpoints.rules import WORD, AnyRule, Ignore, Repeat, Rule
+from jaxserve_checkpoints.reader import AnyArray, CheckpointError
+from jaxserve_checkpoints.rules import WORD, AnyRule, Ignore, Repeat, Rule, Split, Transform
 
 _MAX_PROBLEMS = 20
 _STACKED = re.compile(r"(layers)\.([A-Za-z_][\w.]*)")
@@ -36,6 +35,7 @@ class Tensors(Protocol):
     def __contains__(self, name: object) -> bool: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def dtype(self, name: str) -> np.dtype[Any]: ...
+    def read(self, name: str) -> AnyArray: ...
 
 
 class LeafPart(NamedTuple):
@@ -56,7 +56,20 @@ class LeafSource:
 
     part: LeafPart
     tensors: tuple[str, ...]
-    axis: int
+    rule: Rule
+
+    @property
+    def axis(self) -> int:
+        return self.rule.axis
+
+    @property
+    def transforms(self) -> tuple[Transform, ...]:
+        return self.rule.transforms
+
+    @property
+    def split(self) -> Split | None:
+        """Which part of its tensors the leaf takes; None: all of them."""
+        return next((each for each in self.transforms if isinstance(each, Split)), None)
 
     @property
     def path(self) -> str:
@@ -130,7 +143,7 @@ def _resolve_part(
         return
     rule, match = matches[0]
     tensors = tuple(_substitute(source, match.groupdict()) for source in rule.sources)
-    source = LeafSource(part=part, tensors=tensors, axis=rule.axis)
+    source = LeafSource(part=part, tensors=tensors, rule=rule)
     found.sources.append(source)
     missing = [name for name in tensors if name not in checkpoint]
     if missing:
@@ -150,13 +163,17 @@ def _substitute(source: str, numbers: dict[str, str]) -> str:
 def _mismatches(source: LeafSource, checkpoint: Tensors) -> list[str]:
     """What differs between a leaf and its tensors."""
     problems: list[str] = []
-    shapes = [checkpoint.shape(name) for name in source.tensors]
+    try:
+        shapes = [_transformed(checkpoint.shape(name), source) for name in source.tensors]
+    except ValueError as error:
+        return [f"{source.path}: of {', '.join(source.tensors)}: {error}"]
     expected = tuple(source.leaf.shape)
     if _concatenated(shapes, source.axis) != expected:
         parts = " + ".join(
             f"{name} {list(shape)}" for name, shape in zip(source.tensors, shapes, strict=True)
         )
         along = f" along axis {source.axis}" if len(shapes) > 1 else ""
+        along += " after what its rule does to them" if source.transforms else ""
         problems.append(f"{source.path}: the model needs {list(expected)}, found {parts}{along}")
     problems += [
         f"{source.path}: {name} is {checkpoint.dtype(name)}, cannot become {source.leaf.dtype}"
@@ -164,6 +181,13 @@ def _mismatches(source: LeafSource, checkpoint: Tensors) -> list[str]:
         if not _castable(checkpoint.dtype(name), source.leaf.dtype)
     ]
     return problems
+
+
+def _transformed(shape: tuple[int, ...], source: LeafSource) -> tuple[int, ...]:
+    """ValueError: a transform does not fit the shape."""
+    for transform in source.transforms:
+        shape = transform.shape(shape)
+    return shape
 
 
 def _concatenated(shapes: list[tuple[int, ...]], axis: int) -> tuple[int, ...] | None:
@@ -188,15 +212,18 @@ def _castable(source: np.dtype[Any], target: Any) -> bool:
 
 
 def _check_usage(rules: Sequence[AnyRule], checkpoint: Tensors, found: _Findings) -> None:
-    """Every tensor is used once, or declared as one that may be left over."""
-    used = Counter(name for source in found.sources for name in source.tensors)
+    """Every tensor is used once, or in all its parts, or declared as one that may be left over."""
+    used: dict[str, list[Split | None]] = {}
+    for source in found.sources:
+        for name in source.tensors:
+            used.setdefault(name, []).append(source.split)
     found.problems += [
-        f"{name}: used {count} times" for name, count in sorted(used.items()) if count > 1
+        f"{name}: {problem}" for name in sorted(used) if (problem := _misuse(used[name]))
     ]
-    patterns = [rule.pattern for rule in rules if isinstance(rule, Ignore)]
+    ignored = [rule for rule in rules if isinstance(rule, Ignore)]
     originals = {rule.tensor: rule.original for rule in rules if isinstance(rule, Repeat)}
     for name in checkpoint.names:
-        if name in used or any(fnmatchcase(name, pattern) for pattern in patterns):
+        if name in used or any(_allows(rule, name, checkpoint) for rule in ignored):
             continue
         original = originals.get(name)
         if original is None:
@@ -206,6 +233,23 @@ def _check_usage(rules: Sequence[AnyRule], checkpoint: Tensors, found: _Findings
                 f"{name}: {list(checkpoint.shape(name))}, should repeat {original} "
                 f"{list(checkpoint.shape(original))}"
             )
+
+
+def _allows(rule: Ignore, name: str, checkpoint: Tensors) -> bool:
+    if not fnmatchcase(name, rule.pattern):
+        return False
+    return not (rule.only_zeros and np.any(checkpoint.read(name)))
+
+
+def _misuse(splits: list[Split | None]) -> str | None:
+    """What is wrong with the use of one tensor, given the part that each leaf takes."""
+    first = splits[0]
+    if first is None or any(split is None for split in splits):
+        return f"used {len(splits)} times" if len(splits) > 1 else None
+    every = {replace(first, index=index) for index in range(first.parts)}
+    if set(splits) == every and len(splits) == len(every):
+        return None
+    return f"used in {len(splits)} parts, which are not each of its {first.parts} once"
 
 
 def _report(checkpoint: Tensors, problems: list[str]) -> str:

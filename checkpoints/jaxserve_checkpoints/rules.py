@@ -4,22 +4,109 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 WORD = re.compile(r"\{(\w+)\}")
 """A braced word in a leaf's path or a tensor's name: it stands for a number."""
 
 
+type Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """The last two axes change places: [..., a, b] becomes [..., b, a]."""
+
+    def shape(self, shape: Shape) -> Shape:
+        return (*shape[:-2], shape[-1], shape[-2])
+
+    def apply(self, array: NDArray[Any]) -> NDArray[Any]:
+        return array.swapaxes(-1, -2)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Part number `index` of `parts` equal ones along `axis`. Other leaves take the other parts."""
+
+    parts: int
+    index: int
+    axis: int = 0
+
+    def shape(self, shape: Shape) -> Shape:
+        _check_divisible(shape, self.axis, self.parts)
+        return _resized(shape, self.axis, shape[self.axis] // self.parts)
+
+    def apply(self, array: NDArray[Any]) -> NDArray[Any]:
+        size = array.shape[self.axis] // self.parts
+        return array[_along(self.axis, slice(self.index * size, (self.index + 1) * size))]
+
+
+@dataclass(frozen=True)
+class Reorder:
+    """Entries `groups` apart along `axis` come next to each other: 0, groups, 2 groups, ..., then
+    1, 1 + groups, ... Two groups turn interleaved gate and up into gate, then up."""
+
+    groups: int
+    axis: int = 0
+
+    def shape(self, shape: Shape) -> Shape:
+        _check_divisible(shape, self.axis, self.groups)
+        return shape
+
+    def apply(self, array: NDArray[Any]) -> NDArray[Any]:
+        every = [
+            array[_along(self.axis, slice(first, None, self.groups))]
+            for first in range(self.groups)
+        ]
+        return np.concatenate(every, axis=self.axis)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Times `factor`, computed in float32 and rounded to the tensor's dtype."""
+
+    factor: float
+
+    def shape(self, shape: Shape) -> Shape:
+        return shape
+
+    def apply(self, array: NDArray[Any]) -> NDArray[Any]:
+        return (array.astype(np.float32) * np.float32(self.factor)).astype(array.dtype)
+
+
+type Transform = Transpose | Split | Reorder | Scale
+
+
+def _check_divisible(shape: Shape, axis: int, parts: int) -> None:
+    """ValueError: the axis is not there, or not made of so many equal parts."""
+    if len(shape) <= axis or shape[axis] % parts:
+        raise ValueError(f"{list(shape)} has no {parts} equal parts along axis {axis}")
+
+
+def _resized(shape: Shape, axis: int, size: int) -> Shape:
+    return (*shape[:axis], size, *shape[axis + 1 :])
+
+
+def _along(axis: int, part: slice) -> tuple[slice, ...]:
+    return (*(slice(None),) * axis, part)
+
+
 @dataclass(frozen=True)
 class Rule:
-    """The leaf is its sources, concatenated along `axis`.
+    """The leaf is its sources, each put through `transforms` in their order, concatenated along
+    `axis`.
 
     `{layer}` (or any other braced word) in `leaf` stands for a number, which replaces the same
-    word in `sources`.
+    word in `sources`. Tensors of quantised modules cannot be transformed.
     """
 
     leaf: str
     sources: tuple[str, ...]
     axis: int = 0
+    transforms: tuple[Transform, ...] = ()
 
     def __post_init__(self) -> None:
         known = set(WORD.findall(self.leaf))
@@ -34,6 +121,8 @@ class Ignore:
     """Tensors with names like `pattern` (`*`, `?`) may stand in a checkpoint unused."""
 
     pattern: str
+    only_zeros: bool = False
+    """If all their numbers are 0."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class Options:
     """Of `plan`: the result as JSON."""
 
 
-_DESCRIPTION = "Serve a Qwen3-class language model behind an OpenAI-compatible API."
+_DESCRIPTION = "Serve a language model behind an OpenAI-compatible API."
 _EPILOG = """commands, by the first word, each with a --help of its own:
   serve [MODEL]   serve, as without a command
   precompile      compile what serving with the same flags needs, so that later starts are fast

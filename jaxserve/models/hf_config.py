@@ -99,6 +99,26 @@ def window_size(config: Config) -> int | None:
     return config["sliding_window"]
 
 
+def late_windows(config: Config, layers: int) -> list[int | None]:
+    """Qwen's windows: `sliding_window`, if `use_sliding_window` is on, in the layers that
+    `layer_types` lists, or in those from `max_window_layers` on.
+
+    ConfigError: windows that are on and have no size.
+    """
+    if not config.get("use_sliding_window"):
+        return [None] * layers
+    window = window_size(config)
+    if window is None:
+        raise ConfigError("config.json: use_sliding_window is true, but sliding_window is missing")
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = int(number(config, "max_window_layers", 28))
+        kinds = ["sliding_attention" if index >= first else "" for index in range(layers)]
+    if len(kinds) != layers:
+        raise ConfigError(f"config.json: layer_types has {len(kinds)} entries for {layers} layers")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
 def refused(config: Config, key: str, why: str) -> list[str]:
     """The problem of a switch that is on, if it is."""
     return [f"{key} is true, {why}"] if config.get(key) else []

@@ -29,6 +29,8 @@ def decoder_rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
         if spec.tie_embeddings
         else Rule("lm_head", ("lm_head.weight",)),
         Ignore("*.rotary_emb.inv_freq"),
+        # GPTQ files have biases of zero where the model has none.
+        Ignore("*_proj.bias", only_zeros=True),
         # Scales of a KV cache in fp8: see `startup/kv_scales.py`.
         Ignore("*.self_attn.*k_scale"),
         Ignore("*.self_attn.*v_scale"),

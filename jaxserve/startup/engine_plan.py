@@ -267,11 +267,17 @@ def _choices(options: Options, *, gpu: bool) -> list[Buckets]:
 
 
 def _check_length(options: Options, spec: ModelSpec) -> None:
-    """Raise ConfigError if --max-model-len is beyond the model's limit."""
+    """Raise ConfigError if --max-model-len is beyond the model's limit or a layer's window."""
     if (options.max_model_len or 0) > spec.max_position:
         raise ConfigError(
             f"--max-model-len {options.max_model_len} is beyond the model's {spec.max_position} "
             "positions"
+        )
+    window, length = spec.smallest_window, options.max_model_len or spec.max_position
+    if window is not None and length > window:
+        raise ConfigError(
+            f"the model attends to the last {window} tokens only (sliding_window), which is not "
+            f"supported in contexts of up to {length}: --max-model-len {window} serves it"
         )
 
 

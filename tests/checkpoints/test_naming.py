@@ -181,3 +181,12 @@ def test_rules_that_could_never_work_fail_where_they_are_written() -> None:
         Rule("layers.{layer}.up", ("l.{layer}.{expert}.up",))
     with pytest.raises(ValueError, match="no sources"):
         Rule("embedding", ())
+
+
+def test_tensors_of_zeros_may_be_left_over_where_a_rule_says_so(tmp_path: Path) -> None:
+    rules = (*RULES, Ignore("*.bias", only_zeros=True))
+    save_file(tensors() | {"l.0.q.bias": np.zeros(4, np.float32)}, tmp_path / "model.safetensors")
+    assert resolve_rules(rules, abstract(), open_checkpoint(tmp_path))
+    save_file(tensors() | {"l.0.q.bias": np.ones(4, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"l\.0\.q\.bias: no leaf of the model takes"):
+        resolve_rules(rules, abstract(), open_checkpoint(tmp_path))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from jaxserve.config import CacheConfig
-from jaxserve.model_spec import ModelSpec
+from jaxserve.model_spec import ModelSpec, Rope
 from jaxserve.models import decoder, registry
 from jaxserve.runner import kv_cache
 from jaxserve_checkpoints.load import load_params
@@ -62,7 +63,10 @@ def load_golden(name: str) -> Golden:
         return Golden(spec, params, dict(arrays))
 
 
-@pytest.fixture(scope="module", params=["tied", "untied_sharded", "yarn"])
+VARIANTS = ("tied", "untied_sharded", "yarn", "llama", "llama_linear", "qwen2", "mistral")
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
 def golden(request: pytest.FixtureRequest) -> Golden:
     return load_golden(request.param)
 
@@ -117,15 +121,43 @@ def test_logits_are_those_of_transformers(golden: Golden, size: int) -> None:
         np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE)
 
 
+def without_scaling(golden: Golden) -> Golden:
+    layers = (
+        replace(layer, attention=replace(layer.attention, rope=Rope(theta=10_000.0)))
+        for layer in golden.spec.layers
+    )
+    return golden._replace(spec=replace(golden.spec, layers=tuple(layers)))
+
+
+def without_biases(golden: Golden) -> Golden:
+    layers = (layer._replace(qkv_bias=None) for layer in golden.params.layers)
+    return golden._replace(params=golden.params._replace(layers=tuple(layers)))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("llama", without_scaling), ("llama_linear", without_scaling), ("qwen2", without_biases)],
+)
+def test_the_goldens_show_when_what_a_family_adds_is_left_out(
+    name: str, change: Callable[[Golden], Golden]
+) -> None:
+    golden = load_golden(name)
+    tokens, expected = golden.sequences[-1]
+    assert np.abs(logits_in_chunks(change(golden), tokens, 128) - expected).max() > 3
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        "untied_sharded",
-        *(pytest.param(other, marks=pytest.mark.slow) for other in ("tied", "yarn")),
+        *("untied_sharded", "qwen2"),
+        *(
+            pytest.param(other, marks=pytest.mark.slow)
+            for other in ("tied", "yarn", "llama", "llama_linear", "mistral")
+        ),
     ],
 )
 def test_the_runner_continues_prompts_as_transformers_does(name: str) -> None:
-    """What its steps add to `forward` is the same for all three."""
+    """What its steps add to `forward` is the same for all of them."""
     golden = load_golden(name)
     config = make_config(
         spec=golden.spec, max_model_len=128, page_size=PAGE_SIZE, decode=(1,), prefill=(128,)

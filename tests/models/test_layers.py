@@ -207,3 +207,35 @@ def test_attention_inputs_norm_and_rotate_per_head_and_store_keys_and_values() -
     untouched = np.ones(kv.shape, bool)
     untouched[1, pages, :, :, offsets] = False
     np.testing.assert_array_equal(np.asarray(after)[untouched], kv[untouched])
+
+
+def test_llama3_divides_slow_rotations_and_blends_to_fast_ones() -> None:
+    """As transformers' _compute_llama3_parameters."""
+    scaling = Llama3Scaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192
+    )
+    plain, scaled = long_frequencies(), long_frequencies(scaling)
+    lengths = 2 * math.pi / plain.astype(np.float64)
+    smooth = (8192 / lengths - 1.0) / 3.0
+    blended = (1 - smooth) * plain / 8.0 + smooth * plain
+    expected = np.where(lengths > 8192, plain / 8.0, np.where(lengths < 2048, plain, blended))
+    np.testing.assert_allclose(scaled, expected, rtol=1e-6)
+    assert 0 < ((lengths < 8192) & (lengths > 2048)).sum() < 64
+
+
+def test_linear_scaling_divides_all_rotations() -> None:
+    scaled = long_frequencies(LinearScaling(factor=4.0))
+    np.testing.assert_allclose(scaled, long_frequencies() / 4, rtol=1e-6)
+
+
+def test_another_scale_of_scores_is_in_the_rotations_of_queries_and_keys() -> None:
+    heads = long_heads()
+    positions = jnp.asarray([3, 17], jnp.int32)
+    x = jnp.asarray(normal(2, 1, 128))
+
+    def score(attention: AttentionSpec) -> float:
+        turned = np.asarray(rope(x, *rope_tables(attention, positions)), np.float64)[:, 0]
+        return turned[0] @ turned[1] * 128**-0.5
+
+    expected = score(heads) * 128**0.5 * 0.07
+    assert score(replace(heads, scale=0.07)) == pytest.approx(expected, rel=1e-5)

@@ -74,6 +74,22 @@ def test_a_length_beyond_the_model_is_refused() -> None:
     assert "4096" in refused("--max-model-len", "5000")
 
 
+def test_a_window_within_the_context_is_refused_with_the_length_that_is_served(
+    tmp_path: Path,
+) -> None:
+    model = small_model(tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"use_sliding_window": True, "sliding_window": 96, "max_window_layers": 1}
+    config["layer_types"] = None
+    (model / "config.json").write_text(json.dumps(config))
+    message = refused("--model", str(model))
+    assert "the last 96 tokens only (sliding_window)" in message
+    assert "--max-model-len 96 serves it" in message
+    options = parse_args(["--model", str(model), "--max-model-len", "96"])
+    plan = plan_engine(options, find_model(options))
+    assert plan.config.scheduler.max_model_len == 96
+
+
 def test_an_empty_text_to_calibrate_with_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").touch()
     flags = ("--kv-cache-dtype", "fp8_e4m3", "--calculate-kv-scales", "--calibration")

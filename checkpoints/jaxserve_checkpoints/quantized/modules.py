@@ -135,6 +135,11 @@ class QuantizedCheckpoint:
             return self.checkpoint.dtype(name)
         return np.dtype(ml_dtypes.bfloat16)
 
+    def read(self, name: str) -> AnyArray:
+        """One that is not quantised; see Checkpoint.read."""
+        assert self.module(name) is None, f"{name} is packed"
+        return self.checkpoint.read(name)
+
     @property
     def main_dtype(self) -> np.dtype[Any]:
         """The dtype of the largest tensor that is not quantised."""

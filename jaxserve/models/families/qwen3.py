@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.model_spec import AttentionSpec, ModelSpec, NamedModel, Rope
-from jaxserve.models.hf_config import Config, dense_spec, refused
+from jaxserve.models.hf_config import Config, dense_spec, late_windows, refused, with_windows
 from jaxserve.models.tensor_names import decoder_rules as rules
 
 __all__ = ["ARCHITECTURE", "NAMED", "rules", "spec"]
@@ -13,13 +13,11 @@ ARCHITECTURE = "Qwen3ForCausalLM"
 
 def spec(config: Config) -> ModelSpec:
     """Of a config.json; see `registry.spec_of`."""
-    problems = [
-        *refused(config, "attention_bias", "Qwen3 attention has no bias"),
-        *refused(config, "use_sliding_window", "sliding windows are not supported"),
-    ]
-    return dense_spec(
+    problems = refused(config, "attention_bias", "Qwen3 attention has no bias")
+    plain = dense_spec(
         config, ARCHITECTURE, problems=problems, qk_norm=True, max_position=_MAX_POSITION
     )
+    return with_windows(plain, late_windows(config, plain.num_layers))
 
 
 _MAX_POSITION = 40_960

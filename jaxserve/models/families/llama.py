@@ -1,0 +1,61 @@
+"""Llama 3: no norms of heads, no biases, RoPE stretched by parts (`llama3`)."""
+
+from __future__ import annotations
+
+from jaxserve.model_spec import AttentionSpec, Llama3Scaling, ModelSpec, NamedModel, Rope
+from jaxserve.models.hf_config import Config, dense_spec, refused
+from jaxserve.models.tensor_names import decoder_rules as rules
+
+__all__ = ["ARCHITECTURE", "NAMED", "rules", "spec"]
+
+ARCHITECTURE = "LlamaForCausalLM"
+
+
+def spec(config: Config) -> ModelSpec:
+    """Of a config.json; see `registry.spec_of`."""
+    problems = [
+        *refused(config, "attention_bias", "which adds biases to q, k, v and o: not supported"),
+        *refused(config, "mlp_bias", "biases of the feed-forward block are not supported"),
+    ]
+    if (shards := config.get("pretraining_tp") or 1) != 1:
+        problems.append(f"pretraining_tp is {shards!r}, supported: 1")
+    return dense_spec(config, ARCHITECTURE, problems=problems, max_position=2048)
+
+
+def _published(
+    size: str,
+    embed: int,
+    ffn: int,
+    layers: int,
+    q_heads: int,
+    *,
+    head_dim: int = 128,
+    factor: float,
+    tied: bool = False,
+) -> NamedModel:
+    scaling = Llama3Scaling(
+        factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192
+    )
+    attention = AttentionSpec(
+        q_heads=q_heads, kv_heads=8, head_dim=head_dim, rope=Rope(theta=5e5, scaling=scaling)
+    )
+    spec = ModelSpec.dense(
+        architecture=ARCHITECTURE,
+        vocab_size=128_256,
+        embed=embed,
+        ffn=ffn,
+        num_layers=layers,
+        attention=attention,
+        norm_eps=1e-5,
+        max_position=131_072,
+        tie_embeddings=tied,
+    )
+    return NamedModel(f"meta-llama/Llama-{size}-Instruct", spec)
+
+
+NAMED = {
+    "llama-3.1-8b": _published("3.1-8B", 4096, 14336, 32, 32, factor=8.0),
+    "llama-3.2-1b": _published("3.2-1B", 2048, 8192, 16, 32, head_dim=64, factor=32.0, tied=True),
+    "llama-3.2-3b": _published("3.2-3B", 3072, 8192, 28, 24, factor=32.0, tied=True),
+    "llama-3.3-70b": _published("3.3-70B", 8192, 28672, 80, 64, factor=8.0),
+}
