@@ -1,1 +1,1 @@
-"""Checkpoints: from bytes on disk to named arrays."""
+"""Reads, converts and writes checkpoints."""

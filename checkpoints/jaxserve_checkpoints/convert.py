@@ -1,4 +1,5 @@
-"""From a Hugging Face checkpoint to the engine's own: one part at a time, through the device."""
+"""Converts a Hugging Face checkpoint to the engine's own format, one part at a time, on the
+device."""
 
 from __future__ import annotations
 
@@ -35,17 +36,18 @@ def convert(
     made_from: Mapping[str, Any],
     progress: Progress = lambda done, total: None,
 ) -> Path:
-    """Write what `load_params` would make of the checkpoint; returns the file.
+    """Write the weights that `load_params` would return. Returns the file.
 
-    An earlier call that was killed is gone on with; a file of the same `made_from` is checked and
-    left as it is. While one part is read the one before it is written.
+    Continues an interrupted call. A finished file with the same `made_from` is verified and kept.
+    One part is read while the previous one is written.
 
     Args:
-      made_from: JSON values that say what the file's content depends on.
-      progress: bytes written and in all.
+      made_from: JSON values that determine the file's content.
+      progress: called with bytes written and bytes in all.
 
     Raises:
-      CheckpointError: see `resolve_rules`; no room; another conversion is there or under way.
+      CheckpointError: see `resolve_rules`. Also if there is no room, or another conversion exists
+        or is in progress.
       OSError: the folder cannot be written.
     """
     found = finished(folder, made_from)
@@ -81,9 +83,10 @@ def convert(
 
 
 def finished(folder: Path, made_from: Mapping[str, Any]) -> NativeCheckpoint | None:
-    """The conversion that is there, not verified; None: there is none.
+    """Returns the finished conversion, unverified; None if there is none.
 
-    CheckpointError: it is made from something else.
+    Raises:
+      CheckpointError: it was made from something else.
     """
     if not (folder / FILE).exists():
         return None
@@ -99,7 +102,7 @@ def finished(folder: Path, made_from: Mapping[str, Any]) -> NativeCheckpoint | N
 
 
 def _named(path: str, weight: Any) -> list[tuple[str, Any]]:
-    """The arrays of a part, plain or quantised, under the names of their tensors."""
+    """Returns (tensor name, array) of each array of a plain or quantised part."""
     return [(f"{path}.{field}" if field else path, array) for field, array in leaf_paths(weight)]
 
 

@@ -1,4 +1,4 @@
-"""Seeded random weights made on the device, for benchmarks and tests that need no checkpoint."""
+"""Seeded random weights, made on the device, for benchmarks and tests without a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ _NORM_NOISE = 0.02
 
 
 def dummy_params[Tree](abstract: Tree, seed: int, encode: Encode = as_stored) -> Tree:
-    """The tree of `abstract` (floating-point ShapeDtypeStructs) filled on the device, each part
+    """Returns the tree of `abstract` (floating-point ShapeDtypeStructs) with random arrays, each
     put through `encode`.
 
-    Each leaf, or layer of a stacked leaf, depends on `seed` and its path only. Vectors are norm
-    weights, 1 + 0.02 N(0, 1), or where their name ends in "bias" 0.02 N(0, 1). Matrices
-    [..., out, in] are N(0, 1/in), which keeps activations at their size from layer to layer (0.02
-    for a width of 2560). One compilation per distinct shape
-    and dtype.
+    Each leaf, or layer of a stacked leaf, depends only on `seed` and its path. Vectors are norm
+    weights, 1 + 0.02 N(0, 1), or biases (names that end in "bias"), 0.02 N(0, 1). Matrices [...,
+    out, in] are N(0, 1/in), which keeps activations at their size from layer to layer (0.02 for a
+    width of 2560). Compiles once per distinct shape and dtype.
     """
     filling = Filling(abstract, encode)
     for part in leaf_parts(abstract):
@@ -39,7 +38,7 @@ def dummy_params[Tree](abstract: Tree, seed: int, encode: Encode = as_stored) ->
 def _maker(
     shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Any, mean: float
 ) -> Callable[[np.uint32, np.uint32], jax.Array]:
-    """Compiled (seed, hash of the path) → weights; `mean` is that of vectors."""
+    """Returns a compiled function (seed, hash of the path) -> weights. `mean`: of vectors."""
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dummy weights are floating point, got {dtype} {list(shape)}")
 

@@ -1,4 +1,5 @@
-"""Fill a parameter tree from a checkpoint: concatenate and cast on the host, copy to the device."""
+"""Loads a parameter tree from a checkpoint: concatenates and casts on the host, copies to the
+device."""
 
 from __future__ import annotations
 
@@ -29,18 +30,18 @@ type Progress = Callable[[int, int], None]
 """Called with (bytes on the device, bytes of the whole tree)."""
 
 type Place = Callable[[Any, Any], Any]
-"""Puts a host array, or a tree of them, onto a device, given the leaf's sharding or None."""
+"""Puts a host array, or a tree of them, on a device, given the leaf's sharding or None."""
 
 type Stored = Checkpoint | QuantizedCheckpoint
-"""Parts of a quantised one that are quantised already are decoded; `encode` does not see them."""
+"""A checkpoint. Parts that a quantised one stores quantised are decoded, not encoded again."""
 
 type Encode = Callable[[str, jax.Array], Any]
-"""Given the path of a part and its array on the device, what the tree holds in its place: a
-quantised weight, any tree of arrays. It is traced for its shapes, and must not depend on the layer
-in the path."""
+"""Returns what the tree holds for a part, given its path and its array on the device: a plain or a
+quantised weight. It is traced for shapes, and must not depend on the layer in the path."""
 
 MAX_BYTES_IN_FLIGHT = 1 << 30
-"""The runtime's pinned staging memory grows to the peak of unfinished copies and stays there."""
+"""Bytes in flight. The runtime's pinned staging memory grows to the peak of unfinished copies and
+stays."""
 
 _HOST_THREADS = 4
 
@@ -60,13 +61,15 @@ def load_params[Tree](
     encode: Encode = as_stored,
     max_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT,
 ) -> Tree:
-    """The tree of `abstract` (ShapeDtypeStructs) with arrays of exactly those shapes and dtypes,
+    """Returns the tree of `abstract` (ShapeDtypeStructs) with arrays of those shapes and dtypes,
     each put through `encode` as soon as it is on the device.
 
-    While one group of leaves is copied to the device the next one is put together on the host;
-    both together stay within `max_bytes_in_flight`, or two leaves where leaves are larger. Mapped
-    pages are given back behind the copies; on a CPU, a leaf that needs no change may stay a view
-    of the mapped file. CheckpointError: see `resolve_rules`.
+    One group of leaves is assembled on the host while the previous group is copied. Both together
+    stay within `max_bytes_in_flight`, or two leaves if leaves are larger. Mapped file pages are
+    released after copying. On a CPU a leaf that needs no change may stay a view of the mapped file.
+
+    Raises:
+      CheckpointError: see `resolve_rules`.
     """
     sources = resolve_rules(rules, abstract, checkpoint)
     total = sum(leaf_nbytes(source.leaf) for source in sources)
@@ -74,7 +77,7 @@ def load_params[Tree](
     placed: list[LeafSource] = []
 
     def settle() -> None:
-        """Wait for the copies under way, then give back the file pages behind them."""
+        """Wait for pending copies, then release their file pages."""
         filling.wait()
         _release(checkpoint, placed)
         if progress:
@@ -98,12 +101,13 @@ def encoded_parts(
     encode: Encode,
     wanted: Callable[[LeafPart], bool] = lambda part: True,
 ) -> Iterator[tuple[LeafPart, Any]]:
-    """What `load_params` puts into the tree, part by part; the next one is read meanwhile.
+    """Yields what `load_params` puts into the tree, part by part. The next part is read meanwhile.
 
-    What belongs to no layer comes first, then layer after layer, whether they are stacked or not:
-    an encoder may need the layers before one.
+    Parts without a layer come first, then layer by layer, stacked or not, because an encoder may
+    need earlier layers.
 
-    CheckpointError: see `resolve_rules`.
+    Raises:
+      CheckpointError: see `resolve_rules`.
     """
     sources = [each for each in resolve_rules(rules, abstract, checkpoint) if wanted(each.part)]
     sources.sort(key=lambda source: -1 if source.part.layer is None else source.part.layer)
@@ -119,9 +123,10 @@ def encoded_parts(
 
 
 def packed_leaves(checkpoint: Stored, sources: Sequence[LeafSource]) -> dict[str, PackedModules]:
-    """Leaves of the tree that the checkpoint has quantised, with ShapeDtypeStructs for arrays.
+    """Returns the leaves that the checkpoint stores quantised, with ShapeDtypeStructs.
 
-    CheckpointError: layers that are stacked in one leaf but not alike.
+    Raises:
+      CheckpointError: layers of one stacked leaf differ.
     """
     if isinstance(checkpoint, Checkpoint):
         return {}
@@ -140,10 +145,11 @@ def packed_leaves(checkpoint: Stored, sources: Sequence[LeafSource]) -> dict[str
 def direct_sources(
     checkpoint: Stored, rules: Sequence[AnyRule], abstract: Any
 ) -> list[LeafBytes] | None:
-    """Where the bytes of each leaf lie, if all leaves are bytes of the checkpoint as they stand:
-    no cast, no transform, concatenation on the first axis only. Otherwise None.
+    """Returns where each leaf's bytes lie, if all leaves are bytes of the checkpoint as stored: no
+    cast, no transform, concatenation on the first axis only. Otherwise None.
 
-    CheckpointError: see `resolve_rules`.
+    Raises:
+      CheckpointError: see `resolve_rules`.
     """
     if isinstance(checkpoint, QuantizedCheckpoint):
         return None
@@ -159,9 +165,8 @@ def direct_sources(
 
 
 class Filling[Tree]:
-    """A tree of device arrays under way. Stacked leaves are allocated first and filled in place,
-    so that no second copy of them is ever on the device and no hole is left in its memory.
-    """
+    """A tree of device arrays that is being filled. Stacked leaves are allocated first and filled
+    in place, so that the device never holds a second copy and its memory gets no holes."""
 
     def __init__(
         self,
@@ -180,7 +185,7 @@ class Filling[Tree]:
                 self._leaves[part.owner] = jax.tree.map(zeros, shapes[part.owner])
 
     def put(self, part: LeafPart, array: jax.Array | PackedModules) -> None:
-        """Take one part; each part of the tree exactly once."""
+        """Take one part. Each part of the tree must come exactly once."""
         encoded = _encoded(self._encode, part.path, array)
         if part.layer is None:
             self._leaves[part.owner] = encoded
@@ -194,7 +199,7 @@ class Filling[Tree]:
         jax.block_until_ready(self._leaves)
 
     def tree(self) -> Tree:
-        """The tree of `abstract` with what `encode` made of each leaf in its place."""
+        """Returns the finished tree: what `encode` made of each leaf."""
         leaves = [self._leaves[path] for path, _ in leaf_paths(self._abstract)]
         return jax.tree.unflatten(jax.tree.structure(self._abstract), leaves)
 
@@ -204,7 +209,7 @@ def encoded_abstract[Tree](
     encode: Encode,
     packed: Mapping[str, PackedModules] = MappingProxyType({}),
 ) -> Tree:
-    """Shapes and dtypes of the tree that is `abstract` put through `encode`.
+    """Returns the shapes and dtypes of `abstract` after `encode`.
 
     Args:
       packed: see `packed_leaves`.
@@ -220,7 +225,7 @@ def _encoded(encode: Encode, path: str, array: Any) -> Any:
 def _encoded_leaves(
     abstract: Any, encode: Encode, packed: Mapping[str, PackedModules]
 ) -> dict[str, Any]:
-    """What stands in each leaf's place, in leaf order; stacked leaves keep their leading axis."""
+    """Returns what replaces each leaf, in leaf order. Stacked leaves keep their leading axis."""
     counts = {path: leaf.shape[0] for path, leaf in leaf_paths(abstract) if leaf.shape}
     encoded: dict[str, Any] = {}
     for part in leaf_parts(abstract):
@@ -247,7 +252,7 @@ def _write(stacked: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def assemble(checkpoint: Stored, source: LeafSource) -> AnyArray | PackedModules:
-    """Host array of one leaf: a view of the file where nothing has to change, else a new array."""
+    """Returns one leaf on the host: a view of the file if nothing changes, else a new array."""
     if isinstance(checkpoint, QuantizedCheckpoint):
         packed = _packed(checkpoint, source)
         if packed is not None:
@@ -269,7 +274,8 @@ def assemble(checkpoint: Stored, source: LeafSource) -> AnyArray | PackedModules
 
 
 def _packed(checkpoint: QuantizedCheckpoint, source: LeafSource) -> PackedModules | None:
-    """See QuantizedCheckpoint.packed. CheckpointError: what is packed would have to be changed."""
+    """See QuantizedCheckpoint.packed. Raises CheckpointError if a quantised tensor would need a
+    change."""
     packed = checkpoint.packed(source.tensors, source.path)
     if packed is not None and source.transforms:
         raise CheckpointError(
@@ -287,7 +293,7 @@ def _read(checkpoint: Checkpoint, name: str, source: LeafSource) -> AnyArray:
 
 
 def _copy(target: AnyArray, part: AnyArray) -> None:
-    """Copy and cast; equal dtypes are copied as bytes, which needs no interpreter lock."""
+    """Copy and cast. Equal dtypes are copied as bytes, without the interpreter's lock."""
     if target.dtype == part.dtype and part.ndim:
         bits = np.dtype(f"u{part.dtype.itemsize}")
         target, part = target.view(bits), part.view(bits)
@@ -295,7 +301,7 @@ def _copy(target: AnyArray, part: AnyArray) -> None:
 
 
 def _groups(sources: list[LeafSource], limit: int) -> Iterator[list[LeafSource]]:
-    """Consecutive leaves of together at most `limit` bytes, but at least one."""
+    """Yields consecutive leaves of at most `limit` bytes together, but at least one leaf."""
     group: list[LeafSource] = []
     size = 0
     for source in sources:

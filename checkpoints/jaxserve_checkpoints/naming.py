@@ -1,8 +1,8 @@
-"""Which tensors of a checkpoint fill which leaf of the parameter tree, checked in both directions.
+"""Matches a checkpoint's tensors with the leaves of the parameter tree, checked in both directions.
 
 A leaf's path is `jax.tree_util.keystr(path, simple=True, separator=".")`: "layers.3.qkv". A tree
-may also hold all layers' weights of a kind in one leaf, stacked on a leading axis: "layers.qkv" is
-then made of the parts "layers.0.qkv", "layers.1.qkv", ...
+may stack all layers' weights of a kind in one leaf: "layers.qkv" then consists of the parts
+"layers.0.qkv", "layers.1.qkv", ...
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STACKED = re.compile(r"(layers)\.([A-Za-z_][\w.]*)")
 
 
 class Tensors(Protocol):
-    """What is asked of a checkpoint here."""
+    """The part of a checkpoint's interface that this module uses."""
 
     @property
     def folder(self) -> Path: ...
@@ -39,15 +39,15 @@ class Tensors(Protocol):
 
 
 class LeafPart(NamedTuple):
-    """A leaf, or the part of a stacked leaf that belongs to one layer."""
+    """A leaf, or one layer's part of a stacked leaf."""
 
     path: str
     leaf: jax.ShapeDtypeStruct
-    """Shape, dtype, and sharding if the tree gives one: of this part."""
+    """Shape, dtype and, if given, sharding of this part."""
     owner: str
-    """Path of the tree's own leaf."""
+    """The path of the tree's leaf."""
     layer: int | None
-    """Place on the owner's leading axis; None if it is not stacked."""
+    """The index on the leaf's leading axis; None if the leaf is not stacked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class LeafSource:
 
     @property
     def split(self) -> Split | None:
-        """Which part of its tensors the leaf takes; None: all of them."""
+        """Which part of its tensors the leaf takes; None: all."""
         return next((each for each in self.transforms if isinstance(each, Split)), None)
 
     @property
@@ -87,7 +87,7 @@ class _Findings:
 
 
 def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
-    """(path, leaf) of every leaf, in the order of `jax.tree.leaves`."""
+    """Returns (path, leaf) of every leaf, in the order of `jax.tree.leaves`."""
     return [
         (jax.tree_util.keystr(path, simple=True, separator="."), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -95,12 +95,12 @@ def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
 
 
 def leaf_nbytes(leaf: Any) -> int:
-    """Of an array, or of anything else with a shape and a dtype."""
+    """Returns the bytes of an array, or of anything with a shape and a dtype."""
     return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
 def leaf_parts(tree: Any) -> list[LeafPart]:
-    """What a tree of ShapeDtypeStructs is filled from, in leaf order, stacked leaves by layer."""
+    """Returns the parts of a tree of ShapeDtypeStructs in leaf order, stacked leaves by layer."""
     parts: list[LeafPart] = []
     for path, leaf in leaf_paths(tree):
         stacked = _STACKED.fullmatch(path)
@@ -116,11 +116,13 @@ def leaf_parts(tree: Any) -> list[LeafPart]:
 
 
 def resolve_rules(rules: Sequence[AnyRule], abstract: Any, checkpoint: Tensors) -> list[LeafSource]:
-    """Sources of every leaf of `abstract` (ShapeDtypeStructs), in leaf order.
+    """Returns the sources of every leaf of `abstract` (ShapeDtypeStructs), in leaf order.
 
-    Every leaf is filled by exactly one Rule; every tensor fills one place, or an Ignore or Repeat
-    allows it; shapes and kinds of dtype agree. Otherwise one CheckpointError lists everything
-    that is wrong.
+    Exactly one Rule fills each leaf. Every tensor fills one place, unless an Ignore or Repeat
+    allows otherwise. Shapes and kinds of dtype must agree.
+
+    Raises:
+      CheckpointError: lists everything that is wrong.
     """
     found = _Findings()
     fills = [rule for rule in rules if isinstance(rule, Rule)]
@@ -161,7 +163,7 @@ def _substitute(source: str, numbers: dict[str, str]) -> str:
 
 
 def _mismatches(source: LeafSource, checkpoint: Tensors) -> list[str]:
-    """What differs between a leaf and its tensors."""
+    """Returns the differences between a leaf and its tensors."""
     problems: list[str] = []
     try:
         shapes = [_transformed(checkpoint.shape(name), source) for name in source.tensors]
@@ -184,14 +186,14 @@ def _mismatches(source: LeafSource, checkpoint: Tensors) -> list[str]:
 
 
 def _transformed(shape: tuple[int, ...], source: LeafSource) -> tuple[int, ...]:
-    """ValueError: a transform does not fit the shape."""
+    """Returns the shape after the transforms. ValueError if a transform does not fit."""
     for transform in source.transforms:
         shape = transform.shape(shape)
     return shape
 
 
 def _concatenated(shapes: list[tuple[int, ...]], axis: int) -> tuple[int, ...] | None:
-    """Shape of the concatenation; None if the shapes do not fit together."""
+    """Returns the shape of the concatenation; None if the shapes do not fit."""
     first = shapes[0]
     if len(shapes) == 1:
         return first
@@ -205,14 +207,15 @@ def _concatenated(shapes: list[tuple[int, ...]], axis: int) -> tuple[int, ...] |
 
 
 def _castable(source: np.dtype[Any], target: Any) -> bool:
-    """Plain weights convert between float formats; codes (integers, float8) never convert."""
+    """Returns whether a dtype may be converted. Plain weights convert between float formats; codes
+    (integers, float8) never convert."""
     floats = ("float16", "bfloat16", "float32", "float64")
     target = np.dtype(target)
     return source == target or (source.name in floats and target.name in floats)
 
 
 def _check_usage(rules: Sequence[AnyRule], checkpoint: Tensors, found: _Findings) -> None:
-    """Every tensor is used once, or in all its parts, or declared as one that may be left over."""
+    """Check that each tensor is used once, or in all its parts, or may be left over."""
     used: dict[str, list[Split | None]] = {}
     for source in found.sources:
         for name in source.tensors:
@@ -242,7 +245,7 @@ def _allows(rule: Ignore, name: str, checkpoint: Tensors) -> bool:
 
 
 def _misuse(splits: list[Split | None]) -> str | None:
-    """What is wrong with the use of one tensor, given the part that each leaf takes."""
+    """Returns what is wrong with the use of one tensor, given the part that each leaf takes."""
     first = splits[0]
     if first is None or any(split is None for split in splits):
         return f"used {len(splits)} times" if len(splits) > 1 else None

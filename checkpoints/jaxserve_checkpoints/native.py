@@ -1,12 +1,12 @@
-"""The engine's own checkpoint: weights as the engine holds them, quantised and packed.
+"""The engine's own checkpoint format: weights as the engine holds them, quantised and packed.
 
-    FOLDER/jaxserve.safetensors    and config.json, tokenizer files, ... as they were
+    FOLDER/jaxserve.safetensors    beside config.json, tokenizer files, ... of the source
 
-The file is a safetensors file, so its index is JSON and other tools can read it: one tensor for
-each array of each part, "layers.3.qkv.packed". Parts that the engine stacks follow each other, so
-that a whole stack is one range of the file; whatever fills whole pages begins on one. The metadata
-has, as JSON under "jaxserve", the format's number, which type of weight each leaf is, what it was
-made from, and a checksum of every tensor: XXH3 with 64 bits, which finds damage, not intent.
+The file is a safetensors file, which other tools can read. It has one tensor for each array of each
+part, "layers.3.qkv.packed". Parts that the engine stacks are adjacent, so a whole stack is one
+range of the file. Tensors that fill whole pages begin on one. The metadata has JSON under
+"jaxserve": the format's version, the weight type of each leaf, what the file was made from, and a
+64-bit XXH3 checksum of every tensor. The checksum finds damage, not tampering.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxserve_kernels.weights import QUANTIZED, QuantizedWeight
 
 FILE = "jaxserve.safetensors"
 FORMAT = 1
-"""To be increased when the arrays of a type in `jaxserve_kernels.weights` change their meaning."""
+"""Increase this when the arrays of a type in `jaxserve_kernels.weights` change their meaning."""
 
 METADATA = "jaxserve"
 
@@ -41,14 +41,14 @@ _HASH_THREADS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What the metadata says."""
+    """The content of the metadata."""
 
     made_from: Mapping[str, Any]
-    """Source and settings; JSON values. Two conversions of equal ones are the same."""
+    """Source and settings as JSON values. Conversions with equal ones are equal."""
     types: Mapping[str, str]
-    """Leaves that are quantised, "layers.qkv" for all layers -> the name of their type."""
+    """Quantised leaves ("layers.qkv" for all layers) -> name of their weight type."""
     checksums: Mapping[str, str]
-    """Of each tensor's bytes, as `checksum` gives it."""
+    """The `checksum` of each tensor's bytes."""
 
     def to_json(self) -> str:
         content = {
@@ -62,15 +62,16 @@ class Description:
 
 @dataclass(frozen=True)
 class NativeCheckpoint:
-    """An opened one."""
+    """An opened checkpoint of the engine's own format."""
 
     tensors: Checkpoint
     description: Description
 
     def encoded[Tree](self, abstract: Tree) -> Tree:
-        """The tree of plain ShapeDtypeStructs `abstract` with the file's types of weights in it.
+        """Returns the tree of plain ShapeDtypeStructs `abstract` with the file's weight types.
 
-        CheckpointError: a type that is not known, or of another shape than the plain weight.
+        Raises:
+          CheckpointError: a type is unknown, or has another shape than the plain weight.
         """
         firsts = [part for part in leaf_parts(abstract) if not part.layer]
         leaves = [
@@ -80,15 +81,18 @@ class NativeCheckpoint:
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
     def rules(self) -> list[AnyRule]:
-        """Each tensor fills the part that it is named after."""
+        """Returns rules by which each tensor fills the part that it is named after."""
         names = {_LAYER.sub("layers.{layer}.", name) for name in self.tensors.names}
         return [Rule(name, (name,)) for name in sorted(names)]
 
     def verify(self, progress: Callable[[int], None] = lambda done: None) -> None:
-        """CheckpointError, with their names, if tensors are not what was written.
+        """Check all tensors against their checksums.
 
         Args:
           progress: called with the number of bytes of each tensor.
+
+        Raises:
+          CheckpointError: names the damaged tensors.
         """
 
         def damaged(name: str) -> bool:
@@ -110,7 +114,7 @@ class NativeCheckpoint:
             )
 
     def _encoded_leaf(self, first: LeafPart, leaf: jax.ShapeDtypeStruct) -> Any:
-        """What stands in the place of a leaf, given its first part."""
+        """Returns what replaces a leaf, given its first part."""
         name = self.description.types.get(_LAYER.sub("layers.", first.path))
         if name is None:
             return leaf
@@ -138,7 +142,7 @@ class NativeCheckpoint:
 
 
 def open_native(folder: Path) -> NativeCheckpoint:
-    """CheckpointError: not there, damaged, or of another version of jaxserve."""
+    """Open a folder. Raises CheckpointError if it is missing, damaged or of another version."""
     file = folder / FILE
     try:
         entries, metadata = read_header(file)
@@ -160,7 +164,7 @@ def open_native(folder: Path) -> NativeCheckpoint:
 
 
 def types_of(abstract: Any, encoded: Any) -> dict[str, str]:
-    """Types of the weights that stand in `encoded` where `abstract` has plain ones."""
+    """Returns the types of the weights in `encoded` where `abstract` has plain ones."""
     nodes = jax.tree.structure(abstract).flatten_up_to(encoded)
     return {
         _LAYER.sub("layers.", path): type(node).__name__
@@ -170,5 +174,6 @@ def types_of(abstract: Any, encoded: Any) -> dict[str, str]:
 
 
 def checksum(array: AnyArray) -> str:
-    """16 hexadecimal digits of a contiguous array's bytes; releases the interpreter."""
+    """Returns 16 hexadecimal digits for a contiguous array's bytes. Releases the interpreter's
+    lock."""
     return xxhash.xxh3_64_hexdigest(array.reshape(-1).view(np.uint8))

@@ -1,11 +1,11 @@
-"""Writes the engine's own checkpoint, and goes on where an earlier writer was killed.
+"""Writes the engine's own checkpoint, and continues where an earlier writer was killed.
 
-    .jaxserve.safetensors.partial    the file to be, at its full size from the start
+    .jaxserve.safetensors.partial    the unfinished file, at its full size from the start
     .jaxserve.safetensors.journal    what it is made from, then each tensor that is written
 
-A tensor is noted in the journal after its bytes, with their checksum, and believed by the next
-writer only if the bytes still have it. The file gets its header and its name when everything has
-been read back. Writers of one folder exclude each other by a lock on the folder.
+A tensor's entry in the journal follows its bytes and has their checksum. The next writer keeps the
+tensor only if the bytes still match. The file gets its header and name after everything was read
+back. A lock on the folder excludes other writers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LENGTH_BYTES = 8
 
 
 class _Place(NamedTuple):
-    """A tensor, and its bytes [start, end) behind the header."""
+    """A tensor's name and its bytes [start, end) after the header."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Busy(CheckpointError):
 
 
 class NativeWriter:
-    """One file under way; to be used in a `with`. `write` may be called from several threads."""
+    """Writes one file; use it in a `with` statement. Several threads may call `write`."""
 
     def __init__(
         self,
@@ -59,14 +59,16 @@ class NativeWriter:
         made_from: Mapping[str, Any],
         types: Mapping[str, str],
     ):
-        """
+        """Create or continue the file.
+
         Args:
-          tensors: anything with shape and dtype for each name, in the order of the file.
+          tensors: an object with shape and dtype for each name, in file order.
+          made_from, types: see `native.Description`.
 
         Raises:
-          Busy: another process is at it.
-          CheckpointError: the disk has no room for the file.
-          OSError: the folder cannot be made or written.
+          Busy: another process writes into the folder.
+          CheckpointError: the disk has too little room.
+          OSError: the folder cannot be created or written.
         """
         self._folder = folder
         self._made_from, self._types = made_from, types
@@ -99,16 +101,17 @@ class NativeWriter:
 
     @property
     def written(self) -> frozenset[str]:
-        """Names of the tensors that are there."""
+        """Names of the tensors that are written."""
         return frozenset(self._checksums)
 
     @property
     def size(self) -> int:
-        """Of the file, in bytes."""
+        """The file's size in bytes."""
         return self._size
 
     def write(self, name: str, array: AnyArray) -> None:
-        """OSError: the disk is full or fails; what is written so far stays for the next writer."""
+        """Write one tensor. OSError if the disk is full or fails; the next writer keeps what is
+        written."""
         place = self._places[name]
         assert (array.dtype, array.shape) == (place.dtype, place.shape), name
         content = np.ascontiguousarray(array)
@@ -125,7 +128,7 @@ class NativeWriter:
         """Read everything back and give the file its name.
 
         Raises:
-          CheckpointError: what is read is not what was written.
+          CheckpointError: the bytes read differ from those written.
         """
         missing = self._places.keys() - self._checksums.keys()
         assert not missing, missing
@@ -146,7 +149,7 @@ class NativeWriter:
         return Description(made_from=self._made_from, types=self._types, checksums=checksums)
 
     def _resume(self) -> dict[str, str]:
-        """Checksums in the journal of an earlier writer of the same file."""
+        """Returns the checksums in the journal of an earlier writer of the same file."""
         try:
             lines = (self._folder / _JOURNAL).read_text(encoding="utf-8").split("\n")
         except (OSError, ValueError):
@@ -157,7 +160,7 @@ class NativeWriter:
         return {name: value for value, _, name in noted if name in self._places}
 
     def _allocate(self) -> None:
-        """The whole file now, so that a disk without room says so before any work is done."""
+        """Allocate the whole file, so that a full disk is reported before any work is done."""
         try:
             os.ftruncate(self._file, self._size)  # that of another conversion may be longer
             os.posix_fallocate(self._file, 0, self._size)
@@ -172,14 +175,15 @@ class NativeWriter:
             ) from None
 
     def _forget_damaged(self) -> list[str]:
-        """Drop, and return, names whose bytes in the file do not have their checksums."""
+        """Drop and return names whose bytes in the file do not match their checksums."""
         damaged = [name for name, value in self._checksums.items() if self._read(name) != value]
         for name in damaged:
             del self._checksums[name]
         return damaged
 
     def _read(self, name: str) -> str:
-        """The checksum of what the file holds; its pages do not stay in this process's memory."""
+        """Returns the checksum of a tensor in the file. Its pages do not stay in the process's
+        memory."""
         place = self._places[name]
         start, size = self._start + place.start, place.end - place.start
         value = checksum(np.frombuffer(self._map, np.uint8, size, start))
@@ -193,19 +197,20 @@ class NativeWriter:
 
 
 def _in_words(size: int) -> str:
-    """Rounded so that two sizes that differ by a hundredth are seen to."""
+    """Formats a size so that two sizes that differ by a hundredth look different."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 
 
 def discard(folder: Path) -> None:
-    """Remove the checkpoint, and what a writer that did not finish left."""
+    """Remove a checkpoint and what an unfinished writer left."""
     for name in (_PARTIAL, _JOURNAL, FILE):
         with contextlib.suppress(OSError):
             (folder / name).unlink()
 
 
 def _places(tensors: Mapping[str, Any]) -> dict[str, _Place]:
-    """Without gaps, as the format wants it: first what fills whole pages, then by alignment."""
+    """Returns each tensor's place. There are no gaps, as safetensors requires: tensors that fill
+    whole pages come first, then the others by alignment."""
     whole, rest = [], []
     for name, each in tensors.items():
         dtype = np.dtype(each.dtype)
@@ -221,7 +226,8 @@ def _places(tensors: Mapping[str, Any]) -> dict[str, _Place]:
 
 
 def _header(places: Mapping[str, _Place], description: Description) -> bytes:
-    """Length and JSON, filled up to whole pages; as long whatever the checksums are."""
+    """Returns the length and JSON, padded to whole pages. The size does not depend on the
+    checksums."""
     checksums = dict.fromkeys(places, _NO_CHECKSUM) | dict(description.checksums)
     described = replace(description, checksums=checksums).to_json()
     content: dict[str, Any] = {"__metadata__": {METADATA: described}}
@@ -238,7 +244,7 @@ def _header(places: Mapping[str, _Place], description: Description) -> bytes:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Generator[None]:
-    """The only writer of the folder, until the process ends at the latest."""
+    """Holds the folder's lock. The system releases it when the process ends."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -251,7 +257,7 @@ def _locked(folder: Path) -> Generator[None]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """The new name survives a loss of power."""
+    """Sync the folder, so that the new name survives a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

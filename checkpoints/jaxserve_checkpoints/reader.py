@@ -41,7 +41,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
-"""safetensors names of the dtypes that fill whole bytes, stored little-endian."""
+"""Names in safetensors of the dtypes that fill whole bytes; stored little-endian."""
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -50,12 +50,12 @@ _MAX_LISTED = 20
 
 
 class CheckpointError(Exception):
-    """A model folder or a name that cannot be used; the message says what is wrong with which."""
+    """A model folder or name cannot be used. The message says what is wrong with which."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """Where one tensor lies: bytes [start, end) of `file`."""
+    """One tensor's place: bytes [start, end) of `file`."""
 
     file: Path
     dtype: np.dtype[Any]
@@ -73,7 +73,7 @@ class Segment(NamedTuple):
 
 
 class Checkpoint:
-    """Tensors of one folder. Files are mapped, not read: bytes come in when they are touched."""
+    """The tensors of one folder. Files are mapped, so bytes are read when they are used."""
 
     def __init__(self, folder: Path, entries: dict[str, TensorEntry]) -> None:
         self.folder = folder
@@ -82,7 +82,7 @@ class Checkpoint:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all tensors, sorted."""
+        """The names of all tensors, sorted."""
         return tuple(sorted(self._entries))
 
     def __contains__(self, name: object) -> bool:
@@ -96,7 +96,7 @@ class Checkpoint:
 
     @property
     def main_dtype(self) -> np.dtype[Any]:
-        """Of the largest tensor."""
+        """The dtype of the largest tensor."""
         return max(self._entries.values(), key=lambda entry: entry.end - entry.start).dtype
 
     def nbytes(self, name: str) -> int:
@@ -104,7 +104,7 @@ class Checkpoint:
         return entry.end - entry.start
 
     def segment(self, name: str) -> Segment:
-        """Where the tensor's bytes lie."""
+        """Returns where the tensor's bytes lie."""
         entry = self._entry(name)
         return Segment(entry.file, entry.start, entry.end - entry.start)
 
