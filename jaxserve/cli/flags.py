@@ -24,7 +24,13 @@ from jaxserve.cli.flag_values import (
     url,
     whole,
 )
-from jaxserve.config import KV_CACHE_DTYPES, POLICIES, REASONING_FIELDS
+from jaxserve.config import (
+    KV_CACHE_DTYPES,
+    POLICIES,
+    REASONING_FIELDS,
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+)
 from jaxserve.logs import FORMATS
 from jaxserve.model_spec import NAMED_MODELS
 
@@ -144,6 +150,18 @@ def add_server_flags(add: AddArgument) -> None:
         choices=REASONING_FIELDS,
         default="both",
         help="where chats have thoughts: reasoning as in vLLM, reasoning_content as in SGLang",
+    )
+    add(
+        "--tool-call-parser",
+        choices=TOOL_CALL_PARSERS,
+        help="how the model writes tool calls, by vLLM's names; else as its chat template or its "
+        "architecture says. none: calls are text",
+    )
+    add(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        help="how the model marks reasoning; else as its chat template or its tokenizer says. "
+        "none: reasoning is text",
     )
     add(
         "--enable-force-include-usage",
