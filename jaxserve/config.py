@@ -145,6 +145,11 @@ class SamplingDefaults:
 
 REASONING_FIELDS = ("both", "reasoning", "reasoning_content")
 
+NO_PARSER = "none"
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", "qwen3_coder", "qwen3_xml", NO_PARSER)
+REASONING_PARSERS = ("deepseek_r1", "mistral", "qwen3", NO_PARSER)
+"""vLLM's names of formats, which are defined in `jaxserve.server.chat_formats`."""
+
 TEMPLATE_VARIABLES = frozenset({"enable_thinking", "thinking", "preserve_thinking"})
 """Names that `chat_template_kwargs` may set."""
 
@@ -166,6 +171,12 @@ class ServerConfig:
     """`chat_template_kwargs` of chats that do not set them."""
     reasoning_field: str = "both"
     """Where chats have thoughts: one of REASONING_FIELDS."""
+    architecture: str = ""
+    """The model's class in `config.json`; empty: not known."""
+    tool_call_parser: str | None = None
+    """One of TOOL_CALL_PARSERS; None: found from the chat template or the architecture."""
+    reasoning_parser: str | None = None
+    """One of REASONING_PARSERS; None: found from the chat template or the tokenizer."""
     by_priority: bool = False
     """The scheduler's policy looks at priorities."""
     isolate_cache_by_key: bool = False

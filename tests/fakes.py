@@ -54,8 +54,11 @@ CHATML = """\
 """
 
 
-def tiny_tokenizer(chat_template: str | None = CHATML) -> HfTokenizer:
-    """A byte-level BPE without merges: token id = byte value; the markers follow from 256 on."""
+def tiny_tokenizer(
+    chat_template: str | None = CHATML, more_special: Sequence[str] = ()
+) -> HfTokenizer:
+    """A byte-level BPE without merges: token id = byte value; the markers follow from 256 on, and
+    more special ones from 262."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     vocab = {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(hidden)}
@@ -64,6 +67,7 @@ def tiny_tokenizer(chat_template: str | None = CHATML) -> HfTokenizer:
     full.decoder = decoders.ByteLevel()
     full.add_special_tokens(list(SPECIAL))
     full.add_tokens(list(NOT_SPECIAL))
+    full.add_special_tokens(list(more_special))
     return HfTokenizer(full, eos_token_ids=frozenset({IM_END}), chat_template=chat_template)
 
 

@@ -25,7 +25,13 @@ from jaxserve.cli.flag_values import (
     whole,
 )
 from jaxserve.cli.gpus import GPUS
-from jaxserve.config import KV_CACHE_DTYPES, POLICIES, REASONING_FIELDS
+from jaxserve.config import (
+    KV_CACHE_DTYPES,
+    POLICIES,
+    REASONING_FIELDS,
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+)
 from jaxserve.logs import FORMATS
 from jaxserve.models.registry import NAMED_MODELS
 
@@ -200,6 +206,18 @@ def add_server_flags(add: AddArgument) -> None:
         default="both",
         help="field for the model's thoughts in chats: reasoning as in vLLM, reasoning_content "
         "as in SGLang, or both",
+    )
+    add(
+        "--tool-call-parser",
+        choices=TOOL_CALL_PARSERS,
+        help="how the model writes tool calls, by vLLM's names; else as its chat template or its "
+        "architecture says. none: calls are text",
+    )
+    add(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        help="how the model marks reasoning; else as its chat template or its tokenizer says. "
+        "none: reasoning is text",
     )
     add(
         "--enable-force-include-usage",

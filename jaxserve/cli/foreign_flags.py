@@ -36,6 +36,11 @@ SAME_VALUES = {
     ("--generation-config", "openai"): "vllm",
     ("--load-format", "safetensors"): "auto",
     ("--dtype", "float"): "float32",
+    ("--tool-call-parser", "llama3"): "llama3_json",
+    ("--tool-call-parser", "qwen"): "hermes",
+    ("--tool-call-parser", "qwen25"): "hermes",
+    ("--reasoning-parser", "deepseek-r1"): "deepseek_r1",
+    ("--reasoning-parser", "qwen3-thinking"): "deepseek_r1",
 }
 
 OBVIOUS = {
@@ -88,8 +93,8 @@ VALUED = frozenset(
     {
         *("--api-server-count", "--compilation-config", "--grammar-backend", "--jit-monitor-mode"),
         *("--max-log-len", "--max-logprobs", "--num-scheduler-steps", "--optimization-level"),
-        *("--prefix-caching-hash-algo", "--reasoning-parser", "--structured-outputs-config"),
-        *("--swap-space", "--tool-call-parser", "--uvicorn-log-level"),
+        *("--prefix-caching-hash-algo", "--structured-outputs-config"),
+        *("--swap-space", "--uvicorn-log-level"),
         *("--collect-detailed-traces", "--disable-access-log-for-endpoints", "--stream-interval"),
         *("--log-requests-format", "--log-requests-level", "--long-prefill-token-threshold"),
         *("--max-prefill-tokens", "--max-total-tokens", "--num-gpu-blocks-override"),

@@ -83,6 +83,8 @@ class Options:
     chat_template: Path | None
     default_chat_template_kwargs: dict[str, Any] | None
     reasoning_field: str
+    tool_call_parser: str | None
+    reasoning_parser: str | None
     isolate_cache_by_key: bool
     legacy_metrics: bool
     max_num_queued_tokens: int | None

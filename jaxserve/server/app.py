@@ -13,6 +13,8 @@ from jaxserve.metrics.metrics import Metrics
 from jaxserve.server import operations
 from jaxserve.server.access import require_key
 from jaxserve.server.backlog import Backlog
+from jaxserve.server.chat_formats.chat_format import ChatFormat
+from jaxserve.server.chat_formats.choose import chat_format
 from jaxserve.server.connection import Runner
 from jaxserve.server.cors import allow_origin, preflight
 from jaxserve.server.huge_bodies import BODIES_AT_ONCE, HugeBodies
@@ -29,7 +31,7 @@ from jaxserve.server.probe import Probe
 from jaxserve.server.response_store import ResponseStore
 from jaxserve.server.responses import responses, stored
 from jaxserve.server.sealed import Sealer
-from jaxserve.server.service import SERVICE, Service
+from jaxserve.server.service import SERVICE, Chats, Service
 from jaxserve.server.telemetry.finished import Tracer
 from jaxserve.server.telemetry.request_log import tell_of_request
 from jaxserve.server.tokenization import detokenize, tokenize
@@ -49,16 +51,17 @@ def make_app(
 ) -> web.Application:
     """The HTTP side of one engine. It may be served while the engine is still starting.
 
-    ConfigError: the model's chat template is none.
+    ConfigError: the model's chat template is none, or a parser that was asked for is not known.
     """
     app = web.Application(
         middlewares=[tell_of_request, preflight, error_shape, require_key],
     )
+    chats = _chats(tokenizer, config)
     app[SERVICE] = Service(
         engine=engine,
         tokenizer=tokenizer,
-        template=_template(tokenizer, config),
-        guides=Guides(tokenizer, metrics, isolated=config.isolate_cache_by_key),
+        chats=chats,
+        guides=_guides(tokenizer, config, metrics, chats.format),
         responses=ResponseStore(config.response_store_bytes),
         sealer=Sealer(config.reasoning_keys),
         config=config,
@@ -82,10 +85,31 @@ async def _end_grammars(app: web.Application) -> None:
     app[SERVICE].guides.close()
 
 
-def _template(tokenizer: Tokenizer, config: ServerConfig) -> ChatTemplate | None:
+def _chats(tokenizer: Tokenizer, config: ServerConfig) -> Chats:
     source = tokenizer.chat_template if config.chat_template is None else config.chat_template
-    if not source:
-        return None
+    template = _template(source, tokenizer, config) if source else None
+    form = chat_format(
+        tokenizer,
+        template,
+        source or "",
+        architecture=config.architecture,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
+    return Chats(template, form)
+
+
+def _guides(
+    tokenizer: Tokenizer, config: ServerConfig, metrics: Metrics, form: ChatFormat
+) -> Guides:
+    isolated = config.isolate_cache_by_key
+    if form.reasoning is None:
+        return Guides(tokenizer, metrics, isolated=isolated)
+    markers = form.reasoning.markers
+    return Guides(tokenizer, metrics, isolated=isolated, think_markers=markers)
+
+
+def _template(source: str, tokenizer: Tokenizer, config: ServerConfig) -> ChatTemplate:
     try:
         return ChatTemplate(source, tokenizer.markers, config.template_variables)
     except ConfigError as error:

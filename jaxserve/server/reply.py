@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
-import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
 
 from jaxserve.api import EngineFailed, Overloaded, ReaderTooSlow, Rejected
+from jaxserve.server.arrival import Arrival
 from jaxserve.server.errors import (
     ApiError,
     engine_error,
@@ -24,16 +22,11 @@ from jaxserve.server.errors import (
 )
 from jaxserve.server.off_loop import Lane, off_loop
 from jaxserve.server.output.generation import Choice, Delta, Generation, GrammarLeft
-from jaxserve.server.request.priority import Ranked, level_of_header, tier_used
 from jaxserve.server.service import Service
 from jaxserve.server.sse import EventStream
-from jaxserve.server.tenant import tenant_of
 from jaxserve.server.time_limit import read_timeout, time_limit
 
 log = logging.getLogger(__name__)
-
-FIRST_TOKEN_HEADER, ANSWER_HEADER = "x-slo-ttft-ms", "x-slo-e2e-ms"
-"""As load balancers and benchmarks spell it."""
 
 IGNORED_HEADER = "x-jaxserve-ignored-params"
 MAX_IGNORED_SHOWN = 32
@@ -61,22 +54,6 @@ class Reply(Protocol):
     def body(self) -> dict[str, Any]: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arrival:
-    """What is known of a request before its fields."""
-
-    service: Service
-    request: web.Request
-    at: float = field(default_factory=time.perf_counter)
-    created: int = field(default_factory=lambda: int(time.time()))
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-
-    def tier(self, fields: Ranked) -> dict[str, Any]:
-        """What the answer says of the request's service tier."""
-        by_priority = self.service.config.by_priority
-        return dict(tier_used(fields, self.request.headers, by_priority=by_priority))
-
-
 _RESTART_SECONDS = 5.0
 """When a client may come back to a server that has just shut down."""
 
@@ -96,7 +73,6 @@ async def answer(
     """
     service = arrival.service
     headers = ignored_header(service, (*ignored, *generation.ignored))
-    _classify(arrival, generation)
     arrival.request[GENERATION] = generation
     service.huge_bodies.release(arrival.request)
     service.metrics.observe_tokenizing(generation.tokenizing)
@@ -125,43 +101,6 @@ async def answer(
 
 def _encoded(reply: Reply) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(reply.body()))
-
-
-def _classify(arrival: Arrival, generation: Generation) -> None:
-    """What headers tell the scheduler: whose request it is, how urgent, by when to answer it."""
-    headers = arrival.request.headers
-    first_token, answer = _seconds(headers, FIRST_TOKEN_HEADER), _seconds(headers, ANSWER_HEADER)
-    if answer is None:
-        answer = arrival.service.config.request_timeout
-    tenant = tenant_of(arrival.request)
-    level = level_of_header(headers)
-    isolated = arrival.service.config.isolate_cache_by_key
-    for choice in generation.choices:
-        request = choice.request
-        # No salt of a client's own has a slash.
-        salt = f"{tenant}/{request.cache_salt}" if isolated else request.cache_salt
-        choice.request = replace(
-            request,
-            priority=request.priority if level is None else level,
-            tenant=tenant,
-            cache_salt=salt,
-            ttft_slo=first_token,
-            e2e_slo=answer,
-        )
-
-
-def _seconds(headers: Mapping[str, str], name: str) -> float | None:
-    """A header of milliseconds."""
-    given = headers.get(name)
-    if given is None:
-        return None
-    try:
-        milliseconds = float(given)
-    except ValueError:
-        milliseconds = math.nan
-    if not 0 < milliseconds < math.inf:
-        raise invalid(f"{name} must be a positive number of milliseconds", param=name)
-    return milliseconds / 1e3
 
 
 async def _stream(

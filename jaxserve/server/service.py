@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from aiohttp import web
 
@@ -11,6 +11,7 @@ from jaxserve.api import Engine
 from jaxserve.config import ServerConfig
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.server.backlog import Backlog
+from jaxserve.server.chat_formats.chat_format import ChatFormat
 from jaxserve.server.errors import ApiError
 from jaxserve.server.huge_bodies import HugeBodies
 from jaxserve.server.probe import Probe
@@ -31,12 +32,19 @@ class Connected(Protocol):
         ...
 
 
+class Chats(NamedTuple):
+    """How chats become prompts, and how their outputs are read."""
+
+    template: ChatTemplate | None
+    """None: the model has no chat template."""
+    format: ChatFormat
+
+
 @dataclass(frozen=True, kw_only=True)
 class Service:
     engine: Engine
     tokenizer: Tokenizer
-    template: ChatTemplate | None
-    """None: the model has no chat template."""
+    chats: Chats
     guides: Guides
     responses: ResponseStore
     sealer: Sealer

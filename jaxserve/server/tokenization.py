@@ -10,10 +10,10 @@ from jaxserve.server.errors import json_response
 from jaxserve.server.off_loop import lane, off_loop
 from jaxserve.server.output.logprobs import token_text
 from jaxserve.server.reply import ignored_header
-from jaxserve.server.request.params import check_token_ids
 from jaxserve.server.request.parse import parse, read_json
-from jaxserve.server.request.prompts import chat_prompt, completion_prompts
+from jaxserve.server.request.prompts import completion_prompts, rendered_chat
 from jaxserve.server.request.schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from jaxserve.server.request.validation import check_token_ids
 from jaxserve.server.service import Service
 from jaxserve.server.shapes import Detokenized, Tokenized
 from jaxserve.tokenizer import decode
@@ -42,7 +42,7 @@ def _tokenized(service: Service, body: bytes) -> tuple[Tokenized, tuple[str, ...
     if _has_messages(body):
         fields, ignored, _ = parse(body, TokenizeChatRequest)
         service.model_name(fields.model)
-        prompt = chat_prompt(fields, service.template, tokenizer)
+        prompt = rendered_chat(fields, service.chats, tokenizer)
         ids, ignored = prompt.ids, (*ignored, *prompt.ignored)
     else:
         fields, ignored, _ = parse(body, TokenizeRequest)

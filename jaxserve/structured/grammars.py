@@ -1,10 +1,10 @@
-"""Grammars as texts: JSON schemas, regular expressions, choices, tool calls."""
+"""Grammars as texts: JSON schemas, regular expressions, choices, tool calls of any format."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,10 +18,6 @@ MAX_CALLS = 16
 
 ANY_TEXT = "(?s:.)"
 """A regular expression of one character, line breaks included."""
-
-type Tool = tuple[str, Mapping[str, Any] | Grammar]
-"""A name, and the schema of the arguments or a grammar of this module: that of free text, which
-stands in the call as it is and in place of JSON."""
 
 _JSON_OPTIONS: Any = {
     # A bound on white space: without it a model can go on with line breaks until its limit.
@@ -51,7 +47,7 @@ def regex(pattern: str) -> Grammar:
 
 
 def choice(options: Sequence[str]) -> Grammar:
-    return Grammar(Kind.LARK, "start: " + " | ".join(map(_literal, options)))
+    return Grammar(Kind.LARK, "start: " + " | ".join(map(literal, options)))
 
 
 def grammar(text: str) -> Grammar:
@@ -59,71 +55,64 @@ def grammar(text: str) -> Grammar:
     return Grammar(Kind.GBNF if "::=" in text else Kind.LARK, text)
 
 
-def tool_calls(
-    tools: Sequence[Tool], markers: Mapping[str, int], *, most: int = MAX_CALLS
-) -> Grammar:
-    """One call or more in Qwen3's (Hermes) format.
+class CallRules(NamedTuple):
+    """The grammar of tool calls in one format, made by it."""
 
-    Args:
-      markers: token ids by spelling; a marker that is no token is spelled out.
-    """
-    rules, inputs = _calls(tools, markers, most)
-    return _with_parts(["start: calls", *rules], inputs)
+    lines: Sequence[str]
+    """Rules of Lark, of which `calls` is one call or more."""
+    inputs: Mapping[str, Grammar]
+    """Grammars that the rules name, as `@name`."""
+    among_text: str | None
+    """The right side of a rule: any text, of the rule `text`, and calls in it; None: calls cannot
+    be told from text."""
 
 
-def tool_calls_or(
-    answer: Grammar, tools: Sequence[Tool], markers: Mapping[str, int], *, most: int = MAX_CALLS
-) -> Grammar:
+def tool_calls(rules: CallRules) -> Grammar:
+    """One call or more, and nothing else."""
+    return _with_parts(["start: calls", *rules.lines], rules.inputs)
+
+
+def tool_calls_or(answer: Grammar, rules: CallRules) -> Grammar:
     """Calls, or else a text of the grammar `answer`, which is one of this module's. Either may come
     after line breaks: models write them after a thought."""
-    rules, inputs = _calls(tools, markers, most)
     start = r"start: /\n{1,2}/? (calls | @answer)"
-    return _with_parts([start, *rules], {**inputs, "answer": answer})
+    return _with_parts([start, *rules.lines], {**rules.inputs, "answer": answer})
 
 
-def text_and_tool_calls(
-    tools: Sequence[Tool], markers: Mapping[str, int], *, most: int = MAX_CALLS
-) -> Grammar:
+def text_and_tool_calls(rules: CallRules) -> Grammar:
     """Any text, and calls in it.
 
     Raises:
       GrammarError: calls cannot be told from text.
     """
-    if "<tool_call>" not in markers:
+    if rules.among_text is None:
         raise GrammarError("this model has no token that begins a tool call")
-    rules, inputs = _calls(tools, markers, most)
-    start = "start: text? call?" if most == 1 else f"start: text? (call text?){{0,{most}}}"
-    return _with_parts([start, f"text: /{ANY_TEXT}+/", *rules], inputs)
+    start = [f"start: {rules.among_text}", f"text: /{ANY_TEXT}+/"]
+    return _with_parts([*start, *rules.lines], rules.inputs)
 
 
-def _calls(
-    tools: Sequence[Tool], markers: Mapping[str, int], most: int
-) -> tuple[list[str], dict[str, Grammar]]:
-    """Rules of Lark for `call` and `calls`, and the grammars that they name."""
+def marker(spelling: str, markers: Mapping[str, int]) -> str:
+    """A marker in a rule of Lark: its token, or where it is no token, its spelling.
 
-    def marker(spelling: str) -> str:
-        return f"<[{markers[spelling]}]>" if spelling in markers else _literal(spelling)
+    Args:
+      markers: token ids by spelling.
+    """
+    return f"<[{markers[spelling]}]>" if spelling in markers else literal(spelling)
 
-    bodies = " | ".join(f"body_{i}" for i in range(len(tools)))
-    lines = [
-        f'calls: call ("\\n" call){{0,{most - 1}}}' if most > 1 else "calls: call",
-        f'call: {marker("<tool_call>")} "\\n" ({bodies}) {marker("</tool_call>")}',
-    ]
-    inputs: dict[str, Grammar] = {}
-    for index, (name, arguments) in enumerate(tools):
-        head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
-        if isinstance(arguments, Grammar):
-            if "</tool_call>" not in markers:
-                raise GrammarError("this model has no token that ends a tool call with free text")
-            inputs[f"input_{index}"] = arguments
-            lines.append(f"body_{index}: {_literal(head)} @input_{index}")
-            continue
-        schema = {"type": "object", **arguments, "x-guidance": _JSON_OPTIONS}
-        lines += [
-            f"body_{index}: {_literal(head)} arguments_{index} {_literal('}' + chr(10))}",
-            f"arguments_{index}: %json {_encoded(schema)}",
-        ]
-    return lines, inputs
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """JSON of a schema, as the right side of a rule of Lark."""
+    return f"%json {_encoded({**schema, 'x-guidance': _JSON_OPTIONS})}"
+
+
+def arguments_rule(schema: Mapping[str, Any]) -> str:
+    """The same of an object."""
+    return json_rule({"type": "object", **schema})
+
+
+def literal(text: str) -> str:
+    """A string of Lark, which escapes as JSON does, and DEL, too."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _with_parts(rules: Sequence[str], parts: Mapping[str, Grammar]) -> Grammar:
@@ -144,8 +133,3 @@ def _encoded(schema: Mapping[str, Any]) -> str:
     if len(encoded) > MAX_SOURCE:
         raise GrammarError(f"it has {len(encoded)} bytes, the most are {MAX_SOURCE}")
     return encoded.decode()
-
-
-def _literal(text: str) -> str:
-    """A string of Lark, which escapes as JSON does, and DEL, too."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -17,7 +17,7 @@ from jaxserve.structured.compiling import CompileLimits, Compiler
 from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.grammars import MAX_SOURCE
 from jaxserve.structured.processes import GrammarProcess
-from jaxserve.structured.vocabulary import Vocabulary, vocabulary_of
+from jaxserve.structured.vocabulary import THINK_MARKERS, Vocabulary, vocabulary_of
 from jaxserve.tokenizer import Tokenizer
 
 CACHE_ENTRIES = 64
@@ -134,9 +134,11 @@ class Guides:
         *,
         isolated: bool = False,
         limits: CompileLimits | None = None,
+        think_markers: tuple[str, str] = THINK_MARKERS,
     ):
-        """`isolated`: no tenant gets what was compiled for another one."""
-        self._vocabulary = vocabulary_of(tokenizer)
+        """`isolated`: no tenant gets what was compiled for another one. `think_markers`: what opens
+        and closes reasoning, to which no grammar applies."""
+        self._vocabulary = vocabulary_of(tokenizer, think_markers)
         self._compiler = Compiler(tokenizer, self._vocabulary, metrics, limits or CompileLimits())
         self._isolated = isolated
         self._cache: OrderedDict[_Key, GrammarProcess] = OrderedDict()

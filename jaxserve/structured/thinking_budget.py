@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxserve.api import Guide, GuideError, GuideState
+from jaxserve.structured.vocabulary import THINK_MARKERS
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -19,10 +20,11 @@ class ThinkingBudget:
         tokenizer: Tokenizer,
         prompt: Sequence[int],
         inner: Guide | None = None,
+        think_markers: tuple[str, str] = THINK_MARKERS,
     ):
         """The prompt may end inside of a block. The tokenizer must have their markers."""
         self.most_tokens, self.inner = most_tokens, inner
-        self.opens, self.closes = (tokenizer.markers[marker] for marker in ("<think>", "</think>"))
+        self.opens, self.closes = (tokenizer.markers[marker] for marker in think_markers)
         markers = [token for token in prompt if token in (self.opens, self.closes)]
         self.opened = markers[-1:] == [self.opens]
         self.anything = _mask(tokenizer.vocab_size, range(tokenizer.vocab_size))

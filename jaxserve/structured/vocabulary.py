@@ -29,16 +29,23 @@ class Vocabulary:
     """None: the model has no such markers."""
 
 
-def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
+THINK_MARKERS = ("<think>", "</think>")
+
+
+def vocabulary_of(
+    tokenizer: Tokenizer, think_markers: tuple[str, str] = THINK_MARKERS
+) -> Vocabulary:
     num_tokens, ends = tokenizer.vocab_size, tokenizer.eos_token_ids
     if not ends:
         num_tokens, ends = num_tokens + 1, frozenset([num_tokens])
-    think = _think(tokenizer, num_tokens, ends)
+    think = _think(tokenizer, think_markers, num_tokens, ends)
     return Vocabulary(num_tokens=num_tokens, end_token_ids=ends, think=think)
 
 
-def _think(tokenizer: Tokenizer, num_tokens: int, ends: frozenset[int]) -> Think | None:
-    opens, closes = (tokenizer.markers.get(marker) for marker in ("<think>", "</think>"))
+def _think(
+    tokenizer: Tokenizer, markers: tuple[str, str], num_tokens: int, ends: frozenset[int]
+) -> Think | None:
+    opens, closes = (tokenizer.markers.get(marker) for marker in markers)
     if opens is None or closes is None:
         return None
     inside = np.ones(-(-num_tokens // 32) * 32, np.uint8)

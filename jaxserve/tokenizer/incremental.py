@@ -19,9 +19,16 @@ class Detokenizer:
     character turn into U+FFFD.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special: bool = True,
+        shown: frozenset[int] = frozenset(),
+    ):
+        """`shown`: tokens that are not left out, special as they may be."""
         self._token_bytes = tokenizer.token_bytes
-        self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
+        self._skipped = tokenizer.special_ids - shown if skip_special else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:

@@ -32,8 +32,17 @@ def test_other_spellings_mean_the_same() -> None:
 def test_flags_without_effect_are_left_out_and_told() -> None:
     vllm = "--enable-auto-tool-choice --tool-call-parser hermes --port 1 --swap-space=4"
     argv, without_effect = translated(vllm.split())
-    assert argv == ["--port", "1"]
-    assert without_effect == ["--enable-auto-tool-choice", "--tool-call-parser", "--swap-space"]
+    assert argv == ["--tool-call-parser", "hermes", "--port", "1"]
+    assert without_effect == ["--enable-auto-tool-choice", "--swap-space"]
+
+
+def test_parsers_have_the_names_of_vllm_and_of_sglang() -> None:
+    for tools, ours in (("qwen3_coder", "qwen3_coder"), ("llama3", "llama3_json")):
+        flags = ["--tool-call-parser", tools, "--reasoning-parser=deepseek-r1"]
+        options = parse_args(translated(flags).argv)
+        assert (options.tool_call_parser, options.reasoning_parser) == (ours, "deepseek_r1")
+    with pytest.raises(SystemExit):
+        parse_args(["--tool-call-parser", "unknown"])
 
 
 def test_no_flag_of_ours_is_taken_for_a_foreign_one() -> None:

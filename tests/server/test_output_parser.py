@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.server.output.output_parser import Content, OutputParser, Piece, Reasoning
-from jaxserve.server.output.tool_calls import CallArguments, CallOpened
+from jaxserve.server.chat_formats.choose import HERMES
+from jaxserve.server.chat_formats.output_parser import OutputParser
+from jaxserve.server.chat_formats.pieces import (
+    CallArguments,
+    CallOpened,
+    Content,
+    Piece,
+    Reasoning,
+)
+from jaxserve.server.chat_formats.reasoning import QWEN3
+from jaxserve.server.request.schema import CustomFormat, CustomGrammar, CustomTool
 
 type Summary = list[Content | Reasoning | str]
 """Neighbours of one kind joined; a call as its name and arguments."""
 
 
-FREE_TEXT = {"raw": "}\n", "lark": ""}
+LARK = CustomFormat(type="grammar", grammar=CustomGrammar(syntax="lark", definition="start:"))
+CUSTOM = [CustomTool(name="raw"), CustomTool(name="lark", format=LARK)]
+
+
+def hermes(*, thinking: bool = True, **options: Any) -> OutputParser:
+    reasoning = QWEN3 if thinking else None
+    return OutputParser(tool_format=HERMES, tools=CUSTOM, reasoning=reasoning, **options)
 
 
 def parse(
     parts: list[str], *, thinking: bool = True, opened: bool = False, text_or_calls: bool = False
 ) -> Summary:
-    parser = OutputParser(
-        thinking=thinking,
-        tools=True,
-        opened=opened,
-        free_text=FREE_TEXT,
-        text_or_calls=text_or_calls,
-    )
+    thinking = thinking or opened
+    parser = hermes(thinking=thinking, opened=opened, text_or_calls=text_or_calls)
     pieces = [piece for part in parts for piece in parser.push(part)] + parser.finish()
     return summary(pieces)
 
@@ -122,12 +134,12 @@ def test_a_call_without_arguments_has_an_empty_object() -> None:
 
 def test_without_tools_or_thinking_nothing_is_touched() -> None:
     text = "\n<think>\n<tool_call>{}</tool_call>\n"
-    parser = OutputParser(thinking=False, tools=False)
+    parser = OutputParser(tool_format=None)
     assert summary(parser.push(text) + parser.finish()) == [Content(text)]
 
 
 def test_a_call_is_shown_as_it_grows() -> None:
-    parser = OutputParser(thinking=True, tools=True)
+    parser = hermes()
     seen = [
         [shown(piece) for piece in parser.push(part)]
         for part in ("<tool", '_call>\n{"na', 'me": "add", "argum', 'ents": {"a": "', "<", "/b")
@@ -165,7 +177,7 @@ def test_the_order_and_the_spelling_of_a_call_may_differ() -> None:
 
 def test_only_the_first_call_is_kept_where_one_is_wanted() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    parser = OutputParser(thinking=False, tools=True, parallel_calls=False)
+    parser = hermes(thinking=False, parallel_calls=False)
     assert summary(parser.push(f"{call}\n{call} more") + parser.finish()) == ["f:{}"]
     assert parser.ended
 

@@ -16,6 +16,9 @@ from hypothesis import strategies as st
 from jaxserve.api import FinishReason
 from jaxserve.grammar_server.wire import Grammar, Limits
 from jaxserve.metrics.metrics import Metrics
+from jaxserve.server.chat_formats.choose import TOOL_FORMATS
+from jaxserve.server.chat_formats.tool_format import ToolFormat
+from jaxserve.server.request.schema import ToolFunction
 from jaxserve.structured import GrammarError, Guides, grammars
 from jaxserve.structured.compiling import CompileLimits
 from tests.fakes import tiny_tokenizer
@@ -153,12 +156,25 @@ def rules(arrow: str) -> st.SearchStrategy[str]:
     return st.tuples(first, st.lists(rule, max_size=6)).map(lambda p: "\n".join([p[0], *p[1]]))
 
 
+def calls_of(tool_format: ToolFormat, name: str, schema: dict[str, Any]) -> Grammar:
+    """The forced calls of one tool; any object where the format cannot follow its schema."""
+    for parameters in (schema, {}):
+        tool = ToolFunction(name=name or "f", parameters=parameters)
+        try:
+            return grammars.tool_calls(tool_format.rules([tool], {"<tool_call>": 258}, 16))
+        except GrammarError:
+            continue
+    raise AssertionError("any object can be followed")
+
+
 texts = rules(":") | rules(" ::=") | st.text(max_size=60)
 sources = st.one_of(
     schemas.map(grammars.json_schema),
     expressions.map(grammars.regex),
     texts.map(grammars.grammar),
-    st.tuples(names, schemas).map(lambda tool: grammars.tool_calls([tool], {"<tool_call>": 258})),
+    st.tuples(st.sampled_from(list(TOOL_FORMATS.values())), names, schemas).map(
+        lambda each: calls_of(each[0], each[1], each[2])
+    ),
 )
 
 

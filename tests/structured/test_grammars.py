@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from jaxserve.api import Guide, GuideState
 from jaxserve.grammar_server.wire import Grammar
 from jaxserve.metrics.metrics import Metrics
+from jaxserve.server.chat_formats.choose import HERMES
+from jaxserve.server.request.schema import ToolFunction
 from jaxserve.structured import GrammarError, Guides, Thinking, grammars
 from jaxserve.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer, decode
 from jaxserve_checkpoints.resolve import embedded_model
@@ -263,24 +265,25 @@ async def test_bad_or_huge_grammars_are_refused(guides: Guides) -> None:
         await guides.compile(grammars.regex("a" * 300_000))
 
 
-TOOLS: list[tuple[str, dict[str, Any]]] = [
-    ("weather", {"properties": {"city": {"$ref": "#/$defs/c"}}, "required": ["city"],
-                 "$defs": {"c": {"enum": ["Bern", "Oslo"]}}}),
-    ('odd "name"', {}),
-]  # fmt: skip
+CITY = {
+    "properties": {"city": {"$ref": "#/$defs/c"}},
+    "required": ["city"],
+    "$defs": {"c": {"enum": ["Bern", "Oslo"]}},
+}
+TOOLS = [ToolFunction(name="weather", parameters=CITY), ToolFunction(name='odd "name"')]
 
 
 async def test_forced_calls_are_calls_and_nothing_else(
     guides: Guides, tokenizer: Tokenizer
 ) -> None:
-    grammar = grammars.tool_calls(TOOLS, tokenizer.markers)
+    grammar = grammars.tool_calls(HERMES.rules(TOOLS, tokenizer.markers, 16))
     guide = await guides.compile(grammar)
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     odd = '<tool_call>\n{"name": "odd \\"name\\"", "arguments": {"a": 1}}\n</tool_call>'
     assert accepts(guide, tokenizer, call) and accepts(guide, tokenizer, f"{call}\n{odd}")
     for wrong in ("", "Hello", call.replace("Oslo", "Rome"), call.replace("weather", "wether")):
         assert not accepts(guide, tokenizer, wrong)
-    single = await guides.compile(grammars.tool_calls(TOOLS, tokenizer.markers, most=1))
+    single = await guides.compile(grammars.tool_calls(HERMES.rules(TOOLS, tokenizer.markers, 1)))
     assert accepts(single, tokenizer, call) and not accepts(single, tokenizer, f"{call}\n{odd}")
 
 

@@ -16,12 +16,15 @@ import pytest
 from jaxserve.api import FinishReason
 from jaxserve.grammar_server.wire import Cause, Grammar, Limits
 from jaxserve.metrics.metrics import Metrics
+from jaxserve.server.chat_formats.choose import HERMES
+from jaxserve.server.request.schema import ToolFunction
 from jaxserve.structured import GrammarError, GrammarsBusy, Guides, grammars
 from jaxserve.structured.compiling import CompileLimits
 from jaxserve.structured.guides import Guide, GuideState
 from tests.fakes import tiny_tokenizer
 
-SLOW = grammars.json_schema({"type": "integer", "multipleOf": 99999989})
+MULTIPLE = {"type": "integer", "multipleOf": 99999989}
+SLOW = grammars.json_schema(MULTIPLE)
 SMALL = Limits(process_bytes=64 * 2**20)
 
 
@@ -87,7 +90,7 @@ HOSTILE = {
         {"allOf": [{"type": "string", "pattern": f"^.*a{{{i}}}.{{9}}$"} for i in range(1, 301)]}
     ),
     "parameters of a tool": lambda: grammars.tool_calls(
-        [("f", {"properties": {"n": {"type": "integer", "multipleOf": 99999989}}})], {}
+        HERMES.rules([ToolFunction(name="f", parameters={"properties": {"n": MULTIPLE}})], {}, 1)
     ),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from jaxserve.server.access import service_of
-from jaxserve.server.chat_turn import chat_generation
+from jaxserve.server.arrival import Arrival
 from jaxserve.server.errors import json_response, renamed
 from jaxserve.server.messages.reply import MessagesReply
 from jaxserve.server.messages.schema import (
@@ -16,9 +16,10 @@ from jaxserve.server.messages.schema import (
 )
 from jaxserve.server.messages.translate import NAMES, prompt_to_chat, to_chat
 from jaxserve.server.off_loop import PARSED_INLINE_BYTES, lane, off_loop
-from jaxserve.server.reply import Arrival, answer, ignored_header
+from jaxserve.server.reply import answer, ignored_header
 from jaxserve.server.request.parse import read_fields
-from jaxserve.server.request.prompts import ChatPrompt, chat_prompt
+from jaxserve.server.request.prompts import RenderedChat, rendered_chat
+from jaxserve.server.request.resolve import resolve_chat
 from jaxserve.server.service import Service
 from jaxserve.server.shapes import CountedTokens
 
@@ -31,7 +32,8 @@ async def messages(request: web.Request) -> web.StreamResponse:
     model = service.model_name(fields.model)
     with renamed(NAMES):
         chat = await off_loop(lane(size, PARSED_INLINE_BYTES), to_chat, fields)
-        generation = await chat_generation(service, chat, f"msg_{arrival.id}", size)
+        resolved = await resolve_chat(arrival, chat, f"msg_{arrival.id}", size)
+    generation = resolved.generation(service.tokenizer)
     reply = MessagesReply(arrival=arrival, model=model, generation=generation)
     if fields.output_config is not None and fields.output_config.effort is not None:
         ignored += ("output_config.effort",)
@@ -48,5 +50,5 @@ async def count_tokens(request: web.Request) -> web.Response:
     return json_response(CountedTokens(input_tokens=len(prompt.ids)), headers=headers)
 
 
-def _prompt(service: Service, fields: CountTokensRequest) -> ChatPrompt:
-    return chat_prompt(prompt_to_chat(fields), service.template, service.tokenizer)
+def _prompt(service: Service, fields: CountTokensRequest) -> RenderedChat:
+    return rendered_chat(prompt_to_chat(fields), service.chats, service.tokenizer)

@@ -7,12 +7,11 @@ from typing import Any
 import msgspec
 
 from jaxserve.api import FinishReason
+from jaxserve.server.arrival import Arrival
+from jaxserve.server.chat_formats.pieces import CallOpened, Reasoning
 from jaxserve.server.errors import ApiError, anthropic_body
 from jaxserve.server.output.generation import Delta, Generation
-from jaxserve.server.output.output_parser import Reasoning
 from jaxserve.server.output.segments import Change, Grew, Opened, Segment, Segments
-from jaxserve.server.output.tool_calls import CallOpened
-from jaxserve.server.reply import Arrival
 from jaxserve.server.sse import named_event
 
 type Json = dict[str, Any]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from aiohttp import web
 
 from jaxserve.server.access import service_of
-from jaxserve.server.chat_turn import chat_generation
+from jaxserve.server.arrival import Arrival
 from jaxserve.server.middleware import take_request_id
 from jaxserve.server.openai.chat_reply import ChatReply
 from jaxserve.server.openai.reply import check_stream_options
-from jaxserve.server.reply import Arrival, answer
+from jaxserve.server.reply import answer
 from jaxserve.server.request.parse import read_fields
+from jaxserve.server.request.resolve import resolve_chat
 from jaxserve.server.request.schema import ChatRequest
 
 
@@ -22,7 +23,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     take_request_id(request, fields.request_id)
     model = service.model_name(fields.model)
     options = check_stream_options(service, fields)
-    generation = await chat_generation(service, fields, f"chatcmpl-{arrival.id}", size)
+    resolved = await resolve_chat(arrival, fields, f"chatcmpl-{arrival.id}", size)
+    generation = resolved.generation(service.tokenizer)
     reply = ChatReply(
         arrival=arrival, model=model, generation=generation, options=options, fields=fields
     )

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxserve.api import FinishReason, PromptLogprobs
+from jaxserve.server.arrival import Arrival
+from jaxserve.server.chat_formats.output_parser import OutputParser
+from jaxserve.server.chat_formats.pieces import (
+    CallArguments,
+    CallOpened,
+    Content,
+    Piece,
+    Reasoning,
+)
 from jaxserve.server.openai.reply import Json, OpenAIReply
 from jaxserve.server.output.generation import Delta, Generation
 from jaxserve.server.output.logprobs import chat_logprobs, prompt_logprobs
-from jaxserve.server.output.output_parser import Content, OutputParser, Piece, Reasoning
-from jaxserve.server.output.tool_calls import CallArguments, CallOpened
-from jaxserve.server.reply import Arrival
 from jaxserve.server.request.schema import ChatRequest, NamedCustomTool, NamedTool, StreamOptions
 from jaxserve.server.sse import TextEvent
 
@@ -99,7 +105,7 @@ class ChatReply(OpenAIReply):
     def _choices(self, delta: Delta) -> list[Json]:
         """The chunks' choices of one step: none while the parser has nothing to say."""
         parser = self.generation.choices[delta.choice].parser
-        reasoning = parser is not None and parser.reasoning
+        reasoning = parser is not None and parser.in_reasoning
         pieces = filter(self._shown, delta.pieces)
         deltas = [_delta_fields(piece, self._reasoning) for piece in pieces]
         entries = self._released(delta)

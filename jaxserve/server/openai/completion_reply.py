@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxserve.api import PromptLogprobs
+from jaxserve.server.arrival import Arrival
 from jaxserve.server.openai.reply import Json, OpenAIReply
 from jaxserve.server.output.generation import Delta, Generation
 from jaxserve.server.output.logprobs import TextLogprobs, prompt_logprobs
-from jaxserve.server.reply import Arrival
 from jaxserve.server.request.schema import CompletionRequest, StreamOptions
 from jaxserve.server.sse import TextEvent
 from jaxserve.tokenizer import Tokenizer

@@ -8,29 +8,32 @@ from typing import NamedTuple
 
 from aiohttp import web
 
-from jaxserve.api import SamplingParams
+from jaxserve.api import Request, SamplingParams
 from jaxserve.server.access import service_of
+from jaxserve.server.arrival import Arrival
 from jaxserve.server.errors import invalid
 from jaxserve.server.middleware import take_request_id
 from jaxserve.server.off_loop import lane, off_loop
 from jaxserve.server.openai.completion_reply import CompletionReply
 from jaxserve.server.openai.reply import check_stream_options
-from jaxserve.server.output.generation import Choice, Generation
-from jaxserve.server.reply import Arrival, answer
-from jaxserve.server.request.constraints import avoided, constrained, text_constraint, within_budget
+from jaxserve.server.reply import answer
+from jaxserve.server.request.constraints import (
+    constrained_completion,
+    text_constraint,
+    within_budget,
+)
+from jaxserve.server.request.lengths import fitting, tokens_to_generate, truncated
 from jaxserve.server.request.params import (
-    check_token_ids,
     choice_requests,
-    fitting,
     num_choices,
     sampling_params,
     text_options,
-    tokens_to_generate,
-    truncated,
 )
 from jaxserve.server.request.parse import read_fields
 from jaxserve.server.request.prompts import completion_prompts
+from jaxserve.server.request.resolve import Resolved
 from jaxserve.server.request.schema import MAX_SEQUENCES, CompletionRequest
+from jaxserve.server.request.validation import check_token_ids
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import decode
 
@@ -48,11 +51,11 @@ async def completions(request: web.Request) -> web.StreamResponse:
     begun = time.perf_counter()
     prompts = await off_loop(lane(size), _prompts, service, fields)
     tokenizing = time.perf_counter() - begun
-    choices = await _choices(arrival, fields, prompts)
+    resolved = await _resolved(arrival, fields, prompts, tokenizing)
     reply = CompletionReply(
         arrival=arrival,
         model=model,
-        generation=Generation(choices, num_choices(fields), tokenizing=tokenizing),
+        generation=resolved.generation(service.tokenizer),
         options=options,
         echoes=[prompt.echo for prompt in prompts],
         fields=fields,
@@ -90,41 +93,37 @@ def _prompts(service: Service, fields: CompletionRequest) -> list[_Prompt]:
     return prompts
 
 
-async def _choices(
-    arrival: Arrival, fields: CompletionRequest, prompts: list[_Prompt]
-) -> list[Choice]:
+async def _resolved(
+    arrival: Arrival, fields: CompletionRequest, prompts: list[_Prompt], tokenizing: float
+) -> Resolved:
     service = arrival.service
     options = text_options(fields)._replace(prompt_only=fields.max_tokens == 0)
     if fields.echo and fields.logprobs is not None:
         # Clients that score prompts cut the last token off, whatever it is.
         options = options._replace(stop_token_logprobs=True)
     of_all = await _params(service, fields, min(prompt.max_tokens for prompt in prompts))
-    choices: list[Choice] = []
+    requests: list[Request] = []
     for position, (ids, max_tokens, _) in enumerate(prompts):
         params = replace(of_all, max_tokens=max_tokens)
         if text_constraint(fields) is None:  # else the text is of the grammar: it has no thoughts
             params = within_budget(service, params, fields, ids)
-        requests = choice_requests(f"cmpl-{arrival.id}-{position}", ids, params, fields)
-        for request in requests:
-            choices.append(Choice(len(choices), request, service.tokenizer, options))
-    return choices
+        request_id = f"cmpl-{arrival.id}-{position}"
+        requests += choice_requests(arrival, request_id, ids, params, fields)
+    return Resolved(
+        requests=requests,
+        choices_per_prompt=num_choices(fields),
+        options=options,
+        tokenizing=tokenizing,
+    )
 
 
 async def _params(service: Service, fields: CompletionRequest, max_tokens: int) -> SamplingParams:
     """What all prompts have in common. `max_tokens`: of the one that has the least room."""
-    params = sampling_params(
-        fields,
-        max_tokens=max_tokens,
-        logprobs=fields.logprobs,
-        defaults=service.config.sampling_defaults,
-        limits=service.engine.limits,
-        eos_token_ids=service.tokenizer.eos_token_ids,
-        guide=await avoided(service, fields),
-    )
+    params = sampling_params(service, fields, max_tokens=max_tokens, logprobs=fields.logprobs)
     if fields.echo and fields.logprobs is not None:
         most = max(fields.logprobs, params.prompt_logprobs or 0)
         params = replace(params, prompt_logprobs=most)
-    return await constrained(service, params, text_constraint(fields))
+    return await constrained_completion(service, fields, params)
 
 
 def _asked(fields: CompletionRequest) -> int:

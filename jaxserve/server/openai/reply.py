@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxserve.server.arrival import Arrival
 from jaxserve.server.errors import ApiError
 from jaxserve.server.output.generation import Generation
-from jaxserve.server.reply import Arrival
 from jaxserve.server.request.schema import GenerationFields, StreamOptions
 from jaxserve.server.service import Service
 from jaxserve.server.sse import DONE, data_event, event_encoder

@@ -22,7 +22,8 @@ from jaxserve.api import (
     TokenLogprobs,
 )
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.server.output.output_parser import Content, OutputParser, Piece
+from jaxserve.server.chat_formats.output_parser import OutputParser
+from jaxserve.server.chat_formats.pieces import Content, Piece
 from jaxserve.tokenizer import Detokenizer, StopStrings, Tokenizer
 
 
@@ -32,6 +33,8 @@ class TextOptions(NamedTuple):
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special: bool = True
+    shown_tokens: frozenset[int] = frozenset()
+    """Special tokens that are shown all the same: the parser has to see them."""
     stop_token_logprobs: bool = False
     """Whether the stop token, which is not shown, has its logprobs shown."""
     prompt_only: bool = False
@@ -94,7 +97,9 @@ class Choice:
         self.reasoning_tokens = 0
         self._failed: FinishReason | None = None
         self._options = options
-        self._detokenizer = Detokenizer(tokenizer, skip_special=options.skip_special)
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special=options.skip_special, shown=options.shown_tokens
+        )
         self._stops = StopStrings(options.stop, include=options.include_stop)
 
     def _deltas(self, events: Sequence[TokenEvent]) -> list[Delta]:
@@ -155,9 +160,9 @@ class Choice:
         logprobs: TokenLogprobs | None,
         finish: FinishReason | None,
     ) -> Delta:
-        was_reasoning = parser.reasoning
+        was_reasoning = parser.in_reasoning
         parsed = parser.push(text)
-        if was_reasoning and parser.reasoning:
+        if was_reasoning and parser.in_reasoning:
             self.reasoning_tokens += 1
         pieces = self._until_stop(parsed)
         if self._stops.matched is None and (finish is not None or parser.ended):

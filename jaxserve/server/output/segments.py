@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from jaxserve.server.output.output_parser import Content, Piece, Reasoning
-from jaxserve.server.output.tool_calls import CallArguments, CallOpened
+from jaxserve.server.chat_formats.pieces import (
+    CallArguments,
+    CallOpened,
+    Content,
+    Piece,
+    Reasoning,
+)
 
 
 class Segment:

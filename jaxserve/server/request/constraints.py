@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,9 +13,10 @@ import msgspec
 
 from jaxserve.api import SamplingParams
 from jaxserve.grammar_server.wire import Grammar
+from jaxserve.server.chat_formats.chat_format import ChatFormat
 from jaxserve.server.errors import ApiError, invalid
 from jaxserve.server.off_loop import Lane, off_loop
-from jaxserve.server.output.output_parser import END_THINK, THINK
+from jaxserve.server.request.prompts import ChatPrompt
 from jaxserve.server.request.schema import ChatRequest, GenerationFields
 from jaxserve.server.request.tools import ChatTools
 from jaxserve.server.service import Service
@@ -48,7 +49,42 @@ _PLACES = re.compile(r"^at \d+\(\d+\): |(\n +\d+ \| .*)+(\n *\^)?$")
 """Of llguidance's messages: line and column, and lines around it."""
 
 
-async def avoided(service: Service, fields: GenerationFields) -> BadWords | None:
+class Constrained(NamedTuple):
+    """How a chat's output is constrained."""
+
+    params: SamplingParams
+    """With the guide that follows from the constraints."""
+    thinking: Thinking
+    """Whether the text may begin with reasoning."""
+    text_or_calls: bool
+    """A text that follows a grammar has no calls in it, but may hold their markers in a string."""
+
+
+async def constrained_chat(
+    service: Service, fields: ChatRequest, prompt: ChatPrompt, params: SamplingParams
+) -> Constrained:
+    """The parameters of a chat with the guide of all that constrains it; ApiError names a field
+    that excludes another, or a grammar that cannot be compiled."""
+    params = replace(params, guide=await _avoided(service, fields))
+    text, thinking = text_constraint(fields), prompt.thinking
+    constraint = _chat_constraint(service.chats.format, fields, prompt.tools, text)
+    if constraint is not None and service.chats.format.guided_reasoning is None:
+        thinking = Thinking.NONE  # the grammar applies from the first token on
+    params = await constrained(service, params, constraint, thinking)
+    if thinking is not Thinking.NONE:
+        params = within_budget(service, params, fields, prompt.ids)
+    return Constrained(params, thinking, text_or_calls=text is not None)
+
+
+async def constrained_completion(
+    service: Service, fields: GenerationFields, params: SamplingParams
+) -> SamplingParams:
+    """The same of a completion, whose output is text from its first token on."""
+    params = replace(params, guide=await _avoided(service, fields))
+    return await constrained(service, params, text_constraint(fields))
+
+
+async def _avoided(service: Service, fields: GenerationFields) -> BadWords | None:
     """The guide that keeps bad words out, if there are any."""
     if not fields.bad_words:
         return None
@@ -102,15 +138,16 @@ def within_budget(
 ) -> SamplingParams:
     """The parameters with a guide that ends think blocks that are too long, if they can be."""
     budget, tokenizer = fields.thinking_token_budget, service.tokenizer
-    can_think = {THINK, END_THINK} <= tokenizer.markers.keys()
-    if budget is None or budget >= params.max_tokens or not can_think:
+    reasoning = service.chats.format.guided_reasoning
+    if budget is None or budget >= params.max_tokens or reasoning is None:
         return params
     if params.allowed_token_ids:
         raise invalid(
             "allowed_token_ids and thinking_token_budget exclude each other",
             param="thinking_token_budget",
         )
-    return replace(params, guide=ThinkingBudget(budget, tokenizer, prompt, params.guide))
+    guide = ThinkingBudget(budget, tokenizer, prompt, params.guide, reasoning.markers)
+    return replace(params, guide=guide)
 
 
 def text_constraint(fields: GenerationFields) -> Constraint | None:
@@ -122,34 +159,31 @@ def text_constraint(fields: GenerationFields) -> Constraint | None:
     return found[0] if found else None
 
 
-def chat_constraint(
-    fields: ChatRequest, tools: ChatTools, markers: Mapping[str, int]
+def _chat_constraint(
+    form: ChatFormat, fields: ChatRequest, tools: ChatTools, text: Constraint | None
 ) -> Constraint | None:
     """Calls where they are forced, whatever else the text must be; calls or else the text that the
     fields state; text with calls in it where these are not any JSON of any tool."""
-    text = text_constraint(fields)
     most = 1 if fields.parallel_tool_calls is False else grammars.MAX_CALLS
     if tools.forced:
         most = 1 if tools.named else most
-        return Constraint(
-            "tools", lambda: grammars.tool_calls(tools.grammars(), markers, most=most)
-        )
+        return Constraint("tools", lambda: form.calls(tools.callable, most))
     if not tools.callable:
         return text
     if text is not None:
 
         def either(*, schemas: bool) -> Grammar:
-            allowed = tools.grammars(schemas=schemas)
-            return grammars.tool_calls_or(text.grammar(), allowed, markers, most=most)
+            allowed = tools.callable if schemas else tools.without_schemas
+            return form.calls_or(text.grammar(), allowed, most)
 
         return text._replace(
             grammar=partial(either, schemas=True), looser=partial(either, schemas=False)
         )
-    if tools.free_text or tools.restricted:
+    if tools.has_custom or tools.restricted:
 
         def among_text(*, schemas: bool) -> Grammar:
-            allowed = tools.grammars(schemas=schemas)
-            return grammars.text_and_tool_calls(allowed, markers, most=most)
+            allowed = tools.callable if schemas else tools.without_schemas
+            return form.text_and_calls(allowed, most)
 
         among = partial(among_text, schemas=True)
         return Constraint("tools", among, looser=partial(among_text, schemas=False))

@@ -7,31 +7,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
-from jaxserve.api import EngineLimits, Guide, Request, SamplingParams
-from jaxserve.config import SamplingDefaults
-from jaxserve.server.errors import ApiError, PromptTooLong, invalid
+from jaxserve.api import EngineLimits, Request, SamplingParams
+from jaxserve.server.arrival import Arrival
+from jaxserve.server.errors import invalid
 from jaxserve.server.output.generation import TextOptions
-from jaxserve.server.request.priority import level_of
-from jaxserve.server.request.schema import GenerationFields
-from jaxserve.tokenizer import Progress
+from jaxserve.server.request.schema import ChatRequest, GenerationFields
+from jaxserve.server.request.validation import check_token_ids
+from jaxserve.server.service import Service
 
-_COUNTED_ON = 16 * 1024
-"""Tokens beyond the context that are counted, so that most who are refused learn their number."""
 GREEDY_BELOW = 1e-5
 """Temperatures under this mean greedy, as in vLLM."""
 
 
 def sampling_params(
-    fields: GenerationFields,
-    *,
-    max_tokens: int,
-    logprobs: int | None,
-    defaults: SamplingDefaults,
-    limits: EngineLimits,
-    eos_token_ids: frozenset[int],
-    guide: Guide | None = None,
+    service: Service, fields: GenerationFields, *, max_tokens: int, logprobs: int | None
 ) -> SamplingParams:
-    """Everything but the seed, which differs between the choices."""
+    """Everything but the guide and the seed, which differs between the choices."""
+    defaults, limits = service.config.sampling_defaults, service.engine.limits
+    ends = service.tokenizer.eos_token_ids
+    if isinstance(fields, ChatRequest):
+        ends |= service.chats.format.turn_ends
     min_tokens = fields.min_tokens or 0
     if min_tokens > max_tokens:
         raise invalid(
@@ -45,7 +40,7 @@ def sampling_params(
         top_k=max(0, _given(fields.top_k, defaults.top_k)),
         top_p=_given(fields.top_p, defaults.top_p),
         min_p=_given(fields.min_p, 0.0),
-        stop_token_ids=stops if fields.ignore_eos else stops | eos_token_ids,
+        stop_token_ids=stops if fields.ignore_eos else stops | ends,
         min_tokens=min_tokens,
         presence_penalty=_given(fields.presence_penalty, 0.0),
         frequency_penalty=_given(fields.frequency_penalty, 0.0),
@@ -54,7 +49,6 @@ def sampling_params(
         allowed_token_ids=_allowed(fields, limits),
         logprobs=logprobs,
         prompt_logprobs=_prompt_logprobs(fields),
-        guide=guide,
     )
     if params.top_k >= limits.vocab_size:
         params = replace(params, top_k=0)
@@ -95,27 +89,37 @@ def _allowed(fields: GenerationFields, limits: EngineLimits) -> tuple[int, ...]:
     return allowed
 
 
-def text_options(fields: GenerationFields) -> TextOptions:
+def text_options(
+    fields: GenerationFields, shown_tokens: frozenset[int] = frozenset()
+) -> TextOptions:
+    """`shown_tokens`: special ones that are text all the same."""
     return TextOptions(
         stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
         include_stop=bool(fields.include_stop_str_in_output),
         skip_special=fields.skip_special_tokens is not False,
+        shown_tokens=shown_tokens,
         stop_token_logprobs=bool(fields.return_token_ids),
     )
 
 
 def choice_requests(
-    request_id: str, prompt: Sequence[int], params: SamplingParams, fields: GenerationFields
+    arrival: Arrival,
+    request_id: str,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    fields: GenerationFields,
 ) -> list[Request]:
     """One request per choice. Its seed depends on nothing but the request's and its index."""
-    ids = tuple(prompt)
+    ids, standing, salt = tuple(prompt), arrival.standing(fields), fields.cache_salt or ""
+    if arrival.service.config.isolate_cache_by_key:
+        salt = f"{standing.tenant}/{salt}"  # no salt of a client's own has a slash
     return [
         Request(
             id=f"{request_id}-{index}",
             prompt=ids,
             params=replace(params, seed=choice_seed(fields.seed, index)),
-            priority=level_of(fields),
-            cache_salt=fields.cache_salt or "",
+            cache_salt=salt,
+            **standing._asdict(),
         )
         for index in range(num_choices(fields))
     ]
@@ -139,59 +143,6 @@ def choice_seed(seed: int | None, index: int) -> int:
     if seed is None or seed == -1:
         return secrets.randbits(32)
     return int.from_bytes(blake2b(f"{seed}:{index}".encode(), digest_size=4).digest())
-
-
-def tokens_to_generate(
-    asked: int | None, prompt_tokens: int, limits: EngineLimits, *, param: str = "prompt"
-) -> int:
-    """At most what the context has room for; a prompt that leaves no room is a 400."""
-    room = limits.max_model_len - prompt_tokens
-    if room < 1:
-        raise PromptTooLong(prompt_tokens, limits.max_model_len, param=param)
-    return room if asked is None else min(asked, room)
-
-
-def fitting(limits: EngineLimits, param: str) -> Progress:
-    """For prompts of which nothing is cut off: those that cannot fit are encoded no further."""
-
-    def check(tokens: int) -> None:
-        if tokens > limits.max_model_len + _COUNTED_ON:
-            raise PromptTooLong(tokens, limits.max_model_len, param=param, exact=False)
-
-    return check
-
-
-def truncated(
-    prompt: list[int], asked: int | None, fields: GenerationFields, limits: EngineLimits
-) -> list[int]:
-    """What `truncate_prompt_tokens` keeps: the last tokens, or the first ones.
-
-    -1 keeps what leaves room for `asked` tokens of output (at least one).
-    """
-    keep = fields.truncate_prompt_tokens
-    if keep is None:
-        return prompt
-    if keep == -1:
-        keep = max(1, limits.max_model_len - max(1, asked or 1))
-    if not 1 <= keep < limits.max_model_len:
-        raise invalid(
-            f"truncate_prompt_tokens must be -1 or 1 to {limits.max_model_len - 1}, got {keep}",
-            param="truncate_prompt_tokens",
-        )
-    return prompt[:keep] if fields.truncation_side == "right" else prompt[-keep:]
-
-
-def check_token_ids(ids: Sequence[int], limits: EngineLimits, param: str) -> None:
-    """400, which names the first that the vocabulary does not have."""
-    if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
-        wrong = next(i for i in ids if not 0 <= i < limits.vocab_size)
-        raise _token_id_error(wrong, limits, param)
-
-
-def _token_id_error(token: int, limits: EngineLimits, param: str) -> ApiError:
-    return invalid(
-        f"token id {token} is not in the vocabulary: 0 to {limits.vocab_size - 1}", param=param
-    )
 
 
 def _given[T](value: T | None, default: T) -> T:

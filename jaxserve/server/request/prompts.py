@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+from jaxserve.api import EngineLimits
 from jaxserve.config import TEMPLATE_VARIABLES
+from jaxserve.server.chat_formats.chat_format import ChatFormat
 from jaxserve.server.errors import invalid
 from jaxserve.server.off_loop import check_wanted
+from jaxserve.server.request.lengths import fitting, tokens_to_generate, truncated
 from jaxserve.server.request.schema import (
     MAX_PROMPTS,
     ChatRequest,
@@ -16,8 +19,11 @@ from jaxserve.server.request.schema import (
     ToolCall,
 )
 from jaxserve.server.request.tools import ChatTools, chat_tools
+from jaxserve.server.request.validation import check_token_ids
+from jaxserve.server.service import Chats
+from jaxserve.structured import Thinking
 from jaxserve.tokenizer import Progress, Tokenizer
-from jaxserve.tokenizer.chat_template import ChatTemplate, TemplateError
+from jaxserve.tokenizer.chat_template import TemplateError
 
 
 class Prompt(NamedTuple):
@@ -75,30 +81,62 @@ def _separate(prompt: str | list[str | int | list[int]]) -> list[str | list[int]
 
 class ChatPrompt(NamedTuple):
     ids: list[int]
-    ending: str
-    """The last characters: whether the template opened or closed a `<think>` block."""
+    max_tokens: int
+    """To generate."""
+    thinking: Thinking
     tools: ChatTools
     ignored: tuple[str, ...]
     """What the request has and the model does not read, for the header that names it."""
 
 
 def chat_prompt(
-    request: ChatRequest,
-    template: ChatTemplate | None,
-    tokenizer: Tokenizer,
-    fits: Progress | None = None,
+    request: ChatRequest, chats: Chats, tokenizer: Tokenizer, limits: EngineLimits
 ) -> ChatPrompt:
+    """A chat as the token ids of its prompt, cut and measured so that it can be generated from.
+
+    ApiError: there is no template, it refuses the messages, a field contradicts another, or the
+    context has no room. Abandoned: the request is over.
+    """
+    fits = None if request.truncate_prompt_tokens else fitting(limits, "messages")
+    rendered = rendered_chat(request, chats, tokenizer, fits)
+    asked = request.max_completion_tokens  # the newer name goes before the older one
+    asked = request.max_tokens if asked is None else asked
+    ids = truncated(rendered.ids, asked, request, limits)
+    max_tokens = tokens_to_generate(asked, len(ids), limits, param="messages")
+    check_token_ids(ids, limits, "messages")
+    thinking = chats.format.thinking(
+        rendered.ending, continued=bool(request.continue_final_message)
+    )
+    return ChatPrompt(ids, max_tokens, thinking, rendered.tools, rendered.ignored)
+
+
+class RenderedChat(NamedTuple):
+    ids: list[int]
+    ending: str
+    """The last characters of the text."""
+    tools: ChatTools
+    ignored: tuple[str, ...]
+    """What the request has and the model does not read, for the header that names it."""
+
+
+def rendered_chat(
+    request: ChatRequest, chats: Chats, tokenizer: Tokenizer, fits: Progress | None = None
+) -> RenderedChat:
     """The template applied to a chat, as token ids. `fits` refuses those that are too many.
 
     ApiError: there is no template, it refuses the messages, or a field contradicts another.
     Abandoned: the request is over.
     """
     check_wanted()
-    if template is None:
+    if (template := chats.template) is None:
         raise invalid("this model has no chat template; use /v1/completions", param="messages")
     tools = chat_tools(request)
     unread: dict[str, None] = {}
-    messages = [_plain_message(i, message, unread) for i, message in enumerate(request.messages)]
+    messages = [
+        _plain_message(i, message, chats.format, unread)
+        for i, message in enumerate(request.messages)
+    ]
+    messages = chats.format.history.arranged(messages)
     _check_ending(request)
     try:
         rendered = template.render(
@@ -113,7 +151,7 @@ def chat_prompt(
     ids = tokenizer.encode(rendered.text, rendered.breaker, _watch(fits))
     if not ids:
         raise invalid("the prompt is empty", param="messages")
-    return ChatPrompt(ids, rendered.text[-32:], tools, (*tools.ignored, *unread))
+    return RenderedChat(ids, rendered.text[-32:], tools, (*tools.ignored, *unread))
 
 
 def _check_ending(request: ChatRequest) -> None:
@@ -128,7 +166,9 @@ def _check_ending(request: ChatRequest) -> None:
         )
 
 
-def _plain_message(position: int, message: Message, unread: dict[str, None]) -> dict[str, Any]:
+def _plain_message(
+    position: int, message: Message, form: ChatFormat, unread: dict[str, None]
+) -> dict[str, Any]:
     """As templates expect it: text content, OpenAI's `developer` under its older name."""
     role = "system" if message.role == "developer" else message.role
     param = f"messages[{position}].content"
@@ -143,12 +183,13 @@ def _plain_message(position: int, message: Message, unread: dict[str, None]) -> 
             text = _text(message.content, param)
     plain: dict[str, Any] = {"role": role, "content": text}
     if role == "assistant":
-        _add_assistant_fields(plain, message, f"messages[{position}]")
+        _add_assistant_fields(plain, message, form, f"messages[{position}]")
     else:
         _check_no_assistant_fields(message, f"messages[{position}]")
-    for name in ("name", "tool_call_id"):
-        if (value := getattr(message, name)) is not None:
-            plain[name] = value
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = form.history_id(message.tool_call_id)
     return plain
 
 
@@ -158,7 +199,9 @@ def _check_no_assistant_fields(message: Message, param: str) -> None:
             raise invalid(f"only messages of the assistant have {name}", param=f"{param}.{name}")
 
 
-def _add_assistant_fields(plain: dict[str, Any], message: Message, param: str) -> None:
+def _add_assistant_fields(
+    plain: dict[str, Any], message: Message, form: ChatFormat, param: str
+) -> None:
     reasoning = message.reasoning_content or message.reasoning
     if reasoning is None and "</think>" in plain["content"]:
         # Templates look for the markers in the content themselves, but there they are broken up
@@ -170,21 +213,21 @@ def _add_assistant_fields(plain: dict[str, Any], message: Message, param: str) -
         plain["reasoning_content"] = reasoning
     if message.tool_calls:
         plain["tool_calls"] = [
-            _plain_call(call, f"{param}.tool_calls[{position}]")
+            _plain_call(call, form, f"{param}.tool_calls[{position}]")
             for position, call in enumerate(message.tool_calls)
         ]
 
 
-def _plain_call(call: ToolCall, param: str) -> dict[str, Any]:
-    """The input of a custom tool stands where templates have the arguments, as it is."""
+def _plain_call(call: ToolCall, form: ChatFormat, param: str) -> dict[str, Any]:
     if call.custom is not None:
-        function = {"name": call.custom.name, "arguments": call.custom.input}
+        name, arguments = call.custom.name, form.history_input(call.custom.input)
     elif call.function is not None:
-        arguments = call.function.arguments or {}
-        function = {"name": call.function.name, "arguments": arguments}
+        name, arguments = call.function.name, form.history.arguments(call.function.arguments)
     else:
         raise invalid(f"{param}.function is required", param=f"{param}.function")
-    return {"id": call.id, "type": "function", "function": function}
+    call_id = None if call.id is None else form.history_id(call.id)
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def _text(content: str | Sequence[ContentPart] | None, param: str) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from jaxserve.grammar_server.wire import Grammar
 from jaxserve.server.errors import invalid
 from jaxserve.server.request.schema import (
     AllowedToolsChoice,
@@ -21,10 +19,6 @@ from jaxserve.server.request.schema import (
     ToolFunction,
 )
 from jaxserve.server.request.validation import wrong_field
-from jaxserve.structured import grammars
-
-FREE_TEXT_END = "}\n"
-"""What the template puts behind arguments, free text like JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +39,14 @@ class ChatTools:
     """Built-in tools of other servers, which are not honoured, for the header that names them."""
 
     @property
-    def free_text(self) -> Mapping[str, str]:
-        """What ends the input of each custom tool, by name, beside the marker that ends a call."""
-        custom = (tool for tool in self.callable if isinstance(tool, CustomTool))
-        return MappingProxyType({tool.name: _end_of(tool) for tool in custom})
+    def has_custom(self) -> bool:
+        return any(isinstance(tool, CustomTool) for tool in self.callable)
 
-    def grammars(self, *, schemas: bool = True) -> list[grammars.Tool]:
-        """Without `schemas` the arguments of functions are any JSON object."""
+    @property
+    def without_schemas(self) -> Sequence[ToolFunction | CustomTool]:
+        """Those that may be called, functions with any JSON object."""
         return [
-            (tool.name, _input_grammar(tool))
-            if isinstance(tool, CustomTool)
-            else (tool.name, (tool.parameters or {}) if schemas else {})
+            ToolFunction(name=tool.name) if isinstance(tool, ToolFunction) else tool
             for tool in self.callable
         ]
 
@@ -173,17 +164,3 @@ def _as_function(tool: CustomTool) -> dict[str, Any]:
         "parameters": {"type": "string"},
     }
     return {"type": "function", "function": function}
-
-
-def _end_of(tool: CustomTool) -> str:
-    """A Lark grammar may end with a terminal that takes in whatever would stand behind it."""
-    form = tool.format and tool.format.grammar
-    return "" if form is not None and form.syntax == "lark" else FREE_TEXT_END
-
-
-def _input_grammar(tool: CustomTool) -> Grammar:
-    form = tool.format and tool.format.grammar
-    if form is not None and form.syntax == "lark":
-        return grammars.grammar(form.definition)
-    text = f"{grammars.ANY_TEXT}*" if form is None else form.definition
-    return grammars.regex(rf"(?:{text})\}}\n")

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
+from jaxserve.api import EngineLimits
 from jaxserve.server.errors import ApiError, invalid
 
 MAX_SHOWN = 60
@@ -95,3 +96,16 @@ def _choices(info: inspect.Type, steps: Sequence[Step]) -> Iterator[Any]:
                     yield from _choices(field.type, steps[1:])
         case _:
             pass
+
+
+def check_token_ids(ids: Sequence[int], limits: EngineLimits, param: str) -> None:
+    """400, which names the first that the vocabulary does not have."""
+    if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
+        wrong = next(i for i in ids if not 0 <= i < limits.vocab_size)
+        raise _token_id_error(wrong, limits, param)
+
+
+def _token_id_error(token: int, limits: EngineLimits, param: str) -> ApiError:
+    return invalid(
+        f"token id {token} is not in the vocabulary: 0 to {limits.vocab_size - 1}", param=param
+    )

@@ -9,12 +9,13 @@ from typing import Any
 from aiohttp import web
 
 from jaxserve.server.access import service_of
-from jaxserve.server.chat_turn import chat_generation
+from jaxserve.server.arrival import Arrival
 from jaxserve.server.errors import renamed
 from jaxserve.server.middleware import take_request_id
 from jaxserve.server.off_loop import PARSED_INLINE_BYTES, lane, off_loop
-from jaxserve.server.reply import Arrival, answer
+from jaxserve.server.reply import answer
 from jaxserve.server.request.parse import read_fields
+from jaxserve.server.request.resolve import resolve_chat
 from jaxserve.server.responses.reply import ResponsesReply
 from jaxserve.server.responses.schema import (
     LOGPROBS,
@@ -40,7 +41,8 @@ async def responses(request: web.Request) -> web.StreamResponse:
     with renamed(NAMES):
         where = lane(size, PARSED_INLINE_BYTES)
         chat, left_out = await off_loop(where, _translated, arrival, fields, history)
-        generation = await chat_generation(service, chat, f"resp_{arrival.id}", size)
+        resolved = await resolve_chat(arrival, chat, f"resp_{arrival.id}", size)
+    generation = resolved.generation(service.tokenizer)
     generation.ignored = own_names(generation.ignored)
     reply = ResponsesReply(
         arrival=arrival,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxserve.server.output.output_parser import Reasoning
+from jaxserve.server.chat_formats.pieces import CallOpened, Reasoning
 from jaxserve.server.output.segments import Segment
-from jaxserve.server.output.tool_calls import CallOpened
 from jaxserve.server.responses.tools import Name
 
 type Json = dict[str, Any]

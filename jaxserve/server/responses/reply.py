@@ -8,13 +8,12 @@ from typing import Any
 import msgspec
 
 from jaxserve.api import FinishReason, SamplingParams
+from jaxserve.server.arrival import Arrival
+from jaxserve.server.chat_formats.pieces import CallOpened, Content, Reasoning
 from jaxserve.server.errors import ApiError
 from jaxserve.server.output.generation import Delta, Generation
 from jaxserve.server.output.logprobs import chat_logprobs
-from jaxserve.server.output.output_parser import Content, Reasoning
 from jaxserve.server.output.segments import Change, Grew, Opened, Segment, Segments
-from jaxserve.server.output.tool_calls import CallOpened
-from jaxserve.server.reply import Arrival
 from jaxserve.server.responses.items import OutputItems, empty_part
 from jaxserve.server.responses.schema import ResponsesRequest, ToolDefinition
 from jaxserve.server.responses.tools import client_names

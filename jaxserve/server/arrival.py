@@ -1,0 +1,73 @@
+"""What is known of a request before its fields, and what its headers tell the scheduler."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from jaxserve.server.errors import invalid
+from jaxserve.server.request.priority import Ranked, level_of, level_of_header, tier_used
+from jaxserve.server.service import Service
+from jaxserve.server.tenant import tenant_of
+
+FIRST_TOKEN_HEADER, ANSWER_HEADER = "x-slo-ttft-ms", "x-slo-e2e-ms"
+"""As load balancers and benchmarks spell it."""
+
+
+class Standing(NamedTuple):
+    """Whose request it is, how urgent, and by when it has to be answered."""
+
+    tenant: str
+    priority: int
+    ttft_slo: float | None
+    """Seconds to the first token."""
+    e2e_slo: float | None
+    """Seconds to the end of the answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """What is known of a request before its fields."""
+
+    service: Service
+    request: web.Request
+    at: float = field(default_factory=time.perf_counter)
+    created: int = field(default_factory=lambda: int(time.time()))
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def tier(self, fields: Ranked) -> dict[str, Any]:
+        """What the answer says of the request's service tier."""
+        by_priority = self.service.config.by_priority
+        return dict(tier_used(fields, self.request.headers, by_priority=by_priority))
+
+    def standing(self, fields: Ranked) -> Standing:
+        """Raises ApiError: a header is not what it should be."""
+        headers = self.request.headers
+        level, first = level_of_header(headers), _seconds(headers, FIRST_TOKEN_HEADER)
+        whole = _seconds(headers, ANSWER_HEADER)
+        return Standing(
+            tenant=tenant_of(self.request),
+            priority=level_of(fields) if level is None else level,
+            ttft_slo=first,
+            e2e_slo=self.service.config.request_timeout if whole is None else whole,
+        )
+
+
+def _seconds(headers: Mapping[str, str], name: str) -> float | None:
+    """A header of milliseconds."""
+    given = headers.get(name)
+    if given is None:
+        return None
+    try:
+        milliseconds = float(given)
+    except ValueError:
+        milliseconds = math.nan
+    if not 0 < milliseconds < math.inf:
+        raise invalid(f"{name} must be a positive number of milliseconds", param=name)
+    return milliseconds / 1e3

@@ -1,0 +1,111 @@
+"""What a model's chats look like, in one object: made at the start, the same for all requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxserve.grammar_server.wire import Grammar
+from jaxserve.server.chat_formats.history import History
+from jaxserve.server.chat_formats.output_parser import OutputParser
+from jaxserve.server.chat_formats.reasoning import ReasoningFormat
+from jaxserve.server.chat_formats.tool_format import INPUT, CallableTool, ToolFormat
+from jaxserve.structured import GrammarError, Thinking, grammars
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatFormat:
+    """How reasoning and tool calls look in what a model writes, and in its prompts."""
+
+    tools: ToolFormat | None
+    """None: calls are not told from text."""
+    reasoning: ReasoningFormat | None
+    """None: reasoning is not told from text."""
+    markers: Mapping[str, int] = field(repr=False)
+    """Token ids by spelling."""
+    history: History = field(default_factory=History)
+
+    @property
+    def turn_ends(self) -> frozenset[int]:
+        """Tokens that end the assistant's turn, beside those that the model's settings name."""
+        return self._tokens(self.tools.turn_ends if self.tools is not None else ())
+
+    @property
+    def shown_tokens(self) -> frozenset[int]:
+        """Tokens that the parser has to see, special ones or not."""
+        calls = self.tools.markers if self.tools is not None else ()
+        thoughts = self.reasoning.markers if self.reasoning is not None else ()
+        return self._tokens((*calls, *thoughts))
+
+    @property
+    def guided_reasoning(self) -> ReasoningFormat | None:
+        """Reasoning whose markers are tokens: only of such can a guide tell where it ends."""
+        if self.reasoning is None or not self.markers.keys() >= set(self.reasoning.markers):
+            return None
+        return self.reasoning
+
+    def thinking(self, prompt_end: str, *, continued: bool) -> Thinking:
+        """Whether the output may begin with reasoning, or begins inside of it.
+
+        Args:
+          prompt_end: the last characters of the prompt.
+          continued: the output continues a message of the assistant.
+        """
+        if self.reasoning is None:
+            return Thinking.NONE
+        end = prompt_end.rstrip()
+        if end.endswith(self.reasoning.opens):
+            return Thinking.OPEN
+        if continued or end.endswith(self.reasoning.closes):
+            return Thinking.NONE
+        return Thinking.OPEN if self.reasoning.begins_open else Thinking.MAY_OPEN
+
+    def history_id(self, call_id: str) -> str:
+        """A call's id from a client, in a form that the template accepts."""
+        return call_id if self.tools is None else self.tools.history_id(call_id)
+
+    def history_input(self, text: str) -> str | dict[str, Any]:
+        """The input of a custom tool that was called, where templates have the arguments."""
+        if self.tools is not None and not self.tools.free_text:
+            return self.history.arguments({INPUT: text})
+        return text if self.history.takes_text else {INPUT: text}
+
+    def parser(
+        self,
+        thinking: Thinking,
+        tools: Sequence[CallableTool],
+        *,
+        parallel_calls: bool,
+        text_or_calls: bool,
+    ) -> OutputParser:
+        """A parser for one output; its arguments are those of `OutputParser`."""
+        return OutputParser(
+            tool_format=self.tools if tools else None,
+            tools=tools,
+            reasoning=None if thinking is Thinking.NONE else self.reasoning,
+            opened=thinking is Thinking.OPEN,
+            parallel_calls=parallel_calls,
+            text_or_calls=text_or_calls,
+        )
+
+    def calls(self, tools: Sequence[CallableTool], most: int) -> Grammar:
+        """One to `most` calls, and nothing else. GrammarError, as of the next two: a tool's
+        arguments cannot be followed, or this model has no calls."""
+        return grammars.tool_calls(self._rules(tools, most))
+
+    def calls_or(self, answer: Grammar, tools: Sequence[CallableTool], most: int) -> Grammar:
+        """Calls, or else an answer of this grammar."""
+        return grammars.tool_calls_or(answer, self._rules(tools, most))
+
+    def text_and_calls(self, tools: Sequence[CallableTool], most: int) -> Grammar:
+        """Any text, and calls in it."""
+        return grammars.text_and_tool_calls(self._rules(tools, most))
+
+    def _rules(self, tools: Sequence[CallableTool], most: int) -> grammars.CallRules:
+        if self.tools is None:
+            raise GrammarError("tool calls are turned off here (--tool-call-parser none)")
+        return self.tools.rules(tools, self.markers, most)
+
+    def _tokens(self, spellings: Iterable[str]) -> frozenset[int]:
+        return frozenset(self.markers[each] for each in spellings if each in self.markers)

@@ -1,0 +1,192 @@
+"""Hermes tool calls, as Qwen3 writes them: JSON between `<tool_call>` and `</tool_call>`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum, auto
+
+from jaxserve.grammar_server.wire import Grammar
+from jaxserve.server.chat_formats.json_calls import NoHeader, ObjectScanner, header, parse_call
+from jaxserve.server.chat_formats.pieces import CallPart, Content, partial
+from jaxserve.server.chat_formats.tool_format import (
+    MAX_HEADER,
+    CallableTool,
+    CallWriter,
+    input_grammar,
+    random_call_id,
+)
+from jaxserve.server.request.schema import CustomTool
+from jaxserve.structured import grammars
+from jaxserve.structured.errors import GrammarError
+
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+
+_ARGUMENTS = ("arguments",)
+_FREE_TEXT_END = "}\n"
+"""What the template puts behind arguments, free text like JSON."""
+
+
+class Hermes:
+    """Implements `ToolFormat`. The input of custom tools stands in place of JSON, as it is."""
+
+    name = "hermes"
+    begins = CALL
+    bare = False
+    ends_reasoning = False
+    free_text = True
+    markers = (CALL, END_CALL)
+    turn_ends = ("<|im_end|>",)
+
+    def make_id(self) -> str:
+        return random_call_id()
+
+    def history_id(self, call_id: str) -> str:
+        return call_id
+
+    def reader(self, writer: CallWriter, most: int, marker: str) -> HermesReader:
+        return HermesReader(writer)
+
+    def rules(
+        self, tools: Sequence[CallableTool], markers: Mapping[str, int], most: int
+    ) -> grammars.CallRules:
+        call, end_call = (grammars.marker(each, markers) for each in (CALL, END_CALL))
+        bodies = " | ".join(f"body_{i}" for i in range(len(tools)))
+        lines = [
+            f'calls: call ("\\n" call){{0,{most - 1}}}' if most > 1 else "calls: call",
+            f'call: {call} "\\n" ({bodies}) {end_call}',
+        ]
+        inputs: dict[str, Grammar] = {}
+        for index, tool in enumerate(tools):
+            name = json.dumps(tool.name, ensure_ascii=False)
+            head = grammars.literal(f'{{"name": {name}, "arguments": ')
+            if isinstance(tool, CustomTool):
+                if END_CALL not in markers:
+                    raise GrammarError("this model has no token that ends a call with free text")
+                inputs[f"input_{index}"] = _free_text(tool)
+                lines.append(f"body_{index}: {head} @input_{index}")
+                continue
+            end = grammars.literal("}\n")
+            lines += [
+                f"body_{index}: {head} arguments_{index} {end}",
+                f"arguments_{index}: {grammars.arguments_rule(tool.parameters or {})}",
+            ]
+        among_text = "text? call?" if most == 1 else f"text? (call text?){{0,{most}}}"
+        return grammars.CallRules(lines, inputs, among_text if CALL in markers else None)
+
+
+def _free_text(tool: CustomTool) -> Grammar:
+    form = input_grammar(tool)
+    if form is not None and form.syntax == "lark":
+        return grammars.grammar(form.definition)
+    text = f"{grammars.ANY_TEXT}*" if form is None else form.definition
+    return grammars.regex(rf"(?:{text})\}}\n")
+
+
+def free_text_end(tool: CallableTool | None) -> str:
+    """What stands between the free text of a call and the marker that ends it. A Lark grammar may
+    end with a terminal that takes in whatever would stand behind it."""
+    form = input_grammar(tool) if isinstance(tool, CustomTool) else None
+    return "" if form is not None and form.syntax == "lark" else _FREE_TEXT_END
+
+
+class _State(Enum):
+    HEADER = auto()
+    WHOLE = auto()
+    """No header to be streamed: what it is will be seen at its end."""
+    ARGUMENTS = auto()
+    FREE_TEXT = auto()
+    REST = auto()
+    """Behind the arguments; whatever comes up to the closing marker is dropped."""
+
+
+class HermesReader:
+    """Implements `CallReader`, of one call.
+
+    Text is a call as soon as its name and the opening brace of its arguments were seen; from then
+    on the arguments are passed on as written, complete or not. Text that does not get there is
+    returned as it was.
+    """
+
+    def __init__(self, writer: CallWriter):
+        self.opened = False
+        self._writer = writer
+        self._end = ""
+        """Of the free text that is being read."""
+        self._state = _State.HEADER
+        self._text = ""
+        """HEADER, WHOLE: all so far. Later: what may be the start of the closing marker."""
+        self._scanner = ObjectScanner(END_CALL)
+
+    def push(self, text: str, parts: list[CallPart]) -> str | None:
+        self._text += text
+        if self._state is _State.HEADER:
+            self._read_header(parts)
+        if self._state is _State.ARGUMENTS:
+            return self._read_arguments(parts)
+        if self._state is _State.FREE_TEXT:
+            return self._read_free_text(parts)
+        before, found, after = self._text.partition(END_CALL)
+        if not found:
+            if self._state is _State.REST:
+                self._text = self._text[len(self._text) - partial(self._text, END_CALL) :]
+            return None
+        if self._state is not _State.REST:
+            parts += self._whole(before, END_CALL)
+        return after
+
+    def finish(self, parts: list[CallPart]) -> None:
+        if self._state in (_State.HEADER, _State.WHOLE):
+            parts += self._whole(self._text, "")
+        elif self._state in (_State.ARGUMENTS, _State.FREE_TEXT) and self._text:
+            parts.append(self._writer.arguments(self._text))
+
+    def _read_header(self, parts: list[CallPart]) -> None:
+        found = header(self._text[:MAX_HEADER], _ARGUMENTS, self._writer.is_custom)
+        if found is None:
+            closed = END_CALL in self._text
+            if closed or len(self._text) >= MAX_HEADER:
+                self._state = _State.WHOLE
+        elif isinstance(found, NoHeader):
+            self._state = _State.WHOLE
+        else:
+            name, start = found
+            self.opened = True
+            parts.append(self._writer.open(name))
+            self._text = self._text[start:]
+            custom = self._writer.is_custom(name)
+            self._state = _State.FREE_TEXT if custom else _State.ARGUMENTS
+            self._end = free_text_end(self._writer.tools.get(name))
+
+    def _read_free_text(self, parts: list[CallPart]) -> str | None:
+        closing = self._end + END_CALL
+        text, found, after = self._text.partition(END_CALL)
+        if found:
+            text = text.removesuffix(self._end)
+        else:
+            text = text[: len(text) - partial(text, closing)]
+            self._text = self._text[len(text) :]
+        if text:
+            parts.append(self._writer.arguments(text))
+        return after if found else None
+
+    def _read_arguments(self, parts: list[CallPart]) -> str | None:
+        """Up to the brace that closes them, or to the closing marker where no string can be."""
+        end = self._scanner.push(self._text)
+        if end:
+            parts.append(self._writer.arguments(self._text[:end]))
+        self._text = self._text[end:]
+        if self._scanner.complete:
+            self._state = _State.REST
+            return self.push("", parts)
+        return self._text[len(END_CALL) :] if self._scanner.cut else None
+
+    def _whole(self, text: str, closing: str) -> Iterator[CallPart]:
+        call = parse_call(text)
+        if call is None:
+            yield Content(CALL + text + closing)
+        else:
+            name, arguments = call
+            self.opened = True
+            yield self._writer.open(name)
+            yield self._writer.arguments(arguments)

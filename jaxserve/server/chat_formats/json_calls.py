@@ -1,0 +1,278 @@
+"""Calls that are written as JSON objects, read while they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import Any
+
+import msgspec
+
+from jaxserve.server.chat_formats.pieces import CallPart
+from jaxserve.server.chat_formats.tool_format import INPUT, MAX_HEADER, CallWriter
+
+_SPACE = " \t\r\n"
+
+type Key = tuple[str, ...]
+"""Names under which a field of a call may stand."""
+
+
+class ObjectScanner:
+    """Finds the end of a JSON object that comes in parts."""
+
+    def __init__(self, marker: str = "", depth: int = 0):
+        """
+        Args:
+          marker: it ends the object, too, where no string can be: the object is broken then.
+          depth: braces and brackets that are open already.
+        """
+        self.complete = False
+        """The brace that closes the object has come."""
+        self.cut = False
+        """The marker has come in its place."""
+        self._marker = marker
+        self._depth = depth
+        self._in_string = self._escaped = self._broken = False
+
+    def push(self, text: str) -> int:
+        """How many characters of the text are the object's. The others are pushed again, with more
+        text behind them, unless the object has ended."""
+        end = 0
+        while end < len(text) and not self.complete:
+            if self._marker and text[end] == self._marker[0] and not self._in_string:
+                if text.startswith(self._marker, end):
+                    self.cut = True
+                    break
+                if self._marker.startswith(text[end:]):
+                    break
+            self._step(text[end])
+            end += 1
+        return end
+
+    def _step(self, char: str) -> None:
+        if self._broken:
+            return
+        if self._in_string:
+            if char < " ":
+                # A line break cannot be in a JSON string: the quotes are not to be trusted.
+                self._broken, self._in_string = True, False
+            elif self._escaped:
+                self._escaped = False
+            elif char == "\\":
+                self._escaped = True
+            elif char == '"':
+                self._in_string = False
+        elif char == '"':
+            self._in_string = True
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+            self.complete = self._depth == 0
+
+
+class NoHeader:
+    """The text cannot become the beginning of a call any more."""
+
+
+NO_HEADER = NoHeader()
+
+
+_TYPED = (('"type"',), (":",), ('"function"',), (",",))
+
+
+def header(
+    text: str,
+    arguments: Key,
+    takes_any: Callable[[str], bool] | None = None,
+    *,
+    typed: bool = False,
+) -> tuple[str, int] | NoHeader | None:
+    """The beginning of a call: `{"name": …, "arguments": {`.
+
+    Args:
+      arguments: what the key of the arguments may be.
+      takes_any: whether the arguments of a tool of this name begin after one space, whatever they
+        are; None: all arguments are JSON objects.
+      typed: the first field is `"type": "function"`.
+
+    Returns:
+      The name and the position where the arguments begin; None if more text is needed.
+    """
+    position, name = 0, ""
+    lead = _TYPED if typed else ()
+    key = tuple(f'"{each}"' for each in arguments)
+    for expected in (("{",), *lead, ('"name"',), (":",), None, (",",), key, (":",), ("{",)):
+        if expected == ("{",) and position and takes_any is not None and takes_any(name):
+            start = position + text.startswith(" ", position)
+            return (name, start) if start < len(text) else None
+        while position < len(text) and text[position] in _SPACE:
+            position += 1
+        if expected is None:
+            end = _string_end(text, position)
+            if end is None:
+                return None if text[position : position + 1] in ("", '"') else NO_HEADER
+            try:
+                name = msgspec.json.decode(text[position:end].encode(), type=str)
+            except (msgspec.MsgspecError, UnicodeError):
+                return NO_HEADER
+            position = end
+            continue
+        found = next((each for each in expected if text.startswith(each, position)), None)
+        if found is None:
+            may_come = any(each.startswith(text[position:]) for each in expected)
+            return None if may_come else NO_HEADER
+        position += len(found)
+    return name, position - 1
+
+
+def _string_end(text: str, start: int) -> int | None:
+    """Behind the closing quote of the string that starts there."""
+    position = start + 1
+    if text[start : start + 1] != '"':
+        return None
+    while position < len(text):
+        if text[position] == '"':
+            return position + 1
+        position += 2 if text[position] == "\\" else 1
+    return None
+
+
+class _Call(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+def parse_call(text: str) -> tuple[str, str] | None:
+    """Name and arguments of a whole call; None if the model wrote something else."""
+    try:
+        call = msgspec.json.decode(text.encode(), type=_Call)
+        arguments: Any = msgspec.json.decode(call.arguments)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    if isinstance(arguments, str):
+        return call.name, arguments
+    if not isinstance(arguments, dict | None):
+        return None
+    return call.name, bytes(call.arguments).decode() if arguments is not None else "{}"
+
+
+def unwrapped(arguments: str) -> str:
+    """The input of a custom tool that was called as a function; what is no such object stays."""
+    try:
+        return msgspec.json.decode(arguments.encode(), type=dict[str, str])[INPUT]
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, KeyError):
+        return arguments
+
+
+class _State(Enum):
+    HEADER = auto()
+    ARGUMENTS = auto()
+    REST = auto()
+    """Behind the arguments, inside of the call."""
+    ENDED = auto()
+
+
+class Arguments:
+    """The arguments of one call as they come: a JSON object, passed on as it is written."""
+
+    def __init__(self, writer: CallWriter, *, custom: bool, marker: str = ""):
+        """`custom`: the tool takes free text, which comes under the key INPUT."""
+        self.ended = False
+        self._writer = writer
+        self._custom = custom
+        self._scanner = ObjectScanner(marker)
+        self._text = ""
+        """Those of a custom tool so far."""
+
+    def push(self, text: str, parts: list[CallPart]) -> str:
+        """What is not theirs, or may not be: to be pushed again with more."""
+        end = self._scanner.push(text)
+        self.ended = self._scanner.complete or self._scanner.cut
+        self._add(text[:end], parts)
+        if self.ended:
+            self._flush(parts)
+        return text[end:]
+
+    def finish(self, rest: str, parts: list[CallPart]) -> None:
+        self._add(rest, parts)
+        self._flush(parts)
+
+    def _add(self, text: str, parts: list[CallPart]) -> None:
+        if self._custom:
+            self._text += text
+        elif text:
+            parts.append(self._writer.arguments(text))
+
+    def _flush(self, parts: list[CallPart]) -> None:
+        if self._text:
+            parts.append(self._writer.arguments(unwrapped(self._text)))
+            self._text = ""
+
+
+class ObjectCall:
+    """One call that is a JSON object, without markers around it."""
+
+    def __init__(self, writer: CallWriter, arguments: Key, *, only_known: bool):
+        """`only_known`: an object that names no tool of the request is no call."""
+        self.opened = False
+        self.refused = False
+        """The text is no call."""
+        self._writer = writer
+        self._keys = arguments
+        self._only_known = only_known
+        self._state = _State.HEADER
+        self._arguments = Arguments(writer, custom=False)
+        self._outside = ObjectScanner(depth=1)
+
+    @property
+    def ended(self) -> bool:
+        return self._state is _State.ENDED
+
+    def push(self, text: str, parts: list[CallPart]) -> str:
+        """What is left of the text: to be pushed again with more, unless the call has ended or the
+        text is none."""
+        if self._state is _State.HEADER:
+            text = self._read_header(text, parts)
+        if self._state is _State.ARGUMENTS:
+            text = self._arguments.push(text, parts)
+            if self._arguments.ended:
+                self._state = _State.REST
+        if self._state is _State.REST:
+            text = text[self._outside.push(text) :]
+            if self._outside.complete:
+                self._state = _State.ENDED
+        return text
+
+    def finish(self, rest: str, parts: list[CallPart]) -> None:
+        if self._state is _State.ARGUMENTS:
+            self._arguments.finish(rest, parts)
+
+    def _read_header(self, text: str, parts: list[CallPart]) -> str:
+        found = header(text[:MAX_HEADER], self._keys)
+        if isinstance(found, NoHeader):
+            found = header(text[:MAX_HEADER], self._keys, typed=True)
+        if found is None:
+            self.refused = len(text) >= MAX_HEADER
+            return text
+        if isinstance(found, NoHeader) or (self._only_known and found[0] not in self._writer.tools):
+            self.refused = True
+            return text
+        name, start = found
+        parts.append(self._writer.open(name))
+        self.opened = True
+        self._arguments = Arguments(self._writer, custom=self._writer.is_custom(name))
+        self._state = _State.ARGUMENTS
+        return text[start:]
+
+
+def skip_space(text: str) -> str:
+    return text.lstrip(_SPACE)
+
+
+def first_of(text: str, options: Sequence[str]) -> str | None:
+    """Which of the options the text begins with; empty: it may still become one of them."""
+    for option in options:
+        if text.startswith(option):
+            return option
+    return "" if any(option.startswith(text) for option in options) else None

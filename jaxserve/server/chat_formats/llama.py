@@ -1,0 +1,129 @@
+"""Llama 3's tool calls: `{"name": …, "parameters": …}`, perhaps behind `<|python_tag|>`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from jaxserve.server.chat_formats.json_calls import ObjectCall, skip_space
+from jaxserve.server.chat_formats.pieces import CallPart, Content
+from jaxserve.server.chat_formats.tool_format import (
+    CallableTool,
+    CallWriter,
+    input_schema,
+    random_call_id,
+)
+from jaxserve.structured import grammars
+
+PYTHON_TAG = "<|python_tag|>"
+BETWEEN = ";"
+"""Stands between two calls."""
+
+
+class Llama3Json:
+    """Implements `ToolFormat`.
+
+    An answer that begins with the JSON of a call of one of the request's tools is a call; behind
+    the marker, any call is. Custom tools are called with an object that holds their input.
+    """
+
+    name = "llama3_json"
+    begins = PYTHON_TAG
+    bare = True
+    ends_reasoning = False
+    free_text = False
+    markers = (PYTHON_TAG,)
+    turn_ends = ("<|eot_id|>", "<|eom_id|>")
+
+    def make_id(self) -> str:
+        return random_call_id()
+
+    def history_id(self, call_id: str) -> str:
+        return call_id
+
+    def reader(self, writer: CallWriter, most: int, marker: str) -> Llama3Reader:
+        return Llama3Reader(writer, most, marker)
+
+    def rules(
+        self, tools: Sequence[CallableTool], markers: Mapping[str, int], most: int
+    ) -> grammars.CallRules:
+        bodies = " | ".join(f"body_{i}" for i in range(len(tools)))
+        more = f' ("{BETWEEN}" ({bodies})){{0,{most - 1}}}' if most > 1 else ""
+        tag = f"{grammars.marker(PYTHON_TAG, markers)}? " if PYTHON_TAG in markers else ""
+        # What begins with a brace is read as a call; any other text is none.
+        lines = [f"calls: {tag}({bodies}){more}", rf"prose: /\s*[^{{\s]{grammars.ANY_TEXT}*/"]
+        for index, tool in enumerate(tools):
+            name = json.dumps(tool.name, ensure_ascii=False)
+            head = grammars.literal(f'{{"name": {name}, "parameters": ')
+            lines += [
+                f'body_{index}: {head} arguments_{index} "}}"',
+                f"arguments_{index}: {grammars.arguments_rule(input_schema(tool))}",
+            ]
+        return grammars.CallRules(lines, {}, "calls | prose?")
+
+
+class Llama3Reader:
+    """Implements `CallReader`, of all calls of an answer."""
+
+    def __init__(self, writer: CallWriter, most: int, marker: str):
+        self.opened = False
+        self._writer = writer
+        self._most = most
+        self._marker = marker
+        self._text = ""
+        self._seen = ""
+        """All so far, as long as no call has opened."""
+        self._call = self._next_call()
+        self._between = False
+
+    def push(self, text: str, parts: list[CallPart]) -> str | None:
+        self._text += text
+        if not self.opened:
+            self._seen += text
+        while True:
+            if self._between:
+                if (behind := self._read_between()) is not None:
+                    return behind
+                if self._between:
+                    return None
+            self._text = self._call.push(self._text, parts)
+            self.opened |= self._call.opened
+            if self._call.refused:
+                return self._refused(parts)
+            if not self._call.ended:
+                return None
+            self._between = True
+
+    def finish(self, parts: list[CallPart]) -> None:
+        if not self.opened:
+            parts.append(Content(self._marker + self._seen))
+        elif not self._between:
+            self._call.finish(self._text, parts)
+
+    def _next_call(self) -> ObjectCall:
+        return ObjectCall(self._writer, ("parameters", "arguments"), only_known=True)
+
+    def _read_between(self) -> str | None:
+        """Behind a call: text that is no other call, if any. Else another one begins, or it cannot
+        be told yet."""
+        text = skip_space(self._text)
+        if self._writer.num_calls >= self._most:
+            return text
+        if not text.startswith(BETWEEN):
+            return text or None
+        text = skip_space(text[len(BETWEEN) :])
+        if text.startswith(PYTHON_TAG):
+            text = skip_space(text[len(PYTHON_TAG) :])
+        elif PYTHON_TAG.startswith(text):
+            return None
+        if text:
+            self._text, self._between, self._call = text, False, self._next_call()
+        return None
+
+    def _refused(self, parts: list[CallPart]) -> str:
+        """It is no call."""
+        if self.opened:
+            return self._text
+        if self._marker:
+            parts.append(Content(self._marker))
+        return self._seen

@@ -1,0 +1,189 @@
+"""Mistral's tool calls behind `[TOOL_CALLS]`: a JSON list, or name, `[ARGS]` and a JSON object."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
+from hashlib import blake2b
+
+from jaxserve.server.chat_formats.json_calls import Arguments, ObjectCall, first_of, skip_space
+from jaxserve.server.chat_formats.pieces import CallPart, Content
+from jaxserve.server.chat_formats.tool_format import (
+    MAX_HEADER,
+    CallableTool,
+    CallWriter,
+    input_schema,
+)
+from jaxserve.structured import grammars
+
+CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+ID_CHARS = 9
+"""Letters and digits of a call's id: templates refuse others."""
+
+_ALPHABET = string.ascii_letters + string.digits
+_ID = re.compile(rf"[a-zA-Z0-9]{{{ID_CHARS}}}")
+
+
+class Mistral:
+    """Implements `ToolFormat`. Both ways to write calls are read; models whose vocabulary has
+    `[ARGS]` are made to write the newer one. Custom tools are called with an object that holds
+    their input."""
+
+    name = "mistral"
+    begins = CALLS
+    bare = False
+    ends_reasoning = False
+    free_text = False
+    markers = (CALLS, ARGS, CALL_ID)
+    turn_ends = ("</s>",)
+
+    def make_id(self) -> str:
+        return "".join(secrets.choice(_ALPHABET) for _ in range(ID_CHARS))
+
+    def history_id(self, call_id: str) -> str:
+        if _ID.fullmatch(call_id):
+            return call_id
+        return blake2b(call_id.encode("utf-8", "replace"), digest_size=5).hexdigest()[:ID_CHARS]
+
+    def reader(self, writer: CallWriter, most: int, marker: str) -> MistralReader:
+        return MistralReader(writer, most)
+
+    def rules(
+        self, tools: Sequence[CallableTool], markers: Mapping[str, int], most: int
+    ) -> grammars.CallRules:
+        begin = grammars.marker(CALLS, markers)
+        bodies = " | ".join(f"body_{i}" for i in range(len(tools)))
+        if newer := ARGS in markers:
+            lines = [f"calls: ({begin} ({bodies})){{1,{most}}}"]
+        else:
+            more = f' (", " ({bodies})){{0,{most - 1}}}' if most > 1 else ""
+            lines = [f'calls: {begin} " "? "[" ({bodies}){more} "]"']
+        for index, tool in enumerate(tools):
+            name = json.dumps(tool.name, ensure_ascii=False)
+            head = grammars.literal(f'{{"name": {name}, "arguments": ')
+            body = f'{head} arguments_{index} "}}"'
+            if newer:
+                args = grammars.marker(ARGS, markers)
+                body = f"{grammars.literal(tool.name)} {args} arguments_{index}"
+            lines += [
+                f"body_{index}: {body}",
+                f"arguments_{index}: {grammars.arguments_rule(input_schema(tool))}",
+            ]
+        return grammars.CallRules(lines, {}, "text? calls?" if CALLS in markers else None)
+
+
+class _State(Enum):
+    START = auto()
+    NAME = auto()
+    ARGUMENTS = auto()
+    IN_LIST = auto()
+    BETWEEN = auto()
+    """Behind a call of a list."""
+
+
+class MistralReader:
+    """Implements `CallReader`, of one list of calls or of one call of the newer kind."""
+
+    def __init__(self, writer: CallWriter, most: int):
+        self.opened = False
+        self._writer = writer
+        self._most = most
+        self._state = _State.START
+        self._text = ""
+        self._seen = ""
+        """All so far, as long as no call has opened."""
+        self._call = self._next_call()
+        self._arguments = Arguments(writer, custom=False)
+
+    def push(self, text: str, parts: list[CallPart]) -> str | None:
+        self._text += text
+        if not self.opened:
+            self._seen += text
+        while True:
+            before = self._state
+            match self._state:
+                case _State.START:
+                    self._start()
+                case _State.NAME:
+                    if not self._read_name(parts):
+                        return self._refused(parts)
+                case _State.ARGUMENTS:
+                    self._text = self._arguments.push(self._text, parts)
+                    if self._arguments.ended:
+                        return self._text
+                case _State.IN_LIST:
+                    self._text = self._call.push(self._text, parts)
+                    self.opened |= self._call.opened
+                    if self._call.refused:
+                        return self._refused(parts)
+                    if self._call.ended:
+                        self._state = _State.BETWEEN
+                case _State.BETWEEN:
+                    if (behind := self._read_between()) is not None:
+                        return behind
+            if self._state is before:
+                return None
+
+    def finish(self, parts: list[CallPart]) -> None:
+        if not self.opened:
+            parts.append(Content(CALLS + self._seen))
+        elif self._state is _State.ARGUMENTS:
+            self._arguments.finish(self._text, parts)
+        elif self._state is _State.IN_LIST:
+            self._call.finish(self._text, parts)
+
+    def _next_call(self) -> ObjectCall:
+        return ObjectCall(self._writer, ("arguments",), only_known=False)
+
+    def _start(self) -> None:
+        self._text = skip_space(self._text)
+        if self._text.startswith("["):
+            self._text, self._state = self._text[1:], _State.IN_LIST
+        elif self._text:
+            self._state = _State.NAME
+
+    def _read_name(self, parts: list[CallPart]) -> bool:
+        """False: what comes is no name."""
+        head = self._text[:MAX_HEADER]
+        may_come = len(self._text) < MAX_HEADER
+        end = next((i for i, char in enumerate(head) if char in "[{"), -1)
+        if end < 0:
+            return may_come
+        name, behind = head[:end].strip(), head[end:]
+        found = first_of(behind, (ARGS, CALL_ID, "{"))
+        if not name or found is None:
+            return False
+        if found == CALL_ID:
+            _, found, behind = behind.partition(ARGS)
+        if not found:
+            return may_come
+        behind = skip_space(behind.removeprefix(ARGS))
+        if not behind.startswith("{"):
+            return not behind and may_come
+        text = behind + self._text[MAX_HEADER:]
+        parts.append(self._writer.open(name))
+        self.opened = True
+        custom = self._writer.is_custom(name)
+        self._arguments = Arguments(self._writer, custom=custom, marker=CALLS)
+        self._text, self._state = text, _State.ARGUMENTS
+        return True
+
+    def _read_between(self) -> str | None:
+        text = skip_space(self._text)
+        if text.startswith("]") or self._writer.num_calls >= self._most:
+            return text[1:]
+        if not text.startswith(","):
+            return text or None
+        self._text, self._state, self._call = text[1:], _State.IN_LIST, self._next_call()
+        return None
+
+    def _refused(self, parts: list[CallPart]) -> str:
+        """It is no call."""
+        if self.opened:
+            return self._text
+        parts.append(Content(CALLS))
+        return self._seen

@@ -1,0 +1,27 @@
+"""How models mark their reasoning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningFormat:
+    """Reasoning stands between two markers, at the beginning of the output."""
+
+    name: str
+    opens: str
+    closes: str
+    begins_open: bool = False
+    """Output begins inside of the reasoning, whether or not the prompt shows its opening marker."""
+
+    @property
+    def markers(self) -> tuple[str, str]:
+        return self.opens, self.closes
+
+
+QWEN3 = ReasoningFormat(name="qwen3", opens="<think>", closes="</think>")
+DEEPSEEK_R1 = ReasoningFormat(
+    name="deepseek_r1", opens="<think>", closes="</think>", begins_open=True
+)
+MISTRAL_THINK = ReasoningFormat(name="mistral", opens="[THINK]", closes="[/THINK]")

@@ -1,0 +1,162 @@
+"""The contract of a tool call format: how calls are read from a text, and the grammar of calls."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from jaxserve.server.chat_formats.pieces import CallArguments, CallOpened, CallPart
+from jaxserve.server.request.schema import CustomGrammar, CustomTool, ToolFunction
+from jaxserve.structured.errors import GrammarError
+from jaxserve.structured.grammars import CallRules
+
+type CallableTool = ToolFunction | CustomTool
+"""A function, whose arguments are a JSON object, or a custom tool, whose input is free text."""
+
+MAX_HEADER = 1024
+"""Characters in which a call's name and the start of its arguments must appear to be streamed."""
+
+
+INPUT = "input"
+"""The only argument of a custom tool, where a format has no place for free text."""
+INPUT_OBJECT: Mapping[str, Any] = MappingProxyType(
+    {
+        "properties": {INPUT: {"type": "string"}},
+        "required": [INPUT],
+        "additionalProperties": False,
+    }
+)
+"""JSON schema of its arguments then."""
+
+
+def input_grammar(tool: CustomTool) -> CustomGrammar | None:
+    """What the input of a custom tool must look like; None: any text."""
+    return tool.format.grammar if tool.format is not None else None
+
+
+def input_schema(tool: CallableTool) -> Mapping[str, Any]:
+    """Of the arguments of a call, where a format has no place for free text. GrammarError: the
+    input of a custom tool follows a grammar, which a JSON string cannot hold."""
+    if isinstance(tool, ToolFunction):
+        return tool.parameters or {}
+    if input_grammar(tool) is not None:
+        raise GrammarError(
+            f"the input of {tool.name[:100]!r} has a grammar, and calls of this model are JSON"
+        )
+    return INPUT_OBJECT
+
+
+def random_call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+class CallWriter:
+    """Numbers the calls of one answer and gives them ids."""
+
+    def __init__(self, tools: Sequence[CallableTool], make_id: Callable[[], str] = random_call_id):
+        self.tools: Mapping[str, CallableTool] = {tool.name: tool for tool in tools}
+        self.num_calls = 0
+        self._make_id = make_id
+        self._custom = False
+
+    def is_custom(self, name: str) -> bool:
+        return isinstance(self.tools.get(name), CustomTool)
+
+    def open(self, name: str) -> CallOpened:
+        self._custom = self.is_custom(name)
+        self.num_calls += 1
+        return CallOpened(self.num_calls - 1, self._make_id(), name, self._custom)
+
+    def arguments(self, text: str) -> CallArguments:
+        """More of the arguments of the call that was opened last."""
+        return CallArguments(self.num_calls - 1, text, self._custom)
+
+
+class CallReader(Protocol):
+    """Reads calls from where they begin. Whatever the splits of the text, the same parts in sum."""
+
+    @property
+    def opened(self) -> bool:
+        """A call has begun; until then the text may turn out to be none."""
+        ...
+
+    def push(self, text: str, parts: list[CallPart]) -> str | None:
+        """Adds to `parts` what can be told by now. Returns the text behind the calls, or what
+        turned out to be none and is not among the parts; None as long as they have not ended."""
+        ...
+
+    def finish(self, parts: list[CallPart]) -> None:
+        """The output has ended before the calls did."""
+        ...
+
+
+class ToolFormat(Protocol):
+    """How a family of models writes tool calls."""
+
+    @property
+    def name(self) -> str:
+        """vLLM's name of the parser."""
+        ...
+
+    @property
+    def begins(self) -> str:
+        """The marker at which calls begin, anywhere in the content."""
+        ...
+
+    @property
+    def bare(self) -> bool:
+        """Calls may also begin without the marker: as JSON at the beginning of the content."""
+        ...
+
+    @property
+    def ends_reasoning(self) -> bool:
+        """The marker ends reasoning that was not closed."""
+        ...
+
+    @property
+    def free_text(self) -> bool:
+        """The input of a custom tool stands in a call as it is, in place of JSON."""
+        ...
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Spellings that readers look for. Where tokens of these spellings are special ones, which
+        texts leave out, readers must see them all the same."""
+        ...
+
+    @property
+    def turn_ends(self) -> tuple[str, ...]:
+        """Spellings of the tokens that end the assistant's turn."""
+        ...
+
+    def make_id(self) -> str:
+        """An id for a call, of a form that the models' templates accept."""
+        ...
+
+    def history_id(self, call_id: str) -> str:
+        """An id from a client's history, in a form that the models' templates accept."""
+        ...
+
+    def reader(self, writer: CallWriter, most: int, marker: str) -> CallReader:
+        """Of calls that begin here.
+
+        Args:
+          most: the reader may end after so many calls in all.
+          marker: `begins`, which has just been taken off the text; empty where calls begin bare.
+        """
+        ...
+
+    def rules(
+        self, tools: Sequence[CallableTool], markers: Mapping[str, int], most: int
+    ) -> CallRules:
+        """The grammar of one to `most` calls. Whatever it accepts, `reader` reads.
+
+        Args:
+          markers: token ids by spelling; a marker that is no token is spelled out.
+
+        Raises:
+          GrammarError: the arguments of a tool cannot be followed in this format.
+        """
+        ...
