@@ -6,8 +6,9 @@
 
 The first two write each different PTX into a folder, without comments, line numbers and names, and
 into its `launches.json` what each step launches, in order. A kernel whose PTX is the same is as
-fast as it was: only the others have to be timed. The comparison names those and ends with status 1
-if there are any. Steps are those of `support_matrix.py`.
+fast as it was, and so is one of which ptxas makes the same machine code: only the others have to be
+timed. The comparison names those and ends with status 1 if there are any. Steps are those of
+`support_matrix.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import support_matrix
 
-from jaxserve_kernels import target
+from jaxserve_kernels import ptxas, target
 
 type Launches = dict[str, list[list[str]]]
 """Of each step: the kernels' names, grids and the names of their PTX."""
@@ -31,7 +32,7 @@ type Launches = dict[str, list[list[str]]]
 def main() -> int:
     args = parse_args()
     if args.compare:
-        return compare(*args.compare)
+        return compare(*args.compare, args.kernels)
     args.out.mkdir(parents=True, exist_ok=True)
     known: dict[Any, str] = {}
     found: Launches = {}
@@ -40,7 +41,9 @@ def main() -> int:
             name = "/".join((f"sm_{capability}", step.model, step.weights, step.kv))
             equations = support_matrix.launches(capability, step)
             found[f"{name}/{step.bucket.name}"] = [
-                launch(capability, equation, known, args.out) for equation in equations
+                launch(capability, equation, known, args.out)
+                for equation in equations
+                if re.search(args.kernels, equation.params["name"])
             ]
             print(f"{name}/{step.bucket.name}: {len(set(known.values()))}", file=sys.stderr)
     (args.out / "launches.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -52,7 +55,7 @@ def parse_args() -> argparse.Namespace:
         return text.split(",")
 
     def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
+        return [int(part) for part in text.split(",") if part]
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     action = parser.add_mutually_exclusive_group(required=True)
@@ -64,6 +67,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--kv", type=names, default=list(support_matrix.KV_FORMATS))
     parser.add_argument("--decode", type=numbers, default=[1, 8, 16, 64, 256])
     parser.add_argument("--prefill", type=numbers, default=[512])
+    parser.add_argument("--kernels", default="", help="only those whose names this pattern is in")
     return parser.parse_args()
 
 
@@ -95,36 +99,45 @@ def plain(ptx: str) -> str:
     return "\n".join(line.rstrip() for line in ptx.splitlines() if line.strip()) + "\n"
 
 
-def compare(before: Path, after: Path) -> int:
-    """Print which kernels' PTX is the same and which is not; 1 if a kernel differs."""
+def compare(before: Path, after: Path, pattern: str) -> int:
+    """Print which kernels' machine code differs in steps that both have; 1 if any does."""
     old, new = (json.loads((each / "launches.json").read_text()) for each in (before, after))
     same: set[str] = set()
     changed: dict[tuple[str, str], list[str]] = {}
-    for step in sorted(old.keys() | new.keys()):
-        first, second = old.get(step, []), new.get(step, [])
-        names = [[each[0] for each in launches] for launches in (first, second)]
-        if names[0] != names[1]:
-            changed["launches", " -> ".join(map(" ".join, names))] = [step]
+    for step in sorted(old.keys() & new.keys()):
+        first = [each for each in old[step] if re.search(pattern, each[0])]
+        second = new[step]
+        if [each[:2] for each in first] != [each[:2] for each in second]:
+            print(f"{step}: other launches")
+            changed[step, step] = [step]
             continue
-        for (name, grid, code), (_, new_grid, new_code) in zip(first, second, strict=True):
-            if (grid, code) == (new_grid, new_code):
+        for (name, _, code), (_, _, new_code) in zip(first, second, strict=True):
+            if code == new_code:
                 same.add(name)
             else:
                 changed.setdefault((code, new_code), []).append(step)
+    others: list[str] = []
     for (code, new_code), steps in changed.items():
-        print(f"{code} -> {new_code}{lines(before, code, after, new_code)}: {', '.join(steps)}")
-    print(f"the same: {', '.join(sorted(same))}")
-    print(f"{len(changed)} changed")
-    return 1 if changed else 0
+        files = before / f"{code}.ptx", after / f"{new_code}.ptx"
+        if not all(file.exists() for file in files):
+            others.append(code)
+            continue
+        counts = [len(file.read_text().splitlines()) for file in files]
+        equal = assembled(files[0]) == assembled(files[1])
+        verdict = "the same machine code" if equal else "OTHER MACHINE CODE"
+        print(f"{code} -> {new_code} ({counts[0]} -> {counts[1]} lines): {verdict}: {steps}")
+        others += [] if equal else [code]
+    print(f"the same PTX: {', '.join(sorted(same))}")
+    print(f"{len(others)} of {len(changed)} that changed have other machine code")
+    return 1 if others else 0
 
 
-def lines(before: Path, code: str, after: Path, new_code: str) -> str:
-    """How many the two have."""
-    files = before / f"{code}.ptx", after / f"{new_code}.ptx"
-    if not all(file.exists() for file in files):
-        return ""
-    counts = (len(file.read_text().splitlines()) for file in files)
-    return " ({} -> {} lines)".format(*counts)
+def assembled(file: Path) -> bytes | None:
+    """The machine code of a file's PTX."""
+    ptx = file.read_text(encoding="utf-8")
+    target_line = re.search(r"\.target sm_(\d+)", ptx)
+    assert target_line
+    return ptxas.assemble(ptx, int(target_line[1]))
 
 
 if __name__ == "__main__":

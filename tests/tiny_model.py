@@ -27,6 +27,7 @@ def tiny_spec(
     qk_norm: bool = True,
     qkv_bias: bool = False,
     tie_embeddings: bool = True,
+    architecture: str = "Qwen3ForCausalLM",
 ) -> ModelSpec:
     """Qwen3's kind unless said otherwise."""
     attention = AttentionSpec(
@@ -38,7 +39,7 @@ def tiny_spec(
         qkv_bias=qkv_bias,
     )
     return ModelSpec.dense(
-        architecture="Qwen3ForCausalLM",
+        architecture=architecture,
         vocab_size=vocab_size,
         embed=embed,
         ffn=ffn,

@@ -11,7 +11,7 @@ from jaxserve.server.off_loop import lane, off_loop
 from jaxserve.server.output.logprobs import token_text
 from jaxserve.server.reply import ignored_header
 from jaxserve.server.request.parse import parse, read_json
-from jaxserve.server.request.prompts import completion_prompts, rendered_chat
+from jaxserve.server.request.prompts import rendered_chat
 from jaxserve.server.request.schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from jaxserve.server.request.validation import check_token_ids
 from jaxserve.server.service import Service
@@ -47,7 +47,8 @@ def _tokenized(service: Service, body: bytes) -> tuple[Tokenized, tuple[str, ...
     else:
         fields, ignored, _ = parse(body, TokenizeRequest)
         service.model_name(fields.model)
-        ids = completion_prompts([fields.prompt], tokenizer)[0].ids if fields.prompt else []
+        prefix = fields.add_special_tokens is not False
+        ids = tokenizer.encode(fields.prompt, prefix=prefix)
     answer = Tokenized(
         count=len(ids),
         max_model_len=service.engine.limits.max_model_len,

@@ -22,7 +22,7 @@ class BadWords:
 
     def __init__(self, words: Iterable[str], tokenizer: Tokenizer):
         spelled = (text for word in words for text in (word, f" {word.lstrip()}"))
-        words_tokens = {tuple(tokenizer.encode(text)): None for text in spelled}
+        words_tokens = {tuple(tokenizer.encode_part(text)): None for text in spelled}
         self.longest = max(map(len, words_tokens), default=0)
         allowed = np.zeros(-(-tokenizer.vocab_size // 32) * 32, np.uint8)
         allowed[: tokenizer.vocab_size] = 1

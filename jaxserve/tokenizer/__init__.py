@@ -49,13 +49,27 @@ class Tokenizer(Protocol):
         """Jinja source."""
         ...
 
-    def encode(self, text: str, breaker: str = "", progress: Progress = nothing) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        breaker: str = "",
+        progress: Progress = nothing,
+        *,
+        prefix: bool = True,
+    ) -> list[int]:
         """A marker spelled in the text becomes its token, except where `breaker` splits it.
+
+        With `prefix` the tokens that begin every prompt of the model come first, unless the text
+        begins with them: Llama's `<|begin_of_text|>`.
 
         `breaker` is a character that the caller put into text which must not be read as markers;
         it is taken out before the text around it is encoded. `progress` is called now and then,
         with the number of tokens so far, and may raise to end it.
         """
+        ...
+
+    def encode_part(self, text: str) -> list[int]:
+        """Of what stands in the middle of a text: nothing is put before it."""
         ...
 
     def for_tenant(self, tenant: str) -> Tokenizer:

@@ -28,8 +28,19 @@ class ByteTokenizer:
     def for_tenant(self, tenant: str) -> ByteTokenizer:
         return self
 
-    def encode(self, text: str, breaker: str = "", progress: Progress = nothing) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        breaker: str = "",
+        progress: Progress = nothing,
+        *,
+        prefix: bool = True,
+    ) -> list[int]:
+        del prefix  # there is none
         return list((text.replace(breaker, "") if breaker else text).encode())
+
+    def encode_part(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def spell(self, text: str) -> list[int]:
         return list(text.encode())

@@ -1,4 +1,5 @@
-"""A byte-level BPE tokenizer read from the files that Hugging Face models ship."""
+"""A BPE tokenizer read from the files that Hugging Face models ship: byte-level, or SentencePiece's
+with byte fallback."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ import tokenizers
 
 from jaxserve.config import ConfigError
 from jaxserve.setting_files import read_json_object, read_text
-from jaxserve.tokenizer.pieces import Progress, Split, nothing, pieces
+from jaxserve.tokenizer.pieces import Progress, nothing, pieces
+from jaxserve.tokenizer.spelling import merge, spelling_of
 
 CACHE_MIN_CHARS = 256
 CACHE_TOTAL_CHARS = 4 * 1024 * 1024
@@ -39,13 +41,9 @@ class HfTokenizer:
     ):
         self._full = full
         added = full.get_added_tokens_decoder()
-        _check_supported(full, added)
-        # The same model without its added tokens, shared and not copied.
-        self._plain = tokenizers.Tokenizer(full.model)
-        self._plain.normalizer = full.normalizer
-        self._plain.pre_tokenizer = full.pre_tokenizer
-        self._exact = tokenizers.Tokenizer(full.model)
-        self._exact.pre_tokenizer = full.pre_tokenizer
+        _check_supported(added)
+        self._spelling = spelling_of(full)
+        self._prefix = _prefix(full)
         self.markers: Mapping[str, int] = {str(t.content): i for i, t in added.items()}
         self.vocab_size = 1 + max([full.get_vocab_size(with_added_tokens=False) - 1, *added])
         self.special_ids = frozenset(i for i, t in added.items() if t.special)
@@ -58,9 +56,6 @@ class HfTokenizer:
         self._bytes = {i: text.encode() for text, i in self.markers.items()}
         self._cache = _SegmentCache()
         self._tenant = ""
-        self._words: Split = (
-            full.pre_tokenizer.pre_tokenize_str if full.pre_tokenizer else _one_word
-        )
 
     @classmethod
     def from_folder(cls, folder: Path) -> HfTokenizer:
@@ -96,50 +91,65 @@ class HfTokenizer:
         own.__dict__.update(self.__dict__, _tenant=tenant)
         return own
 
-    def encode(self, text: str, breaker: str = "", progress: Progress = nothing) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        breaker: str = "",
+        progress: Progress = nothing,
+        *,
+        prefix: bool = True,
+    ) -> list[int]:
         ids: list[int] = []
         for position, piece in enumerate(self._split.split(text)):
             if position % 2:
                 ids.append(self.markers[piece])
             elif piece:
                 plain = piece.replace(breaker, "") if breaker else piece
-                self._encode_plain(plain, ids, progress)
+                spelling = self._spelling
+                self._encode_plain(
+                    plain, spelling.first if position == 0 else spelling.later, ids, progress
+                )
                 progress(len(ids))
+        if not prefix or ids[: len(self._prefix)] == self._prefix:  # a template writes it itself
+            return ids
+        return self._prefix + ids
+
+    def encode_part(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for position, piece in enumerate(self._split.split(text)):
+            ids += [self.markers[piece]] if position % 2 else merge(self._spelling.inner, piece)
         return ids
 
     def spell(self, text: str) -> list[int]:
-        # Without the normaliser, which makes other characters of some: Qwen3's is NFC.
-        return self._exact.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return self._spelling.exact(text)
 
     def token_bytes(self, token: int) -> bytes:
         known = self._bytes.get(token)
         if known is None:
-            known = self._bytes[token] = _spelled_bytes(self._plain.id_to_token(token))
+            spelling = self._spelling.inner.id_to_token(token)
+            known = b"" if spelling is None else self._spelling.token_bytes(spelling)
+            self._bytes[token] = known
         return known
 
-    def _encode_plain(self, text: str, ids: list[int], progress: Progress) -> None:
-        """Adds the text's to `ids`."""
+    def _encode_plain(
+        self, text: str, at_start: tokenizers.Tokenizer, ids: list[int], progress: Progress
+    ) -> None:
+        """Adds the text's to `ids`; `at_start` is for its beginning."""
         if len(text) < CACHE_MIN_CHARS:
-            ids.extend(self._merge(text))
+            ids.extend(merge(at_start, text))
             return
-        if (kept := self._cache.get(self._tenant, text)) is not None:
+        # A text at the beginning of everything may have other tokens than elsewhere.
+        owner = self._tenant if at_start is self._spelling.later else f"{self._tenant} first"
+        if (kept := self._cache.get(owner, text)) is not None:
             ids.extend(kept)
             return
         first = len(ids)
-        for piece in pieces(text, self._words):
-            ids.extend(self._merge(piece))
+        for piece in pieces(text, self._spelling.words):
+            ids.extend(merge(at_start, piece))
+            at_start = self._spelling.inner
             progress(len(ids))
         if len(text) <= CACHE_TOTAL_CHARS:
-            self._cache.put(self._tenant, text, array("I", ids[first:]))
-
-    def _merge(self, text: str) -> list[int]:
-        # The only call of the library that gives up the GIL: `encode` held it for all of its
-        # 147 ms on 369,000 characters, this one for 0.6 ms.
-        return self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-
-def _one_word(text: str) -> list[tuple[str, tuple[int, int]]]:
-    return [(text, (0, len(text)))]
+            self._cache.put(owner, text, array("I", ids[first:]))
 
 
 class _SegmentCache:
@@ -196,37 +206,29 @@ def _check_ids(file: Path, full: tokenizers.Tokenizer) -> None:
             )
 
 
-def _check_supported(full: tokenizers.Tokenizer, added: Mapping[int, Any]) -> None:
+def _check_supported(added: Mapping[int, Any]) -> None:
     problems = [
         f"added token {token.content!r} strips or needs word borders"
         for token in added.values()
         if token.lstrip or token.rstrip or token.single_word
     ]
-    if not isinstance(full.decoder, tokenizers.decoders.ByteLevel):
-        problems.append(f"the decoder is {type(full.decoder).__name__}, supported: ByteLevel")
-    if full.num_special_tokens_to_add(False):
-        problems.append("the post-processor adds tokens to every text")
     if problems:
         raise ConfigError("tokenizer.json: " + "; ".join(problems))
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in of each byte, as every byte-level BPE vocabulary spells it."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(hidden)}
+def _prefix(full: tokenizers.Tokenizer) -> list[int]:
+    """What the post-processor puts before every text: Llama's `<|begin_of_text|>`.
 
-
-_BYTE_OF = _byte_alphabet()
-
-
-def _spelled_bytes(spelling: str | None) -> bytes:
-    if spelling is None:
-        return b""
-    try:
-        return bytes(_BYTE_OF[char] for char in spelling)
-    except KeyError:
-        return spelling.encode()
+    ConfigError: it does more than that.
+    """
+    if not full.num_special_tokens_to_add(False):
+        return []
+    probe = "a"
+    plain, whole = (full.encode(probe, add_special_tokens=special).ids for special in (False, True))
+    before = len(whole) - len(plain)
+    if whole[before:] != plain:
+        raise ConfigError("tokenizer.json: the post-processor adds tokens after every text")
+    return whole[:before]
 
 
 def _eos_token_ids(

@@ -31,7 +31,7 @@ def test_past_keys_and_values_are_asked_for_before_the_kernels_before_it_end(
     constants: dict[str, Any] = {
         "stride": 6144, "table_stride": 640, "parts": 4, "eps": 1e-6, "scale": 0.1, "q_heads": 32,
         "kv_heads": 8, "ROWS": 16, "DIM": 128, "PAGE": 64, "SPLITS": splits, "MIN_BLOCKS": 1,
-        "STAGES": stages, "EARLY": True,
+        "STAGES": stages, "EARLY": True, "bias_ptr": None,
     }  # fmt: skip
     kernel = compile_kernel(_attend, types | {"qkv_ptr": qkv, "first_page": "i32"}, constants)
     assert _registers(kernel, tmp_path) <= 168  # three programs for each multiprocessor
@@ -39,7 +39,10 @@ def test_past_keys_and_values_are_asked_for_before_the_kernels_before_it_end(
     assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", _before_the_wait(tmp_path))) == 16 * stages
 
 
-_HEADS = {"q_heads": 32, "kv_heads": 8, "stride": 6144, "parts": 4, "eps": 1e-6, "scale": 0.1}
+_HEADS: dict[str, Any] = {
+    "q_heads": 32, "kv_heads": 8, "stride": 6144, "parts": 4, "eps": 1e-6, "scale": 0.1,
+    "bias_ptr": None,
+}  # fmt: skip
 _TYPES = {
     "*fp32": "qkv_ptr cos_ptr sin_ptr part_ptr sums_ptr peak_ptr weight_ptr",
     "*bf16": "q_norm_ptr k_norm_ptr raw_ptr out_ptr",

@@ -62,7 +62,12 @@ CHUNKS = ((0, 0, 64, 100, 127, 255), (3, 200, 64, 29, 2, 1))
 LONG = ((300, 57), (150, 130))
 """As in long steps, contexts are not split, and programs take several tiles, of which page ends cut
 some."""
+FEW = ((0, 70, 128), (1,) * 3)
+SOME = ((0, 64, 65, 130, 1, 2, 3, 40), (1,) * 8)
+"""More than the kernel for few tokens takes."""
+SHORT = ((0, 100), (20, 29))
 WORKS = {"decode": DECODE, "one": ONE, "many": MANY, "chunks": CHUNKS, "long": LONG}
+OTHERS = {"few": FEW, "some": SOME, "short": SHORT}
 FORMATS = ("auto", "int8", "fp8_e4m3", "kvarn_k4v4_g128", "kvarn_k4v2_g128")
 
 
@@ -71,16 +76,39 @@ FORMATS = ("auto", "int8", "fp8_e4m3", "kvarn_k4v4_g128", "kvarn_k4v2_g128")
 def test_every_format_of_keys_and_values(
     name: str, work: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    attention_equals_the_definition(name, work, monkeypatch, options="norms", q_heads=8)
+
+
+@pytest.mark.parametrize(("options", "q_heads"), [("nothing", 8), ("bias", 14), ("both", 14)])
+@pytest.mark.parametrize(
+    ("name", "work"),
+    [
+        *((name, "few") for name in FORMATS if name != "kvarn_k4v2_g128"),
+        *(("auto", work) for work in ("some", "short")),
+        *(("kvarn_k4v2_g128", work) for work in ("some", "short")),
+        ("int8", "short"),
+    ],
+)
+def test_heads_without_norms_and_with_a_bias(
+    name: str, work: str, options: str, q_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Llama and Qwen2 have them, whose larger heads come in groups of seven."""
+    attention_equals_the_definition(name, work, monkeypatch, options=options, q_heads=q_heads)
+
+
+def attention_equals_the_definition(
+    name: str, work: str, monkeypatch: pytest.MonkeyPatch, *, options: str, q_heads: int
+) -> None:
     if work == "long":
         whole = attention_config.HopperConfig(splits=1)
         monkeypatch.setattr(attention_kernels, "hopper_heuristic", lambda **_: whole)
         monkeypatch.setattr(hopper, "_MORE_TILES", -7)
-    starts, counts = WORKS[work]
+    starts, counts = (WORKS | OTHERS)[work]
     ends = tuple(start + count for start, count in zip(starts, counts, strict=True))
-    tile_size = tile_tokens(4) if max(counts) > 1 else 1
+    tile_size = tile_tokens(q_heads // 2) if max(counts) > 1 else 1
     sequences = Sequences(
         lengths=ends, page_size=named(name).page_size or 64, dtype="bfloat16",
-        q_heads=8, kv_heads=2, head_dim=128,
+        q_heads=q_heads, kv_heads=2, head_dim=128, options=options,
     )  # fmt: skip
 
     def both(qkv: Any, kv: Any, tables: Any, step: Any, tile_size: int) -> Any:

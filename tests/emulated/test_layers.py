@@ -10,7 +10,7 @@ import pytest
 from jaxserve_kernels import target, tuned
 from jaxserve_kernels.add_rms_norm import reference as add_rms_norm_reference
 from jaxserve_kernels.add_rms_norm import triton as add_rms_norm_triton
-from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_inputs
+from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
 from jaxserve_kernels.attention_inputs import triton as attention_inputs_triton
 from jaxserve_kernels.dense_matmul import reference as products_reference
 from jaxserve_kernels.dense_matmul import triton as products_triton
@@ -20,6 +20,7 @@ from jaxserve_kernels.paged_attention import triton as paged_attention_triton
 from jaxserve_kernels.paged_attention.inputs import make_inputs
 from jaxserve_kernels.paged_attention.specs import SMALL_SPECS
 from tests.emulated.errors import relative_error
+from tests.kernels.kv_steps import HEADS, head_weights
 
 SPECS = {spec.name: spec for spec in SMALL_SPECS}
 
@@ -46,16 +47,16 @@ def test_residual_and_norm(parts: int) -> None:
         assert relative_error(output, wanted) < 1e-6
 
 
+@pytest.mark.parametrize("options", HEADS)
 @pytest.mark.parametrize("parts", [1, 3])
-def test_attention_inputs(parts: int) -> None:
+def test_attention_inputs(parts: int, options: str) -> None:
     rng = np.random.default_rng(parts)
     tokens, pages, q_heads, kv_heads, dim, page = 5, 4, 4, 2, 32, 4
     qkv = jnp.asarray(
         rng.standard_normal((parts, tokens, (q_heads + 2 * kv_heads) * dim)), jnp.float32
     )
     kv = jnp.asarray(rng.standard_normal((2, pages, kv_heads, 2, page, dim)), jnp.float32)
-    norms = (jnp.asarray(rng.standard_normal(dim), jnp.float32) for _ in range(2))
-    heads = HeadWeights(*norms)
+    heads = head_weights(options, q_heads, kv_heads, dim)
     angles = rng.uniform(0, 100, (tokens, dim // 2))
     tables = (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32))
     places = rng.choice(pages * page, tokens, replace=False).astype(np.int32)

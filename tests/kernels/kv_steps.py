@@ -35,6 +35,18 @@ HEADS = {
 """Of `HeadWeights`, by models: Qwen3 has norms, Llama nothing, Qwen2 a bias."""
 
 
+def head_weights(
+    options: str, q_heads: int, kv_heads: int, dim: int, dtype: str = "float32", seed: int = 0
+) -> HeadWeights:
+    """Norms and biases of heads, of those that `options` names."""
+    rng = np.random.default_rng(seed)
+    norms = 1 + 0.1 * rng.standard_normal((2, dim))
+    bias = rng.standard_normal((q_heads + 2 * kv_heads) * dim)
+    given = zip(HeadWeights._fields, (*norms, bias), strict=True)
+    chosen = {name: jnp.asarray(x, dtype) for name, x in given if name in HEADS[options]}
+    return HeadWeights(**chosen)
+
+
 class Projections(NamedTuple):
     """What comes into attention: arguments of `attend`."""
 
@@ -88,12 +100,9 @@ class Sequences:
 
     @property
     def heads(self) -> HeadWeights:
-        rng = self._rng
-        norms = 1 + 0.1 * rng.standard_normal((2, self.head_dim))
-        bias = rng.standard_normal((self.q_heads + 2 * self.kv_heads) * self.head_dim)
-        found = HeadWeights(*(jnp.asarray(each, self.dtype) for each in (*norms, bias)))
-        left_out = {name for name in found._fields if name not in HEADS[self.options]}
-        return found._replace(**dict.fromkeys(left_out))
+        return head_weights(
+            self.options, self.q_heads, self.kv_heads, self.head_dim, self.dtype, self.seed
+        )
 
     def step(
         self,

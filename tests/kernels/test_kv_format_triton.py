@@ -36,8 +36,13 @@ def relative_error(out: jax.Array, expected: jax.Array) -> float:
 
 
 @pytest.mark.parametrize(
-    ("heads", "dtype"),
-    [((40, 8, 128), "bfloat16"), ((8, 2, 64), "float32")],
+    ("heads", "dtype", "options"),
+    [
+        ((40, 8, 128), "bfloat16", "norms"),
+        ((32, 8, 128), "bfloat16", "nothing"),
+        ((28, 4, 128), "bfloat16", "bias"),
+        ((8, 2, 64), "float32", "both"),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize(
@@ -45,7 +50,7 @@ def relative_error(out: jax.Array, expected: jax.Array) -> float:
 )
 @pytest.mark.parametrize("name", FORMATS)
 def test_attention_equals_its_reference(
-    name: str, work: tuple[Any, ...], dtype: str, heads: tuple[int, int, int]
+    name: str, work: tuple[Any, ...], dtype: str, heads: tuple[int, int, int], options: str
 ) -> None:
     """Within 1e-2 of the norm in bfloat16.
 
@@ -61,7 +66,7 @@ def test_attention_equals_its_reference(
     ends = tuple(start + count for start, count in zip(starts, counts, strict=True))
     sequences = Sequences(
         lengths=ends, page_size=named(name).page_size or 64, dtype=dtype,
-        q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim,
+        q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, options=options,
     )  # fmt: skip
 
     def run(

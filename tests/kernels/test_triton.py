@@ -12,7 +12,7 @@ import pytest
 
 from jaxserve_kernels import chain, target
 from jaxserve_kernels.add_rms_norm import add_rms_norm
-from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_inputs
+from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
 from jaxserve_kernels.dense_matmul import add_linear, gated_linear, linear, sum_parts
 from jaxserve_kernels.kv_format import AttentionStep, attend
 from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
@@ -34,6 +34,7 @@ from jaxserve_kernels.sampler import (
     sample,
     score,
 )
+from tests.kernels.kv_steps import HEADS, head_weights
 
 pytestmark = pytest.mark.gpu
 
@@ -131,10 +132,11 @@ def test_a_product_and_the_norm_after_it_equal_their_reference(tokens: int) -> N
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "dim", "page"),
-    [(32, 8, 128, 64), (4, 2, 64, 16), (40, 8, 128, 64), (1, 1, 32, 4)],
+    [(32, 8, 128, 64), (4, 2, 64, 16), (28, 4, 128, 64), (1, 1, 32, 4)],
 )
+@pytest.mark.parametrize("options", HEADS)
 def test_attention_inputs_equal_their_reference(
-    q_heads: int, kv_heads: int, dim: int, page: int, dtype: str, parts: int
+    options: str, q_heads: int, kv_heads: int, dim: int, page: int, dtype: str, parts: int
 ) -> None:
     rng = np.random.default_rng(5)
     tokens, pages = 9, 5
@@ -143,8 +145,7 @@ def test_attention_inputs_equal_their_reference(
         rng.standard_normal((parts, tokens, width)), "float32" if parts > 1 else dtype
     )
     kv = jnp.asarray(rng.standard_normal((3, pages, kv_heads, 2, page, dim)), dtype)
-    norms = (jnp.asarray(1 + 0.1 * rng.standard_normal(dim), dtype) for _ in range(2))
-    heads = HeadWeights(*norms)
+    heads = head_weights(options, q_heads, kv_heads, dim, dtype)
     angles = rng.uniform(0, 100, (tokens, dim // 2))
     tables = (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32))
     places = rng.choice(pages * page, tokens, replace=False)
@@ -211,9 +212,20 @@ def test_a_chain_of_kernels_equals_its_reference(tokens: int, embed: int, ffn: i
         assert "jaxserve_kernel_chain" in program.lower(*arrays).as_text()
 
 
-@pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(40, 8, 128), Heads(8, 8, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [
+        (Heads(32, 8, 128), "norms"),
+        (Heads(40, 8, 128), "both"),
+        (Heads(8, 8, 64), "nothing"),
+        (Heads(28, 4, 128), "bias"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("starts", [(1024,), (0, 63, 64, 65, 200, 1, 128)], ids=["one", "some"])
-def test_attention_in_a_chain_equals_its_reference(starts: tuple[int, ...], heads: Heads) -> None:
+def test_attention_in_a_chain_equals_its_reference(
+    starts: tuple[int, ...], heads: Heads, options: str
+) -> None:
     """One kernel computes the attention's inputs too; past keys are read before they exist."""
     chunks = tuple(Chunk(start, 1) for start in starts)
     spec = AttentionSpec(
@@ -230,8 +242,7 @@ def test_attention_in_a_chain_equals_its_reference(starts: tuple[int, ...], head
     places = (jnp.asarray(each) for each in (slots, positions, pages, positions % 64))
     step = AttentionStep(*places, tiles, jnp.asarray(inputs.page_table))
     rng = np.random.default_rng(4)
-    norms = (jnp.asarray(1 + 0.1 * rng.standard_normal(heads.dim), "bfloat16") for _ in "qk")
-    weights = HeadWeights(*norms)
+    weights = head_weights(options, heads.q, heads.kv, heads.dim, "bfloat16")
     angles = rng.uniform(0, 100, (tokens, heads.dim // 2))
     tables = (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32))
     width = (heads.q + 2 * heads.kv) * heads.dim

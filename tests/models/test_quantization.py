@@ -30,7 +30,8 @@ from tests.tiny_model import SPEC, tiny_spec
 
 FOLDER = embedded_model()
 EMBEDDED = registry.spec_of(json.loads((FOLDER / "config.json").read_text()))
-SMALL = tiny_spec(vocab_size=128, embed=128, ffn=128, head_dim=32)
+SIZES = {"vocab_size": 128, "embed": 128, "ffn": 128, "head_dim": 32}
+SMALL = tiny_spec(**SIZES)
 """The least that a quantised weight holds."""
 
 
@@ -82,7 +83,7 @@ def test_stacked_layers_hold_what_separate_ones_hold(name: WeightFormat, kind: t
 
 
 def test_an_untied_head_is_quantised_and_the_embedding_is_not() -> None:
-    spec = tiny_spec(vocab_size=128, embed=128, ffn=128, head_dim=32, tie_embeddings=False)
+    spec = tiny_spec(**SIZES, tie_embeddings=False)
     encode = Quantization(head="fp8").encoder(spec)
     params = dummy_params(decoder.abstract(spec, jnp.float32), 0, encode)
     assert isinstance(params.lm_head, Fp8Weight)
@@ -96,6 +97,23 @@ def test_a_quantised_model_computes_with_its_dequantised_weights(chunk: int) -> 
     tokens = np.random.default_rng(0).integers(0, SMALL.vocab_size, 16)
     got, expected = (
         logits_in_chunks(Golden(SMALL, weights, {}), tokens, chunk)
+        for weights in (params, dequantized(params))
+    )
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
+    assert np.ptp(expected, axis=0).min() > 0.01, "tokens matter"
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8", "nvfp4"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_heads_of_other_families_compute_with_quantised_weights(
+    name: WeightFormat, biased: bool
+) -> None:
+    spec = tiny_spec(**SIZES, qk_norm=False, qkv_bias=biased)
+    encode = Quantization(layers=name, head="int8").encoder(spec)
+    params = dummy_params(decoder.abstract(spec, jnp.float32), 1, encode)
+    tokens = np.random.default_rng(0).integers(0, spec.vocab_size, 16)
+    got, expected = (
+        logits_in_chunks(Golden(spec, weights, {}), tokens, 16)
         for weights in (params, dequantized(params))
     )
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)

@@ -44,7 +44,7 @@ class Spelling(ByteTokenizer):
     def __init__(self, words: list[list[int]]):
         self._words = words
 
-    def encode(self, text: str, breaker: str = "") -> list[int]:
+    def encode_part(self, text: str) -> list[int]:
         return self._words[int(text)]
 
 

@@ -22,6 +22,7 @@ from jaxserve.tokenizer import (
     decode,
 )
 from jaxserve.tokenizer.chat_template import ChatTemplate
+from jaxserve.tokenizer.spelling import merge
 from jaxserve_checkpoints.resolve import embedded_model
 from tests.fakes import CALL, IM_END, THINK, tiny_tokenizer
 
@@ -70,13 +71,12 @@ def test_the_earlier_turns_of_a_chat_are_not_encoded_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokenizer, encoded = tiny_tokenizer(), list[str]()
-    merge = HfTokenizer._merge  # pyright: ignore[reportPrivateUsage]
 
-    def watched(self: HfTokenizer, text: str) -> list[int]:
+    def watched(model: tokenizers.Tokenizer, text: str) -> list[int]:
         encoded.append(text)
-        return merge(self, text)
+        return merge(model, text)
 
-    monkeypatch.setattr(HfTokenizer, "_merge", watched)
+    monkeypatch.setattr("jaxserve.tokenizer.huggingface.merge", watched)
     turns = ["a" * 1000, "b" * 1000]
     for text in (turns[0], "<|im_end|>".join([*turns, "c"])):
         ids = tokenizer.encode(text)
@@ -104,13 +104,12 @@ def test_what_one_tenant_has_sent_is_encoded_again_for_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokenizer, encoded = tiny_tokenizer(), list[str]()
-    merge = HfTokenizer._merge  # pyright: ignore[reportPrivateUsage]
 
-    def watched(self: HfTokenizer, text: str) -> list[int]:
+    def watched(model: tokenizers.Tokenizer, text: str) -> list[int]:
         encoded.append(text)
-        return merge(self, text)
+        return merge(model, text)
 
-    monkeypatch.setattr(HfTokenizer, "_merge", watched)
+    monkeypatch.setattr("jaxserve.tokenizer.huggingface.merge", watched)
     text = "a" * 1000
     for tenant in ("one", "two", "one", "two"):
         assert tokenizer.for_tenant(tenant).encode(text) == [*text.encode()]

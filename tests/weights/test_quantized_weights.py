@@ -25,8 +25,12 @@ from jaxserve_kernels.weights import Fp8Weight, Int4Weight, OrderedInt4Weight
 from tests.checkpoints import quantized_files as files
 from tests.tiny_model import tiny_spec
 
-SMALL = tiny_spec(vocab_size=128, embed=256, ffn=256, head_dim=64, num_layers=2)
+SIZES = {"vocab_size": 128, "embed": 256, "ffn": 256, "head_dim": 64}
+SMALL = tiny_spec(**SIZES, num_layers=2)
 """Few shapes: each is compiled."""
+WITH_BIASES = tiny_spec(
+    **SIZES, num_layers=2, qk_norm=False, qkv_bias=True, architecture="Qwen2ForCausalLM"
+)
 MATRICES = {
     "self_attn.q_proj": (SMALL.q_size, SMALL.embed),
     "self_attn.k_proj": (SMALL.kv_size, SMALL.embed),
@@ -54,9 +58,14 @@ dequantize = jax.jit(lambda weight: weight.dequantize())
 
 
 def write(
-    folder: Path, kind: str, *, with_embedding: bool = False
+    folder: Path,
+    kind: str,
+    *,
+    with_embedding: bool = False,
+    biases: dict[str, np.ndarray] | None = None,
 ) -> tuple[ModelSource, dict[str, Any]]:
-    """A quantised checkpoint of SMALL, and the weights of its modules."""
+    """A quantised checkpoint of SMALL, and the weights of its modules. With `biases`, of modules
+    of each layer, it is one of Qwen2."""
     folder.mkdir()
     layers = [f"model.layers.{layer}." for layer in range(SMALL.num_layers)]
     modules = {layer + name: size for layer in layers for name, size in MATRICES.items()}
@@ -65,7 +74,10 @@ def write(
         f"{layer}{name}.weight": rng.normal(size=size).astype(np.float32)
         for layer in layers
         for name, size in NORMS.items()
+        if biases is None or name not in ("self_attn.q_norm", "self_attn.k_norm")
     }
+    for name, bias in (biases or {}).items():
+        plain |= {f"{layer}{name}.bias": bias + index for index, layer in enumerate(layers)}
     plain["model.norm.weight"] = rng.normal(size=SMALL.embed).astype(np.float32)
     size = (SMALL.vocab_size, SMALL.embed)
     if with_embedding:
@@ -75,7 +87,7 @@ def write(
     weights = files.save(folder, files.KINDS[kind], modules, 1, **plain)
     source = ModelSource(
         names=("quantised",),
-        spec=SMALL,
+        spec=SMALL if biases is None else WITH_BIASES,
         folder=folder,
         tokenizer=ByteTokenizer(),
         sampling_defaults=SamplingDefaults(),
@@ -104,6 +116,43 @@ def test_a_quantised_checkpoint_is_served_as_it_is(tmp_path: Path) -> None:
     source, weights = write(tmp_path / "original", "gptq-act-order")
     check(start(source, tmp_path / "cache"), weights, OrderedInt4Weight)
     assert not (tmp_path / "cache").exists()
+
+
+def projection_biases() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(7)
+    names = FUSED["qkv"]
+    return {name: rng.normal(size=MATRICES[name][0]).astype(np.float32) for name in names}
+
+
+@pytest.mark.parametrize(("kind", "type_"), [("gptq-v2", Int4Weight), ("awq", Int4Weight)])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_biases_beside_quantised_matrices_are_read(
+    kind: str, type_: type, stacked: bool, tmp_path: Path
+) -> None:
+    """As Qwen2.5's files have them."""
+    biases = projection_biases()
+    source, weights = write(tmp_path / "original", kind, biases=biases)
+    params = start(source, tmp_path / "cache", stacked=stacked)
+    expected = np.concatenate([biases[name] for name in FUSED["qkv"]])
+    if stacked:
+        np.testing.assert_array_equal(params.layers.qkv_bias, np.stack([expected, expected + 1]))
+    else:
+        check(params, weights, type_)
+        for index, layer in enumerate(params.layers):
+            np.testing.assert_array_equal(layer.qkv_bias, expected + index)
+
+
+def test_biases_of_zero_of_other_matrices_change_nothing(tmp_path: Path) -> None:
+    """GPTQ files have them where the model has none; others would be lost."""
+    source, weights = write(tmp_path / "original", "gptq-v2")
+    assert source.folder is not None
+    file = source.folder / "model.safetensors"
+    tensors, name = load_file(file), "model.layers.1.self_attn.o_proj.bias"
+    save_file(tensors | {name: np.zeros(SMALL.embed, np.float32)}, file)
+    check(start(source, tmp_path / "cache"), weights, Int4Weight)
+    save_file(tensors | {name: np.ones(SMALL.embed, np.float32)}, file)
+    with pytest.raises(CheckpointError, match=f"{name}: no leaf of the model takes this tensor"):
+        start(source, tmp_path / "cache")
 
 
 @pytest.mark.slow

@@ -291,7 +291,7 @@ class TokenizeRequest(Struct, kw_only=True):
     prompt: str
     model: str | None = None
     add_special_tokens: bool | None = None
-    """Without effect: tokenizers that add tokens to every text are not supported."""
+    """False: without the tokens that begin every prompt of the model."""
     return_token_strs: bool | None = None
 
 

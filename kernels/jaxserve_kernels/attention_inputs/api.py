@@ -26,7 +26,8 @@ def attention_inputs(
     dtype: DTypeLike,
 ) -> tuple[Array, Array]:
     """See `reference.attention_inputs`."""
-    if target.uses_triton() and heads.only_norms:
+    heads.check()
+    if target.uses_triton():
         from jaxserve_kernels.attention_inputs import triton  # needs Triton: only for GPUs
 
         def kernels(qkv: Array, kv: Array, *rest: Any) -> Any:

@@ -22,10 +22,10 @@ class HeadWeights(NamedTuple):
     bias: Array | None = None
     """[(q_heads + 2 * kv_heads) * head_dim], of queries, keys and values."""
 
-    @property
-    def only_norms(self) -> bool:
-        """Whether that is all: what kernels without other options take."""
-        return self.q_norm is not None and self.k_norm is not None and self.bias is None
+    def check(self) -> None:
+        """Raises ValueError if only one of the norms is there."""
+        if (self.q_norm is None) != (self.k_norm is None):
+            raise ValueError("queries and keys are both normed or neither is: one norm is missing")
 
 
 class KVSlots(NamedTuple):
@@ -118,8 +118,7 @@ def heads_of(
 
     [tokens, heads, head_dim] each, in `dtype`; arguments and errors as of `attention_inputs`.
     """
-    if (heads.q_norm is None) != (heads.k_norm is None):
-        raise ValueError("queries and keys are both normed or neither is: one norm is missing")
+    heads.check()
     projected = sum_parts(qkv, dtype, heads.bias)
     each = projected.reshape(projected.shape[0], -1, 2 * tables[0].shape[-1])
     q_heads = each.shape[1] - 2 * kv_heads

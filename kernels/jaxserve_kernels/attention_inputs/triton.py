@@ -20,7 +20,7 @@ _MAX_HEADS = 8
 
 @triton.jit
 def _kernel(
-    qkv_ptr, kv_ptr, first_page, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    qkv_ptr, kv_ptr, first_page, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr,
     page_ptr, offset_ptr, q_ptr,
     stride, parts: tl.constexpr, q_heads: tl.constexpr, kv_heads: tl.constexpr,
     page_size: tl.constexpr,
@@ -33,7 +33,7 @@ def _kernel(
     page = first_page + tl.load(page_ptr + token).to(tl.int64)
     offset = tl.load(offset_ptr + token)
     low, high = head_halves(
-        qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, first,
+        qkv_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, token, first,
         stride, parts, q_heads, kv_heads, eps, q_ptr.dtype.element_ty, HEADS, HALF, EARLY,
     )  # fmt: skip
     if first < q_heads:
@@ -66,7 +66,7 @@ def attention_inputs(
     block = math.gcd(math.gcd(q_heads, kv_heads), _MAX_HEADS)
     cache = jax.new_ref(kv)
     q = triton_call(
-        qkv, cache, layer * num_pages, *heads[:2], *tables, *slots,
+        qkv, cache, layer * num_pages, *heads, *tables, *slots,
         kernel=_kernel,
         name="attention_inputs",
         out_type=jax.ShapeDtypeStruct((tokens, q_heads, head_dim), dtype),

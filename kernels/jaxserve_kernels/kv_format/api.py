@@ -53,6 +53,7 @@ def attend(
     Raises:
       ValueError: only one of the two norms is given.
     """
+    heads.check()
     if isinstance(kv, Int8KV | Fp8KV):
         run: Any = eight_bit.attend
     else:

@@ -51,7 +51,7 @@ def attend(
 ) -> tuple[Array, Array]:
     """See `api.attend`."""
     slots = KVSlots(step.pages, step.offsets)
-    if early.starts() and tile_size == 1 and heads.only_norms:
+    if early.starts() and tile_size == 1:
         from jaxserve_kernels.paged_attention import triton_streaming, triton_warps  # need Triton
 
         kernels = triton_streaming if qkv.shape[1] <= triton_streaming.MAX_TILES else triton_warps

@@ -1,4 +1,13 @@
-"""A token's heads from the projection's partial sums, for attention that computes them itself."""
+# ruff: noqa: RUF005  (Triton adds tuples in no other way)
+"""A token's heads from the projection's partial sums, for attention that computes them itself.
+
+A program takes the queries that share a KV head, in the next row its key, in the one after that its
+value. A head is two or four pieces [rows, width]. Norms and a bias that a model has not are None.
+
+Which loads are asked for before the wait for earlier kernels, and in which order, is part of a
+kernel's speed. So there are functions for what comes before it and after it: `triton_streaming`
+asks for more in between.
+"""
 
 from __future__ import annotations
 
@@ -14,43 +23,111 @@ def rounded(x):
 
 
 @gluon.jit
-def token_halves(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, kv_head,
+def token_heads(
+    qkv_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, token, kv_head,
     stride: gl.constexpr, parts: gl.constexpr, q_heads: gl.constexpr, kv_heads: gl.constexpr,
-    eps: gl.constexpr, ROWS: gl.constexpr, HALF: gl.constexpr, layout: gl.constexpr,
-    EARLY: gl.constexpr,
+    eps: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr,
+    layout: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The queries that share a KV head, in the next row its key, in the one after that its value:
-    both halves [rows, half], normed and rotated, float32, rounded where the reference rounds."""
-    DIM: gl.constexpr = 2 * HALF
+    """The pieces of a token's heads, normed and rotated, float32, rounded where the reference
+    rounds. EARLY: waits for the kernels before this one, whose work qkv is."""
     group: gl.constexpr = q_heads // kv_heads
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    dim = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, layout)), 0)
+    dim = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, layout)), 0)
     is_query = gl.expand_dims(row < group, 1)
     is_value = gl.expand_dims(row > group, 1)
     head = gl.where(row < group, kv_head * group + row, q_heads + kv_head)
     head += gl.where(row > group, kv_heads, 0)
-    source = qkv_ptr + (token * (q_heads + 2 * kv_heads) + gl.expand_dims(head, 1)) * DIM + dim
+    head = gl.expand_dims(head, 1)
+    source = qkv_ptr + (token * (q_heads + 2 * kv_heads) + head) * (PIECES * WIDTH) + dim
     there = gl.expand_dims(row < group + 2, 1)
-    q_norm = q_norm_ptr + dim
-    k_norm = k_norm_ptr + dim
-    norm_low = gl.where(is_query, gl.load(q_norm), gl.load(k_norm)).to(gl.float32)
-    norm_high = gl.where(is_query, gl.load(q_norm + HALF), gl.load(k_norm + HALF)).to(gl.float32)
-    cos = gl.load(cos_ptr + token * HALF + dim)
-    sin = gl.load(sin_ptr + token * HALF + dim)
-    low = gl.zeros([ROWS, HALF], gl.float32, layout)
-    high = gl.zeros([ROWS, HALF], gl.float32, layout)
+    constants = head_constants(
+        q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, token, head, is_query,
+        WIDTH, PIECES, layout,
+    )  # fmt: skip
+    return normed_and_rotated(
+        source, is_value, there, constants,
+        stride, parts, eps, ROWS, WIDTH, PIECES, layout, EARLY,
+    )  # fmt: skip
+
+
+@gluon.jit
+def head_constants(
+    q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, token, head, is_query,
+    WIDTH: gl.constexpr, PIECES: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """What no kernel before this one makes: of each piece the weights of the norms and the biases,
+    of each pair of pieces the cosines and sines. `head` is each row's number in the projection."""
+    DIM: gl.constexpr = PIECES * WIDTH
+    dim = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, layout)), 0)
+    norms = ()
+    biases = ()
+    cos = ()
+    sin = ()
+    for piece in gl.static_range(PIECES):
+        if q_norm_ptr is not None:
+            q_norm = gl.load(q_norm_ptr + dim + piece * WIDTH)
+            k_norm = gl.load(k_norm_ptr + dim + piece * WIDTH)
+            norms = norms + (gl.where(is_query, q_norm, k_norm).to(gl.float32),)
+    for piece in gl.static_range(PIECES):
+        if bias_ptr is not None:
+            bias = gl.load(bias_ptr + head * DIM + dim + piece * WIDTH)
+            biases = biases + (bias.to(gl.float32),)
+    for piece in gl.static_range(PIECES // 2):
+        angles = gl.load(cos_ptr + token * (DIM // 2) + piece * WIDTH + dim)
+        cos = cos + (angles,)
+    for piece in gl.static_range(PIECES // 2):
+        angles = gl.load(sin_ptr + token * (DIM // 2) + piece * WIDTH + dim)
+        sin = sin + (angles,)
+    return norms, biases, cos, sin
+
+
+@gluon.jit
+def normed_and_rotated(
+    source, is_value, there, constants,
+    stride: gl.constexpr, parts: gl.constexpr, eps: gl.constexpr, ROWS: gl.constexpr,
+    WIDTH: gl.constexpr, PIECES: gl.constexpr, layout: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """As `token_heads`, with what `head_constants` has found. `source` is where each row's first
+    piece begins in the first part; rows that are not `there` are no heads."""
+    norms, biases, cos, sin = constants
+    x = biases
+    if len(biases) == 0:
+        for _piece in gl.static_range(PIECES):
+            x = x + (gl.zeros([ROWS, WIDTH], gl.float32, layout),)
     if EARLY:
         gdc_wait()
     for part in gl.static_range(parts):
-        low += gl.load(source + part * stride, mask=there, other=0.0)
-        high += gl.load(source + (part * stride + HALF), mask=there, other=0.0)
-    low = rounded(low)
-    high = rounded(high)
-    square = gl.sum(low * low + high * high, axis=1) / DIM
-    scale = gl.expand_dims(gl.rsqrt(square + eps), 1)
-    a = rounded(rounded(low * scale) * norm_low)
-    b = rounded(rounded(high * scale) * norm_high)
-    low = gl.where(is_value, low, rounded(a * cos - b * sin))
-    high = gl.where(is_value, high, rounded(b * cos + a * sin))
-    return low, high
+        sums = ()
+        for piece in gl.static_range(PIECES):
+            more = gl.load(source + (part * stride + piece * WIDTH), mask=there, other=0.0)
+            sums = sums + (x[piece] + more,)
+        x = sums
+    values = ()
+    for piece in gl.static_range(PIECES):
+        values = values + (rounded(x[piece]),)
+    y = values
+    if len(norms) > 0:
+        y = _normed(values, norms, eps, PIECES)
+    half: gl.constexpr = PIECES // 2
+    found = ()
+    for piece in gl.static_range(half):
+        turned = rounded(y[piece] * cos[piece] - y[piece + half] * sin[piece])
+        found = found + (gl.where(is_value, values[piece], turned),)
+    for piece in gl.static_range(half):
+        turned = rounded(y[piece + half] * cos[piece] + y[piece] * sin[piece])
+        found = found + (gl.where(is_value, values[piece + half], turned),)
+    return found
+
+
+@gluon.jit
+def _normed(x, norms, eps: gl.constexpr, PIECES: gl.constexpr):
+    square = x[0] * x[0] + x[1] * x[1]
+    if PIECES == 4:
+        square = square + (x[2] * x[2] + x[3] * x[3])
+    mean = gl.sum(square, axis=1) / (PIECES * x[0].shape[1])
+    scale = gl.expand_dims(gl.rsqrt(mean + eps), 1)
+    y = ()
+    for piece in gl.static_range(PIECES):
+        y = y + (rounded(rounded(x[piece] * scale) * norms[piece]),)
+    return y

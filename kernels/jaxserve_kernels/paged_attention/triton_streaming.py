@@ -23,7 +23,7 @@ from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots
 from jaxserve_kernels.paged_attention.config import LOG2_E, choose
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.paged_attention.triton import merge, part_types
-from jaxserve_kernels.paged_attention.triton_heads import rounded
+from jaxserve_kernels.paged_attention.triton_heads import head_constants, normed_and_rotated
 from jaxserve_kernels.paged_attention.triton_visits import MASKED
 from jaxserve_kernels.triton_call import triton_call
 
@@ -58,7 +58,7 @@ def _joined(low, high):
 
 @gluon.jit
 def _attend(
-    qkv_ptr, kv_ptr, first_page, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    qkv_ptr, kv_ptr, first_page, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr,
     page_ptr, offset_ptr, table_ptr, first_ptr, length_ptr, slot_ptr, position_ptr,
     out_ptr, part_ptr, peak_ptr, weight_ptr,
     stride: gl.constexpr, table_stride: gl.constexpr, parts: gl.constexpr, eps: gl.constexpr,
@@ -122,33 +122,16 @@ def _attend(
     is_value = gl.expand_dims(row == group + 1, 1)
     head = gl.where(row < group, kv_head * group + row, q_heads + kv_head)
     head = gl.expand_dims(gl.where(row == group + 1, q_heads + kv_heads + kv_head, head), 1)
-    norm_low = gl.where(is_query, gl.load(q_norm_ptr + dim), gl.load(k_norm_ptr + dim))
-    norm_high = gl.where(
-        is_query, gl.load(q_norm_ptr + HALF + dim), gl.load(k_norm_ptr + HALF + dim)
+    constants = head_constants(
+        q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, token, head, is_query, HALF, 2, flat
     )
-    cos = gl.load(cos_ptr + token * HALF + dim)
-    sin = gl.load(sin_ptr + token * HALF + dim)
     new_page = first_page + gl.load(page_ptr + token)
     new_offset = gl.load(offset_ptr + token)
     source = qkv_ptr + (token * (q_heads + 2 * kv_heads) + head) * DIM + dim
-    there = is_query | is_key | is_value
-    low = gl.zeros([ROWS, HALF], gl.float32, flat)
-    high = gl.zeros([ROWS, HALF], gl.float32, flat)
-    if EARLY:
-        gdc_wait()
-    for part in gl.static_range(parts):
-        low += gl.load(source + part * stride, mask=there, other=0.0)
-        high += gl.load(source + part * stride + HALF, mask=there, other=0.0)
-
-    # Rounded where the reference rounds: the projection, after the norm and after its weight.
-    low = rounded(low)
-    high = rounded(high)
-    square = gl.sum(low * low + high * high, axis=1) / DIM
-    rsqrt = gl.expand_dims(gl.rsqrt(square + eps), 1)
-    a = rounded(rounded(low * rsqrt) * norm_low.to(gl.float32))
-    b = rounded(rounded(high * rsqrt) * norm_high.to(gl.float32))
-    wide_low = gl.where(is_value, low, rounded(a * cos - b * sin))
-    wide_high = gl.where(is_value, high, rounded(b * cos + a * sin))
+    wide_low, wide_high = normed_and_rotated(
+        source, is_value, is_query | is_key | is_value, constants,
+        stride, parts, eps, ROWS, HALF, 2, flat, EARLY,
+    )  # fmt: skip
     low = wide_low.to(gl.bfloat16)
     high = wide_high.to(gl.bfloat16)
     q = gl.convert_layout(_joined(low, high), left)
@@ -252,7 +235,7 @@ def attend(
     )
     cache = jax.new_ref(kv)
     out, *sums = triton_call(
-        qkv, cache, layer * num_pages, *heads[:2], *tables, *slots, page_table, *tiles[:4],
+        qkv, cache, layer * num_pages, *heads, *tables, *slots, page_table, *tiles[:4],
         kernel=_attend,
         name="paged_attention",
         out_type=(

@@ -22,7 +22,7 @@ from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.paged_attention.triton import merge, part_types
-from jaxserve_kernels.paged_attention.triton_heads import token_halves
+from jaxserve_kernels.paged_attention.triton_heads import token_heads
 from jaxserve_kernels.paged_attention.triton_visits import (
     BF16,
     FP8,
@@ -62,7 +62,7 @@ def _encoded(x, factor, KIND: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, kv_ptr, scales_ptr,
+    qkv_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, kv_ptr, scales_ptr,
     page_ptr, offset_ptr, table_ptr, first_ptr, length_ptr, slot_ptr, position_ptr,
     out_ptr, part_ptr, peak_ptr, weight_ptr,
     layer, first_page,
@@ -138,9 +138,9 @@ def _attend(
         key_scale = gl.load(of_head)
         value_scale = gl.load(of_head + 1)
 
-    low, high = token_halves(
-        qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, kv_head,
-        stride, parts, q_heads, kv_heads, eps, ROWS, HALF, flat, EARLY,
+    low, high = token_heads(
+        qkv_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, token, kv_head,
+        stride, parts, q_heads, kv_heads, eps, ROWS, HALF, 2, flat, EARLY,
     )  # fmt: skip
     row = gl.arange(0, ROWS, of_row)
     dim = gl.expand_dims(gl.arange(0, HALF, of_dim), 0)
@@ -324,7 +324,7 @@ def launch(
     config = heuristic(tiles=num_tiles, kv_heads=kv_heads, kind=kind)
     rows = 8 if q_heads // kv_heads + 2 <= 8 else _MOST_ROWS  # columns of products
     out, *sums = triton_call(
-        qkv, *heads[:2], *tables, kv, scales, *slots, page_table, *tiles[:4],
+        qkv, *heads, *tables, kv, scales, *slots, page_table, *tiles[:4],
         kernel=_attend,
         name="paged_attention",
         out_type=(

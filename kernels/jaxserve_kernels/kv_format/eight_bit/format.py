@@ -70,7 +70,7 @@ def attend[Cache: Int8KV | Fp8KV](
     dtype: DTypeLike,
 ) -> tuple[Array, Cache]:
     """See `kv_format.attend`."""
-    if target.uses_triton() and heads.only_norms:
+    if target.uses_triton():
         from jaxserve_kernels.kv_format.eight_bit import triton  # needs Triton: only for GPUs
 
         def kernels(qkv: Array, kv: Any, *rest: Any) -> Any:

@@ -58,7 +58,7 @@ def bytes_of(low, high, given, FP8: tl.constexpr, E4M3: tl.constexpr):
 
 @triton.jit
 def _write(
-    qkv_ptr, words_ptr, scales_ptr, layer, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    qkv_ptr, words_ptr, scales_ptr, layer, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr,
     page_ptr, offset_ptr, q_ptr,
     num_pages, stride, parts: tl.constexpr, q_heads: tl.constexpr, kv_heads: tl.constexpr,
     page_size: tl.constexpr, eps: tl.constexpr, FP8: tl.constexpr, E4M3: tl.constexpr,
@@ -69,7 +69,7 @@ def _write(
     head = tl.arange(0, HEADS)
     dim = tl.arange(0, HALF)
     low, high = head_halves(
-        qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, first,
+        qkv_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, token, first,
         stride, parts, q_heads, kv_heads, eps, q_ptr.dtype.element_ty, HEADS, HALF, EARLY,
     )  # fmt: skip
     if first < q_heads:
@@ -114,7 +114,7 @@ def write[Cache: Int8KV | Fp8KV](
     words = jax.new_ref(kv.words)
     scales = kv.scales if fp8 else jax.new_ref(kv.scales)
     q = triton_call(
-        qkv, words, scales, layer, *heads[:2], *tables, step.pages, step.offsets,
+        qkv, words, scales, layer, *heads, *tables, step.pages, step.offsets,
         kernel=_write,
         name="kv_write_8_bit",
         out_type=jax.ShapeDtypeStruct((tokens, q_heads, 2 * half), dtype),

@@ -69,7 +69,7 @@ def attend(
     dtype: DTypeLike,
 ) -> tuple[Array, KVarNKV]:
     """See `kv_format.attend`."""
-    if target.uses_triton() and heads.only_norms:
+    if target.uses_triton():
         from jaxserve_kernels.kv_format.kvarn import triton  # needs Triton: only for GPUs
 
         def kernels(qkv: Array, kv: Any, *rest: Any) -> Any:

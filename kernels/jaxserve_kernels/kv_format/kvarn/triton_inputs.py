@@ -42,7 +42,8 @@ def _rotated_quarters(half, matrix):
 
 @triton.jit
 def _inputs(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, slot_ptr, position_ptr, kv_ptr, q_ptr,
+    qkv_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, slot_ptr, position_ptr,
+    kv_ptr, q_ptr,
     first_slot, stride, parts: tl.constexpr, q_heads: tl.constexpr, kv_heads: tl.constexpr,
     eps: tl.constexpr, KEEP: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
@@ -52,7 +53,7 @@ def _inputs(
     first = tl.program_id(1) * HEADS  # heads in the order queries, keys, values
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     low, high = head_halves(
-        qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, first,
+        qkv_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, token, first,
         stride, parts, q_heads, kv_heads, eps, dtype, HEADS, HALF, EARLY,
     )  # fmt: skip
     QUARTER: tl.constexpr = HALF // 2
@@ -106,7 +107,7 @@ def inputs(
     q_type = jax.ShapeDtypeStruct((tokens, q_heads, head_dim), dtype)
     fresh_type = jax.ShapeDtypeStruct((tokens, kv_heads, 2, head_dim), dtype)
     outputs = triton_call(
-        qkv, *heads[:2], *tables, step.slots, step.positions, *([] if raw is None else [raw]),
+        qkv, *heads, *tables, step.slots, step.positions, *([] if raw is None else [raw]),
         kernel=_inputs,
         name="kvarn_inputs",
         out_type=(q_type,) if keep else (fresh_type, q_type),

@@ -26,10 +26,11 @@ from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
 from jaxserve_kernels.kv_format.kvarn.triton_attention import part_types
-from jaxserve_kernels.kv_format.kvarn.triton_heads import rotated, store_heads, token_heads
+from jaxserve_kernels.kv_format.kvarn.triton_heads import rotated, store_heads
 from jaxserve_kernels.kv_format.kvarn.triton_ring import TILES, copy_unit
 from jaxserve_kernels.kv_format.kvarn.triton_visits import stacked, visit_codes, visit_raw
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
+from jaxserve_kernels.paged_attention.triton_heads import token_heads
 from jaxserve_kernels.paged_attention.triton_visits import MASKED, for_each_warp
 from jaxserve_kernels.triton_call import triton_call
 
@@ -92,7 +93,7 @@ def _of_all_warps(
 
 @gluon.jit
 def _attend(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    qkv_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr,
     key_words_ptr, value_words_ptr, scales_ptr, raw_ptr,
     table_ptr, first_ptr, length_ptr, slot_ptr, position_ptr,
     out_ptr, sums_ptr, peak_ptr, weight_ptr,
@@ -166,9 +167,10 @@ def _attend(
         async_copy.commit_group()
 
     y0, y1, y2, y3 = token_heads(
-        qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, kv_head,
-        stride, parts, q_heads, kv_heads, eps, ROWS, QUARTER, flat, EARLY,
+        qkv_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, token, kv_head,
+        stride, parts, q_heads, kv_heads, eps, ROWS, QUARTER, 4, flat, EARLY,
     )  # fmt: skip
+    y0, y1, y2, y3 = rotated(y0, y1, y2, y3)
     heads.store(stacked(y0, y1, y2, y3))
     q0 = for_each_warp(heads_mem.index(0), right)
     q1 = for_each_warp(heads_mem.index(1), right)
@@ -379,7 +381,7 @@ def attend(
     }  # fmt: skip
     raw = jax.new_ref(kv.raw)
     out, *found = triton_call(
-        qkv, *heads[:2], *tables, kv.key_words, kv.value_words, kv.scales, raw,
+        qkv, *heads, *tables, kv.key_words, kv.value_words, kv.scales, raw,
         step.page_table, *tiles[:4],
         kernel=_attend,
         name="paged_attention_kvarn_inputs",
