@@ -12,6 +12,7 @@ import pytest
 from jaxserve.config import NO_PARSER, REASONING_PARSERS, TOOL_CALL_PARSERS, ConfigError
 from jaxserve.server.chat_formats.choose import REASONING_FORMATS, TOOL_FORMATS, chat_format
 from jaxserve.server.chat_formats.history import INVALID, History
+from jaxserve.structured import Thinking
 from jaxserve.tokenizer import ByteTokenizer, HfTokenizer, decode
 from jaxserve.tokenizer.chat_template import ChatTemplate
 from jaxserve_checkpoints.resolve import embedded_model
@@ -126,7 +127,19 @@ def test_a_flag_goes_before_and_may_turn_it_off(caplog: pytest.LogCaptureFixture
 def test_a_tokenizer_without_markers_has_no_reasoning() -> None:
     tokenizer = ByteTokenizer()
     form = chat_format(tokenizer, None, "")
-    assert form.reasoning is None and not form.turn_ends and not form.shown_tokens
+    assert form.reasoning is None and not form.turn_ends
+    assert not form.shown_tokens(Thinking.OPEN, calls=True)
+
+
+async def test_markers_that_are_special_are_shown_only_to_a_parser() -> None:
+    tokenizer = tiny_tokenizer(MISTRAL, SPECIAL)
+    engine = FakeEngine([*b"a", CALLS, *b"b", IM_END])
+    async with serving(engine, tokenizer=tokenizer) as url:
+        for tools, wanted in (([], "ab"), ([TOOL], "a[TOOL_CALLS]b")):
+            body = {"messages": [USER], "tools": tools}
+            async with aiohttp.request("POST", f"{url}/v1/chat/completions", json=body) as reply:
+                answer = await reply.json()
+            assert answer["choices"][0]["message"]["content"] == wanted
 
 
 def test_the_embedded_model_is_read_as_before() -> None:

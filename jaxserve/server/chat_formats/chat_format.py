@@ -31,12 +31,15 @@ class ChatFormat:
         """Tokens that end the assistant's turn, beside those that the model's settings name."""
         return self._tokens(self.tools.turn_ends if self.tools is not None else ())
 
-    @property
-    def shown_tokens(self) -> frozenset[int]:
-        """Tokens that the parser has to see, special ones or not."""
-        calls = self.tools.markers if self.tools is not None else ()
-        thoughts = self.reasoning.markers if self.reasoning is not None else ()
-        return self._tokens((*calls, *thoughts))
+    def shown_tokens(self, thinking: Thinking, *, calls: bool) -> frozenset[int]:
+        """Tokens that the parser of an output has to see, special ones or not.
+
+        Args:
+          calls: there may be some.
+        """
+        of_calls = self.tools.markers if self.tools is not None and calls else ()
+        reasons = self.reasoning is not None and thinking is not Thinking.NONE
+        return self._tokens((*of_calls, *(self.reasoning.markers if reasons else ())))
 
     @property
     def guided_reasoning(self) -> ReasoningFormat | None:

@@ -81,6 +81,7 @@ async def resolve_chat(
         params = within_budget(service, params, fields, prompt.ids)
     standing = arrival.standing(fields)
     requests = choice_requests(request_id, prompt.ids, params, fields, standing)
+    shown = form.shown_tokens(thinking, calls=bool(prompt.tools.callable))
     parser = partial(
         form.parser,
         thinking,
@@ -91,7 +92,7 @@ async def resolve_chat(
     return Resolved(
         requests=requests,
         choices_per_prompt=len(requests),
-        options=text_options(fields, form.shown_tokens),
+        options=text_options(fields, shown),
         parser=parser,
         tokenizing=tokenizing,
         ignored=prompt.ignored,
