@@ -13,6 +13,7 @@ from aiohttp import web
 
 from jaxserve.server.errors import invalid
 from jaxserve.server.request.priority import Ranked, level_of, level_of_header, tier_used
+from jaxserve.server.request.schema import GenerationFields
 from jaxserve.server.service import Service
 from jaxserve.server.tenant import tenant_of
 
@@ -25,6 +26,7 @@ class Standing(NamedTuple):
 
     tenant: str
     priority: int
+    cache_salt: str
     ttft_slo: float | None
     """Seconds to the first token."""
     e2e_slo: float | None
@@ -46,16 +48,19 @@ class Arrival:
         by_priority = self.service.config.by_priority
         return dict(tier_used(fields, self.request.headers, by_priority=by_priority))
 
-    def standing(self, fields: Ranked) -> Standing:
+    def standing(self, fields: GenerationFields) -> Standing:
         """Raises ApiError: a header is not what it should be."""
-        headers = self.request.headers
+        headers, config = self.request.headers, self.service.config
+        tenant, salt = tenant_of(self.request), fields.cache_salt or ""
         level, first = level_of_header(headers), _seconds(headers, FIRST_TOKEN_HEADER)
         whole = _seconds(headers, ANSWER_HEADER)
         return Standing(
-            tenant=tenant_of(self.request),
+            tenant=tenant,
             priority=level_of(fields) if level is None else level,
+            # No salt of a client's own has a slash.
+            cache_salt=f"{tenant}/{salt}" if config.isolate_cache_by_key else salt,
             ttft_slo=first,
-            e2e_slo=self.service.config.request_timeout if whole is None else whole,
+            e2e_slo=config.request_timeout if whole is None else whole,
         )
 
 

@@ -355,9 +355,9 @@ async def test_the_grammar_takes_what_is_written(
     writing = WRITINGS[name]
     form, tokenizer = form_of(writing), tiny_tokenizer(more_special=writing.tokens)
     tokens = tokenizer.encode(writing.write(wanted))
-    guide = await guides[name].compile(form.calls(TOOLS, 16))
+    guide = await guides[name].compile(form.calls(TOOLS, 16, forced=True))
     assert IM_END in allowed(guide, tokens)
-    guide = await guides[name].compile(form.text_and_calls(TOOLS, 16))
+    guide = await guides[name].compile(form.calls(TOOLS, 16, forced=False))
     assert IM_END in allowed(guide, tokens)
 
 
@@ -385,7 +385,7 @@ async def test_whatever_the_forced_grammar_allows_is_read_as_calls(
 ) -> None:
     writing = WRITINGS[name]
     tokenizer = tiny_tokenizer(more_special=writing.tokens)
-    guide = await guides[name].compile(form_of(writing).calls(TOOLS, 2))
+    guide = await guides[name].compile(form_of(writing).calls(TOOLS, 2, forced=True))
     tokens = walk(guide, seed, 1500)
     if tokens is None:
         return
@@ -401,7 +401,7 @@ async def test_forced_calls_are_nothing_but_calls_of_the_tools(
 ) -> None:
     writing = WRITINGS[name]
     tokenizer, form = tiny_tokenizer(more_special=writing.tokens), form_of(writing)
-    guide = await guides[name].compile(form.calls(TOOLS, 1))
+    guide = await guides[name].compile(form.calls(TOOLS, 1, forced=True))
     for text in (
         "Well",
         writing.write([Call("other", {})]),
@@ -410,7 +410,7 @@ async def test_forced_calls_are_nothing_but_calls_of_the_tools(
         writing.write([ROME, NOW]),
     ):
         assert IM_END not in allowed(guide, tokenizer.encode(text)), text
-    either = await guides[name].compile(form.text_and_calls(TOOLS, 16))
+    either = await guides[name].compile(form.calls(TOOLS, 16, forced=False))
     assert IM_END in allowed(either, list(b"Well, no"))
 
 
@@ -421,10 +421,10 @@ async def test_custom_tools_that_a_format_cannot_hold_are_refused() -> None:
     )
     for name in ("llama", "mistral", "qwen_xml"):
         with pytest.raises(GrammarError):
-            form_of(WRITINGS[name]).calls([CustomTool(name="t", format=lark)], 1)
+            form_of(WRITINGS[name]).calls([CustomTool(name="t", format=lark)], 1, forced=True)
     guides = Guides(tiny_tokenizer(), Metrics("tiny"))
     form = form_of(WRITINGS["qwen_xml"])
-    guide = await guides.compile(form.calls([CustomTool(name="t", format=digits)], 1))
+    guide = await guides.compile(form.calls([CustomTool(name="t", format=digits)], 1, forced=True))
     text = WRITINGS["qwen_xml"].write([Call("t", {"input": "4/2"})])
     assert IM_END in allowed(guide, tiny_tokenizer().encode(text))
     assert not allowed(guide, tiny_tokenizer().encode(text.replace("4/2", "x")))

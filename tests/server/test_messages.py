@@ -326,3 +326,28 @@ async def test_arguments_cut_short_are_kept_under_the_documented_key(serve: Serv
         )
     assert reply.stop_reason == "max_tokens"
     assert reply.content[0].input == {"INVALID_JSON": '{"a": '}
+
+
+async def test_a_billing_header_is_no_part_of_the_prompt(serve: Serve) -> None:
+    header = "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={};"
+    engine = FakeEngine([*b"Hello", IM_END])
+    async with client(serve, engine) as api:
+        for number in range(2):
+            own = header.format(number)
+            systems: list[Any] = [
+                [{"type": "text", "text": own}, {"type": "text", "text": "Be brief"}],
+                [{"type": "text", "text": f"{own}\nBe brief"}],
+                f"{own}\nBe brief",
+                "Be brief",
+                [{"type": "text", "text": own}],
+            ]
+            for system in systems:
+                await api.messages.create(model=MODEL, max_tokens=9, messages=USER, system=system)
+    prompts = [request.prompt for request in engine.requests]
+    assert len(set(prompts[:4] + prompts[5:9])) == 1
+    assert prompts[4] == prompts[9]
+    assert "system" not in prompt_of(engine), "nothing is left of it"
+    async with client(serve, engine) as api:
+        later = [{"type": "text", "text": "Be brief. "}, {"type": "text", "text": header}]
+        await api.messages.create(model=MODEL, max_tokens=9, messages=USER, system=later)
+    assert "x-anthropic-billing-header" in prompt_of(engine), "only at the beginning"

@@ -31,12 +31,15 @@ class ChatFormat:
         """Tokens that end the assistant's turn, beside those that the model's settings name."""
         return self._tokens(self.tools.turn_ends if self.tools is not None else ())
 
-    @property
-    def shown_tokens(self) -> frozenset[int]:
-        """Tokens that the parser has to see, special ones or not."""
-        calls = self.tools.markers if self.tools is not None else ()
-        thoughts = self.reasoning.markers if self.reasoning is not None else ()
-        return self._tokens((*calls, *thoughts))
+    def shown_tokens(self, thinking: Thinking, *, calls: bool) -> frozenset[int]:
+        """Tokens that the parser of an output has to see, special ones or not.
+
+        Args:
+          calls: there may be some.
+        """
+        of_calls = self.tools.markers if self.tools is not None and calls else ()
+        reasons = self.reasoning is not None and thinking is not Thinking.NONE
+        return self._tokens((*of_calls, *(self.reasoning.markers if reasons else ())))
 
     @property
     def guided_reasoning(self) -> ReasoningFormat | None:
@@ -89,23 +92,33 @@ class ChatFormat:
             text_or_calls=text_or_calls,
         )
 
-    def calls(self, tools: Sequence[CallableTool], most: int) -> Grammar:
-        """One to `most` calls, and nothing else. GrammarError, as of the next two: a tool's
-        arguments cannot be followed, or this model has no calls."""
-        return grammars.tool_calls(self._rules(tools, most))
+    def calls(
+        self,
+        tools: Sequence[CallableTool],
+        most: int,
+        *,
+        forced: bool,
+        answer: Grammar | None = None,
+    ) -> Grammar:
+        """The grammar of an output with calls of these tools, at most so many.
 
-    def calls_or(self, answer: Grammar, tools: Sequence[CallableTool], most: int) -> Grammar:
-        """Calls, or else an answer of this grammar."""
-        return grammars.tool_calls_or(answer, self._rules(tools, most))
+        Args:
+          forced: nothing but calls, one at least.
+          answer: what the output is if it is not forced to call and does not; None: any text, in
+            which calls may stand.
 
-    def text_and_calls(self, tools: Sequence[CallableTool], most: int) -> Grammar:
-        """Any text, and calls in it."""
-        return grammars.text_and_tool_calls(self._rules(tools, most))
-
-    def _rules(self, tools: Sequence[CallableTool], most: int) -> grammars.CallRules:
+        Raises:
+          GrammarError: the arguments of a tool cannot be followed, calls cannot be told from text,
+            or this model has no calls.
+        """
         if self.tools is None:
             raise GrammarError("tool calls are turned off here (--tool-call-parser none)")
-        return self.tools.rules(tools, self.markers, most)
+        rules = self.tools.rules(tools, self.markers, most)
+        if forced:
+            return grammars.tool_calls(rules)
+        if answer is None:
+            return grammars.text_and_tool_calls(rules)
+        return grammars.tool_calls_or(answer, rules)
 
     def _tokens(self, spellings: Iterable[str]) -> frozenset[int]:
         return frozenset(self.markers[each] for each in spellings if each in self.markers)

@@ -10,6 +10,7 @@ from jaxserve.server.chat_formats.pieces import (
     Content,
     Piece,
     Reasoning,
+    first_marker,
     partial,
 )
 from jaxserve.server.chat_formats.reasoning import ReasoningFormat
@@ -197,18 +198,15 @@ class OutputParser:
 
     def _until(self, markers: Sequence[str]) -> tuple[str, str]:
         """The text that is safe to show, and the marker behind it, if one has come."""
-        places = {self._pending.find(marker): marker for marker in markers}
-        places.pop(-1, None)
-        if places:
-            first = min(places)
-            text, marker = self._pending[:first], places[first]
-            self._pending = self._pending[first + len(marker) :]
-            return text.rstrip("\n"), marker
-        text = self._pending
+        text, found = self._pending, first_marker(self._pending, markers)
+        if found is not None:
+            place, marker = found
+            self._pending = text[place + len(marker) :]
+            return text[:place].rstrip("\n"), marker
         if not markers:
             self._pending = ""
             return text, ""
-        held = max(partial(text, marker) for marker in markers)
+        held = max([partial(text, marker) for marker in markers])
         shown = text[: len(text) - held].rstrip("\n")
         self._pending = text[len(shown) :]
         return shown, ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -39,8 +40,20 @@ type Piece = CallPart | Reasoning
 """A stretch of output of one kind."""
 
 
+def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
+    """The place and the spelling of the marker that comes first in the text, if any does."""
+    found = None
+    for marker in markers:
+        place = text.find(marker)
+        if place >= 0 and (found is None or place < found[0]):
+            found = place, marker
+    return found
+
+
 def partial(text: str, marker: str) -> int:
     """Length of the longest start of the marker, short of all of it, that ends the text."""
+    if text.find(marker[0], max(0, len(text) - len(marker) + 1)) < 0:
+        return 0  # so it is with nearly all texts
     for length in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:length]):
             return length

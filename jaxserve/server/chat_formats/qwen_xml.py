@@ -8,7 +8,7 @@ from enum import Enum, auto
 from typing import Any
 
 from jaxserve.server.chat_formats.json_calls import ObjectScanner, skip_space
-from jaxserve.server.chat_formats.pieces import CallPart, Content, partial
+from jaxserve.server.chat_formats.pieces import CallPart, Content, first_marker, partial
 from jaxserve.server.chat_formats.raw_values import (
     END_CALL,
     END_PARAMETER,
@@ -230,15 +230,14 @@ class QwenXmlReader:
             self._scanner = None
         if not self._streams and not self._read_nested():
             return False
-        places = {self._text.find(end): end for end in (END_PARAMETER, END_CALL)}
-        places.pop(-1, None)
-        if not places:
+        found = first_marker(self._text, (END_PARAMETER, END_CALL))
+        if found is None:
             held = max(partial(self._text, end) for end in _VALUE_ENDS)
             shown = len(self._text) - held
             self._grow(self._text[:shown], parts)
             self._text = self._text[shown:]
             return False
-        end = min(places)
+        end, _ = found
         self._grow(self._text[:end].removesuffix("\n"), parts)
         self._text = self._text[end:].removeprefix(END_PARAMETER)
         self._state = _State.BETWEEN
@@ -273,11 +272,11 @@ class QwenXmlReader:
     def _skip_to(self, *tags: str) -> str | None:
         """Drops what stands before the first of the tags, and says which it is; None: none has come
         yet."""
-        places = {self._text.find(tag): tag for tag in tags}
-        places.pop(-1, None)
-        if not places:
+        found = first_marker(self._text, tags)
+        if found is None:
             held = max(partial(self._text, tag) for tag in tags)
             self._text = self._text[len(self._text) - held :]
             return None
-        self._text = self._text[min(places) :]
-        return places[min(places)]
+        place, tag = found
+        self._text = self._text[place:]
+        return tag

@@ -34,6 +34,8 @@ NAMES = {
 }
 """A chat's fields whose errors are about another field here."""
 
+BILLING = "x-anthropic-billing-header"
+
 _BLOCKS = {
     "user": (TextBlock, ToolResultBlock),
     "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
@@ -59,7 +61,8 @@ def to_chat(fields: MessagesRequest) -> chat.ChatRequest:
 
 
 def prompt_to_chat(fields: PromptFields) -> chat.ChatRequest:
-    messages = [chat.Message(role="system", content=_text(fields.system))] if fields.system else []
+    system = _without_billing(fields.system or "")
+    messages = [chat.Message(role="system", content=system)] if system else []
     for position, message in enumerate(fields.messages):
         messages += _translated(message, f"messages[{position}].content")
     if not messages:
@@ -129,8 +132,14 @@ def _assistant(blocks: Sequence[Any]) -> chat.Message:
     )
 
 
-def _text(content: str | Sequence[PlainText]) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)
+def _without_billing(system: str | Sequence[PlainText]) -> str:
+    """The system text without a leading line of Claude Code's for Anthropic's accounting. It says
+    nothing to the model and differs from request to request: with it no prefix would be found in
+    the cache."""
+    first, *rest = [system] if isinstance(system, str) else [block.text for block in system] or [""]
+    if first.startswith(BILLING):
+        first = first.partition("\n")[2]
+    return "".join([first, *rest])
 
 
 def _tool(position: int, tool: ToolDefinition) -> dict[str, Any]:

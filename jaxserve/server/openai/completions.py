@@ -13,15 +13,12 @@ from jaxserve.server.access import service_of
 from jaxserve.server.arrival import Arrival
 from jaxserve.server.errors import invalid
 from jaxserve.server.middleware import take_request_id
-from jaxserve.server.off_loop import lane, off_loop
+from jaxserve.server.off_loop import off_loop
 from jaxserve.server.openai.completion_reply import CompletionReply
 from jaxserve.server.openai.reply import check_stream_options
 from jaxserve.server.reply import answer
-from jaxserve.server.request.constraints import (
-    constrained_completion,
-    text_constraint,
-    within_budget,
-)
+from jaxserve.server.request.constraints import text_constraint
+from jaxserve.server.request.guides import avoided, guided, within_budget
 from jaxserve.server.request.lengths import fitting, tokens_to_generate, truncated
 from jaxserve.server.request.params import (
     choice_requests,
@@ -31,10 +28,11 @@ from jaxserve.server.request.params import (
 )
 from jaxserve.server.request.parse import read_fields
 from jaxserve.server.request.prompts import completion_prompts
-from jaxserve.server.request.resolve import Resolved
+from jaxserve.server.request.resolve import Resolved, lane_of
 from jaxserve.server.request.schema import MAX_SEQUENCES, CompletionRequest
 from jaxserve.server.request.validation import check_token_ids
 from jaxserve.server.service import Service
+from jaxserve.structured import BadWords
 from jaxserve.tokenizer import decode
 
 DEFAULT_MAX_TOKENS = 16
@@ -49,9 +47,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     model = service.model_name(fields.model)
     options = check_stream_options(service, fields)
     begun = time.perf_counter()
-    prompts = await off_loop(lane(size), _prompts, service, fields)
+    prompts, bad_words = await off_loop(lane_of(fields, size), _read, service, fields)
     tokenizing = time.perf_counter() - begun
-    resolved = await _resolved(arrival, fields, prompts, tokenizing)
+    resolved = await _resolved(arrival, fields, prompts, bad_words, tokenizing)
     reply = CompletionReply(
         arrival=arrival,
         model=model,
@@ -70,6 +68,10 @@ class _Prompt(NamedTuple):
     max_tokens: int
     echo: str
     """What the output begins with."""
+
+
+def _read(service: Service, fields: CompletionRequest) -> tuple[list[_Prompt], BadWords | None]:
+    return _prompts(service, fields), avoided(service.tokenizer, fields)
 
 
 def _prompts(service: Service, fields: CompletionRequest) -> list[_Prompt]:
@@ -94,21 +96,27 @@ def _prompts(service: Service, fields: CompletionRequest) -> list[_Prompt]:
 
 
 async def _resolved(
-    arrival: Arrival, fields: CompletionRequest, prompts: list[_Prompt], tokenizing: float
+    arrival: Arrival,
+    fields: CompletionRequest,
+    prompts: list[_Prompt],
+    bad_words: BadWords | None,
+    tokenizing: float,
 ) -> Resolved:
-    service = arrival.service
+    service, standing = arrival.service, arrival.standing(fields)
     options = text_options(fields)._replace(prompt_only=fields.max_tokens == 0)
     if fields.echo and fields.logprobs is not None:
         # Clients that score prompts cut the last token off, whatever it is.
         options = options._replace(stop_token_logprobs=True)
-    of_all = await _params(service, fields, min(prompt.max_tokens for prompt in prompts))
+    constraint = text_constraint(fields)
+    params = _params(service, fields, min(prompt.max_tokens for prompt in prompts))
+    of_all = await guided(service, params, constraint, bad_words)
     requests: list[Request] = []
     for position, (ids, max_tokens, _) in enumerate(prompts):
         params = replace(of_all, max_tokens=max_tokens)
-        if text_constraint(fields) is None:  # else the text is of the grammar: it has no thoughts
+        if constraint is None:  # else the text is of the grammar: it has no thoughts
             params = within_budget(service, params, fields, ids)
         request_id = f"cmpl-{arrival.id}-{position}"
-        requests += choice_requests(arrival, request_id, ids, params, fields)
+        requests += choice_requests(request_id, ids, params, fields, standing)
     return Resolved(
         requests=requests,
         choices_per_prompt=num_choices(fields),
@@ -117,13 +125,13 @@ async def _resolved(
     )
 
 
-async def _params(service: Service, fields: CompletionRequest, max_tokens: int) -> SamplingParams:
+def _params(service: Service, fields: CompletionRequest, max_tokens: int) -> SamplingParams:
     """What all prompts have in common. `max_tokens`: of the one that has the least room."""
     params = sampling_params(service, fields, max_tokens=max_tokens, logprobs=fields.logprobs)
     if fields.echo and fields.logprobs is not None:
         most = max(fields.logprobs, params.prompt_logprobs or 0)
         params = replace(params, prompt_logprobs=most)
-    return await constrained_completion(service, fields, params)
+    return params
 
 
 def _asked(fields: CompletionRequest) -> int:

@@ -1,35 +1,19 @@
-"""What a request says its output must look like, as a compiled guide."""
+"""What a request says its output must look like, as a grammar."""
 
 from __future__ import annotations
 
-import asyncio
-import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 
-from jaxserve.api import SamplingParams
 from jaxserve.grammar_server.wire import Grammar
 from jaxserve.server.chat_formats.chat_format import ChatFormat
-from jaxserve.server.errors import ApiError, invalid
-from jaxserve.server.off_loop import Lane, off_loop
-from jaxserve.server.request.prompts import ChatPrompt
+from jaxserve.server.errors import invalid
 from jaxserve.server.request.schema import ChatRequest, GenerationFields
 from jaxserve.server.request.tools import ChatTools
-from jaxserve.server.service import Service
-from jaxserve.server.tenant import CURRENT_TENANT
-from jaxserve.structured import (
-    BadWords,
-    GrammarError,
-    GrammarsBusy,
-    Guide,
-    Thinking,
-    ThinkingBudget,
-    grammars,
-)
+from jaxserve.structured import grammars
 
 
 class Constraint(NamedTuple):
@@ -41,113 +25,8 @@ class Constraint(NamedTuple):
     looser: Callable[[], Grammar] | None = None
     """For where `grammar` cannot be compiled: of calls that the model need not make, arguments
     follow their schemas if these can be followed."""
-
-
-_INLINE_WORDS = 8
-"""Bad words that are tokenised on the event loop: 128 of them take 3 ms."""
-_PLACES = re.compile(r"^at \d+\(\d+\): |(\n +\d+ \| .*)+(\n *\^)?$")
-"""Of llguidance's messages: line and column, and lines around it."""
-
-
-class Constrained(NamedTuple):
-    """How a chat's output is constrained."""
-
-    params: SamplingParams
-    """With the guide that follows from the constraints."""
-    thinking: Thinking
-    """Whether the text may begin with reasoning."""
-    text_or_calls: bool
-    """A text that follows a grammar has no calls in it, but may hold their markers in a string."""
-
-
-async def constrained_chat(
-    service: Service, fields: ChatRequest, prompt: ChatPrompt, params: SamplingParams
-) -> Constrained:
-    """The parameters of a chat with the guide of all that constrains it; ApiError names a field
-    that excludes another, or a grammar that cannot be compiled."""
-    params = replace(params, guide=await _avoided(service, fields))
-    text, thinking = text_constraint(fields), prompt.thinking
-    constraint = _chat_constraint(service.chats.format, fields, prompt.tools, text)
-    if constraint is not None and service.chats.format.guided_reasoning is None:
-        thinking = Thinking.NONE  # the grammar applies from the first token on
-    params = await constrained(service, params, constraint, thinking)
-    if thinking is not Thinking.NONE:
-        params = within_budget(service, params, fields, prompt.ids)
-    return Constrained(params, thinking, text_or_calls=text is not None)
-
-
-async def constrained_completion(
-    service: Service, fields: GenerationFields, params: SamplingParams
-) -> SamplingParams:
-    """The same of a completion, whose output is text from its first token on."""
-    params = replace(params, guide=await _avoided(service, fields))
-    return await constrained(service, params, text_constraint(fields))
-
-
-async def _avoided(service: Service, fields: GenerationFields) -> BadWords | None:
-    """The guide that keeps bad words out, if there are any."""
-    if not fields.bad_words:
-        return None
-    if fields.allowed_token_ids:
-        raise invalid("allowed_token_ids and bad_words exclude each other", param="bad_words")
-    where = Lane.LARGE if len(fields.bad_words) > _INLINE_WORDS else Lane.INLINE
-    return await off_loop(where, BadWords, fields.bad_words, service.tokenizer)
-
-
-async def constrained(
-    service: Service,
-    params: SamplingParams,
-    constraint: Constraint | None,
-    thinking: Thinking = Thinking.NONE,
-) -> SamplingParams:
-    """The parameters with the guide of the constraint; ApiError if it cannot be compiled."""
-    if constraint is None:
-        return params
-    others = {"allowed_token_ids": params.allowed_token_ids, "bad_words": params.guide}
-    for name, given in others.items():
-        if given:
-            raise invalid(
-                f"{name} and {constraint.param} exclude each other", param=constraint.param
-            )
-    try:
-        guide = await _compiled(service, constraint, thinking)
-    except GrammarError as error:
-        reason = _PLACES.sub("", str(error)) if constraint.written_here else str(error)
-        raise invalid(
-            f"{constraint.param}: {reason}", param=constraint.param, code="invalid_grammar"
-        ) from None
-    except GrammarsBusy as busy:
-        raise ApiError(503, str(busy), code="grammars_busy", retry_after=busy.retry_after) from None
-    stops = params.stop_token_ids | guide.end_token_ids
-    return replace(params, guide=guide, stop_token_ids=stops)
-
-
-async def _compiled(service: Service, constraint: Constraint, thinking: Thinking) -> Guide:
-    try:
-        grammar = await asyncio.to_thread(constraint.grammar)
-        return await service.guides.compile(grammar, thinking, CURRENT_TENANT.get())
-    except GrammarError:
-        if constraint.looser is None:
-            raise
-    grammar = await asyncio.to_thread(constraint.looser)
-    return await service.guides.compile(grammar, thinking, CURRENT_TENANT.get())
-
-
-def within_budget(
-    service: Service, params: SamplingParams, fields: GenerationFields, prompt: Sequence[int]
-) -> SamplingParams:
-    """The parameters with a guide that ends think blocks that are too long, if they can be."""
-    budget, tokenizer = fields.thinking_token_budget, service.tokenizer
-    reasoning = service.chats.format.guided_reasoning
-    if budget is None or budget >= params.max_tokens or reasoning is None:
-        return params
-    if params.allowed_token_ids:
-        raise invalid(
-            "allowed_token_ids and thinking_token_budget exclude each other",
-            param="thinking_token_budget",
-        )
-    guide = ThinkingBudget(budget, tokenizer, prompt, params.guide, reasoning.markers)
-    return replace(params, guide=guide)
+    text_or_calls: bool = False
+    """A text that follows it has no calls in it, but may hold their markers in a string."""
 
 
 def text_constraint(fields: GenerationFields) -> Constraint | None:
@@ -159,35 +38,32 @@ def text_constraint(fields: GenerationFields) -> Constraint | None:
     return found[0] if found else None
 
 
-def _chat_constraint(
-    form: ChatFormat, fields: ChatRequest, tools: ChatTools, text: Constraint | None
-) -> Constraint | None:
+def chat_constraint(form: ChatFormat, fields: ChatRequest, tools: ChatTools) -> Constraint | None:
     """Calls where they are forced, whatever else the text must be; calls or else the text that the
     fields state; text with calls in it where these are not any JSON of any tool."""
+    text = text_constraint(fields)
     most = 1 if fields.parallel_tool_calls is False else grammars.MAX_CALLS
     if tools.forced:
         most = 1 if tools.named else most
-        return Constraint("tools", lambda: form.calls(tools.callable, most))
+        return Constraint("tools", lambda: form.calls(tools.callable, most, forced=True))
     if not tools.callable:
         return text
-    if text is not None:
+    if text is None and not (tools.has_custom or tools.restricted):
+        return None
+    answer = None if text is None else text.grammar
 
-        def either(*, schemas: bool) -> Grammar:
-            allowed = tools.callable if schemas else tools.without_schemas
-            return form.calls_or(text.grammar(), allowed, most)
+    def allowed(*, schemas: bool) -> Grammar:
+        callable_ = tools.callable if schemas else tools.without_schemas
+        instead = answer() if answer is not None else None
+        return form.calls(callable_, most, forced=False, answer=instead)
 
-        return text._replace(
-            grammar=partial(either, schemas=True), looser=partial(either, schemas=False)
-        )
-    if tools.has_custom or tools.restricted:
-
-        def among_text(*, schemas: bool) -> Grammar:
-            allowed = tools.callable if schemas else tools.without_schemas
-            return form.text_and_calls(allowed, most)
-
-        among = partial(among_text, schemas=True)
-        return Constraint("tools", among, looser=partial(among_text, schemas=False))
-    return None
+    return Constraint(
+        "tools" if text is None else text.param,
+        partial(allowed, schemas=True),
+        looser=partial(allowed, schemas=False),
+        written_here=text is None or text.written_here,
+        text_or_calls=text is not None,
+    )
 
 
 def _stated(fields: GenerationFields) -> Iterator[Constraint]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hashlib import blake2b
 
 from jaxserve.api import EngineLimits, Request, SamplingParams
-from jaxserve.server.arrival import Arrival
+from jaxserve.server.arrival import Standing
 from jaxserve.server.errors import invalid
 from jaxserve.server.output.generation import TextOptions
 from jaxserve.server.request.schema import ChatRequest, GenerationFields
@@ -103,22 +103,19 @@ def text_options(
 
 
 def choice_requests(
-    arrival: Arrival,
     request_id: str,
     prompt: Sequence[int],
     params: SamplingParams,
     fields: GenerationFields,
+    standing: Standing,
 ) -> list[Request]:
     """One request per choice. Its seed depends on nothing but the request's and its index."""
-    ids, standing, salt = tuple(prompt), arrival.standing(fields), fields.cache_salt or ""
-    if arrival.service.config.isolate_cache_by_key:
-        salt = f"{standing.tenant}/{salt}"  # no salt of a client's own has a slash
+    ids = tuple(prompt)
     return [
         Request(
             id=f"{request_id}-{index}",
             prompt=ids,
             params=replace(params, seed=choice_seed(fields.seed, index)),
-            cache_salt=salt,
             **standing._asdict(),
         )
         for index in range(num_choices(fields))

@@ -15,12 +15,15 @@ from jaxserve.api import Request
 from jaxserve.server.arrival import Arrival
 from jaxserve.server.chat_formats.output_parser import OutputParser
 from jaxserve.server.errors import invalid
-from jaxserve.server.off_loop import lane, off_loop
+from jaxserve.server.off_loop import Lane, lane, off_loop
 from jaxserve.server.output.generation import Choice, Generation, TextOptions
-from jaxserve.server.request.constraints import constrained_chat
+from jaxserve.server.request.constraints import chat_constraint
+from jaxserve.server.request.guides import INLINE_WORDS, avoided, guided, within_budget
 from jaxserve.server.request.params import choice_requests, sampling_params, text_options
-from jaxserve.server.request.prompts import chat_prompt
-from jaxserve.server.request.schema import ChatRequest
+from jaxserve.server.request.prompts import ChatPrompt, chat_prompt
+from jaxserve.server.request.schema import ChatRequest, GenerationFields
+from jaxserve.server.service import Service
+from jaxserve.structured import BadWords, Thinking
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -64,29 +67,47 @@ async def resolve_chat(
     Raises:
       ApiError: names a field of `ChatRequest`, or a header.
     """
-    logprobs, service = _num_logprobs(fields), arrival.service
+    logprobs, where = _num_logprobs(fields), lane_of(fields, size)
+    service, form = arrival.service, arrival.service.chats.format
     begun = time.perf_counter()
-    prompt = await off_loop(
-        lane(size), chat_prompt, fields, service.chats, service.tokenizer, service.engine.limits
-    )
+    prompt, bad_words = await off_loop(where, _read, service, fields)
     tokenizing = time.perf_counter() - begun
+    thinking, constraint = prompt.thinking, chat_constraint(form, fields, prompt.tools)
+    if constraint is not None and form.guided_reasoning is None:
+        thinking = Thinking.NONE  # the grammar applies from the first token on
     params = sampling_params(service, fields, max_tokens=prompt.max_tokens, logprobs=logprobs)
-    constrained = await constrained_chat(service, fields, prompt, params)
-    requests = choice_requests(arrival, request_id, prompt.ids, constrained.params, fields)
+    params = await guided(service, params, constraint, bad_words, thinking)
+    if thinking is not Thinking.NONE:
+        params = within_budget(service, params, fields, prompt.ids)
+    standing = arrival.standing(fields)
+    requests = choice_requests(request_id, prompt.ids, params, fields, standing)
+    shown = form.shown_tokens(thinking, calls=bool(prompt.tools.callable))
+    parser = partial(
+        form.parser,
+        thinking,
+        prompt.tools.callable,
+        parallel_calls=fields.parallel_tool_calls is not False,
+        text_or_calls=constraint is not None and constraint.text_or_calls,
+    )
     return Resolved(
         requests=requests,
         choices_per_prompt=len(requests),
-        options=text_options(fields, service.chats.format.shown_tokens),
-        parser=partial(
-            service.chats.format.parser,
-            constrained.thinking,
-            prompt.tools.callable,
-            parallel_calls=fields.parallel_tool_calls is not False,
-            text_or_calls=constrained.text_or_calls,
-        ),
+        options=text_options(fields, shown),
+        parser=parser,
         tokenizing=tokenizing,
         ignored=prompt.ignored,
     )
+
+
+def lane_of(fields: GenerationFields, size: int) -> Lane:
+    """Where the prompt and the bad words of a request are encoded."""
+    many = len(fields.bad_words or ()) > INLINE_WORDS
+    return max(lane(size), Lane.LARGE if many else Lane.INLINE)
+
+
+def _read(service: Service, fields: ChatRequest) -> tuple[ChatPrompt, BadWords | None]:
+    prompt = chat_prompt(fields, service.chats, service.tokenizer, service.engine.limits)
+    return prompt, avoided(service.tokenizer, fields)
 
 
 def _num_logprobs(fields: ChatRequest) -> int | None:

@@ -1,0 +1,35 @@
+"""What a failure of the engine means to the client of a request."""
+
+from __future__ import annotations
+
+from jaxserve.api import EngineFailed, Overloaded, ReaderTooSlow, Rejected
+from jaxserve.server.errors import ApiError, engine_error, invalid
+from jaxserve.server.output.generation import GrammarLeft
+from jaxserve.server.service import Service
+
+_RESTART_SECONDS = 5.0
+"""When a client may come back to a server that has just shut down."""
+
+
+def api_error(service: Service, error: Rejected | Overloaded | EngineFailed) -> ApiError:
+    if isinstance(error, GrammarLeft):
+        # No 500: clients would try again, and meet the limit again.
+        return invalid(
+            f"after {error.num_tokens} tokens the grammar asked for cannot be followed any "
+            "further: too many ways to read the output so far, or too many states; rules "
+            "that are recursive at their beginning and fewer nested repetitions need less",
+            code="grammar_limit",
+        )
+    if isinstance(error, ReaderTooSlow):
+        return ApiError(408, f"the answer was given up: {error}", code="slow_reader")
+    status = service.engine.status()
+    accepting = status.ready and status.phase != "draining"
+    if isinstance(error, EngineFailed) and status.phase == "draining":
+        message = "the server is shutting down, this request was not finished"
+        return ApiError(503, message, code="not_ready", retry_after=_RESTART_SECONDS)
+    if isinstance(error, EngineFailed) and status.phase != "failed":
+        return ApiError(500, "the engine could not finish this request", code="generation_failed")
+    answer = engine_error(error, accepting=accepting)
+    if answer.status == 429:
+        answer.retry_after = service.backlog.seconds_to_drain()
+    return answer
