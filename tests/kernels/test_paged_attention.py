@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -39,6 +40,9 @@ CHUNKED = AttentionSpec(
     tile_size=8,
     pages_per_seq=3,
 )
+
+_NAMES = re.compile(r"%?\b[a-z_]+[\w.-]*\.\d+|%[\w.-]+|, metadata={[^}]*}")
+"""Of instructions in XLA's text, and where they come from."""
 
 type Attend = Callable[..., Floats]
 
@@ -208,6 +212,28 @@ def test_on_a_cpu_only_pages_of_the_tiles_contexts_are_read() -> None:
     # Single tokens come in groups of 16 places, which go as far as the longest of the group, four
     # pages at a time; the chunk has two tiles, of 116 and 130 tokens, and visits eight at a time.
     assert pages_read("cpu") == 16 * 64 + 8 + 16
+
+
+def test_on_a_cpu_all_layers_share_their_kernels() -> None:
+    """XLA compiles kernels that are the same only once; a layer's number must not be in them."""
+    spec = SMALL_SPECS[0]
+    inputs = make_inputs(spec, seed=9)
+    tiles = QueryTiles(inputs.first, inputs.length, inputs.slot, inputs.position)
+
+    def kernels(layers: int) -> set[str]:
+        def attend(q: jax.Array, kv: jax.Array, table: jax.Array, tiles: QueryTiles) -> jax.Array:
+            for layer in range(layers):
+                q += paged_attention(q, kv, layer, table, tiles, tile_size=spec.tile_size)
+            return q
+
+        kv = jnp.zeros((4, *inputs.kv.shape[1:]), inputs.q.dtype)
+        with target.use(target.Target("cpu")):
+            lowered = jax.jit(attend).lower(inputs.q, kv, inputs.page_table, tiles)
+        text = lowered.compile().as_text() or ""
+        fused = re.findall(r"^%(?:fused|wrapped)[^{]*{.*?^}", text, re.MULTILINE | re.DOTALL)
+        return {re.sub(_NAMES, "", each) for each in fused}
+
+    assert len(kernels(4)) == len(kernels(3)) > 10
 
 
 def _padded(values: NDArray[np.int32], size: int) -> NDArray[np.int32]:

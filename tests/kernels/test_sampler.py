@@ -25,7 +25,12 @@ type Floats = NDArray[np.floating[Any]]
 
 sample = jax.jit(sampling.choose)
 truncate = jax.jit(sampling.truncate)
-logprobs = jax.jit(functools.partial(sampling.logprobs, alternatives=MAX_LOGPROBS))
+logprobs = jax.jit(
+    functools.partial(sampling.logprobs, alternatives=MAX_LOGPROBS), static_argnames="largest"
+)
+
+LARGEST = {"reference": sampling.largest, "cpu": jax.lax.top_k}
+"""What finds the most likely tokens, by implementation."""
 
 
 def make_rows(count: int = ROWS, **columns: Any) -> RowSampling:
@@ -283,12 +288,16 @@ def log_softmax(logits: Floats) -> Floats:
     return wide - peak - np.log(np.exp(wide - peak).sum(-1, keepdims=True))
 
 
+@pytest.mark.parametrize("implementation", LARGEST)
 @settings(max_examples=50)
 @given(logits=logit_rows())
-def test_logprobs_are_those_of_the_model_most_likely_first(logits: Floats) -> None:
+def test_logprobs_are_those_of_the_model_most_likely_first(
+    implementation: str, logits: Floats
+) -> None:
     chosen = np.arange(ROWS, dtype=np.int32) * 7
     wanted = jnp.ones(ROWS, bool)
-    got = logprobs(jnp.asarray(logits), jnp.asarray(chosen), wanted)
+    largest = LARGEST[implementation]
+    got = logprobs(jnp.asarray(logits), jnp.asarray(chosen), wanted, largest=largest)
     expected = log_softmax(logits)
     # Ties: the smaller id first, as a stable sort has it.
     order = np.argsort(-expected, axis=-1, kind="stable")[:, :MAX_LOGPROBS]

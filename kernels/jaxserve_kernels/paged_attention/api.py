@@ -23,8 +23,8 @@ def paged_attention(
         args = (q, kv, page_table, tiles)
         if compiles("paged_attention", kernels, *args, static=tile_size):
             return kernels(*args)
-    read = reference.reader(kv, layer)
-    return attend_pages(q, read, page_table, tiles, tile_size=tile_size, page_size=kv.shape[4])
+    module = cpu if target.current().implementation == "cpu" else reference
+    return module.paged_attention(q, kv, layer, page_table, tiles, tile_size=tile_size)
 
 
 def attend_pages(

@@ -4,19 +4,27 @@ The definition takes all tiles of a step through the longest context together, p
 hold nothing included. Here a loop takes the tiles that there are, a few of similar contexts at a
 time, so that products are large enough to be worth their start.
 
-Each operation in a loop is a kernel that XLA compiles for each layer. What does not depend on the
-layer is therefore computed outside of the loops, where XLA finds it once for all of them.
+Each operation in a loop is a kernel that XLA compiles once for all layers, if it is the same for
+all of them. So what they share is computed outside of the loops, and within a loop its counter
+says which layer it is: a constant would make kernels of their own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxserve_kernels.paged_attention.reference import QueryTiles, Read, Softmax, tile_tokens
+from jaxserve_kernels.paged_attention.reference import (
+    QueryTiles,
+    Read,
+    Softmax,
+    reader,
+    tile_tokens,
+)
 
 _TOKENS = 16
 """Query tokens at a time, of several tiles if those are smaller."""
@@ -44,10 +52,34 @@ class _Groups(NamedTuple):
     """uint32 [groups]: how many to visit; 0 for a group that holds nothing."""
 
 
+def paged_attention(
+    q: Array, kv: Array, layer: int, page_table: Array, tiles: QueryTiles, *, tile_size: int
+) -> Array:
+    """See `reference.paged_attention`."""
+
+    def read_layer(layer: Array) -> Read:
+        return reader(kv, layer)
+
+    return _attend(q, read_layer, layer, page_table, tiles, tile_size, page_size=kv.shape[4])
+
+
 def attend_pages(
     q: Array, read: Read, page_table: Array, tiles: QueryTiles, *, tile_size: int, page_size: int
 ) -> Array:
     """See `reference.attend_pages`."""
+    return _attend(q, lambda layer: read, 0, page_table, tiles, tile_size, page_size)
+
+
+def _attend(
+    q: Array,
+    read: Callable[[Array], Read],
+    layer: int,
+    page_table: Array,
+    tiles: QueryTiles,
+    tile_size: int,
+    page_size: int,
+) -> Array:
+    """`attend_pages`, with what reads the pages of a layer."""
     out = jnp.zeros_like(q)
     parts = [(tiles, tile_size)]
     if tiles.singles is not None:
@@ -56,7 +88,7 @@ def attend_pages(
         keys = _SINGLE_KEYS if size == 1 else _CHUNK_KEYS
         pages = max(1, min(keys // page_size, page_table.shape[1]))
         groups = _grouped(part, page_table, q.shape[0], size, page_size, pages)
-        out = _add(out, q, read, groups, pages * page_size)
+        out = _add(out, q, read, layer, groups, pages * page_size)
     return out
 
 
@@ -73,7 +105,7 @@ def _grouped(
     missing = -tiles.first.shape[0] % size
     first, length, slot, position = (jnp.pad(each, (0, missing)) for each in tiles[:4])
     contexts = jnp.where(length > 0, position + length, 0)
-    if size > 1:
+    if 1 < size < first.shape[0]:
         order = jnp.argsort(-contexts)
         first, length, slot, position, contexts = (
             each[order] for each in (first, length, slot, position, contexts)
@@ -92,19 +124,34 @@ def _grouped(
     )
 
 
-def _add(out: Array, q: Array, read: Read, groups: _Groups, block: int) -> Array:
+def _add(
+    out: Array,
+    q: Array,
+    read: Callable[[Array], Read],
+    layer: int,
+    groups: _Groups,
+    block: int,
+) -> Array:
     """`out` [tokens, q_heads, head_dim] with the results of the groups' tokens."""
-    _, tiles, tile_size = groups.tokens.shape
+    count, tiles, tile_size = groups.tokens.shape
     q_heads, head_dim = q.shape[1:]
-    kv_heads = jax.eval_shape(lambda pages: read(pages, 0), groups.pages[0, 0]).shape[2]
+    a_block = jax.eval_shape(lambda pages: read(pages[0, 0])(pages, 0), groups.pages[0, 0])
+    kv_heads = a_block.shape[2]
+    used = jnp.sum(groups.blocks > 0, dtype=jnp.uint32)
+    each_layer = jnp.uint32(count + 1)  # a number more than groups, at which the loop ends
 
-    def attend(number: Array, out: Array) -> Array:
+    def has_more(carry: tuple[Array, Array]) -> Array:
+        return lax.rem(carry[0], each_layer) < used
+
+    def attend(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        counter, out = carry
+        number, read_pages = lax.rem(counter, each_layer), read(lax.div(counter, each_layer))
         tokens, positions, contexts, pages, blocks = (each[number] for each in groups)
         queries = q.at[tokens].get(mode="clip")
         queries = queries.reshape(tiles, tile_size, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
 
         def keys_or_values(index: Array, side: int) -> Array:
-            found = read(pages[index], side).astype(q.dtype)
+            found = read_pages(pages[index], side).astype(q.dtype)
             return found.transpose(0, 2, 1, 3, 4).reshape(tiles, kv_heads, block, head_dim)
 
         def visit(index: Array, carry: Softmax) -> Softmax:
@@ -122,7 +169,6 @@ def _add(out: Array, q: Array, read: Read, groups: _Groups, block: int) -> Array
         start = Softmax.start(queries.shape)
         total = lax.fori_loop(jnp.uint32(0), blocks, visit, start).total
         found = total.transpose(0, 3, 1, 2, 4).reshape(tiles, tile_size, q_heads, head_dim)
-        return out.at[tokens].set(found.astype(q.dtype), mode="drop")
+        return counter + 1, out.at[tokens].set(found.astype(q.dtype), mode="drop")
 
-    used = jnp.sum(groups.blocks > 0, dtype=jnp.uint32)
-    return lax.fori_loop(jnp.uint32(0), used, attend, out)
+    return lax.while_loop(has_more, attend, (layer * each_layer, out))[1]

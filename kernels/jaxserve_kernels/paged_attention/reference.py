@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 _BLOCK_TOKENS = 128
 """Keys visited per iteration: large enough for matrix products, small against a short context."""
@@ -86,7 +87,7 @@ type Read = Callable[[Array, int], Array]
 head_dim]."""
 
 
-def reader(kv: Array, layer: int) -> Read:
+def reader(kv: Array, layer: ArrayLike) -> Read:
     """Of one layer of a cache in the format of `paged_attention`."""
     return lambda pages, side: kv[layer, pages, :, side]
 

@@ -6,6 +6,7 @@ runs in the step never changes a row's choice. Work that no row of the step need
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,10 @@ RADIX_BITS = 2
 
 MIN_TEMPERATURE = 1e-6
 """Logits that differ by more than float32 noise are greedy here already; less could overflow."""
+
+
+type Largest = Callable[[Array, int], tuple[Array, Array]]
+"""The so many largest of each row, falling, and their indices: see `jax.lax.top_k`."""
 
 
 class RowSampling(NamedTuple):
@@ -59,6 +64,24 @@ class Sample(NamedTuple):
     """With the tokens of penalised rows counted."""
 
 
+def largest(values: Array, count: int) -> tuple[Array, Array]:
+    """See `jax.lax.top_k`; equals in the order of their indices.
+
+    Maxima one by one instead of a sort, which no CUDA graph can hold.
+    """
+    rows = values.shape[0]
+    row = jnp.arange(rows)
+
+    def take(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        left, found, ids = carry
+        best = jnp.argmax(left, axis=-1).astype(jnp.int32)
+        found = found.at[:, index].set(left[row, best])
+        return left.at[row, best].set(-jnp.inf), found, ids.at[:, index].set(best)
+
+    start = jnp.zeros((rows, count), values.dtype), jnp.zeros((rows, count), jnp.int32)
+    return lax.fori_loop(0, count, take, (values, *start))[1:]
+
+
 def sample(
     logits: Array,
     rows: RowSampling,
@@ -68,6 +91,7 @@ def sample(
     *,
     vocab: int,
     alternatives: int,
+    largest: Largest = largest,
 ) -> Sample:
     """The next token of each row, and its logprobs::
 
@@ -84,6 +108,7 @@ def sample(
       adjustments: what each row changes about its scores, with `tables` [slots, ...].
       wanted: bool [rows]: rows whose most likely `alternatives` tokens are wanted.
       vocab: only token ids below it are sampled; the rest of the logits is padding.
+      largest: see `logprobs`.
 
     Returns:
       Logprobs are those of the model, before adjustments; `top` and `top_ids` of rows that do not
@@ -94,7 +119,7 @@ def sample(
     tokens = choose(adjust(logits, rows.position, adjustments, tables), rows)
     tokens = jnp.where(used, tokens, 0)
     tables = count(tokens, rows.active, adjustments, tables)
-    found = logprobs(logits, tokens, wanted, alternatives=alternatives)
+    found = logprobs(logits, tokens, wanted, alternatives=alternatives, largest=largest)
     return Sample(tokens, found._replace(sampled=jnp.where(used, found.sampled, 0.0)), tables)
 
 
@@ -119,42 +144,44 @@ def choose(logits: Array, rows: RowSampling) -> Array:
     return lax.cond(jnp.any(random), draw, lambda: greedy)
 
 
-def logprobs(logits: Array, sampled: Array, wanted: Array, *, alternatives: int) -> Logprobs:
+def logprobs(
+    logits: Array,
+    sampled: Array,
+    wanted: Array,
+    *,
+    alternatives: int,
+    largest: Largest = largest,
+) -> Logprobs:
     """Logprobs of the sampled tokens and, if any row wants them, of the most likely ones.
 
     Args:
       logits: float32 [rows, vocab].
       sampled: int32 [rows].
       wanted: bool [rows].
+      largest: finds the most likely ones.
     """
-    rows = logits.shape[0]
     norm = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, sampled[:, None], axis=-1)[:, 0] - norm
 
     def most_likely() -> tuple[Array, Array]:
-        # Maxima one by one instead of a sort, which no CUDA graph can hold.
-        row = jnp.arange(rows)
-
-        def take(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            left, ids, values = carry
-            best = jnp.argmax(left, axis=-1).astype(jnp.int32)
-            values = values.at[:, index].set(left[row, best] - norm)
-            return left.at[row, best].set(-jnp.inf), ids.at[:, index].set(best), values
-
-        return lax.fori_loop(0, alternatives, take, (logits, *none()))[1:]
+        values, ids = largest(logits, alternatives)
+        return ids, values - norm[:, None]
 
     def none() -> tuple[Array, Array]:
-        shape = (rows, alternatives)
+        shape = (logits.shape[0], alternatives)
         return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
     return Logprobs(chosen, *lax.cond(jnp.any(wanted), most_likely, none))
 
 
-def score(logits: Array, tokens: Array, *, vocab: int, alternatives: int) -> TokenScores:
+def score(
+    logits: Array, tokens: Array, *, vocab: int, alternatives: int, largest: Largest = largest
+) -> TokenScores:
     """Scores of given tokens: int32 [rows] under float32 logits [rows, padded vocab]."""
     logits = jnp.where(jnp.arange(logits.shape[1]) < vocab, logits, -jnp.inf)
     wanted = jnp.ones(tokens.shape, bool)
-    chosen, top_ids, top = logprobs(logits, tokens, wanted, alternatives=alternatives)
+    found = logprobs(logits, tokens, wanted, alternatives=alternatives, largest=largest)
+    chosen, top_ids, top = found
     return TokenScores(chosen, ranks(logits, tokens), top_ids, top)
 
 
