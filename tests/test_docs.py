@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -22,6 +23,7 @@ from jaxserve.startup.engine_plan import (
     GPU_DECODE,
     GPU_PREFILL,
 )
+from lab.words import MOST, pages, sentences
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -85,6 +87,12 @@ def test_relative_links_resolve(page: Path) -> None:
         file = (page.parent / target).resolve() if target else page
         assert file.exists(), link
         assert not anchor or anchor in anchors(file), link
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_sentences_are_short(page: Path) -> None:
+    """Of half of them; `python -m lab.words` prints it for each page."""
+    assert median(sentences(page.read_text(encoding="utf-8"))) < MOST
 
 
 @parametrize_pages
