@@ -92,6 +92,17 @@ def test_each_number_of_a_table_is_in_a_file_that_it_names() -> None:
         assert is_rounded(match[1], match[2], row, known), (name, column, cell)
 
 
+def test_the_figures_of_the_readme_are_in_the_comparison() -> None:
+    known = set(numbers(json.loads((MEASUREMENTS / "side_by_side_h200.json").read_text())))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"^- \*\*Fast\.\*\* .*$", text, re.M)
+    assert found
+    shown = [n for n in NUMBER.findall(found[0]) if float(n.replace(",", "")) > 256]
+    assert len(shown) == 3 and "252" in found[0]
+    for number in (*shown, "252"):
+        assert is_rounded(number, None, [], known), number
+
+
 def test_a_number_that_is_in_no_file_is_found() -> None:
     assert is_rounded("2.44", None, [], {2.436})
     assert not is_rounded("2.45", None, [], {2.436})
