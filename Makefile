@@ -40,11 +40,11 @@ compile-test: $(COMPILER)/.ready
 	  $(addprefix tests/aot/test_, $(addsuffix .py, $(OLDER_TRITON_TESTS)))
 
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "built build/site/index.html"
 
 docs-serve: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m slow $(ARGS)

@@ -25,7 +25,7 @@ def on_page_markdown(markdown: str, *, config: Any, **_: Any) -> str:
         if not (_ROOT / target).exists():
             raise FileNotFoundError(f"linked, but not there: {target}")
         if not config.repo_url:
-            return text if "`" in text else f"{text} (`{target}` in the repository)"
+            return text if target in text else f"{text} (`{target}` in the repository)"
         kind = "tree" if (_ROOT / target).is_dir() else "blob"
         return f"[{text}]({config.repo_url.rstrip('/')}/{kind}/main/{target}{anchor})"
 

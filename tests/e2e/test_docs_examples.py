@@ -23,6 +23,7 @@ import yaml
 from jaxserve.bench.command import main as bench
 from jaxserve.cli.foreign_flags import translated
 from jaxserve.cli.options import COMMANDS, parse_args
+from jaxserve.commands.plan import estimate
 from tests.e2e.process import ROOT, Server
 
 DOCS = ROOT / "docs"
@@ -122,7 +123,10 @@ def commands(block: Block) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("block", PARSED, ids=named)
-def test_a_block_that_needs_a_gpu_or_a_network_is_parsed(block: Block) -> None:
+def test_a_block_that_needs_a_gpu_or_a_network_is_parsed(
+    block: Block, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.9")
     for words in commands(block):
         program, *arguments = words
         if program == "make":
@@ -190,7 +194,9 @@ def check_jaxserve(arguments: list[str]) -> None:
         arguments = ["--model", *arguments[1:]]
     argv = translated(arguments).argv
     command = argv[0] if argv and argv[0] in COMMANDS else None
-    parse_args(argv[1:] if command else argv, command)
+    options = parse_args(argv[1:] if command else argv, command)
+    if command == "plan":
+        assert estimate(options).kv_tokens
 
 
 @pytest.mark.parametrize("block", blocks("yaml", "toml"), ids=named)
