@@ -2,6 +2,7 @@
 # make test     set up what tests need, then lint, types and the fast tests
 # make compile-test   without a GPU: compile the steps for an H100 with what pip resolves for a GPU,
 #               and check the programs; run the kernels on an emulator; some of it with Triton 3.6
+# make docs     build the site into build/site, strictly; make docs-serve shows it while you write
 # make slow     the tests that take minutes
 # make clean    remove .venv
 SHELL := bash
@@ -22,7 +23,7 @@ CUDA := $(shell command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=drive
   --format=csv,noheader 2>/dev/null | head -1 | awk -F. '/^[0-9]/ {print ($$1 >= 580) ? "cuda13" : "cuda12"}')
 
 .DELETE_ON_ERROR:  # an environment without pip is none
-.PHONY: serve test compile-test slow clean
+.PHONY: serve test compile-test docs docs-serve slow clean
 
 serve: $(VENV)/.serve
 	$(BIN)/python -m jaxserve $(ARGS)
@@ -37,6 +38,13 @@ compile-test: $(COMPILER)/.ready
 	$(COMPILER)/bin/python -m pytest -q -n auto --dist worksteal tests/aot tests/emulated
 	PYTHONPATH=$(CURDIR)/$(OLDER_TRITON) $(COMPILER)/bin/python -m pytest -q -n auto --dist worksteal \
 	  $(addprefix tests/aot/test_, $(addsuffix .py, $(OLDER_TRITON_TESTS)))
+
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "built build/site/index.html"
+
+docs-serve: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
@@ -54,6 +62,11 @@ $(VENV)/.serve: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 $(VENV)/.test: $(VENV)/.serve
 	@echo "installing what the tests need"
 	@$(PIP) $(PINS) -e '.[test,bench]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.serve
+	@echo "installing what the site needs"
+	@$(PIP) $(PINS) -e '.[docs]'
 	@touch $@
 
 # An environment of its own: with the CUDA plugin installed, jax complains wherever no GPU is. What

@@ -21,9 +21,39 @@ FIGURES = DOCS / "figures"
 
 
 def main() -> None:
+    draw_side_by_side()
     draw_step(measured("step_h200"), FIGURES / "step_h200.svg")
     draw_weight_formats()
     draw_policies()
+
+
+def draw_side_by_side() -> None:
+    """Output tokens per second and time per token over clients, beside vLLM on the same card."""
+    result = measured("side_by_side_h200")
+    figure, (rate, pace) = plt.subplots(1, 2, figsize=(9, 3.4))
+    lines = {
+        "jaxserve bf16": ("o-", "C0", "jaxserve, bfloat16"),
+        "vllm bf16": ("o--", "C1", "vLLM, bfloat16"),
+        "jaxserve int4 g128 (head int8)": ("s-", "C0", "jaxserve, int4"),
+        "vllm int4 W4A16 g128 (Marlin)": ("s--", "C1", "vLLM, int4"),
+    }
+    tokens, per_token = (result["columns"].index(name) for name in ("output_tok_s", "tpot_p50"))
+    for name, (mark, color, label) in lines.items():
+        points = [point for point in result["load"][name] if point[0].startswith("c")]
+        clients = [int(point[0].removeprefix("c")) for point in points]
+        for axes, column in ((rate, tokens), (pace, per_token)):
+            values = [point[column] for point in points]
+            axes.plot(clients, values, mark, color=color, label=label, markersize=4)
+    for axes, title in ((rate, "output tokens per second"), (pace, "ms per token, median")):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks((1, 8, 32, 64, 128, 256), ("1", "8", "32", "64", "128", "256"))
+        axes.set_xlabel("clients, each 1,024 tokens in and 128 out")
+        axes.set_title(title, fontsize=10)
+        axes.set_ylim(0)
+    rate.legend(frameon=False, fontsize=8)
+    card = result["card"].split(",")[0]
+    figure.suptitle(f"Qwen3-4B shape, random weights, {card}, {result['date']}", fontsize=10)
+    save(figure, FIGURES / "side_by_side_h200.svg")
 
 
 def draw_weight_formats() -> None:

@@ -86,7 +86,7 @@ PROOFS = {
         (
             "scripts/bench_mixed.py --out {out}/mixed.json",
             "scripts/bench_attention.py --out {out}/prefill_attention.json",
-            "scripts/measure_steps.py --out {out}/step_times.json",
+            "-m lab.simulation.measure_steps --out {out}/step_times.json",
         ),
     ),
     "power": Proof(

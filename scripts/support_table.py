@@ -2,7 +2,7 @@
 
     python scripts/support_table.py
 
-It stands between two comments in README.md and docs/operations.md, and a test compares it.
+It stands between two comments in README.md and docs/models.md, and a test compares it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "docs" / "measurements" / "support.json"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "operations.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "models.md")
 BEGIN, END = "<!-- support: begin -->", "<!-- support: end -->"
 
 GENERATIONS = {

@@ -7,22 +7,35 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from jaxserve.bench.command import main as bench
+from jaxserve.cli.foreign_flags import CHECKED, LORA, ONE, SAME, SWITCHES, VALUED
 from jaxserve.cli.options import parse_args
 from jaxserve.metrics.metrics import Metrics
+from jaxserve.startup.engine_plan import (
+    _CPU_DECODE,
+    _CPU_MAX_ITL_MS,
+    _CPU_PREFILL,
+    _GPU_MAX_ITL_MS,
+    GPU_DECODE,
+    GPU_PREFILL,
+)
+from lab.words import MOST, pages, sentences
 
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 SCRIPTS = ROOT / "scripts" / "README.md"
 PAGES = sorted(
     [
-        *(*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), SCRIPTS),
+        *(*ROOT.glob("*.md"), *DOCS.glob("**/*.md"), *ROOT.glob(".github/**/*.md"), SCRIPTS),
         *ROOT.glob("checkpoints/*/embedded/*.md"),
     ]
 )
-OPERATIONS = ROOT / "docs" / "operations.md"
+MONITORING = DOCS / "monitoring.md"
+TROUBLESHOOTING = DOCS / "troubleshooting.md"
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
@@ -33,6 +46,7 @@ METRIC = re.compile(r"`((?:vllm:|jaxserve_|process_)\w+)(?:\{[^`]*\})?`")
 PACKAGES = {"jaxserve_kernels", "jaxserve_checkpoints"}
 NOT_OURS = {"Unable to initialize backend 'tpu'"}
 """Messages of the table for troubleshooting that come from a library."""
+NOT_OUR_FLAGS = {"--build-arg"}
 
 LINKED = [*PAGES, *sorted(ROOT.glob("lab/**/*.md"))]
 """The logs name files and flags of their own commits; links must hold all the same."""
@@ -75,6 +89,12 @@ def test_relative_links_resolve(page: Path) -> None:
         assert not anchor or anchor in anchors(file), link
 
 
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_sentences_are_short(page: Path) -> None:
+    """Of half of them; `python -m lab.words` prints it for each page."""
+    assert median(sentences(page.read_text(encoding="utf-8"))) < MOST
+
+
 @parametrize_pages
 def test_tables_have_a_head(page: Path) -> None:
     """Else they are shown as a line of bars."""
@@ -101,28 +121,59 @@ def source(script: str) -> str:
 
 @parametrize_pages
 def test_flags_that_are_named_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the script that a line names, otherwise of the page's program."""
-    if page.name == "performance.md" or page.parent.name in ("performance", "embedded"):
-        return  # they quote commands of other programs, too
-    known = flags_of_the_parser(capsys) | flags_of_convert(capsys)
+    """Of the script that a line names, otherwise of the program. Blocks of commands are run or
+    parsed by tests/test_docs_examples.py."""
+    if page.parent.name == "embedded":
+        return  # it quotes commands of other programs, too
+    known = (
+        flags_of_the_parser(capsys)
+        | flags_of_convert(capsys)
+        | {"--config", "--gpu", "--gpu-memory", "--json"}
+    )
     if page.name == "benchmarking.md":
         known |= flags_of_the_benchmark(capsys)
-    for line in page.read_text().splitlines():
+    if page.name == "from-vllm.md":
+        known |= SAME.keys() | ONE | SWITCHES | VALUED | LORA | CHECKED
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.M | re.S)
+    for line in text.splitlines():
         scripts = "".join(source(name) for name in SCRIPT.findall(line))
         for flag in FLAG.findall(line):
-            if flag.startswith("--xla"):
+            if flag.startswith("--xla") or flag in NOT_OUR_FLAGS:
                 continue
             flag = flag.replace("--no-", "--")
             assert f'"{flag}"' in scripts if scripts else flag in known, line
 
 
-def test_every_flag_is_documented_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = dict(re.findall(r"^\| `(--[a-z0-9-]+)` \| (.*?) \|", OPERATIONS.read_text(), re.M))
-    assert rows.keys() == flags_of_the_parser(capsys) - {"--help"}
+def test_every_flag_is_in_the_table_of_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    """tests/test_docs_tables.py holds the table to what the parser says."""
+    shown = re.findall(r"^\| `(--[a-z0-9-]+)` \|", (DOCS / "flags.md").read_text(), re.M)
+    flags = flags_of_the_parser(capsys) - {"--help", "--version"}
+    assert flags == set(shown) & flags
+    assert set(shown) - flags == {
+        "--gpu",
+        "--gpu-memory",
+        "--json",
+        "--out",
+        "--quantization-method",
+    }
+
+
+def test_every_flag_has_a_default_that_people_can_read() -> None:
+    text = (DOCS / "flags.md").read_text()
+    rows = re.findall(r"^\| `(--[a-z0-9-]+)` \| (.*?) \|", text, re.M)
+    assert len(rows) > 60 and all(default for _, default in rows)
     for name, value in asdict(parse_args([])).items():
-        shown = f"{value:g}" if type(value) is float else str(value)
         if value is not None and not isinstance(value, bool):
-            assert rows[f"--{name.replace('_', '-')}"].strip("`") == shown
+            shown = f"{value:g}" if type(value) is float else str(value)
+            assert (f"--{name.replace('_', '-')}", shown) in rows
+    defaults = dict(rows)
+    for flag, values in (
+        ("--decode-buckets", (GPU_DECODE, _CPU_DECODE)),
+        ("--prefill-buckets", (GPU_PREFILL, _CPU_PREFILL)),
+        ("--max-itl-ms", ((int(_GPU_MAX_ITL_MS),), (int(_CPU_MAX_ITL_MS),))),
+    ):
+        gpu, cpu = (",".join(map(str, each)) for each in values)
+        assert defaults[flag] == f"{gpu} on a GPU, {cpu} on a CPU"
 
 
 def exposition() -> str:
@@ -141,13 +192,13 @@ def test_every_script_is_listed() -> None:
 def test_the_metrics_of_the_table_are_those_of_the_exposition() -> None:
     families = re.findall(r"^# TYPE (\S+) ", exposition(), re.M)
     exported = {name for name in families if not name.endswith("_created")}
-    assert set(METRIC.findall(OPERATIONS.read_text())) - PACKAGES == exported
+    assert set(METRIC.findall(MONITORING.read_text())) - PACKAGES == exported
 
 
 def test_the_metrics_of_the_table_have_the_types_of_the_exposition() -> None:
     exported = dict(re.findall(r"^# TYPE (\S+) (\S+)", exposition(), re.M))
     rows = re.findall(
-        r"^\| (`\S*[:_].*?) \| (gauge|counter|histogram) \|", OPERATIONS.read_text(), re.M
+        r"^\| (`\S*[:_].*?) \| (gauge|counter|histogram) \|", MONITORING.read_text(), re.M
     )
     documented = {name: kind for names, kind in rows for name in re.findall(r"`(\S+)`", names)}
     assert documented.items() <= exported.items() and len(documented) > 40
@@ -176,7 +227,7 @@ def texts_of_sources() -> Iterator[str]:
 
 def test_messages_of_the_table_for_troubleshooting_are_those_of_the_sources() -> None:
     """Piece by piece: what stands between two … or colons is in one string."""
-    table = OPERATIONS.read_text().partition("\n## Troubleshooting\n")[2]
+    table = TROUBLESHOOTING.read_text().partition("\n## Messages\n")[2]
     messages = set(re.findall(r"^\| `(.+?)` \| ", table, re.M)) - NOT_OURS
     assert len(messages) > 20
     said = "\n".join(texts_of_sources()).replace("`", "")

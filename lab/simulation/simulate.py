@@ -151,7 +151,7 @@ def _parse() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--study", action="store_true", help="the study's card, model and load")
-    parser.add_argument("--times", type=Path, help="a table of scripts/measure_steps.py")
+    parser.add_argument("--times", type=Path, help="a table of lab.simulation.measure_steps")
     parser.add_argument("--rate", type=floats, help="requests per second (32, or 0.25 by day)")
     parser.add_argument("--half", action="store_true", help="find the rate at which fcfs has 50 %%")
     parser.add_argument("--day", action="store_true", help="24 hours, busiest in the afternoon")

@@ -1,6 +1,6 @@
 """Measure the step-time table of a model on this card, and how well it predicts other steps.
 
-    python scripts/measure_steps.py --model qwen3-4b --out step_times.json
+    python -m lab.simulation.measure_steps --model qwen3-4b --out step_times.json
 
 Writes what the scheduler measures at start-up, for the simulator; prints steps of many kinds with
 their predicted and their measured time.

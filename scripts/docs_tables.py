@@ -1,0 +1,387 @@
+"""Write the tables of README and docs from the measurements, the planner and the flags.
+
+    python scripts/docs_tables.py
+
+A table stands between two comments that name it; a test compares each with what this makes. The
+numbers of a table are in the files that its last line links to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jaxserve.cli.options import _convert_parser, _parser, parse_args
+from jaxserve.model_spec import NAMED_MODELS
+
+ROOT = Path(__file__).parents[1]
+MEASUREMENTS = ROOT / "docs" / "measurements"
+PLACE = re.compile(r"(<!-- table: ([a-z0-9-]+) -->\n).*?(<!-- end of the table -->)", re.S)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+LOADS = ("c1", "c8", "c32", "c64", "c128", "c256")
+TEXT = "pick it when"
+"""The head of columns that hold text."""
+KV_FORMATS = ("bf16", "int8", "fp8_e4m3", "kvarn_k4v4_g128", "kvarn_k4v2_g128")
+
+
+@cache
+def measured(name: str) -> Any:
+    return json.loads((MEASUREMENTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *sources: str) -> str:
+    """Markdown: the first column is text, the others are numbers. Ends with links to `sources`."""
+    ends = ["---" if name in ("", TEXT) else "---:" for name in head[1:]]
+    lines = [f"| {' | '.join(head)} |", f"|---|{'|'.join(ends)}|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    if sources:
+        links = ", ".join(f"[{name}.json](measurements/{name}.json)" for name in sources)
+        lines += ["", f"Source: {links}."]
+    return "\n".join(lines)
+
+
+def load(engine: str, point: str) -> dict[str, float] | None:
+    """A row of the closed loops by its columns' names."""
+    result = measured("side_by_side_h200")
+    for row in result["load"][engine]:
+        if row[0] == point:
+            return dict(zip(result["columns"][1:], row[1:], strict=True))
+    return None
+
+
+def closed_loops(ours: str, theirs: str) -> str:
+    rows: list[list[str]] = []
+    for point in LOADS:
+        mine, other = load(ours, point), load(theirs, point)
+        if mine and other:
+            cells = [point.removeprefix("c")]
+            for key, form in (("output_tok_s", ",.0f"), ("ttft_p50", ",.0f"), ("tpot_p50", ".2f")):
+                cells += [format(mine[key], form), format(other[key], form)]
+            rows.append(cells)
+    head = ["clients"]
+    for what in ("output tok/s", "first token p50, ms", "time per token p50, ms"):
+        head += [f"{what}: jaxserve", "vLLM"]
+    return table(head, rows, "side_by_side_h200")
+
+
+def first_tokens() -> str:
+    result = measured("side_by_side_h200")["ttft_ms"]
+    names = ("jaxserve cold", "vllm cold", "jaxserve hit", "vllm hit")
+    rows = [
+        [f"{length:,}", *(f"{result[name][place]:.1f}" for name in names)]
+        for place, length in enumerate(result["lengths"])
+    ]
+    head = ["prompt tokens", "new prompt, ms: jaxserve", "vLLM", "cached prefix, ms: jaxserve"]
+    return table([*head, "vLLM"], rows, "side_by_side_h200")
+
+
+def starts() -> str:
+    result = measured("side_by_side_h200")
+    seconds, memory = result["start_s"], result["host_memory_pss_mb"]
+    warm = seconds["jaxserve bf16, 8 GB safetensors, precompiled, page cache warm"]
+    dummy = seconds["jaxserve dummy weights, precompiled"]
+    rows = [
+        ["jaxserve, compiled before, files in the page cache", f"{min(warm)} to {max(warm)} s"],
+        ["jaxserve, compiled before, random weights", f"{min(dummy)} to {max(dummy)} s"],
+        ["jaxserve, nothing compiled", f"{seconds['jaxserve nothing compiled']} s"],
+        ["vLLM, random weights, caches cold", f"{seconds['vllm bf16 dummy, own caches cold']} s"],
+        ["host memory, jaxserve idle", f"{memory['jaxserve bf16 real checkpoint idle']:,} MB"],
+        ["host memory, vLLM idle", f"{memory['vllm idle']:,} MB"],
+    ]
+    return table(["", "Qwen3-4B shape, bfloat16"], rows, "side_by_side_h200")
+
+
+def decode_steps() -> str:
+    rows = [
+        [
+            str(timing["batch"]),
+            f"{timing['step_ms']:.2f}",
+            f"{timing['floor_ms']:.2f}",
+            f"{timing['step_ms'] / timing['floor_ms']:.2f} x",
+            f"{timing['host_ms']:.2f}",
+        ]
+        for timing in measured("step_h200")["timings"]
+    ]
+    head = ["sequences", "step, ms", "floor, ms", "step over floor", "host's time, ms"]
+    return table(head, rows, "step_h200")
+
+
+def weight_steps() -> str:
+    runs = [run for run in measured("quantized_steps_h100")["runs"] if "first" in run["machine"]]
+    sizes = [timing["batch"] for timing in runs[0]["timings"]]
+    rows = [
+        [
+            run["quantization"] or "bf16",
+            *(f"{timing['step_ms']:.2f}" for timing in run["timings"]),
+        ]
+        for run in runs
+    ]
+    head = ["weights", *(f"{size} sequence{'s' if size > 1 else ''}, ms" for size in sizes)]
+    return table(head, rows, "quantized_steps_h100")
+
+
+def kv_speed() -> str:
+    rows: list[list[str]] = []
+    for name in ("bf16", "int8", "kvarn_k4v2_g128"):
+        short, long = f"jaxserve kv {name}", f"jaxserve kv {name} 8192/256"
+        found = [load(short, point) for point in ("c8", "c64", "c256")]
+        found += [load(long, point) for point in ("c1", "c8", "c32")]
+        rows.append([name, *(f"{each['output_tok_s']:,.0f}" for each in found if each)])
+    head = ["KV cache", *(f"{clients} clients, 1,024 in" for clients in (8, 64, 256))]
+    head += [f"{n} client{'s' if n > 1 else ''}, 8,192 in" for n in (1, 8, 32)]
+    return table(head, rows, "side_by_side_h200")
+
+
+def policies() -> str:
+    rows = [
+        [
+            point["policy"],
+            f"{point['total']['sent']:,}",
+            f"{point['total']['slo_attainment']:.1%}".replace("%", " %"),
+            f"{point['total']['goodput_requests_per_s']:.1f}",
+            f"{point['total']['output_tokens_per_s']:,.0f}",
+        ]
+        for point in measured("policies_h200")["points"]
+    ]
+    head = ["policy", "requests in 90 s", "in time", "in time per second", "output tok/s"]
+    return table(head, rows, "policies_h200")
+
+
+def parity() -> str:
+    rows = [
+        [
+            name.replace("vs", "against"),
+            f"{result['dlogprob_mean']:.4f}",
+            f"{result['dlogprob_p99']:.3f}",
+            f"{result['regret_mean']:.4f}",
+            f"{result['same_top1']:.1%}".replace("%", " %"),
+        ]
+        for name, result in measured("parity_h100")["results"].items()
+    ]
+    head = ["", "mean difference of logprobs", "99th percentile", "mean regret"]
+    return table([*head, "same first choice"], rows, "parity_h100")
+
+
+WEIGHTS = {
+    "bf16": (None, "bf16", "It fits, and you want the checkpoint's own accuracy."),
+    "fp8": ("fp8", "fp8-rtn", "You want less memory at nearly no loss."),
+    "int4": ("int4", "int4-rtn", "Memory or the speed of few users counts most."),
+    "nvfp4": ("nvfp4", "nvfp4-rtn", "The checkpoint is NVFP4, or you compare with one."),
+}
+"""Format: its runs, its accuracy, when to pick it."""
+
+
+def quantised_weights() -> str:
+    rows: list[list[str]] = []
+    runs = measured("quantized_steps_h100")["runs"]
+    answers = measured("embedded_formats_h200")["formats"]
+    for name, (run_name, method, when) in WEIGHTS.items():
+        run = next(each for each in runs if each["quantization"] == run_name)
+        times = {timing["batch"]: timing["step_ms"] for timing in run["timings"]}
+        divergence = measured("formats_cpu")["divergence"]["formats"][method]
+        line = f"qwen3-8b --quantization {run_name} --fp8-copy off" if run_name else "qwen3-8b"
+        right = answers[{"int4": "int4, round to nearest"}.get(name, name)]["correct"]
+        rows.append(
+            [
+                f"`{name}`",
+                f"{planned('b200', line).weights / GIB:.1f}",
+                *(f"{times[size]:.2f}" for size in (1, 64)),
+                f"{divergence['mean KL, nats']:.4f}" if run_name else "0",
+                f"{right:,}",
+                when,
+            ]
+        )
+    head = ["weights", "qwen3-8b, GiB", "step of 1 sequence, ms", "of 64, ms"]
+    head += ["KL divergence, nats", "right of 2,840 answers", TEXT]
+    sources = ("quantized_steps_h100", "formats_cpu", "embedded_formats_h200")
+    return table(head, rows, *sources)
+
+
+KV_PICKS = {
+    "bf16": "Memory is no concern.",
+    "int8": "**The default choice to save memory.**",
+    "fp8_e4m3": "The checkpoint has scales for it, or a client demands it.",
+    "kvarn_k4v4_g128": "You need 3.7 times the tokens.",
+    "kvarn_k4v2_g128": "You need 4.7 times the tokens, and measured your tasks.",
+}
+
+
+def kv_formats() -> str:
+    found = measured("kv_accuracy_h200")["formats"]
+    rows: list[list[str]] = []
+    for name in KV_FORMATS:
+        size = planned("h200", f"qwen3-4b --kv-cache-dtype {name}").kv_bytes_per_token
+        entry = found[name]
+        rows.append(
+            [
+                f"`{name}`",
+                f"{size:,}",
+                f"{entry['mean KL, nats']:.4f}",
+                f"{entry['other first choice']:.1%}".replace("%", " %"),
+                f"{entry['right']:,}",
+                KV_PICKS[name],
+            ]
+        )
+    head = ["format", "bytes per token, Qwen3-4B", "KL divergence, nats", "other first choice"]
+    return table([*head, "right of 2,840 answers", TEXT], rows, "kv_accuracy_h200")
+
+
+def planned(gpu: str, line: str) -> Any:
+    """What `jaxserve plan` finds."""
+    from jaxserve.commands.plan import estimate
+
+    return estimate(parse_args(["--gpu", gpu, "--model", *line.split()], "plan"))
+
+
+GIB = 2**30
+
+
+def named_models() -> str:
+    rows: list[list[str]] = []
+    for name in NAMED_MODELS:
+        four = planned("b200", f"{name} --quantization int4 --fp8-copy off")
+        plain = planned("b200", name)
+        rows.append(
+            [
+                f"`{name}`",
+                f"{plain.weights / GIB:.1f}",
+                f"{four.weights / GIB:.1f}",
+                f"{plain.kv_bytes_per_token // 1024}",
+                f"{plain.model_max_len:,}",
+            ]
+        )
+    head = ["name", "weights in bfloat16, GiB", "in int4, GiB", "KV cache per token, KiB"]
+    return table([*head, "context"], rows)
+
+
+SMALL = (
+    ("qwen3-8b", "rtx4090", "24 GB (RTX 3090, RTX 4090)"),
+    ("qwen3-8b --kv-cache-dtype int8", "rtx4090", "24 GB (RTX 3090, RTX 4090)"),
+    ("qwen3-8b --quantization int4", "rtx3060", "12 GB (RTX 3060)"),
+    ("qwen3-4b", "rtx4080", "16 GB (RTX 4080)"),
+    ("qwen3-32b --quantization int4", "rtx4090", "24 GB (RTX 4090)"),
+    ("qwen3-14b", "l40s", "48 GB (L40S)"),
+    ("qwen3-32b", "h100", "80 GB (H100)"),
+)
+
+
+def memory() -> str:
+    """Commands, and what they have: by the planner, whether or not anybody has such a card."""
+    rows: list[list[str]] = []
+    for line, gpu, name in SMALL:
+        found = planned(gpu, line)
+        rows.append(
+            [
+                f"`jaxserve --model {line}`",
+                name,
+                f"{found.weights / GIB:.1f}",
+                f"{found.kv_tokens:,}",
+                f"{found.max_model_len:,}",
+                str(found.max_num_seqs),
+            ]
+        )
+    head = ["command", "GPU", "weights, GiB", "tokens in the KV cache", "context"]
+    return table([*head, "sequences at once"], rows)
+
+
+def flags(title: str) -> str:
+    """The flags of serving in a group of the parser."""
+    return _flags(next(group for group in _parser(None)._action_groups if group.title == title))
+
+
+def flags_of_plan() -> str:
+    return _flags(next(g for g in _parser("plan")._action_groups if g.title == "plan"))
+
+
+def flags_of_convert() -> str:
+    return _flags(_convert_parser()._action_groups[1])
+
+
+def _flags(group: argparse._ArgumentGroup) -> str:
+    lines = ["| flag | default | meaning |", "|---|---|---|"]
+    for action in group._group_actions:
+        name = max(action.option_strings, key=len) if action.option_strings else ""
+        if name in ("--help", ""):
+            continue
+        name = name.replace("--no-", "--")
+        text, default = _default(action)
+        values = ", ".join(f"`{each}`" for each in action.choices or ())
+        values = f" One of {values}." if values else ""
+        lines.append(f"| `{name}` | {default} | {_sentence(text)}{values} |")
+    return "\n".join(lines)
+
+
+def _default(action: argparse.Action) -> tuple[str, str]:
+    """Meaning and default: the parser's, or the one that the text ends with."""
+    text = action.help or ""
+    if match := re.search(r" \(default: (.*)\)$", text):
+        return text[: match.start()], match[1]
+    if action.default is None:
+        return text, "required" if action.required else "none"
+    if isinstance(action.default, bool):
+        return text, "on" if action.default else "off"
+    if isinstance(action.default, float):
+        return text, f"{action.default:g}"
+    return text, str(action.default)
+
+
+def _sentence(text: str) -> str:
+    text = text.replace("%%", "%").replace("|", "\\|").replace("*", "\\*")
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "closed-loops-bf16": lambda: closed_loops("jaxserve bf16", "vllm bf16"),
+    "closed-loops-int4": lambda: closed_loops(
+        "jaxserve int4 g128 (head int8)", "vllm int4 W4A16 g128 (Marlin)"
+    ),
+    "first-tokens": first_tokens,
+    "starts": starts,
+    "decode-steps": decode_steps,
+    "weight-steps": weight_steps,
+    "kv-speed": kv_speed,
+    "policies": policies,
+    "parity": parity,
+    "quantised-weights": quantised_weights,
+    "kv-formats": kv_formats,
+    "named-models": named_models,
+    "memory": memory,
+    "flags-model": lambda: flags("model"),
+    "flags-server": lambda: flags("server"),
+    "flags-access": lambda: flags("access"),
+    "flags-engine": lambda: flags("engine"),
+    "flags-plan": flags_of_plan,
+    "flags-convert": flags_of_convert,
+}
+
+
+def with_tables(page: str, *, root: bool = False) -> str:
+    """The page with its tables as they are made now; `root`: it is not in docs/."""
+
+    def made(match: re.Match[str]) -> str:
+        text = TABLES[match[2]]()
+        text = text.replace("](measurements/", "](docs/measurements/") if root else text
+        return f"{match[1]}{text}\n{match[3]}"
+
+    return PLACE.sub(made, page)
+
+
+def main() -> None:
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        path.write_text(with_tables(text, root=path.parent == ROOT), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    from jaxserve.startup.environment import prepare
+
+    prepare(0.9)
+    logging.getLogger("jaxserve").setLevel(logging.ERROR)
+    main()
