@@ -26,6 +26,8 @@ def main(argv: list[str] | None = None) -> int:
         goes_on = "; the same command goes on from here" if argv[:1] and argv[0] in COMMANDS else ""
         print(f"jaxserve: interrupted{goes_on}", file=sys.stderr, flush=True)
         os._exit(_INTERRUPTED)  # an orderly exit would wait for threads that compile or download
+    except BrokenPipeError:  # as in `jaxserve plan … | head`
+        os._exit(128 + signal.SIGPIPE)
     if "triton" in sys.modules:  # at an orderly exit 3.9 prints what its own compiler leaks
         sys.stdout.flush()
         sys.stderr.flush()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.cli.options import _convert_parser, _parser, parse_args
-from jaxserve.model_spec import NAMED_MODELS
+from jaxserve.models.registry import NAMED_MODELS
 
 ROOT = Path(__file__).parents[1]
 MEASUREMENTS = ROOT / "docs" / "measurements"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jaxserve.cli.gpus import GPUS, Gpu
 from jaxserve.cli.options import Options
 from jaxserve.config import ConfigError
-from jaxserve.model_spec import NAMED_MODELS
+from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.startup.environment import prepare
 from jaxserve_checkpoints.reader import CheckpointError
 

@@ -19,7 +19,7 @@ from aiohttp import web
 from jaxserve.cli.options import Options
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.server.access import digest
-from jaxserve.setting_files import read_json_object, read_text
+from jaxserve.setting_files import read_text
 from jaxserve.startup.environment import ADMIN_API_KEY, API_KEY, REASONING_KEY, key_of_environment
 from jaxserve.tokenizer.chat_template import ChatTemplate
 from jaxserve.weights.model_source import ModelSource
@@ -53,7 +53,7 @@ def server_config(options: Options, source: ModelSource) -> ServerConfig:
         chat_template=_chat_template(options.chat_template),
         template_variables=options.default_chat_template_kwargs or {},
         reasoning_field=options.reasoning_field,
-        architecture=_architecture(source.folder),
+        architecture=source.spec.architecture,
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
         by_priority=options.scheduling_policy == "priority",
@@ -72,12 +72,6 @@ def server_config(options: Options, source: ModelSource) -> ServerConfig:
         stall_timeout=options.stall_timeout,
         keep_alive_interval=options.keep_alive_interval,
     )
-
-
-def _architecture(folder: Path | None) -> str:
-    """As config.json names it; empty: there is none."""
-    names = [] if folder is None else read_json_object(folder / "config.json").get("architectures")
-    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
 
 def _chat_template(path: Path | None) -> str | None:
