@@ -131,12 +131,20 @@ class Sequence:
     @property
     def guided_to_wait(self) -> bool:
         """Whether what it may generate next is not known yet."""
-        return self.guide is not None and (self.in_flight > 0 or not self.guide.ready)
+        guide = self.guide
+        if guide is None:
+            return False
+        if not guide.ready or self.in_flight > 1:
+            return True
+        return self.in_flight == 1 and guide.following is None
 
     @property
     def mask(self) -> bytes | None:
-        """Of its next token."""
-        return None if self.guide is None else self.guide.mask
+        """Of the next token that a step samples, at most one is in flight."""
+        guide = self.guide
+        if guide is None:
+            return None
+        return guide.following if self.in_flight else guide.mask
 
     def read_up_to(self, end: int) -> int:
         """A committed step computed it so far; returns how many tokens of the prompt are new."""

@@ -69,6 +69,8 @@ class GuideState:
         """In its grammar's process, from its first token in the grammar on."""
         self.error: GuideError | None = None
         self.ready = True
+        self.following: bytes | None = None
+        """Never known: each token decides."""
         self.mask = guide.compiled.mask
         self._phase = _Phase.GRAMMAR
         think = guide.vocabulary.think
