@@ -47,6 +47,12 @@ class GuideState(Protocol):
         ...
 
     @property
+    def following(self) -> bytes | None:
+        """The mask of the token after the next one, where it is the same whatever the next one is:
+        then a sequence need not wait for that. None where the next one decides."""
+        ...
+
+    @property
     def error(self) -> GuideError | None:
         """Why the sequence cannot continue; None if it can."""
         ...

@@ -175,14 +175,19 @@ async def _state(target: Target, pid: int | None) -> dict[str, float]:
 
 
 def _memory_of(pid: int) -> int:
-    """Bytes of a process and of all below it."""
+    """Bytes of a process and of all below it. What several share counts once: their proportional
+    set sizes."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        told = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        children = [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
     except OSError:
         return 0
-    kilobytes = next((line.split()[1] for line in status.splitlines() if "VmRSS" in line), "0")
-    return 1024 * int(kilobytes) + sum(_memory_of(int(child)) for child in children)
+    kilobytes = next((line.split()[1] for line in told.splitlines() if line[:4] == "Pss:"), "0")
+    return 1024 * int(kilobytes) + sum(map(_memory_of, children))
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ from jaxserve.scheduler.sequence import Sequence
 
 def decode_row(seq: Sequence) -> Row:
     """Returns a row that computes the last sampled token, which only the device may know."""
-    start = seq.computed
+    start, mask = seq.computed, seq.mask
     seq.computed = start + 1
     seq.in_flight += 1
-    return Row(seq.id, seq.slot, start, (), True, seq.wants_logprobs, seq.mask)
+    return Row(seq.id, seq.slot, start, (), True, seq.wants_logprobs, mask)
 
 
 def chunk_row(seq: Sequence, budget: int) -> Row:

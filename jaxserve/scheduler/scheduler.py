@@ -232,7 +232,7 @@ class Scheduler:
                 ending = True  # its last token is in flight
             else:
                 if seq.guide is not None:
-                    guided += 1
+                    guided += seq.guide.following is None
                     if seq.guided_to_wait:
                         continue  # its mask is computed
                 decoding.append(seq)

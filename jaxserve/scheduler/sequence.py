@@ -142,12 +142,20 @@ class Sequence:
     @property
     def guided_to_wait(self) -> bool:
         """Whether the mask of the next token is not known yet."""
-        return self.guide is not None and (self.in_flight > 0 or not self.guide.ready)
+        guide = self.guide
+        if guide is None:
+            return False
+        if not guide.ready or self.in_flight > 1:
+            return True
+        return self.in_flight == 1 and guide.following is None
 
     @property
     def mask(self) -> bytes | None:
-        """The mask of the next token; None allows all tokens."""
-        return None if self.guide is None else self.guide.mask
+        """The mask of the next token to sample, with at most one in flight; None allows all."""
+        guide = self.guide
+        if guide is None:
+            return None
+        return guide.following if self.in_flight else guide.mask
 
     def count_prompt_tokens(self, end: int) -> int:
         """A committed step computed positions up to `end`. Returns how many prompt tokens are

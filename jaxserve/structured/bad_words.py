@@ -37,6 +37,14 @@ class BadWords:
             if len(word) > 1 and word[-1] not in never:
                 *before, token, last = word
                 self._before_last.setdefault(token, []).append((tuple(reversed(before)), last))
+        self._begun: dict[int, list[tuple[int, ...]]] = {}
+        """Of words that lack two tokens, by the last token that is there: all of these from right
+        to left. Words of two tokens lack both from the beginning on."""
+        for word in words_tokens:
+            if len(word) > 2 and never.isdisjoint(word):
+                there = tuple(reversed(word[:-2]))
+                self._begun.setdefault(there[0], []).append(there)
+        self._pairs = any(len(word) == 2 and never.isdisjoint(word) for word in words_tokens)
         self._without = lru_cache(_MASKS)(self._mask_without)
 
     def start(self) -> BadWordsState:
@@ -50,6 +58,14 @@ class BadWords:
         latest = tuple(tokens)[1:]
         ends = {last for before, last in candidates if latest[: len(before)] == before}
         return self._without(frozenset(ends)) if ends else self.mask
+
+    def lacks_two(self, tokens: deque[int]) -> bool:
+        """Whether two tokens more may complete a word, after these, the last of which is the
+        leftmost: then the first of the two decides on the mask of the second."""
+        if self._pairs or not tokens:
+            return self._pairs
+        latest = tuple(tokens)
+        return any(latest[: len(there)] == there for there in self._begun.get(tokens[0], ()))
 
     def _mask_without(self, tokens: frozenset[int]) -> bytes:
         changed = bytearray(self.mask)
@@ -68,6 +84,11 @@ class BadWordsState:
         self._guide = guide
         self._latest: deque[int] = deque(maxlen=max(1, guide.longest - 1))
         self.mask = guide.mask
+
+    @property
+    def following(self) -> bytes | None:
+        """See `api.GuideState`."""
+        return None if self._guide.lacks_two(self._latest) else self._guide.mask
 
     def advance(self, token: int) -> None:
         self._latest.appendleft(token)

@@ -69,6 +69,8 @@ class GuideState:
         """In its grammar's process, from its first token in the grammar on."""
         self.error: GuideError | None = None
         self.ready = True
+        self.following: bytes | None = None
+        """Never known: each token decides."""
         self.mask = guide.compiled.mask
         self._phase = _Phase.GRAMMAR
         think = guide.vocabulary.think
@@ -198,9 +200,23 @@ class Guides:
         return making
 
     async def _compile(self, key: _Key, tenant: str) -> GrammarProcess:
-        while self._compiler.is_full and self._cache:
-            self._cache.popitem(last=False)
+        compiler = self._compiler
+        while not compiler.has_room(tenant) and self._evict(compiler.held_by(tenant)):
+            pass
         return await self._compiler.compile(key.grammar, tenant)
+
+    def _evict(self, at_least: int = 0) -> bool:
+        """Keep one grammar less: what was used longest ago of the tenant that has most in memory,
+        if those are `at_least` so many. Nobody loses one to a tenant that has more."""
+        tenants = {process.tenant for process in self._cache.values()}
+        held = {tenant: self._compiler.held_by(tenant) for tenant in tenants}
+        most = max(held.values(), default=0)
+        if not held or most < at_least:
+            return False
+        del self._cache[
+            next(key for key, process in self._cache.items() if held[process.tenant] == most)
+        ]
+        return True
 
     def _made(self, key: _Key, done: asyncio.Task[GrammarProcess]) -> None:
         if key in self._making and self._making[key].task is done:
@@ -209,7 +225,7 @@ class Guides:
             return
         self._cache[key] = done.result()
         while len(self._cache) > CACHE_ENTRIES:
-            self._cache.popitem(last=False)
+            self._evict()
 
 
 def _with_token(mask: bytes, token: int) -> bytes:

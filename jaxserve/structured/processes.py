@@ -93,6 +93,8 @@ class GrammarProcess:
     number: int
     mask: bytes
     """Of the first token."""
+    tenant: str
+    """For whom it was compiled."""
     num_tokens: int = 0
     """Those of all sequences that followed it."""
     at_limit: bool = False
@@ -128,6 +130,7 @@ class _Compile(NamedTuple):
     grammar: Grammar
     seconds: float
     niceness: int
+    tenant: str
     made: Future[GrammarProcess]
 
 
@@ -180,7 +183,13 @@ class Processes:
     def pid(self) -> int:
         return self._server.pid
 
-    def compile(self, grammar: Grammar, seconds: float, niceness: int) -> Future[GrammarProcess]:
+    def held_by(self, tenant: str) -> int:
+        """Grammars that were compiled for the tenant and are in use, or kept."""
+        return sum(process.tenant == tenant for process in list(self._live.values()))
+
+    def compile(
+        self, grammar: Grammar, seconds: float, niceness: int, tenant: str
+    ) -> Future[GrammarProcess]:
         """In a process of its own, with so many seconds of processor time.
 
         The future fails with NotCompiled or ProcessEnded; to cancel it ends the process.
@@ -193,7 +202,7 @@ class Processes:
                 self.order(End(number))
 
         made.add_done_callback(end_if_cancelled)
-        self.order(_Compile(number, grammar, seconds, niceness, made))
+        self.order(_Compile(number, grammar, seconds, niceness, tenant, made))
         return made
 
     def order(self, order: _Order | None) -> None:
@@ -339,7 +348,9 @@ class Processes:
         if error is not None:
             _fail(order, NotCompiled(error))
             return
-        process = GrammarProcess(processes=self, number=order.number, mask=mask)
+        process = GrammarProcess(
+            processes=self, number=order.number, mask=mask, tenant=order.tenant
+        )
         self._live[order.number] = process
         with suppress(InvalidStateError):  # nobody waits for it any more
             order.made.set_result(process)

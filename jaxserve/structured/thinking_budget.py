@@ -53,6 +53,13 @@ class ThinkingBudgetState:
         return self._guide.anything if self._inner is None else self._inner.mask
 
     @property
+    def following(self) -> bytes | None:
+        """The next token may be the block's last one, or open one that may have none."""
+        if self._left == 1 or (self._left is None and not self._guide.most_tokens):
+            return None
+        return self._guide.anything if self._inner is None else self._inner.following
+
+    @property
     def error(self) -> GuideError | None:
         return None if self._inner is None else self._inner.error
 

@@ -67,7 +67,7 @@ async def test_a_failed_step_leaves_those_that_were_not_in_it_alone() -> None:
 
 async def test_who_ended_before_a_result_could_not_be_taken_is_told_so() -> None:
     class Faulty:
-        ready, mask, error = True, b"\xff" * 4, None
+        ready, mask, following, error = True, b"\xff" * 4, None, None
 
         def start(self) -> Faulty:
             return self
@@ -134,7 +134,7 @@ async def test_a_grammar_at_its_limit_is_no_error_and_a_mask_that_cannot_be_comp
     finish: FinishReason, errors: int
 ) -> None:
     class Left:
-        ready, mask = True, b"\xff" * 4
+        ready, mask, following = True, b"\xff" * 4, None
         error: GuideError | None = None
 
         def start(self) -> Left:

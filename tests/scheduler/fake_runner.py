@@ -33,20 +33,21 @@ def next_token(context: list[int], params: SamplingParams, mask: bytes | None) -
 
 @dataclass(frozen=True)
 class FakeGuide:
-    """Allows two tokens at a time; which ones depends on all before. A mask is there when it has
-    been waited for `delay` times."""
+    """Allows two tokens at a time; which ones depends on all before, or with `ahead` on all but the
+    last. A mask is there when it has been waited for `delay` times."""
 
     delay: int
+    ahead: bool = False
 
     def start(self) -> FakeGuideState:
-        return FakeGuideState(self.delay)
+        return FakeGuideState(self.delay, ahead=self.ahead)
 
 
 class FakeGuideState:
     error = None
 
-    def __init__(self, delay: int):
-        self._delay, self._left = delay, 0
+    def __init__(self, delay: int, *, ahead: bool):
+        self._delay, self._left, self._ahead = delay, 0, ahead
         self._tokens: list[int] = []
 
     @property
@@ -56,7 +57,14 @@ class FakeGuideState:
     @property
     def mask(self) -> bytes:
         assert self.ready, "a mask that is not there was used"
-        return bytes([0b11 << hash((*self._tokens,)) % (VOCAB - 1)])
+        return self._mask(self._tokens[:-1] if self._ahead else self._tokens)
+
+    @property
+    def following(self) -> bytes | None:
+        return self._mask(self._tokens) if self._ahead else None
+
+    def _mask(self, tokens: list[int]) -> bytes:
+        return bytes([0b11 << hash((*tokens,)) % (VOCAB - 1)])
 
     def advance(self, token: int) -> None:
         assert self.mask[0] >> token & 1, "a token that its mask forbids"

@@ -133,7 +133,7 @@ def test_the_limit_costs_a_lone_prompt_nothing() -> None:
 class AnyToken:
     """A grammar that allows everything, with masks that are there at once."""
 
-    ready, mask, error = True, b"\xff", None
+    ready, mask, following, error = True, b"\xff", None, None
 
     def start(self) -> AnyToken:
         return self

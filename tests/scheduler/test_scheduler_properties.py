@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jaxserve.api import FinishReason, Rejected, Request, SamplingParams
 from jaxserve.config import POLICIES, CacheConfig, SchedulerConfig
 from jaxserve.scheduler.admission import OutputLengths
+from jaxserve.scheduler.scheduler import Scheduler
 from tests.scheduler.fake_runner import VOCAB, FakeGuide, solo
 from tests.scheduler.loop import Loop, Optimist
 
@@ -38,6 +39,7 @@ class Workload(NamedTuple):
 
 LAST_ARRIVAL = 8
 MOST_DELAY = 3
+AHEAD = FakeGuide(0, ahead=True)
 """Turns until a mask is there."""
 tokens = st.integers(0, VOCAB - 1)
 STOPS: list[frozenset[int]] = [frozenset(), frozenset(), frozenset({0}), frozenset({1, 2})]
@@ -54,7 +56,9 @@ def requests(draw: st.DrawFn, number: int, *, long_outputs: bool) -> Request:
             seed=draw(st.integers(0, 3)),
             stop_token_ids=draw(st.sampled_from(STOPS)),
             min_tokens=draw(st.sampled_from([0, 0, 3, 10] if long_outputs else [0, 0, 3])),
-            guide=draw(st.sampled_from([None, None, None, FakeGuide(0), FakeGuide(MOST_DELAY)])),
+            guide=draw(
+                st.sampled_from([None, None, None, FakeGuide(0), FakeGuide(MOST_DELAY), AHEAD])
+            ),
         ),
         cache_salt=draw(st.sampled_from(["", "", "", "a"])),
     )
@@ -184,3 +188,13 @@ def test_each_request_gets_the_tokens_it_would_get_alone(work: Workload) -> None
 @given(workloads())
 def test_each_request_gets_the_tokens_it_would_get_alone_in_many_workloads(work: Workload) -> None:
     check_against_solo(work)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_who_knows_the_mask_after_the_next_one_gets_a_token_in_every_step(ahead: bool) -> None:
+    params = SamplingParams(max_tokens=8, guide=FakeGuide(0, ahead=ahead))
+    config = SchedulerConfig(max_num_seqs=1, max_model_len=32, max_num_batched_tokens=16)
+    scheduler = Scheduler(config, CacheConfig(num_pages=9, page_size=16))
+    scheduler.add(Request(id="a", prompt=(1, 2, 3), params=params))
+    plans = [scheduler.plan(), scheduler.plan()]
+    assert [plan is not None for plan in plans] == [True, ahead]

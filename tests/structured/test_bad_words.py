@@ -24,14 +24,34 @@ def test_a_token_is_forbidden_if_and_only_if_it_completes_a_word(
     words: list[str], text: str
 ) -> None:
     """Tokens are characters here."""
-    state = BadWords(words, BYTES).start()
+    state, obeyed = BadWords(words, BYTES).start(), True
     for position in range(len(text) + 1):
         before = text[:position]
         forbidden = {ord(c) for c in "ab" if any((before + c).endswith(word) for word in words)}
         assert set(range(BYTES.vocab_size)) - allowed(state.mask) == forbidden
         if position < len(text):
-            state.advance(ord(text[position]))
+            following, token = state.following, ord(text[position])
+            obeyed = obeyed and token in allowed(state.mask)
+            state.advance(token)
             assert state.ready
+            assert not obeyed or following in (None, state.mask)
+
+
+def test_who_need_not_wait_for_the_next_token_knows_the_mask_after_it() -> None:
+    """Words of one token never need to; of more, where two tokens more may complete one."""
+    for words, text, known in (
+        (["a", "b"], "xyx", True),
+        (["ab"], "xyx", False),
+        (["ab", "b"], "xyx", True),  # nobody gets as far as the b
+        (["abx"], "xyb", True),
+        (["abx"], "xya", False),
+        (["xabx"], "yxa", False),
+        (["xabx"], "yya", True),
+    ):
+        state = BadWords(words, BYTES).start()
+        for character in text:
+            state.advance(ord(character))
+        assert (state.following is not None) == known, (words, text)
 
 
 TOKENS = st.lists(st.integers(0, 5), max_size=40)

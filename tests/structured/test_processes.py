@@ -273,13 +273,40 @@ async def test_there_are_only_so_many_processes() -> None:
     guides.close()
 
 
-async def when_there_is_room(guides: Guides, grammar: Grammar) -> Guide:
+async def test_one_tenant_cannot_hold_all_processes() -> None:
+    guides = Guides(tiny_tokenizer(), Metrics("tiny"), limits=CompileLimits(processes=20))
+    held: list[Guide] = []
+    with pytest.raises(GrammarsBusy, match="so many of yours"):
+        for number in range(20):
+            held.append(await guides.compile(trivial(number), tenant="many"))
+    assert len(held) == 18
+    for number in (20, 21):
+        held.append(await guides.compile(trivial(number), tenant="few"))
+    with pytest.raises(GrammarsBusy):
+        await guides.compile(trivial(22), tenant="few")
+    guides.close()
+
+
+@pytest.mark.parametrize("limits", [CompileLimits(processes=6), CompileLimits()])
+async def test_what_is_kept_of_a_tenant_makes_room_for_its_own_grammars_first(
+    limits: CompileLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxserve.structured.guides.CACHE_ENTRIES", 6)
+    guides = Guides(tiny_tokenizer(), Metrics("tiny"), limits=limits)
+    kept = (await guides.compile(trivial(0), tenant="few")).compiled
+    for number in range(1, 20):
+        await when_there_is_room(guides, trivial(number), "many")
+    assert (await guides.compile(trivial(0), tenant="few")).compiled is kept
+    guides.close()
+
+
+async def when_there_is_room(guides: Guides, grammar: Grammar, tenant: str = "") -> Guide:
     """The thread that reads may hold a grammar for a moment after those who asked for it have it,
     so room comes a moment after the last of them is gone. Clients are told to try again."""
     deadline = time.monotonic() + 10
     while True:
         try:
-            return await guides.compile(grammar)
+            return await guides.compile(grammar, tenant=tenant)
         except GrammarsBusy:
             if time.monotonic() > deadline:
                 raise

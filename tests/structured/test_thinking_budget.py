@@ -27,7 +27,10 @@ def test_no_block_is_longer_and_nothing_else_is_forbidden(
         assert state.ready and state.wait(0) and state.error is None
         assert choice == ({END_THINK} if inside and thoughts == budget else ALL)
         token = token if token in choice else END_THINK
+        following = state.following
+        assert following is not None or thoughts + 1 == budget or not budget
         state.advance(token)
+        assert following in (None, state.mask)
         thoughts = thoughts + 1 if inside and token != END_THINK else 0
         inside = token == THINK or (inside and token != END_THINK)
 
