@@ -87,7 +87,9 @@ def _template(tokenizer: Tokenizer, config: ServerConfig) -> ChatTemplate | None
     if not source:
         return None
     try:
-        return ChatTemplate(source, tokenizer.markers, config.template_variables)
+        return ChatTemplate(
+            source, tokenizer.markers, config.template_variables, tokenizer.template_tokens
+        )
     except ConfigError as error:
         where = "chat_template.jinja, or in tokenizer_config.json"
         raise ConfigError(f"the model's chat template ({where}): {error}") from None

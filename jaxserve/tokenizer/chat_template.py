@@ -39,19 +39,22 @@ class Rendered(NamedTuple):
 
 class ChatTemplate:
     """One model's template. `markers` are the spellings that text from outside must not make,
-    `defaults` variables for messages that come without."""
+    `defaults` variables for messages that come without, `tokens` the markers that templates know by
+    the names of their roles, such as `bos_token`."""
 
     def __init__(
         self,
         source: str,
         markers: Iterable[str] = (),
         defaults: Mapping[str, Any] = MappingProxyType({}),
+        tokens: Mapping[str, str] = MappingProxyType({}),
     ):
         """ConfigError: the source is no template."""
         self._defaults = defaults
         functions = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         try:
-            self._template = _environment().from_string(source, globals=functions)
+            known = {**tokens, **functions}
+            self._template = _environment().from_string(source, globals=known)
         except jinja2.TemplateSyntaxError as error:
             where = f"line {error.lineno}: {error.message}"
             raise ConfigError(f"not a Jinja template: {where}") from None
