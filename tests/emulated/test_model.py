@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,11 +17,11 @@ from jaxserve_kernels import chain, early, target
 from jaxserve_kernels.paged_attention import tile_tokens
 from tests.emulated.errors import relative_error
 from tests.kernels.kv_steps import AS_WRITTEN, Sequences
-from tests.tiny_model import SPEC
+from tests.tiny_model import tiny_spec
 
 HOPPER = target.Target("triton", 90, "NVIDIA H100 80GB HBM3")
-MODEL = replace(
-    SPEC, vocab_size=256, embed=256, ffn=384, num_layers=2, q_heads=4, kv_heads=2, head_dim=64
+MODEL = tiny_spec(
+    vocab_size=256, embed=256, ffn=384, num_layers=2, q_heads=4, kv_heads=2, head_dim=64
 )
 PADDING = 3
 INT4 = Quantization(layers="int4", head="int8")
