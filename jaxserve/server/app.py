@@ -111,7 +111,9 @@ def _guides(
 
 def _template(source: str, tokenizer: Tokenizer, config: ServerConfig) -> ChatTemplate:
     try:
-        return ChatTemplate(source, tokenizer.markers, config.template_variables)
+        return ChatTemplate(
+            source, tokenizer.markers, config.template_variables, tokenizer.template_tokens
+        )
     except ConfigError as error:
         where = "chat_template.jinja, or in tokenizer_config.json"
         raise ConfigError(f"the model's chat template ({where}): {error}") from None

@@ -49,6 +49,11 @@ class Tokenizer(Protocol):
         """Jinja source."""
         ...
 
+    @property
+    def template_tokens(self) -> Mapping[str, str]:
+        """Markers that the template knows by their roles: `bos_token`, `eos_token`."""
+        ...
+
     def encode(
         self,
         text: str,

@@ -23,6 +23,7 @@ class ByteTokenizer:
     markers: Mapping[str, int] = {}
     special_ids: frozenset[int] = frozenset()
     eos_token_ids: frozenset[int] = frozenset()
+    template_tokens: Mapping[str, str] = {}
     chat_template: str | None = PLAIN_CHAT_TEMPLATE
 
     def for_tenant(self, tenant: str) -> ByteTokenizer:

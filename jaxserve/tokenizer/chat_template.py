@@ -39,20 +39,25 @@ class Rendered(NamedTuple):
 
 
 class ChatTemplate:
-    """One model's template. `markers`: spellings that client text must not produce. `defaults`:
-    variables of requests that do not set them."""
+    """One model's template.
+
+    `markers`: spellings that client text must not produce. `defaults`: variables of requests that
+    do not set them. `tokens`: markers that templates know by their roles, such as `bos_token`.
+    """
 
     def __init__(
         self,
         source: str,
         markers: Iterable[str] = (),
         defaults: Mapping[str, Any] = MappingProxyType({}),
+        tokens: Mapping[str, str] = MappingProxyType({}),
     ):
         """Raises ConfigError if the source is not a template."""
         self._defaults = defaults
         functions = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         try:
-            self._template = _environment().from_string(source, globals=functions)
+            known = {**tokens, **functions}
+            self._template = _environment().from_string(source, globals=known)
         except jinja2.TemplateSyntaxError as error:
             where = f"line {error.lineno}: {error.message}"
             raise ConfigError(f"not a Jinja template: {where}") from None

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -38,6 +39,7 @@ class HfTokenizer:
         *,
         eos_token_ids: frozenset[int] = frozenset(),
         chat_template: str | None = None,
+        template_tokens: Mapping[str, str] = MappingProxyType({}),
     ):
         self._full = full
         added = full.get_added_tokens_decoder()
@@ -49,6 +51,7 @@ class HfTokenizer:
         self.special_ids = frozenset(i for i, t in added.items() if t.special)
         self.eos_token_ids = eos_token_ids
         self.chat_template = chat_template
+        self.template_tokens = template_tokens
         by_length = sorted(self.markers, key=len, reverse=True)
         self._split = re.compile(
             f"({'|'.join(map(re.escape, by_length))})" if by_length else "(?!)"
@@ -77,12 +80,16 @@ class HfTokenizer:
             full,
             eos_token_ids=_eos_token_ids(full, config, generation),
             chat_template=_chat_template(folder, config),
+            template_tokens=_template_tokens(config),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without the texts that it has seen."""
         made = partial(
-            HfTokenizer, eos_token_ids=self.eos_token_ids, chat_template=self.chat_template
+            HfTokenizer,
+            eos_token_ids=self.eos_token_ids,
+            chat_template=self.chat_template,
+            template_tokens=dict(self.template_tokens),
         )
         return made, (self._full,)
 
@@ -241,10 +248,20 @@ def _eos_token_ids(
         if not (isinstance(ids, list) and all(_is_token_id(each) for each in ids)):
             raise ConfigError(f"generation_config.json: eos_token_id is {ids!r}, no token ids")
         return frozenset(ids)
-    eos = config.get("eos_token")
-    spelling = eos.get("content") if isinstance(eos, dict) else eos
+    spelling = _template_tokens(config).get("eos_token")
     token = full.token_to_id(spelling) if spelling else None
     return frozenset() if token is None else frozenset([token])
+
+
+def _template_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Those that tokenizer_config.json names, by role; as text or as an object with `content`."""
+    found: dict[str, str] = {}
+    for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = config.get(role)
+        spelling = value.get("content") if isinstance(value, dict) else value
+        if isinstance(spelling, str):
+            found[role] = spelling
+    return found
 
 
 def _is_token_id(value: Any) -> bool:

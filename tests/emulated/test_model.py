@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.models.quantization import Quantization
 from jaxserve_checkpoints.dummy import dummy_params
@@ -18,12 +18,12 @@ from jaxserve_kernels import chain, early, target
 from jaxserve_kernels.paged_attention import tile_tokens
 from tests.emulated.errors import relative_error
 from tests.kernels.kv_steps import AS_WRITTEN, Sequences
-from tests.tiny_model import SPEC
+from tests.tiny_model import tiny_spec
 
 HOPPER = target.Target("triton", 90, "NVIDIA H100 80GB HBM3")
-MODEL = replace(
-    SPEC, vocab_size=256, embed=256, ffn=384, num_layers=2, q_heads=4, kv_heads=2, head_dim=64
-)
+SIZES = {"vocab_size": 256, "embed": 256, "ffn": 384, "num_layers": 2, "head_dim": 64}
+QWEN3 = tiny_spec(**SIZES)
+QWEN2, LLAMA = (tiny_spec(**SIZES, qk_norm=False, qkv_bias=biased) for biased in (True, False))
 PADDING = 3
 INT4 = Quantization(layers="int4", head="int8")
 STARTS = (0, 1, 63, 64, 130)
@@ -37,16 +37,24 @@ def in_a_chain[**P, R](function: Callable[P, R], *args: P.args, **kwargs: P.kwar
 
 
 @pytest.mark.parametrize(
-    ("quantization", "counts", "bound"),
+    ("model", "quantization", "counts", "bound"),
     [
-        (Quantization(), ONE_EACH, 0.02),
-        (Quantization(), MIXED, 0.02),
-        (INT4, ONE_EACH, 0.02),
-        (INT4, MIXED, 0.15),  # more than 64 tokens, which become e4m3
+        (QWEN3, Quantization(), ONE_EACH, 0.02),
+        (QWEN3, Quantization(), MIXED, 0.02),
+        (QWEN3, INT4, ONE_EACH, 0.02),
+        (QWEN3, INT4, MIXED, 0.15),  # more than 64 tokens, which become e4m3
+        (QWEN2, Quantization(), ONE_EACH, 0.02),
+        (QWEN2, Quantization(), MIXED, 0.02),
+        (LLAMA, INT4, ONE_EACH, 0.02),
+        (LLAMA, Quantization(), MIXED, 0.02),
     ],
-    ids=["bfloat16-decode", "bfloat16-mixed", "int4-decode", "int4-mixed"],
+    ids=[
+        *("bfloat16-decode", "bfloat16-mixed", "int4-decode", "int4-mixed"),
+        *("biased-decode", "biased-mixed", "plain-int4-decode", "plain-mixed"),
+    ],
 )
 def test_a_step(
+    model: ModelSpec,
     quantization: Quantization,
     counts: tuple[int, ...],
     bound: float,
@@ -54,28 +62,28 @@ def test_a_step(
 ) -> None:
     """Scores of each sequence's next token; a decode step is a chain."""
     decodes = counts == ONE_EACH
-    tile_size = 1 if decodes else tile_tokens(MODEL.q_heads // MODEL.kv_heads)
+    tile_size = 1 if decodes else tile_tokens(model.q_heads // model.kv_heads)
     sequences = Sequences(
         lengths=tuple(start + count for start, count in zip(STARTS, counts, strict=True)),
         page_size=64, dtype="bfloat16",
-        q_heads=MODEL.q_heads, kv_heads=MODEL.kv_heads, head_dim=MODEL.head_dim,
+        q_heads=model.q_heads, kv_heads=model.kv_heads, head_dim=model.head_dim,
     )  # fmt: skip
     places = sequences.step(STARTS, counts, tile_size, PADDING, apart=not decodes)
     rng = np.random.default_rng(1)
-    ids = jnp.asarray(rng.integers(0, MODEL.vocab_size, places.slots.shape), jnp.int32)
-    cache = (MODEL.num_layers, sequences.num_pages, MODEL.kv_heads, 2, 64, MODEL.head_dim)
+    ids = jnp.asarray(rng.integers(0, model.vocab_size, places.slots.shape), jnp.int32)
+    cache = (model.num_layers, sequences.num_pages, model.kv_heads, 2, 64, model.head_dim)
     kv = jnp.asarray(rng.standard_normal(cache), jnp.bfloat16)
-    abstract = decoder.abstract(MODEL, jnp.bfloat16, stacked=True)
-    params = dummy_params(abstract, 3, quantization.encoder(MODEL))
+    abstract = decoder.abstract(model, jnp.bfloat16, stacked=True)
+    params = dummy_params(abstract, 3, quantization.encoder(model))
     last = jnp.asarray(np.cumsum(counts) - 1)
 
     def step(params: decoder.Params, kv: Any, tokens: decoder.StepTokens) -> Any:
         if decodes:
-            hidden, kv = decoder.decode(params, kv, tokens, MODEL)
+            hidden, kv = decoder.decode(params, kv, tokens, model)
             hidden = hidden[last]
         else:
-            attended, kv = decoder.forward(params, kv, tokens, MODEL, tile_size=tile_size)
-            hidden = decoder.finish(params, attended.of(last), MODEL)
+            attended, kv = decoder.forward(params, kv, tokens, model, tile_size=tile_size)
+            hidden = decoder.finish(params, attended.of(last), model)
         return decoder.logits(params, hidden), kv
 
     inputs = (params, kv, decoder.StepTokens(ids, places))
@@ -85,6 +93,6 @@ def test_a_step(
     with target.use(HOPPER):
         scores, written = step(*inputs)
     assert relative_error(scores, expected) < bound
-    for index in range(MODEL.num_layers):  # page 0 is padding's
+    for index in range(model.num_layers):  # page 0 is padding's
         keys_and_values = (each[index, 1:].astype(jnp.float32) for each in (written, left))
         assert relative_error(*keys_and_values) < bound

@@ -1,0 +1,108 @@
+"""Folders with a tiny random checkpoint, tokenizer and template of each family."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxserve.model_spec import ModelSpec
+from jaxserve.models.registry import spec_of
+from jaxserve_checkpoints.resolve import embedded_model
+from tests.tokenizer.small_tokenizers import llama3, sentence_piece
+
+LLAMA3_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' + message.content }}
+{{- '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}
+"""
+MISTRAL_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{- '[INST] ' + message.content + '[/INST]' }}
+{%- else %}{{- ' ' + message.content + eos_token }}
+{%- endif %}
+{%- endfor %}
+"""
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"rope_scaling": _LLAMA3_ROPE, "tie_word_embeddings": True},
+    "Qwen2ForCausalLM": {"use_sliding_window": False, "sliding_window": 64},
+    "Qwen3ForCausalLM": {"head_dim": 32, "tie_word_embeddings": True},
+    "MistralForCausalLM": {"head_dim": 32, "sliding_window": 256},
+}
+
+
+def write(folder: Path, architecture: str) -> Path:
+    """Fill the folder with a model of the architecture; contexts of up to 256 tokens."""
+    folder.mkdir()
+    _write_tokenizer(folder, architecture)
+    config = {
+        "architectures": [architecture],
+        "vocab_size": 2048,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rope_theta": 10000.0,
+        **CONFIGS[architecture],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(_tensors(spec_of(config)), folder / "model.safetensors")
+    return folder
+
+
+def _write_tokenizer(folder: Path, architecture: str) -> None:
+    if architecture.startswith("Qwen"):
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(embedded_model() / name, folder / name)
+        return
+    llama = architecture == "LlamaForCausalLM"
+    full = llama3() if llama else sentence_piece("first")
+    full.add_special_tokens(["<|start_header_id|>", "<|end_header_id|>"] if llama else [])
+    full.save(str(folder / "tokenizer.json"))
+    config = {
+        "bos_token": "<|begin_of_text|>" if llama else "<s>",
+        "eos_token": "<|eot_id|>" if llama else "</s>",
+        "chat_template": LLAMA3_TEMPLATE if llama else MISTRAL_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def _tensors(spec: ModelSpec) -> dict[str, np.ndarray]:
+    heads, embed, ffn = spec.attention, spec.embed, spec.ffn
+    rng = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, embed)}
+    shapes["model.norm.weight"] = (embed,)
+    if not spec.tie_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, embed)
+    for index in range(spec.num_layers):
+        block = f"model.layers.{index}."
+        attention, mlp = f"{block}self_attn.", f"{block}mlp."
+        for name, size in (("q", heads.q_size), ("k", heads.kv_size), ("v", heads.kv_size)):
+            shapes[f"{attention}{name}_proj.weight"] = (size, embed)
+            if heads.qkv_bias:
+                shapes[f"{attention}{name}_proj.bias"] = (size,)
+        if heads.qk_norm:
+            shapes |= {f"{attention}{name}_norm.weight": (heads.head_dim,) for name in "qk"}
+        shapes[f"{attention}o_proj.weight"] = (embed, heads.q_size)
+        shapes |= {f"{mlp}{name}_proj.weight": (ffn, embed) for name in ("gate", "up")}
+        shapes[f"{mlp}down_proj.weight"] = (embed, ffn)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{block}{name}.weight"] = (embed,)
+    return {name: rng.normal(size=size).astype(np.float32) for name, size in shapes.items()}
