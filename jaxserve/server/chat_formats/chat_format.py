@@ -37,9 +37,9 @@ class ChatFormat:
         Args:
           calls: there may be some.
         """
-        of_calls = self.tools.markers if self.tools is not None and calls else ()
-        reasons = self.reasoning is not None and thinking is not Thinking.NONE
-        return self._tokens((*of_calls, *(self.reasoning.markers if reasons else ())))
+        of_calls = self.tools.markers if calls and self.tools is not None else ()
+        reasoning = None if thinking is Thinking.NONE else self.reasoning
+        return self._tokens((*of_calls, *(reasoning.markers if reasoning is not None else ())))
 
     @property
     def guided_reasoning(self) -> ReasoningFormat | None:
