@@ -37,7 +37,7 @@ class ChatFormat:
         Args:
           calls: there may be some.
         """
-        of_calls = self.tools.markers if self.tools is not None and calls else ()
+        of_calls = self.tools.markers if calls and self.tools is not None else ()
         reasoning = None if thinking is Thinking.NONE else self.reasoning
         return self._tokens((*of_calls, *(reasoning.markers if reasoning is not None else ())))
 

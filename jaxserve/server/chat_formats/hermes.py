@@ -2,47 +2,45 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
 
 from jaxserve.grammar_server.wire import Grammar
-from jaxserve.server.chat_formats.json_calls import NoHeader, ObjectScanner, header, parse_call
+from jaxserve.server.chat_formats.json_calls import (
+    NoHeader,
+    ObjectScanner,
+    any_body,
+    header,
+    json_body,
+    json_head,
+    parse_call,
+)
 from jaxserve.server.chat_formats.pieces import CallPart, Content, partial
+from jaxserve.server.chat_formats.tool_call_tags import CALL, END_CALL, tagged_calls
 from jaxserve.server.chat_formats.tool_format import (
     MAX_HEADER,
     CallableTool,
     CallWriter,
+    ToolFormat,
     input_grammar,
-    random_call_id,
 )
 from jaxserve.server.request.schema import CustomTool
 from jaxserve.structured import grammars
 from jaxserve.structured.errors import GrammarError
-
-CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 _ARGUMENTS = ("arguments",)
 _FREE_TEXT_END = "}\n"
 """What the template puts behind arguments, free text like JSON."""
 
 
-class Hermes:
-    """Implements `ToolFormat`. The input of custom tools stands in place of JSON, as it is."""
+class Hermes(ToolFormat):
+    """The input of custom tools stands in place of JSON, as it is."""
 
     name = "hermes"
     begins = CALL
-    bare = False
-    ends_reasoning = False
-    free_text = True
     markers = (CALL, END_CALL)
     turn_ends = ("<|im_end|>",)
-
-    def make_id(self) -> str:
-        return random_call_id()
-
-    def history_id(self, call_id: str) -> str:
-        return call_id
+    free_text = True
 
     def reader(self, writer: CallWriter, most: int, marker: str) -> HermesReader:
         return HermesReader(writer)
@@ -50,29 +48,17 @@ class Hermes:
     def rules(
         self, tools: Sequence[CallableTool], markers: Mapping[str, int], most: int
     ) -> grammars.CallRules:
-        call, end_call = (grammars.marker(each, markers) for each in (CALL, END_CALL))
-        bodies = " | ".join(f"body_{i}" for i in range(len(tools)))
-        lines = [
-            f'calls: call ("\\n" call){{0,{most - 1}}}' if most > 1 else "calls: call",
-            f'call: {call} "\\n" ({bodies}) {end_call}',
-        ]
-        inputs: dict[str, Grammar] = {}
+        bodies, inputs = [any_body(tools)], dict[str, Grammar]()
         for index, tool in enumerate(tools):
-            name = json.dumps(tool.name, ensure_ascii=False)
-            head = grammars.literal(f'{{"name": {name}, "arguments": ')
             if isinstance(tool, CustomTool):
                 if END_CALL not in markers:
                     raise GrammarError("this model has no token that ends a call with free text")
                 inputs[f"input_{index}"] = _free_text(tool)
-                lines.append(f"body_{index}: {head} @input_{index}")
-                continue
-            end = grammars.literal("}\n")
-            lines += [
-                f"body_{index}: {head} arguments_{index} {end}",
-                f"arguments_{index}: {grammars.arguments_rule(tool.parameters or {})}",
-            ]
-        among_text = "text? call?" if most == 1 else f"text? (call text?){{0,{most}}}"
-        return grammars.CallRules(lines, inputs, among_text if CALL in markers else None)
+                head = json_head(tool.name, "arguments")
+                bodies.append(f"body_{index}: {head} @input_{index}")
+            else:
+                bodies += json_body(index, tool, "arguments", end="}\n")
+        return tagged_calls(bodies, inputs, markers, most)
 
 
 def _free_text(tool: CustomTool) -> Grammar:

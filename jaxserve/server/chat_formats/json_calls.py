@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any
@@ -9,7 +10,14 @@ from typing import Any
 import msgspec
 
 from jaxserve.server.chat_formats.pieces import CallPart
-from jaxserve.server.chat_formats.tool_format import INPUT, MAX_HEADER, CallWriter
+from jaxserve.server.chat_formats.tool_format import (
+    INPUT,
+    MAX_HEADER,
+    CallableTool,
+    CallWriter,
+    input_schema,
+)
+from jaxserve.structured import grammars
 
 _SPACE = " \t\r\n"
 
@@ -264,6 +272,26 @@ class ObjectCall:
         self._arguments = Arguments(self._writer, custom=self._writer.is_custom(name))
         self._state = _State.ARGUMENTS
         return text[start:]
+
+
+def any_body(tools: Sequence[CallableTool]) -> str:
+    """A rule of Lark: a call of any of the tools, each of which has a rule of its own."""
+    return "body: " + " | ".join(f"body_{index}" for index in range(len(tools)))
+
+
+def json_head(name: str, key: str) -> str:
+    """The beginning of a call, as Lark: `{"name": …, "arguments": `."""
+    written = json.dumps(name, ensure_ascii=False)
+    return grammars.literal(f'{{"name": {written}, "{key}": ')
+
+
+def json_body(index: int, tool: CallableTool, key: str, end: str = "}") -> list[str]:
+    """The rules of a call of one tool as a JSON object. GrammarError: its input has a grammar."""
+    head, closing = json_head(tool.name, key), grammars.literal(end)
+    return [
+        f"body_{index}: {head} arguments_{index} {closing}",
+        f"arguments_{index}: {grammars.arguments_rule(input_schema(tool))}",
+    ]
 
 
 def skip_space(text: str) -> str:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 
-from jaxserve.server.chat_formats.json_calls import ObjectCall, skip_space
+from jaxserve.server.chat_formats.json_calls import ObjectCall, any_body, json_body, skip_space
 from jaxserve.server.chat_formats.pieces import CallPart, Content
-from jaxserve.server.chat_formats.tool_format import (
-    CallableTool,
-    CallWriter,
-    input_schema,
-    random_call_id,
-)
+from jaxserve.server.chat_formats.tool_format import CallableTool, CallWriter, ToolFormat
 from jaxserve.structured import grammars
 
 PYTHON_TAG = "<|python_tag|>"
@@ -20,26 +14,16 @@ BETWEEN = ";"
 """Stands between two calls."""
 
 
-class Llama3Json:
-    """Implements `ToolFormat`.
-
-    An answer that begins with the JSON of a call of one of the request's tools is a call; behind
-    the marker, any call is. Custom tools are called with an object that holds their input.
+class Llama3Json(ToolFormat):
+    """An answer that begins with the JSON of a call of one of the request's tools is a call, and so
+    is such JSON behind the marker. Custom tools are called with an object that holds their input.
     """
 
     name = "llama3_json"
     begins = PYTHON_TAG
-    bare = True
-    ends_reasoning = False
-    free_text = False
     markers = (PYTHON_TAG,)
     turn_ends = ("<|eot_id|>", "<|eom_id|>")
-
-    def make_id(self) -> str:
-        return random_call_id()
-
-    def history_id(self, call_id: str) -> str:
-        return call_id
+    bare = True
 
     def reader(self, writer: CallWriter, most: int, marker: str) -> Llama3Reader:
         return Llama3Reader(writer, most, marker)
@@ -47,18 +31,16 @@ class Llama3Json:
     def rules(
         self, tools: Sequence[CallableTool], markers: Mapping[str, int], most: int
     ) -> grammars.CallRules:
-        bodies = " | ".join(f"body_{i}" for i in range(len(tools)))
-        more = f' ("{BETWEEN}" ({bodies})){{0,{most - 1}}}' if most > 1 else ""
+        more = f' ("{BETWEEN}" body){{0,{most - 1}}}' if most > 1 else ""
         tag = f"{grammars.marker(PYTHON_TAG, markers)}? " if PYTHON_TAG in markers else ""
-        # What begins with a brace is read as a call; any other text is none.
-        lines = [f"calls: {tag}({bodies}){more}", rf"prose: /\s*[^{{\s]{grammars.ANY_TEXT}*/"]
+        lines = [
+            f"calls: {tag}body{more}",
+            any_body(tools),
+            # What begins with a brace is read as a call; any other text is none.
+            rf"prose: /\s*[^{{\s]{grammars.ANY_TEXT}*/",
+        ]
         for index, tool in enumerate(tools):
-            name = json.dumps(tool.name, ensure_ascii=False)
-            head = grammars.literal(f'{{"name": {name}, "parameters": ')
-            lines += [
-                f'body_{index}: {head} arguments_{index} "}}"',
-                f"arguments_{index}: {grammars.arguments_rule(input_schema(tool))}",
-            ]
+            lines += json_body(index, tool, "parameters")
         return grammars.CallRules(lines, {}, "calls | prose?")
 
 

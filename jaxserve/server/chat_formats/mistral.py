@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import string
@@ -10,12 +9,20 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from hashlib import blake2b
 
-from jaxserve.server.chat_formats.json_calls import Arguments, ObjectCall, first_of, skip_space
+from jaxserve.server.chat_formats.json_calls import (
+    Arguments,
+    ObjectCall,
+    any_body,
+    first_of,
+    json_body,
+    skip_space,
+)
 from jaxserve.server.chat_formats.pieces import CallPart, Content
 from jaxserve.server.chat_formats.tool_format import (
     MAX_HEADER,
     CallableTool,
     CallWriter,
+    ToolFormat,
     input_schema,
 )
 from jaxserve.structured import grammars
@@ -28,16 +35,12 @@ _ALPHABET = string.ascii_letters + string.digits
 _ID = re.compile(rf"[a-zA-Z0-9]{{{ID_CHARS}}}")
 
 
-class Mistral:
-    """Implements `ToolFormat`. Both ways to write calls are read; models whose vocabulary has
-    `[ARGS]` are made to write the newer one. Custom tools are called with an object that holds
-    their input."""
+class Mistral(ToolFormat):
+    """Both ways to write calls are read; models whose vocabulary has `[ARGS]` are made to write the
+    newer one. Custom tools are called with an object that holds their input."""
 
     name = "mistral"
     begins = CALLS
-    bare = False
-    ends_reasoning = False
-    free_text = False
     markers = (CALLS, ARGS, CALL_ID)
     turn_ends = ("</s>",)
 
@@ -56,24 +59,22 @@ class Mistral:
         self, tools: Sequence[CallableTool], markers: Mapping[str, int], most: int
     ) -> grammars.CallRules:
         begin = grammars.marker(CALLS, markers)
-        bodies = " | ".join(f"body_{i}" for i in range(len(tools)))
-        if newer := ARGS in markers:
-            lines = [f"calls: ({begin} ({bodies})){{1,{most}}}"]
+        if ARGS in markers:
+            lines = [f"calls: ({begin} body){{1,{most}}}"]
+            for index, tool in enumerate(tools):
+                name, args = grammars.literal(tool.name), grammars.marker(ARGS, markers)
+                arguments = grammars.arguments_rule(input_schema(tool))
+                lines += [
+                    f"body_{index}: {name} {args} arguments_{index}",
+                    f"arguments_{index}: {arguments}",
+                ]
         else:
-            more = f' (", " ({bodies})){{0,{most - 1}}}' if most > 1 else ""
-            lines = [f'calls: {begin} " "? "[" ({bodies}){more} "]"']
-        for index, tool in enumerate(tools):
-            name = json.dumps(tool.name, ensure_ascii=False)
-            head = grammars.literal(f'{{"name": {name}, "arguments": ')
-            body = f'{head} arguments_{index} "}}"'
-            if newer:
-                args = grammars.marker(ARGS, markers)
-                body = f"{grammars.literal(tool.name)} {args} arguments_{index}"
-            lines += [
-                f"body_{index}: {body}",
-                f"arguments_{index}: {grammars.arguments_rule(input_schema(tool))}",
-            ]
-        return grammars.CallRules(lines, {}, "text? calls?" if CALLS in markers else None)
+            more = f' (", " body){{0,{most - 1}}}' if most > 1 else ""
+            lines = [f'calls: {begin} " "? "[" body{more} "]"']
+            for index, tool in enumerate(tools):
+                lines += json_body(index, tool, "arguments")
+        among_text = "text? calls?" if CALLS in markers else None
+        return grammars.CallRules([*lines, any_body(tools)], {}, among_text)
 
 
 class _State(Enum):

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
-from jaxserve.server.chat_formats.json_calls import ObjectScanner, skip_space
+from jaxserve.server.chat_formats.json_calls import ObjectScanner, any_body, skip_space
 from jaxserve.server.chat_formats.pieces import CallPart, Content, first_marker, partial
 from jaxserve.server.chat_formats.raw_values import (
-    END_CALL,
     END_PARAMETER,
     PARAMETER,
     STRING,
@@ -21,45 +20,34 @@ from jaxserve.server.chat_formats.raw_values import (
     properties_of,
     text_rule,
 )
+from jaxserve.server.chat_formats.tool_call_tags import CALL, END_CALL, tagged_calls
 from jaxserve.server.chat_formats.tool_format import (
     INPUT,
     MAX_HEADER,
     CallableTool,
     CallWriter,
+    ToolFormat,
     input_grammar,
-    random_call_id,
 )
 from jaxserve.server.request.schema import CustomTool, ToolFunction
 from jaxserve.structured import grammars
 from jaxserve.structured.errors import GrammarError
 
-CALL = "<tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 
 _VALUE_ENDS = (f"\n{END_PARAMETER}", END_PARAMETER, f"\n{END_CALL}", END_CALL)
 
 
-class QwenXml:
-    """Implements `ToolFormat`.
-
-    Values are raw text: strings stand as they are, other values as JSON, and the tool's schema
+class QwenXml(ToolFormat):
+    """Values are raw text: strings stand as they are, other values as JSON, and the tool's schema
     says which it is. The line breaks next to the tags are not part of a value. The input of custom
-    tools is the value of a parameter.
-    """
+    tools is the value of a parameter."""
 
     name = "qwen3_xml"
     begins = CALL
-    bare = False
-    ends_reasoning = True
-    free_text = False
     markers = (CALL, END_CALL)
     turn_ends = ("<|im_end|>",)
-
-    def make_id(self) -> str:
-        return random_call_id()
-
-    def history_id(self, call_id: str) -> str:
-        return call_id
+    ends_reasoning = True
 
     def reader(self, writer: CallWriter, most: int, marker: str) -> QwenXmlReader:
         return QwenXmlReader(writer)
@@ -67,13 +55,7 @@ class QwenXml:
     def rules(
         self, tools: Sequence[CallableTool], markers: Mapping[str, int], most: int
     ) -> grammars.CallRules:
-        call, end_call = (grammars.marker(each, markers) for each in (CALL, END_CALL))
-        bodies = " | ".join(f"body_{i}" for i in range(len(tools)))
-        lines = [
-            f'calls: call ("\\n" call){{0,{most - 1}}}' if most > 1 else "calls: call",
-            f'call: {call} "\\n" ({bodies}) {end_call}',
-            *text_rule("text_value", f"{grammars.ANY_TEXT}*"),
-        ]
+        bodies = [any_body(tools), *text_rule("text_value", f"{grammars.ANY_TEXT}*")]
         end = grammars.literal(f"{END_FUNCTION}\n")
         for index, tool in enumerate(tools):
             if ">" in tool.name or "\n" in tool.name:
@@ -81,17 +63,14 @@ class QwenXml:
             head = f"{FUNCTION}{tool.name}>\n"
             if isinstance(tool, CustomTool):
                 head = grammars.literal(f"{head}{PARAMETER}{INPUT}>\n")
-                lines += [
-                    f"body_{index}: {head} input_{index} {end}",
-                    *text_rule(f"input_{index}", _input_text(tool)),
-                ]
-                continue
-            parameters = list(parameter_rules(index, tool.parameters or {}))
-            names = " ".join(use for use, _ in parameters)
-            lines.append(f"body_{index}: {grammars.literal(head)} {names} {end}")
-            lines += [line for _, rules in parameters for line in rules]
-        among_text = "text? call?" if most == 1 else f"text? (call text?){{0,{most}}}"
-        return grammars.CallRules(lines, {}, among_text if CALL in markers else None)
+                bodies.append(f"body_{index}: {head} input_{index} {end}")
+                bodies += text_rule(f"input_{index}", _input_text(tool))
+            else:
+                parameters = list(parameter_rules(index, tool.parameters or {}))
+                names = " ".join(use for use, _ in parameters)
+                bodies.append(f"body_{index}: {grammars.literal(head)} {names} {end}")
+                bodies += [line for _, rules in parameters for line in rules]
+        return tagged_calls(bodies, {}, markers, most)
 
 
 def _input_text(tool: CustomTool) -> str:

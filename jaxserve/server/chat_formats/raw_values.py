@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
+from jaxserve.server.chat_formats.tool_call_tags import END_CALL
 from jaxserve.structured import grammars
 from jaxserve.structured.errors import GrammarError
 
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-END_CALL = "</tool_call>"
 
 _EITHER = ("anyOf", "oneOf")
 _MOST_REFERENCES = 16

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from jaxserve.server.chat_formats.pieces import CallArguments, CallOpened, CallPart
 from jaxserve.server.request.schema import CustomGrammar, CustomTool, ToolFunction
@@ -37,8 +38,8 @@ def input_grammar(tool: CustomTool) -> CustomGrammar | None:
 
 
 def input_schema(tool: CallableTool) -> Mapping[str, Any]:
-    """Of the arguments of a call, where a format has no place for free text. GrammarError: the
-    input of a custom tool follows a grammar, which a JSON string cannot hold."""
+    """The JSON schema of a call's arguments, where a format has no place for free text.
+    GrammarError: the input of a custom tool follows a grammar, which a JSON string cannot."""
     if isinstance(tool, ToolFunction):
         return tool.parameters or {}
     if input_grammar(tool) is not None:
@@ -92,62 +93,43 @@ class CallReader(Protocol):
         ...
 
 
-class ToolFormat(Protocol):
+class ToolFormat(ABC):
     """How a family of models writes tool calls."""
 
-    @property
-    def name(self) -> str:
-        """vLLM's name of the parser."""
-        ...
-
-    @property
-    def begins(self) -> str:
-        """The marker at which calls begin, anywhere in the content."""
-        ...
-
-    @property
-    def bare(self) -> bool:
-        """Calls may also begin without the marker: as JSON at the beginning of the content."""
-        ...
-
-    @property
-    def ends_reasoning(self) -> bool:
-        """The marker ends reasoning that was not closed."""
-        ...
-
-    @property
-    def free_text(self) -> bool:
-        """The input of a custom tool stands in a call as it is, in place of JSON."""
-        ...
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """Spellings that readers look for. Where tokens of these spellings are special ones, which
-        texts leave out, readers must see them all the same."""
-        ...
-
-    @property
-    def turn_ends(self) -> tuple[str, ...]:
-        """Spellings of the tokens that end the assistant's turn."""
-        ...
+    name: ClassVar[str]
+    """vLLM's name of the parser."""
+    begins: ClassVar[str]
+    """The marker at which calls begin, anywhere in the content."""
+    markers: ClassVar[tuple[str, ...]]
+    """Spellings that readers look for. Where tokens of these spellings are special ones, which
+    texts leave out, readers must see them all the same."""
+    turn_ends: ClassVar[tuple[str, ...]]
+    """Spellings of the tokens that end the assistant's turn."""
+    bare: ClassVar[bool] = False
+    """Calls may also begin without the marker: as JSON at the beginning of the content."""
+    ends_reasoning: ClassVar[bool] = False
+    """The marker ends reasoning that was not closed."""
+    free_text: ClassVar[bool] = False
+    """The input of a custom tool stands in a call as it is, in place of JSON."""
 
     def make_id(self) -> str:
         """An id for a call, of a form that the models' templates accept."""
-        ...
+        return random_call_id()
 
     def history_id(self, call_id: str) -> str:
         """An id from a client's history, in a form that the models' templates accept."""
-        ...
+        return call_id
 
+    @abstractmethod
     def reader(self, writer: CallWriter, most: int, marker: str) -> CallReader:
-        """Of calls that begin here.
+        """A reader of calls that begin here.
 
         Args:
           most: the reader may end after so many calls in all.
           marker: `begins`, which has just been taken off the text; empty where calls begin bare.
         """
-        ...
 
+    @abstractmethod
     def rules(
         self, tools: Sequence[CallableTool], markers: Mapping[str, int], most: int
     ) -> CallRules:
@@ -159,4 +141,3 @@ class ToolFormat(Protocol):
         Raises:
           GrammarError: the arguments of a tool cannot be followed in this format.
         """
-        ...

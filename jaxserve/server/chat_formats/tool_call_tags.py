@@ -1,0 +1,30 @@
+"""Calls between `<tool_call>` and `</tool_call>`, one in each pair."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from jaxserve.grammar_server.wire import Grammar
+from jaxserve.structured import grammars
+
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+
+
+def tagged_calls(
+    bodies: Sequence[str], inputs: Mapping[str, Grammar], markers: Mapping[str, int], most: int
+) -> grammars.CallRules:
+    """The grammar of one to `most` calls.
+
+    Args:
+      bodies: rules, of which `body` is what stands between the tags, behind a line break.
+      inputs: grammars that these rules name.
+      markers: token ids by spelling.
+    """
+    call, end_call = (grammars.marker(each, markers) for each in (CALL, END_CALL))
+    lines = [
+        f'calls: call ("\\n" call){{0,{most - 1}}}' if most > 1 else "calls: call",
+        f'call: {call} "\\n" body {end_call}',
+        *bodies,
+    ]
+    among_text = "text? call?" if most == 1 else f"text? (call text?){{0,{most}}}"
+    return grammars.CallRules(lines, inputs, among_text if CALL in markers else None)
