@@ -132,7 +132,7 @@ def test_flags_that_are_named_exist(page: Path, capsys: pytest.CaptureFixture[st
     )
     if page.name == "benchmarking.md":
         known |= flags_of_the_benchmark(capsys)
-    if page.name == "from-vllm.md":
+    if page.name in ("from-vllm.md", "CHANGELOG.md"):
         known |= SAME.keys() | ONE | SWITCHES | VALUED | LORA | CHECKED
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.M | re.S)
     for line in text.splitlines():

@@ -24,6 +24,7 @@ def test_every_command_uses_flags_that_there_are(command: str) -> None:
     words = shlex.split(command)
     server = flags_in(ROOT / "jaxserve" / "cli" / "options.py")
     server |= flags_in(ROOT / "jaxserve" / "cli" / "flags.py")
+    server |= flags_in(ROOT / "jaxserve" / "cli" / "engine_flags.py")
     if words[:2] == ["-m", "pytest"]:
         assert (ROOT / words[4]).exists()
     elif words[:3] == ["-m", "jaxserve", "bench"]:

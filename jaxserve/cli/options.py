@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve import __version__
+from jaxserve.cli.engine_flags import add_engine_flags, add_plan_flags, add_weight_flags
 from jaxserve.cli.flag_parser import FlagParser
 from jaxserve.cli.flags import (
     MODEL_HELP,
     add_access_flags,
-    add_engine_flags,
     add_hub_flags,
     add_model_flags,
-    add_plan_flags,
     add_server_flags,
-    add_weight_flags,
 )
 
 
