@@ -29,6 +29,17 @@ class Admission(NamedTuple):
     num_prompt: int = 0
 
 
+class PageCopy(NamedTuple):
+    """Overwrites page `target` with the content of page `source`.
+
+    Whole pages are copied, in all layers. What a KV format keeps outside of the pages is not (see
+    `CacheConfig.own_tokens`).
+    """
+
+    source: int
+    target: int
+
+
 class PageEntry(NamedTuple):
     """Sets entry `position` of the slot's page table to `page`."""
 
@@ -74,15 +85,18 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """One step. `admissions` and `pages` apply before the rows are computed.
+    """One step.
 
-    In every layer all rows write their keys and values before any row reads. A row may therefore
-    share pages that another row of the same plan fills.
+    `copies` apply first, in their order: a copy reads what the copies before it wrote. Then
+    `admissions` and `pages` apply, and then the rows are computed. In every layer all rows write
+    their keys and values before any row reads. A row may therefore share pages that another row of
+    the same plan fills.
     """
 
     rows: tuple[Row, ...]
     admissions: tuple[Admission, ...] = ()
     pages: tuple[PageEntry, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
 
     @cached_property
     def num_tokens(self) -> int:

@@ -15,7 +15,14 @@ from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.programs.executable_cache import Program
-from jaxserve.runner import batch, kv_cache, prompt_scores, sequence_state, slot_tables
+from jaxserve.runner import (
+    batch,
+    kv_cache,
+    page_copies,
+    prompt_scores,
+    sequence_state,
+    slot_tables,
+)
 from jaxserve.runner.batch import Bucket
 from jaxserve.runner.step import DeviceState, run_step
 from jaxserve_kernels.kv_format import AUTO, CacheShape, KVFormat, has_scales, largest_magnitudes
@@ -143,6 +150,7 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
     return [
         *(step(bucket) for bucket in config.all_buckets()),
         Program(name="flush", function=_flush, arguments=(state.sequences, updates), donated=(0,)),
+        page_copies.program(config.kv_format, config.kv_shape, config.dtype),
         Program(name="state", function=empty, arguments=(), details=repr(state)),
         *(
             [Program(name=LARGEST_MAGNITUDES, function=largest_magnitudes, arguments=(state.kv,))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -13,10 +13,10 @@ from jax import Array
 from numpy.typing import NDArray
 
 from jaxserve.models import decoder
-from jaxserve.plan import Sampled, StepPlan
+from jaxserve.plan import PageCopy, Sampled, StepPlan
 from jaxserve.programs.executable_cache import Executable
 from jaxserve.programs.executables import obtain
-from jaxserve.runner import batch, prompt_scores, slot_tables
+from jaxserve.runner import batch, page_copies, prompt_scores, slot_tables
 from jaxserve.runner.batch import Bucket, Updates
 from jaxserve.runner.programs import (
     FLUSH_UPDATES,
@@ -100,6 +100,7 @@ class Runner:
         """
         self._steps = {bucket: executables[step_name(bucket)] for bucket in self._buckets}
         self._flush, self._zero_state = executables["flush"], executables["state"]
+        self._page_copies = executables[page_copies.NAME]
         self._uploads = slot_tables.Uploads(self._config.tables, executables)
         self._scorer = PromptScorer(executables, rows=self._config.scheduler.max_num_seqs)
         self._largest = executables.get(LARGEST_MAGNITUDES)
@@ -109,6 +110,7 @@ class Runner:
         for done, bucket in enumerate(self._buckets, start=1):
             self._warm(bucket)
             progress("warming", done / len(self._buckets))
+        self._copy_pages([PageCopy(0, 0)])
         self._state = self._state._replace(tables=self._uploads.warm(self._state.tables))
         jax.block_until_ready((scored, self._state))
 
@@ -132,6 +134,8 @@ class Runner:
           ValueError: no bucket holds the plan.
         """
         bucket = self._bucket_for(plan)
+        if plan.copies:
+            self._copy_pages(plan.copies)
         updates = Updates.of(plan, self._width)
         while len(updates.addresses) > bucket.updates:
             first, updates = updates.split(FLUSH_UPDATES)
@@ -197,6 +201,11 @@ class Runner:
         if self._kv_scales is not None:
             state = state._replace(kv=with_scales(state.kv, self._kv_scales))
         return state, jax.device_put(np.zeros(self._config.results_shape, np.int32))
+
+    def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Launch copies of pages. Returns before they are done."""
+        for packed in page_copies.pack(copies):
+            self._state = self._state._replace(kv=self._page_copies(self._state.kv, packed))
 
     def _execute(self, bucket: Bucket, packed: NDArray[np.int32]) -> Array:
         """Launch a compiled step. Returns its results.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class OutOfPages(RuntimeError):
@@ -22,6 +22,10 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int):
+        self.on_evict: Callable[[int, bytes], None] | None = None
+        """Called with page and hash when a published page is allocated again. All plans made before
+        have computed its content, and only the plan in the making or a later one overwrites it: a
+        copy that is launched at once reads the whole content. Must not raise or use the pool."""
         self.num_total = num_pages - 1
         """Pages that can be allocated."""
         self._free = OrderedDict.fromkeys(range(1, num_pages))
@@ -49,6 +53,8 @@ class PagePool:
             self._holders[page] = 1
             if (content := self._hash_of.pop(page, None)) is not None:
                 del self._page_of[content]
+                if self.on_evict is not None:
+                    self.on_evict(page, content)
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
@@ -91,7 +97,8 @@ class PagePool:
         return pages
 
     def forget(self) -> None:
-        """Unpublish everything. Holders keep their pages."""
+        """Unpublish everything. Holders keep their pages. `on_evict` is not called: the content is
+        lost, wrong, or not wanted."""
         self._hash_of.clear()
         self._page_of.clear()
 

@@ -99,6 +99,8 @@ class FakeRunner:
 
     def launch(self, plan: StepPlan) -> Pending:
         self._check_limits(plan)
+        for source, target in plan.copies:
+            self.kv[target] = list(self.kv[source])
         for admission in plan.admissions:
             self.params[admission.slot] = admission.params
             self.own[admission.slot] = 0

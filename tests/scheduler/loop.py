@@ -51,6 +51,11 @@ class Loop:
         self.over: set[str] = set()
         """Requests that must not have any more events."""
         self.wasted_rows = self.hit_tokens = 0
+        self.evicted: list[bytes] = []
+        """Hashes of the pages that were allocated again."""
+        self._content: dict[bytes, list[int | None]] = {}
+        """What evicted pages held, by their hashes."""
+        self.scheduler.pages.on_evict = self._evict
         self._salts: dict[int, str] = {}
         """Of the requests for which pages were filled last."""
 
@@ -83,6 +88,15 @@ class Loop:
             salt = self.salts[seq.request_id]
             assert position >= seq.shared or self._salts[page] == salt, "shared across salts"
             self._salts[page] = salt
+
+    def _evict(self, page: int, content: bytes) -> None:
+        """A page is whole when it is evicted, and equal hashes mean equal keys and values."""
+        self.evicted.append(content)
+        if not isinstance(self.runner, FakeRunner):
+            return  # a device does not show what its pages hold
+        held = list(self.runner.kv[page])
+        assert None not in held, "a page was evicted before it was filled"
+        assert self._content.setdefault(content, held) == held, "evicted too late, or never right"
 
     def commit(self, *, failing: bool = False) -> None:
         if failing:

@@ -32,6 +32,9 @@ class PagePoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(NUM_PAGES)
+        self.told: list[tuple[int, bytes]] = []
+        """What `on_evict` was called with since the last allocation."""
+        self.pool.on_evict = lambda page, content: self.told.append((page, content))
         self.held = Counter[int]()
         self.content: dict[int, bytes] = {}
         """What the page was published as, in the order in which free ones will be given out."""
@@ -50,8 +53,8 @@ class PagePoolMachine(RuleBasedStateMachine):
         assert not any(self.held[page] for page in pages), "a held page was given out"
         evicted = [page for page in pages if page in self.content]
         assert evicted == idle[: max(0, count - unpublished)], "not the longest unused"
-        for page in evicted:
-            del self.content[page]
+        assert self.told == [(page, self.content.pop(page)) for page in evicted]
+        self.told.clear()
         self.held.update(pages)
         return pages
 
@@ -92,6 +95,10 @@ class PagePoolMachine(RuleBasedStateMachine):
     def forget(self) -> None:
         self.pool.forget()
         self.content.clear()
+
+    @invariant()
+    def nobody_is_told_of_pages_that_keep_their_content(self) -> None:
+        assert not self.told
 
     @invariant()
     def accounts_balance(self) -> None:

@@ -173,6 +173,7 @@ def check_against_solo(work: Workload) -> None:
     assert loop.scheduler.pages.num_free == work.cache.usable_pages
     assert loop.scheduler.num_running == loop.scheduler.num_waiting == 0
     event(f"prefix hits: {loop.hit_tokens > 0}")
+    event(f"evictions: {min(len(loop.evicted), 3)}")
     event(f"preemptions: {min(loop.scheduler.num_preemptions, 3)}")
     event(f"wasted rows: {min(loop.wasted_rows, 3)}")
 
