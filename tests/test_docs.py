@@ -46,6 +46,8 @@ METRIC = re.compile(r"`((?:vllm:|jaxserve_|process_)\w+)(?:\{[^`]*\})?`")
 PACKAGES = {"jaxserve_kernels", "jaxserve_checkpoints"}
 NOT_OURS = {"Unable to initialize backend 'tpu'"}
 """Messages of the table for troubleshooting that come from a library."""
+WRITTEN = {"docs/measurements/kv_sweep.json"}
+"""Files that a command of an example writes."""
 NOT_OUR_FLAGS = {"--build-arg"}
 
 LINKED = [*PAGES, *sorted(ROOT.glob("lab/**/*.md"))]
@@ -209,6 +211,14 @@ def test_metrics_that_are_named_exist(page: Path) -> None:
     exported = exposition()
     for name in set(METRIC.findall(page.read_text())) - PACKAGES:
         assert f"# TYPE {name} " in exported, name
+
+
+def test_pages_and_measurements_that_sources_name_exist() -> None:
+    """In comments and docstrings: where a number comes from."""
+    for package in ("jaxserve", "checkpoints", "kernels", "scripts"):
+        for file in (ROOT / package).glob("**/*.py"):
+            for name in re.findall(r"\b(?:docs|lab)/[\w/]+\.(?:md|json)", file.read_text()):
+                assert (ROOT / name).exists() or name in WRITTEN, f"{file.name}: {name}"
 
 
 def texts_of_sources() -> Iterator[str]:

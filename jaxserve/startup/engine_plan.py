@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 GPU_DECODE = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256)
 # Smaller ones take as long as 64, larger ones longer per token than 2048: see "Buckets" in
-# docs/performance/prefill.md.
+# lab/logs/prefill.md.
 GPU_PREFILL = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 _CPU_DECODE = (1, 4, 16, 64)
 _CPU_PREFILL = (16, 64, 256)

@@ -13,7 +13,7 @@ _XLA_FLAGS = (
     "--xla_gpu_enable_triton_gemm=false",
     # What is found by trying algorithms out depends on what else the card does, so two starts would
     # run different programs. The first in cuBLASLt's own order is as fast: see "Outliers" in
-    # docs/performance/decode.md.
+    # lab/logs/decode.md.
     "--xla_gpu_autotune_level=0",
     # It counts the KV cache once per in-place write, believes that memory is short, and spends
     # time on saving it.
@@ -21,7 +21,7 @@ _XLA_FLAGS = (
 )
 
 # Level 3 takes half as long again to compile a step for a CPU, and its steps are no faster: see
-# "On a CPU" in docs/performance/starting.md. Programs for GPUs were measured with what XLA does.
+# "On a CPU" in lab/logs/starting.md. Programs for GPUs were measured with what XLA does.
 _CPU_OPTIONS = {"xla_backend_optimization_level": 2}
 
 _NOT_IN_PROGRAMS = ("--xla_dump", "--xla_gpu_dump")

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from jaxserve_kernels import early, target, tuned
 
 MAX_TOKENS = 16
-"""Beyond it cuBLASLt is as fast. Measured on an H100; see docs/performance/decode.md."""
+"""Beyond it cuBLASLt is as fast. Measured on an H100; see lab/logs/decode.md."""
 
 HOPPER_MIN_TOKENS = 384
 """From it on the product with the gating in it is faster on Hopper than cuBLASLt and a kernel that
-gates. Measured on an H200; see docs/performance/prefill.md."""
+gates. Measured on an H200; see lab/logs/prefill.md."""
 
 ADDING_MIN_TOKENS = 2048
 """From it on a product of cuBLASLt's takes the residual stream in. Measured on an H200; see
-docs/performance/prefill.md."""
+lab/logs/prefill.md."""
 
 _ENOUGH_PROGRAMS = 2
 """On each multiprocessor: they keep the memory busy."""

@@ -34,7 +34,7 @@ _STAGES = gl.constexpr(4)
 """Of 48 KB: what shared memory holds."""
 
 _MOST_PIECES = 2
-"""Of a tile. Four are no faster on an H200; see docs/performance/prefill.md."""
+"""Of a tile. Four are no faster on an H200; see lab/logs/prefill.md."""
 
 
 @gluon.jit

@@ -182,7 +182,7 @@ def _launch(tokens: int, programs: int, steps: int, config: Config) -> dict[str,
     """How programs of so many steps fill the multiprocessors: each holds three of them, or as many
     as there are for it, whose rings of tiles share its memory.
 
-    When the next kernel may be brought in was measured on an H200; see docs/performance/decode.md.
+    When the next kernel may be brought in was measured on an H200; see lab/logs/decode.md.
     """
     columns = max(8, triton.next_power_of_2(tokens))
     tile = 2 * (config.rows + columns) * config.depth

@@ -103,7 +103,7 @@ def choose(
       e4m3: it multiplies such numbers: from compute capability 8.9 on.
 
     The rules and their limits are the fastest of those measured on an H200 with Qwen3-4B's shapes;
-    see docs/performance/quantised_weights.md.
+    see lab/logs/quantised_weights.md.
     """
     out, depth = weight.shape
     if not _has_kernel(weight):
