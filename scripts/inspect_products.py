@@ -41,11 +41,11 @@ def main() -> None:
     parser.add_argument("--formats", type=lambda text: text.split(","), default=list(FORMATS))
     for name in parser.parse_args().formats:
         tile = 64 if name == "nvfp4" else 128
-        few = {"TOKENS": 16, "UNROLL": 128 // tile, "STAGES": 4}
+        few = {"TOKENS": 16, "UNROLL": 128 // tile, "STAGES": 4, "GATED": 1}
         report(name, "unpack, 16 tokens", compiled(unpack._gated, name, few), 128)
         if name != "fp8":
             tokens = 64 if name.startswith("int4") else 128
-            many = {"TOKENS": tokens, "GATED": True, "SPLITS": 1, "STAGES": 4}
+            many = {"TOKENS": tokens, "GATED": 1, "SPLITS": 1, "STAGES": 4}
             report(name, f"e4m3, {tokens} tokens", compiled(e4m3._product, name, many), tile)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any, TypeGuard
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels import dense_matmul, quantized_matmul
+from jaxserve_kernels.activation import Activation
+from jaxserve_kernels.dense_matmul import gated
 from jaxserve_kernels.dense_matmul import sum_parts as sum_parts
 from jaxserve_kernels.quantized_matmul.config import reads_copy
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens as QuantizedTokens
@@ -42,7 +45,12 @@ def _part(weight: Weight, tokens: int) -> Array | QuantizedWeight:
 
 
 def token_format(
-    weight: Weight | None, tokens: int, dtype: DTypeLike, *, gated: bool = False
+    weight: Weight | None,
+    tokens: int,
+    dtype: DTypeLike,
+    *,
+    gated: bool = False,
+    activation: Activation = "silu",
 ) -> TokenFormat | None:
     """What a product with the weight reads in place of tokens in `dtype`: None, those, or 8 bits.
 
@@ -53,16 +61,28 @@ def token_format(
         return None
     weight = _part(weight, tokens)
     if isinstance(weight, QUANTIZED) and not isinstance(weight, OrderedInt4Weight):
-        return quantized_matmul.token_format(weight, tokens, dtype, gated=gated)
+        return quantized_matmul.token_format(weight, tokens, dtype, activation if gated else None)
     return None
 
 
-def linear(x: Array | QuantizedTokens, weight: Weight, dtype: DTypeLike | None = None) -> Array:
+def linear(
+    x: Array | QuantizedTokens,
+    weight: Weight,
+    dtype: DTypeLike | None = None,
+    *,
+    bias: Array | None = None,
+) -> Array:
     """x [tokens, in] times weight [out, in] transposed, as partial sums [parts, tokens, out].
 
     Their sum over the first axis is the product: one part in `dtype` (x's if not given), or any
     number in float32. Readers add them, by `sum_parts` or inside their own kernel.
+
+    A bias [out] is added in float32, before the product is rounded. No kernel does that: XLA adds
+    it to the partial sums, and what holds such a product is no chain. The bias of queries, keys and
+    values belongs to who reads them: `attention_inputs.HeadWeights`.
     """
+    if bias is not None:
+        return sum_parts(linear(x, weight, jnp.float32), dtype or x.dtype, bias)[None]
     weight = _part(weight, x.shape[0])
     if isinstance(weight, OrderedInt4Weight):
         x = quantized_matmul.take_inputs(plain(x), weight.order)
@@ -73,32 +93,47 @@ def linear(x: Array | QuantizedTokens, weight: Weight, dtype: DTypeLike | None =
 
 
 def add_linear(
-    total: Array, x: Array | QuantizedTokens, weight: Weight
+    total: Array, x: Array | QuantizedTokens, weight: Weight, *, bias: Array | None = None
 ) -> tuple[Array, Array | None]:
     """total [tokens, out] plus x [tokens, in] times weight [out, in] transposed, of total's dtype.
+
+    A bias [out] is added to the product as in `linear`.
 
     Returns:
       The sum and None, where the product takes total in; else total as it was, and partial sums as
       of `linear` that its reader adds.
     """
+    if bias is not None:
+        return total, linear(x, weight, total.dtype, bias=bias)
     weight = _part(weight, x.shape[0])
     if isinstance(weight, QUANTIZED):
         return total, linear(x, weight)
     return dense_matmul.add_linear(total, plain(x), weight)
 
 
-def gated_linear(x: Array | QuantizedTokens, weight: Weight) -> Array:
-    """SwiGLU of x [tokens, in]: silu(x @ gate.T) * (x @ up.T), [tokens, ffn] in x's dtype.
+def gated_linear(
+    x: Array | QuantizedTokens,
+    weight: Weight,
+    *,
+    bias: Array | None = None,
+    activation: Activation = "silu",
+) -> Array:
+    """A gated product of x [tokens, in], [tokens, ffn] in x's dtype::
 
-    weight is [2 * ffn, in]: the rows of gate, then those of up.
+        activation(x @ gate.T) * (x @ up.T)
+
+    weight is [2 * ffn, in]: the rows of gate, then those of up. A bias [2 * ffn] is added to the
+    products as in `linear`.
     """
+    if bias is not None:
+        return gated(linear(x, weight, bias=bias)[0], activation)
     weight = _part(weight, x.shape[0])
     if isinstance(weight, OrderedInt4Weight):
         x = quantized_matmul.take_inputs(plain(x), weight.order)
-        return gated_linear(x, weight.stored)
+        return gated_linear(x, weight.stored, activation=activation)
     if isinstance(weight, QUANTIZED):
-        return quantized_matmul.gated_linear(x, weight)
-    return dense_matmul.gated_linear(plain(x), weight)
+        return quantized_matmul.gated_linear(x, weight, activation)
+    return dense_matmul.gated_linear(plain(x), weight, activation)
 
 
 def has_rows(weight: Weight) -> TypeGuard[Int8Weight | Fp8Weight]:

@@ -28,7 +28,7 @@ def compiled(tokens: int, group: int) -> Any:
         "out_ptr": "*bf16",
     }  # fmt: skip
     constants = {
-        "tokens": tokens, "n": 9728, "k": 2560, "GATED": True, "KIND": 2, "GROUP": group, "ZERO": 0,
+        "tokens": tokens, "n": 9728, "k": 2560, "GATED": 1, "KIND": 2, "GROUP": group, "ZERO": 0,
         "TOKENS": 8, "ROWS": 16, "STEPS": STEPS, "WARPS": 4,
     }  # fmt: skip
     return compile_kernel(_product, types, constants)
@@ -71,7 +71,7 @@ def test_a_ring_of_codes_is_asked_for_before_the_kernels_before_end(
         "out_ptr": "*bf16",
     }  # fmt: skip
     constants = {
-        "tokens": tokens, "n": 9728, "k": 2560, "GATED": True, "KIND": 2, "GROUP": 64, "ZERO": 1,
+        "tokens": tokens, "n": 9728, "k": 2560, "GATED": 1, "KIND": 2, "GROUP": 64, "ZERO": 1,
         "TOKENS": tokens, "ROWS": 64, "STEPS": 20, "TURN": turn, "STAGES": stages, "FIRST": False,
         "EARLY": True,
     }  # fmt: skip
@@ -106,7 +106,7 @@ def test_rings_of_every_format_fit_three_programs(name: str, tokens: int, tmp_pa
         "second_ptr": "*fp32", "out_ptr": "*bf16",
     }  # fmt: skip
     constants = {
-        "tokens": tokens, "n": 9728, "k": 2560, "GATED": True, **kind(weight),
+        "tokens": tokens, "n": 9728, "k": 2560, "GATED": 1, **kind(weight),
         "TOKENS": config.tokens, "ROWS": config.rows, "STEPS": steps(20, 1, config.unroll),
         "TURN": config.unroll, "STAGES": config.num_stages, "FIRST": config.first, "EARLY": True,
     }  # fmt: skip
@@ -131,7 +131,7 @@ def test_warpgroups_that_share_tokens_fit_a_multiprocessor(
     }  # fmt: skip
     constants = {
         "tokens": 64, "n": ffn, "k": 2560, "KIND": 2, "GROUP": 128, "ZERO": 0, "TOKENS": 64,
-        "STAGES": 7, "SHARES": shares, "EARLY": True,
+        "STAGES": 7, "SHARES": shares, "GATED": 1, "EARLY": True,
     }  # fmt: skip
     kernel = compile_kernel(_product, types, constants)
     check_registers_and_memory(kernel, tmp_path)

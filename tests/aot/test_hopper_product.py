@@ -26,7 +26,9 @@ def test_the_program_fits_and_its_products_do_not_wait(
         "w_piece": tma_blocks(COLUMNS // pieces, DEPTH),
         "out_ptr": "*bf16",
     }
-    constants = {"whole": whole, "pieces": pieces, "tokens": tokens, "n": n, "k": k}
+    constants = {
+        "whole": whole, "pieces": pieces, "tokens": tokens, "n": n, "k": k, "GATED": 1,
+    }  # fmt: skip
     kernel = compile_kernel(_program, types, constants)
     check_registers_and_memory(kernel, tmp_path)
     assert kernel.metadata.num_warps == 12  # two warpgroups, and one for the producer's warp

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve_kernels import weights
+from jaxserve_kernels.activation import Activation
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import format_for
 from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
@@ -63,10 +64,12 @@ def product(kernels: Any, x: Any, weight: Any, config: Config) -> np.ndarray[Any
     return np.asarray(kernels.launch(x, weight, config, out_type, gated=False)).sum(0)
 
 
-def gated_product(kernels: Any, x: Any, weight: Any, config: Config) -> np.ndarray[Any, Any]:
+def gated_product(
+    kernels: Any, x: Any, weight: Any, config: Config, activation: Activation = "silu"
+) -> np.ndarray[Any, Any]:
     """What a module's kernel gives for a weight of gate and up, in float32."""
     out_type = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0] // 2), jnp.bfloat16)
-    both = kernels.launch(x, weight, config, out_type, gated=True)
+    both = kernels.launch(x, weight, config, out_type, gated=True, activation=activation)
     return np.asarray(both, np.float32)
 
 
@@ -75,11 +78,18 @@ def exact(x: jax.Array, weight: Any) -> np.ndarray[Any, Any]:
     return np.asarray(x, np.float32) @ np.asarray(weight.dequantize()).T
 
 
-def gating(both: Any) -> np.ndarray[Any, Any]:
-    """silu(gate) * up of [tokens, 2 * ffn], rounded where the definition rounds."""
+def gating(both: Any, activation: Activation = "silu") -> np.ndarray[Any, Any]:
+    """activation(gate) * up of [tokens, 2 * ffn], rounded where the definition rounds."""
     gate, up = (
         part.astype(jnp.bfloat16).astype(np.float32)
         for part in np.split(np.asarray(both, np.float32), 2, axis=1)
     )
-    gated = (gate / (1 + np.exp(-gate))).astype(jnp.bfloat16).astype(np.float32)
-    return (gated * up).astype(jnp.bfloat16).astype(np.float32)
+    if activation == "silu":
+        active = gate / (1 + np.exp(-gate))
+    else:
+        active = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+    return (
+        (active.astype(jnp.bfloat16).astype(np.float32) * up)
+        .astype(jnp.bfloat16)
+        .astype(np.float32)
+    )

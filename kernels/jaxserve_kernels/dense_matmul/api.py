@@ -11,6 +11,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxserve_kernels import early, target
+from jaxserve_kernels.activation import Activation
 from jaxserve_kernels.dense_matmul import reference
 from jaxserve_kernels.dense_matmul.config import (
     ADDING_MIN_TOKENS,
@@ -37,19 +38,20 @@ def add_linear(total: Array, x: Array, weight: Array) -> tuple[Array, Array | No
     return lax.optimization_barrier(total + reference.linear(x, weight, total.dtype)[0]), None
 
 
-def gated_linear(x: Array, weight: Array) -> Array:
+def gated_linear(x: Array, weight: Array, activation: Activation = "silu") -> Array:
     """See `reference.gated_linear`."""
     if _on_gpu(x) and target.runs_hopper_kernels():
         out, depth = weight.shape
         if fuses_gating(tokens=x.shape[0], out=out, depth=depth):
             from jaxserve_kernels.dense_matmul import hopper  # needs Triton: only for GPUs
 
-            if compiles("gated_linear_hopper", hopper.gated_linear, x, weight):
-                return hopper.gated_linear(x, weight)
+            kernel = functools.partial(hopper.gated_linear, activation=activation)
+            if compiles("gated_linear_hopper", kernel, x, weight, static=activation):
+                return kernel(x, weight)
     config = _config(x, weight, gated=True)
     if config is None:
-        return reference.gated_linear(x, weight)
-    return _kernels().gated_linear(x, weight, config)
+        return reference.gated_linear(x, weight, activation)
+    return _kernels().gated_linear(x, weight, config, activation)
 
 
 def _config(x: Array, weight: Array, *, gated: bool = False) -> Config | None:

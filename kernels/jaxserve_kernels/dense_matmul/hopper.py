@@ -22,6 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from jaxserve_kernels import target
+from jaxserve_kernels.activation import Activation, gating
+from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 
 TOKENS = 128
@@ -41,7 +43,7 @@ _MOST_PIECES = 2
 def _multiply_tile(
     x_ring, w_ring, ready, free, out_ptr, at, token, column,
     part: gl.constexpr, COLUMNS: gl.constexpr,
-    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `part`: its 64 tokens of a tile of COLUMNS columns, from step `at` of the ring on;
     the step after it."""
@@ -62,9 +64,7 @@ def _multiply_tile(
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(free.index((at + _STAGES - 1) % _STAGES), count=1)
     gate, up = gl.split(acc.reshape([ROWS, 2, COLUMNS]).permute((0, 2, 1)))
-    gate = gate.to(gl.bfloat16).to(gl.float32)  # rounded where the reference rounds
-    gated = gate / (1.0 + gl.exp2(gate * -1.4426950408889634))
-    out = gated.to(gl.bfloat16).to(gl.float32) * up.to(gl.bfloat16).to(gl.float32)
+    out = gated_sums(gate, up, gl.bfloat16, GATED)
     out = gl.convert_layout(out.to(gl.bfloat16), flat)
     row = token + part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, flat))
     row = gl.expand_dims(row, 1)
@@ -77,7 +77,7 @@ def _multiply_tile(
 def _multiply(
     x_ring, w_ring, ready, free, out_ptr, program, programs,
     part: gl.constexpr, whole: gl.constexpr, pieces: gl.constexpr,
-    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `part`: its 64 tokens of each tile of this program."""
     rows: gl.constexpr = (tokens + _TOKENS - 1) // _TOKENS
@@ -85,7 +85,7 @@ def _multiply(
     for tile in range(program, whole, programs):
         at = _multiply_tile(
             x_ring, w_ring, ready, free, out_ptr, at,
-            tile % rows * _TOKENS, tile // rows * _COLUMNS, part, _COLUMNS, tokens, n, k,
+            tile % rows * _TOKENS, tile // rows * _COLUMNS, part, _COLUMNS, tokens, n, k, GATED,
         )  # fmt: skip
     tile = whole + program // pieces
     if tile < rows * (n // _COLUMNS):
@@ -93,7 +93,7 @@ def _multiply(
         column = tile // rows * _COLUMNS + program % pieces * WIDTH
         _multiply_tile(
             x_ring, w_ring, ready, free, out_ptr, at,
-            tile % rows * _TOKENS, column, part, WIDTH, tokens, n, k,
+            tile % rows * _TOKENS, column, part, WIDTH, tokens, n, k, GATED,
         )  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def _copy(
 @gluon.jit
 def _program(
     x, w, w_piece, out_ptr, whole: gl.constexpr, pieces: gl.constexpr,
-    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     program = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -158,11 +158,11 @@ def _program(
         [
             (_multiply, (
                 x_ring, w_ring, ready, free, out_ptr, program, programs,
-                0, whole, pieces, tokens, n, k,
+                0, whole, pieces, tokens, n, k, GATED,
             )),
             (_multiply, (
                 x_ring, w_ring, ready, free, out_ptr, program, programs,
-                1, whole, pieces, tokens, n, k,
+                1, whole, pieces, tokens, n, k, GATED,
             )),
             (_copy, (
                 x, w, w_piece, x_ring, w_ring, ready, free, program, programs,
@@ -184,7 +184,7 @@ def divide(tiles: int, programs: int, most_pieces: int = _MOST_PIECES) -> tuple[
     return tiles - rest, pieces
 
 
-def gated_linear(x: Array, weight: Array) -> Array:
+def gated_linear(x: Array, weight: Array, activation: Activation = "silu") -> Array:
     """[tokens, ffn] in bfloat16. ffn is a multiple of COLUMNS, the depth one of DEPTH."""
     tokens, k = x.shape
     n = weight.shape[0] // 2
@@ -201,5 +201,5 @@ def gated_linear(x: Array, weight: Array) -> Array:
         out_type=jax.ShapeDtypeStruct((tokens, n), x.dtype),
         grid=(programs,),
         num_warps=4,
-        whole=whole, pieces=pieces, tokens=tokens, n=n, k=k,
+        whole=whole, pieces=pieces, tokens=tokens, n=n, k=k, GATED=gating(activation),
     )  # fmt: skip

@@ -7,19 +7,28 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from jaxserve_kernels.activation import Activation, activate
+
 
 def linear(x: Array, weight: Array, dtype: DTypeLike) -> Array:
     """x [tokens, in] times weight [out, in] transposed: [1, tokens, out] in `dtype`."""
     return _product(x, weight, dtype)[None]
 
 
-def gated_linear(x: Array, weight: Array) -> Array:
-    """SwiGLU (Shazeer 2020) of x [tokens, in]: silu(x @ gate.T) * (x @ up.T), [tokens, ffn].
+def gated_linear(x: Array, weight: Array, activation: Activation = "silu") -> Array:
+    """A gated product (Shazeer 2020) of x [tokens, in]: [tokens, ffn] in x's dtype::
+
+        activation(x @ gate.T) * (x @ up.T)
 
     weight is [2 * ffn, in]: the rows of gate, then those of up.
     """
-    gate, up = jnp.split(_product(x, weight, x.dtype), 2, axis=-1)
-    return jax.nn.silu(gate.astype(jnp.float32)).astype(up.dtype) * up
+    return gated(_product(x, weight, x.dtype), activation)
+
+
+def gated(gate_up: Array, activation: Activation) -> Array:
+    """activation(gate) * up of gate_up [tokens, 2 * ffn]; the activation is computed in float32."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return activate(gate.astype(jnp.float32), activation).astype(up.dtype) * up
 
 
 def sum_parts(parts: Array, dtype: DTypeLike, bias: Array | None = None) -> Array:

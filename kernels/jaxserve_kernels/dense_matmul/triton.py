@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.dense_matmul.config import Config
+from jaxserve_kernels.triton_activation import gated
 from jaxserve_kernels.triton_call import triton_call
 
 
@@ -58,7 +60,7 @@ def _linear(
 def _gated(
     x_ptr, w_ptr, out_ptr,
     tokens: tl.constexpr, n: tl.constexpr, k: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """A tile is ROWS / 2 rows of gate and the same rows of up, so the gating needs no exchange."""
     half: tl.constexpr = ROWS // 2
@@ -66,12 +68,10 @@ def _gated(
     row = tl.program_id(0) * half + lane % half + (lane // half) * n
     acc = _accumulate(x_ptr, w_ptr, row, 0, tokens, k, k // DEPTH, TOKENS, ROWS, DEPTH, STAGES)
     gate, up = tl.split(tl.permute(tl.reshape(acc, (2, half, TOKENS)), (1, 2, 0)))
-    dtype = out_ptr.dtype.element_ty
-    gate = gate.to(dtype).to(tl.float32)  # rounded where the reference rounds
-    gated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+    values = gated(gate, up, out_ptr.dtype.element_ty, GATED)
     out_row = tl.program_id(0) * half + tl.arange(0, half)[:, None]
     token = tl.arange(0, TOKENS)[None, :]
-    tl.store(out_ptr + token * n + out_row, gated.to(dtype), mask=token < tokens)
+    tl.store(out_ptr + token * n + out_row, values, mask=token < tokens)
 
 
 def linear(x: Array, weight: Array, config: Config) -> Array:
@@ -91,7 +91,7 @@ def linear(x: Array, weight: Array, config: Config) -> Array:
     )  # fmt: skip
 
 
-def gated_linear(x: Array, weight: Array, config: Config) -> Array:
+def gated_linear(x: Array, weight: Array, config: Config, activation: Activation = "silu") -> Array:
     """[tokens, ffn] in x's dtype; `config.splits` has no meaning here."""
     tokens, k = x.shape
     n = weight.shape[0] // 2
@@ -104,5 +104,5 @@ def gated_linear(x: Array, weight: Array, config: Config) -> Array:
         num_warps=config.num_warps,
         tokens=tokens, n=n, k=k,
         TOKENS=max(16, triton.next_power_of_2(tokens)),
-        ROWS=config.rows, DEPTH=config.depth, STAGES=config.num_stages,
+        ROWS=config.rows, DEPTH=config.depth, STAGES=config.num_stages, GATED=gating(activation),
     )  # fmt: skip

@@ -22,7 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels import target
+from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.dense_matmul.config import Config
+from jaxserve_kernels.triton_activation import sigmoid_of
 from jaxserve_kernels.triton_call import triton_call
 
 _RESERVED = 1024
@@ -114,7 +116,7 @@ def _gated(
     x_ptr, w_ptr, out_ptr,
     tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr, TOKENS: gl.constexpr,
     ROWS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, NEXT_FIRST: gl.constexpr,
-    EARLY: gl.constexpr = False,
+    GATED: gl.constexpr, EARLY: gl.constexpr = False,
 ):  # fmt: skip
     """A tile is ROWS / 2 rows of gate and the same rows of up."""
     half: gl.constexpr = ROWS // 2
@@ -136,7 +138,7 @@ def _gated(
     up = sums.slice(half, half).load(out_layout)
     dtype = out_ptr.dtype.element_ty
     gate = gate.to(dtype).to(gl.float32)  # rounded where the reference rounds
-    sigmoid = 1.0 / (1.0 + gl.exp(-gate))
+    sigmoid = 1.0 / (1.0 + gl.exp(-sigmoid_of(gate, GATED)))
     gated = (gate * sigmoid).to(dtype).to(gl.float32) * up.to(dtype).to(gl.float32)
     token = gl.expand_dims(gl.arange(0, TOKENS, gl.SliceLayout(0, out_layout)), 0)
     out_row = gl.expand_dims(first + gl.arange(0, half, gl.SliceLayout(1, out_layout)), 1)
@@ -161,7 +163,7 @@ def linear(x: Array, weight: Array, config: Config) -> Array:
     )  # fmt: skip
 
 
-def gated_linear(x: Array, weight: Array, config: Config) -> Array:
+def gated_linear(x: Array, weight: Array, config: Config, activation: Activation = "silu") -> Array:
     """[tokens, ffn] in x's dtype; `config.splits` has no meaning here."""
     tokens, k = x.shape
     n = weight.shape[0] // 2
@@ -174,7 +176,8 @@ def gated_linear(x: Array, weight: Array, config: Config) -> Array:
         grid=(programs,),
         num_warps=4,
         tokens=tokens, n=n, k=k,
-        ROWS=config.rows, DEPTH=config.depth, **_launch(tokens, programs, steps, config),
+        ROWS=config.rows, DEPTH=config.depth, GATED=gating(activation),
+        **_launch(tokens, programs, steps, config),
     )  # fmt: skip
 
 

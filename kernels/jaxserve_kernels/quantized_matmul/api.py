@@ -14,6 +14,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels import dense_matmul, early, target
+from jaxserve_kernels.activation import Activation
 from jaxserve_kernels.fallback import compiles
 from jaxserve_kernels.quantized_matmul.config import Config, Method, choose, reads_quantized
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import (
@@ -30,18 +31,21 @@ def linear(
 ) -> Array:
     """See `matmul.linear`."""
     dtype = dtype or x.dtype
-    config = _config(x, weight, gated=False)
+    config = _config(x, weight, None)
     if config is None:
         return dense_matmul.linear(plain(x), weight.dequantize().astype(x.dtype), dtype)
-    return _launch(x, weight, config, dtype, gated=False)
+    return _launch(x, weight, config, dtype, None)
 
 
-def gated_linear(x: Array | QuantizedTokens, weight: QuantizedWeight) -> Array:
+def gated_linear(
+    x: Array | QuantizedTokens, weight: QuantizedWeight, activation: Activation = "silu"
+) -> Array:
     """See `matmul.gated_linear`."""
-    config = _config(x, weight, gated=True)
+    config = _config(x, weight, activation)
     if config is None:
-        return dense_matmul.gated_linear(plain(x), weight.dequantize().astype(x.dtype))
-    return _launch(x, weight, config, x.dtype, gated=True)
+        plain_weight = weight.dequantize().astype(x.dtype)
+        return dense_matmul.gated_linear(plain(x), plain_weight, activation)
+    return _launch(x, weight, config, x.dtype, activation)
 
 
 def _launch(
@@ -49,16 +53,19 @@ def _launch(
     weight: QuantizedWeight,
     config: Config,
     dtype: DTypeLike,
-    *,
-    gated: bool,
+    activation: Activation | None,
 ) -> Array:
+    """Gated, if there is an activation."""
     tokens, out = x.shape[0], weight.shape[0]
-    if gated:
+    if activation is not None:
         out_type = jax.ShapeDtypeStruct((tokens, out // 2), dtype)
     else:
         out_dtype = dtype if config.splits == 1 else jnp.float32
         out_type = jax.ShapeDtypeStruct((config.splits, tokens, out), out_dtype)
-    return _kernels(config).launch(x, weight, config, out_type, gated=gated)
+    launch = _kernels(config).launch
+    if activation is None:
+        return launch(x, weight, config, out_type, gated=False)
+    return launch(x, weight, config, out_type, gated=True, activation=activation)
 
 
 def take_inputs(x: Array, order: Array) -> Array:
@@ -72,33 +79,36 @@ def take_inputs(x: Array, order: Array) -> Array:
 
 
 def token_format(
-    weight: QuantizedWeight, tokens: int, dtype: DTypeLike, *, gated: bool
+    weight: QuantizedWeight, tokens: int, dtype: DTypeLike, activation: Activation | None
 ) -> TokenFormat | None:
     """What the product reads in place of tokens in `dtype`, if that should be made beforehand."""
-    config = _config(jax.ShapeDtypeStruct((tokens, weight.shape[1]), dtype), weight, gated=gated)
+    config = _config(jax.ShapeDtypeStruct((tokens, weight.shape[1]), dtype), weight, activation)
     if config is None or not reads_quantized(weight, tokens, config):
         return None
     return format_for(weight, tokens, config)
 
 
-def _config(x: Any, weight: QuantizedWeight, *, gated: bool) -> Config | None:
+def _config(x: Any, weight: QuantizedWeight, activation: Activation | None) -> Config | None:
     """None: dequantise, then the product with the plain weight."""
     if not target.uses_triton() or x.dtype != jnp.bfloat16:
         return None
     hopper, e4m3 = target.runs_hopper_kernels(), target.compute_capability() >= 89
-    config = choose(weight, x.shape[0], gated=gated, hopper=hopper, e4m3=e4m3)
-    return config if config is not None and _compiles(weight, x.shape[0], config, gated) else None
+    config = choose(weight, x.shape[0], gated=activation is not None, hopper=hopper, e4m3=e4m3)
+    known = config is not None and _compiles(weight, x.shape[0], config, activation)
+    return config if known else None
 
 
-def _compiles(weight: QuantizedWeight, tokens: int, config: Config, gated: bool) -> bool:
+def _compiles(
+    weight: QuantizedWeight, tokens: int, config: Config, activation: Activation | None
+) -> bool:
     """Asked for plain tokens: whoever makes 8 bits of them beforehand asks here, too."""
     x = jax.ShapeDtypeStruct((tokens, weight.shape[1]), jnp.bfloat16)
 
     def product(x: Array, weight: QuantizedWeight) -> Array:
-        return _launch(x, weight, config, x.dtype, gated=gated)
+        return _launch(x, weight, config, x.dtype, activation)
 
-    name = f"{'gated_' if gated else ''}linear_{type(weight).__name__}"
-    return compiles(name, product, x, weight, static=(config, gated))
+    name = f"{'gated_' if activation else ''}linear_{type(weight).__name__}"
+    return compiles(name, product, x, weight, static=(config, activation))
 
 
 _MODULES: dict[Method, str] = {

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.triton_arguments import (
     INT4,
@@ -35,6 +36,7 @@ from jaxserve_kernels.quantized_matmul.triton_unpack import (
     power,
     side_by_side,
 )
+from jaxserve_kernels.triton_activation import gated
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import QuantizedWeight
 
@@ -197,7 +199,7 @@ def _gated(
     n: tl.constexpr, k: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    UNROLL: tl.constexpr, STAGES: tl.constexpr,
+    UNROLL: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """A tile is ROWS / 2 rows of gate and the same rows of up, so the gating needs no exchange."""
     half: tl.constexpr = ROWS // 2
@@ -210,21 +212,19 @@ def _gated(
         tokens, steps, k, KIND, GROUP, ZERO, UNROLL, STAGES,
     )  # fmt: skip
     out_row = tl.program_id(0) * half + tl.arange(0, half)
-    store_gated(acc, out_ptr, out_row, token, tokens, n, half, TOKENS)
+    store_gated(acc, out_ptr, out_row, token, tokens, n, half, TOKENS, GATED)
 
 
 @triton.jit
 def store_gated(
     acc, out_ptr, row, token,
-    tokens, n: tl.constexpr, half: tl.constexpr, TOKENS: tl.constexpr,
+    tokens, n: tl.constexpr, half: tl.constexpr, TOKENS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """silu(first half of acc's rows) times the second half, rounded where the reference rounds."""
+    """The activation of the first half of acc's rows times the second half."""
     gate, up = tl.split(tl.permute(tl.reshape(acc, (2, half, TOKENS)), (1, 2, 0)))
-    dtype = out_ptr.dtype.element_ty
-    gate = gate.to(dtype).to(tl.float32)
-    gated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+    values = gated(gate, up, out_ptr.dtype.element_ty, GATED)
     out = out_ptr + token.to(tl.int64)[None, :] * n + row[:, None]
-    tl.store(out, gated.to(dtype), mask=token[None, :] < tokens)
+    tl.store(out, values, mask=token[None, :] < tokens)
 
 
 def launch(
@@ -234,10 +234,11 @@ def launch(
     out_type: jax.ShapeDtypeStruct,
     *,
     gated: bool,
+    activation: Activation = "silu",
 ) -> Array:
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
-    splits = {} if gated else {"SPLITS": config.splits}
+    constants = {"GATED": gating(activation)} if gated else {"SPLITS": config.splits}
     return triton_call(
         x, *arrays(weight), tokens,
         kernel=_gated if gated else _linear,
@@ -246,6 +247,6 @@ def launch(
         grid=(weight.shape[0] // config.rows, config.splits, triton.cdiv(tokens, config.tokens)),
         num_warps=config.num_warps,
         n=out_type.shape[-1], k=k, **kind(weight),
-        TOKENS=config.tokens, ROWS=config.rows, **splits,
+        TOKENS=config.tokens, ROWS=config.rows, **constants,
         UNROLL=config.unroll, STAGES=config.num_stages,
     )  # fmt: skip

@@ -16,9 +16,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.triton_arguments import NO_ZERO, arrays, kind
 from jaxserve_kernels.quantized_matmul.triton_unpack import less_zero, nibbles
+from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import Int4Weight
 
@@ -154,11 +156,9 @@ def _product(
     if GATED:
         half: gl.constexpr = ROWS // 2
         gate, up = gl.split(sums.reshape([2, half, TOKENS]).permute((1, 2, 0)))
-        gate = gate.to(dtype).to(gl.float32)  # rounded where the reference rounds
-        gated = gate / (1.0 + gl.exp2(gate * -1.4426950408889634))
-        gated = gated.to(dtype).to(gl.float32) * up.to(dtype).to(gl.float32)
+        values = gated_sums(gate, up, dtype, GATED).to(dtype)
         by_row: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, WARPS], [0, 1])
-        _store(gl.convert_layout(gated.to(dtype), by_row), out_ptr, tokens, n, half, TOKENS, by_row)
+        _store(gl.convert_layout(values, by_row), out_ptr, tokens, n, half, TOKENS, by_row)
     else:
         by_sum: gl.constexpr = gl.SliceLayout(0, mma)
         out_ptr += gl.program_id(1) * (tokens * n)
@@ -177,7 +177,13 @@ def _store(
 
 
 def launch(
-    x: Array, weight: Int4Weight, config: Config, out_type: jax.ShapeDtypeStruct, *, gated: bool
+    x: Array,
+    weight: Int4Weight,
+    config: Config,
+    out_type: jax.ShapeDtypeStruct,
+    *,
+    gated: bool,
+    activation: Activation = "silu",
 ) -> Array:
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
@@ -188,7 +194,8 @@ def launch(
         out_type=out_type,
         grid=(weight.shape[0] // config.rows, config.splits),
         num_warps=config.num_warps,
-        tokens=tokens, n=out_type.shape[-1], k=k, GATED=gated, **kind(weight),
+        tokens=tokens, n=out_type.shape[-1], k=k, **kind(weight),
+        GATED=gating(activation, gated=gated),
         TOKENS=config.tokens, ROWS=config.rows,
         STEPS=triton.cdiv(k // 128, config.num_warps * config.splits), WARPS=config.num_warps,
     )  # fmt: skip

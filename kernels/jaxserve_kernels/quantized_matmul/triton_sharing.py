@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.quantized_matmul.config import Config, shares_of
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, arrays, kind
 from jaxserve_kernels.quantized_matmul.triton_streaming import finish, rows_of
@@ -72,7 +73,7 @@ def _multiply(
     group: gl.constexpr,
     tokens: gl.constexpr, n: gl.constexpr, steps: gl.constexpr, row_tiles: gl.constexpr,
     groups: gl.constexpr, ZERO: gl.constexpr, TOKENS: gl.constexpr,
-    STAGES: gl.constexpr, SHARES: gl.constexpr,
+    STAGES: gl.constexpr, SHARES: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
@@ -96,7 +97,7 @@ def _multiply(
     if SHARES > 1 and group == _GROUPS - 1:  # the last of those that share it
         finishes = finishes & (gl.program_id(0) % SHARES == SHARES - 1)
     if finishes:
-        finish(acc * 64.0, out_ptr, tile, tokens, n, True)  # less_zero
+        finish(acc * 64.0, out_ptr, tile, tokens, n, GATED)  # less_zero
 
 
 @gluon.jit
@@ -182,7 +183,8 @@ def _product(
     x_ptr, packed_ptr, scale_ptr, zero_ptr, out_ptr, partial_ptr, flag_ptr,
     tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
     KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
-    TOKENS: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr, EARLY: gl.constexpr = False,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr, GATED: gl.constexpr,
+    EARLY: gl.constexpr = False,
 ):  # fmt: skip
     """n: rows of the result, half of the weight's. SHARES: programs that share the third tile."""
     steps: gl.constexpr = k // 128
@@ -211,14 +213,17 @@ def _product(
             (_multiply, (
                 word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr,
                 flag_ptr, 0, tokens, n, steps, row_tiles, groups, ZERO, TOKENS, STAGES, SHARES,
+                GATED,
             )),
             (_multiply, (
                 word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr,
                 flag_ptr, 1, tokens, n, steps, row_tiles, groups, ZERO, TOKENS, STAGES, SHARES,
+                GATED,
             )),
             (_multiply, (
                 word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr,
                 flag_ptr, 2, tokens, n, steps, row_tiles, groups, ZERO, TOKENS, STAGES, SHARES,
+                GATED,
             )),
             (_copy_codes, (
                 packed_ptr, scale_ptr, zero_ptr, word_ring, scale_ring, zero_ring, ready, free,
@@ -238,6 +243,7 @@ def launch(
     out_type: jax.ShapeDtypeStruct,
     *,
     gated: Literal[True],
+    activation: Activation = "silu",
 ) -> Array:
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
@@ -257,4 +263,5 @@ def launch(
         num_warps=4,
         tokens=tokens, n=out_type.shape[-1], k=k, **kind(weight),
         TOKENS=config.tokens, STAGES=config.num_stages, SHARES=shares,
+        GATED=gating(activation),
     )[0]  # fmt: skip

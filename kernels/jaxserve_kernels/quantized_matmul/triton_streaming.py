@@ -15,9 +15,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.quantized_matmul.config import Config, steps
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, NVFP4, arrays, kind
 from jaxserve_kernels.quantized_matmul.triton_turn import FEW, add_turn
+from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import QuantizedWeight
 
@@ -201,11 +203,8 @@ def finish(acc, out_ptr, program, tokens: gl.constexpr, n: gl.constexpr, GATED: 
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     if GATED:
         gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
-        gate = gate.to(dtype).to(gl.float32)  # rounded where the reference rounds
-        gated = gate / (1.0 + gl.exp2(gate * -1.4426950408889634))
-        gated = gated.to(dtype).to(gl.float32) * up.to(dtype).to(gl.float32)
-        gated = gated.to(dtype).reshape([ROWS // 2, TOKENS])
-        _store(gated, out_ptr, program, tokens, n, ROWS // 16)
+        values = gated_sums(gate, up, dtype, GATED).to(dtype).reshape([ROWS // 2, TOKENS])
+        _store(values, out_ptr, program, tokens, n, ROWS // 16)
     else:
         out_ptr += gl.program_id(1) * (tokens * n)
         _store(acc.to(dtype), out_ptr, program, tokens, n, ROWS // 16)
@@ -234,6 +233,7 @@ def launch(
     out_type: jax.ShapeDtypeStruct,
     *,
     gated: bool,
+    activation: Activation = "silu",
 ) -> Array:
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
@@ -244,7 +244,8 @@ def launch(
         out_type=out_type,
         grid=(weight.shape[0] // config.rows, config.splits),
         num_warps=config.rows // 16,
-        tokens=tokens, n=out_type.shape[-1], k=k, GATED=gated, **kind(weight),
+        tokens=tokens, n=out_type.shape[-1], k=k, **kind(weight),
+        GATED=gating(activation, gated=gated),
         TOKENS=config.tokens, ROWS=config.rows,
         STEPS=steps(k // 128, config.splits, config.unroll),
         TURN=config.unroll, STAGES=config.num_stages, FIRST=config.first,

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from jaxserve_kernels import target
+from jaxserve_kernels.activation import Activation
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.triton_unpack import int8_pair
 from jaxserve_kernels.triton_call import triton_call
@@ -129,6 +130,7 @@ def launch(
     out_type: jax.ShapeDtypeStruct,
     *,
     gated: Literal[False],
+    activation: Activation = "silu",
 ) -> Array:
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape

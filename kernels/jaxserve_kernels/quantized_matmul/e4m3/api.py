@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 from jax import Array
 
+from jaxserve_kernels.activation import Activation
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.e4m3 import hopper, hopper_bytes, triton
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, format_for
@@ -19,12 +20,13 @@ def launch(
     out_type: jax.ShapeDtypeStruct,
     *,
     gated: bool,
+    activation: Activation = "silu",
 ) -> Array:
     """The product, of type `out_type`: see `quantized_matmul.api`."""
     if not isinstance(x, QuantizedTokens):
         x = quantized(x, format_for(weight, x.shape[0], config))
     if config.method != "hopper":
-        return triton.launch(x, weight, config, out_type, gated=gated)
+        return triton.launch(x, weight, config, out_type, gated=gated, activation=activation)
     if isinstance(weight, Fp8Weight):
-        return hopper_bytes.launch(x, weight, config, out_type, gated=gated)
-    return hopper.launch(x, weight, config, out_type, gated=gated)
+        return hopper_bytes.launch(x, weight, config, out_type, gated=gated, activation=activation)
+    return hopper.launch(x, weight, config, out_type, gated=gated, activation=activation)

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from jaxserve_kernels import target
+from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.e4m3.hopper_operand import WORDS, of_rows
 from jaxserve_kernels.quantized_matmul.e4m3.hopper_sums import (
@@ -34,6 +35,7 @@ from jaxserve_kernels.quantized_matmul.e4m3.hopper_sums import (
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NVFP4, arrays, kind
 from jaxserve_kernels.quantized_matmul.triton_unpack import power
+from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 from jaxserve_kernels.weights import QuantizedWeight
 
@@ -169,10 +171,8 @@ def _finish(
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     row = row_tile * 64 + part * 32
     if GATED:
-        gate = a_sum.to(dtype).to(gl.float32)  # rounded where the reference rounds
-        gated = gate / (1.0 + gl.exp2(gate * -1.4426950408889634))
-        gated = gated.to(dtype).to(gl.float32) * b_sum.to(dtype).to(gl.float32)
-        _store(gated.to(dtype).reshape([32, TOKENS]), out_ptr, row, token_tile, tokens, n)
+        values = gated_sums(a_sum, b_sum, dtype, GATED)
+        _store(values.to(dtype).reshape([32, TOKENS]), out_ptr, row, token_tile, tokens, n)
     else:
         out = out_ptr + split.to(gl.int64) * (tokens * n)
         _store(a_sum.to(dtype).reshape([32, TOKENS]), out, row, token_tile, tokens, n)
@@ -297,6 +297,7 @@ def launch(
     out_type: jax.ShapeDtypeStruct,
     *,
     gated: bool,
+    activation: Activation = "silu",
 ) -> Array:
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
@@ -323,7 +324,8 @@ def launch(
         zeroed_outputs=(2,) if shared else (),
         grid=(programs,),
         num_warps=4,
-        tokens=tokens, padded=padded, n=out_type.shape[-1], k=k, GATED=gated, **kind(weight),
+        tokens=tokens, padded=padded, n=out_type.shape[-1], k=k, **kind(weight),
+        GATED=gating(activation, gated=gated),
         TOKENS=config.tokens, SPLITS=config.splits, STEPS=-(-(k // 128) // config.splits),
         STAGES=config.num_stages, SHARED=shared,
     )[0]  # fmt: skip

@@ -23,9 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from jaxserve_kernels import target
+from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.dense_matmul.hopper import divide
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens
+from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 from jaxserve_kernels.weights import Fp8Weight
 
@@ -83,10 +85,7 @@ def _multiply_tile(
     first, second = gl.split(acc.reshape([MINE, 2, HALF]).permute((0, 2, 1)))
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     if GATED:
-        gate = first.to(dtype).to(gl.float32)  # rounded where the reference rounds
-        gated = gate / (1.0 + gl.exp2(gate * -1.4426950408889634))
-        first = gated.to(dtype).to(gl.float32) * second.to(dtype).to(gl.float32)
-        _store(first, out_ptr, token, column, tokens, n)
+        _store(gated_sums(first, second, dtype, GATED), out_ptr, token, column, tokens, n)
     else:
         _store(first, out_ptr, token, column, tokens, n)
         _store(second, out_ptr, token, column + HALF, tokens, n)
@@ -233,6 +232,7 @@ def launch(
     out_type: jax.ShapeDtypeStruct,
     *,
     gated: bool,
+    activation: Activation = "silu",
 ) -> Array:
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
@@ -254,6 +254,6 @@ def launch(
         out_type=out_type,
         grid=(programs,),
         num_warps=4,
-        pieces=pieces, ROWS=config.rows, GATED=gated, SPLITS=config.splits,
-        STAGES=config.num_stages, n=out_type.shape[-1], k=k,
+        pieces=pieces, ROWS=config.rows, SPLITS=config.splits, STAGES=config.num_stages,
+        GATED=gating(activation, gated=gated), n=out_type.shape[-1], k=k,
     )  # fmt: skip

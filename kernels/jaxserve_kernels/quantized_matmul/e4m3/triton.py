@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens
 from jaxserve_kernels.quantized_matmul.e4m3.triton_convert import to_fp8
@@ -276,7 +277,7 @@ def _product(
     )  # fmt: skip
     if GATED:
         row = tl.program_id(2) * half + tl.arange(0, half)
-        store_gated(acc, out_ptr, row, token, tokens, n, half, TOKENS)
+        store_gated(acc, out_ptr, row, token, tokens, n, half, TOKENS, GATED)
     else:
         out = out_ptr + (split * tokens + token[None, :]).to(tl.int64) * n + row[:, None]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=token[None, :] < tokens)
@@ -289,6 +290,7 @@ def launch(
     out_type: jax.ShapeDtypeStruct,
     *,
     gated: bool,
+    activation: Activation = "silu",
 ) -> Array:
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
@@ -302,6 +304,6 @@ def launch(
         out_type=out_type,
         grid=(padded // config.tokens, config.splits, weight.shape[0] // config.rows),
         num_warps=config.num_warps,
-        n=out_type.shape[-1], k=k, GATED=gated, **kind(weight),
+        n=out_type.shape[-1], k=k, GATED=gating(activation, gated=gated), **kind(weight),
         TOKENS=config.tokens, ROWS=config.rows, SPLITS=config.splits, STAGES=config.num_stages,
     )  # fmt: skip
