@@ -97,7 +97,7 @@ def main() -> None:
     args = parse_args()
     spec = NAMED_MODELS[args.model]
     if args.layers:
-        spec = dataclasses.replace(spec, num_layers=args.layers)
+        spec = dataclasses.replace(spec, layers=spec.layers[: args.layers])
     rates = Rates(copy=bench_step.copy_bandwidth(), product=product_rate())
     runner, config = make_runner(spec, args)
     admit(runner, config, args.decodes)

@@ -163,7 +163,7 @@ def make_runner(
 ) -> tuple[Runner, RunnerConfig, decoder.Params]:
     """A compiled runner, its configuration and its weights."""
     if args.layers:
-        spec = dataclasses.replace(spec, num_layers=args.layers)
+        spec = dataclasses.replace(spec, layers=spec.layers[: args.layers])
     kv_format = named(args.kv_cache_dtype)
     page_size, longest = kv_format.page_size or args.page_size, 40_960
     one_page = kv_cache.shape(spec, CacheConfig(num_pages=2, page_size=page_size), max(args.batch))

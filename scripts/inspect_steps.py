@@ -50,7 +50,8 @@ MAX_SEQS, MAX_TOKENS, PAGE_SIZE, PAGES = 256, 2048, 64, 2000
 
 def main() -> None:
     args = parse_args()
-    spec = dataclasses.replace(NAMED_MODELS[args.model], num_layers=args.layers)
+    spec = NAMED_MODELS[args.model]
+    spec = dataclasses.replace(spec, layers=spec.layers[: args.layers])
     sharding = topology_sharding(args.target.read_text())
     buckets = [Bucket.decode(rows) for rows in args.decode]
     tile_size = tile_tokens(spec.q_heads // spec.kv_heads)

@@ -199,7 +199,8 @@ def tune(bench: Bench, keys: dict[str, Key], tokens: int, deadline: float) -> di
 
 def main() -> None:
     args = parse_args()
-    spec = dataclasses.replace(NAMED_MODELS[args.model], num_layers=args.layers)
+    spec = NAMED_MODELS[args.model]
+    spec = dataclasses.replace(spec, layers=spec.layers[: args.layers])
     keys = operations(spec)
     if args.operations:
         keys = {name: key for name, key in keys.items() if name in args.operations}
