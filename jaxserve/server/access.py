@@ -25,8 +25,9 @@ ADMIN_ROUTES = frozenset({"/reset_prefix_cache"})
 
 @web.middleware
 async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """401 without a key that the server knows, if it knows any, before anything reads the body;
-    403 on routes of administrators with the key of a client. Their own keys open everything."""
+    """Refuses requests without a key that the server knows, if it knows any, before anything reads
+    the body: 401, and 403 for a client's key on a route of administrators. Keys of administrators
+    open every route."""
     config = request.app[SERVICE].config
     path = route_of(request)
     clients, admins = config.api_key_digests, config.admin_key_digests
@@ -41,12 +42,13 @@ async def require_key(request: web.Request, handler: Handler) -> web.StreamRespo
 
 
 def is_open(path: str | None, config: ServerConfig) -> bool:
-    """Whether the route of this path answers without a key."""
+    """Says whether the route of this path answers without a key."""
     return path in OPEN_ROUTES or (path == "/metrics" and config.open_metrics)
 
 
 def service_of(request: web.Request) -> Service:
-    """The application's; where caches are isolated by key, with those of this key."""
+    """Returns the service of the application. Where caches are isolated by key, its tokenizer uses
+    those of this request's key."""
     service = request.app[SERVICE]
     if not service.config.isolate_cache_by_key:
         return service
@@ -54,13 +56,13 @@ def service_of(request: web.Request) -> Service:
 
 
 def digest(key: str) -> bytes:
-    """Keys are kept and compared as SHA-256: of one length, whatever the client sends."""
+    """Returns a key's SHA-256. Keys are kept and compared as digests, which have one length."""
     # Bytes of headers that are not UTF-8 come as surrogates.
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def route_of(request: web.Request) -> str | None:
-    """Of the route that was matched, never of a header; without the root path."""
+    """Returns the path of the route that was matched, without the root path; None: no route was."""
     resource = request.match_info.route.resource
     if resource is None:
         return None

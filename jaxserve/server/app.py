@@ -20,7 +20,7 @@ from jaxserve.server.cors import allow_origin, preflight
 from jaxserve.server.huge_bodies import BODIES_AT_ONCE, HugeBodies
 from jaxserve.server.messages import count_tokens, messages
 from jaxserve.server.middleware import (
-    ClientsAffairs,
+    ClientErrorFilter,
     close_when_draining,
     echo_request_id,
     error_shape,
@@ -33,7 +33,7 @@ from jaxserve.server.responses import responses, stored
 from jaxserve.server.sealed import Sealer
 from jaxserve.server.service import SERVICE, Chats, Service
 from jaxserve.server.telemetry.finished import Tracer
-from jaxserve.server.telemetry.request_log import tell_of_request
+from jaxserve.server.telemetry.request_log import report_request
 from jaxserve.server.tokenization import detokenize, tokenize
 from jaxserve.structured import Guides
 from jaxserve.tokenizer import Tokenizer
@@ -49,12 +49,12 @@ def make_app(
     metrics: Metrics,
     tracer: Tracer | None = None,
 ) -> web.Application:
-    """The HTTP side of one engine. It may be served while the engine is still starting.
+    """Makes the HTTP side of one engine. It may be served while the engine is still starting.
 
     ConfigError: the model's chat template is none, or a parser that was asked for is not known.
     """
     app = web.Application(
-        middlewares=[tell_of_request, preflight, error_shape, require_key],
+        middlewares=[report_request, preflight, error_shape, require_key],
     )
     chats = _chats(tokenizer, config)
     app[SERVICE] = Service(
@@ -147,7 +147,7 @@ def _routes(prefix: str, *, admin: bool) -> list[web.RouteDef]:
 
 
 def make_runner(app: web.Application, *, shutdown_timeout: float = 5.0) -> web.AppRunner:
-    """How the app must be served, in tests and in production alike.
+    """Makes the runner that serves the app, in tests and in production alike.
 
     Without `handler_cancellation` aiohttp lets a handler go on when its client has left, and the
     engine would generate for nobody. `shutdown_timeout` is what `cleanup` waits for handlers
@@ -157,7 +157,7 @@ def make_runner(app: web.Application, *, shutdown_timeout: float = 5.0) -> web.A
     """
     web_log = logging.getLogger("jaxserve.server.http")
     if not web_log.filters:
-        web_log.addFilter(ClientsAffairs())
+        web_log.addFilter(ClientErrorFilter())
     return Runner(
         app,
         handler_cancellation=True,

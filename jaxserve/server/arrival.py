@@ -44,12 +44,12 @@ class Arrival:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def tier(self, fields: Ranked) -> dict[str, Any]:
-        """What the answer says of the request's service tier."""
+        """Returns what the answer says of the request's service tier."""
         by_priority = self.service.config.by_priority
         return dict(tier_used(fields, self.request.headers, by_priority=by_priority))
 
     def standing(self, fields: GenerationFields) -> Standing:
-        """Raises ApiError: a header is not what it should be."""
+        """Returns what the scheduler has to know. ApiError: a header is not what it should be."""
         headers, config = self.request.headers, self.service.config
         tenant, salt = tenant_of(self.request), fields.cache_salt or ""
         level, first = level_of_header(headers), _seconds(headers, FIRST_TOKEN_HEADER)

@@ -51,7 +51,7 @@ class Backlog:
             self.waiting -= sum(sizes.values())
 
     def seconds_to_drain(self) -> float:
-        """What `Retry-After` says: tokens that wait over tokens served per second lately."""
+        """Returns what `Retry-After` says: waiting tokens over tokens served per second lately."""
         now = self._clock()
         self._forget(now)
         if not self._served:

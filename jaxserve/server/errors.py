@@ -68,7 +68,7 @@ class ApiError(Exception):
         }
 
     def response(self, body: dict[str, Any] | None = None) -> web.Response:
-        """`body`: in the words of another API than OpenAI's."""
+        """Makes the HTTP response. `body`: the error in the words of another API than OpenAI's."""
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
@@ -105,7 +105,7 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Generator[None]:
-    """Errors about a field of the chat that a request was translated to name the request's own.
+    """Makes errors name the request's own fields, not those of the chat that it was translated to.
 
     Longer names come before what they begin with. A name with a dot is no word of a message.
     """
@@ -138,18 +138,18 @@ def invalid(message: str, *, param: str | None = None, code: str | None = None) 
 
 
 def too_large(most: int) -> ApiError:
-    """A body of more than `most` bytes."""
+    """Makes the 413 for a body of more than `most` bytes."""
     message = f"the request body is too large: this server takes {most:,} bytes"
     return ApiError(413, message, code="request_too_large")
 
 
 def internal_error() -> ApiError:
-    """An exception that is nobody's but ours: the log has it."""
+    """Makes the 500 for an exception of ours, which is in the log."""
     return ApiError(500, "internal server error", code="internal_error")
 
 
 def engine_error(error: Rejected | Overloaded | EngineFailed, *, accepting: bool) -> ApiError:
-    """What a failure of the engine means in HTTP; `accepting`: it takes requests in principle."""
+    """Translates a failure of the engine. `accepting`: the engine takes requests in principle."""
     if isinstance(error, Rejected):
         return invalid(str(error), param=error.param, code=error.code)
     if isinstance(error, DeadlineMissed):

@@ -12,6 +12,7 @@ _RESTART_SECONDS = 5.0
 
 
 def api_error(service: Service, error: Rejected | Overloaded | EngineFailed) -> ApiError:
+    """Translates a failure, as far as one request and the server's state can tell what it means."""
     if isinstance(error, GrammarLeft):
         # No 500: clients would try again, and meet the limit again.
         return invalid(

@@ -26,7 +26,7 @@ class HugeBodies:
         self._most = most
 
     def hold(self, request: web.Request, size: int) -> None:
-        """So much of the request's body has come. ApiError 429: there is too much of others."""
+        """Counts so many bytes of the request's body. ApiError 429: others hold too many."""
         if size < HUGE_BYTES:
             return
         more = size - request.get(_HELD, 0)
@@ -42,6 +42,6 @@ class HugeBodies:
         request[_HELD] = size
 
     def release(self, request: web.Request) -> None:
-        """The prompt is ready, or the request is over."""
+        """Counts the request's body no longer: its prompt is ready, or it is over."""
         self.held -= request.get(_HELD, 0)
         request[_HELD] = 0

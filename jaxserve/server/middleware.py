@@ -33,7 +33,7 @@ _REJECTIONS = {
 
 @web.middleware
 async def error_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every error raised by a handler or by the router into the one shape. Once an answer has
+    """Turns every error raised by a handler or by the router into the one shape. Once an answer has
     begun there is no other: its connection is closed, so that it is not taken for whole."""
     try:
         return await handler(request)
@@ -68,7 +68,7 @@ def _response(request: web.Request, error: ApiError) -> web.Response:
 
 
 def shaped(error: ApiError, path: str, config: ServerConfig) -> web.Response:
-    """In Anthropic's shape on its routes."""
+    """Makes the response of an error, in Anthropic's shape on its routes."""
     return error.response(anthropic_body(error) if _is_anthropics(path, config) else None)
 
 
@@ -86,7 +86,7 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
 def as_api_error(
     request: web.BaseRequest, error: web.HTTPException, config: ServerConfig
 ) -> ApiError:
-    """What aiohttp says, in our words."""
+    """Translates an error of aiohttp."""
     match error:
         case web.HTTPNotFound():
             message = f"no such route: {request.method} {request.path}"
@@ -117,7 +117,7 @@ def _meant(request: web.Request, root_path: str) -> str | None:
     return meant if wanted in routes and meant != request.path else None
 
 
-class ClientsAffairs(logging.Filter):
+class ClientErrorFilter(logging.Filter):
     """For aiohttp's logger: what no client may send, and that one has left while it was written to,
     are no errors of the server."""
 

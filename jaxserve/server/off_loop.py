@@ -42,14 +42,14 @@ class Abandoned(Exception):
 
 
 def lane(size: int, inline: int = INLINE_BYTES) -> Lane:
-    """For the work on a body of this size."""
+    """Returns where work on a body of so many bytes is done."""
     if size <= inline:
         return Lane.INLINE
     return Lane.LARGE if size < HUGE_BYTES else Lane.HUGE
 
 
 def check_wanted() -> None:
-    """Called by long work now and then. Abandoned: its request is over."""
+    """Lets long work end early: it calls this now and then. Abandoned: its request is over."""
     abandoned: threading.Event | None = getattr(_job, "abandoned", None)
     if abandoned is not None and abandoned.is_set():
         raise Abandoned
@@ -58,8 +58,8 @@ def check_wanted() -> None:
 async def off_loop[**P, T](
     where: Lane, work: Callable[P, T], *args: P.args, **named: P.kwargs
 ) -> T:
-    """`work(*args)`, in a thread if it is long. What has not begun when the request is cancelled
-    never does, what has ends at its next `check_wanted`."""
+    """Returns `work(*args)`, computed in a thread if it is long. When the request is cancelled,
+    work that has not begun never does, and work that has ends at its next `check_wanted`."""
     if where == Lane.INLINE:
         return work(*args, **named)
     abandoned = threading.Event()

@@ -45,7 +45,7 @@ async def answer(
     stream: bool,
     ignored: tuple[str, ...],
 ) -> web.StreamResponse:
-    """Submit the generation and answer with it: as a stream, or as one body when it has ended.
+    """Submits the generation and answers with it: as a stream, or as one body when it has ended.
 
     `ignored`: fields that nothing knows, for a header. Raises ApiError as long as nothing was sent;
     later failures are events of the stream.
@@ -83,7 +83,7 @@ def _encoded(reply: Reply) -> msgspec.Raw:
 
 
 def ignored_header(service: Service, ignored: tuple[str, ...]) -> dict[str, str]:
-    """Counts the fields that had no effect; the header that names them, if there are any."""
+    """Counts the fields that had no effect and returns the header that names them, if any."""
     for name in ignored:
         service.metrics.parameter_ignored(name[:100])
     shown = [name[:100] for name in ignored if name.isascii() and name.isprintable()]

@@ -47,7 +47,7 @@ class ResponseStore:
         return sum(self._sizes.values())
 
     def put(self, tenant: str, response_id: str, stored: Stored) -> None:
-        """What is larger than all the room is not kept."""
+        """Keeps a response, unless it is larger than all the room."""
         if stored.size > self.most_bytes:
             return
         with self._lock:
@@ -65,7 +65,7 @@ class ResponseStore:
             return stored
 
     def delete(self, tenant: str, response_id: str) -> bool:
-        """Whether it was there."""
+        """Forgets a response, and says whether it was there."""
         with self._lock:
             there = response_id in self._tenants.get(tenant, {})
             if there:

@@ -27,7 +27,8 @@ class Sealer:
         return self._fernet.encrypt(msgspec.json.encode((tenant, text))).decode()
 
     def open(self, sealed: str, tenant: str) -> str | None:
-        """None: it was sealed for somebody else, or with another key, or it was changed."""
+        """Returns the text; None: it was sealed for another tenant or with another key, or
+        changed."""
         from cryptography.fernet import InvalidToken
 
         try:

@@ -7,7 +7,7 @@ from jaxserve.server.output.generation import Choice, Generation
 
 
 def server_timing(arrival: Arrival, generation: Generation, choice: Choice) -> dict[str, str]:
-    """Where the time to the first token went, for who looks at one request."""
+    """Returns the header `Server-Timing`: where the time to the first token went."""
     start = choice.start
     if start is None:
         return {}

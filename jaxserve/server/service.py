@@ -60,7 +60,7 @@ class Service:
     """Those that are open."""
 
     def check_accepting(self) -> None:
-        """Raise the 503 of a server that is loading, draining or dead."""
+        """Refuses requests while the server loads, drains or is dead: raises the 503."""
         status = self.engine.status()
         if status.phase == "failed":
             raise ApiError(
@@ -72,7 +72,7 @@ class Service:
             )
 
     def model_name(self, asked: str | None) -> str:
-        """The name to report; 404 for a model that is not served here."""
+        """Returns the name to report. ApiError (404): the model is not served here."""
         if asked is None:
             return self.config.model_names[0]
         if asked not in self.config.model_names:

@@ -40,6 +40,8 @@ async def streamed(
     reply: Events,
     headers: dict[str, str],
 ) -> web.StreamResponse:
+    """Writes the events of a generation. An error before the first event is raised; a later one is
+    an event of the stream."""
     service = arrival.service
     async with EventStream(arrival.request, headers, service.config.keep_alive_interval) as stream:
         try:

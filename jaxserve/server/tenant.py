@@ -15,7 +15,7 @@ CURRENT_TENANT = ContextVar("current_tenant", default="")
 
 
 def tenant_of(request: web.Request) -> str:
-    """Digits that stand for its key, one that no one checks included; empty without a key."""
+    """Returns digits that stand for the request's key, checked or not; empty without a key."""
     headers = request.headers
     key = request.get(KEY_NAME, "") or headers.get("Authorization") or headers.get("x-api-key", "")
     return sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16] if key else ""

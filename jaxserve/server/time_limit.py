@@ -36,8 +36,8 @@ class Patience:
 async def time_limit(
     service: Service, arrived: float, client_waits: float | None = None
 ) -> AsyncGenerator[Patience]:
-    """504 once a request has taken as long as the configuration allows, or as its client waits for
-    an answer, in seconds; 503 once it has waited too long for its first token.
+    """Limits a request's time: 504 once it has taken as long as the configuration allows or as its
+    client waits, in seconds; 503 once it has waited too long for its first token.
 
     `arrived`: when it came, by `time.perf_counter`.
     """
@@ -65,7 +65,8 @@ async def time_limit(
 
 
 def read_timeout(request: web.Request) -> float | None:
-    """Seconds that the client waits for an answer that is not streamed, if it says so."""
+    """Returns the seconds that the client waits for an answer that is not streamed, if it says
+    so."""
     try:
         seconds = float(request.headers.get(READ_TIMEOUT_HEADER, "nan"))
     except ValueError:

@@ -24,14 +24,14 @@ class _Messages(msgspec.Struct):
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """The tokens of a text, or of the prompt that a chat would have."""
+    """Answers with the tokens of a text, or of the prompt that a chat would have."""
     service, body = service_of(request), await read_json(request)
     answer, ignored = await off_loop(lane(len(body)), _tokenized, service, body)
     return json_response(answer, headers=ignored_header(service, ignored))
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """The text of tokens, markers included."""
+    """Answers with the text of tokens, markers included."""
     service, body = service_of(request), await read_json(request)
     answer, ignored = await off_loop(lane(len(body)), _detokenized, service, body)
     return json_response(answer, headers=ignored_header(service, ignored))

@@ -87,7 +87,8 @@ def _rendered(template: ChatTemplate, calls: Sequence[Any]) -> str:
 
 
 def _shows_object(text: str) -> bool:
-    return all(each in text for pair in _PROBED.items() for each in pair) and '\\"' not in text
+    shown = all(each in text for pair in _PROBED.items() for each in pair)
+    return shown and '\\"probed_name' not in text
 
 
 def _as_object(written: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from jaxserve.server.shapes import CountedTokens
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
+    """Answers a chat in Anthropic's shape."""
     arrival = Arrival(service=service_of(request), request=request)
     service = arrival.service
     service.check_accepting()
@@ -41,6 +42,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
 
 
 async def count_tokens(request: web.Request) -> web.Response:
+    """Answers with the number of tokens that the prompt would have."""
     service = service_of(request)
     fields, ignored, size = await read_fields(request, CountTokensRequest, REJECTED, SILENT)
     service.model_name(fields.model)

@@ -92,7 +92,7 @@ class OutputConfig(Struct, kw_only=True):
 
 
 class PromptFields(Struct, kw_only=True):
-    """What the prompt is made of."""
+    """The fields that the prompt is made of."""
 
     model: str
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]

@@ -39,6 +39,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
+    """Continues one prompt or several, in OpenAI's shape."""
     arrival = Arrival(service=service_of(request), request=request)
     service = arrival.service
     service.check_accepting()

@@ -15,7 +15,8 @@ type Json = dict[str, Any]
 
 
 def check_stream_options(service: Service, fields: GenerationFields) -> StreamOptions:
-    """With what the server's flags add; 400 for options of a stream that is not asked for."""
+    """Returns the options of the stream, with what the server's flags add. ApiError: there are
+    some, and no stream is asked for."""
     if fields.stream_options is not None and not fields.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
     options = fields.stream_options or StreamOptions()
@@ -25,7 +26,7 @@ def check_stream_options(service: Service, fields: GenerationFields) -> StreamOp
 
 
 class OpenAIReply:
-    """A half of `Reply`: the other one makes choices of deltas."""
+    """What replies of both APIs do alike. Subclasses make choices of deltas."""
 
     def __init__(
         self,

@@ -116,7 +116,7 @@ class Choice:
         return deltas
 
     def add(self, event: TokenEvent) -> Delta:
-        """What one event of a sequence that goes on, or ends well, shows."""
+        """Returns what the client sees of one event of a sequence that goes on, or ends well."""
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
         self.start = event.start or self.start
         if self._options.prompt_only:
@@ -201,8 +201,8 @@ class Choice:
     async def run(
         self, engine: Engine, metrics: Metrics, arrived: float
     ) -> AsyncGenerator[list[Delta]]:
-        """The choice's deltas, those that are there at once together; the last one has `finish`.
-        Closing it early aborts the sequence.
+        """Submits the request and yields its deltas, those that are there at once together; the
+        last one has `finish`. Closing the generator early aborts the sequence.
 
         `arrived` is `time.perf_counter()` when the request came.
         """
@@ -280,7 +280,8 @@ class Generation:
     def deltas(
         self, engine: Engine, metrics: Metrics, arrived: float
     ) -> AsyncGenerator[list[Delta]]:
-        """Those of one choice that are there at once come together."""
+        """Submits all choices and yields their deltas; those of one choice that are there at once
+        come together."""
         metrics.request_choices(self._choices_per_prompt)
         runs = [choice.run(engine, metrics, arrived) for choice in self.choices]
         return runs[0] if len(runs) == 1 else merged(runs)
@@ -300,7 +301,8 @@ class Generation:
 
     @property
     def num_entries(self) -> int:
-        """About what a whole answer has to say: tokens, and logprobs of theirs and the prompts'."""
+        """About how many entries a whole answer has: tokens, and logprobs of theirs and the
+        prompts'."""
         entries = 0
         for choice in self.choices:
             params = choice.request.params
@@ -319,8 +321,8 @@ class _End(NamedTuple):
 
 
 async def merged[T](sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """Items of all sources as they come; the first error ends all of them, and so does closing.
-    What nobody takes stays with its source but for one item of each."""
+    """Yields items of all sources as they come; the first error ends all of them, and so does
+    closing. What nobody takes stays with its source but for one item of each."""
     queue: asyncio.Queue[T | _End] = asyncio.Queue(len(sources))
 
     async def pump(source: AsyncGenerator[T]) -> None:

@@ -74,7 +74,7 @@ class TextLogprobs:
 def chat_logprobs(
     tokenizer: Tokenizer, token: int, logprobs: TokenLogprobs, num_top: int
 ) -> list[dict[str, Any]]:
-    """The entries of one token."""
+    """Returns the entry of one token, in a list."""
     entry = _entry(tokenizer, token, logprobs.logprob)
     entry["top_logprobs"] = [
         _entry(tokenizer, other, logprob) for other, logprob in logprobs.top[:num_top]

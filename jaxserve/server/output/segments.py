@@ -24,7 +24,7 @@ class Segment:
 
     @property
     def text(self) -> str:
-        """Of a call: its arguments."""
+        """The text so far; that of a call is its arguments."""
         return "".join(self._parts)
 
     def append(self, text: str) -> None:
@@ -53,7 +53,7 @@ type Change = Opened | Grew | Closed
 
 
 class Segments:
-    """Each is closed before the next one opens, as their order in the output demands."""
+    """Blocks in the order of the output: each is closed before the next one opens."""
 
     def __init__(self) -> None:
         self.all: list[Segment] = []

@@ -30,7 +30,7 @@ class Constraint(NamedTuple):
 
 
 def text_constraint(fields: GenerationFields) -> Constraint | None:
-    """The one that the fields state, if any; two are a 400."""
+    """Returns the constraint that the fields state, if any. ApiError: they state two."""
     found = list(_stated(fields))
     if len(found) > 1:
         names = " and ".join(constraint.param for constraint in found)
@@ -39,8 +39,10 @@ def text_constraint(fields: GenerationFields) -> Constraint | None:
 
 
 def chat_constraint(form: ChatFormat, fields: ChatRequest, tools: ChatTools) -> Constraint | None:
-    """Calls where they are forced, whatever else the text must be; calls or else the text that the
-    fields state; text with calls in it where these are not any JSON of any tool."""
+    """Returns the constraint of a chat's output, if any. Forced calls go before what else the
+    fields state. Where calls are allowed, the output is calls or else the text that the fields
+    state; without such a text, a grammar is needed only for custom tools and for tools that may not
+    be called."""
     text = text_constraint(fields)
     most = 1 if fields.parallel_tool_calls is False else grammars.MAX_CALLS
     if tools.forced:

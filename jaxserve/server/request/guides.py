@@ -30,7 +30,7 @@ _PLACES = re.compile(r"^at \d+\(\d+\): |(\n +\d+ \| .*)+(\n *\^)?$")
 
 
 def avoided(tokenizer: Tokenizer, fields: GenerationFields) -> BadWords | None:
-    """The guide that keeps bad words out, if there are any."""
+    """Makes the guide that keeps bad words out, if there are any."""
     if not fields.bad_words:
         return None
     if fields.allowed_token_ids:
@@ -45,8 +45,8 @@ async def guided(
     bad_words: BadWords | None,
     thinking: Thinking = Thinking.NONE,
 ) -> SamplingParams:
-    """The parameters with the guide of the constraint, or the one against bad words. ApiError: they
-    exclude each other, or the grammar cannot be compiled."""
+    """Returns the parameters with the guide of the constraint, or with the one against bad words.
+    ApiError: they exclude each other, or the grammar cannot be compiled."""
     if constraint is None:
         return params if bad_words is None else replace(params, guide=bad_words)
     others = {"allowed_token_ids": params.allowed_token_ids, "bad_words": bad_words}
@@ -82,7 +82,7 @@ async def _compiled(service: Service, constraint: Constraint, thinking: Thinking
 def within_budget(
     service: Service, params: SamplingParams, fields: GenerationFields, prompt: Sequence[int]
 ) -> SamplingParams:
-    """The parameters with a guide that ends think blocks that are too long, if they can be."""
+    """Returns the parameters with a guide that ends reasoning where it becomes too long."""
     budget, tokenizer = fields.thinking_token_budget, service.tokenizer
     reasoning = service.chats.format.guided_reasoning
     if budget is None or budget >= params.max_tokens or reasoning is None:

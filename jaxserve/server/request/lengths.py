@@ -14,7 +14,8 @@ _COUNTED_ON = 16 * 1024
 def tokens_to_generate(
     asked: int | None, prompt_tokens: int, limits: EngineLimits, *, param: str = "prompt"
 ) -> int:
-    """At most what the context has room for; a prompt that leaves no room is a 400."""
+    """Returns how many tokens to generate: what is asked for, as far as the context has room.
+    PromptTooLong: the prompt leaves no room."""
     room = limits.max_model_len - prompt_tokens
     if room < 1:
         raise PromptTooLong(prompt_tokens, limits.max_model_len, param=param)
@@ -22,7 +23,8 @@ def tokens_to_generate(
 
 
 def fitting(limits: EngineLimits, param: str) -> Progress:
-    """For prompts of which nothing is cut off: those that cannot fit are encoded no further."""
+    """Makes a check that ends the encoding of a prompt that cannot fit, where nothing is cut
+    off."""
 
     def check(tokens: int) -> None:
         if tokens > limits.max_model_len + _COUNTED_ON:
@@ -34,7 +36,7 @@ def fitting(limits: EngineLimits, param: str) -> Progress:
 def truncated(
     prompt: list[int], asked: int | None, fields: GenerationFields, limits: EngineLimits
 ) -> list[int]:
-    """What `truncate_prompt_tokens` keeps: the last tokens, or the first ones.
+    """Returns the tokens that `truncate_prompt_tokens` keeps: the last ones, or the first.
 
     -1 keeps what leaves room for `asked` tokens of output (at least one).
     """

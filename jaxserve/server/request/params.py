@@ -22,7 +22,8 @@ GREEDY_BELOW = 1e-5
 def sampling_params(
     service: Service, fields: GenerationFields, *, max_tokens: int, logprobs: int | None
 ) -> SamplingParams:
-    """Everything but the guide and the seed, which differs between the choices."""
+    """Returns the parameters of a request, without a guide and without seeds: choices have their
+    own. ApiError: a value does not go with another one, or with the model."""
     defaults, limits = service.config.sampling_defaults, service.engine.limits
     ends = service.tokenizer.eos_token_ids
     if isinstance(fields, ChatRequest):
@@ -92,7 +93,8 @@ def _allowed(fields: GenerationFields, limits: EngineLimits) -> tuple[int, ...]:
 def text_options(
     fields: GenerationFields, shown_tokens: frozenset[int] = frozenset()
 ) -> TextOptions:
-    """`shown_tokens`: special ones that are text all the same."""
+    """Returns how the output becomes text. `shown_tokens`: special ones that are text all the
+    same."""
     return TextOptions(
         stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
         include_stop=bool(fields.include_stop_str_in_output),
@@ -109,7 +111,7 @@ def choice_requests(
     fields: GenerationFields,
     standing: Standing,
 ) -> list[Request]:
-    """One request per choice. Its seed depends on nothing but the request's and its index."""
+    """Makes one request per choice. A choice's seed depends only on the request's and its index."""
     ids = tuple(prompt)
     return [
         Request(
@@ -123,7 +125,7 @@ def choice_requests(
 
 
 def num_choices(fields: GenerationFields) -> int:
-    """`best_of` asks for nothing if it is `n`: there is no choosing among more."""
+    """Returns the number of choices. ApiError: `best_of` asks for more than `n`."""
     n = fields.n or 1
     if fields.best_of is not None and fields.best_of != n:
         raise invalid(
@@ -136,7 +138,7 @@ def num_choices(fields: GenerationFields) -> int:
 
 
 def choice_seed(seed: int | None, index: int) -> int:
-    """32 bits; random if no seed was asked for (-1 is vLLM's way to say that)."""
+    """Returns 32 bits, random ones if no seed was asked for (-1 is vLLM's way to say that)."""
     if seed is None or seed == -1:
         return secrets.randbits(32)
     return int.from_bytes(blake2b(f"{seed}:{index}".encode(), digest_size=4).digest())

@@ -39,15 +39,15 @@ async def read_fields[T: Struct](
     rejected: Mapping[str, Harmless] = REJECTED,
     silent: Set[str] = SILENT,
 ) -> Parsed[T]:
-    """The body's fields; see `parse`."""
+    """Reads the body and returns its fields; see `parse`."""
     body = await read_json(request)
     where = lane(len(body), PARSED_INLINE_BYTES)
     return await off_loop(where, parse, body, kind, rejected, silent)
 
 
 async def read_json(request: web.Request) -> bytes:
-    """The body, if it claims to be JSON. Its size is bounded (413), that of all that are
-    large (429), and the time that it may take (408)."""
+    """Reads the body, if it claims to be JSON. ApiError: it is too large (413), all large ones
+    together are (429), or it takes too long (408)."""
     kind = request.content_type
     if "Content-Type" in request.headers and kind != "application/json":
         raise ApiError(
@@ -94,8 +94,12 @@ def parse[T: Struct](
     rejected: Mapping[str, Harmless] = REJECTED,
     silent: Set[str] = SILENT,
 ) -> Parsed[T]:
-    """`rejected`: fields that are refused, with the values that ask for nothing; `silent`: fields
-    without effect that need no mention."""
+    """Decodes a body and checks its fields. ApiError names the first that is wrong.
+
+    Args:
+      rejected: fields that are refused, with the values that ask for nothing.
+      silent: fields without effect that need no mention.
+    """
     names = field_names(kind)
     try:
         fields = msgspec.json.decode(body, type=kind)

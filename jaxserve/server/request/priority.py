@@ -24,14 +24,14 @@ class Ranked(Protocol):
 
 
 def level_of(fields: Ranked) -> int:
-    """The priority that the body asks for: a number goes before a tier."""
+    """Returns the priority that the body asks for: a number goes before a tier."""
     if fields.priority is not None:
         return fields.priority
     return 0 if fields.service_tier is None else LEVELS.get(fields.service_tier, 0)
 
 
 def level_of_header(headers: Mapping[str, str]) -> int | None:
-    """What a proxy says, which goes before the body; None: nothing.
+    """Returns the priority that a proxy asks for, which goes before the body's, if any.
 
     Raises ApiError (400) for what is not an integer of 64 bits.
     """
@@ -44,7 +44,7 @@ def level_of_header(headers: Mapping[str, str]) -> int | None:
 
 
 def tier_used(fields: Ranked, headers: Mapping[str, str], *, by_priority: bool) -> dict[str, Tier]:
-    """The answer's `service_tier`, if the request has one: `default` unless it made a difference.
+    """Returns the answer's `service_tier`, if the request has one: `default` unless it mattered.
 
     `by_priority`: the scheduler's policy looks at priorities.
     """

@@ -39,7 +39,7 @@ PLACEHOLDER = "[{}: left out, this model reads text]"
 def completion_prompts(
     prompt: str | list[str | int | list[int]], tokenizer: Tokenizer, fits: Progress | None = None
 ) -> list[Prompt]:
-    """One text, several texts, one list of ids or several: each becomes one prompt.
+    """Returns the prompts of a completion: of one text, several, one list of ids or several.
 
     Markers in a text become their tokens: here the caller applies the chat template, if any.
     `fits` refuses those that have too many tokens. Abandoned: the request is over.
@@ -92,7 +92,7 @@ class ChatPrompt(NamedTuple):
 def chat_prompt(
     request: ChatRequest, chats: Chats, tokenizer: Tokenizer, limits: EngineLimits
 ) -> ChatPrompt:
-    """A chat as the token ids of its prompt, cut and measured so that it can be generated from.
+    """Renders and encodes a chat, cuts it as it asks for, and finds how much may be generated.
 
     ApiError: there is no template, it refuses the messages, a field contradicts another, or the
     context has no room. Abandoned: the request is over.
@@ -122,7 +122,7 @@ class RenderedChat(NamedTuple):
 def rendered_chat(
     request: ChatRequest, chats: Chats, tokenizer: Tokenizer, fits: Progress | None = None
 ) -> RenderedChat:
-    """The template applied to a chat, as token ids. `fits` refuses those that are too many.
+    """Applies the template to a chat and encodes it. `fits` refuses too many tokens.
 
     ApiError: there is no template, it refuses the messages, or a field contradicts another.
     Abandoned: the request is over.

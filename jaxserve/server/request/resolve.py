@@ -45,7 +45,7 @@ class Resolved:
     """What the request has and the prompts leave out."""
 
     def generation(self, tokenizer: Tokenizer) -> Generation:
-        """The choices, ready to be submitted."""
+        """Makes the choices, ready to be submitted."""
         choices = [
             Choice(index, request, tokenizer, self.options, self.parser() if self.parser else None)
             for index, request in enumerate(self.requests)
@@ -58,7 +58,7 @@ class Resolved:
 async def resolve_chat(
     arrival: Arrival, fields: ChatRequest, request_id: str, size: int
 ) -> Resolved:
-    """What a chat asks for.
+    """Resolves the fields and headers of a chat.
 
     Args:
       request_id: the choices' ids begin with it.
@@ -100,7 +100,7 @@ async def resolve_chat(
 
 
 def lane_of(fields: GenerationFields, size: int) -> Lane:
-    """Where the prompt and the bad words of a request are encoded."""
+    """Returns where the prompt and the bad words of a request are encoded."""
     many = len(fields.bad_words or ()) > INLINE_WORDS
     return max(lane(size), Lane.LARGE if many else Lane.INLINE)
 

@@ -52,7 +52,8 @@ class ChatTools:
 
 
 def chat_tools(fields: ChatRequest) -> ChatTools:
-    """Raises ApiError: a tool is not whole, or `tool_choice` asks for one that is not there."""
+    """Returns the tools of a chat. ApiError: a tool is not whole, or `tool_choice` asks for one
+    that is not there."""
     raw = fields.tools or []
     try:
         tools = msgspec.convert(raw, list[Tool])

@@ -11,7 +11,7 @@ CODINGS = ("gzip", "deflate", "identity")
 
 
 def unpacked(body: bytes, coding: str, most: int) -> bytes:
-    """The body that was sent with this Content-Encoding.
+    """Returns the body that was sent with this Content-Encoding.
 
     ApiError: it is of another coding (415), has more than `most` bytes (413), or is not whole.
     """

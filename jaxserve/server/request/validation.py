@@ -25,7 +25,7 @@ type Step = str | int
 
 
 def not_json(error: Exception, body: bytes) -> ApiError:
-    """`error`: what msgspec says of a body that it cannot read as JSON, without the body's text."""
+    """Makes the 400 for a body that is not JSON. `error`: what msgspec says of it."""
     if not body:
         return invalid("the body is empty where JSON is expected", code="invalid_json")
     # Python's own error for what is not UTF-8 would repeat the bytes.
@@ -99,7 +99,7 @@ def _choices(info: inspect.Type, steps: Sequence[Step]) -> Iterator[Any]:
 
 
 def check_token_ids(ids: Sequence[int], limits: EngineLimits, param: str) -> None:
-    """400, which names the first that the vocabulary does not have."""
+    """Checks that the vocabulary has all of the ids. ApiError names the first that it does not."""
     if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
         wrong = next(i for i in ids if not 0 <= i < limits.vocab_size)
         raise _token_id_error(wrong, limits, param)

@@ -31,6 +31,7 @@ from jaxserve.server.tenant import tenant_of
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
+    """Answers a request of the Responses API."""
     arrival = Arrival(service=service_of(request), request=request)
     service, tenant = arrival.service, tenant_of(request)
     service.check_accepting()

@@ -25,7 +25,8 @@ _GONE = "it was made with store: false, was deleted, made room for others, or th
 
 
 def earlier_items(store: ResponseStore, tenant: str, previous: str | None) -> list[Item]:
-    """The conversation up to a response, itself included; ApiError (400): it is not there."""
+    """Returns the conversation up to a response, itself included. ApiError (400): it is not
+    there."""
     if previous is None:
         return []
     stored = store.get(tenant, previous)
@@ -51,7 +52,7 @@ def with_items(store: ResponseStore, tenant: str, given: Sequence[Item]) -> list
 def entry(
     fields: ResponsesRequest, history: Sequence[Item], key: str, response: dict[str, Any]
 ) -> Stored:
-    """What is kept of a response whose own part of ids is `key`."""
+    """Returns what is kept of a response. `key`: its own part of ids."""
     given = fields.input
     if isinstance(given, str):
         given = [Item(type="message", role="user", content=given)]

@@ -9,7 +9,7 @@ from jaxserve.server.output.generation import Generation
 
 
 class Timing(NamedTuple):
-    """Of one choice, in seconds; None where it did not come so far."""
+    """Times of one choice, in seconds; None where it did not come so far."""
 
     queue: float | None
     prefill: float | None
@@ -41,5 +41,5 @@ class Tracer(Protocol):
     """Where spans of requests go."""
 
     def record(self, finished: Finished) -> None:
-        """Of a request that generated, or was to. Returns at once."""
+        """Records a request that generated, or was to. Returns at once."""
         ...

@@ -25,8 +25,8 @@ CLIENT_GONE = 499
 
 
 @web.middleware
-async def tell_of_request(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """When a request has ended: a line in the log, a span, as far as the server was asked to."""
+async def report_request(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Reports a request that has ended: a line in the log, a span, as the server was asked to."""
     service = request.app[SERVICE]
     if not service.config.log_requests and service.tracer is None:
         return await handler(request)
