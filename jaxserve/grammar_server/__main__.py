@@ -81,7 +81,7 @@ class GrammarServer:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         gc.collect()
         gc.freeze()  # else a collection in a process would write to the pages that all share
-        self._own_bytes = _private_bytes(os.getpid())
+        self._own_bytes = process.private_bytes(os.getpid())
 
     def serve(self, orders: Frames, messages: list[bytes]) -> None:
         """Until the server closes the pipe, or has ended. `messages`: the first ones."""
@@ -189,7 +189,7 @@ class GrammarServer:
     def _watch_memory(self) -> None:
         """End the largest process where all of them take too much."""
         taken = {
-            number: max(0, _private_bytes(each.pid) - self._own_bytes)
+            number: max(0, process.private_bytes(each.pid) - self._own_bytes)
             for number, each in self._processes.items()
             if each.cause is None
         }
@@ -201,15 +201,6 @@ def _cause(status: int) -> Cause:
     if os.WIFSIGNALED(status):
         return _CAUSES.get(signal.Signals(os.WTERMSIG(status)), Cause.OTHER)
     return Cause.MEMORY if os.WEXITSTATUS(status) == process.EXIT_MEMORY else Cause.OTHER
-
-
-def _private_bytes(pid: int) -> int:
-    """What is in memory for a process and belongs to no file; shared with its parent, too."""
-    try:
-        _, resident, of_files, *_ = Path(f"/proc/{pid}/statm").read_text().split()
-    except (OSError, ValueError):  # it has ended
-        return 0
-    return (int(resident) - int(of_files)) * mmap.PAGESIZE
 
 
 def main() -> None:

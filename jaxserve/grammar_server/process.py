@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import resource
 import signal
@@ -123,6 +124,7 @@ def _compiled(start: Start, reports: int, shared: Shared) -> LLMatcher | None:
     """The grammar before its first token; None after an error that was reported."""
     error: str | None = None
     matcher: LLMatcher | None = None
+    before = private_bytes()
     try:
         text = _in_llguidances_words(start.grammar)
         matcher = LLMatcher(shared.tokenizer, text, log_level=0, limits=_LIMITS)
@@ -133,8 +135,20 @@ def _compiled(start: Start, reports: int, shared: Shared) -> LLMatcher | None:
         error = "it is nested too deeply"
     except (GbnfToLarkError, ValueError) as failure:
         error = str(failure)
-    tell(reports, Compiled(start.process, None if error is None else error[:_MAX_ERROR]))
+    told = None if error is None else error[:_MAX_ERROR]
+    tell(reports, Compiled(start.process, told, max(0, private_bytes() - before)))
     return matcher if error is None else None
+
+
+def private_bytes(pid: int | str = "self") -> int:
+    """What is in memory for a process and belongs to no file; shared with its parent, too. 0 if it
+    has ended."""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            _, resident, of_files, *_ = file.read().split()
+    except (OSError, ValueError):
+        return 0
+    return (int(resident) - int(of_files)) * mmap.PAGESIZE
 
 
 def _in_llguidances_words(grammar: Grammar) -> str:

@@ -119,6 +119,8 @@ class Compiled(msgspec.Struct, frozen=True, tag=True, array_like=True):
     process: int
     error: str | None
     """None: the first mask is in its slot."""
+    size: int
+    """Bytes of memory that it took."""
 
 
 class Masks(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -27,7 +27,7 @@ _MAX_ERROR = 500
 _MAX_REFUSED = 1024
 _SLOW_NICENESS = 5
 _SHARE = 8
-"""Times what is free, a tenant may have: 455 of 512 alone, 241 each if they are two."""
+"""Times what is free, a tenant may have: 456 of 512 alone, 241 each if they are two."""
 _PROCESS_LIMITS = Limits(threads=min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 2)))
 
 

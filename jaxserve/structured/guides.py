@@ -21,7 +21,9 @@ from jaxserve.structured.vocabulary import THINK_MARKERS, Vocabulary, vocabulary
 from jaxserve.tokenizer import Tokenizer
 
 CACHE_ENTRIES = 64
-"""Grammars kept compiled: each takes some 6 MiB, and 15 ms to compile again."""
+"""Grammars kept compiled: most take some 3 MiB, and 15 ms to compile again."""
+CACHE_BYTES = 128 * 2**20
+"""That compiling all of these took."""
 SHARED_TOKENS = 20_000
 """That follow a grammar until it is compiled anew, beside the requests that use it meanwhile."""
 
@@ -224,8 +226,11 @@ class Guides:
         if done.cancelled() or done.exception() is not None:
             return
         self._cache[key] = done.result()
-        while len(self._cache) > CACHE_ENTRIES:
+        while len(self._cache) > CACHE_ENTRIES or self._kept_bytes() > CACHE_BYTES:
             self._evict()
+
+    def _kept_bytes(self) -> int:
+        return sum(process.size for process in self._cache.values())
 
 
 def _with_token(mask: bytes, token: int) -> bytes:

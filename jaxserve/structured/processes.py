@@ -95,6 +95,8 @@ class GrammarProcess:
     """Of the first token."""
     tenant: str
     """For whom it was compiled."""
+    size: int
+    """Bytes of memory that compiling took."""
     num_tokens: int = 0
     """Those of all sequences that followed it."""
     at_limit: bool = False
@@ -326,7 +328,7 @@ class Processes:
                 self._finish(report.slot, b"", GuideError(report.error))
             case Compiled():
                 order, slot = self._compiling.pop(report.process)
-                self._settle(order, slot, report.error)
+                self._settle(order, slot, report)
             case Ended():
                 self._end(report.process, report.cause)
             case Defect():
@@ -342,14 +344,18 @@ class Processes:
             asked.process.at_limit = True
         asked.waiting.finish(mask, error)
 
-    def _settle(self, order: _Compile, slot: int, error: str | None) -> None:
+    def _settle(self, order: _Compile, slot: int, report: Compiled) -> None:
         mask = self._mask(slot)
         self._free.append(slot)
-        if error is not None:
-            _fail(order, NotCompiled(error))
+        if report.error is not None:
+            _fail(order, NotCompiled(report.error))
             return
         process = GrammarProcess(
-            processes=self, number=order.number, mask=mask, tenant=order.tenant
+            processes=self,
+            number=order.number,
+            mask=mask,
+            tenant=order.tenant,
+            size=report.size,
         )
         self._live[order.number] = process
         with suppress(InvalidStateError):  # nobody waits for it any more

@@ -28,8 +28,8 @@ def test_a_server_elsewhere_is_not_attacked_by_mistake() -> None:
 def test_hostile_requests_leave_a_server_as_it_was(tmp_path: Path) -> None:
     outcomes = tmp_path / "outcomes.json"
     with Server("--write-timeout", "5") as server:
-        # The server's own memory: its processes for grammars keep what they have compiled.
-        ended = attack(server.url, "--json", str(outcomes), timeout=1700)
+        pid = str(server.process.pid)
+        ended = attack(server.url, "--pid", pid, "--json", str(outcomes), timeout=1700)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert server.process.poll() is None
     assert all(json.loads(outcomes.read_text())["checks"].values())

@@ -186,3 +186,28 @@ async def test_a_text_of_another_key_is_encoded_again_where_caches_are_isolated(
         ) as reply:
             assert reply.status == 200, await reply.text()
     assert sum(LONG[:5000] in text for text in encoding.texts) == times
+
+
+async def test_memory_is_given_back_a_while_after_a_huge_request(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for all requests of the while, in a thread."""
+    given_back = list[str]()
+
+    class Library:
+        def malloc_trim(self, _: int) -> None:
+            given_back.append(threading.current_thread().name)
+
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Library())
+    monkeypatch.setattr("jaxserve.server.off_loop.GIVE_BACK_SECONDS", 0.5)
+    url = await serve(FakeEngine(b"Hi"))
+    async with aiohttp.ClientSession() as session:
+        for text in ("Hi", LONG, LONG):
+            assert not given_back
+            async with session.post(f"{url}/tokenize", **sent({"prompt": text})) as reply:
+                await reply.read()
+        async with asyncio.timeout(10):
+            while not given_back:
+                await asyncio.sleep(0.01)
+    (thread,) = given_back
+    assert thread.startswith("huge requests")

@@ -300,6 +300,18 @@ async def test_what_is_kept_of_a_tenant_makes_room_for_its_own_grammars_first(
     guides.close()
 
 
+async def test_what_is_kept_has_so_many_bytes_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    guides = Guides(tiny_tokenizer(), Metrics("tiny"))
+    size = (await guides.compile(trivial(0))).compiled.size
+    large = (await guides.compile(HOSTILE["rules"]())).compiled.size
+    assert large > 2**21 > 2 * size
+    monkeypatch.setattr("jaxserve.structured.guides.CACHE_BYTES", large)
+    again = await guides.compile(trivial(1))
+    del again
+    await until(lambda: len(children(server_pid(guides))) <= 2)
+    guides.close()
+
+
 async def when_there_is_room(guides: Guides, grammar: Grammar, tenant: str = "") -> Guide:
     """The thread that reads may hold a grammar for a moment after those who asked for it have it,
     so room comes a moment after the last of them is gone. Clients are told to try again."""
