@@ -50,9 +50,8 @@ from random_weights import QUANTIZE
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import registry
 from jaxserve.models.registry import NAMED_MODELS
-from jaxserve_kernels import target, weights
-from jaxserve_kernels.matmul import as_read, gated_linear, linear, sum_parts
-from jaxserve_kernels.weights.iq2_xxs import Iq2XxsWeight
+from jaxserve_kernels import weights
+from jaxserve_kernels.matmul import as_read, gated_linear, linear
 
 HEADS = ("bf16", "int8", "fp8")
 """What the engine has output matrices in."""
@@ -296,25 +295,9 @@ def build(case: Case, stacked: Any, *, tiny: bool) -> tuple[Any, jax.Array, int]
 
 
 def product_of(case: Case, x: jax.Array, weight: Any) -> jax.Array:
-    if isinstance(weight, Iq2XxsWeight):
-        return iq2_xxs_product(case, x, weight)
     if case.product.gated:
         return gated_linear(x, weight)
     return linear(x, weight, jnp.float32 if case.product.head else x.dtype)
-
-
-def iq2_xxs_product(case: Case, x: jax.Array, weight: Iq2XxsWeight) -> jax.Array:
-    """The engine does not serve this format: its kernels are called here."""
-    if not target.uses_triton():
-        product = sum_parts(linear(x, weight.dequantize().astype(x.dtype)), jnp.float32)
-    else:
-        from jaxserve_kernels.quantized_matmul import triton_iq2_xxs  # needs Triton
-
-        product = triton_iq2_xxs.linear(x, weight)
-    if case.product.gated:
-        gate, up = jnp.split(product, 2, axis=-1)
-        product = jax.nn.silu(gate) * up
-    return product if case.product.head else product.astype(x.dtype)
 
 
 def describe(

@@ -10,8 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 LAYER = ("qkv", "out", "gate_up", "down")
-COMPARED_ONLY = ("iq2_xxs",)
-"""Formats that the engine does not serve: no rule holds for them."""
 
 _WIDTH = 180
 """Of the table, in characters: room for ten columns."""
@@ -77,7 +75,6 @@ def assert_never_slower(timings: list[Timing], limit: float) -> None:
         f"{t.product} {t.format} at {t.tokens} tokens: {t.ratio_to_bf16:.2f} times bfloat16"
         for t in timings
         if t.product in ("layer", "head")
-        and t.format not in COMPARED_ONLY
         and (t.product, t.format + COPY, t.tokens) not in copied
         and t.ratio_to_bf16 > limit
     ]

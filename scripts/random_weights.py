@@ -14,18 +14,6 @@ from jaxserve.model_spec import ModelSpec
 from jaxserve.models.quantization import HeadFormat, Quantization
 from jaxserve_checkpoints.load import Encode
 from jaxserve_kernels import weights
-from jaxserve_kernels.weights.iq2_xxs import Iq2XxsWeight
-
-
-def random_iq2_xxs(weight: jax.Array) -> Iq2XxsWeight:
-    """Any codes of the right shape: what they are makes no difference in time."""
-    out, depth = weight.shape
-    key = jax.random.key(depth)
-    return Iq2XxsWeight(
-        points=jax.random.bits(key, (out, depth // 8), jnp.uint8),
-        signs=jax.random.bits(key, (out, depth // 32), jnp.uint32),
-        d=jnp.full((out, depth // 256), 1e-3, jnp.float16),
-    )
 
 
 def with_zeros(weight: jax.Array) -> weights.Int4Weight:
@@ -58,7 +46,6 @@ QUANTIZE: dict[str, Callable[[jax.Array], Any]] = {
     "int8": weights.quantize_int8,
     "nvfp4": weights.quantize_nvfp4,
     "mxfp4": weights.quantize_mxfp4,
-    "iq2_xxs": random_iq2_xxs,
 }
 COPIED = ("int4", "int4-g64", "int4-zeros", "int4-act-order", "nvfp4", "mxfp4")
 QUANTIZE |= {f"{name}{COPY}": functools.partial(with_copy, QUANTIZE[name]) for name in COPIED}

@@ -16,10 +16,10 @@ from jaxserve.models.awq import quantize_layer_awq
 from jaxserve.models.calibration import layer_statistics
 from jaxserve_kernels import weights
 from jaxserve_kernels.weights.hqq import quantize_int4_hqq
-from jaxserve_kernels.weights.iq2_xxs import BLOCK, Iq2XxsWeight, grid
 from lab.embedded.chat import Encoder
 from lab.embedded.data import tokenizer_texts
 from lab.embedded.evaluate import MODEL_FOLDER
+from lab.embedded.iq2_xxs import BLOCK, Iq2XxsWeight, grid
 
 type Quantize = Callable[[jax.Array], Any]
 

@@ -35,7 +35,7 @@ from jaxserve_checkpoints.quantized.hqq import Hqq
 from jaxserve_checkpoints.quantized.modelopt import ModeloptNvfp4
 from jaxserve_checkpoints.quantized.mxfp4 import Mxfp4
 from jaxserve_kernels.weights import pack_mxfp4, pack_nvfp4
-from jaxserve_kernels.weights.iq2_xxs import BLOCK_BYTES, read_iq2_xxs
+from lab.embedded.iq2_xxs import BLOCK_BYTES, read_iq2_xxs
 from tests.checkpoints import quantized_files as files
 
 pytestmark = [

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 
-import jax.numpy as jnp
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
-from jaxserve_kernels.weights.iq2_xxs import BLOCK_BYTES, grid, read_iq2_xxs
+from lab.embedded.iq2_xxs import BLOCK_BYTES, grid, read_iq2_xxs
 
 
 def test_the_grid_is_that_of_the_format() -> None:
@@ -64,17 +62,3 @@ def test_blocks_are_dequantised_as_their_definition_says() -> None:
     ]
     found = read_iq2_xxs(data).dequantize()
     np.testing.assert_array_equal(np.asarray(found), np.float32(expected))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 16, 64, 200])
-def test_products_are_those_with_the_dequantised_weight(tokens: int) -> None:
-    from jaxserve_kernels.quantized_matmul import triton_iq2_xxs as kernels
-
-    weight = read_iq2_xxs(random_bytes(128, 10))
-    plain = np.asarray(weight.dequantize().astype(jnp.bfloat16), np.float32)
-    np.testing.assert_array_equal(np.asarray(kernels.dequantize(weight), np.float32), plain)
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(tokens, 2560)), jnp.bfloat16)
-    product = kernels.linear(x, weight)
-    expected = np.asarray(x, np.float32) @ plain.T
-    np.testing.assert_allclose(product, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
