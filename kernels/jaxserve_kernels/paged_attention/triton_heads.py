@@ -57,7 +57,8 @@ def head_constants(
     WIDTH: gl.constexpr, PIECES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """What no kernel before this one makes: of each piece the weights of the norms and the biases,
-    of each pair of pieces the cosines and sines. `head` is each row's number in the projection."""
+    of each pair of pieces the cosines and sines. `head` is each row's number in the projection, that
+    of any head where a row is none."""
     DIM: gl.constexpr = PIECES * WIDTH
     dim = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, layout)), 0)
     norms = ()
