@@ -102,42 +102,37 @@ def plain(ptx: str) -> str:
 def compare(before: Path, after: Path, pattern: str) -> int:
     """Print which kernels' machine code differs in steps that both have; 1 if any does."""
     old, new = (json.loads((each / "launches.json").read_text()) for each in (before, after))
-    same: set[str] = set()
+    same, differ = set[str](), set[str]()
     changed: dict[tuple[str, str], list[str]] = {}
     for step in sorted(old.keys() & new.keys()):
         first = [each for each in old[step] if re.search(pattern, each[0])]
-        second = new[step]
-        if [each[:2] for each in first] != [each[:2] for each in second]:
-            print(f"{step}: other launches")
-            changed[step, step] = [step]
+        if [each[:2] for each in first] != [each[:2] for each in new[step]]:
+            print(f"{step}: other kernels or grids")
+            differ.add(step)
             continue
-        for (name, _, code), (_, _, new_code) in zip(first, second, strict=True):
+        for (name, _, code), (_, _, new_code) in zip(first, new[step], strict=True):
             if code == new_code:
                 same.add(name)
             else:
                 changed.setdefault((code, new_code), []).append(step)
-    others: list[str] = []
     for (code, new_code), steps in changed.items():
         files = before / f"{code}.ptx", after / f"{new_code}.ptx"
-        if not all(file.exists() for file in files):
-            others.append(code)
-            continue
-        counts = [len(file.read_text().splitlines()) for file in files]
+        counts = [len(file.read_text(encoding="utf-8").splitlines()) for file in files]
         equal = assembled(files[0]) == assembled(files[1])
         verdict = "the same machine code" if equal else "OTHER MACHINE CODE"
-        print(f"{code} -> {new_code} ({counts[0]} -> {counts[1]} lines): {verdict}: {steps}")
-        others += [] if equal else [code]
+        print(f"{code} -> {new_code}, {counts[0]} -> {counts[1]} lines: {verdict}: {steps[0]}")
+        differ |= set() if equal else {code}
     print(f"the same PTX: {', '.join(sorted(same))}")
-    print(f"{len(others)} of {len(changed)} that changed have other machine code")
-    return 1 if others else 0
+    print(f"{len(changed)} with other PTX, {len(differ)} with other machine code")
+    return 1 if differ else 0
 
 
 def assembled(file: Path) -> bytes | None:
     """The machine code of a file's PTX."""
     ptx = file.read_text(encoding="utf-8")
-    target_line = re.search(r"\.target sm_(\d+)", ptx)
-    assert target_line
-    return ptxas.assemble(ptx, int(target_line[1]))
+    capability = re.search(r"\.target sm_(\d+)", ptx)
+    assert capability
+    return ptxas.assemble(ptx, int(capability[1]))
 
 
 if __name__ == "__main__":

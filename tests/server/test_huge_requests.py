@@ -11,9 +11,10 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+import tokenizers
 
 from jaxserve.server.off_loop import HUGE_BYTES
-from jaxserve.tokenizer import HfTokenizer
+from jaxserve.tokenizer import HfTokenizer, huggingface
 from jaxserve_checkpoints.resolve import embedded_model
 from tests.fakes import FakeEngine, tiny_tokenizer
 from tests.server.conftest import Serve
@@ -47,14 +48,14 @@ class Encoding:
 
 @pytest.fixture
 def encoding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Encoding]:
-    watch, merge = Encoding(), HfTokenizer._merge  # pyright: ignore[reportPrivateUsage]
+    watch, merge = Encoding(), huggingface.merge
 
-    def watched(self: HfTokenizer, text: str) -> list[int]:
+    def watched(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
         watch.texts.append(text)
         assert len(text) < 1000 or watch.go_on.wait(60)
-        return merge(self, text)
+        return merge(tokenizer, text)
 
-    monkeypatch.setattr(HfTokenizer, "_merge", watched)
+    monkeypatch.setattr(huggingface, "merge", watched)
     yield watch
     watch.go_on.set()
 

@@ -56,8 +56,9 @@ def head_constants(
     q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, token, head, is_query,
     WIDTH: gl.constexpr, PIECES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """What no kernel before this one makes: of each piece the weights of the norms and the biases,
-    of each pair of pieces the cosines and sines. `head` is each row's number in the projection."""
+    """Loads what no earlier kernel writes: per piece the weights of the norms and the biases, per
+    pair of pieces the cosines and sines. `head`: each row's head in the projection; any head for
+    rows that are none."""
     DIM: gl.constexpr = PIECES * WIDTH
     dim = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, layout)), 0)
     norms = ()
