@@ -298,6 +298,17 @@ def test_values_get_the_types_of_the_schema() -> None:
             assert call.arguments == {name: wanted}
 
 
+def test_tags_in_strings_of_json_values_are_text() -> None:
+    for tags in (["</parameter>", "</tool_call>"], ['a\\"</parameter>'], []):
+        wanted = [Call("get_weather", {"city": "Rome", "tags": tags}), NOW]
+        text = WRITINGS["qwen_xml"].write(wanted)
+        for parts in ([text], list(text)):
+            assert read(parse(parser_of(WRITINGS["qwen_xml"]), parts)) == wanted
+    broken = WRITINGS["qwen_xml"].write([ROME, NOW]).replace("city>\nRome", 'tags>\n["Rome')
+    made = parse(parser_of(WRITINGS["qwen_xml"]), list(broken))
+    assert made == [("get_weather", json.dumps({"tags": '["Rome'})), ("get_time", "{}")]
+
+
 def test_a_call_ends_reasoning_that_was_not_closed() -> None:
     text = f"hm\n{WRITINGS['qwen_xml'].write([ROME])}"
     parser = parser_of(WRITINGS["qwen_xml"], reasoning=QWEN3, opened=True)
@@ -412,6 +423,52 @@ async def test_forced_calls_are_nothing_but_calls_of_the_tools(
         assert IM_END not in allowed(guide, tokenizer.encode(text)), text
     either = await guides[name].compile(form.calls(TOOLS, 16, forced=False))
     assert IM_END in allowed(either, list(b"Well, no"))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [{}]},
+        {"type": "array"},
+        {"required": 7},
+        {"properties": {"a": {"type": "string", "pattern": "b"}}},
+        {"properties": {"a": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]}}},
+        {"properties": {"a": {"$ref": "#/nowhere"}}},
+        {"properties": {"a>": {}}},
+        {"properties": {"a": {"enum": ["</parameter>"]}}},
+    ],
+)
+def test_what_raw_values_cannot_follow_is_refused_and_not_ignored(schema: dict[str, Any]) -> None:
+    with pytest.raises(GrammarError):
+        form_of(WRITINGS["qwen_xml"]).calls(
+            [ToolFunction(name="f", parameters=schema)], 1, forced=True
+        )
+
+
+async def test_raw_values_follow_what_their_schemas_say(guides: dict[str, Guides]) -> None:
+    writing = WRITINGS["qwen_xml"]
+    schema: dict[str, Any] = {
+        "properties": {
+            "unit": {"$ref": "#/$defs/unit"},
+            "days": {"type": "integer", "maximum": 9},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        },
+        "required": ["unit"],
+        "$defs": {"unit": {"enum": ["C", "F", 1]}},
+    }
+    tool = ToolFunction(name="f", parameters=schema)
+    guide = await guides["qwen_xml"].compile(form_of(writing).calls([tool], 1, forced=True))
+    tokenizer = tiny_tokenizer()
+    for arguments, follows in (
+        ({"unit": "C"}, True),
+        ({"unit": 1, "days": 9, "note": "a\n\nb"}, True),
+        ({"unit": "K"}, False),
+        ({"unit": "C", "days": 10}, False),
+        ({"days": 9}, False),
+        ({"unit": "C", "other": "x"}, False),
+    ):
+        tokens = tokenizer.encode(writing.write([Call("f", arguments)]))
+        assert (IM_END in allowed(guide, tokens)) == follows, arguments
 
 
 async def test_custom_tools_that_a_format_cannot_hold_are_refused() -> None:

@@ -221,7 +221,8 @@ class QwenXmlReader:
         self._text = self._text[end:].removeprefix(END_PARAMETER)
         self._state = _State.BETWEEN
         if not self._streams:
-            parts.append(self._writer.arguments(as_json(self._value, self._schema)))
+            value = self._value if end else self._value.removesuffix("\n")
+            parts.append(self._writer.arguments(as_json(value, self._schema)))
         elif not self._custom:
             parts.append(self._writer.arguments('"'))
         return True
