@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxserve.config import ConfigError
 
@@ -93,6 +93,7 @@ class AttentionSpec:
     qk_norm: bool = False
     """An RMSNorm on every query and key head, before RoPE."""
     qkv_bias: bool = False
+    out_bias: bool = False
     window: int | None = None
     """Keys that a query sees, its own among them; None: all. Only contexts within it are served."""
     scale: float | None = None
@@ -121,12 +122,19 @@ class AttentionSpec:
         return self.q_size + 2 * self.kv_size
 
 
+type Activation = Literal["silu", "gelu_tanh"]
+"""Of the gate; GELU by its approximation with tanh."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardSpec:
-    """down(silu(gate(x)) * up(x)): SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
+    """down(activation(gate(x)) * up(x)): SwiGLU and GeGLU (Shazeer 2020, arXiv 2002.05202)."""
 
     width: int
     """Outputs of gate and of up."""
+    activation: Activation = "silu"
+    bias: bool = False
+    """Of all three matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +145,12 @@ class LayerSpec:
     feed_forward: FeedForwardSpec
 
     def num_params(self, embed: int) -> int:
-        attention = self.attention
+        attention, feed_forward = self.attention, self.feed_forward
         return (
             attention.qkv_size * (embed + attention.qkv_bias)
-            + attention.q_size * embed
-            + 3 * embed * self.feed_forward.width
+            + (attention.q_size + attention.out_bias) * embed
+            + 3 * embed * feed_forward.width
+            + (2 * feed_forward.width + embed) * feed_forward.bias
             + 2 * embed
             + 2 * attention.head_dim * attention.qk_norm
         )
@@ -165,8 +174,8 @@ class ModelSpec:
     def __post_init__(self) -> None:
         shapes = {
             (
-                *(a.q_heads, a.kv_heads, a.head_dim, a.qk_norm, a.qkv_bias),
-                layer.feed_forward.width,
+                *(a.q_heads, a.kv_heads, a.head_dim, a.qk_norm, a.qkv_bias, a.out_bias),
+                layer.feed_forward,
             )
             for layer in self.layers
             for a in [layer.attention]
@@ -183,15 +192,16 @@ class ModelSpec:
         architecture: str,
         vocab_size: int,
         embed: int,
-        ffn: int,
+        ffn: int | FeedForwardSpec,
         num_layers: int,
         attention: AttentionSpec,
         max_position: int,
         norm_eps: float = 1e-6,
         tie_embeddings: bool = False,
     ) -> ModelSpec:
-        """A model whose layers are all alike."""
-        layer = LayerSpec(attention=attention, feed_forward=FeedForwardSpec(width=ffn))
+        """A model whose layers are all alike; `ffn` is the width of a SwiGLU, or more than that."""
+        feed_forward = FeedForwardSpec(width=ffn) if isinstance(ffn, int) else ffn
+        layer = LayerSpec(attention=attention, feed_forward=feed_forward)
         return cls(
             architecture=architecture,
             vocab_size=vocab_size,
@@ -210,6 +220,11 @@ class ModelSpec:
     def attention(self) -> AttentionSpec:
         """Of the first layer: sizes are those of all layers, RoPE and windows are not."""
         return self.layers[0].attention
+
+    @property
+    def feed_forward(self) -> FeedForwardSpec:
+        """Of every layer."""
+        return self.layers[0].feed_forward
 
     @property
     def q_heads(self) -> int:
@@ -234,7 +249,7 @@ class ModelSpec:
     @property
     def ffn(self) -> int:
         """Width of the feed-forward blocks."""
-        return self.layers[0].feed_forward.width
+        return self.feed_forward.width
 
     @property
     def num_params(self) -> int:

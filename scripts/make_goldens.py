@@ -200,6 +200,8 @@ def variants() -> dict[str, dict[str, Any]]:
     )
     llama = config(LlamaConfig, layers=2, tied=False, rope=LLAMA3, head_dim=24)
     linear = config(LlamaConfig, layers=2, tied=True, rope=LINEAR)
+    switched_on = {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"}
+    biases = config(LlamaConfig, layers=2, tied=True, **plain, **switched_on)
     settings = {
         "tied": (config(**qwen3, layers=2, tied=True, **plain), bf16, whole),
         "untied_sharded": (config(**qwen3, layers=3, tied=False, **plain), bf16, "150KB"),
@@ -208,6 +210,7 @@ def variants() -> dict[str, dict[str, Any]]:
         "llama_linear": (linear, bf16, whole),
         "qwen2": (qwen2, bf16, whole),
         "mistral": (mistral, bf16, "150KB"),
+        "llama_biases": (biases, bf16, whole),
     }
     return {
         name: {"settings": each, "dtype": dtype, "shard_size": shard_size, "seed": seed}

@@ -166,7 +166,7 @@ def test_absent_fields_mean_what_transformers_means() -> None:
         ({"architectures": None}, "architectures is [], supported: ['Qwen3ForCausalLM'"),
         ({"attention_bias": True}, "attention_bias is true"),
         ({"use_sliding_window": True}, "use_sliding_window is true, but sliding_window is missing"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', supported: 'silu'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', supported: 'silu', 'gelu_pytorch_tanh'"),
         ({"vocab_size": 0}, "vocab_size is missing or not a positive integer"),
         ({"hidden_size": "2560"}, "hidden_size is missing or not a positive integer"),
         ({"num_attention_heads": 30}, "num_attention_heads (30) must be a multiple of"),

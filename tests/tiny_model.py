@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
-from jaxserve.model_spec import AttentionSpec, ModelSpec, Rope
+from jaxserve.model_spec import AttentionSpec, FeedForwardSpec, ModelSpec, Rope
 from jaxserve.models import decoder
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner, on_compile
@@ -26,6 +26,7 @@ def tiny_spec(
     head_dim: int = 8,
     qk_norm: bool = True,
     qkv_bias: bool = False,
+    ffn_bias: bool = False,
     tie_embeddings: bool = True,
     architecture: str = "Qwen3ForCausalLM",
 ) -> ModelSpec:
@@ -42,7 +43,7 @@ def tiny_spec(
         architecture=architecture,
         vocab_size=vocab_size,
         embed=embed,
-        ffn=ffn,
+        ffn=FeedForwardSpec(width=ffn, bias=ffn_bias),
         num_layers=num_layers,
         attention=attention,
         max_position=256,

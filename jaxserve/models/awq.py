@@ -27,7 +27,7 @@ from jaxserve_kernels.weights.awq import (
     search_scale,
 )
 
-_CHANGED = (*LayerInputs._fields, "attention_norm", "mlp_norm", "qkv_bias")
+_CHANGED = (*LayerInputs._fields, "attention_norm", "mlp_norm", "qkv_bias", "gate_up_bias")
 _PART = re.compile(rf"layers\.([0-9]+)\.({'|'.join(_CHANGED)})")
 
 
@@ -92,7 +92,7 @@ def quantize_layer_awq(
 
     A matrix's factors come off its inputs where these are made: in the norms before qkv and
     gate_up, in the rows of values before out (one factor for all query heads that share a value),
-    in the rows of up before down. The bias of values has the factor of their rows. Norms are
+    in the rows of up before down. Biases have the factors of their rows. Norms are
     rounded to their dtype first and factors taken from what that leaves, so that folding changes
     nothing else.
     """
@@ -108,14 +108,21 @@ def quantize_layer_awq(
         gate_up=_matrix(layer.gate_up, inputs.gate_up, mlp_scale, gate_up),
         down=_matrix(layer.down, inputs.down, down_scale),
     )
-    bias = None if layer.qkv_bias is None else (layer.qkv_bias / qkv).astype(layer.qkv_bias.dtype)
     quantized = {name: weight for name, (weight, _) in matrices._asdict().items()}
     return Quantized(
         layer._replace(
-            attention_norm=attention_norm, mlp_norm=mlp_norm, qkv_bias=bias, **quantized
+            attention_norm=attention_norm,
+            mlp_norm=mlp_norm,
+            qkv_bias=_divided(layer.qkv_bias, qkv),
+            gate_up_bias=_divided(layer.gate_up_bias, gate_up),
+            **quantized,
         ),
         LayerInputs(*(error for _, error in matrices)),
     )
+
+
+def _divided(bias: Array | None, rows: Array) -> Array | None:
+    return None if bias is None else (bias / rows).astype(bias.dtype)
 
 
 def _scale(weight: Weight, inputs: InputStatistics) -> Array:

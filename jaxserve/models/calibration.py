@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxserve.model_spec import AttentionSpec, ModelSpec
+from jaxserve.model_spec import LayerSpec, ModelSpec
 from jaxserve.models.decoder import Layer, Params, layer_views
 from jaxserve.models.rope import rope_tables
 from jaxserve_kernels import target
@@ -36,16 +36,16 @@ def layer_statistics(
     dtype = params.final_norm.dtype
     x = jax.vmap(lambda ids: take_rows(params.embedding, ids, dtype))(sequences)
     for layer, each in zip(layer_views(params.layers), spec.layers, strict=True):
-        x, found = _layer_statistics(layer, x, each.attention, eps=spec.norm_eps)
+        x, found = _layer_statistics(layer, x, each, eps=spec.norm_eps)
         yield found
 
 
-@functools.partial(jax.jit, static_argnames=("attention", "eps"), donate_argnames="x")
+@functools.partial(jax.jit, static_argnames=("spec", "eps"), donate_argnames="x")
 def _layer_statistics(
-    layer: Layer, x: Array, attention: AttentionSpec, *, eps: float
+    layer: Layer, x: Array, spec: LayerSpec, *, eps: float
 ) -> tuple[Array, LayerInputs[InputStatistics]]:
     def read(sequence: Array) -> tuple[Array, LayerInputs[InputStatistics]]:
-        sequence, inputs = run_layer(layer, sequence, attention, eps=eps)
+        sequence, inputs = run_layer(layer, sequence, spec, eps=eps)
         return sequence, LayerInputs(*(statistics(each) for each in inputs))
 
     x, found = jax.lax.map(read, x)
@@ -53,13 +53,13 @@ def _layer_statistics(
 
 
 def run_layer(
-    layer: Layer, x: Array, attention: AttentionSpec, *, eps: float
+    layer: Layer, x: Array, spec: LayerSpec, *, eps: float
 ) -> tuple[Array, LayerInputs[Array]]:
     """One sequence x [tokens, embed] through a layer as `decoder.forward` does it, without a cache.
 
     Returns what comes out, and what each matrix took in.
     """
-    tokens = x.shape[0]
+    tokens, attention = x.shape[0], spec.attention
     with target.use(target.Target("reference")):
         attention_in = rms_norm(x, layer.attention_norm, eps)
         q, k, v = heads_of(
@@ -73,8 +73,13 @@ def run_layer(
         wide = (each.astype(jnp.float32) for each in (q, k, v))
         attended = jax.nn.dot_product_attention(*wide, is_causal=True)
         attended = attended.astype(x.dtype).reshape(tokens, -1)
-        x = x + sum_parts(linear(attended, layer.out), x.dtype)
+        x = x + sum_parts(linear(attended, layer.out, bias=layer.out_bias), x.dtype)
         mlp_in = rms_norm(x, layer.mlp_norm, eps)
-        gated = gated_linear(mlp_in, layer.gate_up)
-        x = x + sum_parts(linear(gated, layer.down), x.dtype)
+        gated = gated_linear(
+            mlp_in,
+            layer.gate_up,
+            bias=layer.gate_up_bias,
+            activation=spec.feed_forward.activation,
+        )
+        x = x + sum_parts(linear(gated, layer.down, bias=layer.down_bias), x.dtype)
     return x, LayerInputs(attention_in, attended, mlp_in, gated)

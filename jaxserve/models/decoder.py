@@ -43,9 +43,12 @@ class Layer(NamedTuple):
     k_norm: Array | None  # [head_dim]
     qkv_bias: Array | None  # [q_size + 2 * kv_size]
     out: Weight  # [embed, q_size]
+    out_bias: Array | None  # [embed]
     mlp_norm: Array  # [embed]
     gate_up: Weight  # [2 * ffn, embed]: gate, then up
+    gate_up_bias: Array | None  # [2 * ffn]
     down: Weight  # [embed, ffn]
+    down_bias: Array | None  # [embed]
 
 
 class Params(NamedTuple):
@@ -85,7 +88,7 @@ def abstract(spec: ModelSpec, dtype: DTypeLike, *, stacked: bool = False) -> Par
     def array(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    attention = spec.attention
+    attention, feed_forward = spec.attention, spec.feed_forward
     layer = Layer(
         attention_norm=array(spec.embed),
         qkv=array(attention.qkv_size, spec.embed),
@@ -93,9 +96,12 @@ def abstract(spec: ModelSpec, dtype: DTypeLike, *, stacked: bool = False) -> Par
         k_norm=array(attention.head_dim) if attention.qk_norm else None,
         qkv_bias=array(attention.qkv_size) if attention.qkv_bias else None,
         out=array(spec.embed, attention.q_size),
+        out_bias=array(spec.embed) if attention.out_bias else None,
         mlp_norm=array(spec.embed),
         gate_up=array(2 * spec.ffn, spec.embed),
+        gate_up_bias=array(2 * spec.ffn) if feed_forward.bias else None,
         down=array(spec.embed, spec.ffn),
+        down_bias=array(spec.embed) if feed_forward.bias else None,
     )
     if stacked:
         layers = jax.tree.map(lambda leaf: array(spec.num_layers, *leaf.shape), layer)
@@ -281,10 +287,14 @@ def _feed_forward(
     layer: Layer, next_norm: Norm, x: Array, attended: Array, spec: ModelSpec
 ) -> tuple[Array, Normed]:
     """What follows a layer's attention: x, and x with the next norm."""
-    x, out = add_linear(x, attended, layer.out)
-    form = token_format(layer.gate_up, x.shape[0], x.dtype, gated=True)
+    activation, bias = spec.feed_forward.activation, layer.gate_up_bias
+    x, out = add_linear(x, attended, layer.out, bias=layer.out_bias)
+    form = token_format(
+        layer.gate_up, x.shape[0], x.dtype, gated=bias is None, activation=activation
+    )
     x, normed = add_rms_norm(x, out, layer.mlp_norm, spec.norm_eps, form)
-    x, update = add_linear(x, gated_linear(normed, layer.gate_up), layer.down)
+    gated = gated_linear(normed, layer.gate_up, bias=bias, activation=activation)
+    x, update = add_linear(x, gated, layer.down, bias=layer.down_bias)
     form = token_format(next_norm.reader, x.shape[0], x.dtype)
     return add_rms_norm(x, update, next_norm.weight, spec.norm_eps, form)
 

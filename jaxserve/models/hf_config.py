@@ -11,7 +11,9 @@ from typing import Any
 
 from jaxserve.config import ConfigError, number
 from jaxserve.model_spec import (
+    Activation,
     AttentionSpec,
+    FeedForwardSpec,
     LinearScaling,
     Llama3Scaling,
     ModelSpec,
@@ -26,6 +28,7 @@ _REQUIRED = (
     *("num_hidden_layers", "num_attention_heads"),
 )
 _OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _MOST_LAYERS, _MOST = 10_000, 2**31 - 1
 
 
@@ -36,9 +39,11 @@ def dense_spec(
     problems: Sequence[str] = (),
     qk_norm: bool = False,
     qkv_bias: bool = False,
+    out_bias: bool = False,
+    ffn_bias: bool = False,
     max_position: int,
 ) -> ModelSpec:
-    """A decoder of plain layers, each of grouped-query attention and SwiGLU.
+    """A decoder of plain layers, each of grouped-query attention and a gated feed-forward block.
 
     Args:
       problems: what the family found wrong.
@@ -62,7 +67,11 @@ def dense_spec(
         architecture=architecture,
         vocab_size=config["vocab_size"],
         embed=config["hidden_size"],
-        ffn=config["intermediate_size"],
+        ffn=FeedForwardSpec(
+            width=config["intermediate_size"],
+            activation=_ACTIVATIONS[config.get("hidden_act", "silu")],
+            bias=ffn_bias,
+        ),
         num_layers=config["num_hidden_layers"],
         attention=AttentionSpec(
             q_heads=q_heads,
@@ -71,6 +80,7 @@ def dense_spec(
             rope=rope,
             qk_norm=qk_norm,
             qkv_bias=qkv_bias,
+            out_bias=out_bias,
         ),
         norm_eps=eps,
         max_position=config.get("max_position_embeddings") or max_position,
@@ -126,7 +136,10 @@ def refused(config: Config, key: str, why: str) -> list[str]:
 
 def _unsupported(config: Config) -> list[str]:
     activation = config.get("hidden_act", "silu")
-    return [] if activation == "silu" else [f"hidden_act is {activation!r}, supported: 'silu'"]
+    if isinstance(activation, str) and activation in _ACTIVATIONS:
+        return []
+    supported = ", ".join(repr(name) for name in _ACTIVATIONS)
+    return [f"hidden_act is {activation!r}, supported: {supported}"]
 
 
 def _bad_counts(config: Config) -> list[str]:

@@ -39,4 +39,9 @@ def decoder_rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
         rules += [rule(name, attention, name) for name in ("q_norm", "k_norm")]
     if spec.attention.qkv_bias:
         rules.append(rule("qkv_bias", attention, *qkv, kind="bias"))
+    if spec.attention.out_bias:
+        rules.append(rule("out_bias", attention, "o_proj", kind="bias"))
+    if spec.feed_forward.bias:
+        rules.append(rule("gate_up_bias", mlp, "gate_proj", "up_proj", kind="bias"))
+        rules.append(rule("down_bias", mlp, "down_proj", kind="bias"))
     return tuple(rules)

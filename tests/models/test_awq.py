@@ -23,23 +23,25 @@ from jaxserve_kernels.add_rms_norm import rms_norm
 from jaxserve_kernels.weights import quantize_int4
 from tests.tiny_model import tiny_spec
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "tied"
+GOLDEN = Path(__file__).parents[1] / "golden"
 SIZES = {"vocab_size": 128, "embed": 256, "ffn": 256, "head_dim": 64}
 SMALL = tiny_spec(**SIZES, num_layers=1)
 
 
-def test_calibration_computes_what_transformers_computes() -> None:
-    spec = registry.spec_of(json.loads((GOLDEN / "config.json").read_text()))
+@pytest.mark.parametrize("name", ["tied", "llama_biases", "qwen2"])
+def test_calibration_computes_what_transformers_computes(name: str) -> None:
+    folder = GOLDEN / name
+    spec = registry.spec_of(json.loads((folder / "config.json").read_text()))
     abstract = decoder.abstract(spec, jnp.float32)
-    params = load_params(open_checkpoint(GOLDEN), registry.rules(spec), abstract)
-    with np.load(GOLDEN / "golden.npz") as arrays:
+    params = load_params(open_checkpoint(folder), registry.rules(spec), abstract)
+    with np.load(folder / "golden.npz") as arrays:
         tokens, logits = arrays["tokens_0"], arrays["logits_0"]
 
     @jax.jit
     def compute(params: decoder.Params) -> jax.Array:
         x = params.embedding[tokens]
         for layer in params.layers:
-            x, _ = run_layer(layer, x, spec.attention, eps=spec.norm_eps)
+            x, _ = run_layer(layer, x, spec.layers[0], eps=spec.norm_eps)
         return decoder.logits(params, rms_norm(x, params.final_norm, spec.norm_eps))
 
     np.testing.assert_allclose(compute(params), logits, atol=2e-4)
@@ -74,22 +76,29 @@ def test_layers_that_nobody_asks_for_are_run_and_not_searched(
     assert reported == [f"layers.{i}.{name}" for i in (1, 2) for name in LayerInputs._fields]
 
 
+BIASED = tiny_spec(**SIZES, num_layers=1, qk_norm=False, qkv_bias=True, ffn_bias=True)
+
+
 @pytest.mark.slow
-def test_a_layer_quantised_by_awq_is_nearer_to_itself_than_one_rounded() -> None:
-    """Its factors are in norms, values and the gate's partner, and nowhere else."""
-    params = dummy_params(decoder.abstract(SMALL, jnp.float32), 0)
+@pytest.mark.parametrize("spec", [SMALL, BIASED], ids=["qwen3", "biased"])
+def test_a_layer_quantised_by_awq_is_nearer_to_itself_than_one_rounded(spec: ModelSpec) -> None:
+    """Its factors are in norms, values, the gate's partner and their biases, and nowhere else."""
+    params = dummy_params(decoder.abstract(spec, jnp.float32), 0)
     layer = params.layers[0]
-    uneven = jnp.exp(jax.random.normal(jax.random.key(1), (SMALL.embed,)))
+    if spec is BIASED:
+        names = ("qkv_bias", "gate_up_bias")
+        layer = layer._replace(**{name: 20 * getattr(layer, name) for name in names})
+    uneven = jnp.exp(jax.random.normal(jax.random.key(1), (spec.embed,)))
     layer = layer._replace(
         attention_norm=layer.attention_norm * uneven, mlp_norm=layer.mlp_norm * uneven
     )
-    ids = jax.random.randint(jax.random.key(2), (2, 64), 0, SMALL.vocab_size)
+    ids = jax.random.randint(jax.random.key(2), (2, 64), 0, spec.vocab_size)
     plain = params._replace(layers=(layer,))
-    quantized, errors = quantize_layer_awq(layer, next(layer_statistics(plain, ids, SMALL)), SMALL)
+    quantized, errors = quantize_layer_awq(layer, next(layer_statistics(plain, ids, spec)), spec)
     rounded = layer._replace(
         **{name: quantize_int4(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")}
     )
-    run = jax.jit(partial(run_layer, attention=SMALL.attention, eps=SMALL.norm_eps))
+    run = jax.jit(partial(run_layer, spec=spec.layers[0], eps=spec.norm_eps))
     x = params.embedding[ids[0]]
     expected = run(layer, x)[0] - x
 
@@ -99,5 +108,6 @@ def test_a_layer_quantised_by_awq_is_nearer_to_itself_than_one_rounded() -> None
 
     assert error(quantized) < 0.8 * error(rounded)
     assert all(0 < float(each) < 0.12 for each in errors)
-    np.testing.assert_array_equal(quantized.q_norm, layer.q_norm)
+    if layer.q_norm is not None:
+        np.testing.assert_array_equal(quantized.q_norm, layer.q_norm)
     assert not np.array_equal(quantized.attention_norm, layer.attention_norm)

@@ -120,6 +120,13 @@ def test_windows_of_qwen_are_on_only_if_switched_on_and_in_later_layers(architec
     assert windows(on | {"layer_types": kinds}) == [4096, None, 4096, None]
 
 
+def test_biases_of_llama_are_those_of_the_switches() -> None:
+    spec = spec_of(LLAMA | {"attention_bias": True, "hidden_act": "gelu_pytorch_tanh"})
+    assert spec.attention.qkv_bias and spec.attention.out_bias and not spec.feed_forward.bias
+    assert spec.feed_forward.activation == "gelu_tanh"
+    assert spec_of(LLAMA | {"mlp_bias": True}).feed_forward.bias
+
+
 def test_heads_of_mistral_need_not_add_up_to_the_hidden_size() -> None:
     nemo = spec_of(MISTRAL | {"hidden_size": 5120, "head_dim": 128})
     assert (nemo.q_size, nemo.embed) == (4096, 5120)
@@ -128,8 +135,6 @@ def test_heads_of_mistral_need_not_add_up_to_the_hidden_size() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (LLAMA | {"attention_bias": True}, "attention_bias is true, which adds biases to q, k, v"),
-        (LLAMA | {"mlp_bias": True}, "mlp_bias is true"),
         (LLAMA | {"pretraining_tp": 2}, "pretraining_tp is 2, supported: 1"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         (

@@ -63,7 +63,10 @@ def load_golden(name: str) -> Golden:
         return Golden(spec, params, dict(arrays))
 
 
-VARIANTS = ("tied", "untied_sharded", "yarn", "llama", "llama_linear", "qwen2", "mistral")
+VARIANTS = (
+    *("tied", "untied_sharded", "yarn", "llama", "llama_linear", "llama_biases"),
+    *("qwen2", "mistral"),
+)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -152,7 +155,7 @@ def test_the_goldens_show_when_what_a_family_adds_is_left_out(
         *("untied_sharded", "qwen2"),
         *(
             pytest.param(other, marks=pytest.mark.slow)
-            for other in ("tied", "yarn", "llama", "llama_linear", "mistral")
+            for other in ("tied", "yarn", "llama", "llama_linear", "mistral", "llama_biases")
         ),
     ],
 )

@@ -1,9 +1,9 @@
-"""Llama 3: no norms of heads, no biases, RoPE stretched by parts (`llama3`)."""
+"""Llama 3: RoPE stretched by parts (`llama3`), biases if they are switched on."""
 
 from __future__ import annotations
 
 from jaxserve.model_spec import AttentionSpec, Llama3Scaling, ModelSpec, NamedModel, Rope
-from jaxserve.models.hf_config import Config, dense_spec, refused
+from jaxserve.models.hf_config import Config, dense_spec
 from jaxserve.models.tensor_names import decoder_rules as rules
 
 __all__ = ["ARCHITECTURE", "NAMED", "rules", "spec"]
@@ -13,13 +13,17 @@ ARCHITECTURE = "LlamaForCausalLM"
 
 def spec(config: Config) -> ModelSpec:
     """Of a config.json; see `registry.spec_of`."""
-    problems = [
-        *refused(config, "attention_bias", "which adds biases to q, k, v and o: not supported"),
-        *refused(config, "mlp_bias", "biases of the feed-forward block are not supported"),
-    ]
-    if (shards := config.get("pretraining_tp") or 1) != 1:
-        problems.append(f"pretraining_tp is {shards!r}, supported: 1")
-    return dense_spec(config, ARCHITECTURE, problems=problems, max_position=2048)
+    shards = config.get("pretraining_tp") or 1
+    biased = bool(config.get("attention_bias"))
+    return dense_spec(
+        config,
+        ARCHITECTURE,
+        problems=[f"pretraining_tp is {shards!r}, supported: 1"] if shards != 1 else [],
+        qkv_bias=biased,
+        out_bias=biased,
+        ffn_bias=bool(config.get("mlp_bias")),
+        max_position=2048,
+    )
 
 
 def _published(

@@ -73,6 +73,8 @@ class OutputParser:
             self._state = _State.REASONING
         self._fresh = opened
         """Nothing of the reasoning has come yet."""
+        self._repeats = opened and reasoning is not None and reasoning.begins_open
+        """The opening marker may come all the same: some templates leave it to the model."""
         self._pending = ""
         make_id = tool_format.make_id if tool_format is not None else str
         self._calls = CallWriter(tools, make_id)
@@ -156,11 +158,12 @@ class OutputParser:
     def _reason(self, pieces: list[Piece]) -> bool:
         if self._fresh:
             self._pending = self._pending.lstrip("\n")
-            if self._reasoning is not None and self._reasoning.begins_open:
-                opens = self._reasoning.opens  # some templates leave it to the model
+            if self._repeats and self._reasoning is not None:
+                opens = self._reasoning.opens
                 if opens.startswith(self._pending) and self._pending != opens:
                     return False
                 self._pending = self._pending.removeprefix(opens).lstrip("\n")
+                self._repeats = False
             self._fresh = not self._pending
         ends = [self._reasoning.closes] if self._reasoning is not None else []
         if self._tools is not None and self._tools.ends_reasoning:
