@@ -7,7 +7,7 @@ from aiohttp import web
 
 from jaxserve.server.access import service_of
 from jaxserve.server.errors import json_response
-from jaxserve.server.off_loop import lane, off_loop
+from jaxserve.server.off_loop import check_wanted, lane, off_loop
 from jaxserve.server.output.logprobs import token_text
 from jaxserve.server.reply import ignored_header
 from jaxserve.server.request.parse import parse, read_json
@@ -48,7 +48,7 @@ def _tokenized(service: Service, body: bytes) -> tuple[Tokenized, tuple[str, ...
         fields, ignored, _ = parse(body, TokenizeRequest)
         service.model_name(fields.model)
         prefix = fields.add_special_tokens is not False
-        ids = tokenizer.encode(fields.prompt, prefix=prefix)
+        ids = tokenizer.encode(fields.prompt, "", lambda _: check_wanted(), prefix=prefix)
     answer = Tokenized(
         count=len(ids),
         max_model_len=service.engine.limits.max_model_len,
