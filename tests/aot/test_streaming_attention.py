@@ -133,7 +133,9 @@ def test_bytes_are_converted_by_instructions_that_the_card_has(
     kv = kv_format.allocate(sequences.shape, jnp.bfloat16)
     step = sequences.step((39,), (1,), 1)
     qkv, tables = sequences.projections(step)
-    call = functools.partial(attend, layer=LAYER, eps=EPS, tile_size=1, dtype=sequences.dtype)
+    call = functools.partial(
+        attend, layer=LAYER, eps=EPS, tile_size=1, dtype=jnp.dtype(sequences.dtype)
+    )
     with target.use(target.Target("triton", capability)):
         program = jax.make_jaxpr(
             lambda qkv, kv: call(qkv, kv, heads=sequences.heads, tables=tables, step=step)
