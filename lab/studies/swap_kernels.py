@@ -1,9 +1,11 @@
 """Which kernel makes a step slower with another Triton? Runs bench_step.py with some kernels' PTX
 taken from another version's.
 
-    .venv-compiler/bin/python scripts/kernel_code.py --out new --decode 1,64       # no GPU needed
-    PYTHONPATH=.venv-compiler/triton-3.6 .venv-compiler/bin/python scripts/kernel_code.py --out old …
-    python -m lab.studies.swap_kernels new old 'add_rms_norm|linear' -- --batch 1,64     # on the card
+    python scripts/kernel_code.py --out new --decode 1,64
+    PYTHONPATH=.venv-compiler/triton-3.6 python scripts/kernel_code.py --out old --decode 1,64
+    python -m lab.studies.swap_kernels new old 'add_rms_norm|linear' -- --batch 1,64
+
+The first two need no GPU, and .venv-compiler.
 
 A kernel whose name matches is assembled from the old PTX wherever the step asks for the new one. An
 empty pattern swaps nothing: the step to compare with.
@@ -23,7 +25,7 @@ from jaxserve_kernels import ptxas
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from kernel_code import plain  # noqa: E402
+from kernel_code import plain
 
 
 def main() -> None:
