@@ -28,7 +28,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -60,6 +59,7 @@ from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels.kv_format import NAMES, max_chunk_context, named, page_bytes
 from jaxserve_kernels.matmul import as_read
 from jaxserve_kernels.paged_attention import tile_tokens
+from jaxserve_kernels.records import installed
 
 ROOT = Path(__file__).parents[1]
 
@@ -349,7 +349,7 @@ def describe(args: argparse.Namespace, bandwidth: float, timings: list[Timing]) 
     return {
         "card": device.device_kind,
         "jax": jax.__version__,
-        "triton": version("triton"),
+        "triton": installed("triton"),
         "commit": commit(),
         "driver": device.client.platform_version,
         "python": platform.python_version(),
