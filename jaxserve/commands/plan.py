@@ -143,7 +143,6 @@ def _engine_plan(options: Options, gpu: Gpu) -> EnginePlan:
 
     from jaxserve.startup.engine_plan import plan_engine  # imports jax
     from jaxserve.weights.model_source import find_model
-    from jaxserve_kernels import target
 
     if options.model in NAMED_MODELS:  # of a named model no file is needed
         options = replace(options, load_format="dummy")
@@ -160,9 +159,7 @@ def _engine_plan(options: Options, gpu: Gpu) -> EnginePlan:
         memory_stats=lambda: {"bytes_limit": limit},
         client=SimpleNamespace(platform_version="cuda"),
     )
-    capability = int(gpu.capability.replace(".", ""))
-    with target.use(target.Target("triton", compute_capability=capability)):
-        return plan_engine(options, find_model(options), device)
+    return plan_engine(options, find_model(options), device)
 
 
 def _per_token(planned: EnginePlan) -> int:

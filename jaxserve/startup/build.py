@@ -96,7 +96,7 @@ def build_parts(
     with timeline.span("trimming"):
         heap.settle()
     _report(plan, runner, obtained, metrics)
-    fast_paths.report(metrics)
+    fast_paths.report(metrics, plan.config.target)
     watch.serving = True
     return Parts(Scheduler(plan.config.scheduler, plan.config.cache, times=times), runner)
 

@@ -36,7 +36,7 @@ from jaxserve_kernels.kv_format import (
 )
 from jaxserve_kernels.kv_format.kvarn import KVarN
 from jaxserve_kernels.paged_attention import tile_tokens
-from jaxserve_kernels.target import compute_capability
+from jaxserve_kernels.target import Target
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,8 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     weights = plan_weights(options, source, dtype, files, stacked=gpu)
     kv_format = named(options.kv_cache_dtype)
     _check_calibration(options, kv_format)
-    e4m3 = _fp8_pays(dtype, gpu=gpu)
+    target = Target.of(device)
+    e4m3 = _fp8_pays(dtype, target)
     room = Room(
         spec=spec,
         dtype=dtype,
@@ -137,7 +138,7 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     fit = room.fit(size, choices, options.max_model_len)
     if not gpu:
         memory.check_host_memory(size, fit.budget)
-    config = _runner_config(options, source, room, fit)
+    config = _runner_config(options, source, room, fit, target)
     room.report(fit, size, choices, chosen=options.max_model_len is None)
     compiling = compiler_options(gpu=gpu)
     settings = compiler_settings() | {name: str(value) for name, value in compiling.items()}
@@ -154,7 +155,9 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     )
 
 
-def _runner_config(options: Options, source: ModelSource, room: Room, fit: Fit) -> RunnerConfig:
+def _runner_config(
+    options: Options, source: ModelSource, room: Room, fit: Fit, target: Target
+) -> RunnerConfig:
     spec, kv_format, dtype = room.spec, room.kv_format, room.dtype
     scheduler = _scheduler_config(options, fit, gpu=room.gpu)
     cache = replace(
@@ -171,6 +174,7 @@ def _runner_config(options: Options, source: ModelSource, room: Room, fit: Fit) 
         sampled_vocab=source.sampled_vocab,
         tile_size=tile_tokens(spec.q_heads // spec.kv_heads) if room.gpu else _cpu_tile(kv_format),
         kv_format=kv_format,
+        target=target,
     )
 
 
@@ -218,9 +222,10 @@ def _with_fp8_copy(
     return weights
 
 
-def _fp8_pays(dtype: DTypeLike, *, gpu: bool) -> bool:
+def _fp8_pays(dtype: DTypeLike, target: Target) -> bool:
     """Returns whether fp8 products have fast kernels on this device."""
-    return gpu and dtype == jnp.bfloat16 and compute_capability() >= 89
+    gpu = target.device
+    return gpu is not None and dtype == jnp.bfloat16 and gpu.compute_capability >= 89
 
 
 def _check_calibration(options: Options, kv_format: KVFormat) -> None:

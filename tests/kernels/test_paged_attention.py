@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jaxserve_kernels import target
 from jaxserve_kernels.paged_attention import QueryTiles, attend_pages, paged_attention
 from jaxserve_kernels.paged_attention.inputs import (
     AttentionInputs,
@@ -24,6 +23,7 @@ from jaxserve_kernels.paged_attention.inputs import (
     make_inputs,
 )
 from jaxserve_kernels.paged_attention.specs import SMALL_SPECS
+from jaxserve_kernels.target import CPU, Implementation, Target
 
 type Floats = NDArray[Any]
 
@@ -50,15 +50,16 @@ type Attend = Callable[..., Floats]
 @pytest.fixture(params=["reference", "cpu"], scope="module")
 def attend(request: pytest.FixtureRequest) -> Attend:
     """The definition, and what is made for CPUs."""
-    wanted = target.Target(request.param)
+    target = Target(implementation=request.param)
 
     def attend(q: Any, kv: Any, layer: int, page_table: Any, tiles: Any, tile_size: int) -> Floats:
-        with target.use(wanted):
-            out = compiled(q, kv, layer, page_table, tiles, tile_size=tile_size)
+        out = compiled(q, kv, layer, page_table, tiles, tile_size=tile_size)
         assert out.dtype == q.dtype
         return np.asarray(out, np.float64)
 
-    compiled = jax.jit(partial(paged_attention), static_argnames=("layer", "tile_size"))
+    compiled = jax.jit(
+        partial(paged_attention, target=target), static_argnames=("layer", "tile_size")
+    )
     return attend
 
 
@@ -196,14 +197,14 @@ def test_on_a_cpu_only_pages_of_the_tiles_contexts_are_read() -> None:
         jax.debug.callback(lambda: visits.append(pages.shape))
         return jnp.asarray(inputs.kv)[inputs.layer, pages, :, side]
 
-    def pages_read(implementation: target.Implementation) -> int:
+    def pages_read(implementation: Implementation) -> int:
         visits.clear()
-        with target.use(target.Target(implementation)):
-            call = partial(attend_pages, read=read, tile_size=16, page_size=16)
-            table = jnp.asarray(inputs.page_table)
-            jax.block_until_ready(
-                jax.jit(lambda q: call(q, page_table=table, tiles=apart(inputs)))(inputs.q)
-            )
+        target = Target(implementation=implementation)
+        call = partial(attend_pages, read=read, tile_size=16, page_size=16, target=target)
+        table = jnp.asarray(inputs.page_table)
+        jax.block_until_ready(
+            jax.jit(lambda q: call(q, page_table=table, tiles=apart(inputs)))(inputs.q)
+        )
         jax.effects_barrier()
         return sum(tiles * pages for tiles, pages in visits) // 2
 
@@ -223,12 +224,13 @@ def test_on_a_cpu_all_layers_share_their_kernels() -> None:
     def kernels(layers: int) -> set[str]:
         def attend(q: jax.Array, kv: jax.Array, table: jax.Array, tiles: QueryTiles) -> jax.Array:
             for layer in range(layers):
-                q += paged_attention(q, kv, layer, table, tiles, tile_size=spec.tile_size)
+                q += paged_attention(
+                    q, kv, layer, table, tiles, tile_size=spec.tile_size, target=CPU
+                )
             return q
 
         kv = jnp.zeros((4, *inputs.kv.shape[1:]), inputs.q.dtype)
-        with target.use(target.Target("cpu")):
-            lowered = jax.jit(attend).lower(inputs.q, kv, inputs.page_table, tiles)
+        lowered = jax.jit(attend).lower(inputs.q, kv, inputs.page_table, tiles)
         text = lowered.compile().as_text() or ""
         fused = re.findall(r"^%(?:fused|wrapped)[^{]*{.*?^}", text, re.MULTILINE | re.DOTALL)
         return {re.sub(_NAMES, "", each) for each in fused}

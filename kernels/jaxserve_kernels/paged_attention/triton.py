@@ -25,6 +25,7 @@ from jaxserve_kernels.paged_attention.config import (
     hopper_heuristic,
 )
 from jaxserve_kernels.paged_attention.reference import QueryTiles
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _MANY_PROGRAMS = 10_000
@@ -217,15 +218,16 @@ def paged_attention(
     tiles: QueryTiles,
     *,
     tile_size: int,
+    target: Target,
 ) -> Array:
     """Singles, if there are any, are attended to by kernels of their own."""
-    result = _attention(q, kv, layer, page_table, tiles, tile_size)
+    result = _attention(q, kv, layer, page_table, tiles, tile_size, target=target)
     if tiles.singles is None:
         return result
     from jaxserve_kernels.paged_attention import triton_singles
 
     out = jax.new_ref(result)
-    triton_singles.attend(q, kv, layer, page_table, tiles.singles, out)
+    triton_singles.attend(q, kv, layer, page_table, tiles.singles, out, target=target)
     return jax.freeze(out)
 
 
@@ -236,14 +238,18 @@ def _attention(
     page_table: Array,
     tiles: QueryTiles,
     tile_size: int,
+    *,
+    target: Target,
 ) -> Array:
     """Attention of `tiles` without its singles."""
     kv_heads, head_dim = kv.shape[2], kv.shape[5]
     q_heads, num_tiles = q.shape[1], tiles.first.shape[0]
     rows = max(16, triton.next_power_of_2(tile_size * (q_heads // kv_heads)))
-    if fits_hopper(q, kv, tile_size):
+    if fits_hopper(q, kv, tile_size, target=target):
         launch = hopper.launch
-        config = hopper_heuristic(tokens=q.shape[0], tile_size=tile_size, kv_heads=kv_heads)
+        config = hopper_heuristic(
+            tokens=q.shape[0], tile_size=tile_size, kv_heads=kv_heads, target=target
+        )
     else:
         launch = _launch
         config = choose(
@@ -251,11 +257,12 @@ def _attention(
             kv_heads=kv_heads,
             rows=tile_size * (q_heads // kv_heads),
             pages_per_seq=page_table.shape[1],
+            target=target,
         )
     whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
     parts = part_types(num_tiles, kv_heads, config.splits, rows, head_dim)
     result, *sums = launch(
-        q, kv, layer, page_table, tiles, tile_size, config, rows, (whole, *parts)
+        q, kv, layer, page_table, tiles, tile_size, config, rows, (whole, *parts), target=target
     )
     if config.splits == 1:
         return result
@@ -263,6 +270,7 @@ def _attention(
     merge(
         tuple(sums), tiles, merged,
         tile_size=tile_size, kv_heads=kv_heads, keys=block_keys(kv), min_blocks=config.min_blocks,
+        target=target,
     )  # fmt: skip
     return jax.freeze(merged)
 
@@ -285,6 +293,7 @@ def merge(
     kv_heads: int,
     keys: int,
     min_blocks: int,
+    target: Target,
 ) -> None:
     """Fill the rows of `out` [tokens, q_heads, head_dim] of which several splits have a part;
     see `part_types`. Blocks of `keys` keys were visited, at least `min_blocks` by a split."""
@@ -305,6 +314,7 @@ def merge(
         *parts, tiles.first, tiles.length, tiles.position, out,
         kernel=kernel,
         name="paged_attention_merge",
+        target=target,
         out_type=(),
         grid=grid,
         num_warps=4,
@@ -327,12 +337,15 @@ def _launch(
     config: Config,
     rows: int,
     types: tuple[jax.ShapeDtypeStruct, ...],
+    *,
+    target: Target,
 ) -> list[Array]:
     num_pages, kv_heads, _, page_size, head_dim = kv.shape[1:]
     return triton_call(
         q, kv, layer * num_pages, page_table, *tiles[:4],
         kernel=_attend,
         name="paged_attention",
+        target=target,
         out_type=types,
         grid=(tiles.first.shape[0], kv_heads, config.splits),
         num_warps=config.num_warps,
