@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -81,7 +82,10 @@ def test_what_was_never_written_decodes_to_a_finite_number() -> None:
 def test_attention_is_the_softmax_over_what_the_cache_keeps(name: str) -> None:
     sequences = Sequences(lengths=(9, 1, 30), page_size=8)
     kv = named(name).allocate(sequences.shape, jnp.float32)
-    run: Any = jax.jit(attend, static_argnames=("layer", "eps", "tile_size", "dtype"), target=CPU)
+    run: Any = jax.jit(
+        functools.partial(attend, target=CPU),
+        static_argnames=("layer", "eps", "tile_size", "dtype"),
+    )
     step = sequences.step((0, 0, 0), (9, 1, 30), 4)
     qkv, tables = sequences.projections(step)
     out, kv = run(
