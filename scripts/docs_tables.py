@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.cli.options import _convert_parser, _parser, parse_args
-from jaxserve.models.registry import NAMED_MODELS
+from jaxserve.models.registry import ARCHITECTURES, NAMED_MODELS
 
 ROOT = Path(__file__).parents[1]
 MEASUREMENTS = ROOT / "docs" / "measurements"
@@ -27,7 +27,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 LOADS = ("c1", "c8", "c32", "c64", "c128", "c256")
 TEXT = "pick it when"
-"""The head of columns that hold text."""
+TEXTS = ("", TEXT, "GPU", "short names")
+"""The heads of columns that hold text."""
 KV_FORMATS = ("bf16", "int8", "fp8_e4m3", "kvarn_k4v4_g128", "kvarn_k4v2_g128")
 
 
@@ -38,7 +39,7 @@ def measured(name: str) -> Any:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *sources: str) -> str:
     """Markdown: the first column is text, the others are numbers. Ends with links to `sources`."""
-    ends = ["---" if name in ("", TEXT) else "---:" for name in head[1:]]
+    ends = ["---" if name in TEXTS else "---:" for name in head[1:]]
     lines = [f"| {' | '.join(head)} |", f"|---|{'|'.join(ends)}|"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     if sources:
@@ -261,6 +262,14 @@ def named_models() -> str:
     return table([*head, "context"], rows)
 
 
+def families() -> str:
+    rows = [
+        [f"`{name}`", ", ".join(f"`{short}`" for short in family.NAMED)]
+        for name, family in ARCHITECTURES.items()
+    ]
+    return table(["Hugging Face class", "short names"], rows)
+
+
 SMALL = (
     ("qwen3-8b", "rtx4090", "24 GB (RTX 3090, RTX 4090)"),
     ("qwen3-8b --kv-cache-dtype int8", "rtx4090", "24 GB (RTX 3090, RTX 4090)"),
@@ -352,6 +361,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quantised-weights": quantised_weights,
     "kv-formats": kv_formats,
     "named-models": named_models,
+    "families": families,
     "memory": memory,
     "flags-model": lambda: flags("model"),
     "flags-server": lambda: flags("server"),

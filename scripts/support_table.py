@@ -2,7 +2,8 @@
 
     python scripts/support_table.py
 
-It stands between two comments in README.md and docs/models.md, and a test compares it.
+It stands between two comments: one line per GPU in README.md, one column per format in
+docs/models.md. A test compares both.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "docs" / "measurements" / "support.json"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "models.md")
 BEGIN, END = "<!-- support: begin -->", "<!-- support: end -->"
 
 GENERATIONS = {
@@ -47,6 +47,24 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def summary(found: dict[str, Any]) -> str:
+    """Markdown: a row for each generation of GPUs, and what is known of all formats together."""
+    lines = ["| GPU | compute capability | kernels |", "|---|---|---|"]
+    for capability, cards in GENERATIONS.items():
+        card = found["cards"].get(capability, {})
+        entries = {
+            f"{'KV ' if kind == 'kv' else ''}`{name}`": entry
+            for kind in ("weights", "kv")
+            for name, entry in card.get(kind, {}).items()
+        }
+        known = {name: cell(capability, entry) for name, entry in entries.items()}
+        usual = cell(capability, {"failed": {}}) if known else cell(capability, None)
+        others = [f"{name} {text}" for name, text in known.items() if text != usual]
+        text = "; ".join([f"{usual}, in all formats" if not others else usual, *others])
+        lines.append(f"| {cards} | {capability} | {text if known else usual} |")
+    return "\n".join(lines)
+
+
 def cell(capability: str, entry: dict[str, Any] | None) -> str:
     """What is known of a format on a GPU."""
     if entry is not None and entry["failed"]:
@@ -65,10 +83,14 @@ def with_table(page: str, text: str) -> str:
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
+PAGES = {ROOT / "README.md": summary, ROOT / "docs" / "models.md": table}
+
+
 def main() -> None:
-    text = table(json.loads(SOURCE.read_text(encoding="utf-8")))
-    for path in PAGES:
-        path.write_text(with_table(path.read_text(encoding="utf-8"), text), encoding="utf-8")
+    found = json.loads(SOURCE.read_text(encoding="utf-8"))
+    for path, made in PAGES.items():
+        text = with_table(path.read_text(encoding="utf-8"), made(found))
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
