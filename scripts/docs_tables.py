@@ -192,15 +192,15 @@ def quantised_weights() -> str:
         rows.append(
             [
                 f"`{name}`",
+                when,
                 f"{planned('b200', line).weights / GIB:.1f}",
                 *(f"{times[size]:.2f}" for size in (1, 64)),
                 f"{divergence['mean KL, nats']:.4f}" if run_name else "0",
                 f"{right:,}",
-                when,
             ]
         )
-    head = ["weights", "qwen3-8b, GiB", "step of 1 sequence, ms", "of 64, ms"]
-    head += ["KL divergence, nats", "right of 2,840 answers", TEXT]
+    head = ["weights", TEXT, "qwen3-8b, GiB", "step of 1 sequence, ms", "of 64, ms"]
+    head += ["KL divergence, nats", "right of 2,840 answers"]
     sources = ("quantized_steps_h100", "formats_cpu", "embedded_formats_h200")
     return table(head, rows, *sources)
 
@@ -223,15 +223,16 @@ def kv_formats() -> str:
         rows.append(
             [
                 f"`{name}`",
+                KV_PICKS[name],
                 f"{size:,}",
                 f"{entry['mean KL, nats']:.4f}",
                 f"{entry['other first choice']:.1%}".replace("%", " %"),
                 f"{entry['right']:,}",
-                KV_PICKS[name],
             ]
         )
-    head = ["format", "bytes per token, Qwen3-4B", "KL divergence, nats", "other first choice"]
-    return table([*head, "right of 2,840 answers", TEXT], rows, "kv_accuracy_h200")
+    head = ["format", TEXT, "bytes per token, Qwen3-4B", "KL divergence, nats"]
+    head += ["other first choice", "right of 2,840 answers"]
+    return table(head, rows, "kv_accuracy_h200")
 
 
 def planned(gpu: str, line: str) -> Any:

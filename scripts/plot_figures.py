@@ -173,7 +173,8 @@ def draw_dashboard() -> None:
             axes.plot(times, [scale * value for value in values], label=line["label"], lw=1.2)
         unit = UNITS[panel["unit"]]
         axes.set_title(panel["title"] + (f", {unit}" if unit else ""), fontsize=9, loc="left")
-        axes.set_ylim(0, axes.get_ylim()[1] if any(axes.lines) else 1)
+        highest = max((value for line in axes.lines for value in line.get_ydata()), default=0)
+        axes.set_ylim(0, 1.3 * highest or 1)
         axes.tick_params(labelsize=7)
         axes.grid(alpha=0.3)
         if panel["lines"]:

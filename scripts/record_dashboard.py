@@ -175,7 +175,7 @@ def photograph(page: Path, program: str) -> None:
     browser = shutil.which(program)
     if browser is None:
         raise SystemExit(f"no {program}: the report was not photographed")
-    size = ("--window-size=1000,1500", "--force-device-scale-factor=1", "--hide-scrollbars")
+    size = ("--window-size=1000,1700", "--force-device-scale-factor=1", "--hide-scrollbars")
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", *size]
     command += [f"--screenshot={PICTURE}", page.as_uri()]
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

@@ -33,6 +33,7 @@ MODEL_HELP = (
 
 
 def add_model_flags(add: AddArgument) -> None:
+    """Adds the flags that name a model and its files."""
     add(
         "--model",
         help=f"{MODEL_HELP} (default: the embedded demonstration model)",
@@ -81,6 +82,7 @@ def add_model_flags(add: AddArgument) -> None:
 
 
 def add_hub_flags(add: AddArgument) -> None:
+    """Adds the flags of downloads from the Hugging Face hub."""
     add(
         "--revision",
         help="branch, tag or commit on the Hugging Face hub (default: the hub's default branch)",
@@ -93,6 +95,7 @@ def add_hub_flags(add: AddArgument) -> None:
 
 
 def add_server_flags(add: AddArgument) -> None:
+    """Adds the flags of HTTP, limits, logs and traces."""
     add(
         "--host",
         default="127.0.0.1",
@@ -244,6 +247,7 @@ def add_server_flags(add: AddArgument) -> None:
 
 
 def add_access_flags(add: AddArgument) -> None:
+    """Adds the flags of keys, origins and certificates."""
     add(
         "--api-key",
         action="extend",

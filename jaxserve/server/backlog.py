@@ -39,8 +39,8 @@ class Backlog:
         more = sum(sizes.values())
         if self._max_tokens is not None and 0 < self.waiting > self._max_tokens - more:
             raise Overloaded(
-                f"{self.waiting} prompt tokens are waiting; with the {more} of this request they "
-                f"would be more than the {self._max_tokens} allowed"
+                f"{self.waiting} prompt tokens are waiting and this request has {more}; at most "
+                f"{self._max_tokens} may wait (--max-num-queued-tokens)"
             )
         self.waiting += more
         for choice in choices:

@@ -47,9 +47,8 @@ class _ScarceDescriptors:
             return
         self._said = now
         log.error(
-            "file descriptors run out: the process may have %d, and connections that find none "
-            "are closed at once; raise the limit (ulimit -n, LimitNOFILE=), or let a proxy limit "
-            "the connections of each client",
+            "the limit of %d open files is reached: new connections are closed at once; raise it "
+            "(ulimit -n, LimitNOFILE=), or let a proxy limit the connections of each client",
             limit,
         )
 

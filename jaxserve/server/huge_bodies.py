@@ -33,8 +33,8 @@ class HugeBodies:
         if self.held + more > self._most:
             raise ApiError(
                 429,
-                f"{self.held:,} bytes of large requests are being read; with the {more:,} of this "
-                f"one they would be more than the {self._most:,} allowed",
+                f"{self.held:,} bytes of large requests are being read and this one has {more:,}; "
+                f"at most {self._most:,} are read at once",
                 code="overloaded",
                 retry_after=_RETRY_SECONDS,
             )

@@ -40,7 +40,7 @@ class Probe:
                 async with aclosing(self._engine.generate(request)) as stream:
                     async for events in stream:
                         if events[-1].finish not in (FinishReason.STOP, FinishReason.LENGTH):
-                            raise EngineFailed("the token could not be made")
+                            raise EngineFailed("no token could be generated")
         except (TimeoutError, Overloaded):
             return None
         return time.perf_counter() - begun

@@ -23,6 +23,7 @@ class Stored:
 
     @cached_property
     def size(self) -> int:
+        """Bytes that the response takes in memory, about."""
         items = [*self.input, *self.output]
         return ENTRY_BYTES + len(self.response) + sum(map(len, items)) + 64 * len(items)
 
@@ -58,6 +59,7 @@ class ResponseStore:
                 self._remove(largest, next(iter(self._tenants[largest])))
 
     def get(self, tenant: str, response_id: str) -> Stored | None:
+        """Returns a tenant's stored response, or None."""
         with self._lock:
             stored = self._tenants.get(tenant, {}).get(response_id)
             if stored is not None:

@@ -28,10 +28,12 @@ _MARK = "\0text\0"
 
 
 def data_event(body: Any) -> bytes:
+    """Returns a server-sent event with this data."""
     return b"data: %b\n\n" % _encode(body)
 
 
 def named_event(name: str, body: Any) -> bytes:
+    """Returns a server-sent event with a name and this data."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), _encode(body))
 
 
@@ -48,6 +50,7 @@ class TextEvent:
 
 
 def event_encoder(options: StreamOptions) -> Callable[[dict[str, Any]], bytes]:
+    """Returns what makes events of bodies, padded if the options ask for it."""
     return _obfuscated_event if options.include_obfuscation else data_event
 
 

@@ -33,6 +33,7 @@ _JSON_OPTIONS: Any = {
 
 
 def json_object() -> Grammar:
+    """Returns a grammar of any JSON object."""
     return json_schema({"type": "object"})
 
 
@@ -47,6 +48,7 @@ def regex(pattern: str) -> Grammar:
 
 
 def choice(options: Sequence[str]) -> Grammar:
+    """Returns a grammar of one of these texts."""
     return Grammar(Kind.LARK, "start: " + " | ".join(map(literal, options)))
 
 

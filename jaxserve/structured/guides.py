@@ -47,6 +47,7 @@ class Guide:
 
     @property
     def end_token_ids(self) -> frozenset[int]:
+        """Tokens that end the output where the grammar allows it."""
         return self.vocabulary.end_token_ids
 
     def start(self) -> GuideState:

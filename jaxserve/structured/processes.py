@@ -183,6 +183,7 @@ class Processes:
 
     @property
     def pid(self) -> int:
+        """Id of the process that forks those of grammars."""
         return self._server.pid
 
     def held_by(self, tenant: str) -> int:
@@ -246,7 +247,7 @@ class Processes:
         except OSError:  # it has ended, which the other thread tells
             pass
         except Exception:
-            log.exception("structured output: orders could not be given")
+            log.exception("structured output: the grammar process takes no requests")
         finally:
             for order in waiting:
                 self.order(order)
@@ -307,7 +308,7 @@ class Processes:
                 with self._done:
                     self._done.notify_all()
         except Exception:
-            log.exception("structured output: reports could not be read")
+            log.exception("structured output: the grammar process's results could not be read")
             self._server.kill()
         self.ended = True
         self._server.stdout.close()

@@ -20,6 +20,7 @@ class Turns:
 
     @property
     def num_waiting(self) -> int:
+        """Grammars that wait to be compiled."""
         return sum(map(len, self._waiting.values()))
 
     @asynccontextmanager

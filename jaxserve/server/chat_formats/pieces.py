@@ -7,10 +7,14 @@ from typing import NamedTuple
 
 
 class Content(NamedTuple):
+    """Text of the answer."""
+
     text: str
 
 
 class Reasoning(NamedTuple):
+    """Text of the model's thoughts."""
+
     text: str
 
 

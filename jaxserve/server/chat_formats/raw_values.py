@@ -27,7 +27,9 @@ def parameter_rules(tool: int, schema: Mapping[str, Any]) -> Iterator[tuple[str,
     """Of each parameter: how the call's rule names it, and its own rules. They come in the order of
     the schema. GrammarError: the schema says more than which parameters there are."""
     if unknown := schema.keys() - _FOLLOWED - _WITHOUT_EFFECT:
-        raise GrammarError(f"{min(unknown)} of all arguments cannot be followed by this model")
+        raise GrammarError(
+            f"{min(unknown)} of the arguments' schema cannot be enforced in this model's tool calls"
+        )
     if schema.get("type", "object") != "object":
         raise GrammarError("the arguments of a tool must be an object")
     required = schema.get("required", [])
@@ -43,7 +45,7 @@ def parameter_rules(tool: int, schema: Mapping[str, Any]) -> Iterator[tuple[str,
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     for number, (name, value) in enumerate(properties.items()):
         if ">" in name or "\n" in name:
-            raise GrammarError(f"calls of this model cannot spell {name[:100]!r}")
+            raise GrammarError(f"the tool calls of this model cannot express {name[:100]!r}")
         rule = f"parameter_{tool}_{number}"
         head = grammars.literal(f"{PARAMETER}{name}>\n")
         yield (
@@ -61,7 +63,7 @@ def _value(tool: int, number: int, schema: Any, definitions: Mapping[str, Any]) 
     if isinstance(values, list) and values:
         spelled = [v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in values]
         if any(end in each for each in spelled for end in (END_PARAMETER, END_CALL)):
-            raise GrammarError("calls of this model cannot spell a value of an enum")
+            raise GrammarError("the tool calls of this model cannot express a value of an enum")
         options = " | ".join(grammars.literal(f"{each}\n{END_PARAMETER}\n") for each in spelled)
         return [f"{rule}: {options}"]
     if "string" not in json_types(schema):
@@ -72,7 +74,10 @@ def _value(tool: int, number: int, schema: Any, definitions: Mapping[str, Any]) 
     for each in (schema, *options):
         keys = each.keys() if isinstance(each, dict) else frozenset[str]()
         if more := keys - _WITHOUT_EFFECT - {"type", *_EITHER}:
-            raise GrammarError(f"{min(more)} of what may be text cannot be followed by this model")
+            raise GrammarError(
+                f"{min(more)} cannot be enforced in this model's tool calls where a parameter may "
+                "be text"
+            )
     return [f"{rule}: text_value"]
 
 

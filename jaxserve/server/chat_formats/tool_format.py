@@ -50,6 +50,7 @@ def input_schema(tool: CallableTool) -> Mapping[str, Any]:
 
 
 def random_call_id() -> str:
+    """Returns an id in OpenAI's shape."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
@@ -63,9 +64,11 @@ class CallWriter:
         self._custom = False
 
     def is_custom(self, name: str) -> bool:
+        """Whether the tool takes free text; unknown ones do not."""
         return isinstance(self.tools.get(name), CustomTool)
 
     def open(self, name: str) -> CallOpened:
+        """Begins a call of the tool."""
         self._custom = self.is_custom(name)
         self.num_calls += 1
         return CallOpened(self.num_calls - 1, self._make_id(), name, self._custom)
