@@ -30,7 +30,8 @@ class Backlog:
 
     @contextmanager
     def holding(self, choices: Sequence[Choice]) -> Generator[None]:
-        """The choices of one request wait, each until its first token or the end of the context.
+        """Counts the prompts of one request as waiting, each until its first token or the end of
+        the block.
 
         Raises Overloaded where too much waits already. A request that finds nothing waiting is
         let in whatever its size: it would be refused for ever.

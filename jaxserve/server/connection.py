@@ -32,14 +32,14 @@ _SAY_AGAIN = 3600.0
 
 
 class _ScarceDescriptors:
-    """Says that file descriptors run out: without one the event loop closes a connection as soon
-    as it has taken it, and nobody is told."""
+    """Logs that file descriptors run out. Without a free one the event loop closes each new
+    connection at once, silently."""
 
     def __init__(self) -> None:
         self._said = -math.inf
 
     def look(self, connected: socket.socket | None) -> None:
-        """At the number of the newest: it is the lowest that was free."""
+        """Checks the descriptor of the newest connection: it was the lowest free number."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if connected is None or not 0 <= limit - SCARCE_DESCRIPTORS <= connected.fileno():
             return

@@ -14,7 +14,9 @@ _HELD = web.RequestKey("held", int)
 
 
 class HugeBodies:
-    """Used on the event loop's thread only.
+    """Limits the bytes of large bodies that are held at once: processing a body takes several times
+    its bytes. A body counts from its arrival until its prompt is ready. Used on the event loop's
+    thread only.
 
     What is made of a body takes several times its bytes. A body counts from its arrival until its
     prompt is ready.

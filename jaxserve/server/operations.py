@@ -31,8 +31,8 @@ ANTHROPIC_VERSION = "anthropic-version"
 
 
 async def health(request: web.Request) -> web.Response:
-    """Alive: the engine thread makes progress or is idle, whatever it is busy with. With `deep=1`
-    it has to make a token, once it serves."""
+    """GET /health: whether the engine thread makes progress or is idle. With `deep=1` an engine
+    that serves must generate a token."""
     service = request.app[SERVICE]
     status = service.engine.status()
     phase = _phase(status, service.config)
@@ -53,7 +53,7 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """Ready: requests sent now are served now."""
+    """GET /ready: whether a request sent now is served now."""
     service = request.app[SERVICE]
     status = service.engine.status()
     serving = _is_ready(status, service.config)
@@ -96,7 +96,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """For benchmarks that want each point to start cold."""
+    """POST /reset_prefix_cache, for benchmarks that start every point cold."""
     service = request.app[SERVICE]
     service.check_accepting()
     service.engine.reset_prefix_cache()
@@ -132,7 +132,7 @@ async def retrieve_model(request: web.Request) -> web.Response:
 
 
 async def embeddings(request: web.Request) -> web.Response:
-    """What is served here generates text: a clear no, for a model that is known or not.
+    """POST /v1/embeddings: refused, because the model generates text.
 
     Raises:
       ApiError: always; 404.

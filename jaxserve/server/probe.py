@@ -14,7 +14,7 @@ PATIENCE = 5.0
 
 
 class Probe:
-    """At most one token is under way, whoever asks how often: the route needs no key."""
+    """Generates at most one token at a time, however many ask: the route needs no key."""
 
     def __init__(self, engine: Engine):
         self._engine = engine

@@ -29,8 +29,8 @@ class Stored:
 
 
 class ResponseStore:
-    """At most so many bytes. Of the tenant that has most of them, what was used longest ago goes
-    first. A tenant sees its own responses only. Threads may share it."""
+    """Keeps at most so many bytes. When full, it drops the least recently used response of the
+    tenant that has most. A tenant sees only its own responses. Thread-safe."""
 
     def __init__(self, most_bytes: int):
         """0: nothing is kept."""

@@ -38,7 +38,7 @@ def named_event(name: str, body: Any) -> bytes:
 
 
 class TextEvent:
-    """Events that differ in one text only: everything around it is encoded once."""
+    """Encodes events that differ in one text only: everything around it is encoded once."""
 
     def __init__(self, body_of: Callable[[str], Any]):
         """`body_of` makes the event's body for a text, which may stand in it several times."""
@@ -59,7 +59,8 @@ def _obfuscated_event(body: dict[str, Any]) -> bytes:
 
 
 def padded(body: dict[str, Any]) -> dict[str, Any]:
-    """With a field that makes the event's size on the wire say nothing of the text in it."""
+    """Returns the body with a field of padding, so that the event's size says nothing about its
+    text."""
     missing = -len(data_event({**body, "obfuscation": ""})) % EVENT_SIZE
     return {**body, "obfuscation": secrets.token_urlsafe(missing)[:missing]}
 

@@ -152,7 +152,7 @@ class Guides:
     async def compile(
         self, grammar: Grammar, thinking: Thinking = Thinking.NONE, tenant: str = ""
     ) -> Guide:
-        """A guide for a grammar of `grammars`.
+        """Returns a guide for a grammar of `grammars`.
 
         Raises:
           GrammarError: it is not valid, not supported, too large, or takes too much to compile.

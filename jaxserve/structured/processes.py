@@ -79,7 +79,8 @@ class Waiting(Protocol):
     @property
     def ready(self) -> bool: ...
     def finish(self, mask: bytes, error: GuideError | None) -> None:
-        """The mask is known, or the sequence cannot go on. Called on a thread of this module."""
+        """Reports that the mask is known, or that the sequence cannot go on. Called on a thread of
+        this module."""
         ...
 
 
@@ -109,11 +110,11 @@ class GrammarProcess:
         self.processes.order(_Asked(self, sequence, token, waiting))
 
     def wait_for(self, waiting: Waiting, timeout: float) -> bool:
-        """Until the sequence's mask is there, at most `timeout` seconds; whether it is."""
+        """Waits up to `timeout` seconds for the sequence's mask; returns whether it is there."""
         return self.processes.wait_for(waiting, timeout)
 
     def drop(self, sequence: int) -> None:
-        """The sequence has ended."""
+        """Forgets a sequence that has ended."""
         self.processes.order(Drop(self.number, [sequence]))
 
     def __del__(self) -> None:
@@ -193,7 +194,8 @@ class Processes:
     def compile(
         self, grammar: Grammar, seconds: float, niceness: int, tenant: str
     ) -> Future[GrammarProcess]:
-        """In a process of its own, with so many seconds of processor time.
+        """Compiles a grammar in a process of its own, with so many seconds of processor time. The
+        future fails with NotCompiled or ProcessEnded; cancelling it ends the process.
 
         The future fails with NotCompiled or ProcessEnded; to cancel it ends the process.
         """

@@ -24,8 +24,8 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def parameter_rules(tool: int, schema: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]]]:
-    """Of each parameter: how the call's rule names it, and its own rules. They come in the order of
-    the schema. GrammarError: the schema says more than which parameters there are."""
+    """Yields, in the schema's order, how the call's rule names each parameter, and the parameter's
+    own rules. Raises GrammarError if the schema constrains more than its parameters."""
     if unknown := schema.keys() - _FOLLOWED - _WITHOUT_EFFECT:
         raise GrammarError(
             f"{min(unknown)} of the arguments' schema cannot be enforced in this model's tool calls"
@@ -82,7 +82,7 @@ def _value(tool: int, number: int, schema: Any, definitions: Mapping[str, Any]) 
 
 
 def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schemas of the parameters, by name. References within the schema are followed."""
+    """Returns the schemas of the parameters by name, with references within the schema resolved."""
     properties = schema.get("properties")
     if not isinstance(properties, dict):
         return {}
@@ -109,7 +109,7 @@ ANY_TYPE = frozenset({"string", "number", "integer", "boolean", "null", "object"
 
 
 def json_types(schema: Any) -> frozenset[str]:
-    """Types that a value of the schema may have, as far as it says."""
+    """Returns the JSON types that a value may have, as far as the schema says."""
     if not isinstance(schema, dict):
         return ANY_TYPE
     kind = schema.get("type")
@@ -144,8 +144,8 @@ def _type_of(value: Any) -> frozenset[str]:
 
 
 def as_json(text: str, schema: Any) -> str:
-    """A value that was written as raw text, as JSON of a type that the schema allows. What is of
-    none of them is a string."""
+    """Returns a raw text value as JSON of a type that the schema allows. Text that fits none
+    becomes a string."""
     kinds = json_types(schema)
     literals = {"True": "true", "False": "false", "None": "null"}
     written = literals.get(text.strip(), text.strip())
@@ -164,7 +164,8 @@ def json_string(text: str) -> str:
 
 
 def text_rule(name: str, pattern: str) -> list[str]:
-    """Text that matches a regular expression, up to the first tag that ends a value."""
+    """Returns a Lark rule for text that matches a regular expression, up to the first tag that ends
+    a value."""
     terminal = name.upper()
     return [
         rf"{name}: {name}_to_tag /\n/",

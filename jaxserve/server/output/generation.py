@@ -70,7 +70,7 @@ def _nothing() -> None: ...
 
 
 class Choice:
-    """One sequence of a request, and what came of it so far."""
+    """One sequence of a request, and its output so far."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Choice:
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that ended it."""
+        """The stop string that ended the output."""
         return self._stops.matched
 
     def _told_apart(
