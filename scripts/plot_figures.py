@@ -181,7 +181,7 @@ def draw_dashboard() -> None:
             axes.legend(frameon=False, fontsize=7, loc="upper left", ncols=4)
     for axes in grid[-1]:
         axes.set_xlabel("seconds", fontsize=8)
-    figure.suptitle(f"{result['model']} on a CPU, {result['date']}: 1, 2, then 4 requests/s")
+    figure.suptitle(f"{result['model']} on a CPU, {result['date']}: 0.5, 1, then 2 requests/s")
     save(figure, FIGURES / "dashboard.svg")
 
 

@@ -44,7 +44,7 @@ WINDOW = "20s"
 SECONDS = 90
 LOAD = (
     *("--traffic", "study", "--length-scale", "0.1", "--max-token-id", "2048"),
-    *("--shared-prefix-tokens", "48", "--rate-steps", "1,2,4", "--duration", str(SECONDS)),
+    *("--shared-prefix-tokens", "48", "--rate-steps", "0.5,1,2", "--duration", str(SECONDS)),
 )
 
 

@@ -2,8 +2,8 @@
 
     python scripts/support_table.py
 
-It stands between two comments: one line per GPU in README.md, one column per format in
-docs/models.md. A test compares both.
+It stands between two comments: a line per GPU in README.md, a line per format in docs/models.md.
+A test compares both.
 """
 
 from __future__ import annotations
@@ -29,21 +29,18 @@ MEASURED = {"9.0"}
 
 
 def table(found: dict[str, Any]) -> str:
-    """Markdown: a row for each generation of GPUs, a column for each format."""
+    """Markdown: a row for each format, a column for each generation of GPUs."""
+    cards = {capability: found["cards"].get(capability, {}) for capability in GENERATIONS}
     formats = [
         (kind, name)
         for kind in ("weights", "kv")
-        for name in dict.fromkeys(name for card in found["cards"].values() for name in card[kind])
+        for name in dict.fromkeys(name for card in cards.values() for name in card.get(kind, {}))
     ]
-    titles = [f"{'KV ' if kind == 'kv' else ''}`{name}`" for kind, name in formats]
-    lines = [
-        f"| GPU | compute capability | {' | '.join(titles)} |",
-        f"|---|---|{'---|' * len(titles)}",
-    ]
-    for capability, cards in GENERATIONS.items():
-        card = found["cards"].get(capability, {})
-        cells = [cell(capability, card.get(kind, {}).get(name)) for kind, name in formats]
-        lines.append(f"| {cards} | {capability} | {' | '.join(cells)} |")
+    names = [f"{gpus} ({capability})" for capability, gpus in GENERATIONS.items()]
+    lines = [f"| format | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    for kind, name in formats:
+        cells = [cell(each, card.get(kind, {}).get(name)) for each, card in cards.items()]
+        lines.append(f"| {'KV ' if kind == 'kv' else ''}`{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
