@@ -272,7 +272,7 @@ async def _drain(engine: AsyncEngine[Pending], timeout: float) -> None:
     """Refuse what is new, let what runs finish for up to `timeout` seconds."""
     engine.drain()
     log.info(
-        "stopping: %d answers get up to %g s to finish (again to stop at once)",
+        "stopping: %d running answers get up to %g s to finish; signal again to stop at once",
         *(engine.num_streams, timeout),
     )
     deadline = asyncio.get_running_loop().time() + timeout

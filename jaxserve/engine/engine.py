@@ -77,6 +77,7 @@ class AsyncEngine[P]:
 
     @property
     def limits(self) -> EngineLimits:
+        """See `api.Engine.limits`."""
         return self._limits
 
     async def start(self) -> None:
@@ -112,6 +113,7 @@ class AsyncEngine[P]:
         return len(self._streams)
 
     def status(self) -> EngineStatus:
+        """See `api.Engine.status`."""
         scheduler = self._steps.scheduler if self._steps else None
         phase = "draining" if self._draining and self._phase == "serving" else self._phase
         return EngineStatus(
@@ -127,7 +129,12 @@ class AsyncEngine[P]:
         )
 
     async def generate(self, request: Request) -> AsyncGenerator[list[TokenEvent]]:
-        """See `api.Engine.generate`."""
+        """See `api.Engine.generate`.
+
+        Raises:
+          Rejected: a request with this id is not finished.
+          Overloaded: the server is starting or shutting down.
+        """
         self._check_accepting()
         if request.id in self._streams:
             raise Rejected(f"a request with the id {request.id!r} is not finished")

@@ -106,6 +106,8 @@ class Metrics:
         self._requests.open_answers.set(count)
 
     def parameter_ignored(self, name: str) -> None:
+        """Count a request field without effect; beyond MAX_IGNORED_NAMES names it counts as
+        `other`."""
         if len(self._ignored_names) < MAX_IGNORED_NAMES:
             self._ignored_names.add(name)
         shown = name if name in self._ignored_names else "other"
@@ -122,6 +124,7 @@ class Metrics:
         self._grammar.compile_time.observe(seconds)
 
     def set_grammars(self, count: int) -> None:
+        """Report how many compiled grammars there are."""
         self._grammar.processes.set(count)
 
     def count_grammar_limit(self, cause: str) -> None:
@@ -129,6 +132,7 @@ class Metrics:
         self._grammar.limits.labels(cause=cause).inc()
 
     def count_grammar_server_restart(self) -> None:
+        """Count a restart of the process that compiles grammars."""
         self._grammar.restarts.inc()
 
     # Called by the engine.
@@ -182,6 +186,7 @@ class Metrics:
         self._engine.shed.inc()
 
     def count_preemption(self) -> None:
+        """Count a sequence that gave its pages back."""
         self._engine.preemptions.inc()
 
     def observe_preemptions(self, times: int) -> None:
@@ -203,6 +208,7 @@ class Metrics:
         self._engine.prefill_time.observe(start.prefill)
 
     def set_cache_info(self, *, page_size: int, num_pages: int) -> None:
+        """Report tokens per page and pages of the KV cache."""
         info = Gauge(
             "vllm:cache_config_info",
             "Geometry of the KV cache; the value is 1",

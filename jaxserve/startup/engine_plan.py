@@ -69,6 +69,7 @@ class EnginePlan:
 
     @property
     def programs(self) -> list[Program]:
+        """All programs to load or compile."""
         return [*self.steps, *self.staging]
 
     @property
@@ -77,6 +78,7 @@ class EnginePlan:
         return self.cache.folder / "step_times.json"
 
     def memory(self, temporaries: int) -> MemoryPlan:
+        """Returns the bytes of device memory by use. `temporaries`: scratch of the largest step."""
         config = self.config
         rows, columns = config.sequences_shape
         results = 2 * 4 * math.prod(config.results_shape)  # one written, one read
@@ -200,7 +202,7 @@ def _with_fp8_copy(
     copied = weights.with_fp8_copy()
     wanted = options.fp8_copy == "on"
     if wanted and not copied.copying:
-        raise ConfigError("--fp8-copy on: none of the weights has 4 bits; leave the flag away")
+        raise ConfigError("--fp8-copy on: none of the weights has 4 bits; leave the flag out")
     if not wanted and (options.fp8_copy == "off" or not pays or not copied.copying):
         return weights
     plain = memory.tree_bytes(weights.served)
@@ -314,7 +316,7 @@ def _page_size(options: Options, kv_format: KVFormat, *, gpu: bool) -> int:
     if page_size != (kv_format.page_size or page_size):
         raise ConfigError(
             f"--block-size is {page_size}, but pages of --kv-cache-dtype {kv_format.name} have "
-            f"{kv_format.page_size} tokens; leave --block-size away"
+            f"{kv_format.page_size} tokens; leave --block-size out"
         )
     return page_size
 
