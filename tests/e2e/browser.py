@@ -37,6 +37,7 @@ class Page:
         self.requests: list[str] = []
         """URLs of all requests."""
         self._socket = socket
+        self._loaded = asyncio.Event()
         self._ids = itertools.count(1)
         self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._reading = asyncio.create_task(self._read())
@@ -56,6 +57,8 @@ class Page:
             entry = params["entry"]
             if entry["source"] != "network":  # a 401 is what a test wants to see
                 self.problems.append(entry["text"])
+        elif method == "Page.loadEventFired":
+            self._loaded.set()
         elif method == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
 
@@ -89,8 +92,9 @@ class Page:
         return value
 
     async def open(self, url: str) -> None:
+        self._loaded.clear()
         await self.call("Page.navigate", url=url)
-        await self.until("document.readyState === 'complete'")
+        await asyncio.wait_for(self._loaded.wait(), 60)
 
     async def click(self, selector: str) -> None:
         await self.until(f"!!document.querySelector({json.dumps(selector)})")

@@ -74,9 +74,9 @@ function showChat() {
 function messageView(message, index) {
   if (message.role !== "assistant") {
     const who = message.role === "user" ? "You" : "Result of a tool";
-    return el("article", { class: `message ${message.role}`, "aria-label": who }, el("div", { class: "said" }, message.text));
+    return el("article", { class: `message ${message.role}` }, el("h2", { class: "hidden" }, who), el("div", { class: "said" }, message.text));
   }
-  const root = el("article", { class: "message assistant", "aria-label": "Model" });
+  const root = el("article", { class: "message assistant" }, el("h2", { class: "hidden" }, "Model"));
   const text = el("div", { class: "text" });
   let seen = "", thoughtBox = null, callBoxes = [];
 
@@ -84,7 +84,7 @@ function messageView(message, index) {
     const live = running?.answer === message;
     root.setAttribute("aria-busy", live);
     if (message.thought) {
-      thoughtBox ??= root.insertBefore(fold(""), root.firstChild);
+      thoughtBox ??= root.insertBefore(fold(""), text);
       const seconds = message.thinking ? ` for ${message.thinking.toFixed(1)} s` : "";
       thoughtBox.firstChild.textContent = live && !message.text ? "Thinking…" : `Thought${seconds}`;
       thoughtBox.lastChild.textContent = message.thought.trim();

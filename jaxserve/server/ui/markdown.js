@@ -66,7 +66,7 @@ function one(block, depth = 0) {
   if (RULE.test(lines[0])) return el("hr");
   const heading = /^ {0,3}(#{1,6}) +(.*?)#* *$/.exec(lines[0]);
   if (heading && lines.length === 1) {
-    return el(`h${Math.min(5, 2 + heading[1].length)}`, {}, ...inline(heading[2]));
+    return el(`h${Math.min(5, Math.max(3, 1 + heading[1].length))}`, {}, ...inline(heading[2]));
   }
   if (lines[0].trimStart().startsWith(">") && depth < DEEPEST) {
     const inner = lines.map((line) => line.replace(/^ {0,3}> ?/, "")).join("\n");
