@@ -123,9 +123,9 @@ class Page:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
 
-    async def picture(self, path: Path, *, whole: bool = False) -> None:
-        """A screenshot as a PNG: of the window, or of the whole page."""
-        found = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+    async def picture(self, path: Path) -> None:
+        """What the window shows, as WebP."""
+        found = await self.call("Page.captureScreenshot", format="webp", quality=82)
         path.write_bytes(base64.b64decode(found["data"]))
 
 

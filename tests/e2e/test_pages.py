@@ -1,5 +1,6 @@
 """The pages in a browser: Chromium, where it is installed (`apt-get install chromium`).
 
+`PICTURES=docs/figures` writes the documentation's pictures there (`test_pictures`).
 axe-core (`npm install axe-core`) looks for faults that keep people out; `AXE_CORE` names its
 `axe.min.js` if it is not in `node_modules`.
 """
@@ -21,7 +22,7 @@ import pytest
 from jaxserve.api import EngineFailed, Request
 from jaxserve.server.access import digest
 from tests.e2e.browser import Page, browser, browser_path
-from tests.e2e.process import ROOT, Server
+from tests.e2e.process import ROOT, Server, read_until, start
 from tests.fakes import CALL, END_CALL, END_THINK, IM_END, THINK, FakeEngine
 from tests.server.conftest import serving
 
@@ -400,3 +401,48 @@ async def test_the_engine_is_seen_at_work_under_64_streams() -> None:
         stop.set()
         await loading
         assert server.process.poll() is None
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif("PICTURES" not in os.environ, reason="PICTURES names no folder for them")
+async def test_pictures() -> None:
+    """Of the embedded model on this machine, with the default buckets and 40 streams."""
+    folder = Path(os.environ["PICTURES"])
+    process = start()
+    stop = asyncio.Event()
+    try:
+        url = (await asyncio.to_thread(read_until, process, r"is ready: \S+ at (http\S+)/v1"))[1]
+        async with browser() as page:
+            await page.shape(1200, 720)
+            await page.open(f"{url}/")
+            await settings(page, logprobs=True, temperature="1", seed="7")
+            for text in ("What can you do?", "Which is larger, 12 or 7?"):
+                await say(page, text)
+                await page.until("document.querySelector('#send').ariaLabel === 'Stop'")
+                await page.until("document.querySelector('#send').ariaLabel === 'Send'", 120)
+            await page.run(
+                "[...document.querySelectorAll('.actions button')]"
+                ".filter(each => each.textContent === 'Tokens').at(-1).click()"
+            )
+            unsure = (
+                "[...document.querySelectorAll('.token')]"
+                ".sort((a, b) => b.style.getPropertyValue('--doubt')"
+                " - a.style.getPropertyValue('--doubt'))[0]"
+            )
+            await page.run(f"{unsure}.scrollIntoView({{block: 'center'}}); {unsure}.focus()")
+            await asyncio.sleep(0.5)
+            await page.picture(folder / "page_chat.webp")
+            await page.shape(390, 760, dark=True, scale=2)
+            await asyncio.sleep(0.5)
+            await page.run("document.querySelector('.skip').focus(); document.activeElement.blur()")
+            await page.picture(folder / "page_phone.webp")
+            loading = asyncio.create_task(load(url, 40, stop))
+            await page.shape(1200, 1560, dark=True)
+            await page.open(f"{url}/ui/engine")
+            await asyncio.sleep(62)
+            await page.picture(folder / "page_engine.webp")
+            stop.set()
+            await loading
+    finally:
+        process.kill()
+        process.communicate()

@@ -330,6 +330,8 @@ $("side").addEventListener("click", () => {
 document.querySelector("main").addEventListener("click", (event) => {
   if (document.body.classList.contains("side") && !$("side").contains(event.target)) $("side").click();
 }, true);
+addEventListener("resize", hideAlternatives);
+$("log").addEventListener("scroll", hideAlternatives);
 $("forget-key").addEventListener("click", () => { key.forget(); $("forget-key").hidden = true; });
 $("show-settings").addEventListener("click", () => showSettings());
 $("settings").addEventListener("close", readSettings);
