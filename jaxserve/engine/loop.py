@@ -99,8 +99,10 @@ class StepLoop[P]:
                 self._runner.collect(in_flight[1])
 
     def _rest(self) -> None:
-        """Wait for a command. After `_QUIET` seconds, check the scheduler's accounts once."""
+        """Wait for a command. After `_QUIET` seconds, check the scheduler's accounts once, and let
+        the last steps go."""
         if not self._inbox.wait(_QUIET):
+            self.recent.forget()
             _check_accounts(self.scheduler)
             self._inbox.wait()
 

@@ -13,7 +13,7 @@ from jaxserve.plan import StepPlan
 
 _KEPT = 64
 """Steps: more than a fast card runs between two looks, and few enough that their plans are small.
-Those of 256 rows take 3 MB."""
+Decode steps of 256 rows take 3 MB, references to the tokens of chunks of 8,192 4 MB more."""
 
 
 class _Finished(NamedTuple):
@@ -36,6 +36,10 @@ class RecentSteps:
     def add(self, plan: StepPlan, seconds: float | None, size: StepSize) -> None:
         """Keep a step that took `seconds` (None: not known) in a bucket of this size."""
         self._ring.append(_Finished(next(self._numbers), plan, seconds, size))
+
+    def forget(self) -> None:
+        """Keep no step any longer, when there is nothing to do. Numbers go on."""
+        self._ring.clear()
 
     def since(self, number: int, expected: Callable[[StepPlan], float | None]) -> list[StepView]:
         """Returns the kept steps after step `number`. `expected` predicts a plan's seconds."""

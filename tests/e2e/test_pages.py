@@ -432,7 +432,7 @@ async def test_pictures() -> None:
             await page.run(f"{unsure}.scrollIntoView({{block: 'center'}}); {unsure}.focus()")
             await asyncio.sleep(0.5)
             await page.picture(folder / "page_chat.webp")
-            await page.shape(390, 760, dark=True, scale=2)
+            await page.shape(390, 760, dark=True)
             await asyncio.sleep(0.5)
             await page.run("document.querySelector('.skip').focus(); document.activeElement.blur()")
             await page.picture(folder / "page_phone.webp")

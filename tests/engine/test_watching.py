@@ -6,7 +6,10 @@ import asyncio
 from collections import deque
 from dataclasses import replace
 
+import pytest
+
 from jaxserve.api import PageState
+from jaxserve.engine import loop
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.plan import Sampled, StepPlan
 from jaxserve.step_times import StepTimes
@@ -75,6 +78,18 @@ async def test_only_the_newest_steps_are_kept() -> None:
         assert [step.number for step in steps] == list(range(steps[0].number, steps[0].number + 64))
         assert steps[0].expected is None, "nothing was measured"
         assert engine.bucket_seconds() == {}
+
+
+async def test_an_engine_at_rest_keeps_no_step_and_goes_on_counting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop, "_QUIET", 0.05)
+    async with serving(GatedRunner()) as engine:
+        await events_of(engine.generate(request(0)))
+        await until(lambda: engine.steps_since(0) == [])
+        monkeypatch.setattr(loop, "_QUIET", 10.0)
+        await events_of(engine.generate(request(1)))
+        assert engine.steps_since(0)[0].number > 8
 
 
 async def test_pages_and_those_that_wait_are_shown() -> None:
