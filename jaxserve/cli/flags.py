@@ -121,6 +121,12 @@ def add_server_flags(add: AddArgument) -> None:
         "without it (default: none)",
     )
     add(
+        "--ui",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="serve a chat at / and a view of the engine at /ui/engine",
+    )
+    add(
         "--max-num-queued-reqs",
         type=positive,
         default=1024,

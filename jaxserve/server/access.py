@@ -14,6 +14,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.server.errors import ApiError
 from jaxserve.server.service import SERVICE, Service
 from jaxserve.server.tenant import CURRENT_TENANT, KEY_NAME, tenant_of
+from jaxserve.server.ui import OPEN_PAGES
 
 OPEN_ROUTES = frozenset({"/health", "/ready"})
 """Answered without a key, by the path of the route that was matched. Everything else, routes that
@@ -47,7 +48,7 @@ async def require_key(request: web.Request, handler: Handler) -> web.StreamRespo
 
 def is_open(path: str | None, config: ServerConfig) -> bool:
     """Says whether the route of this path answers without a key."""
-    return path in OPEN_ROUTES or (path == "/metrics" and config.open_metrics)
+    return path in OPEN_ROUTES or path in OPEN_PAGES or (path == "/metrics" and config.open_metrics)
 
 
 def service_of(request: web.Request) -> Service:

@@ -50,6 +50,7 @@ def server_config(options: Options, source: ModelSource) -> ServerConfig:
         port=options.port,
         uds=options.uds,
         root_path=options.root_path or "",
+        ui=options.ui,
         header_timeout=options.header_timeout,
         write_timeout=options.write_timeout,
         force_include_usage=options.enable_force_include_usage,
