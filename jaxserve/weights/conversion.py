@@ -14,9 +14,8 @@ from jaxserve.models import decoder, registry
 from jaxserve.models.awq import AwqLayers
 from jaxserve.models.quantization import Report, calibrated, reporting
 from jaxserve.setting_files import read_text
-from jaxserve.weights.loading import describe, open_checkpoint_of, quantization
 from jaxserve.weights.model_source import ModelSource
-from jaxserve_checkpoints import native
+from jaxserve.weights.opening import describe, open_native_of, open_stored_of, quantization
 from jaxserve_checkpoints.convert import convert, finished
 from jaxserve_checkpoints.load import Progress, load_params
 
@@ -41,13 +40,12 @@ def convert_model(
         calibration text is missing, too short or not asked for.
       CheckpointError, OSError: see `jaxserve_checkpoints.convert`.
     """
-    assert source.folder is not None
-    if (source.folder / native.FILE).exists():
+    if open_native_of(source) is not None:
         raise ConfigError(f"{source.folder} is converted already: convert the original")
     wanted = quantization(options)
-    checkpoint = open_checkpoint_of(source.folder, wanted)
+    checkpoint = open_stored_of(source, wanted)
     dtype = checkpoint.main_dtype if options.dtype == "auto" else np.dtype(options.dtype)
-    made_from = describe(source.folder, wanted, dtype)
+    made_from = describe(source, wanted, dtype)
     encode = reporting(wanted.encoder(source.spec), report)
     sequences = _calibration(options, source)
     if sequences is not None:
@@ -68,6 +66,7 @@ def convert_model(
         out,
         made_from=made_from,
         progress=progress,
+        by_layer=sequences is not None,
     )
 
 

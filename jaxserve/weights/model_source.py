@@ -4,8 +4,10 @@ jax."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from jaxserve.cli.options import Options
 from jaxserve.config import ConfigError, SamplingDefaults
@@ -13,9 +15,19 @@ from jaxserve.model_spec import ModelSpec
 from jaxserve.models.registry import HUB_NAMES, NAMED_MODELS, spec_of
 from jaxserve.setting_files import read_json_object
 from jaxserve.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
+from jaxserve_checkpoints.orbax.folder import OrbaxStep, find_step
+from jaxserve_checkpoints.reader import INDEX_FILE, NATIVE_FILE, SINGLE_FILE, CheckpointError
 from jaxserve_checkpoints.resolve import EMBEDDED_NAME, resolve_model
 
 log = logging.getLogger(__name__)
+
+
+class OrbaxSource(NamedTuple):
+    """Weights in an Orbax checkpoint."""
+
+    step: OrbaxStep
+    config: Mapping[str, Any]
+    """The model's config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +37,11 @@ class ModelSource:
     names: tuple[str, ...]
     spec: ModelSpec
     folder: Path | None
-    """The folder of the weights; None for random ones."""
+    """The folder of config.json, and of the weights unless they are Orbax's; None: random ones."""
     tokenizer: Tokenizer
     sampling_defaults: SamplingDefaults
+    orbax: OrbaxSource | None = None
+    """The checkpoint, if Orbax wrote it."""
 
     @property
     def sampled_vocab(self) -> int:
@@ -52,6 +66,9 @@ def find_model(options: Options) -> ModelSource:
     if options.load_format == "dummy" and (named := _named_spec(options.model)):
         return _dummy(options, named)
     name = EMBEDDED_NAME if options.model is None else options.model
+    step = _orbax_step(options, name)
+    if step is not None:
+        return _of_orbax(options, name, step)
     folder = resolve_model(
         name,
         names=HUB_NAMES,
@@ -65,6 +82,43 @@ def find_model(options: Options) -> ModelSource:
         folder=None if options.load_format == "dummy" else folder,
         tokenizer=_tokenizer(options, folder),
         sampling_defaults=_sampling_defaults(options.generation_config, folder),
+    )
+
+
+def _orbax_step(options: Options, name: str) -> OrbaxStep | None:
+    """Returns the Orbax checkpoint in a folder of that name; None if there is no such folder, or
+    other weights are in it."""
+    folder = Path(name).expanduser() if name.startswith("~/") else Path(name)
+    if not name or not folder.is_dir():
+        return None
+    others = (NATIVE_FILE, SINGLE_FILE, INDEX_FILE)
+    step = None
+    if options.from_step is not None or not any((folder / file).exists() for file in others):
+        step = find_step(folder, options.from_step)
+    if step is None and options.from_step is not None:
+        raise ConfigError(f"--from-step {options.from_step}: {folder} holds no Orbax checkpoint")
+    return step
+
+
+def _of_orbax(options: Options, name: str, step: OrbaxStep) -> ModelSource:
+    """Returns a model whose weights Orbax wrote."""
+    folder, file = step.settings_folder(), Path("config.json")
+    if options.hf_config is not None:
+        given = options.hf_config
+        folder, file = (given, file) if given.is_dir() else (given.parent, Path(given.name))
+    if folder is None:
+        raise CheckpointError(
+            f"{step.folder}: an Orbax checkpoint without config.json: put the model's beside it, "
+            "or name it with --hf-config"
+        )
+    config = read_json_object(folder / file)
+    return ModelSource(
+        names=_names(options, name),
+        spec=spec_of(config),
+        folder=None if options.load_format == "dummy" else folder,
+        tokenizer=_tokenizer(options, folder),
+        sampling_defaults=_sampling_defaults(options.generation_config, folder),
+        orbax=None if options.load_format == "dummy" else OrbaxSource(step, config),
     )
 
 
