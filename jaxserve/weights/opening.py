@@ -110,19 +110,25 @@ def _check_embedding(stored: QuantizedCheckpoint) -> None:
 def describe(source: ModelSource, wanted: Quantization, dtype: DTypeLike) -> dict[str, Any]:
     """Returns everything that the content of a conversion depends on."""
     assert source.folder is not None
-    if source.orbax is not None:
-        files = [each for each in sorted(source.orbax.step.folder.rglob("*")) if each.is_file()]
-        stored = None
-    else:
-        files = sorted(source.folder.glob("*.safetensors"))
-        stored = detect(source.folder)  # how codes are read, which config.json says
+    # How codes are read, which config.json says.
+    stored = None if source.orbax else detect(source.folder)
     return {
-        "files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+        "files": files_of(source),
         "quantization": asdict(wanted),
         "dtype": np.dtype(dtype).name,
         "code": _code_digest(),
         **({"stored": repr(stored)} if stored else {}),
     }
+
+
+def files_of(source: ModelSource) -> list[list[Any]]:
+    """Returns name, size and time of each file of the weights."""
+    assert source.folder is not None
+    found = (
+        source.orbax.step.folder.rglob("*") if source.orbax else source.folder.glob("*.safetens*")
+    )
+    files = sorted(each for each in found if each.is_file() and each.suffix != ".json")
+    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 
 def _code_digest() -> str:

@@ -145,6 +145,18 @@ _FLAX: _Table = {
     **{f"{name}.bias": (f"{name}.bias", ()) for name in _PROJECTIONS},
 }
 
+_TO_FLAX = {tensor: (path, bool(forms)) for path, (tensor, forms) in _FLAX.items()}
+_OF_LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
+
+
+def flax_path(tensor: str) -> tuple[list[str], bool]:
+    """Returns the keys of a Hugging Face tensor in the tree of `jaxserve.flax`, and whether it is
+    transposed there. KeyError: it has none."""
+    match = _OF_LAYER.fullmatch(tensor)
+    path, transposed = _TO_FLAX[match[2] if match else tensor]
+    return [*(("layers", match[1]) if match else ()), *path.split(".")], transposed
+
+
 _TUNIX: _Table = {
     "embedder.input_embedding": ("model.embed_tokens.weight", ()),
     "final_norm.w": ("model.norm.weight", ()),
