@@ -17,11 +17,9 @@ from jaxserve.commands.progress import Work
 from jaxserve.config import ConfigError
 from jaxserve.startup.environment import prepare
 from jaxserve.weights.model_source import find_model
+from jaxserve.weights.text_files import copy_text_files
 from jaxserve_checkpoints.native import FILE
 from jaxserve_checkpoints.reader import SINGLE_FILE, CheckpointError
-
-_TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
-"""What belongs to a model beside its weights; without the index of their files."""
 
 
 def convert(options: Options) -> int:
@@ -115,10 +113,7 @@ def _copy_text_files(source: Path, target: Path, written: str) -> None:
                 f"--out {target} holds a model's weights ({others[0]}), whose config.json would be "
                 "replaced: choose another folder"
             )
-        for pattern in _TEXT_FILES:
-            for file in source.glob(pattern):
-                if file.is_file() and not file.name.endswith(".index.json"):
-                    shutil.copyfile(file, target / file.name)
+        copy_text_files(source, target)
     except OSError as error:
         if error.filename and Path(error.filename).parent == source:
             raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from None

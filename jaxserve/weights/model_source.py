@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,23 +65,45 @@ def find_model(options: Options) -> ModelSource:
     """
     if options.load_format == "dummy" and (named := _named_spec(options.model)):
         return _dummy(options, named)
+    found = find_weights(options)
+    assert found.folder is not None
+    dummy = options.load_format == "dummy"
+    return replace(
+        found,
+        folder=None if dummy else found.folder,
+        orbax=None if dummy else found.orbax,
+        tokenizer=_tokenizer(options, found.folder),
+        sampling_defaults=_sampling_defaults(options.generation_config, found.folder),
+    )
+
+
+def find_weights(options: Options) -> ModelSource:
+    """Returns the model without its tokenizer and sampling defaults: they are those of any model.
+
+    Raises:
+      ConfigError, CheckpointError: see `find_model`.
+    """
     name = EMBEDDED_NAME if options.model is None else options.model
     step = _orbax_step(options, name)
     if step is not None:
-        return _of_orbax(options, name, step)
-    folder = resolve_model(
-        name,
-        names=HUB_NAMES,
-        download_dir=options.download_dir,
-        revision=options.revision,
-        tokenizer=options.tokenizer is None,
-    )
+        folder, file = _settings_of(options, step)
+    else:
+        file = Path("config.json")
+        folder = resolve_model(
+            name,
+            names=HUB_NAMES,
+            download_dir=options.download_dir,
+            revision=options.revision,
+            tokenizer=options.tokenizer is None,
+        )
+    config = read_json_object(folder / file)
     return ModelSource(
         names=_names(options, name),
-        spec=spec_of(read_json_object(folder / "config.json")),
-        folder=None if options.load_format == "dummy" else folder,
-        tokenizer=_tokenizer(options, folder),
-        sampling_defaults=_sampling_defaults(options.generation_config, folder),
+        spec=spec_of(config),
+        folder=folder,
+        tokenizer=ByteTokenizer(),
+        sampling_defaults=SamplingDefaults(),
+        orbax=None if step is None else OrbaxSource(step, config),
     )
 
 
@@ -100,26 +122,19 @@ def _orbax_step(options: Options, name: str) -> OrbaxStep | None:
     return step
 
 
-def _of_orbax(options: Options, name: str, step: OrbaxStep) -> ModelSource:
-    """Returns a model whose weights Orbax wrote."""
+def _settings_of(options: Options, step: OrbaxStep) -> tuple[Path, Path]:
+    """Returns the folder of an Orbax checkpoint's settings and tokenizer, and the file of the
+    settings."""
     folder, file = step.settings_folder(), Path("config.json")
     if options.hf_config is not None:
         given = options.hf_config
-        folder, file = (given, file) if given.is_dir() else (given.parent, Path(given.name))
+        return (given, file) if given.is_dir() else (given.parent, Path(given.name))
     if folder is None:
         raise CheckpointError(
             f"{step.folder}: an Orbax checkpoint without config.json: put the model's beside it, "
             "or name it with --hf-config"
         )
-    config = read_json_object(folder / file)
-    return ModelSource(
-        names=_names(options, name),
-        spec=spec_of(config),
-        folder=None if options.load_format == "dummy" else folder,
-        tokenizer=_tokenizer(options, folder),
-        sampling_defaults=_sampling_defaults(options.generation_config, folder),
-        orbax=None if options.load_format == "dummy" else OrbaxSource(step, config),
-    )
+    return folder, file
 
 
 def _sampling_defaults(wanted: str, folder: Path) -> SamplingDefaults:
