@@ -10,11 +10,13 @@ from typing import Any
 from jaxserve import __version__
 from jaxserve.cli.engine_flags import add_engine_flags, add_plan_flags, add_weight_flags
 from jaxserve.cli.flag_parser import FlagParser
+from jaxserve.cli.flag_values import positive
 from jaxserve.cli.flags import (
     MODEL_HELP,
     add_access_flags,
     add_hub_flags,
     add_model_flags,
+    add_orbax_flags,
     add_server_flags,
 )
 
@@ -29,6 +31,8 @@ class Options:
     load_format: str
     revision: str | None
     download_dir: Path | None
+    hf_config: Path | None
+    from_step: int | None
     seed: int
     host: str
     port: int
@@ -95,6 +99,10 @@ class Options:
     keep_alive_interval: float
     out: Path | None = None
     """Of `convert`: where the converted checkpoint goes."""
+    to: str = "native"
+    """Of `convert`: native, orbax or safetensors."""
+    keep: int | None = None
+    """Of `convert`: how many steps an Orbax folder keeps; None: all."""
     quantization_method: str | None = None
     calibration: Path | None = None
     """A text that the model reads, for `convert` or for scales of the KV cache."""
@@ -161,6 +169,19 @@ def _convert_parser() -> FlagParser:
     add("--model", required=True, help=MODEL_HELP)
     add("--out", type=Path, required=True, help="a folder for the converted checkpoint")
     add_hub_flags(add)
+    add_orbax_flags(add)
+    add(
+        "--to",
+        choices=("native", "orbax", "safetensors"),
+        default="native",
+        help="native: as the engine holds them, in one file; orbax: a step of a folder of Orbax "
+        "checkpoints; safetensors: Hugging Face's names",
+    )
+    add(
+        "--keep",
+        type=positive,
+        help="with --to orbax, how many of the newest steps stay in --out (default: all)",
+    )
     add_weight_flags(add, "as the checkpoint has it")
     add(
         "--quantization-method",

@@ -30,7 +30,8 @@ from jaxserve.startup.measure import step_times
 from jaxserve.startup.timeline import Timeline
 from jaxserve.weights.loading import weight_loader
 from jaxserve.weights.model_source import ModelSource
-from jaxserve_checkpoints.reader import open_checkpoint
+from jaxserve_checkpoints.quantized import QuantizedCheckpoint
+from jaxserve_checkpoints.reader import Checkpoint
 from jaxserve_kernels.kv_format import has_scales
 
 log = logging.getLogger(__name__)
@@ -113,8 +114,11 @@ def _set_kv_scales(options: Options, source: ModelSource, plan: EnginePlan, runn
         scales, origin = kv_scales.calculated(runner, config, ids), f"from {len(ids)} tokens"
     else:
         scales, origin = None, "from the checkpoint"
-        if weights.folder is not None and weights.native is None:  # the engine's own has none
-            scales = kv_scales.stored(open_checkpoint(weights.folder), config.spec)
+        checkpoint = weights.checkpoint
+        if isinstance(checkpoint, QuantizedCheckpoint):
+            checkpoint = checkpoint.checkpoint
+        if isinstance(checkpoint, Checkpoint):  # others have none
+            scales = kv_scales.stored(checkpoint, config.spec)
         if scales is not None:
             runner.use_kv_scales(scales)
     if scales is None:
