@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jaxserve_kernels import tuned
+from jaxserve_kernels.op import Refusal
 from jaxserve_kernels.target import Target
 
 MAX_TOKENS = 16
@@ -46,24 +47,25 @@ class Config:
     num_stages: int = 3
 
 
-def choose(*, gated: bool, tokens: int, out: int, depth: int, target: Target) -> Config | None:
-    """For x [tokens, depth] times a weight [out, depth]; None where XLA's product is used."""
+def choose(*, gated: bool, tokens: int, out: int, depth: int, target: Target) -> Config | Refusal:
+    """For x [tokens, depth] times a weight [out, depth], by a kernel for few tokens."""
     parameters = tuned.find(
         "dense_matmul", ("gated" if gated else "linear", out, depth), tokens, target=target
     )
     if parameters is not None:
         return Config(**parameters)
     most = MAX_CHAINED_TOKENS if target.pdl else MAX_TOKENS
-    return _heuristic(tokens, out, depth, target=target) if tokens <= most else None
+    if tokens > most:
+        return Refusal(f"more than {most} tokens")
+    return _heuristic(tokens, out, depth, target=target)
 
 
-def _heuristic(tokens: int, out: int, depth: int, *, target: Target) -> Config | None:
-    """None where the kernel does not apply."""
+def _heuristic(tokens: int, out: int, depth: int, *, target: Target) -> Config | Refusal:
     many = tokens > _MANY_TOKENS
     config = Config(depth=64 if many else 128)
     steps, rest = divmod(depth, config.depth)
     if rest or out % config.rows:
-        return None
+        return Refusal(f"not whole tiles of {config.rows} x {config.depth}")
     tiles = out // config.rows
     choices = [splits for splits in range(1, _MAX_SPLITS + 1) if steps % splits == 0]
     wanted = target.gpu.multiprocessors * (1 if many else _ENOUGH_PROGRAMS)
@@ -73,6 +75,8 @@ def _heuristic(tokens: int, out: int, depth: int, *, target: Target) -> Config |
     return replace(config, splits=splits, num_stages=stages)
 
 
-def fuses_gating(*, tokens: int, out: int, depth: int) -> bool:
+def fused_gating(*, tokens: int, out: int, depth: int) -> Refusal | None:
     """Whether the gated product of x [tokens, depth] and a weight [out, depth] takes `hopper`."""
-    return tokens >= HOPPER_MIN_TOKENS and out % 256 == 0 and depth % 64 == 0
+    if tokens < HOPPER_MIN_TOKENS:
+        return Refusal(f"fewer than {HOPPER_MIN_TOKENS} tokens")
+    return Refusal("not whole tiles of 256 x 64") if out % 256 or depth % 64 else None

@@ -20,9 +20,7 @@ from jaxserve_kernels.paged_attention import hopper
 from jaxserve_kernels.paged_attention.config import (
     LOG2_E,
     Config,
-    choose,
-    fits_hopper,
-    hopper_heuristic,
+    HopperConfig,
 )
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.target import Target
@@ -216,12 +214,13 @@ def paged_attention(
     layer: int,
     page_table: Array,
     tiles: QueryTiles,
+    config: Config | HopperConfig,
     *,
     tile_size: int,
     target: Target,
 ) -> Array:
     """Singles, if there are any, are attended to by kernels of their own."""
-    result = _attention(q, kv, layer, page_table, tiles, tile_size, target=target)
+    result = _attention(q, kv, layer, page_table, tiles, tile_size, config, target=target)
     if tiles.singles is None:
         return result
     from jaxserve_kernels.paged_attention import triton_singles
@@ -238,6 +237,7 @@ def _attention(
     page_table: Array,
     tiles: QueryTiles,
     tile_size: int,
+    config: Config | HopperConfig,
     *,
     target: Target,
 ) -> Array:
@@ -245,20 +245,7 @@ def _attention(
     kv_heads, head_dim = kv.shape[2], kv.shape[5]
     q_heads, num_tiles = q.shape[1], tiles.first.shape[0]
     rows = max(16, triton.next_power_of_2(tile_size * (q_heads // kv_heads)))
-    if fits_hopper(q, kv, tile_size, target=target):
-        launch = hopper.launch
-        config = hopper_heuristic(
-            tokens=q.shape[0], tile_size=tile_size, kv_heads=kv_heads, target=target
-        )
-    else:
-        launch = _launch
-        config = choose(
-            tiles=num_tiles,
-            kv_heads=kv_heads,
-            rows=tile_size * (q_heads // kv_heads),
-            pages_per_seq=page_table.shape[1],
-            target=target,
-        )
+    launch = hopper.launch if isinstance(config, HopperConfig) else _launch
     whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
     parts = part_types(num_tiles, kv_heads, config.splits, rows, head_dim)
     result, *sums = launch(

@@ -290,6 +290,7 @@ def attend(
     slots: KVSlots,
     page_table: Array,
     tiles: QueryTiles,
+    config: Config,
     *,
     eps: float,
     target: Target,
@@ -306,6 +307,7 @@ def attend(
         slots,
         page_table,
         tiles,
+        config,
         eps=eps,
         kind=BF16,
         target=target,
@@ -323,6 +325,7 @@ def launch(
     slots: KVSlots,
     page_table: Array,
     tiles: QueryTiles,
+    config: Config,
     *,
     eps: float,
     kind: gl.constexpr,
@@ -334,7 +337,6 @@ def launch(
     half = width // 2 if kind.value == BF16.value else width
     parts, tokens, columns = qkv.shape
     q_heads, num_tiles = columns // (2 * half) - 2 * kv_heads, tiles.first.shape[0]
-    config = heuristic(tiles=num_tiles, kv_heads=kv_heads, kind=kind, target=target)
     rows = 8 if q_heads // kv_heads + 2 <= 8 else _MOST_ROWS  # columns of products
     out, *sums = triton_call(
         qkv, *heads, *tables, kv, scales, *slots, page_table, *tiles[:4],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from jaxserve_kernels.op import NOT_HOPPER, NOT_PDL, Refusal
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import (
     Fp8Weight,
@@ -93,6 +95,28 @@ class Config:
     not after."""
 
 
+class Call(NamedTuple):
+    """A product, as the rules see it."""
+
+    weight: QuantizedWeight
+    tokens: int
+    gated: bool
+    target: Target
+    hopper: bool
+    """Kernels that are written for Hopper can be used."""
+    e4m3: bool
+    """The GPU multiplies such numbers: from compute capability 8.9 on."""
+
+    @property
+    def out(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def tiles(self) -> int:
+        """Of the input, of 128."""
+        return self.weight.shape[1] // 128
+
+
 def choose(
     weight: QuantizedWeight,
     tokens: int,
@@ -102,40 +126,123 @@ def choose(
     e4m3: bool = True,
     target: Target,
 ) -> Config | None:
-    """None: dequantise, then the product with the plain weight.
-
-    Args:
-      hopper: it is such a GPU.
-      e4m3: it multiplies such numbers: from compute capability 8.9 on.
+    """The configuration by the first rule that takes the product; None: dequantise, then the
+    product with the plain weight.
 
     The rules and their limits are the fastest of those measured on an H200 with Qwen3-4B's shapes;
     see lab/logs/quantised_weights.md.
     """
-    out, depth = weight.shape
-    if not _has_kernel(weight):
-        return None
-    tiles = depth // 128
-    if tokens <= _MAX_CHAINED and target.pdl:
-        config = _chained(weight, tokens, gated=gated, target=target)
-    elif hopper and not gated and _is_tall(weight, tokens):
-        return Config(method="tall", rows=384, tokens=32 if tokens <= 32 else 64, num_stages=3)
-    elif tokens <= _FEW and isinstance(weight, Int4Weight):
-        config = _few(depth, gated=gated)
-    elif not _in_8_bits(weight, tokens, e4m3=e4m3):
-        if tokens > _MOST_UNPACKED:
-            return None
-        config = _unpack(weight, tokens, out, tiles, target=target)
-    elif hopper and isinstance(weight, Fp8Weight) and _bytes_on_hopper(weight, tokens):
-        config = _hopper_bytes(tokens, out, tiles, target=target)
-    elif hopper and _on_hopper(weight, tokens, gated=gated):
-        config = _hopper(tokens, out, tiles, target=target)
-    elif tokens <= _most_in_registers(weight):
-        config = _e4m3_in_registers(weight, tokens, out, tiles, target=target)
-    else:
-        config = _e4m3(weight, tokens, out, tiles, target=target)
-    if out % config.rows or (gated and out // 2 % (config.rows // 2)):
-        return None
-    return replace(config, splits=1) if gated else config
+    call = Call(weight, tokens, gated, target, hopper, e4m3)
+    found = (configure(call, rule) for rule in RULES.values())
+    return next((each for each in found if isinstance(each, Config)), None)
+
+
+def configure(call: Call, rule: Callable[[Call], Config | Refusal]) -> Config | Refusal:
+    """What a rule says to a product whose weight has kernels at all."""
+    if not _has_kernel(call.weight):
+        return Refusal("no kernel knows groups or inputs of this number")
+    config = rule(call)
+    if isinstance(config, Refusal) or config.method == "tall":  # whose last rows may be fewer
+        return config
+    if call.out % config.rows or (call.gated and call.out // 2 % (config.rows // 2)):
+        return Refusal(f"not whole tiles of {config.rows} rows")
+    return replace(config, splits=1) if call.gated else config
+
+
+def _chained(call: Call) -> Config | Refusal:
+    if not call.target.pdl:
+        return NOT_PDL
+    if call.tokens > _MAX_CHAINED:
+        return Refusal(f"more than {_MAX_CHAINED} tokens")
+    return _streaming(call.weight, call.tokens, gated=call.gated, target=call.target)
+
+
+def _shared(call: Call) -> Config | Refusal:
+    """Warpgroups share many tokens where each multiprocessor gets about three of a weight's row
+    tiles; that kernel knows 4-bit integers."""
+    refused = _chained(call)
+    if isinstance(refused, Refusal):
+        return refused
+    row_tiles, programs = call.out // 64, call.target.gpu.multiprocessors
+    if not (call.gated and call.tokens > 32 and isinstance(call.weight, Int4Weight)):
+        return Refusal("not gated, of 33 to 64 tokens and int4")
+    if not 2 * programs < row_tiles <= 3 * programs:
+        return Refusal("not three tiles of rows for each multiprocessor")
+    return _sharing(call.weight, target=call.target)
+
+
+def _tall(call: Call) -> Config | Refusal:
+    if not call.hopper:
+        return NOT_HOPPER
+    if call.gated or not _is_tall(call.weight, call.tokens):
+        return Refusal("not an output matrix in int8, of 17 to 64 tokens")
+    tokens = 32 if call.tokens <= 32 else 64
+    return Config(method="tall", rows=384, tokens=tokens, num_stages=3)
+
+
+def _few_tokens(call: Call) -> Config | Refusal:
+    if call.tokens > _FEW or not isinstance(call.weight, Int4Weight):
+        return Refusal(f"not int4, of up to {_FEW} tokens")
+    return _few(call.weight.shape[1], gated=call.gated)
+
+
+def _unpacked(call: Call) -> Config | Refusal:
+    if _in_8_bits(call.weight, call.tokens, e4m3=call.e4m3):
+        return Refusal("so many tokens that they are read in 8 bits")
+    if call.tokens > _MOST_UNPACKED:
+        return Refusal(f"more than {_MOST_UNPACKED} tokens")
+    return _unpack(call.weight, call.tokens, call.out, call.tiles, target=call.target)
+
+
+def _bytes(call: Call) -> Config | Refusal:
+    if not call.hopper:
+        return NOT_HOPPER
+    if not isinstance(call.weight, Fp8Weight) or not _bytes_on_hopper(call.weight, call.tokens):
+        return Refusal("not fp8 with a scale for each row, of more than 128 tokens")
+    return _hopper_bytes(call.tokens, call.out, call.tiles, target=call.target)
+
+
+def _operand(call: Call) -> Config | Refusal:
+    if not call.hopper:
+        return NOT_HOPPER
+    if refused := _plain_tokens(call):
+        return refused
+    if not _on_hopper(call.weight, call.tokens, gated=call.gated):
+        return Refusal("another kernel was faster for this format and number of tokens")
+    return _hopper(call.tokens, call.out, call.tiles, target=call.target)
+
+
+def _in_registers(call: Call) -> Config | Refusal:
+    if refused := _plain_tokens(call):
+        return refused
+    if call.tokens > _most_in_registers(call.weight):
+        return Refusal(f"more than {_most_in_registers(call.weight)} tokens")
+    return _e4m3_in_registers(call.weight, call.tokens, call.out, call.tiles, target=call.target)
+
+
+def _beforehand(call: Call) -> Config | Refusal:
+    if refused := _plain_tokens(call):
+        return refused
+    return _e4m3(call.weight, call.tokens, call.out, call.tiles, target=call.target)
+
+
+def _plain_tokens(call: Call) -> Refusal | None:
+    reads = _in_8_bits(call.weight, call.tokens, e4m3=call.e4m3)
+    return None if reads else Refusal("tokens are not read in 8 bits")
+
+
+RULES: dict[str, Callable[[Call], Config | Refusal]] = {
+    "triton_sharing": _shared,
+    "triton_streaming": _chained,
+    "triton_tall": _tall,
+    "triton_few": _few_tokens,
+    "triton": _unpacked,
+    "e4m3/hopper_bytes": _bytes,
+    "e4m3/hopper": _operand,
+    "e4m3/triton, codes to e4m3 in registers": _in_registers,
+    "e4m3/triton": _beforehand,
+}
+"""By the implementation's name, in the order in which they are asked."""
 
 
 def reads_copy(tokens: int) -> bool:
@@ -199,16 +306,6 @@ def _few(depth: int, *, gated: bool) -> Config:
         return Config(method="few", rows=16, tokens=_FEW, splits=-(-tiles // 20))
     warps = next((warps for warps in (4, 8) if tiles <= 8 * warps), 16)
     return Config(method="few", rows=16, tokens=_FEW, num_warps=warps)
-
-
-def _chained(weight: QuantizedWeight, tokens: int, *, gated: bool, target: Target) -> Config:
-    """Warpgroups share many tokens where each multiprocessor gets about three of a weight's row
-    tiles; that kernel knows 4-bit integers."""
-    row_tiles = weight.shape[0] // 64
-    three_each = 2 * target.gpu.multiprocessors < row_tiles <= 3 * target.gpu.multiprocessors
-    if gated and tokens > 32 and three_each and isinstance(weight, Int4Weight):
-        return _sharing(weight, target=target)
-    return _streaming(weight, tokens, gated=gated, target=target)
 
 
 def _streaming(weight: QuantizedWeight, tokens: int, *, gated: bool, target: Target) -> Config:

@@ -364,6 +364,7 @@ def attend(
     heads: HeadWeights,
     tables: tuple[Array, Array],
     step: AttentionStep,
+    config: Config,
     *,
     eps: float,
     target: Target,
@@ -373,7 +374,6 @@ def attend(
     parts, tokens, width = qkv.shape
     head_dim, tiles = 4 * quarter, step.tiles.in_one_list()
     q_heads, num_tiles = width // head_dim - 2 * kv_heads, tiles.first.shape[0]
-    config = heuristic(tiles=num_tiles, kv_heads=kv_heads, target=target)
     grid = (num_tiles, kv_heads, config.splits)
     whole = jax.ShapeDtypeStruct((tokens, q_heads, head_dim), jnp.bfloat16)
     shared = {
