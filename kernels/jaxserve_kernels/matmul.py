@@ -29,20 +29,20 @@ from jaxserve_kernels.weights import (
 )
 
 
-def as_read[Tree](weights: Tree, tokens: int) -> Tree:
+def as_read[Tree](weights: Tree, tokens: int, *, target: Target) -> Tree:
     """A tree of weights without what products of so many tokens do not read."""
 
     def is_copied(each: Any) -> bool:
         return isinstance(each, CopiedWeight)
 
-    return jax.tree.map(lambda each: _part(each, tokens), weights, is_leaf=is_copied)
+    return jax.tree.map(lambda each: _part(each, tokens, target), weights, is_leaf=is_copied)
 
 
-def _part(weight: Weight, tokens: int) -> Array | QuantizedWeight:
+def _part(weight: Weight, tokens: int, target: Target) -> Array | QuantizedWeight:
     """Of a weight that has a copy either that or the codes."""
     if not isinstance(weight, CopiedWeight):
         return weight
-    return weight.copy if reads_copy(tokens) else weight.codes
+    return weight.copy if reads_copy(tokens, target) else weight.codes
 
 
 def token_format(
@@ -61,7 +61,7 @@ def token_format(
     """
     if weight is None:
         return None
-    weight = _part(weight, tokens)
+    weight = _part(weight, tokens, target)
     if isinstance(weight, QUANTIZED) and not isinstance(weight, OrderedInt4Weight):
         return quantized_matmul.token_format(
             weight, tokens, dtype, activation if gated else None, target=target
@@ -90,7 +90,7 @@ def linear(
         return sum_parts(linear(x, weight, jnp.float32, target=target), dtype or x.dtype, bias)[
             None
         ]
-    weight = _part(weight, x.shape[0])
+    weight = _part(weight, x.shape[0], target)
     if isinstance(weight, OrderedInt4Weight):
         x = quantized_matmul.take_inputs(plain(x), weight.order, target=target)
         return linear(x, weight.stored, dtype, target=target)
@@ -117,7 +117,7 @@ def add_linear(
     """
     if bias is not None:
         return total, linear(x, weight, total.dtype, bias=bias, target=target)
-    weight = _part(weight, x.shape[0])
+    weight = _part(weight, x.shape[0], target)
     if isinstance(weight, QUANTIZED):
         return total, linear(x, weight, target=target)
     return dense_matmul.add_linear(total, plain(x), weight, target=target)
@@ -140,7 +140,7 @@ def gated_linear(
     """
     if bias is not None:
         return gated(linear(x, weight, bias=bias, target=target)[0], activation)
-    weight = _part(weight, x.shape[0])
+    weight = _part(weight, x.shape[0], target)
     if isinstance(weight, OrderedInt4Weight):
         x = quantized_matmul.take_inputs(plain(x), weight.order, target=target)
         return gated_linear(x, weight.stored, activation=activation, target=target)

@@ -12,10 +12,10 @@ from jax.typing import DTypeLike
 from jaxserve_kernels.activation import Activation
 from jaxserve_kernels.dense_matmul import reference
 from jaxserve_kernels.dense_matmul.config import (
-    ADDING_MIN_TOKENS,
     Config,
     choose,
     fused_gating,
+    limits_of,
 )
 from jaxserve_kernels.op import (
     NO_KERNELS,
@@ -83,7 +83,8 @@ def _fused(x: Array, weight: Array, *, target: Target, **_: Any) -> Refusal | No
         return unlike
     if not target.runs_hopper_kernels():
         return NOT_HOPPER
-    return fused_gating(tokens=x.shape[0], out=weight.shape[0], depth=weight.shape[1])
+    out, depth = weight.shape
+    return fused_gating(tokens=x.shape[0], out=out, depth=depth, target=target)
 
 
 def _hopper(_: None, x: Array, weight: Array, *, activation: Activation, target: Target) -> Array:
@@ -95,8 +96,9 @@ def _hopper(_: None, x: Array, weight: Array, *, activation: Activation, target:
 def _adds(total: Array, x: Array, weight: Array, *, target: Target) -> Refusal | None:
     if unlike := _unlike(x, target):
         return unlike
-    if x.shape[0] < ADDING_MIN_TOKENS:
-        return Refusal(f"fewer than {ADDING_MIN_TOKENS} tokens")
+    least = limits_of(target).adding_tokens
+    if x.shape[0] < least:
+        return Refusal(f"fewer than {least} tokens")
     kernel = _LINEAR.choose(x, weight, dtype=jnp.dtype(x.dtype), target=target).implementation
     return Refusal("there is a kernel for few tokens") if kernel.kernels else None
 

@@ -19,7 +19,7 @@ from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_in
 from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape, zeros
 from jaxserve_kernels.op import NO_KERNELS, NOT_PDL, Implementation, Op, Refusal, anything
 from jaxserve_kernels.paged_attention import paged_attention
-from jaxserve_kernels.paged_attention.config import choose
+from jaxserve_kernels.paged_attention.config import choose, limits_of
 from jaxserve_kernels.target import Target
 
 
@@ -85,8 +85,9 @@ def _streams(
     from jaxserve_kernels.paged_attention import triton_streaming
 
     tokens, kv_heads, head_dim = qkv.shape[1], kv.shape[2], kv.shape[5]
-    if tokens > triton_streaming.MAX_TILES:
-        return Refusal(f"more than {triton_streaming.MAX_TILES} tokens")
+    most = limits_of(target).most_streaming
+    if tokens > most:
+        return Refusal(f"more than {most} tokens")
     if not triton_streaming.fits(qkv, kv, dtype):
         return Refusal("not such heads or pages")
     return choose(
@@ -104,11 +105,12 @@ def _warps(
 ) -> Any:  # fmt: skip
     if refused := _fits(qkv, kv, step, tile_size=tile_size, dtype=dtype, target=target):
         return refused
-    from jaxserve_kernels.paged_attention import triton_streaming, triton_warps
+    from jaxserve_kernels.paged_attention import triton_warps
 
     tokens = qkv.shape[1]
-    if tokens <= triton_streaming.MAX_TILES:
-        return Refusal(f"{triton_streaming.MAX_TILES} tokens or fewer")
+    most = limits_of(target).most_streaming
+    if tokens <= most:
+        return Refusal(f"{most} tokens or fewer")
     return triton_warps.heuristic(
         tiles=step.tiles.first.shape[0], kv_heads=kv.shape[2], kind=triton_warps.BF16, target=target
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
-from jaxserve_kernels import tuned
+from jaxserve_kernels import tables
 from jaxserve_kernels.op import NO_KERNELS, NOT_HOPPER, Refusal
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.target import Target
@@ -19,8 +19,19 @@ TILE_ROWS = 128
 LOG2_E = 1.4426950408889634
 """Exponentials are powers of two."""
 
-_PROGRAMS = 2
-"""On each multiprocessor: they keep the memory busy."""
+
+class Limits(NamedTuple):
+    """See `tables/paged_attention/`."""
+
+    programs_per_multiprocessor: int
+    most_streaming: int
+    warps_programs: int
+    warps_three_pages: int
+
+
+def limits_of(target: Target) -> Limits:
+    """What was measured on the nearest card."""
+    return tables.limits("paged_attention", Limits, target)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +77,16 @@ def for_any(
 
 def choose(*, tiles: int, kv_heads: int, rows: int, pages_per_seq: int, target: Target) -> Config:
     """A configuration for `rows` query rows (tokens x heads per KV head) in each tile."""
-    parameters = tuned.find("paged_attention", (rows, kv_heads), tiles, target=target)
+    parameters = tables.launch("paged_attention", (rows, kv_heads), tiles, target=target)
     if parameters is not None:
         return Config(**parameters)
     if rows > 16:
         return Config(splits=1, num_warps=8 if rows >= 128 else 4, num_stages=2)
-    wanted = _PROGRAMS * target.gpu.multiprocessors // (tiles * kv_heads)
+    wanted = (
+        limits_of(target).programs_per_multiprocessor
+        * target.gpu.multiprocessors
+        // (tiles * kv_heads)
+    )
     splits = 1 << max(0, min(wanted, pages_per_seq, 32)).bit_length() >> 1
     return Config(
         splits=max(splits, 1),

@@ -32,9 +32,6 @@ _PAGE = 64
 _ROWS = 16
 """Queries that share a KV head, its key and its value, and padding."""
 
-MAX_TILES = 7
-"""Of more, `triton_warps` takes less time."""
-
 
 @gluon.jit
 def _copy(

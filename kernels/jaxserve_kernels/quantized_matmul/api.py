@@ -102,7 +102,7 @@ def token_format(
     config = _OP.choose(
         plain, weight, dtype=jnp.dtype(dtype), activation=activation, target=target
     ).config
-    if config is None or not reads_quantized(weight, tokens, config):
+    if config is None or not reads_quantized(weight, tokens, config, target):
         return None
     return format_for(weight, tokens, config)
 

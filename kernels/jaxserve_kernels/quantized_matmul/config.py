@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
+from jaxserve_kernels import tables
 from jaxserve_kernels.op import NOT_HOPPER, NOT_PDL, Refusal
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import (
@@ -19,54 +21,39 @@ from jaxserve_kernels.weights import (
 
 type Method = Literal["few", "stream", "share", "tall", "unpack", "e4m3", "hopper"]
 
-_ENOUGH_WARPS = 8
-"""On each multiprocessor: they keep the memory busy."""
-
-_DEEP = 64
-"""Tiles of the input, of 128, from which more rows per program and more splits pay."""
-
 _FEW = 8
 """Tokens of the tensor cores' smallest product."""
 
 _MAX_CHAINED = 64
 """Tokens of a chain's product by `triton_streaming`."""
 
-_STREAMING_PROGRAMS = 3
-"""On each multiprocessor."""
-
 _RESERVED = 1024
 """Bytes of shared memory that each program takes beside its own."""
-
-_FEWER_PROGRAMS = 288
-"""With 9 to 16 tokens, where a reader of one part less gains more than a third program."""
 
 _SHARING_END = 20 * 1024
 """Bytes of shared memory that `triton_sharing`, one program on a multiprocessor, needs at its end,
 beside its ring."""
 
-_TALL = 65_536
-"""Rows of an output matrix."""
 
-_MOST_PARTS = 8
-"""More partial sums than these cost their readers more than the product gains."""
+class Limits(NamedTuple):
+    """See `tables/quantized_matmul/`."""
 
-_FROM_CODES = 64
-"""Tokens up to which a 4-bit weight's bytes count more than what it costs to convert them."""
+    warps_per_multiprocessor: int
+    deep_tiles: int
+    streaming_programs: int
+    programs_of_16_tokens: Fraction
+    large_n_rows: int
+    most_splits: int
+    most_from_codes: int
+    most_unpacked: int
+    most_quantized_apart: int
+    e4m3_tiles: Fraction
+    e4m3_register_programs: int
 
-_MOST_UNPACKED = 256
-"""Tokens up to which codes are unpacked for each 64 of them, where nothing multiplies e4m3: beyond,
-a pass over the weight should cost less. Reckoned for an A100, not measured."""
 
-_MOST_APART = 128
-"""Tokens that become 8 bits in a kernel of their own, after a norm."""
-
-_ENOUGH_TILES = Fraction(15, 22)
-"""On each multiprocessor: programs of a product that the tensor cores bound. Fewer leave too many
-of them idle."""
-
-_ENOUGH_PROGRAMS = 2
-"""On each multiprocessor: of two programs of a product that waits for instructions one fills the
-gaps of the other."""
+def limits_of(target: Target) -> Limits:
+    """What was measured on the nearest card."""
+    return tables.limits("quantized_matmul", Limits, target)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +161,7 @@ def _shared(call: Call) -> Config | Refusal:
 def _tall(call: Call) -> Config | Refusal:
     if not call.hopper:
         return NOT_HOPPER
-    if call.gated or not _is_tall(call.weight, call.tokens):
+    if call.gated or not _is_tall(call.weight, call.tokens, limits_of(call.target).large_n_rows):
         return Refusal("not an output matrix in int8, of 17 to 64 tokens")
     tokens = 32 if call.tokens <= 32 else 64
     return Config(method="tall", rows=384, tokens=tokens, num_stages=3)
@@ -189,8 +176,9 @@ def _few_tokens(call: Call) -> Config | Refusal:
 def _unpacked(call: Call) -> Config | Refusal:
     if _in_8_bits(call.weight, call.tokens, e4m3=call.e4m3):
         return Refusal("so many tokens that they are read in 8 bits")
-    if call.tokens > _MOST_UNPACKED:
-        return Refusal(f"more than {_MOST_UNPACKED} tokens")
+    most = limits_of(call.target).most_unpacked
+    if call.tokens > most:
+        return Refusal(f"more than {most} tokens")
     return _unpack(call.weight, call.tokens, call.out, call.tiles, target=call.target)
 
 
@@ -207,7 +195,9 @@ def _operand(call: Call) -> Config | Refusal:
         return NOT_HOPPER
     if refused := _plain_tokens(call):
         return refused
-    if not _on_hopper(call.weight, call.tokens, gated=call.gated):
+    if not _on_hopper(
+        call.weight, call.tokens, gated=call.gated, deep=limits_of(call.target).deep_tiles
+    ):
         return Refusal("another kernel was faster for this format and number of tokens")
     return _hopper(call.tokens, call.out, call.tiles, target=call.target)
 
@@ -245,20 +235,19 @@ RULES: dict[str, Callable[[Call], Config | Refusal]] = {
 """By the implementation's name, in the order in which they are asked."""
 
 
-def reads_copy(tokens: int) -> bool:
+def reads_copy(tokens: int, target: Target) -> bool:
     """Whether a product reads a 4-bit weight's copy in e4m3, if it has one, and not its codes."""
-    return tokens > _FROM_CODES
+    return tokens > limits_of(target).most_from_codes
 
 
-def reads_quantized(weight: QuantizedWeight, tokens: int, config: Config) -> bool:
+def reads_quantized(weight: QuantizedWeight, tokens: int, config: Config, target: Target) -> bool:
     """Whether it pays that a norm before a product in e4m3 makes its tokens' 8 bits: it takes up to
     1 % off a step of 256 rows. With fewer rows it made no difference, nor with NVFP4 in Triton."""
     if config.method == "hopper" and not isinstance(weight, Int4Weight):
         return True
     kinds = Int4Weight | Fp8Weight
-    return (
-        config.method in ("e4m3", "hopper") and tokens > _MOST_APART and isinstance(weight, kinds)
-    )
+    in_8_bits = config.method in ("e4m3", "hopper") and isinstance(weight, kinds)
+    return in_8_bits and tokens > limits_of(target).most_quantized_apart
 
 
 def _has_kernel(weight: QuantizedWeight) -> bool:
@@ -270,13 +259,13 @@ def _has_kernel(weight: QuantizedWeight) -> bool:
     return weight.shape[1] % 128 == 0
 
 
-def _is_tall(weight: QuantizedWeight, tokens: int) -> bool:
+def _is_tall(weight: QuantizedWeight, tokens: int, least: int) -> bool:
     """Whether it is an output matrix of integers with a scale for each row, and so many tokens that
     their copies count, but not their products."""
     if not isinstance(weight, Int8Weight) or not 16 < tokens <= 64:
         return False
     out, depth = weight.shape
-    return out >= _TALL and out % 128 == 0 and depth >= 256 and weight.group == depth
+    return out >= least and out % 128 == 0 and depth >= 256 and weight.group == depth
 
 
 def _in_8_bits(weight: QuantizedWeight, tokens: int, *, e4m3: bool) -> bool:
@@ -313,18 +302,18 @@ def _streaming(weight: QuantizedWeight, tokens: int, *, gated: bool, target: Tar
     out, tiles = weight.shape[0], weight.shape[1] // 128
     tile, turn = next(each for each in ((8, 4), (16, 2), (32, 2), (64, 1)) if tokens <= each[0])
     size = 64 * _bytes_of_row(weight) + 256 * tile
-    ring = target.gpu.shared_memory // _STREAMING_PROGRAMS - _RESERVED
+    limits = limits_of(target)
+    ring = target.gpu.shared_memory // limits.streaming_programs - _RESERVED
     while turn > 1 and (tiles % turn or ring // (turn * size) < 3):
         turn //= 2
     stages = ring // (turn * size)
     rows = out // 64
-    fewer = 8 < tokens <= 16
-    parts = (
-        -(-_FEWER_PROGRAMS // rows)
-        if fewer
-        else _STREAMING_PROGRAMS * target.gpu.multiprocessors // rows
-    )
-    parts = min(_MOST_PARTS, max(1, parts), tiles)
+    programs = target.gpu.multiprocessors
+    if 8 < tokens <= 16:
+        parts = -(-math.floor(limits.programs_of_16_tokens * programs) // rows)
+    else:
+        parts = limits.streaming_programs * programs // rows
+    parts = min(limits.most_splits, max(1, parts), tiles)
     splits = -(-tiles // steps(tiles, parts, turn))  # none is empty
     # Of many tokens attention, which then copies keys, but no product.
     first = tokens <= 16 or (tokens > 32 and not gated and out > weight.shape[1])
@@ -374,7 +363,7 @@ def _unpack(
 ) -> Config:
     """Bound by memory: many warps, and partial sums where a weight has few rows."""
     token_tile = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    deep = tokens <= 32 and tiles >= _DEEP
+    deep = tokens <= 32 and tiles >= limits_of(target).deep_tiles
     if isinstance(weight, Int8Weight | Fp8Weight):
         large = out > 65_536
         config = Config(
@@ -394,12 +383,14 @@ def _unpack(
     return replace(
         config,
         splits=_splits(
-            tiles, 19 if deep else 8, _ENOUGH_WARPS * target.gpu.multiprocessors / warps
+            tiles,
+            19 if deep else 8,
+            limits_of(target).warps_per_multiprocessor * target.gpu.multiprocessors / warps,
         ),
     )
 
 
-def _on_hopper(weight: QuantizedWeight, tokens: int, *, gated: bool) -> bool:
+def _on_hopper(weight: QuantizedWeight, tokens: int, *, gated: bool, deep: int) -> bool:
     """Where `e4m3.hopper` was the fastest of what was measured on an H200. Its tiles are of 256
     tokens, so that 384 are as slow as 512."""
     out, depth = weight.shape
@@ -409,7 +400,7 @@ def _on_hopper(weight: QuantizedWeight, tokens: int, *, gated: bool) -> bool:
         return not gated or not 256 < tokens <= 384
     if weight.group != 128 or tokens <= 128 or (gated and tokens <= 384):
         return False
-    return tokens > 384 or depth >= _DEEP * 128 or (tokens > 256 and out > depth)
+    return tokens > 384 or depth >= deep * 128 or (tokens > 256 and out > depth)
 
 
 def _bytes_on_hopper(weight: Fp8Weight, tokens: int) -> bool:
@@ -425,7 +416,10 @@ def _hopper_bytes(tokens: int, out: int, tiles: int, *, target: Target) -> Confi
     if out % 256 == 0 and out // 256 * token_tiles >= target.gpu.multiprocessors:
         return Config(method="hopper", rows=256, tokens=128, num_stages=4, pieces=4)
     parts = (
-        3 if tiles >= _DEEP and out // 128 * token_tiles * 3 <= target.gpu.multiprocessors else 1
+        3
+        if tiles >= limits_of(target).deep_tiles
+        and out // 128 * token_tiles * 3 <= target.gpu.multiprocessors
+        else 1
     )
     return Config(method="hopper", rows=128, tokens=128, splits=parts, num_stages=6, pieces=2)
 
@@ -434,7 +428,9 @@ def _hopper(tokens: int, out: int, tiles: int, *, target: Target) -> Config:
     """A program for each multiprocessor, and as many of its tiles as fit its shared memory."""
     tile = 128 if tokens <= 128 else 256
     programs = out // 128 * -(-tokens // tile)
-    splits = min(max(1, target.gpu.multiprocessors // programs), tiles, _MOST_PARTS)
+    splits = min(
+        max(1, target.gpu.multiprocessors // programs), tiles, limits_of(target).most_splits
+    )
     splits = -(-tiles // -(-tiles // splits))  # none is empty
     stages = 6 if tile == 128 else 4
     return Config(method="hopper", rows=128, tokens=tile, splits=splits, num_stages=stages)
@@ -447,7 +443,12 @@ def _e4m3_in_registers(
     config = Config(method="e4m3", tokens=64 if isinstance(weight, Int4Weight) else 128)
     programs = out // config.rows * -(-tokens // config.tokens)
     return replace(
-        config, splits=_splits(tiles, 4, _ENOUGH_PROGRAMS * target.gpu.multiprocessors / programs)
+        config,
+        splits=_splits(
+            tiles,
+            4,
+            limits_of(target).e4m3_register_programs * target.gpu.multiprocessors / programs,
+        ),
     )
 
 
@@ -461,7 +462,7 @@ def _e4m3(weight: QuantizedWeight, tokens: int, out: int, tiles: int, *, target:
     else:
         config = Config(method="e4m3", tokens=128)
     programs = out // config.rows * -(-tokens // config.tokens)
-    splits = _splits(tiles, 4, _ENOUGH_TILES * target.gpu.multiprocessors / programs)
+    splits = _splits(tiles, 4, limits_of(target).e4m3_tiles * target.gpu.multiprocessors / programs)
     return replace(config, splits=splits, beforehand=not isinstance(weight, Int8Weight | Fp8Weight))
 
 

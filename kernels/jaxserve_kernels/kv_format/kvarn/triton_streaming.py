@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.attention_inputs import HeadWeights
-from jaxserve_kernels.kv_format.base import AttentionStep
+from jaxserve_kernels.kv_format.base import AttentionStep, limits_of
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
 from jaxserve_kernels.kv_format.kvarn.triton_attention import part_types
 from jaxserve_kernels.kv_format.kvarn.triton_heads import rotated, store_heads
@@ -33,9 +33,6 @@ from jaxserve_kernels.paged_attention.triton_heads import token_heads
 from jaxserve_kernels.paged_attention.triton_visits import MASKED, for_each_warp
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
-
-_PROGRAMS = 3
-"""On each multiprocessor: as many as fit."""
 
 _ROWS = 8
 """Queries that share a KV head, its key and its value, and padding: columns of products."""
@@ -351,7 +348,11 @@ def fits(qkv: Array, kv: KVarNKV, dtype: DTypeLike) -> bool:
 def heuristic(*, tiles: int, kv_heads: int, target: Target) -> Config:
     """A configuration for so many single tokens; a lone one's context is split further."""
     wanted = (
-        _PROGRAMS * target.gpu.multiprocessors // (tiles * kv_heads) if tiles > 1 else _MOST_SPLITS
+        limits_of(target).kvarn_streaming_programs
+        * target.gpu.multiprocessors
+        // (tiles * kv_heads)
+        if tiles > 1
+        else _MOST_SPLITS
     )
     splits = max(1, min(wanted, _MOST_SPLITS))
     return Config(splits=splits, num_warps=4, num_stages=2, min_blocks=_MIN_UNITS)
