@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,13 @@ from jaxserve_kernels.quantized_matmul.e4m3.tokens import TokenFormat
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import plain as plain
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import (
-    QUANTIZED,
     CopiedWeight,
     Fp8Weight,
     Int8Weight,
     OrderedInt4Weight,
     QuantizedWeight,
     Weight,
+    is_quantized,
 )
 
 
@@ -62,7 +62,7 @@ def token_format(
     if weight is None:
         return None
     weight = _part(weight, tokens, target)
-    if isinstance(weight, QUANTIZED) and not isinstance(weight, OrderedInt4Weight):
+    if is_quantized(weight) and not isinstance(weight, OrderedInt4Weight):
         return quantized_matmul.token_format(
             weight, tokens, dtype, activation if gated else None, target=target
         )
@@ -94,9 +94,9 @@ def linear(
     if isinstance(weight, OrderedInt4Weight):
         x = quantized_matmul.take_inputs(plain(x), weight.order, target=target)
         return linear(x, weight.stored, dtype, target=target)
-    if isinstance(weight, QUANTIZED):
+    if is_quantized(weight):
         return quantized_matmul.linear(x, weight, dtype, target=target)
-    return dense_matmul.linear(plain(x), weight, dtype, target=target)
+    return dense_matmul.linear(plain(x), cast(Array, weight), dtype, target=target)
 
 
 def add_linear(
@@ -118,9 +118,9 @@ def add_linear(
     if bias is not None:
         return total, linear(x, weight, total.dtype, bias=bias, target=target)
     weight = _part(weight, x.shape[0], target)
-    if isinstance(weight, QUANTIZED):
+    if is_quantized(weight):
         return total, linear(x, weight, target=target)
-    return dense_matmul.add_linear(total, plain(x), weight, target=target)
+    return dense_matmul.add_linear(total, plain(x), cast(Array, weight), target=target)
 
 
 def gated_linear(
@@ -144,9 +144,9 @@ def gated_linear(
     if isinstance(weight, OrderedInt4Weight):
         x = quantized_matmul.take_inputs(plain(x), weight.order, target=target)
         return gated_linear(x, weight.stored, activation=activation, target=target)
-    if isinstance(weight, QUANTIZED):
+    if is_quantized(weight):
         return quantized_matmul.gated_linear(x, weight, activation, target=target)
-    return dense_matmul.gated_linear(plain(x), weight, activation, target=target)
+    return dense_matmul.gated_linear(plain(x), cast(Array, weight), activation, target=target)
 
 
 def has_rows(weight: Weight) -> TypeGuard[Int8Weight | Fp8Weight]:

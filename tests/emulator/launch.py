@@ -90,7 +90,11 @@ def triton_call(
         HERE.partition = Partition(shared or Order(early=early_start), name)
         modules = _Modules(Program(at, grid, num_warps, seed, failed))
         try:
-            modules.function(kernel)(*given, *results, **constants)
+            functions = {
+                key: modules.function(value) if isinstance(value, JITFunction) else value
+                for key, value in constants.items()
+            }
+            modules.function(kernel)(*given, *results, **functions)
             waited.append(bool(HERE.partition.known[KERNELS]))
         except BaseException as error:
             errors.append(error)

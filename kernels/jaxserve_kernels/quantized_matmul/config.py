@@ -15,6 +15,8 @@ from jaxserve_kernels.weights import (
     Fp8Weight,
     Int4Weight,
     Int8Weight,
+    Kind,
+    Mxfp4Weight,
     Nvfp4Weight,
     QuantizedWeight,
 )
@@ -126,8 +128,10 @@ def choose(
 
 def configure(call: Call, rule: Callable[[Call], Config | Refusal]) -> Config | Refusal:
     """What a rule says to a product whose weight has kernels at all."""
-    if not _has_kernel(call.weight):
+    if not call.weight.has_kernel:
         return Refusal("no kernel knows groups or inputs of this number")
+    if call.weight.kernel_constants["KIND"] == Kind.OTHER and rule is not _unpacked:
+        return Refusal("it does not know the format")
     config = rule(call)
     if isinstance(config, Refusal) or config.method == "tall":  # whose last rows may be fewer
         return config
@@ -250,15 +254,6 @@ def reads_quantized(weight: QuantizedWeight, tokens: int, config: Config, target
     return in_8_bits and tokens > limits_of(target).most_quantized_apart
 
 
-def _has_kernel(weight: QuantizedWeight) -> bool:
-    """Whether the kernels know the weight's groups and its depth."""
-    if isinstance(weight, Int4Weight):
-        return weight.group in (32, 64, 128)
-    if isinstance(weight, Int8Weight | Fp8Weight):
-        return weight.group in (128, weight.shape[1])
-    return weight.shape[1] % 128 == 0
-
-
 def _is_tall(weight: QuantizedWeight, tokens: int, least: int) -> bool:
     """Whether it is an output matrix of integers with a scale for each row, and so many tokens that
     their copies count, but not their products."""
@@ -270,6 +265,8 @@ def _is_tall(weight: QuantizedWeight, tokens: int, least: int) -> bool:
 
 def _in_8_bits(weight: QuantizedWeight, tokens: int, *, e4m3: bool) -> bool:
     """Where the tensor cores' rate counts, or the instructions that unpack."""
+    if not isinstance(weight, Int8Weight | Fp8Weight | Int4Weight | Nvfp4Weight | Mxfp4Weight):
+        return False
     if not e4m3 and not isinstance(weight, Int8Weight):
         return False
     return tokens > (16 if isinstance(weight, Fp8Weight) else 64)
@@ -301,7 +298,7 @@ def _streaming(weight: QuantizedWeight, tokens: int, *, gated: bool, target: Tar
     """Rings that leave room for three programs per multiprocessor, and as many programs."""
     out, tiles = weight.shape[0], weight.shape[1] // 128
     tile, turn = next(each for each in ((8, 4), (16, 2), (32, 2), (64, 1)) if tokens <= each[0])
-    size = 64 * _bytes_of_row(weight) + 256 * tile
+    size = 64 * weight.row_bytes + 256 * tile
     limits = limits_of(target)
     ring = target.gpu.shared_memory // limits.streaming_programs - _RESERVED
     while turn > 1 and (tiles % turn or ring // (turn * size) < 3):
@@ -325,7 +322,7 @@ def _streaming(weight: QuantizedWeight, tokens: int, *, gated: bool, target: Tar
 def _sharing(weight: Int4Weight, *, target: Target) -> Config:
     """A program for each multiprocessor, with a ring that fills its shared memory."""
     ring = target.gpu.shared_memory_per_block - _SHARING_END
-    stages = ring // (3 * 64 * _bytes_of_row(weight) + 256 * 64)
+    stages = ring // (3 * 64 * weight.row_bytes + 256 * 64)
     return Config(method="share", tokens=64, num_stages=stages)
 
 
@@ -337,19 +334,6 @@ def shares_of(row_tiles: int, steps: int, *, target: Target) -> tuple[int, int]:
         return 1, -(-row_tiles // 3)
     each = -(-steps // min(target.gpu.multiprocessors // third, steps))
     return -(-steps // each), target.gpu.multiprocessors
-
-
-def _bytes_of_row(weight: QuantizedWeight) -> int:
-    """In a tile of 128 inputs: codes, scales and zero points."""
-    match weight:
-        case Int4Weight(zero=zero):
-            return 64 + 4 * (128 // weight.group) * (1 if zero is None else 2)
-        case Int8Weight() | Fp8Weight():
-            return 128 + 4 * (128 // weight.group)
-        case Nvfp4Weight():
-            return 64 + 8
-        case _:  # MXFP4
-            return 64 + 4
 
 
 def steps(tiles: int, splits: int, turn: int) -> int:
