@@ -115,6 +115,8 @@ class FakeEngine:
         self.weight_state = WeightState(0, "served", paused=False, sleeping=False)
         self.weight_changes: list[WeightChange] = []
         self.refuse_weights: Exception | None = None
+        self.version = 0
+        """Of the weights that its tokens name."""
         self.phase = "serving"
         self.last_step_age = 0.0
         self._script = script
@@ -240,6 +242,7 @@ class FakeEngine:
             self._cached_tokens if position == 0 else 0,
             self._prompt_logprobs(request) if position == 0 else None,
             Start(0.25, 0.5, time.perf_counter()) if position == 0 and not failed else None,
+            weights=self.version,
         )
 
     def _prompt_logprobs(self, request: Request) -> tuple[PromptLogprobs, ...] | None:

@@ -453,7 +453,8 @@ class Scheduler:
             seq.begin_again(self._root(seq.salt))
 
     def _root(self, salt: str) -> bytes:
-        return prefix.root(self._cache.identity, salt, str(self._weights))
+        changed = (str(self._weights),) if self._weights else ()
+        return prefix.root(self._cache.identity, salt, *changed)
 
     def _vacate(self, seq: Sequence) -> None:
         """Free the slot and pages of a running sequence."""
