@@ -203,7 +203,7 @@ async def begun(engine: Engine, number: int) -> tuple[asyncio.Task[Answer], Call
     task = asyncio.create_task(ask(engine, number, 40))
     while not engine.status().running:
         await asyncio.sleep(0)
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0.002)
     return task, lambda: engine.status().running
 
 
@@ -212,21 +212,21 @@ async def test_what_runs_ends_restarts_or_goes_on(
     runner: Runner, expected: Any, running: Running
 ) -> None:
     async with serving(runner) as (engine, _):
-        task, _ = await begun(engine, 3)
+        task, _ = await begun(engine, 0)
         await engine.change_weights(WeightChange("1", running=running))
         ended = task.done() or not engine.status().running + engine.status().waiting
-        following = await ask(engine, 3 + len(PROMPTS))
+        following = await ask(engine, len(PROMPTS))
         answer = await task
     assert ended == (running is Running.DRAIN)
     assert answer.versions == ({0} if running is Running.DRAIN else {0, 1})
-    assert following.tokens == expected[1][PROMPTS[3]] and following.versions == {1}
+    assert following.tokens == expected[1][PROMPTS[0]] and following.versions == {1}
     if running is Running.DRAIN:
-        assert answer.tokens[:TOKENS] == expected[0][PROMPTS[3]]
+        assert answer.tokens[:TOKENS] == expected[0][PROMPTS[0]]
     if running is Running.RESTART:
         alone(runner, 1)
         cut = answer.by_version.count(0)
-        kept = answer.tokens[:cut]
-        assert greedy(runner, [*PROMPTS[3], *kept], 40 - cut) == answer.tokens[cut:]
+        kept = answer.tokens[:cut]  # a few, whatever the time that a step takes
+        assert greedy(runner, [*PROMPTS[0], *kept], 6) == answer.tokens[cut : cut + 6]
 
 
 async def test_a_load_that_fails_changes_nothing(runner: Runner, expected: Any) -> None:
