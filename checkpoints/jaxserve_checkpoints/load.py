@@ -100,6 +100,31 @@ def load_params[Tree](
     return filling.tree()
 
 
+def load_leaves[Tree](
+    checkpoint: Plain, rules: Sequence[AnyRule], abstract: Tree, *, place: Place = jax.device_put
+) -> Tree:
+    """Returns what `load_params` returns without encoding, and compiles nothing: each leaf is put
+    together on the host, a stacked one too.
+
+    Raises:
+      CheckpointError: see `resolve_rules`.
+    """
+    leaves: dict[str, Any] = {}
+    by_owner: dict[str, list[LeafSource]] = {}
+    for source in resolve_rules(rules, abstract, checkpoint):
+        by_owner.setdefault(source.part.owner, []).append(source)
+    if _in_whole_arrays(checkpoint):
+        by_owner = dict(sorted(by_owner.items(), key=lambda each: each[1][0].rule.leaf))
+    with ThreadPoolExecutor(_HOST_THREADS, thread_name_prefix="load-leaves") as pool:
+        for owner, sources in by_owner.items():
+            parts = list(pool.map(lambda source: assemble(checkpoint, source), sources))
+            whole = parts[0] if sources[0].part.layer is None else np.stack(parts)
+            leaves[owner] = jax.block_until_ready(place(whole, sources[0].leaf.sharding))
+            _release(checkpoint, sources)
+    ordered = [leaves[path] for path, _ in leaf_paths(abstract)]
+    return jax.tree.unflatten(jax.tree.structure(abstract), ordered)
+
+
 def encoded_parts(
     checkpoint: Stored,
     rules: Sequence[AnyRule],
