@@ -15,7 +15,7 @@ import jaxserve.flax
 from jaxserve.library import Engine, SamplingParams
 from jaxserve_checkpoints.resolve import embedded_model
 
-PROMPT = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n"
+PROMPT = "The weather report of the harbour"
 SAMPLES, LENGTH = 8, 64
 
 
@@ -35,7 +35,7 @@ def learn(
 
 model = jaxserve.flax.load(embedded_model())
 optimizer = nnx.Optimizer(model, optax.adam(1e-4), wrt=nnx.Param)
-params = [SamplingParams(max_tokens=24, seed=seed) for seed in range(SAMPLES)]
+params = [SamplingParams(max_tokens=24, temperature=2.0, seed=seed) for seed in range(SAMPLES)]
 with Engine(max_model_len=128, kv_cache_memory_bytes="8Mi") as engine:
     for _ in range(int(sys.argv[1])):
         outputs = engine.generate([PROMPT] * SAMPLES, params)
@@ -46,9 +46,10 @@ with Engine(max_model_len=128, kv_cache_memory_bytes="8Mi") as engine:
             begin, end = len(output.prompt), len(output.prompt) + len(output.tokens)
             ids[row, :end] = (*output.prompt, *output.tokens)
             weights[row, begin:end] = reward - rewards.mean()
-        best = [*outputs[rewards.argmax()].prompt, *outputs[rewards.argmax()].tokens]
-        before = sum(engine.score([best])[0])
+        best = outputs[rewards.argmax()]
+        both, length = [*best.prompt, *best.tokens], len(best.tokens)
+        before = sum(engine.score([both])[0][-length:])
         learn(model, optimizer, jnp.asarray(ids), jnp.asarray(weights))
         version = engine.update_weights(jaxserve.flax.parameters(model)).version
-        after = sum(engine.score([best])[0])
+        after = sum(engine.score([both])[0][-length:])
         print(f"weights {version}: reward {rewards.mean()}, best {before:.1f} to {after:.1f}")

@@ -108,4 +108,6 @@ def test_the_example_runs() -> None:
     )
     lines = result.stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == ["weights 1", "weights 2", "weights 3"]
+    before, after = lines[0].split("best ")[1].split(" to ")
+    assert float(after) > float(before), "what was rewarded is likelier"
     assert len(script.read_text().splitlines()) < 60
