@@ -397,6 +397,7 @@ class Engine(Protocol):
     def bucket_seconds(self) -> Mapping[str, Mapping[int, float]]:
         """Returns the seconds of each bucket that the start measured, by kind and size; empty
         without such times."""
+        ...
 
     @property
     def weights(self) -> WeightState: ...

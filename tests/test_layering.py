@@ -39,7 +39,7 @@ LAYERS = (
     ("jaxserve.bench", "jaxserve.runner", "jaxserve.scheduler", "jaxserve.weights"),
     ("jaxserve.engine", "jaxserve.flax", "jaxserve.server"),
     ("jaxserve.startup",),
-    ("jaxserve.__main__", "jaxserve.commands"),
+    ("jaxserve.__main__", "jaxserve.commands", "jaxserve.library"),
 )
 """From the bottom up. A part may import from its own layer and those below it."""
 

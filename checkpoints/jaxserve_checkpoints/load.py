@@ -117,7 +117,7 @@ def load_leaves[Tree](
         by_owner = dict(sorted(by_owner.items(), key=lambda each: each[1][0].rule.leaf))
     with ThreadPoolExecutor(_HOST_THREADS, thread_name_prefix="load-leaves") as pool:
         for owner, sources in by_owner.items():
-            parts = list(pool.map(lambda source: assemble(checkpoint, source), sources))
+            parts: list[Any] = list(pool.map(lambda source: assemble(checkpoint, source), sources))
             whole = parts[0] if sources[0].part.layer is None else np.stack(parts)
             leaves[owner] = jax.block_until_ready(place(whole, sources[0].leaf.sharding))
             _release(checkpoint, sources)

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any
 
 from jaxserve.api import (
     EngineFailed,
@@ -194,6 +195,12 @@ class AsyncEngine[P]:
     def reset_prefix_cache(self) -> None:
         """See `api.Engine.reset_prefix_cache`. Takes effect before the next step is planned."""
         self._inbox.send(ResetPrefixCache())
+
+    @property
+    def runner(self) -> Any:
+        """The runner that `build` made. Only what is done between two steps may change it."""
+        assert self._steps is not None
+        return self._steps.runner
 
     @property
     def weights(self) -> WeightState:

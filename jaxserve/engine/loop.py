@@ -103,7 +103,7 @@ class StepLoop[P]:
         metrics: Metrics,
     ):
         """`post` receives the messages of one step."""
-        self.scheduler, self._runner, self.store = parts
+        self.scheduler, self.runner, self.store = parts
         self._inbox = inbox
         self._post = post
         self._metrics = metrics
@@ -145,7 +145,7 @@ class StepLoop[P]:
         if in_flight is not None:
             with contextlib.suppress(Exception):
                 # Nobody waits for it, but XLA aborts a process that ends in the middle of a step.
-                self._runner.collect(in_flight[1])
+                self.runner.collect(in_flight[1])
 
     def _rest(self) -> None:
         """Wait for a command. After `_QUIET` seconds, check the scheduler's accounts once, and let
@@ -216,7 +216,7 @@ class StepLoop[P]:
 
     def _advance(self, in_flight: tuple[StepPlan, P] | None) -> tuple[StepPlan, P] | None:
         """Launch one step and finish the previous one. Returns the step now in flight."""
-        scheduler, runner = self.scheduler, self._runner
+        scheduler, runner = self.scheduler, self.runner
         try:
             for request_id, missed in scheduler.shed():
                 self._post([Refused(request_id, missed)])
@@ -251,7 +251,7 @@ class StepLoop[P]:
 
     def _collect(self, plan: StepPlan, pending: P) -> list[Sampled | None]:
         began = time.perf_counter()
-        sampled = self._runner.collect(pending)
+        sampled = self.runner.collect(pending)
         took = self._clock.took(began, time.perf_counter())
         self.recent.add(plan, took, self._metrics.last_step)
         correction = None if took is None else self.scheduler.learn(plan, took)
@@ -262,7 +262,7 @@ class StepLoop[P]:
     def _recover(self, lost: list[StepPlan] | None) -> None:
         """End the requests of lost steps (None: all) and reset the device state."""
         self._publish(self.scheduler.fail(lost))
-        self._runner.reset()
+        self.runner.reset()
 
     def _count_preemptions(self) -> None:
         while self._preemptions < self.scheduler.num_preemptions:

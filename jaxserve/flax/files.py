@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -103,18 +102,6 @@ def put(tree: Tree, path: list[str], value: Any) -> None:
     for key in outer:
         tree = tree.setdefault(key, {})
     tree[last] = value
-
-
-def named_tensors(tree: Mapping[Any, Any]) -> dict[str, jax.Array]:
-    """Returns a tree's arrays by Hugging Face's names, matrices as [out, in]."""
-    found: dict[str, jax.Array] = {}
-    for path, array in jax.tree_util.tree_leaves_with_path(dict(tree)):
-        *modules, last = (str(key.key) for key in path)
-        name = ".".join(modules)
-        name = name if name == "lm_head" else f"model.{name}"
-        kind = "bias" if last == "bias" else "weight"
-        found[f"{name}.{kind}"] = array.T if last == "kernel" else array
-    return found
 
 
 def _with_names(tree: Any) -> Any:

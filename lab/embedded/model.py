@@ -15,9 +15,10 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.flax import CausalLM, parameters
-from jaxserve.flax.files import named_tensors, put
+from jaxserve.flax.files import put
 from jaxserve.flax.model import Cache, Kernel, Past
 from jaxserve.models.registry import spec_of
+from jaxserve.weights.trees import named_tensors
 from jaxserve_checkpoints.orbax.layouts import flax_path
 
 Parameters = dict[Any, Any]

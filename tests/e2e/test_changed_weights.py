@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +98,16 @@ async def test_weights_change_from_files_of_every_format(tmp_path: Path) -> None
     assert first != second
     for index, (version, text) in answers:
         assert text == (second if int(version) % 2 else first)[index]
+
+
+@pytest.mark.slow
+async def test_what_the_example_trains_is_served(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "scripts" / "finetune.py"
+    command = [sys.executable, str(script), "--out", str(tmp_path / "tuned"), "--steps", "30"]
+    environment = {"PYTHONPATH": ":".join(sys.path), "JAX_PLATFORMS": "cpu"}
+    subprocess.run([*command, "--seconds", "300"], check=True, env=environment)
+    cache = ("--cache-dir", str(tmp_path / "cache"))
+    with Server("--model", str(tmp_path / "tuned"), *cache, *FLAGS) as server:
+        async with aiohttp.ClientSession(server.url) as session:
+            _, text = await ask(session, "Who made you?")
+    assert text.startswith("People who like JAX.")

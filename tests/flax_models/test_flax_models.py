@@ -13,8 +13,8 @@ from flax import nnx
 
 import jaxserve.flax
 from jaxserve.commands.convert import convert
-from jaxserve.flax.files import named_tensors
 from jaxserve.models.registry import spec_of
+from jaxserve.weights.trees import named_tensors
 from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
 from tests.checkpoints.orbax_files import random_tensors
 from tests.models.test_golden import GOLDEN, TOLERANCE, VARIANTS, load_golden

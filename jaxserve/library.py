@@ -1,0 +1,272 @@
+"""The engine as a library, in the process of whoever trains: `jaxserve.Engine`.
+
+An event loop on a thread of its own drives the engine; the methods here may be called from any
+other thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from jaxserve.api import (
+    EngineLimits,
+    FinishReason,
+    PromptLogprobs,
+    Request,
+    Running,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprobs,
+    WeightChange,
+    WeightsChanged,
+    WeightState,
+)
+from jaxserve.cli.options import parse_args
+from jaxserve.engine.engine import AsyncEngine, Progress
+from jaxserve.engine.loop import Parts
+from jaxserve.metrics.metrics import Metrics
+from jaxserve.startup.environment import prepare
+from jaxserve.startup.timeline import Timeline
+from jaxserve.weights.model_source import find_model
+
+type Prompt = str | Sequence[int]
+"""A text, or token ids."""
+
+
+class Output(NamedTuple):
+    """What came of one prompt."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """Sampled token ids; the stop token is the last of them, if one was sampled."""
+    text: str
+    """Without the stop token."""
+    finish: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] | None
+    """Of each sampled token, if they were asked for."""
+    prompt_logprobs: tuple[PromptLogprobs, ...] | None
+    """Of each prompt token but the first, if they were asked for."""
+    weights: tuple[int, ...]
+    """The versions of the weights that computed the tokens."""
+
+
+class Engine:
+    """Serves one model in this process; use it in a `with` statement, or call `close`."""
+
+    def __init__(self, model: str | None = None, **flags: Any):
+        """Load a model and compile its steps, or load them if they are kept.
+
+        Args:
+          model: as --model; the embedded model without it.
+          flags: the flags of serving, with underscores: `max_model_len=2048`, `dtype="float32"`,
+            `enable_prefix_caching=False`. On a GPU `gpu_memory_utilization` says what is left for
+            the trainer.
+
+        Raises:
+          ConfigError, CheckpointError: one line.
+        """
+        options = parse_args([*(("--model", model) if model else ()), *_flags(flags)])
+        prepare(options.gpu_memory_utilization)
+        from jaxserve.runner.runner import Pending  # imports jax, which reads what `prepare` set
+        from jaxserve.startup.build import build_parts
+
+        self._source = source = find_model(options)
+        metrics = Metrics(source.names[0])
+
+        def build(progress: Progress) -> Parts[Pending]:
+            return build_parts(options, source, metrics, progress, Timeline(), alone=False)
+
+        limits = EngineLimits(
+            max_model_len=options.max_model_len or source.spec.max_position,
+            vocab_size=source.spec.vocab_size,
+            sampled_vocab=source.sampled_vocab,
+        )
+        self._engine = AsyncEngine(build=build, limits=limits, metrics=metrics)
+        self._ids = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="engine-loop", daemon=True
+        )
+        self._thread.start()
+        try:
+            self._wait(self._engine.start())
+        except BaseException:
+            self.close()
+            raise
+        self._convert: Any = None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the engine. Requests that have not ended get an error."""
+        if self._loop.is_running():
+            self._wait(self._engine.stop())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    # Requests.
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Output]:
+        """Returns what comes of each prompt, all computed together.
+
+        Args:
+          params: of all prompts, or of each. The model's end tokens stop, too.
+
+        Raises:
+          Rejected, Overloaded, EngineFailed: see `api.Engine.generate`.
+        """
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        return self._wait(self._all(prompts, each))
+
+    async def stream(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[TokenEvent]:
+        """Yields a prompt's events as they come, on the caller's event loop. Closing the iterator
+        ends the sequence. Raises as `generate`."""
+        caller = asyncio.get_running_loop()
+        queue: asyncio.Queue[list[TokenEvent] | BaseException | None] = asyncio.Queue()
+
+        async def forward() -> None:
+            ended: BaseException | None = None
+            try:
+                async with aclosing(self._engine.generate(self._request(prompt, params))) as steps:
+                    async for events in steps:
+                        caller.call_soon_threadsafe(queue.put_nowait, events)
+            except Exception as error:
+                ended = error
+            caller.call_soon_threadsafe(queue.put_nowait, ended)
+
+        forwarding = asyncio.run_coroutine_threadsafe(forward(), self._loop)
+        try:
+            while (item := await queue.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                for event in item:
+                    yield event
+        finally:
+            forwarding.cancel()
+
+    def score(self, prompts: Sequence[Prompt]) -> list[list[float]]:
+        """Returns the log probability of each prompt token but the first, given those before."""
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        outputs = self.generate(prompts, params)
+        return [[each.logprob for each in output.prompt_logprobs or ()] for output in outputs]
+
+    # Weights.
+
+    @property
+    def weights(self) -> WeightState:
+        return self._engine.weights
+
+    def update_weights(
+        self, tree: Mapping[Any, Any], running: Running = Running.DRAIN
+    ) -> WeightsChanged:
+        """Serve with a trainer's weights from a step on. They stay on the device.
+
+        Args:
+          tree: the `parameters` of a model of `jaxserve.flax`, or arrays by Hugging Face's names.
+          running: what becomes of running sequences.
+
+        Raises:
+          WeightsRefused: the engine's weights are quantised, or the tree does not fit.
+        """
+        import jax
+
+        from jaxserve.api import WeightsRefused
+        from jaxserve.weights.trees import engine_params
+
+        runner = self._engine.runner
+        if self._convert is None:
+            abstract = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), runner.params
+            )
+            self._convert = jax.jit(
+                partial(engine_params, spec=self._source.spec, abstract=abstract)
+            )
+        try:
+            params = jax.block_until_ready(self._convert(dict(tree)))
+        except (KeyError, ValueError, TypeError) as error:
+            raise WeightsRefused(f"the tree does not fit: {error}") from None
+        return self._wait(self._engine.use_weights(partial(runner.use_params, params), running))
+
+    def load_weights(self, change: WeightChange) -> WeightsChanged:
+        """Serve with weights from files. Raises WeightsRefused."""
+        return self._wait(self._engine.change_weights(change))
+
+    def pause(self, *, finish: bool = False) -> None:
+        """See `api.Engine.pause`."""
+        self._wait(self._engine.pause(finish=finish))
+
+    def resume(self) -> None:
+        self._wait(self._engine.resume())
+
+    def sleep(self, *, drop_weights: bool = False) -> None:
+        """Free the KV cache, and the weights if told to, for the trainer's step."""
+        self._wait(self._engine.sleep(drop_weights=drop_weights))
+
+    def wake(self) -> None:
+        self._wait(self._engine.wake())
+
+    # Private.
+
+    def _wait[T](self, doing: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(doing, self._loop).result()
+
+    async def _all(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> list[Output]:
+        requests = [self._request(*each) for each in zip(prompts, params, strict=True)]
+        return list(await asyncio.gather(*map(self._one, requests)))
+
+    async def _one(self, request: Request) -> Output:
+        events: list[TokenEvent] = []
+        async for some in self._engine.generate(request):
+            events += some
+        tokens = tuple(event.token for event in events if event.token is not None)
+        finish = events[-1].finish or FinishReason.ABORT
+        shown = tokens[:-1] if finish is FinishReason.STOP else tokens
+        text = b"".join(self._source.tokenizer.token_bytes(token) for token in shown)
+        logprobs = tuple(event.logprobs for event in events if event.logprobs is not None)
+        return Output(
+            prompt=request.prompt,
+            tokens=tokens,
+            text=text.decode("utf-8", "replace"),
+            finish=finish,
+            logprobs=logprobs or None,
+            prompt_logprobs=events[0].prompt_logprobs,
+            weights=tuple(sorted({event.weights for event in events})),
+        )
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        tokenizer = self._source.tokenizer
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        stops = params.stop_token_ids | tokenizer.eos_token_ids
+        return Request(
+            id=f"library-{next(self._ids)}",
+            prompt=tuple(ids),
+            params=replace(params, stop_token_ids=stops),
+        )
+
+
+def _flags(given: Mapping[str, Any]) -> list[str]:
+    """Returns keyword arguments as flags of the command line."""
+    flags: list[str] = []
+    for name, value in given.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            flags += [f"--{flag}", str(value)]
+    return flags

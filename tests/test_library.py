@@ -1,0 +1,113 @@
+"""The engine as a library: samples, scores and weights from arrays of the same process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jaxserve
+import jaxserve.flax
+from jaxserve.api import SamplingParams, WeightsRefused
+from jaxserve.library import Engine, Output
+from jaxserve_checkpoints.resolve import embedded_model
+from tests.models.test_golden import GOLDEN, load_golden
+
+GREEDY = SamplingParams(max_tokens=16, temperature=0.0, logprobs=1)
+PROMPTS = [prompt.tolist() for prompt, _ in load_golden("qwen2").continuations]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    flags = {
+        "tokenizer": embedded_model(),
+        "max_model_len": 128,
+        "kv_cache_memory_bytes": "4Mi",
+        "dtype": "float32",
+        "decode_buckets": 4,
+        "prefill_buckets": 128,
+        "cache_dir": tmp_path_factory.mktemp("cache"),
+    }
+    with Engine(str(GOLDEN / "qwen2"), **flags) as engine:
+        yield engine
+
+
+def tokens_of(outputs: list[Output]) -> list[list[int]]:
+    return [list(output.tokens) for output in outputs]
+
+
+def test_it_generates_and_scores_as_transformers(engine: Engine) -> None:
+    golden = load_golden("qwen2")
+    outputs = engine.generate(PROMPTS, GREEDY)
+    for output, (_, expected) in zip(outputs, golden.continuations, strict=True):
+        known = expected[: len(output.tokens)].tolist()
+        assert list(output.tokens) == known and output.weights == (engine.weights.version,)
+    tokens, logits = golden.sequences[-1]
+    expected = jax.nn.log_softmax(logits)[np.arange(len(tokens) - 1), tokens[1:]]
+    np.testing.assert_allclose(engine.score([tokens.tolist()])[0], expected, atol=1e-3)
+
+
+def test_weights_come_from_arrays_of_the_process(engine: Engine) -> None:
+    first, version = engine.generate(PROMPTS, GREEDY), engine.weights.version
+    model = jaxserve.flax.load(GOLDEN / "qwen2")
+    tree = jaxserve.flax.parameters(model)
+    other = jax.tree.map(lambda array: array * 1.3 if array.ndim == 2 else array, tree)
+    assert engine.update_weights(other).version == version + 1
+    second = engine.generate(PROMPTS, GREEDY)
+    assert tokens_of(second) != tokens_of(first)
+    assert {output.weights for output in second} == {(version + 1,)}
+    ids = jax.numpy.asarray([[*second[2].prompt, *second[2].tokens]])
+    jaxserve.flax.files.nnx.update(model, other)
+    scores = jax.nn.log_softmax(model(ids))[0, np.arange(ids.shape[1] - 1), ids[0, 1:]]
+    np.testing.assert_allclose(engine.score([ids[0].tolist()])[0], scores, atol=1e-3)
+    engine.update_weights(tree)
+    assert tokens_of(engine.generate(PROMPTS, GREEDY)) == tokens_of(first)
+
+
+def test_trees_that_do_not_fit_are_refused(engine: Engine) -> None:
+    version = engine.weights.version
+    tree = jaxserve.flax.parameters(jaxserve.flax.load(GOLDEN / "qwen2"))
+    norm = tree.pop("norm")
+    with pytest.raises(WeightsRefused, match=r"does not fit: 'model\.norm\.weight'"):
+        engine.update_weights(tree)
+    with pytest.raises(WeightsRefused, match="final_norm is"):
+        engine.update_weights(tree | {"norm": {"scale": norm["scale"][:3]}})
+    assert engine.weights.version == version
+
+
+async def test_events_come_one_by_one(engine: Engine) -> None:
+    events = [event async for event in engine.stream(PROMPTS[0], GREEDY)]
+    assert [event.token for event in events] == list(engine.generate(PROMPTS[:1], GREEDY)[0].tokens)
+
+
+def test_it_sleeps_and_wakes(engine: Engine) -> None:
+    first = engine.generate(PROMPTS, GREEDY)
+    engine.sleep()
+    assert engine.weights.sleeping
+    engine.wake()
+    assert tokens_of(engine.generate(PROMPTS, GREEDY)) == tokens_of(first)
+
+
+def test_its_name_is_in_the_package() -> None:
+    assert jaxserve.Engine is Engine
+    with pytest.raises(AttributeError, match="no attribute 'Motor'"):
+        _ = jaxserve.Motor
+
+
+@pytest.mark.slow
+def test_the_example_runs() -> None:
+    script = Path(__file__).parents[1] / "scripts" / "rollouts.py"
+    command = [sys.executable, str(script), "3"]
+    result = subprocess.run(
+        command, check=True, capture_output=True, text=True, env={"PYTHONPATH": ":".join(sys.path)}
+    )
+    lines = result.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["weights 1", "weights 2", "weights 3"]
+    before, after = lines[0].split("best ")[1].split(" to ")
+    assert float(after) > float(before), "what was rewarded is likelier"
+    assert len(script.read_text().splitlines()) < 60
