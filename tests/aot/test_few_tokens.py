@@ -22,7 +22,7 @@ STEPS = 5
 
 def compiled(tokens: int, group: int) -> Any:
     """Gate and up of Qwen3-4B, as the dispatch launches them."""
-    from jaxserve_kernels.quantized_matmul.triton_few import _product
+    from jaxserve_kernels.quantized_matmul.triton_small_m import _product
 
     types = {
         "x_ptr": "*bf16", "packed_ptr": "*u16", "scale_ptr": "*fp32", "zero_ptr": "*fp32",
@@ -101,7 +101,7 @@ def test_rings_of_every_format_fit_three_programs(name: str, tokens: int, tmp_pa
     weight = jax.eval_shape(getattr(weights, f"quantize_{name}"), plain)
     pdl = Target.for_gpu(90).replace(pdl=True)
     config = choose(weight, tokens, gated=True, hopper=True, target=pdl)
-    assert config is not None and config.method == "stream"
+    assert config is not None and config.method == "streaming"
     types = {
         "x_ptr": "*bf16", "packed_ptr": "*u16", "scale_ptr": "*u32" if "fp4" in name else "*fp32",
         "second_ptr": "*fp32", "out_ptr": "*bf16",
@@ -124,7 +124,7 @@ def test_warpgroups_that_share_tokens_fit_a_multiprocessor(
     shares: int, ffn: int, tmp_path: Path
 ) -> None:
     """Three that multiply and one that copies, with the registers that each needs."""
-    from jaxserve_kernels.quantized_matmul.triton_sharing import _product
+    from jaxserve_kernels.quantized_matmul.triton_stream_k import _product
 
     types = {
         "x_ptr": "*bf16", "packed_ptr": "*u16", "scale_ptr": "*fp32", "zero_ptr": "*fp32",
@@ -144,7 +144,7 @@ def test_blocks_of_the_output_matrix_are_multiplied_side_by_side(
 ) -> None:
     """A turn's 48 KB of codes are twelve copies of each thread, of which two turns are under way;
     no product waits for another block's codes."""
-    from jaxserve_kernels.quantized_matmul.triton_tall import _product
+    from jaxserve_kernels.quantized_matmul.triton_large_n import _product
 
     types = {"x_ptr": "*bf16", "packed_ptr": "*u16", "scale_ptr": "*fp32", "out_ptr": "*fp32"}
     constants = {

@@ -34,7 +34,7 @@ def test_int4_on_hopper() -> None:
     found = served("h100", "--quantization", "int4", "--fp8-copy", "off")
     gate_up = "gated_linear_Int4Weight, weight 19456 x 2560"
     names = [found[f"decode {rows}", gate_up].implementation for rows in (1, 64)]
-    assert names == ["triton_streaming", "triton_sharing"]
+    assert names == ["triton_streaming", "triton_stream_k"]
     assert found["decode 64", gate_up].pdl and not found["decode 128", gate_up].pdl
     many = found["decode 128", gate_up]
     assert many.implementation == "e4m3/triton, codes to e4m3 in registers"

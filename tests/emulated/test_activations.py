@@ -16,8 +16,8 @@ from jaxserve_kernels.dense_matmul import triton_streaming as dense_streaming
 from jaxserve_kernels.quantized_matmul import (
     config,
     triton,
-    triton_few,
-    triton_sharing,
+    triton_small_m,
+    triton_stream_k,
     triton_streaming,
 )
 from jaxserve_kernels.quantized_matmul.config import Config
@@ -50,18 +50,18 @@ def test_weights_in_bfloat16(kernels: Any) -> None:
     assert relative_error(found, gating(both, "gelu_tanh")) < GATED
 
 
-@pytest.mark.parametrize("kernels", [triton, triton_few, triton_streaming, triton_sharing])
+@pytest.mark.parametrize("kernels", [triton, triton_small_m, triton_streaming, triton_stream_k])
 def test_weights_unpacked_in_registers(kernels: Any) -> None:
     target = gpu(90, multiprocessors=4)
-    tokens, out = (40, 640) if kernels is triton_sharing else (5, 256)
+    tokens, out = (40, 640) if kernels is triton_stream_k else (5, 256)
     x, weight = tokens_and_weight(tokens, out, 1024, WEIGHTS["int4"])
     chosen = {
         triton: Config(method="unpack", rows=64, tokens=16),
-        triton_few: config._few(1024, gated=True),
+        triton_small_m: config._small_m(1024, gated=True),
         triton_streaming: replace(
             config._streaming(weight, tokens, gated=True, target=target), splits=1
         ),
-        triton_sharing: config._sharing(weight, target=target),
+        triton_stream_k: config._stream_k(weight, target=target),
     }[kernels]
     found = gated_product(kernels, x, weight, chosen, "gelu_tanh", target=target)
     assert relative_error(found, gating(exact(x, weight), "gelu_tanh")) < GATED

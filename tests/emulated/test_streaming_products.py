@@ -14,10 +14,10 @@ from jaxserve_kernels.dense_matmul import config as dense
 from jaxserve_kernels.dense_matmul import triton_streaming as dense_streaming
 from jaxserve_kernels.quantized_matmul import (
     config,
-    triton_few,
-    triton_sharing,
+    triton_large_n,
+    triton_small_m,
+    triton_stream_k,
     triton_streaming,
-    triton_tall,
 )
 from tests.emulated.errors import relative_error
 from tests.emulated.weights import (
@@ -52,9 +52,9 @@ def test_weights_of_every_format_stream(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("name", ["int4", "int4-g64", "int4-g32", "int4-zeros"])
 def test_few_tokens(name: str, tokens: int) -> None:
     x, weight = tokens_and_weight(tokens, 256, 1152, WEIGHTS[name])
-    found = product(triton_few, x, weight, config._few(1152, gated=False))
+    found = product(triton_small_m, x, weight, config._small_m(1152, gated=False))
     assert relative_error(found, exact(x, weight)) < 1e-6
-    both = gated_product(triton_few, x, weight, config._few(1152, gated=True))
+    both = gated_product(triton_small_m, x, weight, config._small_m(1152, gated=True))
     assert relative_error(both, gating(exact(x, weight))) < GATED
 
 
@@ -64,8 +64,8 @@ def test_programs_that_share_a_tile_of_rows(name: str, out: int) -> None:
     """Of four multiprocessors: a ninth tile is shared by all, two by two each, four by nobody."""
     x, weight = tokens_and_weight(40, out, 1024, WEIGHTS[name])
     target = gpu(90, multiprocessors=4)
-    chosen = config._sharing(weight, target=target)
-    both = gated_product(triton_sharing, x, weight, chosen, target=target)
+    chosen = config._stream_k(weight, target=target)
+    both = gated_product(triton_stream_k, x, weight, chosen, target=target)
     assert relative_error(both, gating(exact(x, weight))) < GATED
 
 
@@ -73,8 +73,10 @@ def test_programs_that_share_a_tile_of_rows(name: str, out: int) -> None:
 def test_the_output_matrix(tokens: int) -> None:
     """Two programs take four blocks of rows, of which the last is not whole."""
     x, weight = tokens_and_weight(tokens, 1408, 512, weights.quantize_int8)
-    tall = config.Config(method="tall", rows=384, tokens=32 if tokens <= 32 else 64, num_stages=3)
-    found = product(triton_tall, x, weight, tall, gpu(90, multiprocessors=2))
+    tall = config.Config(
+        method="large_n", rows=384, tokens=32 if tokens <= 32 else 64, num_stages=3
+    )
+    found = product(triton_large_n, x, weight, tall, gpu(90, multiprocessors=2))
     assert relative_error(found, exact(x, weight)) < 1e-6
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxserve.models.registry import NAMED_MODELS
 from jaxserve_kernels import weights
-from jaxserve_kernels.quantized_matmul.config import Config, choose, shares_of, steps
+from jaxserve_kernels.quantized_matmul.config import Config, choose, steps, stream_k_of
 from jaxserve_kernels.target import Target
 
 HOPPER = Target.for_gpu(90)
@@ -58,7 +58,7 @@ def test_a_configuration_divides_its_product(name: str) -> None:
                 assert config is not None
                 assert out % config.rows == 0
                 assert config.splits == 1 or not gated
-                if config.method == "few":  # tiles past the last one count nothing
+                if config.method == "small_m":  # tiles past the last one count nothing
                     continue
                 in_registers = not config.beforehand
                 tile = 64 if name == "nvfp4" and in_registers else 128
@@ -136,7 +136,7 @@ def test_few_tokens_are_unpacked_and_many_computed_in_e4m3() -> None:
         return [config.method if config else None for config in each]
 
     for name in QUANTIZE:
-        one = "few" if name.startswith("int4") else "unpack"
+        one = "small_m" if name.startswith("int4") else "unpack"
         some = "e4m3" if name == "fp8" else "unpack"
         assert methods(name) == [one, "unpack", some, "e4m3", "e4m3"]
 
@@ -153,10 +153,10 @@ def test_in_a_chain_codes_stream_up_to_64_tokens(name: str) -> None:
             for tokens in (1, 8, 9, 16, 17, 32, 48, 64):
                 config = config_of(name, out, depth, tokens, gated=gated, target=PDL)
                 assert config is not None
-                if config.method == "share":
+                if config.method == "stream_k":
                     assert gated and tokens > 32 and name.startswith("int4")
                     continue
-                assert config.method == "stream"
+                assert config.method == "streaming"
                 assert tokens <= config.tokens and out % config.rows == 0
                 tiles, turn = depth // 128, config.unroll
                 each = steps(tiles, config.splits, turn)
@@ -165,7 +165,7 @@ def test_in_a_chain_codes_stream_up_to_64_tokens(name: str) -> None:
                 assert tiles % each == 0 or each % turn == tiles % turn == 0
                 assert config.splits == 1 or not gated
     config = config_of(name, 6144, 2560, 65, target=PDL)
-    assert config is not None and config.method not in ("stream", "share")
+    assert config is not None and config.method not in ("streaming", "stream_k")
 
 
 @pytest.mark.parametrize("name", ["int4", "int4-g64"])
@@ -173,14 +173,14 @@ def test_warpgroups_share_tokens_where_each_multiprocessor_has_three_tiles(name:
     """Of the rows of gate and up: with two it would idle, with four it would take turns."""
     for out, shared in ((16_896, False), (19_456, True), (24_576, True), (34_816, False)):
         config = config_of(name, out, 2560, 64, gated=True, target=PDL)
-        assert config is not None and (config.method == "share") == shared
+        assert config is not None and (config.method == "stream_k") == shared
         assert not shared or (config.num_stages >= 6 and config.splits == 1)
 
 
 @given(st.integers(1, 500), st.integers(2, 80))
 def test_whoever_shares_a_tile_of_rows_has_a_part_of_its_inputs(row_tiles: int, tiles: int) -> None:
     """The last of them finishes the tile, with the sums of those before it."""
-    shares, programs = shares_of(row_tiles, tiles, target=HOPPER)
+    shares, programs = stream_k_of(row_tiles, tiles, target=HOPPER)
     each = -(-tiles // shares)
     assert (shares - 1) * each < tiles
     if shares == 1:
@@ -197,7 +197,7 @@ def test_an_output_matrix_of_integers_is_tall() -> None:
         return config and config.method
 
     for tokens in (17, 32, 64):
-        assert method("int8", 151_936, tokens) == "tall"
+        assert method("int8", 151_936, tokens) == "large_n"
         assert method("int8", 2560, tokens) == "unpack"
         assert method("int8", 151_936, tokens, hopper=False) == "unpack"
         assert method("fp8", 151_936, tokens) == "e4m3"
@@ -210,7 +210,7 @@ def test_a_thread_has_registers_for_all_its_codes_of_few_tokens() -> None:
     for tokens in (1, 8):
         for out, depth, gated in ((2560, 4096, False), (8192, 28_672, False), (57_344, 8192, True)):
             config = config_of("int4", out, depth, tokens, gated=gated)
-            assert config is not None and config.method == "few"
+            assert config is not None and config.method == "small_m"
             assert depth // 128 <= config.splits * config.num_warps * (8 if gated else 5)
 
 

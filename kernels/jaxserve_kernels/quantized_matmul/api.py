@@ -158,10 +158,10 @@ _OP = Op(
 
 
 _MODULES: dict[Method, str] = {
-    "few": "triton_few",
-    "stream": "triton_streaming",
-    "share": "triton_sharing",
-    "tall": "triton_tall",
+    "small_m": "triton_small_m",
+    "streaming": "triton_streaming",
+    "stream_k": "triton_stream_k",
+    "large_n": "triton_large_n",
     "unpack": "triton",
     "e4m3": "e4m3.api",
     "hopper": "e4m3.api",

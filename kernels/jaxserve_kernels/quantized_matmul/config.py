@@ -21,9 +21,9 @@ from jaxserve_kernels.weights import (
     QuantizedWeight,
 )
 
-type Method = Literal["few", "stream", "share", "tall", "unpack", "e4m3", "hopper"]
+type Method = Literal["small_m", "streaming", "stream_k", "large_n", "unpack", "e4m3", "hopper"]
 
-_FEW = 8
+_SMALL_M = 8
 """Tokens of the tensor cores' smallest product."""
 
 _MAX_CHAINED = 64
@@ -33,7 +33,7 @@ _RESERVED = 1024
 """Bytes of shared memory that each program takes beside its own."""
 
 _SHARING_END = 20 * 1024
-"""Bytes of shared memory that `triton_sharing`, one program on a multiprocessor, needs at its end,
+"""Bytes of shared memory that `triton_stream_k`, one program on a multiprocessor, needs at its end,
 beside its ring."""
 
 
@@ -63,10 +63,10 @@ class Config:
     """A program takes `rows` of the weight and `tokens`; `splits` programs share the input."""
 
     method: Method = "unpack"
-    """Weights to bfloat16 in registers, by `triton_few`, `triton_streaming`, `triton_sharing`,
-    `triton_tall` or `triton`; or tokens beforehand and weights of 4 bits to e4m3, by `e4m3.triton`
-    or on Hopper by `e4m3.hopper` and, of fp8 weights, `e4m3.hopper_bytes`. Of int8 weights e4m3
-    means tokens in int8.
+    """Weights to bfloat16 in registers, by `triton_small_m`, `triton_streaming`, `triton_stream_k`,
+    `triton_large_n` or `triton`; or tokens beforehand and weights of 4 bits to e4m3, by
+    `e4m3.triton` or on Hopper by `e4m3.hopper` and, of fp8 weights, `e4m3.hopper_bytes`. Of int8
+    weights e4m3 means tokens in int8.
     """
     beforehand: bool = False
     """Weights of 4 bits become e4m3 in a pass of their own, not in registers."""
@@ -133,7 +133,7 @@ def configure(call: Call, rule: Callable[[Call], Config | Refusal]) -> Config | 
     if call.weight.kernel_constants["KIND"] == Kind.OTHER and rule is not _unpacked:
         return Refusal("it does not know the format")
     config = rule(call)
-    if isinstance(config, Refusal) or config.method == "tall":  # whose last rows may be fewer
+    if isinstance(config, Refusal) or config.method == "large_n":  # whose last rows may be fewer
         return config
     if call.out % config.rows or (call.gated and call.out // 2 % (config.rows // 2)):
         return Refusal(f"not whole tiles of {config.rows} rows")
@@ -148,7 +148,7 @@ def _chained(call: Call) -> Config | Refusal:
     return _streaming(call.weight, call.tokens, gated=call.gated, target=call.target)
 
 
-def _shared(call: Call) -> Config | Refusal:
+def _stream_k_rule(call: Call) -> Config | Refusal:
     """Warpgroups share many tokens where each multiprocessor gets about three of a weight's row
     tiles; that kernel knows 4-bit integers."""
     refused = _chained(call)
@@ -159,22 +159,22 @@ def _shared(call: Call) -> Config | Refusal:
         return Refusal("not gated, of 33 to 64 tokens and int4")
     if not 2 * programs < row_tiles <= 3 * programs:
         return Refusal("not three tiles of rows for each multiprocessor")
-    return _sharing(call.weight, target=call.target)
+    return _stream_k(call.weight, target=call.target)
 
 
-def _tall(call: Call) -> Config | Refusal:
+def _large_n(call: Call) -> Config | Refusal:
     if not call.hopper:
         return NOT_HOPPER
-    if call.gated or not _is_tall(call.weight, call.tokens, limits_of(call.target).large_n_rows):
+    if call.gated or not _is_large_n(call.weight, call.tokens, limits_of(call.target).large_n_rows):
         return Refusal("not an output matrix in int8, of 17 to 64 tokens")
     tokens = 32 if call.tokens <= 32 else 64
-    return Config(method="tall", rows=384, tokens=tokens, num_stages=3)
+    return Config(method="large_n", rows=384, tokens=tokens, num_stages=3)
 
 
-def _few_tokens(call: Call) -> Config | Refusal:
-    if call.tokens > _FEW or not isinstance(call.weight, Int4Weight):
-        return Refusal(f"not int4, of up to {_FEW} tokens")
-    return _few(call.weight.shape[1], gated=call.gated)
+def _small_m_rule(call: Call) -> Config | Refusal:
+    if call.tokens > _SMALL_M or not isinstance(call.weight, Int4Weight):
+        return Refusal(f"not int4, of up to {_SMALL_M} tokens")
+    return _small_m(call.weight.shape[1], gated=call.gated)
 
 
 def _unpacked(call: Call) -> Config | Refusal:
@@ -226,10 +226,10 @@ def _plain_tokens(call: Call) -> Refusal | None:
 
 
 RULES: dict[str, Callable[[Call], Config | Refusal]] = {
-    "triton_sharing": _shared,
+    "triton_stream_k": _stream_k_rule,
     "triton_streaming": _chained,
-    "triton_tall": _tall,
-    "triton_few": _few_tokens,
+    "triton_large_n": _large_n,
+    "triton_small_m": _small_m_rule,
     "triton": _unpacked,
     "e4m3/hopper_bytes": _bytes,
     "e4m3/hopper": _operand,
@@ -254,7 +254,7 @@ def reads_quantized(weight: QuantizedWeight, tokens: int, config: Config, target
     return in_8_bits and tokens > limits_of(target).most_quantized_apart
 
 
-def _is_tall(weight: QuantizedWeight, tokens: int, least: int) -> bool:
+def _is_large_n(weight: QuantizedWeight, tokens: int, least: int) -> bool:
     """Whether it is an output matrix of integers with a scale for each row, and so many tokens that
     their copies count, but not their products."""
     if not isinstance(weight, Int8Weight) or not 16 < tokens <= 64:
@@ -284,14 +284,14 @@ def _most_in_registers(weight: QuantizedWeight) -> int:
             return 256
 
 
-def _few(depth: int, *, gated: bool) -> Config:
+def _small_m(depth: int, *, gated: bool) -> Config:
     """Four warps with up to five tiles each, which a thread has registers for; parts where there
     are more tiles, or more warps where there must not be parts."""
     tiles = depth // 128
     if not gated:
-        return Config(method="few", rows=16, tokens=_FEW, splits=-(-tiles // 20))
+        return Config(method="small_m", rows=16, tokens=_SMALL_M, splits=-(-tiles // 20))
     warps = next((warps for warps in (4, 8) if tiles <= 8 * warps), 16)
-    return Config(method="few", rows=16, tokens=_FEW, num_warps=warps)
+    return Config(method="small_m", rows=16, tokens=_SMALL_M, num_warps=warps)
 
 
 def _streaming(weight: QuantizedWeight, tokens: int, *, gated: bool, target: Target) -> Config:
@@ -315,19 +315,19 @@ def _streaming(weight: QuantizedWeight, tokens: int, *, gated: bool, target: Tar
     # Of many tokens attention, which then copies keys, but no product.
     first = tokens <= 16 or (tokens > 32 and not gated and out > weight.shape[1])
     return Config(
-        method="stream", tokens=tile, splits=splits, num_stages=stages, unroll=turn, first=first
+        method="streaming", tokens=tile, splits=splits, num_stages=stages, unroll=turn, first=first
     )
 
 
-def _sharing(weight: Int4Weight, *, target: Target) -> Config:
+def _stream_k(weight: Int4Weight, *, target: Target) -> Config:
     """A program for each multiprocessor, with a ring that fills its shared memory."""
     ring = target.gpu.shared_memory_per_block - _SHARING_END
     stages = ring // (3 * 64 * weight.row_bytes + 256 * 64)
-    return Config(method="share", tokens=64, num_stages=stages)
+    return Config(method="stream_k", tokens=64, num_stages=stages)
 
 
-def shares_of(row_tiles: int, steps: int, *, target: Target) -> tuple[int, int]:
-    """Of `triton_sharing`: how many programs share a third tile of rows, of which each multiplies
+def stream_k_of(row_tiles: int, steps: int, *, target: Target) -> tuple[int, int]:
+    """Of `triton_stream_k`: how many programs share a third tile of rows, of which each multiplies
     some of the `steps` tiles of inputs, none nothing; and how many programs there are."""
     third = row_tiles - 2 * target.gpu.multiprocessors
     if not 0 < 2 * third <= target.gpu.multiprocessors:

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.quantized_matmul.config import Config, steps
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, NVFP4, arrays, kind
-from jaxserve_kernels.quantized_matmul.triton_turn import FEW, add_turn
+from jaxserve_kernels.quantized_matmul.triton_k_step import FEW, add_k_steps
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import triton_call
@@ -170,7 +170,7 @@ def _product(
                 _copy(zero_ring.index(place), second_ptr + at, tile_of_row, left, even)
             _copy(x_ring.index(place), x + later * (TURN * 128), tile_of_x, left, False)
         async_copy.commit_group()
-        acc = add_turn(
+        acc = add_k_steps(
             acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
             x_ring.index(slot), TURN, groups, ROWS, TOKENS, KIND, ZERO,
         )  # fmt: skip
@@ -180,7 +180,7 @@ def _product(
         gl.barrier()
         if TOKENS > FEW:
             fence_async_shared()
-        acc = add_turn(
+        acc = add_k_steps(
             acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
             x_ring.index(slot), rest, groups, ROWS, TOKENS, KIND, ZERO,
         )  # fmt: skip

@@ -101,7 +101,7 @@ def _add(acc, part, scale, SCALED: gl.constexpr):
 
 
 @gluon.jit
-def add_turn(
+def add_k_steps(
     acc, words, scales, zeros, inputs,
     COUNT: gl.constexpr, groups: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
     KIND: gl.constexpr, ZERO: gl.constexpr,

@@ -28,10 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.activation import Activation, gating
-from jaxserve_kernels.quantized_matmul.config import Config, shares_of
+from jaxserve_kernels.quantized_matmul.config import Config, stream_k_of
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, arrays, kind
+from jaxserve_kernels.quantized_matmul.triton_k_step import add_k_steps
 from jaxserve_kernels.quantized_matmul.triton_streaming import finish, rows_of
-from jaxserve_kernels.quantized_matmul.triton_turn import add_turn
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import Int4Weight
@@ -86,7 +86,7 @@ def _multiply(
         if (step >= begin) & (step < end):
             fence_async_shared()
             place = stage * _GROUPS + group
-            acc = add_turn(
+            acc = add_k_steps(
                 acc, word_ring.index(place), scale_ring.index(place), zero_ring.index(place),
                 x_ring.index(stage), 1, groups, _ROWS, TOKENS, _INT4, ZERO,
             )  # fmt: skip
@@ -248,7 +248,7 @@ def launch(
 ) -> Array:
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
-    shares, programs = shares_of(weight.shape[0] // _ROWS.value, k // 128, target=target)
+    shares, programs = stream_k_of(weight.shape[0] // _ROWS.value, k // 128, target=target)
     partial = (programs, _ROWS.value, config.tokens) if shares > 1 else (1,)
     return triton_call(
         x, *arrays(weight),
