@@ -130,7 +130,7 @@ def test_flags_that_are_named_exist(page: Path, capsys: pytest.CaptureFixture[st
     known = (
         flags_of_the_parser(capsys)
         | flags_of_convert(capsys)
-        | {"--config", "--gpu", "--gpu-memory", "--json"}
+        | {"--config", "--gpu", "--gpu-memory", "--json", "--device", "--all"}
     )
     if page.name == "benchmarking.md":
         known |= flags_of_the_benchmark(capsys)
@@ -152,6 +152,8 @@ def test_every_flag_is_in_the_table_of_flags(capsys: pytest.CaptureFixture[str])
     flags = flags_of_the_parser(capsys) - {"--help", "--version"}
     assert flags == set(shown) & flags
     assert set(shown) - flags == {
+        "--all",
+        "--device",
         "--gpu",
         "--gpu-memory",
         "--json",
