@@ -56,7 +56,7 @@ class Golden(NamedTuple):
 
 def load_golden(name: str) -> Golden:
     folder = GOLDEN / name
-    spec = registry.spec_of(json.loads((folder / "config.json").read_text()))
+    spec = registry.spec_of(json.loads((folder / "config.json").read_text())).within(128)
     abstract = decoder.abstract(spec, jnp.float32)
     params = load_params(open_checkpoint(folder), registry.rules(spec), abstract)
     with np.load(folder / "golden.npz") as arrays:
@@ -76,8 +76,8 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 
 @partial(jax.jit, static_argnames="spec", donate_argnames="kv")
 def compute(
-    params: decoder.Params, kv: jax.Array, tokens: decoder.StepTokens, spec: ModelSpec
-) -> tuple[jax.Array, jax.Array]:
+    params: decoder.Params, kv: decoder.Caches, tokens: decoder.StepTokens, spec: ModelSpec
+) -> tuple[jax.Array, decoder.Caches]:
     tile_size = min(TILE_SIZE, tokens.ids.shape[0])
     attended, kv = decoder.forward(params, kv, tokens, spec, tile_size=tile_size)
     return decoder.logits(params, decoder.finish(params, attended, spec)), kv
@@ -103,12 +103,13 @@ def locate(tokens: Sequence[int], start: int, padded: int) -> decoder.StepTokens
         page_table=jnp.asarray(table),
     )
     ids = jnp.asarray(np.pad(np.asarray(tokens, np.int32), (0, padded - count)))
-    return decoder.StepTokens(ids, places)
+    return decoder.StepTokens(ids, (places,))
 
 
 def logits_in_chunks(golden: Golden, tokens: NDArray[np.int32], size: int) -> Floats:
     """Logits at every position, `size` tokens at a time."""
-    kv = Dense().allocate(kv_cache.shape(golden.spec, CACHE, 1), jnp.float32)
+    shapes = kv_cache.shapes(golden.spec, CACHE, 1)
+    kv = tuple(Dense().allocate(each, jnp.float32) for each in shapes)
     results: list[Floats] = []
     for start in range(0, len(tokens), size):
         chunk = tokens[start : start + size]
