@@ -50,7 +50,8 @@ class PagedGroup:
         pages = -(-tokens // page_size)
         if self.window is None:
             return pages
-        return min(pages, -(-(self.window - 1) // page_size) + -(-step_tokens // page_size) + 1)
+        seen = self.window - 1 + step_tokens  # they may begin at the end of a page
+        return min(pages, -(-(seen - 1) // page_size) + 1)
 
     def longest(self, page_size: int) -> int:
         """Returns the most tokens that a sequence with all pages may have computed."""

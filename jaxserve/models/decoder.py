@@ -292,6 +292,7 @@ def _attend(
         eps=spec.norm_eps,
         tile_size=tile_size,
         dtype=layer.attention_norm.dtype,
+        window=spec.cache_groups[group].window,
     )
     kv = (*kv[:group], cache, *kv[group + 1 :])
     return attended.reshape(normed.shape[0], -1), kv

@@ -110,6 +110,7 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     spec = source.spec
     dtype = _dtype(options.dtype, gpu=gpu)
     _check_length(options, spec)
+    _check_windows(options, spec, gpu=gpu)
     files = _cache_folder(options)
     weights = plan_weights(options, source, dtype, files, stacked=gpu)
     kv_format = named(options.kv_cache_dtype)
@@ -268,20 +269,24 @@ def _choices(options: Options, *, gpu: bool) -> list[Buckets]:
 
 
 def _check_length(options: Options, spec: ModelSpec) -> None:
-    """Raise ConfigError if --max-model-len is beyond the model's limit, or windows hide a part of
-    such contexts."""
+    """Raise ConfigError if --max-model-len is beyond the model's limit."""
     if (options.max_model_len or 0) > spec.max_position:
         raise ConfigError(
             f"--max-model-len {options.max_model_len} is beyond the model's {spec.max_position} "
             "positions"
         )
+
+
+def _check_windows(options: Options, spec: ModelSpec, *, gpu: bool) -> None:
+    """Raise ConfigError if windows hide a part of the longest context and there are no kernels for
+    them."""
     length = options.max_model_len or spec.max_position
     windows = [group.window for group in spec.within(length).cache_groups if group.window]
-    if windows:
-        window = min(windows)
+    if windows and gpu:
         raise ConfigError(
-            f"the model attends to the last {window} tokens only (sliding_window), which is not "
-            f"supported in contexts of up to {length}: --max-model-len {window} serves it"
+            f"the model attends to the last {min(windows)} tokens only (sliding_window), for which "
+            f"there are no kernels in contexts of up to {length}: --max-model-len {min(windows)} "
+            "serves it"
         )
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jaxserve.config import CacheConfig
 from jaxserve.model_spec import ModelSpec, Rope
 from jaxserve.models import decoder, registry
 from jaxserve.runner import kv_cache
@@ -33,7 +32,6 @@ TOLERANCE = 1e-4
 """Of logits up to 18 in absolute value; 3e-5 is the worst measured."""
 
 PAGE_SIZE, PAGES_PER_SEQ, TILE_SIZE = 16, 8, 16
-CACHE = CacheConfig(num_pages=PAGES_PER_SEQ + 2, page_size=PAGE_SIZE)
 
 
 class Golden(NamedTuple):
@@ -56,7 +54,7 @@ class Golden(NamedTuple):
 
 def load_golden(name: str) -> Golden:
     folder = GOLDEN / name
-    spec = registry.spec_of(json.loads((folder / "config.json").read_text())).within(128)
+    spec = registry.spec_of(json.loads((folder / "config.json").read_text()))
     abstract = decoder.abstract(spec, jnp.float32)
     params = load_params(open_checkpoint(folder), registry.rules(spec), abstract)
     with np.load(folder / "golden.npz") as arrays:
@@ -65,7 +63,7 @@ def load_golden(name: str) -> Golden:
 
 VARIANTS = (
     *("tied", "untied_sharded", "yarn", "llama", "llama_linear", "llama_biases"),
-    *("qwen2", "mistral"),
+    *("qwen2", "mistral", "alternating"),
 )
 
 
@@ -83,8 +81,8 @@ def compute(
     return decoder.logits(params, decoder.finish(params, attended, spec)), kv
 
 
-def locate(tokens: Sequence[int], start: int, padded: int) -> decoder.StepTokens:
-    """A chunk of the one sequence there is, whose pages are in descending order."""
+def locate(tokens: Sequence[int], start: int, padded: int, groups: int) -> decoder.StepTokens:
+    """A chunk of the one sequence there is, whose pages are in descending order in every group."""
     count, tile_size = len(tokens), min(TILE_SIZE, padded)
     table = np.zeros((2, PAGES_PER_SEQ), np.int32)
     table[0] = np.arange(PAGES_PER_SEQ, 0, -1)
@@ -103,17 +101,20 @@ def locate(tokens: Sequence[int], start: int, padded: int) -> decoder.StepTokens
         page_table=jnp.asarray(table),
     )
     ids = jnp.asarray(np.pad(np.asarray(tokens, np.int32), (0, padded - count)))
-    return decoder.StepTokens(ids, (places,))
+    return decoder.StepTokens(ids, (places,) * groups)
 
 
 def logits_in_chunks(golden: Golden, tokens: NDArray[np.int32], size: int) -> Floats:
     """Logits at every position, `size` tokens at a time."""
-    shapes = kv_cache.shapes(golden.spec, CACHE, 1)
+    groups = len(golden.spec.cache_groups)
+    cache = kv_cache.cache_config(golden.spec, [PAGES_PER_SEQ + 2] * groups, PAGE_SIZE)
+    shapes = kv_cache.shapes(golden.spec, cache, 1)
     kv = tuple(Dense().allocate(each, jnp.float32) for each in shapes)
     results: list[Floats] = []
     for start in range(0, len(tokens), size):
         chunk = tokens[start : start + size]
-        scores, kv = compute(golden.params, kv, locate(chunk.tolist(), start, size), golden.spec)
+        work = locate(chunk.tolist(), start, size, groups)
+        scores, kv = compute(golden.params, kv, work, golden.spec)
         results.append(np.asarray(scores)[: len(chunk)])
     return np.concatenate(results)
 
@@ -133,6 +134,10 @@ def without_scaling(golden: Golden) -> Golden:
     return golden._replace(spec=replace(golden.spec, layers=tuple(layers)))
 
 
+def without_windows(golden: Golden) -> Golden:
+    return golden._replace(spec=golden.spec.within(1))
+
+
 def without_biases(golden: Golden) -> Golden:
     layers = (layer._replace(qkv_bias=None) for layer in golden.params.layers)
     return golden._replace(params=golden.params._replace(layers=tuple(layers)))
@@ -140,7 +145,12 @@ def without_biases(golden: Golden) -> Golden:
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [("llama", without_scaling), ("llama_linear", without_scaling), ("qwen2", without_biases)],
+    [
+        ("llama", without_scaling),
+        ("llama_linear", without_scaling),
+        ("qwen2", without_biases),
+        *((name, without_windows) for name in ("mistral", "alternating")),
+    ],
 )
 def test_the_goldens_show_when_what_a_family_adds_is_left_out(
     name: str, change: Callable[[Golden], Golden]
@@ -153,7 +163,7 @@ def test_the_goldens_show_when_what_a_family_adds_is_left_out(
 @pytest.mark.parametrize(
     "name",
     [
-        *("untied_sharded", "qwen2"),
+        *("untied_sharded", "qwen2", "alternating"),
         *(
             pytest.param(other, marks=pytest.mark.slow)
             for other in ("tied", "yarn", "llama", "llama_linear", "mistral", "llama_biases")
@@ -167,11 +177,12 @@ def test_the_runner_continues_prompts_as_transformers_does(name: str) -> None:
         spec=golden.spec, max_model_len=128, page_size=PAGE_SIZE, decode=(1,), prefill=(128,)
     )
     runner = make_runner(config, golden.params)
+    alone = Placed(groups=config.num_groups)
     for prompt, expected in golden.continuations:
-        got = generate(runner, Placed(), prompt.tolist(), len(expected))
+        got = generate(runner, alone, prompt.tolist(), len(expected))
         assert tokens_of(got) == expected.tolist()
     for tokens, logits in golden.sequences:
-        logprobs = certain(first_token(runner, Placed(), tokens.tolist())).logprobs
+        logprobs = certain(first_token(runner, alone, tokens.tolist())).logprobs
         assert logprobs is not None
         last = logits[-1].astype(np.float64)
         expected_logprobs = last - np.log(np.exp(last - last.max()).sum()) - last.max()

@@ -30,6 +30,7 @@ def attend(
     eps: float,
     tile_size: int,
     dtype: DTypeLike,
+    window: int | None = None,
 ) -> tuple[Array, KV]:
     """Store the keys and values of a step's tokens, and let its queries attend to their contexts.
 
@@ -46,6 +47,7 @@ def attend(
       eps: of the norms.
       tile_size: the most tokens that a query tile holds.
       dtype: of the activations.
+      window: keys that a token sees, its own among them; None: all.
 
     Returns:
       [tokens, q_heads, head_dim] in `dtype`, and kv.
@@ -58,7 +60,8 @@ def attend(
         run: Any = eight_bit.attend
     else:
         run = kvarn.attend if isinstance(kv, KVarNKV) else dense.attend
-    return run(qkv, kv, layer, heads, tables, step, eps=eps, tile_size=tile_size, dtype=dtype)
+    options: dict[str, Any] = {"eps": eps, "tile_size": tile_size, "dtype": dtype}
+    return run(qkv, kv, layer, heads, tables, step, **options, window=window)
 
 
 def own_tokens(kv_format: KVFormat) -> int:

@@ -48,10 +48,11 @@ def attend(
     eps: float,
     tile_size: int,
     dtype: DTypeLike,
+    window: int | None = None,
 ) -> tuple[Array, Array]:
     """See `api.attend`."""
     slots = KVSlots(step.pages, step.offsets)
-    if early.starts() and tile_size == 1:
+    if early.starts() and tile_size == 1 and window is None:
         from jaxserve_kernels.paged_attention import triton_streaming, triton_warps  # need Triton
 
         kernels = triton_streaming if qkv.shape[1] <= triton_streaming.MAX_TILES else triton_warps
@@ -60,5 +61,7 @@ def attend(
                 qkv, kv, layer, heads, tables, slots, step.page_table, step.tiles, eps=eps
             )
     q, kv = attention_inputs(qkv, kv, layer, heads, tables, slots, eps=eps, dtype=dtype)
-    out = paged_attention(q, kv, layer, step.page_table, step.tiles, tile_size=tile_size)
+    out = paged_attention(
+        q, kv, layer, step.page_table, step.tiles, tile_size=tile_size, window=window
+    )
     return out.astype(dtype), kv

@@ -11,10 +11,17 @@ from jaxserve_kernels.paged_attention.reference import QueryTiles, Read
 
 
 def paged_attention(
-    q: Array, kv: Array, layer: int, page_table: Array, tiles: QueryTiles, *, tile_size: int
+    q: Array,
+    kv: Array,
+    layer: int,
+    page_table: Array,
+    tiles: QueryTiles,
+    *,
+    tile_size: int,
+    window: int | None = None,
 ) -> Array:
     """See `reference.paged_attention`."""
-    if target.uses_triton():
+    if target.uses_triton() and window is None:
         from jaxserve_kernels.paged_attention import triton  # needs Triton: only for GPUs
 
         def kernels(q: Array, kv: Array, page_table: Array, tiles: QueryTiles) -> Array:
@@ -24,13 +31,24 @@ def paged_attention(
         if compiles("paged_attention", kernels, *args, static=tile_size):
             return kernels(*args)
     module = cpu if target.current().implementation == "cpu" else reference
-    return module.paged_attention(q, kv, layer, page_table, tiles, tile_size=tile_size)
+    return module.paged_attention(
+        q, kv, layer, page_table, tiles, tile_size=tile_size, window=window
+    )
 
 
 def attend_pages(
-    q: Array, read: Read, page_table: Array, tiles: QueryTiles, *, tile_size: int, page_size: int
+    q: Array,
+    read: Read,
+    page_table: Array,
+    tiles: QueryTiles,
+    *,
+    tile_size: int,
+    page_size: int,
+    window: int | None = None,
 ) -> Array:
     """See `reference.attend_pages`; there is no kernel for it."""
     on_cpu = target.current().implementation == "cpu"
     module = cpu if on_cpu else reference
-    return module.attend_pages(q, read, page_table, tiles, tile_size=tile_size, page_size=page_size)
+    return module.attend_pages(
+        q, read, page_table, tiles, tile_size=tile_size, page_size=page_size, window=window
+    )

@@ -68,9 +68,10 @@ def attend[Cache: Int8KV | Fp8KV](
     eps: float,
     tile_size: int,
     dtype: DTypeLike,
+    window: int | None = None,
 ) -> tuple[Array, Cache]:
     """See `kv_format.attend`."""
-    if target.uses_triton():
+    if target.uses_triton() and window is None:
         from jaxserve_kernels.kv_format.eight_bit import triton  # needs Triton: only for GPUs
 
         def kernels(qkv: Array, kv: Any, *rest: Any) -> Any:
@@ -80,5 +81,6 @@ def attend[Cache: Int8KV | Fp8KV](
         if compiles("attention_8_bit", kernels, *args, static=(eps, tile_size, jnp.dtype(dtype))):
             return kernels(*args)
     return reference.attend(
-        qkv, kv, layer, heads, tables, step, eps=eps, tile_size=tile_size, dtype=dtype
-    )
+        qkv, kv, layer, heads, tables, step,
+        eps=eps, tile_size=tile_size, dtype=dtype, window=window,
+    )  # fmt: skip

@@ -120,6 +120,7 @@ def attend[Cache: Int8KV | Fp8KV](
     eps: float,
     tile_size: int,
     dtype: DTypeLike,
+    window: int | None = None,
 ) -> tuple[Array, Cache]:
     """See `kv_format.attend`; keys and values are rounded to the format, nothing else is."""
     q, k, v = heads_of(qkv, heads, tables, kv_heads=kv.words.shape[2], eps=eps, dtype=dtype)
@@ -131,5 +132,6 @@ def attend[Cache: Int8KV | Fp8KV](
         step.tiles,
         tile_size=tile_size,
         page_size=kv.words.shape[4],
+        window=window,
     )
     return out.astype(dtype), kv

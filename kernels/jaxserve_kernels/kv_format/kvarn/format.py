@@ -67,9 +67,11 @@ def attend(
     eps: float,
     tile_size: int,
     dtype: DTypeLike,
+    window: int | None = None,
 ) -> tuple[Array, KVarNKV]:
     """See `kv_format.attend`."""
     if target.uses_triton():
+        assert window is None, "the start refuses windows with KVarN on a GPU"
         from jaxserve_kernels.kv_format.kvarn import triton  # needs Triton: only for GPUs
 
         def kernels(qkv: Array, kv: Any, *rest: Any) -> Any:
@@ -81,8 +83,9 @@ def attend(
         ):
             return kernels(*args)
     return reference.attend(
-        qkv, kv, layer, heads, tables, step, eps=eps, tile_size=tile_size, dtype=dtype
-    )
+        qkv, kv, layer, heads, tables, step,
+        eps=eps, tile_size=tile_size, dtype=dtype, window=window,
+    )  # fmt: skip
 
 
 def end_step(kv: KVarNKV, step: AttentionStep, *, tile_size: int) -> KVarNKV:
