@@ -110,10 +110,10 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     spec = source.spec
     dtype = _dtype(options.dtype, gpu=gpu)
     _check_length(options, spec)
-    _check_windows(options, spec, gpu=gpu)
     files = _cache_folder(options)
     weights = plan_weights(options, source, dtype, files, stacked=gpu)
     kv_format = named(options.kv_cache_dtype)
+    _check_windows(options, spec, kv_format, gpu=gpu)
     _check_calibration(options, kv_format)
     e4m3 = _fp8_pays(dtype, gpu=gpu)
     room = Room(
@@ -277,16 +277,16 @@ def _check_length(options: Options, spec: ModelSpec) -> None:
         )
 
 
-def _check_windows(options: Options, spec: ModelSpec, *, gpu: bool) -> None:
-    """Raise ConfigError if windows hide a part of the longest context and there are no kernels for
-    them."""
+def _check_windows(options: Options, spec: ModelSpec, kv_format: KVFormat, *, gpu: bool) -> None:
+    """Raise ConfigError if windows hide a part of the longest context and the format's kernels do
+    not know windows."""
     length = options.max_model_len or spec.max_position
     windows = [group.window for group in spec.within(length).cache_groups if group.window]
-    if windows and gpu:
+    if windows and gpu and isinstance(kv_format, KVarN):
         raise ConfigError(
-            f"the model attends to the last {min(windows)} tokens only (sliding_window), for which "
-            f"there are no kernels in contexts of up to {length}: --max-model-len {min(windows)} "
-            "serves it"
+            f"the model attends to the last {min(windows)} tokens only (sliding_window), which "
+            f"--kv-cache-dtype {kv_format.name} does not on GPUs in contexts of up to {length}: "
+            f"use --kv-cache-dtype fp8_e4m3 or int8, or --max-model-len {min(windows)}"
         )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxserve_kernels import early, target
-from jaxserve_kernels.kv_format import attend, end_step, named
+from jaxserve_kernels.kv_format import AttentionStep, attend, end_step, named
 from jaxserve_kernels.paged_attention import QueryTiles, hopper, paged_attention, tile_tokens
 from jaxserve_kernels.paged_attention import config as attention_config
 from jaxserve_kernels.paged_attention import triton as attention_kernels
@@ -66,8 +66,10 @@ FEW = ((0, 70, 128), (1,) * 3)
 SOME = ((0, 64, 65, 130, 1, 2, 3, 40), (1,) * 8)
 """More than the kernel for few tokens takes."""
 SHORT = ((0, 100), (20, 29))
+BEHIND = ((500, 64, 700), (80, 70, 1))
+"""Chunks of which windows end within, and before."""
 WORKS = {"decode": DECODE, "one": ONE, "many": MANY, "chunks": CHUNKS, "long": LONG}
-OTHERS = {"few": FEW, "some": SOME, "short": SHORT}
+OTHERS = {"few": FEW, "some": SOME, "short": SHORT, "behind": BEHIND}
 FORMATS = ("auto", "int8", "fp8_e4m3", "kvarn_k4v4_g128", "kvarn_k4v2_g128")
 
 
@@ -77,6 +79,20 @@ def test_every_format_of_keys_and_values(
     name: str, work: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attention_equals_the_definition(name, work, monkeypatch, options="norms", q_heads=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "work", "window"),
+    [
+        *(("auto", work, window) for work in [*WORKS, "few", "behind"] for window in (1, 50, 128)),
+        *((name, work, 50) for name in ("int8", "fp8_e4m3") for work in ("decode", "behind")),
+        *((name, "chunks", 128) for name in ("int8", "fp8_e4m3")),
+    ],
+)
+def test_windows(name: str, work: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention_equals_the_definition(
+        name, work, monkeypatch, options="nothing", q_heads=8, window=window
+    )
 
 
 @pytest.mark.parametrize(("options", "q_heads"), [("nothing", 8), ("bias", 14), ("both", 14)])
@@ -96,8 +112,34 @@ def test_heads_without_norms_and_with_a_bias(
     attention_equals_the_definition(name, work, monkeypatch, options=options, q_heads=q_heads)
 
 
+def without_what_is_behind(
+    kv: Any, step: AttentionStep, starts: tuple[int, ...], window: int
+) -> tuple[Any, AttentionStep]:
+    """The page tables name a page of NaN, or of other numbers, for pages wholly behind the window
+    of the first token."""
+    pages = jax.tree.leaves(kv)[0].shape[1]
+
+    def spoiled(leaf: jax.Array) -> jax.Array:
+        if leaf.shape[1] != pages:
+            return leaf
+        floats = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return leaf.at[:, -1].set(jnp.nan if floats else 0x7F7F)
+
+    table = np.asarray(step.page_table).copy()
+    for slot, start in enumerate(starts):
+        table[slot, : max(start - window + 1, 0) // 64] = pages - 1
+    kv = jax.tree.map(spoiled, kv)
+    return kv, step._replace(page_table=jnp.asarray(table))
+
+
 def attention_equals_the_definition(
-    name: str, work: str, monkeypatch: pytest.MonkeyPatch, *, options: str, q_heads: int
+    name: str,
+    work: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    options: str,
+    q_heads: int,
+    window: int | None = None,
 ) -> None:
     if work == "long":
         whole = attention_config.HopperConfig(splits=1)
@@ -122,6 +164,7 @@ def attention_equals_the_definition(
             eps=EPS,
             tile_size=tile_size,
             dtype=sequences.dtype,
+            window=window,
         )
         return out, end_step(kv, step, tile_size=tile_size)
 
@@ -138,6 +181,8 @@ def attention_equals_the_definition(
     step = sequences.step(starts, counts, tile_size, padding, apart=tile_size > 1)
     parts = 1 if tile_size > 1 else 4
     expected, _ = reference(kv, step, tile_size, parts)
+    if window is not None:
+        kv, step = without_what_is_behind(kv, step, starts, window)
     qkv, tables = sequences.projections(step, parts=parts)
     arrays = jax.tree.map(jnp.asarray, (tables, step))
     with target.use(HOPPER) if tile_size > 1 else a_chain():
@@ -145,7 +190,8 @@ def attention_equals_the_definition(
     used = sum(counts)
     assert relative_error(out[:used], expected[:used]) < 6e-3
     for each in jax.tree.leaves(left):
-        assert np.isfinite(np.asarray(each, np.float32)).all()
+        if window is None:
+            assert np.isfinite(np.asarray(each, np.float32)).all()
 
 
 @pytest.mark.parametrize("work", [DECODE, CHUNKS], ids=["decode", "chunks"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -38,12 +39,17 @@ KVARN = tuple(KVarN(value_bits=bits, group=GROUP) for bits in (4, 2))
 
 @pytest.mark.parametrize("work", [DECODE, PREFILL], ids=["decode", "prefill"])
 @pytest.mark.parametrize(
-    ("kv_format", "capability"),
-    [*((each, 90) for each in (*EIGHT_BIT, *KVARN)), (named("fp8_e4m3"), 80)],
+    ("kv_format", "capability", "window"),
+    [
+        *((each, 90, None) for each in (*EIGHT_BIT, *KVARN)),
+        (named("fp8_e4m3"), 80, None),
+        *((each, 90, 11) for each in EIGHT_BIT),
+        (named("fp8_e4m3"), 80, 20),
+    ],
     ids=lambda value: getattr(value, "name", None),
 )
 def test_attention_and_what_it_leaves(
-    kv_format: KVFormat, capability: int, work: tuple[Any, ...]
+    kv_format: KVFormat, capability: int, window: int | None, work: tuple[Any, ...]
 ) -> None:
     """Kernels for any heads: those that compute their inputs are in Gluon. GPUs before 8.9 have no
     instruction that makes e4m3."""
@@ -54,7 +60,9 @@ def test_attention_and_what_it_leaves(
 
     def reference(kv: Any, step: Any, tile_size: int) -> Any:
         qkv, tables = sequences.projections(step)
-        call = partial(attend, layer=LAYER, eps=EPS, tile_size=tile_size, dtype=sequences.dtype)
+        call = partial(
+            attend, layer=LAYER, eps=EPS, tile_size=tile_size, dtype=sequences.dtype, window=window
+        )
         with target.use(target.Target("reference")):
             return jax.jit(
                 lambda qkv, kv, tables, step: call(
@@ -66,7 +74,9 @@ def test_attention_and_what_it_leaves(
     step = sequences.step(starts, counts, tile_size, padding=2, apart=tile_size > 1)
     expected, left = reference(kv, step, tile_size)
     qkv, tables = sequences.projections(step)
-    kernels = eight_bit if kv_format.name in ("int8", "fp8_e4m3") else kvarn
+    kernels: Any = kvarn
+    if kv_format in EIGHT_BIT:
+        kernels = SimpleNamespace(attend=partial(eight_bit.attend, window=window))
     with target.use(target.Target("triton", compute_capability=capability)):
         out, kv = kernels.attend(
             qkv,

@@ -100,15 +100,15 @@ def test_layers_with_a_window_get_pages_of_their_own(tmp_path: Path) -> None:
     assert len(planned("--model", model, "--max-model-len", "96").groups) == 1
 
 
-def test_on_a_gpu_a_window_within_the_context_is_refused_with_what_is_served(
-    tmp_path: Path,
-) -> None:
-    options = parse_args(["--model", str(windowed(tmp_path))])
+def test_kvarn_with_a_window_is_refused_on_a_gpu_with_what_is_served(tmp_path: Path) -> None:
+    flags = ("--model", str(windowed(tmp_path)), "--kv-cache-dtype", "kvarn_k4v4_g128")
+    options = parse_args([*flags])
     device = SimpleNamespace(platform="gpu", device_kind="H100")
     with pytest.raises(ConfigError) as error:
         plan_engine(options, find_model(options), device)
-    assert "the last 96 tokens only (sliding_window)" in str(error.value)
-    assert "--max-model-len 96 serves it" in str(error.value)
+    message = str(error.value)
+    assert "the last 96 tokens only (sliding_window)" in message
+    assert "--kv-cache-dtype fp8_e4m3 or int8, or --max-model-len 96" in message
 
 
 def test_an_empty_text_to_calibrate_with_is_refused(tmp_path: Path) -> None:

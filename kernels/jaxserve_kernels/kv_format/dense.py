@@ -52,14 +52,15 @@ def attend(
 ) -> tuple[Array, Array]:
     """See `api.attend`."""
     slots = KVSlots(step.pages, step.offsets)
-    if early.starts() and tile_size == 1 and window is None:
+    if early.starts() and tile_size == 1:
         from jaxserve_kernels.paged_attention import triton_streaming, triton_warps  # need Triton
 
         kernels = triton_streaming if qkv.shape[1] <= triton_streaming.MAX_TILES else triton_warps
         if kernels.fits(qkv, kv, dtype):
             return kernels.attend(
-                qkv, kv, layer, heads, tables, slots, step.page_table, step.tiles, eps=eps
-            )
+                qkv, kv, layer, heads, tables, slots, step.page_table, step.tiles,
+                eps=eps, window=window,
+            )  # fmt: skip
     q, kv = attention_inputs(qkv, kv, layer, heads, tables, slots, eps=eps, dtype=dtype)
     out = paged_attention(
         q, kv, layer, step.page_table, step.tiles, tile_size=tile_size, window=window

@@ -21,14 +21,16 @@ def paged_attention(
     window: int | None = None,
 ) -> Array:
     """See `reference.paged_attention`."""
-    if target.uses_triton() and window is None:
+    if target.uses_triton():
         from jaxserve_kernels.paged_attention import triton  # needs Triton: only for GPUs
 
         def kernels(q: Array, kv: Array, page_table: Array, tiles: QueryTiles) -> Array:
-            return triton.paged_attention(q, kv, layer, page_table, tiles, tile_size=tile_size)
+            return triton.paged_attention(
+                q, kv, layer, page_table, tiles, tile_size=tile_size, window=window
+            )
 
         args = (q, kv, page_table, tiles)
-        if compiles("paged_attention", kernels, *args, static=tile_size):
+        if compiles("paged_attention", kernels, *args, static=(tile_size, window)):
             return kernels(*args)
     module = cpu if target.current().implementation == "cpu" else reference
     return module.paged_attention(

@@ -70,7 +70,7 @@ def _attend(
     scale: gl.constexpr, q_heads: gl.constexpr, kv_heads: gl.constexpr,
     ROWS: gl.constexpr, HALF: gl.constexpr, PAGE: gl.constexpr,
     SPLITS: gl.constexpr, MIN_BLOCKS: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
-    EARLY: gl.constexpr = False,
+    WINDOW: gl.constexpr = 0, EARLY: gl.constexpr = False,
 ):  # fmt: skip
     """A program per tile, KV head and split. `scales_ptr`: as the format's cache has them; nothing
     of bfloat16."""
@@ -98,10 +98,16 @@ def _attend(
     token = gl.load(first_ptr + tile).to(gl.int64)
     table = table_ptr + gl.load(slot_ptr + tile).to(gl.int64) * table_stride
     blocks = position // PAGE + 1
+    if WINDOW:
+        before = gl.maximum(position - WINDOW + 1, 0) // PAGE
+        blocks -= before
     per_split = gl.maximum((blocks + SPLITS - 1) // SPLITS, MIN_BLOCKS)
     begin = split * per_split
     end = gl.minimum(begin + per_split, blocks)
     owner = end == blocks  # of the new key and value
+    if WINDOW:
+        begin += before
+        end += before
     if EARLY:
         gdc_launch_dependents()
     if begin >= end:
@@ -125,7 +131,7 @@ def _attend(
             row = ((first_page + pages[stage]).to(gl.int64) * kv_heads + kv_head) * (2 * PAGE)
             copy_page(
                 kv_ptr, scales_ptr, row, position - (begin + stage) * PAGE,
-                ring.index(stage), scales_ring.index(stage), PAGE, HALF, KIND,
+                ring.index(stage), scales_ring.index(stage), PAGE, HALF, KIND, WINDOW,
             )  # fmt: skip
         async_copy.commit_group()
     new_page = first_page + gl.load(page_ptr + token)
@@ -206,14 +212,14 @@ def _attend(
         gl.barrier()
         peak, weights, acc_low, acc_high = visit_page(
             tiles, scales, place, position - block * PAGE, q_low, q_high,
-            peak, weights, acc_low, acc_high, score_scale, KIND,
+            peak, weights, acc_low, acc_high, score_scale, KIND, WINDOW,
         )  # fmt: skip
         if block + STAGES < end:
             gl.barrier()
             at = ((first_page + page).to(gl.int64) * kv_heads + kv_head) * (2 * PAGE)
             copy_page(
                 kv_ptr, scales_ptr, at, position - (block + STAGES) * PAGE,
-                ring.index(place), scales_ring.index(place), PAGE, HALF, KIND,
+                ring.index(place), scales_ring.index(place), PAGE, HALF, KIND, WINDOW,
             )  # fmt: skip
         async_copy.commit_group()
 
@@ -292,12 +298,14 @@ def attend(
     tiles: QueryTiles,
     *,
     eps: float,
+    window: int | None = None,
 ) -> tuple[Array, Array]:
     """`attention_inputs`, and `paged_attention` of tiles of one token: its result, and kv."""
     cache = jax.new_ref(kv)
     out = launch(
-        qkv, cache, tables[0], layer, heads, tables, slots, page_table, tiles, eps=eps, kind=BF16
-    )
+        qkv, cache, tables[0], layer, heads, tables, slots, page_table, tiles,
+        eps=eps, kind=BF16, window=window,
+    )  # fmt: skip
     return out, jax.freeze(cache)
 
 
@@ -314,6 +322,7 @@ def launch(
     *,
     eps: float,
     kind: gl.constexpr,
+    window: int | None = None,
 ) -> Array:
     """Attention [tokens, q_heads, head_dim] of tiles of one token; their keys and values go into
     `kv`, whose last axis is an element of bfloat16 or of each half of a head in 8 bits."""
@@ -338,7 +347,7 @@ def launch(
         scale=(2 * half) ** -0.5 * LOG2_E, q_heads=q_heads, kv_heads=kv_heads,
         ROWS=rows, HALF=half, PAGE=page_size,
         SPLITS=config.splits, MIN_BLOCKS=config.min_blocks, STAGES=config.num_stages,
-        KIND=kind.value,
+        KIND=kind.value, WINDOW=window or 0,
     )  # fmt: skip
     if config.splits == 1:
         return out
@@ -346,5 +355,6 @@ def launch(
     merge(
         tuple(sums), tiles, merged,
         tile_size=1, kv_heads=kv_heads, keys=page_size, min_blocks=config.min_blocks,
+        window=window,
     )  # fmt: skip
     return jax.freeze(merged)

@@ -71,14 +71,17 @@ def attend[Cache: Int8KV | Fp8KV](
     window: int | None = None,
 ) -> tuple[Array, Cache]:
     """See `kv_format.attend`."""
-    if target.uses_triton() and window is None:
+    if target.uses_triton():
         from jaxserve_kernels.kv_format.eight_bit import triton  # needs Triton: only for GPUs
 
         def kernels(qkv: Array, kv: Any, *rest: Any) -> Any:
-            return triton.attend(qkv, kv, layer, *rest, eps=eps, tile_size=tile_size, dtype=dtype)
+            return triton.attend(
+                qkv, kv, layer, *rest, eps=eps, tile_size=tile_size, dtype=dtype, window=window
+            )
 
         args = (qkv, kv, heads, tables, step)
-        if compiles("attention_8_bit", kernels, *args, static=(eps, tile_size, jnp.dtype(dtype))):
+        static = (eps, tile_size, jnp.dtype(dtype), window)
+        if compiles("attention_8_bit", kernels, *args, static=static):
             return kernels(*args)
     return reference.attend(
         qkv, kv, layer, heads, tables, step,

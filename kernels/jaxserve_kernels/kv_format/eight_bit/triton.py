@@ -31,19 +31,21 @@ def attend[Cache: Int8KV | Fp8KV](
     eps: float,
     tile_size: int,
     dtype: DTypeLike,
+    window: int | None = None,
 ) -> tuple[Array, Cache]:
     fast = numbers(dtype, kv)["FAST"]  # else `triton_attention` converts bytes by arithmetic
     if tile_size == 1 and fast and triton_warps.fits(qkv, kv.words, dtype):
-        return _stream(qkv, kv, layer, heads, tables, step, eps=eps)
+        return _stream(qkv, kv, layer, heads, tables, step, eps=eps, window=window)
     q, kv = write(qkv, kv, layer, heads, tables, step, eps=eps, dtype=dtype)
     if tile_size == 1:
         tiles = step.tiles.in_one_list()
-        return triton_attention.attend(q, kv, layer, step.page_table, tiles), kv
-    result = triton_expand.attend(q, kv, layer, step, tile_size=tile_size)
+        return triton_attention.attend(q, kv, layer, step.page_table, tiles, window=window), kv
+    result = triton_expand.attend(q, kv, layer, step, tile_size=tile_size, window=window)
     if step.tiles.singles is None:
         return result, kv
     out = jax.new_ref(result)
-    triton_attention.attend_some(q, kv, layer, step.page_table, step.tiles.singles, out)
+    singles = step.tiles.singles
+    triton_attention.attend_some(q, kv, layer, step.page_table, singles, out, window=window)
     return jax.freeze(out), kv
 
 
@@ -56,6 +58,7 @@ def _stream[Cache: Int8KV | Fp8KV](
     step: AttentionStep,
     *,
     eps: float,
+    window: int | None,
 ) -> tuple[Array, Cache]:
     """Single tokens, by a kernel that computes what it needs of them."""
     words = jax.new_ref(kv.words)
@@ -63,7 +66,7 @@ def _stream[Cache: Int8KV | Fp8KV](
     out = triton_warps.launch(
         qkv, words, scales, layer, heads, tables, KVSlots(step.pages, step.offsets),
         step.page_table, step.tiles.in_one_list(),
-        eps=eps, kind=FP8 if isinstance(kv, Fp8KV) else INT8,
+        eps=eps, kind=FP8 if isinstance(kv, Fp8KV) else INT8, window=window,
     )  # fmt: skip
     kv = kv._replace(words=jax.freeze(words))
     return out, kv if isinstance(scales, Array) else kv._replace(scales=jax.freeze(scales))
