@@ -264,6 +264,8 @@ class ServerConfig:
     """Every stream of chats and completions ends with usage, asked for or not."""
     root_path: str = ""
     """A path that the routes stand under, too, for a proxy that does not take it away."""
+    ui: bool = True
+    """The pages at `/` and `/ui/engine` are served."""
     header_timeout: float = 75.0
     """Seconds that a connection may wait for the whole header of its next request."""
     write_timeout: float = 60.0

@@ -100,9 +100,10 @@ class StepTimes:
 
         row = self.mixed_row + 1024 * self.mixed_context
         return (
-            f"decode {by_size(self.decode)} ms; mixed {by_size(self.mixed)} ms; 1,024 tokens of a "
-            f"decode row's context {1024e6 * self.decode_context:.1f} µs, such a row in a mixed "
-            f"step {1e6 * row:.1f} µs, {1e6 * self.mixed_row:.1f} of them without context"
+            f"decode step by rows: {by_size(self.decode)} ms; mixed step by tokens: "
+            f"{by_size(self.mixed)} ms; 1,024 tokens of a row's context add "
+            f"{1024e6 * self.decode_context:.1f} µs to a decode step; a decode row in a mixed step "
+            f"adds {1e6 * self.mixed_row:.1f} µs, with 1,024 tokens {1e6 * row:.1f} µs"
         )
 
     def save(self, path: Path, **described: Any) -> None:

@@ -45,7 +45,7 @@ def main() -> None:
     total = 0
     for page in given:
         text = page.read_text(encoding="utf-8")
-        words, lengths = len(text.split()), sentences(text)
+        words, lengths = len(re.findall(r"\S*\w\S*", text)), sentences(text)
         total += words
         middle = median(lengths) if lengths else 0
         mark = "" if middle < MOST else "  too long"

@@ -29,6 +29,7 @@ import numpy as np
 
 from jaxserve.models.registry import NAMED_MODELS
 from jaxserve_kernels.paged_attention import QueryTiles, paged_attention, tile_tokens
+from jaxserve_kernels.target import Target
 
 PAGE_SIZE = 64
 LAYERS = 4
@@ -98,7 +99,7 @@ def attention(model: str, start: int, length: int) -> tuple[float, float]:
     def calls(q: jax.Array, kv: jax.Array, table: jax.Array, tiles: QueryTiles) -> list[jax.Array]:
         outs: list[jax.Array] = []
         for layer in range(LAYERS):
-            out = paged_attention(q, kv, layer, table, tiles, tile_size=tile)
+            out = paged_attention(q, kv, layer, table, tiles, tile_size=tile, target=Target.here())
             q, out = jax.lax.optimization_barrier((q, out))  # one after the other
             outs.append(out)
         return outs

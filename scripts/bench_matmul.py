@@ -52,6 +52,7 @@ from jaxserve.models import registry
 from jaxserve.models.registry import NAMED_MODELS
 from jaxserve_kernels import weights
 from jaxserve_kernels.matmul import as_read, gated_linear, linear
+from jaxserve_kernels.target import Target
 
 HEADS = ("bf16", "int8", "fp8")
 """What the engine has output matrices in."""
@@ -296,8 +297,8 @@ def build(case: Case, stacked: Any, *, tiny: bool) -> tuple[Any, jax.Array, int]
 
 def product_of(case: Case, x: jax.Array, weight: Any) -> jax.Array:
     if case.product.gated:
-        return gated_linear(x, weight)
-    return linear(x, weight, jnp.float32 if case.product.head else x.dtype)
+        return gated_linear(x, weight, target=Target.here())
+    return linear(x, weight, jnp.float32 if case.product.head else x.dtype, target=Target.here())
 
 
 def describe(

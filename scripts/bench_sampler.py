@@ -36,6 +36,7 @@ from jaxserve_kernels.sampler import (
     SlotTables,
     sample,
 )
+from jaxserve_kernels.target import Target
 
 VOCAB, PADDED, SLOTS, CHAIN = 151_669, 151_936, 256, 20
 KINDS = {
@@ -100,6 +101,7 @@ def measure(rows: int, kind: str, features: int) -> float:
                 ones < 0,
                 vocab=VOCAB,
                 alternatives=MAX_LOGPROBS,
+                target=Target.here(),
             )
             position = position + tokens % 2
         return position, tables

@@ -4,6 +4,8 @@
     python scripts/bench_step.py --compare before.json ...
     python scripts/bench_step.py --quantization int4 --compare bfloat16.json --assert-ratio 1.0
 
+`scripts/bench_pair.py` runs two of it on one card, in turns.
+
 Every step runs as the engine runs it: from the scheduler's plan, one step ahead. The floor is the
 bytes that a step must read (weights, and the keys and values of its sequences as full pages hold
 them) over the bandwidth of a large copy measured in the same process.
@@ -14,14 +16,18 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import fcntl
 import gzip
 import itertools
 import json
 import os
 import platform
 import re
+import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,6 +59,9 @@ from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels.kv_format import NAMES, max_chunk_context, named, own_tokens, page_bytes
 from jaxserve_kernels.matmul import as_read
 from jaxserve_kernels.paged_attention import tile_tokens
+from jaxserve_kernels.records import installed
+
+ROOT = Path(__file__).parents[1]
 
 _DISTURBED = 1.1
 """On a quiet host a mean is within 2 % of its median."""
@@ -82,14 +91,25 @@ class Timing:
 def main() -> None:
     args = parse_args()
     spec = NAMED_MODELS[args.model]
-    bandwidth = copy_bandwidth()
-    runner, config, params = make_runner(spec, args)
-    timings = [
-        time_decode(runner, config, params, batch, context, bandwidth, args.steps, args.temperature)
-        for context in args.context
-        for batch in args.batch
-        if batch * pages_for(context + args.steps + 8, config) <= config.cache.usable_pages
-    ]
+    with turn(args.turns):
+        bandwidth = copy_bandwidth()
+        runner, config, params = make_runner(spec, args)
+    start = time.perf_counter()
+    runner.compile(os.cpu_count() or 1, lambda name, done: None)
+    print(f"compiled {len(config.all_buckets())} buckets in {time.perf_counter() - start:.1f} s")
+    rounds: list[list[Timing]] = []
+    for _ in range(args.rounds):
+        with turn(args.turns):
+            rounds.append(
+                [
+                    time_decode(runner, config, params, batch, context, bandwidth, args)
+                    for context in args.context
+                    for batch in args.batch
+                    if batch * pages_for(context + args.steps + 8, config)
+                    <= config.cache.usable_pages
+                ]
+            )
+    timings = [middle(times) for times in zip(*rounds, strict=True)]
     result = describe(args, bandwidth, timings)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -112,6 +132,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch", type=sizes, default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--context", type=sizes, default=[1024])
     parser.add_argument("--steps", type=int, default=64, help="timed steps per bucket")
+    parser.add_argument("--rounds", type=int, default=1, help="of all timings; their median counts")
+    parser.add_argument(
+        "--turns", type=Path, metavar="FILE", help="use the card only while this file is locked"
+    )
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
     parser.add_argument(
         "--separate-layers", action="store_true", help="one array per weight and layer"
@@ -139,6 +163,22 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+@contextmanager
+def turn(lock: Path | None) -> Iterator[None]:
+    """The card is this process's own, among those that name the same file. None: it always is."""
+    if lock is None:
+        yield
+        return
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def middle(rounds: tuple[Timing, ...]) -> Timing:
+    """The round whose step time is the median, or the one below it."""
+    return sorted(rounds, key=lambda each: each.step_ms)[(len(rounds) - 1) // 2]
+
+
 def copy_bandwidth() -> float:
     """Bytes per second, read plus written, of copies of 2 GiB in device memory.
 
@@ -161,7 +201,7 @@ def copy_bandwidth() -> float:
 def make_runner(
     spec: ModelSpec, args: argparse.Namespace
 ) -> tuple[Runner, RunnerConfig, decoder.Params]:
-    """A compiled runner, its configuration and its weights."""
+    """A runner without programs, its configuration and its weights."""
     if args.layers:
         spec = dataclasses.replace(spec, layers=spec.layers[: args.layers])
     kv_format = named(args.kv_cache_dtype)
@@ -189,11 +229,7 @@ def make_runner(
     params = dummy_params(abstract, 0, encoder(spec, args.quantization, args.lm_head_dtype))
     if args.fp8_copy:
         params = copied(params)
-    runner = Runner(config, params, Metrics("bench"))
-    start = time.perf_counter()
-    runner.compile(os.cpu_count() or 1, lambda name, done: None)
-    print(f"compiled {len(config.all_buckets())} buckets in {time.perf_counter() - start:.1f} s")
-    return runner, config, params
+    return Runner(config, params, Metrics("bench")), config, params
 
 
 def copied(params: decoder.Params) -> decoder.Params:
@@ -219,11 +255,10 @@ def time_decode(
     batch: int,
     context: int,
     bandwidth: float,
-    steps: int,
-    temperature: float,
+    args: argparse.Namespace,
 ) -> Timing:
     """Sequences of `context` tokens (the keys and values of whatever is in their pages)."""
-    plans = decode_plans(config, batch, context, steps + 8, temperature)
+    plans = decode_plans(config, batch, context, args.steps + 8, args.temperature)
     for plan in plans[:8]:
         pending = runner.launch(plan)
     runner.collect(pending)
@@ -246,7 +281,7 @@ def time_decode(
         batch=batch,
         context=context,
         step_ms=median(after - before for before, after in itertools.pairwise(ends)) * 1e3,
-        mean_ms=(ends[-1] - ends[0]) / steps * 1e3,
+        mean_ms=(ends[-1] - ends[0]) / args.steps * 1e3,
         host_ms=median(host) * 1e3,
         floor_ms=(tree_bytes(as_read(params, batch)) + kv) / bandwidth * 1e3,
         kernels=kernels,
@@ -316,6 +351,8 @@ def describe(args: argparse.Namespace, bandwidth: float, timings: list[Timing]) 
     return {
         "card": device.device_kind,
         "jax": jax.__version__,
+        "triton": installed("triton"),
+        "commit": commit(),
         "driver": device.client.platform_version,
         "python": platform.python_version(),
         "model": args.model,
@@ -328,6 +365,17 @@ def describe(args: argparse.Namespace, bandwidth: float, timings: list[Timing]) 
         "copy_tb_per_s": bandwidth / 1e12,
         "timings": [dataclasses.asdict(timing) for timing in timings],
     }
+
+
+def commit() -> str:
+    """Of the tree, from git or from COMMIT in the environment, where the tree is a copy."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        return subprocess.check_output(
+            command, cwd=ROOT, stderr=subprocess.DEVNULL, text=True
+        ).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("COMMIT", "unknown")
 
 
 def assert_never_slower(result: dict[str, Any], earlier: dict[str, Any], limit: float) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.cli.options import _convert_parser, _parser, parse_args
-from jaxserve.models.registry import NAMED_MODELS
+from jaxserve.models.registry import ARCHITECTURES, NAMED_MODELS
 
 ROOT = Path(__file__).parents[1]
 MEASUREMENTS = ROOT / "docs" / "measurements"
@@ -27,7 +27,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 LOADS = ("c1", "c8", "c32", "c64", "c128", "c256")
 TEXT = "pick it when"
-"""The head of columns that hold text."""
+TEXTS = ("", TEXT, "GPU", "short names")
+"""The heads of columns that hold text."""
 KV_FORMATS = ("bf16", "int8", "fp8_e4m3", "kvarn_k4v4_g128", "kvarn_k4v2_g128")
 
 
@@ -38,7 +39,7 @@ def measured(name: str) -> Any:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *sources: str) -> str:
     """Markdown: the first column is text, the others are numbers. Ends with links to `sources`."""
-    ends = ["---" if name in ("", TEXT) else "---:" for name in head[1:]]
+    ends = ["---" if name in TEXTS else "---:" for name in head[1:]]
     lines = [f"| {' | '.join(head)} |", f"|---|{'|'.join(ends)}|"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     if sources:
@@ -191,15 +192,15 @@ def quantised_weights() -> str:
         rows.append(
             [
                 f"`{name}`",
+                when,
                 f"{planned('b200', line).weights / GIB:.1f}",
                 *(f"{times[size]:.2f}" for size in (1, 64)),
                 f"{divergence['mean KL, nats']:.4f}" if run_name else "0",
                 f"{right:,}",
-                when,
             ]
         )
-    head = ["weights", "qwen3-8b, GiB", "step of 1 sequence, ms", "of 64, ms"]
-    head += ["KL divergence, nats", "right of 2,840 answers", TEXT]
+    head = ["weights", TEXT, "qwen3-8b, GiB", "step of 1 sequence, ms", "of 64, ms"]
+    head += ["KL divergence, nats", "right of 2,840 answers"]
     sources = ("quantized_steps_h100", "formats_cpu", "embedded_formats_h200")
     return table(head, rows, *sources)
 
@@ -222,15 +223,16 @@ def kv_formats() -> str:
         rows.append(
             [
                 f"`{name}`",
+                KV_PICKS[name],
                 f"{size:,}",
                 f"{entry['mean KL, nats']:.4f}",
                 f"{entry['other first choice']:.1%}".replace("%", " %"),
                 f"{entry['right']:,}",
-                KV_PICKS[name],
             ]
         )
-    head = ["format", "bytes per token, Qwen3-4B", "KL divergence, nats", "other first choice"]
-    return table([*head, "right of 2,840 answers", TEXT], rows, "kv_accuracy_h200")
+    head = ["format", TEXT, "bytes per token, Qwen3-4B", "KL divergence, nats"]
+    head += ["other first choice", "right of 2,840 answers"]
+    return table(head, rows, "kv_accuracy_h200")
 
 
 def planned(gpu: str, line: str) -> Any:
@@ -259,6 +261,14 @@ def named_models() -> str:
         )
     head = ["name", "weights in bfloat16, GiB", "in int4, GiB", "KV cache per token, KiB"]
     return table([*head, "context"], rows)
+
+
+def families() -> str:
+    rows = [
+        [f"`{name}`", ", ".join(f"`{short}`" for short in family.NAMED)]
+        for name, family in ARCHITECTURES.items()
+    ]
+    return table(["Hugging Face class", "short names"], rows)
 
 
 SMALL = (
@@ -352,6 +362,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quantised-weights": quantised_weights,
     "kv-formats": kv_formats,
     "named-models": named_models,
+    "families": families,
     "memory": memory,
     "flags-model": lambda: flags("model"),
     "flags-server": lambda: flags("server"),

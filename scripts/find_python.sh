@@ -20,10 +20,10 @@ done < <(candidates)
 cat >&2 <<'MESSAGE'
 jaxserve needs Python 3.12 or newer, with its venv module, and found none.
 Install one of:
-  Debian, Ubuntu:  sudo apt install python3.12 python3.12-venv
-  Fedora:          sudo dnf install python3.12
-  macOS:           brew install python@3.12
-  anywhere:        pyenv install 3.12   (or: uv python install 3.12)
+  Debian 13, Ubuntu 24.04 or newer:  sudo apt install python3 python3-venv
+  Fedora:                            sudo dnf install python3.12
+  macOS:                             brew install python@3.12
+  anywhere:                          pyenv install 3.12   (or: uv python install 3.12)
 or name it: make PYTHON=/path/to/python3.12
 MESSAGE
 exit 1

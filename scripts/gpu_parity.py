@@ -32,6 +32,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve_kernels.target import Target
+
 TOP = 64
 DECODED_TAIL = 16
 """The last tokens of each sequence go through jaxserve's decode step, one at a time."""
@@ -157,11 +159,13 @@ def jaxserve_logits(folder: Path, sequences: list[np.ndarray], dtype: str) -> It
     @functools.partial(jax.jit, static_argnames="tile_size", donate_argnames="kv")
     def run(params: Any, kv: Any, tokens: Any, tile_size: int) -> Any:
         if tile_size == 1:
-            hidden, kv = decoder.decode(params, kv, tokens, spec)
+            hidden, kv = decoder.decode(params, kv, tokens, spec, target=Target.here())
         else:
-            attended, kv = decoder.forward(params, kv, tokens, spec, tile_size=tile_size)
-            hidden = decoder.finish(params, attended, spec)
-        return decoder.logits(params, hidden), kv
+            attended, kv = decoder.forward(
+                params, kv, tokens, spec, tile_size=tile_size, target=Target.here()
+            )
+            hidden = decoder.finish(params, attended, spec, target=Target.here())
+        return decoder.logits(params, hidden, target=Target.here()), kv
 
     for sequence in sequences:
         cache = CacheConfig(num_pages=2 + len(sequence) // 64, page_size=64)

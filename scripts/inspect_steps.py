@@ -41,9 +41,9 @@ from jaxserve.runner import batch, kv_cache, sequence_state, slot_tables
 from jaxserve.runner.batch import Bucket
 from jaxserve.runner.step import DeviceState, run_step
 from jaxserve_checkpoints.load import Encode, encoded_abstract
-from jaxserve_kernels import target
 from jaxserve_kernels.kv_format import NAMES, named
 from jaxserve_kernels.paged_attention import tile_tokens
+from jaxserve_kernels.target import Target
 
 MAX_SEQS, MAX_TOKENS, PAGE_SIZE, PAGES = 256, 2048, 64, 2000
 
@@ -117,13 +117,14 @@ def inspect(
     plain = decoder.abstract(spec, jnp.bfloat16, stacked=True)
     params = encoded_abstract(plain, encode)
     packed = jax.ShapeDtypeStruct((bucket.packed_size,), jnp.int32)
-    step = functools.partial(run_step, spec=spec, bucket=bucket, sampled_vocab=spec.vocab_size)
+    step = functools.partial(
+        run_step, spec=spec, bucket=bucket, sampled_vocab=spec.vocab_size, target=Target.for_gpu(90)
+    )
     arguments = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         (params, state, packed),
     )
-    with target.use(target.Target("triton", compute_capability=90)):
-        program = jax.jit(step, donate_argnums=1).lower(*arguments).compile()
+    program = jax.jit(step, donate_argnums=1).lower(*arguments).compile()
     memory = program.memory_analysis()
     (thunks,) = Path(DUMP.name).glob("*.thunk_sequence_after_thunk_passes.txt")
     lines = thunks.read_text().splitlines()

@@ -23,7 +23,7 @@ from typing import Any
 
 import support_matrix
 
-from jaxserve_kernels import ptxas, target
+from jaxserve_kernels import ptxas
 
 type Launches = dict[str, list[list[str]]]
 """Of each step: the kernels' names, grids and the names of their PTX."""
@@ -79,8 +79,7 @@ def launch(capability: int, equation: Any, known: dict[Any, str], folder: Path) 
     marks = str(equation.params["in_tree"])
     key = capability, support_matrix.variant(equation, sizes=True), marks, grid
     if key not in known:
-        with target.use(target.Target("triton", compute_capability=capability)):
-            code = describe(equation).code
+        code = describe(equation).code
         text = (
             f"// {code.warps} warps, {code.shared_bytes} bytes of shared memory\n{plain(code.ptx)}"
         )

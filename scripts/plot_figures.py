@@ -25,6 +25,7 @@ def main() -> None:
     draw_step(measured("step_h200"), FIGURES / "step_h200.svg")
     draw_weight_formats()
     draw_policies()
+    draw_dashboard()
 
 
 def draw_side_by_side() -> None:
@@ -151,6 +152,37 @@ def draw_step(result: Any, file: Path) -> None:
     axes.set_title(f"{result['model']}, bfloat16, random weights, {result['card']}", fontsize=10)
     axes.legend(frameon=False)
     save(figure, file)
+
+
+UNITS = {"s": "s", "percentunit": "%", "bytes": "MiB", "short": ""}
+SCALES = {"percentunit": 100, "bytes": 2**-20}
+
+
+def draw_dashboard() -> None:
+    """The panels of the Grafana dashboard, where its grid has them, over a run on a CPU."""
+    result = measured("dashboard_cpu")
+    panels = result["panels"]
+    rows = len({panel["place"]["y"] for panel in panels})
+    figure, grid = plt.subplots(rows, 2, figsize=(11, 1.75 * rows), sharex=True)
+    tops = sorted({panel["place"]["y"] for panel in panels})
+    for panel in panels:
+        axes = grid[tops.index(panel["place"]["y"])][panel["place"]["x"] // 12]
+        scale = SCALES.get(panel["unit"], 1)
+        for line in panel["lines"]:
+            times, values = zip(*line["points"], strict=True) if line["points"] else ((), ())
+            axes.plot(times, [scale * value for value in values], label=line["label"], lw=1.2)
+        unit = UNITS[panel["unit"]]
+        axes.set_title(panel["title"] + (f", {unit}" if unit else ""), fontsize=9, loc="left")
+        highest = max((value for line in axes.lines for value in line.get_ydata()), default=0)
+        axes.set_ylim(0, 1.3 * highest or 1)
+        axes.tick_params(labelsize=7)
+        axes.grid(alpha=0.3)
+        if panel["lines"]:
+            axes.legend(frameon=False, fontsize=7, loc="upper left", ncols=4)
+    for axes in grid[-1]:
+        axes.set_xlabel("seconds", fontsize=8)
+    figure.suptitle(f"{result['model']} on a CPU, {result['date']}: 0.5, 1, then 2 requests/s")
+    save(figure, FIGURES / "dashboard.svg")
 
 
 def save(figure: Figure, file: Path) -> None:

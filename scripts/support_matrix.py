@@ -41,10 +41,10 @@ from jaxserve.runner import batch, kv_cache, sequence_state, slot_tables
 from jaxserve.runner.batch import Bucket
 from jaxserve.runner.step import DeviceState, run_step
 from jaxserve_checkpoints.load import encoded_abstract
-from jaxserve_kernels import ptxas, records, target
-from jaxserve_kernels.fallback import unchecked
+from jaxserve_kernels import ptxas, records
 from jaxserve_kernels.kv_format import named
 from jaxserve_kernels.paged_attention import tile_tokens
+from jaxserve_kernels.target import Target
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 MODELS = ("qwen3-0.6b", "qwen3-4b", "qwen3-8b")
@@ -143,7 +143,7 @@ def report(capability: int, args: argparse.Namespace) -> dict[str, Any]:
         used["kv"]["bf16"] = used["weights"]["bf16"]  # the same steps
     failures: dict[Any, str | None] = {}
     for key, (_, equation) in variants.items():
-        failures[key] = failure(capability, equation)
+        failures[key] = failure(equation)
         print(f"{capability}: {len(failures)} of {len(variants)}", file=sys.stderr)
 
     def entry(keys: set[Any]) -> dict[str, Any]:
@@ -189,8 +189,8 @@ def steps(args: argparse.Namespace) -> Iterator[Step]:
 def launches(capability: int, step: Step) -> list[Any]:
     """The equations of a step that call kernels."""
     spec = spec_of(step)
-    with target.use(target.Target("triton", compute_capability=capability)), unchecked():
-        traced = jax.make_jaxpr(step_function(spec, step))(*arguments(spec, step))
+    target = Target.for_gpu(capability).replace(checked=False)
+    traced = jax.make_jaxpr(step_function(spec, step, target))(*arguments(spec, step))
     return list(kernel_calls(traced.jaxpr))
 
 
@@ -200,8 +200,14 @@ def spec_of(step: Step) -> ModelSpec:
     return dataclasses.replace(spec, layers=spec.layers[:2])
 
 
-def step_function(spec: ModelSpec, step: Step) -> Callable[..., Any]:
-    return functools.partial(run_step, spec=spec, bucket=step.bucket, sampled_vocab=spec.vocab_size)
+def step_function(spec: ModelSpec, step: Step, target: Target) -> Callable[..., Any]:
+    return functools.partial(
+        run_step,
+        spec=spec,
+        bucket=step.bucket,
+        sampled_vocab=spec.vocab_size,
+        target=target,
+    )
 
 
 @functools.cache
@@ -270,13 +276,12 @@ def is_size(name: str, value: Any) -> bool:
     return name in SIZES or (name == "GROUP" and value > 128)
 
 
-def failure(capability: int, equation: Any) -> str | None:
+def failure(equation: Any) -> str | None:
     """Why a kernel does not become machine code that the GPU could run, in a line."""
     from jaxserve_kernels.chain.describe import describe
 
     try:
-        with target.use(target.Target("triton", compute_capability=capability)):
-            describe(equation)
+        describe(equation)
     except Exception as error:  # whatever a compiler says
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return None

@@ -2,7 +2,8 @@
 
     python scripts/support_table.py
 
-It stands between two comments in README.md and docs/models.md, and a test compares it.
+It stands between two comments: a line per GPU in README.md, a line per format in docs/models.md.
+A test compares both.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "docs" / "measurements" / "support.json"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "models.md")
 BEGIN, END = "<!-- support: begin -->", "<!-- support: end -->"
 
 GENERATIONS = {
@@ -29,21 +29,36 @@ MEASURED = {"9.0"}
 
 
 def table(found: dict[str, Any]) -> str:
-    """Markdown: a row for each generation of GPUs, a column for each format."""
+    """Markdown: a row for each format, a column for each generation of GPUs."""
+    cards = {capability: found["cards"].get(capability, {}) for capability in GENERATIONS}
     formats = [
         (kind, name)
         for kind in ("weights", "kv")
-        for name in dict.fromkeys(name for card in found["cards"].values() for name in card[kind])
+        for name in dict.fromkeys(name for card in cards.values() for name in card.get(kind, {}))
     ]
-    titles = [f"{'KV ' if kind == 'kv' else ''}`{name}`" for kind, name in formats]
-    lines = [
-        f"| GPU | compute capability | {' | '.join(titles)} |",
-        f"|---|---|{'---|' * len(titles)}",
-    ]
+    names = [f"{gpus} ({capability})" for capability, gpus in GENERATIONS.items()]
+    lines = [f"| format | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    for kind, name in formats:
+        cells = [cell(each, card.get(kind, {}).get(name)) for each, card in cards.items()]
+        lines.append(f"| {'KV ' if kind == 'kv' else ''}`{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def summary(found: dict[str, Any]) -> str:
+    """Markdown: a row for each generation of GPUs, and what is known of all formats together."""
+    lines = ["| GPU | compute capability | kernels |", "|---|---|---|"]
     for capability, cards in GENERATIONS.items():
         card = found["cards"].get(capability, {})
-        cells = [cell(capability, card.get(kind, {}).get(name)) for kind, name in formats]
-        lines.append(f"| {cards} | {capability} | {' | '.join(cells)} |")
+        entries = {
+            f"{'KV ' if kind == 'kv' else ''}`{name}`": entry
+            for kind in ("weights", "kv")
+            for name, entry in card.get(kind, {}).items()
+        }
+        known = {name: cell(capability, entry) for name, entry in entries.items()}
+        usual = cell(capability, {"failed": {}}) if known else cell(capability, None)
+        others = [f"{name} {text}" for name, text in known.items() if text != usual]
+        text = "; ".join([f"{usual}, in all formats" if not others else usual, *others])
+        lines.append(f"| {cards} | {capability} | {text if known else usual} |")
     return "\n".join(lines)
 
 
@@ -65,10 +80,14 @@ def with_table(page: str, text: str) -> str:
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
+PAGES = {ROOT / "README.md": summary, ROOT / "docs" / "models.md": table}
+
+
 def main() -> None:
-    text = table(json.loads(SOURCE.read_text(encoding="utf-8")))
-    for path in PAGES:
-        path.write_text(with_table(path.read_text(encoding="utf-8"), text), encoding="utf-8")
+    found = json.loads(SOURCE.read_text(encoding="utf-8"))
+    for path, made in PAGES.items():
+        text = with_table(path.read_text(encoding="utf-8"), made(found))
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

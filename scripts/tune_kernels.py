@@ -40,8 +40,9 @@ from jaxserve.runner.programs import RunnerConfig, programs
 from jaxserve.runner.step import DeviceState
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels import tuned
+from jaxserve_kernels.target import Parameters, Shape, Target
 
-type Key = tuple[str, tuned.Shape]
+type Key = tuple[str, Shape]
 
 SHARED_MEMORY = 227 * 1024
 PAGE_SIZE = 64
@@ -61,7 +62,7 @@ def operations(spec: ModelSpec) -> dict[str, Key]:
     }
 
 
-def products(shape: tuned.Shape, tokens: int) -> Iterator[dict[str, int]]:
+def products(shape: Shape, tokens: int) -> Iterator[dict[str, int]]:
     """Tilings that fill the card, with enough bytes under way and not too much shared memory."""
     kind, out, depth = shape
     assert isinstance(out, int)
@@ -78,7 +79,7 @@ def products(shape: tuned.Shape, tokens: int) -> Iterator[dict[str, int]]:
             programs = out // rows * splits
             if depth // step % splits or (kind == "gated" and splits > 1):
                 continue
-            full = programs / (132 * resident)
+            full = programs / (Target.here().gpu.multiprocessors * resident)
             if kind != "gated" and out < 100_000 and not 0.6 <= full <= 2:
                 continue
             if splits > 1 and depth // step // splits < 3:
@@ -100,7 +101,7 @@ class Bench:
 
     def __init__(self, spec: ModelSpec, rows: int, context: int):
         per_seq = context // PAGE_SIZE + 1
-        config = RunnerConfig(
+        self.config = config = RunnerConfig(
             spec=spec,
             cache=CacheConfig(num_pages=1 + rows * per_seq, page_size=PAGE_SIZE),
             scheduler=SchedulerConfig(
@@ -113,8 +114,8 @@ class Bench:
         )
         self.bucket = Bucket.decode(rows)
         self.params = dummy_params(decoder.abstract(spec, jnp.bfloat16, stacked=True), 0)
-        self.programs = {program.name: program for program in programs(config, self.params)}
-        self.empty = self.programs["state"].compile()
+        (empty,) = (each for each in programs(config, self.params) if each.name == "state")
+        self.empty = empty.compile()
         sequences = np.zeros(config.sequences_shape, np.int32)
         pages = 1 + np.arange(rows * per_seq).reshape(rows, per_seq)
         sequences[:rows, sequence_state.PAGES : sequence_state.PAGES + per_seq] = pages
@@ -127,9 +128,11 @@ class Bench:
     def fresh_state(self) -> DeviceState:
         return self.empty()._replace(sequences=jnp.asarray(self.sequences))
 
-    def compile(self, parameters: Mapping[Key, tuned.Parameters]) -> Any:
-        with tuned.use(parameters):
-            return self.programs[f"step_{self.bucket.name}"].compile()
+    def compile(self, parameters: Mapping[Key, Parameters]) -> Any:
+        target = Target.here().with_tuned(parameters)
+        steps = programs(dataclasses.replace(self.config, target=target), self.params)
+        (step,) = (each for each in steps if each.name == f"step_{self.bucket.name}")
+        return step.compile()
 
     def time(self, program: Any, steps: int = 100, rounds: int = 5) -> float:
         """Microseconds per step: the least of some rounds."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -14,11 +14,15 @@ from jaxserve.api import (
     EngineLimits,
     EngineStatus,
     FinishReason,
+    Occupancy,
+    PagesView,
     PromptLogprobs,
     Request,
     Start,
+    StepView,
     TokenEvent,
     TokenLogprobs,
+    WaitingView,
 )
 from jaxserve.tokenizer import HfTokenizer
 
@@ -103,6 +107,8 @@ class FakeEngine:
         self.aborted = asyncio.Event()
         """Set when a sequence was given up before its end."""
         self.prefix_cache_resets = 0
+        self.steps: list[StepView] = []
+        self.waiting: list[WaitingView] = []
         self.phase = "serving"
         self.last_step_age = 0.0
         self._script = script
@@ -132,6 +138,19 @@ class FakeEngine:
             total_pages=100,
             last_step_age=self.last_step_age,
         )
+
+    def steps_since(self, number: int) -> list[StepView]:
+        return [step for step in self.steps if step.number > number]
+
+    def occupancy(self, max_pages: int) -> Occupancy | None:
+        del max_pages
+        pages = PagesView(
+            page_size=16, total=4, free=2, cached=1, stride=1, states=bytes((0, 1, 2, 3))
+        )
+        return Occupancy(pages, tuple(self.waiting))
+
+    def bucket_seconds(self) -> Mapping[str, Mapping[int, float]]:
+        return {"decode": {8: 0.004}, "mixed": {128: 0.02}}
 
     async def generate(self, request: Request) -> AsyncGenerator[list[TokenEvent]]:
         self.requests.append(request)

@@ -196,6 +196,7 @@ class Filling[Tree]:
             )
 
     def wait(self) -> None:
+        """Blocks until the leaf is complete on the device."""
         jax.block_until_ready(self._leaves)
 
     def tree(self) -> Tree:

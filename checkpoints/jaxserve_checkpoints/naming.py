@@ -60,10 +60,12 @@ class LeafSource:
 
     @property
     def axis(self) -> int:
+        """The axis along which the tensors are joined."""
         return self.rule.axis
 
     @property
     def transforms(self) -> tuple[Transform, ...]:
+        """What is done to the tensors, in order."""
         return self.rule.transforms
 
     @property
@@ -73,10 +75,12 @@ class LeafSource:
 
     @property
     def path(self) -> str:
+        """The part's path in the tree."""
         return self.part.path
 
     @property
     def leaf(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the part."""
         return self.part.leaf
 
 

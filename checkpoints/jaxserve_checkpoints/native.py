@@ -51,6 +51,7 @@ class Description:
     """The `checksum` of each tensor's bytes."""
 
     def to_json(self) -> str:
+        """Returns the JSON of the description's file."""
         content = {
             "format": FORMAT,
             "made_from": self.made_from,

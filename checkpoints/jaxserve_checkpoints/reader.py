@@ -89,9 +89,11 @@ class Checkpoint:
         return name in self._entries
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor, as the checkpoint has it."""
         return self._entry(name).shape
 
     def dtype(self, name: str) -> np.dtype[Any]:
+        """Returns the dtype of a tensor."""
         return self._entry(name).dtype
 
     @property
@@ -100,6 +102,7 @@ class Checkpoint:
         return max(self._entries.values(), key=lambda entry: entry.end - entry.start).dtype
 
     def nbytes(self, name: str) -> int:
+        """Returns the bytes of a tensor in its file."""
         entry = self._entry(name)
         return entry.end - entry.start
 

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -54,9 +55,11 @@ def resolve_model(
         return embedded_model()
     hub_id = names.get(model.lower(), model)
     if not _HUB_ID.fullmatch(hub_id):
+        known = (EMBEDDED_NAME, *names)
+        near = get_close_matches(model.lower(), known, n=1)
+        meant = f"; is {near[0]} meant?" if near else ""
         raise CheckpointError(
-            f"unknown model {model!r}: pass a folder, org/name, or one of "
-            f"{', '.join((EMBEDDED_NAME, *names))}"
+            f"unknown model {model!r}: pass a folder, org/name, or one of {', '.join(known)}{meant}"
         )
     cached = _snapshot(hub_id, revision, download_dir, offline=True)
     wanted = "tokenizer.json" if tokenizer else "config.json"
@@ -73,7 +76,11 @@ def resolve_model(
 
 
 def embedded_model() -> Path:
-    """Folder of the small model that ships inside this package."""
+    """Folder of the small model that ships inside this package.
+
+    Raises:
+      CheckpointError: a file of it is missing.
+    """
     folder = Path(str(importlib.resources.files("jaxserve_checkpoints"))) / "embedded"
     missing = [name for name in EMBEDDED_FILES if not (folder / name).is_file()]
     if missing:

@@ -21,9 +21,11 @@ class Transpose:
     """The last two axes change places: [..., a, b] becomes [..., b, a]."""
 
     def shape(self, shape: Shape) -> Shape:
+        """Returns the shape of `apply`'s result for an array of this shape."""
         return (*shape[:-2], shape[-1], shape[-2])
 
     def apply(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Returns the array transformed, a view where that is possible."""
         return array.swapaxes(-1, -2)
 
 

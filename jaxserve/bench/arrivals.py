@@ -30,10 +30,12 @@ class Segment(NamedTuple):
 
 
 def constant_rate(rate: float, seconds: float) -> list[Segment]:
+    """Requests per second that stay the same for so many seconds."""
     return [Segment(seconds, rate, rate)]
 
 
 def ramp(start: float, end: float, seconds: float) -> list[Segment]:
+    """Requests per second that go from one rate to another in a line."""
     return [Segment(seconds, start, end)]
 
 

@@ -41,14 +41,17 @@ class Record:
 
     @property
     def send_lag(self) -> float | None:
+        """Seconds from the intended to the real send time; None if nothing was sent."""
         return None if self.sent is None else self.sent - self.intended
 
     @property
     def ttft(self) -> float | None:
+        """Seconds from the intended send time to the first token; None without one."""
         return self.token_times[0] - self.intended if self.token_times else None
 
     @property
     def e2e(self) -> float | None:
+        """Seconds from the intended send time to the last token; None without one."""
         return self.token_times[-1] - self.intended if self.token_times else None
 
     @property

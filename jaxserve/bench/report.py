@@ -4,44 +4,80 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
 import matplotlib as mpl
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+import jaxserve
 from jaxserve.bench.tables import COMPARED
 
 mpl.use("svg")
-mpl.rcParams.update({"svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3})
+
+_COLOURS = {
+    "#0b8a7d": "decode",
+    "#c2660c": "chunk",
+    "#7c3aed": "shared",
+    "#b3261e": "bad",
+    "#5f84c4": "cached",
+    "#565d70": "soft",
+    "#000000": "ink",
+}
+"""Colours of the figures, and the variables of `theme.css` that take their places."""
+
+_THEME = Path(jaxserve.__file__).with_name("theme.css")
+
+mpl.rcParams.update(
+    {
+        "svg.fonttype": "none",
+        "font.size": 9,
+        "axes.grid": True,
+        "grid.alpha": 0.3,
+        "axes.prop_cycle": cycler(color=list(_COLOURS)[:-1]),
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.facecolor": "none",
+        "figure.facecolor": "none",
+        "legend.facecolor": "none",
+        "legend.edgecolor": "none",
+    }
+)
 
 _LOST = "lost"
 
 _PAGE = jinja2.Environment(autoescape=True).from_string("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>jaxserve bench</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
- body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 1rem }
- table { border-collapse: collapse; margin: 1rem 0 }
- td, th { padding: .2rem .8rem; text-align: right }
- th:first-child, td:first-child { text-align: left } tr:nth-child(even) { background: #f3f4f6 }
- .warning { color: #92400e } svg { max-width: 100%; height: auto } figure { margin: 1rem 0 }
+{{ theme | safe }}
+body { max-width: 68rem; margin: 0 auto; padding: 1.5rem 1rem 3rem }
+h1 { margin: 0; letter-spacing: -.02em } .card { margin: 1rem 0 }
+.card > h2 { font-size: 1.15rem } .scroll { overflow-x: auto }
+table { margin: .8rem 0; font-size: .92rem } svg { max-width: 100%; height: auto }
+svg text { font-family: var(--sans) !important; fill: var(--ink) } figure { margin: 1rem 0 0 }
 </style>
 <h1>jaxserve bench</h1>
-<p>Latencies count from the time at which each request was meant to be sent. Requests that were
-refused, failed, timed out or did not finish are misses in every percentage.</p>
-{% if overview %}<h2>Overview</h2>{% endif %}
-{% for figure in overview %}<figure>{{ figure | safe }}</figure>{% endfor %}
+<p class="soft">Latencies count from the time at which each request was meant to be sent. Requests
+that were refused, failed, timed out or did not finish are misses in every percentage.</p>
+{% if overview %}<section class="card"><h2>Overview</h2>
+{% for figure in overview %}<figure>{{ figure | safe }}</figure>{% endfor %}</section>{% endif %}
 {% for point in points %}
+<section class="card">
 <h2>{{ point.title }}</h2>
-<p>{{ point.about }}</p>
+<p class="soft">{{ point.about }}</p>
 {% for error in point.errors %}
 <p class="warning">{{ error.count }} requests: {{ error.example }}</p>
 {% endfor %}{% for warning in point.warnings %}<p class="warning">{{ warning }}</p>{% endfor %}
+<div class="scroll">
 <table><tr><th></th>{% for name in point.columns %}<th>{{ name }}</th>{% endfor %}</tr>
 {% for row in point.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}
-</table>
+</table></div>
 {% for figure in point.figures %}<figure>{{ figure | safe }}</figure>{% endfor %}
+</section>
 {% endfor %}
 </html>
 """)
@@ -56,7 +92,9 @@ def page(documents: Sequence[tuple[str, dict[str, Any]]]) -> str:
     ]
     overview = [_goodput(points), _matrix(points)] if len(points) > 1 else []
     return _PAGE.render(
-        overview=overview, points=[_section(title, point) for title, point in points]
+        theme=_THEME.read_text(encoding="utf-8"),
+        overview=overview,
+        points=[_section(title, point) for title, point in points],
     )
 
 
@@ -96,6 +134,8 @@ def _svg(width: float, height: float, draw: Callable[[Figure], None]) -> str:
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
     text = out.getvalue()
+    for colour, name in _COLOURS.items():
+        text = text.replace(f": {colour}", f": var(--{name})")
     return text[text.index("<svg") :]
 
 
@@ -208,7 +248,7 @@ def _matrix(points: Sequence[tuple[str, dict[str, Any]]]) -> str:
         for row, shares in enumerate(values):
             for column, value in enumerate(shares):
                 text = "-" if value != value else f"{value:.0f} %"
-                axes.text(column, row, text, ha="center", va="center", fontsize=9)
+                axes.text(column, row, text, ha="center", va="center", fontsize=9, color="#101010")
         axes.set_title("requests within their SLO, of all sent", fontsize=9)
 
     return _svg(7, 1.2 + 0.4 * len(points), draw)

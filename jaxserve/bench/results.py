@@ -46,6 +46,7 @@ def record_json(record: Record) -> dict[str, Any]:
 
 
 def sample_json(sample: Sample) -> dict[str, float]:
+    """Returns a reading of the server's metrics as the result file holds it."""
     return {"time": round(sample.time, 3), **sample.values}
 
 

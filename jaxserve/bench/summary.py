@@ -32,14 +32,20 @@ class Window(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """Length of the window, in seconds."""
         return self.end - self.start
 
     def holds(self, record: Record) -> bool:
+        """Whether a request that was meant to be sent then counts."""
         return self.start <= record.intended < self.end
 
 
 def stable_window(duration: float, warmup: float | None, cooldown: float | None) -> Window:
-    """What is left of the run without its filling and emptying: a tenth on each side by default."""
+    """What is left of the run without its filling and emptying: a tenth on each side by default.
+
+    Raises:
+      ValueError: warmup and cooldown leave nothing of the run.
+    """
     start = duration / 10 if warmup is None else warmup
     end = duration - (duration / 10 if cooldown is None else cooldown)
     if end <= start:

@@ -20,6 +20,7 @@ from jaxserve.config import KV_CACHE_DTYPES, POLICIES
 
 
 def add_plan_flags(add: AddArgument) -> None:
+    """Adds the flags of `jaxserve plan`."""
     add(
         "--gpu",
         choices=GPUS,
@@ -38,6 +39,7 @@ def add_plan_flags(add: AddArgument) -> None:
 
 
 def add_weight_flags(add: AddArgument, auto_dtype: str) -> None:
+    """Adds the flags that say how weights are held."""
     add(
         "--dtype",
         choices=("auto", "bfloat16", "float32"),
@@ -60,6 +62,7 @@ def add_weight_flags(add: AddArgument, auto_dtype: str) -> None:
 
 
 def add_engine_flags(add: AddArgument) -> None:
+    """Adds the flags of memory, shapes, scheduling and compiled programs."""
     add_weight_flags(add, "bfloat16 on a GPU, float32 on a CPU")
     add(
         "--keep-converted",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, override
 
 
@@ -45,16 +46,22 @@ class FlagParser(argparse.ArgumentParser):
     def _unknown(self, word: str, *, first: bool) -> str:
         if not word.startswith("-"):
             if first and self._commands:
-                return f"unknown command {word!r}; commands are {self._commands}"
+                names = [name for name in re.findall(r"\w+", self._commands) if name != "and"]
+                meant = _meant(word, names) or f"; commands are {self._commands}"
+                return f"unknown command {word!r}{meant}"
             return f"{word!r} belongs to no flag"
         name = word.partition("=")[0]
-        near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.7)
-        return f"unknown flag {name}" + (f"; is {near[0]} meant?" if near else "")
+        return f"unknown flag {name}{_meant(name, self._option_string_actions)}"
 
     @override
     def error(self, message: str) -> NoReturn:
         """Ends the process with status 2, without the pages of usage that would hide the line."""
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help lists all flags)\n")
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    return f"; is {near[0]} meant?" if near else ""
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

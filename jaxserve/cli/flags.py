@@ -33,6 +33,7 @@ MODEL_HELP = (
 
 
 def add_model_flags(add: AddArgument) -> None:
+    """Adds the flags that name a model and its files."""
     add(
         "--model",
         help=f"{MODEL_HELP} (default: the embedded demonstration model)",
@@ -62,14 +63,15 @@ def add_model_flags(add: AddArgument) -> None:
     add(
         "--default-chat-template-kwargs",
         type=template_variables,
-        help="chat_template_kwargs of chats that do not set them, as JSON, e.g. "
-        "'{\"enable_thinking\": false}' (default: none)",
+        help="variables of the chat template for chats that do not set chat_template_kwargs, as "
+        "JSON, e.g. '{\"enable_thinking\": false}' (default: none)",
     )
     add(
         "--load-format",
         choices=("auto", "dummy"),
         default="auto",
-        help="dummy makes seeded random weights on the device; a named model then needs no files",
+        help="where weights come from; dummy makes seeded random ones on the device, and a named "
+        "model then needs no files",
     )
     add_hub_flags(add)
     add(
@@ -81,6 +83,7 @@ def add_model_flags(add: AddArgument) -> None:
 
 
 def add_hub_flags(add: AddArgument) -> None:
+    """Adds the flags of downloads from the Hugging Face hub."""
     add(
         "--revision",
         help="branch, tag or commit on the Hugging Face hub (default: the hub's default branch)",
@@ -93,6 +96,7 @@ def add_hub_flags(add: AddArgument) -> None:
 
 
 def add_server_flags(add: AddArgument) -> None:
+    """Adds the flags of HTTP, limits, logs and traces."""
     add(
         "--host",
         default="127.0.0.1",
@@ -115,6 +119,12 @@ def add_server_flags(add: AddArgument) -> None:
         type=root_path,
         help="path such as /llm under which a proxy shows the server; routes answer with and "
         "without it (default: none)",
+    )
+    add(
+        "--ui",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="serve a chat at / and a view of the engine at /ui/engine",
     )
     add(
         "--max-num-queued-reqs",
@@ -198,14 +208,14 @@ def add_server_flags(add: AddArgument) -> None:
     add(
         "--tool-call-parser",
         choices=TOOL_CALL_PARSERS,
-        help="how the model writes tool calls, by vLLM's names; else as its chat template or its "
-        "architecture says. none: calls are text",
+        help="how the model writes tool calls, by vLLM's names; with none they stay text "
+        "(default: what the chat template or the architecture says)",
     )
     add(
         "--reasoning-parser",
         choices=REASONING_PARSERS,
-        help="how the model marks reasoning; else as its chat template or its tokenizer says. "
-        "none: reasoning is text",
+        help="how the model marks reasoning; with none it stays text "
+        "(default: what the chat template or the tokenizer says)",
     )
     add(
         "--enable-force-include-usage",
@@ -228,7 +238,7 @@ def add_server_flags(add: AddArgument) -> None:
         "--log-format",
         choices=FORMATS,
         default="text",
-        help="json: one object per line",
+        help="form of the log; json is one object per line",
     )
     add(
         "--enable-log-requests",
@@ -244,6 +254,7 @@ def add_server_flags(add: AddArgument) -> None:
 
 
 def add_access_flags(add: AddArgument) -> None:
+    """Adds the flags of keys, origins and certificates."""
     add(
         "--api-key",
         action="extend",

@@ -115,6 +115,8 @@ LORA = frozenset(
 
 
 class Translated(NamedTuple):
+    """A command line of vLLM or SGLang in our flags."""
+
     argv: list[str]
     without_effect: list[str]
     """Flags that were left out."""

@@ -34,6 +34,7 @@ class Options:
     port: int
     uds: Path | None
     root_path: str | None
+    ui: bool
     header_timeout: float
     write_timeout: float
     enable_force_include_usage: bool

@@ -143,7 +143,6 @@ def _engine_plan(options: Options, gpu: Gpu) -> EnginePlan:
 
     from jaxserve.startup.engine_plan import plan_engine  # imports jax
     from jaxserve.weights.model_source import find_model
-    from jaxserve_kernels import target
 
     if options.model in NAMED_MODELS:  # of a named model no file is needed
         options = replace(options, load_format="dummy")
@@ -160,9 +159,7 @@ def _engine_plan(options: Options, gpu: Gpu) -> EnginePlan:
         memory_stats=lambda: {"bytes_limit": limit},
         client=SimpleNamespace(platform_version="cuda"),
     )
-    capability = int(gpu.capability.replace(".", ""))
-    with target.use(target.Target("triton", compute_capability=capability)):
-        return plan_engine(options, find_model(options), device)
+    return plan_engine(options, find_model(options), device)
 
 
 def _per_token(planned: EnginePlan) -> int:
@@ -199,6 +196,13 @@ def _step(rows: int, weights: int, per_token: int, gpu: Gpu, quantization: str |
     )
 
 
+def _pace(step: Step) -> str:
+    if step.least_ms < 1:
+        return " under 1 ms: launching the step counts more"
+    times = f"{step.least_ms:7.2f} to {step.most_ms:.2f} ms"
+    return f"{times}, {1e3 / step.most_ms:.0f} to {1e3 / step.least_ms:.0f} tokens/s each"
+
+
 def _lines(found: Estimate, options: Options) -> list[str]:
     gib = 2**30
     cut = "" if found.max_model_len == found.model_max_len else " (what fits)"
@@ -213,11 +217,9 @@ def _lines(found: Estimate, options: Options) -> list[str]:
         f"sequences at once {found.max_num_seqs:8,}",
     ]
     lines += [f"  of {length:,} tokens each: {count:,}" for length, count in found.streams.items()]
-    lines += ["", f"decode step, {_CONTEXT:,} tokens of context each, in milliseconds:"]
+    lines += ["", f"decode step, {_CONTEXT:,} tokens of context each:"]
     lines += [
-        f"  {step.sequences:4} sequences: {step.least_ms:7.2f} to {step.most_ms:.2f}"
-        if step.least_ms >= 1
-        else f"  {step.sequences:4} sequences:  under 1: launching the step counts more"
+        f"  {step.sequences:4} sequence{'s' if step.sequences > 1 else ' '} {_pace(step)}"
         for step in found.steps
     ]
     measured = "Steps were measured on such a GPU" if found.measured else "Never run on such a GPU"

@@ -118,7 +118,8 @@ async def _serve_until(
     engine = _make_engine(options, source, metrics, timeline, imported)
     config, tls = server_config(options, source), tls_context(options)
     tracing = _tracing(options, source)
-    runner = make_runner(make_app(engine, source.tokenizer, config, metrics, tracing))
+    app = make_app(engine, source.tokenizer, config, metrics, tracing, timeline.spans)
+    runner = make_runner(app)
     reloading = asyncio.ensure_future(reload_when_changed(tls, options)) if tls else None
     await runner.setup()
     try:
@@ -248,8 +249,9 @@ def _greet(url: str, model: str, config: ServerConfig) -> None:
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
     key = "-H 'Authorization: Bearer KEY' " if config.api_key_digests else ""
     through = f"--unix-socket {config.uds} " if config.uds is not None else ""
+    page = f"  {url}/ in a browser, or\n\n" if config.ui and config.uds is None else ""
     text = (
-        f"\njaxserve is ready: {model} at {url}/v1\n\n"
+        f"\njaxserve is ready: {model} at {url}/v1\n\n{page}"
         f"  curl {through}{url}/v1/chat/completions {key}-H 'Content-Type: application/json' \\\n"
         f"    -d '{body}'\n\n"
     )
@@ -272,7 +274,7 @@ async def _drain(engine: AsyncEngine[Pending], timeout: float) -> None:
     """Refuse what is new, let what runs finish for up to `timeout` seconds."""
     engine.drain()
     log.info(
-        "stopping: %d answers get up to %g s to finish (again to stop at once)",
+        "stopping: %d running answers get up to %g s to finish; signal again to stop at once",
         *(engine.num_streams, timeout),
     )
     deadline = asyncio.get_running_loop().time() + timeout

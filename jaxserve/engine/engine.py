@@ -11,16 +11,18 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 
 from jaxserve.api import (
     EngineFailed,
     EngineLimits,
     EngineStatus,
+    Occupancy,
     Overloaded,
     ReaderTooSlow,
     Rejected,
     Request,
+    StepView,
     TokenEvent,
 )
 from jaxserve.engine.inbox import Abort, Inbox, ResetPrefixCache, Submit
@@ -77,6 +79,7 @@ class AsyncEngine[P]:
 
     @property
     def limits(self) -> EngineLimits:
+        """See `api.Engine.limits`."""
         return self._limits
 
     async def start(self) -> None:
@@ -112,6 +115,7 @@ class AsyncEngine[P]:
         return len(self._streams)
 
     def status(self) -> EngineStatus:
+        """See `api.Engine.status`."""
         scheduler = self._steps.scheduler if self._steps else None
         phase = "draining" if self._draining and self._phase == "serving" else self._phase
         return EngineStatus(
@@ -127,7 +131,12 @@ class AsyncEngine[P]:
         )
 
     async def generate(self, request: Request) -> AsyncGenerator[list[TokenEvent]]:
-        """See `api.Engine.generate`."""
+        """See `api.Engine.generate`.
+
+        Raises:
+          Rejected: a request with this id is not finished.
+          Overloaded: the server is starting or shutting down.
+        """
         self._check_accepting()
         if request.id in self._streams:
             raise Rejected(f"a request with the id {request.id!r} is not finished")
@@ -155,6 +164,19 @@ class AsyncEngine[P]:
             raise Overloaded(f"the server is starting ({self._phase})", retry_after=5.0)
         if self._draining:
             raise Overloaded("the server is shutting down", retry_after=30.0)
+
+    def steps_since(self, number: int) -> list[StepView]:
+        """See `api.Engine.steps_since`."""
+        steps = self._steps
+        return steps.recent.since(number, steps.scheduler.expected_seconds) if steps else []
+
+    def occupancy(self, max_pages: int) -> Occupancy | None:
+        """See `api.Engine.occupancy`."""
+        return self._steps.scheduler.occupancy(max_pages) if self._steps else None
+
+    def bucket_seconds(self) -> Mapping[str, Mapping[int, float]]:
+        """See `api.Engine.bucket_seconds`."""
+        return self._steps.scheduler.bucket_seconds() if self._steps else {}
 
     def reset_prefix_cache(self) -> None:
         """See `api.Engine.reset_prefix_cache`. Takes effect before the next step is planned."""

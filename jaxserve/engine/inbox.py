@@ -11,15 +11,19 @@ from jaxserve.api import Request
 
 
 class Submit(NamedTuple):
+    """A new request."""
+
     request: Request
 
 
 class Abort(NamedTuple):
+    """A request whose client is gone."""
+
     request_id: str
 
 
 class ResetPrefixCache(NamedTuple):
-    pass
+    """Forget all cached prefixes."""
 
 
 type Command = Submit | Abort | ResetPrefixCache
@@ -41,9 +45,11 @@ class Inbox:
 
     @property
     def closed(self) -> bool:
+        """Whether the engine is asked to stop."""
         return self._closed
 
     def send(self, command: Command) -> None:
+        """Puts a message in and wakes the engine thread. Called by any thread."""
         self._commands.append(command)
         self._wake.set()
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from jaxserve.api import EngineFailed, FinishReason, Overloaded, Rejected, Request, TokenEvent
 from jaxserve.engine.inbox import Abort, Inbox, ResetPrefixCache, Submit
+from jaxserve.engine.recent_steps import RecentSteps
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.plan import Sampled, StepPlan
 from jaxserve.scheduler import Scheduler
@@ -69,6 +70,7 @@ class StepLoop[P]:
         self._metrics = metrics
         self._preemptions = self._prompt_tokens = 0
         self._clock = StepClock()
+        self.recent = RecentSteps()
         self._idle = True
         self._last_step = time.monotonic()
 
@@ -97,8 +99,10 @@ class StepLoop[P]:
                 self._runner.collect(in_flight[1])
 
     def _rest(self) -> None:
-        """Wait for a command. After `_QUIET` seconds, check the scheduler's accounts once."""
+        """Wait for a command. After `_QUIET` seconds, check the scheduler's accounts once, and let
+        the last steps go."""
         if not self._inbox.wait(_QUIET):
+            self.recent.forget()
             _check_accounts(self.scheduler)
             self._inbox.wait()
 
@@ -161,6 +165,7 @@ class StepLoop[P]:
         began = time.perf_counter()
         sampled = self._runner.collect(pending)
         took = self._clock.took(began, time.perf_counter())
+        self.recent.add(plan, took, self._metrics.last_step)
         correction = None if took is None else self.scheduler.learn(plan, took)
         if correction is not None:
             self._metrics.observe_correction(*correction)

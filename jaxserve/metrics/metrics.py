@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
+from typing import NamedTuple
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.samples import Sample
 
 from jaxserve.api import EngineStatus, Start
 from jaxserve.metrics.families import (
@@ -18,6 +28,38 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 MAX_IGNORED_NAMES = 64
 """The most ignored parameters with a series of their own. Clients choose the names."""
+
+
+class Distribution(NamedTuple):
+    """A histogram as it stands."""
+
+    bounds: tuple[float, ...]
+    """Increasing upper bounds in seconds, the last one infinite."""
+    counts: tuple[int, ...]
+    """Observations of at most each bound."""
+
+
+class Figures(NamedTuple):
+    """Totals since the start, for people who watch."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    looked_up: int
+    """Prompt tokens looked up in the prefix cache."""
+    found: int
+    """Of those, found."""
+    preemptions: int
+    ttft: Distribution
+    tpot: Distribution
+
+
+class StepSize(NamedTuple):
+    """The compiled shape that a step ran in."""
+
+    kind: str
+    """`decode` or `mixed`; empty before the first step."""
+    bucket: int
+    late: bool
 
 
 class Metrics:
@@ -37,10 +79,29 @@ class Metrics:
         text = "Between two tokens of one sequence"
         names = itl if legacy else itl[:1]
         self._itl = TokenHistogram(names, text, ITL, self._labels, self._registry)
+        self.last_step = StepSize("", 0, late=False)
+        """Of the step that was reported last."""
 
     def exposition(self) -> bytes:
         """Returns all metrics as text of type CONTENT_TYPE."""
         return generate_latest(self._registry)
+
+    def tokens(self) -> tuple[int, int]:
+        """Returns the prompt tokens and the generated tokens since the start."""
+        return int(_total(self._engine.prompt_tokens)), int(_total(self._engine.generation_tokens))
+
+    def figures(self) -> Figures:
+        """Returns totals since the start; takes about a tenth of a millisecond."""
+        prompt, generated = self.tokens()
+        return Figures(
+            prompt_tokens=prompt,
+            generated_tokens=generated,
+            looked_up=int(_total(self._requests.prefix_queries)),
+            found=int(_total(self._requests.prefix_hits)),
+            preemptions=int(_total(self._engine.preemptions)),
+            ttft=_distribution(self._requests.ttft),
+            tpot=_distribution(self._requests.tpot),
+        )
 
     # Called by the server.
 
@@ -106,6 +167,8 @@ class Metrics:
         self._requests.open_answers.set(count)
 
     def parameter_ignored(self, name: str) -> None:
+        """Count a request field without effect; beyond MAX_IGNORED_NAMES names it counts as
+        `other`."""
         if len(self._ignored_names) < MAX_IGNORED_NAMES:
             self._ignored_names.add(name)
         shown = name if name in self._ignored_names else "other"
@@ -122,6 +185,7 @@ class Metrics:
         self._grammar.compile_time.observe(seconds)
 
     def set_grammars(self, count: int) -> None:
+        """Report how many compiled grammars there are."""
         self._grammar.processes.set(count)
 
     def count_grammar_limit(self, cause: str) -> None:
@@ -129,6 +193,7 @@ class Metrics:
         self._grammar.limits.labels(cause=cause).inc()
 
     def count_grammar_server_restart(self) -> None:
+        """Count a restart of the process that compiles grammars."""
         self._grammar.restarts.inc()
 
     # Called by the engine.
@@ -158,6 +223,7 @@ class Metrics:
     ) -> None:
         """Report a step that computed `used` of the `padded` rows or tokens of its bucket. `late`:
         it was launched after the previous step had ended."""
+        self.last_step = StepSize(kind, bucket, late)
         self._engine.steps.labels(kind=kind, bucket=str(bucket)).observe(seconds)
         self._engine.padding.labels(kind=kind).observe(1.0 - used / padded)
         self._engine.step_tokens.observe(used)
@@ -182,6 +248,7 @@ class Metrics:
         self._engine.shed.inc()
 
     def count_preemption(self) -> None:
+        """Count a sequence that gave its pages back."""
         self._engine.preemptions.inc()
 
     def observe_preemptions(self, times: int) -> None:
@@ -203,6 +270,7 @@ class Metrics:
         self._engine.prefill_time.observe(start.prefill)
 
     def set_cache_info(self, *, page_size: int, num_pages: int) -> None:
+        """Report tokens per page and pages of the KV cache."""
         info = Gauge(
             "vllm:cache_config_info",
             "Geometry of the KV cache; the value is 1",
@@ -227,3 +295,22 @@ class Metrics:
     def set_startup(self, phase: str, seconds: float) -> None:
         """Report the seconds of a start-up phase; `total` is from process start to ready."""
         self._engine.startup.labels(phase=phase).set(seconds)
+
+
+def _samples(family: Counter | Histogram, suffix: str) -> list[Sample]:
+    return [
+        sample
+        for metric in family.collect()
+        for sample in metric.samples
+        if sample.name.endswith(suffix)
+    ]
+
+
+def _total(counter: Counter) -> float:
+    return sum(sample.value for sample in _samples(counter, "_total"))
+
+
+def _distribution(histogram: Histogram) -> Distribution:
+    samples = _samples(histogram, "_bucket")
+    bounds = tuple(float(sample.labels["le"]) for sample in samples)
+    return Distribution(bounds, tuple(int(sample.value) for sample in samples))

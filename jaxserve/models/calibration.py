@@ -13,10 +13,10 @@ from jax import Array
 from jaxserve.model_spec import LayerSpec, ModelSpec
 from jaxserve.models.decoder import Layer, Params, layer_views
 from jaxserve.models.rope import rope_tables
-from jaxserve_kernels import target
 from jaxserve_kernels.add_rms_norm import rms_norm
 from jaxserve_kernels.attention_inputs.reference import HeadWeights, heads_of
 from jaxserve_kernels.matmul import gated_linear, linear, sum_parts, take_rows
+from jaxserve_kernels.target import REFERENCE
 from jaxserve_kernels.weights.awq import InputStatistics, statistics
 
 
@@ -60,26 +60,26 @@ def run_layer(
     Returns what comes out, and what each matrix took in.
     """
     tokens, attention = x.shape[0], spec.attention
-    with target.use(target.Target("reference")):
-        attention_in = rms_norm(x, layer.attention_norm, eps)
-        q, k, v = heads_of(
-            linear(attention_in, layer.qkv),
-            HeadWeights(layer.q_norm, layer.k_norm, layer.qkv_bias),
-            rope_tables(attention, jnp.arange(tokens)),
-            kv_heads=attention.kv_heads,
-            eps=eps,
-            dtype=x.dtype,
-        )
-        wide = (each.astype(jnp.float32) for each in (q, k, v))
-        attended = jax.nn.dot_product_attention(*wide, is_causal=True)
-        attended = attended.astype(x.dtype).reshape(tokens, -1)
-        x = x + sum_parts(linear(attended, layer.out, bias=layer.out_bias), x.dtype)
-        mlp_in = rms_norm(x, layer.mlp_norm, eps)
-        gated = gated_linear(
-            mlp_in,
-            layer.gate_up,
-            bias=layer.gate_up_bias,
-            activation=spec.feed_forward.activation,
-        )
-        x = x + sum_parts(linear(gated, layer.down, bias=layer.down_bias), x.dtype)
+    attention_in = rms_norm(x, layer.attention_norm, eps)
+    q, k, v = heads_of(
+        linear(attention_in, layer.qkv, target=REFERENCE),
+        HeadWeights(layer.q_norm, layer.k_norm, layer.qkv_bias),
+        rope_tables(attention, jnp.arange(tokens)),
+        kv_heads=attention.kv_heads,
+        eps=eps,
+        dtype=x.dtype,
+    )
+    wide = (each.astype(jnp.float32) for each in (q, k, v))
+    attended = jax.nn.dot_product_attention(*wide, is_causal=True)
+    attended = attended.astype(x.dtype).reshape(tokens, -1)
+    x = x + sum_parts(linear(attended, layer.out, bias=layer.out_bias, target=REFERENCE), x.dtype)
+    mlp_in = rms_norm(x, layer.mlp_norm, eps)
+    gated = gated_linear(
+        mlp_in,
+        layer.gate_up,
+        bias=layer.gate_up_bias,
+        activation=spec.feed_forward.activation,
+        target=REFERENCE,
+    )
+    x = x + sum_parts(linear(gated, layer.down, bias=layer.down_bias, target=REFERENCE), x.dtype)
     return x, LayerInputs(attention_in, attended, mlp_in, gated)

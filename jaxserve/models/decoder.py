@@ -31,6 +31,7 @@ from jaxserve_kernels.matmul import (
     take_rows,
     token_format,
 )
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Weight
 
 type Caches = tuple[KV, ...]
@@ -145,7 +146,13 @@ def abstract_attended(spec: ModelSpec, dtype: DTypeLike, tokens: int) -> Attende
 
 
 def forward(
-    params: Params, kv: Caches, tokens: StepTokens, spec: ModelSpec, *, tile_size: int
+    params: Params,
+    kv: Caches,
+    tokens: StepTokens,
+    spec: ModelSpec,
+    *,
+    tile_size: int,
+    target: Target,
 ) -> tuple[Attended, Caches]:
     """Run a step's tokens through the decoder and store their keys and values.
 
@@ -160,7 +167,16 @@ def forward(
     x, normed, tables = _begin(params, tokens, spec)
     layers = layer_views(params.layers)
     x, normed, kv = _run_layers(
-        layers[:-1], _next_norms(layers), x, normed, kv, tables, tokens, spec, tile_size=tile_size
+        layers[:-1],
+        _next_norms(layers),
+        x,
+        normed,
+        kv,
+        tables,
+        tokens,
+        spec,
+        tile_size=tile_size,
+        target=target,
     )
     index = len(layers) - 1
     own = tables[table_of_layer(spec, index)]
@@ -170,18 +186,23 @@ def forward(
             spec.cache_places[index],
             *(normed, kv, own, tokens, spec),
             tile_size=tile_size,
+            target=target,
         )
-    return Attended(x, attended), _end_step(kv, tokens, tile_size=tile_size)
+    return Attended(x, attended), _end_step(kv, tokens, tile_size=tile_size, target=target)
 
 
-def finish(params: Params, tokens: Attended, spec: ModelSpec) -> Array:
+def finish(params: Params, tokens: Attended, spec: ModelSpec, *, target: Target) -> Array:
     """Hidden states after the final norm [tokens, embed]."""
     layers = layer_views(params.layers)
     with jax.named_scope(f"layer_{len(layers) - 1}"):
-        return plain(_feed_forward(layers[-1], Norm(params.final_norm), *tokens, spec)[1])
+        return plain(
+            _feed_forward(layers[-1], Norm(params.final_norm), *tokens, spec, target=target)[1]
+        )
 
 
-def decode(params: Params, kv: Caches, tokens: StepTokens, spec: ModelSpec) -> tuple[Array, Caches]:
+def decode(
+    params: Params, kv: Caches, tokens: StepTokens, spec: ModelSpec, *, target: Target
+) -> tuple[Array, Caches]:
     """`forward` and `finish` of tokens that are each the next one of their sequence.
 
     Returns:
@@ -191,8 +212,10 @@ def decode(params: Params, kv: Caches, tokens: StepTokens, spec: ModelSpec) -> t
     layers = functools.partial(_decode_layers, spec=spec)
     read = as_read(params.layers, tokens.ids.shape[0])  # a chain keeps what no kernel reads
     # A decode step is too short to wait for the start of each kernel.
-    normed, kv = chain.call(layers, read, params.final_norm, x, normed, kv, tables, tokens)
-    return normed, _end_step(kv, tokens, tile_size=1)
+    normed, kv = chain.call(
+        layers, read, params.final_norm, x, normed, kv, tables, tokens, target=target
+    )
+    return normed, _end_step(kv, tokens, tile_size=1, target=target)
 
 
 def _begin(
@@ -215,11 +238,14 @@ def _decode_layers(
     tokens: StepTokens,
     *,
     spec: ModelSpec,
+    target: Target,
 ) -> tuple[Array, Caches]:
     """All layers on x [tokens, embed], which comes with its norm: the final norm, and the cache."""
     layers = layer_views(stack)
     next_norms = [*_next_norms(layers), Norm(final_norm)]
-    _, last, kv = _run_layers(layers, next_norms, x, normed, kv, tables, tokens, spec, tile_size=1)
+    _, last, kv = _run_layers(
+        layers, next_norms, x, normed, kv, tables, tokens, spec, tile_size=1, target=target
+    )
     return plain(last), kv
 
 
@@ -239,13 +265,24 @@ def _run_layers(
     spec: ModelSpec,
     *,
     tile_size: int,
+    target: Target,
 ) -> tuple[Array, Normed, Caches]:
     """The first layers one after the other; see `decoder_layer`."""
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
         with jax.named_scope(f"layer_{index}"):
             own, place = tables[table_of_layer(spec, index)], spec.cache_places[index]
             x, normed, kv = decoder_layer(
-                layer, next_norm, place, x, normed, kv, own, tokens, spec, tile_size=tile_size
+                layer,
+                next_norm,
+                place,
+                x,
+                normed,
+                kv,
+                own,
+                tokens,
+                spec,
+                tile_size=tile_size,
+                target=target,
             )
     return x, normed, kv
 
@@ -262,11 +299,14 @@ def decoder_layer(
     spec: ModelSpec,
     *,
     tile_size: int,
+    target: Target,
 ) -> tuple[Array, Normed, Caches]:
     """The layer whose cache is at `place` on x [tokens, embed], which comes with its norm and
     leaves with the next one's: x, normed, and the caches."""
-    attended, kv = _attend(layer, place, normed, kv, tables, tokens, spec, tile_size=tile_size)
-    return *_feed_forward(layer, next_norm, x, attended, spec), kv
+    attended, kv = _attend(
+        layer, place, normed, kv, tables, tokens, spec, tile_size=tile_size, target=target
+    )
+    return *_feed_forward(layer, next_norm, x, attended, spec, target=target), kv
 
 
 def _attend(
@@ -279,11 +319,12 @@ def _attend(
     spec: ModelSpec,
     *,
     tile_size: int,
+    target: Target,
 ) -> tuple[Array, Caches]:
     """The heads' results [tokens, q_size], and the caches."""
     group = place.group
     attended, cache = attend(
-        linear(normed, layer.qkv),
+        linear(normed, layer.qkv, target=target),
         kv[group],
         place.layer,
         HeadWeights(layer.q_norm, layer.k_norm, layer.qkv_bias),
@@ -293,37 +334,40 @@ def _attend(
         tile_size=tile_size,
         dtype=layer.attention_norm.dtype,
         window=spec.cache_groups[group].window,
+        target=target,
     )
     kv = (*kv[:group], cache, *kv[group + 1 :])
     return attended.reshape(normed.shape[0], -1), kv
 
 
-def _end_step(kv: Caches, tokens: StepTokens, *, tile_size: int) -> Caches:
+def _end_step(kv: Caches, tokens: StepTokens, *, tile_size: int, target: Target) -> Caches:
     """What is left to do in the caches when all layers have attended."""
     pairs = zip(kv, tokens.places, strict=True)
-    return tuple(end_step(cache, places, tile_size=tile_size) for cache, places in pairs)
+    return tuple(
+        end_step(cache, places, tile_size=tile_size, target=target) for cache, places in pairs
+    )
 
 
 def _feed_forward(
-    layer: Layer, next_norm: Norm, x: Array, attended: Array, spec: ModelSpec
+    layer: Layer, next_norm: Norm, x: Array, attended: Array, spec: ModelSpec, *, target: Target
 ) -> tuple[Array, Normed]:
     """What follows a layer's attention: x, and x with the next norm."""
     activation, bias = spec.feed_forward.activation, layer.gate_up_bias
-    x, out = add_linear(x, attended, layer.out, bias=layer.out_bias)
+    x, out = add_linear(x, attended, layer.out, bias=layer.out_bias, target=target)
     form = token_format(
-        layer.gate_up, x.shape[0], x.dtype, gated=bias is None, activation=activation
+        layer.gate_up, x.shape[0], x.dtype, gated=bias is None, activation=activation, target=target
     )
-    x, normed = add_rms_norm(x, out, layer.mlp_norm, spec.norm_eps, form)
-    gated = gated_linear(normed, layer.gate_up, bias=bias, activation=activation)
-    x, update = add_linear(x, gated, layer.down, bias=layer.down_bias)
-    form = token_format(next_norm.reader, x.shape[0], x.dtype)
-    return add_rms_norm(x, update, next_norm.weight, spec.norm_eps, form)
+    x, normed = add_rms_norm(x, out, layer.mlp_norm, spec.norm_eps, form, target=target)
+    gated = gated_linear(normed, layer.gate_up, bias=bias, activation=activation, target=target)
+    x, update = add_linear(x, gated, layer.down, bias=layer.down_bias, target=target)
+    form = token_format(next_norm.reader, x.shape[0], x.dtype, target=target)
+    return add_rms_norm(x, update, next_norm.weight, spec.norm_eps, form, target=target)
 
 
-def logits(params: Params, hidden: Array) -> Array:
+def logits(params: Params, hidden: Array, *, target: Target) -> Array:
     """Scores of the next token: hidden [rows, embed] to float32 [rows, vocab]."""
     head = params.embedding if params.lm_head is None else params.lm_head
-    return sum_parts(linear(hidden, head, jnp.float32), jnp.float32)
+    return sum_parts(linear(hidden, head, jnp.float32, target=target), jnp.float32)
 
 
 def layer_views(layers: tuple[Layer, ...] | Layer) -> tuple[Layer, ...]:

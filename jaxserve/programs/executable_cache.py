@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from jaxserve_kernels import chain, records, target
+from jaxserve_kernels import chain, records
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Program:
         try:
             return self._lowered().compile(dict(self.compiler_options))
         except jax.errors.JaxRuntimeError as error:
-            if target.current().implementation != "triton" or records.hold_source():
+            if jax.default_backend() != "gpu" or records.hold_source():
                 raise
             log.warning("%s is compiled again, with PTX in every call: %s", self.name, error)
             with records.with_source():
@@ -112,7 +112,7 @@ class ExecutableCache:
     def load(self, program: Program) -> Executable:
         """Returns the program's executable. Raises Unusable if there is none that may be used."""
         payload = self._read(program)
-        if target.current().implementation == "triton":
+        if jax.default_backend() == "gpu":
             chain.register()
         try:
             blob, in_tree, out_tree = pickle.loads(payload)

@@ -47,6 +47,7 @@ def program_key(
         "python": ".".join(map(str, sys.version_info[:2])),
         "platform": " ".join(device.client.platform_version.split()),
         "device": device.device_kind,
+        "target": dataclasses.asdict(config.target),
         "processor": _processor() if device.platform == "cpu" else platform.machine(),
         "driver": _driver() if device.platform == "gpu" else "",
         "ptxas": (ptxas.version() or "") if device.platform == "gpu" else "",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from jaxserve.runner.batch import Bucket
 from jaxserve.runner.step import DeviceState, run_step
 from jaxserve_kernels.kv_format import AUTO, CacheShape, KVFormat, has_scales, largest_magnitudes
 from jaxserve_kernels.sampler import SlotTables
+from jaxserve_kernels.target import Target
 
 FLUSH_UPDATES = 4096
 """State changes that one call of the flush program holds."""
@@ -45,7 +46,7 @@ LARGEST_MAGNITUDES = "kv_largest_"
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerConfig:
-    """All settings that compiled steps depend on, except the device."""
+    """All settings that compiled steps depend on."""
 
     spec: ModelSpec
     cache: CacheConfig
@@ -57,6 +58,8 @@ class RunnerConfig:
     tile_size: int
     """Query tokens of one sequence that attention processes together."""
     kv_format: KVFormat = AUTO
+    target: Target = field(default_factory=Target.here)
+    """What the steps are traced for."""
 
     @property
     def pages_per_seq(self) -> int:
@@ -130,7 +133,11 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
 
     def step(bucket: Bucket) -> Program:
         function = functools.partial(
-            run_step, spec=config.spec, bucket=bucket, sampled_vocab=config.sampled_vocab
+            run_step,
+            spec=config.spec,
+            bucket=bucket,
+            sampled_vocab=config.sampled_vocab,
+            target=config.target,
         )
         packed = _abstract((bucket.packed_size,), jnp.int32)
         return Program(
@@ -179,6 +186,7 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
             spec=config.spec,
             rows=config.scheduler.max_num_seqs,
             sampled_vocab=config.sampled_vocab,
+            target=config.target,
         ),
     ]
 

@@ -23,6 +23,7 @@ from jaxserve.models import decoder
 from jaxserve.plan import StepPlan
 from jaxserve.programs.executable_cache import Executable, Program
 from jaxserve_kernels.sampler import score
+from jaxserve_kernels.target import Target
 
 _SCORE = "prompt_scores"
 """The program's name."""
@@ -38,6 +39,7 @@ def compute(
     *,
     spec: ModelSpec,
     sampled_vocab: int,
+    target: Target,
 ) -> Array:
     """Scores of tokens after those of a step.
 
@@ -52,8 +54,10 @@ def compute(
     def bits(x: Array) -> Array:
         return lax.bitcast_convert_type(x, jnp.int32)
 
-    logits = decoder.logits(params, decoder.finish(params, attended.of(wanted[0]), spec))
-    scores = score(logits, wanted[1], vocab=sampled_vocab, alternatives=MAX_LOGPROBS)
+    logits = decoder.logits(
+        params, decoder.finish(params, attended.of(wanted[0]), spec, target=target), target=target
+    )
+    scores = score(logits, wanted[1], vocab=sampled_vocab, alternatives=MAX_LOGPROBS, target=target)
     columns = [
         bits(scores.logprob)[:, None],
         scores.rank[:, None],
@@ -64,7 +68,13 @@ def compute(
 
 
 def program(
-    params: Any, attended: decoder.Attended, *, spec: ModelSpec, rows: int, sampled_vocab: int
+    params: Any,
+    attended: decoder.Attended,
+    *,
+    spec: ModelSpec,
+    rows: int,
+    sampled_vocab: int,
+    target: Target,
 ) -> Program:
     """Returns the program of `PromptScorer`.
 
@@ -74,7 +84,7 @@ def program(
     """
     return Program(
         name=_SCORE,
-        function=functools.partial(compute, spec=spec, sampled_vocab=sampled_vocab),
+        function=functools.partial(compute, spec=spec, sampled_vocab=sampled_vocab, target=target),
         arguments=(params, attended, jax.ShapeDtypeStruct((2, rows), jnp.int32)),
     )
 

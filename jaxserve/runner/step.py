@@ -29,6 +29,7 @@ from jaxserve_kernels.sampler import (
     SlotTables,
     sample,
 )
+from jaxserve_kernels.target import Target
 
 
 class DeviceState(NamedTuple):
@@ -62,6 +63,7 @@ def run_step(
     spec: ModelSpec,
     bucket: Bucket,
     sampled_vocab: int,
+    target: Target,
 ) -> DeviceState:
     """Computes a packed plan.
 
@@ -78,12 +80,14 @@ def run_step(
     tokens = _locate(inputs, sequences, groups=len(state.kv), page_size=page_size(state.kv[0]))
     kept = state.attended
     if bucket.kind == "mixed":
-        attended, kv = decoder.forward(params, state.kv, tokens, spec, tile_size=bucket.tile_size)
-        hidden = decoder.finish(params, attended.of(inputs.row_last), spec)
+        attended, kv = decoder.forward(
+            params, state.kv, tokens, spec, tile_size=bucket.tile_size, target=target
+        )
+        hidden = decoder.finish(params, attended.of(inputs.row_last), spec, target=target)
         kept = jax.tree.map(_overwritten, kept, attended)
     else:  # each token is the last of its row
-        hidden, kv = decoder.decode(params, state.kv, tokens, spec)
-    scores = decoder.logits(params, hidden)
+        hidden, kv = decoder.decode(params, state.kv, tokens, spec, target=target)
+    scores = decoder.logits(params, hidden, target=target)
     rows = _row_sampling(inputs, sequences)
     wanted = (inputs.row_flags & ROW_LOGPROBS) != 0
     chosen, logprobs, tables = sample(
@@ -94,6 +98,7 @@ def run_step(
         wanted,
         vocab=sampled_vocab,
         alternatives=MAX_LOGPROBS,
+        target=target,
     )
 
     padding_slot = sequences.shape[0] - 1

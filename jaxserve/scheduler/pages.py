@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+from jaxserve.api import PageState
+
 
 class OutOfPages(RuntimeError):
     """Fewer pages are free than were requested. Callers check `num_free` first."""
@@ -105,6 +107,24 @@ class PagePool:
         lost, wrong, or not wanted."""
         self._hash_of.clear()
         self._page_of.clear()
+
+    @property
+    def num_cached(self) -> int:
+        """Free pages whose content can be found. Callable from any thread; linear in the pages."""
+        return sum(map(self._free.__contains__, list(self._hash_of)))
+
+    def states(self, stride: int) -> bytes:
+        """Returns a `PageState` for the first page and every `stride`-th one after it. Callable
+        from any thread; pages that change meanwhile are as before or as after."""
+        published = self._hash_of
+        return bytes(
+            (PageState.SHARED if holders > 1 else PageState.HELD)
+            if holders
+            else (PageState.CACHED if page in published else PageState.FREE)
+            for page, holders in zip(
+                range(1, self.num_total + 1, stride), self._holders[1::stride], strict=True
+            )
+        )
 
     def holders(self, page: int) -> int:
         return self._holders[page]

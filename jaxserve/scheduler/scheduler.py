@@ -6,11 +6,12 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from jaxserve.api import (
     DeadlineMissed,
     FinishReason,
+    Occupancy,
     Overloaded,
     Rejected,
     Request,
@@ -25,6 +26,7 @@ from jaxserve.scheduler.deadlines import waiting_queue
 from jaxserve.scheduler.guided import Guided
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager
 from jaxserve.scheduler.learned_times import Correction
+from jaxserve.scheduler.occupancy import occupancy
 from jaxserve.scheduler.pages import PagePool
 from jaxserve.scheduler.preemption import choose_victim
 from jaxserve.scheduler.rows import admission, chunk_row, decode_row
@@ -85,6 +87,7 @@ class Scheduler:
         self._config = config
         self._cache = cache
         self._clock = clock
+        self._times = times
         self._page_size = cache.page_size
         self._kv_cache = KVCacheManager(config, cache)
         context = config.max_chunk_context
@@ -420,6 +423,20 @@ class Scheduler:
         self._kv_cache.forget()
         found, self._uncommitted = self._uncommitted, []
         return found + [TokenEvent(seq.request_id, None, FinishReason.ERROR) for seq in failed]
+
+    def expected_seconds(self, plan: StepPlan) -> float | None:
+        """Returns a step's duration by the times measured at the start; None without them."""
+        return self._times.of(plan) if self._times else None
+
+    def bucket_seconds(self) -> Mapping[str, Mapping[int, float]]:
+        """Returns the times measured at the start by kind and size of bucket, in seconds."""
+        times = self._times
+        return {"decode": times.decode, "mixed": times.mixed} if times else {}
+
+    def occupancy(self, max_pages: int) -> Occupancy:
+        """See `occupancy.occupancy`. Callable from any thread."""
+        live = list(self._live.values())
+        return occupancy(self.pages, self._page_size, live, self._clock(), max_pages)
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache. Running sequences keep their pages."""

@@ -14,6 +14,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.server.errors import ApiError
 from jaxserve.server.service import SERVICE, Service
 from jaxserve.server.tenant import CURRENT_TENANT, KEY_NAME, tenant_of
+from jaxserve.server.ui import OPEN_PAGES
 
 OPEN_ROUTES = frozenset({"/health", "/ready"})
 """Answered without a key, by the path of the route that was matched. Everything else, routes that
@@ -27,14 +28,18 @@ ADMIN_ROUTES = frozenset({"/reset_prefix_cache"})
 async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuses requests without a key that the server knows, if it knows any, before anything reads
     the body: 401, and 403 for a client's key on a route of administrators. Keys of administrators
-    open every route."""
+    open every route.
+
+    Raises:
+      ApiError: 401 without a valid key, 403 for a client's key on a route of administrators.
+    """
     config = request.app[SERVICE].config
     path = route_of(request)
     clients, admins = config.api_key_digests, config.admin_key_digests
     if path in ADMIN_ROUTES:
         key = _checked(request, clients + admins)
         if key not in admins:
-            raise ApiError(403, "this route is for keys of administrators", code="not_admin")
+            raise ApiError(403, "this route needs an administrator's key", code="not_admin")
     elif clients and not is_open(path, config):
         _checked(request, clients + admins)
     CURRENT_TENANT.set(tenant_of(request) or request.remote or "")
@@ -43,7 +48,7 @@ async def require_key(request: web.Request, handler: Handler) -> web.StreamRespo
 
 def is_open(path: str | None, config: ServerConfig) -> bool:
     """Says whether the route of this path answers without a key."""
-    return path in OPEN_ROUTES or (path == "/metrics" and config.open_metrics)
+    return path in OPEN_ROUTES or path in OPEN_PAGES or (path == "/metrics" and config.open_metrics)
 
 
 def service_of(request: web.Request) -> Service:
@@ -76,7 +81,7 @@ def _checked(request: web.Request, known: Iterable[bytes]) -> bytes:
     if not given:
         raise ApiError(
             401,
-            "an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY",
+            "an API key is required: send Authorization: Bearer KEY, or x-api-key: KEY",
             code="missing_api_key",
         )
     # No early exit: the time must not tell which key was close.

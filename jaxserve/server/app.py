@@ -35,6 +35,8 @@ from jaxserve.server.service import SERVICE, Chats, Service
 from jaxserve.server.telemetry.finished import Tracer
 from jaxserve.server.telemetry.request_log import report_request
 from jaxserve.server.tokenization import detokenize, tokenize
+from jaxserve.server.ui import ui_routes
+from jaxserve.server.ui.live import LIVE, Live, Startup
 from jaxserve.structured import Guides
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.tokenizer.chat_template import ChatTemplate
@@ -48,8 +50,11 @@ def make_app(
     config: ServerConfig,
     metrics: Metrics,
     tracer: Tracer | None = None,
+    startup: Startup = tuple,
 ) -> web.Application:
     """Makes the HTTP side of one engine. It may be served while the engine is still starting.
+
+    `startup` returns the phases of the start so far.
 
     ConfigError: the model's chat template is none, or a parser that was asked for is not known.
     """
@@ -78,6 +83,11 @@ def make_app(
     app.on_response_prepare.append(close_when_draining)
     for prefix in dict.fromkeys(("", config.root_path)):
         app.add_routes(_routes(prefix, admin=bool(config.admin_key_digests)))
+    if config.ui:
+        live = app[LIVE] = Live(engine, metrics, config, startup)
+        app.on_shutdown.append(lambda app: live.close())
+        for prefix in dict.fromkeys(("", config.root_path)):
+            app.add_routes(ui_routes(prefix))
     return app
 
 

@@ -30,7 +30,8 @@ class Backlog:
 
     @contextmanager
     def holding(self, choices: Sequence[Choice]) -> Generator[None]:
-        """The choices of one request wait, each until its first token or the end of the context.
+        """Counts the prompts of one request as waiting, each until its first token or the end of
+        the block.
 
         Raises Overloaded where too much waits already. A request that finds nothing waiting is
         let in whatever its size: it would be refused for ever.
@@ -39,8 +40,8 @@ class Backlog:
         more = sum(sizes.values())
         if self._max_tokens is not None and 0 < self.waiting > self._max_tokens - more:
             raise Overloaded(
-                f"{self.waiting} prompt tokens are waiting; with the {more} of this request they "
-                f"would be more than the {self._max_tokens} allowed"
+                f"{self.waiting} prompt tokens are waiting and this request has {more}; at most "
+                f"{self._max_tokens} may wait (--max-num-queued-tokens)"
             )
         self.waiting += more
         for choice in choices:

@@ -32,14 +32,14 @@ _SAY_AGAIN = 3600.0
 
 
 class _ScarceDescriptors:
-    """Says that file descriptors run out: without one the event loop closes a connection as soon
-    as it has taken it, and nobody is told."""
+    """Logs that file descriptors run out. Without a free one the event loop closes each new
+    connection at once, silently."""
 
     def __init__(self) -> None:
         self._said = -math.inf
 
     def look(self, connected: socket.socket | None) -> None:
-        """At the number of the newest: it is the lowest that was free."""
+        """Checks the descriptor of the newest connection: it was the lowest free number."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if connected is None or not 0 <= limit - SCARCE_DESCRIPTORS <= connected.fileno():
             return
@@ -47,9 +47,8 @@ class _ScarceDescriptors:
             return
         self._said = now
         log.error(
-            "file descriptors run out: the process may have %d, and connections that find none "
-            "are closed at once; raise the limit (ulimit -n, LimitNOFILE=), or let a proxy limit "
-            "the connections of each client",
+            "the limit of %d open files is reached: new connections are closed at once; raise it "
+            "(ulimit -n, LimitNOFILE=), or let a proxy limit the connections of each client",
             limit,
         )
 

@@ -18,7 +18,8 @@ DEFAULT_HEADERS = "Authorization, Content-Type, X-Api-Key, X-Request-Id"
 
 @web.middleware
 async def preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer a browser's question before a request: it comes without a key.
+    """Answers a browser's preflight request, which carries no key. Origins that are not allowed get
+    what any OPTIONS request gets.
 
     Only for origins that are allowed; others get what any OPTIONS request gets.
     """
@@ -37,7 +38,7 @@ async def preflight(request: web.Request, handler: Handler) -> web.StreamRespons
 
 
 async def allow_origin(request: web.Request, response: web.StreamResponse) -> None:
-    """A signal handler, so that streams and errors have the header, too."""
+    """Adds the header. As a signal handler it reaches streams and errors, too."""
     origins = request.app[SERVICE].config.allowed_origins
     if origins and origins != ("*",):
         response.headers.add(hdrs.VARY, hdrs.ORIGIN)  # caches must keep the answers apart

@@ -94,6 +94,7 @@ class PromptTooLong(ApiError):
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """Returns the JSON body of an error in Anthropic's shape."""
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
     if isinstance(error, PromptTooLong):
         # Clients read the numbers out of these very words, and leave out as much.
@@ -125,6 +126,7 @@ def renamed(names: Mapping[str, str]) -> Generator[None]:
 def json_response(
     body: Any, *, status: int = 200, headers: dict[str, str] | None = None
 ) -> web.Response:
+    """Returns a response with a JSON body."""
     return web.Response(
         body=msgspec.json.encode(body),
         status=status,
@@ -134,6 +136,7 @@ def json_response(
 
 
 def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+    """Returns the error (400) of a request that cannot be served as it is."""
     return ApiError(400, message, param=param, code=code)
 
 

@@ -14,7 +14,9 @@ _HELD = web.RequestKey("held", int)
 
 
 class HugeBodies:
-    """Used on the event loop's thread only.
+    """Limits the bytes of large bodies that are held at once: processing a body takes several times
+    its bytes. A body counts from its arrival until its prompt is ready. Used on the event loop's
+    thread only.
 
     What is made of a body takes several times its bytes. A body counts from its arrival until its
     prompt is ready.
@@ -33,8 +35,8 @@ class HugeBodies:
         if self.held + more > self._most:
             raise ApiError(
                 429,
-                f"{self.held:,} bytes of large requests are being read; with the {more:,} of this "
-                f"one they would be more than the {self._most:,} allowed",
+                f"{self.held:,} bytes of large requests are being read and this one has {more:,}; "
+                f"at most {self._most:,} are read at once",
                 code="overloaded",
                 retry_after=_RETRY_SECONDS,
             )

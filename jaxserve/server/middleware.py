@@ -141,21 +141,21 @@ async def echo_request_id(request: web.Request, response: web.StreamResponse) ->
 
 
 async def close_when_draining(request: web.Request, response: web.StreamResponse) -> None:
-    """Clients and balancers that keep connections must not send their next request here."""
+    """Closes connections while the server drains: clients and balancers must not reuse them."""
     if request.app[SERVICE].engine.status().phase == "draining":
         response.force_close()
         response.headers[hdrs.CONNECTION] = "close"
 
 
 def request_id(request: web.Request) -> str:
-    """The client's, from the header or else from the body; one made here where it sent none."""
+    """Returns the client's request id, from the header or else the body, or a new one."""
     if REQUEST_ID not in request:
         request[REQUEST_ID] = _id_of_header(request) or uuid.uuid4().hex
     return request[REQUEST_ID]
 
 
 def take_request_id(request: web.Request, of_body: str | None) -> None:
-    """The body has been read; as in vLLM a header, which a proxy may set, goes before it."""
+    """Takes the body's request id. A header, which a proxy may set, goes before it, as in vLLM."""
     if of_body is not None:
         request[REQUEST_ID] = _id_of_header(request) or of_body
 

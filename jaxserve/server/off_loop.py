@@ -57,7 +57,8 @@ def lane(size: int, inline: int = INLINE_BYTES) -> Lane:
 
 
 def check_wanted() -> None:
-    """Lets long work end early: it calls this now and then. Abandoned: its request is over."""
+    """Ends long work early; the work calls this now and then. Raises Abandoned if its request is
+    over."""
     abandoned: threading.Event | None = getattr(_job, "abandoned", None)
     if abandoned is not None and abandoned.is_set():
         raise Abandoned

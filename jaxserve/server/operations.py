@@ -31,8 +31,8 @@ ANTHROPIC_VERSION = "anthropic-version"
 
 
 async def health(request: web.Request) -> web.Response:
-    """Alive: the engine thread makes progress or is idle, whatever it is busy with. With `deep=1`
-    it has to make a token, once it serves."""
+    """GET /health: whether the engine thread makes progress or is idle. With `deep=1` an engine
+    that serves must generate a token."""
     service = request.app[SERVICE]
     status = service.engine.status()
     phase = _phase(status, service.config)
@@ -53,7 +53,7 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """Ready: requests sent now are served now."""
+    """GET /ready: whether a request sent now is served now."""
     service = request.app[SERVICE]
     status = service.engine.status()
     serving = _is_ready(status, service.config)
@@ -73,6 +73,7 @@ def _phase(status: EngineStatus, config: ServerConfig) -> str:
 
 
 async def load(request: web.Request) -> web.Response:
+    """GET /load."""
     status = request.app[SERVICE].engine.status()
     body = Load(
         server_load=status.running + status.waiting,
@@ -85,6 +86,7 @@ async def load(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
+    """GET /metrics."""
     service = request.app[SERVICE]
     status = service.engine.status()
     service.metrics.observe_load(status, ready=_is_ready(status, service.config))
@@ -94,7 +96,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """For benchmarks that want each point to start cold."""
+    """POST /reset_prefix_cache, for benchmarks that start every point cold."""
     service = request.app[SERVICE]
     service.check_accepting()
     service.engine.reset_prefix_cache()
@@ -102,15 +104,18 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 
 
 async def version(_request: web.Request) -> web.Response:
+    """GET /version."""
     return json_response(Version(version=jaxserve.__version__))
 
 
 async def openapi(request: web.Request) -> web.Response:
+    """GET /openapi.json."""
     body = document(request.app[SERVICE].config)
     return web.Response(body=body, content_type="application/json")
 
 
 async def list_models(request: web.Request) -> web.Response:
+    """GET /v1/models, in OpenAI's or Anthropic's shape."""
     service = request.app[SERVICE]
     if ANTHROPIC_VERSION in request.headers:
         return json_response(_anthropic_models(service))
@@ -119,6 +124,7 @@ async def list_models(request: web.Request) -> web.Response:
 
 
 async def retrieve_model(request: web.Request) -> web.Response:
+    """GET /v1/models/{model}."""
     service = request.app[SERVICE]
     name = service.model_name(request.match_info["model"])
     shape = _anthropic_model if ANTHROPIC_VERSION in request.headers else _model
@@ -126,7 +132,11 @@ async def retrieve_model(request: web.Request) -> web.Response:
 
 
 async def embeddings(request: web.Request) -> web.Response:
-    """What is served here generates text: a clear no, for a model that is known or not."""
+    """POST /v1/embeddings: refused, because the model generates text.
+
+    Raises:
+      ApiError: always; 404.
+    """
     service = request.app[SERVICE]
     fields = (await read_fields(request, EmbeddingsRequest)).fields
     name = service.model_name(fields.model)

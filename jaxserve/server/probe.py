@@ -14,7 +14,7 @@ PATIENCE = 5.0
 
 
 class Probe:
-    """At most one token is under way, whoever asks how often: the route needs no key."""
+    """Generates at most one token at a time, however many ask: the route needs no key."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -40,7 +40,7 @@ class Probe:
                 async with aclosing(self._engine.generate(request)) as stream:
                     async for events in stream:
                         if events[-1].finish not in (FinishReason.STOP, FinishReason.LENGTH):
-                            raise EngineFailed("the token could not be made")
+                            raise EngineFailed("no token could be generated")
         except (TimeoutError, Overloaded):
             return None
         return time.perf_counter() - begun

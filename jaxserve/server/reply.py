@@ -34,7 +34,9 @@ class Reply(Events, Protocol):
         """Keep a delta for `body`."""
         ...
 
-    def body(self) -> dict[str, Any]: ...
+    def body(self) -> dict[str, Any]:
+        """Returns the body of an answer that is not streamed, once all deltas are collected."""
+        ...
 
 
 async def answer(

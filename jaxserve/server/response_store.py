@@ -23,13 +23,14 @@ class Stored:
 
     @cached_property
     def size(self) -> int:
+        """Bytes that the response takes in memory, about."""
         items = [*self.input, *self.output]
         return ENTRY_BYTES + len(self.response) + sum(map(len, items)) + 64 * len(items)
 
 
 class ResponseStore:
-    """At most so many bytes. Of the tenant that has most of them, what was used longest ago goes
-    first. A tenant sees its own responses only. Threads may share it."""
+    """Keeps at most so many bytes. When full, it drops the least recently used response of the
+    tenant that has most. A tenant sees only its own responses. Thread-safe."""
 
     def __init__(self, most_bytes: int):
         """0: nothing is kept."""
@@ -58,6 +59,7 @@ class ResponseStore:
                 self._remove(largest, next(iter(self._tenants[largest])))
 
     def get(self, tenant: str, response_id: str) -> Stored | None:
+        """Returns a tenant's stored response, or None."""
         with self._lock:
             stored = self._tenants.get(tenant, {}).get(response_id)
             if stored is not None:

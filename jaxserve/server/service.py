@@ -42,6 +42,8 @@ class Chats(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
+    """What all handlers share: engine, tokenizer, limits, configuration, metrics."""
+
     engine: Engine
     tokenizer: Tokenizer
     chats: Chats
@@ -60,7 +62,7 @@ class Service:
     """Those that are open."""
 
     def check_accepting(self) -> None:
-        """Refuses requests while the server loads, drains or is dead: raises the 503."""
+        """Refuses requests while the server loads, drains or is dead. Raises ApiError (503)."""
         status = self.engine.status()
         if status.phase == "failed":
             raise ApiError(

@@ -28,15 +28,17 @@ _MARK = "\0text\0"
 
 
 def data_event(body: Any) -> bytes:
+    """Returns a server-sent event with this data."""
     return b"data: %b\n\n" % _encode(body)
 
 
 def named_event(name: str, body: Any) -> bytes:
+    """Returns a server-sent event with a name and this data."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), _encode(body))
 
 
 class TextEvent:
-    """Events that differ in one text only: everything around it is encoded once."""
+    """Encodes events that differ in one text only: everything around it is encoded once."""
 
     def __init__(self, body_of: Callable[[str], Any]):
         """`body_of` makes the event's body for a text, which may stand in it several times."""
@@ -48,6 +50,7 @@ class TextEvent:
 
 
 def event_encoder(options: StreamOptions) -> Callable[[dict[str, Any]], bytes]:
+    """Returns what makes events of bodies, padded if the options ask for it."""
     return _obfuscated_event if options.include_obfuscation else data_event
 
 
@@ -56,7 +59,8 @@ def _obfuscated_event(body: dict[str, Any]) -> bytes:
 
 
 def padded(body: dict[str, Any]) -> dict[str, Any]:
-    """With a field that makes the event's size on the wire say nothing of the text in it."""
+    """Returns the body with a field of padding, so that the event's size says nothing about its
+    text."""
     missing = -len(data_event({**body, "obfuscation": ""})) % EVENT_SIZE
     return {**body, "obfuscation": secrets.token_urlsafe(missing)[:missing]}
 

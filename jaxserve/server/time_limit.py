@@ -40,6 +40,9 @@ async def time_limit(
     client waits, in seconds; 503 once it has waited too long for its first token.
 
     `arrived`: when it came, by `time.perf_counter`.
+
+    Raises:
+      ApiError: 503 or 504, in the body of the `async with`.
     """
     queue, takes = service.config.max_queue_time, service.config.request_timeout
     in_all = min((limit for limit in (takes, client_waits) if limit is not None), default=None)

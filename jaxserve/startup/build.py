@@ -96,7 +96,7 @@ def build_parts(
     with timeline.span("trimming"):
         heap.settle()
     _report(plan, runner, obtained, metrics)
-    fast_paths.report(metrics)
+    fast_paths.report(metrics, plan.config.target)
     watch.serving = True
     return Parts(Scheduler(plan.config.scheduler, plan.config.cache, times=times), runner)
 
@@ -118,7 +118,7 @@ def _set_kv_scales(options: Options, source: ModelSource, plan: EnginePlan, runn
         if scales is not None:
             runner.use_kv_scales(scales)
     if scales is None:
-        log.info("scales of the KV cache: 1, so keys and values end at 448")
+        log.info("scales of the KV cache: 1, so keys and values beyond 448 are clipped")
     else:
         log.info(
             "scales of the KV cache: %s, keys end at %.3g to %.3g, values at %.3g to %.3g",

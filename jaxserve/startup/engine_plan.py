@@ -37,7 +37,7 @@ from jaxserve_kernels.kv_format import (
 )
 from jaxserve_kernels.kv_format.kvarn import KVarN
 from jaxserve_kernels.paged_attention import tile_tokens
-from jaxserve_kernels.target import compute_capability
+from jaxserve_kernels.target import Target
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class EnginePlan:
 
     @property
     def programs(self) -> list[Program]:
+        """All programs to load or compile."""
         return [*self.steps, *self.staging]
 
     @property
@@ -78,6 +79,7 @@ class EnginePlan:
         return self.cache.folder / "step_times.json"
 
     def memory(self, temporaries: int) -> MemoryPlan:
+        """Returns the bytes of device memory by use. `temporaries`: scratch of the largest step."""
         config = self.config
         rows, columns = config.sequences_shape
         results = 2 * 4 * math.prod(config.results_shape)  # one written, one read
@@ -115,7 +117,8 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     kv_format = named(options.kv_cache_dtype)
     _check_windows(options, spec, kv_format, gpu=gpu)
     _check_calibration(options, kv_format)
-    e4m3 = _fp8_pays(dtype, gpu=gpu)
+    target = Target.of(device)
+    e4m3 = _fp8_pays(dtype, target)
     room = Room(
         spec=spec,
         dtype=dtype,
@@ -139,7 +142,7 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     fit = room.fit(size, choices, options.max_model_len)
     if not gpu:
         memory.check_host_memory(size, fit.budget)
-    config = _runner_config(options, source, room, fit)
+    config = _runner_config(options, source, room, fit, target)
     room.report(fit, size, choices, chosen=options.max_model_len is None)
     compiling = compiler_options(gpu=gpu)
     settings = compiler_settings() | {name: str(value) for name, value in compiling.items()}
@@ -156,7 +159,9 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     )
 
 
-def _runner_config(options: Options, source: ModelSource, room: Room, fit: Fit) -> RunnerConfig:
+def _runner_config(
+    options: Options, source: ModelSource, room: Room, fit: Fit, target: Target
+) -> RunnerConfig:
     spec, kv_format, dtype = room.spec.within(fit.max_model_len), room.kv_format, room.dtype
     scheduler = _scheduler_config(options, fit, gpu=room.gpu)
     cache = replace(
@@ -173,6 +178,7 @@ def _runner_config(options: Options, source: ModelSource, room: Room, fit: Fit) 
         sampled_vocab=source.sampled_vocab,
         tile_size=tile_tokens(spec.q_heads // spec.kv_heads) if room.gpu else _cpu_tile(kv_format),
         kv_format=kv_format,
+        target=target,
     )
 
 
@@ -198,7 +204,7 @@ def _with_fp8_copy(
     copied = weights.with_fp8_copy()
     wanted = options.fp8_copy == "on"
     if wanted and not copied.copying:
-        raise ConfigError("--fp8-copy on: none of the weights has 4 bits; leave the flag away")
+        raise ConfigError("--fp8-copy on: none of the weights has 4 bits; leave the flag out")
     if not wanted and (options.fp8_copy == "off" or not pays or not copied.copying):
         return weights
     plain = memory.tree_bytes(weights.served)
@@ -220,9 +226,10 @@ def _with_fp8_copy(
     return weights
 
 
-def _fp8_pays(dtype: DTypeLike, *, gpu: bool) -> bool:
+def _fp8_pays(dtype: DTypeLike, target: Target) -> bool:
     """Returns whether fp8 products have fast kernels on this device."""
-    return gpu and dtype == jnp.bfloat16 and compute_capability() >= 89
+    gpu = target.device
+    return gpu is not None and dtype == jnp.bfloat16 and gpu.compute_capability >= 89
 
 
 def _check_calibration(options: Options, kv_format: KVFormat) -> None:
@@ -318,7 +325,7 @@ def _page_size(options: Options, kv_format: KVFormat, *, gpu: bool) -> int:
     if page_size != (kv_format.page_size or page_size):
         raise ConfigError(
             f"--block-size is {page_size}, but pages of --kv-cache-dtype {kv_format.name} have "
-            f"{kv_format.page_size} tokens; leave --block-size away"
+            f"{kv_format.page_size} tokens; leave --block-size out"
         )
     return page_size
 

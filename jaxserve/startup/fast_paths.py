@@ -7,14 +7,15 @@ import logging
 from jaxserve.metrics.metrics import Metrics
 from jaxserve_kernels import fallback
 from jaxserve_kernels.fast_paths import fast_paths
+from jaxserve_kernels.target import Target
 
 log = logging.getLogger(__name__)
 
 
-def report(metrics: Metrics) -> None:
+def report(metrics: Metrics, target: Target) -> None:
     """Log one line for each fast path that is off on this GPU, a warning if it could be on, and set
     the metric."""
-    for path in fast_paths():
+    for path in fast_paths(target=target):
         metrics.set_fast_path(path.feature, on=path.why_off is None)
         if path.why_off is not None:
             level = logging.INFO if path.by_design else logging.WARNING

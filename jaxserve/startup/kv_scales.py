@@ -81,6 +81,9 @@ def calculated(runner: Runner, config: RunnerConfig, ids: Sequence[int]) -> Scal
 
     Args:
       runner: with an empty cache, before any other step.
+
+    Raises:
+      ConfigError: keys or values are not finite, or too large for every scale.
     """
     shape = (config.spec.num_layers, config.spec.kv_heads, 2)
     scales, largest = np.ones(shape, np.float32), np.full(shape, np.inf, np.float32)

@@ -39,13 +39,18 @@ def server_config(options: Options, source: ModelSource) -> ServerConfig:
     """
     keys = api_keys(options)
     if not keys and options.uds is None and not is_loopback(options.host):
-        log.warning("no --api-key: whoever reaches %s:%d may use it", options.host, options.port)
+        log.warning(
+            "no API key is configured: anyone who can reach %s:%d can use the server",
+            options.host,
+            options.port,
+        )
     return ServerConfig(
         model_names=source.names,
         host=options.host,
         port=options.port,
         uds=options.uds,
         root_path=options.root_path or "",
+        ui=options.ui,
         header_timeout=options.header_timeout,
         write_timeout=options.write_timeout,
         force_include_usage=options.enable_force_include_usage,
@@ -89,7 +94,11 @@ async def bind(
     runner: web.AppRunner, config: ServerConfig, tls: ssl.SSLContext | None = None
 ) -> str:
     """Listen before anything slow happens, so that a port in use is reported at once. Returns the
-    URL."""
+    URL.
+
+    Raises:
+      ConfigError: the address is in use, or cannot be listened on.
+    """
     scheme = "http" if tls is None else "https"
     if config.uds is not None:
         await _bind_unix(runner, config.uds, tls)
@@ -204,6 +213,7 @@ def _keys_of_file(flag: str, path: Path) -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -66,7 +66,7 @@ def step_times(runner: Runner, config: RunnerConfig, file: Path) -> StepTimes:
     """
     kept = kept_times(config, file)
     if kept is not None:
-        log.info("step times, kept in %s: %s", file, kept.described())
+        log.info("step times, from %s: %s", file, kept.described())
         return kept
     times = measure(runner, config)
     log.info("step times, measured: %s", times.described())

@@ -46,6 +46,7 @@ class MemoryPlan:
 
     @property
     def headroom(self) -> int:
+        """Bytes that the plan leaves free."""
         return self.limit - self.weights - self.kv_cache - self.state - self.temporaries
 
     def check(self) -> None:

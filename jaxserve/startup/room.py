@@ -172,14 +172,14 @@ class Room:
         sequences = fit.buckets.decode[-1]
         if sequences < choices[0].decode[-1]:
             log.info(
-                "sequences that run at once: %d at most, by the memory for keys and values; "
-                "--max-num-seqs says otherwise",
+                "at most %d sequences run at once: the KV cache has room for no more; "
+                "--max-num-seqs overrides this",
                 sequences,
             )
         if chosen and fit.max_model_len < self.spec.max_position:
             log.warning(
                 "the context is %s tokens, not the model's %s: keys and values get %s beside %s of "
-                "weights. %s. With --max-model-len %d this is no warning",
+                "weights. %s. --max-model-len %d silences this warning",
                 f"{fit.max_model_len:,}",
                 f"{self.spec.max_position:,}",
                 *(memory.in_words(fit.budget), memory.in_words(weights)),

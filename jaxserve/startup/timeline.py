@@ -26,6 +26,7 @@ class Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """Duration of the phase."""
         return self.end - self.start
 
 

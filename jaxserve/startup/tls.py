@@ -49,7 +49,7 @@ async def reload_when_changed(
             _load(ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), files)
             _load(context, files)
         except ConfigError as error:
-            log.error("the certificate stays as it was: %s", error)
+            log.error("the new certificate cannot be used, the old one stays: %s", error)
             refused = state
         else:
             log.info("the certificate was read again")

@@ -51,7 +51,7 @@ class BadWords:
         return BadWordsState(self)
 
     def mask_after(self, tokens: deque[int]) -> bytes:
-        """Of the token that comes after these, the last of which is the leftmost."""
+        """Returns the mask of the token that follows these, given newest first."""
         candidates = self._before_last.get(tokens[0])
         if candidates is None:
             return self.mask
@@ -60,8 +60,8 @@ class BadWords:
         return self._without(frozenset(ends)) if ends else self.mask
 
     def lacks_two(self, tokens: deque[int]) -> bool:
-        """Whether two tokens more may complete a word, after these, the last of which is the
-        leftmost: then the first of the two decides on the mask of the second."""
+        """Whether two more tokens may complete a word after these, given newest first. Then the
+        first of the two decides the mask of the second."""
         if self._pairs or not tokens:
             return self._pairs
         latest = tuple(tokens)

@@ -81,7 +81,7 @@ class Compiler:
         return 0 if self._processes is None else self._processes.held_by(tenant)
 
     async def compile(self, grammar: Grammar, tenant: str) -> GrammarProcess:
-        """A new process of the grammar.
+        """Returns a new process of the grammar.
 
         Raises:
           GrammarError: it is no grammar, or takes more than it may.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class GrammarError(ValueError):
-    """It cannot be compiled, or not within the limits."""
+    """The grammar cannot be compiled, or not within the limits."""
 
 
 class GrammarsBusy(RuntimeError):
-    """It could not be compiled now: that is not its fault, and it may be sent again."""
+    """The grammar could not be compiled now. That is not its fault; it may be sent again."""
 
     def __init__(self, message: str, *, retry_after: float):
         """`retry_after`: seconds."""

@@ -33,25 +33,29 @@ _JSON_OPTIONS: Any = {
 
 
 def json_object() -> Grammar:
+    """Returns a grammar of any JSON object."""
     return json_schema({"type": "object"})
 
 
 def json_schema(schema: Mapping[str, Any]) -> Grammar:
-    """Raises GrammarError: it is too large, or holds a number that is."""
+    """Returns a grammar of JSON of this schema. Raises GrammarError if the schema is too large, or
+    holds a number that is."""
     return Grammar(Kind.JSON_SCHEMA, _encoded({**schema, "x-guidance": _JSON_OPTIONS}))
 
 
 def regex(pattern: str) -> Grammar:
-    """Of the whole text, in the syntax of Rust's regex crate: without look-around."""
+    """Returns a grammar of texts that match as a whole, in the syntax of Rust's regex crate: no
+    look-around."""
     return Grammar(Kind.REGEX, pattern)
 
 
 def choice(options: Sequence[str]) -> Grammar:
+    """Returns a grammar of one of these texts."""
     return Grammar(Kind.LARK, "start: " + " | ".join(map(literal, options)))
 
 
 def grammar(text: str) -> Grammar:
-    """Lark in llguidance's dialect, or llama.cpp's GBNF (rules written with `::=`)."""
+    """Returns a grammar in llguidance's dialect of Lark, or in llama.cpp's GBNF (with `::=`)."""
     return Grammar(Kind.GBNF if "::=" in text else Kind.LARK, text)
 
 
@@ -68,19 +72,19 @@ class CallRules(NamedTuple):
 
 
 def tool_calls(rules: CallRules) -> Grammar:
-    """One call or more, and nothing else."""
+    """Returns a grammar of one or more calls and nothing else."""
     return _with_parts(["start: calls", *rules.lines], rules.inputs)
 
 
 def tool_calls_or(answer: Grammar, rules: CallRules) -> Grammar:
-    """Calls, or else a text of the grammar `answer`, which is one of this module's. Either may come
-    after line breaks: models write them after a thought."""
+    """Returns a grammar of calls, or of the text `answer`, which is a grammar of this module.
+    Either may follow line breaks: models write them after a thought."""
     start = r"start: /\n{1,2}/? (calls | @answer)"
     return _with_parts([start, *rules.lines], {**rules.inputs, "answer": answer})
 
 
 def text_and_tool_calls(rules: CallRules) -> Grammar:
-    """Any text, and calls in it.
+    """Returns a grammar of any text with calls in it.
 
     Raises:
       GrammarError: calls cannot be told from text.
@@ -92,7 +96,7 @@ def text_and_tool_calls(rules: CallRules) -> Grammar:
 
 
 def marker(spelling: str, markers: Mapping[str, int]) -> str:
-    """A marker in a rule of Lark: its token, or where it is no token, its spelling.
+    """Returns a marker in a rule of Lark: its token, or its spelling if it is no token.
 
     Args:
       markers: token ids by spelling.
@@ -101,7 +105,7 @@ def marker(spelling: str, markers: Mapping[str, int]) -> str:
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """JSON of a schema, as the right side of a rule of Lark."""
+    """Returns JSON of a schema as the right side of a rule of Lark."""
     return f"%json {_encoded({**schema, 'x-guidance': _JSON_OPTIONS})}"
 
 
@@ -111,7 +115,7 @@ def arguments_rule(schema: Mapping[str, Any]) -> str:
 
 
 def literal(text: str) -> str:
-    """A string of Lark, which escapes as JSON does, and DEL, too."""
+    """Returns a string of Lark, which escapes as JSON does, and DEL, too."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -47,6 +47,7 @@ class Guide:
 
     @property
     def end_token_ids(self) -> frozenset[int]:
+        """Tokens that end the output where the grammar allows it."""
         return self.vocabulary.end_token_ids
 
     def start(self) -> GuideState:
@@ -151,7 +152,7 @@ class Guides:
     async def compile(
         self, grammar: Grammar, thinking: Thinking = Thinking.NONE, tenant: str = ""
     ) -> Guide:
-        """A guide for a grammar of `grammars`.
+        """Returns a guide for a grammar of `grammars`.
 
         Raises:
           GrammarError: it is not valid, not supported, too large, or takes too much to compile.

@@ -79,7 +79,8 @@ class Waiting(Protocol):
     @property
     def ready(self) -> bool: ...
     def finish(self, mask: bytes, error: GuideError | None) -> None:
-        """The mask is known, or the sequence cannot go on. Called on a thread of this module."""
+        """Reports that the mask is known, or that the sequence cannot go on. Called on a thread of
+        this module."""
         ...
 
 
@@ -109,11 +110,11 @@ class GrammarProcess:
         self.processes.order(_Asked(self, sequence, token, waiting))
 
     def wait_for(self, waiting: Waiting, timeout: float) -> bool:
-        """Until the sequence's mask is there, at most `timeout` seconds; whether it is."""
+        """Waits up to `timeout` seconds for the sequence's mask; returns whether it is there."""
         return self.processes.wait_for(waiting, timeout)
 
     def drop(self, sequence: int) -> None:
-        """The sequence has ended."""
+        """Forgets a sequence that has ended."""
         self.processes.order(Drop(self.number, [sequence]))
 
     def __del__(self) -> None:
@@ -183,6 +184,7 @@ class Processes:
 
     @property
     def pid(self) -> int:
+        """Id of the process that forks those of grammars."""
         return self._server.pid
 
     def held_by(self, tenant: str) -> int:
@@ -192,7 +194,8 @@ class Processes:
     def compile(
         self, grammar: Grammar, seconds: float, niceness: int, tenant: str
     ) -> Future[GrammarProcess]:
-        """In a process of its own, with so many seconds of processor time.
+        """Compiles a grammar in a process of its own, with so many seconds of processor time. The
+        future fails with NotCompiled or ProcessEnded; cancelling it ends the process.
 
         The future fails with NotCompiled or ProcessEnded; to cancel it ends the process.
         """
@@ -246,7 +249,7 @@ class Processes:
         except OSError:  # it has ended, which the other thread tells
             pass
         except Exception:
-            log.exception("structured output: orders could not be given")
+            log.exception("structured output: the grammar process takes no requests")
         finally:
             for order in waiting:
                 self.order(order)
@@ -307,7 +310,7 @@ class Processes:
                 with self._done:
                     self._done.notify_all()
         except Exception:
-            log.exception("structured output: reports could not be read")
+            log.exception("structured output: the grammar process's results could not be read")
             self._server.kill()
         self.ended = True
         self._server.stdout.close()

@@ -20,11 +20,12 @@ class Turns:
 
     @property
     def num_waiting(self) -> int:
+        """Grammars that wait to be compiled."""
         return sum(map(len, self._waiting.values()))
 
     @asynccontextmanager
     async def turn(self, tenant: str, patience: float) -> AsyncGenerator[None]:
-        """TimeoutError: `patience` seconds have passed before there was one."""
+        """Holds a turn for the block. Raises TimeoutError after `patience` seconds without one."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(future)
         self._give()

@@ -35,6 +35,7 @@ THINK_MARKERS = ("<think>", "</think>")
 def vocabulary_of(
     tokenizer: Tokenizer, think_markers: tuple[str, str] = THINK_MARKERS
 ) -> Vocabulary:
+    """Returns the tokenizer's vocabulary; without end tokens it gets one more token that ends."""
     num_tokens, ends = tokenizer.vocab_size, tokenizer.eos_token_ids
     if not ends:
         num_tokens, ends = num_tokens + 1, frozenset([num_tokens])

@@ -42,7 +42,9 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def eos_token_ids(self) -> frozenset[int]: ...
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end the model's output."""
+        ...
 
     @property
     def chat_template(self) -> str | None:

@@ -82,6 +82,10 @@ class ChatTemplate:
           messages: as Hugging Face templates expect them; `content` is a string.
           continue_final: end the text where the last message's content ends.
           variables: scalars; strings in them count as client text, too.
+
+        Raises:
+          TemplateError: the template refuses the messages, fails, takes too long or makes too
+            much text.
         """
         variables = {**self._defaults, **(variables or {})}
         given = {"messages": messages, "tools": tools or None, **variables}

@@ -42,6 +42,7 @@ class Detokenizer:
 
 
 def decode(tokenizer: Tokenizer, tokens: Iterable[int], *, skip_special: bool = True) -> str:
+    """Returns the text of tokens, with U+FFFD for bytes that are not UTF-8."""
     skipped = tokenizer.special_ids if skip_special else frozenset[int]()
     raw = b"".join(tokenizer.token_bytes(token) for token in tokens if token not in skipped)
     return raw.decode("utf-8", "replace")

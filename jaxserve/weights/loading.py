@@ -184,14 +184,16 @@ def open_checkpoint_of(folder: Path, wanted: Quantization) -> Stored:
     if wanted.layers is not None:
         raise ConfigError(
             f"--quantization {wanted.layers}: {folder} is quantised already "
-            f"({format.describe()}); leave the flag away, or take the original"
+            f"({format.describe()}); leave the flag out, or take the original"
         )
     stored = QuantizedCheckpoint(checkpoint, format)
     _check_embedding(stored)
     log.info("%s: %s, %d matrices", folder, format.describe(), len(stored.modules))
     if stored.unused:
         kinds = sorted({name.rpartition(".")[2] for name in stored.unused})
-        log.info("the weights have no use for %d tensors: %s", len(stored.unused), ", ".join(kinds))
+        log.info(
+            "%d tensors of the checkpoint are not used: %s", len(stored.unused), ", ".join(kinds)
+        )
     return stored
 
 
@@ -300,7 +302,7 @@ def _kept(
 
 
 def _convert(plan: WeightPlan, folder: Path, checkpoint: Stored, progress: Progress) -> None:
-    log.info("quantising the weights, once: they are kept in %s", folder)
+    log.info("quantising the weights; the result is kept in %s for later starts", folder)
     convert(
         checkpoint,
         plan.rules,
@@ -324,7 +326,7 @@ def _check_flags(options: Options, found: NativeCheckpoint) -> None:
         raise ConfigError(
             f"{found.tensors.folder} was converted with layers in {has['layers'] or 'full'}, the "
             f"output matrix in {has['head'] or 'full'} precision: it cannot be served with "
-            f"{' '.join(wrong)}; leave the flag away, or convert the original again"
+            f"{' '.join(wrong)}; leave the flag out, or convert the original again"
         )
 
 

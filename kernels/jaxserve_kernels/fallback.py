@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from jaxserve_kernels import early, target
+from jaxserve_kernels.target import Target
 
 log = logging.getLogger(__name__)
 
-_checks: ContextVar[bool] = ContextVar("checks", default=True)
 _lock = threading.Lock()
 _known: dict[Any, bool] = {}
 _fallen: dict[str, str] = {}
 
 
-def compiles(operation: str, kernels: Callable[..., Any], *args: Any, static: Any = ()) -> bool:
+def compiles(
+    operation: str, kernels: Callable[..., Any], *args: Any, static: Any = (), target: Target
+) -> bool:
     """Whether kernels compile for the GPU that is traced for. If not, the first time it is logged.
 
     In a chain it is left to the chain, which is given up as a whole.
@@ -36,15 +35,15 @@ def compiles(operation: str, kernels: Callable[..., Any], *args: Any, static: An
       kernels: calls the operation's kernels for args, which are trees of arrays.
       static: what else decides which kernels those are.
     """
-    if early.starts() or not checked():
+    if target.pdl or not target.checked:
         return True
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
     leaves, tree = jax.tree.flatten(shapes)
     sizes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
-    key = (operation, static, target.current(), tree, sizes)
+    key = (operation, static, target, tree, sizes)
     if key not in _known:
         try:
-            # A function of its own: jax keeps what it has traced, whatever the target is now.
+            # A function of its own: jax keeps what it has traced.
             traced = jax.jit(lambda *shapes: kernels(*shapes)).trace(*shapes)
             traced.lower(lowering_platforms=("cuda",))
         except Exception as error:  # whatever a compiler says
@@ -74,18 +73,3 @@ def fallen_back() -> dict[str, str]:
     """Operations that go on without one of their kernels, and why."""
     with _lock:
         return dict(_fallen)
-
-
-def checked() -> bool:
-    """Whether what is traced has to compile."""
-    return _checks.get()
-
-
-@contextmanager
-def unchecked() -> Generator[None]:
-    """Kernels are traced in this context whether they compile or not."""
-    token = _checks.set(False)
-    try:
-        yield
-    finally:
-        _checks.reset(token)

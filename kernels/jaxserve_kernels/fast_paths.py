@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxserve_kernels import chain, fallback, ptxas, records, target
+from jaxserve_kernels import chain, fallback, ptxas, records
+from jaxserve_kernels.target import Target, triton_error
 
 
 class FastPath(NamedTuple):
@@ -18,17 +19,17 @@ class FastPath(NamedTuple):
     """Off on every GPU of this compute capability: no defect of the installation."""
 
 
-def fast_paths() -> list[FastPath]:
+def fast_paths(*, target: Target) -> list[FastPath]:
     """All of them, for the GPU that is traced for; none where operations are no kernels."""
-    if target.current().implementation != "triton":
+    if target.implementation != "triton":
         return []
-    error, unknown = target.triton_error(), records.unknown_package()
+    error, unknown = triton_error(), records.unknown_package()
     fallen = fallback.fallen_back()
-    hopper = target.compute_capability() == 90
+    hopper = target.gpu.compute_capability == 90
     reasons = {
         "triton_kernels": None,
         "hopper_kernels": unknown if hopper else chain.FOR_HOPPER,
-        "kernel_chains": chain.why_impossible() or fallen.get("kernel_chains"),
+        "kernel_chains": chain.why_impossible(target=target) or fallen.get("kernel_chains"),
         "machine_code_records": unknown if ptxas.available() else ptxas.MISSING,
     }
     return [

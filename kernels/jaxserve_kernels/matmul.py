@@ -17,6 +17,7 @@ from jaxserve_kernels.quantized_matmul.config import reads_copy
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens as QuantizedTokens
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import TokenFormat
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import plain as plain
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import (
     QUANTIZED,
     CopiedWeight,
@@ -51,6 +52,7 @@ def token_format(
     *,
     gated: bool = False,
     activation: Activation = "silu",
+    target: Target,
 ) -> TokenFormat | None:
     """What a product with the weight reads in place of tokens in `dtype`: None, those, or 8 bits.
 
@@ -61,7 +63,9 @@ def token_format(
         return None
     weight = _part(weight, tokens)
     if isinstance(weight, QUANTIZED) and not isinstance(weight, OrderedInt4Weight):
-        return quantized_matmul.token_format(weight, tokens, dtype, activation if gated else None)
+        return quantized_matmul.token_format(
+            weight, tokens, dtype, activation if gated else None, target=target
+        )
     return None
 
 
@@ -71,6 +75,7 @@ def linear(
     dtype: DTypeLike | None = None,
     *,
     bias: Array | None = None,
+    target: Target,
 ) -> Array:
     """x [tokens, in] times weight [out, in] transposed, as partial sums [parts, tokens, out].
 
@@ -82,18 +87,25 @@ def linear(
     values belongs to who reads them: `attention_inputs.HeadWeights`.
     """
     if bias is not None:
-        return sum_parts(linear(x, weight, jnp.float32), dtype or x.dtype, bias)[None]
+        return sum_parts(linear(x, weight, jnp.float32, target=target), dtype or x.dtype, bias)[
+            None
+        ]
     weight = _part(weight, x.shape[0])
     if isinstance(weight, OrderedInt4Weight):
-        x = quantized_matmul.take_inputs(plain(x), weight.order)
-        return linear(x, weight.stored, dtype)
+        x = quantized_matmul.take_inputs(plain(x), weight.order, target=target)
+        return linear(x, weight.stored, dtype, target=target)
     if isinstance(weight, QUANTIZED):
-        return quantized_matmul.linear(x, weight, dtype)
-    return dense_matmul.linear(plain(x), weight, dtype)
+        return quantized_matmul.linear(x, weight, dtype, target=target)
+    return dense_matmul.linear(plain(x), weight, dtype, target=target)
 
 
 def add_linear(
-    total: Array, x: Array | QuantizedTokens, weight: Weight, *, bias: Array | None = None
+    total: Array,
+    x: Array | QuantizedTokens,
+    weight: Weight,
+    *,
+    bias: Array | None = None,
+    target: Target,
 ) -> tuple[Array, Array | None]:
     """total [tokens, out] plus x [tokens, in] times weight [out, in] transposed, of total's dtype.
 
@@ -104,11 +116,11 @@ def add_linear(
       of `linear` that its reader adds.
     """
     if bias is not None:
-        return total, linear(x, weight, total.dtype, bias=bias)
+        return total, linear(x, weight, total.dtype, bias=bias, target=target)
     weight = _part(weight, x.shape[0])
     if isinstance(weight, QUANTIZED):
-        return total, linear(x, weight)
-    return dense_matmul.add_linear(total, plain(x), weight)
+        return total, linear(x, weight, target=target)
+    return dense_matmul.add_linear(total, plain(x), weight, target=target)
 
 
 def gated_linear(
@@ -117,6 +129,7 @@ def gated_linear(
     *,
     bias: Array | None = None,
     activation: Activation = "silu",
+    target: Target,
 ) -> Array:
     """A gated product of x [tokens, in], [tokens, ffn] in x's dtype::
 
@@ -126,14 +139,14 @@ def gated_linear(
     products as in `linear`.
     """
     if bias is not None:
-        return gated(linear(x, weight, bias=bias)[0], activation)
+        return gated(linear(x, weight, bias=bias, target=target)[0], activation)
     weight = _part(weight, x.shape[0])
     if isinstance(weight, OrderedInt4Weight):
-        x = quantized_matmul.take_inputs(plain(x), weight.order)
-        return gated_linear(x, weight.stored, activation=activation)
+        x = quantized_matmul.take_inputs(plain(x), weight.order, target=target)
+        return gated_linear(x, weight.stored, activation=activation, target=target)
     if isinstance(weight, QUANTIZED):
-        return quantized_matmul.gated_linear(x, weight, activation)
-    return dense_matmul.gated_linear(plain(x), weight, activation)
+        return quantized_matmul.gated_linear(x, weight, activation, target=target)
+    return dense_matmul.gated_linear(plain(x), weight, activation, target=target)
 
 
 def has_rows(weight: Weight) -> TypeGuard[Int8Weight | Fp8Weight]:

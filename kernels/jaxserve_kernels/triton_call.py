@@ -17,7 +17,9 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from jaxserve_kernels import early, ptxas, records, target, triton_compat
+from jaxserve_kernels import ptxas, records, triton_compat
+from jaxserve_kernels.device import Device
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_compat import jt, triton_lib
 
 # What jax-triton 0.4 wants instead, a Ref to an array of zeros, costs a kernel where its own way is
@@ -31,6 +33,9 @@ _TritonKernelCall: Any = _library.TritonKernelCall
 
 
 _BARRIER = "stablehlo.optimization_barrier"
+_DEVICE = "device"
+"""Among a call's options for the compiler, which knows nothing of it: the card that is compiled
+for."""
 
 
 class _Codes:
@@ -103,15 +108,8 @@ def _kernel(*args: Any) -> _Kernel:
     and keeps it by the record's PTX, of which a digest serves as well. So a call brings the code,
     and those that depend on its result name it: in whichever order XLA makes the calls of a
     program, it makes them later.
-    A kernel that the card could not start is refused here, where no card is needed.
     """
     name, num_warps, num_ctas, shared_memory, ptx, _ttir, capability, *rest = args
-    most = target.device().shared_memory_per_block
-    if shared_memory > most:
-        raise ValueError(
-            f"the kernel {name} asks for {shared_memory:,} bytes of shared memory, and a GPU of "
-            f"compute capability {capability / 10} has {most:,}: use smaller blocks or fewer stages"
-        )
     launch = (name, num_warps, num_ctas, shared_memory)
     source = _TritonKernel(*launch, ptx, "", capability, *rest)
     cubin = None if records.hold_source() else ptxas.assemble(ptx, capability)
@@ -202,10 +200,30 @@ def _lower(context: Any, *args: Any, **kwargs: Any) -> Any:
 def _compile_kernel(
     function: Any, specialization: Any, target: Any, backend: Any, options: Mapping[str, Any]
 ) -> tuple[Any, str, Any, Any]:
+    """As jax-triton does. A kernel that the card could not start is refused here, where no card is
+    needed."""
+    given = {name: value for name, value in options.items() if name != _DEVICE}
+    compiles = _compile_gluon if isinstance(function.fn, GluonJITFunction) else _compile_triton
+    kernel, *others = compiles(function, specialization, target, backend, given)
+    _check_fits(kernel.compiled, options[_DEVICE])
+    return kernel, *others
+
+
+def _check_fits(code: ptxas.Code, device: Device) -> None:
+    most = device.shared_memory_per_block
+    if code.shared_bytes > most:
+        raise ValueError(
+            f"the kernel {code.name} asks for {code.shared_bytes:,} bytes of shared memory, and a "
+            f"GPU of compute capability {code.compute_capability / 10} has {most:,}: use smaller "
+            "blocks or fewer stages"
+        )
+
+
+def _compile_gluon(
+    function: Any, specialization: Any, target: Any, backend: Any, options: Mapping[str, Any]
+) -> tuple[Any, str, Any, Any]:
     """jax-triton 0.4 takes Gluon kernels through Triton's own passes, and launches them without
     the warps that warp specialisation adds. Triton's compiler does both right."""
-    if not isinstance(function.fn, GluonJITFunction):
-        return _compile_triton(function, specialization, target, backend, options)
     known = triton_compat.option_names()
     compiled = triton.compile(
         GluonASTSource(
@@ -255,16 +273,16 @@ if records.unknown_package() is None:
     _take_over()
 
 
-def triton_call(*args: jax.Array | jax.Ref | int, name: str, **kwargs: Any) -> Any:
-    """`jax_triton.triton_call` for the current target. Ints are launch constants.
+def triton_call(*args: jax.Array | jax.Ref | int, name: str, target: Target, **kwargs: Any) -> Any:
+    """`jax_triton.triton_call` for a target. Ints are launch constants.
 
     Every kernel runs inside the step's CUDA graph, so configurations are fixed beforehand: Triton
     cannot tune while a graph is recorded.
     """
-    capability = target.current().compute_capability
+    capability = target.gpu.compute_capability
     if "EARLY" in kwargs["kernel"].arg_names:
-        kwargs["EARLY"] = early.starts()
-    options = triton_compat.compiler_options(target.compute_capability())
+        kwargs["EARLY"] = target.pdl
+    options = triton_compat.compiler_options(capability) | {_DEVICE: target.gpu}
     return jt.triton_call(
         *args, name=name, compute_capability=capability, backend_options=options, **kwargs
     )

@@ -16,11 +16,11 @@ from jax import Array
 from jaxserve.model_spec import CachePlace, ModelSpec
 from jaxserve.models import decoder
 from jaxserve.models.rope import rope_tables
-from jaxserve_kernels import target
 from jaxserve_kernels.add_rms_norm import rms_norm
 from jaxserve_kernels.kv_format import AttentionStep, CacheShape, KVFormat
 from jaxserve_kernels.matmul import take_rows
 from jaxserve_kernels.paged_attention import QueryTiles
+from jaxserve_kernels.target import Target
 
 PAGE = 128
 
@@ -176,7 +176,7 @@ class CachedModel:
         step = _step(work.slots, work.positions, QueryTiles(*work.tiles), work.page_table)
         tokens = decoder.StepTokens(jnp.asarray(work.ids), (step,))
         hidden, kv = _forward(params, kv, tokens, self._spec, shape.tile)
-        log_probs = jax.nn.log_softmax(decoder.logits(params, hidden))
+        log_probs = jax.nn.log_softmax(decoder.logits(params, hidden, target=Target.here()))
         last = jnp.maximum(jnp.cumsum(work.lengths) - 1, 0)
         return log_probs, log_probs[last].argmax(-1).astype(jnp.int32), kv
 
@@ -201,7 +201,9 @@ class CachedModel:
             step = _step(slots, position, tiles, work.page_table)
             tokens = decoder.StepTokens(token, (step,))
             hidden, kv = _forward(params, kv, tokens, self._spec, 1)
-            found = decoder.logits(params, hidden).argmax(-1).astype(jnp.int32)
+            found = (
+                decoder.logits(params, hidden, target=Target.here()).argmax(-1).astype(jnp.int32)
+            )
             return count + 1, found, out, done, kv
 
         state = (jnp.int32(0), first, out, work.lengths == 0, kv)
@@ -213,11 +215,13 @@ def _forward(
 ) -> tuple[Array, Any]:
     """All hidden states; on a CPU with one layer in a loop, which compiles in an eighth of the
     time: the layers are stacked, and no format has work left at the end of a step there."""
-    if target.current().implementation == "triton":
+    if Target.here().implementation == "triton":
         if tile_size == 1:
-            return decoder.decode(params, kv, tokens, spec)
-        attended, kv = decoder.forward(params, kv, tokens, spec, tile_size=tile_size)
-        return decoder.finish(params, attended, spec), kv
+            return decoder.decode(params, kv, tokens, spec, target=Target.here())
+        attended, kv = decoder.forward(
+            params, kv, tokens, spec, tile_size=tile_size, target=Target.here()
+        )
+        return decoder.finish(params, attended, spec, target=Target.here()), kv
     layers = params.layers
     assert isinstance(layers, decoder.Layer)
     x = take_rows(params.embedding, tokens.ids, params.final_norm.dtype)
@@ -239,6 +243,7 @@ def _forward(
             tokens,
             spec,
             tile_size=tile_size,
+            target=Target.here(),
         )
         return carry, None
 

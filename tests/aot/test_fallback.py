@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,13 +19,15 @@ if lacking := missing():
     pytest.skip(f"missing: {', '.join(lacking)}", allow_module_level=True)
 sys.path.append(str(ROOT / "scripts"))
 
-from support_matrix import Bucket, Step, arguments, kernel_calls, launches, spec_of, step_function
+from support_matrix import Bucket, Step, arguments, kernel_calls, launches, spec_of
 
 from jaxserve.metrics.metrics import Metrics
+from jaxserve.runner.step import run_step
 from jaxserve.startup import fast_paths
-from jaxserve_kernels import fallback, ptxas, target, weights
+from jaxserve_kernels import fallback, ptxas, weights
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.matmul import gated_linear, linear
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_compat import triton_lib
 
 ROWS = jax.ShapeDtypeStruct((16, 512), jnp.bfloat16)
@@ -53,16 +57,18 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return begin
 
 
-def kernels(function: Callable[..., Any], *args: Any, capability: int = A100) -> list[str]:
+def kernels(
+    function: Callable[..., Any], *args: Any, capability: int = A100, on: Target | None = None
+) -> list[str]:
     """Names of the kernels that it calls on such a GPU, all of which compile."""
-    with target.use(target.Target("triton", capability)):
-        traced = jax.jit(lambda *args: function(*args)).trace(*args)
-        traced.lower(lowering_platforms=("cuda",))
+    target = on or Target.for_gpu(capability)
+    traced = jax.jit(lambda *args: function(*args, target=target)).trace(*args)
+    traced.lower(lowering_platforms=("cuda",))
     return [each.params["name"] for each in kernel_calls(traced.jaxpr)]
 
 
-def norm(x: Any, update: Any, weight: Any) -> Any:
-    return add_rms_norm(x, update[None], weight, 1e-6)
+def norm(x: Any, update: Any, weight: Any, target: Target) -> Any:
+    return add_rms_norm(x, update[None], weight, 1e-6, target=target)
 
 
 def test_an_operation_whose_kernel_fails_is_left_to_xla_and_others_are_not(
@@ -70,8 +76,13 @@ def test_an_operation_whose_kernel_fails_is_left_to_xla_and_others_are_not(
 ) -> None:
     weight = jax.eval_shape(weights.quantize_int4, jax.ShapeDtypeStruct((512, 512), jnp.float32))
 
-    def both(x: Any, weight: Any, scale: Any) -> Any:
-        return norm(linear(x, weight)[0].astype(x.dtype), gated_linear(x, weight)[:, :1], scale)
+    def both(x: Any, weight: Any, scale: Any, target: Target) -> Any:
+        return norm(
+            linear(x, weight, target=target)[0].astype(x.dtype),
+            gated_linear(x, weight, target=target)[:, :1],
+            scale,
+            target,
+        )
 
     assert kernels(norm, ROWS, ROWS, WEIGHT) == ["add_rms_norm"]
     fallback._known.clear()
@@ -89,21 +100,16 @@ def test_the_metrics_name_the_operation(refuse: Callable[[str], None]) -> None:
     refuse("_kernel")
     assert kernels(norm, ROWS, ROWS, WEIGHT) == []
     metrics = Metrics("model")
-    with target.use(target.Target("triton", A100)):
-        fast_paths.report(metrics)
+    fast_paths.report(metrics, Target.for_gpu(A100))
     assert b'jaxserve_kernel_fallback{operation="add_rms_norm"} 1.0' in metrics.exposition()
 
 
 def test_a_kernel_that_needs_more_shared_memory_than_the_card_has_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    small = target.Device(
-        name="small", compute_capability=80, multiprocessors=10,
-        shared_memory=1024, shared_memory_per_block=1,
-    )  # fmt: skip
-    monkeypatch.setattr(target, "device", lambda: small)
-    monkeypatch.setattr("jaxserve_kernels.add_rms_norm.triton._kernel._jT_kernel_cache", {})
-    assert kernels(norm, ROWS, ROWS, WEIGHT) == []
+    small = Target.for_gpu(A100)
+    small = small.replace(device=replace(small.gpu, shared_memory_per_block=1))
+    assert kernels(norm, ROWS, ROWS, WEIGHT, on=small) == []
     assert "bytes of shared memory" in caplog.text
 
 
@@ -137,4 +143,5 @@ def test_a_step_none_of_whose_kernels_compiles_is_a_step_of_xla_alone(
     assert launches(capability, step)
     refuse("all")
     spec = spec_of(step)
-    assert not kernels(step_function(spec, step), *arguments(spec, step), capability=capability)
+    run = functools.partial(run_step, spec=spec, bucket=step.bucket, sampled_vocab=spec.vocab_size)
+    assert not kernels(run, *arguments(spec, step), capability=capability)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve_kernels.target import Target
 from tests.aot.ptx import (
     MOST_SHARED_MEMORY,
     check_registers_and_memory,
@@ -91,15 +92,15 @@ def test_rings_of_every_format_fit_three_programs(name: str, tokens: int, tmp_pa
     import jax
     import jax.numpy as jnp
 
-    from jaxserve_kernels import early, weights
+    from jaxserve_kernels import weights
     from jaxserve_kernels.quantized_matmul.config import choose, steps
     from jaxserve_kernels.quantized_matmul.triton_arguments import kind
     from jaxserve_kernels.quantized_matmul.triton_streaming import _product
 
     plain = jax.ShapeDtypeStruct((19_456, 2560), jnp.bfloat16)
     weight = jax.eval_shape(getattr(weights, f"quantize_{name}"), plain)
-    with early.use():
-        config = choose(weight, tokens, gated=True, hopper=True)
+    pdl = Target.for_gpu(90).replace(pdl=True)
+    config = choose(weight, tokens, gated=True, hopper=True, target=pdl)
     assert config is not None and config.method == "stream"
     types = {
         "x_ptr": "*bf16", "packed_ptr": "*u16", "scale_ptr": "*u32" if "fp4" in name else "*fp32",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve_kernels.target import Target
 from tests.aot.ptx import check_registers_and_memory, compile_kernel, tma_blocks
 
 
@@ -54,15 +55,16 @@ def test_the_last_turn_is_short_where_few_tiles_are_left(tokens: int, turns: flo
 def test_weights_without_a_kernel_of_their_own_take_it_too(tokens: int) -> None:
     """Groups of 256 are dequantised; from 384 tokens on this product reads what that gives."""
     pytest.importorskip("jax_triton", reason="jax-triton is not installed")
+    from functools import partial
+
     import jax
     import jax.numpy as jnp
 
-    from jaxserve_kernels import target, weights
+    from jaxserve_kernels import weights
     from jaxserve_kernels.matmul import gated_linear
 
     plain = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
     weight = jax.eval_shape(lambda w: weights.quantize_int4(w, group=256), plain)
     x = jax.ShapeDtypeStruct((tokens, 256), jnp.bfloat16)
-    with target.use(target.Target("triton", compute_capability=90)):
-        traced = str(jax.make_jaxpr(gated_linear)(x, weight))
+    traced = str(jax.make_jaxpr(partial(gated_linear, target=Target.for_gpu(90)))(x, weight))
     assert ("gated_linear_hopper" in traced) == (tokens == 384)

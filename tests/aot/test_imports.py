@@ -24,13 +24,12 @@ KERNELS = (
 
 BEGIN = """
 import importlib, sys, threading
-from jaxserve_kernels import target
+from jaxserve_kernels.target import Target
 import jaxserve.models.decoder  # the packages, as whoever compiles a model has them
 
 def begin(name):
     together.wait()
-    with target.use(target.Target("triton", 90)):
-        assert target.uses_triton()
+    assert Target.for_gpu(90).uses_triton()
     importlib.import_module(f"jaxserve_kernels.{name}")
     imported.append(name)
 

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("jax_triton", reason="jax-triton is not installed")
 
-from jaxserve_kernels import target
 from jaxserve_kernels.kv_format import named
 from jaxserve_kernels.kv_format.kvarn import KVarNKV, triton
+from jaxserve_kernels.target import Target
 from tests.kernels.kv_steps import EPS, Sequences
 
 
@@ -24,11 +24,19 @@ def test_whoever_reads_sinks_and_tails_before_the_write_returns_them() -> None:
 
     def layer(kv: KVarNKV) -> tuple[jax.Array, KVarNKV]:
         return triton.attend(
-            qkv, kv, 0, sequences.heads, tables, step, eps=EPS, tile_size=32, dtype=sequences.dtype
+            qkv,
+            kv,
+            0,
+            sequences.heads,
+            tables,
+            step,
+            eps=EPS,
+            tile_size=32,
+            dtype=sequences.dtype,
+            target=Target.for_gpu(90),
         )
 
-    with target.use(target.Target("triton", compute_capability=90)):
-        program = jax.make_jaxpr(layer)(kv).jaxpr
+    program = jax.make_jaxpr(layer)(kv).jaxpr
     readers = [
         (eqn.primitive.name, eqn.params.get("name", ""))
         for eqn in program.eqns

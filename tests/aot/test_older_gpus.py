@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve_kernels import target, weights
+from jaxserve_kernels import weights
 from jaxserve_kernels.kv_format import attend, named
 from jaxserve_kernels.matmul import gated_linear, linear
+from jaxserve_kernels.target import Target
 from tests.kernels.kv_steps import EPS, LAYER, Sequences
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -26,7 +27,7 @@ FORMATS: dict[str, Callable[[Any], Any]] = {
     "mxfp4": weights.quantize_mxfp4,
 }
 
-A100 = target.Target("triton", 80, "NVIDIA A100-SXM4-80GB")
+A100 = Target.for_gpu(80)
 
 
 @pytest.mark.parametrize("tokens", [8, 32, 200, 1000])
@@ -38,11 +39,10 @@ def test_products_of_any_number_of_tokens_compile_for_an_a100(name: str, tokens:
     x = jax.ShapeDtypeStruct((tokens, 512), jnp.bfloat16)
 
     def both(x: Any, weight: Any) -> tuple[Any, Any]:
-        return linear(x, weight), gated_linear(x, weight)
+        return linear(x, weight, target=A100), gated_linear(x, weight, target=A100)
 
-    with target.use(A100):
-        traced = jax.jit(both).trace(x, weight)
-        traced.lower(lowering_platforms=("cuda",))
+    traced = jax.jit(both).trace(x, weight)
+    traced.lower(lowering_platforms=("cuda",))
     kernels = "Weight" in str(traced.jaxpr)  # in their names
     assert kernels == (tokens <= 256 or name == "int8")
 
@@ -69,8 +69,8 @@ def test_caches_of_8_bits_compile_for_an_a100(
             eps=EPS,
             tile_size=tile_size,
             dtype=sequences.dtype,
+            target=A100,
         )
 
-    with target.use(A100):
-        traced = jax.jit(attention).trace(qkv, kv, tables, step)
-        traced.lower(lowering_platforms=("cuda",))
+    traced = jax.jit(attention).trace(qkv, kv, tables, step)
+    traced.lower(lowering_platforms=("cuda",))

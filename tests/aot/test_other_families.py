@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve_kernels import early, target, weights
+from jaxserve_kernels import weights
 from jaxserve_kernels.attention_inputs import HeadWeights
-from jaxserve_kernels.fallback import unchecked
 from jaxserve_kernels.kv_format import AttentionStep, CacheShape, attend, end_step, named
 from jaxserve_kernels.matmul import add_linear, gated_linear, linear
 from jaxserve_kernels.paged_attention import QueryTiles, tile_tokens
+from jaxserve_kernels.target import Target
 from tests.aot.compiled_steps import missing
 
 if lacking := missing():
@@ -66,15 +65,11 @@ def compile_for(capability: int, function: Any, *args: Any, in_chain: bool = Fal
     """The names of the kernels that the function calls; every one compiles, or this raises."""
     from jaxserve_kernels.chain.describe import describe
 
-    with ExitStack() as stack:
-        stack.enter_context(target.use(target.Target("triton", compute_capability=capability)))
-        stack.enter_context(unchecked())
-        if in_chain:
-            stack.enter_context(early.use())
-        program = jax.make_jaxpr(lambda *args: function(*args))(*args).jaxpr
-        calls = [each for each in program.eqns if each.primitive.name == "triton_kernel_call"]
-        for call in calls:
-            describe(call)
+    target = Target.for_gpu(capability).replace(checked=False, pdl=in_chain)
+    program = jax.make_jaxpr(lambda *args: function(*args, target=target))(*args).jaxpr
+    calls = [each for each in program.eqns if each.primitive.name == "triton_kernel_call"]
+    for call in calls:
+        describe(call)
     return [call.params["name"] for call in calls]
 
 
@@ -116,10 +111,18 @@ def compile_attention(
     qkv = array(4 if decodes else 1, tokens, spec.width, dtype=jnp.float32 if decodes else BF16)
     tables = (array(tokens, 64, dtype=jnp.float32),) * 2
 
-    def attention(qkv: Any, kv: Any, heads: Any, tables: Any, step: Any) -> Any:
+    def attention(qkv: Any, kv: Any, heads: Any, tables: Any, step: Any, target: Target) -> Any:
         return attend(
-            qkv, kv, 1, heads, tables, step,
-            eps=1e-5, tile_size=tile_size, dtype=BF16, window=window,
+            qkv,
+            kv,
+            1,
+            heads,
+            tables,
+            step,
+            eps=1e-5,
+            tile_size=tile_size,
+            dtype=BF16, window=window,
+            target=target,
         )  # fmt: skip
 
     kernels = compile_for(
@@ -127,7 +130,11 @@ def compile_attention(
     )
     assert any(kernel.startswith("paged_attention") for kernel in kernels)
     if not decodes:
-        compile_for(capability, lambda kv: end_step(kv, step, tile_size=tile_size), kv)
+        compile_for(
+            capability,
+            lambda kv, target: end_step(kv, step, tile_size=tile_size, target=target),
+            kv,
+        )
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 512])
@@ -142,9 +149,15 @@ def test_products(capability: int, family: str, name: str, tokens: int) -> None:
         plain = array(out, depth)
         return plain if name == "bf16" else jax.eval_shape(weights.quantize_int4, plain)
 
-    def layer(x: Any, qkv: Any, heads: Any, out: Any, gate_up: Any, down: Any) -> Any:
-        gated = gated_linear(x, gate_up)
-        return linear(x, qkv), add_linear(x, heads, out), add_linear(x, gated, down)
+    def layer(
+        x: Any, qkv: Any, heads: Any, out: Any, gate_up: Any, down: Any, target: Target
+    ) -> Any:
+        gated = gated_linear(x, gate_up, target=target)
+        return (
+            linear(x, qkv, target=target),
+            add_linear(x, heads, out, target=target),
+            add_linear(x, gated, down, target=target),
+        )
 
     kernels = compile_for(
         capability, layer, array(tokens, spec.embed), weight(spec.width, spec.embed),

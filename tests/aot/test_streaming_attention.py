@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve_kernels import target
 from jaxserve_kernels.kv_format import attend, named
+from jaxserve_kernels.target import Target
 from tests.aot.ptx import compile_kernel, ptxas_report
 from tests.kernels.kv_steps import EPS, LAYER, Sequences
 
@@ -134,10 +134,14 @@ def test_bytes_are_converted_by_instructions_that_the_card_has(
     step = sequences.step((39,), (1,), 1)
     qkv, tables = sequences.projections(step)
     call = functools.partial(
-        attend, layer=LAYER, eps=EPS, tile_size=1, dtype=jnp.dtype(sequences.dtype)
+        attend,
+        layer=LAYER,
+        eps=EPS,
+        tile_size=1,
+        dtype=sequences.dtype,  # a name, as anybody may write it
+        target=Target.for_gpu(capability),
     )
-    with target.use(target.Target("triton", capability)):
-        program = jax.make_jaxpr(
-            lambda qkv, kv: call(qkv, kv, heads=sequences.heads, tables=tables, step=step)
-        )(qkv, kv)
+    program = jax.make_jaxpr(
+        lambda qkv, kv: call(qkv, kv, heads=sequences.heads, tables=tables, step=step)
+    )(qkv, kv)
     assert ("paged_attention_8_bit" in str(program)) != converts

@@ -303,6 +303,8 @@ async def test_a_configuration_file_from_the_command_line(tmp_path: Path) -> Non
     assert {row["outcome"] for row in rows} == {"completed", "shed"}
     html = page.read_text()
     assert html.count("<svg") == 2 + 2 * 3 and "http-equiv" not in html
+    assert "--decode: light-dark(" in html, "the style of the other pages"
+    assert "stroke: var(--decode)" in html and "#0b8a7d" not in html.partition("</style>")[2]
     assert "mix rate=20" in text and "shed" in text
     assert command.main(["compare", str(out), str(out)]) == 0
 

@@ -21,6 +21,7 @@ from jaxserve.cli.options import parse_args
         ("--cache_dir=/tmp", "unknown flag --cache_dir; is --cache-dir meant?"),
         ("--max-model 5", "unknown flag --max-model; is --max-model-len meant?"),
         ("--wibble", "unknown flag --wibble (jaxserve --help"),
+        ("sevre --port 1", "unknown command 'sevre'; is serve meant?"),
         ("frobnicate", "unknown command 'frobnicate'; commands are serve, precompile, convert"),
         ("--model a b", "'b' belongs to no flag"),
         ("--port 65536", "--port: not a port from 0 to 65535: '65536'"),

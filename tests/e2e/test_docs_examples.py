@@ -30,6 +30,8 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 URL = "http://127.0.0.1:8000"
 ADMIN_KEY = "for-these-tests"
+NOT_OURS = {"webui/bin/open-webui"}
+"""Programs of others, whose flags no test knows."""
 CURL = 'set -euo pipefail; curl() { command curl -sS --fail-with-body --max-time 60 "$@"; }\n'
 """Curl as in the examples, but an error of the server is one of the command."""
 
@@ -144,7 +146,7 @@ def test_a_block_that_needs_a_gpu_or_a_network_is_parsed(
         elif program == "sudo":
             assert all((ROOT / word).exists() for word in arguments if word.startswith("deploy/"))
         else:
-            raise AssertionError(f"who checks this? {words}")
+            assert program in NOT_OURS, f"who checks this? {words}"
 
 
 def check_docker(arguments: list[str]) -> None:

@@ -66,7 +66,7 @@ def test_precompile_survives_kill_and_serving_then_compiles_nothing(
 
     arguments = ["--port", "0", "--require-precompiled", "--forbid-compiles", *flags]
     server = run("-c", SERVE_AND_LIST_MODULES, *arguments)
-    read_until(server, "step times, kept in")
+    read_until(server, "step times, from")
     read_until(server, f"{total} of {total} programs loaded, 0 compiled")
     read_until(server, "is ready")
     server.send_signal(signal.SIGTERM)

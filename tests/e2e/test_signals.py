@@ -79,7 +79,7 @@ async def test_that_descriptors_run_out_is_said_once_with_their_limit() -> None:
         process.kill()
         process.communicate()
     assert status == 0, output
-    assert output.count("file descriptors run out: the process may have 64,") == 1, output
+    assert output.count("the limit of 64 open files is reached") == 1, output
 
 
 async def is_ready(session: aiohttp.ClientSession) -> bool:
@@ -168,7 +168,7 @@ async def test_what_runs_or_waits_is_finished_and_new_requests_are_refused() -> 
             assert '"finish_reason":"length"' in text, index
         status, output = await asyncio.to_thread(finish, server.process, timeout=20)
     assert status == 0, output
-    assert "stopping: 16 answers get up to 200 s" in output and "cut off" not in output
+    assert "stopping: 16 running answers get up to 200 s" in output and "cut off" not in output
     assert output.splitlines()[-1].endswith("stopped")
 
 

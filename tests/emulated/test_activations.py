@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve_kernels import target
 from jaxserve_kernels.dense_matmul import config as dense_config
 from jaxserve_kernels.dense_matmul import hopper as dense_hopper
 from jaxserve_kernels.dense_matmul import triton as dense_triton
@@ -35,6 +34,7 @@ from tests.emulated.weights import (
     tokens_and_weight,
     tokens_in_8_bits,
 )
+from tests.emulator.targets import HOPPER, gpu
 
 GATED = 1e-3
 """Some sums are rounded to the other neighbour in bfloat16."""
@@ -45,23 +45,25 @@ def test_weights_in_bfloat16(kernels: Any) -> None:
     tokens = 130 if kernels is dense_hopper else 5
     x, weight = tokens_and_weight(tokens, 256, 256, lambda values: values.astype(jnp.bfloat16))
     launch = () if kernels is dense_hopper else (dense_config.Config(rows=64, depth=128),)
-    found = kernels.gated_linear(x, weight, *launch, activation="gelu_tanh")
+    found = kernels.gated_linear(x, weight, *launch, activation="gelu_tanh", target=HOPPER)
     both = np.asarray(x, np.float32) @ np.asarray(weight, np.float32).T
     assert relative_error(found, gating(both, "gelu_tanh")) < GATED
 
 
 @pytest.mark.parametrize("kernels", [triton, triton_few, triton_streaming, triton_sharing])
-def test_weights_unpacked_in_registers(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "multiprocessors", lambda: 4)
+def test_weights_unpacked_in_registers(kernels: Any) -> None:
+    target = gpu(90, multiprocessors=4)
     tokens, out = (40, 640) if kernels is triton_sharing else (5, 256)
     x, weight = tokens_and_weight(tokens, out, 1024, WEIGHTS["int4"])
     chosen = {
         triton: Config(method="unpack", rows=64, tokens=16),
         triton_few: config._few(1024, gated=True),
-        triton_streaming: replace(config._streaming(weight, tokens, gated=True), splits=1),
-        triton_sharing: config._sharing(weight),
+        triton_streaming: replace(
+            config._streaming(weight, tokens, gated=True, target=target), splits=1
+        ),
+        triton_sharing: config._sharing(weight, target=target),
     }[kernels]
-    found = gated_product(kernels, x, weight, chosen, "gelu_tanh")
+    found = gated_product(kernels, x, weight, chosen, "gelu_tanh", target=target)
     assert relative_error(found, gating(exact(x, weight), "gelu_tanh")) < GATED
 
 
@@ -74,7 +76,7 @@ def test_tokens_in_8_bits(kernels: Any, name: str, bound: float) -> None:
     method: Any = "e4m3" if kernels is e4m3_triton else "hopper"
     rows, stages = (256, 4) if kernels is hopper_bytes else (128, 4)
     chosen = Config(method=method, rows=rows, tokens=128, num_stages=stages)
-    codes: Any = quantized(x, format_for(weight, x.shape[0], chosen))
+    codes: Any = quantized(x, format_for(weight, x.shape[0], chosen), target=HOPPER)
     found = gated_product(kernels, codes, weight, chosen, "gelu_tanh")
     both = tokens_in_8_bits(x, weight) @ np.asarray(weight.dequantize()).T
     assert relative_error(found, gating(both, "gelu_tanh")) < bound

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -12,24 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve_kernels import early, target
 from jaxserve_kernels.kv_format import AttentionStep, attend, end_step, named
 from jaxserve_kernels.paged_attention import QueryTiles, hopper, paged_attention, tile_tokens
 from jaxserve_kernels.paged_attention import config as attention_config
 from jaxserve_kernels.paged_attention import triton as attention_kernels
 from jaxserve_kernels.paged_attention.inputs import AttentionSpec, Heads, apart, make_inputs
 from jaxserve_kernels.paged_attention.specs import HOPPER_SPECS
+from jaxserve_kernels.target import REFERENCE, Target
 from tests.emulated.errors import relative_error
+from tests.emulator.targets import HOPPER, PDL
 from tests.kernels.kv_steps import AS_WRITTEN, EPS, LAYER, Sequences
 
-HOPPER = target.Target("triton", 90, "NVIDIA H100 80GB HBM3")
 SPECS = [spec for spec in HOPPER_SPECS if spec.heads == Heads(8, 2, 64)]
-
-
-@contextmanager
-def a_chain() -> Generator[None]:
-    with target.use(HOPPER), early.use():
-        yield
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["one_list", "singles_apart"])
@@ -41,16 +33,16 @@ def test_chunks(spec: AttentionSpec, split: bool) -> None:
     for first, length in zip(inputs.first, inputs.length, strict=True):
         used[first : first + length] = True
 
-    def attended(dtype: Any, tiles: Any) -> jax.Array:
+    def attended(dtype: Any, tiles: Any, target: Target) -> jax.Array:
         table, tiles = jax.tree.map(jnp.asarray, (inputs.page_table, tiles))
         q, kv = (jnp.asarray(each, dtype) for each in (inputs.q, inputs.kv))
-        call = functools.partial(paged_attention, layer=inputs.layer, tile_size=spec.tile_size)
+        call = functools.partial(
+            paged_attention, layer=inputs.layer, tile_size=spec.tile_size, target=target
+        )
         return call(q, kv, page_table=table, tiles=tiles)
 
-    with target.use(target.Target("reference")):
-        expected = attended(jnp.float32, tiles)
-    with target.use(HOPPER):
-        out = attended(jnp.bfloat16, apart(inputs) if split else tiles)
+    expected = attended(jnp.float32, tiles, REFERENCE)
+    out = attended(jnp.bfloat16, apart(inputs) if split else tiles, HOPPER)
     assert relative_error(out[used], expected[used]) < 4e-3
 
 
@@ -153,7 +145,7 @@ def attention_equals_the_definition(
         q_heads=q_heads, kv_heads=2, head_dim=128, options=options,
     )  # fmt: skip
 
-    def both(qkv: Any, kv: Any, tables: Any, step: Any, tile_size: int) -> Any:
+    def both(qkv: Any, kv: Any, tables: Any, step: Any, tile_size: int, target: Target) -> Any:
         out, kv = attend(
             qkv,
             kv,
@@ -165,14 +157,14 @@ def attention_equals_the_definition(
             tile_size=tile_size,
             dtype=sequences.dtype,
             window=window,
+            target=target,
         )
-        return out, end_step(kv, step, tile_size=tile_size)
+        return out, end_step(kv, step, tile_size=tile_size, target=target)
 
     def reference(kv: Any, step: Any, tile_size: int, parts: int) -> Any:
         qkv, tables = sequences.projections(step, parts=parts)
-        call = functools.partial(both, tile_size=tile_size)
-        with target.use(target.Target("reference")):
-            return jax.jit(call, compiler_options=AS_WRITTEN)(qkv, kv, tables, step)
+        call = functools.partial(both, tile_size=tile_size, target=REFERENCE)
+        return jax.jit(call, compiler_options=AS_WRITTEN)(qkv, kv, tables, step)
 
     kv = named(name).allocate(sequences.shape, "bfloat16")
     if any(starts):
@@ -185,8 +177,7 @@ def attention_equals_the_definition(
         kv, step = without_what_is_behind(kv, step, starts, window)
     qkv, tables = sequences.projections(step, parts=parts)
     arrays = jax.tree.map(jnp.asarray, (tables, step))
-    with target.use(HOPPER) if tile_size > 1 else a_chain():
-        out, left = both(qkv, kv, *arrays, tile_size)
+    out, left = both(qkv, kv, *arrays, tile_size, HOPPER if tile_size > 1 else PDL)
     used = sum(counts)
     assert relative_error(out[:used], expected[:used]) < 6e-3
     for each in jax.tree.leaves(left):
@@ -206,14 +197,20 @@ def test_float32_queries_are_not_rounded_over_a_bfloat16_cache(work: Any) -> Non
     cache = named("bf16").allocate(sequences.shape, "float32")
     kv = jax.random.normal(jax.random.key(0), cache.shape, cache.dtype)
 
-    def run(implementation: target.Target) -> tuple[jax.Array, jax.Array]:
+    def run(target: Target) -> tuple[jax.Array, jax.Array]:
         arrays = jax.tree.map(jnp.asarray, (sequences.heads, tables, step))
-        with target.use(implementation):
-            return attend(
-                qkv, kv, LAYER, *arrays, eps=EPS, tile_size=tile_size, dtype=sequences.dtype
-            )
+        return attend(
+            qkv,
+            kv,
+            LAYER,
+            *arrays,
+            eps=EPS,
+            tile_size=tile_size,
+            dtype=sequences.dtype,
+            target=target,
+        )
 
-    (out, left), (expected, kept) = run(HOPPER), run(target.Target("reference"))
+    (out, left), (expected, kept) = run(HOPPER), run(REFERENCE)
     assert out.dtype == jnp.float32 and left.dtype == jnp.bfloat16
     assert relative_error(out[: sum(counts)], expected[: sum(counts)]) < 1e-4
     assert relative_error(left[LAYER, 1:], kept[LAYER, 1:]) < 1e-4
@@ -235,15 +232,15 @@ def test_a_step_of_padding_alone_waits_for_the_kernels_before_it(name: str) -> N
     )
     kv = named(name).allocate(sequences.shape, "bfloat16")
     qkv, tables = sequences.projections(step, parts=4)
-    with a_chain():
-        attend(
-            qkv,
-            kv,
-            LAYER,
-            sequences.heads,
-            tables,
-            step,
-            eps=EPS,
-            tile_size=1,
-            dtype=sequences.dtype,
-        )
+    attend(
+        qkv,
+        kv,
+        LAYER,
+        sequences.heads,
+        tables,
+        step,
+        eps=EPS,
+        tile_size=1,
+        dtype=sequences.dtype,
+        target=PDL,
+    )

@@ -20,9 +20,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from jaxserve_kernels import early
+from jaxserve_kernels.target import Target
 from tests.emulator import launch, memory
 from tests.emulator.order import Race
+from tests.emulator.targets import HOPPER, PDL
 
 
 @gluon.jit
@@ -99,7 +100,7 @@ def squares(steps: int, seed: int, **flaws: Any) -> tuple[Any, Any]:
     x = jnp.asarray(rng.standard_normal((16 * steps, 16)), jnp.bfloat16)
     out = launch.triton_call(
         launch.tensor_descriptor(x, (16, 16), None),
-        kernel=_squares, name="squares", grid=(1,), num_warps=4, seed=seed,
+        kernel=_squares, name="squares", target=HOPPER, grid=(1,), num_warps=4, seed=seed,
         out_type=jax.ShapeDtypeStruct((16, 16), jnp.float32),
         STEPS=steps, **{**_SOUND, **flaws},
     )  # fmt: skip
@@ -171,15 +172,15 @@ def test_a_kernel_of_a_chain_waits_for_those_before_it(
     x = jnp.arange(16, dtype=jnp.float32)
     flaws = {"READS": False, "WAITS": True, "WRITES": False, **flaw}
 
-    def double() -> Any:
+    def double(target: Target) -> Any:
         return launch.triton_call(
-            x, kernel=_double, name="double", grid=(1,), num_warps=1,
+            x, kernel=_double, name="double", target=target, grid=(1,), num_warps=1,
             out_type=jax.ShapeDtypeStruct((16,), jnp.float32), **flaws,
         )  # fmt: skip
 
-    np.testing.assert_array_equal(double(), 2 * x)  # alone it may do as it likes
-    with early.use(), pytest.raises(Race, match=message) if message else nullcontext():
-        np.testing.assert_array_equal(double(), 2 * x)
+    np.testing.assert_array_equal(double(HOPPER), 2 * x)  # alone it may do as it likes
+    with pytest.raises(Race, match=message) if message else nullcontext():
+        np.testing.assert_array_equal(double(PDL), 2 * x)
 
 
 @gluon.jit
@@ -188,9 +189,9 @@ def _nothing(x_ptr, out_ptr, EARLY: gl.constexpr = False):
 
 
 def test_a_kernel_of_a_chain_does_not_end_before_those_before_it() -> None:
-    with early.use(), pytest.raises(Race, match="nothing may end before the kernels before it"):
+    with pytest.raises(Race, match="nothing may end before the kernels before it"):
         launch.triton_call(
-            jnp.zeros(1), kernel=_nothing, name="nothing", grid=(2,),
+            jnp.zeros(1), kernel=_nothing, name="nothing", target=PDL, grid=(2,),
             out_type=jax.ShapeDtypeStruct((1,), jnp.float32),
         )  # fmt: skip
 
@@ -219,7 +220,8 @@ def _hand_on(
 def test_programs_know_by_flags_what_others_have_left(flaw: dict[str, Any]) -> None:
     def doubled() -> Any:
         return launch.triton_call(
-            kernel=_hand_on, name="hand_on", grid=(3,), num_warps=1, zeroed_outputs=(1,),
+            kernel=_hand_on, name="hand_on", target=HOPPER, grid=(3,), num_warps=1,
+            zeroed_outputs=(1,),
             out_type=(
                 jax.ShapeDtypeStruct((3, 16), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.int32),
             ),

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve_kernels import target
 from jaxserve_kernels.kv_format import KVFormat, attend, chunks, end_step, named
 from jaxserve_kernels.kv_format.eight_bit import triton as eight_bit
 from jaxserve_kernels.kv_format.kvarn import KVarN
 from jaxserve_kernels.kv_format.kvarn import triton as kvarn
+from jaxserve_kernels.target import REFERENCE
+from tests.emulator.targets import gpu
 from tests.kernels.kv_steps import EPS, LAYER, Sequences
 
 GROUP = 16
@@ -29,7 +30,7 @@ PREFILL = ((18, 0, 31), (20, 33, 1), 16)
 def small_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs run one after the other: as few as share the pages of a step, and no more places
     than its chunks see."""
-    monkeypatch.setattr(chunks, "programs", lambda kv_heads: 4 // kv_heads)
+    monkeypatch.setattr(chunks, "programs", lambda kv_heads, target: 4 // kv_heads)
     monkeypatch.setattr(chunks, "LEAST", 128)
 
 
@@ -61,14 +62,19 @@ def test_attention_and_what_it_leaves(
     def reference(kv: Any, step: Any, tile_size: int) -> Any:
         qkv, tables = sequences.projections(step)
         call = partial(
-            attend, layer=LAYER, eps=EPS, tile_size=tile_size, dtype=sequences.dtype, window=window
+            attend,
+            layer=LAYER,
+            eps=EPS,
+            tile_size=tile_size,
+            dtype=sequences.dtype,
+            window=window,
+            target=REFERENCE,
         )
-        with target.use(target.Target("reference")):
-            return jax.jit(
-                lambda qkv, kv, tables, step: call(
-                    qkv, kv, heads=sequences.heads, tables=tables, step=step
-                )
-            )(qkv, kv, tables, step)
+        return jax.jit(
+            lambda qkv, kv, tables, step: call(
+                qkv, kv, heads=sequences.heads, tables=tables, step=step
+            )
+        )(qkv, kv, tables, step)
 
     _, kv = reference(kv, sequences.step((0,) * len(starts), starts, 8), 8)
     step = sequences.step(starts, counts, tile_size, padding=2, apart=tile_size > 1)
@@ -77,19 +83,20 @@ def test_attention_and_what_it_leaves(
     kernels: Any = kvarn
     if kv_format in EIGHT_BIT:
         kernels = SimpleNamespace(attend=partial(eight_bit.attend, window=window))
-    with target.use(target.Target("triton", compute_capability=capability)):
-        out, kv = kernels.attend(
-            qkv,
-            kv,
-            LAYER,
-            sequences.heads,
-            tables,
-            step,
-            eps=EPS,
-            tile_size=tile_size,
-            dtype=sequences.dtype,
-        )
-        kv = end_step(kv, step, tile_size=tile_size)
+    target = gpu(capability)
+    out, kv = kernels.attend(
+        qkv,
+        kv,
+        LAYER,
+        sequences.heads,
+        tables,
+        step,
+        eps=EPS,
+        tile_size=tile_size,
+        dtype=sequences.dtype,
+        target=target,
+    )
+    kv = end_step(kv, step, tile_size=tile_size, target=target)
     count = sum(counts)
     # A scale may round to the other float16 neighbour.
     assert np.abs(np.asarray(out[:count]) - np.asarray(expected[:count])).max() < 1e-3

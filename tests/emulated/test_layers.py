@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve_kernels import target, tuned
 from jaxserve_kernels.add_rms_norm import reference as add_rms_norm_reference
 from jaxserve_kernels.add_rms_norm import triton as add_rms_norm_triton
 from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
@@ -19,7 +18,9 @@ from jaxserve_kernels.paged_attention import QueryTiles, paged_attention, triton
 from jaxserve_kernels.paged_attention import triton as paged_attention_triton
 from jaxserve_kernels.paged_attention.inputs import make_inputs
 from jaxserve_kernels.paged_attention.specs import SMALL_SPECS, WINDOW_SPECS
+from jaxserve_kernels.target import REFERENCE
 from tests.emulated.errors import relative_error
+from tests.emulator.targets import HOPPER
 from tests.kernels.kv_steps import HEADS, head_weights
 
 SPECS = {spec.name: spec for spec in SMALL_SPECS + WINDOW_SPECS}
@@ -30,9 +31,9 @@ def test_products(tokens: int) -> None:
     rng = np.random.default_rng(tokens)
     x = jnp.asarray(rng.standard_normal((tokens, 256)), jnp.float32)
     weight = jnp.asarray(rng.standard_normal((128, 256)) / 16, jnp.float32)
-    parts = products_triton.linear(x, weight, Config(rows=32, depth=64, splits=2))
+    parts = products_triton.linear(x, weight, Config(rows=32, depth=64, splits=2), target=HOPPER)
     assert relative_error(parts.sum(0), products_reference.linear(x, weight, x.dtype)[0]) < 1e-6
-    gated = products_triton.gated_linear(x, weight, Config(rows=32, depth=64))
+    gated = products_triton.gated_linear(x, weight, Config(rows=32, depth=64), target=HOPPER)
     assert relative_error(gated, products_reference.gated_linear(x, weight)) < 1e-6
 
 
@@ -41,7 +42,7 @@ def test_residual_and_norm(parts: int) -> None:
     rng = np.random.default_rng(parts)
     x, weight = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((5, 96), (96,)))
     update = jnp.asarray(rng.standard_normal((parts, 5, 96)), jnp.float32)
-    outputs = add_rms_norm_triton.add_rms_norm(x, update, weight, 1e-6)
+    outputs = add_rms_norm_triton.add_rms_norm(x, update, weight, 1e-6, target=HOPPER)
     expected = add_rms_norm_reference.add_rms_norm(x, update, weight, 1e-6)
     for output, wanted in zip(outputs, expected, strict=True):
         assert relative_error(output, wanted) < 1e-6
@@ -62,9 +63,10 @@ def test_attention_inputs(parts: int, options: str) -> None:
     places = rng.choice(pages * page, tokens, replace=False).astype(np.int32)
     slots = KVSlots(jnp.asarray(places // page), jnp.asarray(places % page))
     given = (qkv, kv, 1, heads, tables, slots)
-    outputs = attention_inputs_triton.attention_inputs(*given, eps=1e-6, dtype="float32")
-    with target.use(target.Target("reference")):
-        expected = attention_inputs(*given, eps=1e-6, dtype="float32")
+    outputs = attention_inputs_triton.attention_inputs(
+        *given, eps=1e-6, dtype="float32", target=HOPPER
+    )
+    expected = attention_inputs(*given, eps=1e-6, dtype="float32", target=REFERENCE)
     for output, wanted in zip(outputs, expected, strict=True):
         assert relative_error(output, wanted) < 1e-6
 
@@ -99,20 +101,24 @@ def test_paged_attention(name: str, splits: int, monkeypatch: pytest.MonkeyPatch
 
     def reference(q: jax.Array, kv: jax.Array) -> jax.Array:
         return paged_attention(
-            q, kv, inputs.layer, inputs.page_table, tiles,
+            q,
+            kv,
+            inputs.layer,
+            inputs.page_table,
+            tiles,
             tile_size=spec.tile_size, window=spec.window,
+            target=REFERENCE,
         )  # fmt: skip
 
-    with target.use(target.Target("reference")):
-        expected = jax.jit(reference)(inputs.q, inputs.kv)
+    expected = jax.jit(reference)(inputs.q, inputs.kv)
     rows = spec.tile_size * spec.heads.q // spec.heads.kv
     launch = {"splits": splits, "num_warps": 4, "num_stages": 3}
-    with tuned.use({("paged_attention", (rows, spec.heads.kv)): launch}):
-        out = paged_attention_triton.paged_attention(
-            jnp.asarray(inputs.q), jnp.asarray(inputs.kv), inputs.layer,
-            jnp.asarray(inputs.page_table), jax.tree.map(jnp.asarray, tiles),
-            tile_size=spec.tile_size, window=spec.window,
-        )  # fmt: skip
+    tuned = HOPPER.with_tuned({("paged_attention", (rows, spec.heads.kv)): launch})
+    out = paged_attention_triton.paged_attention(
+        jnp.asarray(inputs.q), jnp.asarray(inputs.kv), inputs.layer,
+        jnp.asarray(inputs.page_table), jax.tree.map(jnp.asarray, tiles),
+        tile_size=spec.tile_size, window=spec.window, target=tuned,
+    )  # fmt: skip
     assert relative_error(out[used], expected[used]) < 1e-6
 
 
@@ -132,13 +138,14 @@ def test_singles_beside_chunks(name: str, places: int, monkeypatch: pytest.Monke
     columns = (inputs.first, inputs.length, inputs.slot, inputs.position)
     tiles = QueryTiles(*(jnp.asarray(np.pad(column, (0, 3))) for column in columns))
     q, kv, table = (jnp.asarray(each) for each in (inputs.q, inputs.kv, inputs.page_table))
-    with target.use(target.Target("reference")):
-        expected = paged_attention(
-            q, kv, inputs.layer, table, tiles, tile_size=1, window=SPECS[name].window
-        )
+    expected = paged_attention(
+        q, kv, inputs.layer, table, tiles, tile_size=1, window=SPECS[name].window, target=REFERENCE
+    )
     used = inputs.first[inputs.length > 0]
     out = jax.new_ref(jnp.full_like(q, 7.0))
-    triton_singles.attend(q, kv, inputs.layer, table, tiles, out, window=SPECS[name].window)
+    triton_singles.attend(
+        q, kv, inputs.layer, table, tiles, out, window=SPECS[name].window, target=HOPPER
+    )
     result = jax.freeze(out)
     assert relative_error(result[used], expected[used]) < 1e-6
     others = np.setdiff1d(np.arange(len(q)), used)

@@ -14,13 +14,14 @@ from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.models.quantization import Quantization
 from jaxserve_checkpoints.dummy import dummy_params
-from jaxserve_kernels import chain, early, target
+from jaxserve_kernels import chain
 from jaxserve_kernels.paged_attention import tile_tokens
+from jaxserve_kernels.target import REFERENCE, Target
 from tests.emulated.errors import relative_error
+from tests.emulator.targets import HOPPER
 from tests.kernels.kv_steps import AS_WRITTEN, Sequences
 from tests.tiny_model import tiny_spec
 
-HOPPER = target.Target("triton", 90, "NVIDIA H100 80GB HBM3")
 SIZES = {"vocab_size": 256, "embed": 256, "ffn": 384, "num_layers": 2, "head_dim": 64}
 QWEN3 = tiny_spec(**SIZES)
 QWEN2, LLAMA = (tiny_spec(**SIZES, qk_norm=False, qkv_bias=biased) for biased in (True, False))
@@ -30,10 +31,9 @@ STARTS = (0, 1, 63, 64, 130)
 ONE_EACH, MIXED = (1, 1, 1, 1, 1), (40, 1, 1, 29, 2)
 
 
-def in_a_chain[**P, R](function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+def in_a_chain[R](function: Callable[..., R], *args: Any, target: Target) -> R:
     """What `chain.call` does, at once."""
-    with early.use():
-        return function(*args, **kwargs)
+    return function(*args, target=target.replace(pdl=True))
 
 
 @pytest.mark.parametrize(
@@ -77,21 +77,23 @@ def test_a_step(
     params = dummy_params(abstract, 3, quantization.encoder(model))
     last = jnp.asarray(np.cumsum(counts) - 1)
 
-    def step(params: decoder.Params, kv: Any, tokens: decoder.StepTokens) -> Any:
+    def step(params: decoder.Params, kv: Any, tokens: decoder.StepTokens, target: Target) -> Any:
         if decodes:
-            hidden, kv = decoder.decode(params, kv, tokens, model)
+            hidden, kv = decoder.decode(params, kv, tokens, model, target=target)
             hidden = hidden[last]
         else:
-            attended, kv = decoder.forward(params, kv, tokens, model, tile_size=tile_size)
-            hidden = decoder.finish(params, attended.of(last), model)
-        return decoder.logits(params, hidden), kv
+            attended, kv = decoder.forward(
+                params, kv, tokens, model, tile_size=tile_size, target=target
+            )
+            hidden = decoder.finish(params, attended.of(last), model, target=target)
+        return decoder.logits(params, hidden, target=target), kv
 
     inputs = (params, kv, decoder.StepTokens(ids, (places,)))
-    with target.use(target.Target("reference")):
-        expected, left = jax.jit(step, compiler_options=AS_WRITTEN)(*inputs)
+    expected, left = jax.jit(step, static_argnums=3, compiler_options=AS_WRITTEN)(
+        *inputs, REFERENCE
+    )
     monkeypatch.setattr(chain, "call", in_a_chain)
-    with target.use(HOPPER):
-        scores, written = step(*inputs)
+    scores, written = step(*inputs, HOPPER)
     assert relative_error(scores, expected) < bound
     for index in range(model.num_layers):  # page 0 is padding's
         keys_and_values = (each[index, 1:].astype(jnp.float32) for each in (written[0], left[0]))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve_kernels import target, weights
+from jaxserve_kernels import weights
 from jaxserve_kernels.add_rms_norm.triton import add_rms_norm
 from jaxserve_kernels.matmul import gated_linear, linear
 from jaxserve_kernels.quantized_matmul import triton as kernels
@@ -30,6 +30,7 @@ from tests.emulated.weights import (
     tokens_and_weight,
     tokens_in_8_bits,
 )
+from tests.emulator.targets import HOPPER, gpu
 
 OUT, DEPTH, TOKENS = 256, 512, 5
 
@@ -67,7 +68,7 @@ def test_products_in_e4m3(name: str, beforehand: bool) -> None:
     if beforehand:
         if isinstance(weight, weights.Int8Weight | weights.Fp8Weight):
             pytest.skip("8 bits are not converted")
-        values = to_fp8(weight)
+        values = to_fp8(weight, target=HOPPER)
     config = Config(method="e4m3", rows=128, splits=2, beforehand=beforehand)
     tokens = tokens_in_8_bits(x, weight)
     expected = tokens @ np.asarray(values.dequantize()).T
@@ -90,7 +91,10 @@ def bound(name: str, *, beforehand: bool) -> float:
 def test_a_weight_converted_beforehand_is_its_copy(name: str) -> None:
     """But for ties: which of two neighbours is nearer may be for the last bit of float32 to say."""
     _, weight = made(QUANTIZE[name])
-    converted, copy = to_fp8(weight).dequantize(), weights.e4m3_copy(weight).dequantize()
+    converted, copy = (
+        to_fp8(weight, target=HOPPER).dequantize(),
+        weights.e4m3_copy(weight).dequantize(),
+    )
     ties = 0.2 if name == "nvfp4" else 1e-3
     assert np.mean(np.asarray(converted) != np.asarray(copy)) < ties
     assert relative_error(converted, weight.dequantize()) < (1e-7 if name == "mxfp4" else 0.03)
@@ -110,8 +114,10 @@ def test_tokens_lie_as_words_of_codes_become_registers(name: str) -> None:
         inputs = 64 * half + 16 * nibble + 4 * thread + word
     else:
         inputs = 32 * nibble + 8 * thread + 4 * half + word
-    plain = quantized(x, format_for(weight, TOKENS, Config(method="e4m3", tokens=16)))
-    tokens = quantized(x, form)
+    plain = quantized(
+        x, format_for(weight, TOKENS, Config(method="e4m3", tokens=16)), target=HOPPER
+    )
+    tokens = quantized(x, form, target=HOPPER)
     expected = np.asarray(plain.codes[:TOKENS], np.float32)[:, place // 128 * 128 + inputs]
     assert np.array_equal(np.asarray(tokens.codes[:TOKENS], np.float32), expected)
     assert np.array_equal(tokens.scale, plain.scale)
@@ -124,10 +130,10 @@ def test_a_norm_makes_the_tokens_that_its_reader_would(name: str) -> None:
     x = x.astype(jnp.float32)
     update, norm = 0.5 * x[None], jnp.linspace(0.5, 1.5, DEPTH)
     form = format_for(weight, TOKENS, Config(method="e4m3", tokens=16))
-    total, tokens = add_rms_norm(x, update, norm, 1e-6, form)
-    same, normed = add_rms_norm(x, update, norm, 1e-6)
+    total, tokens = add_rms_norm(x, update, norm, 1e-6, form, target=HOPPER)
+    same, normed = add_rms_norm(x, update, norm, 1e-6, target=HOPPER)
     assert isinstance(tokens, QuantizedTokens) and tokens.shape == x.shape
-    expected = quantized(normed, form)
+    expected = quantized(normed, form, target=HOPPER)
     assert np.array_equal(total, same)
     assert np.array_equal(tokens.scale, expected.scale)
     codes = (np.asarray(each.codes[:TOKENS], np.float32) for each in (tokens, expected))
@@ -138,6 +144,8 @@ def test_a_norm_makes_the_tokens_that_its_reader_would(name: str) -> None:
 @pytest.mark.parametrize("name", ["int4", "nvfp4", "fp8"])
 def test_many_tokens_where_nothing_multiplies_e4m3(name: str) -> None:
     x, weight = tokens_and_weight(200, OUT, DEPTH, QUANTIZE[name])
-    with target.use(target.Target("triton", 80, "NVIDIA A100-SXM4-80GB")):
-        assert relative_error(linear(x, weight, jnp.float32).sum(0), exact(x, weight)) < 1e-6
-        assert relative_error(gated_linear(x, weight), gating(exact(x, weight))) < 1e-3
+    assert (
+        relative_error(linear(x, weight, jnp.float32, target=gpu(80)).sum(0), exact(x, weight))
+        < 1e-6
+    )
+    assert relative_error(gated_linear(x, weight, target=gpu(80)), gating(exact(x, weight))) < 1e-3

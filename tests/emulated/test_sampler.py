@@ -19,6 +19,7 @@ from jaxserve_kernels.sampler import (
 )
 from jaxserve_kernels.sampler import reference as sampler_reference
 from jaxserve_kernels.sampler import triton as sampler_triton
+from tests.emulator.targets import HOPPER
 
 
 def sampler_inputs(seed: int, *, rows: int, vocab: int, padded: int) -> tuple[Any, ...]:
@@ -69,7 +70,7 @@ def sampler_inputs(seed: int, *, rows: int, vocab: int, padded: int) -> tuple[An
 def test_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_triton, "_CHUNK", 64)
     inputs = sampler_inputs(0, rows=16, vocab=300, padded=320)
-    got = sampler_triton.sample(*inputs, vocab=300, alternatives=20)
+    got = sampler_triton.sample(*inputs, vocab=300, alternatives=20, target=HOPPER)
     expected = sampler_reference.sample(*inputs, vocab=300, alternatives=20)
     np.testing.assert_array_equal(got.tokens, expected.tokens)
     np.testing.assert_array_equal(got.tables.counts, expected.tables.counts)
@@ -116,7 +117,14 @@ def test_scores_that_are_no_numbers_still_choose_a_token_that_exists(
 
     def sample(logits: Any) -> Any:
         return sampler_triton.sample(
-            logits, sampling, adjustments, tables, none != 0, vocab=300, alternatives=20
+            logits,
+            sampling,
+            adjustments,
+            tables,
+            none != 0,
+            vocab=300,
+            alternatives=20,
+            target=HOPPER,
         )
 
     got, without = sample(first), sample(logits)
@@ -139,7 +147,7 @@ def test_penalties_leave_scores_that_exclude_a_token(monkeypatch: pytest.MonkeyP
         tables._replace(masks=everything),
         wanted,
     )
-    got = sampler_triton.sample(*inputs, vocab=300, alternatives=1)
+    got = sampler_triton.sample(*inputs, vocab=300, alternatives=1, target=HOPPER)
     expected = sampler_reference.sample(*inputs, vocab=300, alternatives=1)
     assert expected.tokens.tolist() == [200] * 4
     np.testing.assert_array_equal(got.tokens, expected.tokens)
@@ -149,7 +157,7 @@ def test_scores_of_prompt_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_triton, "_CHUNK", 64)
     logits = sampler_inputs(1, rows=6, vocab=300, padded=320)[0]
     tokens = jnp.asarray([0, 299, 7, 64, 63, 128], jnp.int32)
-    got = sampler_triton.score(logits, tokens, vocab=300, alternatives=20)
+    got = sampler_triton.score(logits, tokens, vocab=300, alternatives=20, target=HOPPER)
     expected = sampler_reference.score(logits, tokens, vocab=300, alternatives=20)
     np.testing.assert_array_equal(got.rank, expected.rank)
     np.testing.assert_array_equal(got.top_ids, expected.top_ids)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve_kernels import early, target, weights
+from jaxserve_kernels import weights
 from jaxserve_kernels.dense_matmul import config as dense
 from jaxserve_kernels.dense_matmul import triton_streaming as dense_streaming
 from jaxserve_kernels.quantized_matmul import (
@@ -28,6 +28,7 @@ from tests.emulated.weights import (
     product,
     tokens_and_weight,
 )
+from tests.emulator.targets import HOPPER, PDL, gpu
 
 GATED = 1e-3
 """Some sums are rounded to the other neighbour in bfloat16."""
@@ -38,11 +39,10 @@ GATED = 1e-3
 def test_weights_of_every_format_stream(name: str, tokens: int) -> None:
     """Turns of one, two and four tiles, with a rest and without, of which few may be all."""
     x, weight = tokens_and_weight(tokens, 256, 1536, WEIGHTS[name])
-    chosen = config._streaming(weight, tokens, gated=False)
+    chosen = config._streaming(weight, tokens, gated=False, target=HOPPER)
     whole = replace(chosen, splits=1, num_stages=3)
     for each in (chosen, replace(chosen, splits=4), whole):  # of two, three and twelve tiles
-        with early.use():
-            found = product(triton_streaming, x, weight, each)
+        found = product(triton_streaming, x, weight, each, PDL)
         assert relative_error(found, exact(x, weight)) < 1e-6
     both = gated_product(triton_streaming, x, weight, whole)
     assert relative_error(both, gating(exact(x, weight))) < GATED
@@ -60,23 +60,21 @@ def test_few_tokens(name: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("out", [576, 640, 768])
 @pytest.mark.parametrize("name", ["int4", "int4-g64", "int4-zeros"])
-def test_programs_that_share_a_tile_of_rows(
-    name: str, out: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_that_share_a_tile_of_rows(name: str, out: int) -> None:
     """Of four multiprocessors: a ninth tile is shared by all, two by two each, four by nobody."""
-    monkeypatch.setattr(target, "multiprocessors", lambda: 4)
     x, weight = tokens_and_weight(40, out, 1024, WEIGHTS[name])
-    both = gated_product(triton_sharing, x, weight, config._sharing(weight))
+    target = gpu(90, multiprocessors=4)
+    chosen = config._sharing(weight, target=target)
+    both = gated_product(triton_sharing, x, weight, chosen, target=target)
     assert relative_error(both, gating(exact(x, weight))) < GATED
 
 
 @pytest.mark.parametrize("tokens", [17, 64])
-def test_the_output_matrix(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_matrix(tokens: int) -> None:
     """Two programs take four blocks of rows, of which the last is not whole."""
-    monkeypatch.setattr(target, "multiprocessors", lambda: 2)
     x, weight = tokens_and_weight(tokens, 1408, 512, weights.quantize_int8)
     tall = config.Config(method="tall", rows=384, tokens=32 if tokens <= 32 else 64, num_stages=3)
-    found = product(triton_tall, x, weight, tall)
+    found = product(triton_tall, x, weight, tall, gpu(90, multiprocessors=2))
     assert relative_error(found, exact(x, weight)) < 1e-6
 
 
@@ -87,7 +85,7 @@ def test_weights_in_bfloat16(tokens: int) -> None:
     weight = jnp.asarray(rng.standard_normal((256, 1024)) / 32, jnp.bfloat16)
     expected: Any = np.asarray(x, np.float32) @ np.asarray(weight, np.float32).T
     split = dense.Config(rows=64, depth=128, splits=2)
-    found = dense_streaming.linear(x, weight, split).sum(0)
+    found = dense_streaming.linear(x, weight, split, target=HOPPER).sum(0)
     assert relative_error(found, expected) < 1e-6
-    both = dense_streaming.gated_linear(x, weight, split)
+    both = dense_streaming.gated_linear(x, weight, split, target=HOPPER)
     assert relative_error(both, gating(expected)) < GATED

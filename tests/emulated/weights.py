@@ -15,6 +15,8 @@ from jaxserve_kernels.activation import Activation
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import format_for
 from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
+from jaxserve_kernels.target import Target
+from tests.emulator.targets import HOPPER
 
 
 def with_zeros(weight: Any) -> weights.Int4Weight:
@@ -52,24 +54,36 @@ def tokens_in_8_bits(x: jax.Array, weight: Any) -> np.ndarray[Any, Any]:
     form = format_for(as_is, x.shape[0], Config(method="e4m3", tokens=16))
     if isinstance(weight, weights.Int8Weight):
         form = form._replace(dtype=jnp.int8)
-    tokens = quantized(x, form._replace(group=0))
+    tokens = quantized(x, form._replace(group=0), target=HOPPER)
     codes = np.asarray(tokens.codes[: x.shape[0]], np.float32)
     return codes * np.asarray(tokens.scale)[:, None]
 
 
-def product(kernels: Any, x: Any, weight: Any, config: Config) -> np.ndarray[Any, Any]:
+def product(
+    kernels: Any, x: Any, weight: Any, config: Config, target: Target = HOPPER
+) -> np.ndarray[Any, Any]:
     """The float32 sum of the parts that a module's kernel gives for tokens x [tokens, depth]."""
     shape = (config.splits, x.shape[0], weight.shape[0])
     out_type = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return np.asarray(kernels.launch(x, weight, config, out_type, gated=False)).sum(0)
+    return np.asarray(kernels.launch(x, weight, config, out_type, gated=False, target=target)).sum(
+        0
+    )
 
 
 def gated_product(
-    kernels: Any, x: Any, weight: Any, config: Config, activation: Activation = "silu"
+    kernels: Any,
+    x: Any,
+    weight: Any,
+    config: Config,
+    activation: Activation = "silu",
+    *,
+    target: Target = HOPPER,
 ) -> np.ndarray[Any, Any]:
     """What a module's kernel gives for a weight of gate and up, in float32."""
     out_type = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0] // 2), jnp.bfloat16)
-    both = kernels.launch(x, weight, config, out_type, gated=True, activation=activation)
+    both = kernels.launch(
+        x, weight, config, out_type, gated=True, activation=activation, target=target
+    )
     return np.asarray(both, np.float32)
 
 

@@ -33,7 +33,7 @@ from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
 import jaxserve_kernels
-from jaxserve_kernels import early, fallback
+from jaxserve_kernels.target import Target
 from tests.emulator.memory import Descriptor, Pointer
 from tests.emulator.order import HERE, KERNELS, Order, Partition, Race, Touched
 from tests.emulator.program import Program
@@ -41,8 +41,7 @@ from tests.emulator.values import count, scalar, unwritten
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that are called outside of jit run here; whether they compile does not matter."""
-    monkeypatch.setattr(fallback, "checked", lambda: False)
+    """Kernels that are called outside of jit run here."""
     for module in pkgutil.walk_packages(jaxserve_kernels.__path__, "jaxserve_kernels."):
         importlib.import_module(module.name)
     for name, module in tuple(sys.modules.items()):
@@ -59,13 +58,13 @@ def tensor_descriptor(array: jax.Array, block: Sequence[int], layout: Any) -> De
 
 
 def triton_call(
-    *arguments: Any, kernel: Any, name: str, out_type: Any, grid: tuple[int, ...],
+    *arguments: Any, kernel: Any, name: str, target: Target, out_type: Any, grid: tuple[int, ...],
     num_warps: int = 4, num_stages: int = 1, zeroed_outputs: Sequence[int] = (), seed: int = 0,
     **constants: Any,
 ) -> Any:  # fmt: skip
     """As `triton_call.triton_call`. Programs run one after the other, or at once where some wait
     for what others leave in zeroed outputs."""
-    early_start = "EARLY" in kernel.arg_names and early.starts()
+    early_start = "EARLY" in kernel.arg_names and target.pdl
     if "EARLY" in kernel.arg_names:
         constants["EARLY"] = early_start
     kinds = inspect.signature(kernel.fn).parameters

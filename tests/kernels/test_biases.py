@@ -12,6 +12,7 @@ import pytest
 
 from jaxserve_kernels.activation import Activation, activate
 from jaxserve_kernels.matmul import add_linear, gated_linear, linear, sum_parts
+from jaxserve_kernels.target import CPU
 from jaxserve_kernels.weights import quantize_int4
 
 TOKENS, DEPTH, OUT = 3, 128, 128
@@ -37,10 +38,10 @@ def test_a_bias_is_part_of_the_product(kind: str) -> None:
     weight, values = weight_of(kind)
     x, bias = given()
     expected = np.asarray(x) @ values.T + np.asarray(bias)
-    product = sum_parts(linear(x, weight, bias=bias), jnp.float32)
+    product = sum_parts(linear(x, weight, bias=bias, target=CPU), jnp.float32)
     np.testing.assert_allclose(product, expected, rtol=0, atol=1e-5)
     total = jnp.ones((TOKENS, OUT), jnp.float32)
-    kept, update = add_linear(total, x, weight, bias=bias)
+    kept, update = add_linear(total, x, weight, bias=bias, target=CPU)
     assert update is not None
     added = kept + sum_parts(update, jnp.float32)
     np.testing.assert_allclose(added, expected + 1, rtol=0, atol=1e-5)
@@ -52,7 +53,9 @@ def test_a_bias_is_part_of_the_product(kind: str) -> None:
 def test_gated_products(kind: str, biased: bool, activation: Activation) -> None:
     weight, values = weight_of(kind)
     x, bias = given()
-    found = gated_linear(x, weight, bias=bias if biased else None, activation=activation)
+    found = gated_linear(
+        x, weight, bias=bias if biased else None, activation=activation, target=CPU
+    )
     both = np.asarray(x, np.float64) @ values.T + (np.asarray(bias) if biased else 0)
     gate, up = np.split(both, 2, axis=1)
     if activation == "silu":
@@ -68,7 +71,7 @@ def test_a_product_is_rounded_once_with_its_bias() -> None:
     weight = jnp.full((OUT, DEPTH), (1 + 1 / 256) / DEPTH, jnp.float32).astype(jnp.bfloat16)
     exact = float(np.asarray(weight, np.float32)[0].sum(dtype=np.float64))
     bias = jnp.full(OUT, 1 / 512, jnp.bfloat16)
-    (found,) = linear(x, weight, bias=bias)
+    (found,) = linear(x, weight, bias=bias, target=CPU)
     np.testing.assert_array_equal(
         np.asarray(found), np.float32(exact + 1 / 512).astype(ml_dtypes.bfloat16)
     )

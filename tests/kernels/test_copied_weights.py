@@ -13,6 +13,7 @@ import pytest
 
 from jaxserve_kernels import weights
 from jaxserve_kernels.matmul import add_linear, as_read, gated_linear, linear
+from jaxserve_kernels.target import CPU
 
 LAYERS, OUT, DEPTH, FEW, MANY = 2, 128, 256, 64, 65
 
@@ -78,7 +79,11 @@ def test_products_of_many_read_the_copy_and_of_few_the_codes(tokens: int) -> Non
 
     @jax.jit
     def products(x: jax.Array, total: jax.Array, weight: Any) -> Any:
-        return linear(x, weight), gated_linear(x, weight), add_linear(total, x, weight)
+        return (
+            linear(x, weight, target=CPU),
+            gated_linear(x, weight, target=CPU),
+            add_linear(total, x, weight, target=CPU),
+        )
 
     for one, other in zip(
         jax.tree.leaves(products(x, total, weight)),
@@ -97,6 +102,6 @@ def test_a_program_does_not_take_what_it_does_not_read() -> None:
     for tokens, arrays in ((FEW, 1 + 3), (MANY, 1 + 2)):
         x = jax.ShapeDtypeStruct((tokens, DEPTH), jnp.float32)
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), weight)
-        lowered = jax.jit(linear).lower(x, one).as_text()
+        lowered = jax.jit(functools.partial(linear, target=CPU)).lower(x, one).as_text()
         (header,) = (line for line in lowered.splitlines() if "@main(" in line)
         assert header.count("%arg") == arrays

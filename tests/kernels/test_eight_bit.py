@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from jaxserve_kernels.kv_format import attend, largest_magnitudes, named, with_scales
 from jaxserve_kernels.kv_format.eight_bit import reference
+from jaxserve_kernels.target import CPU
 from tests.kernels.kv_steps import EPS, LAYER, Sequences
 
 HEADS = st.lists(st.floats(-1e4, 1e4, width=32), min_size=8, max_size=8).map(
@@ -80,7 +82,10 @@ def test_what_was_never_written_decodes_to_a_finite_number() -> None:
 def test_attention_is_the_softmax_over_what_the_cache_keeps(name: str) -> None:
     sequences = Sequences(lengths=(9, 1, 30), page_size=8)
     kv = named(name).allocate(sequences.shape, jnp.float32)
-    run: Any = jax.jit(attend, static_argnames=("layer", "eps", "tile_size", "dtype"))
+    run: Any = jax.jit(
+        functools.partial(attend, target=CPU),
+        static_argnames=("layer", "eps", "tile_size", "dtype"),
+    )
     step = sequences.step((0, 0, 0), (9, 1, 30), 4)
     qkv, tables = sequences.projections(step)
     out, kv = run(

@@ -18,6 +18,7 @@ from jaxserve_kernels import kv_format
 from jaxserve_kernels.attention_inputs.reference import heads_of
 from jaxserve_kernels.kv_format import CacheShape, KVFormat, own_tokens
 from jaxserve_kernels.paged_attention.reference import paged_attention
+from jaxserve_kernels.target import CPU
 from tests.kernels.kv_steps import EPS, Sequences
 
 QWEN3_4B = NAMED_MODELS["qwen3-4b"]
@@ -124,7 +125,7 @@ def test_in_a_float32_model_bf16_rounds_keys_and_values_and_nothing_else() -> No
     step = sequences.step((0, 0), (9, 30), 4)
     qkv, tables = sequences.projections(step)
     run: Any = jax.jit(
-        partial(kv_format.attend, layer=0, eps=EPS, tile_size=4, dtype=sequences.dtype)
+        partial(kv_format.attend, layer=0, eps=EPS, tile_size=4, dtype=sequences.dtype, target=CPU)
     )
 
     def attend(name: str) -> tuple[jax.Array, jax.Array]:
@@ -155,11 +156,13 @@ def test_a_step_changes_its_cache_in_place(
     qkv, tables = sequences.projections(step)
 
     def layers(kv: Any, qkv: Any, tables: Any, step: Any) -> Any:
-        run = partial(kv_format.attend, eps=EPS, tile_size=tile_size, dtype=sequences.dtype)
+        run = partial(
+            kv_format.attend, eps=EPS, tile_size=tile_size, dtype=sequences.dtype, target=CPU
+        )
         for layer in range(2):
             out, kv = run(qkv, kv, layer, sequences.heads, tables, step)
             qkv = qkv + jnp.sum(out)
-        return out, kv_format.end_step(kv, step, tile_size=tile_size)
+        return out, kv_format.end_step(kv, step, tile_size=tile_size, target=CPU)
 
     large = dataclasses.replace(sequences.shape, pages=2**18 // sequences.page_size, slots=2048)
     cache = found.abstract(large, jnp.float32)

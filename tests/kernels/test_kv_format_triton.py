@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve_kernels import chain, target
+from jaxserve_kernels import chain
 from jaxserve_kernels.kv_format import attend, end_step, named
 from jaxserve_kernels.paged_attention import tile_tokens
+from jaxserve_kernels.target import Implementation, Target
 from tests.kernels.kv_steps import AS_WRITTEN, EPS, LAYER, Sequences
 
 pytestmark = pytest.mark.gpu
@@ -69,9 +70,7 @@ def test_attention_equals_its_reference(
         q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, options=options,
     )  # fmt: skip
 
-    def run(
-        implementation: target.Implementation, kv: Any, step: Any, tile_size: int, device: Any
-    ) -> Any:
+    def run(implementation: Implementation, kv: Any, step: Any, tile_size: int, device: Any) -> Any:
         qkv, tables = sequences.projections(step, parts=1 if tile_size > 1 else 4)
 
         def both(qkv: Any, kv: Any, tables: Any, step: Any) -> Any:
@@ -85,13 +84,14 @@ def test_attention_equals_its_reference(
                 eps=EPS,
                 tile_size=tile_size,
                 dtype=sequences.dtype,
+                target=target,
             )
-            return out, end_step(kv, step, tile_size=tile_size)
+            return out, end_step(kv, step, tile_size=tile_size, target=target)
 
         arguments = jax.device_put((qkv, kv, tables, step), device)
         options = AS_WRITTEN if device is cpu else None  # kernels round as they are written
-        with target.use(target.Target(implementation)):
-            return jax.jit(both, compiler_options=options)(*arguments)
+        target = Target.here().replace(implementation=implementation)
+        return jax.jit(both, compiler_options=options)(*arguments)
 
     # The reference on a CPU: it compiles in a fraction of the time.
     cpu, gpu = jax.devices("cpu")[0], jax.devices()[0]
@@ -133,7 +133,7 @@ def test_float32_queries_are_not_rounded_over_a_bfloat16_cache(work: tuple[Any, 
     cache = named("bf16").allocate(sequences.shape, "float32")
     kv = jax.random.normal(jax.random.key(0), cache.shape, cache.dtype)
 
-    def run(implementation: target.Implementation) -> tuple[jax.Array, jax.Array]:
+    def run(implementation: Implementation) -> tuple[jax.Array, jax.Array]:
         def call(qkv: Any, kv: Any, tables: Any, step: Any) -> tuple[jax.Array, jax.Array]:
             heads = sequences.heads
             return attend(
@@ -146,10 +146,11 @@ def test_float32_queries_are_not_rounded_over_a_bfloat16_cache(work: tuple[Any, 
                 eps=EPS,
                 tile_size=tile_size,
                 dtype=sequences.dtype,
+                target=target,
             )
 
-        with target.use(target.Target(implementation)):
-            return jax.jit(call)(qkv, kv, tables, step)
+        target = Target.here().replace(implementation=implementation)
+        return jax.jit(call)(qkv, kv, tables, step)
 
     with jax.default_matmul_precision("highest"):
         (out, left), (expected, kept) = run("triton"), run("reference")
@@ -170,7 +171,7 @@ def test_attention_is_the_same_in_a_chain(name: str) -> None:
     qkv, tables = sequences.projections(step, parts=4)
     kv = named(name).allocate(sequences.shape, "bfloat16")
 
-    def layers(qkv: Any, kv: Any, tables: Any, step: Any) -> Any:
+    def layers(qkv: Any, kv: Any, tables: Any, step: Any, target: Target) -> Any:
         outs = []
         for layer in range(2):
             out, kv = attend(
@@ -183,16 +184,16 @@ def test_attention_is_the_same_in_a_chain(name: str) -> None:
                 eps=EPS,
                 tile_size=1,
                 dtype=sequences.dtype,
+                target=target,
             )
             outs.append(out)
         return *outs, kv
 
-    with target.use(target.Target("triton")):
-        chained = jax.jit(lambda *arrays: chain.call(layers, *arrays))
-        separate = jax.jit(lambda *arrays: layers(*arrays))
-        assert "jaxserve_kernel_chain" in chained.lower(qkv, kv, tables, step).as_text()
-        for _ in range(4):  # by the third call a graph is replayed
-            results = (call(qkv, kv, tables, step) for call in (chained, separate))
-            for got, wanted in zip(*map(jax.tree.leaves, results), strict=True):
-                np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
-            qkv = qkv + 1
+    chained = jax.jit(lambda *arrays: chain.call(layers, *arrays, target=Target.here()))
+    separate = jax.jit(lambda *arrays: layers(*arrays, target=Target.here()))
+    assert "jaxserve_kernel_chain" in chained.lower(qkv, kv, tables, step).as_text()
+    for _ in range(4):  # by the third call a graph is replayed
+        results = (call(qkv, kv, tables, step) for call in (chained, separate))
+        for got, wanted in zip(*map(jax.tree.leaves, results), strict=True):
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
+        qkv = qkv + 1

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from jaxserve_kernels.kv_format import attend
 from jaxserve_kernels.kv_format.kvarn import KVarN, codec, layout
+from jaxserve_kernels.target import CPU
 from tests.kernels.kv_steps import EPS, LAYER, Sequences
 
 type Floats = NDArray[np.floating[Any]]
@@ -119,7 +120,9 @@ def test_attention_sees_codes_between_the_sink_and_the_tail(value_bits: int) -> 
     """One query after another against a dense softmax over what each may see."""
     sequences = Sequences(lengths=(30,), page_size=8, q_heads=2, kv_heads=1, head_dim=8)
     kv = KVarN(value_bits=value_bits, group=8).allocate(sequences.shape, jnp.float32)
-    run: Any = jax.jit(partial(attend, layer=LAYER, eps=EPS, tile_size=4, dtype=sequences.dtype))
+    run: Any = jax.jit(
+        partial(attend, layer=LAYER, eps=EPS, tile_size=4, dtype=sequences.dtype, target=CPU)
+    )
     step = sequences.step((0,), (30,), 4)
     qkv, tables = sequences.projections(step)
     out, kv = run(qkv, kv, heads=sequences.heads, tables=tables, step=step)
@@ -159,7 +162,9 @@ def test_no_token_depends_on_where_its_sequence_was_cut() -> None:
     stale = empty._replace(
         scales=jnp.full_like(empty.scales, jnp.nan), raw=jnp.full_like(empty.raw, jnp.nan)
     )
-    run: Any = jax.jit(partial(attend, layer=LAYER, eps=EPS, tile_size=1, dtype=sequences.dtype))
+    run: Any = jax.jit(
+        partial(attend, layer=LAYER, eps=EPS, tile_size=1, dtype=sequences.dtype, target=CPU)
+    )
 
     def compute(kv: Any, starts: tuple[int, int], counts: tuple[int, int]) -> tuple[Any, Any]:
         """Of each sequence, what its tokens get; and the cache. As many tokens in every step."""
@@ -203,7 +208,9 @@ def test_places_of_a_tile_without_a_token_see_no_codes() -> None:
     step = sequences.step((0,), (length,), tile_size)
     qkv, tables = sequences.projections(step)
     run: Any = jax.jit(
-        partial(attend, layer=LAYER, eps=EPS, tile_size=tile_size, dtype=sequences.dtype)
+        partial(
+            attend, layer=LAYER, eps=EPS, tile_size=tile_size, dtype=sequences.dtype, target=CPU
+        )
     )
     out, _ = run(qkv, stale, heads=sequences.heads, tables=tables, step=step)
     assert np.isfinite(out[:length]).all()
@@ -212,7 +219,9 @@ def test_places_of_a_tile_without_a_token_see_no_codes() -> None:
 def test_a_sequence_that_shares_pages_but_computes_the_first_one_gets_what_it_gets_alone() -> None:
     sequences = Sequences(lengths=(20, 20), page_size=4, head_dim=8)
     kv = KVarN(value_bits=4, group=4).allocate(sequences.shape, jnp.float32)
-    run: Any = jax.jit(partial(attend, layer=LAYER, eps=EPS, tile_size=4, dtype=sequences.dtype))
+    run: Any = jax.jit(
+        partial(attend, layer=LAYER, eps=EPS, tile_size=4, dtype=sequences.dtype, target=CPU)
+    )
 
     def compute(kv: Any, starts: tuple[int, int], counts: tuple[int, int], table: Any) -> Any:
         """Both sequences have the same tokens."""

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jaxserve_kernels import target
 from jaxserve_kernels.paged_attention import QueryTiles, attend_pages, paged_attention
 from jaxserve_kernels.paged_attention.inputs import (
     AttentionInputs,
@@ -24,6 +23,7 @@ from jaxserve_kernels.paged_attention.inputs import (
     make_inputs,
 )
 from jaxserve_kernels.paged_attention.specs import SMALL_SPECS, WINDOW_SPECS
+from jaxserve_kernels.target import CPU, Implementation, Target
 
 type Floats = NDArray[Any]
 
@@ -50,7 +50,7 @@ type Attend = Callable[..., Floats]
 @pytest.fixture(params=["reference", "cpu"], scope="module")
 def attend(request: pytest.FixtureRequest) -> Attend:
     """The definition, and what is made for CPUs."""
-    wanted = target.Target(request.param)
+    target = Target(implementation=request.param)
 
     def attend(
         q: Any,
@@ -61,12 +61,13 @@ def attend(request: pytest.FixtureRequest) -> Attend:
         tile_size: int,
         window: int | None = None,
     ) -> Floats:
-        with target.use(wanted):
-            out = compiled(q, kv, layer, page_table, tiles, tile_size=tile_size, window=window)
+        out = compiled(q, kv, layer, page_table, tiles, tile_size=tile_size, window=window)
         assert out.dtype == q.dtype
         return np.asarray(out, np.float64)
 
-    compiled = jax.jit(partial(paged_attention), static_argnames=("layer", "tile_size", "window"))
+    compiled = jax.jit(
+        partial(paged_attention, target=target), static_argnames=("layer", "tile_size", "window")
+    )
     return attend
 
 
@@ -208,14 +209,14 @@ def test_on_a_cpu_only_pages_of_the_tiles_contexts_are_read() -> None:
         jax.debug.callback(lambda: visits.append(pages.shape))
         return jnp.asarray(inputs.kv)[inputs.layer, pages, :, side]
 
-    def pages_read(implementation: target.Implementation) -> int:
+    def pages_read(implementation: Implementation) -> int:
         visits.clear()
-        with target.use(target.Target(implementation)):
-            call = partial(attend_pages, read=read, tile_size=16, page_size=16)
-            table = jnp.asarray(inputs.page_table)
-            jax.block_until_ready(
-                jax.jit(lambda q: call(q, page_table=table, tiles=apart(inputs)))(inputs.q)
-            )
+        target = Target(implementation=implementation)
+        call = partial(attend_pages, read=read, tile_size=16, page_size=16, target=target)
+        table = jnp.asarray(inputs.page_table)
+        jax.block_until_ready(
+            jax.jit(lambda q: call(q, page_table=table, tiles=apart(inputs)))(inputs.q)
+        )
         jax.effects_barrier()
         return sum(tiles * pages for tiles, pages in visits) // 2
 
@@ -233,21 +234,26 @@ def test_in_a_window_the_work_is_that_of_the_window() -> None:
         name="long", chunks=chunks, heads=Heads(4, 2, 32), page_size=16, tile_size=1, window=100
     )
     inputs = make_inputs(spec, seed=8)
-    for implementation, most in (("reference", 16), ("cpu", 12)):
+    tiles = QueryTiles(inputs.first, inputs.length, inputs.slot, inputs.position)
+
+    def blocks(implementation: Implementation) -> int:
         visits: list[int] = []
 
-        def read(pages: jax.Array, side: int, visits: list[int] = visits) -> jax.Array:
+        def read(pages: jax.Array, side: int) -> jax.Array:
             jax.debug.callback(lambda: visits.append(pages.shape[1]))
             return jnp.asarray(inputs.kv)[inputs.layer, pages, :, side]
 
-        tiles = QueryTiles(inputs.first, inputs.length, inputs.slot, inputs.position)
-        wanted: Any = implementation
-        with target.use(target.Target(wanted)):
-            call = partial(attend_pages, read=read, tile_size=1, page_size=16, window=100)
-            out = jax.jit(call)(jnp.asarray(inputs.q), page_table=inputs.page_table, tiles=tiles)
-            assert np.isfinite(np.asarray(out)).all()
+        target = Target(implementation=implementation)
+        call = partial(
+            attend_pages, read=read, tile_size=1, page_size=16, window=100, target=target
+        )
+        out = jax.jit(call)(jnp.asarray(inputs.q), page_table=inputs.page_table, tiles=tiles)
+        assert np.isfinite(np.asarray(out)).all()
         jax.effects_barrier()
-        assert 7 <= sum(visits) // 2 <= most
+        return sum(visits) // 2
+
+    assert 7 <= blocks("reference") <= 16
+    assert 7 <= blocks("cpu") <= 12
 
 
 def test_on_a_cpu_all_layers_share_their_kernels() -> None:
@@ -259,12 +265,13 @@ def test_on_a_cpu_all_layers_share_their_kernels() -> None:
     def kernels(layers: int) -> set[str]:
         def attend(q: jax.Array, kv: jax.Array, table: jax.Array, tiles: QueryTiles) -> jax.Array:
             for layer in range(layers):
-                q += paged_attention(q, kv, layer, table, tiles, tile_size=spec.tile_size)
+                q += paged_attention(
+                    q, kv, layer, table, tiles, tile_size=spec.tile_size, target=CPU
+                )
             return q
 
         kv = jnp.zeros((4, *inputs.kv.shape[1:]), inputs.q.dtype)
-        with target.use(target.Target("cpu")):
-            lowered = jax.jit(attend).lower(inputs.q, kv, inputs.page_table, tiles)
+        lowered = jax.jit(attend).lower(inputs.q, kv, inputs.page_table, tiles)
         text = lowered.compile().as_text() or ""
         fused = re.findall(r"^%(?:fused|wrapped)[^{]*{.*?^}", text, re.MULTILINE | re.DOTALL)
         return {re.sub(_NAMES, "", each) for each in fused}

@@ -11,9 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.models.registry import NAMED_MODELS
-from jaxserve_kernels import early, weights
+from jaxserve_kernels import weights
 from jaxserve_kernels.quantized_matmul.config import Config, choose, shares_of, steps
+from jaxserve_kernels.target import Target
 
+HOPPER = Target.for_gpu(90)
+PDL = HOPPER.replace(pdl=True)
 QUANTIZE = {
     "int4": weights.quantize_int4,
     "int4-g64": functools.partial(weights.quantize_int4, group=64),
@@ -25,10 +28,18 @@ QUANTIZE = {
 
 
 def config_of(
-    name: str, out: int, depth: int, tokens: int, *, gated: bool = False, hopper: bool = False
+    name: str,
+    out: int,
+    depth: int,
+    tokens: int,
+    *,
+    gated: bool = False,
+    hopper: bool = False,
+    target: Target = HOPPER,
 ) -> Config | None:
     plain = jax.ShapeDtypeStruct((out, depth), jnp.bfloat16)
-    return choose(jax.eval_shape(QUANTIZE[name], plain), tokens, gated=gated, hopper=hopper)
+    weight = jax.eval_shape(QUANTIZE[name], plain)
+    return choose(weight, tokens, gated=gated, hopper=hopper, target=target)
 
 
 @pytest.mark.parametrize("name", QUANTIZE)
@@ -140,8 +151,7 @@ def test_in_a_chain_codes_stream_up_to_64_tokens(name: str) -> None:
             (2 * spec.ffn, spec.embed, True),
         ):
             for tokens in (1, 8, 9, 16, 17, 32, 48, 64):
-                with early.use():
-                    config = config_of(name, out, depth, tokens, gated=gated)
+                config = config_of(name, out, depth, tokens, gated=gated, target=PDL)
                 assert config is not None
                 if config.method == "share":
                     assert gated and tokens > 32 and name.startswith("int4")
@@ -154,25 +164,23 @@ def test_in_a_chain_codes_stream_up_to_64_tokens(name: str) -> None:
                 assert (config.splits - 1) * each < tiles <= config.splits * each
                 assert tiles % each == 0 or each % turn == tiles % turn == 0
                 assert config.splits == 1 or not gated
-    with early.use():
-        config = config_of(name, 6144, 2560, 65)
-        assert config is not None and config.method not in ("stream", "share")
+    config = config_of(name, 6144, 2560, 65, target=PDL)
+    assert config is not None and config.method not in ("stream", "share")
 
 
 @pytest.mark.parametrize("name", ["int4", "int4-g64"])
 def test_warpgroups_share_tokens_where_each_multiprocessor_has_three_tiles(name: str) -> None:
     """Of the rows of gate and up: with two it would idle, with four it would take turns."""
-    with early.use():
-        for out, shared in ((16_896, False), (19_456, True), (24_576, True), (34_816, False)):
-            config = config_of(name, out, 2560, 64, gated=True)
-            assert config is not None and (config.method == "share") == shared
-            assert not shared or (config.num_stages >= 6 and config.splits == 1)
+    for out, shared in ((16_896, False), (19_456, True), (24_576, True), (34_816, False)):
+        config = config_of(name, out, 2560, 64, gated=True, target=PDL)
+        assert config is not None and (config.method == "share") == shared
+        assert not shared or (config.num_stages >= 6 and config.splits == 1)
 
 
 @given(st.integers(1, 500), st.integers(2, 80))
 def test_whoever_shares_a_tile_of_rows_has_a_part_of_its_inputs(row_tiles: int, tiles: int) -> None:
     """The last of them finishes the tile, with the sums of those before it."""
-    shares, programs = shares_of(row_tiles, tiles)
+    shares, programs = shares_of(row_tiles, tiles, target=HOPPER)
     each = -(-tiles // shares)
     assert (shares - 1) * each < tiles
     if shares == 1:
@@ -209,5 +217,5 @@ def test_a_thread_has_registers_for_all_its_codes_of_few_tokens() -> None:
 def test_groups_that_no_kernel_knows_are_dequantised() -> None:
     coarse = functools.partial(weights.quantize_int4, group=256)
     plain = jax.ShapeDtypeStruct((128, 512), jnp.bfloat16)
-    assert choose(jax.eval_shape(coarse, plain), 1, gated=False) is None
+    assert choose(jax.eval_shape(coarse, plain), 1, gated=False, target=HOPPER) is None
     assert config_of("int8", 192, 256, 17) is None  # 192 rows are no multiple of a program's 128

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve_kernels import chain, target, weights
+from jaxserve_kernels import chain, weights
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.matmul import gated_linear, linear, sum_parts, token_format
 from jaxserve_kernels.quantized_matmul.config import choose
+from jaxserve_kernels.target import REFERENCE, Implementation, Target
 
 pytestmark = pytest.mark.gpu
 
@@ -84,19 +85,22 @@ def test_products_equal_their_definition(name: str, tokens: int, out: int, depth
     stacked = QUANTIZE[name](plain)
     second = jax.tree.map(lambda leaf: leaf[1], stacked)
 
-    def run(implementation: target.Implementation) -> tuple[jax.Array, jax.Array]:
+    def run(implementation: Implementation) -> tuple[jax.Array, jax.Array]:
         def both(x: jax.Array, stacked: Any) -> tuple[jax.Array, jax.Array]:
             weight = jax.tree.map(lambda leaf: leaf[1], stacked)
-            return sum_parts(linear(x, weight), jnp.float32), gated_linear(x, weight)
+            return sum_parts(linear(x, weight, target=target), jnp.float32), gated_linear(
+                x, weight, target=target
+            )
 
         # The definition on a CPU: it compiles in a fraction of the time.
         device = jax.devices("cpu" if implementation == "reference" else None)[0]
-        with target.use(target.Target(implementation)):
-            return jax.jit(both)(*jax.device_put((x, stacked), device))
+        target = Target.here().replace(implementation=implementation)
+        return jax.jit(both)(*jax.device_put((x, stacked), device))
 
     for gated, out_, expected in zip((False, True), run("triton"), run("reference"), strict=True):
-        hopper = target.compute_capability() == 90
-        config = choose(second, tokens, gated=gated, hopper=hopper)
+        here = Target.here()
+        hopper = here.runs_hopper_kernels()
+        config = choose(second, tokens, gated=gated, hopper=hopper, target=here)
         in_e4m3 = config is not None and config.method in ("e4m3", "hopper")
         limit = E4M3_TOLERANCE if in_e4m3 else TOLERANCE
         assert relative_error(out_, expected) < limit, config
@@ -111,7 +115,10 @@ def test_a_pass_beforehand_makes_what_a_copy_is(name: str) -> None:
 
     plain = (jax.random.normal(jax.random.key(3), (256, 640)) * 640**-0.5).astype(jnp.bfloat16)
     codes = QUANTIZE[name](plain)
-    copy, converted = jax.jit(weights.e4m3_copy)(codes), jax.jit(to_fp8)(codes)
+    copy, converted = (
+        jax.jit(weights.e4m3_copy)(codes),
+        jax.jit(functools.partial(to_fp8, target=Target.here()))(codes),
+    )
     np.testing.assert_allclose(converted.scale, copy.scale, rtol=1e-6)
     for one, other in ((copy, codes), (converted, codes), (converted, copy)):
         limit = 1e-7 if name == "mxfp4" else 0.03
@@ -151,26 +158,23 @@ def check_chain(name: str, tokens: int, embed: int, ffn: int) -> None:
     norms = (1 + 0.1 * jax.random.normal(keys[2], (3, embed))).astype(jnp.bfloat16)
 
     def layers(
-        x: jax.Array, update: jax.Array, gate_up: Any, down: Any, norms: jax.Array
+        x: jax.Array, update: jax.Array, gate_up: Any, down: Any, norms: jax.Array, target: Target
     ) -> tuple[jax.Array, jax.Array]:
         for layer in range(2):
             gates, downs = (jax.tree.map(lambda leaf: leaf[layer], w) for w in (gate_up, down))  # noqa: B023
-            x, normed = add_rms_norm(x, update, norms[layer], 1e-6)
-            update = linear(gated_linear(normed, gates), downs)
-        return add_rms_norm(x, update, norms[2], 1e-6)
+            x, normed = add_rms_norm(x, update, norms[layer], 1e-6, target=target)
+            update = linear(gated_linear(normed, gates, target=target), downs, target=target)
+        return add_rms_norm(x, update, norms[2], 1e-6, target=target)
 
-    with target.use(target.Target("triton")):
-        program = jax.jit(lambda *arrays: chain.call(layers, *arrays))
-        for step in range(4):  # by the third call a graph is replayed
-            x = jax.random.normal(jax.random.fold_in(keys[3], step), (tokens, embed))
-            arrays = (x.astype(jnp.bfloat16), x[None] / 2, gate_up, down, norms)
-            out = program(*arrays)
-            with target.use(target.Target("reference")):
-                # Another function: jax would take the chain's trace of `layers`.
-                expected = jax.jit(lambda *arrays: layers(*arrays))(*arrays)
-            for got, wanted in zip(out, expected, strict=True):
-                assert relative_error(got, wanted) < 2 * TOLERANCE
-        assert "jaxserve_kernel_chain" in program.lower(*arrays).as_text()
+    program = jax.jit(lambda *arrays: chain.call(layers, *arrays, target=Target.here()))
+    for step in range(4):  # by the third call a graph is replayed
+        x = jax.random.normal(jax.random.fold_in(keys[3], step), (tokens, embed))
+        arrays = (x.astype(jnp.bfloat16), x[None] / 2, gate_up, down, norms)
+        out = program(*arrays)
+        expected = jax.jit(lambda *arrays: layers(*arrays, target=REFERENCE))(*arrays)
+        for got, wanted in zip(out, expected, strict=True):
+            assert relative_error(got, wanted) < 2 * TOLERANCE
+    assert "jaxserve_kernel_chain" in program.lower(*arrays).as_text()
 
 
 @pytest.mark.parametrize("tokens", [17, 40, 64])
@@ -180,12 +184,12 @@ def test_scores_by_an_output_matrix_of_integers(tokens: int) -> None:
     head = jax.jit(weights.quantize_int8)(jax.random.normal(keys[0], (513 * 128, 640)))
     x = jax.random.normal(keys[1], (tokens, 640), jnp.bfloat16)
 
-    def run(implementation: target.Implementation) -> jax.Array:
+    def run(implementation: Implementation) -> jax.Array:
         def scores(x: jax.Array, head: Any) -> jax.Array:
-            return sum_parts(linear(x, head, jnp.float32), jnp.float32)
+            return sum_parts(linear(x, head, jnp.float32, target=target), jnp.float32)
 
-        with target.use(target.Target(implementation)):
-            return jax.jit(scores)(x, head)
+        target = Target.here().replace(implementation=implementation)
+        return jax.jit(scores)(x, head)
 
     assert relative_error(run("triton"), run("reference")) < TOLERANCE
 
@@ -199,18 +203,19 @@ def test_a_norm_makes_the_tokens_that_its_reader_would(name: str) -> None:
     update = jax.random.normal(keys[2], (2, 130, 640))
     norm = jnp.full((640,), 1.5, jnp.bfloat16)
 
+    target = Target.here()
+
     def run(quantizing: bool) -> tuple[jax.Array, jax.Array]:
         def both(x: jax.Array, update: jax.Array, weight: Any) -> tuple[jax.Array, jax.Array]:
-            form = token_format(weight, x.shape[0], x.dtype) if quantizing else None
+            form = token_format(weight, x.shape[0], x.dtype, target=target) if quantizing else None
             assert (form is not None) == quantizing
-            total, normed = add_rms_norm(x, update, norm, 1e-6, form)
-            return total, sum_parts(linear(normed, weight), jnp.float32)
+            total, normed = add_rms_norm(x, update, norm, 1e-6, form, target=target)
+            return total, sum_parts(linear(normed, weight, target=target), jnp.float32)
 
         return jax.jit(both)(x, update, weight)
 
-    with target.use(target.Target("triton")):
-        for together, apart in zip(run(True), run(False), strict=True):
-            assert np.array_equal(together, apart)
+    for together, apart in zip(run(True), run(False), strict=True):
+        assert np.array_equal(together, apart)
 
 
 def relative_error(out: jax.Array, expected: jax.Array) -> float:

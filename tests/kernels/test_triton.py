@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve_kernels import chain, target
+from jaxserve_kernels import chain
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
 from jaxserve_kernels.dense_matmul import add_linear, gated_linear, linear, sum_parts
@@ -34,6 +34,7 @@ from jaxserve_kernels.sampler import (
     sample,
     score,
 )
+from jaxserve_kernels.target import REFERENCE, Implementation, Target
 from tests.kernels.kv_steps import HEADS, head_weights
 
 pytestmark = pytest.mark.gpu
@@ -57,17 +58,17 @@ def test_paged_attention_equals_its_reference(spec: AttentionSpec, split: bool) 
     if split and spec.tile_size == 1:
         pytest.skip("every tile has one token")
 
-    def attend(
-        implementation: target.Implementation, dtype: jnp.dtype, tiles: QueryTiles
-    ) -> jax.Array:
-        call = functools.partial(paged_attention, layer=inputs.layer, tile_size=spec.tile_size)
-        with target.use(target.Target(implementation)):
-            return jax.jit(lambda q, kv, table, t: call(q, kv, page_table=table, tiles=t))(
-                jnp.asarray(inputs.q, dtype),
-                jnp.asarray(inputs.kv, dtype),
-                inputs.page_table,
-                tiles,
-            )
+    def attend(implementation: Implementation, dtype: jnp.dtype, tiles: QueryTiles) -> jax.Array:
+        target = Target.here().replace(implementation=implementation)
+        call = functools.partial(
+            paged_attention, layer=inputs.layer, tile_size=spec.tile_size, target=target
+        )
+        return jax.jit(lambda q, kv, table, t: call(q, kv, page_table=table, tiles=t))(
+            jnp.asarray(inputs.q, dtype),
+            jnp.asarray(inputs.kv, dtype),
+            inputs.page_table,
+            tiles,
+        )
 
     used = np.zeros(spec.num_tokens, bool)
     for first, length in zip(inputs.first, inputs.length, strict=True):
@@ -88,9 +89,11 @@ def test_add_rms_norm_equals_its_reference(tokens: int, embed: int, parts: int, 
     update = update if parts > 1 else update.astype(dtype)
     weight = (1 + 0.1 * jax.random.normal(keys[2], (embed,))).astype(dtype)
 
-    def run(implementation: target.Implementation) -> tuple[jax.Array, jax.Array]:
-        with target.use(target.Target(implementation)):
-            return jax.jit(lambda *arrays: add_rms_norm(*arrays, 1e-6))(x, update, weight)
+    def run(implementation: Implementation) -> tuple[jax.Array, jax.Array]:
+        target = Target.here().replace(implementation=implementation)
+        return jax.jit(lambda *arrays: add_rms_norm(*arrays, 1e-6, target=target))(
+            x, update, weight
+        )
 
     for out, expected in zip(run("triton"), run("reference"), strict=True):
         assert relative_error(out, expected) < TOLERANCE[dtype]
@@ -103,9 +106,9 @@ def test_the_gated_product_of_many_tokens_equals_its_reference(tokens: int) -> N
     x = jax.random.normal(keys[0], (tokens, 2560), jnp.bfloat16)
     weight = (jax.random.normal(keys[1], (2 * 9728, 2560)) / 50).astype(jnp.bfloat16)
 
-    def run(implementation: target.Implementation) -> jax.Array:
-        with target.use(target.Target(implementation)):
-            return jax.jit(lambda *arrays: gated_linear(*arrays))(x, weight)
+    def run(implementation: Implementation) -> jax.Array:
+        target = Target.here().replace(implementation=implementation)
+        return jax.jit(lambda *arrays: gated_linear(*arrays, target=target))(x, weight)
 
     assert relative_error(run("triton"), run("reference")) < TOLERANCE["bfloat16"]
 
@@ -117,12 +120,17 @@ def test_a_product_and_the_norm_after_it_equal_their_reference(tokens: int) -> N
     heads = jax.random.normal(keys[1], (tokens, 4096), jnp.bfloat16)
     out = (jax.random.normal(keys[2], (3, 2560, 4096)) / 64).astype(jnp.bfloat16)
 
-    def run(implementation: target.Implementation) -> tuple[jax.Array, jax.Array]:
+    def run(implementation: Implementation) -> tuple[jax.Array, jax.Array]:
         def both(x: jax.Array, heads: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return add_rms_norm(*add_linear(x, heads, out[1]), jnp.ones_like(x[0]), 1e-6)
+            return add_rms_norm(
+                *add_linear(x, heads, out[1], target=target),
+                jnp.ones_like(x[0]),
+                1e-6,
+                target=target,
+            )
 
-        with target.use(target.Target(implementation)):
-            return jax.jit(both)(x, heads, out)
+        target = Target.here().replace(implementation=implementation)
+        return jax.jit(both)(x, heads, out)
 
     for got, expected in zip(run("triton"), run("reference"), strict=True):
         assert relative_error(got, expected) < TOLERANCE["bfloat16"]
@@ -151,13 +159,13 @@ def test_attention_inputs_equal_their_reference(
     places = rng.choice(pages * page, tokens, replace=False)
     slots = KVSlots(jnp.asarray(places // page, jnp.int32), jnp.asarray(places % page, jnp.int32))
 
-    def run(implementation: target.Implementation) -> tuple[jax.Array, jax.Array]:
-        with target.use(target.Target(implementation)):
-            return jax.jit(
-                lambda qkv, kv: attention_inputs(
-                    qkv, kv, 1, heads, tables, slots, eps=1e-6, dtype=dtype
-                )
-            )(qkv, kv)
+    def run(implementation: Implementation) -> tuple[jax.Array, jax.Array]:
+        target = Target.here().replace(implementation=implementation)
+        return jax.jit(
+            lambda qkv, kv: attention_inputs(
+                qkv, kv, 1, heads, tables, slots, eps=1e-6, dtype=dtype, target=target
+            )
+        )(qkv, kv)
 
     for out, expected in zip(run("triton"), run("reference"), strict=True):
         assert relative_error(out, expected) < TOLERANCE[dtype]
@@ -170,13 +178,13 @@ def test_products_of_few_tokens_equal_their_reference(tokens: int, out: int, dep
     x = jax.random.normal(keys[0], (tokens, depth), jnp.bfloat16)
     weights = (jax.random.normal(keys[1], (3, out, depth)) * depth**-0.5).astype(jnp.bfloat16)
 
-    def run(implementation: target.Implementation) -> tuple[jax.Array, jax.Array]:
+    def run(implementation: Implementation) -> tuple[jax.Array, jax.Array]:
         def both(x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-            product = sum_parts(linear(x, weights[1], jnp.float32), jnp.float32)
-            return product, gated_linear(x, weights[2])
+            product = sum_parts(linear(x, weights[1], jnp.float32, target=target), jnp.float32)
+            return product, gated_linear(x, weights[2], target=target)
 
-        with target.use(target.Target(implementation)):
-            return jax.jit(both)(x, weights)
+        target = Target.here().replace(implementation=implementation)
+        return jax.jit(both)(x, weights)
 
     (product, gated), (expected, expected_gated) = run("triton"), run("reference")
     assert relative_error(product, expected) < 1e-5
@@ -191,25 +199,26 @@ def test_a_chain_of_kernels_equals_its_reference(tokens: int, embed: int, ffn: i
     down = (jax.random.normal(keys[1], (2, embed, ffn)) * ffn**-0.5).astype(jnp.bfloat16)
     norms = (1 + 0.1 * jax.random.normal(keys[2], (3, embed))).astype(jnp.bfloat16)
 
-    def layers(x: jax.Array, update: jax.Array, *weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def layers(
+        x: jax.Array, update: jax.Array, *weights: jax.Array, target: Target
+    ) -> tuple[jax.Array, jax.Array]:
         gate_up, down, norms = weights
         for layer in range(2):
-            x, normed = add_rms_norm(x, update, norms[layer], 1e-6)
-            update = linear(gated_linear(normed, gate_up[layer]), down[layer])
-        return add_rms_norm(x, update, norms[2], 1e-6)
+            x, normed = add_rms_norm(x, update, norms[layer], 1e-6, target=target)
+            update = linear(
+                gated_linear(normed, gate_up[layer], target=target), down[layer], target=target
+            )
+        return add_rms_norm(x, update, norms[2], 1e-6, target=target)
 
-    with target.use(target.Target("triton")):
-        program = jax.jit(lambda *arrays: chain.call(layers, *arrays))
-        for step in range(4):  # by the third call a graph is replayed
-            x = jax.random.normal(jax.random.fold_in(keys[3], step), (tokens, embed))
-            arrays = (x.astype(jnp.bfloat16), x[None] / 2, gate_up, down, norms)
-            out = program(*arrays)
-            with target.use(target.Target("reference")):
-                # Another function: jax would take the chain's trace of `layers`.
-                expected = jax.jit(lambda *arrays: layers(*arrays))(*arrays)
-            for got, wanted in zip(out, expected, strict=True):
-                assert relative_error(got, wanted) < 2 * TOLERANCE["bfloat16"]
-        assert "jaxserve_kernel_chain" in program.lower(*arrays).as_text()
+    program = jax.jit(lambda *arrays: chain.call(layers, *arrays, target=Target.here()))
+    for step in range(4):  # by the third call a graph is replayed
+        x = jax.random.normal(jax.random.fold_in(keys[3], step), (tokens, embed))
+        arrays = (x.astype(jnp.bfloat16), x[None] / 2, gate_up, down, norms)
+        out = program(*arrays)
+        expected = jax.jit(lambda *arrays: layers(*arrays, target=REFERENCE))(*arrays)
+        for got, wanted in zip(out, expected, strict=True):
+            assert relative_error(got, wanted) < 2 * TOLERANCE["bfloat16"]
+    assert "jaxserve_kernel_chain" in program.lower(*arrays).as_text()
 
 
 @pytest.mark.parametrize(
@@ -248,17 +257,17 @@ def test_attention_in_a_chain_equals_its_reference(
     width = (heads.q + 2 * heads.kv) * heads.dim
     qkv = jnp.asarray(rng.standard_normal((4, tokens, width)), jnp.float32)
 
-    def layer(qkv: jax.Array, kv: jax.Array, *args: Any) -> Any:
-        return attend(qkv, kv, inputs.layer, *args, eps=1e-6, tile_size=1, dtype="bfloat16")
+    def layer(qkv: jax.Array, kv: jax.Array, *args: Any, target: Target) -> Any:
+        return attend(
+            qkv, kv, inputs.layer, *args, eps=1e-6, tile_size=1, dtype="bfloat16", target=target
+        )
 
     arrays = (qkv, jnp.asarray(inputs.kv), weights, tables, step)
-    with target.use(target.Target("triton")):
-        program = jax.jit(lambda *arrays: chain.call(layer, *arrays))
-        out, kv = program(*arrays)
-        assert "paged_attention" in str(jax.make_jaxpr(program)(*arrays))
-        assert "attention_inputs" not in str(jax.make_jaxpr(program)(*arrays))
-    with target.use(target.Target("reference")):
-        expected, expected_kv = jax.jit(lambda *arrays: layer(*arrays))(*arrays)
+    program = jax.jit(lambda *arrays: chain.call(layer, *arrays, target=Target.here()))
+    out, kv = program(*arrays)
+    assert "paged_attention" in str(jax.make_jaxpr(program)(*arrays))
+    assert "attention_inputs" not in str(jax.make_jaxpr(program)(*arrays))
+    expected, expected_kv = jax.jit(lambda *arrays: layer(*arrays, target=REFERENCE))(*arrays)
     assert relative_error(out[:used], expected[:used]) < TOLERANCE["bfloat16"]
     kv, expected_kv = (np.asarray(x[inputs.layer, 1:], np.float32) for x in (kv, expected_kv))
     np.testing.assert_array_equal(np.isnan(kv), np.isnan(expected_kv))
@@ -273,12 +282,14 @@ def test_products_of_many_tokens_equal_their_reference(tokens: int, out: int, de
     x = jax.random.normal(keys[0], (tokens, depth), jnp.bfloat16)
     weights = (jax.random.normal(keys[1], (3, out, depth)) * depth**-0.5).astype(jnp.bfloat16)
 
-    def run(implementation: target.Implementation) -> tuple[jax.Array, jax.Array]:
+    def run(implementation: Implementation) -> tuple[jax.Array, jax.Array]:
         def both(x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return sum_parts(linear(x, weights[1]), x.dtype), gated_linear(x, weights[2])
+            return sum_parts(linear(x, weights[1], target=target), x.dtype), gated_linear(
+                x, weights[2], target=target
+            )
 
-        with target.use(target.Target(implementation)):
-            return jax.jit(both)(x, weights)
+        target = Target.here().replace(implementation=implementation)
+        return jax.jit(both)(x, weights)
 
     for got, expected in zip(run("triton"), run("reference"), strict=True):
         assert got.dtype == expected.dtype
@@ -361,11 +372,11 @@ def test_the_sampler_chooses_what_its_reference_chooses(rows: int) -> None:
     logits, sampling, wanted = sampler_inputs(rows, seed=rows)
     adjustments, tables = sampler_adjustments(rows, seed=rows)
 
-    def run(implementation: target.Implementation) -> Sample:
-        with target.use(target.Target(implementation)):
-            return jax.jit(functools.partial(sample, vocab=VOCAB, alternatives=20))(
-                logits, sampling, adjustments, tables, wanted
-            )
+    def run(implementation: Implementation) -> Sample:
+        target = Target.here().replace(implementation=implementation)
+        return jax.jit(functools.partial(sample, vocab=VOCAB, alternatives=20, target=target))(
+            logits, sampling, adjustments, tables, wanted
+        )
 
     tokens, logprobs, counted = run("triton")
     expected, expected_logprobs, expected_tables = run("reference")
@@ -391,10 +402,10 @@ def test_scores_of_given_tokens_equal_their_reference(rows: int) -> None:
     logits, _, _ = sampler_inputs(rows, seed=rows)
     tokens = jnp.asarray(np.random.default_rng(rows).integers(0, VOCAB, rows), jnp.int32)
 
-    def run(implementation: target.Implementation) -> TokenScores:
-        with target.use(target.Target(implementation)):
-            scored = functools.partial(score, vocab=VOCAB, alternatives=20)
-            return jax.jit(scored)(logits, tokens)
+    def run(implementation: Implementation) -> TokenScores:
+        target = Target.here().replace(implementation=implementation)
+        scored = functools.partial(score, vocab=VOCAB, alternatives=20, target=target)
+        return jax.jit(scored)(logits, tokens)
 
     got, expected = run("triton"), run("reference")
     np.testing.assert_array_equal(got.rank, expected.rank)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from jaxserve_kernels import weights
 from jaxserve_kernels.matmul import gated_linear, linear, sum_parts, take_rows
+from jaxserve_kernels.target import CPU
 from jaxserve_kernels.weights import layout
 
 Values = NDArray[np.float32]
@@ -215,8 +216,8 @@ def test_products_are_those_with_the_dequantised_weight(name: str) -> None:
     packed = getattr(weights, f"quantize_{name}")(jnp.asarray(w))
     plain = np.asarray(packed.dequantize())
     with jax.default_matmul_precision("highest"):
-        product = sum_parts(linear(jnp.asarray(x), packed), jnp.float32)
-        gated = gated_linear(jnp.asarray(x), packed)
+        product = sum_parts(linear(jnp.asarray(x), packed, target=CPU), jnp.float32)
+        gated = gated_linear(jnp.asarray(x), packed, target=CPU)
     np.testing.assert_allclose(product, x @ plain.T, rtol=1e-4, atol=1e-4)
     gate, up = np.split(x @ plain.T, 2, axis=1)
     np.testing.assert_allclose(gated, gate / (1 + np.exp(-gate)) * up, rtol=1e-4, atol=1e-4)

@@ -20,6 +20,7 @@ from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import open_checkpoint
 from jaxserve_kernels.add_rms_norm import rms_norm
+from jaxserve_kernels.target import CPU
 from jaxserve_kernels.weights import quantize_int4
 from tests.tiny_model import tiny_spec
 
@@ -42,7 +43,7 @@ def test_calibration_computes_what_transformers_computes(name: str) -> None:
         x = params.embedding[tokens]
         for layer in params.layers:
             x, _ = run_layer(layer, x, spec.layers[0], eps=spec.norm_eps)
-        return decoder.logits(params, rms_norm(x, params.final_norm, spec.norm_eps))
+        return decoder.logits(params, rms_norm(x, params.final_norm, spec.norm_eps), target=CPU)
 
     np.testing.assert_allclose(compute(params), logits, atol=2e-4)
 

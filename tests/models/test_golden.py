@@ -22,6 +22,7 @@ from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import open_checkpoint
 from jaxserve_kernels.kv_format import AttentionStep, Dense
 from jaxserve_kernels.paged_attention import QueryTiles
+from jaxserve_kernels.target import CPU
 from tests.runner.driver import Placed, certain, first_token, generate, tokens_of
 from tests.tiny_model import make_config, make_runner
 
@@ -77,8 +78,10 @@ def compute(
     params: decoder.Params, kv: decoder.Caches, tokens: decoder.StepTokens, spec: ModelSpec
 ) -> tuple[jax.Array, decoder.Caches]:
     tile_size = min(TILE_SIZE, tokens.ids.shape[0])
-    attended, kv = decoder.forward(params, kv, tokens, spec, tile_size=tile_size)
-    return decoder.logits(params, decoder.finish(params, attended, spec)), kv
+    attended, kv = decoder.forward(params, kv, tokens, spec, tile_size=tile_size, target=CPU)
+    return decoder.logits(
+        params, decoder.finish(params, attended, spec, target=CPU), target=CPU
+    ), kv
 
 
 def locate(tokens: Sequence[int], start: int, padded: int, groups: int) -> decoder.StepTokens:

@@ -18,6 +18,7 @@ from jaxserve.models.rope import rope_frequencies, rope_tables
 from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_inputs, rope
 from jaxserve_kernels.dense_matmul import gated_linear, linear, sum_parts
+from jaxserve_kernels.target import CPU
 from tests.tiny_model import SPEC
 
 type Floats = NDArray[np.floating[Any]]
@@ -57,10 +58,10 @@ def exact_rope(x: Floats, positions: NDArray[np.int32], frequencies: Floats) -> 
 
 def test_linear_takes_weights_as_they_lie_on_disk() -> None:
     x, weight = normal(5, 16), normal(24, 16, seed=1)
-    parts = linear(jnp.asarray(x), jnp.asarray(weight))
+    parts = linear(jnp.asarray(x), jnp.asarray(weight), target=CPU)
     got = sum_parts(parts, jnp.float32)
     np.testing.assert_allclose(got, x.astype(np.float64) @ weight.T, rtol=0, atol=1e-5)
-    narrow = linear(jnp.asarray(x, jnp.bfloat16), jnp.asarray(weight, jnp.bfloat16))
+    narrow = linear(jnp.asarray(x, jnp.bfloat16), jnp.asarray(weight, jnp.bfloat16), target=CPU)
     assert narrow.dtype == jnp.bfloat16
 
 
@@ -76,7 +77,7 @@ def test_the_gated_product_gates_the_second_half_with_the_first() -> None:
     product = x.astype(np.float64) @ weight.T
     gate, up = product[:, :7], product[:, 7:]
     expected = gate / (1 + np.exp(-gate)) * up
-    got = gated_linear(jnp.asarray(x), jnp.asarray(weight))
+    got = gated_linear(jnp.asarray(x), jnp.asarray(weight), target=CPU)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -101,7 +102,7 @@ def test_rms_norm_rounds_once_before_the_weight_as_transformers_does() -> None:
 
 def test_the_residual_norm_returns_the_sum_and_its_norm() -> None:
     x, parts, weight = normal(4, 32), normal(3, 4, 32, seed=1), normal(32, seed=2)
-    total, normed = add_rms_norm(*map(jnp.asarray, (x, parts, weight)), EPS)
+    total, normed = add_rms_norm(*map(jnp.asarray, (x, parts, weight)), EPS, target=CPU)
     expected = x + parts.sum(0)
     np.testing.assert_allclose(total, expected, rtol=0, atol=1e-6)
     np.testing.assert_allclose(normed, exact_rms_norm(expected, weight), rtol=0, atol=2e-6)
@@ -194,6 +195,7 @@ def test_attention_inputs_norm_and_rotate_per_head_and_store_keys_and_values() -
         KVSlots(jnp.asarray(pages), jnp.asarray(offsets)),
         eps=EPS,
         dtype=jnp.float32,
+        target=CPU,
     )
     heads = qkv.reshape(tokens, -1, head_dim)
     frequencies = rope_frequencies(SPEC.attention.rope, SPEC.head_dim)

@@ -15,6 +15,7 @@ from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.server import make_app
 from jaxserve.server.access import digest
+from jaxserve.server.ui import OPEN_PAGES
 from jaxserve.startup.listen import admin_api_keys, api_keys
 from tests.fakes import FakeEngine, tiny_tokenizer
 from tests.server.conftest import Serve
@@ -22,7 +23,11 @@ from tests.server.conftest import Serve
 KEYS = ("first-key", "second-key")
 KEYED: dict[str, Any] = {"api_key_digests": tuple(map(digest, KEYS))}
 ADMIN: dict[str, Any] = {"admin_key_digests": (digest("admin-key"),)}
-OPEN = {("GET", "/health"), ("HEAD", "/health"), ("GET", "/ready"), ("HEAD", "/ready")}
+OPEN = {
+    (method, path.replace("{file}", "chat.js"))
+    for path in ("/health", "/ready", *OPEN_PAGES)
+    for method in ("GET", "HEAD")
+}
 
 
 def registered_routes() -> list[tuple[str, str]]:
@@ -31,7 +36,8 @@ def registered_routes() -> list[tuple[str, str]]:
     routes: list[tuple[str, str]] = []
     for route in app.router.routes():
         assert isinstance(route.resource, web.Resource)
-        routes.append((route.method, route.resource.canonical.replace("{model}", "tiny")))
+        path = route.resource.canonical.replace("{model}", "tiny").replace("{file}", "chat.js")
+        routes.append((route.method, path))
     return routes
 
 
@@ -54,8 +60,12 @@ async def test_every_route_but_health_needs_a_key(serve: Serve) -> None:
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("GET", "/"),
+        ("POST", "/"),
         ("GET", "/docs"),
+        ("GET", "/ui"),
+        ("GET", "/ui/engine/"),
+        ("GET", "/ui/engine/events"),
+        ("GET", "/ui/chat.js/x"),
         ("GET", "/health/../v1/models"),
         ("GET", "/health/"),
         ("GET", "//health"),

@@ -17,6 +17,7 @@ from jaxserve.metrics.metrics import Metrics
 from jaxserve.server import make_app
 from jaxserve.server.access import digest
 from jaxserve.server.openapi import OPERATIONS
+from jaxserve.server.ui import EVENTS_ROUTE, OPEN_PAGES
 from tests.fakes import END_THINK, IM_END, THINK, FakeEngine, tiny_tokenizer
 from tests.server.conftest import Serve
 
@@ -38,7 +39,9 @@ def test_every_route_is_described_and_nothing_else() -> None:
         for route in app.router.routes()
         if route.resource is not None and route.method != "HEAD"
     }
-    assert routes == set(OPERATIONS)
+    pages = {("get", path) for path in (*OPEN_PAGES, EVENTS_ROUTE)}
+    assert routes - pages == set(OPERATIONS)
+    assert pages <= routes
 
 
 BODIES: list[tuple[str, dict[str, Any]]] = [

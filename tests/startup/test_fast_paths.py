@@ -9,6 +9,7 @@ import pytest
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.startup import fast_paths
 from jaxserve_kernels import ptxas, records, target
+from jaxserve_kernels.target import CPU, Target
 
 KNOWN = {"jaxlib": "0.11.2", "jax-triton": "0.4.1", "triton": "3.9.0"}
 VERSIONED = ("hopper_kernels", "kernel_chains", "machine_code_records")
@@ -17,8 +18,7 @@ VERSIONED = ("hopper_kernels", "kernel_chains", "machine_code_records")
 def start(capability: int = 90) -> str:
     """The metrics after a start on a GPU of that compute capability."""
     metrics = Metrics("model")
-    with target.use(target.Target("triton", capability)):
-        fast_paths.report(metrics)
+    fast_paths.report(metrics, Target.for_gpu(capability))
     return metrics.exposition().decode()
 
 
@@ -82,8 +82,7 @@ def test_triton_that_cannot_be_imported_leaves_everything_to_xla(
 ) -> None:
     monkeypatch.setattr(target, "_NEEDED", ("a_module_that_is_not_there",))
     target._import_triton.cache_clear()
-    with target.use(target.Target("triton", 90)):
-        assert not target.uses_triton()
+    assert not Target.for_gpu(90).uses_triton()
     target._import_triton.cache_clear()
     exposition = start()
     assert 'jaxserve_fast_path{feature="triton_kernels"} 0.0' in exposition
@@ -92,5 +91,5 @@ def test_triton_that_cannot_be_imported_leaves_everything_to_xla(
 
 def test_a_cpu_has_none_of_them() -> None:
     metrics = Metrics("model")
-    fast_paths.report(metrics)
+    fast_paths.report(metrics, CPU)
     assert "jaxserve_fast_path{" not in metrics.exposition().decode()

@@ -137,7 +137,7 @@ def test_scales_are_1_unless_something_says_otherwise(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO):
         runner = set_scales("--kv-cache-dtype", "fp8_e4m3")
     assert runner.scales is None and not runner.steps, "an empty cache has scales of 1"
-    assert "scales of the KV cache: 1, so keys and values end at 448" in caplog.text
+    assert "scales of the KV cache: 1, so keys and values beyond 448 are clipped" in caplog.text
 
 
 def test_scales_found_by_a_text_hold_twice_of_what_was_seen(

@@ -87,11 +87,11 @@ def test_a_model_serves_where_its_full_context_does_not_fit(
     assert found.config.buckets.prefill == GPU_PREFILL
     memory = found.memory(scratch * 10**6)
     assert memory.headroom > 0.9 * GIB, "the reserve is left, whatever the estimate was"
-    assert f"sequences that run at once: {sequences} at most" in plan.said
+    assert f"at most {sequences} sequences run at once" in plan.said
     assert len(plan.warnings) == (context < 40_960)
     if context < 40_960:
         assert f"the context is {context:,} tokens, not the model's 40,960" in plan.warnings[0]
-        assert f"With --max-model-len {context} this is no warning" in plan.warnings[0]
+        assert f"--max-model-len {context} silences this warning" in plan.warnings[0]
 
 
 def test_what_is_kept_for_each_sequence_takes_half_of_the_cache_at_most(plan: Planner) -> None:

@@ -228,6 +228,9 @@ def order_of(group_index: AnyArray, group_size: int) -> AnyArray | None:
 
     Args:
       group_index: int [in], the group of each input.
+
+    Raises:
+      Inconsistent: groups that do not exist, or of unequal sizes.
     """
     groups = groups_of(len(group_index), group_size)
     if group_index.min() < 0 or group_index.max() >= groups:

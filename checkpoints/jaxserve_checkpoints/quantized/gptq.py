@@ -62,6 +62,7 @@ class Gptq(Format):
         }
 
     def check(self, read: Callable[[str], AnyArray | None]) -> None:
+        """Raises Inconsistent if `sym` is true and a zero point is not the middle code."""
         zeros = read(".qzeros")
         middle = 0x77777777 if self.version == 1 else 0x88888888
         if self.symmetric and zeros is not None and (zeros.view(np.uint32) != middle).any():

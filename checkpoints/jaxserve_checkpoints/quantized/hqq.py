@@ -75,6 +75,7 @@ class Hqq(Format):
         }
 
     def check(self, read: Callable[[str], AnyArray | None]) -> None:
+        """Raises Inconsistent if settings among the tensors differ from the checkpoint's."""
         wanted = {".nbits": 4, ".group_size": self.group_size, ".axis": self.axis}
         wanted |= {".view_as_float": 0, ".quant_scale": 0, ".quant_zero": 0}
         for name, value in wanted.items():

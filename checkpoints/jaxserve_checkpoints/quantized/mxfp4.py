@@ -35,6 +35,7 @@ class Mxfp4(Format):
     def size(
         self, tensors: Mapping[str, TensorInfo], read: Callable[[str], AnyArray]
     ) -> tuple[int, int]:
+        """Returns (out, in). Raises Inconsistent if the blocks are not [out, in / 32, 16]."""
         shape = tensors[self.main].shape
         if len(shape) != 3:
             raise Inconsistent(f"weight_blocks {list(shape)} is not [out, in / 32, 16]")

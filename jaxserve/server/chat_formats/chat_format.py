@@ -32,7 +32,7 @@ class ChatFormat:
         return self._tokens(self.tools.turn_ends if self.tools is not None else ())
 
     def shown_tokens(self, thinking: Thinking, *, calls: bool) -> frozenset[int]:
-        """Tokens that the parser of an output has to see, special ones or not.
+        """Returns the tokens that the output's parser must see, special ones included.
 
         Args:
           calls: there may be some.
@@ -43,7 +43,7 @@ class ChatFormat:
 
     @property
     def guided_reasoning(self) -> ReasoningFormat | None:
-        """Reasoning whose markers are tokens: only of such can a guide tell where it ends."""
+        """Reasoning whose markers are tokens. A guide cannot find the end of any other."""
         if self.reasoning is None or not self.markers.keys() >= set(self.reasoning.markers):
             return None
         return self.reasoning
@@ -65,11 +65,11 @@ class ChatFormat:
         return Thinking.OPEN if self.reasoning.begins_open else Thinking.MAY_OPEN
 
     def history_id(self, call_id: str) -> str:
-        """A call's id from a client, in a form that the template accepts."""
+        """Returns a client's call id in a form that the template accepts."""
         return call_id if self.tools is None else self.tools.history_id(call_id)
 
     def history_input(self, text: str) -> str | dict[str, Any]:
-        """The input of a custom tool that was called, where templates have the arguments."""
+        """Returns the input of a called custom tool as the arguments that templates expect."""
         if self.tools is not None and not self.tools.free_text:
             return self.history.arguments({INPUT: text})
         return text if self.history.takes_text else {INPUT: text}
@@ -82,7 +82,7 @@ class ChatFormat:
         parallel_calls: bool,
         text_or_calls: bool,
     ) -> OutputParser:
-        """A parser for one output; its arguments are those of `OutputParser`."""
+        """Returns a parser for one output. Takes the arguments of `OutputParser`."""
         return OutputParser(
             tool_format=self.tools if tools else None,
             tools=tools,
@@ -100,7 +100,7 @@ class ChatFormat:
         forced: bool,
         answer: Grammar | None = None,
     ) -> Grammar:
-        """The grammar of an output with calls of these tools, at most so many.
+        """Returns the grammar of an output with at most so many calls of these tools.
 
         Args:
           forced: nothing but calls, one at least.

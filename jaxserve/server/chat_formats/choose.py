@@ -74,7 +74,7 @@ def chat_format(
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
 ) -> ChatFormat:
-    """The format of a model's chats; a line in the log says which it is, and why.
+    """Returns the format of a model's chats, and logs which one and why.
 
     Args:
       source: the template's text.

@@ -34,7 +34,7 @@ _FREE_TEXT_END = "}\n"
 
 
 class Hermes(ToolFormat):
-    """The input of custom tools stands in place of JSON, as it is."""
+    """Hermes tool calls. Custom tools have their input, verbatim, in place of JSON arguments."""
 
     name = "hermes"
     begins = CALL

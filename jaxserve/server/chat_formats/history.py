@@ -34,7 +34,8 @@ class History:
 
     @classmethod
     def of(cls, template: ChatTemplate | None) -> History:
-        """Tries the template out. Of one that shows no calls at all, everything is expected."""
+        """Returns what the template can render, found by trying it. A template that shows no calls
+        at all is taken to support everything."""
         if template is None:
             return cls()
         text, parsed = _rendered(template, [_WRITTEN]), _rendered(template, [_PROBED])
@@ -49,15 +50,15 @@ class History:
         )
 
     def arguments(self, given: str | dict[str, Any] | None) -> str | dict[str, Any]:
-        """Of a call, for the template. Whatever a model wrote is rendered somehow: a turn that went
-        wrong must not end the conversation."""
+        """Returns a call's arguments for the template. Anything that a model wrote is rendered
+        somehow: one bad turn must not end the conversation."""
         given = given or {}
         if isinstance(given, str):
             return given if self.takes_text else _as_object(given)
         return given if self.takes_objects else json.dumps(given, ensure_ascii=False)
 
     def arranged(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages, with one call in each where the template takes no more: each call is
+        """Returns the messages, with one call each if the template takes no more. Each call is then
         followed by its own result."""
         if self.takes_several:
             return list(messages)

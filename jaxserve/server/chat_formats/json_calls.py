@@ -43,8 +43,8 @@ class ObjectScanner:
         self._in_string = self._escaped = self._broken = False
 
     def push(self, text: str) -> int:
-        """How many characters of the text are the object's. The others are pushed again, with more
-        text behind them, unless the object has ended."""
+        """Returns how many characters of the text belong to the object. The others are pushed
+        again, followed by more text, unless the object has ended."""
         end = 0
         while end < len(text) and not self.complete:
             if self._marker and text[end] == self._marker[0] and not self._in_string:
@@ -96,7 +96,7 @@ def header(
     *,
     typed: bool = False,
 ) -> tuple[str, int] | NoHeader | None:
-    """The beginning of a call: `{"name": …, "arguments": {`.
+    """Parses the beginning of a call: `{"name": …, "arguments": {`.
 
     Args:
       arguments: what the key of the arguments may be.
@@ -152,7 +152,7 @@ class _Call(msgspec.Struct):
 
 
 def parse_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a whole call; None if the model wrote something else."""
+    """Returns name and arguments of a complete call; None if the text is something else."""
     try:
         call = msgspec.json.decode(text.encode(), type=_Call)
         arguments: Any = msgspec.json.decode(call.arguments)
@@ -166,7 +166,8 @@ def parse_call(text: str) -> tuple[str, str] | None:
 
 
 def unwrapped(arguments: str) -> str:
-    """The input of a custom tool that was called as a function; what is no such object stays."""
+    """Returns the input of a custom tool that was called as a function. Anything that is no such
+    object is returned unchanged."""
     try:
         return msgspec.json.decode(arguments.encode(), type=dict[str, str])[INPUT]
     except (msgspec.MsgspecError, UnicodeError, RecursionError, KeyError):
@@ -275,18 +276,19 @@ class ObjectCall:
 
 
 def any_body(tools: Sequence[CallableTool]) -> str:
-    """A rule of Lark: a call of any of the tools, each of which has a rule of its own."""
+    """Returns a Lark rule for a call of any of the tools. Each tool has a rule of its own."""
     return "body: " + " | ".join(f"body_{index}" for index in range(len(tools)))
 
 
 def json_head(name: str, key: str) -> str:
-    """The beginning of a call, as Lark: `{"name": …, "arguments": `."""
+    """Returns the beginning of a call in Lark: `{"name": …, "arguments": `."""
     written = json.dumps(name, ensure_ascii=False)
     return grammars.literal(f'{{"name": {written}, "{key}": ')
 
 
 def json_body(index: int, tool: CallableTool, key: str, end: str = "}") -> list[str]:
-    """The rules of a call of one tool as a JSON object. GrammarError: its input has a grammar."""
+    """Returns the Lark rules of one tool's call as a JSON object. Raises GrammarError if its input
+    has a grammar."""
     head, closing = json_head(tool.name, key), grammars.literal(end)
     return [
         f"body_{index}: {head} arguments_{index} {closing}",
@@ -299,7 +301,7 @@ def skip_space(text: str) -> str:
 
 
 def first_of(text: str, options: Sequence[str]) -> str | None:
-    """Which of the options the text begins with; empty: it may still become one of them."""
+    """Returns the option that the text begins with; empty if it may still become one."""
     for option in options:
         if text.startswith(option):
             return option

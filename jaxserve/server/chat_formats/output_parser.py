@@ -38,7 +38,9 @@ class _State(Enum):
 
 
 class OutputParser:
-    """Whatever the splits of the text, the same pieces in sum.
+    """Splits a model's text into reasoning, content and tool calls while it arrives. The pieces do
+    not depend on how the text is split. Line breaks around the markers belong to the format, not to
+    the text: the chat template puts them back when the message returns as history.
 
     Line breaks around the markers belong to the format, not to the text: the chat template puts
     them back when the message returns as history.
@@ -86,19 +88,19 @@ class OutputParser:
 
     @property
     def in_reasoning(self) -> bool:
-        """What comes is reasoning."""
+        """Whether the next text is reasoning."""
         return self._state is _State.REASONING
 
     @property
     def holding(self) -> bool:
-        """Text was pushed that may yet turn out to be content."""
+        """Whether text is held back that may turn out to be content."""
         if self._state is _State.CALL and self._reader is not None and not self._reader.opened:
             return True
         return bool(self._pending)
 
     @property
     def ended(self) -> bool:
-        """Nothing that comes can be shown any more: further calls are not wanted."""
+        """Whether nothing more can be shown, because no further calls are wanted."""
         return self._state is _State.ENDED
 
     def push(self, text: str) -> list[Piece]:
@@ -109,7 +111,7 @@ class OutputParser:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """What is still held, once the text is complete."""
+        """Returns what is still held back, once the text is complete."""
         text, self._pending = self._pending, ""
         if self._state is _State.CALL and self._reader is not None:
             parts: list[CallPart] = []

@@ -7,10 +7,14 @@ from typing import NamedTuple
 
 
 class Content(NamedTuple):
+    """Text of the answer."""
+
     text: str
 
 
 class Reasoning(NamedTuple):
+    """Text of the model's thoughts."""
+
     text: str
 
 
@@ -41,7 +45,7 @@ type Piece = CallPart | Reasoning
 
 
 def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
-    """The place and the spelling of the marker that comes first in the text, if any does."""
+    """Returns position and spelling of the first marker in the text, if there is one."""
     found = None
     for marker in markers:
         place = text.find(marker)
@@ -51,7 +55,7 @@ def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
 
 
 def partial(text: str, marker: str) -> int:
-    """Length of the longest start of the marker, short of all of it, that ends the text."""
+    """Returns the length of the longest proper prefix of the marker that ends the text."""
     if text.find(marker[0], max(0, len(text) - len(marker) + 1)) < 0:
         return 0  # so it is with nearly all texts
     for length in range(min(len(marker) - 1, len(text)), 0, -1):

@@ -59,7 +59,9 @@ class QwenXml(ToolFormat):
         end = grammars.literal(f"{END_FUNCTION}\n")
         for index, tool in enumerate(tools):
             if ">" in tool.name or "\n" in tool.name:
-                raise GrammarError(f"calls of this model cannot spell {tool.name[:100]!r}")
+                raise GrammarError(
+                    f"the tool calls of this model cannot express {tool.name[:100]!r}"
+                )
             head = f"{FUNCTION}{tool.name}>\n"
             if isinstance(tool, CustomTool):
                 head = grammars.literal(f"{head}{PARAMETER}{INPUT}>\n")

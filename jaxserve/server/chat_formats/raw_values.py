@@ -24,10 +24,12 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def parameter_rules(tool: int, schema: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]]]:
-    """Of each parameter: how the call's rule names it, and its own rules. They come in the order of
-    the schema. GrammarError: the schema says more than which parameters there are."""
+    """Yields, in the schema's order, how the call's rule names each parameter, and the parameter's
+    own rules. Raises GrammarError if the schema constrains more than its parameters."""
     if unknown := schema.keys() - _FOLLOWED - _WITHOUT_EFFECT:
-        raise GrammarError(f"{min(unknown)} of all arguments cannot be followed by this model")
+        raise GrammarError(
+            f"{min(unknown)} of the arguments' schema cannot be enforced in this model's tool calls"
+        )
     if schema.get("type", "object") != "object":
         raise GrammarError("the arguments of a tool must be an object")
     required = schema.get("required", [])
@@ -43,7 +45,7 @@ def parameter_rules(tool: int, schema: Mapping[str, Any]) -> Iterator[tuple[str,
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     for number, (name, value) in enumerate(properties.items()):
         if ">" in name or "\n" in name:
-            raise GrammarError(f"calls of this model cannot spell {name[:100]!r}")
+            raise GrammarError(f"the tool calls of this model cannot express {name[:100]!r}")
         rule = f"parameter_{tool}_{number}"
         head = grammars.literal(f"{PARAMETER}{name}>\n")
         yield (
@@ -61,7 +63,7 @@ def _value(tool: int, number: int, schema: Any, definitions: Mapping[str, Any]) 
     if isinstance(values, list) and values:
         spelled = [v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in values]
         if any(end in each for each in spelled for end in (END_PARAMETER, END_CALL)):
-            raise GrammarError("calls of this model cannot spell a value of an enum")
+            raise GrammarError("the tool calls of this model cannot express a value of an enum")
         options = " | ".join(grammars.literal(f"{each}\n{END_PARAMETER}\n") for each in spelled)
         return [f"{rule}: {options}"]
     if "string" not in json_types(schema):
@@ -72,12 +74,15 @@ def _value(tool: int, number: int, schema: Any, definitions: Mapping[str, Any]) 
     for each in (schema, *options):
         keys = each.keys() if isinstance(each, dict) else frozenset[str]()
         if more := keys - _WITHOUT_EFFECT - {"type", *_EITHER}:
-            raise GrammarError(f"{min(more)} of what may be text cannot be followed by this model")
+            raise GrammarError(
+                f"{min(more)} cannot be enforced in this model's tool calls where a parameter may "
+                "be text"
+            )
     return [f"{rule}: text_value"]
 
 
 def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schemas of the parameters, by name. References within the schema are followed."""
+    """Returns the schemas of the parameters by name, with references within the schema resolved."""
     properties = schema.get("properties")
     if not isinstance(properties, dict):
         return {}
@@ -104,7 +109,7 @@ ANY_TYPE = frozenset({"string", "number", "integer", "boolean", "null", "object"
 
 
 def json_types(schema: Any) -> frozenset[str]:
-    """Types that a value of the schema may have, as far as it says."""
+    """Returns the JSON types that a value may have, as far as the schema says."""
     if not isinstance(schema, dict):
         return ANY_TYPE
     kind = schema.get("type")
@@ -139,8 +144,8 @@ def _type_of(value: Any) -> frozenset[str]:
 
 
 def as_json(text: str, schema: Any) -> str:
-    """A value that was written as raw text, as JSON of a type that the schema allows. What is of
-    none of them is a string."""
+    """Returns a raw text value as JSON of a type that the schema allows. Text that fits none
+    becomes a string."""
     kinds = json_types(schema)
     literals = {"True": "true", "False": "false", "None": "null"}
     written = literals.get(text.strip(), text.strip())
@@ -159,7 +164,8 @@ def json_string(text: str) -> str:
 
 
 def text_rule(name: str, pattern: str) -> list[str]:
-    """Text that matches a regular expression, up to the first tag that ends a value."""
+    """Returns a Lark rule for text that matches a regular expression, up to the first tag that ends
+    a value."""
     terminal = name.upper()
     return [
         rf"{name}: {name}_to_tag /\n/",

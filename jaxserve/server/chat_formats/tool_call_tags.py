@@ -13,7 +13,7 @@ CALL, END_CALL = "<tool_call>", "</tool_call>"
 def tagged_calls(
     bodies: Sequence[str], inputs: Mapping[str, Grammar], markers: Mapping[str, int], most: int
 ) -> grammars.CallRules:
-    """The grammar of one to `most` calls.
+    """Returns the grammar of one to `most` calls.
 
     Args:
       bodies: rules, of which `body` is what stands between the tags, behind a line break.

@@ -33,13 +33,13 @@ INPUT_OBJECT: Mapping[str, Any] = MappingProxyType(
 
 
 def input_grammar(tool: CustomTool) -> CustomGrammar | None:
-    """What the input of a custom tool must look like; None: any text."""
+    """Returns the grammar of a custom tool's input; None: any text."""
     return tool.format.grammar if tool.format is not None else None
 
 
 def input_schema(tool: CallableTool) -> Mapping[str, Any]:
-    """The JSON schema of a call's arguments, where a format has no place for free text.
-    GrammarError: the input of a custom tool follows a grammar, which a JSON string cannot."""
+    """Returns the JSON schema of a call's arguments, for formats without free text. Raises
+    GrammarError if the custom tool's input follows a grammar, which a JSON string cannot."""
     if isinstance(tool, ToolFunction):
         return tool.parameters or {}
     if input_grammar(tool) is not None:
@@ -50,6 +50,7 @@ def input_schema(tool: CallableTool) -> Mapping[str, Any]:
 
 
 def random_call_id() -> str:
+    """Returns an id in OpenAI's shape."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
@@ -63,9 +64,11 @@ class CallWriter:
         self._custom = False
 
     def is_custom(self, name: str) -> bool:
+        """Whether the tool takes free text; unknown ones do not."""
         return isinstance(self.tools.get(name), CustomTool)
 
     def open(self, name: str) -> CallOpened:
+        """Begins a call of the tool."""
         self._custom = self.is_custom(name)
         self.num_calls += 1
         return CallOpened(self.num_calls - 1, self._make_id(), name, self._custom)
@@ -76,16 +79,16 @@ class CallWriter:
 
 
 class CallReader(Protocol):
-    """Reads calls from where they begin. Whatever the splits of the text, the same parts in sum."""
+    """Reads calls from where they begin. The parts do not depend on how the text is split."""
 
     @property
     def opened(self) -> bool:
-        """A call has begun; until then the text may turn out to be none."""
+        """Whether a call has begun. Before that the text may turn out to be none."""
         ...
 
     def push(self, text: str, parts: list[CallPart]) -> str | None:
-        """Adds to `parts` what can be told by now. Returns the text behind the calls, or what
-        turned out to be none and is not among the parts; None as long as they have not ended."""
+        """Adds to `parts` what is certain by now. Returns the text behind the calls, or text that
+        turned out to be no call and is not among the parts; None while the calls go on."""
         ...
 
     def finish(self, parts: list[CallPart]) -> None:
@@ -113,16 +116,16 @@ class ToolFormat(ABC):
     """The input of a custom tool stands in a call as it is, in place of JSON."""
 
     def make_id(self) -> str:
-        """An id for a call, of a form that the models' templates accept."""
+        """Returns a new call id in a form that the models' templates accept."""
         return random_call_id()
 
     def history_id(self, call_id: str) -> str:
-        """An id from a client's history, in a form that the models' templates accept."""
+        """Returns a client's call id in a form that the models' templates accept."""
         return call_id
 
     @abstractmethod
     def reader(self, writer: CallWriter, most: int, marker: str) -> CallReader:
-        """A reader of calls that begin here.
+        """Returns a reader of calls that begin here.
 
         Args:
           most: the reader may end after so many calls in all.
@@ -133,7 +136,7 @@ class ToolFormat(ABC):
     def rules(
         self, tools: Sequence[CallableTool], markers: Mapping[str, int], most: int
     ) -> CallRules:
-        """The grammar of one to `most` calls. Whatever it accepts, `reader` reads.
+        """Returns the grammar of one to `most` calls. `reader` reads whatever it accepts.
 
         Args:
           markers: token ids by spelling; a marker that is no token is spelled out.

@@ -45,6 +45,7 @@ _BLOCKS = {
 
 
 def to_chat(fields: MessagesRequest) -> chat.ChatRequest:
+    """Returns the chat that a request of the Messages API is. Raises ApiError (400)."""
     request = prompt_to_chat(fields)
     request.stream = fields.stream
     request.max_tokens = fields.max_tokens
@@ -61,6 +62,7 @@ def to_chat(fields: MessagesRequest) -> chat.ChatRequest:
 
 
 def prompt_to_chat(fields: PromptFields) -> chat.ChatRequest:
+    """Returns a chat with the prompt's fields only: messages, tools and thinking."""
     system = _without_billing(fields.system or "")
     messages = [chat.Message(role="system", content=system)] if system else []
     for position, message in enumerate(fields.messages):

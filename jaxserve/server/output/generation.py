@@ -70,7 +70,7 @@ def _nothing() -> None: ...
 
 
 class Choice:
-    """One sequence of a request, and what came of it so far."""
+    """One sequence of a request, and its output so far."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Choice:
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that ended it."""
+        """The stop string that ended the output."""
         return self._stops.matched
 
     def _told_apart(
@@ -205,6 +205,10 @@ class Choice:
         last one has `finish`. Closing the generator early aborts the sequence.
 
         `arrived` is `time.perf_counter()` when the request came.
+
+        Raises:
+          EngineFailed: the sequence ended with an error.
+          GrammarLeft: it could not follow its grammar any further.
         """
         self.reason = FinishReason.ABORT
         deltas: list[Delta] = []
@@ -288,6 +292,7 @@ class Generation:
 
     @property
     def prompt_tokens(self) -> int:
+        """Tokens of all prompts; choices of one prompt share it."""
         firsts = self.choices[:: self._choices_per_prompt]
         return sum(len(choice.request.prompt) for choice in firsts)
 
@@ -297,6 +302,7 @@ class Generation:
 
     @property
     def completion_tokens(self) -> int:
+        """Generated tokens of all choices."""
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
@@ -313,6 +319,7 @@ class Generation:
 
     @property
     def reasoning_tokens(self) -> int:
+        """Those of them that are reasoning."""
         return sum(choice.reasoning_tokens for choice in self.choices)
 
 

@@ -13,6 +13,7 @@ LOWEST = -9999.0
 
 
 def finite(logprob: float) -> float:
+    """Returns a logprob that JSON can hold: minus infinity becomes LOWEST."""
     return max(logprob, LOWEST)
 
 

@@ -28,24 +28,32 @@ class Segment:
         return "".join(self._parts)
 
     def append(self, text: str) -> None:
+        """Adds text at the end."""
         self._parts.append(text)
 
     def takes(self, piece: Piece) -> bool:
+        """Whether the piece continues this block."""
         if isinstance(piece, CallArguments):
             return isinstance(self.first, CallOpened)
         return type(piece) is type(self.first) and not isinstance(piece, CallOpened)
 
 
 class Opened(NamedTuple):
+    """A block begins."""
+
     segment: Segment
 
 
 class Grew(NamedTuple):
+    """A block has more text."""
+
     segment: Segment
     text: str
 
 
 class Closed(NamedTuple):
+    """A block is complete."""
+
     segment: Segment
 
 
@@ -60,6 +68,7 @@ class Segments:
         self._open: Segment | None = None
 
     def push(self, pieces: Iterable[Piece]) -> Iterator[Change]:
+        """Yields what the pieces change."""
         for piece in pieces:
             if self._open is None or not self._open.takes(piece):
                 yield from self.close()
@@ -71,6 +80,7 @@ class Segments:
                 yield Grew(self._open, piece.text)
 
     def close(self) -> Iterator[Change]:
+        """Yields the end of the open block, if there is one."""
         if self._open is not None:
             yield Closed(self._open)
             self._open = None

@@ -17,6 +17,8 @@ from jaxserve.structured import grammars
 
 
 class Constraint(NamedTuple):
+    """What the output must be, and the field that says so."""
+
     param: str
     """The field it comes from."""
     grammar: Callable[[], Grammar]
@@ -34,7 +36,7 @@ def text_constraint(fields: GenerationFields) -> Constraint | None:
     found = list(_stated(fields))
     if len(found) > 1:
         names = " and ".join(constraint.param for constraint in found)
-        raise invalid(f"{names} exclude each other", param=found[1].param)
+        raise invalid(f"{names} cannot be used together", param=found[1].param)
     return found[0] if found else None
 
 

@@ -34,7 +34,7 @@ def avoided(tokenizer: Tokenizer, fields: GenerationFields) -> BadWords | None:
     if not fields.bad_words:
         return None
     if fields.allowed_token_ids:
-        raise invalid("allowed_token_ids and bad_words exclude each other", param="bad_words")
+        raise invalid("allowed_token_ids and bad_words cannot be used together", param="bad_words")
     return BadWords(fields.bad_words, tokenizer)
 
 
@@ -46,14 +46,14 @@ async def guided(
     thinking: Thinking = Thinking.NONE,
 ) -> SamplingParams:
     """Returns the parameters with the guide of the constraint, or with the one against bad words.
-    ApiError: they exclude each other, or the grammar cannot be compiled."""
+    ApiError: they cannot be used together, or the grammar cannot be compiled."""
     if constraint is None:
         return params if bad_words is None else replace(params, guide=bad_words)
     others = {"allowed_token_ids": params.allowed_token_ids, "bad_words": bad_words}
     for name, given in others.items():
         if given:
             raise invalid(
-                f"{name} and {constraint.param} exclude each other", param=constraint.param
+                f"{name} and {constraint.param} cannot be used together", param=constraint.param
             )
     try:
         guide = await _compiled(service, constraint, thinking)
@@ -89,7 +89,7 @@ def within_budget(
         return params
     if params.allowed_token_ids:
         raise invalid(
-            "allowed_token_ids and thinking_token_budget exclude each other",
+            "allowed_token_ids and thinking_token_budget cannot be used together",
             param="thinking_token_budget",
         )
     guide = ThinkingBudget(budget, tokenizer, prompt, params.guide, reasoning.markers)

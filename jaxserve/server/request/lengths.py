@@ -24,7 +24,11 @@ def tokens_to_generate(
 
 def fitting(limits: EngineLimits, param: str) -> Progress:
     """Makes a check that ends the encoding of a prompt that cannot fit, where nothing is cut
-    off."""
+    off.
+
+    Raises:
+      PromptTooLong: by the returned check, for a prompt that is longer than the context.
+    """
 
     def check(tokens: int) -> None:
         if tokens > limits.max_model_len + _COUNTED_ON:

@@ -129,8 +129,8 @@ def num_choices(fields: GenerationFields) -> int:
     n = fields.n or 1
     if fields.best_of is not None and fields.best_of != n:
         raise invalid(
-            f"best_of must be n ({n}) or absent, got {fields.best_of}: the best of several "
-            "completions is not chosen here",
+            f"best_of must equal n ({n}) or be absent, got {fields.best_of}: choosing the best of "
+            "several completions is not supported",
             param="best_of",
             code="unsupported_parameter",
         )

@@ -26,6 +26,8 @@ _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class Parsed[T](NamedTuple):
+    """A request's body."""
+
     fields: T
     ignored: tuple[str, ...]
     """Fields that nothing here knows, those inside of others as `field.inner`: the first ones."""

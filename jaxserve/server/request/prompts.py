@@ -27,6 +27,8 @@ from jaxserve.tokenizer.chat_template import TemplateError
 
 
 class Prompt(NamedTuple):
+    """A prompt of a completion."""
+
     ids: list[int]
     text: str | None
     """As the client wrote it; None if it sent token ids."""
@@ -71,7 +73,7 @@ def _separate(prompt: str | list[str | int | list[int]]) -> list[str | list[int]
     if kinds == {int}:
         return [cast(list[int], prompt)]
     if len(kinds) > 1:
-        raise invalid("prompt mixes texts, token ids and lists of them", param="prompt")
+        raise invalid("prompt must be a text, token ids, or a list of one of them", param="prompt")
     if not 1 <= len(prompt) <= MAX_PROMPTS:
         raise invalid(
             f"prompt must hold 1 to {MAX_PROMPTS} prompts, got {len(prompt)}", param="prompt"
@@ -80,6 +82,8 @@ def _separate(prompt: str | list[str | int | list[int]]) -> list[str | list[int]
 
 
 class ChatPrompt(NamedTuple):
+    """A chat that is ready to be generated from."""
+
     ids: list[int]
     max_tokens: int
     """To generate."""
@@ -111,6 +115,8 @@ def chat_prompt(
 
 
 class RenderedChat(NamedTuple):
+    """A chat after its template, as token ids."""
+
     ids: list[int]
     ending: str
     """The last characters of the text."""
@@ -159,7 +165,9 @@ def _check_ending(request: ChatRequest) -> None:
         return
     param = "continue_final_message"
     if request.add_generation_prompt:
-        raise invalid("continue_final_message excludes add_generation_prompt", param=param)
+        raise invalid(
+            "continue_final_message and add_generation_prompt cannot be used together", param=param
+        )
     if request.messages[-1].role != "assistant" or not request.messages[-1].content:
         raise invalid(
             "only a last message of the assistant that has text can be continued", param=param
@@ -277,7 +285,9 @@ def _template_variables(request: ChatRequest) -> Mapping[str, Any]:
             allowed = ", ".join(sorted(TEMPLATE_VARIABLES))
             raise invalid(f"{param}: chat_template_kwargs may set {allowed}", param=param)
         if not isinstance(value, bool | int | float | str | None):
-            raise invalid("chat_template_kwargs takes scalar values", param=param)
+            raise invalid(
+                "chat_template_kwargs takes texts, numbers, true, false and null only", param=param
+            )
     if request.enable_thinking is not None:
         variables.setdefault("enable_thinking", request.enable_thinking)
     if request.reasoning_effort is not None:

@@ -331,4 +331,5 @@ FREE_FORM = frozenset(
 
 
 def field_names(kind: type[Struct]) -> frozenset[str]:
+    """Returns the names that a request type takes."""
     return frozenset(kind.__struct_encode_fields__)

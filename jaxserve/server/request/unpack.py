@@ -21,7 +21,7 @@ def unpacked(body: bytes, coding: str, most: int) -> bytes:
     if coding not in CODINGS:
         raise ApiError(
             415,
-            f"Content-Encoding {coding[:40]!r} is not understood; what is: {', '.join(CODINGS)}",
+            f"Content-Encoding {coding[:40]!r} is not supported; supported: {', '.join(CODINGS)}",
             code="unsupported_media_type",
         )
     stream = zlib.decompressobj(_GZIP if coding == "gzip" else _deflate_format(body))

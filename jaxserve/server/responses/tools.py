@@ -59,6 +59,7 @@ def client_names(tools: Sequence[ToolDefinition]) -> Mapping[str, Name]:
 def chat_tool_choice(
     choice: ToolChoice | None, tools: Sequence[ToolDefinition]
 ) -> chat.ToolChoice | None:
+    """Returns the tool choice as chats have it."""
     match choice:
         case FunctionChoice():
             return chat.NamedTool(function=_named(choice))

@@ -28,6 +28,8 @@ NAMES = {
 
 
 class Translated(NamedTuple):
+    """The chat that a request of the Responses API is."""
+
     chat: chat.ChatRequest
     ignored: tuple[str, ...]
     """What the model does not get to see, for the header that names it."""

@@ -6,14 +6,20 @@ from typing import Any
 
 from jax import Array
 
-from jaxserve_kernels import target
 from jaxserve_kernels.add_rms_norm import reference
 from jaxserve_kernels.fallback import compiles
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, TokenFormat
+from jaxserve_kernels.target import Target
 
 
 def add_rms_norm(
-    x: Array, update: Array | None, weight: Array, eps: float, form: TokenFormat | None = None
+    x: Array,
+    update: Array | None,
+    weight: Array,
+    eps: float,
+    form: TokenFormat | None = None,
+    *,
+    target: Target,
 ) -> tuple[Array, Array | QuantizedTokens]:
     """See `reference.add_rms_norm`.
 
@@ -28,8 +34,8 @@ def add_rms_norm(
         from jaxserve_kernels.add_rms_norm import triton  # needs Triton: only for GPUs
 
         def kernel(x: Array, update: Array, weight: Array) -> Any:
-            return triton.add_rms_norm(x, update, weight, eps, form)
+            return triton.add_rms_norm(x, update, weight, eps, form, target=target)
 
-        if compiles("add_rms_norm", kernel, x, update, weight, static=(eps, form)):
+        if compiles("add_rms_norm", kernel, x, update, weight, static=(eps, form), target=target):
             return kernel(x, update, weight)
     return reference.add_rms_norm(x, update, weight, eps)  # a product takes plain tokens, too

@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, TokenFormat
 from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import out_types, store_quantized
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 
@@ -71,7 +72,13 @@ def _quantizing(
 
 
 def add_rms_norm(
-    x: Array, update: Array, weight: Array, eps: float, form: TokenFormat | None = None
+    x: Array,
+    update: Array,
+    weight: Array,
+    eps: float,
+    form: TokenFormat | None = None,
+    *,
+    target: Target,
 ) -> tuple[Array, Array | QuantizedTokens]:
     tokens, embed = x.shape
     row = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -86,6 +93,7 @@ def add_rms_norm(
             x, update, weight,
             kernel=_kernel,
             name="add_rms_norm",
+            target=target,
             out_type=(row, row),
             **launch,
         )  # fmt: skip
@@ -93,6 +101,7 @@ def add_rms_norm(
         x, update, weight, form.padded,
         kernel=_quantizing,
         name="add_rms_norm_quantizing",
+        target=target,
         out_type=(row, *out_types(tokens, embed, form)),
         GROUP=form.group, ORDER=form.order.value,
         **launch,

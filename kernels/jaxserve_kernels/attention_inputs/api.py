@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxserve_kernels import target
 from jaxserve_kernels.attention_inputs import reference
 from jaxserve_kernels.attention_inputs.reference import HeadWeights, KVSlots
 from jaxserve_kernels.fallback import compiles
+from jaxserve_kernels.target import Target
 
 
 def attention_inputs(
@@ -24,6 +24,7 @@ def attention_inputs(
     *,
     eps: float,
     dtype: DTypeLike,
+    target: Target,
 ) -> tuple[Array, Array]:
     """See `reference.attention_inputs`."""
     heads.check()
@@ -31,9 +32,13 @@ def attention_inputs(
         from jaxserve_kernels.attention_inputs import triton  # needs Triton: only for GPUs
 
         def kernels(qkv: Array, kv: Array, *rest: Any) -> Any:
-            return triton.attention_inputs(qkv, kv, layer, *rest, eps=eps, dtype=dtype)
+            return triton.attention_inputs(
+                qkv, kv, layer, *rest, eps=eps, dtype=dtype, target=target
+            )
 
         args = (qkv, kv, heads, tables, slots)
-        if compiles("attention_inputs", kernels, *args, static=(eps, jnp.dtype(dtype))):
+        if compiles(
+            "attention_inputs", kernels, *args, static=(eps, jnp.dtype(dtype)), target=target
+        ):
             return kernels(*args)
     return reference.attention_inputs(qkv, kv, layer, heads, tables, slots, eps=eps, dtype=dtype)

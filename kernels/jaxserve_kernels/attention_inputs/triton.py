@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxserve_kernels.attention_inputs.reference import HeadWeights, KVSlots
 from jaxserve_kernels.attention_inputs.triton_parts import head_halves
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _MAX_HEADS = 8
@@ -59,6 +60,7 @@ def attention_inputs(
     *,
     eps: float,
     dtype: DTypeLike,
+    target: Target,
 ) -> tuple[Array, Array]:
     num_pages, kv_heads, _, page_size, head_dim = kv.shape[1:]
     parts, tokens, width = qkv.shape
@@ -69,6 +71,7 @@ def attention_inputs(
         qkv, cache, layer * num_pages, *heads, *tables, *slots,
         kernel=_kernel,
         name="attention_inputs",
+        target=target,
         out_type=jax.ShapeDtypeStruct((tokens, q_heads, head_dim), dtype),
         grid=(tokens, (q_heads + 2 * kv_heads) // block),
         num_warps=4,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,10 +12,11 @@ from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import mlir
 
-from jaxserve_kernels import early, fallback
+from jaxserve_kernels import fallback
 from jaxserve_kernels.chain import handler, plan
 from jaxserve_kernels.chain.describe import describe
 from jaxserve_kernels.chain.launches import Launch, Number, pack
+from jaxserve_kernels.target import Target
 
 _chain_p = core.Primitive("kernel_chain")
 _chain_p.multiple_results = True
@@ -33,17 +35,17 @@ class Traced(NamedTuple):
         return jax.tree.unflatten(jax.tree.structure(self.results), results)
 
 
-def trace(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Traced | None:
+def trace(function: Callable[..., Any], *args: Any, target: Target) -> Traced | None:
     """None: the function computes something outside of kernels."""
-    with early.use():
-        closed, results = jax.make_jaxpr(function, return_shape=True)(*args, **kwargs)
+    launched = functools.partial(function, target=target.replace(pdl=True))
+    closed, results = jax.make_jaxpr(launched, return_shape=True)(*args)
     try:
         calls = plan.make(closed.jaxpr).calls
     except plan.NotAChain:
         return None
-    if fallback.checked() and not _compile(calls):
+    if target.checked and not _compile(calls):
         return None
-    return Traced(closed.jaxpr, [*closed.consts, *jax.tree.leaves((args, kwargs))], results)
+    return Traced(closed.jaxpr, [*closed.consts, *jax.tree.leaves(args)], results)
 
 
 def _compile(calls: Sequence[plan.KernelCall]) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from jaxserve_kernels import early, target, tuned
+from jaxserve_kernels import tuned
+from jaxserve_kernels.target import Target
 
 MAX_TOKENS = 16
 """Beyond it cuBLASLt is as fast. Measured on an H100; see lab/logs/decode.md."""
@@ -45,16 +46,18 @@ class Config:
     num_stages: int = 3
 
 
-def choose(*, gated: bool, tokens: int, out: int, depth: int) -> Config | None:
+def choose(*, gated: bool, tokens: int, out: int, depth: int, target: Target) -> Config | None:
     """For x [tokens, depth] times a weight [out, depth]; None where XLA's product is used."""
-    parameters = tuned.find("dense_matmul", ("gated" if gated else "linear", out, depth), tokens)
+    parameters = tuned.find(
+        "dense_matmul", ("gated" if gated else "linear", out, depth), tokens, target=target
+    )
     if parameters is not None:
         return Config(**parameters)
-    most = MAX_CHAINED_TOKENS if early.starts() else MAX_TOKENS
-    return _heuristic(tokens, out, depth) if tokens <= most else None
+    most = MAX_CHAINED_TOKENS if target.pdl else MAX_TOKENS
+    return _heuristic(tokens, out, depth, target=target) if tokens <= most else None
 
 
-def _heuristic(tokens: int, out: int, depth: int) -> Config | None:
+def _heuristic(tokens: int, out: int, depth: int, *, target: Target) -> Config | None:
     """None where the kernel does not apply."""
     many = tokens > _MANY_TOKENS
     config = Config(depth=64 if many else 128)
@@ -63,7 +66,7 @@ def _heuristic(tokens: int, out: int, depth: int) -> Config | None:
         return None
     tiles = out // config.rows
     choices = [splits for splits in range(1, _MAX_SPLITS + 1) if steps % splits == 0]
-    wanted = target.multiprocessors() * (1 if many else _ENOUGH_PROGRAMS)
+    wanted = target.gpu.multiprocessors * (1 if many else _ENOUGH_PROGRAMS)
     enough = [splits for splits in choices if tiles * splits >= wanted]
     splits = enough[0] if enough else choices[-1]
     stages = 4 if steps // splits > 16 and splits > 1 else 3

@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxserve_kernels import target
 from jaxserve_kernels.activation import Activation, gating
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 
@@ -184,13 +184,15 @@ def divide(tiles: int, programs: int, most_pieces: int = _MOST_PIECES) -> tuple[
     return tiles - rest, pieces
 
 
-def gated_linear(x: Array, weight: Array, activation: Activation = "silu") -> Array:
+def gated_linear(
+    x: Array, weight: Array, activation: Activation = "silu", *, target: Target
+) -> Array:
     """[tokens, ffn] in bfloat16. ffn is a multiple of COLUMNS, the depth one of DEPTH."""
     tokens, k = x.shape
     n = weight.shape[0] // 2
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     tiles = -(-tokens // TOKENS) * (n // COLUMNS)
-    programs = min(tiles, target.multiprocessors())
+    programs = min(tiles, target.gpu.multiprocessors)
     whole, pieces = divide(tiles, programs)
     return triton_call(
         tensor_descriptor(x, (TOKENS, DEPTH), layout),
@@ -198,6 +200,7 @@ def gated_linear(x: Array, weight: Array, activation: Activation = "silu") -> Ar
         tensor_descriptor(weight, (COLUMNS // pieces, DEPTH), layout),
         kernel=_program,
         name="gated_linear_hopper",
+        target=target,
         out_type=jax.ShapeDtypeStruct((tokens, n), x.dtype),
         grid=(programs,),
         num_warps=4,

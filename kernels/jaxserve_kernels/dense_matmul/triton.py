@@ -15,6 +15,7 @@ from jax import Array
 
 from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.dense_matmul.config import Config
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated
 from jaxserve_kernels.triton_call import triton_call
 
@@ -74,7 +75,7 @@ def _gated(
     tl.store(out_ptr + token * n + out_row, values, mask=token < tokens)
 
 
-def linear(x: Array, weight: Array, config: Config) -> Array:
+def linear(x: Array, weight: Array, config: Config, *, target: Target) -> Array:
     """Partial sums float32 [config.splits, tokens, out]."""
     tokens, k = x.shape
     n = weight.shape[0]
@@ -82,6 +83,7 @@ def linear(x: Array, weight: Array, config: Config) -> Array:
         x, weight,
         kernel=_linear,
         name="linear",
+        target=target,
         out_type=jax.ShapeDtypeStruct((config.splits, tokens, n), jnp.float32),
         grid=(n // config.rows, config.splits),
         num_warps=config.num_warps,
@@ -91,7 +93,9 @@ def linear(x: Array, weight: Array, config: Config) -> Array:
     )  # fmt: skip
 
 
-def gated_linear(x: Array, weight: Array, config: Config, activation: Activation = "silu") -> Array:
+def gated_linear(
+    x: Array, weight: Array, config: Config, activation: Activation = "silu", *, target: Target
+) -> Array:
     """[tokens, ffn] in x's dtype; `config.splits` has no meaning here."""
     tokens, k = x.shape
     n = weight.shape[0] // 2
@@ -99,6 +103,7 @@ def gated_linear(x: Array, weight: Array, config: Config, activation: Activation
         x, weight,
         kernel=_gated,
         name="gated_linear",
+        target=target,
         out_type=jax.ShapeDtypeStruct((tokens, n), x.dtype),
         grid=(2 * n // config.rows,),
         num_warps=config.num_warps,

@@ -21,9 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from jaxserve_kernels import target
 from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.dense_matmul.config import Config
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import sigmoid_of
 from jaxserve_kernels.triton_call import triton_call
 
@@ -145,7 +145,7 @@ def _gated(
     gl.store(out_ptr + token * n + out_row, gated.to(dtype), mask=token < tokens)
 
 
-def linear(x: Array, weight: Array, config: Config) -> Array:
+def linear(x: Array, weight: Array, config: Config, *, target: Target) -> Array:
     """Partial sums float32 [config.splits, tokens, out]."""
     tokens, k = x.shape
     n = weight.shape[0]
@@ -154,16 +154,19 @@ def linear(x: Array, weight: Array, config: Config) -> Array:
         x, weight,
         kernel=_linear,
         name="linear",
+        target=target,
         out_type=jax.ShapeDtypeStruct((config.splits, tokens, n), jnp.float32),
         grid=(n // config.rows, config.splits),
         num_warps=4,
         tokens=tokens, n=n, k=k,
         ROWS=config.rows, DEPTH=config.depth, SPLITS=config.splits,
-        **_launch(tokens, programs, steps, config),
+        **_launch(tokens, programs, steps, config, target=target),
     )  # fmt: skip
 
 
-def gated_linear(x: Array, weight: Array, config: Config, activation: Activation = "silu") -> Array:
+def gated_linear(
+    x: Array, weight: Array, config: Config, activation: Activation = "silu", *, target: Target
+) -> Array:
     """[tokens, ffn] in x's dtype; `config.splits` has no meaning here."""
     tokens, k = x.shape
     n = weight.shape[0] // 2
@@ -172,16 +175,19 @@ def gated_linear(x: Array, weight: Array, config: Config, activation: Activation
         x, weight,
         kernel=_gated,
         name="gated_linear",
+        target=target,
         out_type=jax.ShapeDtypeStruct((tokens, n), x.dtype),
         grid=(programs,),
         num_warps=4,
         tokens=tokens, n=n, k=k,
         ROWS=config.rows, DEPTH=config.depth, GATED=gating(activation),
-        **_launch(tokens, programs, steps, config),
+        **_launch(tokens, programs, steps, config, target=target),
     )  # fmt: skip
 
 
-def _launch(tokens: int, programs: int, steps: int, config: Config) -> dict[str, int | bool]:
+def _launch(
+    tokens: int, programs: int, steps: int, config: Config, *, target: Target
+) -> dict[str, int | bool]:
     """How programs of so many steps fill the multiprocessors: each holds three of them, or as many
     as there are for it, whose rings of tiles share its memory.
 
@@ -189,7 +195,7 @@ def _launch(tokens: int, programs: int, steps: int, config: Config) -> dict[str,
     """
     columns = max(8, triton.next_power_of_2(tokens))
     tile = 2 * (config.rows + columns) * config.depth
-    device = target.device()
+    device = target.gpu
     resident = min(3, -(-programs // device.multiprocessors))
     fit = (device.shared_memory // resident - _RESERVED) // tile
     return {

@@ -14,6 +14,7 @@ from jaxserve_kernels.kv_format.base import AttentionStep, KVFormat
 from jaxserve_kernels.kv_format.dense import Dense
 from jaxserve_kernels.kv_format.eight_bit import Fp8, Fp8KV, Int8KV
 from jaxserve_kernels.kv_format.kvarn import KVarN, KVarNKV
+from jaxserve_kernels.target import Target
 
 type KV = Array | Int8KV | Fp8KV | KVarNKV
 """The arrays of a cache, in any format."""
@@ -31,6 +32,7 @@ def attend(
     tile_size: int,
     dtype: DTypeLike,
     window: int | None = None,
+    target: Target,
 ) -> tuple[Array, KV]:
     """Store the keys and values of a step's tokens, and let its queries attend to their contexts.
 
@@ -60,8 +62,10 @@ def attend(
         run: Any = eight_bit.attend
     else:
         run = kvarn.attend if isinstance(kv, KVarNKV) else dense.attend
-    options: dict[str, Any] = {"eps": eps, "tile_size": tile_size, "dtype": dtype}
-    return run(qkv, kv, layer, heads, tables, step, **options, window=window)
+    return run(
+        qkv, kv, layer, heads, tables, step,
+        eps=eps, tile_size=tile_size, dtype=jnp.dtype(dtype), window=window, target=target,
+    )  # fmt: skip
 
 
 def own_tokens(kv_format: KVFormat) -> int:
@@ -116,6 +120,10 @@ def largest_magnitudes(kv: KV) -> Array:
     return eight_bit.largest_magnitudes(kv)
 
 
-def end_step(kv: KV, step: AttentionStep, *, tile_size: int) -> KV:
+def end_step(kv: KV, step: AttentionStep, *, tile_size: int, target: Target) -> KV:
     """What is left to do in the cache when all layers have attended."""
-    return kvarn.end_step(kv, step, tile_size=tile_size) if isinstance(kv, KVarNKV) else kv
+    return (
+        kvarn.end_step(kv, step, tile_size=tile_size, target=target)
+        if isinstance(kv, KVarNKV)
+        else kv
+    )

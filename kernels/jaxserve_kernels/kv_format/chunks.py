@@ -13,16 +13,16 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jaxserve_kernels import target
 from jaxserve_kernels.paged_attention import QueryTiles
+from jaxserve_kernels.target import Target
 
 LEAST = 65_536
 """Tokens that the chunks of a step may see together, where no sequence is longer."""
 
 
-def programs(kv_heads: int) -> int:
+def programs(kv_heads: int, *, target: Target) -> int:
     """How many convert the pages of one head, in turn."""
-    return max(1, 4 * target.multiprocessors() // kv_heads)
+    return max(1, 4 * target.gpu.multiprocessors // kv_heads)
 
 
 def capacity(max_model_len: int) -> int:

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxserve_kernels import early
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_inputs
 from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape, zeros
 from jaxserve_kernels.paged_attention import paged_attention
+from jaxserve_kernels.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,20 +49,31 @@ def attend(
     tile_size: int,
     dtype: DTypeLike,
     window: int | None = None,
+    target: Target,
 ) -> tuple[Array, Array]:
     """See `api.attend`."""
     slots = KVSlots(step.pages, step.offsets)
-    if early.starts() and tile_size == 1:
+    if target.pdl and tile_size == 1:
         from jaxserve_kernels.paged_attention import triton_streaming, triton_warps  # need Triton
 
         kernels = triton_streaming if qkv.shape[1] <= triton_streaming.MAX_TILES else triton_warps
         if kernels.fits(qkv, kv, dtype):
             return kernels.attend(
-                qkv, kv, layer, heads, tables, slots, step.page_table, step.tiles,
+                qkv,
+                kv,
+                layer,
+                heads,
+                tables,
+                slots,
+                step.page_table,
+                step.tiles,
                 eps=eps, window=window,
+                target=target,
             )  # fmt: skip
-    q, kv = attention_inputs(qkv, kv, layer, heads, tables, slots, eps=eps, dtype=dtype)
+    q, kv = attention_inputs(
+        qkv, kv, layer, heads, tables, slots, eps=eps, dtype=dtype, target=target
+    )
     out = paged_attention(
-        q, kv, layer, step.page_table, step.tiles, tile_size=tile_size, window=window
+        q, kv, layer, step.page_table, step.tiles, tile_size=tile_size, window=window, target=target
     )
     return out.astype(dtype), kv

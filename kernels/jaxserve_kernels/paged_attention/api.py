@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from jax import Array
 
-from jaxserve_kernels import target
 from jaxserve_kernels.fallback import compiles
 from jaxserve_kernels.paged_attention import cpu, reference
 from jaxserve_kernels.paged_attention.reference import QueryTiles, Read
+from jaxserve_kernels.target import Target
 
 
 def paged_attention(
@@ -19,6 +19,7 @@ def paged_attention(
     *,
     tile_size: int,
     window: int | None = None,
+    target: Target,
 ) -> Array:
     """See `reference.paged_attention`."""
     if target.uses_triton():
@@ -26,13 +27,13 @@ def paged_attention(
 
         def kernels(q: Array, kv: Array, page_table: Array, tiles: QueryTiles) -> Array:
             return triton.paged_attention(
-                q, kv, layer, page_table, tiles, tile_size=tile_size, window=window
+                q, kv, layer, page_table, tiles, tile_size=tile_size, window=window, target=target
             )
 
         args = (q, kv, page_table, tiles)
-        if compiles("paged_attention", kernels, *args, static=(tile_size, window)):
+        if compiles("paged_attention", kernels, *args, static=(tile_size, window), target=target):
             return kernels(*args)
-    module = cpu if target.current().implementation == "cpu" else reference
+    module = cpu if target.implementation == "cpu" else reference
     return module.paged_attention(
         q, kv, layer, page_table, tiles, tile_size=tile_size, window=window
     )
@@ -47,9 +48,10 @@ def attend_pages(
     tile_size: int,
     page_size: int,
     window: int | None = None,
+    target: Target,
 ) -> Array:
     """See `reference.attend_pages`; there is no kernel for it."""
-    on_cpu = target.current().implementation == "cpu"
+    on_cpu = target.implementation == "cpu"
     module = cpu if on_cpu else reference
     return module.attend_pages(
         q, read, page_table, tiles, tile_size=tile_size, page_size=page_size, window=window

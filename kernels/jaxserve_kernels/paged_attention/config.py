@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
-from jaxserve_kernels import target, tuned
+from jaxserve_kernels import tuned
+from jaxserve_kernels.target import Target
 
 TILE_ROWS = 128
 """Rows of a full query tile: tokens times the query heads that share a KV head."""
@@ -38,14 +39,14 @@ def tile_tokens(group: int) -> int:
     return 2 * (TILE_ROWS // 2 // group)
 
 
-def choose(*, tiles: int, kv_heads: int, rows: int, pages_per_seq: int) -> Config:
+def choose(*, tiles: int, kv_heads: int, rows: int, pages_per_seq: int, target: Target) -> Config:
     """A configuration for `rows` query rows (tokens x heads per KV head) in each tile."""
-    parameters = tuned.find("paged_attention", (rows, kv_heads), tiles)
+    parameters = tuned.find("paged_attention", (rows, kv_heads), tiles, target=target)
     if parameters is not None:
         return Config(**parameters)
     if rows > 16:
         return Config(splits=1, num_warps=8 if rows >= 128 else 4, num_stages=2)
-    wanted = _PROGRAMS * target.multiprocessors() // (tiles * kv_heads)
+    wanted = _PROGRAMS * target.gpu.multiprocessors // (tiles * kv_heads)
     splits = 1 << max(0, min(wanted, pages_per_seq, 32)).bit_length() >> 1
     return Config(
         splits=max(splits, 1),
@@ -65,7 +66,7 @@ class HopperConfig:
     """Pages of keys and values that are copied ahead."""
 
 
-def fits_hopper(q: Array, kv: Array, tile_size: int) -> bool:
+def fits_hopper(q: Array, kv: Array, tile_size: int, *, target: Target) -> bool:
     """Whether the kernel for Hopper takes such tiles; others are left to the one for any GPU."""
     kv_heads, page_size, head_dim = kv.shape[2], kv.shape[4], kv.shape[5]
     return (
@@ -77,8 +78,8 @@ def fits_hopper(q: Array, kv: Array, tile_size: int) -> bool:
     )
 
 
-def hopper_heuristic(*, tokens: int, tile_size: int, kv_heads: int) -> HopperConfig:
+def hopper_heuristic(*, tokens: int, tile_size: int, kv_heads: int, target: Target) -> HopperConfig:
     """A configuration for a step of `tokens` tokens, most of which may be one sequence's."""
     programs = -(-tokens // tile_size) * kv_heads
-    splits = max(1, min(target.multiprocessors() // programs, 16))  # each takes a whole one
+    splits = max(1, min(target.gpu.multiprocessors // programs, 16))  # each takes a whole one
     return HopperConfig(splits=1 << splits.bit_length() >> 1)

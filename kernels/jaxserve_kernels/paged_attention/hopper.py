@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from jaxserve_kernels.paged_attention.config import LOG2_E, HopperConfig, tile_tokens
 from jaxserve_kernels.paged_attention.reference import QueryTiles
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 
 _MASKED = gl.constexpr(float("-inf"))
@@ -379,6 +380,7 @@ def launch(
     types: tuple[jax.ShapeDtypeStruct, ...],
     *,
     window: int | None = None,
+    target: Target,
 ) -> list[Array]:
     """The result where one split has seen a tile's context; sums, peaks, weights of the others."""
     num_pages, kv_heads, _, page_size, head_dim = kv.shape[1:]
@@ -393,6 +395,7 @@ def launch(
         q, kv_rows, layer * num_pages, page_table, *tiles[:4],
         kernel=_program,
         name="paged_attention_hopper",
+        target=target,
         out_type=types,
         grid=(kv_heads, programs, config.splits),
         num_warps=4,

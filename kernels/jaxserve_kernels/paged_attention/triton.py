@@ -26,6 +26,7 @@ from jaxserve_kernels.paged_attention.config import (
     hopper_heuristic,
 )
 from jaxserve_kernels.paged_attention.reference import QueryTiles
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _MANY_PROGRAMS = 10_000
@@ -243,15 +244,18 @@ def paged_attention(
     *,
     tile_size: int,
     window: int | None = None,
+    target: Target,
 ) -> Array:
     """Singles, if there are any, are attended to by kernels of their own."""
-    result = _attention(q, kv, layer, page_table, tiles, tile_size, window)
+    result = _attention(q, kv, layer, page_table, tiles, tile_size, window, target=target)
     if tiles.singles is None:
         return result
     from jaxserve_kernels.paged_attention import triton_singles
 
     out = jax.new_ref(result)
-    triton_singles.attend(q, kv, layer, page_table, tiles.singles, out, window=window)
+    triton_singles.attend(
+        q, kv, layer, page_table, tiles.singles, out, window=window, target=target
+    )
     return jax.freeze(out)
 
 
@@ -263,14 +267,18 @@ def _attention(
     tiles: QueryTiles,
     tile_size: int,
     window: int | None,
+    *,
+    target: Target,
 ) -> Array:
     """Attention of `tiles` without its singles."""
     kv_heads, head_dim = kv.shape[2], kv.shape[5]
     q_heads, num_tiles = q.shape[1], tiles.first.shape[0]
     rows = max(16, triton.next_power_of_2(tile_size * (q_heads // kv_heads)))
-    if fits_hopper(q, kv, tile_size):
+    if fits_hopper(q, kv, tile_size, target=target):
         launch = functools.partial(hopper.launch, window=window)
-        config = hopper_heuristic(tokens=q.shape[0], tile_size=tile_size, kv_heads=kv_heads)
+        config = hopper_heuristic(
+            tokens=q.shape[0], tile_size=tile_size, kv_heads=kv_heads, target=target
+        )
     else:
         launch = functools.partial(_launch, window=window)
         config = choose(
@@ -278,11 +286,12 @@ def _attention(
             kv_heads=kv_heads,
             rows=tile_size * (q_heads // kv_heads),
             pages_per_seq=page_table.shape[1],
+            target=target,
         )
     whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
     parts = part_types(num_tiles, kv_heads, config.splits, rows, head_dim)
     result, *sums = launch(
-        q, kv, layer, page_table, tiles, tile_size, config, rows, (whole, *parts)
+        q, kv, layer, page_table, tiles, tile_size, config, rows, (whole, *parts), target=target
     )
     if config.splits == 1:
         return result
@@ -291,6 +300,7 @@ def _attention(
         tuple(sums), tiles, merged,
         tile_size=tile_size, kv_heads=kv_heads, keys=block_keys(kv), min_blocks=config.min_blocks,
         window=window,
+        target=target,
     )  # fmt: skip
     return jax.freeze(merged)
 
@@ -314,6 +324,7 @@ def merge(
     keys: int,
     min_blocks: int,
     window: int | None = None,
+    target: Target,
 ) -> None:
     """Fill the rows of `out` [tokens, q_heads, head_dim] of which several splits have a part;
     see `part_types`. Blocks of `keys` keys were visited, at least `min_blocks` by a split."""
@@ -335,6 +346,7 @@ def merge(
         *parts, tiles.first, tiles.length, tiles.position, out,
         kernel=kernel,
         name="paged_attention_merge",
+        target=target,
         out_type=(),
         grid=grid,
         num_warps=4,
@@ -359,12 +371,14 @@ def _launch(
     types: tuple[jax.ShapeDtypeStruct, ...],
     *,
     window: int | None,
+    target: Target,
 ) -> list[Array]:
     num_pages, kv_heads, _, page_size, head_dim = kv.shape[1:]
     return triton_call(
         q, kv, layer * num_pages, page_table, *tiles[:4],
         kernel=_attend,
         name="paged_attention",
+        target=target,
         out_type=types,
         grid=(tiles.first.shape[0], kv_heads, config.splits),
         num_warps=config.num_warps,

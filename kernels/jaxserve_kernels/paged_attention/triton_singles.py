@@ -19,6 +19,7 @@ from jax import Array
 from jaxserve_kernels.paged_attention.config import LOG2_E
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.paged_attention.triton import first_block, visit
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _SHARED_PLACES = 64
@@ -177,6 +178,7 @@ def attend(
     out: jax.Ref,
     *,
     window: int | None = None,
+    target: Target,
 ) -> None:
     """`reference.paged_attention` of tiles of at most one token, stored in `out` [tokens, q_heads,
     head_dim] between the results of others."""
@@ -189,6 +191,7 @@ def attend(
         q, kv, layer * num_pages, page_table, *shares, out,
         kernel=_attend,
         name="paged_attention_singles",
+        target=target,
         out_type=part_types(kv_heads, rows, head_dim),
         grid=(shares.first.shape[0], kv_heads),
         num_warps=4,
@@ -196,7 +199,7 @@ def attend(
         q_heads=q_heads, kv_heads=kv_heads, ROWS=rows, DIM=head_dim,
         PAGE=page_size, KEYS=keys, STAGES=3, WINDOW=window or 0,
     )  # fmt: skip
-    merge(written, parts, out)
+    merge(written, parts, out, target=target)
 
 
 def part_types(kv_heads: int, rows: int, head_dim: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -205,7 +208,9 @@ def part_types(kv_heads: int, rows: int, head_dim: int) -> tuple[jax.ShapeDtypeS
     return jax.ShapeDtypeStruct((*statistics.shape, head_dim), jnp.float32), statistics, statistics
 
 
-def merge(written: tuple[Array, Array, Array], parts: Parts, out: jax.Ref) -> None:
+def merge(
+    written: tuple[Array, Array, Array], parts: Parts, out: jax.Ref, *, target: Target
+) -> None:
     """Store in `out` what was found in shares, see `part_types`."""
     _, kv_heads, rows, head_dim = written[0].shape
     tokens, q_heads = parts.first.shape[0], out.shape[1]
@@ -213,6 +218,7 @@ def merge(written: tuple[Array, Array, Array], parts: Parts, out: jax.Ref) -> No
         *written, *parts, out,
         kernel=_merge,
         name="paged_attention_singles_merge",
+        target=target,
         out_type=(),
         grid=(tokens, kv_heads),
         num_warps=4,

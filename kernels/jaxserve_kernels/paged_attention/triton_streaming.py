@@ -25,6 +25,7 @@ from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.paged_attention.triton import merge, part_types
 from jaxserve_kernels.paged_attention.triton_heads import head_constants, normed_and_rotated
 from jaxserve_kernels.paged_attention.triton_visits import MASKED
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _PAGE = 64
@@ -233,6 +234,7 @@ def attend(
     *,
     eps: float,
     window: int | None = None,
+    target: Target,
 ) -> tuple[Array, Array]:
     """`attention_inputs`, and `paged_attention` of tiles of one token: its result, and kv."""
     num_pages, kv_heads, _, _, head_dim = kv.shape[1:]
@@ -244,12 +246,14 @@ def attend(
         kv_heads=kv_heads,
         rows=q_heads // kv_heads,
         pages_per_seq=page_table.shape[1],
+        target=target,
     )
     cache = jax.new_ref(kv)
     out, *sums = triton_call(
         qkv, cache, layer * num_pages, *heads, *tables, *slots, page_table, *tiles[:4],
         kernel=_attend,
         name="paged_attention",
+        target=target,
         out_type=(
             jax.ShapeDtypeStruct((tokens, q_heads, head_dim), kv.dtype),
             *part_types(num_tiles, kv_heads, config.splits, _ROWS, head_dim),
@@ -266,7 +270,7 @@ def attend(
         merged = jax.new_ref(out)
         merge(
             tuple(sums), tiles, merged,
-            tile_size=1, kv_heads=kv_heads, keys=_PAGE, min_blocks=config.min_blocks,
+            tile_size=1, kv_heads=kv_heads, keys=_PAGE, min_blocks=config.min_blocks, target=target,
             window=window,
         )  # fmt: skip
         out = jax.freeze(merged)

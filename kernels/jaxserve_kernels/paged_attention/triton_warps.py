@@ -17,7 +17,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from jaxserve_kernels import target
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.paged_attention.reference import QueryTiles
@@ -34,6 +33,7 @@ from jaxserve_kernels.paged_attention.triton_visits import (
     of_all_warps,
     visit_page,
 )
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _PROGRAMS = 2
@@ -259,14 +259,14 @@ def _attend(
         gl.store(weight_ptr + place, weight, mask=row < group)
 
 
-def heuristic(*, tiles: int, kv_heads: int, kind: gl.constexpr) -> Config:
+def heuristic(*, tiles: int, kv_heads: int, kind: gl.constexpr, target: Target) -> Config:
     """A configuration for so many single tokens.
 
     Pages in a ring take memory from the weights of the next kernel, which are copied meanwhile: two
     are best, but three of bfloat16 where contexts are long for each program. A lone token's context
     is split further, so that no program has much to visit.
     """
-    programs = (_PROGRAMS if tiles > 1 else 2 * _PROGRAMS) * target.multiprocessors()
+    programs = (_PROGRAMS if tiles > 1 else 2 * _PROGRAMS) * target.gpu.multiprocessors
     splits = max(1, min(programs // (tiles * kv_heads), 64))
     stages = 3 if kind.value == BF16.value and tiles <= _FEW else 2
     return Config(splits=splits, num_warps=4, num_stages=stages, min_blocks=2)
@@ -299,12 +299,23 @@ def attend(
     *,
     eps: float,
     window: int | None = None,
+    target: Target,
 ) -> tuple[Array, Array]:
     """`attention_inputs`, and `paged_attention` of tiles of one token: its result, and kv."""
     cache = jax.new_ref(kv)
     out = launch(
-        qkv, cache, tables[0], layer, heads, tables, slots, page_table, tiles,
-        eps=eps, kind=BF16, window=window,
+        qkv,
+        cache,
+        tables[0],
+        layer,
+        heads,
+        tables,
+        slots,
+        page_table,
+        tiles,
+        eps=eps,
+        kind=BF16, window=window,
+        target=target,
     )  # fmt: skip
     return out, jax.freeze(cache)
 
@@ -323,6 +334,7 @@ def launch(
     eps: float,
     kind: gl.constexpr,
     window: int | None = None,
+    target: Target,
 ) -> Array:
     """Attention [tokens, q_heads, head_dim] of tiles of one token; their keys and values go into
     `kv`, whose last axis is an element of bfloat16 or of each half of a head in 8 bits."""
@@ -330,12 +342,13 @@ def launch(
     half = width // 2 if kind.value == BF16.value else width
     parts, tokens, columns = qkv.shape
     q_heads, num_tiles = columns // (2 * half) - 2 * kv_heads, tiles.first.shape[0]
-    config = heuristic(tiles=num_tiles, kv_heads=kv_heads, kind=kind)
+    config = heuristic(tiles=num_tiles, kv_heads=kv_heads, kind=kind, target=target)
     rows = 8 if q_heads // kv_heads + 2 <= 8 else _MOST_ROWS  # columns of products
     out, *sums = triton_call(
         qkv, *heads, *tables, kv, scales, *slots, page_table, *tiles[:4],
         kernel=_attend,
         name="paged_attention",
+        target=target,
         out_type=(
             jax.ShapeDtypeStruct((tokens, q_heads, 2 * half), jnp.bfloat16),
             *part_types(num_tiles, kv_heads, config.splits, rows, 2 * half),
@@ -354,7 +367,7 @@ def launch(
     merged = jax.new_ref(out)
     merge(
         tuple(sums), tiles, merged,
-        tile_size=1, kv_heads=kv_heads, keys=page_size, min_blocks=config.min_blocks,
+        tile_size=1, kv_heads=kv_heads, keys=page_size, min_blocks=config.min_blocks, target=target,
         window=window,
     )  # fmt: skip
     return jax.freeze(merged)

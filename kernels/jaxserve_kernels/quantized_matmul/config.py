@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
-from jaxserve_kernels import early, target
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import (
     Fp8Weight,
     Int4Weight,
@@ -94,7 +94,13 @@ class Config:
 
 
 def choose(
-    weight: QuantizedWeight, tokens: int, *, gated: bool, hopper: bool = False, e4m3: bool = True
+    weight: QuantizedWeight,
+    tokens: int,
+    *,
+    gated: bool,
+    hopper: bool = False,
+    e4m3: bool = True,
+    target: Target,
 ) -> Config | None:
     """None: dequantise, then the product with the plain weight.
 
@@ -109,8 +115,8 @@ def choose(
     if not _has_kernel(weight):
         return None
     tiles = depth // 128
-    if tokens <= _MAX_CHAINED and early.starts():
-        config = _chained(weight, tokens, gated=gated)
+    if tokens <= _MAX_CHAINED and target.pdl:
+        config = _chained(weight, tokens, gated=gated, target=target)
     elif hopper and not gated and _is_tall(weight, tokens):
         return Config(method="tall", rows=384, tokens=32 if tokens <= 32 else 64, num_stages=3)
     elif tokens <= _FEW and isinstance(weight, Int4Weight):
@@ -118,15 +124,15 @@ def choose(
     elif not _in_8_bits(weight, tokens, e4m3=e4m3):
         if tokens > _MOST_UNPACKED:
             return None
-        config = _unpack(weight, tokens, out, tiles)
+        config = _unpack(weight, tokens, out, tiles, target=target)
     elif hopper and isinstance(weight, Fp8Weight) and _bytes_on_hopper(weight, tokens):
-        config = _hopper_bytes(tokens, out, tiles)
+        config = _hopper_bytes(tokens, out, tiles, target=target)
     elif hopper and _on_hopper(weight, tokens, gated=gated):
-        config = _hopper(tokens, out, tiles)
+        config = _hopper(tokens, out, tiles, target=target)
     elif tokens <= _most_in_registers(weight):
-        config = _e4m3_in_registers(weight, tokens, out, tiles)
+        config = _e4m3_in_registers(weight, tokens, out, tiles, target=target)
     else:
-        config = _e4m3(weight, tokens, out, tiles)
+        config = _e4m3(weight, tokens, out, tiles, target=target)
     if out % config.rows or (gated and out // 2 % (config.rows // 2)):
         return None
     return replace(config, splits=1) if gated else config
@@ -195,22 +201,22 @@ def _few(depth: int, *, gated: bool) -> Config:
     return Config(method="few", rows=16, tokens=_FEW, num_warps=warps)
 
 
-def _chained(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config:
+def _chained(weight: QuantizedWeight, tokens: int, *, gated: bool, target: Target) -> Config:
     """Warpgroups share many tokens where each multiprocessor gets about three of a weight's row
     tiles; that kernel knows 4-bit integers."""
     row_tiles = weight.shape[0] // 64
-    three_each = 2 * target.multiprocessors() < row_tiles <= 3 * target.multiprocessors()
+    three_each = 2 * target.gpu.multiprocessors < row_tiles <= 3 * target.gpu.multiprocessors
     if gated and tokens > 32 and three_each and isinstance(weight, Int4Weight):
-        return _sharing(weight)
-    return _streaming(weight, tokens, gated=gated)
+        return _sharing(weight, target=target)
+    return _streaming(weight, tokens, gated=gated, target=target)
 
 
-def _streaming(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config:
+def _streaming(weight: QuantizedWeight, tokens: int, *, gated: bool, target: Target) -> Config:
     """Rings that leave room for three programs per multiprocessor, and as many programs."""
     out, tiles = weight.shape[0], weight.shape[1] // 128
     tile, turn = next(each for each in ((8, 4), (16, 2), (32, 2), (64, 1)) if tokens <= each[0])
     size = 64 * _bytes_of_row(weight) + 256 * tile
-    ring = target.device().shared_memory // _STREAMING_PROGRAMS - _RESERVED
+    ring = target.gpu.shared_memory // _STREAMING_PROGRAMS - _RESERVED
     while turn > 1 and (tiles % turn or ring // (turn * size) < 3):
         turn //= 2
     stages = ring // (turn * size)
@@ -219,7 +225,7 @@ def _streaming(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config:
     parts = (
         -(-_FEWER_PROGRAMS // rows)
         if fewer
-        else _STREAMING_PROGRAMS * target.multiprocessors() // rows
+        else _STREAMING_PROGRAMS * target.gpu.multiprocessors // rows
     )
     parts = min(_MOST_PARTS, max(1, parts), tiles)
     splits = -(-tiles // steps(tiles, parts, turn))  # none is empty
@@ -230,21 +236,21 @@ def _streaming(weight: QuantizedWeight, tokens: int, *, gated: bool) -> Config:
     )
 
 
-def _sharing(weight: Int4Weight) -> Config:
+def _sharing(weight: Int4Weight, *, target: Target) -> Config:
     """A program for each multiprocessor, with a ring that fills its shared memory."""
-    ring = target.device().shared_memory_per_block - _SHARING_END
+    ring = target.gpu.shared_memory_per_block - _SHARING_END
     stages = ring // (3 * 64 * _bytes_of_row(weight) + 256 * 64)
     return Config(method="share", tokens=64, num_stages=stages)
 
 
-def shares_of(row_tiles: int, steps: int) -> tuple[int, int]:
+def shares_of(row_tiles: int, steps: int, *, target: Target) -> tuple[int, int]:
     """Of `triton_sharing`: how many programs share a third tile of rows, of which each multiplies
     some of the `steps` tiles of inputs, none nothing; and how many programs there are."""
-    third = row_tiles - 2 * target.multiprocessors()
-    if not 0 < 2 * third <= target.multiprocessors():
+    third = row_tiles - 2 * target.gpu.multiprocessors
+    if not 0 < 2 * third <= target.gpu.multiprocessors:
         return 1, -(-row_tiles // 3)
-    each = -(-steps // min(target.multiprocessors() // third, steps))
-    return -(-steps // each), target.multiprocessors()
+    each = -(-steps // min(target.gpu.multiprocessors // third, steps))
+    return -(-steps // each), target.gpu.multiprocessors
 
 
 def _bytes_of_row(weight: QuantizedWeight) -> int:
@@ -266,7 +272,9 @@ def steps(tiles: int, splits: int, turn: int) -> int:
     return each if tiles % each == 0 else -(-each // turn) * turn
 
 
-def _unpack(weight: QuantizedWeight, tokens: int, out: int, tiles: int) -> Config:
+def _unpack(
+    weight: QuantizedWeight, tokens: int, out: int, tiles: int, *, target: Target
+) -> Config:
     """Bound by memory: many warps, and partial sums where a weight has few rows."""
     token_tile = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
     deep = tokens <= 32 and tiles >= _DEEP
@@ -288,7 +296,9 @@ def _unpack(weight: QuantizedWeight, tokens: int, out: int, tiles: int) -> Confi
     warps = max(1, out // config.rows) * -(-tokens // token_tile) * config.num_warps
     return replace(
         config,
-        splits=_splits(tiles, 19 if deep else 8, _ENOUGH_WARPS * target.multiprocessors() / warps),
+        splits=_splits(
+            tiles, 19 if deep else 8, _ENOUGH_WARPS * target.gpu.multiprocessors / warps
+        ),
     )
 
 
@@ -311,46 +321,50 @@ def _bytes_on_hopper(weight: Fp8Weight, tokens: int) -> bool:
     return weight.group == depth and out % 128 == 0 and tokens > 128
 
 
-def _hopper_bytes(tokens: int, out: int, tiles: int) -> Config:
+def _hopper_bytes(tokens: int, out: int, tiles: int, *, target: Target) -> Config:
     """Large tiles, if there are enough for all multiprocessors, and a ring that fills shared
     memory; parts where few tiles are deep."""
     token_tiles = -(-tokens // 128)
-    if out % 256 == 0 and out // 256 * token_tiles >= target.multiprocessors():
+    if out % 256 == 0 and out // 256 * token_tiles >= target.gpu.multiprocessors:
         return Config(method="hopper", rows=256, tokens=128, num_stages=4, pieces=4)
-    parts = 3 if tiles >= _DEEP and out // 128 * token_tiles * 3 <= target.multiprocessors() else 1
+    parts = (
+        3 if tiles >= _DEEP and out // 128 * token_tiles * 3 <= target.gpu.multiprocessors else 1
+    )
     return Config(method="hopper", rows=128, tokens=128, splits=parts, num_stages=6, pieces=2)
 
 
-def _hopper(tokens: int, out: int, tiles: int) -> Config:
+def _hopper(tokens: int, out: int, tiles: int, *, target: Target) -> Config:
     """A program for each multiprocessor, and as many of its tiles as fit its shared memory."""
     tile = 128 if tokens <= 128 else 256
     programs = out // 128 * -(-tokens // tile)
-    splits = min(max(1, target.multiprocessors() // programs), tiles, _MOST_PARTS)
+    splits = min(max(1, target.gpu.multiprocessors // programs), tiles, _MOST_PARTS)
     splits = -(-tiles // -(-tiles // splits))  # none is empty
     stages = 6 if tile == 128 else 4
     return Config(method="hopper", rows=128, tokens=tile, splits=splits, num_stages=stages)
 
 
-def _e4m3_in_registers(weight: QuantizedWeight, tokens: int, out: int, tiles: int) -> Config:
+def _e4m3_in_registers(
+    weight: QuantizedWeight, tokens: int, out: int, tiles: int, *, target: Target
+) -> Config:
     """Bound by instructions: small tiles of integers, whose sums are scaled in every turn."""
     config = Config(method="e4m3", tokens=64 if isinstance(weight, Int4Weight) else 128)
     programs = out // config.rows * -(-tokens // config.tokens)
     return replace(
-        config, splits=_splits(tiles, 4, _ENOUGH_PROGRAMS * target.multiprocessors() / programs)
+        config, splits=_splits(tiles, 4, _ENOUGH_PROGRAMS * target.gpu.multiprocessors / programs)
     )
 
 
-def _e4m3(weight: QuantizedWeight, tokens: int, out: int, tiles: int) -> Config:
+def _e4m3(weight: QuantizedWeight, tokens: int, out: int, tiles: int, *, target: Target) -> Config:
     """Few tokens: bound by memory. Many: by the tensor cores, or nearly, and then tiles are as
     large as leave none of them idle."""
     if tokens <= 64:
         config = Config(method="e4m3", tokens=32 if tokens <= 32 else 64)
-    elif out // 128 * -(-tokens // 128) >= target.multiprocessors():
+    elif out // 128 * -(-tokens // 128) >= target.gpu.multiprocessors:
         config = Config(method="e4m3", rows=128, tokens=128, num_stages=3)
     else:
         config = Config(method="e4m3", tokens=128)
     programs = out // config.rows * -(-tokens // config.tokens)
-    splits = _splits(tiles, 4, _ENOUGH_TILES * target.multiprocessors() / programs)
+    splits = _splits(tiles, 4, _ENOUGH_TILES * target.gpu.multiprocessors / programs)
     return replace(config, splits=splits, beforehand=not isinstance(weight, Int8Weight | Fp8Weight))
 
 

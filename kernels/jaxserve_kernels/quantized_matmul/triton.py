@@ -36,6 +36,7 @@ from jaxserve_kernels.quantized_matmul.triton_unpack import (
     power,
     side_by_side,
 )
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import QuantizedWeight
@@ -235,6 +236,7 @@ def launch(
     *,
     gated: bool,
     activation: Activation = "silu",
+    target: Target,
 ) -> Array:
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
@@ -243,6 +245,7 @@ def launch(
         x, *arrays(weight), tokens,
         kernel=_gated if gated else _linear,
         name=f"{'gated_' if gated else ''}linear_{type(weight).__name__}",
+        target=target,
         out_type=out_type,
         grid=(weight.shape[0] // config.rows, config.splits, triton.cdiv(tokens, config.tokens)),
         num_warps=config.num_warps,

@@ -20,6 +20,7 @@ from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.triton_arguments import NO_ZERO, arrays, kind
 from jaxserve_kernels.quantized_matmul.triton_unpack import less_zero, nibbles
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import Int4Weight
@@ -184,6 +185,7 @@ def launch(
     *,
     gated: bool,
     activation: Activation = "silu",
+    target: Target,
 ) -> Array:
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
@@ -191,6 +193,7 @@ def launch(
         x, *arrays(weight),
         kernel=_product,
         name=f"{'gated_' if gated else ''}linear_few_{type(weight).__name__}",
+        target=target,
         out_type=out_type,
         grid=(weight.shape[0] // config.rows, config.splits),
         num_warps=config.num_warps,

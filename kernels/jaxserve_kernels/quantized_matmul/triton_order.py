@@ -8,6 +8,7 @@ import triton.language as tl
 from jax import Array
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 
@@ -27,7 +28,7 @@ def _kernel(
     tl.store(out_ptr + row + place, x, mask=there)
 
 
-def take_inputs(x: Array, order: Array) -> Array:
+def take_inputs(x: Array, order: Array, *, target: Target) -> Array:
     """See `api.take_inputs`."""
     tokens, k = x.shape
     block = min(1024, triton.next_power_of_2(k))
@@ -35,6 +36,7 @@ def take_inputs(x: Array, order: Array) -> Array:
         x, order,
         kernel=_kernel,
         name="take_inputs",
+        target=target,
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
         grid=(tokens, triton.cdiv(k, block)),
         num_warps=4,

@@ -32,6 +32,7 @@ from jaxserve_kernels.quantized_matmul.config import Config, shares_of
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, arrays, kind
 from jaxserve_kernels.quantized_matmul.triton_streaming import finish, rows_of
 from jaxserve_kernels.quantized_matmul.triton_turn import add_turn
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import Int4Weight
 
@@ -244,15 +245,17 @@ def launch(
     *,
     gated: Literal[True],
     activation: Activation = "silu",
+    target: Target,
 ) -> Array:
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
-    shares, programs = shares_of(weight.shape[0] // _ROWS.value, k // 128)
+    shares, programs = shares_of(weight.shape[0] // _ROWS.value, k // 128, target=target)
     partial = (programs, _ROWS.value, config.tokens) if shares > 1 else (1,)
     return triton_call(
         x, *arrays(weight),
         kernel=_product,
         name="gated_linear_sharing_Int4Weight",
+        target=target,
         out_type=(
             out_type,
             jax.ShapeDtypeStruct(partial, jnp.float32),

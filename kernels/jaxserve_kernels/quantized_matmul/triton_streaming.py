@@ -19,6 +19,7 @@ from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.quantized_matmul.config import Config, steps
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, NVFP4, arrays, kind
 from jaxserve_kernels.quantized_matmul.triton_turn import FEW, add_turn
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import QuantizedWeight
@@ -234,6 +235,7 @@ def launch(
     *,
     gated: bool,
     activation: Activation = "silu",
+    target: Target,
 ) -> Array:
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
@@ -241,6 +243,7 @@ def launch(
         x, *arrays(weight),
         kernel=_product,
         name=f"{'gated_' if gated else ''}linear_streaming_{type(weight).__name__}",
+        target=target,
         out_type=out_type,
         grid=(weight.shape[0] // config.rows, config.splits),
         num_warps=config.rows // 16,

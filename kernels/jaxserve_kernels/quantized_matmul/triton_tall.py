@@ -22,10 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxserve_kernels import target
 from jaxserve_kernels.activation import Activation
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.triton_unpack import int8_pair
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import Int8Weight
 
@@ -131,6 +131,7 @@ def launch(
     *,
     gated: Literal[False],
     activation: Activation = "silu",
+    target: Target,
 ) -> Array:
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
@@ -141,8 +142,9 @@ def launch(
         x, weight.packed, weight.scale,
         kernel=_product,
         name="linear_tall_Int8Weight",
+        target=target,
         out_type=out_type,
-        grid=(min(groups, target.multiprocessors()),),
+        grid=(min(groups, target.gpu.multiprocessors),),
         num_warps=8,
         tokens=tokens, n=n, k=k,
         TOKENS=config.tokens, BLOCKS=blocks, STAGES=config.num_stages,

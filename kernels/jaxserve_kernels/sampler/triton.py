@@ -38,6 +38,7 @@ from jaxserve_kernels.sampler.reference import (
 from jaxserve_kernels.sampler.triton_parts import ACTIVE, PARTS, WANTED
 from jaxserve_kernels.sampler.triton_scan import scan
 from jaxserve_kernels.sampler.triton_select import select
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _CHUNK = 4096
@@ -54,6 +55,7 @@ def sample(
     *,
     vocab: int,
     alternatives: int,
+    target: Target,
 ) -> Sample:
     num_rows, stride = logits.shape
     chunks = triton.cdiv(vocab, _CHUNK)
@@ -70,6 +72,7 @@ def sample(
         *tables,
         kernel=scan,
         name="sampler_scan",
+        target=target,
         out_type=(
             jax.ShapeDtypeStruct(parts, jnp.float32),
             jax.ShapeDtypeStruct(parts, jnp.int32),
@@ -92,6 +95,7 @@ def sample(
         counts,
         kernel=select,
         name="sampler_select",
+        target=target,
         out_type=(
             jax.ShapeDtypeStruct((num_rows,), jnp.int32),
             jax.ShapeDtypeStruct((num_rows,), jnp.float32),
@@ -109,14 +113,23 @@ def sample(
     return Sample(token, Logprobs(logprob, top_ids, top), tables)
 
 
-def score(logits: Array, tokens: Array, *, vocab: int, alternatives: int) -> TokenScores:
+def score(
+    logits: Array, tokens: Array, *, vocab: int, alternatives: int, target: Target
+) -> TokenScores:
     """The alternatives by the kernels, of rows that do not sample; the rest is one pass by XLA."""
     zeros, ones = jnp.zeros(tokens.shape, jnp.int32), jnp.ones(tokens.shape, jnp.float32)
     rows = RowSampling(zeros != 0, 0 * ones, zeros, ones, 0 * ones, zeros, zeros)
     adjustments = RowAdjustments(zeros, zeros, ones, ones, ones)
     unread = SlotTables(*(jnp.zeros((1, 8), dtype) for dtype in (jnp.int16, jnp.int32, jnp.int32)))
     _, (_, top_ids, top), _ = sample(
-        logits, rows, adjustments, unread, zeros == 0, vocab=vocab, alternatives=alternatives
+        logits,
+        rows,
+        adjustments,
+        unread,
+        zeros == 0,
+        vocab=vocab,
+        alternatives=alternatives,
+        target=target,
     )
     logits = jnp.where(jnp.arange(logits.shape[1]) < vocab, logits, -jnp.inf)
     logprob = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]

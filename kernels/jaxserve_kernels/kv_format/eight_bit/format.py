@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxserve_kernels import target
 from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.fallback import compiles
 from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape, zeros
 from jaxserve_kernels.kv_format.eight_bit import reference
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
+from jaxserve_kernels.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,7 @@ def attend[Cache: Int8KV | Fp8KV](
     tile_size: int,
     dtype: DTypeLike,
     window: int | None = None,
+    target: Target,
 ) -> tuple[Array, Cache]:
     """See `kv_format.attend`."""
     if target.uses_triton():
@@ -76,14 +77,36 @@ def attend[Cache: Int8KV | Fp8KV](
 
         def kernels(qkv: Array, kv: Any, *rest: Any) -> Any:
             return triton.attend(
-                qkv, kv, layer, *rest, eps=eps, tile_size=tile_size, dtype=dtype, window=window
+                qkv,
+                kv,
+                layer,
+                *rest,
+                eps=eps,
+                tile_size=tile_size,
+                dtype=dtype,
+                window=window,
+                target=target,
             )
 
         args = (qkv, kv, heads, tables, step)
         static = (eps, tile_size, jnp.dtype(dtype), window)
-        if compiles("attention_8_bit", kernels, *args, static=static):
+        if compiles(
+            "attention_8_bit",
+            kernels,
+            *args,
+            static=static,
+            target=target,
+        ):
             return kernels(*args)
     return reference.attend(
-        qkv, kv, layer, heads, tables, step,
-        eps=eps, tile_size=tile_size, dtype=dtype, window=window,
+        qkv,
+        kv,
+        layer,
+        heads,
+        tables,
+        step,
+        eps=eps,
+        tile_size=tile_size,
+        dtype=dtype, window=window,
+        target=target,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxserve_kernels.attention_inputs.reference import HeadWeights, heads_of
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.paged_attention import attend_pages
+from jaxserve_kernels.target import Target
 
 FP8_MAX = 448.0
 """The largest finite e4m3 number (OCP 8-bit floating point specification, revision 1.0)."""
@@ -121,6 +122,7 @@ def attend[Cache: Int8KV | Fp8KV](
     tile_size: int,
     dtype: DTypeLike,
     window: int | None = None,
+    target: Target,
 ) -> tuple[Array, Cache]:
     """See `kv_format.attend`; keys and values are rounded to the format, nothing else is."""
     q, k, v = heads_of(qkv, heads, tables, kv_heads=kv.words.shape[2], eps=eps, dtype=dtype)
@@ -133,5 +135,6 @@ def attend[Cache: Int8KV | Fp8KV](
         tile_size=tile_size,
         page_size=kv.words.shape[4],
         window=window,
+        target=target,
     )
     return out.astype(dtype), kv

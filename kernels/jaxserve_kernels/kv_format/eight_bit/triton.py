@@ -18,6 +18,7 @@ from jaxserve_kernels.kv_format.eight_bit.triton_inputs import write
 from jaxserve_kernels.kv_format.eight_bit.triton_numbers import numbers
 from jaxserve_kernels.paged_attention import triton_warps
 from jaxserve_kernels.paged_attention.triton_visits import FP8, INT8
+from jaxserve_kernels.target import Target
 
 
 def attend[Cache: Int8KV | Fp8KV](
@@ -32,20 +33,29 @@ def attend[Cache: Int8KV | Fp8KV](
     tile_size: int,
     dtype: DTypeLike,
     window: int | None = None,
+    target: Target,
 ) -> tuple[Array, Cache]:
-    fast = numbers(dtype, kv)["FAST"]  # else `triton_attention` converts bytes by arithmetic
+    fast = numbers(dtype, kv, target=target)[
+        "FAST"
+    ]  # else `triton_attention` converts bytes by arithmetic
     if tile_size == 1 and fast and triton_warps.fits(qkv, kv.words, dtype):
-        return _stream(qkv, kv, layer, heads, tables, step, eps=eps, window=window)
-    q, kv = write(qkv, kv, layer, heads, tables, step, eps=eps, dtype=dtype)
+        return _stream(qkv, kv, layer, heads, tables, step, eps=eps, window=window, target=target)
+    q, kv = write(qkv, kv, layer, heads, tables, step, eps=eps, dtype=dtype, target=target)
     if tile_size == 1:
         tiles = step.tiles.in_one_list()
-        return triton_attention.attend(q, kv, layer, step.page_table, tiles, window=window), kv
-    result = triton_expand.attend(q, kv, layer, step, tile_size=tile_size, window=window)
+        return triton_attention.attend(
+            q, kv, layer, step.page_table, tiles, window=window, target=target
+        ), kv
+    result = triton_expand.attend(
+        q, kv, layer, step, tile_size=tile_size, window=window, target=target
+    )
     if step.tiles.singles is None:
         return result, kv
     out = jax.new_ref(result)
     singles = step.tiles.singles
-    triton_attention.attend_some(q, kv, layer, step.page_table, singles, out, window=window)
+    triton_attention.attend_some(
+        q, kv, layer, step.page_table, singles, out, window=window, target=target
+    )
     return jax.freeze(out), kv
 
 
@@ -59,6 +69,7 @@ def _stream[Cache: Int8KV | Fp8KV](
     *,
     eps: float,
     window: int | None,
+    target: Target,
 ) -> tuple[Array, Cache]:
     """Single tokens, by a kernel that computes what it needs of them."""
     words = jax.new_ref(kv.words)
@@ -66,7 +77,7 @@ def _stream[Cache: Int8KV | Fp8KV](
     out = triton_warps.launch(
         qkv, words, scales, layer, heads, tables, KVSlots(step.pages, step.offsets),
         step.page_table, step.tiles.in_one_list(),
-        eps=eps, kind=FP8 if isinstance(kv, Fp8KV) else INT8, window=window,
+        eps=eps, kind=FP8 if isinstance(kv, Fp8KV) else INT8, window=window, target=target,
     )  # fmt: skip
     kv = kv._replace(words=jax.freeze(words))
     return out, kv if isinstance(scales, Array) else kv._replace(scales=jax.freeze(scales))

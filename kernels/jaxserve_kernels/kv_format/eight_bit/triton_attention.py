@@ -13,12 +13,12 @@ import triton.language as tl
 from jax import Array
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from jaxserve_kernels import target
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
 from jaxserve_kernels.kv_format.eight_bit.triton_numbers import halves, numbers
 from jaxserve_kernels.paged_attention import QueryTiles, triton_singles
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.paged_attention.triton import first_block
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 KEYS = 64
@@ -237,9 +237,9 @@ def _merge_splits(
         tl.store(out_ptr + q_row * DIM + dim, out.to(out_ptr.dtype.element_ty))
 
 
-def heuristic(*, tiles: int, kv_heads: int, pages_per_seq: int) -> Config:
+def heuristic(*, tiles: int, kv_heads: int, pages_per_seq: int, target: Target) -> Config:
     """A configuration for so many single tokens."""
-    target_programs = _PROGRAMS * target.multiprocessors()
+    target_programs = _PROGRAMS * target.gpu.multiprocessors
     wanted = max(1, min(target_programs // (tiles * kv_heads), pages_per_seq, 32))
     warps = 2 if tiles * kv_heads > 2 * target_programs else 4
     return Config(splits=1 << (wanted.bit_length() - 1), num_warps=warps, num_stages=3)
@@ -253,11 +253,14 @@ def attend(
     tiles: QueryTiles,
     *,
     window: int | None = None,
+    target: Target,
 ) -> Array:
     """Attention of single tokens, q [tokens, q_heads, head_dim]."""
     num_pages, kv_heads, _, page_size, half = kv.words.shape[1:]
     num_tiles, q_heads, head_dim = tiles.first.shape[0], *q.shape[1:]
-    config = heuristic(tiles=num_tiles, kv_heads=kv_heads, pages_per_seq=page_table.shape[1])
+    config = heuristic(
+        tiles=num_tiles, kv_heads=kv_heads, pages_per_seq=page_table.shape[1], target=target
+    )
     rows = _rows(q, kv)
     parts = (num_tiles, kv_heads, config.splits, rows) if config.splits > 1 else (1,)
     statistics = jax.ShapeDtypeStruct(parts, jnp.float32)
@@ -267,6 +270,7 @@ def attend(
         q, kv.words, kv.scales, layer, page_table, *tiles[:4],
         kernel=_attend,
         name="paged_attention_8_bit",
+        target=target,
         out_type=(whole if config.splits == 1 else sums, statistics, statistics),
         grid=(num_tiles, kv_heads, config.splits),
         num_warps=config.num_warps,
@@ -275,7 +279,7 @@ def attend(
         q_heads=q_heads, kv_heads=kv_heads,
         ROWS=rows, HALF=half, PAGE=page_size, KEYS=KEYS,
         SPLITS=config.splits, STAGES=config.num_stages, WINDOW=window or 0,
-        **numbers(q.dtype, kv),
+        **numbers(q.dtype, kv, target=target),
     )  # fmt: skip
     if config.splits == 1:
         return result
@@ -283,6 +287,7 @@ def attend(
         result, *others, tiles.first, tiles.length,
         kernel=_merge_splits,
         name="paged_attention_merge",
+        target=target,
         out_type=whole,
         grid=(num_tiles, q_heads),
         num_warps=4,
@@ -299,6 +304,7 @@ def attend_some(
     out: jax.Ref,
     *,
     window: int | None = None,
+    target: Target,
 ) -> None:
     """The same of as many tiles as there are, beside chunks: stored in `out`. Few of them share
     the places of those that are not there."""
@@ -310,6 +316,7 @@ def attend_some(
         q, kv.words, kv.scales, layer, page_table, *shares, out,
         kernel=_attend_shares,
         name="paged_attention_8_bit_singles",
+        target=target,
         out_type=triton_singles.part_types(kv_heads, rows, head_dim),
         grid=(shares.first.shape[0], kv_heads),
         num_warps=2,
@@ -317,9 +324,9 @@ def attend_some(
         scale=head_dim**-0.5 * LOG2_E,
         q_heads=q_heads, kv_heads=kv_heads,
         ROWS=rows, HALF=half, PAGE=page_size, KEYS=KEYS, STAGES=3, WINDOW=window or 0,
-        **numbers(q.dtype, kv),
+        **numbers(q.dtype, kv, target=target),
     )  # fmt: skip
-    triton_singles.merge(written, parts, out)
+    triton_singles.merge(written, parts, out, target=target)
 
 
 def _rows(q: Array, kv: Int8KV | Fp8KV) -> int:

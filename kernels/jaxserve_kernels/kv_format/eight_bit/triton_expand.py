@@ -13,6 +13,7 @@ from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
 from jaxserve_kernels.kv_format.eight_bit.triton_numbers import halves, numbers
 from jaxserve_kernels.paged_attention import paged_attention
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 
@@ -50,6 +51,7 @@ def attend(
     *,
     tile_size: int,
     window: int | None = None,
+    target: Target,
 ) -> Array:
     """Attention of the tiles that are not single tokens."""
     num_pages, kv_heads, _, page_size, half = kv.words.shape[1:]
@@ -68,15 +70,18 @@ def attend(
         kv.words, kv.scales, pages, places.taken,
         kernel=_expand,
         name="expand_8_bit",
+        target=target,
         out_type=jax.ShapeDtypeStruct((1, count, kv_heads, 2, page_size, 2 * half), q.dtype),
-        grid=(min(count, chunks.programs(kv_heads)), kv_heads),
+        grid=(min(count, chunks.programs(kv_heads, target=target)), kv_heads),
         num_warps=4,
         layer=layer, num_pages=num_pages,
-        kv_heads=kv_heads, HALF=half, PAGE=page_size, **numbers(q.dtype, kv),
+        kv_heads=kv_heads, HALF=half, PAGE=page_size, **numbers(q.dtype, kv, target=target),
     )  # fmt: skip
     first = places.first if behind is None else places.first - behind
     table = jnp.minimum(first[:, None] + jnp.arange(width, dtype=jnp.int32), count - 1)
     if behind is not None:
         table = jnp.maximum(table, 0)
     tiles = step.tiles._replace(singles=None)
-    return paged_attention(q, expanded, 0, table, tiles, tile_size=tile_size, window=window)
+    return paged_attention(
+        q, expanded, 0, table, tiles, tile_size=tile_size, window=window, target=target
+    )

@@ -14,7 +14,7 @@ from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.attention_inputs.triton_parts import head_halves
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
-from jaxserve_kernels.target import compute_capability
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _MAX_HEADS = 8
@@ -104,6 +104,7 @@ def write[Cache: Int8KV | Fp8KV](
     *,
     eps: float,
     dtype: DTypeLike,
+    target: Target,
 ) -> tuple[Array, Cache]:
     """Queries [tokens, q_heads, head_dim], and the cache with the step's keys and values."""
     num_pages, kv_heads, _, page_size, half = kv.words.shape[1:]
@@ -117,12 +118,13 @@ def write[Cache: Int8KV | Fp8KV](
         qkv, words, scales, layer, *heads, *tables, step.pages, step.offsets,
         kernel=_write,
         name="kv_write_8_bit",
+        target=target,
         out_type=jax.ShapeDtypeStruct((tokens, q_heads, 2 * half), dtype),
         grid=(tokens, (q_heads + 2 * kv_heads) // block),
         num_warps=4,
         num_pages=num_pages, stride=tokens * width, parts=parts,
         q_heads=q_heads, kv_heads=kv_heads, page_size=page_size,
-        eps=eps, FP8=fp8, E4M3=compute_capability() >= 89, HEADS=block, HALF=half,
+        eps=eps, FP8=fp8, E4M3=target.gpu.compute_capability >= 89, HEADS=block, HALF=half,
     )  # fmt: skip
     kv = kv._replace(words=jax.freeze(words))
     return q, kv if fp8 else kv._replace(scales=jax.freeze(scales))

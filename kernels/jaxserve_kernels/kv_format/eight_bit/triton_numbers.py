@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from jax.typing import DTypeLike
 
-from jaxserve_kernels import target
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
+from jaxserve_kernels.target import Target
 
 
 @triton.jit
@@ -60,9 +60,9 @@ def halves(words, FP8: tl.constexpr, FAST: tl.constexpr):
     return first, second
 
 
-def numbers(dtype: DTypeLike, kv: Int8KV | Fp8KV) -> dict[str, bool]:
+def numbers(dtype: DTypeLike, kv: Int8KV | Fp8KV, *, target: Target) -> dict[str, bool]:
     """Which numbers the bytes are, and whether there are instructions that convert them for
     activations of `dtype`."""
     fp8 = isinstance(kv, Fp8KV)
-    fast = dtype == jnp.bfloat16 and target.compute_capability() >= (89 if fp8 else 80)
+    fast = dtype == jnp.bfloat16 and target.gpu.compute_capability >= (89 if fp8 else 80)
     return {"FP8": fp8, "FAST": fast}

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxserve_kernels import early, target
 from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.fallback import compiles
 from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape, zeros
 from jaxserve_kernels.kv_format.kvarn import reference
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
+from jaxserve_kernels.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,7 @@ def attend(
     tile_size: int,
     dtype: DTypeLike,
     window: int | None = None,
+    target: Target,
 ) -> tuple[Array, KVarNKV]:
     """See `kv_format.attend`."""
     if target.uses_triton():
@@ -75,11 +76,17 @@ def attend(
         from jaxserve_kernels.kv_format.kvarn import triton  # needs Triton: only for GPUs
 
         def kernels(qkv: Array, kv: Any, *rest: Any) -> Any:
-            return triton.attend(qkv, kv, layer, *rest, eps=eps, tile_size=tile_size, dtype=dtype)
+            return triton.attend(
+                qkv, kv, layer, *rest, eps=eps, tile_size=tile_size, dtype=dtype, target=target
+            )
 
         args = (qkv, kv, heads, tables, step)
-        if _ends(kv, step, tile_size) and compiles(
-            "attention_kvarn", kernels, *args, static=(eps, tile_size, jnp.dtype(dtype))
+        if _ends(kv, step, tile_size, target=target) and compiles(
+            "attention_kvarn",
+            kernels,
+            *args,
+            static=(eps, tile_size, jnp.dtype(dtype)),
+            target=target,
         ):
             return kernels(*args)
     return reference.attend(
@@ -88,20 +95,20 @@ def attend(
     )  # fmt: skip
 
 
-def end_step(kv: KVarNKV, step: AttentionStep, *, tile_size: int) -> KVarNKV:
+def end_step(kv: KVarNKV, step: AttentionStep, *, tile_size: int, target: Target) -> KVarNKV:
     """See `kv_format.end_step`."""
-    if not target.uses_triton() or not _ends(kv, step, tile_size):
+    if not target.uses_triton() or not _ends(kv, step, tile_size, target=target):
         return kv  # the reference has encoded in each layer
     from jaxserve_kernels.kv_format.kvarn import triton  # needs Triton: only for GPUs
 
-    return triton.end_step(kv, step, tile_size=tile_size)
+    return triton.end_step(kv, step, tile_size=tile_size, target=target)
 
 
-def _ends(kv: KVarNKV, step: AttentionStep, tile_size: int) -> bool:
+def _ends(kv: KVarNKV, step: AttentionStep, tile_size: int, *, target: Target) -> bool:
     """Whether the kernels of `end_step` compile, without which those of `attend` leave a step
     undone."""
     from jaxserve_kernels.kv_format.kvarn import triton  # needs Triton: only for GPUs
 
-    end = functools.partial(triton.end_step, tile_size=tile_size)
-    with early.use(starts=False):  # it is no part of a chain
-        return tile_size > 1 or compiles("encode_kvarn", end, kv, step, static=tile_size)
+    own = target.replace(pdl=False)  # it is no part of a chain
+    end = functools.partial(triton.end_step, tile_size=tile_size, target=own)
+    return tile_size > 1 or compiles("encode_kvarn", end, kv, step, static=tile_size, target=own)

@@ -18,6 +18,7 @@ from jaxserve_kernels.kv_format.kvarn import triton_attention, triton_expand, tr
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
 from jaxserve_kernels.kv_format.kvarn.triton_encode import encode_filled, keep_raw
 from jaxserve_kernels.kv_format.kvarn.triton_inputs import inputs
+from jaxserve_kernels.target import Target
 
 
 def attend(
@@ -31,25 +32,30 @@ def attend(
     eps: float,
     tile_size: int,
     dtype: DTypeLike,
+    target: Target,
 ) -> tuple[Array, KVarNKV]:
     decodes = tile_size == 1  # then each token is of a sequence of its own
     if decodes and triton_streaming.fits(qkv, kv, dtype):
-        return triton_streaming.attend(qkv, kv, layer, heads, tables, step, eps=eps)
-    q, kv, fresh = inputs(qkv, kv, layer, heads, tables, step, eps=eps, keep=decodes, dtype=dtype)
+        return triton_streaming.attend(qkv, kv, layer, heads, tables, step, eps=eps, target=target)
+    q, kv, fresh = inputs(
+        qkv, kv, layer, heads, tables, step, eps=eps, keep=decodes, dtype=dtype, target=target
+    )
     if fresh is None:
         tiles = step.tiles.in_one_list()
-        return triton_attention.attend(q, kv, layer, step.page_table, tiles), kv
-    kv = encode_filled(kv, layer, 1, fresh, step)
-    result, kv = triton_expand.attend(q, kv, layer, fresh, step, tile_size=tile_size)
-    kv = keep_raw(kv, layer, fresh, step)
+        return triton_attention.attend(q, kv, layer, step.page_table, tiles, target=target), kv
+    kv = encode_filled(kv, layer, 1, fresh, step, target=target)
+    result, kv = triton_expand.attend(q, kv, layer, fresh, step, tile_size=tile_size, target=target)
+    kv = keep_raw(kv, layer, fresh, step, target=target)
     if step.tiles.singles is None:
         return result, kv
     out = jax.new_ref(result)
-    triton_attention.attend_some(q, kv, layer, step.page_table, step.tiles.singles, out)
+    triton_attention.attend_some(
+        q, kv, layer, step.page_table, step.tiles.singles, out, target=target
+    )
     return jax.freeze(out), kv
 
 
-def end_step(kv: KVarNKV, step: AttentionStep, *, tile_size: int) -> KVarNKV:
+def end_step(kv: KVarNKV, step: AttentionStep, *, tile_size: int, target: Target) -> KVarNKV:
     if tile_size > 1:
         return kv
-    return encode_filled(kv, 0, kv.raw.shape[0], None, step)
+    return encode_filled(kv, 0, kv.raw.shape[0], None, step, target=target)

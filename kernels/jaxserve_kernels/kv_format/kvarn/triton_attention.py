@@ -17,12 +17,12 @@ import triton.language as tl
 from jax import Array
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from jaxserve_kernels import target
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
 from jaxserve_kernels.kv_format.kvarn.triton_inputs import signs
 from jaxserve_kernels.kv_format.kvarn.triton_page import packed_keys, raw_keys
 from jaxserve_kernels.paged_attention import QueryTiles
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _PROGRAMS = 8
@@ -35,8 +35,8 @@ _CHUNK = 32
 """Keys in full precision that are visited together: as many bytes as a page of codes."""
 
 
-def _target_programs() -> int:
-    return _PROGRAMS * target.multiprocessors()
+def _programs(target: Target) -> int:
+    return _PROGRAMS * target.gpu.multiprocessors
 
 
 @triton.jit
@@ -263,24 +263,29 @@ def _merge_some(
         )  # fmt: skip
 
 
-def heuristic(*, tiles: int, kv_heads: int, pages_per_seq: int) -> Config:
+def heuristic(*, tiles: int, kv_heads: int, pages_per_seq: int, target: Target) -> Config:
     """A configuration for so many single tokens."""
-    wanted = max(1, min(_target_programs() // (tiles * kv_heads), pages_per_seq + 4, 32))
+    wanted = max(1, min(_programs(target) // (tiles * kv_heads), pages_per_seq + 4, 32))
     return Config(splits=1 << (wanted.bit_length() - 1), num_warps=1, num_stages=2)
 
 
-def attend(q: Array, kv: KVarNKV, layer: int, page_table: Array, tiles: QueryTiles) -> Array:
+def attend(
+    q: Array, kv: KVarNKV, layer: int, page_table: Array, tiles: QueryTiles, *, target: Target
+) -> Array:
     """Attention of single tokens, rotated q [tokens, q_heads, head_dim], rotated back.
 
     Their own keys and values are in the slots' sinks and tails.
     """
     num_tiles, kv_heads = tiles.first.shape[0], kv.key_words.shape[2]
-    config = heuristic(tiles=num_tiles, kv_heads=kv_heads, pages_per_seq=page_table.shape[1])
+    config = heuristic(
+        tiles=num_tiles, kv_heads=kv_heads, pages_per_seq=page_table.shape[1], target=target
+    )
     arrays, types, numbers = _arguments(q, kv, layer, (num_tiles, kv_heads, config.splits))
     parts = triton_call(
         *arrays, page_table, *tiles[:4],
         kernel=_attend,
         name="paged_attention_kvarn",
+        target=target,
         out_type=types,
         grid=(num_tiles, kv_heads, config.splits),
         num_warps=config.num_warps, STAGES=config.num_stages,
@@ -290,6 +295,7 @@ def attend(q: Array, kv: KVarNKV, layer: int, page_table: Array, tiles: QueryTil
         *parts, tiles.first, tiles.length, tiles.position,
         kernel=_merge,
         name="paged_attention_kvarn_merge",
+        target=target,
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(num_tiles, q.shape[1]),
         num_warps=4,
@@ -300,7 +306,14 @@ def attend(q: Array, kv: KVarNKV, layer: int, page_table: Array, tiles: QueryTil
 
 
 def attend_some(
-    q: Array, kv: KVarNKV, layer: int, page_table: Array, tiles: QueryTiles, out: jax.Ref
+    q: Array,
+    kv: KVarNKV,
+    layer: int,
+    page_table: Array,
+    tiles: QueryTiles,
+    out: jax.Ref,
+    *,
+    target: Target,
 ) -> None:
     """The same of as many tiles as there are, the first ones, beside chunks: stored in `out`.
 
@@ -310,27 +323,29 @@ def attend_some(
     num_tiles, q_heads, head_dim = tiles.first.shape[0], *q.shape[1:]
     kv_heads = kv.key_words.shape[2]
     count = jnp.sum(tiles.length > 0, dtype=jnp.int32).reshape(1)
-    parts = max(num_tiles, _target_programs() // kv_heads)
+    parts = max(num_tiles, _programs(target) // kv_heads)
     arrays, types, numbers = _arguments(q, kv, layer, (parts, kv_heads))
     written = triton_call(
         *arrays, page_table, tiles.first, count, tiles.slot, tiles.position,
         kernel=_attend_some,
         name="paged_attention_kvarn_some",
+        target=target,
         out_type=types,
-        grid=(_target_programs(),),
+        grid=(_programs(target),),
         num_warps=1, STAGES=2,
-        table_stride=page_table.shape[1], PROGRAMS=_target_programs(), MOST=_MOST_PARTS, **numbers,
+        table_stride=page_table.shape[1], PROGRAMS=_programs(target), MOST=_MOST_PARTS, **numbers,
     )  # fmt: skip
     triton_call(
         *written, tiles.first, count, tiles.position, out,
         kernel=_merge_some,
         name="paged_attention_kvarn_merge_some",
+        target=target,
         out_type=(),
-        grid=(_target_programs(),),
+        grid=(_programs(target),),
         num_warps=4,
         q_heads=q_heads, kv_heads=kv_heads, ROWS=numbers["ROWS"], DIM=head_dim,
         GROUP=numbers["GROUP"], CHUNK=numbers["CHUNK"],
-        PROGRAMS=_target_programs(), MOST=_MOST_PARTS,
+        PROGRAMS=_programs(target), MOST=_MOST_PARTS,
     )  # fmt: skip
 
 

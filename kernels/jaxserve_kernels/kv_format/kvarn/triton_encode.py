@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from jaxserve_kernels import target
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.kvarn.codec import (
     KEY_FLOOR,
@@ -29,6 +28,7 @@ from jaxserve_kernels.kv_format.kvarn.codec import (
 )
 from jaxserve_kernels.kv_format.kvarn.layout import SINK, TAIL, KVarNKV
 from jaxserve_kernels.kv_format.kvarn.reference import kept
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _PROGRAMS = 2
@@ -323,7 +323,13 @@ def _encode(
 
 
 def encode_filled(
-    kv: KVarNKV, first_layer: int, layers: int, fresh: Array | None, step: AttentionStep
+    kv: KVarNKV,
+    first_layer: int,
+    layers: int,
+    fresh: Array | None,
+    step: AttentionStep,
+    *,
+    target: Target,
 ) -> KVarNKV:
     """Encode in some layers what the step filled; `fresh` None: the tails hold its tokens too.
 
@@ -336,12 +342,13 @@ def encode_filled(
     raw = kv.raw if fresh is None else jax.new_ref(kv.raw)
     filling, count = _filling(step, min(num_tokens, num_tokens // group + kv.raw.shape[1]), group)
     num_slots, dim = kv.raw.shape[1], 4 * quarter
-    programs = min(_PROGRAMS * target.multiprocessors(), 2 * filling.shape[0] * kv_heads * layers)
+    programs = min(_PROGRAMS * target.gpu.multiprocessors, 2 * filling.shape[0] * kv_heads * layers)
     triton_call(
         kv.raw if fresh is None else fresh, raw, filling, count,
         step.slots, step.positions, step.pages, *refs,
         kernel=_encode,
         name="kvarn_encode",
+        target=target,
         out_type=(jax.ShapeDtypeStruct((programs, 4, max(group, dim)), jnp.float32),),
         grid=(programs,),
         num_warps=_WARPS,
@@ -383,7 +390,9 @@ def _keep_raw(
         tl.store(raw_ptr + at * DIM + dim, x, mask=valid)
 
 
-def keep_raw(kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep) -> KVarNKV:
+def keep_raw(
+    kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep, *, target: Target
+) -> KVarNKV:
     """See `reference.keep_raw`."""
     num_slots, _, kv_heads, _, group, head_dim = kv.raw.shape[1:]
     tile = 2 * step.slots + jnp.where(step.positions < group, SINK, TAIL)
@@ -393,6 +402,7 @@ def keep_raw(kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep) -> KVar
         fresh, place, raw,
         kernel=_keep_raw,
         name="kvarn_keep_raw",
+        target=target,
         out_type=(),
         grid=place.shape,
         num_warps=4,

@@ -19,6 +19,7 @@ from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV, chunk_pages
 from jaxserve_kernels.kv_format.kvarn.triton_inputs import signs
 from jaxserve_kernels.paged_attention import paged_attention
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _PAGE = 64
@@ -146,7 +147,14 @@ def _expand(
 
 
 def attend(
-    q: Array, kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep, *, tile_size: int
+    q: Array,
+    kv: KVarNKV,
+    layer: int,
+    fresh: Array,
+    step: AttentionStep,
+    *,
+    tile_size: int,
+    target: Target,
 ) -> tuple[Array, KVarNKV]:
     """Attention of the tiles that are not single tokens; and kv, see `encode_filled`.
 
@@ -173,10 +181,11 @@ def attend(
         places.slot, index, page, places.taken, *each,
         kernel=_expand,
         name="expand_kvarn",
+        target=target,
         out_type=jax.ShapeDtypeStruct(
             (1, count * parts, kv_heads, 2, page_size, 4 * quarter), q.dtype
         ),
-        grid=(min(count * parts, chunks.programs(kv_heads)), kv_heads),
+        grid=(min(count * parts, chunks.programs(kv_heads, target=target)), kv_heads),
         num_warps=4,
         first_page=layer * num_pages, first_slot=layer * kv.raw.shape[1],
         kv_heads=kv_heads, GROUP=group, QUARTER=quarter, BITS=kv.value_bits, PAGE=page_size,
@@ -191,7 +200,7 @@ def attend(
     table = parts * table[:, :, None] + jnp.arange(parts, dtype=jnp.int32)
     tiles = tiles._replace(slot=jnp.arange(tiles.slot.shape[0], dtype=jnp.int32))
     table = table.reshape(-1, parts * width)
-    result = paged_attention(q, expanded, 0, table, tiles, tile_size=tile_size)
+    result = paged_attention(q, expanded, 0, table, tiles, tile_size=tile_size, target=target)
     return result, kv._replace(raw=jax.freeze(raw_ref))
 
 

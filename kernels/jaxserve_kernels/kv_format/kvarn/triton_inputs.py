@@ -14,6 +14,7 @@ from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.attention_inputs.triton_parts import head_halves
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _MAX_HEADS = 8
@@ -93,6 +94,7 @@ def inputs(
     eps: float,
     keep: bool,
     dtype: DTypeLike,
+    target: Target,
 ) -> tuple[Array, KVarNKV, Array | None]:
     """Rotated queries [tokens, q_heads, head_dim], the cache, and keys with values.
 
@@ -110,6 +112,7 @@ def inputs(
         qkv, *heads, *tables, step.slots, step.positions, *([] if raw is None else [raw]),
         kernel=_inputs,
         name="kvarn_inputs",
+        target=target,
         out_type=(q_type,) if keep else (fresh_type, q_type),
         grid=(tokens, (q_heads + 2 * kv_heads) // block),
         num_warps=4 if keep else 2,

@@ -21,7 +21,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from jaxserve_kernels import target
 from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
@@ -32,6 +31,7 @@ from jaxserve_kernels.kv_format.kvarn.triton_visits import stacked, visit_codes,
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.paged_attention.triton_heads import token_heads
 from jaxserve_kernels.paged_attention.triton_visits import MASKED, for_each_warp
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _PROGRAMS = 3
@@ -348,10 +348,10 @@ def fits(qkv: Array, kv: KVarNKV, dtype: DTypeLike) -> bool:
     return dtype == jnp.bfloat16 and (group, quarter) == (_GROUP, _QUARTER) and heads <= _ROWS
 
 
-def heuristic(*, tiles: int, kv_heads: int) -> Config:
+def heuristic(*, tiles: int, kv_heads: int, target: Target) -> Config:
     """A configuration for so many single tokens; a lone one's context is split further."""
     wanted = (
-        _PROGRAMS * target.multiprocessors() // (tiles * kv_heads) if tiles > 1 else _MOST_SPLITS
+        _PROGRAMS * target.gpu.multiprocessors // (tiles * kv_heads) if tiles > 1 else _MOST_SPLITS
     )
     splits = max(1, min(wanted, _MOST_SPLITS))
     return Config(splits=splits, num_warps=4, num_stages=2, min_blocks=_MIN_UNITS)
@@ -366,13 +366,14 @@ def attend(
     step: AttentionStep,
     *,
     eps: float,
+    target: Target,
 ) -> tuple[Array, KVarNKV]:
     """`kv_format.attend` of single tokens: the result, and kv with their keys and values."""
     num_pages, kv_heads, group, quarter = kv.key_words.shape[1:]
     parts, tokens, width = qkv.shape
     head_dim, tiles = 4 * quarter, step.tiles.in_one_list()
     q_heads, num_tiles = width // head_dim - 2 * kv_heads, tiles.first.shape[0]
-    config = heuristic(tiles=num_tiles, kv_heads=kv_heads)
+    config = heuristic(tiles=num_tiles, kv_heads=kv_heads, target=target)
     grid = (num_tiles, kv_heads, config.splits)
     whole = jax.ShapeDtypeStruct((tokens, q_heads, head_dim), jnp.bfloat16)
     shared = {
@@ -385,6 +386,7 @@ def attend(
         step.page_table, *tiles[:4],
         kernel=_attend,
         name="paged_attention_kvarn_inputs",
+        target=target,
         out_type=(whole, *part_types((*grid, _ROWS) if config.splits > 1 else (1,), head_dim)),
         grid=grid,
         num_warps=config.num_warps, STAGES=config.num_stages,
@@ -398,6 +400,7 @@ def attend(
             *found, tiles.first, tiles.length, tiles.position,
             kernel=_merge,
             name="paged_attention_kvarn_inputs_merge",
+            target=target,
             out_type=whole,
             grid=(num_tiles, q_heads if alone else kv_heads),
             num_warps=4,

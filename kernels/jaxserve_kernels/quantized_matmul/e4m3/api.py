@@ -10,6 +10,7 @@ from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.e4m3 import hopper, hopper_bytes, triton
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, format_for
 from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Fp8Weight, QuantizedWeight
 
 
@@ -21,12 +22,19 @@ def launch(
     *,
     gated: bool,
     activation: Activation = "silu",
+    target: Target,
 ) -> Array:
     """The product, of type `out_type`: see `quantized_matmul.api`."""
     if not isinstance(x, QuantizedTokens):
-        x = quantized(x, format_for(weight, x.shape[0], config))
+        x = quantized(x, format_for(weight, x.shape[0], config), target=target)
     if config.method != "hopper":
-        return triton.launch(x, weight, config, out_type, gated=gated, activation=activation)
+        return triton.launch(
+            x, weight, config, out_type, gated=gated, activation=activation, target=target
+        )
     if isinstance(weight, Fp8Weight):
-        return hopper_bytes.launch(x, weight, config, out_type, gated=gated, activation=activation)
-    return hopper.launch(x, weight, config, out_type, gated=gated, activation=activation)
+        return hopper_bytes.launch(
+            x, weight, config, out_type, gated=gated, activation=activation, target=target
+        )
+    return hopper.launch(
+        x, weight, config, out_type, gated=gated, activation=activation, target=target
+    )

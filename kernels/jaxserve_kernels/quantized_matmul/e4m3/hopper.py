@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from jaxserve_kernels import target
 from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.e4m3.hopper_operand import WORDS, of_rows
@@ -35,6 +34,7 @@ from jaxserve_kernels.quantized_matmul.e4m3.hopper_sums import (
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NVFP4, arrays, kind
 from jaxserve_kernels.quantized_matmul.triton_unpack import power
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 from jaxserve_kernels.weights import QuantizedWeight
@@ -298,6 +298,7 @@ def launch(
     *,
     gated: bool,
     activation: Activation = "silu",
+    target: Target,
 ) -> Array:
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
@@ -307,7 +308,7 @@ def launch(
     code_layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * words, element_bitwidth=16, rank=2)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     tiles = padded // config.tokens * (weight.shape[0] // 128) * config.splits
-    programs = min(tiles, target.multiprocessors())  # each has one for itself
+    programs = min(tiles, target.gpu.multiprocessors)  # each has one for itself
     shared = config.splits == 1 and tiles > programs
     partial = (programs, 2, 64, config.tokens) if shared else (1,)
     return triton_call(
@@ -316,6 +317,7 @@ def launch(
         x.scale, x.sums, scale, second,
         kernel=_product,
         name=f"{'gated_' if gated else ''}linear_hopper_{type(weight).__name__}",
+        target=target,
         out_type=(
             out_type,
             jax.ShapeDtypeStruct(partial, jnp.float32),

@@ -22,11 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxserve_kernels import target
 from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.dense_matmul.hopper import divide
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 from jaxserve_kernels.weights import Fp8Weight
@@ -233,6 +233,7 @@ def launch(
     *,
     gated: bool,
     activation: Activation = "silu",
+    target: Target,
 ) -> Array:
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
@@ -242,15 +243,16 @@ def launch(
     tiles = -(-tokens // TOKENS) * (out // config.rows) * config.splits
     narrowest = 128 if gated else 64  # rows: the weight lies in tiles of 64
     whole, pieces = divide(
-        tiles, target.multiprocessors(), min(config.pieces, config.rows // narrowest)
+        tiles, target.gpu.multiprocessors, min(config.pieces, config.rows // narrowest)
     )
-    programs = target.multiprocessors() if whole else tiles * pieces
+    programs = target.gpu.multiprocessors if whole else tiles * pieces
     return triton_call(
         tensor_descriptor(x.codes, (TOKENS, DEPTH), codes),
         tensor_descriptor(weight.packed.reshape(-1, DEPTH // 2), (64, DEPTH // 2), words),
         x.scale, weight.scale, tokens, tiles, whole,
         kernel=_product,
         name=f"{'gated_' if gated else ''}linear_hopper_bytes",
+        target=target,
         out_type=out_type,
         grid=(programs,),
         num_warps=4,

@@ -37,6 +37,7 @@ from jaxserve_kernels.quantized_matmul.triton_unpack import (
     power,
     side_by_side,
 )
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import QuantizedWeight
 
@@ -291,16 +292,18 @@ def launch(
     *,
     gated: bool,
     activation: Activation = "silu",
+    target: Target,
 ) -> Array:
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
     padded = x.codes.shape[0]
     if config.beforehand:
-        weight = to_fp8(weight)
+        weight = to_fp8(weight, target=target)
     return triton_call(
         *x, *arrays(weight), tokens, padded,
         kernel=_product,
         name=f"{'gated_' if gated else ''}linear_e4m3_{type(weight).__name__}",
+        target=target,
         out_type=out_type,
         grid=(padded // config.tokens, config.splits, weight.shape[0] // config.rows),
         num_warps=config.num_warps,

@@ -11,6 +11,7 @@ from jax import Array
 
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, NVFP4, arrays, kind
 from jaxserve_kernels.quantized_matmul.triton_unpack import e4m3_byte, power
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import Fp8Weight, Int4Weight, Mxfp4Weight, Nvfp4Weight, e4m3_scale
 
@@ -94,7 +95,7 @@ def _to_e4m3(
             tl.store(out + 32 * plane + lane, _words_of(low, high))
 
 
-def to_fp8(weight: Int4Weight | Nvfp4Weight | Mxfp4Weight) -> Fp8Weight:
+def to_fp8(weight: Int4Weight | Nvfp4Weight | Mxfp4Weight, *, target: Target) -> Fp8Weight:
     """The weight in e4m3, with scales that use e4m3's range up to its largest number."""
     out, k = weight.shape
     scale = e4m3_scale(weight)
@@ -102,6 +103,7 @@ def to_fp8(weight: Int4Weight | Nvfp4Weight | Mxfp4Weight) -> Fp8Weight:
         *arrays(weight), _factors(weight, scale),
         kernel=_to_e4m3,
         name="weight_to_e4m3",
+        target=target,
         out_type=jax.ShapeDtypeStruct((out // 64, k // 128, 64, 64), jnp.uint16),
         grid=(k // 128, out // 64),
         num_warps=4,

@@ -9,6 +9,7 @@ import triton.language as tl
 from jax import Array
 
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import Order, QuantizedTokens, TokenFormat
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _BYTES = tl.constexpr(Order.BYTES.value)
@@ -74,7 +75,7 @@ def _quantize(
     store_quantized(x, token, padded, codes_ptr, scale_ptr, sum_ptr, k, GROUP, ORDER)
 
 
-def quantized(x: Array, form: TokenFormat) -> QuantizedTokens:
+def quantized(x: Array, form: TokenFormat, *, target: Target) -> QuantizedTokens:
     """x [tokens, k] in 8 bits."""
     tokens, k = x.shape
     return QuantizedTokens(
@@ -82,6 +83,7 @@ def quantized(x: Array, form: TokenFormat) -> QuantizedTokens:
             x, form.padded,
             kernel=_quantize,
             name="quantize_tokens",
+            target=target,
             out_type=out_types(tokens, k, form),
             grid=(tokens,),
             num_warps=16 if k > 4096 else 8,

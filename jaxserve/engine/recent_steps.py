@@ -1,0 +1,64 @@
+"""The newest steps, for people who watch: kept by the engine's thread, described by another."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jaxserve.api import StepView
+from jaxserve.metrics.metrics import StepSize
+from jaxserve.plan import StepPlan
+
+_KEPT = 64
+"""Steps: more than a fast card runs between two looks, and few enough that their plans are small.
+Decode steps of 256 rows take 3 MB, references to the tokens of chunks of 8,192 4 MB more."""
+
+
+class _Finished(NamedTuple):
+    number: int
+    plan: StepPlan
+    seconds: float | None
+    size: StepSize
+
+
+class RecentSteps:
+    """A ring of finished steps. One thread adds; any may read.
+
+    Adding keeps references and computes nothing: what a step held is found out by who asks.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._ring: deque[_Finished] = deque(maxlen=_KEPT)
+
+    def add(self, plan: StepPlan, seconds: float | None, size: StepSize) -> None:
+        """Keep a step that took `seconds` (None: not known) in a bucket of this size."""
+        self._ring.append(_Finished(next(self._numbers), plan, seconds, size))
+
+    def forget(self) -> None:
+        """Keep no step any longer, when there is nothing to do. Numbers go on."""
+        self._ring.clear()
+
+    def since(self, number: int, expected: Callable[[StepPlan], float | None]) -> list[StepView]:
+        """Returns the kept steps after step `number`. `expected` predicts a plan's seconds."""
+        kept = self._ring.copy()  # at once, where iterating would meet the other thread's changes
+        return [_view(step, expected) for step in kept if step.number > number]
+
+
+def _view(step: _Finished, expected: Callable[[StepPlan], float | None]) -> StepView:
+    plan = step.plan
+    chunks = 0 if plan.decode_only else sum(bool(row.tokens) for row in plan.rows)
+    decode_rows = len(plan.rows) - chunks
+    return StepView(
+        number=step.number,
+        kind="decode" if plan.decode_only else "mixed",
+        bucket=step.size.bucket or plan.num_tokens,
+        decode_rows=decode_rows,
+        chunks=chunks,
+        chunk_tokens=plan.num_tokens - decode_rows,
+        seconds=step.seconds,
+        expected=expected(plan),
+        late=step.size.late,
+    )

@@ -1,0 +1,102 @@
+"""Step times of two installations or two trees on one card, in turns.
+
+    python scripts/bench_pair.py --sides 3.6=/opt/triton36 3.9=/opt/triton39 --out pair.json -- \\
+        --batch 1,8,64,256
+    python scripts/bench_pair.py --sides before=../before after=. --trees --assert-ratio 1.01
+
+Two times from two runs differ by what the card and its host did meanwhile. Here both sides compile
+beside each other, then take turns on the card, a round each, so that both see the same card. Each
+side runs `bench_step.py` with what follows `--`, and half of the card's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+def main() -> int:
+    args = parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        running = [
+            (name, Path(folder) / f"{name}.json", start(name, path, Path(folder), args))
+            for name, path in args.sides
+        ]
+        failed = [name for name, _, process in running if process.wait() != 0]
+        if failed:
+            print(f"bench_step.py failed for {', '.join(failed)}, see above")
+            return 1
+        results = {name: json.loads(file.read_text()) for name, file, _ in running}
+    slower = show(results, args.assert_ratio)
+    if args.out:
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+    return slower
+
+
+def parse_args() -> argparse.Namespace:
+    def side(text: str) -> tuple[str, Path]:
+        name, _, path = text.partition("=")
+        if not Path(path).is_dir():
+            raise argparse.ArgumentTypeError(f"{path or text} is no folder; want NAME=FOLDER")
+        return name, Path(path).resolve()
+
+    own, _, rest = " ".join(sys.argv[1:]).partition(" -- ")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sides", type=side, nargs=2, required=True, metavar="NAME=FOLDER")
+    parser.add_argument(
+        "--trees", action="store_true", help="folders are trees of jaxserve, not of packages"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--assert-ratio", type=float, help="fail if the second is so many times slower"
+    )
+    args = parser.parse_args(own.split())
+    args.rest = rest.split()
+    return args
+
+
+def start(name: str, path: Path, folder: Path, args: argparse.Namespace) -> subprocess.Popen[bytes]:
+    tree = path if args.trees else ROOT
+    sources = [tree, tree / "kernels", tree / "checkpoints", *([] if args.trees else [path])]
+    before = os.environ.get("PYTHONPATH")
+    environment = {
+        "XLA_CLIENT_MEM_FRACTION": "0.46",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*map(str, sources), *([before] if before else [])]),
+    }
+    command = [sys.executable, str(tree / "scripts" / "bench_step.py"), *args.rest]
+    command += ["--rounds", str(args.rounds), "--turns", str(folder / "turn")]
+    return subprocess.Popen(
+        [*command, "--out", str(folder / f"{name}.json")], cwd=tree, env=environment
+    )
+
+
+def show(results: dict[str, Any], limit: float | None) -> int:
+    """How many steps of the second side are slower than the limit."""
+    (one, first), (two, second) = results.items()
+    print(f"{first['card']}: step in ms, {one} and {two}")
+    slower = 0
+    for old, new in zip(first["timings"], second["timings"], strict=True):
+        ratio = new["step_ms"] / old["step_ms"]
+        late = limit is not None and ratio > limit
+        slower += late
+        print(
+            f"{old['batch']:4} rows, context {old['context']}: {old['step_ms']:.3f} "
+            f"{new['step_ms']:.3f} {ratio - 1:+.2%}{'  too slow' if late else ''}"
+        )
+    return slower
+
+
+if __name__ == "__main__":
+    sys.exit(main())

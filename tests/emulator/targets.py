@@ -1,0 +1,20 @@
+"""Cards whose kernels run on the emulator. Whether they compile does not matter there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxserve_kernels.target import Target
+
+
+def gpu(compute_capability: int, multiprocessors: int | None = None) -> Target:
+    """A card of a compute capability, e.g. 90; with another number of multiprocessors, if given."""
+    target = Target.for_gpu(compute_capability).replace(checked=False)
+    if multiprocessors is None:
+        return target
+    return target.replace(device=replace(target.gpu, multiprocessors=multiprocessors))
+
+
+HOPPER = gpu(90)
+PDL = HOPPER.replace(pdl=True)
+"""Kernels that may start before the one before them has ended."""
