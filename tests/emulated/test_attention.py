@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve_kernels.kv_format import AttentionStep, attend, end_step, named
+from jaxserve_kernels.kv_format import attend, end_step, named
 from jaxserve_kernels.paged_attention import QueryTiles, hopper, paged_attention, tile_tokens
 from jaxserve_kernels.paged_attention import config as attention_config
 from jaxserve_kernels.paged_attention import triton as attention_kernels
@@ -19,7 +19,7 @@ from jaxserve_kernels.paged_attention.specs import HOPPER_SPECS
 from jaxserve_kernels.target import REFERENCE, Target
 from tests.emulated.errors import relative_error
 from tests.emulator.targets import HOPPER, PDL
-from tests.kernels.kv_steps import AS_WRITTEN, EPS, LAYER, Sequences
+from tests.kernels.kv_steps import AS_WRITTEN, EPS, LAYER, Sequences, without_what_is_behind
 
 SPECS = [spec for spec in HOPPER_SPECS if spec.heads == Heads(8, 2, 64)]
 
@@ -104,26 +104,6 @@ def test_heads_without_norms_and_with_a_bias(
     attention_equals_the_definition(name, work, monkeypatch, options=options, q_heads=q_heads)
 
 
-def without_what_is_behind(
-    kv: Any, step: AttentionStep, starts: tuple[int, ...], window: int
-) -> tuple[Any, AttentionStep]:
-    """The page tables name a page of NaN, or of other numbers, for pages wholly behind the window
-    of the first token."""
-    pages = jax.tree.leaves(kv)[0].shape[1]
-
-    def spoiled(leaf: jax.Array) -> jax.Array:
-        if leaf.shape[1] != pages:
-            return leaf
-        floats = jnp.issubdtype(leaf.dtype, jnp.floating)
-        return leaf.at[:, -1].set(jnp.nan if floats else 0x7F7F)
-
-    table = np.asarray(step.page_table).copy()
-    for slot, start in enumerate(starts):
-        table[slot, : max(start - window + 1, 0) // 64] = pages - 1
-    kv = jax.tree.map(spoiled, kv)
-    return kv, step._replace(page_table=jnp.asarray(table))
-
-
 def attention_equals_the_definition(
     name: str,
     work: str,
@@ -174,7 +154,7 @@ def attention_equals_the_definition(
     parts = 1 if tile_size > 1 else 4
     expected, _ = reference(kv, step, tile_size, parts)
     if window is not None:
-        kv, step = without_what_is_behind(kv, step, starts, window)
+        kv, step = without_what_is_behind(kv, step, starts, window, sequences.page_size)
     qkv, tables = sequences.projections(step, parts=parts)
     arrays = jax.tree.map(jnp.asarray, (tables, step))
     out, left = both(qkv, kv, *arrays, tile_size, HOPPER if tile_size > 1 else PDL)

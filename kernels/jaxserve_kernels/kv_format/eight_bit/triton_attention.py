@@ -39,9 +39,6 @@ def visit(
     """One block of KEYS keys, of which those up to position `last` count; with a window only the
     last WINDOW of them."""
     key_position = block * KEYS + tl.arange(0, KEYS)
-    there = key_position <= last
-    if WINDOW:
-        there = there & (key_position > last - WINDOW)
     dim = tl.arange(0, HALF)
     if PAGE >= KEYS:
         page = first_page + tl.load(table + block * KEYS // PAGE).to(tl.int64)
@@ -58,14 +55,20 @@ def visit(
         scores *= scale
     else:
         scores *= (tl.load(scales_ptr + kv_row) * scale)[None, :]
-    scores = tl.where(there[None, :], scores, -1.0e30)
+    scores = tl.where(key_position[None, :] <= last, scores, -1.0e30)
+    if WINDOW:
+        scores = tl.where(key_position[None, :] > last - WINDOW, scores, -1.0e30)
     new_peak = tl.maximum(peak, tl.max(scores, axis=1))
     probs = tl.exp2(scores - new_peak[:, None])
     shrink = tl.exp2(peak - new_peak)
     weight = weight * shrink + tl.sum(probs, axis=1)
     v_row = kv_row + PAGE
     values = words_ptr + v_row[:, None] * HALF + dim[None, :]
-    # What an earlier owner left past the end may be anything, even NaN.
+    # What an earlier owner left past the end may be anything, even NaN, and so may pages behind the
+    # window.
+    there = key_position <= last
+    if WINDOW:
+        there = there & (key_position > last - WINDOW)
     if FP8:
         words = tl.load(values, mask=there[:, None], other=0)
     else:
@@ -152,9 +155,13 @@ def _attend(
         valid = row < group
         q_row = first * q_heads + kv_head * group + row
         blocks = position // KEYS + 1
-        before = first_block(position, KEYS, WINDOW)
-        per_split = tl.cdiv(blocks - before, SPLITS)
-        begin = before + split * per_split
+        if WINDOW:
+            before = first_block(position, KEYS, WINDOW)
+            per_split = tl.cdiv(blocks - before, SPLITS)
+            begin = before + split * per_split
+        else:
+            per_split = tl.cdiv(blocks, SPLITS)
+            begin = split * per_split
         peak, weight, acc_low, acc_high = _visit_blocks(
             q_ptr, q_row, valid, words_ptr, scales_ptr, layer, num_pages, table, table_stride,
             kv_head, begin, tl.minimum(begin + per_split, blocks), position, scale, kv_heads,
