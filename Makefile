@@ -41,6 +41,7 @@ compile-test: $(COMPILER)/.ready
 
 docs: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@$(BIN)/python scripts/check_site.py
 	@echo "built build/site/index.html"
 
 docs-serve: $(VENV)/.docs

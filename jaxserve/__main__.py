@@ -69,6 +69,10 @@ def _run(argv: list[str]) -> int:
         from jaxserve.commands.plan import plan
 
         return plan(options)
+    if command == "kernels":
+        from jaxserve.commands.kernels import kernels
+
+        return kernels(options)
     timeline = Timeline()
     gpu_driver.open_early(timeline, os.environ.get("JAX_PLATFORMS"))
     heap.import_freely()

@@ -181,6 +181,8 @@ class TokenEvent(NamedTuple):
     """Set on the event with the first token."""
     preemptions: int = 0
     """How often the sequence was preempted; set on the event that ends it with a token."""
+    weights: int = 0
+    """The version of the weights that computed the token; see WeightState."""
 
 
 class Rejected(ValueError):
@@ -307,6 +309,55 @@ class Occupancy(NamedTuple):
     waiting: tuple[WaitingView, ...]
 
 
+class Running(StrEnum):
+    """What becomes of running sequences when the weights change."""
+
+    DRAIN = "drain"
+    """They end with the old weights first; others wait."""
+    RESTART = "restart"
+    """What they have is computed again with the new weights; they go on from there."""
+    CONTINUE = "continue"
+    """They go on with the keys and values that the old weights computed."""
+
+
+class WeightChange(NamedTuple):
+    """Which weights to load, and how."""
+
+    model: str
+    """A folder, or whatever --model takes."""
+    step: int | None = None
+    """Of a folder of Orbax checkpoints; None: the newest complete one."""
+    running: Running = Running.DRAIN
+    in_place: bool = False
+    """Stage the weights in the host's memory and replace the old ones array by array: for a device
+    without room for both. Steps wait for as long as the copy takes."""
+
+
+class WeightsChanged(NamedTuple):
+    """What a change took."""
+
+    version: int
+    load_seconds: float
+    """From the call until the new weights were loaded."""
+    gap_seconds: float
+    """For which no step ran."""
+
+
+class WeightState(NamedTuple):
+    """The weights that are served."""
+
+    version: int
+    """0 at start; every change adds 1."""
+    model: str
+    """Where they came from."""
+    paused: bool
+    sleeping: bool
+
+
+class WeightsRefused(ValueError):
+    """The weights cannot be loaded or do not fit; those that were served still are (HTTP 400)."""
+
+
 @runtime_checkable
 class Engine(Protocol):
     """The engine as the HTTP server sees it. Call it on the event loop's thread only."""
@@ -346,4 +397,34 @@ class Engine(Protocol):
     def bucket_seconds(self) -> Mapping[str, Mapping[int, float]]:
         """Returns the seconds of each bucket that the start measured, by kind and size; empty
         without such times."""
+
+    @property
+    def weights(self) -> WeightState: ...
+
+    async def change_weights(self, change: WeightChange) -> WeightsChanged:
+        """Load other weights of the same shapes, and serve with them from a step on.
+
+        Raises:
+          WeightsRefused: nothing has changed.
+          Overloaded, EngineFailed: the engine does not serve.
+        """
+        ...
+
+    async def pause(self, *, finish: bool = False) -> None:
+        """Run no steps until `resume`. Requests are accepted and wait.
+
+        Args:
+          finish: running sequences end first; otherwise they stay as they are.
+        """
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def sleep(self, *, drop_weights: bool = False) -> None:
+        """Pause, and free the KV cache; running sequences will be computed again. Weights that are
+        dropped are loaded again when the engine wakes."""
+        ...
+
+    async def wake(self) -> None:
+        """Undo `sleep`. Raises WeightsRefused if dropped weights cannot be loaded again."""
         ...

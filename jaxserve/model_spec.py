@@ -282,6 +282,11 @@ class ModelSpec:
         layers = sum(layer.num_params(self.embed) for layer in self.layers)
         return layers + heads * self.vocab_size * self.embed + self.embed
 
+    @property
+    def smallest_window(self) -> int | None:
+        """The longest context in which every layer sees all of it; None: any."""
+        return min((group.window for group in self.cache_groups if group.window), default=None)
+
     @cached_property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The layers by what they see: those that see everything first, then by growing window."""

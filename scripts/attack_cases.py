@@ -242,6 +242,21 @@ async def many_connections(target: Target) -> list[Outcome]:
             client.close()
 
 
+async def watch(target: Target) -> list[Outcome]:
+    """40 that watch the engine and read nothing, an ordinary request beside."""
+
+    async def one() -> Outcome:
+        begun = asyncio.get_running_loop().time()
+        url = f"{target.url}/ui/engine/events"
+        async with target.session.get(url, headers=target.headers) as reply:
+            await asyncio.sleep(3)
+            return Outcome(str(reply.status), asyncio.get_running_loop().time() - begun)
+
+    watching = asyncio.gather(*(one() for _ in range(40)))
+    asked = await target.post(COMPLETIONS, {"prompt": "Hi", "max_tokens": 8})
+    return [asked, *await watching]
+
+
 def raws(*sent: bytes) -> Attack:
     async def attack(target: Target) -> list[Outcome]:
         return [await target.raw(each) for each in sent]
@@ -297,5 +312,6 @@ CASES = (
     Case("HTTP: an expectation that nobody has", expect, REFUSED),
     Case("clients: 100 that leave in the middle", leave, ("left",)),
     Case("clients: 300 connections without a request", many_connections, ("200",)),
+    Case("clients: 40 that watch the engine", watch, ("200", "404", "429")),
     Case("clients: four that never read", never_read, ("given up",)),
 )  # fmt: skip

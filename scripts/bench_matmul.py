@@ -327,12 +327,14 @@ def abstract_weight(product: Product, name: str) -> Any:
 
 def reads_copy(product: Product, name: str, tokens: int) -> bool:
     """Of a format with a copy; with fewer tokens its products are those of its codes alone."""
-    return isinstance(as_read(abstract_weight(product, name), tokens), weights.Fp8Weight)
+    return isinstance(
+        as_read(abstract_weight(product, name), tokens, target=Target.here()), weights.Fp8Weight
+    )
 
 
 def weight_bytes(product: Product, name: str, tokens: int) -> int:
     """That a product of so many tokens reads."""
-    leaves = jax.tree.leaves(as_read(abstract_weight(product, name), tokens))
+    leaves = jax.tree.leaves(as_read(abstract_weight(product, name), tokens, target=Target.here()))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 

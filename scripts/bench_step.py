@@ -60,6 +60,7 @@ from jaxserve_kernels.kv_format import NAMES, max_chunk_context, named, own_toke
 from jaxserve_kernels.matmul import as_read
 from jaxserve_kernels.paged_attention import tile_tokens
 from jaxserve_kernels.records import installed
+from jaxserve_kernels.target import Target
 
 ROOT = Path(__file__).parents[1]
 
@@ -283,7 +284,7 @@ def time_decode(
         step_ms=median(after - before for before, after in itertools.pairwise(ends)) * 1e3,
         mean_ms=(ends[-1] - ends[0]) / args.steps * 1e3,
         host_ms=median(host) * 1e3,
-        floor_ms=(tree_bytes(as_read(params, batch)) + kv) / bandwidth * 1e3,
+        floor_ms=(tree_bytes(as_read(params, batch, target=Target.here())) + kv) / bandwidth * 1e3,
         kernels=kernels,
         temp_mb=temp / 2**20,
     )

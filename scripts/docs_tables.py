@@ -306,8 +306,9 @@ def flags(title: str) -> str:
     return _flags(next(group for group in _parser(None)._action_groups if group.title == title))
 
 
-def flags_of_plan() -> str:
-    return _flags(next(g for g in _parser("plan")._action_groups if g.title == "plan"))
+def flags_of(command: str) -> str:
+    """The flags that only a command has."""
+    return _flags(next(g for g in _parser(command)._action_groups if g.title == command))
 
 
 def flags_of_convert() -> str:
@@ -368,7 +369,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "flags-server": lambda: flags("server"),
     "flags-access": lambda: flags("access"),
     "flags-engine": lambda: flags("engine"),
-    "flags-plan": flags_of_plan,
+    "flags-plan": lambda: flags_of("plan"),
+    "flags-kernels": lambda: flags_of("kernels"),
     "flags-convert": flags_of_convert,
 }
 

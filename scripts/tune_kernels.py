@@ -4,7 +4,7 @@
 
 Each candidate is timed inside the step that it will run in: what a kernel leaves in the caches,
 and how it overlaps with its neighbours, counts. One operation is changed at a time; the best
-candidate stays while the next operation is tried. The results are JSON files beside the operations.
+candidate stays while the next operation is tried. The results go into the card's tables.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxserve_kernels
 from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
@@ -39,7 +39,7 @@ from jaxserve.runner.batch import Bucket, Updates
 from jaxserve.runner.programs import RunnerConfig, programs
 from jaxserve.runner.step import DeviceState
 from jaxserve_checkpoints.dummy import dummy_params
-from jaxserve_kernels import tuned
+from jaxserve_kernels import tables
 from jaxserve_kernels.target import Parameters, Shape, Target
 
 type Key = tuple[str, Shape]
@@ -222,16 +222,20 @@ def main() -> None:
 
 
 def write(operation: str, entries: list[dict[str, Any]]) -> None:
-    """Replace the entries of these shapes and numbers of tokens in this card's file."""
-    device = jax.devices()[0].device_kind
-    folder = Path(jaxserve_kernels.__file__).parent / operation / "tuned"
-    file = folder / tuned.file_name(device)
-    old = json.loads(file.read_text())["entries"] if file.is_file() else []
-    new = {(tuple(entry["shape"]), entry["tokens"]): entry for entry in old + entries}
-    rows = ",\n  ".join(json.dumps(new[key]) for key in sorted(new, key=str))
-    folder.mkdir(exist_ok=True)
-    head = f'{{\n "device": "{device}",\n "jax": "{jax.__version__}",\n "entries": [\n  '
-    file.write_text(f"{head}{rows}\n ]\n}}\n")
+    """Replace the entries of these shapes and numbers of tokens in this card's table."""
+    device = Target.here().gpu
+    file = Path(tables.__file__).parent / operation / tables.file_name(device.name)
+    table: dict[str, Any] = {
+        "device": device.name, "compute_capability": device.compute_capability,
+        "limits": {}, "launches": [],
+    }  # fmt: skip
+    if file.is_file():
+        table = json.loads(file.read_text())
+    source = f"scripts/tune_kernels.py {' '.join(sys.argv[1:])}, jax {jax.__version__}"
+    entries = [entry | {"source": source} for entry in entries]
+    new = {(tuple(each["shape"]), each["tokens"]): each for each in table["launches"] + entries}
+    table["launches"] = [new[key] for key in sorted(new, key=str)]
+    file.write_text(json.dumps(table, indent=1) + "\n")
 
 
 def parse_args() -> argparse.Namespace:

@@ -23,6 +23,9 @@ from jaxserve.api import (
     TokenEvent,
     TokenLogprobs,
     WaitingView,
+    WeightChange,
+    WeightsChanged,
+    WeightState,
 )
 from jaxserve.tokenizer import HfTokenizer
 
@@ -109,6 +112,11 @@ class FakeEngine:
         self.prefix_cache_resets = 0
         self.steps: list[StepView] = []
         self.waiting: list[WaitingView] = []
+        self.weight_state = WeightState(0, "served", paused=False, sleeping=False)
+        self.weight_changes: list[WeightChange] = []
+        self.refuse_weights: Exception | None = None
+        self.version = 0
+        """Of the weights that its tokens name."""
         self.phase = "serving"
         self.last_step_age = 0.0
         self._script = script
@@ -181,6 +189,30 @@ class FakeEngine:
     def reset_prefix_cache(self) -> None:
         self.prefix_cache_resets += 1
 
+    @property
+    def weights(self) -> WeightState:
+        return self.weight_state
+
+    async def change_weights(self, change: WeightChange) -> WeightsChanged:
+        if self.refuse_weights is not None:
+            raise self.refuse_weights
+        self.weight_changes.append(change)
+        version = self.weight_state.version + 1
+        self.weight_state = self.weight_state._replace(version=version, model=change.model)
+        return WeightsChanged(version, 1.5, 0.01)
+
+    async def pause(self, *, finish: bool = False) -> None:
+        self.weight_state = self.weight_state._replace(paused=True)
+
+    async def resume(self) -> None:
+        self.weight_state = self.weight_state._replace(paused=False)
+
+    async def sleep(self, *, drop_weights: bool = False) -> None:
+        self.weight_state = self.weight_state._replace(paused=True, sleeping=True)
+
+    async def wake(self) -> None:
+        self.weight_state = self.weight_state._replace(paused=False, sleeping=False)
+
     async def _next_step(self, position: int) -> None:
         if position == self._fail_after:
             raise self._failure("RuntimeError: /secret/path at 0x7f00")
@@ -210,6 +242,7 @@ class FakeEngine:
             self._cached_tokens if position == 0 else 0,
             self._prompt_logprobs(request) if position == 0 else None,
             Start(0.25, 0.5, time.perf_counter()) if position == 0 and not failed else None,
+            weights=self.version,
         )
 
     def _prompt_logprobs(self, request: Request) -> tuple[PromptLogprobs, ...] | None:

@@ -155,8 +155,10 @@ def test_every_flag_is_in_the_table_of_flags(capsys: pytest.CaptureFixture[str])
         "--gpu",
         "--gpu-memory",
         "--json",
+        "--keep",
         "--out",
         "--quantization-method",
+        "--to",
     }
 
 

@@ -37,7 +37,7 @@ LAYERS = (
     ),
     ("jaxserve.cli", "jaxserve.models", "jaxserve.programs", "jaxserve.structured"),
     ("jaxserve.bench", "jaxserve.runner", "jaxserve.scheduler", "jaxserve.weights"),
-    ("jaxserve.engine", "jaxserve.server"),
+    ("jaxserve.engine", "jaxserve.flax", "jaxserve.server"),
     ("jaxserve.startup",),
     ("jaxserve.__main__", "jaxserve.commands"),
 )

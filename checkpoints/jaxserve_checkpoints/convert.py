@@ -35,6 +35,7 @@ def convert(
     *,
     made_from: Mapping[str, Any],
     progress: Progress = lambda done, total: None,
+    by_layer: bool = True,
 ) -> Path:
     """Write the weights that `load_params` would return. Returns the file.
 
@@ -44,6 +45,7 @@ def convert(
     Args:
       made_from: JSON values that determine the file's content.
       progress: called with bytes written and bytes in all.
+      by_layer: see `encoded_parts`.
 
     Raises:
       CheckpointError: see `resolve_rules`. Also if there is no room, or another conversion exists
@@ -70,7 +72,8 @@ def convert(
         progress(done, total)
         with ThreadPoolExecutor(1, thread_name_prefix="write-weights") as pool:
             writing: Future[None] | None = None
-            for part, weight in encoded_parts(checkpoint, rules, abstract, encode, wanted):
+            parts = encoded_parts(checkpoint, rules, abstract, encode, wanted, by_layer=by_layer)
+            for part, weight in parts:
                 arrays = {name: np.asarray(array) for name, array in _named(part.path, weight)}
                 if writing is not None:
                     writing.result()

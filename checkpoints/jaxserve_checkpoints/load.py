@@ -21,6 +21,7 @@ from jaxserve_checkpoints.naming import (
     leaf_paths,
     resolve_rules,
 )
+from jaxserve_checkpoints.orbax import OrbaxCheckpoint
 from jaxserve_checkpoints.quantized.modules import PackedModules, QuantizedCheckpoint
 from jaxserve_checkpoints.reader import AnyArray, Checkpoint, CheckpointError, Segment
 from jaxserve_checkpoints.rules import AnyRule
@@ -32,7 +33,10 @@ type Progress = Callable[[int, int], None]
 type Place = Callable[[Any, Any], Any]
 """Puts a host array, or a tree of them, on a device, given the leaf's sharding or None."""
 
-type Stored = Checkpoint | QuantizedCheckpoint
+type Plain = Checkpoint | OrbaxCheckpoint
+"""A checkpoint whose tensors are numbers as they are."""
+
+type Stored = Plain | QuantizedCheckpoint
 """A checkpoint. Parts that a quantised one stores quantised are decoded, not encoded again."""
 
 type Encode = Callable[[str, jax.Array], Any]
@@ -72,6 +76,8 @@ def load_params[Tree](
       CheckpointError: see `resolve_rules`.
     """
     sources = resolve_rules(rules, abstract, checkpoint)
+    if _in_whole_arrays(checkpoint):
+        sources.sort(key=lambda source: source.rule.leaf)  # all layers of one kind, then the next
     total = sum(leaf_nbytes(source.leaf) for source in sources)
     filling = Filling(abstract, encode, packed_leaves(checkpoint, sources))
     placed: list[LeafSource] = []
@@ -94,23 +100,57 @@ def load_params[Tree](
     return filling.tree()
 
 
+def load_leaves[Tree](
+    checkpoint: Plain, rules: Sequence[AnyRule], abstract: Tree, *, place: Place = jax.device_put
+) -> Tree:
+    """Returns what `load_params` returns without encoding, and compiles nothing: each leaf is put
+    together on the host, a stacked one too.
+
+    Raises:
+      CheckpointError: see `resolve_rules`.
+    """
+    leaves: dict[str, Any] = {}
+    by_owner: dict[str, list[LeafSource]] = {}
+    for source in resolve_rules(rules, abstract, checkpoint):
+        by_owner.setdefault(source.part.owner, []).append(source)
+    if _in_whole_arrays(checkpoint):
+        by_owner = dict(sorted(by_owner.items(), key=lambda each: each[1][0].rule.leaf))
+    with ThreadPoolExecutor(_HOST_THREADS, thread_name_prefix="load-leaves") as pool:
+        for owner, sources in by_owner.items():
+            parts = list(pool.map(lambda source: assemble(checkpoint, source), sources))
+            whole = parts[0] if sources[0].part.layer is None else np.stack(parts)
+            leaves[owner] = jax.block_until_ready(place(whole, sources[0].leaf.sharding))
+            _release(checkpoint, sources)
+    ordered = [leaves[path] for path, _ in leaf_paths(abstract)]
+    return jax.tree.unflatten(jax.tree.structure(abstract), ordered)
+
+
 def encoded_parts(
     checkpoint: Stored,
     rules: Sequence[AnyRule],
     abstract: Any,
     encode: Encode,
     wanted: Callable[[LeafPart], bool] = lambda part: True,
+    *,
+    by_layer: bool = True,
 ) -> Iterator[tuple[LeafPart, Any]]:
     """Yields what `load_params` puts into the tree, part by part. The next part is read meanwhile.
 
     Parts without a layer come first, then layer by layer, stacked or not, because an encoder may
     need earlier layers.
 
+    Args:
+      by_layer: False allows another order where it takes much less memory: of a checkpoint that
+        stores several layers in one piece.
+
     Raises:
       CheckpointError: see `resolve_rules`.
     """
     sources = [each for each in resolve_rules(rules, abstract, checkpoint) if wanted(each.part)]
-    sources.sort(key=lambda source: -1 if source.part.layer is None else source.part.layer)
+    if by_layer or not _in_whole_arrays(checkpoint):
+        sources.sort(key=lambda source: -1 if source.part.layer is None else source.part.layer)
+    else:
+        sources.sort(key=lambda source: source.rule.leaf)
     with ThreadPoolExecutor(1, thread_name_prefix="read-weights") as pool:
         host = pool.submit(assemble, checkpoint, sources[0]) if sources else None
         for index, source in enumerate(sources):
@@ -128,7 +168,7 @@ def packed_leaves(checkpoint: Stored, sources: Sequence[LeafSource]) -> dict[str
     Raises:
       CheckpointError: layers of one stacked leaf differ.
     """
-    if isinstance(checkpoint, Checkpoint):
+    if not isinstance(checkpoint, QuantizedCheckpoint):
         return {}
     found: dict[str, PackedModules | None] = {}
     for source in sources:
@@ -151,7 +191,7 @@ def direct_sources(
     Raises:
       CheckpointError: see `resolve_rules`.
     """
-    if isinstance(checkpoint, QuantizedCheckpoint):
+    if not isinstance(checkpoint, Checkpoint):
         return None
     segments: dict[str, list[Segment]] = {}
     for source in resolve_rules(rules, abstract, checkpoint):
@@ -286,7 +326,7 @@ def _packed(checkpoint: QuantizedCheckpoint, source: LeafSource) -> PackedModule
     return packed
 
 
-def _read(checkpoint: Checkpoint, name: str, source: LeafSource) -> AnyArray:
+def _read(checkpoint: Plain, name: str, source: LeafSource) -> AnyArray:
     array = checkpoint.read(name)
     for transform in source.transforms:
         array = transform.apply(array)
@@ -313,6 +353,10 @@ def _groups(sources: list[LeafSource], limit: int) -> Iterator[list[LeafSource]]
         size += leaf_nbytes(source.leaf)
     if group:
         yield group
+
+
+def _in_whole_arrays(checkpoint: Stored) -> bool:
+    return isinstance(checkpoint, OrbaxCheckpoint) and checkpoint.in_whole_arrays
 
 
 def _release(checkpoint: Stored, sources: list[LeafSource]) -> None:

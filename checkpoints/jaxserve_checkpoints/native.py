@@ -24,11 +24,19 @@ import numpy as np
 import xxhash
 
 from jaxserve_checkpoints.naming import LeafPart, leaf_parts, leaf_paths
-from jaxserve_checkpoints.reader import AnyArray, Checkpoint, CheckpointError, read_header
+from jaxserve_checkpoints.orbax import OrbaxCheckpoint, OrbaxStep
+from jaxserve_checkpoints.orbax.reader import open_plain
+from jaxserve_checkpoints.reader import (
+    NATIVE_FILE,
+    AnyArray,
+    Checkpoint,
+    CheckpointError,
+    read_header,
+)
 from jaxserve_checkpoints.rules import AnyRule, Rule
 from jaxserve_kernels.weights import QUANTIZED, QuantizedWeight
 
-FILE = "jaxserve.safetensors"
+FILE = NATIVE_FILE
 FORMAT = 1
 """Increase this when the arrays of a type in `jaxserve_kernels.weights` change their meaning."""
 
@@ -63,10 +71,16 @@ class Description:
 
 @dataclass(frozen=True)
 class NativeCheckpoint:
-    """An opened checkpoint of the engine's own format."""
+    """An opened checkpoint of the engine's own format, or one with the same tensors in Orbax."""
 
-    tensors: Checkpoint
+    tensors: Checkpoint | OrbaxCheckpoint
     description: Description
+
+    @property
+    def place(self) -> Path:
+        """The file, or Orbax's folder."""
+        folder = self.tensors.folder
+        return folder / FILE if isinstance(self.tensors, Checkpoint) else folder
 
     def encoded[Tree](self, abstract: Tree) -> Tree:
         """Returns the tree of plain ShapeDtypeStructs `abstract` with the file's weight types.
@@ -110,7 +124,7 @@ class NativeCheckpoint:
             ]
         if bad:
             raise CheckpointError(
-                f"{self.tensors.folder / FILE}: damaged: the checksums of {len(bad)} of "
+                f"{self.place}: damaged: the checksums of {len(bad)} of "
                 f"{len(names)} tensors differ, {bad[0]} is the first; convert it again"
             )
 
@@ -121,8 +135,7 @@ class NativeCheckpoint:
             return leaf
         if name not in _TYPES:
             raise CheckpointError(
-                f"{self.tensors.folder / FILE}: {first.owner} is of type {name}, known are "
-                f"{', '.join(_TYPES)}"
+                f"{self.place}: {first.owner} is of type {name}, known are {', '.join(_TYPES)}"
             )
         arrays = {field: f"{first.path}.{field}" for field in _TYPES[name]._fields}
         leading = leaf.shape[: len(leaf.shape) - len(first.leaf.shape)]
@@ -136,7 +149,7 @@ class NativeCheckpoint:
         weight = _TYPES[name](**fields)
         if tuple(weight.shape) != tuple(leaf.shape):
             raise CheckpointError(
-                f"{self.tensors.folder / FILE}: {first.owner} is {list(weight.shape)}, the model "
+                f"{self.place}: {first.owner} is {list(weight.shape)}, the model "
                 f"needs {list(leaf.shape)}"
             )
         return weight
@@ -149,6 +162,21 @@ def open_native(folder: Path) -> NativeCheckpoint:
         entries, metadata = read_header(file)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
+    return NativeCheckpoint(Checkpoint(folder, entries), _description(file, metadata))
+
+
+def is_native(step: OrbaxStep) -> bool:
+    """Returns whether the arrays of an Orbax checkpoint are the engine's own."""
+    return METADATA in step.added
+
+
+def open_native_step(step: OrbaxStep) -> NativeCheckpoint:
+    """Open an Orbax checkpoint of the engine's own tensors. CheckpointError: as `open_native`."""
+    return NativeCheckpoint(open_plain(step), _description(step.root, step.added))
+
+
+def _description(file: Path, metadata: Mapping[str, Any]) -> Description:
+    """Returns what the metadata say. CheckpointError: nothing, or it is of another version."""
     try:
         content = json.loads(metadata[METADATA])
         number = content["format"]
@@ -161,7 +189,7 @@ def open_native(folder: Path) -> NativeCheckpoint:
         raise CheckpointError(
             f"{file}: of format {number}, this version reads {FORMAT}; convert the original again"
         )
-    return NativeCheckpoint(Checkpoint(folder, entries), description)
+    return description
 
 
 def types_of(abstract: Any, encoded: Any) -> dict[str, str]:

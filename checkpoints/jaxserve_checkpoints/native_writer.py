@@ -3,6 +3,8 @@
     .jaxserve.safetensors.partial    the unfinished file, at its full size from the start
     .jaxserve.safetensors.journal    what it is made from, then each tensor that is written
 
+Files of Hugging Face's tensors are written in the same way, under their own name.
+
 A tensor's entry in the journal follows its bytes and has their checksum. The next writer keeps the
 tensor only if the bytes still match. The file gets its header and name after everything was read
 back. A lock on the folder excludes other writers.
@@ -30,7 +32,6 @@ import numpy as np
 from jaxserve_checkpoints.native import FILE, METADATA, Description, checksum
 from jaxserve_checkpoints.reader import DTYPES, AnyArray, CheckpointError
 
-_PARTIAL, _JOURNAL = f".{FILE}.partial", f".{FILE}.journal"
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _NO_CHECKSUM = "0" * 16
 _LENGTH_BYTES = 8
@@ -58,12 +59,15 @@ class NativeWriter:
         tensors: Mapping[str, Any],
         made_from: Mapping[str, Any],
         types: Mapping[str, str],
+        *,
+        file: str = FILE,
     ):
         """Create or continue the file.
 
         Args:
           tensors: an object with shape and dtype for each name, in file order.
           made_from, types: see `native.Description`.
+          file: its name.
 
         Raises:
           Busy: another process writes into the folder.
@@ -71,6 +75,8 @@ class NativeWriter:
           OSError: the folder cannot be created or written.
         """
         self._folder = folder
+        self._target = folder / file
+        self._partial, self._journal_file = _working_files(folder, file)
         self._made_from, self._types = made_from, types
         self._places = _places(tensors)
         head = _header(self._places, self._describe({}))
@@ -81,12 +87,12 @@ class NativeWriter:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_locked(folder))
             self._checksums = self._resume()
-            self._file = os.open(folder / _PARTIAL, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._file = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             stack.callback(os.close, self._file)
             self._allocate()
             self._map = mmap.mmap(self._file, self._size, access=mmap.ACCESS_READ)
             self._forget_damaged()
-            self._journal = stack.enter_context((folder / _JOURNAL).open("w", encoding="utf-8"))
+            self._journal = stack.enter_context(self._journal_file.open("w", encoding="utf-8"))
             self._note(self._identity)
             for name, value in self._checksums.items():
                 self._note(f"{value} {name}")
@@ -135,15 +141,15 @@ class NativeWriter:
         damaged = self._forget_damaged()
         if damaged:
             raise CheckpointError(
-                f"{self._folder / _PARTIAL}: {len(damaged)} tensors read back other bytes than "
+                f"{self._partial}: {len(damaged)} tensors read back other bytes than "
                 f"were written, {damaged[0]} is the first: the disk or its memory is failing"
             )
         os.pwrite(self._file, _header(self._places, self._describe(self._checksums)), 0)
         os.fsync(self._file)
-        os.replace(self._folder / _PARTIAL, self._folder / FILE)
-        (self._folder / _JOURNAL).unlink()
+        os.replace(self._partial, self._target)
+        self._journal_file.unlink()
         _sync_folder(self._folder)
-        return self._folder / FILE
+        return self._target
 
     def _describe(self, checksums: Mapping[str, str]) -> Description:
         return Description(made_from=self._made_from, types=self._types, checksums=checksums)
@@ -151,10 +157,10 @@ class NativeWriter:
     def _resume(self) -> dict[str, str]:
         """Returns the checksums in the journal of an earlier writer of the same file."""
         try:
-            lines = (self._folder / _JOURNAL).read_text(encoding="utf-8").split("\n")
+            lines = self._journal_file.read_text(encoding="utf-8").split("\n")
         except (OSError, ValueError):
             return {}
-        if lines[0] != self._identity or not (self._folder / _PARTIAL).exists():
+        if lines[0] != self._identity or not self._partial.exists():
             return {}
         noted = (line.partition(" ") for line in lines[1:-1])  # the last line may be cut off
         return {name: value for value, _, name in noted if name in self._places}
@@ -167,7 +173,7 @@ class NativeWriter:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
                 raise
-            discard(self._folder)
+            discard(self._folder, self._target.name)
             free = shutil.disk_usage(self._folder).free
             raise CheckpointError(
                 f"{self._folder}: the converted weights take {_in_words(self._size)}, "
@@ -201,11 +207,16 @@ def _in_words(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 
 
-def discard(folder: Path) -> None:
+def discard(folder: Path, file: str = FILE) -> None:
     """Remove a checkpoint and what an unfinished writer left."""
-    for name in (_PARTIAL, _JOURNAL, FILE):
+    for each in (*_working_files(folder, file), folder / file):
         with contextlib.suppress(OSError):
-            (folder / name).unlink()
+            each.unlink()
+
+
+def _working_files(folder: Path, file: str) -> tuple[Path, Path]:
+    """Returns the unfinished file and its journal."""
+    return folder / f".{file}.partial", folder / f".{file}.journal"
 
 
 def _places(tensors: Mapping[str, Any]) -> dict[str, _Place]:
@@ -230,7 +241,8 @@ def _header(places: Mapping[str, _Place], description: Description) -> bytes:
     checksums."""
     checksums = dict.fromkeys(places, _NO_CHECKSUM) | dict(description.checksums)
     described = replace(description, checksums=checksums).to_json()
-    content: dict[str, Any] = {"__metadata__": {METADATA: described}}
+    # Hugging Face's libraries want to know who made a file: any framework with rows first will do.
+    content: dict[str, Any] = {"__metadata__": {"format": "pt", METADATA: described}}
     for name, place in places.items():
         content[name] = {
             "dtype": _CODES[place.dtype],

@@ -22,6 +22,8 @@ type AnyArray = NDArray[Any]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+NATIVE_FILE = "jaxserve.safetensors"
+"""The engine's own: see `native`."""
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),

@@ -1,4 +1,4 @@
-"""The flags of weights, the engine and `jaxserve plan`; the others are in flags.py."""
+"""The flags of weights, the engine, `jaxserve plan` and `kernels`; the others are in flags.py."""
 
 from __future__ import annotations
 
@@ -35,6 +35,25 @@ def add_plan_flags(add: AddArgument) -> None:
         "--json",
         action="store_true",
         help="print the plan as JSON",
+    )
+
+
+def add_kernels_flags(add: AddArgument) -> None:
+    add(
+        "--device",
+        dest="gpu",
+        choices=GPUS,
+        help="GPU whose kernels are asked for",
+    )
+    add(
+        "--all",
+        action="store_true",
+        help="print the implementations that refused, too, and why",
+    )
+    add(
+        "--json",
+        action="store_true",
+        help="print the choices as JSON",
     )
 
 

@@ -27,8 +27,8 @@ type AddArgument = Callable[..., argparse.Action]
 """`add_argument` of a parser, or of a group of one."""
 
 MODEL_HELP = (
-    "a local folder with config.json and safetensors, jaxserve-embedded, one of "
-    f"{', '.join(NAMED_MODELS)}, or a Hugging Face id"
+    "a local folder with config.json and safetensors or an Orbax checkpoint, jaxserve-embedded, "
+    f"one of {', '.join(NAMED_MODELS)}, or a Hugging Face id"
 )
 
 
@@ -74,6 +74,7 @@ def add_model_flags(add: AddArgument) -> None:
         "model then needs no files",
     )
     add_hub_flags(add)
+    add_orbax_flags(add)
     add(
         "--seed",
         type=whole,
@@ -92,6 +93,20 @@ def add_hub_flags(add: AddArgument) -> None:
         "--download-dir",
         type=Path,
         help="folder for downloads from the hub (default: the Hugging Face cache)",
+    )
+
+
+def add_orbax_flags(add: AddArgument) -> None:
+    add(
+        "--hf-config",
+        type=Path,
+        help="the config.json of an Orbax checkpoint, or a folder with it and the tokenizer "
+        "(default: beside the checkpoint)",
+    )
+    add(
+        "--from-step",
+        type=whole,
+        help="the step to take of a folder of Orbax checkpoints (default: the newest complete one)",
     )
 
 

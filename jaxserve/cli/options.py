@@ -8,13 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve import __version__
-from jaxserve.cli.engine_flags import add_engine_flags, add_plan_flags, add_weight_flags
+from jaxserve.cli.engine_flags import (
+    add_engine_flags,
+    add_kernels_flags,
+    add_plan_flags,
+    add_weight_flags,
+)
 from jaxserve.cli.flag_parser import FlagParser
+from jaxserve.cli.flag_values import positive
 from jaxserve.cli.flags import (
     MODEL_HELP,
     add_access_flags,
     add_hub_flags,
     add_model_flags,
+    add_orbax_flags,
     add_server_flags,
 )
 
@@ -29,6 +36,8 @@ class Options:
     load_format: str
     revision: str | None
     download_dir: Path | None
+    hf_config: Path | None
+    from_step: int | None
     seed: int
     host: str
     port: int
@@ -95,15 +104,21 @@ class Options:
     keep_alive_interval: float
     out: Path | None = None
     """Of `convert`: where the converted checkpoint goes."""
+    to: str = "native"
+    """Of `convert`: native, orbax or safetensors."""
+    keep: int | None = None
+    """Of `convert`: how many steps an Orbax folder keeps; None: all."""
     quantization_method: str | None = None
     calibration: Path | None = None
     """A text that the model reads, for `convert` or for scales of the KV cache."""
     gpu: str | None = None
-    """Of `plan`: the GPU that is planned for."""
+    """Of `plan` and `kernels`: the GPU that is planned for."""
     gpu_memory: int | None = None
     """Of `plan`: bytes, where the GPU has others than its kind."""
     json: bool = False
-    """Of `plan`: the result as JSON."""
+    """Of `plan` and `kernels`: the result as JSON."""
+    all: bool = False
+    """Of `kernels`: implementations that refused, too."""
 
 
 _DESCRIPTION = "Serve a language model behind an OpenAI-compatible API."
@@ -112,6 +127,7 @@ _EPILOG = """commands, by the first word, each with a --help of its own:
   precompile      compile what serving with the same flags needs, so that later starts are fast
   convert         write a model's weights as the engine holds them, quantised if asked
   plan            print memory, sequences and step times of a model on a GPU, without the GPU
+  kernels         print which kernel serves each operation of a model on a GPU, without the GPU
   bench           put load on an OpenAI-compatible server, and report what its users would have had
 
 JAXSERVE_FLAGS in the environment may have flags of serving, too; the command line's go before them.
@@ -124,6 +140,8 @@ COMMANDS = {
     "any moment, it goes on from there the next time.",
     "plan": "Print what a model would have on a GPU: weights, tokens of the KV cache, sequences, "
     "context, decode steps. Needs no GPU. Takes the flags of serving, too.",
+    "kernels": "Print which implementation serves each operation of a model's steps on a GPU, with "
+    "its configuration. Needs Triton, but no GPU. Takes the flags of serving, too.",
 }
 """What else than serving the program does, by the first word of the command line."""
 
@@ -161,6 +179,19 @@ def _convert_parser() -> FlagParser:
     add("--model", required=True, help=MODEL_HELP)
     add("--out", type=Path, required=True, help="a folder for the converted checkpoint")
     add_hub_flags(add)
+    add_orbax_flags(add)
+    add(
+        "--to",
+        choices=("native", "orbax", "safetensors"),
+        default="native",
+        help="native: as the engine holds them, in one file; orbax: a step of a folder of Orbax "
+        "checkpoints; safetensors: Hugging Face's names",
+    )
+    add(
+        "--keep",
+        type=positive,
+        help="with --to orbax, how many of the newest steps stay in --out (default: all)",
+    )
     add_weight_flags(add, "as the checkpoint has it")
     add(
         "--quantization-method",
@@ -179,7 +210,7 @@ def _parser(command: str | None) -> FlagParser:
         description=COMMANDS[command] if command else _DESCRIPTION,
         epilog=None if command else _EPILOG,
         usage=None if command else "jaxserve [command] [flags]",
-        commands="" if command else "serve, precompile, convert, plan and bench",
+        commands="" if command else "serve, precompile, convert, plan, kernels and bench",
     )
     parser.add_argument("--version", action="version", version=__version__)
     add_model_flags(parser.add_argument_group("model").add_argument)
@@ -188,4 +219,6 @@ def _parser(command: str | None) -> FlagParser:
     add_engine_flags(parser.add_argument_group("engine").add_argument)
     if command == "plan":
         add_plan_flags(parser.add_argument_group("plan").add_argument)
+    if command == "kernels":
+        add_kernels_flags(parser.add_argument_group("kernels").add_argument)
     return parser

@@ -1,4 +1,4 @@
-"""`jaxserve convert`: a Hugging Face checkpoint to the engine's own, once, at deploy time."""
+"""`jaxserve convert`: a checkpoint from one format to another, quantised if asked, once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from jaxserve.commands.progress import Work
 from jaxserve.config import ConfigError
 from jaxserve.startup.environment import prepare
 from jaxserve.weights.model_source import find_model
+from jaxserve.weights.text_files import copy_text_files
 from jaxserve_checkpoints.native import FILE
-from jaxserve_checkpoints.reader import CheckpointError
-
-_TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
-"""What belongs to a model beside its weights; without the index of their files."""
+from jaxserve_checkpoints.reader import SINGLE_FILE, CheckpointError
 
 
 def convert(options: Options) -> int:
@@ -54,13 +52,20 @@ def _convert(options: Options) -> None:
     with ExitStack() as shown:
 
         def begin() -> None:
-            _copy_text_files(folder, out)
+            _copy_text_files(folder, out, SINGLE_FILE if options.to == "safetensors" else FILE)
+            if options.hf_config is not None and options.hf_config.is_file():
+                shutil.copyfile(options.hf_config, out / "config.json")
             shown.enter_context(work)
 
         file = convert_model(options, source, out, show, errors.add, begin)
     errors.show(options.quantization_method or "rtn")
-    size, seconds = _size(file.stat().st_size), time.monotonic() - started
-    print(f"{size} in {file} after {seconds:.0f} s, every checksum compared")
+    files = [file] if file.is_file() else [each for each in file.rglob("*") if each.is_file()]
+    size = _size(sum(each.stat().st_size for each in files))
+    print(f"{size} in {file} after {time.monotonic() - started:.0f} s{_checked(options)}")
+
+
+def _checked(options: Options) -> str:
+    return "" if options.to == "orbax" else ", every checksum compared"
 
 
 def _size(count: int) -> str:
@@ -96,21 +101,19 @@ class _Errors:
         self._console.print(table)
 
 
-def _copy_text_files(source: Path, target: Path) -> None:
+def _copy_text_files(source: Path, target: Path, written: str) -> None:
+    """Copy what belongs to a model beside its weights, which go to the file `written`."""
     try:
         target.mkdir(parents=True, exist_ok=True)
         if target.samefile(source):
             raise ConfigError(f"--out {target} is the model's own folder: choose another")
-        others = sorted(file.name for file in target.glob("*.safetensors") if file.name != FILE)
+        others = sorted(file.name for file in target.glob("*.safetensors") if file.name != written)
         if others:
             raise ConfigError(
                 f"--out {target} holds a model's weights ({others[0]}), whose config.json would be "
                 "replaced: choose another folder"
             )
-        for pattern in _TEXT_FILES:
-            for file in source.glob(pattern):
-                if file.is_file() and not file.name.endswith(".index.json"):
-                    shutil.copyfile(file, target / file.name)
+        copy_text_files(source, target)
     except OSError as error:
         if error.filename and Path(error.filename).parent == source:
             raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from None

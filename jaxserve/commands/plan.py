@@ -105,8 +105,8 @@ def estimate(options: Options) -> Estimate:
     Raises:
       ConfigError: the model does not fit, or is neither a named one nor a folder.
     """
-    gpu = _gpu(options)
-    planned = _engine_plan(options, gpu)
+    gpu = gpu_of(options)
+    planned = engine_plan(options, gpu)
     cache, scheduler = planned.config.cache, planned.config.scheduler
     spec = planned.config.spec
     memory = planned.memory(0)
@@ -130,14 +130,19 @@ def estimate(options: Options) -> Estimate:
     )
 
 
-def _gpu(options: Options) -> Gpu:
+def gpu_of(options: Options, flag: str = "--gpu") -> Gpu:
+    """The GPU that a flag names.
+
+    Raises:
+      ConfigError: it is missing.
+    """
     if options.gpu is None:
-        raise ConfigError(f"--gpu is missing: one of {', '.join(GPUS)}")
+        raise ConfigError(f"{flag} is missing: one of {', '.join(GPUS)}")
     gpu = GPUS[options.gpu]
     return gpu._replace(mebibytes=options.gpu_memory >> 20) if options.gpu_memory else gpu
 
 
-def _engine_plan(options: Options, gpu: Gpu) -> EnginePlan:
+def engine_plan(options: Options, gpu: Gpu) -> EnginePlan:
     """What a start does before it reads weights, for a device that its driver describes."""
     from dataclasses import replace
 
@@ -156,6 +161,7 @@ def _engine_plan(options: Options, gpu: Gpu) -> EnginePlan:
         platform="gpu",
         device_kind=gpu.name,
         compute_capability=gpu.capability,
+        core_count=gpu.multiprocessors,
         memory_stats=lambda: {"bytes_limit": limit},
         client=SimpleNamespace(platform_version="cuda"),
     )

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import sys
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 
 from jaxserve.api import (
@@ -22,11 +24,16 @@ from jaxserve.api import (
     ReaderTooSlow,
     Rejected,
     Request,
+    Running,
     StepView,
     TokenEvent,
+    WeightChange,
+    WeightsChanged,
+    WeightsRefused,
+    WeightState,
 )
-from jaxserve.engine.inbox import Abort, Inbox, ResetPrefixCache, Submit
-from jaxserve.engine.loop import Parts, Posted, Refused, StepLoop
+from jaxserve.engine.inbox import Abort, Between, Inbox, ResetPrefixCache, Submit
+from jaxserve.engine.loop import Parts, Posted, Refused, StepLoop, WeightStore
 from jaxserve.engine.mailbox import Mailbox
 from jaxserve.metrics.metrics import Metrics
 
@@ -74,6 +81,10 @@ class AsyncEngine[P]:
         self._phase, self._progress = "starting", 0.0
         self._error: str | None = None
         self._steps: StepLoop[P] | None = None
+        self._operations: set[asyncio.Future[None]] = set()
+        """What waits for its turn between two steps."""
+        self._changing = asyncio.Lock()
+        self._sleeping = False
 
     # The event loop's side.
 
@@ -106,8 +117,10 @@ class AsyncEngine[P]:
         # thread ends with the process.
         while self._phase == "serving" and self._thread.is_alive():
             await asyncio.sleep(0.01)
+        stopping = Overloaded("the server is shutting down", retry_after=30.0)
         for mailbox in self._streams.values():
-            mailbox.put(Overloaded("the server is shutting down", retry_after=30.0))
+            mailbox.put(stopping)
+        self._give_up_operations(stopping)
 
     @property
     def num_streams(self) -> int:
@@ -182,12 +195,131 @@ class AsyncEngine[P]:
         """See `api.Engine.reset_prefix_cache`. Takes effect before the next step is planned."""
         self._inbox.send(ResetPrefixCache())
 
+    @property
+    def weights(self) -> WeightState:
+        steps = self._steps
+        if steps is None:
+            return WeightState(0, "", paused=False, sleeping=False)
+        model = steps.store.model if steps.store else ""
+        return WeightState(steps.weights, model, steps.paused, self._sleeping)
+
+    async def change_weights(self, change: WeightChange) -> WeightsChanged:
+        """See `api.Engine.change_weights`."""
+        store, started = self._store(), time.perf_counter()
+        async with self._changing:
+            use = await asyncio.to_thread(store.load, change)
+            loaded = time.perf_counter() - started
+            return await self._use_weights(use, change.running, loaded)
+
+    async def use_weights(
+        self, use: Callable[[], None], running: Running = Running.DRAIN
+    ) -> WeightsChanged:
+        """Call what gives the runner other weights between two steps, as `change_weights`."""
+        async with self._changing:
+            return await self._use_weights(use, running, 0.0)
+
+    async def _use_weights(
+        self, use: Callable[[], None], running: Running, load_seconds: float
+    ) -> WeightsChanged:
+        steps = self._steps
+        assert steps is not None
+
+        def change() -> None:
+            use()
+            if running is Running.RESTART:
+                steps.scheduler.restart()
+            steps.weights += 1
+            steps.scheduler.change_weights(steps.weights)
+
+        await self._do(change, drain=running is Running.DRAIN)
+        return WeightsChanged(steps.weights, load_seconds, steps.last_gap)
+
+    async def pause(self, *, finish: bool = False) -> None:
+        """See `api.Engine.pause`."""
+        await self._do(functools.partial(self._set_paused, True), drain=finish)
+
+    async def resume(self) -> None:
+        """See `api.Engine.resume`. Raises WeightsRefused: the engine sleeps."""
+        if self._sleeping:
+            raise WeightsRefused("the engine sleeps: wake it instead")
+        await self._do(functools.partial(self._set_paused, False))
+
+    async def sleep(self, *, drop_weights: bool = False) -> None:
+        """See `api.Engine.sleep`."""
+        store = self._store()
+        async with self._changing:
+            if self._sleeping:
+                raise WeightsRefused("the engine sleeps already")
+
+            def fall_asleep() -> None:
+                steps = self._set_paused(True)
+                steps.scheduler.restart()
+                steps.scheduler.reset_prefix_cache()
+                store.sleep(drop_weights=drop_weights)
+
+            await self._do(fall_asleep)
+            self._sleeping = True
+
+    async def wake(self) -> None:
+        """See `api.Engine.wake`."""
+        store = self._store()
+        async with self._changing:
+            if not self._sleeping:
+                raise WeightsRefused("the engine does not sleep")
+            use = await asyncio.to_thread(store.reload)
+
+            def awake() -> None:
+                use()
+                self._set_paused(False)
+
+            await self._do(awake)
+            self._sleeping = False
+
+    def _store(self) -> WeightStore:
+        self._check_accepting()
+        assert self._steps is not None
+        if self._steps.store is None:
+            raise WeightsRefused("this engine's weights cannot be changed")
+        return self._steps.store
+
+    def _set_paused(self, paused: bool) -> StepLoop[P]:
+        assert self._steps is not None
+        self._steps.paused = paused
+        return self._steps
+
+    async def _do(self, run: Callable[[], object], *, drain: bool = False) -> None:
+        """Run something on the engine's thread between two steps; raises what it raises."""
+        self._check_accepting()
+        assert self._loop is not None
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._operations.add(future)
+
+        def end(error: BaseException | None) -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+
+        self._inbox.send(Between(run, lambda error: self._call(end, error), drain))
+        try:
+            await asyncio.shield(future)
+        finally:
+            self._operations.discard(future)
+
+    def _give_up_operations(self, error: Exception) -> None:
+        for future in self._operations:
+            if not future.done():
+                future.set_exception(error)
+
     def _deliver(self, messages: list[Posted]) -> None:
         """Deliver one step's messages. Messages of closed streams are dropped."""
         for message in messages:
             if isinstance(message, EngineFailed):
                 for mailbox in self._streams.values():
                     mailbox.put(message)
+                self._give_up_operations(message)
                 continue
             mailbox = self._streams.get(message.request_id)
             if mailbox is not None and not mailbox.put(message, _size(message)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from jaxserve.api import Request
@@ -26,7 +26,17 @@ class ResetPrefixCache(NamedTuple):
     """Forget all cached prefixes."""
 
 
-type Command = Submit | Abort | ResetPrefixCache
+class Between(NamedTuple):
+    """Something to do between two steps, with none in flight."""
+
+    run: Callable[[], object]
+    done: Callable[[BaseException | None], object]
+    """Called with what `run` raised, or None."""
+    drain: bool
+    """Sequences that have begun end first; others wait."""
+
+
+type Command = Submit | Abort | ResetPrefixCache | Between
 
 
 class Inbox:

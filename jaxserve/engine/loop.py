@@ -5,11 +5,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from jaxserve.api import EngineFailed, FinishReason, Overloaded, Rejected, Request, TokenEvent
-from jaxserve.engine.inbox import Abort, Inbox, ResetPrefixCache, Submit
+from jaxserve.api import (
+    EngineFailed,
+    FinishReason,
+    Overloaded,
+    Rejected,
+    Request,
+    TokenEvent,
+    WeightChange,
+    WeightsRefused,
+)
+from jaxserve.engine.inbox import Abort, Between, Inbox, ResetPrefixCache, Submit
 from jaxserve.engine.recent_steps import RecentSteps
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.plan import Sampled, StepPlan
@@ -36,11 +46,40 @@ class StepRunner[P](Protocol):
     def reset(self) -> None: ...
 
 
+class WeightStore(Protocol):
+    """Loads weights and gives them to the runner."""
+
+    @property
+    def model(self) -> str:
+        """Where the served weights came from."""
+        ...
+
+    def load(self, change: WeightChange) -> Callable[[], None]:
+        """Load other weights beside those that are served, on any thread. Returns what serves
+        them; call it between two steps.
+
+        Raises:
+          WeightsRefused: they cannot be loaded or do not fit.
+        """
+        ...
+
+    def sleep(self, *, drop_weights: bool) -> None:
+        """Free the device state, and the weights if told to. Call it between two steps."""
+        ...
+
+    def reload(self) -> Callable[[], None]:
+        """Load what `sleep` has dropped, on any thread. Returns what makes the engine able to run
+        steps again, as `load`. Raises WeightsRefused."""
+        ...
+
+
 class Parts[P](NamedTuple):
     """The scheduler and runner that the engine thread drives; made on that thread."""
 
     scheduler: Scheduler
     runner: StepRunner[P]
+    weights: WeightStore | None = None
+    """What changes the runner's weights; None: they stay."""
 
 
 class Refused(NamedTuple):
@@ -64,7 +103,7 @@ class StepLoop[P]:
         metrics: Metrics,
     ):
         """`post` receives the messages of one step."""
-        self.scheduler, self._runner = parts
+        self.scheduler, self._runner, self.store = parts
         self._inbox = inbox
         self._post = post
         self._metrics = metrics
@@ -73,6 +112,13 @@ class StepLoop[P]:
         self.recent = RecentSteps()
         self._idle = True
         self._last_step = time.monotonic()
+        self._between: deque[Between] = deque()
+        self.paused = False
+        """No step is planned."""
+        self.last_gap = 0.0
+        """Seconds of the last thing done between two steps, the wait for the step before it too."""
+        self.weights = 0
+        """The version that is served."""
 
     @property
     def last_step_age(self) -> float:
@@ -85,13 +131,16 @@ class StepLoop[P]:
         scheduler = self.scheduler
         in_flight: tuple[StepPlan, P] | None = None
         while not self._inbox.closed:
-            self._idle = in_flight is None and not scheduler.has_work
+            working = scheduler.has_work and not self.paused
+            self._idle = in_flight is None and not working and not self._between
             if self._idle:
                 self._rest()
                 self._last_step = time.monotonic()  # idle is not stuck
             self._read_inbox()
             self._idle = False
-            in_flight = self._advance(in_flight)
+            if self._between:
+                in_flight = self._do_between(in_flight)
+            in_flight = self._finish(in_flight) if self.paused else self._advance(in_flight)
             self._last_step = time.monotonic()
         if in_flight is not None:
             with contextlib.suppress(Exception):
@@ -115,6 +164,45 @@ class StepLoop[P]:
                     self.scheduler.reset_prefix_cache()
                 case Submit(request):
                     self._add(request)
+                case Between():
+                    self._between.append(command)
+
+    def _do_between(self, in_flight: tuple[StepPlan, P] | None) -> tuple[StepPlan, P] | None:
+        """Do what is to be done between two steps, unless sequences must end before. Returns the
+        step in flight."""
+        scheduler = self.scheduler
+        while self._between:
+            each, error = self._between[0], None
+            if each.drain and not scheduler.drained:
+                if not self.paused:
+                    scheduler.hold(True)
+                    return in_flight
+                error = WeightsRefused("paused with running sequences, which can not end first")
+            began = time.perf_counter()
+            in_flight = self._finish(in_flight)
+            self._between.popleft()
+            try:
+                if error is None:
+                    each.run()
+            except Exception as caught:
+                error = caught
+            self.last_gap = time.perf_counter() - began
+            scheduler.hold(False)
+            each.done(error)
+        self._clock.rest()
+        return None
+
+    def _finish(self, in_flight: tuple[StepPlan, P] | None) -> None:
+        """Read the results of the step in flight. None is in flight then."""
+        if in_flight is None:
+            return
+        try:
+            sampled = self._collect(*in_flight)
+            self._publish(self.scheduler.commit(in_flight[0], sampled))
+        except Exception:
+            log.exception(_STEP_FAILED)
+            self._recover([in_flight[0]])
+        self._count_preemptions()
 
     def _add(self, request: Request) -> None:
         """Queue a request. Any failure here ends this request only."""
@@ -194,7 +282,8 @@ class StepLoop[P]:
             self._metrics.count_tokens(read - self._prompt_tokens, generated)
             self._prompt_tokens = read
         if events:
-            self._post(list(events))
+            version = self.weights
+            self._post([each._replace(weights=version) if version else each for each in events])
 
     def _count_end(self, event: TokenEvent) -> None:
         if event.finish is FinishReason.ERROR:

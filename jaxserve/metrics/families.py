@@ -199,6 +199,9 @@ class EngineFamilies(_Families):
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]):
         super().__init__(registry, labels)
         self.ready = self._gauge("jaxserve_ready", "1 while /ready is 200, else 0")
+        self.weights = self._gauge(
+            "jaxserve_weights_version", "Changes of the weights since the start"
+        )
         self.prompt_tokens = self._counter(
             "vllm:prompt_tokens", "Prompt tokens computed or found in the prefix cache"
         )

@@ -279,6 +279,10 @@ class Metrics:
         )
         info.labels(**self._labels, block_size=str(page_size), num_gpu_blocks=str(num_pages)).set(1)
 
+    def set_weights(self, version: int) -> None:
+        """Report the version of the weights that are served."""
+        self._engine.weights.set(version)
+
     def set_memory(self, kind: str, num_bytes: int) -> None:
         """Set planned device memory. `kind`: weights, kv, state, temporaries, free."""
         self._engine.memory.labels(kind=kind).set(num_bytes)

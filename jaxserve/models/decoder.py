@@ -210,7 +210,8 @@ def decode(
     """
     x, normed, tables = _begin(params, tokens, spec)
     layers = functools.partial(_decode_layers, spec=spec)
-    read = as_read(params.layers, tokens.ids.shape[0])  # a chain keeps what no kernel reads
+    # A chain keeps what no kernel reads.
+    read = as_read(params.layers, tokens.ids.shape[0], target=target)
     # A decode step is too short to wait for the start of each kernel.
     normed, kv = chain.call(
         layers, read, params.final_norm, x, normed, kv, tables, tokens, target=target

@@ -45,3 +45,14 @@ def decoder_rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
         rules.append(rule("gate_up_bias", mlp, "gate_proj", "up_proj", kind="bias"))
         rules.append(rule("down_bias", mlp, "down_proj", kind="bias"))
     return tuple(rules)
+
+
+def rows_of(spec: ModelSpec, leaf: str) -> tuple[int, ...] | None:
+    """Returns the rows that each source of a leaf's rule has; None: one source has them all.
+
+    Args:
+      leaf: the last part of its path, "qkv".
+    """
+    if leaf in ("qkv", "qkv_bias"):
+        return (spec.q_size, spec.kv_size, spec.kv_size)
+    return (spec.ffn, spec.ffn) if leaf in ("gate_up", "gate_up_bias") else None

@@ -18,6 +18,7 @@ import logging
 import os
 import pickle
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -63,12 +64,13 @@ class Program:
     contain them."""
 
     def compile(self) -> Executable:
-        """Compile for the current target. If jaxlib does not accept shared machine code of Triton
-        kernels, each call assembles its own."""
+        """Compile. If jaxlib does not accept shared machine code of Triton kernels, each call
+        assembles its own."""
         try:
             return self._lowered().compile(dict(self.compiler_options))
         except jax.errors.JaxRuntimeError as error:
-            if jax.default_backend() != "gpu" or records.hold_source():
+            no_kernels = "jaxserve_kernels.triton_call" not in sys.modules
+            if no_kernels or records.hold_source():
                 raise
             log.warning("%s is compiled again, with PTX in every call: %s", self.name, error)
             with records.with_source():

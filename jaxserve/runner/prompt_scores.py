@@ -25,7 +25,7 @@ from jaxserve.programs.executable_cache import Executable, Program
 from jaxserve_kernels.sampler import score
 from jaxserve_kernels.target import Target
 
-_SCORE = "prompt_scores"
+SCORE = "prompt_scores"
 """The program's name."""
 
 _COLUMNS = 2 + 2 * MAX_LOGPROBS
@@ -83,7 +83,7 @@ def program(
       rows: positions that one call scores.
     """
     return Program(
-        name=_SCORE,
+        name=SCORE,
         function=functools.partial(compute, spec=spec, sampled_vocab=sampled_vocab, target=target),
         arguments=(params, attended, jax.ShapeDtypeStruct((2, rows), jnp.int32)),
     )
@@ -95,7 +95,7 @@ class PromptScorer:
     def __init__(self, executables: Mapping[str, Executable], *, rows: int):
         """`executables`: by name, with that of `program` for `rows` rows."""
         self._rows = rows
-        self._score = executables[_SCORE]
+        self._score = executables[SCORE]
 
     def launch(
         self, params: decoder.Params, attended: decoder.Attended, plan: StepPlan

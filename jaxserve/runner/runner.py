@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import numpy as np
@@ -69,6 +69,7 @@ class Runner:
     def __init__(self, config: RunnerConfig, params: decoder.Params, observer: StepObserver):
         self._config = config
         self._params = params
+        self._abstract = jax.tree.map(_abstract, params)
         self._observer = observer
         self._buckets = config.all_buckets()
         self._steps: dict[Bucket, Any] = {}
@@ -172,10 +173,38 @@ class Runner:
     def reset(self) -> None:
         """Replace the device state after a failed step, which may have lost donated buffers."""
         for buffer in jax.tree.leaves(self._state):
-            buffer.delete()  # there is no room for a second cache beside the first
+            if not buffer.is_deleted():
+                buffer.delete()  # there is no room for a second cache beside the first
         self._in_flight = None
         self._uploads.forget()
         self._state, self._free_results = self._fresh_state()
+
+    @property
+    def params(self) -> decoder.Params:
+        """The weights that steps read."""
+        return self._params
+
+    def use_params(self, params: decoder.Params) -> None:
+        """Compute with other weights from the next step on. No step may be in flight.
+
+        Args:
+          params: of the shapes and dtypes that the programs are compiled for, on the same device.
+
+        Raises:
+          ValueError: names the first array that is of another kind.
+        """
+        check_same(self._abstract, params)
+        self._params = params
+
+    def drop_params(self) -> None:
+        """Let go of the weights. `use_params` must come before the next step."""
+        self._params = cast(decoder.Params, None)
+
+    def free_state(self) -> None:
+        """Free the KV cache and what else is kept between steps. `reset` allocates it again."""
+        for buffer in jax.tree.leaves(self._state):
+            buffer.delete()
+        self._free_results.delete()
 
     def use_kv_scales(self, scales: NDArray[np.float32]) -> None:
         """Set the KV cache's scales, float32 [layers of the model, kv_heads, 2]; see
@@ -242,6 +271,28 @@ class Runner:
         )
         for _ in range(_warm_calls()):
             self._execute(bucket, packed)
+
+
+def check_same(abstract: Any, params: Any) -> None:
+    """Raise ValueError if a tree's arrays differ in shape, dtype or place from the tree of
+    ShapeDtypeStructs `abstract`."""
+    expected, found = jax.tree.structure(abstract), jax.tree.structure(params)
+    if expected != found:
+        raise ValueError(f"the weights have another structure: {found}, needed is {expected}")
+    for (path, one), other in zip(
+        jax.tree_util.tree_leaves_with_path(abstract), jax.tree.leaves(params), strict=True
+    ):
+        other = _abstract(other)
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ValueError(
+                f"{name} is {other.dtype} {list(other.shape)}, needed is {one.dtype} "
+                f"{list(one.shape)}"
+            )
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def _warm_calls() -> int:

@@ -104,6 +104,9 @@ class Scheduler:
         self._next_id = 0
         self._blocked: Sequence | None = None
         """The first waiting sequence, if it must wait until pages are freed."""
+        self._held = False
+        """Only sequences that were admitted before are admitted."""
+        self._weights = 0
         self._uncommitted: list[TokenEvent] = []
         """Events of the commit in progress. If it raises, `fail` returns them."""
         self.num_preemptions = self.num_steps = 0
@@ -163,7 +166,7 @@ class Scheduler:
             seq_id=self._next_id,
             limit=limit,
             level=request.priority if self._config.policy == "priority" else 0,
-            root=prefix.root(self._cache.identity, request.cache_salt),
+            root=self._root(request.cache_salt),
             now=now,
             ttft_slo=self._config.ttft_slo if request.ttft_slo is None else request.ttft_slo,
         )
@@ -319,6 +322,8 @@ class Scheduler:
         """
         now = self._clock()
         seq = self._waiting.first()
+        if self._held:
+            seq = next((each for each in self._waiting if each.admitted >= 0), None)
         if seq is None or seq is self._blocked or seq.in_flight:
             return None
         if not self._kv_cache.num_free_slots or seq.guided_to_wait:
@@ -441,6 +446,32 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache. Running sequences keep their pages."""
         self._kv_cache.forget()
+
+    def hold(self, held: bool) -> None:
+        """Admit no sequence for the first time while held."""
+        self._held = held
+
+    @property
+    def drained(self) -> bool:
+        """Whether no sequence has begun: all that are left wait for their first admission."""
+        return not any(seq.admitted >= 0 for seq in self._live.values())
+
+    def restart(self) -> None:
+        """Return all running sequences to the queue, to compute again what they have. No plan may
+        be in flight."""
+        for seq in list(self._running.values()):
+            self._preempt(seq)
+
+    def change_weights(self, version: int) -> None:
+        """Never find again what earlier weights computed. Running sequences keep their pages."""
+        self.pages.forget()
+        self._weights = version
+        for seq in self._waiting:
+            seq.begin_again(self._root(seq.salt))
+
+    def _root(self, salt: str) -> bytes:
+        changed = (str(self._weights),) if self._weights else ()
+        return prefix.root(self._cache.identity, salt, *changed)
 
     def _vacate(self, seq: Sequence) -> None:
         """Free the slot and pages of a running sequence."""

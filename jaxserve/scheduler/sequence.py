@@ -49,6 +49,8 @@ class Sequence:
     """Lower is served first. All ranks differ."""
     root: bytes
     """The hash that precedes the first page, see `prefix.root`."""
+    salt: str
+    """See `Request.cache_salt`."""
     arrived: float
     """Time of arrival, in seconds on the scheduler's clock."""
     admitted: float = -1.0
@@ -132,6 +134,7 @@ class Sequence:
             ended_by=math.inf if request.e2e_slo is None else now + request.e2e_slo,
             rank=(0.0, seq_id),
             root=root,
+            salt=request.cache_salt,
             arrived=now,
         )
 
@@ -183,6 +186,11 @@ class Sequence:
     def max_generated(self) -> int:
         """The most output tokens that `max_tokens`, the model and the cache allow."""
         return self.limit - self.num_prompt
+
+    def begin_again(self, root: bytes) -> None:
+        """Hash pages from another root on. The sequence must not be running."""
+        self.root = root
+        self.hashes.clear()
 
     def page_hashes(self, count: int, page_size: int) -> list[bytes]:
         """Returns the hashes of the first `count` pages, which known tokens fill."""

@@ -20,7 +20,12 @@ OPEN_ROUTES = frozenset({"/health", "/ready"})
 """Answered without a key, by the path of the route that was matched. Everything else, routes that
 do not exist included, needs one: a route that is added later is closed by itself."""
 
-ADMIN_ROUTES = frozenset({"/reset_prefix_cache"})
+ADMIN_ROUTES = frozenset(
+    {
+        *("/reset_prefix_cache", "/v1/weights", "/pause", "/resume", "/is_paused"),
+        *("/sleep", "/wake_up", "/is_sleeping"),
+    }
+)
 """They change what all clients get: only for keys of administrators, and not there without any."""
 
 

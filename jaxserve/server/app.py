@@ -10,7 +10,7 @@ from aiohttp import web
 from jaxserve.api import Engine
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.server import operations
+from jaxserve.server import operations, weights
 from jaxserve.server.access import require_key
 from jaxserve.server.backlog import Backlog
 from jaxserve.server.chat_formats.chat_format import ChatFormat
@@ -79,6 +79,7 @@ def make_app(
     )
     app.on_shutdown.append(_end_grammars)
     app.on_response_prepare.append(echo_request_id)
+    app.on_response_prepare.append(weights.name_weights)
     app.on_response_prepare.append(allow_origin)
     app.on_response_prepare.append(close_when_draining)
     for prefix in dict.fromkeys(("", config.root_path)):
@@ -153,6 +154,7 @@ def _routes(prefix: str, *, admin: bool) -> list[web.RouteDef]:
     ]
     if admin:
         routes.append(web.post(f"{prefix}/reset_prefix_cache", operations.reset_prefix_cache))
+        routes += weights.routes(prefix)
     return routes
 
 

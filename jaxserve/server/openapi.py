@@ -11,7 +11,7 @@ import msgspec
 
 import jaxserve
 from jaxserve.config import ServerConfig
-from jaxserve.server import shapes
+from jaxserve.server import shapes, weights
 from jaxserve.server.access import ADMIN_ROUTES, is_open
 from jaxserve.server.messages import schema as messages
 from jaxserve.server.request import schema
@@ -166,6 +166,29 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("post", "/reset_prefix_cache"): Operation(
         "Forget the prefixes computed so far", None, errors=(405, 503)
     ),
+    ("get", "/v1/weights"): Operation("Which weights are served", weights.ServedWeights),
+    ("post", "/v1/weights"): Operation(
+        "Serve with other weights of the same shapes",
+        weights.ChangedWeights,
+        (weights.WeightsRequest,),
+        errors=(*_PROMPT, 503),
+    ),
+    ("post", "/pause"): Operation(
+        "Run no steps",
+        weights.Paused,
+        errors=(400, 405, 503),
+        query={"mode": "keep: what runs stays as it is; wait: it ends first"},
+    ),
+    ("post", "/resume"): Operation("Run steps again", weights.Paused, errors=(400, 405, 503)),
+    ("get", "/is_paused"): Operation("Whether steps run", weights.Paused),
+    ("post", "/sleep"): Operation(
+        "Pause and free the KV cache",
+        weights.Sleeping,
+        errors=(400, 405, 503),
+        query={"level": "1 keeps the weights, 2 drops them"},
+    ),
+    ("post", "/wake_up"): Operation("Undo sleep", weights.Sleeping, errors=(400, 405, 503)),
+    ("get", "/is_sleeping"): Operation("Whether it sleeps", weights.Sleeping),
     ("get", "/version"): Operation("The version", shapes.Version),
     ("get", "/metrics"): Operation("Prometheus text", None, media="text/plain"),
     ("get", "/openapi.json"): Operation("This document", None),

@@ -90,6 +90,7 @@ async def metrics(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     status = service.engine.status()
     service.metrics.observe_load(status, ready=_is_ready(status, service.config))
+    service.metrics.set_weights(service.engine.weights.version)
     answers = sum(connection.answering for connection in service.connections)
     service.metrics.observe_answers(answers - 1)  # without this one
     return web.Response(body=service.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})

@@ -28,9 +28,11 @@ from jaxserve.startup import fast_paths, heap, kv_scales, memory
 from jaxserve.startup.engine_plan import EnginePlan, plan_engine
 from jaxserve.startup.measure import step_times
 from jaxserve.startup.timeline import Timeline
+from jaxserve.startup.weight_store import RunnerWeights
 from jaxserve.weights.loading import weight_loader
 from jaxserve.weights.model_source import ModelSource
-from jaxserve_checkpoints.reader import open_checkpoint
+from jaxserve_checkpoints.quantized import QuantizedCheckpoint
+from jaxserve_checkpoints.reader import Checkpoint
 from jaxserve_kernels.kv_format import has_scales
 
 log = logging.getLogger(__name__)
@@ -46,8 +48,13 @@ def build_parts(
     metrics: Metrics,
     progress: Progress,
     timeline: Timeline,
+    *,
+    alone: bool = True,
 ) -> Parts[Pending]:
     """Load weights and programs in parallel, compile what is missing, and run every bucket once.
+
+    Args:
+      alone: nothing else in the process compiles, so that whatever is compiled later is an error.
 
     Raises:
       ConfigError: see `plan_engine`. Also if `--require-precompiled` is set and programs are
@@ -97,8 +104,9 @@ def build_parts(
         heap.settle()
     _report(plan, runner, obtained, metrics)
     fast_paths.report(metrics, plan.config.target)
-    watch.serving = True
-    return Parts(Scheduler(plan.config.scheduler, plan.config.cache, times=times), runner)
+    watch.serving = alone
+    store = RunnerWeights(options, source, plan, copies, runner)
+    return Parts(Scheduler(plan.config.scheduler, plan.config.cache, times=times), runner, store)
 
 
 def _set_kv_scales(options: Options, source: ModelSource, plan: EnginePlan, runner: Runner) -> None:
@@ -113,8 +121,11 @@ def _set_kv_scales(options: Options, source: ModelSource, plan: EnginePlan, runn
         scales, origin = kv_scales.calculated(runner, config, ids), f"from {len(ids)} tokens"
     else:
         scales, origin = None, "from the checkpoint"
-        if weights.folder is not None and weights.native is None:  # the engine's own has none
-            scales = kv_scales.stored(open_checkpoint(weights.folder), config.spec)
+        checkpoint = weights.checkpoint
+        if isinstance(checkpoint, QuantizedCheckpoint):
+            checkpoint = checkpoint.checkpoint
+        if isinstance(checkpoint, Checkpoint):  # others have none
+            scales = kv_scales.stored(checkpoint, config.spec)
         if scales is not None:
             runner.use_kv_scales(scales)
     if scales is None:

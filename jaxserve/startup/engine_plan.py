@@ -288,12 +288,12 @@ def _check_windows(options: Options, spec: ModelSpec, kv_format: KVFormat, *, gp
     """Raise ConfigError if windows hide a part of the longest context and the format's kernels do
     not know windows."""
     length = options.max_model_len or spec.max_position
-    windows = [group.window for group in spec.within(length).cache_groups if group.window]
-    if windows and gpu and isinstance(kv_format, KVarN):
+    window = spec.within(length).smallest_window
+    if window is not None and gpu and isinstance(kv_format, KVarN):
         raise ConfigError(
-            f"the model attends to the last {min(windows)} tokens only (sliding_window), which "
+            f"the model attends to the last {window} tokens only (sliding_window), which "
             f"--kv-cache-dtype {kv_format.name} does not on GPUs in contexts of up to {length}: "
-            f"use --kv-cache-dtype fp8_e4m3 or int8, or --max-model-len {min(windows)}"
+            f"use --kv-cache-dtype fp8_e4m3 or int8, or --max-model-len {window}"
         )
 
 

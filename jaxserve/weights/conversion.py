@@ -1,10 +1,12 @@
-"""The weights' part of `jaxserve convert`: quantise them once, by one of several methods."""
+"""The weights' part of `jaxserve convert`: from and to which format, quantised by which method."""
 
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,11 +16,31 @@ from jaxserve.models import decoder, registry
 from jaxserve.models.awq import AwqLayers
 from jaxserve.models.quantization import Report, calibrated, reporting
 from jaxserve.setting_files import read_text
-from jaxserve.weights.loading import describe, open_checkpoint_of, quantization
+from jaxserve.weights.exporting import (
+    Tensors,
+    open_named,
+    write_flax,
+    write_native_file,
+    write_native_step,
+    write_safetensors,
+)
 from jaxserve.weights.model_source import ModelSource
-from jaxserve_checkpoints import native
+from jaxserve.weights.opening import (
+    describe,
+    files_of,
+    open_native_of,
+    open_stored_of,
+    quantization,
+)
 from jaxserve_checkpoints.convert import convert, finished
 from jaxserve_checkpoints.load import Progress, load_params
+from jaxserve_checkpoints.native import NativeCheckpoint, open_native
+from jaxserve_checkpoints.orbax.writer import check_new_step
+from jaxserve_checkpoints.quantized import QuantizedCheckpoint
+from jaxserve_checkpoints.reader import SINGLE_FILE, CheckpointError
+
+_STAGED = ".converting"
+"""The folder of a conversion that Orbax is going to write."""
 
 _CALIBRATION_SEQUENCES, _CALIBRATION_TOKENS, _LEAST_TOKENS = 128, 512, 64
 
@@ -31,7 +53,7 @@ def convert_model(
     report: Report = lambda path, error: None,
     begin: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write the model's weights into `out` as the flags say. Returns the file.
+    """Write the model's weights into `out` as the flags say. Returns the file, or Orbax's folder.
 
     Args:
       begin: called once flags and files are known to be valid, before anything is written.
@@ -39,15 +61,96 @@ def convert_model(
     Raises:
       ConfigError: the shapes do not allow the quantisation; the weights are converted already; a
         calibration text is missing, too short or not asked for.
-      CheckpointError, OSError: see `jaxserve_checkpoints.convert`.
+      CheckpointError, OSError: see `jaxserve_checkpoints.convert`, and `exporting`.
     """
-    assert source.folder is not None
-    if (source.folder / native.FILE).exists():
+    if options.keep is not None and options.to != "orbax":
+        raise ConfigError("--keep says how many steps stay: it needs --to orbax")
+    native = open_native_of(source)
+    if native is not None:
+        _check_as_is(options, native)
+    if options.to == "safetensors":
+        return _to_safetensors(options, source, native, out, progress, begin)
+    if options.to == "orbax":
+        return _to_orbax(options, source, native, out, progress, report, begin)
+    if native is None:
+        return _to_native(options, source, out, progress, report, begin)
+    if source.orbax is None:
         raise ConfigError(f"{source.folder} is converted already: convert the original")
+    begin()
+    return write_native_file(native, source, out, progress)
+
+
+def _check_as_is(options: Options, native: NativeCheckpoint) -> None:
+    """Raise ConfigError if the flags ask to change weights that are the engine's own already."""
+    if quantization(options).changes_anything or options.calibration is not None:
+        raise ConfigError(f"{native.place} is converted already: quantise the original")
+
+
+def _to_safetensors(
+    options: Options,
+    source: ModelSource,
+    native: NativeCheckpoint | None,
+    out: Path,
+    progress: Progress,
+    begin: Callable[[], None],
+) -> Path:
+    named = open_named(options, source, native)
+    tensors = Tensors(named, source, _dtype(options))
+    made_from = {"files": files_of(source), "dtype": options.dtype, "tensors": tensors.names}
+    if (out / SINGLE_FILE).exists():
+        raise CheckpointError(f"{out / SINGLE_FILE} is there already: choose another folder")
+    begin()
+    return write_safetensors(tensors, out, made_from, progress)
+
+
+def _to_orbax(
+    options: Options,
+    source: ModelSource,
+    native: NativeCheckpoint | None,
+    out: Path,
+    progress: Progress,
+    report: Report,
+    begin: Callable[[], None],
+) -> Path:
+    """Weights that are not quantised get the tree of `jaxserve.flax`; others stay the engine's own
+    tensors, which a file beside the steps holds until they are all there."""
+    step = (source.orbax.step.step if source.orbax else None) or 0
+    check_new_step(out, step)
     wanted = quantization(options)
-    checkpoint = open_checkpoint_of(source.folder, wanted)
+    plain = native is None and not wanted.changes_anything
+    if plain or (native is not None and not native.description.types):
+        stored = open_named(options, source, native) if native else open_stored_of(source, wanted)
+        if not isinstance(stored, QuantizedCheckpoint):
+            tensors = Tensors(stored, source, _dtype(options))
+            begin()
+            return write_flax(tensors, out, step, options.keep, progress)
+    if native is not None:
+        begin()
+        return write_native_step(native, out, step, options.keep, progress)
+    staged = out / _STAGED
+    _to_native(options, source, staged, progress, report, begin)
+    folder = write_native_step(open_native(staged), out, step, options.keep, progress)
+    shutil.rmtree(staged)
+    return folder
+
+
+def _dtype(options: Options) -> np.dtype[Any] | None:
+    """Returns the dtype that was asked for; None: each tensor's own."""
+    return None if options.dtype == "auto" else np.dtype(options.dtype)
+
+
+def _to_native(
+    options: Options,
+    source: ModelSource,
+    out: Path,
+    progress: Progress,
+    report: Report,
+    begin: Callable[[], None],
+) -> Path:
+    wanted = quantization(options)
+    checkpoint = open_stored_of(source, wanted)
     dtype = checkpoint.main_dtype if options.dtype == "auto" else np.dtype(options.dtype)
-    made_from = describe(source.folder, wanted, dtype)
+    made_from = describe(source, wanted, dtype)
     encode = reporting(wanted.encoder(source.spec), report)
     sequences = _calibration(options, source)
     if sequences is not None:
@@ -68,6 +171,7 @@ def convert_model(
         out,
         made_from=made_from,
         progress=progress,
+        by_layer=sequences is not None,
     )
 
 

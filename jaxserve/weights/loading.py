@@ -12,28 +12,19 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
-import numpy as np
 from jax.typing import DTypeLike
 
-import jaxserve.models
-import jaxserve_checkpoints.quantized
-import jaxserve_kernels.weights
 from jaxserve.cli.options import Options
 from jaxserve.config import ConfigError
 from jaxserve.models import decoder, registry
-from jaxserve.models.quantization import (
-    HeadFormat,
-    Method,
-    Quantization,
-    WeightFormat,
-)
 from jaxserve.weights.fp8_copy import abstract_copies, copying_programs, with_copies
 from jaxserve.weights.model_source import ModelSource
+from jaxserve.weights.opening import describe, open_native_of, open_stored_of, quantization
 from jaxserve_checkpoints import native
 from jaxserve_checkpoints.convert import convert
 from jaxserve_checkpoints.dummy import dummy_params
@@ -50,16 +41,12 @@ from jaxserve_checkpoints.load import (
 from jaxserve_checkpoints.naming import resolve_rules
 from jaxserve_checkpoints.native import NativeCheckpoint, open_native
 from jaxserve_checkpoints.native_writer import Busy, discard
-from jaxserve_checkpoints.quantized import QuantizedCheckpoint, detect
-from jaxserve_checkpoints.quantized.modules import PackedModules
-from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
+from jaxserve_checkpoints.quantized import QuantizedCheckpoint
+from jaxserve_checkpoints.reader import CheckpointError
 from jaxserve_checkpoints.rules import AnyRule
 from jaxserve_checkpoints.staging import StagingProgram, staging_programs, stream
-from jaxserve_kernels.matmul import has_rows
 
 log = logging.getLogger(__name__)
-
-_EMBEDDING = "model.embed_tokens.weight"
 
 type Executables = Mapping[str, Callable[..., Any]]
 """The executables of `WeightPlan.staging` and `copying`, by name."""
@@ -126,21 +113,21 @@ def plan_weights(
     """
     plain = decoder.abstract(source.spec, dtype, stacked=stacked)
     rules = registry.rules(source.spec)
-    found, checkpoint, keep_in, made_from = None, None, None, {}
-    if source.folder is not None and (source.folder / native.FILE).exists():
-        found = open_native(source.folder)
+    checkpoint, keep_in, made_from = None, None, {}
+    found = None if source.folder is None else open_native_of(source)
+    if found is not None:
         _check_flags(options, found)
         encode, encoded = as_stored, found.encoded(plain)
     else:
         wanted = quantization(options)
         encode, packed = wanted.encoder(source.spec), {}
         if source.folder is not None:
-            checkpoint = open_checkpoint_of(source.folder, wanted)
+            checkpoint = open_stored_of(source, wanted)
         if isinstance(checkpoint, QuantizedCheckpoint):
             packed = packed_leaves(checkpoint, resolve_rules(rules, plain, checkpoint))
         encoded = encoded_abstract(plain, encode, packed)
         if source.folder is not None and wanted.changes_anything and options.keep_converted:
-            made_from = describe(source.folder, wanted, dtype)
+            made_from = describe(source, wanted, dtype)
             keep_in = cache / "checkpoints" / f"{source.file_name}-{_digest(made_from)}"
     return WeightPlan(
         folder=source.folder,
@@ -157,67 +144,6 @@ def plan_weights(
         copying=[],
         seed=options.seed,
     )
-
-
-def quantization(options: Options) -> Quantization:
-    """Returns the quantisation that the flags ask for."""
-    head = options.lm_head_dtype
-    if head == "auto":
-        head = "int8" if options.quantization else "unquantized"
-    return Quantization(
-        layers=cast(WeightFormat | None, options.quantization),
-        head=None if head == "unquantized" else cast(HeadFormat, head),
-        method=cast(Method, options.quantization_method or "rtn"),
-    )
-
-
-def open_checkpoint_of(folder: Path, wanted: Quantization) -> Stored:
-    """Open a folder's checkpoint, which may be quantised already.
-
-    Raises:
-      ConfigError: it is quantised, and the flags ask to quantise the layers.
-      CheckpointError: it is damaged, or its quantisation is not supported.
-    """
-    checkpoint, format = open_checkpoint(folder), detect(folder)
-    if format is None:
-        return checkpoint
-    if wanted.layers is not None:
-        raise ConfigError(
-            f"--quantization {wanted.layers}: {folder} is quantised already "
-            f"({format.describe()}); leave the flag out, or take the original"
-        )
-    stored = QuantizedCheckpoint(checkpoint, format)
-    _check_embedding(stored)
-    log.info("%s: %s, %d matrices", folder, format.describe(), len(stored.modules))
-    if stored.unused:
-        kinds = sorted({name.rpartition(".")[2] for name in stored.unused})
-        log.info(
-            "%d tensors of the checkpoint are not used: %s", len(stored.unused), ", ".join(kinds)
-        )
-    return stored
-
-
-def _check_embedding(stored: QuantizedCheckpoint) -> None:
-    """Raise CheckpointError if the embedding's quantisation does not allow looking up rows."""
-    packed = stored.packed([_EMBEDDING], "the embedding")
-    if packed is not None and not has_rows(jax.eval_shape(PackedModules.decode, packed.abstract)):
-        raise CheckpointError(
-            f"{stored.folder}: {_EMBEDDING} is quantised ({stored.format.describe()}); supported "
-            "is an embedding of 8 bits with a scale per row or tensor, or one that is not quantised"
-        )
-
-
-def describe(folder: Path, wanted: Quantization, dtype: DTypeLike) -> dict[str, Any]:
-    """Returns everything that the content of a conversion depends on."""
-    files = sorted(folder.glob("*.safetensors"))
-    stored = detect(folder)  # how codes are read, which config.json says
-    return {
-        "files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
-        "quantization": asdict(wanted),
-        "dtype": np.dtype(dtype).name,
-        "code": _code_digest(),
-        **({"stored": repr(stored)} if stored else {}),
-    }
 
 
 def weight_loader(
@@ -243,7 +169,8 @@ def _loader(plan: WeightPlan, executables: Executables) -> Callable[[Progress], 
     if plan.native is not None:
         own = plan.native
         return lambda progress: _load_native(plan, own, executables, progress)
-    checkpoint = plan.checkpoint or open_checkpoint(plan.folder)
+    checkpoint = plan.checkpoint
+    assert checkpoint is not None
     direct = direct_sources(checkpoint, plan.rules, plan.plain)
 
     def load(progress: Progress) -> decoder.Params:
@@ -324,19 +251,10 @@ def _check_flags(options: Options, found: NativeCheckpoint) -> None:
     wrong = [f"{flag} {value}" for flag, value in wanted.items() if have[flag] != value]
     if wrong:
         raise ConfigError(
-            f"{found.tensors.folder} was converted with layers in {has['layers'] or 'full'}, the "
+            f"{found.place} was converted with layers in {has['layers'] or 'full'}, the "
             f"output matrix in {has['head'] or 'full'} precision: it cannot be served with "
             f"{' '.join(wrong)}; leave the flag out, or convert the original again"
         )
-
-
-def _code_digest() -> str:
-    """Returns the digest of the sources that define quantised weights."""
-    digest = hashlib.sha256()
-    for package in (jaxserve_kernels.weights, jaxserve.models, jaxserve_checkpoints.quantized):
-        for path in sorted(Path(package.__path__[0]).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _digest(made_from: Mapping[str, Any]) -> str:

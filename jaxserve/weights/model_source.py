@@ -4,8 +4,10 @@ jax."""
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from jaxserve.cli.options import Options
 from jaxserve.config import ConfigError, SamplingDefaults
@@ -13,9 +15,19 @@ from jaxserve.model_spec import ModelSpec
 from jaxserve.models.registry import HUB_NAMES, NAMED_MODELS, spec_of
 from jaxserve.setting_files import read_json_object
 from jaxserve.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
+from jaxserve_checkpoints.orbax.folder import OrbaxStep, find_step
+from jaxserve_checkpoints.reader import INDEX_FILE, NATIVE_FILE, SINGLE_FILE, CheckpointError
 from jaxserve_checkpoints.resolve import EMBEDDED_NAME, resolve_model
 
 log = logging.getLogger(__name__)
+
+
+class OrbaxSource(NamedTuple):
+    """Weights in an Orbax checkpoint."""
+
+    step: OrbaxStep
+    config: Mapping[str, Any]
+    """The model's config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +37,11 @@ class ModelSource:
     names: tuple[str, ...]
     spec: ModelSpec
     folder: Path | None
-    """The folder of the weights; None for random ones."""
+    """The folder of config.json, and of the weights unless they are Orbax's; None: random ones."""
     tokenizer: Tokenizer
     sampling_defaults: SamplingDefaults
+    orbax: OrbaxSource | None = None
+    """The checkpoint, if Orbax wrote it."""
 
     @property
     def sampled_vocab(self) -> int:
@@ -51,21 +65,76 @@ def find_model(options: Options) -> ModelSource:
     """
     if options.load_format == "dummy" and (named := _named_spec(options.model)):
         return _dummy(options, named)
-    name = EMBEDDED_NAME if options.model is None else options.model
-    folder = resolve_model(
-        name,
-        names=HUB_NAMES,
-        download_dir=options.download_dir,
-        revision=options.revision,
-        tokenizer=options.tokenizer is None,
+    found = find_weights(options)
+    assert found.folder is not None
+    dummy = options.load_format == "dummy"
+    return replace(
+        found,
+        folder=None if dummy else found.folder,
+        orbax=None if dummy else found.orbax,
+        tokenizer=_tokenizer(options, found.folder),
+        sampling_defaults=_sampling_defaults(options.generation_config, found.folder),
     )
+
+
+def find_weights(options: Options) -> ModelSource:
+    """Returns the model without its tokenizer and sampling defaults: they are those of any model.
+
+    Raises:
+      ConfigError, CheckpointError: see `find_model`.
+    """
+    name = EMBEDDED_NAME if options.model is None else options.model
+    step = _orbax_step(options, name)
+    if step is not None:
+        folder, file = _settings_of(options, step)
+    else:
+        file = Path("config.json")
+        folder = resolve_model(
+            name,
+            names=HUB_NAMES,
+            download_dir=options.download_dir,
+            revision=options.revision,
+            tokenizer=options.tokenizer is None,
+        )
+    config = read_json_object(folder / file)
     return ModelSource(
         names=_names(options, name),
-        spec=spec_of(read_json_object(folder / "config.json")),
-        folder=None if options.load_format == "dummy" else folder,
-        tokenizer=_tokenizer(options, folder),
-        sampling_defaults=_sampling_defaults(options.generation_config, folder),
+        spec=spec_of(config),
+        folder=folder,
+        tokenizer=ByteTokenizer(),
+        sampling_defaults=SamplingDefaults(),
+        orbax=None if step is None else OrbaxSource(step, config),
     )
+
+
+def _orbax_step(options: Options, name: str) -> OrbaxStep | None:
+    """Returns the Orbax checkpoint in a folder of that name; None if there is no such folder, or
+    other weights are in it."""
+    folder = Path(name).expanduser() if name.startswith("~/") else Path(name)
+    if not name or not folder.is_dir():
+        return None
+    others = (NATIVE_FILE, SINGLE_FILE, INDEX_FILE)
+    step = None
+    if options.from_step is not None or not any((folder / file).exists() for file in others):
+        step = find_step(folder, options.from_step)
+    if step is None and options.from_step is not None:
+        raise ConfigError(f"--from-step {options.from_step}: {folder} holds no Orbax checkpoint")
+    return step
+
+
+def _settings_of(options: Options, step: OrbaxStep) -> tuple[Path, Path]:
+    """Returns the folder of an Orbax checkpoint's settings and tokenizer, and the file of the
+    settings."""
+    folder, file = step.settings_folder(), Path("config.json")
+    if options.hf_config is not None:
+        given = options.hf_config
+        return (given, file) if given.is_dir() else (given.parent, Path(given.name))
+    if folder is None:
+        raise CheckpointError(
+            f"{step.folder}: an Orbax checkpoint without config.json: put the model's beside it, "
+            "or name it with --hf-config"
+        )
+    return folder, file
 
 
 def _sampling_defaults(wanted: str, folder: Path) -> SamplingDefaults:

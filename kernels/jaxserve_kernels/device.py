@@ -20,6 +20,8 @@ class Device:
     """Of each multiprocessor."""
     shared_memory_per_block: int
     """The most that one program may have."""
+    threads: int
+    """That run on a multiprocessor at once."""
 
     @classmethod
     def of(cls, device: Any) -> Self:
@@ -33,6 +35,7 @@ class Device:
             multiprocessors=getattr(device, "core_count", alike.multiprocessors),
             shared_memory=alike.shared_memory,
             shared_memory_per_block=most,
+            threads=alike.threads,
         )
 
 
@@ -40,29 +43,25 @@ _CARDS = {
     card.compute_capability: card
     for card in (
         Device(name="NVIDIA A100", compute_capability=80, multiprocessors=108,
-               shared_memory=164 * _KIB, shared_memory_per_block=163 * _KIB),
+               shared_memory=164 * _KIB, shared_memory_per_block=163 * _KIB, threads=2048),
         Device(name="NVIDIA A10", compute_capability=86, multiprocessors=72,
-               shared_memory=100 * _KIB, shared_memory_per_block=99 * _KIB),
+               shared_memory=100 * _KIB, shared_memory_per_block=99 * _KIB, threads=1536),
         Device(name="NVIDIA L40S", compute_capability=89, multiprocessors=142,
-               shared_memory=100 * _KIB, shared_memory_per_block=99 * _KIB),
+               shared_memory=100 * _KIB, shared_memory_per_block=99 * _KIB, threads=1536),
         Device(name="NVIDIA H100", compute_capability=90, multiprocessors=132,
-               shared_memory=228 * _KIB, shared_memory_per_block=227 * _KIB),
+               shared_memory=228 * _KIB, shared_memory_per_block=227 * _KIB, threads=2048),
         Device(name="NVIDIA B200", compute_capability=100, multiprocessors=148,
-               shared_memory=228 * _KIB, shared_memory_per_block=227 * _KIB),
+               shared_memory=228 * _KIB, shared_memory_per_block=227 * _KIB, threads=2048),
         Device(name="NVIDIA GeForce RTX 5090", compute_capability=120, multiprocessors=170,
-               shared_memory=100 * _KIB, shared_memory_per_block=99 * _KIB),
+               shared_memory=100 * _KIB, shared_memory_per_block=99 * _KIB, threads=1536),
     )
 }  # fmt: skip
 """A card of each compute capability. Numbers of multiprocessors are those of the makers' data
-sheets, sizes of shared memory those of the CUDA C++ Programming Guide, "Compute Capabilities"."""
+sheets, sizes of shared memory and threads those of the CUDA C++ Programming Guide, "Compute
+Capabilities"."""
 
 
 def card(compute_capability: int) -> Device:
     """A card of a compute capability, e.g. 90; of one that is not known, the nearest below."""
     known = max((each for each in _CARDS if each <= compute_capability), default=80)
     return replace(_CARDS[known], compute_capability=compute_capability)
-
-
-def cards() -> tuple[Device, ...]:
-    """One of each known compute capability."""
-    return tuple(_CARDS.values())

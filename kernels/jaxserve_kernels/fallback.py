@@ -19,16 +19,16 @@ from jaxserve_kernels.target import Target
 log = logging.getLogger(__name__)
 
 _lock = threading.Lock()
-_known: dict[Any, bool] = {}
+_known: dict[Any, str | None] = {}
 _fallen: dict[str, str] = {}
 
 
-def compiles(
+def why_not(
     operation: str, kernels: Callable[..., Any], *args: Any, static: Any = (), target: Target
-) -> bool:
-    """Whether kernels compile for the GPU that is traced for. If not, the first time it is logged.
+) -> str | None:
+    """Why kernels do not compile for a target; None: they do. The first time it is logged.
 
-    In a chain it is left to the chain, which is given up as a whole.
+    With programmatic dependent launch it is left to the chain, which is given up as a whole.
 
     Args:
       operation: its name, for the log and the metric.
@@ -36,7 +36,7 @@ def compiles(
       static: what else decides which kernels those are.
     """
     if target.pdl or not target.checked:
-        return True
+        return None
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
     leaves, tree = jax.tree.flatten(shapes)
     sizes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
@@ -47,19 +47,19 @@ def compiles(
             traced = jax.jit(lambda *shapes: kernels(*shapes)).trace(*shapes)
             traced.lower(lowering_platforms=("cuda",))
         except Exception as error:  # whatever a compiler says
-            note(operation, error)
-            _known[key] = False
+            _known[key] = note(operation, error)
         else:
-            _known[key] = True
+            _known[key] = None
     return _known[key]
 
 
-def note(operation: str, error: Exception) -> None:
-    """An operation goes on without a kernel, for this reason: logged once for each operation."""
+def note(operation: str, error: Exception) -> str:
+    """An operation goes on without a kernel. Returns why, which is logged once for each
+    operation."""
     reason = f"{type(error).__name__}: {' '.join(str(error).split('-' * 20)[0].split())[:400]}"
     with _lock:
         if operation in _fallen:
-            return
+            return reason
         _fallen[operation] = reason
     log.warning(
         "%s: a kernel does not compile for this GPU, plain XLA or another kernel takes its place, "
@@ -67,6 +67,7 @@ def note(operation: str, error: Exception) -> None:
         operation,
         reason,
     )
+    return reason
 
 
 def fallen_back() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,30 +19,30 @@ from jaxserve_kernels.quantized_matmul.e4m3.tokens import TokenFormat
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import plain as plain
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import (
-    QUANTIZED,
     CopiedWeight,
     Fp8Weight,
     Int8Weight,
     OrderedInt4Weight,
     QuantizedWeight,
     Weight,
+    is_quantized,
 )
 
 
-def as_read[Tree](weights: Tree, tokens: int) -> Tree:
+def as_read[Tree](weights: Tree, tokens: int, *, target: Target) -> Tree:
     """A tree of weights without what products of so many tokens do not read."""
 
     def is_copied(each: Any) -> bool:
         return isinstance(each, CopiedWeight)
 
-    return jax.tree.map(lambda each: _part(each, tokens), weights, is_leaf=is_copied)
+    return jax.tree.map(lambda each: _part(each, tokens, target), weights, is_leaf=is_copied)
 
 
-def _part(weight: Weight, tokens: int) -> Array | QuantizedWeight:
+def _part(weight: Weight, tokens: int, target: Target) -> Array | QuantizedWeight:
     """Of a weight that has a copy either that or the codes."""
     if not isinstance(weight, CopiedWeight):
         return weight
-    return weight.copy if reads_copy(tokens) else weight.codes
+    return weight.copy if reads_copy(tokens, target) else weight.codes
 
 
 def token_format(
@@ -61,8 +61,8 @@ def token_format(
     """
     if weight is None:
         return None
-    weight = _part(weight, tokens)
-    if isinstance(weight, QUANTIZED) and not isinstance(weight, OrderedInt4Weight):
+    weight = _part(weight, tokens, target)
+    if is_quantized(weight) and not isinstance(weight, OrderedInt4Weight):
         return quantized_matmul.token_format(
             weight, tokens, dtype, activation if gated else None, target=target
         )
@@ -90,13 +90,13 @@ def linear(
         return sum_parts(linear(x, weight, jnp.float32, target=target), dtype or x.dtype, bias)[
             None
         ]
-    weight = _part(weight, x.shape[0])
+    weight = _part(weight, x.shape[0], target)
     if isinstance(weight, OrderedInt4Weight):
         x = quantized_matmul.take_inputs(plain(x), weight.order, target=target)
         return linear(x, weight.stored, dtype, target=target)
-    if isinstance(weight, QUANTIZED):
+    if is_quantized(weight):
         return quantized_matmul.linear(x, weight, dtype, target=target)
-    return dense_matmul.linear(plain(x), weight, dtype, target=target)
+    return dense_matmul.linear(plain(x), cast(Array, weight), dtype, target=target)
 
 
 def add_linear(
@@ -117,10 +117,10 @@ def add_linear(
     """
     if bias is not None:
         return total, linear(x, weight, total.dtype, bias=bias, target=target)
-    weight = _part(weight, x.shape[0])
-    if isinstance(weight, QUANTIZED):
+    weight = _part(weight, x.shape[0], target)
+    if is_quantized(weight):
         return total, linear(x, weight, target=target)
-    return dense_matmul.add_linear(total, plain(x), weight, target=target)
+    return dense_matmul.add_linear(total, plain(x), cast(Array, weight), target=target)
 
 
 def gated_linear(
@@ -140,13 +140,13 @@ def gated_linear(
     """
     if bias is not None:
         return gated(linear(x, weight, bias=bias, target=target)[0], activation)
-    weight = _part(weight, x.shape[0])
+    weight = _part(weight, x.shape[0], target)
     if isinstance(weight, OrderedInt4Weight):
         x = quantized_matmul.take_inputs(plain(x), weight.order, target=target)
         return gated_linear(x, weight.stored, activation=activation, target=target)
-    if isinstance(weight, QUANTIZED):
+    if is_quantized(weight):
         return quantized_matmul.gated_linear(x, weight, activation, target=target)
-    return dense_matmul.gated_linear(plain(x), weight, activation, target=target)
+    return dense_matmul.gated_linear(plain(x), cast(Array, weight), activation, target=target)
 
 
 def has_rows(weight: Weight) -> TypeGuard[Int8Weight | Fp8Weight]:

@@ -52,6 +52,18 @@ def assemble(ptx: str, compute_capability: int) -> bytes | None:
         return cubin.read_bytes()
 
 
+def registers(ptx: str, compute_capability: int) -> int | None:
+    """That each thread of a kernel takes; None: there is no assembler here to say it."""
+    assembler = path()
+    if assembler is None:
+        return None
+    feature = "a" if compute_capability >= 90 else ""
+    command = [assembler, "-", "-v", f"-arch=sm_{compute_capability}{feature}", "-o", os.devnull]
+    result = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True)
+    used = re.findall(r"Used (\d+) registers", result.stdout + result.stderr)
+    return max(map(int, used), default=None)
+
+
 def available() -> bool:
     """Whether there is an assembler here."""
     return path() is not None

@@ -9,8 +9,8 @@ import dataclasses
 import functools
 import importlib
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Self
 
 import jax
@@ -51,6 +51,8 @@ class Target:
     checked: bool = True
     """Whether kernels that do not compile are replaced (`fallback`)."""
     tuned: tuple[Tuned, ...] = ()
+    observe: Callable[[Any], None] | None = field(default=None, compare=False, repr=False)
+    """Called with the `op.Choice` of every call of an operation."""
 
     @classmethod
     def here(cls) -> Self:

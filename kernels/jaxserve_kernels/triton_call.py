@@ -17,7 +17,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from jaxserve_kernels import ptxas, records, triton_compat
+from jaxserve_kernels import ptxas, records, residency, triton_compat
 from jaxserve_kernels.device import Device
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_compat import jt, triton_lib
@@ -36,6 +36,8 @@ _BARRIER = "stablehlo.optimization_barrier"
 _DEVICE = "device"
 """Among a call's options for the compiler, which knows nothing of it: the card that is compiled
 for."""
+_TOGETHER = "together"
+"""Too: whether programs wait for each other."""
 
 
 class _Codes:
@@ -98,6 +100,8 @@ class _Kernel(NamedTuple):
     """A record with the name in place of PTX."""
     with_code: bytes = b""
     """What a record that brings the machine code has at its end."""
+    together_on: Device | None = None
+    """The card on which all programs of a grid must run at once; None: they need not."""
 
 
 def _kernel(*args: Any) -> _Kernel:
@@ -147,6 +151,8 @@ class _KernelCall:
     """In place of jaxlib's TritonKernelCall."""
 
     def __init__(self, kernel: _Kernel, x: int, y: int, z: int, parameters: list[_Parameter]):
+        if kernel.together_on is not None:
+            residency.check(kernel.compiled, (x, y, z), kernel.together_on)
         self._kernel, self._args = kernel, (x, y, z, [each.record for each in parameters])
         self._numbers = [each.number for each in parameters]
 
@@ -202,10 +208,13 @@ def _compile_kernel(
 ) -> tuple[Any, str, Any, Any]:
     """As jax-triton does. A kernel that the card could not start is refused here, where no card is
     needed."""
-    given = {name: value for name, value in options.items() if name != _DEVICE}
+    own = (_DEVICE, _TOGETHER)
+    given = {name: value for name, value in options.items() if name not in own}
     compiles = _compile_gluon if isinstance(function.fn, GluonJITFunction) else _compile_triton
     kernel, *others = compiles(function, specialization, target, backend, given)
     _check_fits(kernel.compiled, options[_DEVICE])
+    if options[_TOGETHER]:
+        kernel = kernel._replace(together_on=options[_DEVICE])
     return kernel, *others
 
 
@@ -273,16 +282,26 @@ if records.unknown_package() is None:
     _take_over()
 
 
-def triton_call(*args: jax.Array | jax.Ref | int, name: str, target: Target, **kwargs: Any) -> Any:
+def triton_call(
+    *args: jax.Array | jax.Ref | int,
+    name: str,
+    target: Target,
+    together: bool = False,
+    **kwargs: Any,
+) -> Any:
     """`jax_triton.triton_call` for a target. Ints are launch constants.
 
     Every kernel runs inside the step's CUDA graph, so configurations are fixed beforehand: Triton
     cannot tune while a graph is recorded.
+
+    Args:
+      together: programs wait for others of the grid. It is refused if they do not all run at once.
     """
     capability = target.gpu.compute_capability
     if "EARLY" in kwargs["kernel"].arg_names:
         kwargs["EARLY"] = target.pdl
-    options = triton_compat.compiler_options(capability) | {_DEVICE: target.gpu}
+    options = triton_compat.compiler_options(capability)
+    options |= {_DEVICE: target.gpu, _TOGETHER: together}
     return jt.triton_call(
         *args, name=name, compute_capability=capability, backend_options=options, **kwargs
     )

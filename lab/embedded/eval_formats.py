@@ -62,7 +62,9 @@ def main() -> None:
     cases = select(load_cases(MODEL_FOLDER / "eval.jsonl.gz"), args.tasks, args.limit)
     device = jax.devices()[0]
     config = ModelConfig.load(MODEL_FOLDER)
-    answering = Qwen3(config, jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
+    answering = Qwen3(
+        config=config, dtype=jnp.float32 if device.platform == "cpu" else jnp.bfloat16
+    )
     report: dict[str, Any] = {
         "device": device.device_kind,
         "divergence": {"seed": SEED, "dtype": "float32", "formats": {}},
@@ -75,7 +77,7 @@ def main() -> None:
     for name in args.formats:
         begin = time.perf_counter()
         params = from_huggingface(tensors_of(in_format(name, plain, spec), spec))
-        model = Qwen3(config, jnp.float32)
+        model = Qwen3(config=config, dtype=jnp.float32)
         if expected is None:
             expected = log_probs(model, params, text)
         with nn.intercept_methods(e4m3_inputs) if args.e4m3_tokens else nullcontext():
@@ -133,7 +135,7 @@ def log_probs(model: Qwen3, params: Parameters, ids: jax.Array) -> np.ndarray:
     @jax.jit
     def predict(params: Parameters, sequence: jax.Array) -> jax.Array:
         positions = jnp.arange(sequence.shape[0])[None]
-        logits, _ = model.apply({"params": params}, sequence[None], positions)
+        logits, _ = model.apply(params, sequence[None], positions)
         return jax.nn.log_softmax(logits[0])
 
     return np.concatenate([predict(params, sequence) for sequence in ids])

@@ -119,7 +119,7 @@ def answer_locally(
     from lab.embedded.model import ModelConfig, Qwen3, generate, load_model
 
     encoder = Encoder.load(folder)
-    model, params = loaded or (Qwen3(ModelConfig.load(folder)), load_model(folder))
+    model, params = loaded or (Qwen3(config=ModelConfig.load(folder)), load_model(folder))
     prompts = [
         encoder.ids(render(case["messages"], case["tools"], prompt=True, thinking=case["thinking"]))
         for case in cases

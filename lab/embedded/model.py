@@ -1,22 +1,26 @@
-"""The embedded model in flax: the Qwen3 architecture, its files, and greedy generation."""
+"""The embedded model in Flax: its sizes, its files, and greedy generation."""
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-Parameters = dict[str, Any]
-AttentionKernel = Literal["xla", "cudnn"]
+from jaxserve.flax import CausalLM, parameters
+from jaxserve.flax.files import named_tensors, put
+from jaxserve.flax.model import Cache, Kernel, Past
+from jaxserve.models.registry import spec_of
+from jaxserve_checkpoints.orbax.layouts import flax_path
+
+Parameters = dict[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,178 +65,53 @@ class ModelConfig:
         }
 
 
-class Cache(NamedTuple):
-    """Keys and values of one layer, [batch, length, kv_heads, head_dim]."""
-
-    keys: jax.Array
-    values: jax.Array
-
-
-class Past(NamedTuple):
-    """What a decode step attends to: every layer's cache, the slot of the new token in it, and
-    the mask [batch, 1, 1, length] of the slots that hold something."""
-
-    caches: tuple[Cache, ...]
-    slot: jax.Array
-    mask: jax.Array
-
-
-def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """RoPE on [batch, length, heads, head_dim], the first half of a head paired with the second."""
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
-    sin, cos = jnp.sin(angles), jnp.cos(angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
-
-
-class Attention(nn.Module):
-    """Grouped-query attention with an RMS norm on each head's queries and keys."""
-
-    config: ModelConfig
-    dtype: Any
-    kernel: AttentionKernel
-
-    @nn.compact
-    def __call__(
-        self, x: jax.Array, positions: jax.Array, cache: Cache | None, past: Past | None
-    ) -> tuple[jax.Array, Cache]:
-        c = self.config
-        batch, length, _ = x.shape
-        dense = partial(_dense, dtype=self.dtype)
-        norm = partial(nn.RMSNorm, epsilon=c.rms_norm_eps, dtype=self.dtype)
-
-        def heads(name: str, count: int) -> jax.Array:
-            return dense(count * c.head_dim, name=name)(x).reshape(batch, length, count, c.head_dim)
-
-        q = norm(name="q_norm")(heads("q_proj", c.num_attention_heads))
-        k = norm(name="k_norm")(heads("k_proj", c.num_key_value_heads))
-        v = heads("v_proj", c.num_key_value_heads)
-        q, k = rotate(q, positions, c.rope_theta), rotate(k, positions, c.rope_theta)
-        new = Cache(k, v)
-        if cache is None or past is None:
-            out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.kernel)
-        else:
-            new = Cache(*(_put(old, x, past.slot) for old, x in zip(cache, new, strict=True)))
-            out = jax.nn.dot_product_attention(q, *new, mask=past.mask, implementation="xla")
-        depth_scale = (2 * c.num_hidden_layers) ** -0.5
-        return dense(c.hidden_size, name="o_proj", scale=depth_scale)(
-            out.reshape(batch, length, -1)
-        ), new
-
-
-def _put(cache: jax.Array, new: jax.Array, slot: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(cache, new, slot, axis=1)
-
-
-def _dense(size: int, *, name: str, dtype: Any, scale: float = 1.0) -> nn.Dense:
-    init = nn.initializers.normal(0.02 * scale)
-    return nn.Dense(size, use_bias=False, dtype=dtype, kernel_init=init, name=name)
-
-
-class Mlp(nn.Module):
-    """SwiGLU."""
-
-    config: ModelConfig
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        c = self.config
-        gate = _dense(c.intermediate_size, name="gate_proj", dtype=self.dtype)(x)
-        up = _dense(c.intermediate_size, name="up_proj", dtype=self.dtype)(x)
-        scale = (2 * c.num_hidden_layers) ** -0.5
-        down = _dense(c.hidden_size, name="down_proj", dtype=self.dtype, scale=scale)
-        return down(nn.silu(gate) * up)
-
-
-class Layer(nn.Module):
-    """Attention and MLP, each behind a norm and added to its input."""
-
-    config: ModelConfig
-    dtype: Any
-    kernel: AttentionKernel
-
-    @nn.compact
-    def __call__(
-        self, x: jax.Array, positions: jax.Array, cache: Cache | None, past: Past | None
-    ) -> tuple[jax.Array, Cache]:
-        norm = partial(nn.RMSNorm, epsilon=self.config.rms_norm_eps, dtype=self.dtype)
-        attention = Attention(self.config, self.dtype, self.kernel, name="self_attn")
-        out, cache = attention(norm(name="input_layernorm")(x), positions, cache, past)
-        x = x + out
-        mlp = Mlp(self.config, self.dtype, name="mlp")
-        return x + mlp(norm(name="post_attention_layernorm")(x)), cache
-
-
-class Qwen3(nn.Module):
-    """Logits (float32) for every position, and every layer's keys and values."""
+@dataclass(frozen=True, kw_only=True)
+class Qwen3:
+    """The model as a function of its parameters: `jaxserve.flax` computes it."""
 
     config: ModelConfig
     dtype: Any = jnp.bfloat16
-    kernel: AttentionKernel = "xla"
+    kernel: Kernel = "xla"
 
-    @nn.compact
-    def __call__(
-        self, ids: jax.Array, positions: jax.Array, past: Past | None = None
+    def new(self, seed: int) -> CausalLM:
+        spec = spec_of(self.config.huggingface(0, 0))
+        return CausalLM(spec, rngs=nnx.Rngs(seed), dtype=self.dtype, kernel=self.kernel)
+
+    @cached_property
+    def _parts(self) -> tuple[Any, Any]:
+        return nnx.split(nnx.eval_shape(lambda: self.new(0)))
+
+    def apply(
+        self, params: Parameters, ids: jax.Array, positions: jax.Array, past: Past | None = None
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
-        c = self.config
-        embed = nn.Embed(
-            c.vocab_size,
-            c.hidden_size,
-            dtype=self.dtype,
-            embedding_init=nn.initializers.normal(0.02),
-            name="embed_tokens",
-        )
-        x = embed(ids)
-        caches: list[Cache] = []
-        for i in range(c.num_hidden_layers):
-            layer = Layer(c, self.dtype, self.kernel, name=f"layers_{i}")
-            x, cache = layer(x, positions, past.caches[i] if past else None, past)
-            caches.append(cache)
-        x = nn.RMSNorm(epsilon=c.rms_norm_eps, dtype=self.dtype, name="norm")(x)
-        head = embed.embedding.astype(self.dtype)
-        logits = jnp.einsum("ble,ve->blv", x, head, preferred_element_type=jnp.float32)
-        return logits, tuple(caches)
+        """Logits (float32) for every position, and every layer's keys and values."""
+        graph, state = self._parts
+        state = jax.tree.map(lambda leaf: leaf, state)
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(graph, state).with_caches(ids, positions, past)
 
 
 def init_parameters(config: ModelConfig, seed: int) -> Parameters:
-    ids = jnp.zeros((1, 8), jnp.int32)
-    return Qwen3(config).init(jax.random.key(seed), ids, ids)["params"]
+    return parameters(Qwen3(config=config).new(seed))
 
 
 # -- Files --------------------------------------------------------------------------------------
 
 
-def to_huggingface(params: Parameters) -> dict[str, np.ndarray]:
-    """Tensors under their Hugging Face names; projections become [out, in]."""
-    tensors: dict[str, np.ndarray] = {}
-    for path, value in flatten_dict(params).items():
-        *modules, leaf = path
-        name = ".".join(["model", *modules, "weight"]).replace("layers_", "layers.")
-        array = np.asarray(value)
-        tensors[name] = np.ascontiguousarray(array.T) if leaf == "kernel" else array
-    return tensors
-
-
 def from_huggingface(tensors: dict[str, np.ndarray]) -> Parameters:
-    """The inverse of to_huggingface."""
-    flat: dict[tuple[str, ...], np.ndarray] = {}
+    """The parameters of tensors under their Hugging Face names."""
+    params: Parameters = {}
     for name, array in tensors.items():
-        modules = name.replace("layers.", "layers_").split(".")[1:-1]
-        if modules[-1] == "embed_tokens":
-            flat[(*modules, "embedding")] = array
-        elif modules[-1].endswith("_proj"):
-            flat[(*modules, "kernel")] = array.T
-        else:
-            flat[(*modules, "scale")] = array
-    return unflatten_dict(flat)
+        path, transposed = flax_path(name)
+        put(params, path, array.T if transposed else array)
+    return params
 
 
 def save_model(folder: Path, params: Parameters) -> None:
-    tensors = {k: v.astype(ml_dtypes.bfloat16) for k, v in to_huggingface(params).items()}
+    tensors = {
+        name: np.ascontiguousarray(np.asarray(array).astype(ml_dtypes.bfloat16))
+        for name, array in named_tensors(params).items()
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -258,7 +137,7 @@ def _generate(
     """Greedy tokens [batch, max_new] after prompts padded at their end; stops when all stopped."""
     batch, width = ids.shape
     positions = jnp.broadcast_to(jnp.arange(width), ids.shape)
-    logits, caches = model.apply({"params": params}, ids, positions)
+    logits, caches = model.apply(params, ids, positions)
     first = jnp.take_along_axis(logits, (lengths - 1)[:, None, None], axis=1)[:, 0].argmax(-1)
     caches = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, max_new), (0, 0), (0, 0))), caches)
     slots = jnp.arange(width + max_new)
@@ -275,9 +154,7 @@ def _generate(
         slot = width + step
         held = (slots < lengths[:, None]) | ((slots >= width) & (slots <= slot))
         past = Past(caches, slot, held[:, None, None, :])
-        logits, caches = model.apply(
-            {"params": params}, token[:, None], (lengths + step)[:, None], past
-        )
+        logits, caches = model.apply(params, token[:, None], (lengths + step)[:, None], past)
         return step + 1, logits[:, 0].argmax(-1), out, done, caches
 
     out = jnp.full((batch, max_new), stops[0])

@@ -147,7 +147,7 @@ def _loss(
     """Summed negative log likelihood of scored tokens, and [that sum, their number, hits]."""
     ids = ids.astype(jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-    logits, _ = model.apply({"params": params}, ids, positions)
+    logits, _ = model.apply(params, ids, positions)
     # The first token of a row is never scored, so what rolls around to the end has weight 0.
     targets, weights = (jnp.roll(x, -1, axis=1) for x in (ids, scored))
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
@@ -341,7 +341,7 @@ def main() -> None:
     args = _parse_args()
     config, folder = _train_config(args), args.out
     clock, data = Clock(config), DataPool(config, folder, args.workers)
-    model = Qwen3(ModelConfig(), kernel=args.attention)
+    model = Qwen3(config=ModelConfig(), kernel=args.attention)
     params = init_parameters(model.config, config.seed)
     if args.resume:
         params = jax.tree.map(jnp.asarray, load_model(args.resume))

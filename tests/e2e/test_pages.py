@@ -182,6 +182,35 @@ async def test_a_server_with_keys_asks_for_one() -> None:
         compile(code, "shown", "exec")
 
 
+async def test_who_gives_no_key_is_asked_again_with_the_next_message_only() -> None:
+    key = {"api_key_digests": (digest("secret-key"),)}
+    async with chatting(FakeEngine(b"Welcome"), **key) as (page, _):
+        await page.until("!!document.querySelector('#key[open]')")
+        await page.press(*ESCAPE)
+        await page.until("document.getElementById('phase').textContent === 'needs an API key'")
+        await asyncio.sleep(4)
+        assert await page.run("!document.querySelector('#key')")
+        await page.type("#prompt", "Hi")
+        await page.press(*ENTER)
+        await page.until("!!document.querySelector('#key[open]')")
+        await page.type("#key-input", "secret-key")
+        await page.press(*ENTER)
+        await page.until(DONE)
+        assert "Welcome" in await page.run(f"{LAST}.textContent")
+        await page.until(READY)
+        assert await page.run("document.getElementById('phase').textContent") == "ready"
+
+
+async def test_a_start_is_shown_while_it_lasts() -> None:
+    engine = FakeEngine(b"Welcome")
+    engine.phase = "compiling"
+    async with chatting(engine) as (page, _):
+        await page.until("document.getElementById('phase').textContent === 'compiling 50 %'")
+        engine.phase = "serving"
+        await page.until("document.getElementById('phase').textContent === 'ready'")
+        await page.until(READY)
+
+
 async def test_what_goes_wrong_is_said() -> None:
     engine = FakeEngine(b"Hello there", fail_after=5, failure=EngineFailed)
     async with chatting(engine) as (page, _):

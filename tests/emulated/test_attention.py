@@ -13,7 +13,6 @@ import pytest
 from jaxserve_kernels.kv_format import attend, end_step, named
 from jaxserve_kernels.paged_attention import QueryTiles, hopper, paged_attention, tile_tokens
 from jaxserve_kernels.paged_attention import config as attention_config
-from jaxserve_kernels.paged_attention import triton as attention_kernels
 from jaxserve_kernels.paged_attention.inputs import AttentionSpec, Heads, apart, make_inputs
 from jaxserve_kernels.paged_attention.specs import HOPPER_SPECS
 from jaxserve_kernels.target import REFERENCE, Target
@@ -115,7 +114,7 @@ def attention_equals_the_definition(
 ) -> None:
     if work == "long":
         whole = attention_config.HopperConfig(splits=1)
-        monkeypatch.setattr(attention_kernels, "hopper_heuristic", lambda **_: whole)
+        monkeypatch.setattr(attention_config, "hopper_heuristic", lambda **_: whole)
         monkeypatch.setattr(hopper, "_MORE_TILES", -7)
     starts, counts = (WORKS | OTHERS)[work]
     ends = tuple(start + count for start, count in zip(starts, counts, strict=True))

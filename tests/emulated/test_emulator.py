@@ -221,7 +221,7 @@ def test_programs_know_by_flags_what_others_have_left(flaw: dict[str, Any]) -> N
     def doubled() -> Any:
         return launch.triton_call(
             kernel=_hand_on, name="hand_on", target=HOPPER, grid=(3,), num_warps=1,
-            zeroed_outputs=(1,),
+            zeroed_outputs=(1,), together=True,
             out_type=(
                 jax.ShapeDtypeStruct((3, 16), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.int32),
             ),

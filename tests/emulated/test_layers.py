@@ -16,6 +16,7 @@ from jaxserve_kernels.dense_matmul import triton as products_triton
 from jaxserve_kernels.dense_matmul.config import Config
 from jaxserve_kernels.paged_attention import QueryTiles, paged_attention, triton_singles
 from jaxserve_kernels.paged_attention import triton as paged_attention_triton
+from jaxserve_kernels.paged_attention.config import Config as AttentionConfig
 from jaxserve_kernels.paged_attention.inputs import make_inputs
 from jaxserve_kernels.paged_attention.specs import SMALL_SPECS, WINDOW_SPECS
 from jaxserve_kernels.target import REFERENCE
@@ -111,13 +112,11 @@ def test_paged_attention(name: str, splits: int, monkeypatch: pytest.MonkeyPatch
         )  # fmt: skip
 
     expected = jax.jit(reference)(inputs.q, inputs.kv)
-    rows = spec.tile_size * spec.heads.q // spec.heads.kv
-    launch = {"splits": splits, "num_warps": 4, "num_stages": 3}
-    tuned = HOPPER.with_tuned({("paged_attention", (rows, spec.heads.kv)): launch})
     out = paged_attention_triton.paged_attention(
         jnp.asarray(inputs.q), jnp.asarray(inputs.kv), inputs.layer,
         jnp.asarray(inputs.page_table), jax.tree.map(jnp.asarray, tiles),
-        tile_size=spec.tile_size, window=spec.window, target=tuned,
+        AttentionConfig(splits=splits, num_warps=4, num_stages=3),
+        tile_size=spec.tile_size, window=spec.window, target=HOPPER,
     )  # fmt: skip
     assert relative_error(out[used], expected[used]) < 1e-6
 

@@ -60,10 +60,10 @@ def tensor_descriptor(array: jax.Array, block: Sequence[int], layout: Any) -> De
 def triton_call(
     *arguments: Any, kernel: Any, name: str, target: Target, out_type: Any, grid: tuple[int, ...],
     num_warps: int = 4, num_stages: int = 1, zeroed_outputs: Sequence[int] = (), seed: int = 0,
-    **constants: Any,
+    together: bool = False,    **constants: Any,
 ) -> Any:  # fmt: skip
     """As `triton_call.triton_call`. Programs run one after the other, or at once where some wait
-    for what others leave in zeroed outputs."""
+    for others: `together`."""
     early_start = "EARLY" in kernel.arg_names and target.pdl
     if "EARLY" in kernel.arg_names:
         constants["EARLY"] = early_start
@@ -78,26 +78,29 @@ def triton_call(
         outputs[index][...] = 0
     given = list(map(_argument, arguments, kernel.arg_names))
     places = list(itertools.product(*map(range, grid)))
-    together = Order(len(places), early=early_start) if zeroed_outputs else None
+    shared = Order(len(places), early=early_start) if together else None
     results = [
-        Pointer(each, 0, "its results", Touched(each.size) if together else None)
-        for each in outputs
+        Pointer(each, 0, "its results", Touched(each.size) if shared else None) for each in outputs
     ]
     failed, errors, waited = threading.Event(), list[BaseException](), list[bool]()
 
     def run(at: tuple[int, ...]) -> None:
         if failed.is_set():
             return
-        HERE.partition = Partition(together or Order(early=early_start), name)
+        HERE.partition = Partition(shared or Order(early=early_start), name)
         modules = _Modules(Program(at, grid, num_warps, seed, failed))
         try:
-            modules.function(kernel)(*given, *results, **constants)
+            functions = {
+                key: modules.function(value) if isinstance(value, JITFunction) else value
+                for key, value in constants.items()
+            }
+            modules.function(kernel)(*given, *results, **functions)
             waited.append(bool(HERE.partition.known[KERNELS]))
         except BaseException as error:
             errors.append(error)
             failed.set()
 
-    with ThreadPoolExecutor(len(places) if zeroed_outputs else 1) as pool:
+    with ThreadPoolExecutor(len(places) if together else 1) as pool:
         list(pool.map(run, places))
     if errors:
         raise errors[0]  # others may follow from it

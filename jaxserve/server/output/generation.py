@@ -86,6 +86,8 @@ class Choice:
         self.on_first_token: Callable[[], None] = _nothing
         """Called when the prompt has been computed."""
         self.num_tokens = 0
+        self.weights: set[int] = set()
+        """Versions of the weights that computed its tokens."""
         self.cached_tokens = 0
         self.start: Start | None = None
         """How it came to its first token, once that is there."""
@@ -109,6 +111,8 @@ class Choice:
             if event.finish not in (None, FinishReason.STOP, FinishReason.LENGTH):
                 self._failed = event.finish
                 break
+            if event.token is not None:
+                self.weights.add(event.weights)
             deltas.append(self.add(event))
             self.finish = deltas[-1].finish
             if self.finish is not None:
@@ -299,6 +303,11 @@ class Generation:
     @property
     def cached_tokens(self) -> int:
         return sum(choice.cached_tokens for choice in self.choices[:: self._choices_per_prompt])
+
+    @property
+    def weights(self) -> set[int]:
+        """The versions of the weights that computed what there is so far."""
+        return set[int]().union(*(choice.weights for choice in self.choices))
 
     @property
     def completion_tokens(self) -> int:

@@ -1,6 +1,6 @@
 // The chat page.
 import { empty, receive } from "./answers.js";
-import { $, ask, icon, keep, kept, key, placeIcons, showPhase, startTheme } from "./common.js";
+import { $, ask, icon, keep, kept, key, placeIcons, ServerError, showPhase, startTheme } from "./common.js";
 import { coloured, el, render } from "./markdown.js";
 import { asCurl, asPython, body, DEFAULTS, tools } from "./requests.js";
 import { hideAlternatives, tokenView } from "./tokens.js";
@@ -17,6 +17,7 @@ const IDEAS = [
 let chats = kept(CHATS, []);
 let current = null;
 let settings = { ...DEFAULTS, ...kept(SETTINGS, {}) };
+let keyless = false; // the server wants a key, and none was given
 let running = null; // {controller, chat, answer, show} while an answer comes
 
 // Chats.
@@ -178,7 +179,7 @@ function speak(text) { $("spoken").textContent = text; }
 async function answer() {
   const chat = current, message = empty();
   let request;
-  try { request = body($("model").value, chat.messages, settings); } catch (error) { return showSettings(error.message); }
+  try { request = body($("model").value || undefined, chat.messages, settings); } catch (error) { return showSettings(error.message); }
   const controller = new AbortController();
   chat.messages.push(message);
   running = { controller, chat, answer: message };
@@ -198,6 +199,7 @@ async function answer() {
   };
   try {
     await receive(request, message, controller.signal, changed);
+    if (keyless) { await listModels(); showPhase($("phase"), "serving"); }
     speak("The answer is complete.");
   } catch (error) {
     if (controller.signal.aborted) { message.stopped = true; speak("Stopped."); }
@@ -285,10 +287,14 @@ async function watch() {
     try {
       const reply = await fetch(new URL("../ready", import.meta.url));
       const { phase, progress } = await reply.json();
-      showPhase($("phase"), phase, progress);
+      showPhase($("phase"), keyless && phase === "serving" ? "keyless" : phase, progress);
       if (phase !== "serving") pause = 1000;
-      else if (!$("model").options.length) await listModels();
-    } catch {
+      else if (!$("model").options.length && !keyless) { await listModels(); showPhase($("phase"), phase); }
+    } catch (error) {
+      if (error instanceof ServerError && error.status === 401) {
+        keyless = true; // whoever sends a message is asked again
+        continue;
+      }
       showPhase($("phase"), "lost");
       pause = 3000;
     }
@@ -300,6 +306,7 @@ async function listModels() {
   const { data } = await (await ask("v1/models")).json();
   $("model").replaceChildren(...data.map(({ id }) => el("option", { value: id }, id)));
   $("forget-key").hidden = !key.get();
+  keyless = false;
 }
 
 // Begin.

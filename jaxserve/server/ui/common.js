@@ -115,7 +115,7 @@ export function startTheme(button, changed = () => {}) {
 }
 
 export function showPhase(pill, phase, progress = 1) {
-  const words = { serving: "ready", lost: "no connection", failed: "engine failed", draining: "shutting down" };
+  const words = { serving: "ready", lost: "no connection", failed: "engine failed", draining: "shutting down", keyless: "needs an API key" };
   pill.dataset.state = phase;
   const done = phase in words || progress >= 1 ? "" : ` ${Math.round(100 * progress)} %`;
   const text = (words[phase] ?? phase) + done;

@@ -44,7 +44,7 @@ async function watch() {
     } catch (error) {
       showPhase($("phase"), "lost");
       $("error").hidden = false;
-      $("error").textContent = error instanceof ServerError ? error.message : "No connection to the server. Trying again.";
+      $("error").textContent = error instanceof ServerError ? `${error.message}${error.status === 401 ? ". Load the page again to type one in." : ""}` : "No connection to the server. Trying again.";
       if (error instanceof ServerError && error.status === 401) return;
     }
     await new Promise((resolve) => setTimeout(resolve, 2000));

@@ -7,7 +7,7 @@ from typing import Any
 from jax import Array
 
 from jaxserve_kernels.add_rms_norm import reference
-from jaxserve_kernels.fallback import compiles
+from jaxserve_kernels.op import Implementation, Op, Refusal, anything, on_kernels
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, TokenFormat
 from jaxserve_kernels.target import Target
 
@@ -28,14 +28,37 @@ def add_rms_norm(
       form: what the normed tokens become, for a reader that takes 8 bits (`matmul.token_format`,
         which asks for it only where there are kernels). Both are the same as one after the other.
     """
+    return _OP(x, update, weight, eps=eps, form=form, target=target)
+
+
+def _configure(x: Array, update: Array | None, weight: Array, *, target: Target, **_: Any) -> Any:
     if update is None:  # XLA's fusion reads and writes each token once
+        return Refusal("there is nothing to add")
+    return on_kernels(target=target)
+
+
+def _kernel(
+    _: None, x: Array, update: Array, weight: Array, *, eps: float, form: Any, target: Target
+) -> Any:
+    from jaxserve_kernels.add_rms_norm import triton  # needs Triton: only for GPUs
+
+    return triton.add_rms_norm(x, update, weight, eps, form, target=target)
+
+
+def _definition(
+    _: None, x: Array, update: Array | None, weight: Array, *, eps: float, **__: Any
+) -> tuple[Array, Array]:
+    """Plain tokens, which a product takes, too."""
+    if update is None:
         return x, reference.rms_norm(x, weight, eps)
-    if target.uses_triton():
-        from jaxserve_kernels.add_rms_norm import triton  # needs Triton: only for GPUs
+    return reference.add_rms_norm(x, update, weight, eps)
 
-        def kernel(x: Array, update: Array, weight: Array) -> Any:
-            return triton.add_rms_norm(x, update, weight, eps, form, target=target)
 
-        if compiles("add_rms_norm", kernel, x, update, weight, static=(eps, form), target=target):
-            return kernel(x, update, weight)
-    return reference.add_rms_norm(x, update, weight, eps)  # a product takes plain tokens, too
+_OP = Op(
+    name="add_rms_norm",
+    implementations=(
+        Implementation(name="triton", configure=_configure, run=_kernel),
+        Implementation(name="reference", configure=anything, run=_definition, kernels=False),
+    ),
+    describe=lambda x, *_, **__: f"tokens of {x.shape[-1]}",
+)

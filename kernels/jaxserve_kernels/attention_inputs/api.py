@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from jaxserve_kernels.attention_inputs import reference
 from jaxserve_kernels.attention_inputs.reference import HeadWeights, KVSlots
-from jaxserve_kernels.fallback import compiles
+from jaxserve_kernels.op import Implementation, Op, anything, on_kernels
 from jaxserve_kernels.target import Target
 
 
@@ -28,17 +28,29 @@ def attention_inputs(
 ) -> tuple[Array, Array]:
     """See `reference.attention_inputs`."""
     heads.check()
-    if target.uses_triton():
-        from jaxserve_kernels.attention_inputs import triton  # needs Triton: only for GPUs
+    return _OP(
+        qkv, kv, heads, tables, slots, layer=layer, eps=eps, dtype=jnp.dtype(dtype), target=target
+    )
 
-        def kernels(qkv: Array, kv: Array, *rest: Any) -> Any:
-            return triton.attention_inputs(
-                qkv, kv, layer, *rest, eps=eps, dtype=dtype, target=target
-            )
 
-        args = (qkv, kv, heads, tables, slots)
-        if compiles(
-            "attention_inputs", kernels, *args, static=(eps, jnp.dtype(dtype)), target=target
-        ):
-            return kernels(*args)
-    return reference.attention_inputs(qkv, kv, layer, heads, tables, slots, eps=eps, dtype=dtype)
+def _kernel(_: None, qkv: Array, kv: Array, *rest: Any, layer: int, **options: Any) -> Any:
+    from jaxserve_kernels.attention_inputs import triton  # needs Triton: only for GPUs
+
+    return triton.attention_inputs(qkv, kv, layer, *rest, **options)
+
+
+def _definition(
+    _: None, qkv: Array, kv: Array, *rest: Any, layer: int, target: Target, **options: Any
+) -> Any:
+    return reference.attention_inputs(qkv, kv, layer, *rest, **options)
+
+
+_OP = Op(
+    name="attention_inputs",
+    implementations=(
+        Implementation(name="triton", configure=on_kernels, run=_kernel),
+        Implementation(name="reference", configure=anything, run=_definition, kernels=False),
+    ),
+    describe=lambda qkv, *_, **__: f"tokens of {qkv.shape[-1]}",
+    per_layer=True,
+)

@@ -37,7 +37,10 @@ class Traced(NamedTuple):
 
 def trace(function: Callable[..., Any], *args: Any, target: Target) -> Traced | None:
     """None: the function computes something outside of kernels."""
-    launched = functools.partial(function, target=target.replace(pdl=True))
+    choices: list[Any] = []
+    launched = functools.partial(
+        function, target=target.replace(pdl=True, observe=target.observe and choices.append)
+    )
     closed, results = jax.make_jaxpr(launched, return_shape=True)(*args)
     try:
         calls = plan.make(closed.jaxpr).calls
@@ -45,6 +48,9 @@ def trace(function: Callable[..., Any], *args: Any, target: Target) -> Traced | 
         return None
     if target.checked and not _compile(calls):
         return None
+    for choice in choices:  # not those of a function that is no chain, which is traced again
+        assert target.observe is not None
+        target.observe(choice)
     return Traced(closed.jaxpr, [*closed.consts, *jax.tree.leaves(args)], results)
 
 

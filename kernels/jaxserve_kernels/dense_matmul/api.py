@@ -1,8 +1,7 @@
-"""Products with unquantised weights: picks the implementation by target and number of tokens."""
+"""Products with unquantised weights: picks the implementation."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import Any
 
@@ -13,77 +12,147 @@ from jax.typing import DTypeLike
 from jaxserve_kernels.activation import Activation
 from jaxserve_kernels.dense_matmul import reference
 from jaxserve_kernels.dense_matmul.config import (
-    ADDING_MIN_TOKENS,
     Config,
     choose,
-    fuses_gating,
+    fused_gating,
+    limits_of,
 )
-from jaxserve_kernels.fallback import compiles
+from jaxserve_kernels.op import (
+    NO_KERNELS,
+    NOT_HOPPER,
+    NOT_PDL,
+    Implementation,
+    Op,
+    Refusal,
+    anything,
+)
 from jaxserve_kernels.target import Target
 
 
 def linear(x: Array, weight: Array, dtype: DTypeLike | None = None, *, target: Target) -> Array:
     """See `matmul.linear`."""
-    config = _config(x, weight, target=target)
-    if config is None:
-        return reference.linear(x, weight, dtype or x.dtype)
-    return _kernels(target=target).linear(x, weight, config, target=target)
+    return _LINEAR(x, weight, dtype=jnp.dtype(dtype or x.dtype), target=target)
 
 
 def add_linear(
     total: Array, x: Array, weight: Array, *, target: Target
 ) -> tuple[Array, Array | None]:
     """See `matmul.add_linear`."""
-    if (
-        x.shape[0] < ADDING_MIN_TOKENS
-        or not _on_gpu(x, target=target)
-        or _config(x, weight, target=target) is not None
-    ):
-        return total, linear(x, weight, target=target)
-    # XLA gives the sum to cuBLASLt, which adds it before it rounds.
-    return lax.optimization_barrier(total + reference.linear(x, weight, total.dtype)[0]), None
+    return _ADD_LINEAR(total, x, weight, target=target)
 
 
 def gated_linear(
     x: Array, weight: Array, activation: Activation = "silu", *, target: Target
 ) -> Array:
     """See `reference.gated_linear`."""
-    if _on_gpu(x, target=target) and target.runs_hopper_kernels():
+    return _GATED_LINEAR(x, weight, activation=activation, target=target)
+
+
+def _unlike(x: Array, target: Target) -> Refusal | None:
+    """Why kernels of ours do not compute with x."""
+    if not target.uses_triton():
+        return NO_KERNELS
+    return None if x.dtype == jnp.bfloat16 else Refusal("not in bfloat16")
+
+
+def _few_tokens(*, gated: bool, pdl: bool) -> Implementation:
+    """The kernel for few tokens: the one that streams weights before its inputs exist, or the
+    other."""
+    name = "triton_streaming" if pdl else "triton"
+
+    def configure(x: Array, weight: Array, *, target: Target, **_: Any) -> Config | Refusal:
+        if unlike := _unlike(x, target):
+            return unlike
+        if target.pdl != pdl:
+            return NOT_PDL if pdl else Refusal("not with programmatic dependent launch")
         out, depth = weight.shape
-        if fuses_gating(tokens=x.shape[0], out=out, depth=depth):
-            from jaxserve_kernels.dense_matmul import hopper  # needs Triton: only for GPUs
+        return choose(gated=gated, tokens=x.shape[0], out=out, depth=depth, target=target)
 
-            kernel = functools.partial(hopper.gated_linear, activation=activation, target=target)
-            if compiles("gated_linear_hopper", kernel, x, weight, static=activation, target=target):
-                return kernel(x, weight)
-    config = _config(x, weight, gated=True, target=target)
-    if config is None:
-        return reference.gated_linear(x, weight, activation)
-    return _kernels(target=target).gated_linear(x, weight, config, activation, target=target)
+    def run(
+        config: Config, x: Array, weight: Array, *, target: Target, dtype: Any = None, **rest: Any
+    ) -> Array:
+        kernels = importlib.import_module(f"{__package__}.{name}")  # needs Triton: only for GPUs
+        product = kernels.gated_linear if gated else kernels.linear
+        return product(x, weight, config, target=target, **rest)
 
-
-def _config(x: Array, weight: Array, *, gated: bool = False, target: Target) -> Config | None:
-    """None: XLA's product, which is cuBLASLt on a GPU."""
-    if not _on_gpu(x, target=target):
-        return None
-    config = choose(
-        gated=gated, tokens=x.shape[0], out=weight.shape[0], depth=weight.shape[1], target=target
-    )
-    if config is None:
-        return None
-    kernels = _kernels(target=target)
-    kernel = kernels.gated_linear if gated else kernels.linear
-    launch = functools.partial(kernel, config=config, target=target)
-    name = "gated_linear" if gated else "linear"
-    return config if compiles(name, launch, x, weight, static=config, target=target) else None
+    return Implementation(name=name, configure=configure, run=run)
 
 
-def _kernels(*, target: Target) -> Any:
-    """The module with the kernels for few tokens; it needs Triton: only for GPUs."""
-    name = "triton_streaming" if target.pdl else "triton"
-    return importlib.import_module(f"{__package__}.{name}")
+def _fused(x: Array, weight: Array, *, target: Target, **_: Any) -> Refusal | None:
+    if unlike := _unlike(x, target):
+        return unlike
+    if not target.runs_hopper_kernels():
+        return NOT_HOPPER
+    out, depth = weight.shape
+    return fused_gating(tokens=x.shape[0], out=out, depth=depth, target=target)
 
 
-def _on_gpu(x: Array, *, target: Target) -> bool:
-    """Whether kernels of ours may compute with x."""
-    return x.dtype == jnp.bfloat16 and target.uses_triton()
+def _hopper(_: None, x: Array, weight: Array, *, activation: Activation, target: Target) -> Array:
+    from jaxserve_kernels.dense_matmul import hopper  # needs Triton: only for GPUs
+
+    return hopper.gated_linear(x, weight, activation, target=target)
+
+
+def _adds(total: Array, x: Array, weight: Array, *, target: Target) -> Refusal | None:
+    if unlike := _unlike(x, target):
+        return unlike
+    least = limits_of(target).adding_tokens
+    if x.shape[0] < least:
+        return Refusal(f"fewer than {least} tokens")
+    kernel = _LINEAR.choose(x, weight, dtype=jnp.dtype(x.dtype), target=target).implementation
+    return Refusal("there is a kernel for few tokens") if kernel.kernels else None
+
+
+def _add(_: None, total: Array, x: Array, weight: Array, *, target: Target) -> tuple[Array, None]:
+    """XLA gives the sum to cuBLASLt, which adds it before it rounds."""
+    return lax.optimization_barrier(total + reference.linear(x, weight, total.dtype)[0]), None
+
+
+def _apart(
+    _: None, total: Array, x: Array, weight: Array, *, target: Target
+) -> tuple[Array, Array]:
+    return total, linear(x, weight, target=target)
+
+
+def _define_linear(_: None, x: Array, weight: Array, *, dtype: DTypeLike, target: Target) -> Array:
+    return reference.linear(x, weight, dtype)
+
+
+def _define_gated(
+    _: None, x: Array, weight: Array, *, activation: Activation, target: Target
+) -> Array:
+    return reference.gated_linear(x, weight, activation)
+
+
+def _sizes(*args: Any, **_: Any) -> str:
+    out, depth = args[-1].shape
+    return f"weight {out} x {depth}"
+
+
+_LINEAR = Op(
+    name="linear",
+    implementations=(
+        _few_tokens(gated=False, pdl=True),
+        _few_tokens(gated=False, pdl=False),
+        Implementation(name="xla", configure=anything, run=_define_linear, kernels=False),
+    ),
+    describe=_sizes,
+)
+_GATED_LINEAR = Op(
+    name="gated_linear",
+    implementations=(
+        Implementation(name="hopper", configure=_fused, run=_hopper, label="gated_linear_hopper"),
+        _few_tokens(gated=True, pdl=True),
+        _few_tokens(gated=True, pdl=False),
+        Implementation(name="xla", configure=anything, run=_define_gated, kernels=False),
+    ),
+    describe=_sizes,
+)
+_ADD_LINEAR = Op(
+    name="add_linear",
+    implementations=(
+        Implementation(name="xla, adding", configure=_adds, run=_add, kernels=False),
+        Implementation(name="linear, then the sum", configure=anything, run=_apart, kernels=False),
+    ),
+    describe=_sizes,
+)

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from jaxserve_kernels import tuned
+from jaxserve_kernels import tables
+from jaxserve_kernels.op import Refusal
 from jaxserve_kernels.target import Target
 
-MAX_TOKENS = 16
-"""Beyond it cuBLASLt is as fast. Measured on an H100; see lab/logs/decode.md."""
 
-HOPPER_MIN_TOKENS = 384
-"""From it on the product with the gating in it is faster on Hopper than cuBLASLt and a kernel that
-gates. Measured on an H200; see lab/logs/prefill.md."""
+class Limits(NamedTuple):
+    """See `tables/dense_matmul/`."""
 
-ADDING_MIN_TOKENS = 2048
-"""From it on a product of cuBLASLt's takes the residual stream in. Measured on an H200; see
-lab/logs/prefill.md."""
+    most_tokens: int
+    most_tokens_pdl: int
+    fused_gating_tokens: int
+    adding_tokens: int
+    programs_per_multiprocessor: int
+    many_tokens: int
+    most_splits: int
 
-_ENOUGH_PROGRAMS = 2
-"""On each multiprocessor: they keep the memory busy."""
 
-MAX_CHAINED_TOKENS = 64
-"""In a chain of kernels, which can hold no product of XLA's."""
-
-_MANY_TOKENS = 32
-"""Beyond them partial sums are so large that one program for each multiprocessor is enough, and
-tokens so many that half the depth of a tile leaves room for three programs."""
-
-_MAX_SPLITS = 8
-"""More partial sums than this cost their readers more than the product gains."""
+def limits_of(target: Target) -> Limits:
+    """What was measured on the nearest card."""
+    return tables.limits("dense_matmul", Limits, target)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,33 +41,39 @@ class Config:
     num_stages: int = 3
 
 
-def choose(*, gated: bool, tokens: int, out: int, depth: int, target: Target) -> Config | None:
-    """For x [tokens, depth] times a weight [out, depth]; None where XLA's product is used."""
-    parameters = tuned.find(
+def choose(*, gated: bool, tokens: int, out: int, depth: int, target: Target) -> Config | Refusal:
+    """For x [tokens, depth] times a weight [out, depth], by a kernel for few tokens."""
+    parameters = tables.launch(
         "dense_matmul", ("gated" if gated else "linear", out, depth), tokens, target=target
     )
     if parameters is not None:
         return Config(**parameters)
-    most = MAX_CHAINED_TOKENS if target.pdl else MAX_TOKENS
-    return _heuristic(tokens, out, depth, target=target) if tokens <= most else None
+    limits = limits_of(target)
+    most = limits.most_tokens_pdl if target.pdl else limits.most_tokens
+    if tokens > most:
+        return Refusal(f"more than {most} tokens")
+    return _heuristic(tokens, out, depth, target=target)
 
 
-def _heuristic(tokens: int, out: int, depth: int, *, target: Target) -> Config | None:
-    """None where the kernel does not apply."""
-    many = tokens > _MANY_TOKENS
+def _heuristic(tokens: int, out: int, depth: int, *, target: Target) -> Config | Refusal:
+    limits = limits_of(target)
+    many = tokens > limits.many_tokens
     config = Config(depth=64 if many else 128)
     steps, rest = divmod(depth, config.depth)
     if rest or out % config.rows:
-        return None
+        return Refusal(f"not whole tiles of {config.rows} x {config.depth}")
     tiles = out // config.rows
-    choices = [splits for splits in range(1, _MAX_SPLITS + 1) if steps % splits == 0]
-    wanted = target.gpu.multiprocessors * (1 if many else _ENOUGH_PROGRAMS)
+    choices = [splits for splits in range(1, limits.most_splits + 1) if steps % splits == 0]
+    wanted = target.gpu.multiprocessors * (1 if many else limits.programs_per_multiprocessor)
     enough = [splits for splits in choices if tiles * splits >= wanted]
     splits = enough[0] if enough else choices[-1]
     stages = 4 if steps // splits > 16 and splits > 1 else 3
     return replace(config, splits=splits, num_stages=stages)
 
 
-def fuses_gating(*, tokens: int, out: int, depth: int) -> bool:
+def fused_gating(*, tokens: int, out: int, depth: int, target: Target) -> Refusal | None:
     """Whether the gated product of x [tokens, depth] and a weight [out, depth] takes `hopper`."""
-    return tokens >= HOPPER_MIN_TOKENS and out % 256 == 0 and depth % 64 == 0
+    least = limits_of(target).fused_gating_tokens
+    if tokens < least:
+        return Refusal(f"fewer than {least} tokens")
+    return Refusal("not whole tiles of 256 x 64") if out % 256 or depth % 64 else None

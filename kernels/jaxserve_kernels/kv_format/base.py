@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from jaxserve_kernels import tables
 from jaxserve_kernels.paged_attention import QueryTiles
+from jaxserve_kernels.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,20 @@ class KVFormat(Protocol):
     def allocate(self, shape: CacheShape, dtype: DTypeLike) -> Any:
         """The arrays of an empty cache."""
         ...
+
+
+class Limits(NamedTuple):
+    """See `tables/kv_format/`."""
+
+    eight_bit_programs: int
+    kvarn_programs: int
+    kvarn_streaming_programs: int
+    kvarn_encode_programs: int
+
+
+def limits_of(target: Target) -> Limits:
+    """What was measured on the nearest card."""
+    return tables.limits("kv_format", Limits, target)
 
 
 def zeros(abstract: Any) -> Any:

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +17,9 @@ from jax.typing import DTypeLike
 
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_inputs
 from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape, zeros
+from jaxserve_kernels.op import NO_KERNELS, NOT_PDL, Implementation, Op, Refusal, anything
 from jaxserve_kernels.paged_attention import paged_attention
+from jaxserve_kernels.paged_attention.config import choose, limits_of
 from jaxserve_kernels.target import Target
 
 
@@ -52,24 +57,87 @@ def attend(
     target: Target,
 ) -> tuple[Array, Array]:
     """See `api.attend`."""
-    slots = KVSlots(step.pages, step.offsets)
-    if target.pdl and tile_size == 1:
-        from jaxserve_kernels.paged_attention import triton_streaming, triton_warps  # need Triton
+    return _OP(
+        qkv, kv, heads, tables, step,
+        layer=layer, eps=eps, tile_size=tile_size, dtype=jnp.dtype(dtype), window=window,
+        target=target,
+    )  # fmt: skip
 
-        kernels = triton_streaming if qkv.shape[1] <= triton_streaming.MAX_TILES else triton_warps
-        if kernels.fits(qkv, kv, dtype):
-            return kernels.attend(
-                qkv,
-                kv,
-                layer,
-                heads,
-                tables,
-                slots,
-                step.page_table,
-                step.tiles,
-                eps=eps, window=window,
-                target=target,
-            )  # fmt: skip
+
+def _fits(
+    qkv: Array, kv: Array, step: AttentionStep, *, tile_size: int, dtype: Any, target: Target
+) -> Refusal | None:
+    """Why no kernel computes the inputs of attention, too."""
+    if not target.uses_triton():
+        return NO_KERNELS
+    if not target.pdl or tile_size > 1:
+        return NOT_PDL
+    from jaxserve_kernels.paged_attention import triton_warps  # needs Triton: only for GPUs
+
+    fits = triton_warps.fits(qkv, kv, dtype)
+    return None if fits else Refusal("not such heads or pages")
+
+
+def _streams(
+    qkv: Array, kv: Array, heads: Any, tables: Any, step: AttentionStep, *,
+    tile_size: int, dtype: Any, target: Target, **_: Any,
+) -> Any:  # fmt: skip
+    if refused := _fits(qkv, kv, step, tile_size=tile_size, dtype=dtype, target=target):
+        return refused
+    from jaxserve_kernels.paged_attention import triton_streaming
+
+    tokens, kv_heads, head_dim = qkv.shape[1], kv.shape[2], kv.shape[5]
+    most = limits_of(target).most_streaming
+    if tokens > most:
+        return Refusal(f"more than {most} tokens")
+    if not triton_streaming.fits(qkv, kv, dtype):
+        return Refusal("not such heads or pages")
+    return choose(
+        tiles=step.tiles.first.shape[0],
+        kv_heads=kv_heads,
+        rows=qkv.shape[2] // head_dim // kv_heads - 2,
+        pages_per_seq=step.page_table.shape[1],
+        target=target,
+    )
+
+
+def _warps(
+    qkv: Array, kv: Array, heads: Any, tables: Any, step: AttentionStep, *,
+    tile_size: int, dtype: Any, target: Target, **_: Any,
+) -> Any:  # fmt: skip
+    if refused := _fits(qkv, kv, step, tile_size=tile_size, dtype=dtype, target=target):
+        return refused
+    from jaxserve_kernels.paged_attention import triton_warps
+
+    tokens = qkv.shape[1]
+    most = limits_of(target).most_streaming
+    if tokens <= most:
+        return Refusal(f"{most} tokens or fewer")
+    return triton_warps.heuristic(
+        tiles=step.tiles.first.shape[0], kv_heads=kv.shape[2], kind=triton_warps.BF16, target=target
+    )
+
+
+def _run(name: str) -> Callable[..., Any]:
+    def run(
+        config: Any, qkv: Array, kv: Array, heads: Any, tables: Any, step: AttentionStep, *,
+        layer: int, eps: float, window: int | None, target: Target, **_: Any,
+    ) -> Any:  # fmt: skip
+        kernels = importlib.import_module(f"jaxserve_kernels.paged_attention.{name}")
+        slots = KVSlots(step.pages, step.offsets)
+        return kernels.attend(
+            qkv, kv, layer, heads, tables, slots, step.page_table, step.tiles, config,
+            eps=eps, window=window, target=target,
+        )  # fmt: skip
+
+    return run
+
+
+def _apart(
+    _: None, qkv: Array, kv: Array, heads: HeadWeights, tables: Any, step: AttentionStep, *,
+    layer: int, eps: float, tile_size: int, dtype: Any, window: int | None, target: Target,
+) -> tuple[Array, Array]:  # fmt: skip
+    slots = KVSlots(step.pages, step.offsets)
     q, kv = attention_inputs(
         qkv, kv, layer, heads, tables, slots, eps=eps, dtype=dtype, target=target
     )
@@ -77,3 +145,26 @@ def attend(
         q, kv, layer, step.page_table, step.tiles, tile_size=tile_size, window=window, target=target
     )
     return out.astype(dtype), kv
+
+
+_OP = Op(
+    name="attention",
+    implementations=(
+        Implementation(
+            name="triton_streaming, with its inputs",
+            configure=_streams,
+            run=_run("triton_streaming"),
+        ),
+        Implementation(
+            name="triton_warps, with its inputs", configure=_warps, run=_run("triton_warps")
+        ),
+        Implementation(
+            name="attention_inputs, then paged_attention",
+            configure=anything,
+            run=_apart,
+            kernels=False,
+        ),
+    ),
+    describe=lambda qkv, *_, tile_size, **__: f"tokens of {qkv.shape[-1]}, tiles of {tile_size}",
+    per_layer=True,
+)

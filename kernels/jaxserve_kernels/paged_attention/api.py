@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jax import Array
 
-from jaxserve_kernels.fallback import compiles
-from jaxserve_kernels.paged_attention import cpu, reference
+from jaxserve_kernels.op import Implementation, Op, Refusal, anything
+from jaxserve_kernels.paged_attention import config, cpu, reference
 from jaxserve_kernels.paged_attention.reference import QueryTiles, Read
 from jaxserve_kernels.target import Target
 
@@ -22,20 +24,8 @@ def paged_attention(
     target: Target,
 ) -> Array:
     """See `reference.paged_attention`."""
-    if target.uses_triton():
-        from jaxserve_kernels.paged_attention import triton  # needs Triton: only for GPUs
-
-        def kernels(q: Array, kv: Array, page_table: Array, tiles: QueryTiles) -> Array:
-            return triton.paged_attention(
-                q, kv, layer, page_table, tiles, tile_size=tile_size, window=window, target=target
-            )
-
-        args = (q, kv, page_table, tiles)
-        if compiles("paged_attention", kernels, *args, static=(tile_size, window), target=target):
-            return kernels(*args)
-    module = cpu if target.implementation == "cpu" else reference
-    return module.paged_attention(
-        q, kv, layer, page_table, tiles, tile_size=tile_size, window=window
+    return _OP(
+        q, kv, page_table, tiles, layer=layer, tile_size=tile_size, window=window, target=target
     )
 
 
@@ -56,3 +46,45 @@ def attend_pages(
     return module.attend_pages(
         q, read, page_table, tiles, tile_size=tile_size, page_size=page_size, window=window
     )
+
+
+def _kernels(
+    config: Any, q: Array, kv: Array, page_table: Array, tiles: QueryTiles, *, layer: int,
+    tile_size: int, window: int | None, target: Target,
+) -> Array:  # fmt: skip
+    from jaxserve_kernels.paged_attention import triton  # needs Triton: only for GPUs
+
+    return triton.paged_attention(
+        q, kv, layer, page_table, tiles, config, tile_size=tile_size, window=window, target=target
+    )
+
+
+def _for_cpus(*_: Any, target: Target, **__: Any) -> Refusal | None:
+    return None if target.implementation == "cpu" else Refusal("made for CPUs")
+
+
+def _cpu(
+    _: None, q: Array, kv: Array, *rest: Any, layer: int, target: Target, **options: Any
+) -> Array:
+    return cpu.paged_attention(q, kv, layer, *rest, **options)
+
+
+def _definition(
+    _: None, q: Array, kv: Array, *rest: Any, layer: int, target: Target, **options: Any
+) -> Array:
+    return reference.paged_attention(q, kv, layer, *rest, **options)
+
+
+_OP = Op(
+    name="paged_attention",
+    implementations=(
+        Implementation(name="hopper", configure=config.for_hopper, run=_kernels),
+        Implementation(name="triton", configure=config.for_any, run=_kernels),
+        Implementation(name="cpu", configure=_for_cpus, run=_cpu, kernels=False),
+        Implementation(name="reference", configure=anything, run=_definition, kernels=False),
+    ),
+    describe=lambda q, *_, tile_size, **__: (
+        f"{q.shape[1]} heads of {q.shape[2]}, tiles of {tile_size}"
+    ),
+    per_layer=True,
+)

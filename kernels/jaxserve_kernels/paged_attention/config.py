@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
-from jaxserve_kernels import tuned
+from jaxserve_kernels import tables
+from jaxserve_kernels.op import NO_KERNELS, NOT_HOPPER, Refusal
+from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.target import Target
 
 TILE_ROWS = 128
@@ -16,8 +19,19 @@ TILE_ROWS = 128
 LOG2_E = 1.4426950408889634
 """Exponentials are powers of two."""
 
-_PROGRAMS = 2
-"""On each multiprocessor: they keep the memory busy."""
+
+class Limits(NamedTuple):
+    """See `tables/paged_attention/`."""
+
+    programs_per_multiprocessor: int
+    most_streaming: int
+    warps_programs: int
+    warps_three_pages: int
+
+
+def limits_of(target: Target) -> Limits:
+    """What was measured on the nearest card."""
+    return tables.limits("paged_attention", Limits, target)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +53,40 @@ def tile_tokens(group: int) -> int:
     return 2 * (TILE_ROWS // 2 // group)
 
 
+def for_any(
+    q: Array,
+    kv: Array,
+    page_table: Array,
+    tiles: QueryTiles,
+    *,
+    tile_size: int,
+    target: Target,
+    **_: Any,
+) -> Config | Refusal:
+    """Of the kernel for any GPU. See `op.Implementation.configure`."""
+    if not target.uses_triton():
+        return NO_KERNELS
+    return choose(
+        tiles=tiles.first.shape[0],
+        kv_heads=kv.shape[2],
+        rows=tile_size * (q.shape[1] // kv.shape[2]),
+        pages_per_seq=page_table.shape[1],
+        target=target,
+    )
+
+
 def choose(*, tiles: int, kv_heads: int, rows: int, pages_per_seq: int, target: Target) -> Config:
     """A configuration for `rows` query rows (tokens x heads per KV head) in each tile."""
-    parameters = tuned.find("paged_attention", (rows, kv_heads), tiles, target=target)
+    parameters = tables.launch("paged_attention", (rows, kv_heads), tiles, target=target)
     if parameters is not None:
         return Config(**parameters)
     if rows > 16:
         return Config(splits=1, num_warps=8 if rows >= 128 else 4, num_stages=2)
-    wanted = _PROGRAMS * target.gpu.multiprocessors // (tiles * kv_heads)
+    wanted = (
+        limits_of(target).programs_per_multiprocessor
+        * target.gpu.multiprocessors
+        // (tiles * kv_heads)
+    )
     splits = 1 << max(0, min(wanted, pages_per_seq, 32)).bit_length() >> 1
     return Config(
         splits=max(splits, 1),
@@ -66,15 +106,25 @@ class HopperConfig:
     """Pages of keys and values that are copied ahead."""
 
 
-def fits_hopper(q: Array, kv: Array, tile_size: int, *, target: Target) -> bool:
-    """Whether the kernel for Hopper takes such tiles; others are left to the one for any GPU."""
+def for_hopper(
+    q: Array, kv: Array, *_: Any, tile_size: int, target: Target, **__: Any
+) -> HopperConfig | Refusal:
+    """Of the kernel for Hopper. See `op.Implementation.configure`."""
     kv_heads, page_size, head_dim = kv.shape[2], kv.shape[4], kv.shape[5]
-    return (
-        1 < tile_size <= tile_tokens(q.shape[1] // kv_heads)
-        and q.dtype == kv.dtype == jnp.bfloat16
-        and page_size == 64
-        and head_dim in (64, 128)
-        and target.runs_hopper_kernels()
+    if not target.uses_triton():
+        return NO_KERNELS
+    if not target.runs_hopper_kernels():
+        return NOT_HOPPER
+    if tile_size == 1:
+        return Refusal("single tokens")
+    if tile_size > tile_tokens(q.shape[1] // kv_heads):
+        return Refusal("tiles are too large")
+    if not q.dtype == kv.dtype == jnp.bfloat16:
+        return Refusal("not in bfloat16")
+    if page_size != 64 or head_dim not in (64, 128):
+        return Refusal("pages are not of 64 tokens, or heads not of 64 or 128")
+    return hopper_heuristic(
+        tokens=q.shape[0], tile_size=tile_size, kv_heads=kv_heads, target=target
     )
 
 

@@ -7,7 +7,6 @@ and a second kernel merges their results by their softmax weights.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
@@ -21,9 +20,7 @@ from jaxserve_kernels.paged_attention import hopper
 from jaxserve_kernels.paged_attention.config import (
     LOG2_E,
     Config,
-    choose,
-    fits_hopper,
-    hopper_heuristic,
+    HopperConfig,
 )
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.target import Target
@@ -131,9 +128,8 @@ def _attend(
         weight = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM], tl.float32)
         masked_from = begin
-        if (
-            ROWS > 16 and WINDOW == 0
-        ):  # long tiles: only the last blocks hold keys that a row must not see
+        # Of long tiles without a window only the last blocks hold keys that a row must not see.
+        if ROWS > 16 and WINDOW == 0:
             masked_from = tl.maximum(tl.minimum((position + 1) // KEYS, end), begin)
             for block in tl.range(begin, masked_from, num_stages=STAGES):
                 peak, weight, acc = visit(
@@ -241,13 +237,16 @@ def paged_attention(
     layer: int,
     page_table: Array,
     tiles: QueryTiles,
+    config: Config | HopperConfig,
     *,
     tile_size: int,
     window: int | None = None,
     target: Target,
 ) -> Array:
     """Singles, if there are any, are attended to by kernels of their own."""
-    result = _attention(q, kv, layer, page_table, tiles, tile_size, window, target=target)
+    result = _attention(
+        q, kv, layer, page_table, tiles, tile_size, config, window=window, target=target
+    )
     if tiles.singles is None:
         return result
     from jaxserve_kernels.paged_attention import triton_singles
@@ -266,32 +265,30 @@ def _attention(
     page_table: Array,
     tiles: QueryTiles,
     tile_size: int,
-    window: int | None,
+    config: Config | HopperConfig,
     *,
+    window: int | None,
     target: Target,
 ) -> Array:
     """Attention of `tiles` without its singles."""
     kv_heads, head_dim = kv.shape[2], kv.shape[5]
     q_heads, num_tiles = q.shape[1], tiles.first.shape[0]
     rows = max(16, triton.next_power_of_2(tile_size * (q_heads // kv_heads)))
-    if fits_hopper(q, kv, tile_size, target=target):
-        launch = functools.partial(hopper.launch, window=window)
-        config = hopper_heuristic(
-            tokens=q.shape[0], tile_size=tile_size, kv_heads=kv_heads, target=target
-        )
-    else:
-        launch = functools.partial(_launch, window=window)
-        config = choose(
-            tiles=num_tiles,
-            kv_heads=kv_heads,
-            rows=tile_size * (q_heads // kv_heads),
-            pages_per_seq=page_table.shape[1],
-            target=target,
-        )
+    launch = hopper.launch if isinstance(config, HopperConfig) else _launch
     whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
     parts = part_types(num_tiles, kv_heads, config.splits, rows, head_dim)
     result, *sums = launch(
-        q, kv, layer, page_table, tiles, tile_size, config, rows, (whole, *parts), target=target
+        q,
+        kv,
+        layer,
+        page_table,
+        tiles,
+        tile_size,
+        config,
+        rows,
+        (whole, *parts),
+        window=window,
+        target=target,
     )
     if config.splits == 1:
         return result
@@ -299,8 +296,7 @@ def _attention(
     merge(
         tuple(sums), tiles, merged,
         tile_size=tile_size, kv_heads=kv_heads, keys=block_keys(kv), min_blocks=config.min_blocks,
-        window=window,
-        target=target,
+        window=window, target=target,
     )  # fmt: skip
     return jax.freeze(merged)
 

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots
-from jaxserve_kernels.paged_attention.config import LOG2_E, choose
+from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.paged_attention.triton import merge, part_types
 from jaxserve_kernels.paged_attention.triton_heads import head_constants, normed_and_rotated
@@ -31,9 +31,6 @@ from jaxserve_kernels.triton_call import triton_call
 _PAGE = 64
 _ROWS = 16
 """Queries that share a KV head, its key and its value, and padding."""
-
-MAX_TILES = 7
-"""Of more, `triton_warps` takes less time."""
 
 
 @gluon.jit
@@ -231,6 +228,7 @@ def attend(
     slots: KVSlots,
     page_table: Array,
     tiles: QueryTiles,
+    config: Config,
     *,
     eps: float,
     window: int | None = None,
@@ -241,13 +239,6 @@ def attend(
     parts, tokens, width = qkv.shape
     q_heads = width // head_dim - 2 * kv_heads
     num_tiles = tiles.first.shape[0]
-    config = choose(
-        tiles=num_tiles,
-        kv_heads=kv_heads,
-        rows=q_heads // kv_heads,
-        pages_per_seq=page_table.shape[1],
-        target=target,
-    )
     cache = jax.new_ref(kv)
     out, *sums = triton_call(
         qkv, cache, layer * num_pages, *heads, *tables, *slots, page_table, *tiles[:4],

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots
-from jaxserve_kernels.paged_attention.config import LOG2_E, Config
+from jaxserve_kernels.paged_attention.config import LOG2_E, Config, limits_of
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.paged_attention.triton import merge, part_types
 from jaxserve_kernels.paged_attention.triton_heads import token_heads
@@ -35,12 +35,6 @@ from jaxserve_kernels.paged_attention.triton_visits import (
 )
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
-
-_PROGRAMS = 2
-"""On each multiprocessor; twice as many for one sequence."""
-
-_FEW = 32
-"""Of more tokens, three programs fit a multiprocessor with two pages each, and two with three."""
 
 _PAGE = 64
 _MOST_ROWS = 16
@@ -266,9 +260,10 @@ def heuristic(*, tiles: int, kv_heads: int, kind: gl.constexpr, target: Target) 
     are best, but three of bfloat16 where contexts are long for each program. A lone token's context
     is split further, so that no program has much to visit.
     """
-    programs = (_PROGRAMS if tiles > 1 else 2 * _PROGRAMS) * target.gpu.multiprocessors
+    limits = limits_of(target)
+    programs = (1 if tiles > 1 else 2) * limits.warps_programs * target.gpu.multiprocessors
     splits = max(1, min(programs // (tiles * kv_heads), 64))
-    stages = 3 if kind.value == BF16.value and tiles <= _FEW else 2
+    stages = 3 if kind.value == BF16.value and tiles <= limits.warps_three_pages else 2
     return Config(splits=splits, num_warps=4, num_stages=stages, min_blocks=2)
 
 
@@ -296,6 +291,7 @@ def attend(
     slots: KVSlots,
     page_table: Array,
     tiles: QueryTiles,
+    config: Config,
     *,
     eps: float,
     window: int | None = None,
@@ -313,6 +309,7 @@ def attend(
         slots,
         page_table,
         tiles,
+        config,
         eps=eps,
         kind=BF16, window=window,
         target=target,
@@ -330,6 +327,7 @@ def launch(
     slots: KVSlots,
     page_table: Array,
     tiles: QueryTiles,
+    config: Config,
     *,
     eps: float,
     kind: gl.constexpr,
@@ -342,7 +340,6 @@ def launch(
     half = width // 2 if kind.value == BF16.value else width
     parts, tokens, columns = qkv.shape
     q_heads, num_tiles = columns // (2 * half) - 2 * kv_heads, tiles.first.shape[0]
-    config = heuristic(tiles=num_tiles, kv_heads=kv_heads, kind=kind, target=target)
     rows = 8 if q_heads // kv_heads + 2 <= 8 else _MOST_ROWS  # columns of products
     out, *sums = triton_call(
         qkv, *heads, *tables, kv, scales, *slots, page_table, *tiles[:4],

@@ -6,6 +6,7 @@ The definition is the product with the weight dequantised and rounded to x's dty
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,8 +16,15 @@ from jax.typing import DTypeLike
 
 from jaxserve_kernels import dense_matmul
 from jaxserve_kernels.activation import Activation
-from jaxserve_kernels.fallback import compiles
-from jaxserve_kernels.quantized_matmul.config import Config, Method, choose, reads_quantized
+from jaxserve_kernels.op import NO_KERNELS, Implementation, Op, Refusal, anything
+from jaxserve_kernels.quantized_matmul.config import (
+    RULES,
+    Call,
+    Config,
+    Method,
+    configure,
+    reads_quantized,
+)
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import (
     QuantizedTokens,
     TokenFormat,
@@ -35,13 +43,7 @@ def linear(
     target: Target,
 ) -> Array:
     """See `matmul.linear`."""
-    dtype = dtype or x.dtype
-    config = _config(x, weight, None, target=target)
-    if config is None:
-        return dense_matmul.linear(
-            plain(x), weight.dequantize().astype(x.dtype), dtype, target=target
-        )
-    return _launch(x, weight, config, dtype, None, target=target)
+    return _OP(x, weight, dtype=jnp.dtype(dtype or x.dtype), activation=None, target=target)
 
 
 def gated_linear(
@@ -52,20 +54,16 @@ def gated_linear(
     target: Target,
 ) -> Array:
     """See `matmul.gated_linear`."""
-    config = _config(x, weight, activation, target=target)
-    if config is None:
-        plain_weight = weight.dequantize().astype(x.dtype)
-        return dense_matmul.gated_linear(plain(x), plain_weight, activation, target=target)
-    return _launch(x, weight, config, x.dtype, activation, target=target)
+    return _OP(x, weight, dtype=jnp.dtype(x.dtype), activation=activation, target=target)
 
 
 def _launch(
+    config: Config,
     x: Array | QuantizedTokens,
     weight: QuantizedWeight,
-    config: Config,
+    *,
     dtype: DTypeLike,
     activation: Activation | None,
-    *,
     target: Target,
 ) -> Array:
     """Gated, if there is an activation."""
@@ -100,44 +98,63 @@ def token_format(
     target: Target,
 ) -> TokenFormat | None:
     """What the product reads in place of tokens in `dtype`, if that should be made beforehand."""
-    config = _config(
-        jax.ShapeDtypeStruct((tokens, weight.shape[1]), dtype), weight, activation, target=target
-    )
-    if config is None or not reads_quantized(weight, tokens, config):
+    plain = jax.ShapeDtypeStruct((tokens, weight.shape[1]), dtype)
+    config = _OP.choose(
+        plain, weight, dtype=jnp.dtype(dtype), activation=activation, target=target
+    ).config
+    if config is None or not reads_quantized(weight, tokens, config, target):
         return None
     return format_for(weight, tokens, config)
 
 
-def _config(
-    x: Any, weight: QuantizedWeight, activation: Activation | None, *, target: Target
-) -> Config | None:
-    """None: dequantise, then the product with the plain weight."""
-    if not target.uses_triton() or x.dtype != jnp.bfloat16:
-        return None
-    hopper, e4m3 = target.runs_hopper_kernels(), target.gpu.compute_capability >= 89
-    config = choose(
-        weight, x.shape[0], gated=activation is not None, hopper=hopper, e4m3=e4m3, target=target
-    )
-    known = config is not None and _compiles(weight, x.shape[0], config, activation, target=target)
-    return config if known else None
+def _implementation(name: str, rule: Callable[[Call], Config | Refusal]) -> Implementation:
+    def configured(
+        x: Any, weight: QuantizedWeight, *, activation: Activation | None, target: Target, **_: Any
+    ) -> Config | Refusal:
+        if not target.uses_triton():
+            return NO_KERNELS
+        if x.dtype != jnp.bfloat16:
+            return Refusal("not in bfloat16")
+        hopper, e4m3 = target.runs_hopper_kernels(), target.gpu.compute_capability >= 89
+        gated = activation is not None
+        return configure(Call(weight, x.shape[0], gated, target, hopper, e4m3), rule)
+
+    return Implementation(name=name, configure=configured, run=_launch)
 
 
-def _compiles(
+def _dequantised(
+    _: None,
+    x: Array | QuantizedTokens,
     weight: QuantizedWeight,
-    tokens: int,
-    config: Config,
-    activation: Activation | None,
     *,
+    dtype: DTypeLike,
+    activation: Activation | None,
     target: Target,
-) -> bool:
-    """Asked for plain tokens: whoever makes 8 bits of them beforehand asks here, too."""
-    x = jax.ShapeDtypeStruct((tokens, weight.shape[1]), jnp.bfloat16)
+) -> Array:
+    whole = weight.dequantize().astype(x.dtype)
+    if activation is None:
+        return dense_matmul.linear(plain(x), whole, dtype, target=target)
+    return dense_matmul.gated_linear(plain(x), whole, activation, target=target)
 
-    def product(x: Array, weight: QuantizedWeight) -> Array:
-        return _launch(x, weight, config, x.dtype, activation, target=target)
 
-    name = f"{'gated_' if activation else ''}linear_{type(weight).__name__}"
-    return compiles(name, product, x, weight, static=(config, activation), target=target)
+def _name(x: Any, weight: QuantizedWeight, *, activation: Activation | None, **_: Any) -> str:
+    return f"{'gated_' if activation else ''}linear_{type(weight).__name__}"
+
+
+def _plain_tokens(x: Any, weight: QuantizedWeight) -> tuple[Any, QuantizedWeight]:
+    """Whoever makes 8 bits of the tokens beforehand asks for plain ones, too."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype), weight
+
+
+_OP = Op(
+    name=_name,
+    implementations=(
+        *(_implementation(name, rule) for name, rule in RULES.items()),
+        Implementation(name="dequantise", configure=anything, run=_dequantised, kernels=False),
+    ),
+    describe=lambda _, weight, **__: f"weight {' x '.join(map(str, weight.shape))}",
+    probe=_plain_tokens,
+)
 
 
 _MODULES: dict[Method, str] = {

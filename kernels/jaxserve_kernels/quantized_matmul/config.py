@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from jaxserve_kernels import tables
+from jaxserve_kernels.op import NOT_HOPPER, NOT_PDL, Refusal
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import (
     Fp8Weight,
     Int4Weight,
     Int8Weight,
+    Kind,
+    Mxfp4Weight,
     Nvfp4Weight,
     QuantizedWeight,
 )
 
 type Method = Literal["few", "stream", "share", "tall", "unpack", "e4m3", "hopper"]
-
-_ENOUGH_WARPS = 8
-"""On each multiprocessor: they keep the memory busy."""
-
-_DEEP = 64
-"""Tiles of the input, of 128, from which more rows per program and more splits pay."""
 
 _FEW = 8
 """Tokens of the tensor cores' smallest product."""
@@ -29,42 +29,33 @@ _FEW = 8
 _MAX_CHAINED = 64
 """Tokens of a chain's product by `triton_streaming`."""
 
-_STREAMING_PROGRAMS = 3
-"""On each multiprocessor."""
-
 _RESERVED = 1024
 """Bytes of shared memory that each program takes beside its own."""
-
-_FEWER_PROGRAMS = 288
-"""With 9 to 16 tokens, where a reader of one part less gains more than a third program."""
 
 _SHARING_END = 20 * 1024
 """Bytes of shared memory that `triton_sharing`, one program on a multiprocessor, needs at its end,
 beside its ring."""
 
-_TALL = 65_536
-"""Rows of an output matrix."""
 
-_MOST_PARTS = 8
-"""More partial sums than these cost their readers more than the product gains."""
+class Limits(NamedTuple):
+    """See `tables/quantized_matmul/`."""
 
-_FROM_CODES = 64
-"""Tokens up to which a 4-bit weight's bytes count more than what it costs to convert them."""
+    warps_per_multiprocessor: int
+    deep_tiles: int
+    streaming_programs: int
+    programs_of_16_tokens: Fraction
+    large_n_rows: int
+    most_splits: int
+    most_from_codes: int
+    most_unpacked: int
+    most_quantized_apart: int
+    e4m3_tiles: Fraction
+    e4m3_register_programs: int
 
-_MOST_UNPACKED = 256
-"""Tokens up to which codes are unpacked for each 64 of them, where nothing multiplies e4m3: beyond,
-a pass over the weight should cost less. Reckoned for an A100, not measured."""
 
-_MOST_APART = 128
-"""Tokens that become 8 bits in a kernel of their own, after a norm."""
-
-_ENOUGH_TILES = Fraction(15, 22)
-"""On each multiprocessor: programs of a product that the tensor cores bound. Fewer leave too many
-of them idle."""
-
-_ENOUGH_PROGRAMS = 2
-"""On each multiprocessor: of two programs of a product that waits for instructions one fills the
-gaps of the other."""
+def limits_of(target: Target) -> Limits:
+    """What was measured on the nearest card."""
+    return tables.limits("quantized_matmul", Limits, target)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +84,28 @@ class Config:
     not after."""
 
 
+class Call(NamedTuple):
+    """A product, as the rules see it."""
+
+    weight: QuantizedWeight
+    tokens: int
+    gated: bool
+    target: Target
+    hopper: bool
+    """Kernels that are written for Hopper can be used."""
+    e4m3: bool
+    """The GPU multiplies such numbers: from compute capability 8.9 on."""
+
+    @property
+    def out(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def tiles(self) -> int:
+        """Of the input, of 128."""
+        return self.weight.shape[1] // 128
+
+
 def choose(
     weight: QuantizedWeight,
     tokens: int,
@@ -102,78 +115,158 @@ def choose(
     e4m3: bool = True,
     target: Target,
 ) -> Config | None:
-    """None: dequantise, then the product with the plain weight.
-
-    Args:
-      hopper: it is such a GPU.
-      e4m3: it multiplies such numbers: from compute capability 8.9 on.
+    """The configuration by the first rule that takes the product; None: dequantise, then the
+    product with the plain weight.
 
     The rules and their limits are the fastest of those measured on an H200 with Qwen3-4B's shapes;
     see lab/logs/quantised_weights.md.
     """
-    out, depth = weight.shape
-    if not _has_kernel(weight):
-        return None
-    tiles = depth // 128
-    if tokens <= _MAX_CHAINED and target.pdl:
-        config = _chained(weight, tokens, gated=gated, target=target)
-    elif hopper and not gated and _is_tall(weight, tokens):
-        return Config(method="tall", rows=384, tokens=32 if tokens <= 32 else 64, num_stages=3)
-    elif tokens <= _FEW and isinstance(weight, Int4Weight):
-        config = _few(depth, gated=gated)
-    elif not _in_8_bits(weight, tokens, e4m3=e4m3):
-        if tokens > _MOST_UNPACKED:
-            return None
-        config = _unpack(weight, tokens, out, tiles, target=target)
-    elif hopper and isinstance(weight, Fp8Weight) and _bytes_on_hopper(weight, tokens):
-        config = _hopper_bytes(tokens, out, tiles, target=target)
-    elif hopper and _on_hopper(weight, tokens, gated=gated):
-        config = _hopper(tokens, out, tiles, target=target)
-    elif tokens <= _most_in_registers(weight):
-        config = _e4m3_in_registers(weight, tokens, out, tiles, target=target)
-    else:
-        config = _e4m3(weight, tokens, out, tiles, target=target)
-    if out % config.rows or (gated and out // 2 % (config.rows // 2)):
-        return None
-    return replace(config, splits=1) if gated else config
+    call = Call(weight, tokens, gated, target, hopper, e4m3)
+    found = (configure(call, rule) for rule in RULES.values())
+    return next((each for each in found if isinstance(each, Config)), None)
 
 
-def reads_copy(tokens: int) -> bool:
+def configure(call: Call, rule: Callable[[Call], Config | Refusal]) -> Config | Refusal:
+    """What a rule says to a product whose weight has kernels at all."""
+    if not call.weight.has_kernel:
+        return Refusal("no kernel knows groups or inputs of this number")
+    if call.weight.kernel_constants["KIND"] == Kind.OTHER and rule is not _unpacked:
+        return Refusal("it does not know the format")
+    config = rule(call)
+    if isinstance(config, Refusal) or config.method == "tall":  # whose last rows may be fewer
+        return config
+    if call.out % config.rows or (call.gated and call.out // 2 % (config.rows // 2)):
+        return Refusal(f"not whole tiles of {config.rows} rows")
+    return replace(config, splits=1) if call.gated else config
+
+
+def _chained(call: Call) -> Config | Refusal:
+    if not call.target.pdl:
+        return NOT_PDL
+    if call.tokens > _MAX_CHAINED:
+        return Refusal(f"more than {_MAX_CHAINED} tokens")
+    return _streaming(call.weight, call.tokens, gated=call.gated, target=call.target)
+
+
+def _shared(call: Call) -> Config | Refusal:
+    """Warpgroups share many tokens where each multiprocessor gets about three of a weight's row
+    tiles; that kernel knows 4-bit integers."""
+    refused = _chained(call)
+    if isinstance(refused, Refusal):
+        return refused
+    row_tiles, programs = call.out // 64, call.target.gpu.multiprocessors
+    if not (call.gated and call.tokens > 32 and isinstance(call.weight, Int4Weight)):
+        return Refusal("not gated, of 33 to 64 tokens and int4")
+    if not 2 * programs < row_tiles <= 3 * programs:
+        return Refusal("not three tiles of rows for each multiprocessor")
+    return _sharing(call.weight, target=call.target)
+
+
+def _tall(call: Call) -> Config | Refusal:
+    if not call.hopper:
+        return NOT_HOPPER
+    if call.gated or not _is_tall(call.weight, call.tokens, limits_of(call.target).large_n_rows):
+        return Refusal("not an output matrix in int8, of 17 to 64 tokens")
+    tokens = 32 if call.tokens <= 32 else 64
+    return Config(method="tall", rows=384, tokens=tokens, num_stages=3)
+
+
+def _few_tokens(call: Call) -> Config | Refusal:
+    if call.tokens > _FEW or not isinstance(call.weight, Int4Weight):
+        return Refusal(f"not int4, of up to {_FEW} tokens")
+    return _few(call.weight.shape[1], gated=call.gated)
+
+
+def _unpacked(call: Call) -> Config | Refusal:
+    if _in_8_bits(call.weight, call.tokens, e4m3=call.e4m3):
+        return Refusal("so many tokens that they are read in 8 bits")
+    most = limits_of(call.target).most_unpacked
+    if call.tokens > most:
+        return Refusal(f"more than {most} tokens")
+    return _unpack(call.weight, call.tokens, call.out, call.tiles, target=call.target)
+
+
+def _bytes(call: Call) -> Config | Refusal:
+    if not call.hopper:
+        return NOT_HOPPER
+    if not isinstance(call.weight, Fp8Weight) or not _bytes_on_hopper(call.weight, call.tokens):
+        return Refusal("not fp8 with a scale for each row, of more than 128 tokens")
+    return _hopper_bytes(call.tokens, call.out, call.tiles, target=call.target)
+
+
+def _operand(call: Call) -> Config | Refusal:
+    if not call.hopper:
+        return NOT_HOPPER
+    if refused := _plain_tokens(call):
+        return refused
+    if not _on_hopper(
+        call.weight, call.tokens, gated=call.gated, deep=limits_of(call.target).deep_tiles
+    ):
+        return Refusal("another kernel was faster for this format and number of tokens")
+    return _hopper(call.tokens, call.out, call.tiles, target=call.target)
+
+
+def _in_registers(call: Call) -> Config | Refusal:
+    if refused := _plain_tokens(call):
+        return refused
+    if call.tokens > _most_in_registers(call.weight):
+        return Refusal(f"more than {_most_in_registers(call.weight)} tokens")
+    return _e4m3_in_registers(call.weight, call.tokens, call.out, call.tiles, target=call.target)
+
+
+def _beforehand(call: Call) -> Config | Refusal:
+    if refused := _plain_tokens(call):
+        return refused
+    return _e4m3(call.weight, call.tokens, call.out, call.tiles, target=call.target)
+
+
+def _plain_tokens(call: Call) -> Refusal | None:
+    reads = _in_8_bits(call.weight, call.tokens, e4m3=call.e4m3)
+    return None if reads else Refusal("tokens are not read in 8 bits")
+
+
+RULES: dict[str, Callable[[Call], Config | Refusal]] = {
+    "triton_sharing": _shared,
+    "triton_streaming": _chained,
+    "triton_tall": _tall,
+    "triton_few": _few_tokens,
+    "triton": _unpacked,
+    "e4m3/hopper_bytes": _bytes,
+    "e4m3/hopper": _operand,
+    "e4m3/triton, codes to e4m3 in registers": _in_registers,
+    "e4m3/triton": _beforehand,
+}
+"""By the implementation's name, in the order in which they are asked."""
+
+
+def reads_copy(tokens: int, target: Target) -> bool:
     """Whether a product reads a 4-bit weight's copy in e4m3, if it has one, and not its codes."""
-    return tokens > _FROM_CODES
+    return tokens > limits_of(target).most_from_codes
 
 
-def reads_quantized(weight: QuantizedWeight, tokens: int, config: Config) -> bool:
+def reads_quantized(weight: QuantizedWeight, tokens: int, config: Config, target: Target) -> bool:
     """Whether it pays that a norm before a product in e4m3 makes its tokens' 8 bits: it takes up to
     1 % off a step of 256 rows. With fewer rows it made no difference, nor with NVFP4 in Triton."""
     if config.method == "hopper" and not isinstance(weight, Int4Weight):
         return True
     kinds = Int4Weight | Fp8Weight
-    return (
-        config.method in ("e4m3", "hopper") and tokens > _MOST_APART and isinstance(weight, kinds)
-    )
+    in_8_bits = config.method in ("e4m3", "hopper") and isinstance(weight, kinds)
+    return in_8_bits and tokens > limits_of(target).most_quantized_apart
 
 
-def _has_kernel(weight: QuantizedWeight) -> bool:
-    """Whether the kernels know the weight's groups and its depth."""
-    if isinstance(weight, Int4Weight):
-        return weight.group in (32, 64, 128)
-    if isinstance(weight, Int8Weight | Fp8Weight):
-        return weight.group in (128, weight.shape[1])
-    return weight.shape[1] % 128 == 0
-
-
-def _is_tall(weight: QuantizedWeight, tokens: int) -> bool:
+def _is_tall(weight: QuantizedWeight, tokens: int, least: int) -> bool:
     """Whether it is an output matrix of integers with a scale for each row, and so many tokens that
     their copies count, but not their products."""
     if not isinstance(weight, Int8Weight) or not 16 < tokens <= 64:
         return False
     out, depth = weight.shape
-    return out >= _TALL and out % 128 == 0 and depth >= 256 and weight.group == depth
+    return out >= least and out % 128 == 0 and depth >= 256 and weight.group == depth
 
 
 def _in_8_bits(weight: QuantizedWeight, tokens: int, *, e4m3: bool) -> bool:
     """Where the tensor cores' rate counts, or the instructions that unpack."""
+    if not isinstance(weight, Int8Weight | Fp8Weight | Int4Weight | Nvfp4Weight | Mxfp4Weight):
+        return False
     if not e4m3 and not isinstance(weight, Int8Weight):
         return False
     return tokens > (16 if isinstance(weight, Fp8Weight) else 64)
@@ -201,33 +294,23 @@ def _few(depth: int, *, gated: bool) -> Config:
     return Config(method="few", rows=16, tokens=_FEW, num_warps=warps)
 
 
-def _chained(weight: QuantizedWeight, tokens: int, *, gated: bool, target: Target) -> Config:
-    """Warpgroups share many tokens where each multiprocessor gets about three of a weight's row
-    tiles; that kernel knows 4-bit integers."""
-    row_tiles = weight.shape[0] // 64
-    three_each = 2 * target.gpu.multiprocessors < row_tiles <= 3 * target.gpu.multiprocessors
-    if gated and tokens > 32 and three_each and isinstance(weight, Int4Weight):
-        return _sharing(weight, target=target)
-    return _streaming(weight, tokens, gated=gated, target=target)
-
-
 def _streaming(weight: QuantizedWeight, tokens: int, *, gated: bool, target: Target) -> Config:
     """Rings that leave room for three programs per multiprocessor, and as many programs."""
     out, tiles = weight.shape[0], weight.shape[1] // 128
     tile, turn = next(each for each in ((8, 4), (16, 2), (32, 2), (64, 1)) if tokens <= each[0])
-    size = 64 * _bytes_of_row(weight) + 256 * tile
-    ring = target.gpu.shared_memory // _STREAMING_PROGRAMS - _RESERVED
+    size = 64 * weight.row_bytes + 256 * tile
+    limits = limits_of(target)
+    ring = target.gpu.shared_memory // limits.streaming_programs - _RESERVED
     while turn > 1 and (tiles % turn or ring // (turn * size) < 3):
         turn //= 2
     stages = ring // (turn * size)
     rows = out // 64
-    fewer = 8 < tokens <= 16
-    parts = (
-        -(-_FEWER_PROGRAMS // rows)
-        if fewer
-        else _STREAMING_PROGRAMS * target.gpu.multiprocessors // rows
-    )
-    parts = min(_MOST_PARTS, max(1, parts), tiles)
+    programs = target.gpu.multiprocessors
+    if 8 < tokens <= 16:
+        parts = -(-math.floor(limits.programs_of_16_tokens * programs) // rows)
+    else:
+        parts = limits.streaming_programs * programs // rows
+    parts = min(limits.most_splits, max(1, parts), tiles)
     splits = -(-tiles // steps(tiles, parts, turn))  # none is empty
     # Of many tokens attention, which then copies keys, but no product.
     first = tokens <= 16 or (tokens > 32 and not gated and out > weight.shape[1])
@@ -239,7 +322,7 @@ def _streaming(weight: QuantizedWeight, tokens: int, *, gated: bool, target: Tar
 def _sharing(weight: Int4Weight, *, target: Target) -> Config:
     """A program for each multiprocessor, with a ring that fills its shared memory."""
     ring = target.gpu.shared_memory_per_block - _SHARING_END
-    stages = ring // (3 * 64 * _bytes_of_row(weight) + 256 * 64)
+    stages = ring // (3 * 64 * weight.row_bytes + 256 * 64)
     return Config(method="share", tokens=64, num_stages=stages)
 
 
@@ -253,19 +336,6 @@ def shares_of(row_tiles: int, steps: int, *, target: Target) -> tuple[int, int]:
     return -(-steps // each), target.gpu.multiprocessors
 
 
-def _bytes_of_row(weight: QuantizedWeight) -> int:
-    """In a tile of 128 inputs: codes, scales and zero points."""
-    match weight:
-        case Int4Weight(zero=zero):
-            return 64 + 4 * (128 // weight.group) * (1 if zero is None else 2)
-        case Int8Weight() | Fp8Weight():
-            return 128 + 4 * (128 // weight.group)
-        case Nvfp4Weight():
-            return 64 + 8
-        case _:  # MXFP4
-            return 64 + 4
-
-
 def steps(tiles: int, splits: int, turn: int) -> int:
     """Tiles of each split but the last, which has no more: whole turns, unless all have as many."""
     each = -(-tiles // splits)
@@ -277,7 +347,7 @@ def _unpack(
 ) -> Config:
     """Bound by memory: many warps, and partial sums where a weight has few rows."""
     token_tile = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    deep = tokens <= 32 and tiles >= _DEEP
+    deep = tokens <= 32 and tiles >= limits_of(target).deep_tiles
     if isinstance(weight, Int8Weight | Fp8Weight):
         large = out > 65_536
         config = Config(
@@ -297,12 +367,14 @@ def _unpack(
     return replace(
         config,
         splits=_splits(
-            tiles, 19 if deep else 8, _ENOUGH_WARPS * target.gpu.multiprocessors / warps
+            tiles,
+            19 if deep else 8,
+            limits_of(target).warps_per_multiprocessor * target.gpu.multiprocessors / warps,
         ),
     )
 
 
-def _on_hopper(weight: QuantizedWeight, tokens: int, *, gated: bool) -> bool:
+def _on_hopper(weight: QuantizedWeight, tokens: int, *, gated: bool, deep: int) -> bool:
     """Where `e4m3.hopper` was the fastest of what was measured on an H200. Its tiles are of 256
     tokens, so that 384 are as slow as 512."""
     out, depth = weight.shape
@@ -312,7 +384,7 @@ def _on_hopper(weight: QuantizedWeight, tokens: int, *, gated: bool) -> bool:
         return not gated or not 256 < tokens <= 384
     if weight.group != 128 or tokens <= 128 or (gated and tokens <= 384):
         return False
-    return tokens > 384 or depth >= _DEEP * 128 or (tokens > 256 and out > depth)
+    return tokens > 384 or depth >= deep * 128 or (tokens > 256 and out > depth)
 
 
 def _bytes_on_hopper(weight: Fp8Weight, tokens: int) -> bool:
@@ -328,7 +400,10 @@ def _hopper_bytes(tokens: int, out: int, tiles: int, *, target: Target) -> Confi
     if out % 256 == 0 and out // 256 * token_tiles >= target.gpu.multiprocessors:
         return Config(method="hopper", rows=256, tokens=128, num_stages=4, pieces=4)
     parts = (
-        3 if tiles >= _DEEP and out // 128 * token_tiles * 3 <= target.gpu.multiprocessors else 1
+        3
+        if tiles >= limits_of(target).deep_tiles
+        and out // 128 * token_tiles * 3 <= target.gpu.multiprocessors
+        else 1
     )
     return Config(method="hopper", rows=128, tokens=128, splits=parts, num_stages=6, pieces=2)
 
@@ -337,7 +412,9 @@ def _hopper(tokens: int, out: int, tiles: int, *, target: Target) -> Config:
     """A program for each multiprocessor, and as many of its tiles as fit its shared memory."""
     tile = 128 if tokens <= 128 else 256
     programs = out // 128 * -(-tokens // tile)
-    splits = min(max(1, target.gpu.multiprocessors // programs), tiles, _MOST_PARTS)
+    splits = min(
+        max(1, target.gpu.multiprocessors // programs), tiles, limits_of(target).most_splits
+    )
     splits = -(-tiles // -(-tiles // splits))  # none is empty
     stages = 6 if tile == 128 else 4
     return Config(method="hopper", rows=128, tokens=tile, splits=splits, num_stages=stages)
@@ -350,7 +427,12 @@ def _e4m3_in_registers(
     config = Config(method="e4m3", tokens=64 if isinstance(weight, Int4Weight) else 128)
     programs = out // config.rows * -(-tokens // config.tokens)
     return replace(
-        config, splits=_splits(tiles, 4, _ENOUGH_PROGRAMS * target.gpu.multiprocessors / programs)
+        config,
+        splits=_splits(
+            tiles,
+            4,
+            limits_of(target).e4m3_register_programs * target.gpu.multiprocessors / programs,
+        ),
     )
 
 
@@ -364,7 +446,7 @@ def _e4m3(weight: QuantizedWeight, tokens: int, out: int, tiles: int, *, target:
     else:
         config = Config(method="e4m3", tokens=128)
     programs = out // config.rows * -(-tokens // config.tokens)
-    splits = _splits(tiles, 4, _ENOUGH_TILES * target.gpu.multiprocessors / programs)
+    splits = _splits(tiles, 4, limits_of(target).e4m3_tiles * target.gpu.multiprocessors / programs)
     return replace(config, splits=splits, beforehand=not isinstance(weight, Int8Weight | Fp8Weight))
 
 

@@ -20,6 +20,7 @@ from jaxserve_kernels.quantized_matmul.triton_arguments import (
     INT8,
     MXFP4,
     NVFP4,
+    OTHER,
     arrays,
     kind,
 )
@@ -108,8 +109,10 @@ def _mxfp4_tile(acc, words, inputs, scale_ptr):
 
 
 @triton.jit
-def _bytes_tile(acc, words, inputs, scale, KIND: tl.constexpr):
-    if KIND == INT8:
+def _bytes_tile(acc, words, inputs, scale, KIND: tl.constexpr, UNPACK: tl.constexpr):
+    if KIND == OTHER:
+        low, high = UNPACK(words)
+    elif KIND == INT8:
         low, high = int8_pair(words)
     else:
         low, high = e4m3_pair(words)
@@ -121,7 +124,7 @@ def _accumulate(
     x_ptr, packed_ptr, scale_ptr, second_ptr, row, token, first,
     tokens, steps: tl.constexpr, k: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
-    UNROLL: tl.constexpr, STAGES: tl.constexpr,
+    UNROLL: tl.constexpr, STAGES: tl.constexpr, UNPACK: tl.constexpr,
 ):  # fmt: skip
     """Weight rows `row` times the tokens `token` over `steps` tiles of inputs from `first`.
 
@@ -162,9 +165,9 @@ def _accumulate(
                 elif KIND == MXFP4:
                     acc = _mxfp4_tile(acc, codes, inputs, scale_at)
                 elif groups == 0:
-                    acc = _bytes_tile(acc, codes, inputs, row_scale, KIND)
+                    acc = _bytes_tile(acc, codes, inputs, row_scale, KIND, UNPACK)
                 else:
-                    acc = _bytes_tile(acc, codes, inputs, tl.load(scale_at), KIND)
+                    acc = _bytes_tile(acc, codes, inputs, tl.load(scale_at), KIND, UNPACK)
             words += 64 * width
             x += depth
             scale_at += 64 * groups
@@ -180,7 +183,7 @@ def _linear(
     n: tl.constexpr, k: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    UNROLL: tl.constexpr, STAGES: tl.constexpr,
+    UNROLL: tl.constexpr, STAGES: tl.constexpr, UNPACK: tl.constexpr = None,
 ):  # fmt: skip
     split = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -188,7 +191,7 @@ def _linear(
     steps: tl.constexpr = k // (64 if KIND == NVFP4 else 128) // SPLITS
     acc = _accumulate(
         x_ptr, packed_ptr, scale_ptr, second_ptr, row, token, split * steps,
-        tokens, steps, k, KIND, GROUP, ZERO, UNROLL, STAGES,
+        tokens, steps, k, KIND, GROUP, ZERO, UNROLL, STAGES, UNPACK,
     )  # fmt: skip
     out = out_ptr + (split * tokens + token[None, :]).to(tl.int64) * n + row[:, None]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=token[None, :] < tokens)
@@ -201,6 +204,7 @@ def _gated(
     KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr,
     UNROLL: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
+    UNPACK: tl.constexpr = None,
 ):  # fmt: skip
     """A tile is ROWS / 2 rows of gate and the same rows of up, so the gating needs no exchange."""
     half: tl.constexpr = ROWS // 2
@@ -210,7 +214,7 @@ def _gated(
     steps: tl.constexpr = k // (64 if KIND == NVFP4 else 128)
     acc = _accumulate(
         x_ptr, packed_ptr, scale_ptr, second_ptr, row, token, 0,
-        tokens, steps, k, KIND, GROUP, ZERO, UNROLL, STAGES,
+        tokens, steps, k, KIND, GROUP, ZERO, UNROLL, STAGES, UNPACK,
     )  # fmt: skip
     out_row = tl.program_id(0) * half + tl.arange(0, half)
     store_gated(acc, out_ptr, out_row, token, tokens, n, half, TOKENS, GATED)

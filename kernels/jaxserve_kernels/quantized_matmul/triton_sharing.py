@@ -104,8 +104,7 @@ def _multiply(
 @gluon.jit
 def _hand_on(acc, partial_ptr, flag_ptr, SHARES: gl.constexpr):
     """Adds what the shares before this one have left, and leaves the sums to the next one. Earlier
-    inputs are multiplied earlier, so nobody waits long; and only for a program before it, which the
-    card has started before it."""
+    inputs are multiplied earlier, so nobody waits long. All programs run at once (`residency`)."""
     program = gl.program_id(0)
     TOKENS: gl.constexpr = acc.shape[1]
     row = gl.arange(0, _ROWS, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -262,6 +261,7 @@ def launch(
             jax.ShapeDtypeStruct((programs,) if shares > 1 else (1,), jnp.int32),
         ),
         zeroed_outputs=(2,) if shares > 1 else (),
+        together=shares > 1,
         grid=(programs,),
         num_warps=4,
         tokens=tokens, n=out_type.shape[-1], k=k, **kind(weight),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+from typing import Any
 
 from jax import Array, lax
 
-from jaxserve_kernels.fallback import compiles
+from jaxserve_kernels.op import Implementation, Op, Refusal, anything, on_kernels
 from jaxserve_kernels.sampler import reference
 from jaxserve_kernels.sampler.adjust import RowAdjustments, SlotTables
-from jaxserve_kernels.sampler.reference import Largest, RowSampling, Sample, TokenScores
+from jaxserve_kernels.sampler.reference import RowSampling, Sample, TokenScores
 from jaxserve_kernels.target import Target
 
 
@@ -26,36 +26,46 @@ def sample(
 ) -> Sample:
     """See `reference.sample`."""
     inputs = (logits, rows, adjustments, tables, wanted)
-    if target.uses_triton():
-        from jaxserve_kernels.sampler import triton  # needs Triton: only for GPUs
-
-        kernels = functools.partial(
-            triton.sample, vocab=vocab, alternatives=alternatives, target=target
-        )
-        if compiles("sample", kernels, *inputs, static=(vocab, alternatives), target=target):
-            return kernels(*inputs)
-    return reference.sample(
-        *inputs, vocab=vocab, alternatives=alternatives, largest=_largest(target=target)
-    )
+    return _SAMPLE(*inputs, vocab=vocab, alternatives=alternatives, target=target)
 
 
 def score(
     logits: Array, tokens: Array, *, vocab: int, alternatives: int, target: Target
 ) -> TokenScores:
     """See `reference.score`."""
-    if target.uses_triton():
-        from jaxserve_kernels.sampler import triton
+    return _SCORE(logits, tokens, vocab=vocab, alternatives=alternatives, target=target)
 
-        kernels = functools.partial(
-            triton.score, vocab=vocab, alternatives=alternatives, target=target
-        )
-        if compiles("score", kernels, logits, tokens, static=(vocab, alternatives), target=target):
-            return kernels(logits, tokens)
-    return reference.score(
-        logits, tokens, vocab=vocab, alternatives=alternatives, largest=_largest(target=target)
+
+def _for_cpus(*_: Any, target: Target, **__: Any) -> Refusal | None:
+    """On a CPU XLA has a library function for the largest, where the definition is a loop to be
+    compiled."""
+    return None if target.implementation == "cpu" else Refusal("made for CPUs")
+
+
+def _op(name: str) -> Op:
+    """The operation of that name, which is a function of `reference` and of `triton`."""
+    definition = getattr(reference, name)
+
+    def kernels(_: None, *args: Any, **options: Any) -> Any:
+        from jaxserve_kernels.sampler import triton  # needs Triton: only for GPUs
+
+        return getattr(triton, name)(*args, **options)
+
+    def cpu(_: None, *args: Any, target: Target, **options: Any) -> Any:
+        return definition(*args, largest=lax.top_k, **options)
+
+    def defined(_: None, *args: Any, target: Target, **options: Any) -> Any:
+        return definition(*args, **options)
+
+    return Op(
+        name=name,
+        implementations=(
+            Implementation(name="triton", configure=on_kernels, run=kernels),
+            Implementation(name="cpu", configure=_for_cpus, run=cpu, kernels=False),
+            Implementation(name="reference", configure=anything, run=defined, kernels=False),
+        ),
+        describe=lambda *_, vocab, **__: f"vocabulary of {vocab}",
     )
 
 
-def _largest(*, target: Target) -> Largest:
-    """On a CPU XLA has a library function, where the definition is a loop to be compiled."""
-    return lax.top_k if target.implementation == "cpu" else reference.largest
+_SAMPLE, _SCORE = _op("sample"), _op("score")

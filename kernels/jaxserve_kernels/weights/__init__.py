@@ -1,5 +1,7 @@
 """Types of weights: plain arrays, and quantised ones with their layout and definition."""
 
+from typing import TypeGuard
+
 from jax import Array
 
 from jaxserve_kernels.weights.copied import FOUR_BIT as FOUR_BIT
@@ -14,6 +16,8 @@ from jaxserve_kernels.weights.eight_bit import pack_fp8 as pack_fp8
 from jaxserve_kernels.weights.eight_bit import pack_int8 as pack_int8
 from jaxserve_kernels.weights.eight_bit import quantize_fp8 as quantize_fp8
 from jaxserve_kernels.weights.eight_bit import quantize_int8 as quantize_int8
+from jaxserve_kernels.weights.format import Kind as Kind
+from jaxserve_kernels.weights.format import Quantized as Quantized
 from jaxserve_kernels.weights.fp4 import Mxfp4Weight as Mxfp4Weight
 from jaxserve_kernels.weights.fp4 import Nvfp4Weight as Nvfp4Weight
 from jaxserve_kernels.weights.fp4 import pack_mxfp4 as pack_mxfp4
@@ -32,3 +36,8 @@ type Weight = Array | QuantizedWeight | CopiedWeight
 
 QUANTIZED = (Int4Weight, Int8Weight, Fp8Weight, Nvfp4Weight, Mxfp4Weight, OrderedInt4Weight)
 """What checkpoints may hold: a copy is made where weights are loaded."""
+
+
+def is_quantized(weight: object) -> TypeGuard[QuantizedWeight]:
+    """Whether it is a weight in codes: of a type above, or another registered one."""
+    return isinstance(weight, Quantized)

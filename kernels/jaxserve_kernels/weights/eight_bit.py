@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxserve_kernels.weights import layout
+from jaxserve_kernels.weights.format import Kind, Quantized
 
 E4M3_MAX = 448.0
 
@@ -26,6 +27,23 @@ class _EightBitWeight(NamedTuple):
     def group(self) -> int:
         """Inputs that share a scale."""
         return self.shape[-1] // self.scale.shape[-2]
+
+    @property
+    def has_kernel(self) -> bool:
+        return self.group in (128, self.shape[1])
+
+    @property
+    def row_bytes(self) -> int:
+        return 128 + 4 * (128 // self.group)
+
+    @property
+    def kernel_arrays(self) -> tuple[Array, Array, Array]:
+        return self.packed, self.scale, self.scale
+
+    @property
+    def kernel_constants(self) -> dict[str, int]:
+        kind = Kind.INT8 if isinstance(self, Int8Weight) else Kind.FP8
+        return {"KIND": kind.value, "GROUP": self.group, "ZERO": 0}
 
     @staticmethod
     def values(codes: Array) -> Array:
@@ -46,6 +64,7 @@ class _EightBitWeight(NamedTuple):
         return self.values(codes) * self.scale[tile, 0, row][:, None]
 
 
+@Quantized.register
 class Int8Weight(_EightBitWeight):
     """weight[n, k] = code[n, k] * scale[n, k // group], in float32; codes are -128..127."""
 
@@ -56,6 +75,7 @@ class Int8Weight(_EightBitWeight):
         return jax.lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
 
 
+@Quantized.register
 class Fp8Weight(_EightBitWeight):
     """weight[n, k] = e4m3(code[n, k]) * scale[n, k // group], in float32.
 

@@ -16,11 +16,13 @@ from jax import Array
 
 from jaxserve_kernels.weights import layout
 from jaxserve_kernels.weights.eight_bit import E4M3_MAX
+from jaxserve_kernels.weights.format import Kind, Quantized
 
 E2M1_MAX = 6.0
 _NVFP4_BLOCK, _MXFP4_BLOCK = 16, 32
 
 
+@Quantized.register
 class Nvfp4Weight(NamedTuple):
     """weight[n, k] = e2m1(code[n, k]) * e4m3(scale[n, k // 16]) * row_scale[n], in float32."""
 
@@ -33,6 +35,22 @@ class Nvfp4Weight(NamedTuple):
         """[..., out, in]"""
         return layout.logical_shape(self.packed, bits=4)
 
+    @property
+    def has_kernel(self) -> bool:
+        return self.shape[1] % 128 == 0
+
+    @property
+    def row_bytes(self) -> int:
+        return 64 + 8
+
+    @property
+    def kernel_arrays(self) -> tuple[Array, Array, Array]:
+        return self.packed, self.scale, self.row_scale
+
+    @property
+    def kernel_constants(self) -> dict[str, int]:
+        return {"KIND": Kind.NVFP4.value, "GROUP": 16, "ZERO": 0}
+
     def dequantize(self) -> Array:
         """float32 [..., out, in]: the definition of what the codes mean."""
         codes = _bytes_of(layout.untile_rows(self.scale))
@@ -42,6 +60,7 @@ class Nvfp4Weight(NamedTuple):
         return scaled * layout.untile_rows(self.row_scale)
 
 
+@Quantized.register
 class Mxfp4Weight(NamedTuple):
     """weight[n, k] = e2m1(code[n, k]) * 2 ** (scale[n, k // 32] - 127), in float32."""
 
@@ -52,6 +71,22 @@ class Mxfp4Weight(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """[..., out, in]"""
         return layout.logical_shape(self.packed, bits=4)
+
+    @property
+    def has_kernel(self) -> bool:
+        return self.shape[1] % 128 == 0
+
+    @property
+    def row_bytes(self) -> int:
+        return 64 + 4
+
+    @property
+    def kernel_arrays(self) -> tuple[Array, Array, Array]:
+        return self.packed, self.scale, self.scale
+
+    @property
+    def kernel_constants(self) -> dict[str, int]:
+        return {"KIND": Kind.MXFP4.value, "GROUP": 32, "ZERO": 0}
 
     def dequantize(self) -> Array:
         """float32 [..., out, in]: the definition of what the codes mean. Exponent 255 is NaN."""

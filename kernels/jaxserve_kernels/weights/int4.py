@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxserve_kernels.weights import layout
+from jaxserve_kernels.weights.format import Kind, Quantized
 
 
+@Quantized.register
 class Int4Weight(NamedTuple):
     """weight[n, k] = (code[n, k] - zero[n, k // group]) * scale[n, k // group], in float32.
 
@@ -31,6 +33,23 @@ class Int4Weight(NamedTuple):
     def group(self) -> int:
         """Inputs that share a scale."""
         return self.shape[-1] // self.scale.shape[-2]
+
+    @property
+    def has_kernel(self) -> bool:
+        return self.group in (32, 64, 128)
+
+    @property
+    def row_bytes(self) -> int:
+        return 64 + 4 * (128 // self.group) * (1 if self.zero is None else 2)
+
+    @property
+    def kernel_arrays(self) -> tuple[Array, Array, Array]:
+        return self.packed, self.scale, self.scale if self.zero is None else self.zero
+
+    @property
+    def kernel_constants(self) -> dict[str, int]:
+        zero = int(self.zero is not None)
+        return {"KIND": Kind.INT4.value, "GROUP": self.group, "ZERO": zero}
 
     def dequantize(self) -> Array:
         """float32 [..., out, in]: the definition of what the codes mean."""

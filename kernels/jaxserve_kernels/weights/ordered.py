@@ -7,9 +7,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from jaxserve_kernels.weights.format import Quantized
 from jaxserve_kernels.weights.int4 import Int4Weight
 
 
+@Quantized.register
 class OrderedInt4Weight(NamedTuple):
     """weight[n, order[i]] = stored[n, i]: the product takes its inputs in that order.
 
@@ -31,6 +33,23 @@ class OrderedInt4Weight(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """[..., out, in]"""
         return self.stored.shape
+
+    @property
+    def has_kernel(self) -> bool:
+        """Products take what is `stored`."""
+        return False
+
+    @property
+    def row_bytes(self) -> int:
+        return self.stored.row_bytes
+
+    @property
+    def kernel_arrays(self) -> tuple[Array, Array, Array]:
+        return self.stored.kernel_arrays
+
+    @property
+    def kernel_constants(self) -> dict[str, int]:
+        return self.stored.kernel_constants
 
     def dequantize(self) -> Array:
         """float32 [..., out, in]: the definition of what the codes mean."""

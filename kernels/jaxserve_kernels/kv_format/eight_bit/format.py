@@ -11,10 +11,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels.attention_inputs import HeadWeights
-from jaxserve_kernels.fallback import compiles
 from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape, zeros
 from jaxserve_kernels.kv_format.eight_bit import reference
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
+from jaxserve_kernels.op import NO_KERNELS, Implementation, Op, anything, on_kernels
 from jaxserve_kernels.target import Target
 
 
@@ -72,41 +72,60 @@ def attend[Cache: Int8KV | Fp8KV](
     target: Target,
 ) -> tuple[Array, Cache]:
     """See `kv_format.attend`."""
-    if target.uses_triton():
-        from jaxserve_kernels.kv_format.eight_bit import triton  # needs Triton: only for GPUs
-
-        def kernels(qkv: Array, kv: Any, *rest: Any) -> Any:
-            return triton.attend(
-                qkv,
-                kv,
-                layer,
-                *rest,
-                eps=eps,
-                tile_size=tile_size,
-                dtype=dtype,
-                window=window,
-                target=target,
-            )
-
-        args = (qkv, kv, heads, tables, step)
-        static = (eps, tile_size, jnp.dtype(dtype), window)
-        if compiles(
-            "attention_8_bit",
-            kernels,
-            *args,
-            static=static,
-            target=target,
-        ):
-            return kernels(*args)
-    return reference.attend(
-        qkv,
-        kv,
-        layer,
-        heads,
-        tables,
-        step,
-        eps=eps,
-        tile_size=tile_size,
-        dtype=dtype, window=window,
+    return _OP(
+        qkv, kv, heads, tables, step,
+        layer=layer, eps=eps, tile_size=tile_size, dtype=jnp.dtype(dtype), window=window,
         target=target,
     )  # fmt: skip
+
+
+def _streams(
+    qkv: Array, kv: Any, heads: Any, tables: Any, step: AttentionStep, *,
+    tile_size: int, dtype: Any, target: Target, **_: Any,
+) -> Any:  # fmt: skip
+    if not target.uses_triton():
+        return NO_KERNELS
+    from jaxserve_kernels.kv_format.eight_bit import triton  # needs Triton: only for GPUs
+
+    return triton.streams(qkv, kv, step, tile_size=tile_size, dtype=dtype, target=target)
+
+
+def _stream(
+    config: Any,
+    qkv: Array,
+    kv: Any,
+    *rest: Any,
+    layer: int,
+    eps: float,
+    window: int | None,
+    target: Target,
+    **_: Any,
+) -> Any:
+    from jaxserve_kernels.kv_format.eight_bit import triton
+
+    heads, tables, step = rest
+    return triton.stream(
+        qkv, kv, layer, heads, tables, step, config, eps=eps, window=window, target=target
+    )
+
+
+def _kernels(_: None, qkv: Array, kv: Any, *rest: Any, layer: int, **options: Any) -> Any:
+    from jaxserve_kernels.kv_format.eight_bit import triton
+
+    return triton.attend(qkv, kv, layer, *rest, **options)
+
+
+def _definition(_: None, qkv: Array, kv: Any, *rest: Any, layer: int, **options: Any) -> Any:
+    return reference.attend(qkv, kv, layer, *rest, **options)
+
+
+_OP = Op(
+    name="attention_8_bit",
+    implementations=(
+        Implementation(name="triton_warps, with its inputs", configure=_streams, run=_stream),
+        Implementation(name="triton", configure=on_kernels, run=_kernels),
+        Implementation(name="reference", configure=anything, run=_definition, kernels=False),
+    ),
+    describe=lambda qkv, *_, tile_size, **__: f"tokens of {qkv.shape[-1]}, tiles of {tile_size}",
+    per_layer=True,
+)

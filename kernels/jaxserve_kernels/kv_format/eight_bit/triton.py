@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 from jax import Array
 from jax.typing import DTypeLike
+from triton.experimental.gluon import language as gl
 
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots
 from jaxserve_kernels.kv_format.base import AttentionStep
@@ -16,7 +17,9 @@ from jaxserve_kernels.kv_format.eight_bit import triton_attention, triton_expand
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
 from jaxserve_kernels.kv_format.eight_bit.triton_inputs import write
 from jaxserve_kernels.kv_format.eight_bit.triton_numbers import numbers
+from jaxserve_kernels.op import Refusal
 from jaxserve_kernels.paged_attention import triton_warps
+from jaxserve_kernels.paged_attention.config import Config
 from jaxserve_kernels.paged_attention.triton_visits import FP8, INT8
 from jaxserve_kernels.target import Target
 
@@ -35,11 +38,6 @@ def attend[Cache: Int8KV | Fp8KV](
     window: int | None = None,
     target: Target,
 ) -> tuple[Array, Cache]:
-    fast = numbers(dtype, kv, target=target)[
-        "FAST"
-    ]  # else `triton_attention` converts bytes by arithmetic
-    if tile_size == 1 and fast and triton_warps.fits(qkv, kv.words, dtype):
-        return _stream(qkv, kv, layer, heads, tables, step, eps=eps, window=window, target=target)
     q, kv = write(qkv, kv, layer, heads, tables, step, eps=eps, dtype=dtype, target=target)
     if tile_size == 1:
         tiles = step.tiles.in_one_list()
@@ -52,23 +50,44 @@ def attend[Cache: Int8KV | Fp8KV](
     if step.tiles.singles is None:
         return result, kv
     out = jax.new_ref(result)
-    singles = step.tiles.singles
     triton_attention.attend_some(
-        q, kv, layer, step.page_table, singles, out, window=window, target=target
+        q, kv, layer, step.page_table, step.tiles.singles, out, window=window, target=target
     )
     return jax.freeze(out), kv
 
 
-def _stream[Cache: Int8KV | Fp8KV](
+def streams(
+    qkv: Array, kv: Int8KV | Fp8KV, step: AttentionStep, *,
+    tile_size: int, dtype: DTypeLike, target: Target,
+) -> Config | Refusal:  # fmt: skip
+    """How `stream` is launched."""
+    if tile_size > 1:
+        return Refusal("chunks of prompts")
+    if not numbers(dtype, kv, target=target)["FAST"]:
+        return Refusal("no instructions convert bytes, which is done by arithmetic")
+    if not triton_warps.fits(qkv, kv.words, dtype):
+        return Refusal("not such heads or pages")
+    tiles = step.tiles.in_one_list().first.shape[0]
+    return triton_warps.heuristic(
+        tiles=tiles, kv_heads=kv.words.shape[2], kind=_kind(kv), target=target
+    )
+
+
+def _kind(kv: Int8KV | Fp8KV) -> gl.constexpr:
+    return FP8 if isinstance(kv, Fp8KV) else INT8
+
+
+def stream[Cache: Int8KV | Fp8KV](
     qkv: Array,
     kv: Cache,
     layer: int,
     heads: HeadWeights,
     tables: tuple[Array, Array],
     step: AttentionStep,
+    config: Config,
     *,
     eps: float,
-    window: int | None,
+    window: int | None = None,
     target: Target,
 ) -> tuple[Array, Cache]:
     """Single tokens, by a kernel that computes what it needs of them."""
@@ -76,8 +95,8 @@ def _stream[Cache: Int8KV | Fp8KV](
     scales = kv.scales if isinstance(kv, Fp8KV) else jax.new_ref(kv.scales)
     out = triton_warps.launch(
         qkv, words, scales, layer, heads, tables, KVSlots(step.pages, step.offsets),
-        step.page_table, step.tiles.in_one_list(),
-        eps=eps, kind=FP8 if isinstance(kv, Fp8KV) else INT8, window=window, target=target,
+        step.page_table, step.tiles.in_one_list(), config,
+        eps=eps, kind=_kind(kv), window=window, target=target,
     )  # fmt: skip
     kv = kv._replace(words=jax.freeze(words))
     return out, kv if isinstance(scales, Array) else kv._replace(scales=jax.freeze(scales))

@@ -13,6 +13,7 @@ import triton.language as tl
 from jax import Array
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from jaxserve_kernels.kv_format.base import limits_of
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
 from jaxserve_kernels.kv_format.eight_bit.triton_numbers import halves, numbers
 from jaxserve_kernels.paged_attention import QueryTiles, triton_singles
@@ -23,10 +24,6 @@ from jaxserve_kernels.triton_call import triton_call
 
 KEYS = 64
 """That are visited together."""
-
-_PROGRAMS = 4
-"""On each multiprocessor. With two, 8 and 32 sequences took 1.2 and 1.4 times as long on an
-H200."""
 
 
 @triton.jit
@@ -246,7 +243,7 @@ def _merge_splits(
 
 def heuristic(*, tiles: int, kv_heads: int, pages_per_seq: int, target: Target) -> Config:
     """A configuration for so many single tokens."""
-    target_programs = _PROGRAMS * target.gpu.multiprocessors
+    target_programs = limits_of(target).eight_bit_programs * target.gpu.multiprocessors
     wanted = max(1, min(target_programs // (tiles * kv_heads), pages_per_seq, 32))
     warps = 2 if tiles * kv_heads > 2 * target_programs else 4
     return Config(splits=1 << (wanted.bit_length() - 1), num_warps=warps, num_stages=3)

@@ -12,10 +12,11 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels.attention_inputs import HeadWeights
-from jaxserve_kernels.fallback import compiles
+from jaxserve_kernels.fallback import why_not
 from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape, zeros
 from jaxserve_kernels.kv_format.kvarn import reference
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
+from jaxserve_kernels.op import NO_KERNELS, Implementation, Op, Refusal, anything
 from jaxserve_kernels.target import Target
 
 
@@ -71,27 +72,10 @@ def attend(
     target: Target,
 ) -> tuple[Array, KVarNKV]:
     """See `kv_format.attend`."""
-    if target.uses_triton():
-        assert window is None, "the start refuses windows with KVarN on a GPU"
-        from jaxserve_kernels.kv_format.kvarn import triton  # needs Triton: only for GPUs
-
-        def kernels(qkv: Array, kv: Any, *rest: Any) -> Any:
-            return triton.attend(
-                qkv, kv, layer, *rest, eps=eps, tile_size=tile_size, dtype=dtype, target=target
-            )
-
-        args = (qkv, kv, heads, tables, step)
-        if _ends(kv, step, tile_size, target=target) and compiles(
-            "attention_kvarn",
-            kernels,
-            *args,
-            static=(eps, tile_size, jnp.dtype(dtype)),
-            target=target,
-        ):
-            return kernels(*args)
-    return reference.attend(
-        qkv, kv, layer, heads, tables, step,
-        eps=eps, tile_size=tile_size, dtype=dtype, window=window,
+    return _OP(
+        qkv, kv, heads, tables, step,
+        layer=layer, eps=eps, tile_size=tile_size, dtype=jnp.dtype(dtype), window=window,
+        target=target,
     )  # fmt: skip
 
 
@@ -104,6 +88,69 @@ def end_step(kv: KVarNKV, step: AttentionStep, *, tile_size: int, target: Target
     return triton.end_step(kv, step, tile_size=tile_size, target=target)
 
 
+def _kernels(
+    qkv: Array, kv: KVarNKV, heads: Any, tables: Any, step: AttentionStep, *,
+    tile_size: int, target: Target, window: int | None = None, **_: Any,
+) -> Refusal | None:  # fmt: skip
+    if not target.uses_triton():
+        return NO_KERNELS
+    assert window is None, "the start refuses windows with KVarN on a GPU"
+    ends = _ends(kv, step, tile_size, target=target)
+    return None if ends else Refusal("the kernels that encode do not compile")
+
+
+def _streams(
+    qkv: Array, kv: KVarNKV, heads: Any, tables: Any, step: AttentionStep, *,
+    tile_size: int, dtype: Any, target: Target, **_: Any,
+) -> Any:  # fmt: skip
+    if refused := _kernels(qkv, kv, heads, tables, step, tile_size=tile_size, target=target):
+        return refused
+    if tile_size > 1:
+        return Refusal("chunks of prompts")
+    from jaxserve_kernels.kv_format.kvarn import triton_streaming  # needs Triton: only for GPUs
+
+    if not triton_streaming.fits(qkv, kv, dtype):
+        return Refusal("not such heads or pages")
+    tiles = step.tiles.in_one_list().first.shape[0]
+    return triton_streaming.heuristic(tiles=tiles, kv_heads=kv.key_words.shape[2], target=target)
+
+
+def _stream(
+    config: Any, qkv: Array, kv: KVarNKV, *rest: Any, layer: int, eps: float, target: Target,
+    **_: Any,
+) -> Any:  # fmt: skip
+    from jaxserve_kernels.kv_format.kvarn import triton_streaming
+
+    heads, tables, step = rest
+    return triton_streaming.attend(
+        qkv, kv, layer, heads, tables, step, config, eps=eps, target=target
+    )
+
+
+def _run(_: None, qkv: Array, kv: KVarNKV, *rest: Any, layer: int, **options: Any) -> Any:
+    from jaxserve_kernels.kv_format.kvarn import triton
+
+    return triton.attend(qkv, kv, layer, *rest, **options)
+
+
+def _definition(
+    _: None, qkv: Array, kv: KVarNKV, *rest: Any, layer: int, target: Target, **options: Any
+) -> Any:
+    return reference.attend(qkv, kv, layer, *rest, **options)
+
+
+_OP = Op(
+    name="attention_kvarn",
+    implementations=(
+        Implementation(name="triton_streaming, with its inputs", configure=_streams, run=_stream),
+        Implementation(name="triton", configure=_kernels, run=_run),
+        Implementation(name="reference", configure=anything, run=_definition, kernels=False),
+    ),
+    describe=lambda qkv, *_, tile_size, **__: f"tokens of {qkv.shape[-1]}, tiles of {tile_size}",
+    per_layer=True,
+)
+
+
 def _ends(kv: KVarNKV, step: AttentionStep, tile_size: int, *, target: Target) -> bool:
     """Whether the kernels of `end_step` compile, without which those of `attend` leave a step
     undone."""
@@ -111,4 +158,6 @@ def _ends(kv: KVarNKV, step: AttentionStep, tile_size: int, *, target: Target) -
 
     own = target.replace(pdl=False)  # it is no part of a chain
     end = functools.partial(triton.end_step, tile_size=tile_size, target=own)
-    return tile_size > 1 or compiles("encode_kvarn", end, kv, step, static=tile_size, target=own)
+    if tile_size > 1:
+        return True
+    return why_not("encode_kvarn", end, kv, step, static=tile_size, target=own) is None

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.kv_format.base import AttentionStep
-from jaxserve_kernels.kv_format.kvarn import triton_attention, triton_expand, triton_streaming
+from jaxserve_kernels.kv_format.kvarn import triton_attention, triton_expand
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
 from jaxserve_kernels.kv_format.kvarn.triton_encode import encode_filled, keep_raw
 from jaxserve_kernels.kv_format.kvarn.triton_inputs import inputs
@@ -35,8 +35,6 @@ def attend(
     target: Target,
 ) -> tuple[Array, KVarNKV]:
     decodes = tile_size == 1  # then each token is of a sequence of its own
-    if decodes and triton_streaming.fits(qkv, kv, dtype):
-        return triton_streaming.attend(qkv, kv, layer, heads, tables, step, eps=eps, target=target)
     q, kv, fresh = inputs(
         qkv, kv, layer, heads, tables, step, eps=eps, keep=decodes, dtype=dtype, target=target
     )

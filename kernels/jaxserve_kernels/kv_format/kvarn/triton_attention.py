@@ -17,6 +17,7 @@ import triton.language as tl
 from jax import Array
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from jaxserve_kernels.kv_format.base import limits_of
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
 from jaxserve_kernels.kv_format.kvarn.triton_inputs import signs
 from jaxserve_kernels.kv_format.kvarn.triton_page import packed_keys, raw_keys
@@ -24,9 +25,6 @@ from jaxserve_kernels.paged_attention import QueryTiles
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
-
-_PROGRAMS = 8
-"""On each multiprocessor: as many as registers leave room for."""
 
 _MOST_PARTS = 16
 """Into which a context is split beside chunks."""
@@ -36,7 +34,7 @@ _CHUNK = 32
 
 
 def _programs(target: Target) -> int:
-    return _PROGRAMS * target.gpu.multiprocessors
+    return limits_of(target).kvarn_programs * target.gpu.multiprocessors
 
 
 @triton.jit

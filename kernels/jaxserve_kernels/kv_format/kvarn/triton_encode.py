@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from jaxserve_kernels.kv_format.base import AttentionStep
+from jaxserve_kernels.kv_format.base import AttentionStep, limits_of
 from jaxserve_kernels.kv_format.kvarn.codec import (
     KEY_FLOOR,
     KEY_ITERATIONS,
@@ -30,9 +30,6 @@ from jaxserve_kernels.kv_format.kvarn.layout import SINK, TAIL, KVarNKV
 from jaxserve_kernels.kv_format.kvarn.reference import kept
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
-
-_PROGRAMS = 2
-"""On each multiprocessor."""
 
 _WARPS = 4
 """More wait for each other longer than they work, even on a tile alone: docs/performance."""
@@ -342,7 +339,10 @@ def encode_filled(
     raw = kv.raw if fresh is None else jax.new_ref(kv.raw)
     filling, count = _filling(step, min(num_tokens, num_tokens // group + kv.raw.shape[1]), group)
     num_slots, dim = kv.raw.shape[1], 4 * quarter
-    programs = min(_PROGRAMS * target.gpu.multiprocessors, 2 * filling.shape[0] * kv_heads * layers)
+    programs = min(
+        limits_of(target).kvarn_encode_programs * target.gpu.multiprocessors,
+        2 * filling.shape[0] * kv_heads * layers,
+    )
     triton_call(
         kv.raw if fresh is None else fresh, raw, filling, count,
         step.slots, step.positions, step.pages, *refs,

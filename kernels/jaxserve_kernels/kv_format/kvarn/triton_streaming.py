@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.attention_inputs import HeadWeights
-from jaxserve_kernels.kv_format.base import AttentionStep
+from jaxserve_kernels.kv_format.base import AttentionStep, limits_of
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
 from jaxserve_kernels.kv_format.kvarn.triton_attention import part_types
 from jaxserve_kernels.kv_format.kvarn.triton_heads import rotated, store_heads
@@ -33,9 +33,6 @@ from jaxserve_kernels.paged_attention.triton_heads import token_heads
 from jaxserve_kernels.paged_attention.triton_visits import MASKED, for_each_warp
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
-
-_PROGRAMS = 3
-"""On each multiprocessor: as many as fit."""
 
 _ROWS = 8
 """Queries that share a KV head, its key and its value, and padding: columns of products."""
@@ -351,7 +348,11 @@ def fits(qkv: Array, kv: KVarNKV, dtype: DTypeLike) -> bool:
 def heuristic(*, tiles: int, kv_heads: int, target: Target) -> Config:
     """A configuration for so many single tokens; a lone one's context is split further."""
     wanted = (
-        _PROGRAMS * target.gpu.multiprocessors // (tiles * kv_heads) if tiles > 1 else _MOST_SPLITS
+        limits_of(target).kvarn_streaming_programs
+        * target.gpu.multiprocessors
+        // (tiles * kv_heads)
+        if tiles > 1
+        else _MOST_SPLITS
     )
     splits = max(1, min(wanted, _MOST_SPLITS))
     return Config(splits=splits, num_warps=4, num_stages=2, min_blocks=_MIN_UNITS)
@@ -364,6 +365,7 @@ def attend(
     heads: HeadWeights,
     tables: tuple[Array, Array],
     step: AttentionStep,
+    config: Config,
     *,
     eps: float,
     target: Target,
@@ -373,7 +375,6 @@ def attend(
     parts, tokens, width = qkv.shape
     head_dim, tiles = 4 * quarter, step.tiles.in_one_list()
     q_heads, num_tiles = width // head_dim - 2 * kv_heads, tiles.first.shape[0]
-    config = heuristic(tiles=num_tiles, kv_heads=kv_heads, target=target)
     grid = (num_tiles, kv_heads, config.splits)
     whole = jax.ShapeDtypeStruct((tokens, q_heads, head_dim), jnp.bfloat16)
     shared = {

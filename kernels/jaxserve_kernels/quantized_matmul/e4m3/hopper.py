@@ -324,6 +324,7 @@ def launch(
             jax.ShapeDtypeStruct((2 * programs,) if shared else (1,), jnp.int32),
         ),
         zeroed_outputs=(2,) if shared else (),
+        together=shared,
         grid=(programs,),
         num_warps=4,
         tokens=tokens, padded=padded, n=out_type.shape[-1], k=k, **kind(weight),

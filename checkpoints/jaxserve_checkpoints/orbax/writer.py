@@ -1,0 +1,63 @@
+"""Writes a step into a folder of Orbax checkpoints, with Orbax's CheckpointManager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxserve_checkpoints.orbax.folder import find_step
+from jaxserve_checkpoints.reader import CheckpointError
+
+
+def check_new_step(root: Path, step: int) -> None:
+    """Raise CheckpointError if the folder has the step already."""
+    if (root / str(step)).exists():
+        find_step(root, step)  # a damaged one is reported as such
+        raise CheckpointError(f"{root}: has a step {step} already: choose another folder")
+
+
+def save_step(
+    root: Path,
+    step: int,
+    make_tree: Callable[[], Any],
+    *,
+    keep: int | None = None,
+    added: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write one step; returns its folder. It has its name only once everything is written.
+
+    What a killed writer left is removed first.
+
+    Args:
+      make_tree: returns dictionaries of arrays. Called once the folder is known to be usable.
+      keep: how many of the newest steps stay; None: all.
+      added: JSON values for the step's metadata.
+
+    Raises:
+      CheckpointError: orbax-checkpoint is not installed, or the step is there already.
+      OSError: the folder cannot be written.
+    """
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError:
+        raise CheckpointError(
+            f"{root}: writing Orbax checkpoints needs the package orbax-checkpoint: "
+            "pip install 'jaxserve[orbax]'"
+        ) from None
+    check_new_step(root, step)
+    settings: Any = ocp.CheckpointManagerOptions(
+        max_to_keep=keep, enable_async_checkpointing=False, cleanup_tmp_directories=True
+    )
+    root.mkdir(parents=True, exist_ok=True)
+    with ocp.CheckpointManager(root.absolute(), options=settings) as manager:
+        arguments: Any = ocp.args
+        saved = manager.save(
+            step,
+            args=arguments.StandardSave(make_tree()),
+            custom_metadata=dict(added or {}),
+            force=True,
+        )
+    if not saved:
+        raise CheckpointError(f"{root}: Orbax did not save step {step}")
+    return root / str(step)

@@ -1,0 +1,94 @@
+"""Programs that wait for each other all run at once, or their kernel is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.aot.compiled_steps import missing
+
+if lacking := missing():
+    pytest.skip(f"missing: {', '.join(lacking)}", allow_module_level=True)
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from jaxserve_kernels import ptxas, residency, weights
+from jaxserve_kernels.chain.describe import describe
+from jaxserve_kernels.matmul import gated_linear
+from jaxserve_kernels.target import Target
+from jaxserve_kernels.triton_call import triton_call
+
+HOPPER = Target.for_gpu(90)
+SHARING = {
+    "gated_linear_sharing_Int4Weight": (64, weights.quantize_int4),
+    "gated_linear_hopper_Nvfp4Weight": (256, weights.quantize_nvfp4),
+    "gated_linear_hopper_Int4Weight": (512, weights.quantize_int4),
+}
+"""Kernels whose programs leave sums to others: tokens, and a format."""
+
+
+def sharing_call(name: str, target: Target) -> Any:
+    """The traced call of a kernel, for gate and up of Qwen3-4B."""
+    tokens, quantize = SHARING[name]
+    weight = jax.eval_shape(quantize, jax.ShapeDtypeStruct((19_456, 2560), jnp.bfloat16))
+    x = jax.ShapeDtypeStruct((tokens, 2560), jnp.bfloat16)
+    program = jax.make_jaxpr(lambda x, w: gated_linear(x, w, target=target))(x, weight)
+    (found,) = (each for each in program.eqns if each.params.get("name") == name)
+    return found
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_grids_of_kernels_that_hand_sums_on_fit(name: str) -> None:
+    target = HOPPER.replace(checked=False, pdl=SHARING[name][0] <= 64)
+    call = sharing_call(name, target)
+    assert call.params["zeroed_outputs"] and call.params["backend_options"]["together"]
+    described = describe(call)
+    programs = described.grid[0] * described.grid[1] * described.grid[2]
+    at_once = residency.programs_at_once(described.code, target.gpu)
+    assert programs <= at_once and at_once % target.gpu.multiprocessors == 0
+
+
+@triton.jit
+def _kernel(out_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + tl.program_id(0) * BLOCK + at, at)
+
+
+def test_a_grid_that_does_not_fit_is_refused() -> None:
+    small = HOPPER.replace(device=replace(HOPPER.gpu, multiprocessors=2))
+
+    def lower(programs: int, *, together: bool) -> None:
+        traced = jax.jit(
+            lambda: triton_call(
+                kernel=_kernel, name="kernel", target=small, together=together,
+                out_type=jax.ShapeDtypeStruct((programs * 32,), jnp.int32),
+                grid=(programs,), num_warps=4, BLOCK=32,
+            )
+        ).trace()  # fmt: skip
+        traced.lower(lowering_platforms=("cuda",))
+
+    lower(32, together=True)
+    lower(1000, together=False)
+    with pytest.raises(ValueError, match="of 33 only 32 run at once on 2 multiprocessors"):
+        lower(33, together=True)
+
+
+def test_what_a_program_takes_decides_how_many_run_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fit(warps: int, shared_bytes: int, registers: int | None) -> int:
+        monkeypatch.setattr(ptxas, "registers", lambda *_: registers)
+        code = ptxas.Code("kernel", warps, shared_bytes, "", 90)
+        device = replace(HOPPER.gpu, multiprocessors=1)
+        return residency.programs_at_once(code, device)
+
+    assert fit(4, 0, 32) == 16
+    assert fit(16, 0, 32) == 4  # threads
+    assert fit(4, 75 * 1024, 32) == 3 and fit(4, 76 * 1024, 32) == 2  # shared memory
+    assert fit(8, 0, 128) == 2 and fit(8, 0, 129) == 1  # registers
+    assert fit(8, 0, None) == 1  # nobody knows: as many as a thread may have

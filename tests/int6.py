@@ -1,0 +1,58 @@
+"""A toy format of weights: 6-bit integers with a scale per row. All that a new format takes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from jaxserve_kernels.weights import Kind, Quantized, layout
+
+
+@triton.jit
+def unpack(words):
+    """Codes 0 to 63, less 32, of the low and of the high bytes."""
+    low = (words & 63).to(tl.float32) - 32.0
+    high = ((words >> 8) & 63).to(tl.float32) - 32.0
+    return low.to(tl.bfloat16), high.to(tl.bfloat16)
+
+
+@Quantized.register
+class Int6Weight(NamedTuple):
+    """weight[n, k] = (code[n, k] - 32) * scale[n], in float32; codes are 0..63."""
+
+    packed: jax.Array  # uint16 [out / 64, in / 128, 64, 64], see layout.pack_bytes
+    scale: jax.Array  # float32 [out / 64, 1, 64]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return layout.logical_shape(self.packed, bits=8)
+
+    def dequantize(self) -> jax.Array:
+        codes = layout.unpack_bytes(self.packed).astype(jnp.float32)
+        return (codes - 32.0) * layout.untile_rows(self.scale)
+
+    @property
+    def has_kernel(self) -> bool:
+        return True
+
+    @property
+    def row_bytes(self) -> int:
+        return 128 + 4
+
+    @property
+    def kernel_arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return self.packed, self.scale, self.scale
+
+    @property
+    def kernel_constants(self) -> dict[str, Any]:
+        return {"KIND": Kind.OTHER.value, "GROUP": self.shape[1], "ZERO": 0, "UNPACK": unpack}
+
+
+def quantize_int6(weight: jax.Array) -> Int6Weight:
+    scale = jnp.max(jnp.abs(weight), axis=-1, keepdims=True) / 31.0
+    codes = jnp.round(weight / scale) + 32.0
+    return Int6Weight(layout.pack_bytes(codes.astype(jnp.uint8)), layout.tile_rows(scale))
