@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,10 +21,56 @@ KV_CACHE_DTYPES = ("auto", "bf16", "fp8_e4m3", "int8", "kvarn_k4v4_g128", "kvarn
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheConfig:
-    """Paged KV cache. Page 0 is the padding page: written by padding, never given out."""
+class PagedGroup:
+    """The pages of one cache group (`ModelSpec.cache_groups`).
+
+    Page 0 is the padding page: written by padding, never given out.
+    """
 
     num_pages: int
+    window: int | None = None
+    """Keys that a query sees, its own among them; None: all. Pages wholly behind it are freed."""
+
+    def __post_init__(self) -> None:
+        if self.num_pages < 2:
+            raise ConfigError(f"the KV cache needs at least 2 pages, got {self.num_pages}")
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"a window must be at least 1, got {self.window}")
+
+    @property
+    def usable_pages(self) -> int:
+        return self.num_pages - 1
+
+    def pages_of(self, tokens: int, page_size: int, step_tokens: int = 1) -> int:
+        """Returns the most pages that a sequence of `tokens` tokens holds at a time.
+
+        Args:
+          step_tokens: positions that one step may compute.
+        """
+        pages = -(-tokens // page_size)
+        if self.window is None:
+            return pages
+        seen = self.window - 1 + step_tokens  # they may begin at the end of a page
+        return min(pages, -(-(seen - 1) // page_size) + 1)
+
+    def longest(self, page_size: int) -> int:
+        """Returns the most tokens that a sequence with all pages may have computed."""
+        if self.window is not None and self.usable_pages >= self.pages_of(sys.maxsize, page_size):
+            return sys.maxsize
+        return self.usable_pages * page_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache: groups of layers, each with pages of its own. All pages have the same
+    number of tokens, and a sequence has a page table for each group."""
+
+    num_pages: int
+    """Of the first group."""
+    window: int | None = None
+    """Of the first group, see `PagedGroup.window`."""
+    further: tuple[PagedGroup, ...] = ()
+    """The groups after the first, in the order of `ModelSpec.cache_groups`."""
     page_size: int = 16
     identity: str = ""
     """What keys and values depend on beside tokens and positions: the model and their format."""
@@ -32,18 +79,31 @@ class CacheConfig:
     cache or not: the format keeps them for each slot as well."""
 
     def __post_init__(self) -> None:
-        if self.num_pages < 2:
-            raise ConfigError(f"the KV cache needs at least 2 pages, got {self.num_pages}")
+        _ = self.groups  # checks them
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size must be a power of two, got {self.page_size}")
 
+    @cached_property
+    def groups(self) -> tuple[PagedGroup, ...]:
+        """All groups, at least one."""
+        return (PagedGroup(num_pages=self.num_pages, window=self.window), *self.further)
+
     @property
     def usable_pages(self) -> int:
+        """Pages of the first group that sequences may hold."""
         return self.num_pages - 1
 
     @property
     def usable_tokens(self) -> int:
-        return self.usable_pages * self.page_size
+        """Tokens that the cache holds for all sequences together. Groups with a window count only
+        if there are no others: of long sequences they hold a part."""
+        full = [group for group in self.groups if group.window is None]
+        return min(group.usable_pages for group in full or self.groups) * self.page_size
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that one sequence may have computed."""
+        return min(group.longest(self.page_size) for group in self.groups)
 
 
 POLICIES = ("fcfs", "priority", "slo")

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from jaxserve.config import ConfigError
@@ -95,7 +96,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     window: int | None = None
-    """Keys that a query sees, its own among them; None: all. Only contexts within it are served."""
+    """Keys that a query sees, its own among them; None: all."""
     scale: float | None = None
     """Factor on scores; None: head_dim ** -0.5."""
 
@@ -154,6 +155,30 @@ class LayerSpec:
             + 2 * embed
             + 2 * attention.head_dim * attention.qk_norm
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedLayers:
+    """Layers whose keys and values lie in pages with the same page table."""
+
+    layers: tuple[int, ...]
+    """In their order in the model."""
+    window: int | None = None
+    """See `AttentionSpec.window`."""
+
+
+type CacheGroup = PagedLayers
+"""Layers that keep what they need of a sequence's past in the same way. State of a fixed size per
+sequence, as recurrent layers have it, would be another type."""
+
+
+class CachePlace(NamedTuple):
+    """Where a layer keeps its keys and values."""
+
+    group: int
+    """Index into `ModelSpec.cache_groups`."""
+    layer: int
+    """Index among the group's layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,8 +285,38 @@ class ModelSpec:
     @property
     def smallest_window(self) -> int | None:
         """The longest context in which every layer sees all of it; None: any."""
-        windows = [layer.attention.window for layer in self.layers]
-        return min((window for window in windows if window is not None), default=None)
+        return min((group.window for group in self.cache_groups if group.window), default=None)
+
+    @cached_property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """The layers by what they see: those that see everything first, then by growing window."""
+        layers: dict[int | None, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            layers.setdefault(layer.attention.window, []).append(index)
+        windows = sorted(layers, key=lambda window: -1 if window is None else window)
+        return tuple(PagedLayers(layers=tuple(layers[each]), window=each) for each in windows)
+
+    @cached_property
+    def cache_places(self) -> tuple[CachePlace, ...]:
+        """The place of each layer."""
+        places = {
+            layer: CachePlace(number, index)
+            for number, group in enumerate(self.cache_groups)
+            for index, layer in enumerate(group.layers)
+        }
+        return tuple(places[layer] for layer in range(self.num_layers))
+
+    def within(self, context: int) -> ModelSpec:
+        """Returns the same model for at most `context` tokens: windows that hide none of them are
+        left out."""
+
+        def narrowed(layer: LayerSpec) -> LayerSpec:
+            window = layer.attention.window
+            if window is None or window < context:
+                return layer
+            return replace(layer, attention=replace(layer.attention, window=None))
+
+        return replace(self, layers=tuple(map(narrowed, self.layers)))
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of keys and values that one token takes in all layers."""

@@ -1,9 +1,10 @@
 """The contract between scheduler and runner: one step in plain integers.
 
 The device keeps one row of state per *slot*: the last sampled token, the sampling parameters and
-the page table of the sequence in the slot. A plan changes that state (admissions, page table
-entries) and then says which slots compute how many tokens. Steps run on the device in launch order,
-so the host may reuse a freed page or slot at once.
+the page tables of the sequence in the slot, one for each cache group. A plan changes that state
+(admissions, page table entries) and then says which slots compute how many tokens. Steps run on the
+device in launch order, so the host may reuse a freed page or slot at once. In a group with a window
+entries of pages wholly behind it are stale: a step reads nothing through them.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ class Admission(NamedTuple):
 class PageCopy(NamedTuple):
     """Overwrites page `target` with the content of page `source`.
 
-    Whole pages are copied, in all layers. What a KV format keeps outside of the pages is not (see
-    `CacheConfig.own_tokens`).
+    Whole pages are copied, in all layers of the group. What a KV format keeps outside of the pages
+    is not (see `CacheConfig.own_tokens`).
     """
 
     source: int
     target: int
+    group: int = 0
+    """Cache group of both pages."""
 
 
 class PageEntry(NamedTuple):
@@ -46,6 +49,8 @@ class PageEntry(NamedTuple):
     slot: int
     position: int
     page: int
+    group: int = 0
+    """Cache group whose page table changes."""
 
 
 class Scored(NamedTuple):

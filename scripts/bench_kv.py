@@ -48,7 +48,7 @@ from kv_formats import kv_formats
 from kv_report import compared, plot, show
 
 from jaxserve.api import Request, SamplingParams
-from jaxserve.config import Buckets, CacheConfig, ConfigError, SchedulerConfig
+from jaxserve.config import Buckets, ConfigError, SchedulerConfig
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder, registry
@@ -63,7 +63,14 @@ from jaxserve.runner.runner import Pending, Runner, on_compile
 from jaxserve.scheduler import Scheduler
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_checkpoints.resolve import EMBEDDED_NAME, embedded_model
-from jaxserve_kernels.kv_format import NAMES, fixed_bytes, max_chunk_context, named, page_bytes
+from jaxserve_kernels.kv_format import (
+    NAMES,
+    fixed_bytes,
+    max_chunk_context,
+    named,
+    own_tokens,
+    page_bytes,
+)
 
 DENSE_PAGE = 64
 
@@ -308,12 +315,13 @@ def make_served(
     page_size = kv_format.page_size or DENSE_PAGE
     decode = tuple(sorted(args.decode or args.clients))
     most = decode[-1]
-    one_page = kv_cache.shape(spec, CacheConfig(num_pages=2, page_size=page_size), most)
+    groups = kv_cache.sized_groups(spec, page_size, most)
+    demand = kv_cache.Demand(args.max_model_len, most, args.prefill[-1])
+    budget = int(args.kv_gib * 2**30)
+    pages = kv_cache.fit_pages(kv_format, groups, args.dtype, budget, demand)
     config = RunnerConfig(
         spec=spec,
-        cache=kv_cache.fit_pages(
-            kv_format, one_page, args.dtype, int(args.kv_gib * 2**30), args.max_model_len
-        ),
+        cache=kv_cache.cache_config(spec, pages, page_size, own_tokens(kv_format)),
         scheduler=SchedulerConfig(
             max_num_seqs=most,
             max_model_len=args.max_model_len,
@@ -331,7 +339,7 @@ def make_served(
 
 def capacity(config: RunnerConfig, context: int) -> dict[str, Any]:
     """Tokens that the cache holds, and how many sequences of `context` tokens."""
-    shape = config.kv_shape
+    (shape,) = config.kv_shapes
     per_sequence = -(-context // shape.page_size)
     return {
         "page_bytes": page_bytes(config.kv_format, shape, config.dtype),

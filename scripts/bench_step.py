@@ -44,7 +44,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxserve.api import SamplingParams
-from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
+from jaxserve.config import Buckets, SchedulerConfig
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
@@ -56,7 +56,7 @@ from jaxserve.runner.runner import Runner
 from jaxserve.startup.memory import tree_bytes
 from jaxserve.weights.fp8_copy import copying_programs, with_copies
 from jaxserve_checkpoints.dummy import dummy_params
-from jaxserve_kernels.kv_format import NAMES, max_chunk_context, named, page_bytes
+from jaxserve_kernels.kv_format import NAMES, max_chunk_context, named, own_tokens, page_bytes
 from jaxserve_kernels.matmul import as_read
 from jaxserve_kernels.paged_attention import tile_tokens
 from jaxserve_kernels.records import installed
@@ -207,12 +207,13 @@ def make_runner(
         spec = dataclasses.replace(spec, layers=spec.layers[: args.layers])
     kv_format = named(args.kv_cache_dtype)
     page_size, longest = kv_format.page_size or args.page_size, 40_960
-    one_page = kv_cache.shape(spec, CacheConfig(num_pages=2, page_size=page_size), max(args.batch))
+    groups = kv_cache.sized_groups(spec, page_size, max(args.batch))
+    demand = kv_cache.Demand(longest, max(args.batch), 512)
+    budget = int(args.kv_gib * 2**30)
+    pages = kv_cache.fit_pages(kv_format, groups, jnp.bfloat16, budget, demand)
     config = RunnerConfig(
         spec=spec,
-        cache=kv_cache.fit_pages(
-            kv_format, one_page, jnp.bfloat16, int(args.kv_gib * 2**30), longest
-        ),
+        cache=kv_cache.cache_config(spec, pages, page_size, own_tokens(kv_format)),
         scheduler=SchedulerConfig(
             max_num_seqs=max(args.batch),
             max_model_len=longest,
@@ -244,7 +245,8 @@ def pages_for(tokens: int, config: RunnerConfig) -> int:
 
 def token_bytes(config: RunnerConfig) -> float:
     """Of a full page's token, in all layers."""
-    return page_bytes(config.kv_format, config.kv_shape, config.dtype) / config.cache.page_size
+    (shape,) = config.kv_shapes
+    return page_bytes(config.kv_format, shape, config.dtype) / config.cache.page_size
 
 
 def time_decode(

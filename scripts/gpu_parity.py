@@ -169,7 +169,7 @@ def jaxserve_logits(folder: Path, sequences: list[np.ndarray], dtype: str) -> It
 
     for sequence in sequences:
         cache = CacheConfig(num_pages=2 + len(sequence) // 64, page_size=64)
-        kv = Dense().allocate(kv_cache.shape(spec, cache, 1), dtype)
+        kv = tuple(Dense().allocate(each, dtype) for each in kv_cache.shapes(spec, cache, 1))
         table = np.random.default_rng(0).permutation(np.arange(1, cache.num_pages))
         prefilled = max(len(sequence) - DECODED_TAIL, 0)
         parts = []
@@ -211,7 +211,7 @@ def step_tokens(
         page_table=np.stack([table, np.zeros_like(table)]).astype(np.int32),
     )
     ids: Any = np.pad(sequence[start:].astype(np.int32), padding)
-    return StepTokens(ids, places)
+    return StepTokens(ids, (places,))
 
 
 def compare(reference: np.ndarray, ours: np.ndarray) -> dict[str, np.ndarray]:

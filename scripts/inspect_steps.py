@@ -103,7 +103,10 @@ def inspect(
         old.unlink()
     cache = CacheConfig(num_pages=PAGES, page_size=PAGE_SIZE)
     state = DeviceState(
-        kv=named(kv_cache_dtype).abstract(kv_cache.shape(spec, cache, MAX_SEQS), jnp.bfloat16),
+        kv=tuple(
+            named(kv_cache_dtype).abstract(each, jnp.bfloat16)
+            for each in kv_cache.shapes(spec, cache, MAX_SEQS)
+        ),
         sequences=jax.ShapeDtypeStruct(
             sequence_state.shape(MAX_SEQS, spec.max_position // PAGE_SIZE), jnp.int32
         ),

@@ -20,7 +20,7 @@ All computed in float32 from the weights exactly as stored. RoPE is transformers
 convention: the rotated pairs are (i, i + head_dim / 2), not (2i, 2i + 1). Three things make errors
 visible that default random weights hide: large weights (the default gives logits of deviation
 0.16), random norm weights and biases, and, for YaRN and llama3, sequences far beyond the original
-context. Windows are as long as the longest context that the tests serve.
+context. Windows are shorter than most sequences, and no multiple of a page.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
-WINDOW = 128
+WINDOW = 24
 
 
 def config(
@@ -198,6 +198,17 @@ def variants() -> dict[str, dict[str, Any]]:
         sliding_window=WINDOW,
         **plain,
     )
+    kinds = ["sliding_attention", "full_attention"] * 2
+    alternating = config(
+        Qwen3Config,
+        layers=4,
+        tied=True,
+        head_dim=32,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        layer_types=kinds,
+        **plain,
+    )
     llama = config(LlamaConfig, layers=2, tied=False, rope=LLAMA3, head_dim=24)
     linear = config(LlamaConfig, layers=2, tied=True, rope=LINEAR)
     switched_on = {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"}
@@ -211,6 +222,7 @@ def variants() -> dict[str, dict[str, Any]]:
         "qwen2": (qwen2, bf16, whole),
         "mistral": (mistral, bf16, "150KB"),
         "llama_biases": (biases, bf16, whole),
+        "alternating": (alternating, bf16, whole),
     }
     return {
         name: {"settings": each, "dtype": dtype, "shard_size": shard_size, "seed": seed}

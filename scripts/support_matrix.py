@@ -223,7 +223,10 @@ def arguments(spec: ModelSpec, step: Step) -> tuple[Any, DeviceState, jax.ShapeD
     page_size = kv_format.page_size or 64
     cache = CacheConfig(num_pages=PAGES, page_size=page_size)
     state = DeviceState(
-        kv=kv_format.abstract(kv_cache.shape(spec, cache, MAX_SEQS), jnp.bfloat16),
+        kv=tuple(
+            kv_format.abstract(each, jnp.bfloat16)
+            for each in kv_cache.shapes(spec, cache, MAX_SEQS)
+        ),
         sequences=jax.ShapeDtypeStruct(
             sequence_state.shape(MAX_SEQS, spec.max_position // page_size), jnp.int32
         ),

@@ -7,9 +7,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
+from jaxserve.config import Buckets, SchedulerConfig
 from jaxserve.model_spec import AttentionSpec, FeedForwardSpec, ModelSpec, Rope
 from jaxserve.models import decoder
+from jaxserve.runner import kv_cache
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner, on_compile
 from jaxserve_checkpoints.dummy import dummy_params
@@ -96,7 +97,7 @@ def make_config(
 ) -> RunnerConfig:
     return RunnerConfig(
         spec=spec,
-        cache=CacheConfig(num_pages=num_pages, page_size=page_size),
+        cache=kv_cache.cache_config(spec, [num_pages] * len(spec.cache_groups), page_size),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,

@@ -173,8 +173,8 @@ def _per_token(planned: EnginePlan) -> int:
     from jaxserve_kernels.kv_format import page_bytes
 
     config = planned.config
-    shape = config.kv_shape
-    return page_bytes(config.kv_format, shape, config.dtype) // config.cache.page_size
+    pages = sum(page_bytes(config.kv_format, each, config.dtype) for each in config.kv_shapes)
+    return pages // config.cache.page_size
 
 
 def _read_weights(planned: EnginePlan) -> int:

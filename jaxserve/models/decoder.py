@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxserve.model_spec import ModelSpec
+from jaxserve.model_spec import CachePlace, ModelSpec
 from jaxserve.models.rope import RopeTables, step_tables, table_of_layer
 from jaxserve_kernels import chain
 from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
@@ -33,6 +33,9 @@ from jaxserve_kernels.matmul import (
 )
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Weight
+
+type Caches = tuple[KV, ...]
+"""The keys and values of each cache group of a model (`ModelSpec.cache_groups`)."""
 
 
 class Layer(NamedTuple):
@@ -80,7 +83,13 @@ class StepTokens(NamedTuple):
     """The tokens of a step and where they belong."""
 
     ids: Array  # int32 [tokens]
-    places: AttentionStep
+    places: tuple[AttentionStep, ...]
+    """In each cache group of the model."""
+
+    @property
+    def positions(self) -> Array:
+        """int32 [tokens], the same in all groups."""
+        return self.places[0].positions
 
 
 def abstract(spec: ModelSpec, dtype: DTypeLike, *, stacked: bool = False) -> Params:
@@ -137,14 +146,20 @@ def abstract_attended(spec: ModelSpec, dtype: DTypeLike, tokens: int) -> Attende
 
 
 def forward(
-    params: Params, kv: KV, tokens: StepTokens, spec: ModelSpec, *, tile_size: int, target: Target
-) -> tuple[Attended, KV]:
+    params: Params,
+    kv: Caches,
+    tokens: StepTokens,
+    spec: ModelSpec,
+    *,
+    tile_size: int,
+    target: Target,
+) -> tuple[Attended, Caches]:
     """Run a step's tokens through the decoder and store their keys and values.
 
     Only tokens whose hidden state somebody wants need the rest of the last layer: `finish`.
 
     Args:
-      kv: the cache in its format, updated in place when donated.
+      kv: the caches, updated in place when donated.
 
     Returns:
       All tokens before the end of the last layer, and kv.
@@ -167,9 +182,13 @@ def forward(
     own = tables[table_of_layer(spec, index)]
     with jax.named_scope(f"layer_{index}"):
         attended, kv = _attend(
-            layers[index], index, normed, kv, own, tokens, spec, tile_size=tile_size, target=target
+            layers[index],
+            spec.cache_places[index],
+            *(normed, kv, own, tokens, spec),
+            tile_size=tile_size,
+            target=target,
         )
-    return Attended(x, attended), end_step(kv, tokens.places, tile_size=tile_size, target=target)
+    return Attended(x, attended), _end_step(kv, tokens, tile_size=tile_size, target=target)
 
 
 def finish(params: Params, tokens: Attended, spec: ModelSpec, *, target: Target) -> Array:
@@ -182,8 +201,8 @@ def finish(params: Params, tokens: Attended, spec: ModelSpec, *, target: Target)
 
 
 def decode(
-    params: Params, kv: KV, tokens: StepTokens, spec: ModelSpec, *, target: Target
-) -> tuple[Array, KV]:
+    params: Params, kv: Caches, tokens: StepTokens, spec: ModelSpec, *, target: Target
+) -> tuple[Array, Caches]:
     """`forward` and `finish` of tokens that are each the next one of their sequence.
 
     Returns:
@@ -197,7 +216,7 @@ def decode(
     normed, kv = chain.call(
         layers, read, params.final_norm, x, normed, kv, tables, tokens, target=target
     )
-    return normed, end_step(kv, tokens.places, tile_size=1, target=target)
+    return normed, _end_step(kv, tokens, tile_size=1, target=target)
 
 
 def _begin(
@@ -205,7 +224,7 @@ def _begin(
 ) -> tuple[Array, Array, tuple[RopeTables, ...]]:
     """x [tokens, embed], x with the first norm, and the different tables of RoPE."""
     x = take_rows(params.embedding, tokens.ids, params.final_norm.dtype)
-    tables = step_tables(spec, tokens.places.positions)
+    tables = step_tables(spec, tokens.positions)
     first = layer_views(params.layers)[0]
     return x, rms_norm(x, first.attention_norm, spec.norm_eps), tables
 
@@ -215,13 +234,13 @@ def _decode_layers(
     final_norm: Array,
     x: Array,
     normed: Array,
-    kv: KV,
+    kv: Caches,
     tables: tuple[RopeTables, ...],
     tokens: StepTokens,
     *,
     spec: ModelSpec,
     target: Target,
-) -> tuple[Array, KV]:
+) -> tuple[Array, Caches]:
     """All layers on x [tokens, embed], which comes with its norm: the final norm, and the cache."""
     layers = layer_views(stack)
     next_norms = [*_next_norms(layers), Norm(final_norm)]
@@ -241,22 +260,22 @@ def _run_layers(
     next_norms: Sequence[Norm],
     x: Array,
     normed: Normed,
-    kv: KV,
+    kv: Caches,
     tables: tuple[RopeTables, ...],
     tokens: StepTokens,
     spec: ModelSpec,
     *,
     tile_size: int,
     target: Target,
-) -> tuple[Array, Normed, KV]:
+) -> tuple[Array, Normed, Caches]:
     """The first layers one after the other; see `decoder_layer`."""
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
         with jax.named_scope(f"layer_{index}"):
-            own = tables[table_of_layer(spec, index)]
+            own, place = tables[table_of_layer(spec, index)], spec.cache_places[index]
             x, normed, kv = decoder_layer(
                 layer,
                 next_norm,
-                index,
+                place,
                 x,
                 normed,
                 kv,
@@ -272,51 +291,62 @@ def _run_layers(
 def decoder_layer(
     layer: Layer,
     next_norm: Norm,
-    index: int,
+    place: CachePlace,
     x: Array,
     normed: Normed,
-    kv: KV,
+    kv: Caches,
     tables: RopeTables,
     tokens: StepTokens,
     spec: ModelSpec,
     *,
     tile_size: int,
     target: Target,
-) -> tuple[Array, Normed, KV]:
-    """Layer number `index` on x [tokens, embed], which comes with its norm and leaves with the next
-    one's: x, normed, and the cache."""
+) -> tuple[Array, Normed, Caches]:
+    """The layer whose cache is at `place` on x [tokens, embed], which comes with its norm and
+    leaves with the next one's: x, normed, and the caches."""
     attended, kv = _attend(
-        layer, index, normed, kv, tables, tokens, spec, tile_size=tile_size, target=target
+        layer, place, normed, kv, tables, tokens, spec, tile_size=tile_size, target=target
     )
     return *_feed_forward(layer, next_norm, x, attended, spec, target=target), kv
 
 
 def _attend(
     layer: Layer,
-    index: int,
+    place: CachePlace,
     normed: Normed,
-    kv: KV,
+    kv: Caches,
     tables: RopeTables,
     tokens: StepTokens,
     spec: ModelSpec,
     *,
     tile_size: int,
     target: Target,
-) -> tuple[Array, KV]:
-    """The heads' results [tokens, q_size], and the cache."""
-    attended, kv = attend(
+) -> tuple[Array, Caches]:
+    """The heads' results [tokens, q_size], and the caches."""
+    group = place.group
+    attended, cache = attend(
         linear(normed, layer.qkv, target=target),
-        kv,
-        index,
+        kv[group],
+        place.layer,
         HeadWeights(layer.q_norm, layer.k_norm, layer.qkv_bias),
         tables,
-        tokens.places,
+        tokens.places[group],
         eps=spec.norm_eps,
         tile_size=tile_size,
         dtype=layer.attention_norm.dtype,
+        window=spec.cache_groups[group].window,
         target=target,
     )
+    kv = (*kv[:group], cache, *kv[group + 1 :])
     return attended.reshape(normed.shape[0], -1), kv
+
+
+def _end_step(kv: Caches, tokens: StepTokens, *, tile_size: int, target: Target) -> Caches:
+    """What is left to do in the caches when all layers have attended."""
+    pairs = zip(kv, tokens.places, strict=True)
+    return tuple(
+        end_step(cache, places, tile_size=tile_size, target=target) for cache, places in pairs
+    )
 
 
 def _feed_forward(

@@ -74,10 +74,17 @@ class Bucket:
     updates: int
 
     @classmethod
-    def decode(cls, rows: int) -> Bucket:
-        """Returns a decode bucket: each row is one query tile and may need one new page."""
+    def decode(cls, rows: int, groups: int = 1) -> Bucket:
+        """Returns a decode bucket: each row is one query tile and may need one new page in each
+        cache group."""
         return cls(
-            kind="decode", tokens=rows, rows=rows, tile_size=1, tiles=rows, singles=0, updates=rows
+            kind="decode",
+            tokens=rows,
+            rows=rows,
+            tile_size=1,
+            tiles=rows,
+            singles=0,
+            updates=rows * groups,
         )
 
     @classmethod
@@ -140,9 +147,10 @@ class Updates(NamedTuple):
     values: np.ndarray
 
     @classmethod
-    def of(cls, plan: StepPlan, width: int) -> Updates:
+    def of(cls, plan: StepPlan, width: int, groups: int = 1) -> Updates:
         """Returns a plan's changes of a state matrix with `width` columns."""
-        last = dict(_updates(plan, width))  # an address changed twice keeps its last value
+        # An address changed twice keeps its last value.
+        last = dict(_updates(plan, width, (width - sequence_state.PAGES) // groups))
         return cls(
             np.fromiter(last.keys(), np.int32, len(last)),
             np.fromiter(last.values(), np.int32, len(last)),
@@ -160,13 +168,13 @@ class Updates(NamedTuple):
         return out.reshape(-1)
 
 
-def _updates(plan: StepPlan, width: int) -> Iterator[tuple[int, int]]:
+def _updates(plan: StepPlan, width: int, pages_per_seq: int) -> Iterator[tuple[int, int]]:
     for admission in plan.admissions:
         base = admission.slot * width
         for column, value in sequence_state.columns(admission.params):
             yield base + column, value
-    for slot, position, page in plan.pages:
-        yield slot * width + sequence_state.PAGES + position, page
+    for slot, position, page, group in plan.pages:
+        yield slot * width + sequence_state.PAGES + group * pages_per_seq + position, page
 
 
 def pack(plan: StepPlan, updates: Updates, bucket: Bucket, padding_slot: int) -> np.ndarray:

@@ -58,7 +58,7 @@ def program_key(
         "dtype": np.dtype(config.dtype).name,
         "weights": _describe(params),
         "kv_format": config.kv_format.name,
-        "kv_cache": dataclasses.asdict(config.kv_shape),
+        "kv_cache": [dataclasses.asdict(each) for each in config.kv_shapes],
         "sequences": list(config.sequences_shape),
         "tables": _describe(config.tables),
         "sampled_vocab": config.sampled_vocab,

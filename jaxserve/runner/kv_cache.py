@@ -2,61 +2,158 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
 from jax.typing import DTypeLike
 
-from jaxserve.config import CacheConfig, ConfigError
+from jaxserve.config import CacheConfig, ConfigError, PagedGroup
 from jaxserve.model_spec import ModelSpec
-from jaxserve_kernels.kv_format import CacheShape, KVFormat, fixed_bytes, own_tokens, page_bytes
+from jaxserve_kernels.kv_format import CacheShape, KVFormat, fixed_bytes, page_bytes
+
+_WINDOWS = 2
+"""Pages of a group with a window, as a multiple of what all sequences hold there: as many again are
+left for prefixes. More would be taken from the groups that hold whole sequences."""
 
 
-def shape(spec: ModelSpec, cache: CacheConfig, max_num_seqs: int) -> CacheShape:
-    """Returns the shape of the cache, which a KV format lays out."""
-    return CacheShape(
-        layers=spec.num_layers,
-        pages=cache.num_pages,
-        kv_heads=spec.kv_heads,
-        page_size=cache.page_size,
-        head_dim=spec.head_dim,
-        slots=max_num_seqs + 1,
+class Demand(NamedTuple):
+    """What the sequences may ask of the cache."""
+
+    max_model_len: int
+    sequences: int
+    """That run at once."""
+    step_tokens: int
+    """The most positions that one step computes."""
+
+
+class SizedGroup(NamedTuple):
+    """A cache group without its number of pages."""
+
+    shape: CacheShape
+    """`pages` is ignored."""
+    window: int | None = None
+
+    def needed(self, demand: Demand) -> int:
+        """Returns the pages of one sequence of `max_model_len` tokens, and the padding page."""
+        group = PagedGroup(num_pages=2, window=self.window)
+        return group.pages_of(demand.max_model_len, self.shape.page_size) + 1
+
+    def useful(self, demand: Demand) -> int:
+        """Returns how many pages a group with a window can use, if there are groups without."""
+        chunks = -(-demand.step_tokens // self.shape.page_size)
+        return max(_WINDOWS * demand.sequences * (self.needed(demand) - 1), chunks) + chunks + 1
+
+
+def sized_groups(spec: ModelSpec, page_size: int, max_num_seqs: int) -> list[SizedGroup]:
+    """Returns the cache groups of a model, in the order of `ModelSpec.cache_groups`."""
+    return [
+        SizedGroup(
+            CacheShape(
+                layers=len(group.layers),
+                pages=1,
+                kv_heads=spec.kv_heads,
+                page_size=page_size,
+                head_dim=spec.head_dim,
+                slots=max_num_seqs + 1,
+            ),
+            group.window,
+        )
+        for group in spec.cache_groups
+    ]
+
+
+def shapes(spec: ModelSpec, cache: CacheConfig, max_num_seqs: int) -> tuple[CacheShape, ...]:
+    """Returns the shape of each cache group, which a KV format lays out.
+
+    Raises:
+      ConfigError: the cache has other groups than the model.
+    """
+    groups = sized_groups(spec, cache.page_size, max_num_seqs)
+    if [group.window for group in groups] != [group.window for group in cache.groups]:
+        raise ConfigError("the KV cache has other groups than the model")
+    pairs = zip(groups, cache.groups, strict=True)
+    return tuple(replace(sized.shape, pages=group.num_pages) for sized, group in pairs)
+
+
+def cache_config(
+    spec: ModelSpec, num_pages: Sequence[int], page_size: int, own_tokens: int = 0
+) -> CacheConfig:
+    """Returns a cache with so many pages in each cache group of the model."""
+    windows = [group.window for group in spec.cache_groups]
+    pairs = zip(num_pages, windows, strict=True)
+    first, *further = (PagedGroup(num_pages=pages, window=window) for pages, window in pairs)
+    return CacheConfig(
+        num_pages=first.num_pages,
+        window=first.window,
+        further=tuple(further),
+        page_size=page_size,
+        own_tokens=own_tokens,
     )
 
 
-def total_bytes(kv_format: KVFormat, cache: CacheShape, dtype: DTypeLike) -> int:
+def total_bytes(kv_format: KVFormat, shapes: Sequence[CacheShape], dtype: DTypeLike) -> int:
     """Returns the bytes of the whole cache. `dtype`: of activations."""
-    each = page_bytes(kv_format, cache, dtype)
-    return cache.pages * each + fixed_bytes(kv_format, cache, dtype)
+    return sum(
+        shape.pages * page_bytes(kv_format, shape, dtype) + fixed_bytes(kv_format, shape, dtype)
+        for shape in shapes
+    )
 
 
-def num_pages(kv_format: KVFormat, one_page: CacheShape, dtype: DTypeLike, budget: int) -> int:
-    """Returns how many pages `budget` bytes hold. `one_page.pages` is ignored."""
-    fixed = fixed_bytes(kv_format, one_page, dtype)
-    return max(budget - fixed, 0) // page_bytes(kv_format, one_page, dtype)
+def num_pages(
+    kv_format: KVFormat,
+    groups: Sequence[SizedGroup],
+    dtype: DTypeLike,
+    budget: int,
+    demand: Demand,
+) -> list[int]:
+    """Returns how many pages `budget` bytes hold in each group.
+
+    All groups get equally many. What a group with a window cannot use goes to those without, if
+    there are any.
+    """
+    each = [page_bytes(kv_format, group.shape, dtype) for group in groups]
+    left = max(budget - sum(fixed_bytes(kv_format, group.shape, dtype) for group in groups), 0)
+    pages = [left // sum(each)] * len(groups)
+    full = [index for index, group in enumerate(groups) if group.window is None]
+    if full and len(full) < len(groups):
+        for index, group in enumerate(groups):
+            if group.window is not None:
+                pages[index] = min(pages[index], group.useful(demand))
+                left -= pages[index] * each[index]
+        for index in full:
+            pages[index] = left // sum(each[other] for other in full)
+    return pages
 
 
 def fit_pages(
-    kv_format: KVFormat, one_page: CacheShape, dtype: DTypeLike, budget: int, max_model_len: int
-) -> CacheConfig:
-    """Returns a cache with as many pages as `budget` bytes hold. `one_page.pages` is ignored.
+    kv_format: KVFormat,
+    groups: Sequence[SizedGroup],
+    dtype: DTypeLike,
+    budget: int,
+    demand: Demand,
+) -> list[int]:
+    """Returns as many pages for each group as `budget` bytes hold.
 
     Raises:
       ConfigError: not even one sequence of max_model_len tokens fits.
     """
-    each = page_bytes(kv_format, one_page, dtype)
-    fixed = fixed_bytes(kv_format, one_page, dtype)
-    pages = num_pages(kv_format, one_page, dtype, budget)
-    needed = -(-max_model_len // one_page.page_size) + 1
-    if pages < needed:
-        fits = max(pages - 1, 0) * one_page.page_size
+    pages = num_pages(kv_format, groups, dtype, budget, demand)
+    needed = [group.needed(demand) for group in groups]
+    if any(has < needs for has, needs in zip(pages, needed, strict=True)):
+        each = [page_bytes(kv_format, group.shape, dtype) for group in groups]
+        fixed = sum(fixed_bytes(kv_format, group.shape, dtype) for group in groups)
+        fits = max(min(pages) - 1, 0) * groups[0].shape.page_size
         beside = f" ({fixed / 2**20:,.0f} MiB of it beside the pages)" if fixed > 2**20 else ""
         lower = "--max-model-len"
         if beside:
             lower = "--max-num-seqs" if fixed > budget else "--max-model-len, --max-num-seqs"
+        wanted = fixed + sum(map(operator.mul, needed, each))
         raise ConfigError(
             f"too little memory: the KV cache gets {budget / 2**20:,.0f} MiB, which holds {fits} "
-            f"tokens, but one sequence of max_model_len {max_model_len} needs "
-            f"{(needed * each + fixed) / 2**20:,.0f} MiB{beside}; lower {lower}, or "
+            f"tokens, but one sequence of max_model_len {demand.max_model_len} needs "
+            f"{wanted / 2**20:,.0f} MiB{beside}; lower {lower}, or "
             "give it more: --kv-cache-memory-bytes, or memory that something else takes"
         )
-    return CacheConfig(
-        num_pages=pages, page_size=one_page.page_size, own_tokens=own_tokens(kv_format)
-    )
+    return pages

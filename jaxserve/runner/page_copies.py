@@ -22,16 +22,22 @@ from jaxserve.plan import PageCopy
 from jaxserve.programs.executable_cache import Program
 from jaxserve_kernels.kv_format import KV, CacheShape, KVFormat
 
-NAME = "copy_pages"
+NAME = "copy_pages_"
+"""Followed by the number of the cache group."""
 COPIES = 8
 """Copies that one call of the program does. It needs scratch memory for a single page."""
 
 
-def program(kv_format: KVFormat, shape: CacheShape, dtype: DTypeLike) -> Program:
-    """Returns the program that applies `pack`'s arrays to a cache. `dtype`: of activations."""
+def program(kv_format: KVFormat, shape: CacheShape, dtype: DTypeLike, group: int) -> Program:
+    """Returns the program that applies `pack`'s arrays to the cache of a cache group.
+
+    Args:
+      shape: of that cache.
+      dtype: of activations.
+    """
     axes = page_axes(kv_format, shape, dtype)
     return Program(
-        name=NAME,
+        name=f"{NAME}{group}",
         function=functools.partial(copy_pages, axes=axes),
         arguments=(
             kv_format.abstract(shape, dtype),
@@ -86,10 +92,10 @@ def _copied(leaf: Array, axis: int, source: Array, target: Array) -> Array:
 
 
 def pack(copies: Sequence[PageCopy]) -> Iterator[NDArray[np.int32]]:
-    """Yields int32 [2, COPIES], sources and targets, until all copies are packed. Padding copies
-    the padding page to itself."""
+    """Yields int32 [2, COPIES], sources and targets, until all copies, of one group, are packed.
+    Padding copies the padding page to itself."""
     for first in range(0, len(copies), COPIES):
         some = copies[first : first + COPIES]
         packed = np.zeros((2, COPIES), np.int32)
-        packed[:, : len(some)] = np.array(some, np.int32).T
+        packed[:, : len(some)] = np.array(some, np.int32)[:, :2].T
         yield packed

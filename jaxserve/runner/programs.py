@@ -33,13 +33,15 @@ FLUSH_UPDATES = 4096
 """State changes that one call of the flush program holds."""
 
 _MIXED_EXTRA_UPDATES = 256
-"""State changes of a mixed step beyond two per row: page tables of a few new sequences."""
+"""State changes of a mixed step beyond one per row and one per row and cache group: page tables of
+a few new sequences."""
 
 _CHUNK_TOKENS = 8
 """Smallest mean chunk, in tokens, for which buckets have tiles. A step with shorter chunks may need
 a larger bucket. Unused tiles cost time, and tiles for any split would mostly be unused."""
 
-LARGEST_MAGNITUDES = "kv_largest"
+LARGEST_MAGNITUDES = "kv_largest_"
+"""Followed by the number of the cache group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +66,19 @@ class RunnerConfig:
         return -(-self.scheduler.max_model_len // self.cache.page_size)
 
     @property
-    def kv_shape(self) -> CacheShape:
-        return kv_cache.shape(self.spec, self.cache, self.scheduler.max_num_seqs)
+    def num_groups(self) -> int:
+        """Cache groups."""
+        return len(self.cache.groups)
+
+    @property
+    def kv_shapes(self) -> tuple[CacheShape, ...]:
+        """Of each cache group."""
+        return kv_cache.shapes(self.spec, self.cache, self.scheduler.max_num_seqs)
 
     @property
     def sequences_shape(self) -> tuple[int, int]:
-        return sequence_state.shape(self.scheduler.max_num_seqs, self.pages_per_seq)
+        seqs = self.scheduler.max_num_seqs
+        return sequence_state.shape(seqs, self.pages_per_seq, self.num_groups)
 
     @property
     def tables(self) -> SlotTables:
@@ -97,12 +106,13 @@ class RunnerConfig:
                 tokens,
                 max_rows=self.scheduler.max_num_seqs,
                 tile_size=self.tile_size,
-                updates=min(tokens, self.scheduler.max_num_seqs) * 2 + _MIXED_EXTRA_UPDATES,
+                updates=min(tokens, self.scheduler.max_num_seqs) * (1 + self.num_groups)
+                + _MIXED_EXTRA_UPDATES,
                 chunk_tokens=2 if tokens == self.buckets.prefill[-1] else _CHUNK_TOKENS,
             )
             for tokens in self.buckets.prefill
         ]
-        decode = [Bucket.decode(rows) for rows in self.buckets.decode]
+        decode = [Bucket.decode(rows, self.num_groups) for rows in self.buckets.decode]
         return sorted(mixed, key=lambda b: -b.tokens) + sorted(decode, key=lambda b: -b.rows)
 
 
@@ -114,7 +124,7 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
     """
     params = jax.tree.map(lambda leaf: _abstract(leaf.shape, leaf.dtype), params)
     state = DeviceState(
-        kv=config.kv_format.abstract(config.kv_shape, config.dtype),
+        kv=tuple(config.kv_format.abstract(each, config.dtype) for each in config.kv_shapes),
         sequences=_abstract(config.sequences_shape, jnp.int32),
         tables=config.tables,
         attended=config.attended,
@@ -143,7 +153,7 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
         return jnp.zeros(abstract.shape, abstract.dtype)
 
     def empty() -> DeviceState:
-        kv = config.kv_format.allocate(config.kv_shape, config.dtype)
+        kv = tuple(config.kv_format.allocate(each, config.dtype) for each in config.kv_shapes)
         return DeviceState(
             kv=kv,
             sequences=jnp.zeros(config.sequences_shape, jnp.int32),
@@ -157,11 +167,17 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
     return [
         *(step(bucket) for bucket in config.all_buckets()),
         Program(name="flush", function=_flush, arguments=(state.sequences, updates), donated=(0,)),
-        page_copies.program(config.kv_format, config.kv_shape, config.dtype),
+        *(
+            page_copies.program(config.kv_format, shape, config.dtype, group)
+            for group, shape in enumerate(config.kv_shapes)
+        ),
         Program(name="state", function=empty, arguments=(), details=repr(state)),
         *(
-            [Program(name=LARGEST_MAGNITUDES, function=largest_magnitudes, arguments=(state.kv,))]
-            * scaled
+            Program(
+                name=f"{LARGEST_MAGNITUDES}{group}", function=largest_magnitudes, arguments=(kv,)
+            )
+            for group, kv in enumerate(state.kv)
+            if scaled
         ),
         *slot_tables.programs(config.tables),
         prompt_scores.program(

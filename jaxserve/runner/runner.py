@@ -101,17 +101,18 @@ class Runner:
         """
         self._steps = {bucket: executables[step_name(bucket)] for bucket in self._buckets}
         self._flush, self._zero_state = executables["flush"], executables["state"]
-        self._page_copies = executables[page_copies.NAME]
+        groups = range(self._config.num_groups)
+        self._page_copies = [executables[f"{page_copies.NAME}{group}"] for group in groups]
         self._uploads = slot_tables.Uploads(self._config.tables, executables)
         self._scorer = PromptScorer(executables, rows=self._config.scheduler.max_num_seqs)
-        self._largest = executables.get(LARGEST_MAGNITUDES)
+        self._largest = [executables.get(f"{LARGEST_MAGNITUDES}{group}") for group in groups]
         self._state, self._free_results = self._fresh_state()
         prepare(self)
         scored = self._scorer.warm(self._params, self._state.attended)
         for done, bucket in enumerate(self._buckets, start=1):
             self._warm(bucket)
             progress("warming", done / len(self._buckets))
-        self._copy_pages([PageCopy(0, 0)])
+        self._copy_pages([PageCopy(0, 0, group) for group in groups])
         self._state = self._state._replace(tables=self._uploads.warm(self._state.tables))
         jax.block_until_ready((scored, self._state))
 
@@ -122,7 +123,7 @@ class Runner:
 
     def describe_decode(self, rows: int) -> tuple[int, int]:
         """Returns the number of kernels in a decode step of `rows` rows, and its scratch bytes."""
-        step = self._steps[Bucket.decode(rows)]
+        step = self._steps[Bucket.decode(rows, self._config.num_groups)]
         entry = step.as_text().split("ENTRY", 1)[1].split("\n}", 1)[0]
         kernels = sum(kind in entry_line for entry_line in entry.splitlines() for kind in _KERNELS)
         kernels += sum(int(count) - 1 for count in re.findall(r"launches = (\d+) : i64", entry))
@@ -137,7 +138,7 @@ class Runner:
         bucket = self._bucket_for(plan)
         if plan.copies:
             self._copy_pages(plan.copies)
-        updates = Updates.of(plan, self._width)
+        updates = Updates.of(plan, self._width, self._config.num_groups)
         while len(updates.addresses) > bucket.updates:
             first, updates = updates.split(FLUSH_UPDATES)
             sequences = self._flush(self._state.sequences, first.padded(FLUSH_UPDATES))
@@ -206,14 +207,25 @@ class Runner:
         self._free_results.delete()
 
     def use_kv_scales(self, scales: NDArray[np.float32]) -> None:
-        """Set the KV cache's scales, see `kv_format.with_scales`."""
+        """Set the KV cache's scales, float32 [layers of the model, kv_heads, 2]; see
+        `kv_format.with_scales`."""
         self._kv_scales = scales
-        self._state = self._state._replace(kv=with_scales(self._state.kv, scales))
+        self._state = self._state._replace(kv=self._scaled(self._state.kv, scales))
+
+    def _scaled(self, kv: decoder.Caches, scales: NDArray[np.float32]) -> decoder.Caches:
+        groups = zip(kv, self._config.spec.cache_groups, strict=True)
+        return tuple(with_scales(each, scales[list(group.layers)]) for each, group in groups)
 
     def largest_magnitudes(self) -> NDArray[np.float32]:
-        """Returns the largest keys and values in the cache, see `kv_format.largest_magnitudes`."""
-        assert self._largest is not None
-        return np.asarray(self._largest(self._state.kv))
+        """Returns the largest keys and values in the cache, float32 [layers of the model, kv_heads,
+        2]; see `kv_format.largest_magnitudes`."""
+        groups = self._config.spec.cache_groups
+        spec = self._config.spec
+        found = np.zeros((spec.num_layers, spec.kv_heads, 2), np.float32)
+        for group, largest, kv in zip(groups, self._largest, self._state.kv, strict=True):
+            assert largest is not None
+            found[list(group.layers)] = np.asarray(largest(kv))
+        return found
 
     def _bucket_for(self, plan: StepPlan) -> Bucket:
         """Returns the smallest bucket of the plan's kind that holds it."""
@@ -228,13 +240,16 @@ class Runner:
         """Returns the zeroed state and a second array for results, see `_execute`."""
         state = jax.block_until_ready(self._zero_state())  # missing memory is missed here
         if self._kv_scales is not None:
-            state = state._replace(kv=with_scales(state.kv, self._kv_scales))
+            state = state._replace(kv=self._scaled(state.kv, self._kv_scales))
         return state, jax.device_put(np.zeros(self._config.results_shape, np.int32))
 
     def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Launch copies of pages. Returns before they are done."""
-        for packed in page_copies.pack(copies):
-            self._state = self._state._replace(kv=self._page_copies(self._state.kv, packed))
+        caches = list(self._state.kv)
+        for group, copy in enumerate(self._page_copies):
+            for packed in page_copies.pack([each for each in copies if each.group == group]):
+                caches[group] = copy(caches[group], packed)
+        self._state = self._state._replace(kv=tuple(caches))
 
     def _execute(self, bucket: Bucket, packed: NDArray[np.int32]) -> Array:
         """Launch a compiled step. Returns its results.

@@ -4,7 +4,7 @@
     columns 1..5          temperature, top_k, top_p, min_p, seed (float32 as their bits)
     column 6              features: which tables of `slot_tables` the sampler reads
     columns 7..9          presence, frequency and repetition penalty, if a feature
-    columns PAGES..       page table
+    columns PAGES..       page tables of the cache groups, one after the other
 
 A step changes the matrix by a list of (address, value) pairs, which travel in the one small array
 that the host sends per step. The last row belongs to padding.
@@ -27,9 +27,14 @@ PAGES = 16
 """First column of the page table: the columns before it are padded to 64 bytes."""
 
 
-def shape(slots: int, pages_per_seq: int) -> tuple[int, int]:
-    """Returns the shape of the matrix for `slots` sequences and the padding row."""
-    return slots + 1, PAGES + pages_per_seq
+def shape(slots: int, pages_per_seq: int, groups: int = 1) -> tuple[int, int]:
+    """Returns the shape of the matrix for `slots` sequences and the padding row.
+
+    Args:
+      pages_per_seq: entries of each page table.
+      groups: cache groups.
+    """
+    return slots + 1, PAGES + groups * pages_per_seq
 
 
 def columns(params: SamplingParams) -> Iterator[tuple[int, int]]:
@@ -67,9 +72,10 @@ def float_column(state: Array, slots: Array, column: int) -> Array:
     return lax.bitcast_convert_type(state[slots, column], jnp.float32)
 
 
-def page_table(state: Array) -> Array:
-    """Returns the page table: int32 [slots + 1, pages_per_seq]."""
-    return state[:, PAGES:]
+def page_tables(state: Array, groups: int) -> list[Array]:
+    """Returns the page table of each cache group: int32 [slots + 1, pages_per_seq]."""
+    width = (state.shape[1] - PAGES) // groups
+    return [state[:, PAGES + width * each : PAGES + width * (each + 1)] for each in range(groups)]
 
 
 def _float_bits(value: float) -> int:

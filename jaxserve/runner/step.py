@@ -20,7 +20,7 @@ from jaxserve.runner.batch import (
     Bucket,
     StepInputs,
 )
-from jaxserve_kernels.kv_format import KV, AttentionStep, page_size
+from jaxserve_kernels.kv_format import AttentionStep, page_size
 from jaxserve_kernels.sampler import (
     MASKED,
     Logprobs,
@@ -40,7 +40,8 @@ class DeviceState(NamedTuple):
     nodes of the step's CUDA graph would then have to be updated before its launch.
     """
 
-    kv: KV
+    kv: decoder.Caches
+    """The cache of each cache group."""
     sequences: Array  # int32, see sequence_state
     tables: SlotTables  # see slot_tables
     attended: decoder.Attended
@@ -76,7 +77,7 @@ def run_step(
     """
     inputs = bucket.unpack(packed)
     sequences = sequence_state.apply(state.sequences, inputs.addresses, inputs.values)
-    tokens = _locate(inputs, sequences, page_size=page_size(state.kv))
+    tokens = _locate(inputs, sequences, groups=len(state.kv), page_size=page_size(state.kv[0]))
     kept = state.attended
     if bucket.kind == "mixed":
         attended, kv = decoder.forward(
@@ -112,18 +113,23 @@ def _overwritten(old: Array, new: Array) -> Array:
     return lax.dynamic_update_slice(old, new, (0,) * old.ndim)
 
 
-def _locate(inputs: StepInputs, sequences: Array, *, page_size: int) -> decoder.StepTokens:
-    """Returns the tokens' ids, and the page and offset of each token's key and value."""
+def _locate(
+    inputs: StepInputs, sequences: Array, *, groups: int, page_size: int
+) -> decoder.StepTokens:
+    """Returns the tokens' ids, and in each cache group the page and offset of each token's key and
+    value."""
     last = sequences[inputs.token_slots, sequence_state.LAST_TOKEN]
-    table = sequence_state.page_table(sequences)
     positions = inputs.token_positions
-    places = AttentionStep(
-        slots=inputs.token_slots,
-        positions=positions,
-        pages=table[inputs.token_slots, positions // page_size],
-        offsets=positions % page_size,
-        tiles=inputs.tiles,
-        page_table=table,
+    places = tuple(
+        AttentionStep(
+            slots=inputs.token_slots,
+            positions=positions,
+            pages=table[inputs.token_slots, positions // page_size],
+            offsets=positions % page_size,
+            tiles=inputs.tiles,
+            page_table=table,
+        )
+        for table in sequence_state.page_tables(sequences, groups)
     )
     ids = jnp.where(inputs.token_ids == DECODE_TOKEN, last, inputs.token_ids)
     return decoder.StepTokens(ids, places)

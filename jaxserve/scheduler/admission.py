@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from jaxserve.api import Rejected, Request
 from jaxserve.config import CacheConfig, SchedulerConfig
-from jaxserve.scheduler.kv_cache_manager import KVCacheManager
+from jaxserve.scheduler.group_pages import GroupPages
+from jaxserve.scheduler.kv_cache_manager import Hit, KVCacheManager
 from jaxserve.scheduler.sequence import Sequence
 
 _WEIGHT = 0.05
@@ -111,12 +112,12 @@ def margin(sequences: Collection[Growth]) -> float:
 
 def has_room(
     seq: Sequence,
-    hit: list[int],
+    hit: Hit,
     running: Collection[Sequence],
     kv_cache: KVCacheManager,
     lengths: OutputLengths,
 ) -> bool:
-    """Returns whether a waiting sequence may be admitted.
+    """Returns whether a waiting sequence may be admitted: whether it has room in every cache group.
 
     It must fit now, and all running sequences must fit later if their lengths are as expected. The
     second condition is dropped if the sequence should end before the others reach their peak: it
@@ -124,12 +125,27 @@ def has_room(
     keep even short requests out.
 
     Args:
-      hit: the pages of the sequence's cached prefix.
+      hit: the sequence's cached prefix.
     """
-    pages = kv_cache.pages
-    if kv_cache.max_pages + kv_cache.max_pages_of(seq) <= pages.num_total:
+    return all(
+        _has_room(seq, cached, running, group, kv_cache.page_size, lengths)
+        for group, cached in zip(kv_cache.groups, hit.pages, strict=True)
+    )
+
+
+def _has_room(
+    seq: Sequence,
+    hit: list[int],
+    running: Collection[Sequence],
+    group: GroupPages,
+    page_size: int,
+    lengths: OutputLengths,
+) -> bool:
+    """Returns whether the sequence has room in one group, of which `hit` is its page table."""
+    pages = group.pool
+    if group.max_pages + group.max_pages_of(seq) <= pages.num_total:
         return True
-    free = pages.num_free - kv_cache.free_pages_needed(seq, hit)
+    free = pages.num_free - group.free_pages_needed(seq, hit)
     if free < len(running):  # each of them may need a page in the next step
         return False
     if not running:
@@ -138,16 +154,15 @@ def has_room(
     def growth(of: Sequence, held: int, own: int) -> Growth:
         generated, deviation = lengths.expected(of.max_generated, of.generated + of.in_flight)
         # The last token of a sequence is never computed.
-        needed = kv_cache.pages_for(of.num_prompt + generated - 1)
-        return Growth(own, max(needed - held, 0), deviation / kv_cache.page_size)
+        needed = group.pages_of(of.num_prompt + generated - 1)
+        return Growth(own, max(needed - held, 0), deviation / page_size)
 
-    new = kv_cache.pages_for(len(seq.tokens)) - len(hit)
-    growths = [
-        growth(other, len(other.pages), len(other.pages) - other.shared) for other in running
-    ]
+    new = group.new_pages(seq, hit)
+    cached = sum(page > 0 for page in hit)
+    growths = [growth(other, len(group.held(other)), group.own(other)) for other in running]
     # Pages that several hold, or that came from the cache, count once and as held to the end.
     common = pages.num_total - free - new - sum(growth.held for growth in growths)
-    grown = [*growths, growth(seq, new + len(hit), new)]
+    grown = [*growths, growth(seq, new + cached, new)]
     peak = peak_pages(grown)
     return common + peak + margin(grown) <= pages.num_total or peak <= peak_pages(growths)
 
@@ -165,9 +180,10 @@ def refuse_impossible(request: Request, config: SchedulerConfig, cache: CacheCon
             f"model's context of {longest} tokens",
             code="context_length_exceeded",
         )
-    needed = -(-length // cache.page_size)  # the last token of a sequence is never computed
-    if needed > cache.usable_pages:
-        raise Rejected(
-            f"the prompt has {length} tokens and needs {needed} pages of {cache.page_size} tokens, "
-            f"the KV cache has {cache.usable_pages}"
-        )
+    for group in cache.groups:  # the last token of a sequence is never computed
+        needed = group.pages_of(length, cache.page_size)
+        if needed > group.usable_pages:
+            raise Rejected(
+                f"the prompt has {length} tokens and needs {needed} pages of {cache.page_size} "
+                f"tokens, the KV cache has {group.usable_pages}"
+            )

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.plan import PageEntry
+from jaxserve.scheduler.group_pages import GroupPages
 from jaxserve.scheduler.pages import PagePool
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
+
+
+class Hit(NamedTuple):
+    """A cached prefix."""
+
+    length: int
+    """In whole pages."""
+    pages: tuple[list[int], ...]
+    """For each group the page table of a sequence that goes on behind it, see `GroupPages.hit`."""
 
 
 class KVCacheManager:
@@ -19,20 +29,33 @@ class KVCacheManager:
     writes from its first uncomputed position on, and a prefix hit ends at the end of a page. A
     sequence that finds the page is planned later, or later in the same plan. In every layer a step
     writes all keys and values before it reads any. A prefix hit leaves at least one token to
-    compute, so that the sequence's row samples. Some formats also keep the first tokens of each
+    compute, so that the sequence's row samples. In a group with a window a hit needs only the pages
+    that the window covers before that token. Some formats also keep the first tokens of each
     slot outside the pages (`CacheConfig.own_tokens`); a hit leaves those to be computed first.
     After a failed step nothing published is found any more: the device has lost it.
     """
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig):
-        self.pages = PagePool(cache.num_pages)
         self.page_size = cache.page_size
+        self.groups = tuple(
+            GroupPages(
+                group,
+                number,
+                page_size=cache.page_size,
+                step_tokens=config.max_num_batched_tokens,
+            )
+            for number, group in enumerate(cache.groups)
+        )
+        self.windows = [group for group in self.groups if group.window is not None]
         self._own_tokens = cache.own_tokens
         self._num_slots = config.max_num_seqs
         self._sharing = config.prefix_caching
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self.max_pages = 0
-        """Pages that the running sequences take if each grows to its limit."""
+
+    @property
+    def pages(self) -> PagePool:
+        """The pool of the first group."""
+        return self.groups[0].pool
 
     @property
     def num_free_slots(self) -> int:
@@ -42,58 +65,114 @@ class KVCacheManager:
         """Returns how many pages hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
-    def max_pages_of(self, seq: Sequence) -> int:
-        """Returns the pages of one sequence at its limit. Its last token is never computed."""
-        return self.pages_for(seq.limit - 1)
-
-    def cached_pages(self, seq: Sequence) -> list[int]:
-        """Returns the pages of the longest cached prefix, which leaves at least one token."""
-        if not self._sharing:
-            return []
-        count = seq.max_cached_tokens // self.page_size
-        found = self.pages.find(seq.page_hashes(count, self.page_size))
-        return found if len(found) * self.page_size > self._own_tokens else []
+    def cached_pages(self, seq: Sequence) -> Hit:
+        """Returns the longest cached prefix, which leaves at least one token."""
+        count = self._cached(seq)
+        hashes = seq.page_hashes(count, self.page_size) if count else []
+        return Hit(count, tuple(group.hit(hashes) for group in self.groups))
 
     def cached_tokens(self, seq: Sequence) -> int:
         """Returns how many tokens of the sequence a prefix hit saves."""
-        found = len(self.cached_pages(seq)) * self.page_size
+        found = self._cached(seq) * self.page_size
         return found - self._own_tokens if found else 0
+
+    def _cached(self, seq: Sequence) -> int:
+        """Returns the length of the longest cached prefix in pages: at its end every group has
+        cached what the next token reads."""
+        if not self._sharing:
+            return 0
+        count = seq.max_cached_tokens // self.page_size
+        hashes = seq.page_hashes(count, self.page_size)
+        shorter, count = count, count + 1
+        while shorter < count:
+            count = shorter
+            for group in self.groups:
+                shorter = group.cached(hashes, shorter)
+        return count if count * self.page_size > self._own_tokens else 0
 
     def computed_since_admission(self, seq: Sequence) -> int:
         """Returns how many tokens the sequence computed: the work that preempting it wastes."""
         return max(seq.computed - seq.shared * self.page_size, 0)
 
-    def free_pages_needed(self, seq: Sequence, hit: list[int]) -> int:
-        """Returns how many free pages `allocate` takes. Cached pages without a holder are free."""
-        new = self.pages_for(len(seq.tokens)) - len(hit)
-        return new + sum(not self.pages.holders(page) for page in hit)
-
-    def allocate(self, seq: Sequence, hit: list[int]) -> list[PageEntry]:
-        """Give a sequence a slot and the pages of all its tokens.
+    def allocate(self, seq: Sequence, hit: Hit) -> list[PageEntry]:
+        """Give a sequence a slot and its first pages: without a window those of all its tokens.
 
         Args:
-          hit: the pages of its cached prefix, from `cached_pages`.
+          hit: its cached prefix, from `cached_pages`.
 
         Returns:
-          The entries of the slot's page table. OutOfPages if there are too few free pages.
+          The entries of the slot's page tables. OutOfPages if there are too few free pages.
         """
-        self.pages.share(hit)
-        seq.pages = hit + self.pages.allocate(self.pages_for(len(seq.tokens)) - len(hit))
         seq.slot = self._free_slots.pop()
-        self.max_pages += self.max_pages_of(seq)
-        seq.shared = seq.published = len(hit)
-        seq.computed = len(hit) * self.page_size
-        if hit and self._own_tokens:
+        seq.shared = seq.published = hit.length
+        seq.computed = hit.length * self.page_size
+        if hit.length and self._own_tokens:
             seq.computed, seq.skip_from, seq.skip_to = 0, self._own_tokens, seq.computed
         seq.prefill_end = len(seq.tokens)
         seq.plain_until = 0
-        return [PageEntry(seq.slot, index, page) for index, page in enumerate(seq.pages)]
+        seq.capacity = self.pages_for(len(seq.tokens)) * self.page_size
+        for group, cached in zip(self.groups, hit.pages, strict=True):
+            group.take(seq, cached)
+        return [
+            PageEntry(seq.slot, position, page, number)
+            for number, table in enumerate(seq.pages)
+            for position, page in enumerate(table)
+            if page
+        ]
 
-    def append_page(self, seq: Sequence) -> PageEntry:
-        """Give a running sequence one page more. OutOfPages if none is free."""
-        entry = PageEntry(seq.slot, len(seq.pages), self.pages.allocate(1)[0])
-        seq.pages.append(entry.page)
-        return entry
+    def lacks_pages(self, growing: Collection[Sequence]) -> bool:
+        """Returns whether too few pages are free for each sequence to get those of its next
+        token."""
+        return any(
+            group.pool.num_free < sum(self._is_full(group, seq) for seq in growing)
+            for group in self.groups
+        )
+
+    def waits_for_page(self, seq: Sequence) -> bool:
+        """Returns whether a sequence in its prefill has no page for its next token. What is behind
+        its windows is taken back first."""
+        for group in self.windows:
+            group.slide(seq)
+        return any(self._is_full(group, seq) for group in self.windows)
+
+    def _is_full(self, group: GroupPages, seq: Sequence) -> bool:
+        """Returns whether the sequence needs another page of the group for its next token."""
+        return len(group.pages(seq)) * self.page_size == seq.computed
+
+    def append_pages(self, seq: Sequence) -> Iterator[PageEntry]:
+        """Give a running sequence the pages of its next token, where it has none: when it decodes
+        one in each group. OutOfPages if none is free."""
+        for group in self.groups:
+            if self._is_full(group, seq):
+                group.slide(seq)
+                number = len(group.pages(seq))
+                yield PageEntry(seq.slot, number, group.append(seq)[0], group.number)
+        seq.capacity = max(seq.capacity, seq.computed + self.page_size)
+
+    def append_chunk(self, seq: Sequence, end: int) -> tuple[int, list[PageEntry]]:
+        """Give a sequence in its prefill the pages of its tokens up to `end`, as far as pages are
+        free in the groups with a window.
+
+        Returns:
+          The position up to which it has pages in all groups, and the entries of the new ones.
+        """
+        entries: list[PageEntry] = []
+        for group in self.windows:
+            group.slide(seq)
+            number = len(group.pages(seq))
+            count = min(max(self.pages_for(end) - number, 0), group.pool.num_free)
+            pages = group.append(seq, count)
+            entries += [
+                PageEntry(seq.slot, position, page, group.number)
+                for position, page in enumerate(pages, start=number)
+            ]
+            end = min(end, len(group.pages(seq)) * self.page_size)
+        return end, entries
+
+    def slide(self, seq: Sequence) -> None:
+        """Take back the pages that are wholly behind the sequence's windows."""
+        for group in self.windows:
+            group.slide(seq)
 
     def publish(self, seq: Sequence) -> None:
         """Let others find the sequence's full pages whose tokens the host knows."""
@@ -102,30 +181,32 @@ class KVCacheManager:
         full = min(seq.computed, len(seq.tokens)) // self.page_size
         if full > seq.published:
             hashes = seq.page_hashes(full, self.page_size)
-            for index in range(seq.published, full):
-                self.pages.publish(seq.pages[index], hashes[index])
+            for group in self.groups:
+                group.publish(seq, hashes, seq.published)
             seq.published = full
 
     def next_full_page(self, seq: Sequence) -> int:
         """Returns the number of tokens at which the sequence has one more page to publish."""
         return (seq.published + 1) * self.page_size if self._sharing and seq.running else seq.limit
 
+    def forget(self) -> None:
+        """Unpublish everything, see `PagePool.forget`."""
+        for group in self.groups:
+            group.pool.forget()
+
     def free(self, seq: Sequence) -> None:
         """Take back the slot and all pages. Published pages can be found until they are reused."""
-        self.pages.release(seq.pages)
-        self.max_pages -= self.max_pages_of(seq)
+        for group in self.groups:
+            group.release(seq)
         self._free_slots.append(seq.slot)
-        seq.pages = []
+        seq.pages, seq.behind = [], []
         seq.slot = NO_SLOT
-        seq.computed = seq.published = seq.shared = seq.plain_until = 0
+        seq.computed = seq.published = seq.shared = seq.plain_until = seq.capacity = 0
         seq.skip_from = seq.skip_to = 0
 
     def check(self, running: Collection[Sequence]) -> None:
         """AssertionError unless the running sequences hold all pages and slots in use."""
-        self.pages.check()
-        held = Counter(page for seq in running for page in seq.pages)
-        for page in range(self.pages.num_total + 1):
-            assert self.pages.holders(page) == held[page], f"page {page}: wrong number of holders"
-        assert self.max_pages == sum(map(self.max_pages_of, running))
+        for group in self.groups:
+            group.check(running)
         slots = sorted(self._free_slots + [seq.slot for seq in running])
         assert slots == list(range(self._num_slots)), "a slot is lost or held twice"

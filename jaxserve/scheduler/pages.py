@@ -98,6 +98,10 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def page_of(self, content: bytes) -> int | None:
+        """Returns the page that is published as `content`; adds no holder."""
+        return self._page_of.get(content)
+
     def forget(self) -> None:
         """Unpublish everything. Holders keep their pages. `on_evict` is not called: the content is
         lost, wrong, or not wanted."""

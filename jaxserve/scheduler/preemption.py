@@ -9,6 +9,11 @@ many tokens as there are slots. Only sequences that sampled since their admissio
 each recomputation yields at least one token. A preempted sequence is admitted again when the
 expected need of all running sequences leaves room. A sequence that would run alone is always
 admitted, so the best rank of all comes to run.
+
+In a cache group with a window a sequence in its prefill does not hold all its pages already: it
+gets them with its chunks. So there it counts as one that grows, and if nobody who decodes can be
+preempted, one in its prefill is, except the one with the best rank. That one therefore gets a page
+in every step, and ends.
 """
 
 from __future__ import annotations
@@ -22,16 +27,25 @@ from jaxserve.scheduler.sequence import Sequence
 def choose_victim(running: Collection[Sequence], kv_cache: KVCacheManager) -> Sequence | None:
     """Returns the sequence that is cheapest to preempt, or None.
 
-    It decodes, does not have the best rank and frees at least one page. The lowest priority goes
-    first, then the fewest tokens to recompute, then the newest.
+    It does not have the best rank and frees at least one page. It decodes; if nobody like that
+    does, and pages are given to chunks as they are planned, it is in its prefill. The lowest
+    priority goes first, then the fewest tokens to recompute, then the newest.
     """
     senior = min(running, key=lambda seq: seq.rank)
 
     def frees_pages(seq: Sequence) -> bool:
-        return any(kv_cache.pages.holders(page) == 1 for page in reversed(seq.pages))
+        return any(
+            group.pool.holders(page) == 1
+            for group in kv_cache.groups
+            for page in reversed(group.held(seq))
+        )
 
     def cost(seq: Sequence) -> tuple[int, int, int]:
         return -seq.level, kv_cache.computed_since_admission(seq), -seq.id
 
-    decoding = (seq for seq in running if seq.computed >= seq.prefill_end and seq is not senior)
-    return min(filter(frees_pages, decoding), key=cost, default=None)
+    others = [seq for seq in running if seq is not senior]
+    decoding = (seq for seq in others if seq.computed >= seq.prefill_end)
+    victim = min(filter(frees_pages, decoding), key=cost, default=None)
+    if victim is None and kv_cache.windows:
+        victim = min(filter(frees_pages, others), key=cost, default=None)
+    return victim

@@ -119,7 +119,13 @@ class Scheduler:
 
     @property
     def pages(self) -> PagePool:
+        """The pages of the first cache group."""
         return self._kv_cache.pages
+
+    @property
+    def pools(self) -> tuple[PagePool, ...]:
+        """The pages of each cache group."""
+        return tuple(group.pool for group in self._kv_cache.groups)
 
     @property
     def num_running(self) -> int:
@@ -154,7 +160,7 @@ class Scheduler:
             raise Overloaded(f"{queued} requests are waiting, the most allowed")
         now = self._clock()
         # The last token of a sequence is never computed, so it needs no room in the cache.
-        limit = min(self._config.max_model_len, self._cache.usable_tokens + 1)
+        limit = min(self._config.max_model_len, self._cache.longest + 1)
         seq = Sequence.of(
             request,
             seq_id=self._next_id,
@@ -211,11 +217,11 @@ class Scheduler:
         room, pages_for = self._chunk_pages, self._kv_cache.pages_for
         for seq in prefilling:
             if budget and pages_for(min(seq.prefill_end, seq.computed + budget)) <= room:
-                budget -= self._plan_chunk(seq, budget, rows)
+                budget -= self._plan_chunk(seq, budget, rows, entries)
                 room -= pages_for(rows[-1].start + rows[-1].num_tokens)
         while budget and (seq := self._admit(entries, room)):
             admissions.append(admission(seq))
-            budget -= self._plan_chunk(seq, budget, rows)
+            budget -= self._plan_chunk(seq, budget, rows, entries)
             room -= pages_for(rows[-1].start + rows[-1].num_tokens)
         if not rows:
             return None
@@ -229,11 +235,13 @@ class Scheduler:
         prefilling: list[Sequence] = []
         decoding: list[Sequence] = []
         growing: list[Sequence] = []
-        page_size, ending, guided = self._page_size, False, 0
+        ending, guided, windows = False, 0, bool(self._kv_cache.windows)
         for seq in self._running.values():
             start = seq.computed
             if start < seq.prefill_end:
                 prefilling.append(seq)
+                if windows and self._kv_cache.waits_for_page(seq):
+                    growing.append(seq)
             elif start + 1 >= seq.limit:
                 ending = True  # its last token is in flight
             else:
@@ -242,25 +250,29 @@ class Scheduler:
                     if seq.guided_to_wait:
                         continue  # its mask is computed
                 decoding.append(seq)
-                if start == len(seq.pages) * page_size:
+                if start == seq.capacity:
                     growing.append(seq)
-        if len(growing) > self.pages.num_free:
+        if self._kv_cache.lacks_pages(growing):
             idle = self._make_room(growing, ending)
             decoding = [seq for seq in decoding if seq.id not in idle]
-        entries.extend(map(self._kv_cache.append_page, growing))
+            prefilling = [seq for seq in prefilling if seq.id not in idle]
+        for seq in growing:
+            entries.extend(self._kv_cache.append_pages(seq))
         rows.extend(map(decode_row, decoding))
         return prefilling, Decodes(len(rows), sum(row.start for row in rows), guided)
 
     def _make_room(self, growing: list[Sequence], ending: bool) -> set[int]:
-        """Shorten `growing` until each of its sequences can get a page. Returns ids that miss the
-        step.
+        """Shorten `growing` until each of its sequences can get its pages. Returns ids that miss
+        the step.
 
         Preempts the cheapest sequences, unless one ends with the step in flight. In that case, or
         if nobody can be preempted, the sequences with the worst rank wait for pages.
         """
         growing.sort(key=lambda seq: seq.rank)
         idle: set[int] = set()
-        while len(growing) > self.pages.num_free:
+        for seq in self._running.values():
+            self._kv_cache.slide(seq)
+        while self._kv_cache.lacks_pages(growing):
             victim = None if ending else choose_victim(self._running.values(), self._kv_cache)
             if victim is None:
                 idle.add(growing.pop().id)
@@ -291,14 +303,19 @@ class Scheduler:
             wanted += pending[-1].tokens
         return pending
 
-    def _plan_chunk(self, seq: Sequence, budget: int, rows: list[Row]) -> int:
+    def _plan_chunk(
+        self, seq: Sequence, budget: int, rows: list[Row], entries: list[PageEntry]
+    ) -> int:
         """Plan the next chunk of a prefill. Returns its number of tokens."""
-        rows.append(chunk_row(seq, budget))
+        start = seq.computed
+        end, new = self._kv_cache.append_chunk(seq, min(start + budget, seq.prefill_end))
+        entries += new
+        rows.append(chunk_row(seq, end - start))
         self._kv_cache.publish(seq)
         return rows[-1].num_tokens
 
     def _admit(self, entries: list[PageEntry], room: int) -> Sequence | None:
-        """Admit the first waiting sequence if a slot and pages for all its tokens are free.
+        """Admit the first waiting sequence if a slot and enough pages are free.
 
         Args:
           room: pages of context that further chunks of this step may read.
@@ -364,7 +381,7 @@ class Scheduler:
         )
         seq.in_flight -= 1
         self._end(seq)
-        self.pages.forget()
+        self._kv_cache.forget()
         return TokenEvent(seq.request_id, None, FinishReason.ERROR)
 
     def _take(self, seq: Sequence, result: Sampled, now: float) -> TokenEvent:
@@ -408,7 +425,7 @@ class Scheduler:
             assert not seq.in_flight, "a plan with a sample of it is neither committed nor failed"
             self._vacate(seq)
             self._waiting.push(seq)
-        self.pages.forget()
+        self._kv_cache.forget()
         found, self._uncommitted = self._uncommitted, []
         return found + [TokenEvent(seq.request_id, None, FinishReason.ERROR) for seq in failed]
 
@@ -428,7 +445,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache. Running sequences keep their pages."""
-        self.pages.forget()
+        self._kv_cache.forget()
 
     def hold(self, held: bool) -> None:
         """Admit no sequence for the first time while held."""

@@ -64,7 +64,12 @@ class Sequence:
     shared: int = 0
     """Number of first pages that came from the prefix cache at admission."""
     slot: int = NO_SLOT
-    pages: list[int] = field(default_factory=list[int])
+    pages: list[list[int]] = field(default_factory=list[list[int]])
+    """The page table of each cache group; 0 for pages behind its window."""
+    behind: list[int] = field(default_factory=list[int])
+    """For each group, the number of first pages that the sequence does not hold."""
+    capacity: int = 0
+    """Tokens that its pages hold when its prefill is over."""
     computed: int = 0
     """Positions whose keys and values are cached or computed by the plans made so far."""
     skip_from: int = 0
@@ -208,9 +213,14 @@ class Sequence:
             assert self.in_flight == 0 and self.prefill_end == len(self.tokens)
         else:
             assert self.computed == len(self.tokens) + self.in_flight - 1
-        assert self.computed <= len(self.pages) * page_size
-        assert len(set(self.pages)) == len(self.pages)
-        assert self.published <= len(self.pages)
+        assert not self.running or self.computed <= self.capacity
+        for table, behind in zip(self.pages, self.behind, strict=True):
+            assert self.computed <= len(table) * page_size
+            held = table[behind:]
+            assert table[:behind] == [0] * behind and 0 not in held
+            assert len(set(held)) == len(held)
+            assert self.published <= len(table)
+            assert self.computed < self.prefill_end or self.capacity == len(table) * page_size
         there = max(self.computed, self.skip_to)
         assert self.published * page_size <= min(there, len(self.tokens))
         assert self.computed < self.skip_from < self.skip_to or self.skip_from == self.skip_to == 0

@@ -33,6 +33,7 @@ from jaxserve_kernels.kv_format import (
     has_scales,
     max_chunk_context,
     named,
+    own_tokens,
 )
 from jaxserve_kernels.kv_format.kvarn import KVarN
 from jaxserve_kernels.paged_attention import tile_tokens
@@ -85,7 +86,7 @@ class EnginePlan:
         return MemoryPlan(
             limit=self.limit,
             weights=memory.tree_bytes(self.weights.served),
-            kv_cache=kv_cache.total_bytes(config.kv_format, config.kv_shape, config.dtype),
+            kv_cache=kv_cache.total_bytes(config.kv_format, config.kv_shapes, config.dtype),
             state=rows * columns * 4
             + slot_tables.num_bytes(config.tables)
             + memory.tree_bytes(config.attended)
@@ -114,6 +115,7 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     files = _cache_folder(options)
     weights = plan_weights(options, source, dtype, files, stacked=gpu)
     kv_format = named(options.kv_cache_dtype)
+    _check_windows(options, spec, kv_format, gpu=gpu)
     _check_calibration(options, kv_format)
     target = Target.of(device)
     e4m3 = _fp8_pays(dtype, target)
@@ -160,7 +162,7 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
 def _runner_config(
     options: Options, source: ModelSource, room: Room, fit: Fit, target: Target
 ) -> RunnerConfig:
-    spec, kv_format, dtype = room.spec, room.kv_format, room.dtype
+    spec, kv_format, dtype = room.spec.within(fit.max_model_len), room.kv_format, room.dtype
     scheduler = _scheduler_config(options, fit, gpu=room.gpu)
     cache = replace(
         _cache_config(options, room, fit),
@@ -274,17 +276,24 @@ def _choices(options: Options, *, gpu: bool) -> list[Buckets]:
 
 
 def _check_length(options: Options, spec: ModelSpec) -> None:
-    """Raise ConfigError if --max-model-len is beyond the model's limit or a layer's window."""
+    """Raise ConfigError if --max-model-len is beyond the model's limit."""
     if (options.max_model_len or 0) > spec.max_position:
         raise ConfigError(
             f"--max-model-len {options.max_model_len} is beyond the model's {spec.max_position} "
             "positions"
         )
-    window, length = spec.smallest_window, options.max_model_len or spec.max_position
-    if window is not None and length > window:
+
+
+def _check_windows(options: Options, spec: ModelSpec, kv_format: KVFormat, *, gpu: bool) -> None:
+    """Raise ConfigError if windows hide a part of the longest context and the format's kernels do
+    not know windows."""
+    length = options.max_model_len or spec.max_position
+    window = spec.within(length).smallest_window
+    if window is not None and gpu and isinstance(kv_format, KVarN):
         raise ConfigError(
-            f"the model attends to the last {window} tokens only (sliding_window), which is not "
-            f"supported in contexts of up to {length}: --max-model-len {window} serves it"
+            f"the model attends to the last {window} tokens only (sliding_window), which "
+            f"--kv-cache-dtype {kv_format.name} does not on GPUs in contexts of up to {length}: "
+            f"use --kv-cache-dtype fp8_e4m3 or int8, or --max-model-len {window}"
         )
 
 
@@ -324,11 +333,16 @@ def _page_size(options: Options, kv_format: KVFormat, *, gpu: bool) -> int:
 def _cache_config(options: Options, room: Room, fit: Fit) -> CacheConfig:
     page_size, sequences = room.page_size, fit.buckets.decode[-1]
     useful = sequences * (-(-fit.max_model_len // page_size)) + 1
-    one_page = kv_cache.shape(room.spec, CacheConfig(num_pages=2, page_size=page_size), sequences)
-    cache = kv_cache.fit_pages(room.kv_format, one_page, room.dtype, fit.budget, fit.max_model_len)
-    if options.max_num_seqs is not None and options.max_num_seqs > cache.usable_pages:
+    spec, demand = room.spec.within(fit.max_model_len), room.demand(fit.buckets, fit.max_model_len)
+    groups = kv_cache.sized_groups(spec, page_size, sequences)
+    pages = kv_cache.fit_pages(room.kv_format, groups, room.dtype, fit.budget, demand)
+    cache = kv_cache.cache_config(
+        spec, [min(each, useful) for each in pages], page_size, own_tokens(room.kv_format)
+    )
+    least = min(group.usable_pages for group in cache.groups)
+    if options.max_num_seqs is not None and options.max_num_seqs > least:
         raise ConfigError(
             f"--max-num-seqs is {options.max_num_seqs}, but the KV cache has "
-            f"{cache.usable_pages} pages, and each sequence needs one at least"
+            f"{least} pages, and each sequence needs one at least"
         )
-    return replace(cache, num_pages=min(cache.num_pages, useful))
+    return cache

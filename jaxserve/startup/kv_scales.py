@@ -111,8 +111,13 @@ def calculated(runner: Runner, config: RunnerConfig, ids: Sequence[int]) -> Scal
 def _read(runner: Runner, config: RunnerConfig, ids: Sequence[int]) -> None:
     """Compute one sequence in chunks."""
     cache, most = config.cache, config.buckets.prefill[-1]
-    ids = ids[: min(config.scheduler.max_model_len, cache.usable_tokens)]
-    pages = tuple(PageEntry(0, i, 1 + i) for i in range(-(-len(ids) // cache.page_size)))
+    usable = min(group.usable_pages for group in cache.groups) * cache.page_size
+    ids = ids[: min(config.scheduler.max_model_len, usable)]
+    pages = tuple(
+        PageEntry(0, i, 1 + i, group)
+        for i in range(-(-len(ids) // cache.page_size))
+        for group in range(len(cache.groups))
+    )
     admissions = (Admission(0, SamplingParams(max_tokens=1, temperature=0.0)),)
     for start in range(0, len(ids), most):
         row = Row(0, 0, start, tuple(ids[start : start + most]), True)

@@ -196,9 +196,13 @@ class _Stopwatch:
     def _placed(self, plan: StepPlan) -> StepPlan:
         cache = self._config.cache
         entries: list[PageEntry] = []
+        number = 0
         for row in plan.rows:
             for position in range(-(-(row.start + row.num_tokens) // cache.page_size)):
-                entries.append(PageEntry(row.slot, position, 1 + len(entries) % cache.usable_pages))
+                for group, pages in enumerate(cache.groups):
+                    page = 1 + number % pages.usable_pages
+                    entries.append(PageEntry(row.slot, position, page, group))
+                number += 1
         params = SamplingParams(max_tokens=1, temperature=0.0)
         admissions = tuple(Admission(row.slot, params) for row in plan.rows)
         return StepPlan(rows=plan.rows, admissions=admissions, pages=tuple(entries))

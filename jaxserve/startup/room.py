@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxserve.config import Buckets, CacheConfig, ConfigError
+from jaxserve.config import Buckets, ConfigError
 from jaxserve.model_spec import ModelSpec
 from jaxserve.runner import kv_cache
 from jaxserve.startup import memory
@@ -39,6 +39,15 @@ class Fit(NamedTuple):
     """May exceed what the KV cache holds; the start is then refused."""
     budget: int
     """Bytes of the KV cache."""
+
+
+class Held(NamedTuple):
+    """How much a KV cache holds, in tokens."""
+
+    tokens: int
+    """Of all sequences together."""
+    longest: int
+    """Of one sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +109,13 @@ class Room:
         Raises:
           ConfigError: the weights do not fit, or nothing is left beside them.
         """
-        alone = self._tokens(weights, choices[-1], max_model_len or self.spec.max_position)
+        alone = self._holds(weights, choices[-1], max_model_len or self.spec.max_position).tokens
 
         def is_enough(buckets: Buckets) -> bool:
             length = max_model_len or self._context(weights, buckets)
-            wanted = max(_TOKENS_EACH * buckets.decode[-1], max_model_len or 0)
-            return self._tokens(weights, buckets, length) >= max(wanted, _SHARE * alone)
+            held = self._holds(weights, buckets, length)
+            wanted = max(_TOKENS_EACH * buckets.decode[-1], _SHARE * alone)
+            return held.tokens >= wanted and held.longest >= (max_model_len or 0)
 
         buckets = next(filter(is_enough, choices), choices[-1])
         length = max_model_len or self._context(weights, buckets)
@@ -123,23 +133,30 @@ class Room:
     def _context(self, weights: int, buckets: Buckets) -> int:
         """Returns the longest context that fits one sequence: the model's limit or whole pages."""
         most = self.spec.max_position
-        if self._tokens(weights, buckets, most) >= most:
+        if self._holds(weights, buckets, most).longest >= most:
             return most
 
         def is_too_long(pages: int) -> bool:
             length = pages * self.page_size
-            return self._tokens(weights, buckets, length) < length
+            return self._holds(weights, buckets, length).longest < length
 
         pages = bisect.bisect_left(range(1, -(-most // self.page_size)), True, key=is_too_long)
         return max(pages * self.page_size, min(_TOKENS_EACH, most))
 
-    def _tokens(self, weights: int, buckets: Buckets, max_model_len: int) -> int:
-        """Returns the tokens that the KV cache holds."""
+    def _holds(self, weights: int, buckets: Buckets, max_model_len: int) -> Held:
+        """Returns how much the KV cache holds."""
         budget = self._budget(weights, buckets, max_model_len)
-        cache = CacheConfig(num_pages=2, page_size=self.page_size)
-        one_page = kv_cache.shape(self.spec, cache, buckets.decode[-1])
-        pages = kv_cache.num_pages(self.kv_format, one_page, self.dtype, budget)
-        return max(pages - 1, 0) * self.page_size  # the first is for padding
+        spec, demand = self.spec.within(max_model_len), self.demand(buckets, max_model_len)
+        groups = kv_cache.sized_groups(spec, self.page_size, buckets.decode[-1])
+        pages = kv_cache.num_pages(self.kv_format, groups, self.dtype, budget, demand)
+        if min(pages) < 2:  # the first is for padding
+            return Held(0, 0)
+        cache = kv_cache.cache_config(spec, pages, self.page_size)
+        return Held(cache.usable_tokens, cache.longest)
+
+    def demand(self, buckets: Buckets, max_model_len: int) -> kv_cache.Demand:
+        """Returns what sequences may ask of the KV cache."""
+        return kv_cache.Demand(max_model_len, buckets.decode[-1], buckets.prefill[-1])
 
     def _budget(self, weights: int, buckets: Buckets, max_model_len: int) -> int:
         if self.given is not None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxserve.model_spec import ModelSpec
+from jaxserve.model_spec import CachePlace, ModelSpec
 from jaxserve.models import decoder
 from jaxserve.models.rope import rope_tables
 from jaxserve_kernels.add_rms_norm import rms_norm
@@ -172,9 +172,9 @@ class CachedModel:
             head_dim=self._spec.head_dim,
             slots=shape.sequences + 1,
         )
-        kv = self._format.allocate(cache, params.final_norm.dtype)
+        kv = (self._format.allocate(cache, params.final_norm.dtype),)
         step = _step(work.slots, work.positions, QueryTiles(*work.tiles), work.page_table)
-        tokens = decoder.StepTokens(jnp.asarray(work.ids), step)
+        tokens = decoder.StepTokens(jnp.asarray(work.ids), (step,))
         hidden, kv = _forward(params, kv, tokens, self._spec, shape.tile)
         log_probs = jax.nn.log_softmax(decoder.logits(params, hidden, target=Target.here()))
         last = jnp.maximum(jnp.cumsum(work.lengths) - 1, 0)
@@ -199,7 +199,7 @@ class CachedModel:
             slots = jnp.where(done, shape.sequences, row)
             tiles = QueryTiles(row, jnp.where(done, 0, 1), slots, position)
             step = _step(slots, position, tiles, work.page_table)
-            tokens = decoder.StepTokens(token, step)
+            tokens = decoder.StepTokens(token, (step,))
             hidden, kv = _forward(params, kv, tokens, self._spec, 1)
             found = (
                 decoder.logits(params, hidden, target=Target.here()).argmax(-1).astype(jnp.int32)
@@ -225,7 +225,7 @@ def _forward(
     layers = params.layers
     assert isinstance(layers, decoder.Layer)
     x = take_rows(params.embedding, tokens.ids, params.final_norm.dtype)
-    tables = rope_tables(spec.attention, tokens.places.positions)
+    tables = rope_tables(spec.attention, tokens.positions)
     next_norms = jnp.concatenate([layers.attention_norm[1:], params.final_norm[None]])
 
     def body(carry: Any, each: Any) -> tuple[Any, None]:
@@ -235,7 +235,7 @@ def _forward(
         carry = decoder.decoder_layer(
             layer,
             next_norm,
-            index,
+            CachePlace(0, index),
             x,
             normed,
             kv,

@@ -73,10 +73,10 @@ class Cohort:
     def step(self) -> bool:
         """Plan one step and commit the one before; False, and no change, if pages are short."""
         if growing := self._by_phase[self.steps % self._size]:
-            if len(growing) > self._kv_cache.pages.num_free:
+            if self._kv_cache.lacks_pages(growing):
                 return False
             for seq in growing:
-                self._kv_cache.append_page(seq)
+                _ = list(self._kv_cache.append_pages(seq))
         self.steps += 1
         self.context += self._rows
         for seq in self._by_phase[self.steps % self._size]:

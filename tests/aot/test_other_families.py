@@ -81,6 +81,21 @@ def compile_for(capability: int, function: Any, *args: Any, in_chain: bool = Fal
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention(capability: int, family: str, name: str, work: str) -> None:
     """Groups of four and of seven query heads, without norms, with and without a bias."""
+    compile_attention(capability, family, name, work)
+
+
+@pytest.mark.parametrize(
+    ("capability", "work"),
+    [*itertools.product(CAPABILITIES, ("decode_1", "mixed")), (90, "decode_8")],
+)
+@pytest.mark.parametrize("name", ["auto", "int8", "fp8_e4m3"])
+def test_attention_with_the_window_of_mistral(capability: int, name: str, work: str) -> None:
+    compile_attention(capability, "llama-3.1-8b", name, work, window=4096)
+
+
+def compile_attention(
+    capability: int, family: str, name: str, work: str, *, window: int | None = None
+) -> None:
     spec, found = FAMILIES[family], named(name)
     decodes = work != "mixed"
     tokens = int(work.split("_")[1]) if decodes else 256
@@ -106,9 +121,9 @@ def test_attention(capability: int, family: str, name: str, work: str) -> None:
             step,
             eps=1e-5,
             tile_size=tile_size,
-            dtype=BF16,
+            dtype=BF16, window=window,
             target=target,
-        )
+        )  # fmt: skip
 
     kernels = compile_for(
         capability, attention, qkv, kv, heads, tables, step, in_chain=decodes and capability == 90

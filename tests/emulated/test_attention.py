@@ -18,7 +18,7 @@ from jaxserve_kernels.paged_attention.specs import HOPPER_SPECS
 from jaxserve_kernels.target import REFERENCE, Target
 from tests.emulated.errors import relative_error
 from tests.emulator.targets import HOPPER, PDL
-from tests.kernels.kv_steps import AS_WRITTEN, EPS, LAYER, Sequences
+from tests.kernels.kv_steps import AS_WRITTEN, EPS, LAYER, Sequences, without_what_is_behind
 
 SPECS = [spec for spec in HOPPER_SPECS if spec.heads == Heads(8, 2, 64)]
 
@@ -57,8 +57,10 @@ FEW = ((0, 70, 128), (1,) * 3)
 SOME = ((0, 64, 65, 130, 1, 2, 3, 40), (1,) * 8)
 """More than the kernel for few tokens takes."""
 SHORT = ((0, 100), (20, 29))
+BEHIND = ((500, 64, 700), (80, 70, 1))
+"""Chunks of which windows end within, and before."""
 WORKS = {"decode": DECODE, "one": ONE, "many": MANY, "chunks": CHUNKS, "long": LONG}
-OTHERS = {"few": FEW, "some": SOME, "short": SHORT}
+OTHERS = {"few": FEW, "some": SOME, "short": SHORT, "behind": BEHIND}
 FORMATS = ("auto", "int8", "fp8_e4m3", "kvarn_k4v4_g128", "kvarn_k4v2_g128")
 
 
@@ -68,6 +70,20 @@ def test_every_format_of_keys_and_values(
     name: str, work: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attention_equals_the_definition(name, work, monkeypatch, options="norms", q_heads=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "work", "window"),
+    [
+        *(("auto", work, window) for work in [*WORKS, "few", "behind"] for window in (1, 50, 128)),
+        *((name, work, 50) for name in ("int8", "fp8_e4m3") for work in ("decode", "behind")),
+        *((name, "chunks", 128) for name in ("int8", "fp8_e4m3")),
+    ],
+)
+def test_windows(name: str, work: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention_equals_the_definition(
+        name, work, monkeypatch, options="nothing", q_heads=8, window=window
+    )
 
 
 @pytest.mark.parametrize(("options", "q_heads"), [("nothing", 8), ("bias", 14), ("both", 14)])
@@ -88,7 +104,13 @@ def test_heads_without_norms_and_with_a_bias(
 
 
 def attention_equals_the_definition(
-    name: str, work: str, monkeypatch: pytest.MonkeyPatch, *, options: str, q_heads: int
+    name: str,
+    work: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    options: str,
+    q_heads: int,
+    window: int | None = None,
 ) -> None:
     if work == "long":
         whole = attention_config.HopperConfig(splits=1)
@@ -113,6 +135,7 @@ def attention_equals_the_definition(
             eps=EPS,
             tile_size=tile_size,
             dtype=sequences.dtype,
+            window=window,
             target=target,
         )
         return out, end_step(kv, step, tile_size=tile_size, target=target)
@@ -129,13 +152,16 @@ def attention_equals_the_definition(
     step = sequences.step(starts, counts, tile_size, padding, apart=tile_size > 1)
     parts = 1 if tile_size > 1 else 4
     expected, _ = reference(kv, step, tile_size, parts)
+    if window is not None:
+        kv, step = without_what_is_behind(kv, step, starts, window, sequences.page_size)
     qkv, tables = sequences.projections(step, parts=parts)
     arrays = jax.tree.map(jnp.asarray, (tables, step))
     out, left = both(qkv, kv, *arrays, tile_size, HOPPER if tile_size > 1 else PDL)
     used = sum(counts)
     assert relative_error(out[:used], expected[:used]) < 6e-3
     for each in jax.tree.leaves(left):
-        assert np.isfinite(np.asarray(each, np.float32)).all()
+        if window is None:
+            assert np.isfinite(np.asarray(each, np.float32)).all()
 
 
 @pytest.mark.parametrize("work", [DECODE, CHUNKS], ids=["decode", "chunks"])

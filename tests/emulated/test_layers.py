@@ -18,13 +18,13 @@ from jaxserve_kernels.paged_attention import QueryTiles, paged_attention, triton
 from jaxserve_kernels.paged_attention import triton as paged_attention_triton
 from jaxserve_kernels.paged_attention.config import Config as AttentionConfig
 from jaxserve_kernels.paged_attention.inputs import make_inputs
-from jaxserve_kernels.paged_attention.specs import SMALL_SPECS
+from jaxserve_kernels.paged_attention.specs import SMALL_SPECS, WINDOW_SPECS
 from jaxserve_kernels.target import REFERENCE
 from tests.emulated.errors import relative_error
 from tests.emulator.targets import HOPPER
 from tests.kernels.kv_steps import HEADS, head_weights
 
-SPECS = {spec.name: spec for spec in SMALL_SPECS}
+SPECS = {spec.name: spec for spec in SMALL_SPECS + WINDOW_SPECS}
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 17])
@@ -81,6 +81,13 @@ def test_attention_inputs(parts: int, options: str) -> None:
         ("decode_with_one_head", 2),
         ("prefill_in_tiles_of_one", 2),
         ("later_chunks_at_page_and_tile_edges", 3),
+        ("decode_in_a_window_of_one", 2),
+        ("decode_at_page_edges_of_a_window", 1),
+        ("decode_at_block_edges_of_a_window", 4),
+        ("decode_in_small_pages", 2),
+        ("chunks_across_the_window", 1),
+        ("chunks_across_the_window", 3),
+        ("chunks_and_decodes_in_a_window", 2),
     ],
 )
 def test_paged_attention(name: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,21 +107,27 @@ def test_paged_attention(name: str, splits: int, monkeypatch: pytest.MonkeyPatch
             inputs.layer,
             inputs.page_table,
             tiles,
-            tile_size=spec.tile_size,
+            tile_size=spec.tile_size, window=spec.window,
             target=REFERENCE,
-        )
+        )  # fmt: skip
 
     expected = jax.jit(reference)(inputs.q, inputs.kv)
     out = paged_attention_triton.paged_attention(
         jnp.asarray(inputs.q), jnp.asarray(inputs.kv), inputs.layer,
         jnp.asarray(inputs.page_table), jax.tree.map(jnp.asarray, tiles),
         AttentionConfig(splits=splits, num_warps=4, num_stages=3),
-        tile_size=spec.tile_size, target=HOPPER,
+        tile_size=spec.tile_size, window=spec.window, target=HOPPER,
     )  # fmt: skip
     assert relative_error(out[used], expected[used]) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["decode_at_page_edges", "decode_padded", "decode_with_one_head"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("decode_at_page_edges", "decode_padded", "decode_with_one_head"),
+        *("decode_at_block_edges_of_a_window", "decode_in_small_pages"),
+    ],
+)
 @pytest.mark.parametrize("places", [4, 16, 64])
 def test_singles_beside_chunks(name: str, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many places share the contexts."""
@@ -124,10 +137,14 @@ def test_singles_beside_chunks(name: str, places: int, monkeypatch: pytest.Monke
     columns = (inputs.first, inputs.length, inputs.slot, inputs.position)
     tiles = QueryTiles(*(jnp.asarray(np.pad(column, (0, 3))) for column in columns))
     q, kv, table = (jnp.asarray(each) for each in (inputs.q, inputs.kv, inputs.page_table))
-    expected = paged_attention(q, kv, inputs.layer, table, tiles, tile_size=1, target=REFERENCE)
+    expected = paged_attention(
+        q, kv, inputs.layer, table, tiles, tile_size=1, window=SPECS[name].window, target=REFERENCE
+    )
     used = inputs.first[inputs.length > 0]
     out = jax.new_ref(jnp.full_like(q, 7.0))
-    triton_singles.attend(q, kv, inputs.layer, table, tiles, out, target=HOPPER)
+    triton_singles.attend(
+        q, kv, inputs.layer, table, tiles, out, window=SPECS[name].window, target=HOPPER
+    )
     result = jax.freeze(out)
     assert relative_error(result[used], expected[used]) < 1e-6
     others = np.setdiff1d(np.arange(len(q)), used)

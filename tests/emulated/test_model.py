@@ -72,7 +72,7 @@ def test_a_step(
     rng = np.random.default_rng(1)
     ids = jnp.asarray(rng.integers(0, model.vocab_size, places.slots.shape), jnp.int32)
     cache = (model.num_layers, sequences.num_pages, model.kv_heads, 2, 64, model.head_dim)
-    kv = jnp.asarray(rng.standard_normal(cache), jnp.bfloat16)
+    kv = (jnp.asarray(rng.standard_normal(cache), jnp.bfloat16),)
     abstract = decoder.abstract(model, jnp.bfloat16, stacked=True)
     params = dummy_params(abstract, 3, quantization.encoder(model))
     last = jnp.asarray(np.cumsum(counts) - 1)
@@ -88,7 +88,7 @@ def test_a_step(
             hidden = decoder.finish(params, attended.of(last), model, target=target)
         return decoder.logits(params, hidden, target=target), kv
 
-    inputs = (params, kv, decoder.StepTokens(ids, places))
+    inputs = (params, kv, decoder.StepTokens(ids, (places,)))
     expected, left = jax.jit(step, static_argnums=3, compiler_options=AS_WRITTEN)(
         *inputs, REFERENCE
     )
@@ -96,5 +96,5 @@ def test_a_step(
     scores, written = step(*inputs, HOPPER)
     assert relative_error(scores, expected) < bound
     for index in range(model.num_layers):  # page 0 is padding's
-        keys_and_values = (each[index, 1:].astype(jnp.float32) for each in (written, left))
+        keys_and_values = (each[index, 1:].astype(jnp.float32) for each in (written[0], left[0]))
         assert relative_error(*keys_and_values) < bound

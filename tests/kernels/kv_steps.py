@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -166,3 +167,22 @@ class Sequences:
         angles = np.asarray(step.positions)[:, None] * 10_000.0 ** (-np.arange(half) / half)
         tables = jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
         return Projections(jnp.asarray(qkv, "float32" if parts > 1 else self.dtype), tables)
+
+
+def without_what_is_behind(
+    kv: Any, step: AttentionStep, starts: tuple[int, ...], window: int, page_size: int
+) -> tuple[Any, AttentionStep]:
+    """The page tables name a page of NaN, or of other numbers, for pages wholly behind the window
+    of the first token of each sequence."""
+    pages = jax.tree.leaves(kv)[0].shape[1]
+
+    def spoiled(leaf: Array) -> Array:
+        if leaf.shape[1] != pages:
+            return leaf
+        floats = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return leaf.at[:, -1].set(jnp.nan if floats else 0x7F7F)
+
+    table = np.asarray(step.page_table).copy()
+    for slot, start in enumerate(starts):
+        table[slot, : max(start - window + 1, 0) // page_size] = pages - 1
+    return jax.tree.map(spoiled, kv), step._replace(page_table=jnp.asarray(table))

@@ -16,7 +16,7 @@ from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.runner import kv_cache
 from jaxserve_kernels import kv_format
 from jaxserve_kernels.attention_inputs.reference import heads_of
-from jaxserve_kernels.kv_format import CacheShape
+from jaxserve_kernels.kv_format import CacheShape, KVFormat, own_tokens
 from jaxserve_kernels.paged_attention.reference import paged_attention
 from jaxserve_kernels.target import CPU
 from tests.kernels.kv_steps import EPS, Sequences
@@ -26,7 +26,14 @@ QWEN3_4B = NAMED_MODELS["qwen3-4b"]
 
 def shape(page_size: int = 64, pages: int = 2, max_num_seqs: int = 256) -> CacheShape:
     cache = CacheConfig(num_pages=pages, page_size=page_size)
-    return kv_cache.shape(QWEN3_4B, cache, max_num_seqs)
+    return kv_cache.shapes(QWEN3_4B, cache, max_num_seqs)[0]
+
+
+def fit_pages(found: KVFormat, one_page: CacheShape, budget: int) -> int:
+    """For sequences of up to 4,096 tokens."""
+    demand = kv_cache.Demand(4096, one_page.slots - 1, 2048)
+    group = kv_cache.SizedGroup(one_page)
+    return kv_cache.fit_pages(found, [group], jnp.bfloat16, budget, demand)[0]
 
 
 def test_the_flag_offers_every_format() -> None:
@@ -56,16 +63,14 @@ def test_a_token_of_qwen3_4b_takes_so_many_bytes(name: str, bytes_per_token: flo
 def test_pages_fill_the_budget_and_no_more() -> None:
     found = kv_format.named("bf16")
     each = kv_format.page_bytes(found, shape(), jnp.bfloat16)
-    cache = kv_cache.fit_pages(found, shape(), jnp.bfloat16, 1000 * each + each // 2, 4096)
-    assert cache.num_pages == 1000
-    whole = shape(pages=cache.num_pages)
-    assert kv_cache.total_bytes(found, whole, jnp.bfloat16) == 1000 * each
+    assert fit_pages(found, shape(), 1000 * each + each // 2) == 1000
+    assert kv_cache.total_bytes(found, [shape(pages=1000)], jnp.bfloat16) == 1000 * each
 
 
 def test_a_budget_below_one_sequence_is_refused_with_the_numbers() -> None:
     found = kv_format.named("bf16")
     with pytest.raises(ConfigError, match=r" 0 MiB, which holds 0 .* 58\d MiB"):
-        kv_cache.fit_pages(found, shape(), jnp.bfloat16, 1000, 4096)
+        fit_pages(found, shape(), 1000)
 
 
 @pytest.mark.parametrize("name", ["kvarn_k4v4_g128", "kvarn_k4v2_g128"])
@@ -76,13 +81,13 @@ def test_every_sequence_has_a_sink_and_a_tail_within_the_budget(name: str) -> No
     each = kv_format.page_bytes(found, one_page, jnp.bfloat16)
     beside = kv_format.fixed_bytes(found, one_page, jnp.bfloat16)
     assert beside == 257 * 36 * 2**20
-    cache = kv_cache.fit_pages(found, one_page, jnp.bfloat16, budget, 4096)
-    assert cache.num_pages == (budget - beside) // each
-    taken = kv_cache.total_bytes(found, shape(128, cache.num_pages), jnp.bfloat16)
+    pages = fit_pages(found, one_page, budget)
+    assert pages == (budget - beside) // each
+    taken = kv_cache.total_bytes(found, [shape(128, pages)], jnp.bfloat16)
     assert budget - each < taken <= budget
-    arrays = found.abstract(shape(128, cache.num_pages), jnp.bfloat16)
+    arrays = found.abstract(shape(128, pages), jnp.bfloat16)
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays)) == taken
-    assert cache.own_tokens == 128, "the sink of a sequence that finds its beginning"
+    assert own_tokens(found) == 128, "the sink of a sequence that finds its beginning"
 
 
 @pytest.mark.parametrize(
@@ -102,8 +107,7 @@ def test_so_many_more_sequences_of_4096_tokens_fit(name: str, least: float) -> N
         fits = 1
         while True:
             one_page = shape(page_size, max_num_seqs=fits + 1)
-            cache = kv_cache.fit_pages(found, one_page, jnp.bfloat16, budget, 4096)
-            if cache.usable_pages < (fits + 1) * 4096 // page_size:
+            if fit_pages(found, one_page, budget) - 1 < (fits + 1) * 4096 // page_size:
                 return fits
             fits += 1
 
@@ -113,7 +117,7 @@ def test_so_many_more_sequences_of_4096_tokens_fit(name: str, least: float) -> N
 def test_what_the_slots_take_beyond_the_budget_is_said() -> None:
     found = kv_format.named("kvarn_k4v2_g128")
     with pytest.raises(ConfigError, match=r"9,252 MiB of it beside the pages\); lower --max-num-s"):
-        kv_cache.fit_pages(found, shape(page_size=128), jnp.bfloat16, 8 * 2**30, 4096)
+        fit_pages(found, shape(page_size=128), 8 * 2**30)
 
 
 def test_in_a_float32_model_bf16_rounds_keys_and_values_and_nothing_else() -> None:

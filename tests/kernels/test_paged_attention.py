@@ -22,7 +22,7 @@ from jaxserve_kernels.paged_attention.inputs import (
     apart,
     make_inputs,
 )
-from jaxserve_kernels.paged_attention.specs import SMALL_SPECS
+from jaxserve_kernels.paged_attention.specs import SMALL_SPECS, WINDOW_SPECS
 from jaxserve_kernels.target import CPU, Implementation, Target
 
 type Floats = NDArray[Any]
@@ -31,7 +31,7 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
 """Largest absolute error against float64. Over five seeds of each spec the worst were 7e-7 and
 9e-3 (the output of up to 2.5 rounds by 8e-3 at most in bfloat16, and the weights round too)."""
 
-SPEC_IDS = [spec.name for spec in SMALL_SPECS]
+SPECS = SMALL_SPECS + WINDOW_SPECS
 CHUNKED = AttentionSpec(
     name="chunked",
     chunks=(Chunk(0, 40),),
@@ -52,29 +52,37 @@ def attend(request: pytest.FixtureRequest) -> Attend:
     """The definition, and what is made for CPUs."""
     target = Target(implementation=request.param)
 
-    def attend(q: Any, kv: Any, layer: int, page_table: Any, tiles: Any, tile_size: int) -> Floats:
-        out = compiled(q, kv, layer, page_table, tiles, tile_size=tile_size)
+    def attend(
+        q: Any,
+        kv: Any,
+        layer: int,
+        page_table: Any,
+        tiles: Any,
+        tile_size: int,
+        window: int | None = None,
+    ) -> Floats:
+        out = compiled(q, kv, layer, page_table, tiles, tile_size=tile_size, window=window)
         assert out.dtype == q.dtype
         return np.asarray(out, np.float64)
 
     compiled = jax.jit(
-        partial(paged_attention, target=target), static_argnames=("layer", "tile_size")
+        partial(paged_attention, target=target), static_argnames=("layer", "tile_size", "window")
     )
     return attend
 
 
 @pytest.fixture(scope="module")
 def run(attend: Attend) -> Attend:
-    def run(inputs: AttentionInputs, tile_size: int) -> Floats:
+    def run(inputs: AttentionInputs, tile_size: int, window: int | None = None) -> Floats:
         arrays = [jnp.asarray(part) for part in inputs if not isinstance(part, int)]
         q, kv, page_table, *tiles = arrays
-        return attend(q, kv, inputs.layer, page_table, QueryTiles(*tiles), tile_size)
+        return attend(q, kv, inputs.layer, page_table, QueryTiles(*tiles), tile_size, window)
 
     return run
 
 
-def dense(inputs: AttentionInputs) -> Floats:
-    """Gather the whole context, softmax in float64; 0 for tokens of no tile."""
+def dense(inputs: AttentionInputs, window: int | None = None) -> Floats:
+    """Gather what each token sees, softmax in float64; 0 for tokens of no tile."""
     q, kv = inputs.q.astype(np.float64), inputs.kv[inputs.layer]
     group = q.shape[1] // kv.shape[1]
     out = np.zeros_like(q)
@@ -83,7 +91,8 @@ def dense(inputs: AttentionInputs) -> Floats:
     ):
         for token in range(first, first + length):
             context = position + token - first + 1
-            keys, values = _context(kv, inputs.page_table[slot], context, group)
+            seen = range(0 if window is None else max(context - window, 0), context)
+            keys, values = _context(kv, inputs.page_table[slot], seen, group)
             scores = np.einsum("hd,khd->hk", q[token], keys) / np.sqrt(q.shape[-1])
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             weights /= weights.sum(-1, keepdims=True)
@@ -92,20 +101,23 @@ def dense(inputs: AttentionInputs) -> Floats:
 
 
 def _context(
-    kv: Floats, table: NDArray[np.int32], length: int, group: int
+    kv: Floats, table: NDArray[np.int32], seen: range, group: int
 ) -> tuple[Floats, Floats]:
-    """Keys and values [length, q_heads, head_dim] of a sequence."""
+    """Keys and values [positions, q_heads, head_dim] of a sequence."""
     page_size = kv.shape[3]
-    places = [(table[p // page_size], p % page_size) for p in range(length)]
+    places = [(table[p // page_size], p % page_size) for p in seen]
     both = np.stack([kv[page, :, :, offset] for page, offset in places]).astype(np.float64)
     return both[:, :, 0].repeat(group, axis=1), both[:, :, 1].repeat(group, axis=1)
 
 
-@pytest.mark.parametrize("spec", SMALL_SPECS, ids=SPEC_IDS)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_each_token_gets_the_softmax_over_its_sequence(spec: AttentionSpec, run: Attend) -> None:
     inputs = make_inputs(spec, seed=0)
     np.testing.assert_allclose(
-        run(inputs, spec.tile_size), dense(inputs), rtol=0, atol=TOLERANCE[spec.dtype]
+        run(inputs, spec.tile_size, spec.window),
+        dense(inputs, spec.window),
+        rtol=0,
+        atol=TOLERANCE[spec.dtype],
     )
 
 
@@ -213,6 +225,35 @@ def test_on_a_cpu_only_pages_of_the_tiles_contexts_are_read() -> None:
     # Single tokens come in groups of 16 places, which go as far as the longest of the group, four
     # pages at a time; the chunk has two tiles, of 116 and 130 tokens, and visits eight at a time.
     assert pages_read("cpu") == 16 * 64 + 8 + 16
+
+
+def test_in_a_window_the_work_is_that_of_the_window() -> None:
+    """Of sequences of 1,000 tokens, whose pages behind the window nobody may read."""
+    chunks = tuple(Chunk(999, 1) for _ in range(16))
+    spec = AttentionSpec(
+        name="long", chunks=chunks, heads=Heads(4, 2, 32), page_size=16, tile_size=1, window=100
+    )
+    inputs = make_inputs(spec, seed=8)
+    tiles = QueryTiles(inputs.first, inputs.length, inputs.slot, inputs.position)
+
+    def blocks(implementation: Implementation) -> int:
+        visits: list[int] = []
+
+        def read(pages: jax.Array, side: int) -> jax.Array:
+            jax.debug.callback(lambda: visits.append(pages.shape[1]))
+            return jnp.asarray(inputs.kv)[inputs.layer, pages, :, side]
+
+        target = Target(implementation=implementation)
+        call = partial(
+            attend_pages, read=read, tile_size=1, page_size=16, window=100, target=target
+        )
+        out = jax.jit(call)(jnp.asarray(inputs.q), page_table=inputs.page_table, tiles=tiles)
+        assert np.isfinite(np.asarray(out)).all()
+        jax.effects_barrier()
+        return sum(visits) // 2
+
+    assert 7 <= blocks("reference") <= 16
+    assert 7 <= blocks("cpu") <= 12
 
 
 def test_on_a_cpu_all_layers_share_their_kernels() -> None:

@@ -115,7 +115,7 @@ def test_windows_of_qwen_are_on_only_if_switched_on_and_in_later_layers(architec
     assert windows(config) == [None] * 4
     on = config | {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 3}
     assert windows(on) == [None, None, None, 4096]
-    assert spec_of(on).smallest_window == 4096
+    assert [group.layers for group in spec_of(on).cache_groups] == [(0, 1, 2), (3,)]
     kinds = ["sliding_attention", "full_attention"] * 2
     assert windows(on | {"layer_types": kinds}) == [4096, None, 4096, None]
 

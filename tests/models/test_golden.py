@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jaxserve.config import CacheConfig
 from jaxserve.model_spec import ModelSpec, Rope
 from jaxserve.models import decoder, registry
 from jaxserve.runner import kv_cache
@@ -34,7 +33,6 @@ TOLERANCE = 1e-4
 """Of logits up to 18 in absolute value; 3e-5 is the worst measured."""
 
 PAGE_SIZE, PAGES_PER_SEQ, TILE_SIZE = 16, 8, 16
-CACHE = CacheConfig(num_pages=PAGES_PER_SEQ + 2, page_size=PAGE_SIZE)
 
 
 class Golden(NamedTuple):
@@ -66,7 +64,7 @@ def load_golden(name: str) -> Golden:
 
 VARIANTS = (
     *("tied", "untied_sharded", "yarn", "llama", "llama_linear", "llama_biases"),
-    *("qwen2", "mistral"),
+    *("qwen2", "mistral", "alternating"),
 )
 
 
@@ -77,8 +75,8 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 
 @partial(jax.jit, static_argnames="spec", donate_argnames="kv")
 def compute(
-    params: decoder.Params, kv: jax.Array, tokens: decoder.StepTokens, spec: ModelSpec
-) -> tuple[jax.Array, jax.Array]:
+    params: decoder.Params, kv: decoder.Caches, tokens: decoder.StepTokens, spec: ModelSpec
+) -> tuple[jax.Array, decoder.Caches]:
     tile_size = min(TILE_SIZE, tokens.ids.shape[0])
     attended, kv = decoder.forward(params, kv, tokens, spec, tile_size=tile_size, target=CPU)
     return decoder.logits(
@@ -86,8 +84,8 @@ def compute(
     ), kv
 
 
-def locate(tokens: Sequence[int], start: int, padded: int) -> decoder.StepTokens:
-    """A chunk of the one sequence there is, whose pages are in descending order."""
+def locate(tokens: Sequence[int], start: int, padded: int, groups: int) -> decoder.StepTokens:
+    """A chunk of the one sequence there is, whose pages are in descending order in every group."""
     count, tile_size = len(tokens), min(TILE_SIZE, padded)
     table = np.zeros((2, PAGES_PER_SEQ), np.int32)
     table[0] = np.arange(PAGES_PER_SEQ, 0, -1)
@@ -106,16 +104,20 @@ def locate(tokens: Sequence[int], start: int, padded: int) -> decoder.StepTokens
         page_table=jnp.asarray(table),
     )
     ids = jnp.asarray(np.pad(np.asarray(tokens, np.int32), (0, padded - count)))
-    return decoder.StepTokens(ids, places)
+    return decoder.StepTokens(ids, (places,) * groups)
 
 
 def logits_in_chunks(golden: Golden, tokens: NDArray[np.int32], size: int) -> Floats:
     """Logits at every position, `size` tokens at a time."""
-    kv = Dense().allocate(kv_cache.shape(golden.spec, CACHE, 1), jnp.float32)
+    groups = len(golden.spec.cache_groups)
+    cache = kv_cache.cache_config(golden.spec, [PAGES_PER_SEQ + 2] * groups, PAGE_SIZE)
+    shapes = kv_cache.shapes(golden.spec, cache, 1)
+    kv = tuple(Dense().allocate(each, jnp.float32) for each in shapes)
     results: list[Floats] = []
     for start in range(0, len(tokens), size):
         chunk = tokens[start : start + size]
-        scores, kv = compute(golden.params, kv, locate(chunk.tolist(), start, size), golden.spec)
+        work = locate(chunk.tolist(), start, size, groups)
+        scores, kv = compute(golden.params, kv, work, golden.spec)
         results.append(np.asarray(scores)[: len(chunk)])
     return np.concatenate(results)
 
@@ -135,6 +137,10 @@ def without_scaling(golden: Golden) -> Golden:
     return golden._replace(spec=replace(golden.spec, layers=tuple(layers)))
 
 
+def without_windows(golden: Golden) -> Golden:
+    return golden._replace(spec=golden.spec.within(1))
+
+
 def without_biases(golden: Golden) -> Golden:
     layers = (layer._replace(qkv_bias=None) for layer in golden.params.layers)
     return golden._replace(params=golden.params._replace(layers=tuple(layers)))
@@ -142,7 +148,12 @@ def without_biases(golden: Golden) -> Golden:
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [("llama", without_scaling), ("llama_linear", without_scaling), ("qwen2", without_biases)],
+    [
+        ("llama", without_scaling),
+        ("llama_linear", without_scaling),
+        ("qwen2", without_biases),
+        *((name, without_windows) for name in ("mistral", "alternating")),
+    ],
 )
 def test_the_goldens_show_when_what_a_family_adds_is_left_out(
     name: str, change: Callable[[Golden], Golden]
@@ -155,7 +166,7 @@ def test_the_goldens_show_when_what_a_family_adds_is_left_out(
 @pytest.mark.parametrize(
     "name",
     [
-        *("untied_sharded", "qwen2"),
+        *("untied_sharded", "qwen2", "alternating"),
         *(
             pytest.param(other, marks=pytest.mark.slow)
             for other in ("tied", "yarn", "llama", "llama_linear", "mistral", "llama_biases")
@@ -169,11 +180,12 @@ def test_the_runner_continues_prompts_as_transformers_does(name: str) -> None:
         spec=golden.spec, max_model_len=128, page_size=PAGE_SIZE, decode=(1,), prefill=(128,)
     )
     runner = make_runner(config, golden.params)
+    alone = Placed(groups=config.num_groups)
     for prompt, expected in golden.continuations:
-        got = generate(runner, Placed(), prompt.tolist(), len(expected))
+        got = generate(runner, alone, prompt.tolist(), len(expected))
         assert tokens_of(got) == expected.tolist()
     for tokens, logits in golden.sequences:
-        logprobs = certain(first_token(runner, Placed(), tokens.tolist())).logprobs
+        logprobs = certain(first_token(runner, alone, tokens.tolist())).logprobs
         assert logprobs is not None
         last = logits[-1].astype(np.float64)
         expected_logprobs = last - np.log(np.exp(last - last.max()).sum()) - last.max()

@@ -34,6 +34,8 @@ class Placed:
     slot: int = 0
     pages: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
     params: SamplingParams = GREEDY
+    groups: int = 1
+    """Cache groups of the model: it has the same pages in all of them."""
 
     def admission(self, rows: Iterable[Row]) -> Admission:
         """The tokens of its first row are its prompt."""
@@ -42,7 +44,11 @@ class Placed:
 
     @property
     def entries(self) -> tuple[PageEntry, ...]:
-        return tuple(PageEntry(self.slot, index, page) for index, page in enumerate(self.pages))
+        return tuple(
+            PageEntry(self.slot, index, page, group)
+            for group in range(self.groups)
+            for index, page in enumerate(self.pages)
+        )
 
     def chunk(self, tokens: Sequence[int], start: int = 0, *, samples: bool = True) -> Row:
         return Row(

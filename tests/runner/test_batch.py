@@ -20,9 +20,9 @@ from jaxserve.runner.batch import (
     Updates,
 )
 
-MAX_SEQS, PAGES_PER_SEQ = 6, 8
+MAX_SEQS, PAGES_PER_SEQ, GROUPS = 6, 8, 2
 PADDING_SLOT = MAX_SEQS
-STATE_SHAPE = sequence_state.shape(MAX_SEQS, PAGES_PER_SEQ)
+STATE_SHAPE = sequence_state.shape(MAX_SEQS, PAGES_PER_SEQ, GROUPS)
 WIDTH = STATE_SHAPE[1]
 
 positions = st.integers(0, 1000)
@@ -75,7 +75,8 @@ def steps(draw: st.DrawFn) -> tuple[StepPlan, Bucket]:
         tile_size = draw(st.sampled_from([1, 2, 4, 16]))
         bucket = Bucket.mixed(size, max_rows=MAX_SEQS, tile_size=tile_size, updates=24)
     admissions = st.builds(Admission, slots, params())
-    pages = st.builds(PageEntry, slots, st.integers(0, PAGES_PER_SEQ - 1), st.integers(1, 99))
+    positions, groups = st.integers(0, PAGES_PER_SEQ - 1), st.integers(0, GROUPS - 1)
+    pages = st.builds(PageEntry, slots, positions, st.integers(1, 99), groups)
     plan = StepPlan(
         rows=draw(row_lists(size, decode_only=decode)),
         admissions=tuple(draw(st.lists(admissions, max_size=4))),
@@ -193,8 +194,8 @@ def applied(plan: StepPlan) -> NDArray[np.int32]:
     for admission in plan.admissions:
         for column, value in sequence_state.columns(admission.params):
             state[admission.slot, column] = value
-    for slot, position, page in plan.pages:
-        state[slot, sequence_state.PAGES + position] = page
+    for slot, position, page, group in plan.pages:
+        state[slot, sequence_state.PAGES + group * PAGES_PER_SEQ + position] = page
     return state
 
 
@@ -211,7 +212,7 @@ def test_updates_are_what_the_plan_says_and_the_last_one_wins(
     step: tuple[StepPlan, Bucket],
 ) -> None:
     plan, _ = step
-    updates = Updates.of(plan, WIDTH)
+    updates = Updates.of(plan, WIDTH, GROUPS)
     state = np.full(STATE_SHAPE, -1, np.int32)
     scatter(state, updates.padded(len(updates.addresses) + 3))
     np.testing.assert_array_equal(state, applied(plan))
@@ -220,7 +221,7 @@ def test_updates_are_what_the_plan_says_and_the_last_one_wins(
 @given(steps(), st.integers(0, 30))
 def test_updates_can_be_applied_in_two_parts(step: tuple[StepPlan, Bucket], count: int) -> None:
     plan, _ = step
-    first, rest = Updates.of(plan, WIDTH).split(count)
+    first, rest = Updates.of(plan, WIDTH, GROUPS).split(count)
     assert len(first.addresses) <= count
     state = np.full(STATE_SHAPE, -1, np.int32)
     scatter(state, first.padded(max(count, 1)))
@@ -231,7 +232,7 @@ def test_updates_can_be_applied_in_two_parts(step: tuple[StepPlan, Bucket], coun
 @given(steps())
 def test_packed_updates_lead_the_array(step: tuple[StepPlan, Bucket]) -> None:
     plan, bucket = step
-    updates, _ = Updates.of(plan, WIDTH).split(bucket.updates)
+    updates, _ = Updates.of(plan, WIDTH, GROUPS).split(bucket.updates)
     inputs = bucket.unpack(batch.pack(plan, updates, bucket, PADDING_SLOT))
     state = np.full(STATE_SHAPE, -1, np.int32)
     scatter(state, np.concatenate([inputs.addresses, inputs.values]))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jaxserve.api import FinishReason, Request, SamplingParams, TokenEvent
 from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
 from tests.runner.driver import TOLERANCE
 from tests.scheduler.loop import Loop
@@ -134,7 +135,8 @@ def check_against_solo(
         for event_, expected_event in zip(got, expected[: len(got)], strict=True):
             _assert_same(event_, expected_event, tolerance)
         assert len(got) == len(expected) or not over
-    assert loop.scheduler.pages.num_free == work.cache.usable_pages
+    for pool, group in zip(loop.scheduler.pools, work.cache.groups, strict=True):
+        assert pool.num_free == group.usable_pages
     assert loop.scheduler.num_running == loop.scheduler.num_waiting == 0
     return loop
 
@@ -155,15 +157,15 @@ def _assert_same(got: TokenEvent, expected: TokenEvent, tolerance: float) -> Non
 class Solo:
     """What a request gets alone: the whole prompt at once, every token read before the next."""
 
-    def __init__(self, runner: Runner):
-        self._runner = runner
+    def __init__(self, runner: Runner, config: RunnerConfig = CONFIG):
+        self._runner, self._config = runner, config
         self._events = cache(self._run)
 
     def __call__(self, prompt: tuple[int, ...], params: SamplingParams) -> list[TokenEvent]:
         return self._events(prompt, params)
 
     def _run(self, prompt: tuple[int, ...], params: SamplingParams) -> list[TokenEvent]:
-        loop = DeviceLoop(CONFIG.scheduler, CONFIG.cache, self._runner)
+        loop = DeviceLoop(self._config.scheduler, self._config.cache, self._runner)
         loop.add(Request(id="alone", prompt=prompt, params=params))
         loop.run(ahead=0)
         return loop.events["alone"]

@@ -45,15 +45,17 @@ def test_the_axis_of_pages_is_found(kv_format: KVFormat) -> None:
 @pytest.mark.parametrize("kv_format", FORMATS, ids=lambda it: it.name)
 def test_copies_are_done_in_their_order_and_change_nothing_else(kv_format: KVFormat) -> None:
     axes = page_copies.page_axes(kv_format, SHAPE, jnp.float32)
-    copy_pages = page_copies.program(kv_format, SHAPE, jnp.float32).compile()
+    copy_pages = page_copies.program(kv_format, SHAPE, jnp.float32, 0).compile()
     pages = st.integers(0, PAGES - 1)
-    copies = st.lists(st.builds(PageCopy, pages, pages), max_size=2 * page_copies.COPIES + 1)
+    copies = st.lists(
+        st.builds(PageCopy, pages, pages, st.just(0)), max_size=2 * page_copies.COPIES + 1
+    )
 
     @settings(max_examples=30, deadline=None)
     @given(copies)
     def check(copies: list[PageCopy]) -> None:
         expected = jax.tree.leaves(numbered(kv_format))
-        for source, target in copies:
+        for source, target, _ in copies:
             for leaf, axis in zip(expected, axes, strict=True):
                 if axis is not None:
                     leaf[:, target] = leaf[:, source]

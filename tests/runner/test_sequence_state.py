@@ -21,7 +21,9 @@ floats = st.floats(0, 2, width=32)
 
 def test_there_is_a_row_per_slot_and_one_for_padding() -> None:
     assert SHAPE == (SLOTS + 1, PAGES + PAGES_PER_SEQ)
-    assert sequence_state.page_table(jnp.zeros(SHAPE, jnp.int32)).shape == (4, PAGES_PER_SEQ)
+    assert [each.shape for each in sequence_state.page_tables(jnp.zeros(SHAPE, jnp.int32), 1)] == [
+        (4, PAGES_PER_SEQ)
+    ]
 
 
 @given(
@@ -69,5 +71,5 @@ def test_addresses_outside_are_dropped_and_the_rest_is_untouched() -> None:
 def test_the_page_table_is_what_lies_behind_the_parameters() -> None:
     state = np.zeros(SHAPE, np.int32)
     state[2, PAGES + 3] = 9
-    table = np.asarray(sequence_state.page_table(jnp.asarray(state)))
+    table = np.asarray(sequence_state.page_tables(jnp.asarray(state), 1)[0])
     assert table[2, 3] == 9 and table.sum() == 9

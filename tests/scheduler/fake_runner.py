@@ -1,10 +1,11 @@
 """A device made of lists, and the same generation without any device.
 
 `FakeRunner` does what `jaxserve.plan` promises and nothing more: state per slot, keys and values
-where the page table says. The "key and value" of a position is a hash of its token and of all
-positions before it, read back through the page table, as in a real model; the next token is a hash
-of the whole context and the sampling parameters. A wrong page, a stale entry, a missed write or
-the parameters of somebody else therefore change the output.
+where the page tables say. In each cache group the "key and value" of a position is a hash of its
+token and of the positions before it that its window covers, read back through the page table, as in
+a real model; the next token is a hash of what is seen in all groups and the sampling parameters. A
+wrong page, a stale entry, a missed write or the parameters of somebody else therefore change the
+output.
 """
 
 from __future__ import annotations
@@ -20,15 +21,20 @@ VOCAB = 4
 """Small, so that stop tokens and equal prefixes happen."""
 
 
-def attend(context: list[int], token: int) -> int:
-    """What the cache holds for a token after this context (tuples of ints hash reproducibly)."""
-    return hash((*context, len(context), token))
+def attend(seen: list[int], position: int, token: int) -> int:
+    """What a group's cache holds for a token that sees this (tuples of ints hash reproducibly)."""
+    return hash((*seen, position, token))
 
 
-def next_token(context: list[int], params: SamplingParams, mask: bytes | None) -> int:
-    mixed = hash((*context, params.seed, params.top_k, int(params.temperature * 8)))
+def next_token(seen: list[int], params: SamplingParams, mask: bytes | None) -> int:
+    mixed = hash((*seen, params.seed, params.top_k, int(params.temperature * 8)))
     allowed = [token for token in range(VOCAB) if mask is None or mask[0] >> token & 1]
     return allowed[(mixed >> 20) % len(allowed)]
+
+
+def first_seen(window: int | None, position: int) -> int:
+    """The first position that a query sees."""
+    return 0 if window is None else max(position - window + 1, 0)
 
 
 @dataclass(frozen=True)
@@ -86,27 +92,30 @@ class Pending(NamedTuple):
 class FakeRunner:
     def __init__(self, config: SchedulerConfig, cache: CacheConfig):
         self.config, self.page_size = config, cache.page_size
-        self.kv: list[list[int | None]] = [[None] * cache.page_size for _ in range(cache.num_pages)]
+        self.windows = [group.window for group in cache.groups]
+        self.kv: list[list[list[int | None]]] = [
+            [[None] * cache.page_size for _ in range(group.num_pages)] for group in cache.groups
+        ]
         width = -(-config.max_model_len // cache.page_size)
         slots = config.max_num_seqs
-        self.page_table = [[0] * width for _ in range(slots)]
+        self.page_table = [[[0] * width for _ in range(slots)] for _ in cache.groups]
         self.params: list[SamplingParams | None] = [None] * slots
         self.last_token: list[int | None] = [None] * slots
         self.launched = self.collected = 0
         self.own_tokens = cache.own_tokens
-        self.own: list[int] = [0] * slots
-        """How many of its first tokens the sequence in each slot has computed itself."""
+        self.own: list[dict[tuple[int, int], int]] = [{} for _ in range(slots)]
+        """What each slot keeps of its first tokens, by group and position."""
 
     def launch(self, plan: StepPlan) -> Pending:
         self._check_limits(plan)
-        for source, target in plan.copies:
-            self.kv[target] = list(self.kv[source])
+        for source, target, group in plan.copies:
+            self.kv[group][target] = list(self.kv[group][source])
         for admission in plan.admissions:
             self.params[admission.slot] = admission.params
-            self.own[admission.slot] = 0
-        for slot, position, page in plan.pages:
+            self.own[admission.slot].clear()
+        for slot, position, page, group in plan.pages:
             assert page != 0, "the padding page was given out"
-            self.page_table[slot][position] = page
+            self.page_table[group][slot][position] = page
         inputs = [row.tokens or (self.last_token[row.slot],) for row in plan.rows]
         for row, tokens in zip(plan.rows, inputs, strict=True):
             self._write(row, tokens)  # all rows write before any reads, as on the device
@@ -133,55 +142,94 @@ class FakeRunner:
         assert len(set(slots)) == len(slots), "two rows in one slot"
         admitted = [admission.slot for admission in plan.admissions]
         assert len(set(admitted)) == len(admitted)
-        entries = [(entry.slot, entry.position) for entry in plan.pages]
+        entries = [(entry.slot, entry.position, entry.group) for entry in plan.pages]
         assert len(set(entries)) == len(entries), "a page table entry is set twice"
-        assert {*admitted, *(slot for slot, _ in entries)} <= set(slots)
+        changed = {entry.slot for entry in plan.pages}
+        if self.windows == [None]:
+            assert changed <= set(slots)
+        assert set(admitted) <= set(slots)
 
     def _write(self, row: Row, tokens: tuple[int | None, ...]) -> None:
-        assert row.start <= self.own[row.slot] or self.own[row.slot] >= self.own_tokens
-        self.own[row.slot] = max(self.own[row.slot], row.start + len(tokens))
-        context = self._read(row.slot, row.start)
-        for token in tokens:
+        own = len(self.own[row.slot]) // len(self.windows)
+        assert row.start <= own or own >= self.own_tokens, "its own tokens come first"
+        for position, token in enumerate(tokens, start=row.start):
             assert token is not None, "a decode row without a last token"
-            page, offset = self._locate(row.slot, len(context))
-            self.kv[page][offset] = attend(context, token)
-            context.append(attend(context, token))
+            for group in range(len(self.windows)):
+                before = self._read(row.slot, group, position, position)
+                self._put(row.slot, group, position, attend(before, position, token))
+
+    def _put(self, slot: int, group: int, position: int, value: int) -> None:
+        if position < self.own_tokens:
+            self.own[slot][group, position] = value
+            if self.windows[group] is not None:
+                return  # the page may be behind the window: it is in nobody's table
+        page, offset = self._locate(slot, group, position)
+        self.kv[group][page][offset] = value
 
     def _sample(self, row: Row) -> Sampled | None:
-        context = self._read(row.slot, row.start + row.num_tokens)
+        last = row.start + row.num_tokens - 1
+        groups = range(len(self.windows))
+        seen = [value for group in groups for value in self._read(row.slot, group, last, last + 1)]
         if not row.samples:
             return None
         params = self.params[row.slot]
         assert params is not None, "a slot samples before its admission"
-        token = self.last_token[row.slot] = next_token(context, params, row.mask)
+        token = self.last_token[row.slot] = next_token(seen, params, row.mask)
         return Sampled(token)
 
-    def _read(self, slot: int, length: int) -> list[int]:
-        context: list[int] = []
-        for position in range(length):
-            page, offset = self._locate(slot, position)
-            value = self.kv[page][offset]
-            assert value is not None, "read a position that was never written"
-            context.append(value)
-        return context
+    def _read(self, slot: int, group: int, query: int, end: int) -> list[int]:
+        """What the query at a position sees up to `end`."""
+        first = first_seen(self.windows[group], query)
+        return [self._value(slot, group, position) for position in range(first, end)]
 
-    def _locate(self, slot: int, position: int) -> tuple[int, int]:
-        page = self.page_table[slot][position // self.page_size]
+    def _value(self, slot: int, group: int, position: int) -> int:
+        if position < self.own_tokens:
+            return self.own[slot][group, position]
+        page, offset = self._locate(slot, group, position)
+        value = self.kv[group][page][offset]
+        assert value is not None, "read a position that was never written"
+        return value
+
+    def _locate(self, slot: int, group: int, position: int) -> tuple[int, int]:
+        page = self.page_table[group][slot][position // self.page_size]
         assert page != 0, "a position without a page"
         return page, position % self.page_size
+
+
+class _Alone:
+    """What a sequence that has the device to itself has in its cache."""
+
+    def __init__(self, cache: CacheConfig):
+        self._windows = [group.window for group in cache.groups]
+        self._kv: list[list[int]] = [[] for _ in self._windows]
+
+    @property
+    def length(self) -> int:
+        return len(self._kv[0])
+
+    def seen(self) -> list[int]:
+        """What the last token sees, in all groups."""
+        last = self.length - 1
+        pairs = zip(self._kv, self._windows, strict=True)
+        return [value for kv, window in pairs for value in kv[first_seen(window, last) :]]
+
+    def add(self, token: int) -> None:
+        position = self.length
+        for kv, window in zip(self._kv, self._windows, strict=True):
+            kv.append(attend(kv[first_seen(window, position) :], position, token))
 
 
 def solo(
     request: Request, config: SchedulerConfig, cache: CacheConfig
 ) -> tuple[list[int], FinishReason]:
     """The tokens of a request that has the device to itself, and why it ends."""
-    context: list[int] = []
+    alone = _Alone(cache)
     for token in request.prompt:
-        context.append(attend(context, token))
+        alone.add(token)
     outputs: list[int] = []
     guide = request.params.guide.start() if request.params.guide else None
     while True:
-        outputs.append(next_token(context, request.params, guide.mask if guide else None))
+        outputs.append(next_token(alone.seen(), request.params, guide.mask if guide else None))
         if guide is not None:
             guide.advance(outputs[-1])
             while not guide.wait(0.0):
@@ -191,8 +239,8 @@ def solo(
             return outputs, FinishReason.STOP
         if len(outputs) == request.params.max_tokens:
             return outputs, FinishReason.LENGTH
-        if len(context) + 1 == config.max_model_len:
+        if alone.length + 1 == config.max_model_len:
             return outputs, FinishReason.LENGTH
-        if len(context) == cache.usable_tokens:
+        if alone.length == cache.longest:
             return outputs, FinishReason.LENGTH  # no room to compute the token just sampled
-        context.append(attend(context, outputs[-1]))
+        alone.add(outputs[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import Any
 
 from jaxserve.api import FinishReason, Request, TokenEvent
@@ -31,7 +32,7 @@ class WatchedScheduler(Scheduler):
     def _preempt(self, seq: Sequence) -> None:
         length = len(seq.tokens) + seq.in_flight
         before = self._length_at_preemption.get(seq.id, seq.num_prompt)
-        assert length > before, "preempted again without progress"
+        assert length > before or self._kv_cache.windows, "preempted again without progress"
         self._length_at_preemption[seq.id] = length
         super()._preempt(seq)
 
@@ -53,10 +54,11 @@ class Loop:
         self.wasted_rows = self.hit_tokens = 0
         self.evicted: list[bytes] = []
         """Hashes of the pages that were allocated again."""
-        self._content: dict[bytes, list[int | None]] = {}
-        """What evicted pages held, by their hashes."""
-        self.scheduler.pages.on_evict = self._evict
-        self._salts: dict[int, str] = {}
+        self._content: dict[tuple[int, bytes], list[int | None]] = {}
+        """What evicted pages held, by their hashes and groups."""
+        for group, pool in enumerate(self.scheduler.pools):
+            pool.on_evict = partial(self._evict, group)
+        self._salts: dict[tuple[int, int], str] = {}
         """Of the requests for which pages were filled last."""
 
     def add(self, request: Request) -> None:
@@ -83,20 +85,23 @@ class Loop:
         """Whoever finds a page filled has the salt of who filled it."""
         running = self.scheduler._running.values()  # pyright: ignore[reportPrivateUsage]
         by_slot = {seq.slot: seq for seq in running}
-        for slot, position, page in plan.pages:
+        for slot, position, page, group in plan.pages:
             seq = by_slot[slot]
-            salt = self.salts[seq.request_id]
-            assert position >= seq.shared or self._salts[page] == salt, "shared across salts"
-            self._salts[page] = salt
+            salt, place = self.salts[seq.request_id], (group, page)
+            assert position >= seq.shared or self._salts[place] == salt, "shared across salts"
+            self._salts[place] = salt
 
-    def _evict(self, page: int, content: bytes) -> None:
+    def _evict(self, group: int, page: int, content: bytes) -> None:
         """A page is whole when it is evicted, and equal hashes mean equal keys and values."""
         self.evicted.append(content)
         if not isinstance(self.runner, FakeRunner):
             return  # a device does not show what its pages hold
-        held = list(self.runner.kv[page])
+        if self.cache.own_tokens and self.runner.windows[group] is not None:
+            return  # the pages of own tokens are not filled
+        held = list(self.runner.kv[group][page])
         assert None not in held, "a page was evicted before it was filled"
-        assert self._content.setdefault(content, held) == held, "evicted too late, or never right"
+        first = self._content.setdefault((group, content), held)
+        assert first == held, "evicted too late, or never right"
 
     def commit(self, *, failing: bool = False) -> None:
         if failing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.api import FinishReason, Rejected, Request, SamplingParams
-from jaxserve.config import POLICIES, CacheConfig, SchedulerConfig
+from jaxserve.config import POLICIES, CacheConfig, PagedGroup, SchedulerConfig
 from jaxserve.scheduler.admission import OutputLengths
 from jaxserve.scheduler.scheduler import Scheduler
 from tests.scheduler.fake_runner import VOCAB, FakeGuide, solo
@@ -106,6 +107,24 @@ def workloads(draw: st.DrawFn) -> Workload:
     )
 
 
+@st.composite
+def windowed_workloads(draw: st.DrawFn) -> Workload:
+    """The same with one to three cache groups, of which at least one has a window."""
+    work = draw(workloads())
+    cache, size = work.cache, work.cache.page_size
+
+    def windowed(window: int) -> PagedGroup:
+        least = -(-(window - 1) // size) + 1
+        return PagedGroup(num_pages=1 + least + draw(st.integers(0, 6)), window=window)
+
+    groups = [windowed(draw(st.integers(1, 9))) for _ in range(draw(st.sampled_from([1, 1, 2])))]
+    if draw(st.booleans()):
+        first, *further = groups
+        cache = replace(cache, num_pages=first.num_pages, window=first.window)
+        groups = further
+    return work._replace(cache=replace(cache, further=tuple(groups)))
+
+
 def play(work: Workload) -> Loop:
     """Run a workload to its end; the loop's own checks are half of the property."""
     lengths = Optimist() if work.optimist else OutputLengths()
@@ -137,7 +156,7 @@ def play(work: Workload) -> Loop:
 
 def _add(loop: Loop, request: Request, work: Workload) -> None:
     length = len(request.prompt)  # the last token of a sequence is never computed
-    fits = length < work.config.max_model_len and length <= work.cache.usable_tokens
+    fits = length < work.config.max_model_len and length <= work.cache.longest
     if fits:
         loop.add(request)
     else:
@@ -170,7 +189,8 @@ def check_against_solo(work: Workload) -> None:
         else:
             assert (got, finish) == (expected, reason)
     assert least <= loop.scheduler.num_prompt_tokens <= most, "each counts once"
-    assert loop.scheduler.pages.num_free == work.cache.usable_pages
+    for pool, group in zip(loop.scheduler.pools, work.cache.groups, strict=True):
+        assert pool.num_free == group.usable_pages
     assert loop.scheduler.num_running == loop.scheduler.num_waiting == 0
     event(f"prefix hits: {loop.hit_tokens > 0}")
     event(f"evictions: {min(len(loop.evicted), 3)}")
@@ -181,6 +201,19 @@ def check_against_solo(work: Workload) -> None:
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads())
 def test_each_request_gets_the_tokens_it_would_get_alone(work: Workload) -> None:
+    check_against_solo(work)
+
+
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(windowed_workloads())
+def test_with_windows_each_request_gets_the_tokens_it_would_get_alone(work: Workload) -> None:
+    check_against_solo(work)
+
+
+@pytest.mark.slow
+@settings(max_examples=20_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(windowed_workloads())
+def test_with_windows_each_request_gets_its_tokens_in_many_workloads(work: Workload) -> None:
     check_against_solo(work)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from jaxserve.cli.options import parse_args
-from jaxserve.config import ConfigError
+from jaxserve.config import CacheConfig, ConfigError
 from jaxserve.startup.engine_plan import plan_engine
 from jaxserve.weights.model_source import find_model
 from jaxserve_checkpoints.reader import CheckpointError
@@ -74,20 +75,40 @@ def test_a_length_beyond_the_model_is_refused() -> None:
     assert "4096" in refused("--max-model-len", "5000")
 
 
-def test_a_window_within_the_context_is_refused_with_the_length_that_is_served(
-    tmp_path: Path,
-) -> None:
+def windowed(tmp_path: Path) -> Path:
+    """A model whose last layers see 96 tokens."""
     model = small_model(tmp_path)
     config = json.loads((model / "config.json").read_text())
     config |= {"use_sliding_window": True, "sliding_window": 96, "max_window_layers": 1}
     config["layer_types"] = None
     (model / "config.json").write_text(json.dumps(config))
-    message = refused("--model", str(model))
+    return model
+
+
+def planned(*flags: str) -> CacheConfig:
+    options = parse_args([*flags, "--block-size", "16"])
+    return plan_engine(options, find_model(options)).config.cache
+
+
+def test_layers_with_a_window_get_pages_of_their_own(tmp_path: Path) -> None:
+    model = str(windowed(tmp_path))
+    cache = planned("--model", model)
+    assert [group.window for group in cache.groups] == [None, 96]
+    full, window = cache.groups
+    assert full.num_pages > window.num_pages, "the window cannot use more"
+    assert planned("--model", model, "--max-model-len", "96").window is None
+    assert len(planned("--model", model, "--max-model-len", "96").groups) == 1
+
+
+def test_kvarn_with_a_window_is_refused_on_a_gpu_with_what_is_served(tmp_path: Path) -> None:
+    flags = ("--model", str(windowed(tmp_path)), "--kv-cache-dtype", "kvarn_k4v4_g128")
+    options = parse_args([*flags])
+    device = SimpleNamespace(platform="gpu", device_kind="H100")
+    with pytest.raises(ConfigError) as error:
+        plan_engine(options, find_model(options), device)
+    message = str(error.value)
     assert "the last 96 tokens only (sliding_window)" in message
-    assert "--max-model-len 96 serves it" in message
-    options = parse_args(["--model", str(model), "--max-model-len", "96"])
-    plan = plan_engine(options, find_model(options))
-    assert plan.config.scheduler.max_model_len == 96
+    assert "--kv-cache-dtype fp8_e4m3 or int8, or --max-model-len 96" in message
 
 
 def test_an_empty_text_to_calibrate_with_is_refused(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def attend(
     eps: float,
     tile_size: int,
     dtype: DTypeLike,
+    window: int | None = None,
     target: Target,
 ) -> tuple[Array, KV]:
     """Store the keys and values of a step's tokens, and let its queries attend to their contexts.
@@ -48,6 +49,7 @@ def attend(
       eps: of the norms.
       tile_size: the most tokens that a query tile holds.
       dtype: of the activations.
+      window: keys that a token sees, its own among them; None: all.
 
     Returns:
       [tokens, q_heads, head_dim] in `dtype`, and kv.
@@ -62,7 +64,7 @@ def attend(
         run = kvarn.attend if isinstance(kv, KVarNKV) else dense.attend
     return run(
         qkv, kv, layer, heads, tables, step,
-        eps=eps, tile_size=tile_size, dtype=jnp.dtype(dtype), target=target,
+        eps=eps, tile_size=tile_size, dtype=jnp.dtype(dtype), window=window, target=target,
     )  # fmt: skip
 
 

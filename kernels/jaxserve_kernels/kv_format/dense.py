@@ -53,12 +53,14 @@ def attend(
     eps: float,
     tile_size: int,
     dtype: DTypeLike,
+    window: int | None = None,
     target: Target,
 ) -> tuple[Array, Array]:
     """See `api.attend`."""
     return _OP(
         qkv, kv, heads, tables, step,
-        layer=layer, eps=eps, tile_size=tile_size, dtype=jnp.dtype(dtype), target=target,
+        layer=layer, eps=eps, tile_size=tile_size, dtype=jnp.dtype(dtype), window=window,
+        target=target,
     )  # fmt: skip
 
 
@@ -119,13 +121,13 @@ def _warps(
 def _run(name: str) -> Callable[..., Any]:
     def run(
         config: Any, qkv: Array, kv: Array, heads: Any, tables: Any, step: AttentionStep, *,
-        layer: int, eps: float, target: Target, **_: Any,
+        layer: int, eps: float, window: int | None, target: Target, **_: Any,
     ) -> Any:  # fmt: skip
         kernels = importlib.import_module(f"jaxserve_kernels.paged_attention.{name}")
         slots = KVSlots(step.pages, step.offsets)
         return kernels.attend(
             qkv, kv, layer, heads, tables, slots, step.page_table, step.tiles, config,
-            eps=eps, target=target,
+            eps=eps, window=window, target=target,
         )  # fmt: skip
 
     return run
@@ -133,14 +135,14 @@ def _run(name: str) -> Callable[..., Any]:
 
 def _apart(
     _: None, qkv: Array, kv: Array, heads: HeadWeights, tables: Any, step: AttentionStep, *,
-    layer: int, eps: float, tile_size: int, dtype: Any, target: Target,
+    layer: int, eps: float, tile_size: int, dtype: Any, window: int | None, target: Target,
 ) -> tuple[Array, Array]:  # fmt: skip
     slots = KVSlots(step.pages, step.offsets)
     q, kv = attention_inputs(
         qkv, kv, layer, heads, tables, slots, eps=eps, dtype=dtype, target=target
     )
     out = paged_attention(
-        q, kv, layer, step.page_table, step.tiles, tile_size=tile_size, target=target
+        q, kv, layer, step.page_table, step.tiles, tile_size=tile_size, window=window, target=target
     )
     return out.astype(dtype), kv
 

@@ -20,10 +20,13 @@ def paged_attention(
     tiles: QueryTiles,
     *,
     tile_size: int,
+    window: int | None = None,
     target: Target,
 ) -> Array:
     """See `reference.paged_attention`."""
-    return _OP(q, kv, page_table, tiles, layer=layer, tile_size=tile_size, target=target)
+    return _OP(
+        q, kv, page_table, tiles, layer=layer, tile_size=tile_size, window=window, target=target
+    )
 
 
 def attend_pages(
@@ -34,22 +37,25 @@ def attend_pages(
     *,
     tile_size: int,
     page_size: int,
+    window: int | None = None,
     target: Target,
 ) -> Array:
     """See `reference.attend_pages`; there is no kernel for it."""
     on_cpu = target.implementation == "cpu"
     module = cpu if on_cpu else reference
-    return module.attend_pages(q, read, page_table, tiles, tile_size=tile_size, page_size=page_size)
+    return module.attend_pages(
+        q, read, page_table, tiles, tile_size=tile_size, page_size=page_size, window=window
+    )
 
 
 def _kernels(
     config: Any, q: Array, kv: Array, page_table: Array, tiles: QueryTiles, *, layer: int,
-    tile_size: int, target: Target,
+    tile_size: int, window: int | None, target: Target,
 ) -> Array:  # fmt: skip
     from jaxserve_kernels.paged_attention import triton  # needs Triton: only for GPUs
 
     return triton.paged_attention(
-        q, kv, layer, page_table, tiles, config, tile_size=tile_size, target=target
+        q, kv, layer, page_table, tiles, config, tile_size=tile_size, window=window, target=target
     )
 
 
@@ -57,14 +63,16 @@ def _for_cpus(*_: Any, target: Target, **__: Any) -> Refusal | None:
     return None if target.implementation == "cpu" else Refusal("made for CPUs")
 
 
-def _cpu(_: None, q: Array, kv: Array, *rest: Any, layer: int, tile_size: int, **__: Any) -> Array:
-    return cpu.paged_attention(q, kv, layer, *rest, tile_size=tile_size)
+def _cpu(
+    _: None, q: Array, kv: Array, *rest: Any, layer: int, target: Target, **options: Any
+) -> Array:
+    return cpu.paged_attention(q, kv, layer, *rest, **options)
 
 
 def _definition(
-    _: None, q: Array, kv: Array, *rest: Any, layer: int, tile_size: int, **__: Any
+    _: None, q: Array, kv: Array, *rest: Any, layer: int, target: Target, **options: Any
 ) -> Array:
-    return reference.paged_attention(q, kv, layer, *rest, tile_size=tile_size)
+    return reference.paged_attention(q, kv, layer, *rest, **options)
 
 
 _OP = Op(

@@ -22,6 +22,7 @@ from jaxserve_kernels.paged_attention.reference import (
     QueryTiles,
     Read,
     Softmax,
+    first_seen,
     reader,
     tile_tokens,
 )
@@ -49,25 +50,43 @@ class _Groups(NamedTuple):
     pages: Array
     """uint32 [groups, blocks, tiles, pages of a block]: where their contexts are."""
     blocks: Array
-    """uint32 [groups]: how many to visit; 0 for a group that holds nothing."""
+    """uint32 [groups]: how many there are; 0 for a group that holds nothing."""
+    first: Array | None
+    """uint32 [groups]: the first block to visit, behind which no window reaches; None: 0."""
+    starts: Array | None
+    """int32 [groups, tiles]: the first position that a tile's tokens see; None: 0."""
 
 
 def paged_attention(
-    q: Array, kv: Array, layer: int, page_table: Array, tiles: QueryTiles, *, tile_size: int
+    q: Array,
+    kv: Array,
+    layer: int,
+    page_table: Array,
+    tiles: QueryTiles,
+    *,
+    tile_size: int,
+    window: int | None = None,
 ) -> Array:
     """See `reference.paged_attention`."""
 
     def read_layer(layer: Array) -> Read:
         return reader(kv, layer)
 
-    return _attend(q, read_layer, layer, page_table, tiles, tile_size, page_size=kv.shape[4])
+    return _attend(q, read_layer, layer, page_table, tiles, tile_size, kv.shape[4], window)
 
 
 def attend_pages(
-    q: Array, read: Read, page_table: Array, tiles: QueryTiles, *, tile_size: int, page_size: int
+    q: Array,
+    read: Read,
+    page_table: Array,
+    tiles: QueryTiles,
+    *,
+    tile_size: int,
+    page_size: int,
+    window: int | None = None,
 ) -> Array:
     """See `reference.attend_pages`."""
-    return _attend(q, lambda layer: read, 0, page_table, tiles, tile_size, page_size)
+    return _attend(q, lambda layer: read, 0, page_table, tiles, tile_size, page_size, window)
 
 
 def _attend(
@@ -78,6 +97,7 @@ def _attend(
     tiles: QueryTiles,
     tile_size: int,
     page_size: int,
+    window: int | None,
 ) -> Array:
     """`attend_pages`, with what reads the pages of a layer."""
     out = jnp.zeros_like(q)
@@ -87,8 +107,8 @@ def _attend(
     for part, size in parts:
         keys = _SINGLE_KEYS if size == 1 else _CHUNK_KEYS
         pages = max(1, min(keys // page_size, page_table.shape[1]))
-        groups = _grouped(part, page_table, q.shape[0], size, page_size, pages)
-        out = _add(out, q, read, layer, groups, pages * page_size)
+        groups = _grouped(part, page_table, q.shape[0], size, page_size, pages, window)
+        out = _add(out, q, read, layer, groups, pages * page_size, window)
     return out
 
 
@@ -99,6 +119,7 @@ def _grouped(
     tile_size: int,
     page_size: int,
     pages: int,
+    window: int | None,
 ) -> _Groups:
     """Tiles of similar contexts together, in blocks of so many pages."""
     size = max(1, min(_TOKENS // tile_size, tiles.first.shape[0]))
@@ -115,12 +136,15 @@ def _grouped(
     tokens, positions = tile_tokens(places, tile_size, num_tokens)
     contexts, block = contexts.reshape(-1, size), pages * page_size
     by_block = tables.reshape(contexts.shape[0], size, -1, pages).swapaxes(1, 2)
+    starts = None if window is None else first_seen(places, window).reshape(-1, size)
     return _Groups(
         tokens=tokens.reshape(-1, size, tile_size).astype(jnp.uint32),
         positions=positions.reshape(-1, size, tile_size),
         contexts=contexts,
         pages=by_block.astype(jnp.uint32),
         blocks=lax.div(contexts.max(axis=1) + block - 1, block).astype(jnp.uint32),
+        first=None if starts is None else lax.div(starts.min(axis=1), block).astype(jnp.uint32),
+        starts=starts,
     )
 
 
@@ -131,6 +155,7 @@ def _add(
     layer: int,
     groups: _Groups,
     block: int,
+    window: int | None,
 ) -> Array:
     """`out` [tokens, q_heads, head_dim] with the results of the groups' tokens."""
     count, tiles, tile_size = groups.tokens.shape
@@ -146,7 +171,7 @@ def _add(
     def attend(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         counter, out = carry
         number, read_pages = lax.rem(counter, each_layer), read(lax.div(counter, each_layer))
-        tokens, positions, contexts, pages, blocks = (each[number] for each in groups)
+        tokens, positions, contexts, pages, blocks = (each[number] for each in groups[:5])
         queries = q.at[tokens].get(mode="clip")
         queries = queries.reshape(tiles, tile_size, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
 
@@ -163,11 +188,16 @@ def _add(
             visible = key_position <= positions[:, None, None, :, None]
             # What an earlier owner left past the end may be anything, even NaN: 0 * NaN is NaN.
             held = key_position < contexts[:, None]
+            if window is not None and groups.starts is not None:
+                # Nor may what is behind the window.
+                visible &= key_position > positions[:, None, None, :, None] - window
+                held &= key_position >= groups.starts[number][:, None]
             values = jnp.where(held[:, None, :, None], values, 0)
             return carry.add(jnp.where(visible, scores * head_dim**-0.5, -jnp.inf), values)
 
         start = Softmax.start(queries.shape)
-        total = lax.fori_loop(jnp.uint32(0), blocks, visit, start).total
+        first = jnp.uint32(0) if groups.first is None else groups.first[number]
+        total = lax.fori_loop(first, blocks, visit, start).total
         found = total.transpose(0, 3, 1, 2, 4).reshape(tiles, tile_size, q_heads, head_dim)
         return counter + 1, out.at[tokens].set(found.astype(q.dtype), mode="drop")
 

@@ -59,10 +59,19 @@ def _softmax(scores, peak, weight, scale: gl.constexpr):
 
 
 @gluon.jit
+def _visible(key, row_position, WINDOW: gl.constexpr):
+    """Which rows see which keys: [rows, keys]. WINDOW: 0 for none."""
+    visible = gl.expand_dims(key, 0) <= gl.expand_dims(row_position, 1)
+    if WINDOW:
+        visible = visible & (gl.expand_dims(key, 0) > gl.expand_dims(row_position, 1) - WINDOW)
+    return visible
+
+
+@gluon.jit
 def _visit(
     index, block, limit, q, p, acc, peak, weight, pages, ready, free, row_position,
     scale: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
-    s_layout: gl.constexpr, o_layout: gl.constexpr,
+    WINDOW: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of a page, and the weighted values of the page before it. The program's
     pages are counted through its tiles; those of this one end before `limit`."""
@@ -75,7 +84,7 @@ def _visit(
     scores = warpgroup_mma_wait(1, deps=[scores])
     if MASK:
         key = block * PAGE + gl.arange(0, PAGE, gl.SliceLayout(0, s_layout))
-        visible = gl.expand_dims(key, 0) <= gl.expand_dims(row_position, 1)
+        visible = _visible(key, row_position, WINDOW)
         scores = gl.where(visible, scores, _MASKED)
     probs, shrink, peak, weight = _softmax(scores, peak, weight, scale)
     p_next = gl.convert_layout(probs.to(gl.bfloat16), gl.DotOperandLayout(0, o_layout, 2))
@@ -95,7 +104,7 @@ def _attend(
     first, length, position, kv_head, begin, end, alone, part_row,
     part: gl.constexpr, scale: gl.constexpr, q_heads: gl.constexpr, group: gl.constexpr,
     TOKENS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, SPLITS: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `part`: tokens part * TOKENS.. of the tile, pages begin..end of the context, which
     are the program's from `base` on."""
@@ -129,7 +138,7 @@ def _attend(
     keys = pages.index(2 * stage).permute((1, 0))
     scores = warpgroup_mma(q, keys, zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    scores = gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(row_position, 1), scores, _MASKED)
+    scores = gl.where(_visible(key, row_position, WINDOW), scores, _MASKED)
     peak = gl.full([ROWS], _LEAST, gl.float32, row_s)
     weight = gl.zeros([ROWS], gl.float32, row_s)
     probs, _, peak, weight = _softmax(scores, peak, weight, scale)
@@ -138,15 +147,23 @@ def _attend(
     after = base + 1
     mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1, pred=after < limit)
 
-    for block in range(begin + 1, gl.minimum(full, end)):
+    start = begin + 1
+    if WINDOW:
+        start = gl.maximum(start, gl.minimum(gl.maximum(last - WINDOW, 0) // PAGE + 1, end))
+        for block in range(begin + 1, start):  # the last row does not see all of
+            p, acc, peak, weight = _visit(
+                base + block - begin, block, limit, q, p, acc, peak, weight, pages, ready, free,
+                row_position, scale, PAGE, STAGES, True, WINDOW, s_layout, o_layout,
+            )  # fmt: skip
+    for block in range(start, gl.minimum(full, end)):
         p, acc, peak, weight = _visit(
             base + block - begin, block, limit, q, p, acc, peak, weight, pages, ready, free,
-            row_position, scale, PAGE, STAGES, False, s_layout, o_layout,
+            row_position, scale, PAGE, STAGES, False, WINDOW, s_layout, o_layout,
         )  # fmt: skip
-    for block in range(gl.maximum(full, begin + 1), end):
+    for block in range(gl.maximum(full, start), end):
         p, acc, peak, weight = _visit(
             base + block - begin, block, limit, q, p, acc, peak, weight, pages, ready, free,
-            row_position, scale, PAGE, STAGES, True, s_layout, o_layout,
+            row_position, scale, PAGE, STAGES, True, WINDOW, s_layout, o_layout,
         )  # fmt: skip
 
     stage = (limit - 1) % STAGES
@@ -194,7 +211,7 @@ def _copy(
 @gluon.jit
 def _share_of(
     tile, split, first_ptr, length_ptr, slot_ptr, position_ptr,
-    PAGE: gl.constexpr, SPLITS: gl.constexpr, MIN_PAGES: gl.constexpr,
+    PAGE: gl.constexpr, SPLITS: gl.constexpr, MIN_PAGES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """A tile, and which pages of its context are the split's; with one split all of them are."""
     first = gl.load(first_ptr + tile)
@@ -202,6 +219,10 @@ def _share_of(
     slot = gl.load(slot_ptr + tile).to(gl.int64)
     position = gl.load(position_ptr + tile)
     context = (position + length - 1) // PAGE + 1
+    before = 0
+    if WINDOW:
+        before = gl.maximum(position - WINDOW + 1, 0) // PAGE
+        context -= before
     per_split = gl.maximum((context + SPLITS - 1) // SPLITS, MIN_PAGES)
     begin = split * per_split
     return (
@@ -209,8 +230,8 @@ def _share_of(
         length,
         slot,
         position,
-        begin,
-        gl.minimum(begin + per_split, context),
+        before + begin,
+        before + gl.minimum(begin + per_split, context),
         (per_split >= context),
     )
 
@@ -227,18 +248,29 @@ def _attend_tiles(
     part: gl.constexpr, scale: gl.constexpr, q_heads: gl.constexpr, kv_heads: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
     SPLITS: gl.constexpr, MIN_PAGES: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `part` of each of the program's tiles: every `step`th until there are no more."""
     base = 0
     while _length(length_ptr, tile, TILES) > 0:
         first, length, _, position, begin, end, alone = _share_of(
-            tile, split, first_ptr, length_ptr, slot_ptr, position_ptr, PAGE, SPLITS, MIN_PAGES
+            tile,
+            split,
+            first_ptr,
+            length_ptr,
+            slot_ptr,
+            position_ptr,
+            PAGE,
+            SPLITS,
+            MIN_PAGES,
+            WINDOW,
         )
         _attend(
             q_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free, base,
             first, length, position, kv_head, begin, end, alone,
             ((tile * kv_heads + kv_head) * SPLITS + split) * ROWS,
             part, scale, q_heads, q_heads // kv_heads, TOKENS, DIM, PAGE, SPLITS, STAGES,
+            WINDOW,
         )  # fmt: skip
         base += end - begin
         tile += step
@@ -250,11 +282,21 @@ def _copy_tiles(
     first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
     kv_heads: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
     SPLITS: gl.constexpr, MIN_PAGES: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):  # fmt: skip
     base = 0
     while _length(length_ptr, tile, TILES) > 0:
         _, _, slot, _, begin, end, _ = _share_of(
-            tile, split, first_ptr, length_ptr, slot_ptr, position_ptr, PAGE, SPLITS, MIN_PAGES
+            tile,
+            split,
+            first_ptr,
+            length_ptr,
+            slot_ptr,
+            position_ptr,
+            PAGE,
+            SPLITS,
+            MIN_PAGES,
+            WINDOW,
         )
         _copy(
             kv, table_ptr + slot * table_stride, pages, ready, free, base, begin, end, first_row,
@@ -271,6 +313,7 @@ def _program(
     table_stride, scale: gl.constexpr, q_heads: gl.constexpr, kv_heads: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
     SPLITS: gl.constexpr, MIN_PAGES: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):  # fmt: skip
     kv_head = gl.program_id(0)
     tile = gl.program_id(1)
@@ -279,7 +322,16 @@ def _program(
         return
     if SPLITS > 1:
         _, _, _, _, begin, end, _ = _share_of(
-            tile, split, first_ptr, length_ptr, slot_ptr, position_ptr, PAGE, SPLITS, MIN_PAGES
+            tile,
+            split,
+            first_ptr,
+            length_ptr,
+            slot_ptr,
+            position_ptr,
+            PAGE,
+            SPLITS,
+            MIN_PAGES,
+            WINDOW,
         )
         if begin >= end:
             return
@@ -297,18 +349,18 @@ def _program(
                 q_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free,
                 first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
                 0, scale, q_heads, kv_heads, TOKENS, ROWS, DIM, PAGE, SPLITS, MIN_PAGES, STAGES,
-                TILES,
+                TILES, WINDOW,
             )),
             (_attend_tiles, (
                 q_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free,
                 first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
                 1, scale, q_heads, kv_heads, TOKENS, ROWS, DIM, PAGE, SPLITS, MIN_PAGES, STAGES,
-                TILES,
+                TILES, WINDOW,
             )),
             (_copy_tiles, (
                 kv, first_page * (kv_heads * 2 * PAGE), table_ptr, table_stride, pages, ready,
                 free, first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
-                kv_heads, DIM, PAGE, SPLITS, MIN_PAGES, STAGES, TILES,
+                kv_heads, DIM, PAGE, SPLITS, MIN_PAGES, STAGES, TILES, WINDOW,
             )),
         ],
         [4, 1],
@@ -327,6 +379,7 @@ def launch(
     rows: int,
     types: tuple[jax.ShapeDtypeStruct, ...],
     *,
+    window: int | None = None,
     target: Target,
 ) -> list[Array]:
     """The result where one split has seen a tile's context; sums, peaks, weights of the others."""
@@ -351,5 +404,5 @@ def launch(
         q_heads=q_heads, kv_heads=kv_heads,
         TOKENS=tile_tokens(q_heads // kv_heads) // 2, ROWS=rows, DIM=head_dim, PAGE=page_size,
         SPLITS=config.splits, MIN_PAGES=config.min_blocks,
-        STAGES=config.num_stages, TILES=places,
+        STAGES=config.num_stages, TILES=places, WINDOW=window or 0,
     )  # fmt: skip

@@ -58,6 +58,12 @@ class AttentionSpec:
     padding_tiles: int = 0
     idle_slots: int = 1
     """Slots without a chunk in this step."""
+    window: int | None = None
+    """Keys that a query sees; None: all."""
+
+    def first_seen(self, chunk: Chunk) -> int:
+        """The first position that a chunk's queries see."""
+        return 0 if self.window is None else max(chunk.start - self.window + 1, 0)
 
     @property
     def width(self) -> int:
@@ -90,8 +96,9 @@ class AttentionInputs(NamedTuple):
 def make_inputs(spec: AttentionSpec, seed: int) -> AttentionInputs:
     """Normal queries, keys and values; pages in random order; poison where nothing may be read.
 
-    Positions past a sequence's end hold POISON in its last page and in page 0; its unused table
-    entries name page 0 or pages of other sequences. So do pages that no table names, the other
+    Positions past a sequence's end, or behind the window of its chunk, hold POISON in its own pages
+    and in page 0; its unused table entries, those of pages wholly behind the window among them,
+    name page 0 or pages of other sequences. So do pages that no table names, the other
     layer and the queries of the padding.
     """
     rng = np.random.default_rng(seed)
@@ -108,12 +115,14 @@ def make_inputs(spec: AttentionSpec, seed: int) -> AttentionInputs:
     kv = np.full(shape, np.nan, dtype)
     kv[LAYER, 0] = POISON
     taken = 0
-    for slot, end, count in zip(slots, ends, needed, strict=True):
+    for chunk, slot, end, count in zip(spec.chunks, slots, ends, needed, strict=True):
         own = pages[taken : taken + count]
-        page_table[slot, :count] = own
+        behind, seen = divmod(spec.first_seen(chunk), spec.page_size)
+        page_table[slot, behind:count] = own[behind:]
         normal = rng.standard_normal((count, *shape[2:]), np.float32).astype(dtype)
         if end % spec.page_size:
             normal[-1, :, :, end % spec.page_size :] = POISON
+        normal[:behind] = normal[behind, :, :, :seen] = POISON
         kv[LAYER, own] = normal
         taken += count
     q = rng.standard_normal((spec.num_tokens, spec.heads.q, spec.heads.dim), np.float32)

@@ -56,11 +56,14 @@ def paged_attention(
     tiles: QueryTiles,
     *,
     tile_size: int,
+    window: int | None = None,
 ) -> Array:
     """Causal grouped-query attention of each token over its sequence's pages.
 
-    A token at position p attends to positions 0..p, whose keys and values are in the cache already
-    (the step's own included). Scores are scaled by head_dim ** -0.5. For one token t of a tile::
+    A token at position p attends to positions 0..p, or with a window to the last `window` of them,
+    as with Hugging Face's `sliding_window`: p - window + 1..p. Their keys and values are in the
+    cache already (the step's own included). Scores are scaled by head_dim ** -0.5. For one token t
+    of a tile::
 
         keys, values = pages of the tile's slot, positions 0..p     # [kv_heads, p + 1, head_dim]
         out[t, h] = softmax(q[t, h] @ keys[h // group].T * scale) @ values[h // group]
@@ -73,13 +76,17 @@ def paged_attention(
         whose content has no influence.
       tiles: which tokens belong together.
       tile_size: the most tokens that a tile holds (but for `tiles.singles`).
+      window: keys that a token sees; None: all. Entries of pages wholly behind the windows of a
+        tile must be valid pages, too, whose content has no influence.
 
     Returns:
       [tokens, q_heads, head_dim] in q's dtype; 0 for tokens that belong to no tile.
     """
 
-    read = reader(kv, layer)
-    return attend_pages(q, read, page_table, tiles, tile_size=tile_size, page_size=kv.shape[4])
+    read, page_size = reader(kv, layer), kv.shape[4]
+    return attend_pages(
+        q, read, page_table, tiles, tile_size=tile_size, page_size=page_size, window=window
+    )
 
 
 type Read = Callable[[Array, int], Array]
@@ -100,6 +107,7 @@ def attend_pages(
     *,
     tile_size: int,
     page_size: int,
+    window: int | None = None,
 ) -> Array:
     """`paged_attention` over pages that `read` brings."""
     tiles = tiles.in_one_list()
@@ -125,12 +133,16 @@ def attend_pages(
         visible = key_position <= positions[:, None, None, :, None]
         # What an earlier owner left past the end may be anything, even NaN: 0 * NaN is NaN.
         held = key_position < (tiles.position + tiles.length)[:, None]
+        if window is not None:  # nor may what is behind the window
+            visible &= key_position > positions[:, None, None, :, None] - window
+            held &= key_position > tiles.position[:, None] - window
         values = jnp.where(held[:, None, :, None], values, 0)
         return carry.add(jnp.where(visible, scores, -jnp.inf), values)
 
     longest = jnp.max(jnp.where(tiles.length > 0, tiles.position + tiles.length, 0))
     start = Softmax.start(queries.shape)
-    result = lax.fori_loop(0, lax.div(longest + block - 1, block), attend_block, start)
+    first = 0 if window is None else lax.div(jnp.min(first_seen(tiles, window)), block)
+    result = lax.fori_loop(first, lax.div(longest + block - 1, block), attend_block, start)
     out = result.total.transpose(0, 3, 1, 2, 4).reshape(-1, tile_size, q_heads, head_dim)
     return jnp.zeros_like(q).at[tokens].set(out.astype(q.dtype), mode="drop")
 
@@ -172,6 +184,12 @@ def _padded_tables(page_table: Array, slots: Array, pages_per_block: int) -> Arr
     tables = page_table[slots]
     missing = -tables.shape[1] % pages_per_block
     return jnp.pad(tables, ((0, 0), (0, missing)))
+
+
+def first_seen(tiles: QueryTiles, window: int) -> Array:
+    """The first position that a tile's tokens see: int32 [tiles]; beyond all for padding tiles."""
+    first = jnp.maximum(tiles.position - window + 1, 0)
+    return jnp.where(tiles.length > 0, first, jnp.iinfo(jnp.int32).max)
 
 
 def tile_tokens(tiles: QueryTiles, tile_size: int, num_tokens: int) -> tuple[Array, Array]:

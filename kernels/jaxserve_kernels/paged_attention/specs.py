@@ -163,6 +163,41 @@ SMALL_SPECS: tuple[AttentionSpec, ...] = (
 """Every edge case, small enough for an exact reference on one core."""
 
 
+def _windowed(
+    name: str, window: int, *chunks: Chunk, page_size: int = 16, tile_size: int = 1
+) -> AttentionSpec:
+    return AttentionSpec(
+        name=name,
+        chunks=chunks,
+        heads=_SMALL,
+        page_size=page_size,
+        tile_size=tile_size,
+        padding_tokens=3,
+        padding_tiles=2,
+        window=window,
+    )
+
+
+WINDOW_SPECS: tuple[AttentionSpec, ...] = (
+    _windowed("decode_in_a_window_of_one", 1, *_decode(1, 2, 16, 17, 150)),
+    _windowed("decode_at_page_edges_of_a_window", 16, *_decode(1, 15, 16, 17, 31, 32, 33, 150)),
+    _windowed("decode_at_block_edges_of_a_window", 128, *_decode(127, 128, 129, 255, 256, 257)),
+    _windowed("decode_in_small_pages", 7, *_decode(6, 7, 8, 9, 64), page_size=4),
+    _windowed(
+        "chunks_across_the_window", 20, Chunk(0, 50), Chunk(19, 3), Chunk(90, 40), tile_size=8
+    ),
+    _windowed(
+        "chunks_and_decodes_in_a_window",
+        40,
+        *_decode(1, 40, 41, 300),
+        Chunk(0, 21),
+        Chunk(250, 33),
+        tile_size=16,
+    ),
+)
+"""With a window, and what must not be read behind it."""
+
+
 _EDGES = (
     *(Chunk(0, length) for length in (1, 33, 63, 64, 65)),
     *(Chunk(start, 1 + start % 300) for start in (5, 7, 31, 48, 63, 64, 127, 200, 960, 1000)),

@@ -38,9 +38,10 @@ _MERGED = 32
 def visit(
     block, q, peak, weight, acc, kv_ptr, table, width, first_page, kv_head, row_position,
     scale: tl.constexpr, kv_heads: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    KEYS: tl.constexpr, MASK: tl.constexpr,
+    KEYS: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr = 0,
 ):  # fmt: skip
-    """One block of KEYS keys: the streamed softmax of the rows moves on."""
+    """One block of KEYS keys: the streamed softmax of the rows moves on. A row that sees none of
+    them gets weights that its first visible key takes back."""
     key_position = block * KEYS + tl.arange(0, KEYS)
     dim = tl.arange(0, DIM)
     if PAGE >= KEYS:
@@ -53,12 +54,18 @@ def visit(
     keys = kv_ptr + kv_row[:, None] * DIM + dim[None, :]
     if MASK:
         there = key_position[:, None] <= tl.max(row_position, axis=0)
-    PAST: tl.constexpr = MASK and PAGE < KEYS  # most of a block of several pages may be
+        if WINDOW:
+            there = there & (key_position[:, None] > tl.min(row_position, axis=0) - WINDOW)
+    # Most of a block of several pages may be past the end.
+    PAST: tl.constexpr = MASK and (PAGE < KEYS or WINDOW > 0)
     k = tl.load(keys, mask=there, other=0.0) if PAST else tl.load(keys)
     k = k.to(q.dtype)  # a cache of fewer bits is read as what it stands for
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if MASK:
         scores = tl.where(key_position[None, :] <= row_position[:, None], scores, -1.0e30)
+        if WINDOW:
+            seen = key_position[None, :] > row_position[:, None] - WINDOW
+            scores = tl.where(seen, scores, -1.0e30)
     new_peak = tl.maximum(peak, tl.max(scores, axis=1))
     probs = tl.exp2(scores - new_peak[:, None])
     shrink = tl.exp2(peak - new_peak)
@@ -72,6 +79,12 @@ def visit(
 
 
 @triton.jit
+def first_block(position, KEYS: tl.constexpr, WINDOW: tl.constexpr):
+    """The first block of KEYS keys that the query at `position` sees; WINDOW: 0 for none."""
+    return tl.maximum(position - WINDOW + 1, 0) // KEYS if WINDOW else 0
+
+
+@triton.jit
 def _attend(
     q_ptr, kv_ptr, first_page, table_ptr, first_ptr, length_ptr, slot_ptr, position_ptr,
     out_ptr, part_ptr, peak_ptr, weight_ptr,
@@ -79,7 +92,7 @@ def _attend(
     q_heads: tl.constexpr, kv_heads: tl.constexpr, tile_size: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
     SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    WINDOW: tl.constexpr = 0, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -90,9 +103,15 @@ def _attend(
     first = tl.load(first_ptr + tile).to(tl.int64)
     table = table_ptr + tl.load(slot_ptr + tile).to(tl.int64) * table_stride
     blocks = tl.cdiv(position + length, KEYS)
+    if WINDOW:
+        before = first_block(position, KEYS, WINDOW)
+        blocks -= before
     per_split = tl.maximum(tl.cdiv(blocks, SPLITS), MIN_BLOCKS)
     begin = split * per_split
     end = tl.minimum(begin + per_split, blocks)
+    if WINDOW:
+        begin += before
+        end += before
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -109,7 +128,8 @@ def _attend(
         weight = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM], tl.float32)
         masked_from = begin
-        if ROWS > 16:  # long tiles: only the last blocks hold keys that a row must not see
+        # Of long tiles without a window only the last blocks hold keys that a row must not see.
+        if ROWS > 16 and WINDOW == 0:
             masked_from = tl.maximum(tl.minimum((position + 1) // KEYS, end), begin)
             for block in tl.range(begin, masked_from, num_stages=STAGES):
                 peak, weight, acc = visit(
@@ -121,7 +141,7 @@ def _attend(
             peak, weight, acc = visit(
                 block, q, peak, weight, acc, kv_ptr, table, table_stride, first_page, kv_head,
                 row_position,
-                scale, kv_heads, DIM, PAGE, KEYS, True,
+                scale, kv_heads, DIM, PAGE, KEYS, True, WINDOW,
             )  # fmt: skip
 
         if per_split >= blocks:  # the first split has seen everything
@@ -142,7 +162,7 @@ def _merge(
     q_heads: tl.constexpr, kv_heads: tl.constexpr, tile_size: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
     SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    WINDOW: tl.constexpr = 0, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """One query of a head, where more than one split has a part of the context.
 
@@ -153,7 +173,8 @@ def _merge(
     token = tl.program_id(2)
     group: tl.constexpr = q_heads // kv_heads
     length = tl.minimum(tl.load(length_ptr + tile), tile_size)
-    blocks = tl.cdiv(tl.load(position_ptr + tile) + length, KEYS)
+    position = tl.load(position_ptr + tile)
+    blocks = tl.cdiv(position + length, KEYS) - first_block(position, KEYS, WINDOW)
     per_split = tl.maximum(tl.cdiv(blocks, SPLITS), MIN_BLOCKS)
     if EARLY:
         gdc_launch_dependents()
@@ -180,6 +201,7 @@ def _merge_many(
     q_heads: tl.constexpr, kv_heads: tl.constexpr, tile_size: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
     SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr,
+    WINDOW: tl.constexpr = 0,
 ):  # fmt: skip
     """`_merge` of TAKEN rows of a tile and KV head."""
     tile = tl.program_id(0)
@@ -187,7 +209,8 @@ def _merge_many(
     begin = tl.program_id(2) * TAKEN
     group: tl.constexpr = q_heads // kv_heads
     length = tl.minimum(tl.load(length_ptr + tile), tile_size)
-    blocks = tl.cdiv(tl.load(position_ptr + tile) + length, KEYS)
+    position = tl.load(position_ptr + tile)
+    blocks = tl.cdiv(position + length, KEYS) - first_block(position, KEYS, WINDOW)
     per_split = tl.maximum(tl.cdiv(blocks, SPLITS), MIN_BLOCKS)
     if (per_split < blocks) & (begin < length * group):
         split = tl.arange(0, WIDTH)
@@ -217,16 +240,21 @@ def paged_attention(
     config: Config | HopperConfig,
     *,
     tile_size: int,
+    window: int | None = None,
     target: Target,
 ) -> Array:
     """Singles, if there are any, are attended to by kernels of their own."""
-    result = _attention(q, kv, layer, page_table, tiles, tile_size, config, target=target)
+    result = _attention(
+        q, kv, layer, page_table, tiles, tile_size, config, window=window, target=target
+    )
     if tiles.singles is None:
         return result
     from jaxserve_kernels.paged_attention import triton_singles
 
     out = jax.new_ref(result)
-    triton_singles.attend(q, kv, layer, page_table, tiles.singles, out, target=target)
+    triton_singles.attend(
+        q, kv, layer, page_table, tiles.singles, out, window=window, target=target
+    )
     return jax.freeze(out)
 
 
@@ -239,6 +267,7 @@ def _attention(
     tile_size: int,
     config: Config | HopperConfig,
     *,
+    window: int | None,
     target: Target,
 ) -> Array:
     """Attention of `tiles` without its singles."""
@@ -249,7 +278,17 @@ def _attention(
     whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
     parts = part_types(num_tiles, kv_heads, config.splits, rows, head_dim)
     result, *sums = launch(
-        q, kv, layer, page_table, tiles, tile_size, config, rows, (whole, *parts), target=target
+        q,
+        kv,
+        layer,
+        page_table,
+        tiles,
+        tile_size,
+        config,
+        rows,
+        (whole, *parts),
+        window=window,
+        target=target,
     )
     if config.splits == 1:
         return result
@@ -257,7 +296,7 @@ def _attention(
     merge(
         tuple(sums), tiles, merged,
         tile_size=tile_size, kv_heads=kv_heads, keys=block_keys(kv), min_blocks=config.min_blocks,
-        target=target,
+        window=window, target=target,
     )  # fmt: skip
     return jax.freeze(merged)
 
@@ -280,6 +319,7 @@ def merge(
     kv_heads: int,
     keys: int,
     min_blocks: int,
+    window: int | None = None,
     target: Target,
 ) -> None:
     """Fill the rows of `out` [tokens, q_heads, head_dim] of which several splits have a part;
@@ -291,6 +331,7 @@ def merge(
         "q_heads": q_heads, "kv_heads": kv_heads, "tile_size": tile_size, "ROWS": rows,
         "DIM": head_dim, "KEYS": keys, "SPLITS": splits,
         "MIN_BLOCKS": min_blocks, "WIDTH": triton.next_power_of_2(splits),
+        "WINDOW": window or 0,
     }  # fmt: skip
     kernel, grid = _merge, (num_tiles, q_heads, tile_size)
     if math.prod(grid) > _MANY_PROGRAMS:
@@ -325,6 +366,7 @@ def _launch(
     rows: int,
     types: tuple[jax.ShapeDtypeStruct, ...],
     *,
+    window: int | None,
     target: Target,
 ) -> list[Array]:
     num_pages, kv_heads, _, page_size, head_dim = kv.shape[1:]
@@ -341,4 +383,5 @@ def _launch(
         q_heads=q.shape[1], kv_heads=kv_heads, tile_size=tile_size,
         ROWS=rows, DIM=head_dim, PAGE=page_size, KEYS=block_keys(kv),
         SPLITS=config.splits, MIN_BLOCKS=config.min_blocks, STAGES=config.num_stages,
+        WINDOW=window or 0,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from jax import Array
 
 from jaxserve_kernels.paged_attention.config import LOG2_E
 from jaxserve_kernels.paged_attention.reference import QueryTiles
-from jaxserve_kernels.paged_attention.triton import visit
+from jaxserve_kernels.paged_attention.triton import first_block, visit
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
@@ -53,9 +53,14 @@ class Parts(NamedTuple):
     """How many have; 0 where one has seen it all."""
 
 
-def share(tiles: QueryTiles, *, keys: int) -> tuple[Shares, Parts]:
+def share(tiles: QueryTiles, *, keys: int, window: int | None = None) -> tuple[Shares, Parts]:
     """Share places, a few at least, out among the tokens of tiles of at most one, in blocks of
     `keys` keys."""
+
+    def before(position: Array) -> Array | int:
+        """Blocks that are wholly behind the window."""
+        return 0 if window is None else jnp.maximum(position - window + 1, 0) // keys
+
     most = tiles.first.shape[0]
     taken = jnp.max(jnp.where(tiles.length > 0, jnp.arange(most, dtype=jnp.int32) + 1, 0))
     shares = jnp.clip(_SHARED_PLACES // jnp.maximum(taken, 1), 1, _MOST_SHARES)
@@ -66,13 +71,21 @@ def share(tiles: QueryTiles, *, keys: int) -> tuple[Shares, Parts]:
         for each in (tiles.length, tiles.first, tiles.slot, tiles.position)
     )
     least = max(_MIN_KEYS // keys, 1)
-    blocks = jnp.where((tile < taken) & (length > 0), position // keys + 1, 0)
+    blocks = position // keys + 1
+    if window is not None:
+        blocks -= before(position)
+    blocks = jnp.where((tile < taken) & (length > 0), blocks, 0)
     size = jnp.maximum(-(-blocks // shares), least)
     begin = jnp.minimum(index * size, blocks)
     end = jnp.minimum(begin + size, blocks)
+    if window is not None:
+        begin, end = begin + before(position), end + before(position)
 
     own = slice(0, min(most, _SHARED_PLACES // 2))  # of more tokens, each has one share
-    blocks = jnp.where(tiles.length[own] > 0, tiles.position[own] // keys + 1, 0)
+    blocks = tiles.position[own] // keys + 1
+    if window is not None:
+        blocks -= before(tiles.position[own])
+    blocks = jnp.where(tiles.length[own] > 0, blocks, 0)
     size = jnp.maximum(-(-blocks // shares), least)
     count = jnp.where(size < blocks, -(-blocks // size), 0)
     parts = Parts(tiles.first[own], place[own] * shares, count)
@@ -85,7 +98,7 @@ def _attend(
     out_ptr, part_ptr, peak_ptr, weight_ptr,
     table_stride: tl.constexpr, scale: tl.constexpr, q_heads: tl.constexpr, kv_heads: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, WINDOW: tl.constexpr = 0,
 ):  # fmt: skip
     place = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -108,9 +121,9 @@ def _attend(
         for block in tl.range(begin, end, num_stages=STAGES):
             peak, weight, acc = visit(
                 block, q, peak, weight, acc, kv_ptr, table, table_stride, first_page, kv_head,
-                position, scale, kv_heads, DIM, PAGE, KEYS, True,
+                position, scale, kv_heads, DIM, PAGE, KEYS, True, WINDOW,
             )  # fmt: skip
-        if (begin == 0) & (end > last // KEYS):
+        if (begin == first_block(last, KEYS, WINDOW)) & (end > last // KEYS):
             out = out_ptr + q_row[:, None] * DIM + dim[None, :]
             tl.store(out, (acc / weight[:, None]).to(out_ptr.dtype.element_ty), mask=valid[:, None])
         else:
@@ -164,6 +177,7 @@ def attend(
     tiles: QueryTiles,
     out: jax.Ref,
     *,
+    window: int | None = None,
     target: Target,
 ) -> None:
     """`reference.paged_attention` of tiles of at most one token, stored in `out` [tokens, q_heads,
@@ -172,7 +186,7 @@ def attend(
     q_heads = q.shape[1]
     rows = max(16, triton.next_power_of_2(q_heads // kv_heads))
     keys = _block_keys(kv)
-    shares, parts = share(tiles, keys=keys)
+    shares, parts = share(tiles, keys=keys, window=window)
     written = triton_call(
         q, kv, layer * num_pages, page_table, *shares, out,
         kernel=_attend,
@@ -183,7 +197,7 @@ def attend(
         num_warps=4,
         table_stride=page_table.shape[1], scale=head_dim**-0.5 * LOG2_E,
         q_heads=q_heads, kv_heads=kv_heads, ROWS=rows, DIM=head_dim,
-        PAGE=page_size, KEYS=keys, STAGES=3,
+        PAGE=page_size, KEYS=keys, STAGES=3, WINDOW=window or 0,
     )  # fmt: skip
     merge(written, parts, out, target=target)
 

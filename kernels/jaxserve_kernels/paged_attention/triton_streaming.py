@@ -37,12 +37,15 @@ _ROWS = 16
 def _copy(
     kv_ptr, page, keys, values, block, stage, position, kv_head,
     kv_heads: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, layout: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """A page's keys and values; zeros from the new token on."""
+    """A page's keys and values; zeros from the new token on, and behind the window."""
     place = gl.arange(0, PAGE, gl.SliceLayout(1, layout))
     dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, layout)), 0)
     row = (page.to(gl.int64) * kv_heads + kv_head) * (2 * PAGE) + place
     there = gl.expand_dims(block * PAGE + place < position, 1)
+    if WINDOW:
+        there = there & gl.expand_dims(block * PAGE + place > position - WINDOW, 1)
     source = kv_ptr + gl.expand_dims(row, 1) * DIM + dim
     async_copy.async_load(keys.index(stage), source, mask=there)
     async_copy.async_load(values.index(stage), source + PAGE * DIM, mask=there)
@@ -63,7 +66,7 @@ def _attend(
     scale: gl.constexpr,
     q_heads: gl.constexpr, kv_heads: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr,
     PAGE: gl.constexpr, SPLITS: gl.constexpr, MIN_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr = False,
+    WINDOW: gl.constexpr = 0, EARLY: gl.constexpr = False,
 ):  # fmt: skip
     HALF: gl.constexpr = DIM // 2
     group: gl.constexpr = q_heads // kv_heads
@@ -86,10 +89,16 @@ def _attend(
     token = gl.load(first_ptr + tile).to(gl.int64)
     table = table_ptr + gl.load(slot_ptr + tile).to(gl.int64) * table_stride
     blocks = position // PAGE + 1
+    if WINDOW:
+        before = gl.maximum(position - WINDOW + 1, 0) // PAGE
+        blocks -= before
     per_split = gl.maximum((blocks + SPLITS - 1) // SPLITS, MIN_BLOCKS)
     begin = split * per_split
     end = gl.minimum(begin + per_split, blocks)
     owner = end == blocks  # of the new key and value
+    if WINDOW:
+        begin += before
+        end += before
     if EARLY:
         gdc_launch_dependents()
     if begin >= end:
@@ -109,7 +118,7 @@ def _attend(
         if begin + stage < end:
             _copy(
                 kv_ptr, first_page + pages[stage], keys, values, begin + stage, stage, position,
-                kv_head, kv_heads, DIM, PAGE, copy,
+                kv_head, kv_heads, DIM, PAGE, copy, WINDOW,
             )  # fmt: skip
         async_copy.commit_group()
 
@@ -164,6 +173,8 @@ def _attend(
         scores = mma_v2(q, keys.index(slot).permute((1, 0)).load(right), zeros) * scale
         key = block * PAGE + gl.arange(0, PAGE, sums_dim)
         scores = gl.where(gl.expand_dims(key < position, 0), scores, MASKED)
+        if WINDOW:
+            scores = gl.where(gl.expand_dims(key > position - WINDOW, 0), scores, MASKED)
         new_peak = gl.maximum(peak, gl.max(scores, axis=1))
         shrink = gl.exp2(peak - new_peak)
         probs = gl.exp2(scores - gl.expand_dims(new_peak, 1))
@@ -176,7 +187,7 @@ def _attend(
             gl.barrier()
             _copy(
                 kv_ptr, first_page + gl.load(table + block + STAGES), keys, values,
-                block + STAGES, slot, position, kv_head, kv_heads, DIM, PAGE, copy,
+                block + STAGES, slot, position, kv_head, kv_heads, DIM, PAGE, copy, WINDOW,
             )  # fmt: skip
         async_copy.commit_group()
     weight = gl.sum(weights, axis=1) + new_weight
@@ -220,6 +231,7 @@ def attend(
     config: Config,
     *,
     eps: float,
+    window: int | None = None,
     target: Target,
 ) -> tuple[Array, Array]:
     """`attention_inputs`, and `paged_attention` of tiles of one token: its result, and kv."""
@@ -243,12 +255,14 @@ def attend(
         parts=parts, eps=eps, scale=head_dim**-0.5 * LOG2_E,
         q_heads=q_heads, kv_heads=kv_heads, ROWS=_ROWS, DIM=head_dim, PAGE=_PAGE,
         SPLITS=config.splits, MIN_BLOCKS=config.min_blocks, STAGES=config.num_stages,
+        WINDOW=window or 0,
     )  # fmt: skip
     if config.splits > 1:
         merged = jax.new_ref(out)
         merge(
             tuple(sums), tiles, merged,
             tile_size=1, kv_heads=kv_heads, keys=_PAGE, min_blocks=config.min_blocks, target=target,
+            window=window,
         )  # fmt: skip
         out = jax.freeze(merged)
     return out, jax.freeze(cache)

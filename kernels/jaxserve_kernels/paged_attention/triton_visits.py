@@ -51,10 +51,10 @@ def e4m3_halves(words):
 @gluon.jit
 def copy_page(
     kv_ptr, scales_ptr, row, held, tiles, scales,
-    PAGE: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexpr,
+    PAGE: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexpr, WINDOW: gl.constexpr = 0,
 ):  # fmt: skip
     """Keys and values of the page that begins at row `row`, and int8's scales: the first `held`,
-    then zeros."""
+    of those the ones that the window of the next sees, then zeros."""
     copy: gl.constexpr = gl.BlockedLayout(
         [1, 1, 8], [1, 256 // HALF, HALF // 8], [1, gl.num_warps(), 1], [2, 1, 0]
     )
@@ -71,13 +71,19 @@ def copy_page(
     else:
         source += tile * (PAGE * WIDTH)
     source += key * WIDTH + gl.expand_dims(gl.expand_dims(word, 0), 0)
-    async_copy.async_load(tiles, source, mask=key < held)
+    there = key < held
+    if WINDOW:
+        there = there & (key > held - WINDOW)
+    async_copy.async_load(tiles, source, mask=there)
     if KIND == INT8:
         flat: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, gl.num_warps() // 2], [1, 0])
         side = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, flat)), 1)
         key = gl.expand_dims(gl.arange(0, PAGE, gl.SliceLayout(0, flat)), 0)
         source = scales_ptr + row + side * PAGE + key
-        async_copy.async_load(scales, source, mask=key < held)
+        there = key < held
+        if WINDOW:
+            there = there & (key > held - WINDOW)
+        async_copy.async_load(scales, source, mask=there)
 
 
 @gluon.jit
@@ -111,7 +117,7 @@ def _halves(tiles, first, TRANSPOSED: gl.constexpr, left: gl.constexpr, KIND: gl
 @gluon.jit
 def visit_page(
     tiles, scales, stage, held, q_low, q_high, peak, weights, acc_low, acc_high, scale,
-    KIND: gl.constexpr,
+    KIND: gl.constexpr, WINDOW: gl.constexpr = 0,
 ):  # fmt: skip
     """A page, of which the first `held` keys count: a quarter of them by each warp."""
     layout: gl.constexpr = weights.type.layout
@@ -130,6 +136,8 @@ def visit_page(
     key = gl.arange(0, weights.shape[1], gl.SliceLayout(0, by_key))
     key = gl.expand_dims(of_warp, 1) * weights.shape[1] + gl.expand_dims(key, 0)
     scores = gl.where(gl.expand_dims(key < held, 2), scores, MASKED)
+    if WINDOW:
+        scores = gl.where(gl.expand_dims(key > held - WINDOW, 2), scores, MASKED)
     before = peak
     peak = gl.maximum(peak, gl.max(scores, axis=1))
     probs = gl.exp2(scores - gl.expand_dims(peak, 1))

@@ -64,7 +64,7 @@ def _attend(
     scale: gl.constexpr, q_heads: gl.constexpr, kv_heads: gl.constexpr,
     ROWS: gl.constexpr, HALF: gl.constexpr, PAGE: gl.constexpr,
     SPLITS: gl.constexpr, MIN_BLOCKS: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
-    EARLY: gl.constexpr = False,
+    WINDOW: gl.constexpr = 0, EARLY: gl.constexpr = False,
 ):  # fmt: skip
     """A program per tile, KV head and split. `scales_ptr`: as the format's cache has them; nothing
     of bfloat16."""
@@ -92,10 +92,16 @@ def _attend(
     token = gl.load(first_ptr + tile).to(gl.int64)
     table = table_ptr + gl.load(slot_ptr + tile).to(gl.int64) * table_stride
     blocks = position // PAGE + 1
+    if WINDOW:
+        before = gl.maximum(position - WINDOW + 1, 0) // PAGE
+        blocks -= before
     per_split = gl.maximum((blocks + SPLITS - 1) // SPLITS, MIN_BLOCKS)
     begin = split * per_split
     end = gl.minimum(begin + per_split, blocks)
     owner = end == blocks  # of the new key and value
+    if WINDOW:
+        begin += before
+        end += before
     if EARLY:
         gdc_launch_dependents()
     if begin >= end:
@@ -119,7 +125,7 @@ def _attend(
             row = ((first_page + pages[stage]).to(gl.int64) * kv_heads + kv_head) * (2 * PAGE)
             copy_page(
                 kv_ptr, scales_ptr, row, position - (begin + stage) * PAGE,
-                ring.index(stage), scales_ring.index(stage), PAGE, HALF, KIND,
+                ring.index(stage), scales_ring.index(stage), PAGE, HALF, KIND, WINDOW,
             )  # fmt: skip
         async_copy.commit_group()
     new_page = first_page + gl.load(page_ptr + token)
@@ -200,14 +206,14 @@ def _attend(
         gl.barrier()
         peak, weights, acc_low, acc_high = visit_page(
             tiles, scales, place, position - block * PAGE, q_low, q_high,
-            peak, weights, acc_low, acc_high, score_scale, KIND,
+            peak, weights, acc_low, acc_high, score_scale, KIND, WINDOW,
         )  # fmt: skip
         if block + STAGES < end:
             gl.barrier()
             at = ((first_page + page).to(gl.int64) * kv_heads + kv_head) * (2 * PAGE)
             copy_page(
                 kv_ptr, scales_ptr, at, position - (block + STAGES) * PAGE,
-                ring.index(place), scales_ring.index(place), PAGE, HALF, KIND,
+                ring.index(place), scales_ring.index(place), PAGE, HALF, KIND, WINDOW,
             )  # fmt: skip
         async_copy.commit_group()
 
@@ -288,6 +294,7 @@ def attend(
     config: Config,
     *,
     eps: float,
+    window: int | None = None,
     target: Target,
 ) -> tuple[Array, Array]:
     """`attention_inputs`, and `paged_attention` of tiles of one token: its result, and kv."""
@@ -304,9 +311,9 @@ def attend(
         tiles,
         config,
         eps=eps,
-        kind=BF16,
+        kind=BF16, window=window,
         target=target,
-    )
+    )  # fmt: skip
     return out, jax.freeze(cache)
 
 
@@ -324,6 +331,7 @@ def launch(
     *,
     eps: float,
     kind: gl.constexpr,
+    window: int | None = None,
     target: Target,
 ) -> Array:
     """Attention [tokens, q_heads, head_dim] of tiles of one token; their keys and values go into
@@ -349,7 +357,7 @@ def launch(
         scale=(2 * half) ** -0.5 * LOG2_E, q_heads=q_heads, kv_heads=kv_heads,
         ROWS=rows, HALF=half, PAGE=page_size,
         SPLITS=config.splits, MIN_BLOCKS=config.min_blocks, STAGES=config.num_stages,
-        KIND=kind.value,
+        KIND=kind.value, WINDOW=window or 0,
     )  # fmt: skip
     if config.splits == 1:
         return out
@@ -357,5 +365,6 @@ def launch(
     merge(
         tuple(sums), tiles, merged,
         tile_size=1, kv_heads=kv_heads, keys=page_size, min_blocks=config.min_blocks, target=target,
+        window=window,
     )  # fmt: skip
     return jax.freeze(merged)

@@ -68,12 +68,14 @@ def attend[Cache: Int8KV | Fp8KV](
     eps: float,
     tile_size: int,
     dtype: DTypeLike,
+    window: int | None = None,
     target: Target,
 ) -> tuple[Array, Cache]:
     """See `kv_format.attend`."""
     return _OP(
         qkv, kv, heads, tables, step,
-        layer=layer, eps=eps, tile_size=tile_size, dtype=jnp.dtype(dtype), target=target,
+        layer=layer, eps=eps, tile_size=tile_size, dtype=jnp.dtype(dtype), window=window,
+        target=target,
     )  # fmt: skip
 
 
@@ -89,12 +91,22 @@ def _streams(
 
 
 def _stream(
-    config: Any, qkv: Array, kv: Any, *rest: Any, layer: int, eps: float, target: Target, **_: Any
+    config: Any,
+    qkv: Array,
+    kv: Any,
+    *rest: Any,
+    layer: int,
+    eps: float,
+    window: int | None,
+    target: Target,
+    **_: Any,
 ) -> Any:
     from jaxserve_kernels.kv_format.eight_bit import triton
 
     heads, tables, step = rest
-    return triton.stream(qkv, kv, layer, heads, tables, step, config, eps=eps, target=target)
+    return triton.stream(
+        qkv, kv, layer, heads, tables, step, config, eps=eps, window=window, target=target
+    )
 
 
 def _kernels(_: None, qkv: Array, kv: Any, *rest: Any, layer: int, **options: Any) -> Any:

@@ -121,6 +121,7 @@ def attend[Cache: Int8KV | Fp8KV](
     eps: float,
     tile_size: int,
     dtype: DTypeLike,
+    window: int | None = None,
     target: Target,
 ) -> tuple[Array, Cache]:
     """See `kv_format.attend`; keys and values are rounded to the format, nothing else is."""
@@ -133,6 +134,7 @@ def attend[Cache: Int8KV | Fp8KV](
         step.tiles,
         tile_size=tile_size,
         page_size=kv.words.shape[4],
+        window=window,
         target=target,
     )
     return out.astype(dtype), kv

@@ -35,18 +35,23 @@ def attend[Cache: Int8KV | Fp8KV](
     eps: float,
     tile_size: int,
     dtype: DTypeLike,
+    window: int | None = None,
     target: Target,
 ) -> tuple[Array, Cache]:
     q, kv = write(qkv, kv, layer, heads, tables, step, eps=eps, dtype=dtype, target=target)
     if tile_size == 1:
         tiles = step.tiles.in_one_list()
-        return triton_attention.attend(q, kv, layer, step.page_table, tiles, target=target), kv
-    result = triton_expand.attend(q, kv, layer, step, tile_size=tile_size, target=target)
+        return triton_attention.attend(
+            q, kv, layer, step.page_table, tiles, window=window, target=target
+        ), kv
+    result = triton_expand.attend(
+        q, kv, layer, step, tile_size=tile_size, window=window, target=target
+    )
     if step.tiles.singles is None:
         return result, kv
     out = jax.new_ref(result)
     triton_attention.attend_some(
-        q, kv, layer, step.page_table, step.tiles.singles, out, target=target
+        q, kv, layer, step.page_table, step.tiles.singles, out, window=window, target=target
     )
     return jax.freeze(out), kv
 
@@ -82,6 +87,7 @@ def stream[Cache: Int8KV | Fp8KV](
     config: Config,
     *,
     eps: float,
+    window: int | None = None,
     target: Target,
 ) -> tuple[Array, Cache]:
     """Single tokens, by a kernel that computes what it needs of them."""
@@ -90,7 +96,7 @@ def stream[Cache: Int8KV | Fp8KV](
     out = triton_warps.launch(
         qkv, words, scales, layer, heads, tables, KVSlots(step.pages, step.offsets),
         step.page_table, step.tiles.in_one_list(), config,
-        eps=eps, kind=_kind(kv), target=target,
+        eps=eps, kind=_kind(kv), window=window, target=target,
     )  # fmt: skip
     kv = kv._replace(words=jax.freeze(words))
     return out, kv if isinstance(scales, Array) else kv._replace(scales=jax.freeze(scales))

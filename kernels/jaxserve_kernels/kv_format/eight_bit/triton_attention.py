@@ -18,6 +18,7 @@ from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
 from jaxserve_kernels.kv_format.eight_bit.triton_numbers import halves, numbers
 from jaxserve_kernels.paged_attention import QueryTiles, triton_singles
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
+from jaxserve_kernels.paged_attention.triton import first_block
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
@@ -30,9 +31,10 @@ def visit(
     block, q_low, q_high, peak, weight, acc_low, acc_high, words_ptr, scales_ptr, table, width,
     first_page, kv_head, last, scale,
     kv_heads: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-    FP8: tl.constexpr, FAST: tl.constexpr,
+    FP8: tl.constexpr, FAST: tl.constexpr, WINDOW: tl.constexpr = 0,
 ):  # fmt: skip
-    """One block of KEYS keys, of which those up to position `last` count."""
+    """One block of KEYS keys, of which those up to position `last` count; with a window only the
+    last WINDOW of them."""
     key_position = block * KEYS + tl.arange(0, KEYS)
     dim = tl.arange(0, HALF)
     if PAGE >= KEYS:
@@ -51,18 +53,24 @@ def visit(
     else:
         scores *= (tl.load(scales_ptr + kv_row) * scale)[None, :]
     scores = tl.where(key_position[None, :] <= last, scores, -1.0e30)
+    if WINDOW:
+        scores = tl.where(key_position[None, :] > last - WINDOW, scores, -1.0e30)
     new_peak = tl.maximum(peak, tl.max(scores, axis=1))
     probs = tl.exp2(scores - new_peak[:, None])
     shrink = tl.exp2(peak - new_peak)
     weight = weight * shrink + tl.sum(probs, axis=1)
     v_row = kv_row + PAGE
     values = words_ptr + v_row[:, None] * HALF + dim[None, :]
-    # What an earlier owner left past the end may be anything, even NaN.
+    # What an earlier owner left past the end may be anything, even NaN, and so may pages behind the
+    # window.
+    there = key_position <= last
+    if WINDOW:
+        there = there & (key_position > last - WINDOW)
     if FP8:
-        words = tl.load(values, mask=key_position[:, None] <= last, other=0)
+        words = tl.load(values, mask=there[:, None], other=0)
     else:
         words = tl.load(values)
-        probs *= tl.load(scales_ptr + v_row, mask=key_position <= last, other=0.0)[None, :]
+        probs *= tl.load(scales_ptr + v_row, mask=there, other=0.0)[None, :]
     v_low, v_high = halves(words, FP8, FAST)
     probs = probs.to(v_low.dtype)
     acc_low = tl.dot(probs, v_low, acc_low * shrink[:, None], input_precision="ieee")
@@ -75,7 +83,7 @@ def _visit_blocks(
     q_ptr, q_row, valid, words_ptr, scales_ptr, layer, num_pages, table, width, kv_head,
     begin, end, last, scale: tl.constexpr, kv_heads: tl.constexpr,
     ROWS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, FP8: tl.constexpr, FAST: tl.constexpr,
+    STAGES: tl.constexpr, FP8: tl.constexpr, FAST: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """What the queries in the rows `q_row` find in blocks of keys up to position `last`."""
     dim = tl.arange(0, HALF)
@@ -103,7 +111,7 @@ def _visit_blocks(
         peak, weight, acc_low, acc_high = visit(
             block, q_low, q_high, peak, weight, acc_low, acc_high, words_ptr, scales_ptr,
             table, width, first_page, kv_head, last, score_scale,
-            kv_heads, HALF, PAGE, KEYS, FP8, FAST,
+            kv_heads, HALF, PAGE, KEYS, FP8, FAST, WINDOW,
         )  # fmt: skip
     return peak, weight, acc_low * result_scale, acc_high * result_scale
 
@@ -126,7 +134,7 @@ def _attend(
     q_heads: tl.constexpr, kv_heads: tl.constexpr,
     ROWS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, FAST: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    WINDOW: tl.constexpr = 0, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -144,12 +152,17 @@ def _attend(
         valid = row < group
         q_row = first * q_heads + kv_head * group + row
         blocks = position // KEYS + 1
-        per_split = tl.cdiv(blocks, SPLITS)
-        begin = split * per_split
+        if WINDOW:
+            before = first_block(position, KEYS, WINDOW)
+            per_split = tl.cdiv(blocks - before, SPLITS)
+            begin = before + split * per_split
+        else:
+            per_split = tl.cdiv(blocks, SPLITS)
+            begin = split * per_split
         peak, weight, acc_low, acc_high = _visit_blocks(
             q_ptr, q_row, valid, words_ptr, scales_ptr, layer, num_pages, table, table_stride,
             kv_head, begin, tl.minimum(begin + per_split, blocks), position, scale, kv_heads,
-            ROWS, HALF, PAGE, KEYS, STAGES, FP8, FAST,
+            ROWS, HALF, PAGE, KEYS, STAGES, FP8, FAST, WINDOW,
         )  # fmt: skip
         if SPLITS == 1:
             total = weight[:, None]
@@ -169,7 +182,7 @@ def _attend_shares(
     num_pages, table_stride, scale: tl.constexpr,
     q_heads: tl.constexpr, kv_heads: tl.constexpr,
     ROWS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, FP8: tl.constexpr, FAST: tl.constexpr,
+    STAGES: tl.constexpr, FP8: tl.constexpr, FAST: tl.constexpr, WINDOW: tl.constexpr = 0,
 ):  # fmt: skip
     """As `paged_attention.triton_singles` does."""
     place = tl.program_id(0)
@@ -187,9 +200,9 @@ def _attend_shares(
         peak, weight, acc_low, acc_high = _visit_blocks(
             q_ptr, q_row, valid, words_ptr, scales_ptr, layer, num_pages, table, table_stride,
             kv_head, begin, end, last, scale, kv_heads,
-            ROWS, HALF, PAGE, KEYS, STAGES, FP8, FAST,
+            ROWS, HALF, PAGE, KEYS, STAGES, FP8, FAST, WINDOW,
         )  # fmt: skip
-        if (begin == 0) & (end > last // KEYS):
+        if (begin == first_block(last, KEYS, WINDOW)) & (end > last // KEYS):
             total = weight[:, None]
             _store_rows(out_ptr, q_row, valid, acc_low / total, acc_high / total)
         else:
@@ -243,6 +256,7 @@ def attend(
     page_table: Array,
     tiles: QueryTiles,
     *,
+    window: int | None = None,
     target: Target,
 ) -> Array:
     """Attention of single tokens, q [tokens, q_heads, head_dim]."""
@@ -268,7 +282,8 @@ def attend(
         scale=head_dim**-0.5 * LOG2_E,
         q_heads=q_heads, kv_heads=kv_heads,
         ROWS=rows, HALF=half, PAGE=page_size, KEYS=KEYS,
-        SPLITS=config.splits, STAGES=config.num_stages, **numbers(q.dtype, kv, target=target),
+        SPLITS=config.splits, STAGES=config.num_stages, WINDOW=window or 0,
+        **numbers(q.dtype, kv, target=target),
     )  # fmt: skip
     if config.splits == 1:
         return result
@@ -292,6 +307,7 @@ def attend_some(
     tiles: QueryTiles,
     out: jax.Ref,
     *,
+    window: int | None = None,
     target: Target,
 ) -> None:
     """The same of as many tiles as there are, beside chunks: stored in `out`. Few of them share
@@ -299,7 +315,7 @@ def attend_some(
     num_pages, kv_heads, _, page_size, half = kv.words.shape[1:]
     q_heads, head_dim = q.shape[1:]
     rows = _rows(q, kv)
-    shares, parts = triton_singles.share(tiles, keys=KEYS)
+    shares, parts = triton_singles.share(tiles, keys=KEYS, window=window)
     written = triton_call(
         q, kv.words, kv.scales, layer, page_table, *shares, out,
         kernel=_attend_shares,
@@ -311,7 +327,7 @@ def attend_some(
         num_pages=num_pages, table_stride=page_table.shape[1],
         scale=head_dim**-0.5 * LOG2_E,
         q_heads=q_heads, kv_heads=kv_heads,
-        ROWS=rows, HALF=half, PAGE=page_size, KEYS=KEYS, STAGES=3,
+        ROWS=rows, HALF=half, PAGE=page_size, KEYS=KEYS, STAGES=3, WINDOW=window or 0,
         **numbers(q.dtype, kv, target=target),
     )  # fmt: skip
     triton_singles.merge(written, parts, out, target=target)

@@ -44,17 +44,28 @@ def _expand(
 
 
 def attend(
-    q: Array, kv: Int8KV | Fp8KV, layer: int, step: AttentionStep, *, tile_size: int, target: Target
+    q: Array,
+    kv: Int8KV | Fp8KV,
+    layer: int,
+    step: AttentionStep,
+    *,
+    tile_size: int,
+    window: int | None = None,
+    target: Target,
 ) -> Array:
     """Attention of the tiles that are not single tokens."""
     num_pages, kv_heads, _, page_size, half = kv.words.shape[1:]
     slots, width = step.page_table.shape
     each = chunks.of_tiles(step.tiles, slots)
-    places = chunks.divide(
-        (each.end + page_size - 1) // page_size, chunks.capacity(width * page_size) // page_size
-    )
+    counts = (each.end + page_size - 1) // page_size
+    behind = None
+    if window is not None:  # pages that no token of the chunk sees
+        behind = jnp.maximum(each.start - window + 1, 0) // page_size
+        counts = jnp.maximum(counts - behind, 0)
+    places = chunks.divide(counts, chunks.capacity(width * page_size) // page_size)
     count = places.slot.shape[0]
-    pages = step.page_table.at[places.slot, places.number].get(mode="clip")
+    number = places.number if behind is None else places.number + behind[places.slot]
+    pages = step.page_table.at[places.slot, number].get(mode="clip")
     expanded = triton_call(
         kv.words, kv.scales, pages, places.taken,
         kernel=_expand,
@@ -66,6 +77,11 @@ def attend(
         layer=layer, num_pages=num_pages,
         kv_heads=kv_heads, HALF=half, PAGE=page_size, **numbers(q.dtype, kv, target=target),
     )  # fmt: skip
-    table = jnp.minimum(places.first[:, None] + jnp.arange(width, dtype=jnp.int32), count - 1)
+    first = places.first if behind is None else places.first - behind
+    table = jnp.minimum(first[:, None] + jnp.arange(width, dtype=jnp.int32), count - 1)
+    if behind is not None:
+        table = jnp.maximum(table, 0)
     tiles = step.tiles._replace(singles=None)
-    return paged_attention(q, expanded, 0, table, tiles, tile_size=tile_size, target=target)
+    return paged_attention(
+        q, expanded, 0, table, tiles, tile_size=tile_size, window=window, target=target
+    )

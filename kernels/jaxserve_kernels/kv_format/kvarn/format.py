@@ -68,12 +68,14 @@ def attend(
     eps: float,
     tile_size: int,
     dtype: DTypeLike,
+    window: int | None = None,
     target: Target,
 ) -> tuple[Array, KVarNKV]:
     """See `kv_format.attend`."""
     return _OP(
         qkv, kv, heads, tables, step,
-        layer=layer, eps=eps, tile_size=tile_size, dtype=jnp.dtype(dtype), target=target,
+        layer=layer, eps=eps, tile_size=tile_size, dtype=jnp.dtype(dtype), window=window,
+        target=target,
     )  # fmt: skip
 
 
@@ -88,10 +90,11 @@ def end_step(kv: KVarNKV, step: AttentionStep, *, tile_size: int, target: Target
 
 def _kernels(
     qkv: Array, kv: KVarNKV, heads: Any, tables: Any, step: AttentionStep, *,
-    tile_size: int, target: Target, **_: Any,
+    tile_size: int, target: Target, window: int | None = None, **_: Any,
 ) -> Refusal | None:  # fmt: skip
     if not target.uses_triton():
         return NO_KERNELS
+    assert window is None, "the start refuses windows with KVarN on a GPU"
     ends = _ends(kv, step, tile_size, target=target)
     return None if ends else Refusal("the kernels that encode do not compile")
 

@@ -25,7 +25,7 @@ from jaxserve_kernels.kv_format.kvarn.layout import (
     decode_tiles,
     encode_tiles,
 )
-from jaxserve_kernels.paged_attention.reference import Softmax, tile_tokens
+from jaxserve_kernels.paged_attention.reference import Softmax, first_seen, tile_tokens
 
 
 def attend(
@@ -39,13 +39,15 @@ def attend(
     eps: float,
     tile_size: int,
     dtype: DTypeLike,
+    window: int | None = None,
 ) -> tuple[Array, KVarNKV]:
     """See `kv_format.attend`."""
     parts = heads_of(qkv, heads, tables, kv_heads=kv.raw.shape[3], eps=eps, dtype=dtype)
     q, k, v = (rotate(part) for part in parts)
     fresh = jnp.stack([k, v], axis=2).astype(kv.raw.dtype)  # [tokens, kv_heads, 2, head_dim]
     kv = encode_filled(kv, layer, fresh, step)
-    out = rotate(attend_rotated(q, kv, layer, fresh, step, tile_size=tile_size)).astype(dtype)
+    out = attend_rotated(q, kv, layer, fresh, step, tile_size=tile_size, window=window)
+    out = rotate(out).astype(dtype)
     # Else nothing in the data says that sinks and tails are read before they are written, and XLA
     # copies all of them in each layer.
     out, fresh = lax.optimization_barrier((out, fresh))
@@ -93,7 +95,14 @@ def kept(step: AttentionStep, group: int) -> Array:
 
 
 def attend_rotated(
-    q: Array, kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep, *, tile_size: int
+    q: Array,
+    kv: KVarNKV,
+    layer: int,
+    fresh: Array,
+    step: AttentionStep,
+    *,
+    tile_size: int,
+    window: int | None = None,
 ) -> Array:
     """Attention in the rotated basis, float32 [tokens, q_heads, head_dim]."""
     num_tokens, q_heads, head_dim = q.shape
@@ -121,6 +130,8 @@ def attend_rotated(
         keys, values = block  # [tiles, kv_heads, group, head_dim]
         scores = jnp.einsum("nhgtd,nhkd->nhgtk", queries, keys) * head_dim**-0.5
         seen = rows[:, :, None] & (positions_[:, None, :] <= positions[:, :, None])
+        if window is not None:
+            seen &= positions_[:, None, :] > positions[:, :, None] - window
         # What nobody sees may be anything, even NaN of an earlier owner.
         used = (seen & real[:, :, None]).any(axis=1)
         values = jnp.where(used[:, None, :, None], values, 0)
@@ -128,7 +139,8 @@ def attend_rotated(
 
     longest = jnp.max(jnp.where(tiles.length > 0, tiles.position + tiles.length, 0))
     pages = lax.div(longest + group - 1, group)
-    total = lax.fori_loop(0, pages, visit, Softmax.start(queries.shape)).total
+    before = 0 if window is None else lax.div(jnp.min(first_seen(tiles, window)), group)
+    total = lax.fori_loop(before, pages, visit, Softmax.start(queries.shape)).total
     out = total.transpose(0, 3, 1, 2, 4).reshape(-1, tile_size, q_heads, head_dim)
     return jnp.zeros(q.shape, jnp.float32).at[tokens].set(out, mode="drop")
 

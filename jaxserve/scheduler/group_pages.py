@@ -1,0 +1,131 @@
+"""One cache group in the scheduler: its pool, and which of its pages a sequence needs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from jaxserve.config import PagedGroup
+from jaxserve.scheduler.pages import PagePool
+from jaxserve.scheduler.sequence import Sequence
+
+
+class GroupPages:
+    """The pages of one cache group.
+
+    Without a window a sequence holds all its pages from its admission on. With one it holds the
+    pages that the window of its next position covers, and those that the steps planned so far fill:
+    it gets pages as its chunks are planned, and gives those back that are wholly behind the window.
+    A page may go to another sequence in the very plan in which it is given back: no row of that
+    plan reads it, and plans before run first.
+    """
+
+    def __init__(self, group: PagedGroup, number: int, *, page_size: int, step_tokens: int):
+        self.pool = PagePool(group.num_pages)
+        self.window = group.window
+        self.number = number
+        self.max_pages = 0
+        """Pages that the running sequences hold if each grows to its limit."""
+        self._group, self._page_size, self._step_tokens = group, page_size, step_tokens
+
+    def max_pages_of(self, seq: Sequence) -> int:
+        """Returns the most pages that the sequence may hold. Its last token is never computed."""
+        return self._group.pages_of(seq.limit - 1, self._page_size, self._step_tokens)
+
+    def pages_of(self, tokens: int) -> int:
+        """Returns how many pages a decoding sequence of `tokens` tokens holds at most."""
+        return self._group.pages_of(tokens, self._page_size)
+
+    def first_page(self, position: int) -> int:
+        """Returns the first page that the query at `position` reads."""
+        if self.window is None:
+            return 0
+        return max(position - self.window + 1, 0) // self._page_size
+
+    def cached(self, hashes: list[bytes], count: int) -> int:
+        """Returns the most pages, up to `count`, after which a sequence could go on: all that it
+        would read of the group are cached."""
+        if self.window is None:
+            return len(self.pool.find(hashes[:count]))
+        number = count
+        while number > self.first_page(count * self._page_size):
+            number -= 1
+            if self.pool.page_of(hashes[number]) is None:
+                count = number
+        return count
+
+    def hit(self, hashes: list[bytes]) -> list[int]:
+        """Returns the page table of a sequence that goes on after cached pages, 0 for those that it
+        does not read. All it reads are cached."""
+        first = self.first_page(len(hashes) * self._page_size)
+        return [0] * first + self.pool.find(hashes[first:])
+
+    def new_pages(self, seq: Sequence, hit: list[int]) -> int:
+        """Returns how many pages an admission takes beside the cached ones."""
+        held = len(hit) - self.first_page(len(hit) * self._page_size)
+        return max(self.pages_of(len(seq.tokens)) - held, 0)
+
+    def free_pages_needed(self, seq: Sequence, hit: list[int]) -> int:
+        """Returns how many free pages an admission takes. Cached ones without a holder are free."""
+        free = sum(page > 0 and not self.pool.holders(page) for page in hit)
+        return self.new_pages(seq, hit) + free
+
+    def pages(self, seq: Sequence) -> list[int]:
+        """Returns the sequence's page table; 0 for pages that it gave back or never had."""
+        return seq.pages[self.number]
+
+    def held(self, seq: Sequence) -> list[int]:
+        """Returns the pages that the sequence holds."""
+        return seq.pages[self.number][seq.behind[self.number] :]
+
+    def own(self, seq: Sequence) -> int:
+        """Returns how many pages it holds that did not come from the prefix cache."""
+        return len(seq.pages[self.number]) - max(seq.shared, seq.behind[self.number])
+
+    def take(self, seq: Sequence, hit: list[int]) -> None:
+        """Give a sequence its cached pages, and without a window those of all its tokens.
+
+        OutOfPages, and no change, if too few are free.
+        """
+        cached = hit[self.first_page(len(hit) * self._page_size) :]
+        self.pool.share(cached)
+        new = 0 if self.window is not None else -(-len(seq.tokens) // self._page_size) - len(hit)
+        seq.pages.append(hit + self.pool.allocate(new))
+        seq.behind.append(len(hit) - len(cached))
+        self.max_pages += self.max_pages_of(seq)
+
+    def append(self, seq: Sequence, count: int = 1) -> list[int]:
+        """Give a sequence its next pages, which it fills. OutOfPages if too few are free."""
+        pages = self.pool.allocate(count)
+        seq.pages[self.number] += pages
+        return pages
+
+    def slide(self, seq: Sequence) -> None:
+        """Take back the pages that are wholly behind the window of the next position to plan."""
+        first, behind = self.first_page(seq.computed), seq.behind[self.number]
+        if first > behind:
+            table = seq.pages[self.number]
+            self.pool.release(table[behind:first])
+            table[behind:first] = [0] * (first - behind)
+            seq.behind[self.number] = first
+
+    def publish(self, seq: Sequence, hashes: list[bytes], first: int) -> None:
+        """Publish pages number `first` and later under their hashes, if the sequence has them."""
+        table = seq.pages[self.number]
+        for number in range(max(first, seq.behind[self.number]), len(hashes)):
+            self.pool.publish(table[number], hashes[number])
+
+    def release(self, seq: Sequence) -> None:
+        """Take back all pages."""
+        self.pool.release(self.held(seq))
+        self.max_pages -= self.max_pages_of(seq)
+
+    def check(self, running: Collection[Sequence]) -> None:
+        """AssertionError unless the running sequences hold all pages in use."""
+        self.pool.check()
+        held = Counter(page for seq in running for page in self.held(seq))
+        for page in range(self.pool.num_total + 1):
+            assert self.pool.holders(page) == held[page], f"page {page}: wrong number of holders"
+        assert self.max_pages == sum(map(self.max_pages_of, running))
+        for seq in running:
+            assert len(self.held(seq)) <= self.max_pages_of(seq), "it holds more than it may"
