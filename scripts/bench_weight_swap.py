@@ -47,16 +47,20 @@ def main() -> None:
 async def measure(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
     """Returns seconds between tokens without a change, and what each change took."""
     arrivals: dict[int, list[float]] = {number: [] for number in range(options.streams)}
-    tokens = options.max_model_len - 64
-    params = SamplingParams(max_tokens=tokens, temperature=0.0)
+    tokens = options.max_model_len // 2
+    params = SamplingParams(max_tokens=tokens, min_tokens=tokens, temperature=0.0)
 
     async def stream(number: int) -> None:
-        async for _ in engine.stream([number + 1] * 32, params):
-            arrivals[number].append(time.perf_counter())
+        while True:
+            async for _ in engine.stream([number + 1] * 32, params):
+                arrivals[number].append(time.perf_counter())
 
     streams = [asyncio.create_task(stream(number)) for number in arrivals]
     while not all(arrivals.values()):
         await asyncio.sleep(0.01)
+        for task in streams:
+            if task.done():
+                task.result()
     begun = time.perf_counter()
     await asyncio.sleep(3.0)
     undisturbed = gaps(arrivals, begun, time.perf_counter())
