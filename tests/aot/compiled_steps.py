@@ -43,4 +43,5 @@ def inspect(*flags: str) -> dict[str, dict[str, Any]]:
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr[-3000:]
+    assert "does not compile" not in result.stderr, result.stderr[-3000:]  # no kernel gave way
     return {report["bucket"]: report for report in json.loads(result.stdout)}

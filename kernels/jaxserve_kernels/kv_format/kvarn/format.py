@@ -127,7 +127,9 @@ def _stream(
     )
 
 
-def _run(_: None, qkv: Array, kv: KVarNKV, *rest: Any, layer: int, **options: Any) -> Any:
+def _run(
+    _: None, qkv: Array, kv: KVarNKV, *rest: Any, layer: int, window: None, **options: Any
+) -> Any:
     from jaxserve_kernels.kv_format.kvarn import triton
 
     return triton.attend(qkv, kv, layer, *rest, **options)
