@@ -54,8 +54,9 @@ class KVCacheManager:
 
     @property
     def pages(self) -> PagePool:
-        """The pool of the first group."""
-        return self.groups[0].pool
+        """The pool with the smallest share of free pages; of equal ones that of the first group."""
+        pools = (group.pool for group in self.groups)
+        return min(pools, key=lambda pool: pool.num_free / max(pool.num_total, 1))
 
     @property
     def num_free_slots(self) -> int:

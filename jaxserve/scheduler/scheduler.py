@@ -119,7 +119,7 @@ class Scheduler:
 
     @property
     def pages(self) -> PagePool:
-        """The pages of the first cache group."""
+        """The pages of the fullest cache group, which limits admission."""
         return self._kv_cache.pages
 
     @property
@@ -464,7 +464,7 @@ class Scheduler:
 
     def change_weights(self, version: int) -> None:
         """Never find again what earlier weights computed. Running sequences keep their pages."""
-        self.pages.forget()
+        self._kv_cache.forget()
         self._weights = version
         for seq in self._waiting:
             seq.begin_again(self._root(seq.salt))

@@ -103,3 +103,21 @@ def test_each_pool_reports_the_pages_that_it_gives_out_again() -> None:
         pool.on_evict = lambda page, content, group=group: evicted.append((group, page))
     run(sched, "a", 30, 2)
     assert evicted and {group for group, _ in evicted} == {1}
+
+
+def test_no_group_keeps_what_earlier_weights_computed() -> None:
+    sched = scheduler(full=32, windows=[(8, 5)])
+    run(sched, "a", 12, 2)
+    assert all(pool.num_published for pool in sched.pools)
+    sched.change_weights(1)
+    assert not any(pool.num_published for pool in sched.pools)
+
+
+def test_the_fullest_group_says_how_full_the_cache_is() -> None:
+    sched = scheduler(full=64, windows=[(8, 5)])
+    assert sched.pages is sched.pools[0]
+    sched.add(request("a", 12, max_tokens=4))
+    commit(sched, planned(sched))
+    full, window = sched.pools
+    assert window.num_free / window.num_total < full.num_free / full.num_total
+    assert sched.pages is window
