@@ -201,6 +201,15 @@ PROOFS = {
             ),
         ),
     ),
+    "weight-swap": Proof(
+        "changes of the weights beside 32 streams and in place: seconds of loading, and the gaps"
+        " that streams see",
+        5,
+        (
+            "scripts/random_checkpoint.py qwen3-4b {cache}/models/swap",
+            "scripts/bench_weight_swap.py --model {cache}/models/swap --json {out}/swap.json",
+        ),
+    ),
     "goodput": Proof(
         "the study's mix in order of arrival and by deadline, where fcfs has half of it in time and"
         " at twice that rate",
