@@ -20,6 +20,10 @@ from jaxserve.server.time_limit import time_limit
 
 log = logging.getLogger(__name__)
 
+WEIGHTS_HEADER = "x-jaxserve-weights"
+"""Of answers: the version of the weights that computed them; several after a change on the way.
+Also a comment before a stream's last events, if a change came after its header."""
+
 
 class Events(Protocol):
     """One API's way to put deltas into events."""
@@ -48,6 +52,10 @@ async def streamed(
     an event of the stream."""
     service = arrival.service
     async with EventStream(arrival.request, headers, service.config.keep_alive_interval) as stream:
+
+        async def end(events: bytes) -> None:
+            await stream.send(_later_weights(stream, generation) + events)
+
         try:
             async with time_limit(service, arrival.at) as patience:
                 async for together in deltas:
@@ -58,23 +66,36 @@ async def streamed(
                             await _send_first(arrival, stream, events, generation, choice)
                         else:
                             await stream.send(events)
-            await stream.send(reply.last_events())
+            await end(reply.last_events())
         except ApiError as error:
             if not stream.started:
                 raise
-            await stream.send(reply.error_events(error))
+            await end(reply.error_events(error))
         except (Rejected, Overloaded, EngineFailed) as error:
             if not stream.started:
                 raise
-            await stream.send(reply.error_events(api_error(service, error)))
+            await end(reply.error_events(api_error(service, error)))
         except ConnectionError:
             raise  # nobody is left to be told
         except Exception:
             if not stream.started:
                 raise
             log.exception("an answer that had begun failed: %s", arrival.id)
-            await stream.send(reply.error_events(internal_error()))
+            await end(reply.error_events(internal_error()))
     return stream.response
+
+
+def named(versions: set[int]) -> str:
+    """Returns versions of the weights as the header has them."""
+    return ",".join(map(str, sorted(versions)))
+
+
+def _later_weights(stream: EventStream, generation: Generation) -> bytes:
+    """Returns a comment that names the versions of the weights, if the header named others."""
+    names = named(generation.weights)
+    if not stream.started or not names or stream.response.headers.get(WEIGHTS_HEADER) == names:
+        return b""
+    return f": {WEIGHTS_HEADER}: {names}\n\n".encode()
 
 
 async def _send_first(

@@ -12,9 +12,7 @@ from jaxserve.server.errors import ApiError, json_response
 from jaxserve.server.reply import GENERATION
 from jaxserve.server.request.parse import read_fields
 from jaxserve.server.service import SERVICE, Service
-
-HEADER = "x-jaxserve-weights"
-"""Of answers: the version of the weights that computed them; several after a change on the way."""
+from jaxserve.server.streaming import WEIGHTS_HEADER, named
 
 
 class WeightsRequest(msgspec.Struct, kw_only=True):
@@ -131,7 +129,7 @@ async def name_weights(request: web.Request, response: web.StreamResponse) -> No
     generation = request.get(GENERATION)
     if generation is not None:
         versions = generation.weights or {request.app[SERVICE].engine.weights.version}
-        response.headers[HEADER] = ",".join(map(str, sorted(versions)))
+        response.headers[WEIGHTS_HEADER] = named(versions)
 
 
 def _accepting(request: web.Request) -> Service:

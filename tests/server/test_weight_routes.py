@@ -72,8 +72,7 @@ async def test_pause_resume_sleep_and_wake(serve: Serve) -> None:
         assert status == 400 and "must be one of" in body["error"]["message"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
+EVERY_API = pytest.mark.parametrize(
     ("path", "body"),
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
@@ -82,6 +81,10 @@ async def test_pause_resume_sleep_and_wake(serve: Serve) -> None:
         ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}),
     ],
 )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@EVERY_API
 async def test_answers_name_their_weights(
     serve: Serve, path: str, body: dict[str, Any], stream: bool
 ) -> None:
@@ -92,3 +95,32 @@ async def test_answers_name_their_weights(
         assert reply.headers["x-jaxserve-weights"] == "4"
     async with aiohttp.request("GET", url.removesuffix(path) + "/health") as reply:
         assert "x-jaxserve-weights" not in reply.headers
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@EVERY_API
+async def test_the_end_of_a_stream_names_weights_that_its_header_could_not(
+    serve: Serve, path: str, body: dict[str, Any], fails: bool
+) -> None:
+    step = asyncio.Semaphore(0)
+    url = await serve(engine := FakeEngine(b"abc", step=step, fail_after=2 if fails else None))
+    engine.version = 4
+    step.release()
+    body = {"model": "tiny", "stream": True} | body
+    async with aiohttp.request("POST", url + path, json=body) as reply:
+        assert reply.headers["x-jaxserve-weights"] == "4"
+        engine.version = 5
+        for _ in range(9):
+            step.release()
+        blocks = (await reply.text()).removesuffix("\n\n").split("\n\n")
+    named = [number for number, block in enumerate(blocks) if block.startswith(":")]
+    assert [blocks[number] for number in named] == [": x-jaxserve-weights: 4,5"]
+    after = "".join(blocks[named[0] :])
+    assert "error" in after if fails else after.count("data: ") >= 1
+
+
+async def test_a_stream_of_one_version_has_no_comment(serve: Serve) -> None:
+    url = await serve(FakeEngine(b"abc"))
+    body = {"model": "tiny", "stream": True, "prompt": "a"}
+    async with aiohttp.request("POST", f"{url}/v1/completions", json=body) as reply:
+        assert not [line for line in (await reply.text()).splitlines() if line.startswith(":")]
