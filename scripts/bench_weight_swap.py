@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--swaps", type=int, default=3, help="of each kind")
-    parser.add_argument("--kv-cache-memory-bytes", default="16Gi")
+    parser.add_argument("--kv-cache-memory-bytes", default="24Gi")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args()
