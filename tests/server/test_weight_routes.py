@@ -92,6 +92,7 @@ async def test_answers_name_their_weights(
     engine.version = 4
     url, body = url + path, {"model": "tiny", "stream": stream} | body
     async with aiohttp.request("POST", url, json=body) as reply:
+        assert reply.status == 200, await reply.text()
         assert reply.headers["x-jaxserve-weights"] == "4"
     async with aiohttp.request("GET", url.removesuffix(path) + "/health") as reply:
         assert "x-jaxserve-weights" not in reply.headers
