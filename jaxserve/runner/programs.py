@@ -25,7 +25,7 @@ from jaxserve.runner import (
 )
 from jaxserve.runner.batch import Bucket
 from jaxserve.runner.step import DeviceState, run_step
-from jaxserve_kernels.kv_format import AUTO, CacheShape, KVFormat, has_scales, largest_magnitudes
+from jaxserve_kernels.kv_format import AUTO, CacheShape, KVFormat
 from jaxserve_kernels.sampler import SlotTables
 from jaxserve_kernels.target import Target
 
@@ -163,7 +163,7 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
         )
 
     updates = _abstract((2 * FLUSH_UPDATES,), jnp.int32)
-    scaled = has_scales(config.kv_format)
+    scaled = config.kv_format.has_scales
     return [
         *(step(bucket) for bucket in config.all_buckets()),
         Program(name="flush", function=_flush, arguments=(state.sequences, updates), donated=(0,)),
@@ -174,7 +174,9 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
         Program(name="state", function=empty, arguments=(), details=repr(state)),
         *(
             Program(
-                name=f"{LARGEST_MAGNITUDES}{group}", function=largest_magnitudes, arguments=(kv,)
+                name=f"{LARGEST_MAGNITUDES}{group}",
+                function=config.kv_format.largest_magnitudes,
+                arguments=(kv,),
             )
             for group, kv in enumerate(state.kv)
             if scaled
