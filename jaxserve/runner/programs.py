@@ -86,9 +86,9 @@ class RunnerConfig:
         return slot_tables.abstract(self.scheduler.max_num_seqs, self.spec.vocab_size)
 
     @property
-    def attended(self) -> decoder.Attended:
+    def pre_mlp(self) -> decoder.PreMLP:
         """Abstract."""
-        return decoder.abstract_attended(self.spec, self.dtype, self.buckets.prefill[-1])
+        return decoder.abstract_pre_mlp(self.spec, self.dtype, self.buckets.prefill[-1])
 
     @property
     def results_shape(self) -> tuple[int, int]:
@@ -127,7 +127,7 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
         kv=tuple(config.kv_format.abstract(each, config.dtype) for each in config.kv_shapes),
         sequences=_abstract(config.sequences_shape, jnp.int32),
         tables=config.tables,
-        attended=config.attended,
+        pre_mlp=config.pre_mlp,
         results=_abstract(config.results_shape, jnp.int32),
     )
 
@@ -158,7 +158,7 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
             kv=kv,
             sequences=jnp.zeros(config.sequences_shape, jnp.int32),
             tables=jax.tree.map(zeros, config.tables),
-            attended=jax.tree.map(zeros, config.attended),
+            pre_mlp=jax.tree.map(zeros, config.pre_mlp),
             results=zeros(state.results),
         )
 
@@ -184,7 +184,7 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
         *slot_tables.programs(config.tables),
         prompt_scores.program(
             params,
-            state.attended,
+            state.pre_mlp,
             spec=config.spec,
             rows=config.scheduler.max_num_seqs,
             sampled_vocab=config.sampled_vocab,

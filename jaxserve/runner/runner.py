@@ -107,7 +107,7 @@ class Runner:
         self._largest = [executables.get(f"{LARGEST_MAGNITUDES}{group}") for group in groups]
         self._state, self._free_results = self._fresh_state()
         prepare(self)
-        scored = self._scorer.warm(self._params, self._state.attended)
+        scored = self._scorer.warm(self._params, self._state.pre_mlp)
         for done, bucket in enumerate(self._buckets, start=1):
             self._warm(bucket)
             progress("warming", done / len(self._buckets))
@@ -149,7 +149,7 @@ class Runner:
         results = self._execute(bucket, packed)
         self._in_flight = results
         results.copy_to_host_async()
-        scores = self._scorer.launch(self._params, self._state.attended, plan)
+        scores = self._scorer.launch(self._params, self._state.pre_mlp, plan)
         return Pending(plan, results, scores, bucket, started, late)
 
     def collect(self, pending: Pending) -> list[Sampled | None]:

@@ -81,7 +81,7 @@ class EnginePlan:
             kv_cache=kv_cache.total_bytes(config.kv_format, config.kv_shapes, config.dtype),
             state=rows * columns * 4
             + slot_tables.num_bytes(config.tables)
-            + memory.tree_bytes(config.attended)
+            + memory.tree_bytes(config.pre_mlp)
             + results,
             temporaries=temporaries,
         )

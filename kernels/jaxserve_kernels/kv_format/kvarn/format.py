@@ -160,7 +160,7 @@ def _ends(kv: KVarNKV, step: AttentionStep, tile_size: int, *, target: Target) -
     undone."""
     from jaxserve_kernels.kv_format.kvarn import triton  # needs Triton: only for GPUs
 
-    own = target.replace(pdl=False)  # it is no part of a chain
+    own = target.replace(pdl=False)  # it is launched on its own
     end = functools.partial(triton.end_step, tile_size=tile_size, target=own)
     if tile_size > 1:
         return True
