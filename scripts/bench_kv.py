@@ -63,14 +63,7 @@ from jaxserve.runner.runner import Pending, Runner, on_compile
 from jaxserve.scheduler import Scheduler
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_checkpoints.resolve import EMBEDDED_NAME, embedded_model
-from jaxserve_kernels.kv_format import (
-    NAMES,
-    fixed_bytes,
-    max_chunk_context,
-    named,
-    own_tokens,
-    page_bytes,
-)
+from jaxserve_kernels.kv_format import NAMES, named
 
 DENSE_PAGE = 64
 
@@ -321,12 +314,12 @@ def make_served(
     pages = kv_cache.fit_pages(kv_format, groups, args.dtype, budget, demand)
     config = RunnerConfig(
         spec=spec,
-        cache=kv_cache.cache_config(spec, pages, page_size, own_tokens(kv_format)),
+        cache=kv_cache.cache_config(spec, pages, page_size, kv_format.own_tokens),
         scheduler=SchedulerConfig(
             max_num_seqs=most,
             max_model_len=args.max_model_len,
             max_num_batched_tokens=args.prefill[-1],
-            max_chunk_context=max_chunk_context(kv_format, args.max_model_len, page_size=page_size),
+            max_chunk_context=kv_format.max_chunk_context(args.max_model_len, page_size=page_size),
         ),
         buckets=Buckets(decode=decode, prefill=tuple(args.prefill)),
         dtype=args.dtype,
@@ -342,8 +335,8 @@ def capacity(config: RunnerConfig, context: int) -> dict[str, Any]:
     (shape,) = config.kv_shapes
     per_sequence = -(-context // shape.page_size)
     return {
-        "page_bytes": page_bytes(config.kv_format, shape, config.dtype),
-        "fixed_bytes": fixed_bytes(config.kv_format, shape, config.dtype),
+        "page_bytes": config.kv_format.page_bytes(shape, config.dtype),
+        "fixed_bytes": config.kv_format.fixed_bytes(shape, config.dtype),
         "tokens": config.cache.usable_tokens,
         "sequences": config.cache.usable_pages // per_sequence,
     }

@@ -40,7 +40,7 @@ from jaxserve.plan import Admission, PageEntry, Row, StepPlan
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
 from jaxserve_checkpoints.dummy import dummy_params
-from jaxserve_kernels.kv_format import NAMES, max_chunk_context, named, own_tokens
+from jaxserve_kernels.kv_format import NAMES, named
 from jaxserve_kernels.paged_attention import tile_tokens
 
 LONGEST = 40_960
@@ -171,12 +171,12 @@ def make_runner(spec: ModelSpec, args: argparse.Namespace) -> tuple[Runner, Runn
     pages = 1 + -(-longest // page_size) + args.decodes * per_decode
     config = RunnerConfig(
         spec=spec,
-        cache=CacheConfig(num_pages=pages, page_size=page_size, own_tokens=own_tokens(kv_format)),
+        cache=CacheConfig(num_pages=pages, page_size=page_size, own_tokens=kv_format.own_tokens),
         scheduler=SchedulerConfig(
             max_num_seqs=min(256, max(args.buckets)),
             max_model_len=LONGEST,
             max_num_batched_tokens=max(args.buckets),
-            max_chunk_context=max_chunk_context(kv_format, LONGEST, page_size=page_size),
+            max_chunk_context=kv_format.max_chunk_context(LONGEST, page_size=page_size),
         ),
         buckets=Buckets(decode=(1,), prefill=tuple(args.buckets)),
         dtype=jnp.bfloat16,

@@ -56,7 +56,7 @@ from jaxserve.runner.runner import Runner
 from jaxserve.startup.memory import tree_bytes
 from jaxserve.weights.fp8_copy import copying_programs, with_copies
 from jaxserve_checkpoints.dummy import dummy_params
-from jaxserve_kernels.kv_format import NAMES, max_chunk_context, named, own_tokens, page_bytes
+from jaxserve_kernels.kv_format import NAMES, named
 from jaxserve_kernels.matmul import as_read
 from jaxserve_kernels.paged_attention import tile_tokens
 from jaxserve_kernels.records import installed
@@ -213,12 +213,12 @@ def make_runner(
     pages = kv_cache.fit_pages(kv_format, groups, jnp.bfloat16, budget, demand)
     config = RunnerConfig(
         spec=spec,
-        cache=kv_cache.cache_config(spec, pages, page_size, own_tokens(kv_format)),
+        cache=kv_cache.cache_config(spec, pages, page_size, kv_format.own_tokens),
         scheduler=SchedulerConfig(
             max_num_seqs=max(args.batch),
             max_model_len=longest,
             max_num_batched_tokens=512,
-            max_chunk_context=max_chunk_context(kv_format, longest, page_size=page_size),
+            max_chunk_context=kv_format.max_chunk_context(longest, page_size=page_size),
         ),
         buckets=Buckets(decode=tuple(sorted(set(args.batch))), prefill=(512,)),
         dtype=jnp.bfloat16,
@@ -246,7 +246,7 @@ def pages_for(tokens: int, config: RunnerConfig) -> int:
 def token_bytes(config: RunnerConfig) -> float:
     """Of a full page's token, in all layers."""
     (shape,) = config.kv_shapes
-    return page_bytes(config.kv_format, shape, config.dtype) / config.cache.page_size
+    return config.kv_format.page_bytes(shape, config.dtype) / config.cache.page_size
 
 
 def time_decode(

@@ -161,10 +161,10 @@ def jaxserve_logits(folder: Path, sequences: list[np.ndarray], dtype: str) -> It
         if tile_size == 1:
             hidden, kv = decoder.decode(params, kv, tokens, spec, target=Target.here())
         else:
-            attended, kv = decoder.forward(
+            pre_mlp, kv = decoder.forward(
                 params, kv, tokens, spec, tile_size=tile_size, target=Target.here()
             )
-            hidden = decoder.finish(params, attended, spec, target=Target.here())
+            hidden = decoder.finish(params, pre_mlp, spec, target=Target.here())
         return decoder.logits(params, hidden, target=Target.here()), kv
 
     for sequence in sequences:

@@ -111,7 +111,7 @@ def inspect(
             sequence_state.shape(MAX_SEQS, spec.max_position // PAGE_SIZE), jnp.int32
         ),
         tables=slot_tables.abstract(MAX_SEQS, spec.vocab_size),
-        attended=decoder.abstract_attended(spec, jnp.bfloat16, max(bucket.tokens, MAX_TOKENS)),
+        pre_mlp=decoder.abstract_pre_mlp(spec, jnp.bfloat16, max(bucket.tokens, MAX_TOKENS)),
         results=jax.ShapeDtypeStruct((MAX_SEQS + 1, batch.RESULT_COLUMNS), jnp.int32),
     )
     plain = decoder.abstract(spec, jnp.bfloat16, stacked=True)

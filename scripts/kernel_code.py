@@ -73,7 +73,7 @@ def parse_args() -> argparse.Namespace:
 
 def launch(capability: int, equation: Any, known: dict[Any, str], folder: Path) -> list[str]:
     """A kernel's name, its grid, and the name of its PTX, which is compiled and kept once."""
-    from jaxserve_kernels.chain.describe import describe
+    from jaxserve_kernels.pdl.describe import describe
 
     name, grid = equation.params["name"], str(equation.params["grid"])
     marks = str(equation.params["in_tree"])

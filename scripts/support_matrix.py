@@ -55,7 +55,7 @@ MAX_SEQS, MAX_TOKENS, PAGES = 256, 2048, 2000
 SIZES = frozenset(
     ("n", "k", "tokens", "padded", "stride", "table_stride", "count_stride", "mask_stride", "vocab",
      "chunks", "steps", "tiles", "width", "pages", "programs", "whole", "SPLITS", "STEPS", "TILES",
-     "SHARES", "MIN_BLOCKS", "embed", "parts", "layers", "q_heads", "BLOCK")
+     "MIN_BLOCKS", "embed", "parts", "layers", "q_heads", "BLOCK")
 )  # fmt: skip
 """Constants of kernels that bound loops or say how many there are: the largest is compiled."""
 
@@ -231,7 +231,7 @@ def arguments(spec: ModelSpec, step: Step) -> tuple[Any, DeviceState, jax.ShapeD
             sequence_state.shape(MAX_SEQS, spec.max_position // page_size), jnp.int32
         ),
         tables=slot_tables.abstract(MAX_SEQS, spec.vocab_size),
-        attended=decoder.abstract_attended(spec, jnp.bfloat16, max(step.bucket.tokens, MAX_TOKENS)),
+        pre_mlp=decoder.abstract_pre_mlp(spec, jnp.bfloat16, max(step.bucket.tokens, MAX_TOKENS)),
         results=jax.ShapeDtypeStruct((MAX_SEQS + 1, batch.RESULT_COLUMNS), jnp.int32),
     )
     packed = jax.ShapeDtypeStruct((step.bucket.packed_size,), jnp.int32)
@@ -278,7 +278,7 @@ def is_size(name: str, value: Any) -> bool:
 
 def failure(equation: Any) -> str | None:
     """Why a kernel does not become machine code that the GPU could run, in a line."""
-    from jaxserve_kernels.chain.describe import describe
+    from jaxserve_kernels.pdl.describe import describe
 
     try:
         describe(equation)

@@ -170,10 +170,9 @@ def engine_plan(options: Options, gpu: Gpu) -> EnginePlan:
 
 def _per_token(planned: EnginePlan) -> int:
     """Bytes of keys and values of a token in all layers."""
-    from jaxserve_kernels.kv_format import page_bytes
 
     config = planned.config
-    pages = sum(page_bytes(config.kv_format, each, config.dtype) for each in config.kv_shapes)
+    pages = sum(config.kv_format.page_bytes(each, config.dtype) for each in config.kv_shapes)
     return pages // config.cache.page_size
 
 

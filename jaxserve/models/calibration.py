@@ -70,9 +70,11 @@ def run_layer(
         dtype=x.dtype,
     )
     wide = (each.astype(jnp.float32) for each in (q, k, v))
-    attended = jax.nn.dot_product_attention(*wide, is_causal=True)
-    attended = attended.astype(x.dtype).reshape(tokens, -1)
-    x = x + sum_parts(linear(attended, layer.out, bias=layer.out_bias, target=REFERENCE), x.dtype)
+    attention_out = jax.nn.dot_product_attention(*wide, is_causal=True)
+    attention_out = attention_out.astype(x.dtype).reshape(tokens, -1)
+    x = x + sum_parts(
+        linear(attention_out, layer.out, bias=layer.out_bias, target=REFERENCE), x.dtype
+    )
     mlp_in = rms_norm(x, layer.mlp_norm, eps)
     gated = gated_linear(
         mlp_in,
@@ -82,4 +84,4 @@ def run_layer(
         target=REFERENCE,
     )
     x = x + sum_parts(linear(gated, layer.down, bias=layer.down_bias, target=REFERENCE), x.dtype)
-    return x, LayerInputs(attention_in, attended, mlp_in, gated)
+    return x, LayerInputs(attention_in, attention_out, mlp_in, gated)

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.model_spec import CachePlace, ModelSpec
 from jaxserve.models.rope import RopeTables, step_tables, table_of_layer
-from jaxserve_kernels import chain
+from jaxserve_kernels import pdl
 from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
 from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.kv_format import KV, AttentionStep, attend, end_step
@@ -125,24 +125,25 @@ def abstract(spec: ModelSpec, dtype: DTypeLike, *, stacked: bool = False) -> Par
     )
 
 
-class Attended(NamedTuple):
-    """Tokens after the attention of the last layer: what is left to do concerns each alone."""
+class PreMLP(NamedTuple):
+    """Tokens after the attention of the last layer, before its output projection and its MLP: what
+    is left to do concerns each alone."""
 
-    x: Array  # [tokens, embed]
-    attended: Array  # [tokens, q_size]
+    x: Array  # [tokens, embed]: hidden states that the layer adds to
+    attention_out: Array  # [tokens, q_size]
 
-    def of(self, rows: Array) -> Attended:
+    def of(self, rows: Array) -> PreMLP:
         """The tokens at `rows` [n]."""
-        return Attended(self.x[rows], self.attended[rows])
+        return PreMLP(self.x[rows], self.attention_out[rows])
 
 
-def abstract_attended(spec: ModelSpec, dtype: DTypeLike, tokens: int) -> Attended:
+def abstract_pre_mlp(spec: ModelSpec, dtype: DTypeLike, tokens: int) -> PreMLP:
     """Shapes and dtypes of so many."""
 
     def array(width: int) -> Any:
         return jax.ShapeDtypeStruct((tokens, width), dtype)
 
-    return Attended(array(spec.embed), array(spec.q_size))
+    return PreMLP(array(spec.embed), array(spec.q_size))
 
 
 def forward(
@@ -153,7 +154,7 @@ def forward(
     *,
     tile_size: int,
     target: Target,
-) -> tuple[Attended, Caches]:
+) -> tuple[PreMLP, Caches]:
     """Run a step's tokens through the decoder and store their keys and values.
 
     Only tokens whose hidden state somebody wants need the rest of the last layer: `finish`.
@@ -181,17 +182,17 @@ def forward(
     index = len(layers) - 1
     own = tables[table_of_layer(spec, index)]
     with jax.named_scope(f"layer_{index}"):
-        attended, kv = _attend(
+        attention_out, kv = _attend(
             layers[index],
             spec.cache_places[index],
             *(normed, kv, own, tokens, spec),
             tile_size=tile_size,
             target=target,
         )
-    return Attended(x, attended), _end_step(kv, tokens, tile_size=tile_size, target=target)
+    return PreMLP(x, attention_out), _end_step(kv, tokens, tile_size=tile_size, target=target)
 
 
-def finish(params: Params, tokens: Attended, spec: ModelSpec, *, target: Target) -> Array:
+def finish(params: Params, tokens: PreMLP, spec: ModelSpec, *, target: Target) -> Array:
     """Hidden states after the final norm [tokens, embed]."""
     layers = layer_views(params.layers)
     with jax.named_scope(f"layer_{len(layers) - 1}"):
@@ -210,10 +211,10 @@ def decode(
     """
     x, normed, tables = _begin(params, tokens, spec)
     layers = functools.partial(_decode_layers, spec=spec)
-    # A chain keeps what no kernel reads.
+    # PDL takes what no kernel reads along.
     read = as_read(params.layers, tokens.ids.shape[0], target=target)
     # A decode step is too short to wait for the start of each kernel.
-    normed, kv = chain.call(
+    normed, kv = pdl.call(
         layers, read, params.final_norm, x, normed, kv, tables, tokens, target=target
     )
     return normed, _end_step(kv, tokens, tile_size=1, target=target)
@@ -304,10 +305,10 @@ def decoder_layer(
 ) -> tuple[Array, Normed, Caches]:
     """The layer whose cache is at `place` on x [tokens, embed], which comes with its norm and
     leaves with the next one's: x, normed, and the caches."""
-    attended, kv = _attend(
+    attention_out, kv = _attend(
         layer, place, normed, kv, tables, tokens, spec, tile_size=tile_size, target=target
     )
-    return *_feed_forward(layer, next_norm, x, attended, spec, target=target), kv
+    return *_feed_forward(layer, next_norm, x, attention_out, spec, target=target), kv
 
 
 def _attend(
@@ -324,7 +325,7 @@ def _attend(
 ) -> tuple[Array, Caches]:
     """The heads' results [tokens, q_size], and the caches."""
     group = place.group
-    attended, cache = attend(
+    attention_out, cache = attend(
         linear(normed, layer.qkv, target=target),
         kv[group],
         place.layer,
@@ -338,7 +339,7 @@ def _attend(
         target=target,
     )
     kv = (*kv[:group], cache, *kv[group + 1 :])
-    return attended.reshape(normed.shape[0], -1), kv
+    return attention_out.reshape(normed.shape[0], -1), kv
 
 
 def _end_step(kv: Caches, tokens: StepTokens, *, tile_size: int, target: Target) -> Caches:
@@ -350,11 +351,17 @@ def _end_step(kv: Caches, tokens: StepTokens, *, tile_size: int, target: Target)
 
 
 def _feed_forward(
-    layer: Layer, next_norm: Norm, x: Array, attended: Array, spec: ModelSpec, *, target: Target
+    layer: Layer,
+    next_norm: Norm,
+    x: Array,
+    attention_out: Array,
+    spec: ModelSpec,
+    *,
+    target: Target,
 ) -> tuple[Array, Normed]:
     """What follows a layer's attention: x, and x with the next norm."""
     activation, bias = spec.feed_forward.activation, layer.gate_up_bias
-    x, out = add_linear(x, attended, layer.out, bias=layer.out_bias, target=target)
+    x, out = add_linear(x, attention_out, layer.out, bias=layer.out_bias, target=target)
     form = token_format(
         layer.gate_up, x.shape[0], x.dtype, gated=bias is None, activation=activation, target=target
     )

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from jaxserve_kernels import chain, records
+from jaxserve_kernels import pdl, records
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class ExecutableCache:
         """Returns the program's executable. Raises Unusable if there is none that may be used."""
         payload = self._read(program)
         if jax.default_backend() == "gpu":
-            chain.register()
+            pdl.register()
         try:
             blob, in_tree, out_tree = pickle.loads(payload)
             return deserialize_and_load(

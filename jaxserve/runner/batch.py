@@ -48,15 +48,17 @@ class StepInputs(NamedTuple):
     tile_length: Array  # [tiles]
     tile_slots: Array  # [tiles]
     tile_positions: Array  # [tiles]
-    single_first: Array  # [singles]
-    single_length: Array  # [singles]
-    single_slots: Array  # [singles]
-    single_positions: Array  # [singles]
+    decode_first: Array  # [decode_rows]
+    decode_length: Array  # [decode_rows]
+    decode_slots: Array  # [decode_rows]
+    decode_positions: Array  # [decode_rows]
 
     @property
     def tiles(self) -> QueryTiles:
-        tiles, singles = self[8:12], self[12:16]
-        return QueryTiles(*tiles, singles=QueryTiles(*singles) if singles[0].size else None)
+        tiles, decode_rows = self[8:12], self[12:16]
+        return QueryTiles(
+            *tiles, decode_rows=QueryTiles(*decode_rows) if decode_rows[0].size else None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ class Bucket:
     rows: int
     tile_size: int
     tiles: int
-    singles: int
+    decode_rows: int
     """The most rows of one token in a mixed step."""
     updates: int
 
@@ -83,7 +85,7 @@ class Bucket:
             rows=rows,
             tile_size=1,
             tiles=rows,
-            singles=0,
+            decode_rows=0,
             updates=rows * groups,
         )
 
@@ -104,7 +106,7 @@ class Bucket:
             rows=rows,
             tile_size=tile_size,
             tiles=(tokens + chunks * (tile_size - 1)) // tile_size,
-            singles=rows,
+            decode_rows=rows,
             updates=updates,
         )
 
@@ -115,7 +117,7 @@ class Bucket:
     @property
     def _sizes(self) -> tuple[int, ...]:
         parts = (self.updates,) * 2 + (self.tokens,) * 3 + (self.rows,) * 3
-        return parts + (self.tiles,) * 4 + (self.singles,) * 4
+        return parts + (self.tiles,) * 4 + (self.decode_rows,) * 4
 
     @property
     def packed_size(self) -> int:
@@ -200,7 +202,7 @@ def _padding(bucket: Bucket, padding_slot: int) -> np.ndarray:
     packed = np.zeros(bucket.packed_size, np.int32)
     parts = bucket.unpack(packed)
     packed[: 2 * bucket.updates] = Updates(packed[:0], packed[:0]).padded(bucket.updates)
-    for slots in (parts.token_slots, parts.row_slots, parts.tile_slots, parts.single_slots):
+    for slots in (parts.token_slots, parts.row_slots, parts.tile_slots, parts.decode_slots):
         slots[:] = padding_slot
     if bucket.kind == "decode":  # token, row and tile i are one
         parts.row_last[:] = parts.tile_first[:] = np.arange(bucket.rows)
@@ -222,7 +224,7 @@ def _pack_decode(plan: StepPlan, parts: StepInputs) -> None:
 def _pack_mixed(plan: StepPlan, parts: StepInputs, tile_size: int) -> None:
     first = 0
     tiles: list[tuple[int, int, int, int]] = []
-    singles: list[tuple[int, int, int, int, int]] = []
+    decode_rows: list[tuple[int, int, int, int, int]] = []
     for index, row in enumerate(plan.rows):
         count = row.num_tokens
         if _is_chunk(row):
@@ -236,29 +238,29 @@ def _pack_mixed(plan: StepPlan, parts: StepInputs, tile_size: int) -> None:
             parts.row_slots[index], parts.row_last[index] = row.slot, first + count - 1
         else:
             token = row.tokens[0] if row.tokens else DECODE_TOKEN
-            singles.append((index, first, row.slot, row.start, token))
+            decode_rows.append((index, first, row.slot, row.start, token))
         first += count
     # The GPU starts tiles in this order. Longest contexts first keeps the tail short.
     tiles.sort(key=lambda tile: tile[1] + tile[3], reverse=True)
     for column, values in zip(parts[8:12], zip(*tiles, strict=True), strict=False):
         column[: len(tiles)] = values
-    if singles:
-        _pack_singles(np.array(singles, np.int32), parts)
+    if decode_rows:
+        _pack_decode_rows(np.array(decode_rows, np.int32), parts)
 
 
-def _pack_singles(singles: np.ndarray, parts: StepInputs) -> None:
+def _pack_decode_rows(decode_rows: np.ndarray, parts: StepInputs) -> None:
     """Packs rows of one token: int32 [rows, (row index, token index, slot, position, token id)]."""
-    rows, places, slots, positions, ids = singles.T
+    rows, places, slots, positions, ids = decode_rows.T
     parts.token_ids[places], parts.token_slots[places] = ids, slots
     parts.token_positions[places] = positions
     parts.row_slots[rows], parts.row_last[rows] = slots, places
     for column, values in zip(parts[12:16], (places, 1, slots, positions), strict=True):
-        column[: len(singles)] = values
+        column[: len(decode_rows)] = values
 
 
 def _is_chunk(row: Row) -> bool:
-    """Returns whether a row has several tokens. Rows of one token are packed as singles, whether
-    they decode or end a prompt."""
+    """Returns whether a row has several tokens. Rows of one token are packed as decode
+    rows, whether they decode or end a prompt."""
     return row.num_tokens > 1
 
 

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.config import CacheConfig, ConfigError, PagedGroup
 from jaxserve.model_spec import ModelSpec
-from jaxserve_kernels.kv_format import CacheShape, KVFormat, fixed_bytes, page_bytes
+from jaxserve_kernels.kv_format import CacheShape, KVFormat
 
 _WINDOWS = 2
 """Pages of a group with a window, as a multiple of what all sequences hold there: as many again are
@@ -96,7 +96,7 @@ def cache_config(
 def total_bytes(kv_format: KVFormat, shapes: Sequence[CacheShape], dtype: DTypeLike) -> int:
     """Returns the bytes of the whole cache. `dtype`: of activations."""
     return sum(
-        shape.pages * page_bytes(kv_format, shape, dtype) + fixed_bytes(kv_format, shape, dtype)
+        shape.pages * kv_format.page_bytes(shape, dtype) + kv_format.fixed_bytes(shape, dtype)
         for shape in shapes
     )
 
@@ -113,8 +113,8 @@ def num_pages(
     All groups get equally many. What a group with a window cannot use goes to those without, if
     there are any.
     """
-    each = [page_bytes(kv_format, group.shape, dtype) for group in groups]
-    left = max(budget - sum(fixed_bytes(kv_format, group.shape, dtype) for group in groups), 0)
+    each = [kv_format.page_bytes(group.shape, dtype) for group in groups]
+    left = max(budget - sum(kv_format.fixed_bytes(group.shape, dtype) for group in groups), 0)
     pages = [left // sum(each)] * len(groups)
     full = [index for index, group in enumerate(groups) if group.window is None]
     if full and len(full) < len(groups):
@@ -142,8 +142,8 @@ def fit_pages(
     pages = num_pages(kv_format, groups, dtype, budget, demand)
     needed = [group.needed(demand) for group in groups]
     if any(has < needs for has, needs in zip(pages, needed, strict=True)):
-        each = [page_bytes(kv_format, group.shape, dtype) for group in groups]
-        fixed = sum(fixed_bytes(kv_format, group.shape, dtype) for group in groups)
+        each = [kv_format.page_bytes(group.shape, dtype) for group in groups]
+        fixed = sum(kv_format.fixed_bytes(group.shape, dtype) for group in groups)
         fits = max(min(pages) - 1, 0) * groups[0].shape.page_size
         beside = f" ({fixed / 2**20:,.0f} MiB of it beside the pages)" if fixed > 2**20 else ""
         lower = "--max-model-len"

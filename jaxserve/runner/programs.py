@@ -25,7 +25,7 @@ from jaxserve.runner import (
 )
 from jaxserve.runner.batch import Bucket
 from jaxserve.runner.step import DeviceState, run_step
-from jaxserve_kernels.kv_format import AUTO, CacheShape, KVFormat, has_scales, largest_magnitudes
+from jaxserve_kernels.kv_format import AUTO, CacheShape, KVFormat
 from jaxserve_kernels.sampler import SlotTables
 from jaxserve_kernels.target import Target
 
@@ -86,9 +86,9 @@ class RunnerConfig:
         return slot_tables.abstract(self.scheduler.max_num_seqs, self.spec.vocab_size)
 
     @property
-    def attended(self) -> decoder.Attended:
+    def pre_mlp(self) -> decoder.PreMLP:
         """Abstract."""
-        return decoder.abstract_attended(self.spec, self.dtype, self.buckets.prefill[-1])
+        return decoder.abstract_pre_mlp(self.spec, self.dtype, self.buckets.prefill[-1])
 
     @property
     def results_shape(self) -> tuple[int, int]:
@@ -127,7 +127,7 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
         kv=tuple(config.kv_format.abstract(each, config.dtype) for each in config.kv_shapes),
         sequences=_abstract(config.sequences_shape, jnp.int32),
         tables=config.tables,
-        attended=config.attended,
+        pre_mlp=config.pre_mlp,
         results=_abstract(config.results_shape, jnp.int32),
     )
 
@@ -158,12 +158,12 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
             kv=kv,
             sequences=jnp.zeros(config.sequences_shape, jnp.int32),
             tables=jax.tree.map(zeros, config.tables),
-            attended=jax.tree.map(zeros, config.attended),
+            pre_mlp=jax.tree.map(zeros, config.pre_mlp),
             results=zeros(state.results),
         )
 
     updates = _abstract((2 * FLUSH_UPDATES,), jnp.int32)
-    scaled = has_scales(config.kv_format)
+    scaled = config.kv_format.has_scales
     return [
         *(step(bucket) for bucket in config.all_buckets()),
         Program(name="flush", function=_flush, arguments=(state.sequences, updates), donated=(0,)),
@@ -174,7 +174,9 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
         Program(name="state", function=empty, arguments=(), details=repr(state)),
         *(
             Program(
-                name=f"{LARGEST_MAGNITUDES}{group}", function=largest_magnitudes, arguments=(kv,)
+                name=f"{LARGEST_MAGNITUDES}{group}",
+                function=config.kv_format.largest_magnitudes,
+                arguments=(kv,),
             )
             for group, kv in enumerate(state.kv)
             if scaled
@@ -182,7 +184,7 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
         *slot_tables.programs(config.tables),
         prompt_scores.program(
             params,
-            state.attended,
+            state.pre_mlp,
             spec=config.spec,
             rows=config.scheduler.max_num_seqs,
             sampled_vocab=config.sampled_vocab,

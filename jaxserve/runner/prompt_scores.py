@@ -34,7 +34,7 @@ _COLUMNS = 2 + 2 * MAX_LOGPROBS
 
 def compute(
     params: decoder.Params,
-    attended: decoder.Attended,
+    pre_mlp: decoder.PreMLP,
     wanted: Array,
     *,
     spec: ModelSpec,
@@ -44,7 +44,7 @@ def compute(
     """Scores of tokens after those of a step.
 
     Args:
-      attended: all of the step.
+      pre_mlp: all of the step.
       wanted: int32 [2, rows], positions among them and the tokens that follow these.
 
     Returns:
@@ -55,7 +55,7 @@ def compute(
         return lax.bitcast_convert_type(x, jnp.int32)
 
     logits = decoder.logits(
-        params, decoder.finish(params, attended.of(wanted[0]), spec, target=target), target=target
+        params, decoder.finish(params, pre_mlp.of(wanted[0]), spec, target=target), target=target
     )
     scores = score(logits, wanted[1], vocab=sampled_vocab, alternatives=MAX_LOGPROBS, target=target)
     columns = [
@@ -69,7 +69,7 @@ def compute(
 
 def program(
     params: Any,
-    attended: decoder.Attended,
+    pre_mlp: decoder.PreMLP,
     *,
     spec: ModelSpec,
     rows: int,
@@ -79,13 +79,13 @@ def program(
     """Returns the program of `PromptScorer`.
 
     Args:
-      params: abstract, as `attended` is.
+      params: abstract, as `pre_mlp` is.
       rows: positions that one call scores.
     """
     return Program(
         name=SCORE,
         function=functools.partial(compute, spec=spec, sampled_vocab=sampled_vocab, target=target),
-        arguments=(params, attended, jax.ShapeDtypeStruct((2, rows), jnp.int32)),
+        arguments=(params, pre_mlp, jax.ShapeDtypeStruct((2, rows), jnp.int32)),
     )
 
 
@@ -98,27 +98,27 @@ class PromptScorer:
         self._score = executables[SCORE]
 
     def launch(
-        self, params: decoder.Params, attended: decoder.Attended, plan: StepPlan
+        self, params: decoder.Params, pre_mlp: decoder.PreMLP, plan: StepPlan
     ) -> list[Array]:
         """Launch the scoring of the plan's rows. Returns one array per call; none if nothing is
         scored."""
         wanted = list(_wanted(plan))
         return [
-            self._call(params, attended, wanted[first : first + self._rows])
+            self._call(params, pre_mlp, wanted[first : first + self._rows])
             for first in range(0, len(wanted), self._rows)
         ]
 
-    def warm(self, params: decoder.Params, attended: decoder.Attended) -> Array:
+    def warm(self, params: decoder.Params, pre_mlp: decoder.PreMLP) -> Array:
         """Run the program once. Returns before it has run."""
-        return self._call(params, attended, [])
+        return self._call(params, pre_mlp, [])
 
     def _call(
-        self, params: decoder.Params, attended: decoder.Attended, wanted: list[tuple[int, int]]
+        self, params: decoder.Params, pre_mlp: decoder.PreMLP, wanted: list[tuple[int, int]]
     ) -> Array:
         packed = np.zeros((2, self._rows), np.int32)
         if wanted:
             packed[:, : len(wanted)] = np.asarray(wanted, np.int32).T
-        scores: Array = self._score(params, attended, packed)
+        scores: Array = self._score(params, pre_mlp, packed)
         scores.copy_to_host_async()
         return scores
 

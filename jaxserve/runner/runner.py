@@ -27,7 +27,6 @@ from jaxserve.runner.programs import (
 )
 from jaxserve.runner.prompt_scores import PromptScorer
 from jaxserve.runner.step import DeviceState
-from jaxserve_kernels.kv_format import with_scales
 
 _KERNELS = (" fusion(", " custom-call(", " copy(", " dot(", " reduce(", " gather(", " scatter(")
 """HLO instructions that launch a kernel."""
@@ -108,7 +107,7 @@ class Runner:
         self._largest = [executables.get(f"{LARGEST_MAGNITUDES}{group}") for group in groups]
         self._state, self._free_results = self._fresh_state()
         prepare(self)
-        scored = self._scorer.warm(self._params, self._state.attended)
+        scored = self._scorer.warm(self._params, self._state.pre_mlp)
         for done, bucket in enumerate(self._buckets, start=1):
             self._warm(bucket)
             progress("warming", done / len(self._buckets))
@@ -150,7 +149,7 @@ class Runner:
         results = self._execute(bucket, packed)
         self._in_flight = results
         results.copy_to_host_async()
-        scores = self._scorer.launch(self._params, self._state.attended, plan)
+        scores = self._scorer.launch(self._params, self._state.pre_mlp, plan)
         return Pending(plan, results, scores, bucket, started, late)
 
     def collect(self, pending: Pending) -> list[Sampled | None]:
@@ -208,17 +207,18 @@ class Runner:
 
     def use_kv_scales(self, scales: NDArray[np.float32]) -> None:
         """Set the KV cache's scales, float32 [layers of the model, kv_heads, 2]; see
-        `kv_format.with_scales`."""
+        `KVFormat.with_scales`."""
         self._kv_scales = scales
         self._state = self._state._replace(kv=self._scaled(self._state.kv, scales))
 
     def _scaled(self, kv: decoder.Caches, scales: NDArray[np.float32]) -> decoder.Caches:
         groups = zip(kv, self._config.spec.cache_groups, strict=True)
-        return tuple(with_scales(each, scales[list(group.layers)]) for each, group in groups)
+        scaled = self._config.kv_format.with_scales
+        return tuple(scaled(each, scales[list(group.layers)]) for each, group in groups)
 
     def largest_magnitudes(self) -> NDArray[np.float32]:
         """Returns the largest keys and values in the cache, float32 [layers of the model, kv_heads,
-        2]; see `kv_format.largest_magnitudes`."""
+        2]; see `KVFormat.largest_magnitudes`."""
         groups = self._config.spec.cache_groups
         spec = self._config.spec
         found = np.zeros((spec.num_layers, spec.kv_heads, 2), np.float32)

@@ -44,7 +44,7 @@ class DeviceState(NamedTuple):
     """The cache of each cache group."""
     sequences: Array  # int32, see sequence_state
     tables: SlotTables  # see slot_tables
-    attended: decoder.Attended
+    pre_mlp: decoder.PreMLP
     """Pre-MLP hidden states of the last mixed step's last layer: [tokens of the largest mixed step,
     ...]."""
     results: Array
@@ -78,13 +78,13 @@ def run_step(
     inputs = bucket.unpack(packed)
     sequences = sequence_state.apply(state.sequences, inputs.addresses, inputs.values)
     tokens = _locate(inputs, sequences, groups=len(state.kv), page_size=page_size(state.kv[0]))
-    kept = state.attended
+    kept = state.pre_mlp
     if bucket.kind == "mixed":
-        attended, kv = decoder.forward(
+        pre_mlp, kv = decoder.forward(
             params, state.kv, tokens, spec, tile_size=bucket.tile_size, target=target
         )
-        hidden = decoder.finish(params, attended.of(inputs.row_last), spec, target=target)
-        kept = jax.tree.map(_overwritten, kept, attended)
+        hidden = decoder.finish(params, pre_mlp.of(inputs.row_last), spec, target=target)
+        kept = jax.tree.map(_overwritten, kept, pre_mlp)
     else:  # each token is the last of its row
         hidden, kv = decoder.decode(params, state.kv, tokens, spec, target=target)
     scores = decoder.logits(params, hidden, target=target)

@@ -33,7 +33,6 @@ from jaxserve.weights.loading import weight_loader
 from jaxserve.weights.model_source import ModelSource
 from jaxserve_checkpoints.quantized import QuantizedCheckpoint
 from jaxserve_checkpoints.reader import Checkpoint
-from jaxserve_kernels.kv_format import has_scales
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +111,7 @@ def build_parts(
 def _set_kv_scales(options: Options, source: ModelSource, plan: EnginePlan, runner: Runner) -> None:
     """Set the scales of a KV format that has them: computed from a text, the checkpoint's, or 1."""
     config, weights = plan.config, plan.weights
-    if not has_scales(config.kv_format):
+    if not config.kv_format.has_scales:
         return
     if options.calculate_kv_scales:
         chosen = options.calibration

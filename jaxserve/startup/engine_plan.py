@@ -28,14 +28,7 @@ from jaxserve.startup.room import Fit, Room
 from jaxserve.weights.loading import WeightPlan, plan_weights
 from jaxserve.weights.model_source import ModelSource
 from jaxserve_checkpoints.staging import StagingProgram
-from jaxserve_kernels.kv_format import (
-    KVFormat,
-    has_scales,
-    max_chunk_context,
-    named,
-    own_tokens,
-)
-from jaxserve_kernels.kv_format.kvarn import KVarN
+from jaxserve_kernels.kv_format import KVFormat, named
 from jaxserve_kernels.paged_attention import tile_tokens
 from jaxserve_kernels.target import Target
 
@@ -47,9 +40,8 @@ GPU_DECODE = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256)
 GPU_PREFILL = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 _CPU_DECODE = (1, 4, 16, 64)
 _CPU_PREFILL = (16, 64, 256)
-_CPU_TILE, _CPU_KVARN_TILE = 64, 16
-"""Query tile sizes on a CPU. KVarN has only its definition there, which computes every place of a
-tile."""
+_CPU_TILE, _CPU_WHOLE_TILE = 64, 16
+"""Query tile sizes on a CPU; the second where every place of a tile is computed."""
 _GPU_MAX_ITL_MS, _CPU_MAX_ITL_MS = 50.0, 1000.0
 
 
@@ -89,7 +81,7 @@ class EnginePlan:
             kv_cache=kv_cache.total_bytes(config.kv_format, config.kv_shapes, config.dtype),
             state=rows * columns * 4
             + slot_tables.num_bytes(config.tables)
-            + memory.tree_bytes(config.attended)
+            + memory.tree_bytes(config.pre_mlp)
             + results,
             temporaries=temporaries,
         )
@@ -168,7 +160,7 @@ def _runner_config(
         _cache_config(options, room, fit),
         identity=f"{source.names[0]} {jnp.dtype(dtype).name} {options.kv_cache_dtype}",
     )
-    context = max_chunk_context(kv_format, scheduler.max_model_len, page_size=cache.page_size)
+    context = kv_format.max_chunk_context(scheduler.max_model_len, page_size=cache.page_size)
     return RunnerConfig(
         spec=spec,
         cache=cache,
@@ -183,7 +175,7 @@ def _runner_config(
 
 
 def _cpu_tile(kv_format: KVFormat) -> int:
-    return _CPU_KVARN_TILE if isinstance(kv_format, KVarN) else _CPU_TILE
+    return _CPU_WHOLE_TILE if kv_format.computes_whole_tiles else _CPU_TILE
 
 
 def _device_limit(device: Any) -> int:
@@ -235,7 +227,7 @@ def _fp8_pays(dtype: DTypeLike, target: Target) -> bool:
 def _check_calibration(options: Options, kv_format: KVFormat) -> None:
     """Raise ConfigError for calibration flags without effect, or a text that cannot be read or is
     empty."""
-    if options.calculate_kv_scales and not has_scales(kv_format):
+    if options.calculate_kv_scales and not kv_format.has_scales:
         raise ConfigError(
             f"--calculate-kv-scales is for --kv-cache-dtype fp8_e4m3, not for {kv_format.name}"
         )
@@ -289,7 +281,7 @@ def _check_windows(options: Options, spec: ModelSpec, kv_format: KVFormat, *, gp
     not know windows."""
     length = options.max_model_len or spec.max_position
     window = spec.within(length).smallest_window
-    if window is not None and gpu and isinstance(kv_format, KVarN):
+    if window is not None and gpu and not kv_format.windows_on_gpus:
         raise ConfigError(
             f"the model attends to the last {window} tokens only (sliding_window), which "
             f"--kv-cache-dtype {kv_format.name} does not on GPUs in contexts of up to {length}: "
@@ -337,7 +329,7 @@ def _cache_config(options: Options, room: Room, fit: Fit) -> CacheConfig:
     groups = kv_cache.sized_groups(spec, page_size, sequences)
     pages = kv_cache.fit_pages(room.kv_format, groups, room.dtype, fit.budget, demand)
     cache = kv_cache.cache_config(
-        spec, [min(each, useful) for each in pages], page_size, own_tokens(room.kv_format)
+        spec, [min(each, useful) for each in pages], page_size, room.kv_format.own_tokens
     )
     least = min(group.usable_pages for group in cache.groups)
     if options.max_num_seqs is not None and options.max_num_seqs > least:

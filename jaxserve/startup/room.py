@@ -16,7 +16,7 @@ from jaxserve.config import Buckets, ConfigError
 from jaxserve.model_spec import ModelSpec
 from jaxserve.runner import kv_cache
 from jaxserve.startup import memory
-from jaxserve_kernels.kv_format import Dense, KVFormat, expanded_tokens
+from jaxserve_kernels.kv_format import KVFormat
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +76,7 @@ class Room:
         """
         if not self.gpu:
             return _CPU_KV_BYTES
-        expanded = expanded_tokens(
-            self.kv_format,
+        expanded = self.kv_format.expanded_tokens(
             max_model_len,
             step_tokens=buckets.prefill[-1],
             sequences=buckets.decode[-1] + 1,  # padding has a slot, too
@@ -193,7 +192,7 @@ class Room:
             ways = ["a higher --gpu-memory-utilization", "a lower --max-num-batched-tokens"]
         else:
             ways = ["more --kv-cache-memory-bytes"]
-        if isinstance(self.kv_format, Dense):
+        if not self.kv_format.quantized:
             ways.append("--kv-cache-dtype int8")
         if self.gpu and not self.quantized:
             ways.append("--quantization int4")

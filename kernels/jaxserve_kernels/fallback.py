@@ -28,7 +28,7 @@ def why_not(
 ) -> str | None:
     """Why kernels do not compile for a target; None: they do. The first time it is logged.
 
-    With programmatic dependent launch it is left to the chain, which is given up as a whole.
+    With programmatic dependent launch it is left to `pdl`, which gives up all of a call.
 
     Args:
       operation: its name, for the log and the metric.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxserve_kernels import chain, fallback, ptxas, records
+from jaxserve_kernels import fallback, pdl, ptxas, records
 from jaxserve_kernels.target import Target, triton_error
 
 
@@ -28,11 +28,11 @@ def fast_paths(*, target: Target) -> list[FastPath]:
     hopper = target.gpu.compute_capability == 90
     reasons = {
         "triton_kernels": None,
-        "hopper_kernels": unknown if hopper else chain.FOR_HOPPER,
-        "kernel_chains": chain.why_impossible(target=target) or fallen.get("kernel_chains"),
+        "hopper_kernels": unknown if hopper else pdl.FOR_HOPPER,
+        "kernel_chains": pdl.why_impossible(target=target) or fallen.get("kernel_chains"),
         "machine_code_records": unknown if ptxas.available() else ptxas.MISSING,
     }
     return [
-        FastPath(feature, error or why_off, error is None and why_off == chain.FOR_HOPPER)
+        FastPath(feature, error or why_off, error is None and why_off == pdl.FOR_HOPPER)
         for feature, why_off in reasons.items()
     ]

@@ -83,8 +83,8 @@ def linear(
     number in float32. Readers add them, by `sum_parts` or inside their own kernel.
 
     A bias [out] is added in float32, before the product is rounded. No kernel does that: XLA adds
-    it to the partial sums, and what holds such a product is no chain. The bias of queries, keys and
-    values belongs to who reads them: `attention_inputs.HeadWeights`.
+    it to the partial sums, and what holds such a product is not launched by PDL. The bias of
+    queries, keys and values belongs to who reads them: `attention_inputs.HeadWeights`.
     """
     if bias is not None:
         return sum_parts(linear(x, weight, jnp.float32, target=target), dtype or x.dtype, bias)[

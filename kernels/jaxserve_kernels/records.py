@@ -11,9 +11,9 @@ from contextvars import ContextVar
 _KNOWN = {"jaxlib": ("0.11",), "jax-triton": ("0.4",), "triton": ("3.6", "3.9")}
 """Versions whose private surfaces are known: jaxlib's handler of Triton calls, which takes machine
 code that a record brings and keeps it by the record's PTX, and its foreign functions, of which
-`chain` has the structures; jax-triton's way from a kernel to a record; the parameters that Triton
+`pdl` has the structures; jax-triton's way from a kernel to a record; the parameters that Triton
 adds to a kernel. None is documented. With others every record holds PTX, made by jax-triton's own
-code, and there are no chains and no kernels in Gluon."""
+code, and there is no programmatic dependent launch and no kernels in Gluon."""
 
 _source: ContextVar[bool] = ContextVar("source", default=False)
 

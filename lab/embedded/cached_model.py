@@ -218,10 +218,10 @@ def _forward(
     if Target.here().implementation == "triton":
         if tile_size == 1:
             return decoder.decode(params, kv, tokens, spec, target=Target.here())
-        attended, kv = decoder.forward(
+        pre_mlp, kv = decoder.forward(
             params, kv, tokens, spec, tile_size=tile_size, target=Target.here()
         )
-        return decoder.finish(params, attended, spec, target=Target.here()), kv
+        return decoder.finish(params, pre_mlp, spec, target=Target.here()), kv
     layers = params.layers
     assert isinstance(layers, decoder.Layer)
     x = take_rows(params.embedding, tokens.ids, params.final_norm.dtype)

@@ -58,13 +58,13 @@ def disassembled(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "turn", "stages"), [(8, 2, 5), (16, 2, 4), (32, 1, 5), (64, 1, 3)]
+    ("tokens", "k_tiles", "stages"), [(8, 2, 5), (16, 2, 4), (32, 1, 5), (64, 1, 3)]
 )
 def test_a_ring_of_codes_is_asked_for_before_the_kernels_before_end(
-    tokens: int, turn: int, stages: int, tmp_path: Path
+    tokens: int, k_tiles: int, stages: int, tmp_path: Path
 ) -> None:
-    """In a chain. Three programs share a multiprocessor, and their products do not wait for each
-    other; a turn has two barriers, each of which costs as much as ten instructions."""
+    """With PDL. Three programs share a multiprocessor, and their products do not wait for each
+    other; a k_tiles has two barriers, each of which costs as much as ten instructions."""
     from jaxserve_kernels.quantized_matmul.triton_streaming import _product
 
     types = {
@@ -73,14 +73,14 @@ def test_a_ring_of_codes_is_asked_for_before_the_kernels_before_end(
     }  # fmt: skip
     constants = {
         "tokens": tokens, "n": 9728, "k": 2560, "GATED": 1, "KIND": 2, "GROUP": 64, "ZERO": 1,
-        "TOKENS": tokens, "ROWS": 64, "STEPS": 20, "TURN": turn, "STAGES": stages, "FIRST": False,
-        "EARLY": True,
+        "TOKENS": tokens, "ROWS": 64, "STEPS": 20, "K_TILES": k_tiles, "STAGES": stages,
+        "FIRST": False, "EARLY": True,
     }  # fmt: skip
     kernel = compile_kernel(_product, types, constants)
     check_registers_and_memory(kernel, tmp_path)
     assert 3 * kernel.metadata.shared <= MOST_SHARED_MEMORY
     before, after = disassembled(tmp_path).split("ACQBULK", 1)
-    assert len(re.findall(r"LDGSTS\.E\S*\.128", before)) == 2 * turn * (stages - 1)
+    assert len(re.findall(r"LDGSTS\.E\S*\.128", before)) == 2 * k_tiles * (stages - 1)
     loop = re.search(r"\n\.(L_x_\d+):(.*?)BRA `\(\.\1\)", after, re.DOTALL)
     assert loop and len(re.findall(r"BAR\.SYNC", loop[2])) == 2
 
@@ -88,7 +88,7 @@ def test_a_ring_of_codes_is_asked_for_before_the_kernels_before_end(
 @pytest.mark.parametrize("tokens", [8, 16, 32, 64])
 @pytest.mark.parametrize("name", ["fp8", "int8", "nvfp4", "mxfp4"])
 def test_rings_of_every_format_fit_three_programs(name: str, tokens: int, tmp_path: Path) -> None:
-    """As the dispatch launches gate and up of Qwen3-4B in a chain."""
+    """As the dispatch launches gate and up of Qwen3-4B with PDL."""
     import jax
     import jax.numpy as jnp
 
@@ -109,14 +109,14 @@ def test_rings_of_every_format_fit_three_programs(name: str, tokens: int, tmp_pa
     constants = {
         "tokens": tokens, "n": 9728, "k": 2560, "GATED": 1, **kind(weight),
         "TOKENS": config.tokens, "ROWS": config.rows, "STEPS": steps(20, 1, config.unroll),
-        "TURN": config.unroll, "STAGES": config.num_stages, "FIRST": config.first, "EARLY": True,
+        "K_TILES": config.unroll, "STAGES": config.num_stages, "FIRST": config.first, "EARLY": True,
     }  # fmt: skip
     kernel = compile_kernel(_product, types, constants)
     check_registers_and_memory(kernel, tmp_path)
     assert 3 * kernel.metadata.shared <= MOST_SHARED_MEMORY
     before, _ = disassembled(tmp_path).split("ACQBULK", 1)
-    turn = config.unroll * (4 if name in ("fp8", "int8") else 2)  # of 16 bytes for each thread
-    assert len(re.findall(r"LDGSTS\.E\S*\.128", before)) == turn * (config.num_stages - 1)
+    k_tiles = config.unroll * (4 if name in ("fp8", "int8") else 2)  # of 16 bytes for each thread
+    assert len(re.findall(r"LDGSTS\.E\S*\.128", before)) == k_tiles * (config.num_stages - 1)
 
 
 @pytest.mark.parametrize(("shares", "ffn"), [(3, 9728), (1, 12_288)])
@@ -132,7 +132,7 @@ def test_warpgroups_that_share_tokens_fit_a_multiprocessor(
     }  # fmt: skip
     constants = {
         "tokens": 64, "n": ffn, "k": 2560, "KIND": 2, "GROUP": 128, "ZERO": 0, "TOKENS": 64,
-        "STAGES": 7, "SHARES": shares, "GATED": 1, "EARLY": True,
+        "STAGES": 7, "SPLITS": shares, "GATED": 1, "EARLY": True,
     }  # fmt: skip
     kernel = compile_kernel(_product, types, constants)
     check_registers_and_memory(kernel, tmp_path)
@@ -142,8 +142,8 @@ def test_warpgroups_that_share_tokens_fit_a_multiprocessor(
 def test_blocks_of_the_output_matrix_are_multiplied_side_by_side(
     tokens: int, tmp_path: Path
 ) -> None:
-    """A turn's 48 KB of codes are twelve copies of each thread, of which two turns are under way;
-    no product waits for another block's codes."""
+    """A k-step's 48 KB of codes are twelve copies of each thread, of which two steps are under
+    way; no product waits for another block's codes."""
     from jaxserve_kernels.quantized_matmul.triton_large_n import _product
 
     types = {"x_ptr": "*bf16", "packed_ptr": "*u16", "scale_ptr": "*fp32", "out_ptr": "*fp32"}

@@ -36,10 +36,10 @@ def test_the_program_fits_and_its_products_do_not_wait(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "turns"),
+    ("tokens", "waves"),
     [(384, 2), (512, 2.5), (768, 3.5), (1024, 5), (1536, 7), (2048, 9.5), (4096, 18.5)],
 )
-def test_the_last_turn_is_short_where_few_tiles_are_left(tokens: int, turns: float) -> None:
+def test_the_last_wave_is_short_where_few_tiles_are_left(tokens: int, waves: float) -> None:
     """Of 76 tiles for each 128 tokens, as Qwen3-4B has."""
     from jaxserve_kernels.dense_matmul.hopper import divide
 
@@ -48,7 +48,7 @@ def test_the_last_turn_is_short_where_few_tiles_are_left(tokens: int, turns: flo
     whole, pieces = divide(tiles, programs)
     rest = tiles - whole
     assert rest * pieces <= programs
-    assert whole / programs + (1 / pieces if rest else 0) == turns
+    assert whole / programs + (1 / pieces if rest else 0) == waves
 
 
 @pytest.mark.parametrize("tokens", [384, 256])

@@ -69,7 +69,7 @@ def test_a_step_with_quantised_weights_is_one_cuda_graph_too() -> None:
     """Products by unpacking, in e4m3, and with the output matrix in int8."""
     flags = ("--layers", "2", "--decode", "1,64", "--prefill", "512")
     reports = inspect(*flags, "--quantization", "int4", "--lm-head-dtype", "int8")
-    assert reports["decode_1"]["inside_graph"] <= 25  # the layers are one chain
+    assert reports["decode_1"]["inside_graph"] <= 25  # the layers are one call
     for name, report in reports.items():
         assert report["outside_graph"] == ["kCommandBuffer"], name
         assert report["kv_copies"] == 0, name
@@ -78,7 +78,7 @@ def test_a_step_with_quantised_weights_is_one_cuda_graph_too() -> None:
 
 @pytest.mark.parametrize("name", ["fp8", "int4-act-order"])
 def test_layers_of_every_format_are_one_chain(name: str) -> None:
-    """Activation order too, whose inputs are gathered in the chain."""
+    """Activation order too, whose inputs are gathered by a kernel."""
     reports = inspect(
         "--layers", "2", "--decode", "1,64", "--prefill", "16", "--quantization", name
     )

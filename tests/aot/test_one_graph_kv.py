@@ -12,7 +12,7 @@ def test_a_step_with_a_quantised_kv_cache_is_one_cuda_graph(name: str) -> None:
     """Its kernels also fit the card's shared memory: `triton_call` refuses those that do not."""
     flags = ("--layers", "2", "--decode", "32", "--prefill", "2048", "--kv-cache-dtype", name)
     reports = inspect(*flags)
-    assert reports["decode_32"]["inside_graph"] <= 24  # the layers are one chain
+    assert reports["decode_32"]["inside_graph"] <= 24  # the layers are one call
     for bucket, report in reports.items():
         assert report["outside_graph"] == ["kCommandBuffer"], bucket
         assert report["kv_copies"] == 0, bucket

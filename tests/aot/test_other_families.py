@@ -52,20 +52,22 @@ def ints(*shape: int) -> Any:
     return array(*shape, dtype=jnp.int32)
 
 
-def step_of(tokens: int, tiles: int, singles: int, page_size: int) -> AttentionStep:
-    several, single = (QueryTiles(*(ints(count) for _ in range(4))) for count in (tiles, singles))
+def step_of(tokens: int, tiles: int, decode_rows: int, page_size: int) -> AttentionStep:
+    several, single = (
+        QueryTiles(*(ints(count) for _ in range(4))) for count in (tiles, decode_rows)
+    )
     return AttentionStep(
         slots=ints(tokens), positions=ints(tokens), pages=ints(tokens), offsets=ints(tokens),
-        tiles=several._replace(singles=single if singles else None),
+        tiles=several._replace(decode_rows=single if decode_rows else None),
         page_table=ints(SLOTS, 32_768 // page_size),
     )  # fmt: skip
 
 
-def compile_for(capability: int, function: Any, *args: Any, in_chain: bool = False) -> list[str]:
+def compile_for(capability: int, function: Any, *args: Any, pdl: bool = False) -> list[str]:
     """The names of the kernels that the function calls; every one compiles, or this raises."""
-    from jaxserve_kernels.chain.describe import describe
+    from jaxserve_kernels.pdl.describe import describe
 
-    target = Target.for_gpu(capability).replace(checked=False, pdl=in_chain)
+    target = Target.for_gpu(capability).replace(checked=False, pdl=pdl)
     program = jax.make_jaxpr(lambda *args: function(*args, target=target))(*args).jaxpr
     calls = [each for each in program.eqns if each.primitive.name == "triton_kernel_call"]
     for call in calls:
@@ -126,7 +128,7 @@ def compile_attention(
         )  # fmt: skip
 
     kernels = compile_for(
-        capability, attention, qkv, kv, heads, tables, step, in_chain=decodes and capability == 90
+        capability, attention, qkv, kv, heads, tables, step, pdl=decodes and capability == 90
     )
     assert any(kernel.startswith("paged_attention") for kernel in kernels)
     if not decodes:
@@ -142,7 +144,7 @@ def compile_attention(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_products(capability: int, family: str, name: str, tokens: int) -> None:
-    """Where there is a kernel, in decode steps' chains and in mixed steps."""
+    """Where there is a kernel, in decode steps with PDL and in mixed steps."""
     spec = FAMILIES[family]
 
     def weight(out: int, depth: int) -> Any:
@@ -163,7 +165,7 @@ def test_products(capability: int, family: str, name: str, tokens: int) -> None:
         capability, layer, array(tokens, spec.embed), weight(spec.width, spec.embed),
         array(tokens, 128 * spec.q_heads), weight(spec.embed, 128 * spec.q_heads),
         weight(2 * spec.ffn, spec.embed), weight(spec.embed, spec.ffn),
-        in_chain=tokens <= 64 and capability == 90,
+        pdl=tokens <= 64 and capability == 90,
     )  # fmt: skip
     if tokens == 1:
         assert len(kernels) == 4

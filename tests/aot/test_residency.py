@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from jaxserve_kernels import ptxas, residency, weights
-from jaxserve_kernels.chain.describe import describe
 from jaxserve_kernels.matmul import gated_linear
+from jaxserve_kernels.pdl.describe import describe
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 

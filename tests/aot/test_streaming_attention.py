@@ -1,4 +1,4 @@
-"""The attention of chains, as ptxas makes it: what its speed rests on."""
+"""The attention that is launched early, as ptxas makes it: what its speed rests on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hopper's attention on the emulator: chunks, and single tokens in chains, with every KV format."""
+"""Hopper's attention on the emulator: chunks, and single tokens with PDL, with every KV format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.kernels.kv_steps import AS_WRITTEN, EPS, LAYER, Sequences, without_wh
 SPECS = [spec for spec in HOPPER_SPECS if spec.heads == Heads(8, 2, 64)]
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["one_list", "singles_apart"])
+@pytest.mark.parametrize("split", [False, True], ids=["one_list", "decode_rows_apart"])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_chunks(spec: AttentionSpec, split: bool) -> None:
     inputs = make_inputs(spec, seed=7)

@@ -14,7 +14,7 @@ from jaxserve_kernels.attention_inputs import triton as attention_inputs_triton
 from jaxserve_kernels.dense_matmul import reference as products_reference
 from jaxserve_kernels.dense_matmul import triton as products_triton
 from jaxserve_kernels.dense_matmul.config import Config
-from jaxserve_kernels.paged_attention import QueryTiles, paged_attention, triton_singles
+from jaxserve_kernels.paged_attention import QueryTiles, paged_attention, triton_decode_rows
 from jaxserve_kernels.paged_attention import triton as paged_attention_triton
 from jaxserve_kernels.paged_attention.config import Config as AttentionConfig
 from jaxserve_kernels.paged_attention.inputs import make_inputs
@@ -129,10 +129,10 @@ def test_paged_attention(name: str, splits: int, monkeypatch: pytest.MonkeyPatch
     ],
 )
 @pytest.mark.parametrize("places", [4, 16, 64])
-def test_singles_beside_chunks(name: str, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_rows_beside_chunks(name: str, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many places share the contexts."""
-    monkeypatch.setattr(triton_singles, "_MIN_KEYS", 1)
-    monkeypatch.setattr(triton_singles, "_SHARED_PLACES", places)
+    monkeypatch.setattr(triton_decode_rows, "_MIN_KEYS", 1)
+    monkeypatch.setattr(triton_decode_rows, "_SHARED_PLACES", places)
     inputs = make_inputs(SPECS[name], seed=3)
     columns = (inputs.first, inputs.length, inputs.slot, inputs.position)
     tiles = QueryTiles(*(jnp.asarray(np.pad(column, (0, 3))) for column in columns))
@@ -142,7 +142,7 @@ def test_singles_beside_chunks(name: str, places: int, monkeypatch: pytest.Monke
     )
     used = inputs.first[inputs.length > 0]
     out = jax.new_ref(jnp.full_like(q, 7.0))
-    triton_singles.attend(
+    triton_decode_rows.attend(
         q, kv, inputs.layer, table, tiles, out, window=SPECS[name].window, target=HOPPER
     )
     result = jax.freeze(out)

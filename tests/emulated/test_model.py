@@ -14,7 +14,7 @@ from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.models.quantization import Quantization
 from jaxserve_checkpoints.dummy import dummy_params
-from jaxserve_kernels import chain
+from jaxserve_kernels import pdl
 from jaxserve_kernels.paged_attention import tile_tokens
 from jaxserve_kernels.target import REFERENCE, Target
 from tests.emulated.errors import relative_error
@@ -31,8 +31,8 @@ STARTS = (0, 1, 63, 64, 130)
 ONE_EACH, MIXED = (1, 1, 1, 1, 1), (40, 1, 1, 29, 2)
 
 
-def in_a_chain[R](function: Callable[..., R], *args: Any, target: Target) -> R:
-    """What `chain.call` does, at once."""
+def with_pdl[R](function: Callable[..., R], *args: Any, target: Target) -> R:
+    """What `pdl.call` does, at once."""
     return function(*args, target=target.replace(pdl=True))
 
 
@@ -60,7 +60,7 @@ def test_a_step(
     bound: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Scores of each sequence's next token; a decode step is a chain."""
+    """Scores of each sequence's next token; a decode step is launched by PDL."""
     decodes = counts == ONE_EACH
     tile_size = 1 if decodes else tile_tokens(model.q_heads // model.kv_heads)
     sequences = Sequences(
@@ -82,17 +82,17 @@ def test_a_step(
             hidden, kv = decoder.decode(params, kv, tokens, model, target=target)
             hidden = hidden[last]
         else:
-            attended, kv = decoder.forward(
+            pre_mlp, kv = decoder.forward(
                 params, kv, tokens, model, tile_size=tile_size, target=target
             )
-            hidden = decoder.finish(params, attended.of(last), model, target=target)
+            hidden = decoder.finish(params, pre_mlp.of(last), model, target=target)
         return decoder.logits(params, hidden, target=target), kv
 
     inputs = (params, kv, decoder.StepTokens(ids, (places,)))
     expected, left = jax.jit(step, static_argnums=3, compiler_options=AS_WRITTEN)(
         *inputs, REFERENCE
     )
-    monkeypatch.setattr(chain, "call", in_a_chain)
+    monkeypatch.setattr(pdl, "call", with_pdl)
     scores, written = step(*inputs, HOPPER)
     assert relative_error(scores, expected) < bound
     for index in range(model.num_layers):  # page 0 is padding's

@@ -1,4 +1,4 @@
-"""Products of up to 64 tokens as chains have them: rings of tiles in shared memory."""
+"""Products of up to 64 tokens with PDL: rings of tiles in shared memory."""
 
 from __future__ import annotations
 

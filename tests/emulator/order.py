@@ -45,8 +45,8 @@ _NOT_OF_KERNELS = frozenset({
     *("first_ptr", "length_ptr", "slot_ptr", "position_ptr", "page_ptr", "offset_ptr", "table_ptr"),
     *("kv_ptr", "scales_ptr", "key_words_ptr", "value_words_ptr", "raw_ptr"),
 })  # fmt: skip
-"""Arguments that no kernel of a chain writes: weights, the plan of the step, and pages, of which a
-kernel reads those of its layer that earlier steps have written."""
+"""Arguments that no kernel of a PDL call writes: weights, the plan of the step, and pages, of which
+a kernel reads those of its layer that earlier steps have written."""
 
 
 class Race(RuntimeError):

@@ -116,7 +116,7 @@ class Sequences:
     ) -> AttentionStep:
         """Sequence i computes counts[i] tokens from position starts[i] on.
 
-        With `apart`, sequences of one token are `singles`.
+        With `apart`, sequences of one token are `decode_rows`.
         """
         spare = len(self.lengths)
         slots = np.repeat(np.arange(spare), counts)
@@ -124,15 +124,15 @@ class Sequences:
             [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
         )
         tiles: list[tuple[int, int, int, int]] = []
-        singles: list[tuple[int, int, int, int]] = []
+        decode_rows: list[tuple[int, int, int, int]] = []
         first = 0
         for slot, (start, count) in enumerate(zip(starts, counts, strict=True)):
             for offset in range(0, count, tile_size):
                 length = min(tile_size, count - offset)
-                kind = singles if apart and count == 1 else tiles
+                kind = decode_rows if apart and count == 1 else tiles
                 kind.append((first + offset, length, slot, start + offset))
             first += count
-        for kind in (tiles, singles):
+        for kind in (tiles, decode_rows):
             kind += [(0, 0, spare, 0)] * (1 + padding)
         slots = np.append(slots, [spare] * padding).astype(int)
         positions = np.append(positions, [0] * padding).astype(int)
@@ -148,7 +148,7 @@ class Sequences:
             positions=ints(positions),
             pages=ints(self.page_table[slots, positions // self.page_size]),
             offsets=ints(positions % self.page_size),
-            tiles=columns(tiles)._replace(singles=columns(singles) if apart else None),
+            tiles=columns(tiles)._replace(decode_rows=columns(decode_rows) if apart else None),
             page_table=ints(self.page_table),
         )
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from jaxserve_kernels.kv_format import attend, largest_magnitudes, named, with_scales
+from jaxserve_kernels.kv_format import attend, named
 from jaxserve_kernels.kv_format.eight_bit import reference
 from jaxserve_kernels.target import CPU
 from tests.kernels.kv_steps import EPS, LAYER, Sequences
@@ -59,13 +59,14 @@ def test_fp8_rounds_the_same_with_any_scale_that_is_a_power_of_two_and_fits() ->
 
 def test_the_largest_magnitudes_are_those_of_all_pages_but_paddings() -> None:
     shape = Sequences(lengths=(40,), page_size=4).shape
-    kv = with_scales(named("fp8_e4m3").allocate(shape, jnp.float32), np.full((2, 2, 2), 0.5))
+    fp8 = named("fp8_e4m3")
+    kv = fp8.with_scales(fp8.allocate(shape, jnp.float32), np.full((2, 2, 2), 0.5))
     rng = np.random.default_rng(0)
     kept = rng.normal(size=(2, shape.pages, 2, 2, 4, 16)).astype(np.float32)
     kept[:, 0] = 100
     kept[1, 3, 1, 0, 2, 13] = -300  # beyond 448 * 0.5
     words = encode_fp8(kept, np.full(kept.shape[:-1], 0.5, np.float32))
-    largest = largest_magnitudes(kv._replace(words=words))
+    largest = fp8.largest_magnitudes(kv._replace(words=words))
     expected = np.abs(kept[:, 1:]).max(axis=(1, 4, 5))
     np.testing.assert_allclose(largest, np.minimum(expected, 224), rtol=1 / 15)
     assert float(largest[1, 1, 0]) == 224

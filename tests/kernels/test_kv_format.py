@@ -16,7 +16,7 @@ from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.runner import kv_cache
 from jaxserve_kernels import kv_format
 from jaxserve_kernels.attention_inputs.reference import heads_of
-from jaxserve_kernels.kv_format import CacheShape, KVFormat, own_tokens
+from jaxserve_kernels.kv_format import CacheShape, KVFormat
 from jaxserve_kernels.paged_attention.reference import paged_attention
 from jaxserve_kernels.target import CPU
 from tests.kernels.kv_steps import EPS, Sequences
@@ -42,6 +42,22 @@ def test_the_flag_offers_every_format() -> None:
         assert kv_format.named(name).name == name
 
 
+@pytest.mark.parametrize("name", kv_format.NAMES)
+def test_a_cache_tells_its_format_and_its_page_size(name: str) -> None:
+    found = kv_format.named(name)
+    page_size = found.page_size or 16
+    arrays = found.abstract(shape(page_size), jnp.bfloat16)
+    told = kv_format.format_of(arrays)
+    assert told.abstract(shape(page_size), jnp.bfloat16) == arrays
+    assert kv_format.page_size(arrays) == page_size
+
+
+def test_scales_of_a_format_without_any_are_refused() -> None:
+    found = kv_format.named("int8")
+    with pytest.raises(TypeError, match="int8 has no scales"):
+        found.with_scales(found.abstract(shape(), jnp.float32), np.ones((36, 8, 2)))
+
+
 @pytest.mark.parametrize(
     ("name", "bytes_per_token"),
     [
@@ -56,13 +72,13 @@ def test_the_flag_offers_every_format() -> None:
 def test_a_token_of_qwen3_4b_takes_so_many_bytes(name: str, bytes_per_token: float) -> None:
     found = kv_format.named(name)
     page_size = found.page_size or 64
-    each = kv_format.page_bytes(found, shape(page_size), jnp.bfloat16)
+    each = found.page_bytes(shape(page_size), jnp.bfloat16)
     assert each / page_size == bytes_per_token
 
 
 def test_pages_fill_the_budget_and_no_more() -> None:
     found = kv_format.named("bf16")
-    each = kv_format.page_bytes(found, shape(), jnp.bfloat16)
+    each = found.page_bytes(shape(), jnp.bfloat16)
     assert fit_pages(found, shape(), 1000 * each + each // 2) == 1000
     assert kv_cache.total_bytes(found, [shape(pages=1000)], jnp.bfloat16) == 1000 * each
 
@@ -78,8 +94,8 @@ def test_every_sequence_has_a_sink_and_a_tail_within_the_budget(name: str) -> No
     """36 MiB for each of Qwen3-4B that may run, and for the padding slot, whatever runs; pages get
     the rest. So what is kept in full precision never limits how many sequences run."""
     found, one_page, budget = kv_format.named(name), shape(page_size=128), 20 * 2**30
-    each = kv_format.page_bytes(found, one_page, jnp.bfloat16)
-    beside = kv_format.fixed_bytes(found, one_page, jnp.bfloat16)
+    each = found.page_bytes(one_page, jnp.bfloat16)
+    beside = found.fixed_bytes(one_page, jnp.bfloat16)
     assert beside == 257 * 36 * 2**20
     pages = fit_pages(found, one_page, budget)
     assert pages == (budget - beside) // each
@@ -87,7 +103,7 @@ def test_every_sequence_has_a_sink_and_a_tail_within_the_budget(name: str) -> No
     assert budget - each < taken <= budget
     arrays = found.abstract(shape(128, pages), jnp.bfloat16)
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays)) == taken
-    assert own_tokens(found) == 128, "the sink of a sequence that finds its beginning"
+    assert found.own_tokens == 128, "the sink of a sequence that finds its beginning"
 
 
 @pytest.mark.parametrize(

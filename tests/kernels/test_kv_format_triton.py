@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve_kernels import chain
+from jaxserve_kernels import pdl
 from jaxserve_kernels.kv_format import attend, end_step, named
 from jaxserve_kernels.paged_attention import tile_tokens
 from jaxserve_kernels.target import Implementation, Target
@@ -160,7 +160,7 @@ def test_float32_queries_are_not_rounded_over_a_bfloat16_cache(work: tuple[Any, 
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_attention_is_the_same_in_a_chain(name: str) -> None:
+def test_attention_is_the_same_with_pdl(name: str) -> None:
     """Bit for bit, and so is what it leaves: each kernel waits for those before it."""
     starts, counts = DECODE
     sequences = Sequences(
@@ -189,9 +189,9 @@ def test_attention_is_the_same_in_a_chain(name: str) -> None:
             outs.append(out)
         return *outs, kv
 
-    chained = jax.jit(lambda *arrays: chain.call(layers, *arrays, target=Target.here()))
+    chained = jax.jit(lambda *arrays: pdl.call(layers, *arrays, target=Target.here()))
     separate = jax.jit(lambda *arrays: layers(*arrays, target=Target.here()))
-    assert "jaxserve_kernel_chain" in chained.lower(qkv, kv, tables, step).as_text()
+    assert "jaxserve_pdl_launches" in chained.lower(qkv, kv, tables, step).as_text()
     for _ in range(4):  # by the third call a graph is replayed
         results = (call(qkv, kv, tables, step) for call in (chained, separate))
         for got, wanted in zip(*map(jax.tree.leaves, results), strict=True):

@@ -149,7 +149,7 @@ def test_single_tokens_apart_from_chunks_get_what_they_get_among_them(
     inputs = make_inputs(spec, seed=6)
     together = run(inputs, spec.tile_size)
     tiles = apart(inputs)
-    assert tiles.singles is not None and len(tiles.singles.first) > 4
+    assert tiles.decode_rows is not None and len(tiles.decode_rows.first) > 4
     for given in (tiles, tiles.in_one_list()):
         got = attend(inputs.q, inputs.kv, inputs.layer, inputs.page_table, given, 16)
         np.testing.assert_allclose(got, together, rtol=0, atol=TOLERANCE["float32"])

@@ -142,7 +142,7 @@ def test_few_tokens_are_unpacked_and_many_computed_in_e4m3() -> None:
 
 
 @pytest.mark.parametrize("name", QUANTIZE)
-def test_in_a_chain_codes_stream_up_to_64_tokens(name: str) -> None:
+def test_with_pdl_codes_stream_up_to_64_tokens(name: str) -> None:
     """Whole tiles of rows, no part without a tile of the input, few enough for their readers."""
     for spec in NAMED_MODELS.values():
         for out, depth, gated in (

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve_kernels import chain, weights
+from jaxserve_kernels import pdl, weights
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.matmul import gated_linear, linear, sum_parts, token_format
 from jaxserve_kernels.quantized_matmul.config import choose
@@ -166,7 +166,7 @@ def check_chain(name: str, tokens: int, embed: int, ffn: int) -> None:
             update = linear(gated_linear(normed, gates, target=target), downs, target=target)
         return add_rms_norm(x, update, norms[2], 1e-6, target=target)
 
-    program = jax.jit(lambda *arrays: chain.call(layers, *arrays, target=Target.here()))
+    program = jax.jit(lambda *arrays: pdl.call(layers, *arrays, target=Target.here()))
     for step in range(4):  # by the third call a graph is replayed
         x = jax.random.normal(jax.random.fold_in(keys[3], step), (tokens, embed))
         arrays = (x.astype(jnp.bfloat16), x[None] / 2, gate_up, down, norms)
@@ -174,7 +174,7 @@ def check_chain(name: str, tokens: int, embed: int, ffn: int) -> None:
         expected = jax.jit(lambda *arrays: layers(*arrays, target=REFERENCE))(*arrays)
         for got, wanted in zip(out, expected, strict=True):
             assert relative_error(got, wanted) < 2 * TOLERANCE
-    assert "jaxserve_kernel_chain" in program.lower(*arrays).as_text()
+    assert "jaxserve_pdl_launches" in program.lower(*arrays).as_text()
 
 
 @pytest.mark.parametrize("tokens", [17, 40, 64])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve_kernels import chain
+from jaxserve_kernels import pdl
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
 from jaxserve_kernels.dense_matmul import add_linear, gated_linear, linear, sum_parts
@@ -50,7 +50,7 @@ TOLERANCE = {"bfloat16": 6e-3, "float32": 2e-6}
 """Relative to the norm; the bf16 result is rounded to 8 bits, which alone costs 2e-3."""
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["one_list", "singles_apart"])
+@pytest.mark.parametrize("split", [False, True], ids=["one_list", "decode_rows_apart"])
 @pytest.mark.parametrize("spec", SMALL_SPECS + HOPPER_SPECS + MODEL_SPECS, ids=lambda s: s.name)
 def test_paged_attention_equals_its_reference(spec: AttentionSpec, split: bool) -> None:
     inputs = make_inputs(spec, seed=7)
@@ -210,7 +210,7 @@ def test_a_chain_of_kernels_equals_its_reference(tokens: int, embed: int, ffn: i
             )
         return add_rms_norm(x, update, norms[2], 1e-6, target=target)
 
-    program = jax.jit(lambda *arrays: chain.call(layers, *arrays, target=Target.here()))
+    program = jax.jit(lambda *arrays: pdl.call(layers, *arrays, target=Target.here()))
     for step in range(4):  # by the third call a graph is replayed
         x = jax.random.normal(jax.random.fold_in(keys[3], step), (tokens, embed))
         arrays = (x.astype(jnp.bfloat16), x[None] / 2, gate_up, down, norms)
@@ -218,7 +218,7 @@ def test_a_chain_of_kernels_equals_its_reference(tokens: int, embed: int, ffn: i
         expected = jax.jit(lambda *arrays: layers(*arrays, target=REFERENCE))(*arrays)
         for got, wanted in zip(out, expected, strict=True):
             assert relative_error(got, wanted) < 2 * TOLERANCE["bfloat16"]
-    assert "jaxserve_kernel_chain" in program.lower(*arrays).as_text()
+    assert "jaxserve_pdl_launches" in program.lower(*arrays).as_text()
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_chain_of_kernels_equals_its_reference(tokens: int, embed: int, ffn: i
     ids=str,
 )
 @pytest.mark.parametrize("starts", [(1024,), (0, 63, 64, 65, 200, 1, 128)], ids=["one", "some"])
-def test_attention_in_a_chain_equals_its_reference(
+def test_attention_with_pdl_equals_its_reference(
     starts: tuple[int, ...], heads: Heads, options: str
 ) -> None:
     """One kernel computes the attention's inputs too; past keys are read before they exist."""
@@ -263,7 +263,7 @@ def test_attention_in_a_chain_equals_its_reference(
         )
 
     arrays = (qkv, jnp.asarray(inputs.kv), weights, tables, step)
-    program = jax.jit(lambda *arrays: chain.call(layer, *arrays, target=Target.here()))
+    program = jax.jit(lambda *arrays: pdl.call(layer, *arrays, target=Target.here()))
     out, kv = program(*arrays)
     assert "paged_attention" in str(jax.make_jaxpr(program)(*arrays))
     assert "attention_inputs" not in str(jax.make_jaxpr(program)(*arrays))

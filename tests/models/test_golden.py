@@ -78,10 +78,8 @@ def compute(
     params: decoder.Params, kv: decoder.Caches, tokens: decoder.StepTokens, spec: ModelSpec
 ) -> tuple[jax.Array, decoder.Caches]:
     tile_size = min(TILE_SIZE, tokens.ids.shape[0])
-    attended, kv = decoder.forward(params, kv, tokens, spec, tile_size=tile_size, target=CPU)
-    return decoder.logits(
-        params, decoder.finish(params, attended, spec, target=CPU), target=CPU
-    ), kv
+    pre_mlp, kv = decoder.forward(params, kv, tokens, spec, tile_size=tile_size, target=CPU)
+    return decoder.logits(params, decoder.finish(params, pre_mlp, spec, target=CPU), target=CPU), kv
 
 
 def locate(tokens: Sequence[int], start: int, padded: int, groups: int) -> decoder.StepTokens:

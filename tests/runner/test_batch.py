@@ -124,9 +124,9 @@ def test_each_row_samples_from_its_last_token(step: tuple[StepPlan, Bucket]) -> 
 
 
 def tiles_of(inputs: StepInputs) -> list[tuple[int, int, int, int]]:
-    """(first, length, slot, position) of the tiles and then of the singles, padding included."""
-    *tiles, singles = inputs.tiles
-    lists = [tiles] if singles is None else [tiles, singles[:4]]
+    """(first, length, slot, position) of the tiles and then of the decode rows, with padding."""
+    *tiles, decode_rows = inputs.tiles
+    lists = [tiles] if decode_rows is None else [tiles, decode_rows[:4]]
     return [tuple(map(int, tile)) for part in lists for tile in zip(*part, strict=True)]
 
 
@@ -153,8 +153,8 @@ def test_rows_of_one_token_are_apart_from_chunks(step: tuple[StepPlan, Bucket]) 
         return
     inputs = unpacked(plan, bucket)
     alone = [row.slot for row in plan.rows if row.num_tokens == 1]
-    assert inputs.single_slots[inputs.single_length > 0].tolist() == alone
-    assert inputs.single_length.max() <= 1
+    assert inputs.decode_slots[inputs.decode_length > 0].tolist() == alone
+    assert inputs.decode_length.max() <= 1
 
 
 @given(steps())
@@ -181,7 +181,7 @@ def test_padding_belongs_to_the_padding_slot_and_asks_for_nothing(
     assert not inputs.token_positions[num_tokens:].any(), "padding keys go to the first place"
     ids = inputs.token_ids[num_tokens:]
     assert ((ids == 0) | (ids == DECODE_TOKEN)).all()
-    for indices in (inputs.row_last, inputs.tile_first, inputs.single_first):
+    for indices in (inputs.row_last, inputs.tile_first, inputs.decode_first):
         assert ((indices >= 0) & (indices < bucket.tokens)).all()
 
 
@@ -279,7 +279,7 @@ def test_a_mixed_bucket_has_tiles_for_the_worst_split(tokens: int, tile_size: in
             plan = prefill(counts)
             assert bucket.holds(plan)
             inputs = unpacked(plan, bucket)
-            assert inputs.tile_length.sum() + inputs.single_length.sum() == tokens
+            assert inputs.tile_length.sum() + inputs.decode_length.sum() == tokens
 
 
 def test_a_bucket_for_longer_chunks_says_when_a_plan_has_too_many_tiles() -> None:

@@ -9,7 +9,7 @@ from jaxserve.config import ConfigError
 from jaxserve.model_spec import CachePlace, ModelSpec
 from jaxserve.runner import kv_cache
 from jaxserve.runner.kv_cache import Demand
-from jaxserve_kernels.kv_format import named, page_bytes
+from jaxserve_kernels.kv_format import named
 from tests.runner.test_windows import with_windows
 
 PAGE = 16
@@ -24,7 +24,7 @@ def pages(spec: ModelSpec, budget: int, demand: Demand = DEMAND) -> list[int]:
 
 def layer_page_bytes(spec: ModelSpec) -> int:
     groups = kv_cache.sized_groups(spec, PAGE, DEMAND.sequences)
-    whole = sum(page_bytes(DENSE, group.shape, jnp.float32) for group in groups)
+    whole = sum(DENSE.page_bytes(group.shape, jnp.float32) for group in groups)
     return whole // spec.num_layers
 
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from jaxserve.config import Buckets
 from jaxserve.plan import PageCopy, Sampled
 from jaxserve.runner.runner import Runner
-from jaxserve_kernels.kv_format import KVFormat, named, own_tokens
+from jaxserve_kernels.kv_format import KVFormat, named
 from jaxserve_kernels.kv_format.kvarn import KVarN
 from tests.runner.driver import OTHER, PROMPT, Placed, assert_same, plan, step
 from tests.runner.test_equivalence import CONFIG, Solo, Workload, play, workloads
@@ -68,7 +68,7 @@ def play_workloads(served: Served, examples: int) -> Played:
     @settings(derandomize=True, max_examples=examples, suppress_health_check=list(HealthCheck))
     @given(work=workloads())
     def check(work: Workload) -> None:
-        own = own_tokens(served.kv_format)
+        own = served.kv_format.own_tokens
         work = work._replace(cache=replace(work.cache, own_tokens=own))
         loop = play(work, runner)
         assert loop.scheduler.pages.num_free == work.cache.usable_pages
@@ -116,7 +116,7 @@ def behind_a_hit(
 @with_formats([named("auto"), *FORMATS], FEW_BUCKETS)
 def test_a_copied_page_gives_what_its_source_gives(served: Served) -> None:
     """The sources get other content in the very step that follows the copies."""
-    runner, own = served.runner, own_tokens(served.kv_format)
+    runner, own = served.runner, served.kv_format.own_tokens
     runner.reset()
     first = Placed(slot=0, pages=(1, 2, 3))
     step(runner, [first.chunk(PROMPT)], [first])

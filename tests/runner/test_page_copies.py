@@ -39,12 +39,12 @@ def numbered(kv_format: KVFormat) -> Any:
 
 @pytest.mark.parametrize("kv_format", FORMATS, ids=lambda it: it.name)
 def test_the_axis_of_pages_is_found(kv_format: KVFormat) -> None:
-    assert page_copies.page_axes(kv_format, SHAPE, jnp.float32) == AXES[kv_format.name]
+    assert kv_format.page_axes == AXES[kv_format.name]
 
 
 @pytest.mark.parametrize("kv_format", FORMATS, ids=lambda it: it.name)
 def test_copies_are_done_in_their_order_and_change_nothing_else(kv_format: KVFormat) -> None:
-    axes = page_copies.page_axes(kv_format, SHAPE, jnp.float32)
+    axes = kv_format.page_axes
     copy_pages = page_copies.program(kv_format, SHAPE, jnp.float32, 0).compile()
     pages = st.integers(0, PAGES - 1)
     copies = st.lists(

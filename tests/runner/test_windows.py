@@ -14,7 +14,7 @@ from jaxserve.model_spec import ModelSpec
 from jaxserve.runner import kv_cache
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
-from jaxserve_kernels.kv_format import KVFormat, named, own_tokens
+from jaxserve_kernels.kv_format import KVFormat, named
 from jaxserve_kernels.kv_format.kvarn import KVarN
 from tests.runner.test_equivalence import Solo, Workload, check_against_solo, play, workloads
 from tests.tiny_model import COMPILES, make_config, make_runner, tiny_spec
@@ -61,7 +61,7 @@ def windowed_workloads(draw: st.DrawFn, config: RunnerConfig) -> Workload:
         1 + draw(st.integers(6, 12) if group.window is None else st.integers(3, 7))
         for group in config.spec.cache_groups
     ]
-    own = own_tokens(config.kv_format)
+    own = config.kv_format.own_tokens
     return work._replace(cache=kv_cache.cache_config(config.spec, pages, 4, own))
 
 

@@ -11,7 +11,6 @@ import pytest
 from jaxserve.config import ConfigError
 from jaxserve.runner import kv_cache
 from jaxserve.startup.engine_plan import GPU_DECODE, GPU_PREFILL, EnginePlan
-from jaxserve_kernels.kv_format import fixed_bytes
 from tests.startup.pretended import (
     H100,
     H200,
@@ -98,7 +97,7 @@ def test_what_is_kept_for_each_sequence_takes_half_of_the_cache_at_most(plan: Pl
     """9 GiB at 256 sequences of Qwen3-4B."""
     for card, line in ((RTX_4080, "qwen3-4b"), (RTX_3060, f"qwen3-8b {INT4}"), (H100, "qwen3-32b")):
         config = plan(card, f"{line} {KVARN}").config
-        kept = fixed_bytes(config.kv_format, config.kv_shapes[0], jnp.bfloat16)
+        kept = config.kv_format.fixed_bytes(config.kv_shapes[0], jnp.bfloat16)
         total = kv_cache.total_bytes(config.kv_format, config.kv_shapes, jnp.bfloat16)
         assert 0 < kept < total / 2
         assert config.cache.usable_tokens >= 512 * config.scheduler.max_num_seqs

@@ -31,7 +31,7 @@ def limits_of(target: Target) -> Limits:
 class Config:
     """`rows` of the weight per program, `depth` of the input per step, `splits` of the input.
 
-    In a chain warps and stages are those of `triton_streaming`. Gated, there are no splits.
+    With PDL warps and stages are those of `triton_streaming`. Gated, there are no splits.
     """
 
     rows: int = 64

@@ -3,7 +3,7 @@
 XLA writes the product with gate and up, 76 KB per token of a 4B model, for another kernel to read.
 Here a program walks over tiles of 128 tokens and 128 columns of the result. A producer warp copies
 the tokens, the rows of gate and those of up into a ring in shared memory (TMA), also while the
-tile before is being stored; two warpgroups of 64 tokens each multiply. Tiles of the last turn are
+tile before is being stored; two warpgroups of 64 tokens each multiply. Tiles of the last wave are
 cut into pieces where it has few, so that all programs share them.
 """
 

@@ -1,4 +1,4 @@
-"""Products of a few tokens in a chain of kernels: weights are copied before the inputs exist.
+"""Products of a few tokens, launched early (PDL): weights are copied before the inputs exist.
 
 As in `triton.py` the weight is the left operand and programs may share the rows of a tile by
 splitting the input. Here each program fills a ring of tiles of the weight in shared memory, and

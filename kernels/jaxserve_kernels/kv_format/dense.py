@@ -16,7 +16,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_inputs
-from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape, zeros
+from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape
+from jaxserve_kernels.kv_format.format import KVFormat
 from jaxserve_kernels.op import NO_KERNELS, NOT_PDL, Implementation, Op, Refusal, anything
 from jaxserve_kernels.paged_attention import paged_attention
 from jaxserve_kernels.paged_attention.config import choose, limits_of
@@ -24,11 +25,11 @@ from jaxserve_kernels.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dense:
+class Dense(KVFormat):
     """The array in `dtype`; None: in the dtype of the activations."""
 
+    arrays = Array
     dtype: str | None = None
-    page_size: int | None = None
 
     @property
     def name(self) -> str:
@@ -38,30 +39,12 @@ class Dense:
         dims = (shape.layers, shape.pages, shape.kv_heads, 2, shape.page_size, shape.head_dim)
         return jax.ShapeDtypeStruct(dims, jnp.dtype(self.dtype or dtype))
 
-    def allocate(self, shape: CacheShape, dtype: DTypeLike) -> Array:
-        return zeros(self.abstract(shape, dtype))
+    def tokens_per_page(self, kv: Array) -> int:
+        return kv.shape[4]
 
-
-def attend(
-    qkv: Array,
-    kv: Array,
-    layer: int,
-    heads: HeadWeights,
-    tables: tuple[Array, Array],
-    step: AttentionStep,
-    *,
-    eps: float,
-    tile_size: int,
-    dtype: DTypeLike,
-    window: int | None = None,
-    target: Target,
-) -> tuple[Array, Array]:
-    """See `api.attend`."""
-    return _OP(
-        qkv, kv, heads, tables, step,
-        layer=layer, eps=eps, tile_size=tile_size, dtype=jnp.dtype(dtype), window=window,
-        target=target,
-    )  # fmt: skip
+    @property
+    def attention(self) -> Op:
+        return _OP
 
 
 def _fits(

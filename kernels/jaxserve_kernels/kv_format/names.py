@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from jaxserve_kernels.kv_format.base import KVFormat
 from jaxserve_kernels.kv_format.dense import Dense
 from jaxserve_kernels.kv_format.eight_bit import Fp8, Int8
+from jaxserve_kernels.kv_format.format import KVFormat
 from jaxserve_kernels.kv_format.kvarn import KVarN
 
 AUTO = Dense()

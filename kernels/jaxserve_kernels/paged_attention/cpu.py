@@ -102,8 +102,8 @@ def _attend(
     """`attend_pages`, with what reads the pages of a layer."""
     out = jnp.zeros_like(q)
     parts = [(tiles, tile_size)]
-    if tiles.singles is not None:
-        parts.append((tiles.singles, 1))
+    if tiles.decode_rows is not None:
+        parts.append((tiles.decode_rows, 1))
     for part, size in parts:
         keys = _SINGLE_KEYS if size == 1 else _CHUNK_KEYS
         pages = max(1, min(keys // page_size, page_table.shape[1]))

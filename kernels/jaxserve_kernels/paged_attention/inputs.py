@@ -134,8 +134,8 @@ def apart(inputs: AttentionInputs) -> QueryTiles:
     """The tiles, those of at most one token apart from the others, if there are any."""
     alone = inputs.length <= 1
     columns: list[Any] = [inputs.first, inputs.length, inputs.slot, inputs.position]
-    singles = QueryTiles(*(column[alone] for column in columns)) if alone.any() else None
-    return QueryTiles(*(column[~alone] for column in columns), singles=singles)
+    decode_rows = QueryTiles(*(column[alone] for column in columns)) if alone.any() else None
+    return QueryTiles(*(column[~alone] for column in columns), decode_rows=decode_rows)
 
 
 def _tiles(spec: AttentionSpec, slots: AnyArray, num_slots: int) -> Iterator[AnyArray]:

@@ -33,17 +33,17 @@ class QueryTiles(NamedTuple):
     """Row of the page table."""
     position: Array
     """Position of the tile's first token in its sequence."""
-    singles: QueryTiles | None = None
+    decode_rows: QueryTiles | None = None
     """Tiles of at most one token each, beside those of up to `tile_size`: decodes beside chunks.
     They may be left to another kernel; one that takes a single list asks for `in_one_list`."""
 
     def in_one_list(self) -> QueryTiles:
-        """The singles behind the other tiles, whose padding then lies between: for kernels that
+        """The decode rows behind the other tiles, whose padding then lies between: for kernels that
         have a program for each place."""
-        if self.singles is None:
+        if self.decode_rows is None:
             return self
         first, length, slot, position = (
-            jnp.concatenate(each) for each in zip(self[:4], self.singles[:4], strict=True)
+            jnp.concatenate(each) for each in zip(self[:4], self.decode_rows[:4], strict=True)
         )
         return QueryTiles(first, length, slot, position)
 
@@ -75,7 +75,7 @@ def paged_attention(
       page_table: int32 [slots, pages_per_seq]; entries past a sequence's end must be valid pages,
         whose content has no influence.
       tiles: which tokens belong together.
-      tile_size: the most tokens that a tile holds (but for `tiles.singles`).
+      tile_size: the most tokens that a tile holds (but for `tiles.decode_rows`).
       window: keys that a token sees; None: all. Entries of pages wholly behind the windows of a
         tile must be valid pages, too, whose content has no influence.
 

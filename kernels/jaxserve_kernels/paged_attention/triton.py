@@ -243,17 +243,17 @@ def paged_attention(
     window: int | None = None,
     target: Target,
 ) -> Array:
-    """Singles, if there are any, are attended to by kernels of their own."""
+    """Decode rows, if there are any, are attended to by kernels of their own."""
     result = _attention(
         q, kv, layer, page_table, tiles, tile_size, config, window=window, target=target
     )
-    if tiles.singles is None:
+    if tiles.decode_rows is None:
         return result
-    from jaxserve_kernels.paged_attention import triton_singles
+    from jaxserve_kernels.paged_attention import triton_decode_rows
 
     out = jax.new_ref(result)
-    triton_singles.attend(
-        q, kv, layer, page_table, tiles.singles, out, window=window, target=target
+    triton_decode_rows.attend(
+        q, kv, layer, page_table, tiles.decode_rows, out, window=window, target=target
     )
     return jax.freeze(out)
 
@@ -270,7 +270,7 @@ def _attention(
     window: int | None,
     target: Target,
 ) -> Array:
-    """Attention of `tiles` without its singles."""
+    """Attention of `tiles` without its decode rows."""
     kv_heads, head_dim = kv.shape[2], kv.shape[5]
     q_heads, num_tiles = q.shape[1], tiles.first.shape[0]
     rows = max(16, triton.next_power_of_2(tile_size * (q_heads // kv_heads)))

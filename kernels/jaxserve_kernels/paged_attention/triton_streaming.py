@@ -1,4 +1,4 @@
-"""Attention of single tokens in a chain of kernels: what earlier steps have left in the cache is
+"""Attention of single tokens, launched early (PDL): what earlier steps have left in the cache is
 copied before this step's queries exist.
 
 A program takes one token and KV head, and one split of the context. It fills a ring of pages in
@@ -208,7 +208,7 @@ def _attend(
 
 def fits(qkv: Array, kv: Array, dtype: DTypeLike) -> bool:
     """Whether this kernel is for such heads and pages; others are left to the kernels that any
-    chain has."""
+    call has."""
     kv_heads, _, page_size, head_dim = kv.shape[2:]
     heads = qkv.shape[2] // (head_dim * kv_heads)  # with a key's and a value's
     return (

@@ -81,7 +81,7 @@ def _launch(
 
 def take_inputs(x: Array, order: Array, *, target: Target) -> Array:
     """x [tokens, in] with its inputs in that order: x[:, order], of which order int32 [in] is a
-    permutation. In a chain that is a kernel; elsewhere XLA gathers."""
+    permutation. With PDL that is a kernel; elsewhere XLA gathers."""
     if not target.pdl:
         return x[:, order]
     from jaxserve_kernels.quantized_matmul import triton_order  # needs Triton: only for GPUs

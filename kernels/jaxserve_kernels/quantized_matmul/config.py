@@ -27,7 +27,7 @@ _SMALL_M = 8
 """Tokens of the tensor cores' smallest product."""
 
 _MAX_CHAINED = 64
-"""Tokens of a chain's product by `triton_streaming`."""
+"""Tokens of a product by `triton_streaming`, with programmatic dependent launch."""
 
 _RESERVED = 1024
 """Bytes of shared memory that each program takes beside its own."""
@@ -76,11 +76,11 @@ class Config:
     num_warps: int = 4
     num_stages: int = 4
     unroll: int = 1
-    """Tiles of the input in one turn of the loop; in `triton`, a divisor of a split's tiles."""
+    """Tiles of the input in one step of the loop; in `triton`, a divisor of a split's tiles."""
     pieces: int = 1
-    """Of `e4m3.hopper_bytes`: into how many a tile of the last turn may be cut."""
+    """Of `e4m3.hopper_bytes`: into how many a tile of the last wave may be cut."""
     first: bool = False
-    """Of `triton_streaming`: the next kernel of the chain may be brought in before this one reads,
+    """Of `triton_streaming`: the next kernel may be brought in before this one reads,
     not after."""
 
 
@@ -297,13 +297,13 @@ def _small_m(depth: int, *, gated: bool) -> Config:
 def _streaming(weight: QuantizedWeight, tokens: int, *, gated: bool, target: Target) -> Config:
     """Rings that leave room for three programs per multiprocessor, and as many programs."""
     out, tiles = weight.shape[0], weight.shape[1] // 128
-    tile, turn = next(each for each in ((8, 4), (16, 2), (32, 2), (64, 1)) if tokens <= each[0])
+    tile, k_tiles = next(each for each in ((8, 4), (16, 2), (32, 2), (64, 1)) if tokens <= each[0])
     size = 64 * weight.row_bytes + 256 * tile
     limits = limits_of(target)
     ring = target.gpu.shared_memory // limits.streaming_programs - _RESERVED
-    while turn > 1 and (tiles % turn or ring // (turn * size) < 3):
-        turn //= 2
-    stages = ring // (turn * size)
+    while k_tiles > 1 and (tiles % k_tiles or ring // (k_tiles * size) < 3):
+        k_tiles //= 2
+    stages = ring // (k_tiles * size)
     rows = out // 64
     programs = target.gpu.multiprocessors
     if 8 < tokens <= 16:
@@ -311,11 +311,16 @@ def _streaming(weight: QuantizedWeight, tokens: int, *, gated: bool, target: Tar
     else:
         parts = limits.streaming_programs * programs // rows
     parts = min(limits.most_splits, max(1, parts), tiles)
-    splits = -(-tiles // steps(tiles, parts, turn))  # none is empty
+    splits = -(-tiles // steps(tiles, parts, k_tiles))  # none is empty
     # Of many tokens attention, which then copies keys, but no product.
     first = tokens <= 16 or (tokens > 32 and not gated and out > weight.shape[1])
     return Config(
-        method="streaming", tokens=tile, splits=splits, num_stages=stages, unroll=turn, first=first
+        method="streaming",
+        tokens=tile,
+        splits=splits,
+        num_stages=stages,
+        unroll=k_tiles,
+        first=first,
     )
 
 
@@ -336,10 +341,11 @@ def stream_k_of(row_tiles: int, steps: int, *, target: Target) -> tuple[int, int
     return -(-steps // each), target.gpu.multiprocessors
 
 
-def steps(tiles: int, splits: int, turn: int) -> int:
-    """Tiles of each split but the last, which has no more: whole turns, unless all have as many."""
+def steps(tiles: int, splits: int, k_tiles: int) -> int:
+    """Tiles of each split but the last, which has no more: whole k-steps of `k_tiles`, unless all
+    have as many."""
     each = -(-tiles // splits)
-    return each if tiles % each == 0 else -(-each // turn) * turn
+    return each if tiles % each == 0 else -(-each // k_tiles) * k_tiles
 
 
 def _unpack(
@@ -423,7 +429,7 @@ def _hopper(tokens: int, out: int, tiles: int, *, target: Target) -> Config:
 def _e4m3_in_registers(
     weight: QuantizedWeight, tokens: int, out: int, tiles: int, *, target: Target
 ) -> Config:
-    """Bound by instructions: small tiles of integers, whose sums are scaled in every turn."""
+    """Bound by instructions: small tiles of integers, whose sums are scaled in every k-step."""
     config = Config(method="e4m3", tokens=64 if isinstance(weight, Int4Weight) else 128)
     programs = out // config.rows * -(-tokens // config.tokens)
     return replace(

@@ -1,4 +1,4 @@
-"""A turn of products that stream: tiles of codes in shared memory, times tokens beside them.
+"""A k-step of products that stream: tiles of codes in shared memory, times tokens beside them.
 
 Codes become bfloat16 in registers, from where the tensor cores take them, a plane of inputs at a
 time: 32 inputs of 4-bit codes, 16 of NVFP4, whose tiles are two of 64 inputs, and 64 of bytes.
@@ -106,8 +106,8 @@ def add_k_steps(
     COUNT: gl.constexpr, groups: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
     KIND: gl.constexpr, ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Adds the products of a turn's first COUNT tiles. Those of a warpgroup are waited for when the
-    next are under way. groups: scales of a row in a tile, 0 where a row has one."""
+    """Adds the products of a k-step's first COUNT tiles. Those of a warpgroup are waited for when
+    the next are under way. groups: scales of a row in a tile, 0 where a row has one."""
     mma: gl.constexpr = acc.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)

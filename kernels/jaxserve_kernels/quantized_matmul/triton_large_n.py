@@ -35,12 +35,12 @@ _ROWS = gl.constexpr(128)
 
 @gluon.jit
 def _copy(
-    word_ring, x_ring, words, x, there, turn, place,
+    word_ring, x_ring, words, x, there, k_step, place,
     blocks: gl.constexpr, steps: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """What a turn multiplies: 128 inputs of each block and of all tokens."""
-    first = (turn // steps * gl.num_programs(0) + gl.program_id(0)) * BLOCKS
-    tile = turn % steps
+    """What a k-step multiplies: 128 inputs of each block and of all tokens."""
+    first = (k_step // steps * gl.num_programs(0) + gl.program_id(0)) * BLOCKS
+    tile = k_step % steps
     for each in gl.static_range(BLOCKS):
         block = gl.minimum(first + each, blocks - 1)  # past the end: the last one again
         source = words + (block.to(gl.int64) * (2 * steps) + tile) * 4096
@@ -76,22 +76,22 @@ def _product(
     token = gl.arange(0, TOKENS, gl.SliceLayout(1, x_copy))[:, None]
     x = x_ptr + token * k + gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]
     there, _ = gl.broadcast(token < tokens, x)
-    turns = (groups - program + programs - 1) // programs * steps
-    for turn in gl.static_range(ahead):  # a program has at least a group's, which are more
-        _copy(word_ring, x_ring, words, x, there, turn, turn, blocks, steps, BLOCKS)
+    k_steps = (groups - program + programs - 1) // programs * steps
+    for k_step in gl.static_range(ahead):  # a program has at least a group's, which are more
+        _copy(word_ring, x_ring, words, x, there, k_step, k_step, blocks, steps, BLOCKS)
 
     nothing = gl.zeros([_ROWS, TOKENS], gl.float32, mma)
     sums = ()
     for _ in gl.static_range(BLOCKS):
         sums = sums + (nothing,)  # noqa: RUF005  (Triton knows no other way)
     slot = 0
-    for turn in range(turns):
+    for k_step in range(k_steps):
         async_copy.wait_group(ahead - 1)
         gl.barrier()
         fence_async_shared()
-        if turn + ahead < turns:
+        if k_step + ahead < k_steps:
             place = gl.where(slot == 0, ahead, slot - 1)
-            _copy(word_ring, x_ring, words, x, there, turn + ahead, place, blocks, steps, BLOCKS)
+            _copy(word_ring, x_ring, words, x, there, k_step + ahead, place, blocks, steps, BLOCKS)
         else:
             async_copy.commit_group()
         inputs = x_ring.index(slot)
@@ -104,8 +104,8 @@ def _product(
             added = added + (warpgroup_mma(high, x_high, acc, is_async=True),)  # noqa: RUF005
         sums = warpgroup_mma_wait(0, deps=added)
         slot = gl.where(slot == ahead, 0, slot + 1)
-        if turn % steps == steps - 1:
-            first = (turn // steps * programs + program) * BLOCKS
+        if k_step % steps == steps - 1:
+            first = (k_step // steps * programs + program) * BLOCKS
             for each in gl.static_range(BLOCKS):
                 _store(sums[each], scale_ptr, out_ptr, first + each, tokens, n)
             sums = ()

@@ -1,4 +1,4 @@
-"""Tokens with their inputs in the order in which a weight has them; chains take this kernel."""
+"""Tokens with their inputs in the order in which a weight has them; launched early (PDL)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gated products of 33 to 64 tokens with 4-bit integers in a chain: warpgroups share the tokens.
+"""Gated products of 33 to 64 tokens with 4-bit integers, by PDL: warpgroups share the tokens.
 
 As in `triton_streaming` codes wait in a ring in shared memory when the kernels before end. There
 three programs on a multiprocessor copy all tokens three times over. Here a program has three
@@ -48,22 +48,22 @@ _GROUPS = gl.constexpr(3)
 
 @gluon.jit
 def _place(
-    group: gl.constexpr, steps: gl.constexpr, row_tiles: gl.constexpr, SHARES: gl.constexpr
+    group: gl.constexpr, steps: gl.constexpr, row_tiles: gl.constexpr, SPLITS: gl.constexpr
 ):  # fmt: skip
     """A warpgroup's tile of rows, and the steps in which it multiplies: none where there is no such
     tile."""
     program = gl.program_id(0)
     begin = 0
     end = steps
-    if SHARES == 1:
+    if SPLITS == 1:
         tile = program * _GROUPS + group
     elif group < _GROUPS - 1:
         tile = program * (_GROUPS - 1) + group
     else:
-        each: gl.constexpr = (steps + SHARES - 1) // SHARES
-        gl.static_assert((SHARES - 1) * each < steps)  # the last share has the sums of all
-        tile = gl.num_programs(0) * (_GROUPS - 1) + program // SHARES
-        begin = program % SHARES * each
+        each: gl.constexpr = (steps + SPLITS - 1) // SPLITS
+        gl.static_assert((SPLITS - 1) * each < steps)  # the last share has the sums of all
+        tile = gl.num_programs(0) * (_GROUPS - 1) + program // SPLITS
+        begin = program % SPLITS * each
         end = gl.minimum(begin + each, steps)
     return tile, begin, gl.where(tile < row_tiles, end, begin)
 
@@ -74,11 +74,11 @@ def _multiply(
     group: gl.constexpr,
     tokens: gl.constexpr, n: gl.constexpr, steps: gl.constexpr, row_tiles: gl.constexpr,
     groups: gl.constexpr, ZERO: gl.constexpr, TOKENS: gl.constexpr,
-    STAGES: gl.constexpr, SHARES: gl.constexpr, GATED: gl.constexpr,
+    STAGES: gl.constexpr, SPLITS: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    tile, begin, end = _place(group, steps, row_tiles, SHARES)
+    tile, begin, end = _place(group, steps, row_tiles, SPLITS)
     acc = gl.zeros([_ROWS, TOKENS], gl.float32, mma)
     for step in range(steps):
         stage = step % STAGES
@@ -90,19 +90,19 @@ def _multiply(
                 acc, word_ring.index(place), scale_ring.index(place), zero_ring.index(place),
                 x_ring.index(stage), 1, groups, _ROWS, TOKENS, _INT4, ZERO,
             )  # fmt: skip
-            if SHARES > 1 and group == _GROUPS - 1:  # noqa: SIM102  (known beforehand)
+            if SPLITS > 1 and group == _GROUPS - 1:  # noqa: SIM102  (known beforehand)
                 if step == end - 1:
-                    acc = _hand_on(acc, partial_ptr, flag_ptr, SHARES)
+                    acc = _hand_on(acc, partial_ptr, flag_ptr, SPLITS)
         mbarrier.arrive(free.index(stage), count=1)
     finishes = begin < end
-    if SHARES > 1 and group == _GROUPS - 1:  # the last of those that share it
-        finishes = finishes & (gl.program_id(0) % SHARES == SHARES - 1)
+    if SPLITS > 1 and group == _GROUPS - 1:  # the last of those that share it
+        finishes = finishes & (gl.program_id(0) % SPLITS == SPLITS - 1)
     if finishes:
         finish(acc * 64.0, out_ptr, tile, tokens, n, GATED)  # less_zero
 
 
 @gluon.jit
-def _hand_on(acc, partial_ptr, flag_ptr, SHARES: gl.constexpr):
+def _hand_on(acc, partial_ptr, flag_ptr, SPLITS: gl.constexpr):
     """Adds what the shares before this one have left, and leaves the sums to the next one. Earlier
     inputs are multiplied earlier, so nobody waits long. All programs run at once (`residency`)."""
     program = gl.program_id(0)
@@ -110,12 +110,12 @@ def _hand_on(acc, partial_ptr, flag_ptr, SHARES: gl.constexpr):
     row = gl.arange(0, _ROWS, gl.SliceLayout(1, acc.type.layout))[:, None]
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, acc.type.layout))[None, :]
     partial = partial_ptr + program * (_ROWS * TOKENS) + row * TOKENS + token
-    if program % SHARES > 0:
+    if program % SPLITS > 0:
         while gl.atomic_add(flag_ptr + program - 1, 0, sem="acquire", scope="gpu") == 0:
             pass
         gl.barrier()
         acc += gl.load(partial - _ROWS * TOKENS)
-    if program % SHARES < SHARES - 1:
+    if program % SPLITS < SPLITS - 1:
         gl.store(partial, acc)
         gl.barrier()
         gl.atomic_xchg(flag_ptr + program, 1, sem="release", scope="gpu")
@@ -126,7 +126,7 @@ def _hand_on(acc, partial_ptr, flag_ptr, SHARES: gl.constexpr):
 def _copy_codes(
     packed_ptr, scale_ptr, zero_ptr, word_ring, scale_ring, zero_ring, ready, free,
     n: gl.constexpr, steps: gl.constexpr, row_tiles: gl.constexpr,
-    groups: gl.constexpr, ZERO: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr,
+    groups: gl.constexpr, ZERO: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """Two warps that wait for no other kernel."""
     word_copy: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [2, 1], [1, 0])
@@ -138,7 +138,7 @@ def _copy_codes(
         stage = step % STAGES
         mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
         for group in gl.static_range(_GROUPS):
-            tile, begin, end = _place(group, steps, row_tiles, SHARES)
+            tile, begin, end = _place(group, steps, row_tiles, SPLITS)
             if (step >= begin) & (step < end):
                 place = stage * _GROUPS + group
                 row = rows_of(tile, word_lane, n, True, _ROWS)
@@ -183,10 +183,10 @@ def _product(
     x_ptr, packed_ptr, scale_ptr, zero_ptr, out_ptr, partial_ptr, flag_ptr,
     tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
     KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
-    TOKENS: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr, GATED: gl.constexpr,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr, GATED: gl.constexpr,
     EARLY: gl.constexpr = False,
 ):  # fmt: skip
-    """n: rows of the result, half of the weight's. SHARES: programs that share the third tile."""
+    """n: rows of the result, half of the weight's. SPLITS: programs that share the third tile."""
     steps: gl.constexpr = k // 128
     groups: gl.constexpr = 128 // GROUP
     row_tiles: gl.constexpr = 2 * n // _ROWS
@@ -212,22 +212,22 @@ def _product(
         [
             (_multiply, (
                 word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr,
-                flag_ptr, 0, tokens, n, steps, row_tiles, groups, ZERO, TOKENS, STAGES, SHARES,
+                flag_ptr, 0, tokens, n, steps, row_tiles, groups, ZERO, TOKENS, STAGES, SPLITS,
                 GATED,
             )),
             (_multiply, (
                 word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr,
-                flag_ptr, 1, tokens, n, steps, row_tiles, groups, ZERO, TOKENS, STAGES, SHARES,
+                flag_ptr, 1, tokens, n, steps, row_tiles, groups, ZERO, TOKENS, STAGES, SPLITS,
                 GATED,
             )),
             (_multiply, (
                 word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr,
-                flag_ptr, 2, tokens, n, steps, row_tiles, groups, ZERO, TOKENS, STAGES, SHARES,
+                flag_ptr, 2, tokens, n, steps, row_tiles, groups, ZERO, TOKENS, STAGES, SPLITS,
                 GATED,
             )),
             (_copy_codes, (
                 packed_ptr, scale_ptr, zero_ptr, word_ring, scale_ring, zero_ring, ready, free,
-                n, steps, row_tiles, groups, ZERO, STAGES, SHARES,
+                n, steps, row_tiles, groups, ZERO, STAGES, SPLITS,
             )),
             (_copy_tokens, (x_ptr, x_ring, ready, free, tokens, k, TOKENS, STAGES, EARLY)),
         ],
@@ -265,6 +265,6 @@ def launch(
         grid=(programs,),
         num_warps=4,
         tokens=tokens, n=out_type.shape[-1], k=k, **kind(weight),
-        TOKENS=config.tokens, STAGES=config.num_stages, SHARES=shares,
+        TOKENS=config.tokens, STAGES=config.num_stages, SPLITS=shares,
         GATED=gating(activation),
     )[0]  # fmt: skip

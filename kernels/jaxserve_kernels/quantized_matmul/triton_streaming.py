@@ -1,7 +1,7 @@
-"""Products of up to 64 tokens in a chain: codes stream through a ring in shared memory.
+"""Products of up to 64 tokens, launched early (PDL): codes stream through a ring in shared memory.
 
 A program fills the ring with codes and scales of its rows, and only then waits for the kernels
-before it in a chain, as `dense_matmul.triton_streaming` does; a tile of codes is a half or a
+before it, as `dense_matmul.triton_streaming` does; a tile of codes is a half or a
 quarter of bfloat16's, so that most of a weight is on its way by then. Codes become bfloat16 in
 registers, from where the tensor cores take them, a plane of inputs at a time.
 """
@@ -42,7 +42,7 @@ def rows_of(program, lane, n: gl.constexpr, GATED: gl.constexpr, ROWS: gl.conste
 
 @gluon.jit
 def _copy(place, source, tile, left, EVEN: gl.constexpr):
-    """A turn's part of a ring. EVEN: all its tiles are among those that are left."""
+    """A k-step's part of a ring. EVEN: all its tiles are among those that are left."""
     if EVEN:
         async_copy.async_load(place, source)
     else:
@@ -55,12 +55,13 @@ def _product(
     x_ptr, packed_ptr, scale_ptr, second_ptr, out_ptr,
     tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
     GATED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
-    TOKENS: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, TURN: gl.constexpr,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, K_TILES: gl.constexpr,
     STAGES: gl.constexpr, FIRST: gl.constexpr, EARLY: gl.constexpr = False,
 ):  # fmt: skip
     """second_ptr: zero points of 4-bit integers, scales per row of NVFP4. n: rows of the result;
-    gated, half of the weight's. STEPS: tiles of 128 inputs of a part; TURN of them are one turn, of
-    which the rings hold STAGES. The next kernel may be brought in FIRST, or when this one has read.
+    gated, half of the weight's. STEPS: tiles of 128 inputs of a part; K_TILES of them are one
+    k-step, of which the rings hold STAGES. The next kernel may be brought in FIRST, or when this
+    one has read.
     """
     tiles: gl.constexpr = k // 128
     halves: gl.constexpr = 2 if KIND == _NVFP4 else 1
@@ -68,7 +69,7 @@ def _product(
     groups: gl.constexpr = 128 // GROUP if KIND <= _INT4 else halves
     ahead: gl.constexpr = STAGES - 1
     warps: gl.constexpr = ROWS // 16
-    rest: gl.constexpr = STEPS % TURN
+    rest: gl.constexpr = STEPS % K_TILES
     even: gl.constexpr = rest == 0
     if TOKENS <= FEW:
         mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
@@ -83,96 +84,96 @@ def _product(
     first = gl.program_id(1) * STEPS
     if tiles % STEPS == 0:
         steps: gl.constexpr = STEPS
-    else:  # the last part is shorter, by whole turns
-        gl.static_assert(even and tiles % TURN == 0)
+    else:  # the last part is shorter, by whole k-steps
+        gl.static_assert(even and tiles % K_TILES == 0)
         steps = gl.minimum(STEPS, tiles - first)
 
     word_tile: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // width, width // 8, [1, 0])
     row_tile: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, 128], gl.bfloat16)
-    per_turn: gl.constexpr = TURN * groups * ROWS
-    words_per_turn: gl.constexpr = TURN * halves * 64 * width  # of 64 rows
+    per_k_step: gl.constexpr = K_TILES * groups * ROWS
+    words_per_k_step: gl.constexpr = K_TILES * halves * 64 * width  # of 64 rows
     word_ring = gl.allocate_shared_memory(
-        gl.uint16, [STAGES, TURN * halves * ROWS, width], word_tile
+        gl.uint16, [STAGES, K_TILES * halves * ROWS, width], word_tile
     )
-    x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TURN * TOKENS, 128], x_tile)
+    x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, K_TILES * TOKENS, 128], x_tile)
     scale_ring = word_ring
     if groups > 0:
         scale_ring = gl.allocate_shared_memory(
-            scale_ptr.dtype.element_ty, [STAGES, per_turn], row_tile
+            scale_ptr.dtype.element_ty, [STAGES, per_k_step], row_tile
         )
     zero_ring = scale_ring
     if ZERO != _NO_ZERO:
         zero_ring = gl.allocate_shared_memory(
-            second_ptr.dtype.element_ty, [STAGES, per_turn], row_tile
+            second_ptr.dtype.element_ty, [STAGES, per_k_step], row_tile
         )
 
     if EARLY and FIRST:
         gdc_launch_dependents()
-    lane = gl.arange(0, TURN * halves * ROWS, gl.SliceLayout(1, word_copy))
+    lane = gl.arange(0, K_TILES * halves * ROWS, gl.SliceLayout(1, word_copy))
     row = rows_of(program, lane % ROWS, n, GATED, ROWS)
     block = (row // 64).to(gl.int64) * (tiles * halves) + first * halves + lane // ROWS
     word = gl.arange(0, width, gl.SliceLayout(0, word_copy))[None, :]
     words = packed_ptr + (block * (64 * width) + row % 64 * width)[:, None] + word
     tile_of_words = (lane // (ROWS * halves))[:, None]
     if groups > 0:
-        lane = gl.arange(0, per_turn, flat)
+        lane = gl.arange(0, per_k_step, flat)
         row = rows_of(program, lane % ROWS, n, GATED, ROWS)
         tile_of_row = lane // (groups * ROWS)
         of_row = (row // 64 * tiles + first + tile_of_row) * groups + lane // ROWS % groups
         of_row = of_row * 64 + row % 64
-    lane = gl.arange(0, TURN * TOKENS, gl.SliceLayout(1, x_copy))[:, None]
+    lane = gl.arange(0, K_TILES * TOKENS, gl.SliceLayout(1, x_copy))[:, None]
     depth = gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]
     x = x_ptr + lane % TOKENS * k + (first + lane // TOKENS) * 128 + depth
     # A token that is not there is like a tile past the last one.
     tile_of_x = gl.where(lane % TOKENS < tokens, lane // TOKENS, tiles)
 
-    for turn in gl.static_range(ahead):
-        if turn * TURN < steps:
-            left = steps - turn * TURN
-            source = words + turn * words_per_turn
-            _copy(word_ring.index(turn), source, tile_of_words, left, even)
+    for k_step in gl.static_range(ahead):
+        if k_step * K_TILES < steps:
+            left = steps - k_step * K_TILES
+            source = words + k_step * words_per_k_step
+            _copy(word_ring.index(k_step), source, tile_of_words, left, even)
             if groups > 0:
-                at = of_row + turn * (TURN * groups * 64)
-                _copy(scale_ring.index(turn), scale_ptr + at, tile_of_row, left, even)
+                at = of_row + k_step * (K_TILES * groups * 64)
+                _copy(scale_ring.index(k_step), scale_ptr + at, tile_of_row, left, even)
             if ZERO != _NO_ZERO:
-                _copy(zero_ring.index(turn), second_ptr + at, tile_of_row, left, even)
+                _copy(zero_ring.index(k_step), second_ptr + at, tile_of_row, left, even)
         async_copy.commit_group()
     if groups == 0 or KIND == _NVFP4:
         row = rows_of(program, gl.arange(0, ROWS, gl.SliceLayout(1, mma)), n, GATED, ROWS)
         of_rows = gl.load((scale_ptr if groups == 0 else second_ptr) + row)
     if EARLY:
         gdc_wait()
-    for turn in gl.static_range(ahead):
-        if turn * TURN < steps:
-            left = steps - turn * TURN
-            _copy(x_ring.index(turn), x + turn * (TURN * 128), tile_of_x, left, False)
+    for k_step in gl.static_range(ahead):
+        if k_step * K_TILES < steps:
+            left = steps - k_step * K_TILES
+            _copy(x_ring.index(k_step), x + k_step * (K_TILES * 128), tile_of_x, left, False)
         async_copy.commit_group()
 
     acc = gl.zeros([ROWS, TOKENS], gl.float32, mma)
     slot = 0
     # Not unrolled: the grid has no third dimension.
-    for turn in range(steps // TURN + gl.program_id(2)):
+    for k_step in range(steps // K_TILES + gl.program_id(2)):
         async_copy.wait_group(ahead - 1)
         gl.barrier()
         if TOKENS > FEW:
             fence_async_shared()
-        later = turn + ahead
-        left = steps - later * TURN
+        later = k_step + ahead
+        left = steps - later * K_TILES
         if left > 0:
             place = gl.where(slot == 0, ahead, slot - 1)
-            source = words + later * words_per_turn
+            source = words + later * words_per_k_step
             _copy(word_ring.index(place), source, tile_of_words, left, even)
             if groups > 0:
-                at = of_row + later * (TURN * groups * 64)
+                at = of_row + later * (K_TILES * groups * 64)
                 _copy(scale_ring.index(place), scale_ptr + at, tile_of_row, left, even)
             if ZERO != _NO_ZERO:
                 _copy(zero_ring.index(place), second_ptr + at, tile_of_row, left, even)
-            _copy(x_ring.index(place), x + later * (TURN * 128), tile_of_x, left, False)
+            _copy(x_ring.index(place), x + later * (K_TILES * 128), tile_of_x, left, False)
         async_copy.commit_group()
         acc = add_k_steps(
             acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
-            x_ring.index(slot), TURN, groups, ROWS, TOKENS, KIND, ZERO,
+            x_ring.index(slot), K_TILES, groups, ROWS, TOKENS, KIND, ZERO,
         )  # fmt: skip
         slot = gl.where(slot == ahead, 0, slot + 1)
     if not even:
@@ -251,5 +252,5 @@ def launch(
         GATED=gating(activation, gated=gated),
         TOKENS=config.tokens, ROWS=config.rows,
         STEPS=steps(k // 128, config.splits, config.unroll),
-        TURN=config.unroll, STAGES=config.num_stages, FIRST=config.first,
+        K_TILES=config.unroll, STAGES=config.num_stages, FIRST=config.first,
     )  # fmt: skip

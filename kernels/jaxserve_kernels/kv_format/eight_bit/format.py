@@ -8,44 +8,63 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
-from jaxserve_kernels.attention_inputs import HeadWeights
-from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape, zeros
+from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape
 from jaxserve_kernels.kv_format.eight_bit import reference
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
+from jaxserve_kernels.kv_format.format import QuantizedKVFormat
 from jaxserve_kernels.op import NO_KERNELS, Implementation, Op, anything, on_kernels
 from jaxserve_kernels.target import Target
 
 
+class _EightBit(QuantizedKVFormat):
+    def tokens_per_page(self, kv: Int8KV | Fp8KV) -> int:
+        return kv.words.shape[4]
+
+    @property
+    def attention(self) -> Op:
+        return _OP
+
+
 @dataclass(frozen=True, kw_only=True)
-class Int8:
+class Int8(_EightBit):
     """int8 with a scale per token and head."""
 
-    name: str = "int8"
-    page_size: int | None = None
+    arrays = Int8KV
+
+    @property
+    def name(self) -> str:
+        return "int8"
 
     def abstract(self, shape: CacheShape, dtype: DTypeLike) -> Int8KV:
         words = _words(shape)
         return Int8KV(words, _floats(words.shape[:-1]))
 
-    def allocate(self, shape: CacheShape, dtype: DTypeLike) -> Int8KV:
-        return zeros(self.abstract(shape, dtype))
-
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8:
+class Fp8(_EightBit):
     """fp8 e4m3 with a scale per layer, head and kind: 1 until others are set."""
 
-    name: str = "fp8_e4m3"
-    page_size: int | None = None
+    arrays = Fp8KV
+    has_scales = True
+
+    @property
+    def name(self) -> str:
+        return "fp8_e4m3"
 
     def abstract(self, shape: CacheShape, dtype: DTypeLike) -> Fp8KV:
         return Fp8KV(_words(shape), _floats((shape.layers, shape.kv_heads, 2)))
 
     def allocate(self, shape: CacheShape, dtype: DTypeLike) -> Fp8KV:
-        empty = zeros(self.abstract(shape, dtype))
+        empty = super().allocate(shape, dtype)
         return empty._replace(scales=jnp.ones_like(empty.scales))
+
+    def with_scales(self, kv: Fp8KV, scales: ArrayLike) -> Fp8KV:
+        return kv._replace(scales=jnp.asarray(scales, jnp.float32))
+
+    def largest_magnitudes(self, kv: Fp8KV) -> Array:
+        return reference.largest_magnitudes(kv)
 
 
 def _words(shape: CacheShape) -> Any:
@@ -55,28 +74,6 @@ def _words(shape: CacheShape) -> Any:
 
 def _floats(dims: tuple[int, ...]) -> Any:
     return jax.ShapeDtypeStruct(dims, jnp.float32)
-
-
-def attend[Cache: Int8KV | Fp8KV](
-    qkv: Array,
-    kv: Cache,
-    layer: int,
-    heads: HeadWeights,
-    tables: tuple[Array, Array],
-    step: AttentionStep,
-    *,
-    eps: float,
-    tile_size: int,
-    dtype: DTypeLike,
-    window: int | None = None,
-    target: Target,
-) -> tuple[Array, Cache]:
-    """See `kv_format.attend`."""
-    return _OP(
-        qkv, kv, heads, tables, step,
-        layer=layer, eps=eps, tile_size=tile_size, dtype=jnp.dtype(dtype), window=window,
-        target=target,
-    )  # fmt: skip
 
 
 def _streams(

@@ -47,11 +47,11 @@ def attend[Cache: Int8KV | Fp8KV](
     result = triton_expand.attend(
         q, kv, layer, step, tile_size=tile_size, window=window, target=target
     )
-    if step.tiles.singles is None:
+    if step.tiles.decode_rows is None:
         return result, kv
     out = jax.new_ref(result)
     triton_attention.attend_some(
-        q, kv, layer, step.page_table, step.tiles.singles, out, window=window, target=target
+        q, kv, layer, step.page_table, step.tiles.decode_rows, out, window=window, target=target
     )
     return jax.freeze(out), kv
 

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from jaxserve_kernels.kv_format.base import limits_of
 from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
 from jaxserve_kernels.kv_format.eight_bit.triton_numbers import halves, numbers
-from jaxserve_kernels.paged_attention import QueryTiles, triton_singles
+from jaxserve_kernels.paged_attention import QueryTiles, triton_decode_rows
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.paged_attention.triton import first_block
 from jaxserve_kernels.target import Target
@@ -184,7 +184,7 @@ def _attend_shares(
     ROWS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr, FP8: tl.constexpr, FAST: tl.constexpr, WINDOW: tl.constexpr = 0,
 ):  # fmt: skip
-    """As `paged_attention.triton_singles` does."""
+    """As `paged_attention.triton_decode_rows` does."""
     place = tl.program_id(0)
     kv_head = tl.program_id(1)
     group: tl.constexpr = q_heads // kv_heads
@@ -315,13 +315,13 @@ def attend_some(
     num_pages, kv_heads, _, page_size, half = kv.words.shape[1:]
     q_heads, head_dim = q.shape[1:]
     rows = _rows(q, kv)
-    shares, parts = triton_singles.share(tiles, keys=KEYS, window=window)
+    shares, parts = triton_decode_rows.share(tiles, keys=KEYS, window=window)
     written = triton_call(
         q, kv.words, kv.scales, layer, page_table, *shares, out,
         kernel=_attend_shares,
         name="paged_attention_8_bit_singles",
         target=target,
-        out_type=triton_singles.part_types(kv_heads, rows, head_dim),
+        out_type=triton_decode_rows.part_types(kv_heads, rows, head_dim),
         grid=(shares.first.shape[0], kv_heads),
         num_warps=2,
         num_pages=num_pages, table_stride=page_table.shape[1],
@@ -330,7 +330,7 @@ def attend_some(
         ROWS=rows, HALF=half, PAGE=page_size, KEYS=KEYS, STAGES=3, WINDOW=window or 0,
         **numbers(q.dtype, kv, target=target),
     )  # fmt: skip
-    triton_singles.merge(written, parts, out, target=target)
+    triton_decode_rows.merge(written, parts, out, target=target)
 
 
 def _rows(q: Array, kv: Int8KV | Fp8KV) -> int:

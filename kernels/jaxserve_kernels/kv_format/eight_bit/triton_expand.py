@@ -81,7 +81,7 @@ def attend(
     table = jnp.minimum(first[:, None] + jnp.arange(width, dtype=jnp.int32), count - 1)
     if behind is not None:
         table = jnp.maximum(table, 0)
-    tiles = step.tiles._replace(singles=None)
+    tiles = step.tiles._replace(decode_rows=None)
     return paged_attention(
         q, expanded, 0, table, tiles, tile_size=tile_size, window=window, target=target
     )

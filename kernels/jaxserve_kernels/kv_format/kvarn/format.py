@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.fallback import why_not
-from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape, zeros
+from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape
+from jaxserve_kernels.kv_format.format import QuantizedKVFormat
 from jaxserve_kernels.kv_format.kvarn import reference
-from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
+from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV, chunk_pages
 from jaxserve_kernels.op import NO_KERNELS, Implementation, Op, Refusal, anything
 from jaxserve_kernels.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVarN:
+class KVarN(QuantizedKVFormat):
     """4-bit keys and `value_bits`-bit values in tiles of `group` tokens, one tile per page.
 
     Every slot has two tiles in full precision, so they never limit how many sequences run.
     """
 
+    arrays = KVarNKV
+    windows_on_gpus = False
+    computes_whole_tiles = True
+
     value_bits: int
     group: int = 128
+
+    @classmethod
+    def of(cls, kv: KVarNKV) -> Self:
+        return cls(value_bits=kv.value_bits, group=kv.group)
 
     @property
     def name(self) -> str:
@@ -37,6 +45,10 @@ class KVarN:
     @property
     def page_size(self) -> int:
         return self.group
+
+    @property
+    def own_tokens(self) -> int:
+        return self.group  # the sink, which is kept per slot
 
     def abstract(self, shape: CacheShape, dtype: DTypeLike) -> KVarNKV:
         outer = (shape.layers, shape.pages, shape.kv_heads)
@@ -53,39 +65,29 @@ class KVarN:
             raw=array(raw, jnp.dtype(dtype)),
         )
 
-    def allocate(self, shape: CacheShape, dtype: DTypeLike) -> KVarNKV:
-        return zeros(self.abstract(shape, dtype))
+    def tokens_per_page(self, kv: KVarNKV) -> int:
+        return kv.group
 
+    @property
+    def attention(self) -> Op:
+        return _OP
 
-def attend(
-    qkv: Array,
-    kv: KVarNKV,
-    layer: int,
-    heads: HeadWeights,
-    tables: tuple[Array, Array],
-    step: AttentionStep,
-    *,
-    eps: float,
-    tile_size: int,
-    dtype: DTypeLike,
-    window: int | None = None,
-    target: Target,
-) -> tuple[Array, KVarNKV]:
-    """See `kv_format.attend`."""
-    return _OP(
-        qkv, kv, heads, tables, step,
-        layer=layer, eps=eps, tile_size=tile_size, dtype=jnp.dtype(dtype), window=window,
-        target=target,
-    )  # fmt: skip
+    def end_step(
+        self, kv: KVarNKV, step: AttentionStep, *, tile_size: int, target: Target
+    ) -> KVarNKV:
+        if not target.uses_triton() or not _ends(kv, step, tile_size, target=target):
+            return kv  # the reference has encoded in each layer
+        from jaxserve_kernels.kv_format.kvarn import triton  # needs Triton: only for GPUs
 
+        return triton.end_step(kv, step, tile_size=tile_size, target=target)
 
-def end_step(kv: KVarNKV, step: AttentionStep, *, tile_size: int, target: Target) -> KVarNKV:
-    """See `kv_format.end_step`."""
-    if not target.uses_triton() or not _ends(kv, step, tile_size, target=target):
-        return kv  # the reference has encoded in each layer
-    from jaxserve_kernels.kv_format.kvarn import triton  # needs Triton: only for GPUs
-
-    return triton.end_step(kv, step, tile_size=tile_size, target=target)
+    def expanded_tokens(self, max_model_len: int, *, step_tokens: int, sequences: int) -> int:
+        pages = chunk_pages(step_tokens, sequences, self.group)
+        own = self.group * pages  # the chunks' own tokens, whose pages are encoded
+        return (
+            super().expanded_tokens(max_model_len, step_tokens=step_tokens, sequences=sequences)
+            + own
+        )
 
 
 def _kernels(
@@ -158,7 +160,7 @@ def _ends(kv: KVarNKV, step: AttentionStep, tile_size: int, *, target: Target) -
     undone."""
     from jaxserve_kernels.kv_format.kvarn import triton  # needs Triton: only for GPUs
 
-    own = target.replace(pdl=False)  # it is no part of a chain
+    own = target.replace(pdl=False)  # it is launched on its own
     end = functools.partial(triton.end_step, tile_size=tile_size, target=own)
     if tile_size > 1:
         return True

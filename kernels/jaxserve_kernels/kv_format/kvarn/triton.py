@@ -44,11 +44,11 @@ def attend(
     kv = encode_filled(kv, layer, 1, fresh, step, target=target)
     result, kv = triton_expand.attend(q, kv, layer, fresh, step, tile_size=tile_size, target=target)
     kv = keep_raw(kv, layer, fresh, step, target=target)
-    if step.tiles.singles is None:
+    if step.tiles.decode_rows is None:
         return result, kv
     out = jax.new_ref(result)
     triton_attention.attend_some(
-        q, kv, layer, step.page_table, step.tiles.singles, out, target=target
+        q, kv, layer, step.page_table, step.tiles.decode_rows, out, target=target
     )
     return jax.freeze(out), kv
 

@@ -3,7 +3,7 @@
 A program walks over tiles of 128 tokens and up to 256 rows of the weight. A producer warp copies
 tokens and codes into a ring in shared memory (TMA), also while the tile before is being stored; two
 warpgroups of 64 tokens each multiply. Gated, a tile has as many rows of gate as of up, and one
-warpgroup has both products of a token in its registers. Tiles of the last turn are cut into pieces
+warpgroup has both products of a token in its registers. Tiles of the last wave are cut into pieces
 where it has few, so that all programs share them; where all tiles are few, programs share a tile's
 inputs, and leave partial sums.
 """

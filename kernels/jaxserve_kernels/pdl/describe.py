@@ -1,4 +1,4 @@
-"""How the kernels of a chain are launched: found where jax-triton would write records of them."""
+"""How the kernels of a call are launched: found where jax-triton would write records of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxserve_kernels import ptxas
-from jaxserve_kernels.chain.launches import Number
+from jaxserve_kernels.pdl.launches import Number
 from jaxserve_kernels.triton_call import Described, describing, jax_triton
 
 _OUTPUT: Any = jax_triton._OutputPlaceholder

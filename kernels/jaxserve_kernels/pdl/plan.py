@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 _ALIGNMENT = 256
 
 
-class NotAChain(Exception):
+class NotOnlyKernels(Exception):
     """The function computes something outside of kernels; the message says what."""
 
 
@@ -56,7 +56,7 @@ def make(jaxpr: Any) -> Plan:
     """The launches and buffers of a function.
 
     Raises:
-      NotAChain: see there.
+      NotOnlyKernels: see there.
     """
     views: dict[Any, _View] = {var: _View(var, 0) for var in (*jaxpr.constvars, *jaxpr.invars)}
     equations: list[Any] = []
@@ -64,7 +64,7 @@ def make(jaxpr: Any) -> Plan:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "triton_kernel_call":
             if "EARLY" not in equation.params["metaparams"]:
-                raise NotAChain(f"{equation.params['name']} cannot be started early")
+                raise NotOnlyKernels(f"{equation.params['name']} cannot be started early")
             for var in equation.invars:
                 last_use[views[var].root] = len(equations)
             for var in equation.outvars:
@@ -79,7 +79,7 @@ def make(jaxpr: Any) -> Plan:
     for index, var in enumerate(jaxpr.outvars):
         root, offset = views[var]
         if offset or _bytes(root.aval) != _bytes(var.aval):
-            raise NotAChain("a result is a part of another array")
+            raise NotOnlyKernels("a result is a part of another array")
         if root in places:
             aliases[places[root].buffer] = index
         else:
@@ -90,7 +90,7 @@ def make(jaxpr: Any) -> Plan:
         for index in equation.params["zeroed_outputs"]:
             var = equation.outvars[index]
             if var in places:
-                raise NotAChain("a result of the function must be zero before its kernel")
+                raise NotOnlyKernels("a result of the function must be zero before its kernel")
             places[var] = Place(buffer, zeroed_bytes)
             zeroed_bytes += _aligned(_bytes(var.aval))
     scratch = _Scratch(zeroed_bytes)
@@ -124,7 +124,7 @@ def _view(equation: Any, views: dict[Any, _View]) -> _View:
         if not any(starts[1:]) and limits[1:] == shape[1:]:
             root, offset = views[source]
             return _View(root, offset + starts[0] * (_bytes(source.aval) // shape[0]))
-    raise NotAChain(f"{name} between kernels")
+    raise NotOnlyKernels(f"{name} between kernels")
 
 
 def _aligned(size: int) -> int:

@@ -1,4 +1,4 @@
-"""Chains of kernels: what a traced function becomes, and its launches by a driver of the test's."""
+"""Dependent launch: what a traced function becomes, and its launches by a driver of the test's."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from jax.core import ShapedArray
 from jax.extend import core
 
-from jaxserve_kernels.chain import c_types, handler, launches, plan
-from jaxserve_kernels.chain.launches import Launch, pack
-from jaxserve_kernels.chain.plan import Place
+from jaxserve_kernels.pdl import c_types, handler, launches, plan
+from jaxserve_kernels.pdl.launches import Launch, pack
+from jaxserve_kernels.pdl.plan import Place
 from jaxserve_kernels.ptxas import Code
 
 kernel_p = core.Primitive("triton_kernel_call")
@@ -108,7 +108,7 @@ def test_rows_and_shapes_are_views() -> None:
     ],
 )
 def test_other_functions_are_no_chains(function: Callable[..., Any]) -> None:
-    with pytest.raises(plan.NotAChain):
+    with pytest.raises(plan.NotOnlyKernels):
         planned(function, (4, 4))
 
 
@@ -174,7 +174,7 @@ def chain(factor: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
     )
     types = [jax.ShapeDtypeStruct((4,), jnp.float32)] * 2
     call = jax.ffi.ffi_call(handler.TARGET, types)
-    return lambda *arrays: call(*arrays, chain=packed, launches=2)[0]
+    return lambda *arrays: call(*arrays, kernels=packed, launches=2)[0]
 
 
 def test_one_call_launches_all_kernels_in_order(driver: Driver) -> None:
@@ -191,7 +191,7 @@ def test_scratch_that_must_be_zero_is_cleared_before_the_first_launch(driver: Dr
     call = jax.ffi.ffi_call(handler.TARGET, types)
     packed = pack([launch], zeroed_bytes=16)
     for _ in range(3):
-        out = jax.jit(lambda x: call(x, chain=packed, launches=1)[0])(jnp.arange(4.0))
+        out = jax.jit(lambda x: call(x, kernels=packed, launches=1)[0])(jnp.arange(4.0))
         np.testing.assert_array_equal(out, np.arange(4.0))
 
 

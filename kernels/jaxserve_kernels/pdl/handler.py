@@ -1,4 +1,4 @@
-"""XLA's side of a chain of kernels: a foreign function.
+"""XLA's side of a call of kernels: a foreign function.
 
 XLA captures the launches of one call into one graph inside the step's, and such a graph keeps the
 edges over which a kernel starts early; between calls there are none, because each is a graph of its
@@ -18,13 +18,13 @@ from ctypes import POINTER, byref, c_void_p
 
 import jax
 
-from jaxserve_kernels.chain import c_types, launches
-from jaxserve_kernels.chain.launches import DIGEST_BYTES, Chain, check
+from jaxserve_kernels.pdl import c_types, launches
+from jaxserve_kernels.pdl.launches import DIGEST_BYTES, Launches, check
 
-TARGET = "jaxserve_kernel_chain"
+TARGET = "jaxserve_pdl_launches"
 """Name of the custom call."""
 
-_chains: dict[bytes, Chain] = {}
+_launches: dict[bytes, Launches] = {}
 _lock = threading.Lock()
 
 
@@ -80,12 +80,12 @@ def _launch(frame: c_types.CallFrame, stream: int) -> None:
     driver, context = launches.driver(), c_void_p()
     with _lock:
         digest = ctypes.string_at(attribute.data, DIGEST_BYTES)
-        if digest not in _chains:
+        if digest not in _launches:
             packed = ctypes.string_at(attribute.data, attribute.size)
-            _chains[digest] = Chain(packed[DIGEST_BYTES:])
+            _launches[digest] = Launches(packed[DIGEST_BYTES:])
         check(driver.cuStreamGetCtx(c_void_p(stream), byref(context)), "cuStreamGetCtx")
         check(driver.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent")
         try:
-            _chains[digest].launch(buffers, stream)
+            _launches[digest].launch(buffers, stream)
         finally:
             driver.cuCtxPopCurrent_v2(byref(context))

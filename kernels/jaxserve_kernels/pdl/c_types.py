@@ -1,4 +1,4 @@
-"""The structures of XLA's foreign functions and of CUDA that chains of kernels read and fill.
+"""The structures of XLA's foreign functions and of CUDA that launches read and fill.
 
 xla/ffi/api/c_api.h (version 0.4) and cuda.h (12 and later).
 """

@@ -13,13 +13,13 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from jaxserve_kernels import fallback
-from jaxserve_kernels.chain import handler, plan
-from jaxserve_kernels.chain.describe import describe
-from jaxserve_kernels.chain.launches import Launch, Number, pack
+from jaxserve_kernels.pdl import handler, plan
+from jaxserve_kernels.pdl.describe import describe
+from jaxserve_kernels.pdl.launches import Launch, Number, pack
 from jaxserve_kernels.target import Target
 
-_chain_p = core.Primitive("kernel_chain")
-_chain_p.multiple_results = True
+_pdl_p = core.Primitive("pdl_launches")
+_pdl_p.multiple_results = True
 
 
 class Traced(NamedTuple):
@@ -31,7 +31,7 @@ class Traced(NamedTuple):
     """A tree of shapes."""
 
     def call(self) -> Any:
-        results = _chain_p.bind(*self.operands, jaxpr=self.jaxpr)
+        results = _pdl_p.bind(*self.operands, jaxpr=self.jaxpr)
         return jax.tree.unflatten(jax.tree.structure(self.results), results)
 
 
@@ -44,18 +44,18 @@ def trace(function: Callable[..., Any], *args: Any, target: Target) -> Traced | 
     closed, results = jax.make_jaxpr(launched, return_shape=True)(*args)
     try:
         calls = plan.make(closed.jaxpr).calls
-    except plan.NotAChain:
+    except plan.NotOnlyKernels:
         return None
     if target.checked and not _compile(calls):
         return None
-    for choice in choices:  # not those of a function that is no chain, which is traced again
+    for choice in choices:  # not those of a function that gets no PDL, which is traced again
         assert target.observe is not None
         target.observe(choice)
     return Traced(closed.jaxpr, [*closed.consts, *jax.tree.leaves(args)], results)
 
 
 def _compile(calls: Sequence[plan.KernelCall]) -> bool:
-    """Whether all kernels of a chain compile for the GPU that is traced for. They are kept."""
+    """Whether all kernels of a call compile for the GPU that is traced for. They are kept."""
     alike = {_kind(call.equation): call.equation for call in calls}
     try:
         for equation in alike.values():
@@ -73,7 +73,7 @@ def _kind(equation: Any) -> Any:
     return params["fn"], params["metaparams"], params["backend_options"], types
 
 
-@_chain_p.def_abstract_eval
+@_pdl_p.def_abstract_eval
 def _(*_: Any, jaxpr: Any) -> list[Any]:
     return [var.aval for var in jaxpr.outvars]
 
@@ -86,7 +86,9 @@ def _lower(context: Any, *operands: Any, jaxpr: Any) -> Any:
     scratch = ShapedArray((planned.scratch_bytes,), jnp.uint8)
     context = context.replace(avals_out=[*context.avals_out, scratch])
     count = len(launches)  # for people who look at the program
-    return rule(context, *operands, chain=pack(launches, planned.zeroed_bytes), launches=count)[:-1]
+    packed = pack(launches, planned.zeroed_bytes)
+    # The handler reads the attribute whose name is first.
+    return rule(context, *operands, kernels=packed, launches=count)[:-1]
 
 
 def _launch(call: plan.KernelCall) -> Launch:
@@ -102,4 +104,4 @@ def _launch(call: plan.KernelCall) -> Launch:
     return Launch(described.code, described.grid, tuple(parameters))
 
 
-mlir.register_lowering(_chain_p, _lower, platform="cuda")
+mlir.register_lowering(_pdl_p, _lower, platform="cuda")

@@ -1,4 +1,4 @@
-"""A chain of launches: packed into a program, and run from there."""
+"""The launches of a call: packed into a program, and run from there."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxserve_kernels import ptxas
-from jaxserve_kernels.chain import c_types
-from jaxserve_kernels.chain.plan import Place
+from jaxserve_kernels.pdl import c_types
+from jaxserve_kernels.pdl.plan import Place
 
 type Number = tuple[str, int | float]
 """A format of `struct`, and a value."""
 
 
 class Launch(NamedTuple):
-    """One kernel of a chain."""
+    """One kernel of a call."""
 
     code: ptxas.Code
     grid: tuple[int, int, int]
@@ -32,7 +32,7 @@ class Launch(NamedTuple):
 
 
 def pack(launches: Sequence[Launch], zeroed_bytes: int = 0) -> bytes:
-    """A digest, by which a chain is known at run time, and the chain.
+    """A digest, by which the launches are known at run time, and the launches.
 
     Args:
       zeroed_bytes: of the last buffer, from its beginning, that are zero before the first launch.
@@ -75,7 +75,7 @@ class _Kernel(NamedTuple):
     cubin: bytes
 
 
-class Chain:
+class Launches:
     """Launches with their arguments in C, of which only addresses change."""
 
     def __init__(self, body: bytes):
@@ -101,7 +101,7 @@ class Chain:
         self._numbers: list[Any] = []  # held: C points to them
         self._zeroed_bytes: int = head["zeroed_bytes"]
         self._launches = [self._prepare(*launch) for launch in head["launches"]]
-        self._launches[0][1].num_attributes = 0  # what comes before the chain has ended
+        self._launches[0][1].num_attributes = 0  # what comes before the call has ended
 
     def _prepare(self, index: int, grid: list[int], parameters: list[Any]) -> tuple[int, Any, Any]:
         slots = self._addresses.ctypes.data

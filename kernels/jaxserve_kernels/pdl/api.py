@@ -1,4 +1,4 @@
-"""Chains of kernels: decides where there are any."""
+"""Decides where kernels are launched by PDL."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def call[R](function: Callable[..., R], *args: Any, target: Target) -> R:
     """
     if not _possible(target=target):
         return function(*args, target=target)
-    from jaxserve_kernels.chain import lowering  # needs Triton: only for GPUs
+    from jaxserve_kernels.pdl import lowering  # needs Triton: only for GPUs
 
     traced = lowering.trace(function, *args, target=target)
     return function(*args, target=target) if traced is None else traced.call()
 
 
 def _possible(*, target: Target) -> bool:
-    """The products of chains are Hopper's. A chain holds machine code and nothing else, and is
-    read by structures of a jaxlib that we know."""
+    """The products are Hopper's. The call holds machine code and nothing else, and is read by
+    structures of a jaxlib that we know."""
     return (
         target.uses_triton() and why_impossible(target=target) is None and not records.hold_source()
     )
 
 
 def why_impossible(*, target: Target) -> str | None:
-    """Why the GPU that is traced for gets no chains; None: it may."""
+    """Why the GPU that is traced for gets no PDL; None: it may."""
     if target.gpu.compute_capability != 90:
         return FOR_HOPPER
     if not ptxas.available():

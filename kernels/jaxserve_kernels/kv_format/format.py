@@ -1,0 +1,214 @@
+"""A KV format: one class that owns its layout, bytes, attention, end of a step and page copies."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxserve_kernels.attention_inputs import HeadWeights
+from jaxserve_kernels.kv_format import chunks
+from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape, zeros
+from jaxserve_kernels.op import Op
+from jaxserve_kernels.target import Target
+
+_BY_ARRAYS: dict[type, type[KVFormat]] = {}
+
+
+class KVFormat(ABC):
+    """A way to lay out keys and values.
+
+    The arrays are a pytree of a type of their own, `arrays`, by which `format_of` finds the format.
+    Everything else passes it on without looking inside. Subclasses are frozen dataclasses.
+    """
+
+    arrays: ClassVar[type]
+    """The type of its caches. An array alone, or traced, is one of the dense format."""
+    quantized: ClassVar[bool] = False
+    """Whether it keeps codes rather than numbers."""
+    has_scales: ClassVar[bool] = False
+    """Whether its caches have scales that are set before they are used."""
+    windows_on_gpus: ClassVar[bool] = True
+    """Whether its kernels know windows."""
+    computes_whole_tiles: ClassVar[bool] = False
+    """Whether a CPU computes every place of a query tile, also those without a token."""
+
+    def __init_subclass__(cls) -> None:
+        if "arrays" in cls.__dict__:
+            _BY_ARRAYS[cls.arrays] = cls
+
+    @classmethod
+    def of(cls, kv: Any) -> Self:
+        """The format of a cache, with the options that its layout depends on."""
+        return cls()
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """As in `--kv-cache-dtype`."""
+
+    @property
+    def page_size(self) -> int | None:
+        """The only page size that the format works with; None: any."""
+        return None
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens at the beginning, in whole pages, that each sequence has to compute itself: a page
+        that others have computed does not give it all that the format keeps of them."""
+        return 0
+
+    # Layout and bytes
+
+    @abstractmethod
+    def abstract(self, shape: CacheShape, dtype: DTypeLike) -> Any:
+        """Shapes and dtypes of the arrays, for activations of `dtype`."""
+
+    def allocate(self, shape: CacheShape, dtype: DTypeLike) -> Any:
+        """The arrays of an empty cache."""
+        return zeros(self.abstract(shape, dtype))
+
+    @abstractmethod
+    def tokens_per_page(self, kv: Any) -> int:
+        """The page size of a cache."""
+
+    def page_bytes(self, shape: CacheShape, dtype: DTypeLike) -> int:
+        """Bytes that each page takes in all layers, whatever `shape.pages` says."""
+        return self._bytes(shape, dtype, pages=2) - self._bytes(shape, dtype, pages=1)
+
+    def fixed_bytes(self, shape: CacheShape, dtype: DTypeLike) -> int:
+        """Bytes that the format takes beside its pages: scales, what it keeps per slot."""
+        return self._bytes(shape, dtype, pages=1) - self.page_bytes(shape, dtype)
+
+    def _bytes(self, shape: CacheShape, dtype: DTypeLike, *, pages: int) -> int:
+        shape = dataclasses.replace(shape, pages=pages)
+        leaves = jax.tree.leaves(self.abstract(shape, dtype))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    # Attention
+
+    @property
+    @abstractmethod
+    def attention(self) -> Op:
+        """Called as `attention(qkv, kv, heads, tables, step, ...)`, with the options of `attend`,
+        whose result it gives."""
+
+    def attend(
+        self,
+        qkv: Array,
+        kv: Any,
+        layer: int,
+        heads: HeadWeights,
+        tables: tuple[Array, Array],
+        step: AttentionStep,
+        *,
+        eps: float,
+        tile_size: int,
+        dtype: DTypeLike,
+        window: int | None = None,
+        target: Target,
+    ) -> tuple[Array, Any]:
+        """See `kv_format.attend`."""
+        return self.attention(
+            qkv, kv, heads, tables, step,
+            layer=layer, eps=eps, tile_size=tile_size, dtype=jnp.dtype(dtype), window=window,
+            target=target,
+        )  # fmt: skip
+
+    def end_step(self, kv: Any, step: AttentionStep, *, tile_size: int, target: Target) -> Any:
+        """What is left to do in the cache when all layers have attended: returns the cache."""
+        return kv
+
+    def max_chunk_context(self, max_model_len: int, *, page_size: int) -> int | None:
+        """Tokens, in whole pages, that the chunks of one step may see together. None: any
+        number."""
+        return None
+
+    def expanded_tokens(self, max_model_len: int, *, step_tokens: int, sequences: int) -> int:
+        """Tokens whose keys and values a mixed step holds in full precision, one layer at a
+        time."""
+        return 0
+
+    # Page copies
+
+    @property
+    def page_axes(self) -> tuple[int | None, ...]:
+        """The axis of pages of each array of a cache, in the order of its leaves: the one that
+        grows with their number. None: the array is kept per slot or once."""
+        one, two = (
+            jax.tree.leaves(self.abstract(self._smallest(pages), jnp.float32)) for pages in (1, 2)
+        )
+        return tuple(_grown(a.shape, b.shape) for a, b in zip(one, two, strict=True))
+
+    def _smallest(self, pages: int) -> CacheShape:
+        return CacheShape(
+            layers=1, pages=pages, kv_heads=1, page_size=self.page_size or 4, head_dim=8, slots=2
+        )
+
+    def copy_page(self, kv: Any, source: Array, target: Array) -> Any:
+        """The cache with page `source` also in page `target`; int32 [] each."""
+        leaves, structure = jax.tree.flatten(kv)
+        copied = [
+            leaf if axis is None else _copied(leaf, axis, source, target)
+            for leaf, axis in zip(leaves, self.page_axes, strict=True)
+        ]
+        return jax.tree.unflatten(structure, copied)
+
+    # Scales
+
+    def with_scales(self, kv: Any, scales: ArrayLike) -> Any:
+        """An empty cache with these scales, if the format `has_scales`.
+
+        Args:
+          scales: float32 [layers, kv_heads, 2], of keys, then values. A magnitude of 448 times its
+            scale is the largest that fits.
+
+        Raises:
+          TypeError: the format has none.
+        """
+        raise TypeError(f"the KV format {self.name} has no scales")
+
+    def largest_magnitudes(self, kv: Any) -> Array:
+        """What scales are found by, if the format `has_scales`: the largest keys and values in the
+        pages, float32 [layers, kv_heads, 2].
+
+        Raises:
+          TypeError: the format has none.
+        """
+        raise TypeError(f"the KV format {self.name} has no scales")
+
+
+class QuantizedKVFormat(KVFormat):
+    """A format of codes. What the chunks of a step see is converted first: see `chunks`."""
+
+    quantized = True
+
+    def max_chunk_context(self, max_model_len: int, *, page_size: int) -> int | None:
+        return chunks.capacity(-(-max_model_len // page_size) * page_size)
+
+    def expanded_tokens(self, max_model_len: int, *, step_tokens: int, sequences: int) -> int:
+        return chunks.capacity(max_model_len)
+
+
+def format_of(kv: Any) -> KVFormat:
+    """The format of a cache, by the type of its arrays."""
+    return _BY_ARRAYS.get(type(kv), _BY_ARRAYS[Array]).of(kv)
+
+
+def _grown(before: Sequence[int], after: Sequence[int]) -> int | None:
+    grown = [axis for axis, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+    assert len(grown) <= 1, f"shapes {before} and {after} of one page and two"
+    return grown[0] if grown else None
+
+
+def _copied(leaf: Array, axis: int, source: Array, target: Array) -> Array:
+    page = lax.dynamic_slice_in_dim(leaf, source, 1, axis)
+    # In one fusion with the update, XLA would copy the whole cache to read it unchanged.
+    page = lax.optimization_barrier(page)
+    return lax.dynamic_update_slice_in_dim(leaf, page, target, axis)
