@@ -31,7 +31,7 @@ def test_past_keys_and_values_are_asked_for_before_the_kernels_before_it_end(
     constants: dict[str, Any] = {
         "stride": 6144, "table_stride": 640, "parts": 4, "eps": 1e-6, "scale": 0.1, "q_heads": 32,
         "kv_heads": 8, "ROWS": 16, "DIM": 128, "PAGE": 64, "SPLITS": splits, "MIN_BLOCKS": 1,
-        "STAGES": stages, "EARLY": True, "bias_ptr": None,
+        "STAGES": stages, "WINDOW": 0, "EARLY": True, "bias_ptr": None,
     }  # fmt: skip
     kernel = compile_kernel(_attend, types | {"qkv_ptr": qkv, "first_page": "i32"}, constants)
     assert _registers(kernel, tmp_path) <= 168  # three programs for each multiprocessor
@@ -65,7 +65,7 @@ def test_so_are_they_with_a_softmax_for_each_warp(kind: int, tmp_path: Path) -> 
 
     constants = _HEADS | {
         "table_stride": 640, "ROWS": 8, "HALF": 64, "PAGE": 64, "SPLITS": 33, "MIN_BLOCKS": 1,
-        "STAGES": 2, "KIND": kind, "EARLY": True,
+        "STAGES": 2, "KIND": kind, "WINDOW": 0, "EARLY": True,
     }  # fmt: skip
     types = _types("*fp32") | {"kv_ptr": "*i16" if kind else "*bf16"}
     kernel = compile_kernel(_attend, types, constants)

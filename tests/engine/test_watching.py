@@ -98,6 +98,7 @@ async def test_pages_and_those_that_wait_are_shown() -> None:
         running = await begin(engine, runner, *(request(n, max_tokens=50) for n in range(4)))
         late = replace(request(5), ttft_slo=60.0)
         waiting = [asyncio.create_task(events_of(engine.generate(r))) for r in (request(4), late)]
+        await until(lambda: engine.status().waiting == 2)  # both are there before the step ends
         runner.let_one_step_go()
         await until(lambda: (now := engine.occupancy(1)) is not None and len(now.waiting) == 2)
         seen = engine.occupancy(1000)
