@@ -2,13 +2,15 @@
 
     python scripts/bench_http.py --clients 256 --tokens 200 --route chat
     python scripts/bench_http.py --clients 256 --step-ms 14
+    python scripts/bench_http.py --clients 256 --step-ms 14 --watchers 2
 
 The server is a process of its own: engine thread, scheduler and HTTP as in production, and a
 runner that gives out tokens of the embedded model's vocabulary at once. With --step-ms it gives
 them out so long after those of the step before, as a device that has the next step queued; then
 the share of the device's step rate that the engine kept is shown, where the same streams go on.
 Clients are raw sockets in this process that count events; what they cost is shown, since on two
-cores they compete with the server.
+cores they compete with the server. --watchers also reads the events of /ui/engine, as so many open
+pages do.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from jaxserve.metrics.metrics import Metrics
 from jaxserve.plan import Row, Sampled, StepPlan
 from jaxserve.scheduler import Scheduler
 from jaxserve.server import make_app, make_runner
+from jaxserve.server.ui import EVENTS_ROUTE
 from jaxserve.startup import heap
 from jaxserve.tokenizer import HfTokenizer
 
@@ -50,6 +53,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="requests per client")
     parser.add_argument("--route", choices=["chat", "completions"], default="chat")
     parser.add_argument("--step-ms", type=float, default=0.0, help="time of a step on the device")
+    parser.add_argument("--watchers", type=int, default=0, help="open pages of /ui/engine")
     parser.add_argument("--serve", action="store_true", help="only the server, until stdin ends")
     args = parser.parse_args()
     uvloop.run(_serve(args) if args.serve else _measure(args))
@@ -142,6 +146,19 @@ async def _serve(args: argparse.Namespace) -> None:
     print(json.dumps({"cpu": cpu, "steps": device.steps, "idle": device.idle}), flush=True)
 
 
+class Watcher(asyncio.Protocol):
+    """Reads what `/ui/engine` shows."""
+
+    def __init__(self) -> None:
+        self.events = 0
+
+    def connection_made(self, transport: Any) -> None:
+        transport.write(f"GET {EVENTS_ROUTE} HTTP/1.1\r\nHost: bench\r\n\r\n".encode())
+
+    def data_received(self, data: bytes) -> None:
+        self.events += data.count(b"data: ")
+
+
 class Client(asyncio.Protocol):
     """Sends its request again and again, and counts the events of the answers."""
 
@@ -191,6 +208,9 @@ async def _measure(args: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
     request = _request(args)
     started, cpu = time.perf_counter(), time.process_time()
+    watchers = [
+        await loop.create_connection(Watcher, "127.0.0.1", port) for _ in range(args.watchers)
+    ]
     clients: list[Client] = []
     dones: list[asyncio.Future[None]] = []
     for _ in range(args.clients):
@@ -203,6 +223,8 @@ async def _measure(args: argparse.Namespace) -> None:
     await asyncio.gather(*dones)
     seconds = time.perf_counter() - started
     own = time.process_time() - cpu
+    for transport, _ in watchers:
+        transport.close()
     output, _ = server.communicate("")
     tokens = args.clients * args.tokens * args.rounds
     server_side = json.loads(output.splitlines()[-1])
@@ -216,6 +238,7 @@ async def _measure(args: argparse.Namespace) -> None:
         f"{kept}server {server_side['cpu'] / tokens * 1e6:.0f} us of CPU per token, "
         f"clients {own / tokens * 1e6:.0f}; "
         f"{sum(c.bytes for c in clients) / tokens:.0f} bytes per token"
+        + (f"; {sum(w.events for _, w in watchers):,} events watched" if watchers else "")
     )
 
 
