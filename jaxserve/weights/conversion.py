@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from jaxserve.weights.opening import (
 from jaxserve_checkpoints.convert import convert, finished
 from jaxserve_checkpoints.load import Progress, load_params
 from jaxserve_checkpoints.native import NativeCheckpoint, open_native
-from jaxserve_checkpoints.orbax.writer import check_new_step
+from jaxserve_checkpoints.orbax.writer import finished_step
 from jaxserve_checkpoints.quantized import QuantizedCheckpoint
 from jaxserve_checkpoints.reader import SINGLE_FILE, CheckpointError
 
@@ -112,10 +114,15 @@ def _to_orbax(
     report: Report,
     begin: Callable[[], None],
 ) -> Path:
-    """Weights that are not quantised get the tree of `jaxserve.flax`; others stay the engine's own
+    """A finished step of the same conversion is kept.
+
+    Weights that are not quantised get the tree of `jaxserve.flax`; others stay the engine's own
     tensors, which a file beside the steps holds until they are all there."""
     step = (source.orbax.step.step if source.orbax else None) or 0
-    check_new_step(out, step)
+    made_from = _digest_of(options, source)
+    found = finished_step(out, step, made_from)
+    if found is not None:
+        return found
     wanted = quantization(options)
     plain = native is None and not wanted.changes_anything
     if plain or (native is not None and not native.description.types):
@@ -123,15 +130,28 @@ def _to_orbax(
         if not isinstance(stored, QuantizedCheckpoint):
             tensors = Tensors(stored, source, _dtype(options))
             begin()
-            return write_flax(tensors, out, step, options.keep, progress)
+            return write_flax(tensors, out, step, options.keep, made_from, progress)
     if native is not None:
         begin()
-        return write_native_step(native, out, step, options.keep, progress)
+        return write_native_step(native, out, step, options.keep, made_from, progress)
     staged = out / _STAGED
     _to_native(options, source, staged, progress, report, begin)
-    folder = write_native_step(open_native(staged), out, step, options.keep, progress)
+    native = open_native(staged)
+    folder = write_native_step(native, out, step, options.keep, made_from, progress)
     shutil.rmtree(staged)
     return folder
+
+
+def _digest_of(options: Options, source: ModelSource) -> str:
+    """Returns a digest of all that a step's content depends on."""
+    text = options.calibration
+    content: list[Any] = [
+        files_of(source),
+        options.dtype,
+        asdict(quantization(options)),
+        None if text is None else read_text(text, "--calibration"),
+    ]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def _dtype(options: Options) -> np.dtype[Any] | None:

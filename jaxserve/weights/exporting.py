@@ -20,7 +20,7 @@ from jaxserve_checkpoints.naming import leaf_parts, resolve_rules
 from jaxserve_checkpoints.native import METADATA, NativeCheckpoint, open_native
 from jaxserve_checkpoints.native_writer import NativeWriter
 from jaxserve_checkpoints.orbax.layouts import flax_path
-from jaxserve_checkpoints.orbax.writer import save_step
+from jaxserve_checkpoints.orbax.writer import MADE_FROM, save_step
 from jaxserve_checkpoints.quantized import QuantizedCheckpoint
 from jaxserve_checkpoints.reader import SINGLE_FILE, AnyArray, CheckpointError
 from jaxserve_checkpoints.unpacked import UnpackedCheckpoint
@@ -112,7 +112,12 @@ class _Entry:
 
 
 def write_flax(
-    tensors: Tensors, root: Path, step: int, keep: int | None, progress: Progress
+    tensors: Tensors,
+    root: Path,
+    step: int,
+    keep: int | None,
+    made_from: str,
+    progress: Progress,
 ) -> Path:
     """Write a step with the tree of `jaxserve.flax`. Returns its folder.
 
@@ -137,13 +142,18 @@ def write_flax(
             progress(done // 2, total)  # Orbax writes the whole tree afterwards
         return nested
 
-    folder = save_step(root, step, tree, keep=keep)
+    folder = save_step(root, step, tree, keep=keep, added={MADE_FROM: made_from})
     progress(tensors.nbytes, tensors.nbytes)
     return folder
 
 
 def write_native_step(
-    native: NativeCheckpoint, root: Path, step: int, keep: int | None, progress: Progress
+    native: NativeCheckpoint,
+    root: Path,
+    step: int,
+    keep: int | None,
+    made_from: str,
+    progress: Progress,
 ) -> Path:
     """Write a step with the engine's own tensors, quantised or not. Returns its folder.
 
@@ -153,7 +163,7 @@ def write_native_step(
     checkpoint = native.tensors
     total = sum(checkpoint.nbytes(name) for name in checkpoint.names)
     native.verify()
-    added = {METADATA: native.description.to_json()}
+    added = {METADATA: native.description.to_json(), MADE_FROM: made_from}
 
     def tree() -> dict[str, Any]:
         return {name: checkpoint.read(name) for name in checkpoint.names}

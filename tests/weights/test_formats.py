@@ -126,8 +126,22 @@ def test_steps_are_kept_and_chosen_as_orbax_users_expect(larger: Path, tmp_path:
     found = find_step(out)
     assert found is not None and found.step == 9
     with pytest.raises(CheckpointError, match="has a step 9 already"):
-        options = converting(source, out, "--to", "orbax")
+        options = converting(source, out, "--to", "orbax", "--dtype", "bfloat16")
         convert_model(options, find_model(options), out, lambda done, total: None)
+
+
+@pytest.mark.parametrize("flags", [(), ("--quantization", "int4")])
+def test_a_finished_step_of_the_same_conversion_is_kept(
+    flags: tuple[str, ...], larger: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run(larger, out, "--to", "orbax", *flags)
+    before = {file: file.stat().st_mtime_ns for file in (out / "0").rglob("*")}
+    run(larger, out, "--to", "orbax", *flags)
+    assert {file: file.stat().st_mtime_ns for file in (out / "0").rglob("*")} == before
+    other = converting(larger, out, "--to", "orbax", "--quantization", "fp8")
+    with pytest.raises(CheckpointError, match="has a step 0 already"):
+        convert_model(other, find_model(other), out, lambda done, total: None)
 
 
 @pytest.mark.parametrize("to", ["safetensors", "native"])
