@@ -4,7 +4,8 @@
 
 What follows `--` are the server's flags. Ready is when `/ready` first answers 200, polled every
 20 ms from the moment that the process was made; memory is read from /proc a second later. `cpu`
-is the processor time until then, which tells a slow start from a busy machine.
+is the processor time until then, which tells a slow start from a busy machine; `weights` is what
+loading them took, beside other phases.
 """
 
 from __future__ import annotations
@@ -42,15 +43,27 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for ready")
     parser.add_argument("--memory", action="store_true", help="print what the memory is")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--compare", type=Path, help="such a file: print the difference from it")
     parser.add_argument("--max-ready", type=float, help="fail if the best run took longer")
     parser.add_argument("flags", nargs="*", help="the server's")
     options = parser.parse_args()
     runs = [run(options.flags, options.timeout, memory=options.memory) for _ in range(options.runs)]
     best = min(each["ready"] for each in runs)
     print(f"best of {len(runs)}: ready after {best:.2f} s")
+    if options.compare:
+        print(difference(json.loads(options.compare.read_text())["runs"], runs))
     if options.json:
         options.json.write_text(json.dumps({"flags": options.flags, "runs": runs}, indent=1))
     return int(options.max_ready is not None and best > options.max_ready)
+
+
+def difference(before: list[dict[str, float]], after: list[dict[str, float]]) -> str:
+    """Returns in words how the best of the later runs differ from the best of the earlier ones."""
+    told: list[str] = []
+    for name, unit in (("ready", "s"), ("weights", "s"), ("cpu", "s"), ("peak", "MB")):
+        was, now = (min(each[name] for each in runs) for runs in (before, after))
+        told.append(f"{name} {now:.2f} instead of {was:.2f} {unit} ({now - was:+.2f})")
+    return "; ".join(told)
 
 
 def run(flags: list[str], timeout: float, *, memory: bool) -> dict[str, float]:
@@ -75,6 +88,8 @@ def run(flags: list[str], timeout: float, *, memory: bool) -> dict[str, float]:
             found[name] = value if name == "threads" else value / 1024
         table = [line for line in lines if re.match(r"phase |.* \d+\.\d\ds +\d+\.\d\ds ", line)]
         print("".join(table), end="")
+        loading = re.search(r"^weights +[0-9.]+s +([0-9.]+)s", "".join(table), re.M)
+        found["weights"] = float(loading[1]) if loading else 0.0
         print(", ".join(f"{name} {value:.2f}" for name, value in found.items()), flush=True)
         if memory:
             show_memory(process.pid)

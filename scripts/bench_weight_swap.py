@@ -33,9 +33,12 @@ def main() -> None:
     parser.add_argument("--swaps", type=int, default=3, help="of each kind")
     parser.add_argument("--kv-cache-memory-bytes", default="24Gi")
     parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--cache-dir", help="for compiled programs; default: the server's")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args()
     flags = {"kv_cache_memory_bytes": options.kv_cache_memory_bytes}
+    if options.cache_dir:
+        flags["cache_dir"] = options.cache_dir
     with Engine(options.model, max_model_len=options.max_model_len, **flags) as engine:
         figures = asyncio.run(measure(engine, options))
     result = environment() | {"model": options.model, "streams": options.streams} | figures

@@ -33,6 +33,7 @@ from typing import IO, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 MODEL = "--model qwen3-4b --load-format dummy --cache-dir {cache}"
+RANDOM = "scripts/random_checkpoint.py qwen3-4b {cache}/models/bf16"
 CLIENTS = "1,8,32,64,128,256"
 BATCH = "1,2,4,8,16,32,64,128,256"
 NEEDS = {
@@ -42,6 +43,8 @@ NEEDS = {
     "bench_power": ("torch",),
     "eval_formats": ("flax",),
     "--plot": ("matplotlib",),
+    "--to orbax": ("orbax-checkpoint",),
+    "/orbax/": ("orbax-checkpoint",),
 }
 """Packages that the extras for GPUs do not install, by words of the commands that need them."""
 
@@ -186,7 +189,7 @@ PROOFS = {
         " and one converted to int4",
         5,
         (
-            "scripts/random_checkpoint.py qwen3-4b {cache}/models/bf16",
+            RANDOM,
             "-m jaxserve convert --model {cache}/models/bf16 --out {cache}/models/int4"
             " --quantization int4",
             *(
@@ -201,13 +204,29 @@ PROOFS = {
             ),
         ),
     ),
+    "start-orbax": Proof(
+        "from nothing to ready from Orbax, beside the same weights in safetensors",
+        6,
+        (
+            RANDOM,
+            # A folder of the same name, so that both start with the same compiled programs.
+            "-m jaxserve convert --model {cache}/models/bf16 --to orbax --out {cache}/orbax/bf16",
+            "-m jaxserve precompile --model {cache}/models/bf16 --cache-dir {cache}",
+            "scripts/bench_start.py --runs 3 --memory --json {out}/start_safetensors.json"
+            " -- --model {cache}/models/bf16 --cache-dir {cache} --require-precompiled",
+            "scripts/bench_start.py --runs 3 --memory --json {out}/start_orbax.json"
+            " --compare {out}/start_safetensors.json"
+            " -- --model {cache}/orbax/bf16 --cache-dir {cache} --require-precompiled",
+        ),
+    ),
     "weight-swap": Proof(
         "changes of the weights beside 32 streams and in place: seconds of loading, and the gaps"
         " that streams see",
         5,
         (
-            "scripts/random_checkpoint.py qwen3-4b {cache}/models/swap",
-            "scripts/bench_weight_swap.py --model {cache}/models/swap --json {out}/swap.json",
+            RANDOM,
+            "scripts/bench_weight_swap.py --model {cache}/models/bf16 --cache-dir {cache}"
+            " --json {out}/swap.json",
         ),
     ),
     "goodput": Proof(

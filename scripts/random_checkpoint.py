@@ -1,14 +1,16 @@
-"""Write a Hugging Face folder of a named model's shape with random bfloat16 weights.
+"""Write a Hugging Face folder of a Qwen3 model's shape with random bfloat16 weights.
 
     python scripts/random_checkpoint.py qwen3-4b /tmp/qwen3-4b
 
-For measuring starts and conversions: 8 GB for qwen3-4b. The tokenizer is the embedded model's.
+For measuring starts and conversions: 8 GB for qwen3-4b. A folder with a config.json may stand for
+a name. The tokenizer is the embedded model's. A folder that has the weights already is kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import struct
 from collections.abc import Iterator
@@ -18,8 +20,9 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models.registry import NAMED_MODELS
+from jaxserve.models.registry import NAMED_MODELS, spec_of
 from jaxserve_checkpoints import resolve
+from jaxserve_checkpoints.reader import SINGLE_FILE
 
 _ARCHITECTURE = "Qwen3ForCausalLM"
 _NAMES = sorted(name for name, spec in NAMED_MODELS.items() if spec.architecture == _ARCHITECTURE)
@@ -30,16 +33,34 @@ _POOL = 1 << 24
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=_NAMES)
+    parser.add_argument("model", help=f"a folder with config.json, or {', '.join(_NAMES)}")
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
-    spec: ModelSpec = NAMED_MODELS[options.model]
-    options.folder.mkdir(parents=True, exist_ok=True)
-    (options.folder / "config.json").write_text(json.dumps(hf_config(spec), indent=1))
+    settings = Path(options.model) / "config.json"
+    if options.model not in _NAMES and not settings.is_file():
+        parser.error(f"{options.model} is neither a folder with config.json nor a known name")
+    known = NAMED_MODELS.get(options.model)
+    spec = spec_of(json.loads(settings.read_text())) if known is None else known
+    if spec.architecture != _ARCHITECTURE:
+        parser.error(f"{options.model} is {spec.architecture}, not {_ARCHITECTURE}")
+    make(spec, options.folder)
+
+
+def make(spec: ModelSpec, folder: Path) -> None:
+    """Write the folder, or keep it if it is complete and of that shape."""
+    config = json.dumps(hf_config(spec), indent=1)
+    written = folder / "config.json"
+    if (folder / SINGLE_FILE).exists() and written.exists() and written.read_text() == config:
+        print(f"{folder} is there already")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    written.write_text(config)
     tokenizer = Path(resolve.__file__).parent / "embedded"
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(tokenizer / name, options.folder / name)
-    write(options.folder / "model.safetensors", dict(shapes(spec)))
+        shutil.copyfile(tokenizer / name, folder / name)
+    unfinished = folder / f".{SINGLE_FILE}.{os.getpid()}"
+    write(unfinished, dict(shapes(spec)))
+    unfinished.replace(folder / SINGLE_FILE)
 
 
 def hf_config(spec: ModelSpec) -> dict[str, object]:

@@ -75,12 +75,14 @@ class NativeCheckpoint:
 
     tensors: Checkpoint | OrbaxCheckpoint
     description: Description
+    file: str = FILE
+    """The file's name, unless the tensors are Orbax's."""
 
     @property
     def place(self) -> Path:
         """The file, or Orbax's folder."""
         folder = self.tensors.folder
-        return folder / FILE if isinstance(self.tensors, Checkpoint) else folder
+        return folder / self.file if isinstance(self.tensors, Checkpoint) else folder
 
     def encoded[Tree](self, abstract: Tree) -> Tree:
         """Returns the tree of plain ShapeDtypeStructs `abstract` with the file's weight types.
@@ -94,6 +96,29 @@ class NativeCheckpoint:
             for part, (_, leaf) in zip(firsts, leaf_paths(abstract), strict=True)
         ]
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+    def part(self, path: str) -> Any:
+        """Returns one part on the host, "layers.3.qkv": an array, or a quantised weight of arrays.
+        The type is known, see `encoded`."""
+        names = self._arrays(path)
+        if names is None:
+            return self.tensors.read(path)
+        kind = _TYPES[self.description.types[_LAYER.sub("layers.", path)]]
+        arrays: dict[str, Any] = {field: self.tensors.read(name) for field, name in names.items()}
+        return kind(**arrays)
+
+    def release_part(self, path: str) -> None:
+        """See Checkpoint.release."""
+        for name in (self._arrays(path) or {"": path}).values():
+            self.tensors.release(name)
+
+    def _arrays(self, path: str) -> dict[str, str] | None:
+        """Returns the tensors of a quantised part by field; None: it is not quantised."""
+        name = self.description.types.get(_LAYER.sub("layers.", path))
+        if name is None:
+            return None
+        arrays = {field: f"{path}.{field}" for field in _TYPES[name]._fields}
+        return {field: tensor for field, tensor in arrays.items() if tensor in self.tensors}
 
     def rules(self) -> list[AnyRule]:
         """Returns rules by which each tensor fills the part that it is named after."""
@@ -137,14 +162,13 @@ class NativeCheckpoint:
             raise CheckpointError(
                 f"{self.place}: {first.owner} is of type {name}, known are {', '.join(_TYPES)}"
             )
-        arrays = {field: f"{first.path}.{field}" for field in _TYPES[name]._fields}
+        arrays = self._arrays(first.path) or {}
         leading = leaf.shape[: len(leaf.shape) - len(first.leaf.shape)]
         fields: dict[str, Any] = {
             field: jax.ShapeDtypeStruct(
                 (*leading, *self.tensors.shape(tensor)), self.tensors.dtype(tensor)
             )
             for field, tensor in arrays.items()
-            if tensor in self.tensors
         }
         weight = _TYPES[name](**fields)
         if tuple(weight.shape) != tuple(leaf.shape):
@@ -155,14 +179,15 @@ class NativeCheckpoint:
         return weight
 
 
-def open_native(folder: Path) -> NativeCheckpoint:
-    """Open a folder. Raises CheckpointError if it is missing, damaged or of another version."""
-    file = folder / FILE
+def open_native(folder: Path, name: str = FILE) -> NativeCheckpoint:
+    """Open a folder's file. Raises CheckpointError if it is missing, damaged or of another
+    version."""
+    file = folder / name
     try:
         entries, metadata = read_header(file)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
-    return NativeCheckpoint(Checkpoint(folder, entries), _description(file, metadata))
+    return NativeCheckpoint(Checkpoint(folder, entries), _description(file, metadata), name)
 
 
 def is_native(step: OrbaxStep) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,8 +11,16 @@ import numpy as np
 
 from jaxserve_checkpoints.naming import leaf_parts
 from jaxserve_checkpoints.native import NativeCheckpoint
+from jaxserve_checkpoints.quantized.writing import (
+    Scheme,
+    Unwritable,
+    configuration,
+    scheme_of,
+    tensors_of,
+)
 from jaxserve_checkpoints.reader import AnyArray, CheckpointError
 from jaxserve_checkpoints.rules import WORD, AnyRule, Rule
+from jaxserve_kernels.weights import is_quantized
 
 type RowsOf = Callable[[str], tuple[int, ...] | None]
 """From the last part of a leaf's path to the rows of each source; None: it has one source."""
@@ -24,6 +32,34 @@ class _Rows(NamedTuple):
     tensor: str
     start: int
     stop: int
+
+
+class _Part(NamedTuple):
+    """A part of the engine's tree."""
+
+    path: str
+    owner: str
+    rows: Mapping[str, int]
+    """How many rows each tensor has of it, in order, by Hugging Face's name."""
+
+
+def _parts_of(
+    native: NativeCheckpoint, rules: Sequence[AnyRule], abstract: Any, rows_of: RowsOf
+) -> list[_Part]:
+    """Returns what makes up each part. CheckpointError: it is made in a way that cannot be
+    undone."""
+    by_leaf = {rule.leaf: rule for rule in rules if isinstance(rule, Rule)}
+    found: list[_Part] = []
+    for part in leaf_parts(abstract):
+        layer = "{layer}" if part.layer is not None else None
+        generic = part.owner.replace("layers.", "layers.{layer}.", 1) if layer else part.path
+        rule = by_leaf[generic]
+        if rule.transforms or rule.axis:
+            raise CheckpointError(f"{native.place}: {generic} cannot be taken apart again")
+        counts = rows_of(part.path.rpartition(".")[2]) or part.leaf.shape[:1]
+        names = [WORD.sub(str(part.layer), source) for source in rule.sources]
+        found.append(_Part(part.path, part.owner, dict(zip(names, counts, strict=True))))
+    return found
 
 
 class UnpackedCheckpoint:
@@ -39,23 +75,15 @@ class UnpackedCheckpoint:
         """
         if native.description.types:
             raise CheckpointError(
-                f"{native.place}: quantised; only --to native and --to orbax keep it as it is"
+                f"{native.place}: quantised, which nothing here reads as plain numbers: take the "
+                "original"
             )
         self._native = native
-        by_leaf = {rule.leaf: rule for rule in rules if isinstance(rule, Rule)}
         self._places: dict[str, _Rows] = {}
-        for part in leaf_parts(abstract):
-            layer = "{layer}" if part.layer is not None else None
-            path = part.path
-            generic = part.owner.replace("layers.", "layers.{layer}.", 1) if layer else path
-            rule = by_leaf[generic]
-            if rule.transforms or rule.axis:
-                raise CheckpointError(f"{native.place}: {generic} cannot be taken apart again")
-            rows = rows_of(path.rpartition(".")[2]) or part.leaf.shape[:1]
+        for part in _parts_of(native, rules, abstract, rows_of):
             start = 0
-            for source, count in zip(rule.sources, rows, strict=True):
-                name = WORD.sub(str(part.layer), source)
-                self._places[name] = _Rows(path, start, start + count)
+            for name, count in part.rows.items():
+                self._places[name] = _Rows(part.path, start, start + count)
                 start += count
 
     @property
@@ -85,3 +113,101 @@ class UnpackedCheckpoint:
 
     def release(self, name: str) -> None:
         self._native.tensors.release(self._places[name].tensor)
+
+
+class PublicTensors:
+    """A quantised checkpoint of the engine's own as tensors that other servers read, too.
+
+    One part is unpacked at a time: read the tensors in the order of `names`.
+    """
+
+    def __init__(
+        self,
+        native: NativeCheckpoint,
+        rules: Sequence[AnyRule],
+        abstract: Any,
+        rows_of: RowsOf,
+        dtype: np.dtype[Any] | None = None,
+    ):
+        """`dtype` is that of tensors that are not quantised; None: as they are. For the others see
+        UnpackedCheckpoint. The first layer is unpacked here, for shapes.
+
+        Raises:
+          CheckpointError: no layout holds the weights, or they are made of tensors in a way that
+            cannot be undone.
+        """
+        self._native = native
+        self._dtype = dtype
+        native.encoded(abstract)  # raises what is wrong with types
+        self._parts: dict[str, _Part] = {}
+        """By the tensors that are made of them, in order."""
+        self._shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
+        self._now: tuple[_Part, dict[str, AnyArray]] | None = None
+        modules: dict[str, Scheme | None] = {}
+        forms: dict[str, list[dict[str, tuple[tuple[int, ...], np.dtype[Any]]]]] = {}
+        for part in _parts_of(native, rules, abstract, rows_of):
+            weight = native.part(part.path)
+            scheme = self._scheme(part, weight)
+            if part.owner not in forms:
+                made = self._made(part, weight)
+                forms[part.owner] = [
+                    {suffix: (array.shape, array.dtype) for suffix, array in each.items()}
+                    for each in made
+                ]
+            for name, suffixes in zip(part.rows, forms[part.owner], strict=True):
+                module, _, last = name.rpartition(".")
+                if last == "weight" and getattr(weight, "ndim", 2) == 2:
+                    modules[module] = scheme
+                for suffix, form in suffixes.items():
+                    self._shapes[f"{module}{suffix}"] = form
+                    self._parts[f"{module}{suffix}"] = part
+        self.configuration = self._checked(lambda: configuration(modules))
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._parts)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name][0]
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        return self._shapes[name][1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes.values())
+
+    def read(self, name: str) -> AnyArray:
+        part = self._parts[name]
+        if self._now is None or self._now[0] is not part:
+            made = self._made(part, self._native.part(part.path))
+            modules = [each.rpartition(".")[0] for each in part.rows]
+            arrays = {
+                f"{module}{suffix}": array
+                for module, each in zip(modules, made, strict=True)
+                for suffix, array in each.items()
+            }
+            self._now = part, arrays
+        return self._now[1][name]
+
+    def release(self, name: str) -> None:
+        self._native.release_part(self._parts[name].path)
+
+    def _scheme(self, part: _Part, weight: Any) -> Scheme | None:
+        return self._checked(lambda: scheme_of(weight)) if is_quantized(weight) else None
+
+    def _made(self, part: _Part, weight: Any) -> list[dict[str, AnyArray]]:
+        """Returns each module's tensors, by what follows its name."""
+        if is_quantized(weight):
+            return self._checked(lambda: tensors_of(weight, list(part.rows.values())))
+        whole: AnyArray = weight if self._dtype is None else weight.astype(self._dtype, copy=False)
+        edges = np.cumsum(list(part.rows.values()))[:-1]
+        suffixes = [f".{name.rpartition('.')[2]}" for name in part.rows]
+        pieces = zip(suffixes, np.split(whole, edges), strict=True)
+        return [{suffix: piece} for suffix, piece in pieces]
+
+    def _checked[Result](self, make: Callable[[], Result]) -> Result:
+        try:
+            return make()
+        except Unwritable as error:
+            raise CheckpointError(f"{self._native.place}: {error}") from None

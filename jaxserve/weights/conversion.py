@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,13 @@ from jaxserve.models.awq import AwqLayers
 from jaxserve.models.quantization import Report, calibrated, reporting
 from jaxserve.setting_files import read_text
 from jaxserve.weights.exporting import (
+    Readable,
+    StoredTensors,
     Tensors,
+    kept_safetensors,
     open_named,
+    public_tensors,
+    write_config,
     write_flax,
     write_native_file,
     write_native_step,
@@ -26,6 +33,7 @@ from jaxserve.weights.exporting import (
 )
 from jaxserve.weights.model_source import ModelSource
 from jaxserve.weights.opening import (
+    config_of,
     describe,
     files_of,
     open_native_of,
@@ -34,10 +42,10 @@ from jaxserve.weights.opening import (
 )
 from jaxserve_checkpoints.convert import convert, finished
 from jaxserve_checkpoints.load import Progress, load_params
+from jaxserve_checkpoints.naming import resolve_rules
 from jaxserve_checkpoints.native import NativeCheckpoint, open_native
-from jaxserve_checkpoints.orbax.writer import check_new_step
-from jaxserve_checkpoints.quantized import QuantizedCheckpoint
-from jaxserve_checkpoints.reader import SINGLE_FILE, CheckpointError
+from jaxserve_checkpoints.orbax.writer import finished_step
+from jaxserve_checkpoints.quantized import QuantizedCheckpoint, detect
 
 _STAGED = ".converting"
 """The folder of a conversion that Orbax is going to write."""
@@ -69,7 +77,7 @@ def convert_model(
     if native is not None:
         _check_as_is(options, native)
     if options.to == "safetensors":
-        return _to_safetensors(options, source, native, out, progress, begin)
+        return _to_safetensors(options, source, native, out, progress, report, begin)
     if options.to == "orbax":
         return _to_orbax(options, source, native, out, progress, report, begin)
     if native is None:
@@ -92,14 +100,49 @@ def _to_safetensors(
     native: NativeCheckpoint | None,
     out: Path,
     progress: Progress,
+    report: Report,
     begin: Callable[[], None],
 ) -> Path:
-    named = open_named(options, source, native)
-    tensors = Tensors(named, source, _dtype(options))
-    made_from = {"files": files_of(source), "dtype": options.dtype, "tensors": tensors.names}
-    if (out / SINGLE_FILE).exists():
-        raise CheckpointError(f"{out / SINGLE_FILE} is there already: choose another folder")
+    """Tensors have Hugging Face's names. Weights that are quantised here are the engine's own
+    first, which a file in the folder holds; quantised ones of others stay as they are."""
+    made_from = {"digest": _digest_of(options, source)}
+    found = kept_safetensors(out, made_from)
+    if found is not None:
+        return found
+    wanted = quantization(options)
+    if wanted.changes_anything:
+        staged = out / _STAGED
+        _to_native(options, source, staged, progress, report, begin)
+        native = open_native(staged)
+        file = _write_public(options, source, native, out, made_from, progress, lambda: None)
+        shutil.rmtree(staged)
+        return file
+    if native is not None and native.description.types:
+        native.verify()
+        return _write_public(options, source, native, out, made_from, progress, begin)
+    stored = None if native else open_stored_of(source, wanted)
+    if isinstance(stored, QuantizedCheckpoint):
+        abstract = decoder.abstract(source.spec, np.float32, stacked=True)
+        resolve_rules(registry.rules(source.spec), abstract, stored)
+        tensors: Readable = StoredTensors(stored, _dtype(options))
+    else:
+        tensors = Tensors(open_named(options, source, native), source, _dtype(options))
     begin()
+    return write_safetensors(tensors, out, made_from, progress)
+
+
+def _write_public(
+    options: Options,
+    source: ModelSource,
+    native: NativeCheckpoint,
+    out: Path,
+    made_from: Mapping[str, Any],
+    progress: Progress,
+    begin: Callable[[], None],
+) -> Path:
+    tensors = public_tensors(source, native, _dtype(options))
+    begin()
+    write_config(out, config_of(source), tensors.configuration)
     return write_safetensors(tensors, out, made_from, progress)
 
 
@@ -112,10 +155,15 @@ def _to_orbax(
     report: Report,
     begin: Callable[[], None],
 ) -> Path:
-    """Weights that are not quantised get the tree of `jaxserve.flax`; others stay the engine's own
+    """A finished step of the same conversion is kept.
+
+    Weights that are not quantised get the tree of `jaxserve.flax`; others stay the engine's own
     tensors, which a file beside the steps holds until they are all there."""
     step = (source.orbax.step.step if source.orbax else None) or 0
-    check_new_step(out, step)
+    made_from = _digest_of(options, source)
+    found = finished_step(out, step, made_from)
+    if found is not None:
+        return found
     wanted = quantization(options)
     plain = native is None and not wanted.changes_anything
     if plain or (native is not None and not native.description.types):
@@ -123,15 +171,30 @@ def _to_orbax(
         if not isinstance(stored, QuantizedCheckpoint):
             tensors = Tensors(stored, source, _dtype(options))
             begin()
-            return write_flax(tensors, out, step, options.keep, progress)
+            return write_flax(tensors, out, step, options.keep, made_from, progress)
     if native is not None:
         begin()
-        return write_native_step(native, out, step, options.keep, progress)
+        return write_native_step(native, out, step, options.keep, made_from, progress)
     staged = out / _STAGED
     _to_native(options, source, staged, progress, report, begin)
-    folder = write_native_step(open_native(staged), out, step, options.keep, progress)
+    native = open_native(staged)
+    folder = write_native_step(native, out, step, options.keep, made_from, progress)
     shutil.rmtree(staged)
     return folder
+
+
+def _digest_of(options: Options, source: ModelSource) -> str:
+    """Returns a digest of all that a step's content depends on."""
+    assert source.folder is not None
+    text = options.calibration
+    content: list[Any] = [
+        files_of(source),
+        None if source.orbax else repr(detect(source.folder)),
+        options.dtype,
+        asdict(quantization(options)),
+        None if text is None else read_text(text, "--calibration"),
+    ]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def _dtype(options: Options) -> np.dtype[Any] | None:

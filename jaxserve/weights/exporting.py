@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxserve.cli.options import Options
-from jaxserve.config import ConfigError
 from jaxserve.models import decoder, registry
 from jaxserve.models.tensor_names import rows_of
 from jaxserve.weights.model_source import ModelSource
@@ -20,34 +21,58 @@ from jaxserve_checkpoints.naming import leaf_parts, resolve_rules
 from jaxserve_checkpoints.native import METADATA, NativeCheckpoint, open_native
 from jaxserve_checkpoints.native_writer import NativeWriter
 from jaxserve_checkpoints.orbax.layouts import flax_path
-from jaxserve_checkpoints.orbax.writer import save_step
+from jaxserve_checkpoints.orbax.writer import MADE_FROM, save_step
 from jaxserve_checkpoints.quantized import QuantizedCheckpoint
 from jaxserve_checkpoints.reader import SINGLE_FILE, AnyArray, CheckpointError
-from jaxserve_checkpoints.unpacked import UnpackedCheckpoint
+from jaxserve_checkpoints.unpacked import PublicTensors, UnpackedCheckpoint
 
 type Named = Plain | UnpackedCheckpoint
 """Tensors by Hugging Face's names."""
 
 
+class Readable(Protocol):
+    """Tensors of a file that is to be written."""
+
+    @property
+    def names(self) -> list[str]: ...
+    @property
+    def nbytes(self) -> int: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype(self, name: str) -> np.dtype[Any]: ...
+    def read(self, name: str) -> AnyArray: ...
+    def release(self, name: str) -> None: ...
+
+
 def open_named(options: Options, source: ModelSource, native: NativeCheckpoint | None) -> Named:
-    """Open what is to be written with Hugging Face's tensors or Flax's.
+    """Open weights that are not quantised by Hugging Face's names.
 
     Raises:
-      ConfigError: the weights are or would be quantised.
-      CheckpointError: see `open_stored_of`, `UnpackedCheckpoint`.
+      CheckpointError: they are quantised; see `open_stored_of`, `UnpackedCheckpoint`.
     """
-    rules = registry.rules(source.spec)
     if native is not None:
         abstract = decoder.abstract(source.spec, np.float32, stacked=True)
+        rules = registry.rules(source.spec)
         return UnpackedCheckpoint(native, rules, abstract, partial(rows_of, source.spec))
-    wanted = quantization(options)
-    stored = open_stored_of(source, wanted)
-    if wanted.changes_anything or isinstance(stored, QuantizedCheckpoint):
-        raise ConfigError(
-            "--to safetensors writes weights that are not quantised: "
-            "take --to native or --to orbax, or the original without --quantization"
+    stored = open_stored_of(source, quantization(options))
+    if isinstance(stored, QuantizedCheckpoint):
+        raise CheckpointError(
+            f"{stored.folder}: quantised ({stored.format.describe()}), which nothing here reads as "
+            "plain numbers: take the original"
         )
     return stored
+
+
+def public_tensors(
+    source: ModelSource, native: NativeCheckpoint, dtype: np.dtype[Any] | None
+) -> PublicTensors:
+    """Returns the engine's own quantised weights as other servers read them, too.
+
+    Raises:
+      CheckpointError: see PublicTensors.
+    """
+    abstract = decoder.abstract(source.spec, np.float32, stacked=True)
+    rules = registry.rules(source.spec)
+    return PublicTensors(native, rules, abstract, partial(rows_of, source.spec), dtype)
 
 
 class Tensors:
@@ -73,8 +98,8 @@ class Tensors:
 
     @property
     def nbytes(self) -> int:
-        sizes = {name: np.prod(self.shape(name), dtype=int) for name in self.names}
-        return sum(int(size) * self.dtype(name).itemsize for name, size in sizes.items())
+        sizes = ((math.prod(self.shape(name)), self.dtype(name)) for name in self.names)
+        return sum(size * dtype.itemsize for size, dtype in sizes)
 
     def read(self, name: str) -> AnyArray:
         return self._named.read(name).astype(self.dtype(name), copy=False)
@@ -83,8 +108,82 @@ class Tensors:
         self._named.release(name)
 
 
+class StoredTensors:
+    """The tensors of a checkpoint that somebody else has quantised, as they are."""
+
+    def __init__(self, stored: QuantizedCheckpoint, dtype: np.dtype[Any] | None):
+        """`dtype` is that of tensors that are not quantised; None: as they are."""
+        self._checkpoint = stored.checkpoint
+        self._cast = (
+            set()
+            if dtype is None
+            else {name for name in stored.names if stored.module(name) is None}
+        )
+        self._dtype = dtype
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._checkpoint.names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._checkpoint.shape(name)
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        chosen = self._dtype if name in self._cast else None
+        return chosen or self._checkpoint.dtype(name)
+
+    @property
+    def nbytes(self) -> int:
+        sizes = ((math.prod(self.shape(name)), self.dtype(name)) for name in self.names)
+        return sum(size * dtype.itemsize for size, dtype in sizes)
+
+    def read(self, name: str) -> AnyArray:
+        return self._checkpoint.read(name).astype(self.dtype(name), copy=False)
+
+    def release(self, name: str) -> None:
+        self._checkpoint.release(name)
+
+
+def kept_safetensors(out: Path, made_from: Mapping[str, Any]) -> Path | None:
+    """Returns the finished file of the same conversion, verified; None if there is none.
+
+    Raises:
+      CheckpointError: it is damaged, or another file.
+    """
+    file = out / SINGLE_FILE
+    if not file.exists():
+        return None
+    other = CheckpointError(f"{file} is there already: choose another folder")
+    try:
+        found = open_native(out, SINGLE_FILE)
+    except CheckpointError:
+        raise other from None
+    if found.description.made_from != made_from:
+        raise other
+    found.verify()
+    return file
+
+
+def write_config(out: Path, config: Mapping[str, Any], quantization: Mapping[str, Any]) -> None:
+    """Write config.json, which says how the weights are quantised. OSError: it cannot be written.
+
+    Args:
+      config: the model's, of which any other quantisation is left out.
+    """
+    kept = {name: value for name, value in config.items() if name not in _QUANTIZATION_KEYS}
+    text = json.dumps(kept | {"quantization_config": quantization}, indent=2) + "\n"
+    unfinished = out / ".config.json.partial"
+    out.mkdir(parents=True, exist_ok=True)
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(out / "config.json")
+    (out / "hf_quant_config.json").unlink(missing_ok=True)
+
+
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+
+
 def write_safetensors(
-    tensors: Tensors, out: Path, made_from: Mapping[str, Any], progress: Progress
+    tensors: Readable, out: Path, made_from: Mapping[str, Any], progress: Progress
 ) -> Path:
     """Write one file of Hugging Face's tensors; continues an interrupted call. Returns the file.
 
@@ -98,8 +197,8 @@ def write_safetensors(
         for name in tensors.names:
             if name not in have:
                 writer.write(name, tensors.read(name))
-            tensors.release(name)
-            done += int(np.prod(tensors.shape(name), dtype=int)) * tensors.dtype(name).itemsize
+                tensors.release(name)
+            done += math.prod(tensors.shape(name)) * tensors.dtype(name).itemsize
             progress(done, total)
         return writer.finish()
 
@@ -112,7 +211,12 @@ class _Entry:
 
 
 def write_flax(
-    tensors: Tensors, root: Path, step: int, keep: int | None, progress: Progress
+    tensors: Tensors,
+    root: Path,
+    step: int,
+    keep: int | None,
+    made_from: str,
+    progress: Progress,
 ) -> Path:
     """Write a step with the tree of `jaxserve.flax`. Returns its folder.
 
@@ -137,13 +241,18 @@ def write_flax(
             progress(done // 2, total)  # Orbax writes the whole tree afterwards
         return nested
 
-    folder = save_step(root, step, tree, keep=keep)
+    folder = save_step(root, step, tree, keep=keep, added={MADE_FROM: made_from})
     progress(tensors.nbytes, tensors.nbytes)
     return folder
 
 
 def write_native_step(
-    native: NativeCheckpoint, root: Path, step: int, keep: int | None, progress: Progress
+    native: NativeCheckpoint,
+    root: Path,
+    step: int,
+    keep: int | None,
+    made_from: str,
+    progress: Progress,
 ) -> Path:
     """Write a step with the engine's own tensors, quantised or not. Returns its folder.
 
@@ -153,7 +262,7 @@ def write_native_step(
     checkpoint = native.tensors
     total = sum(checkpoint.nbytes(name) for name in checkpoint.names)
     native.verify()
-    added = {METADATA: native.description.to_json()}
+    added = {METADATA: native.description.to_json(), MADE_FROM: made_from}
 
     def tree() -> dict[str, Any]:
         return {name: checkpoint.read(name) for name in checkpoint.names}

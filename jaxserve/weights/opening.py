@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ import jaxserve_kernels.weights
 from jaxserve.cli.options import Options
 from jaxserve.config import ConfigError
 from jaxserve.models.quantization import HeadFormat, Method, Quantization, WeightFormat
+from jaxserve.setting_files import read_json_object
 from jaxserve.weights.model_source import ModelSource
 from jaxserve_checkpoints import native
 from jaxserve_checkpoints.load import Stored
@@ -59,6 +61,14 @@ def open_stored_of(source: ModelSource, wanted: Quantization) -> Stored:
     found = open_orbax(source.orbax.step, source.orbax.config)
     log.info("%s: Orbax, tree of %s", found.folder, found.layout.kind)
     return found
+
+
+def config_of(source: ModelSource) -> Mapping[str, Any]:
+    """Returns the model's config.json. ConfigError: it cannot be read."""
+    if source.orbax is not None:
+        return source.orbax.config
+    assert source.folder is not None
+    return read_json_object(source.folder / "config.json")
 
 
 def quantization(options: Options) -> Quantization:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from jaxserve_checkpoints.quantized import detect
-from jaxserve_checkpoints.quantized.format import Format
+from jaxserve_checkpoints.quantized.compressed_tensors import IntQuantized, PackQuantized
+from jaxserve_checkpoints.quantized.format import Format, Mixed
+from jaxserve_checkpoints.quantized.fp8 import Fp8
 from jaxserve_checkpoints.reader import CheckpointError
 from tests.checkpoints import quantized_files as files
 
@@ -19,12 +21,6 @@ def two_schemes(config: dict[str, Any], **other: Any) -> dict[str, Any]:
     first = config["config_groups"]["group_0"]
     second = first | {"weights": first["weights"] | other}
     return config | {"config_groups": {"group_0": first, "group_1": second}}
-
-
-def two_formats(config: dict[str, Any]) -> dict[str, Any]:
-    groups = two_schemes(config)["config_groups"]
-    groups["group_1"] = groups["group_1"] | {"format": "int-quantized"}
-    return config | {"config_groups": groups}
 
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
@@ -63,12 +59,8 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
         "group_size is 16, supported: 32",
     ),
     "mixed": (
-        two_schemes(files.compressed("pack-quantized"), num_bits=8),
-        "2 schemes for weights, supported: one for all",
-    ),
-    "mixed-formats": (
-        two_formats(files.compressed("pack-quantized", strategy="channel")),
-        "2 schemes for weights, supported: one for all",
+        two_schemes(files.compressed("pack-quantized", strategy="channel"), num_bits=8),
+        "num_bits is 8, supported: 4",
     ),
     "symmetric": (files.AWQ | {"zero_point": False}, "zero_point is False, supported: True"),
     # What is not of the kind that it should be.
@@ -151,3 +143,39 @@ def test_a_group_may_quantise_what_attention_reads_and_no_weights(tmp_path: Path
     }
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     assert detect(tmp_path) is None
+
+
+TARGETS = {
+    "model.layers.0.mlp.down_proj": "int8",
+    "model.layers.1.mlp.down_proj": "int4",
+    "model.layers.1.mlp.up_proj": "int4",
+    "lm_head": "fp8",
+    "model.embed_tokens": None,
+}
+"""Modules and the format that `test_several_formats_go_to_their_targets` gives them."""
+
+
+def test_several_formats_go_to_their_targets(tmp_path: Path) -> None:
+    groups = {
+        "int4": files.KINDS["packed"].config,
+        "fp8": files.KINDS["fp8-rows"].config,
+        "int8": files.KINDS["int8"].config,
+    }
+    targets = {
+        "int4": ["Linear"],
+        "fp8": ["re:.*lm_head$"],
+        "int8": ["model.layers.0.mlp.down_proj"],
+    }
+    config = files.KINDS["packed"].config | {"format": "mixed-precision"}
+    config["config_groups"] = {
+        name: each["config_groups"]["group_0"]
+        | {"targets": targets[name], "format": each["format"]}
+        for name, each in groups.items()
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    found = detect(tmp_path)
+    assert isinstance(found, Mixed)
+    kinds = {"int4": PackQuantized, "fp8": Fp8, "int8": IntQuantized, None: type(None)}
+    for module, name in TARGETS.items():
+        assert type(found.of(module)) is kinds[name], module
+    assert found.describe().count(" and ") == 2

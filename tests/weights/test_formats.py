@@ -108,6 +108,56 @@ def test_quantised_weights_come_back_bit_for_bit(kind: str, larger: Path, tmp_pa
         assert_same(loaded(tmp_path / each), expected)
 
 
+PUBLIC: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
+    "int4": (
+        ("--quantization", "int4", "--lm-head-dtype", "unquantized"),
+        {"pack-quantized": ("Linear",)},
+    ),
+    "int4 and its head": (
+        ("--quantization", "int4"),
+        {"pack-quantized": ("Linear",), "int-quantized": ("re:.*embed_tokens$",)},
+    ),
+    "fp8": (
+        ("--quantization", "fp8", "--lm-head-dtype", "fp8"),
+        {"float-quantized": ("Linear", "re:.*embed_tokens$")},
+    ),
+    "nvfp4": (
+        ("--quantization", "nvfp4", "--lm-head-dtype", "unquantized"),
+        {"nvfp4-pack-quantized": ("Linear",)},
+    ),
+    "a head alone": (
+        ("--lm-head-dtype", "int8"),
+        {"int-quantized": ("re:.*embed_tokens$",)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_quantised_weights_go_to_safetensors_and_back(
+    name: str, larger: Path, tmp_path: Path
+) -> None:
+    """From the engine's own, from Orbax and in one go; loaded, and converted back."""
+    flags, formats = PUBLIC[name]
+    run(larger, tmp_path / "native", *flags)
+    expected = loaded(tmp_path / "native")
+    run(tmp_path / "native", tmp_path / "orbax", "--to", "orbax")
+    for source, out in (("native", "public"), ("orbax", "from orbax")):
+        run(tmp_path / source, tmp_path / out, "--to", "safetensors")
+    run(larger, tmp_path / "direct", "--to", "safetensors", *flags)
+    files = [tmp_path / out / "model.safetensors" for out in ("public", "from orbax", "direct")]
+    for file in files:
+        assert tensors_of(file.parent) == tensors_of(files[0].parent)
+        assert not list(file.parent.glob(".*"))
+        assert_same(loaded(file.parent), expected)
+    config = json.loads((tmp_path / "public" / "config.json").read_text())["quantization_config"]
+    groups = config["config_groups"].values()
+    assert {each["format"]: tuple(each["targets"]) for each in groups} == formats
+    run(tmp_path / "public", tmp_path / "back")
+    back, first = open_native(tmp_path / "back"), open_native(tmp_path / "native")
+    assert back.description.types == first.description.types
+    assert back.description.checksums == first.description.checksums
+
+
 def test_the_dtype_can_be_chosen(larger: Path, tmp_path: Path) -> None:
     run(larger, tmp_path / "half", "--to", "safetensors", "--dtype", "bfloat16")
     original = load_file(larger / "model.safetensors")
@@ -126,8 +176,22 @@ def test_steps_are_kept_and_chosen_as_orbax_users_expect(larger: Path, tmp_path:
     found = find_step(out)
     assert found is not None and found.step == 9
     with pytest.raises(CheckpointError, match="has a step 9 already"):
-        options = converting(source, out, "--to", "orbax")
+        options = converting(source, out, "--to", "orbax", "--dtype", "bfloat16")
         convert_model(options, find_model(options), out, lambda done, total: None)
+
+
+@pytest.mark.parametrize("flags", [(), ("--quantization", "int4")])
+def test_a_finished_step_of_the_same_conversion_is_kept(
+    flags: tuple[str, ...], larger: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run(larger, out, "--to", "orbax", *flags)
+    before = {file: file.stat().st_mtime_ns for file in (out / "0").rglob("*")}
+    run(larger, out, "--to", "orbax", *flags)
+    assert {file: file.stat().st_mtime_ns for file in (out / "0").rglob("*")} == before
+    other = converting(larger, out, "--to", "orbax", "--quantization", "fp8")
+    with pytest.raises(CheckpointError, match="has a step 0 already"):
+        convert_model(other, find_model(other), out, lambda done, total: None)
 
 
 @pytest.mark.parametrize("to", ["safetensors", "native"])
@@ -187,18 +251,6 @@ def test_damage_of_quantised_arrays_is_found(larger: Path, tmp_path: Path) -> No
 
 
 REFUSED: dict[str, tuple[str, tuple[str, ...], type[Exception], str]] = {
-    "quantising to safetensors": (
-        "plain",
-        ("--to", "safetensors", "--quantization", "int4"),
-        ConfigError,
-        "--to safetensors writes weights that are not quantised",
-    ),
-    "quantised to safetensors": (
-        "native",
-        ("--to", "safetensors"),
-        CheckpointError,
-        "quantised; only --to native and --to orbax keep it as it is",
-    ),
     "quantised again": (
         "native",
         ("--to", "orbax", "--quantization", "fp8"),

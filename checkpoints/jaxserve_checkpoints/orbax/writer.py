@@ -9,12 +9,25 @@ from typing import Any
 from jaxserve_checkpoints.orbax.folder import find_step
 from jaxserve_checkpoints.reader import CheckpointError
 
+MADE_FROM = "jaxserve_made_from"
+"""In a step's metadata: a digest of what the step's content depends on."""
 
-def check_new_step(root: Path, step: int) -> None:
-    """Raise CheckpointError if the folder has the step already."""
-    if (root / str(step)).exists():
-        find_step(root, step)  # a damaged one is reported as such
+
+def finished_step(root: Path, step: int, made_from: str | None = None) -> Path | None:
+    """Returns the folder of a step that was made from the same; None if there is no such step.
+
+    Args:
+      made_from: a digest. None: nothing is the same.
+
+    Raises:
+      CheckpointError: the step is damaged, or was made from something else.
+    """
+    if not (root / str(step)).exists():
+        return None
+    found = find_step(root, step)
+    if found is None or made_from is None or found.added.get(MADE_FROM) != made_from:
         raise CheckpointError(f"{root}: has a step {step} already: choose another folder")
+    return root / str(step)
 
 
 def save_step(
@@ -45,7 +58,7 @@ def save_step(
             f"{root}: writing Orbax checkpoints needs the package orbax-checkpoint: "
             "pip install 'jaxserve[orbax]'"
         ) from None
-    check_new_step(root, step)
+    finished_step(root, step)
     settings: Any = ocp.CheckpointManagerOptions(
         max_to_keep=keep, enable_async_checkpointing=False, cleanup_tmp_directories=True
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxserve_checkpoints.quantized.format import (
@@ -133,14 +134,20 @@ class Nvfp4Packed(_Fp4Packed):
         return {
             ".weight_packed": expect((out, depth // 2), dtypes="uint8"),
             ".weight_scale": expect((out, groups_of(depth, 16)), dtypes="float8_e4m3fn"),
-            ".weight_global_scale": expect((1,), (), dtypes="float32"),
+            ".weight_global_scale": expect((1,), (), dtypes="float32 float64"),
         }
+
+    def prepared(self, suffix: str, array: AnyArray) -> AnyArray:
+        """Returns the inverse of the global scale, rounded once; other tensors as they are."""
+        if suffix != ".weight_global_scale":
+            return array
+        with np.errstate(divide="ignore"):
+            return (1.0 / array.astype(np.float64)).astype(np.float32)
 
     def decode(
         self, tensors: Mapping[str, Array], size: tuple[int, int], order: Array | None
     ) -> Nvfp4Codes:
-        scale = 1.0 / tensors[".weight_global_scale"].reshape(())
-        rows = jnp.broadcast_to(scale, (size[0],))
+        rows = jnp.broadcast_to(tensors[".weight_global_scale"].reshape(()), (size[0],))
         return Nvfp4Codes(nibble_pairs(tensors[".weight_packed"]), tensors[".weight_scale"], rows)
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from jaxserve_checkpoints.quantized import compressed_tensors as compressed
 from jaxserve_checkpoints.quantized.awq import Awq
-from jaxserve_checkpoints.quantized.format import Format
+from jaxserve_checkpoints.quantized.format import AnyFormat, Format, Mixed
 from jaxserve_checkpoints.quantized.fp8 import BLOCK, Fp8
 from jaxserve_checkpoints.quantized.gptq import Gptq
 from jaxserve_checkpoints.quantized.hqq import Hqq
@@ -34,7 +34,7 @@ class _Unsupported(Exception):
     """A setting that this engine would compute wrongly; says what it is and what is supported."""
 
 
-def detect(folder: Path) -> Format | None:
+def detect(folder: Path) -> AnyFormat | None:
     """The format that `config.json` or `hf_quant_config.json` names; None: not quantised,
     or nothing but the KV cache is.
 
@@ -98,7 +98,7 @@ def _gptq(config: Config) -> Format:
     )
 
 
-def _compressed_tensors(config: Config) -> Format:
+def _compressed_tensors(config: Config) -> AnyFormat:
     if config.get("transform_config"):
         found = config["transform_config"]
         raise _Unsupported(f"transform_config is {found!r:.200}, supported: none")
@@ -106,12 +106,17 @@ def _compressed_tensors(config: Config) -> Format:
     if sparsity and sparsity.get("format") != "dense":  # which stores zeros like other weights
         raise _Unsupported(f"sparsity_config is {sparsity!r:.200}, supported: none, format 'dense'")
     groups = _weight_groups(config)
-    schemes = [_object(group, "weights") for group in groups]
-    formats = [group.get("format") or config.get("format") for group in groups]
-    alike = all(scheme == schemes[0] for scheme in schemes) and len(set(map(str, formats))) == 1
-    if not alike:
-        raise _Unsupported(f"{len(schemes)} schemes for weights, supported: one for all modules")
-    scheme = schemes[0]
+    found = [_format_of(group, config) for group in groups]
+    if not found:
+        raise _Unsupported("config_groups has none with weights, supported: at least one")
+    if all(format == found[0] for format in found):
+        return found[0]
+    targets = [tuple(map(str, group.get("targets") or ())) for group in groups]
+    return Mixed(groups=tuple(zip(targets, found, strict=True)))
+
+
+def _format_of(group: Config, config: Config) -> Format:
+    """Returns the format of a group of compressed-tensors."""
     readers: dict[str, Callable[[Config], Format]] = {
         "pack-quantized": _pack_quantized,
         "int-quantized": _int_quantized,
@@ -120,7 +125,8 @@ def _compressed_tensors(config: Config) -> Format:
         "nvfp4-pack-quantized": _nvfp4_packed,
         "mxfp4-pack-quantized": _mxfp4_packed,
     }
-    return _choice("format", formats[0], readers)(scheme)
+    format = group.get("format") or config.get("format")
+    return _choice("format", format, readers)(_object(group, "weights"))
 
 
 def _pack_quantized(scheme: Config) -> Format:
@@ -206,7 +212,7 @@ def _hqq(config: Config) -> Format:
     return Hqq(group_size=size, axis=axis)
 
 
-_METHODS: dict[Any, Callable[[Config], Format]] = {
+_METHODS: dict[Any, Callable[[Config], AnyFormat]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": _compressed_tensors,

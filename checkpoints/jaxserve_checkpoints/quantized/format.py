@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -73,6 +74,10 @@ class Format(ABC):
     def describe(self) -> str:
         """Returns the format's name and settings for the log."""
 
+    def of(self, module: str) -> Format | None:
+        """Returns the format of a module, if it is quantised; None: it cannot be."""
+        return self
+
     def holds(self, main: TensorInfo) -> bool:
         """Returns whether a module with this main tensor is quantised."""
         return True
@@ -112,11 +117,45 @@ class Format(ABC):
         """
         return None
 
+    def prepared(self, suffix: str, array: AnyArray) -> AnyArray:
+        """Returns a tensor as `decode` takes it, if that is not as stored: on the host, in NumPy,
+        which has float64."""
+        return array
+
     @abstractmethod
     def decode(
         self, tensors: Mapping[str, Array], size: tuple[int, int], order: Array | None
     ) -> Codes:
         """Returns the codes of a module [out, in], inputs in `order` if given. Jit-compatible."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixed:
+    """Several formats in one checkpoint. Each has targets, as compressed-tensors means them: names
+    of modules, `re:` and a pattern that begins their names, or their class."""
+
+    groups: tuple[tuple[tuple[str, ...], Format], ...]
+
+    def describe(self) -> str:
+        """Returns the formats' names and settings for the log."""
+        return " and ".join(format.describe() for _, format in self.groups)
+
+    def of(self, module: str) -> Format | None:
+        """Returns the format of a module: a name comes before a pattern, and that before a class;
+        None: no group has it."""
+        kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
+
+        def pattern(target: str) -> bool:
+            return target.startswith("re:") and re.match(target[3:], module) is not None
+
+        for matches in (module.__eq__, pattern, kind.__eq__):
+            for targets, format in self.groups:
+                if any(matches(target) for target in targets):
+                    return format
+        return None
+
+
+type AnyFormat = Format | Mixed
 
 
 class IntCodes(NamedTuple):

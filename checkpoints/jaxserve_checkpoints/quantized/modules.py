@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -12,7 +12,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxserve_checkpoints.quantized.format import Codes, Expected, Format, Inconsistent, TensorInfo
+from jaxserve_checkpoints.quantized.format import (
+    AnyFormat,
+    Codes,
+    Expected,
+    Format,
+    Inconsistent,
+    TensorInfo,
+)
 from jaxserve_checkpoints.reader import AnyArray, Checkpoint, CheckpointError
 from jaxserve_kernels.weights import Int4Weight, OrderedInt4Weight, Weight, layout
 
@@ -24,6 +31,7 @@ class Module:
     """A quantised linear layer of a checkpoint."""
 
     name: str
+    format: Format
     size: tuple[int, int]
     """(out, in)"""
     tensors: tuple[str, ...]
@@ -80,7 +88,7 @@ class QuantizedCheckpoint:
         other. The message lists every problem.
     """
 
-    def __init__(self, checkpoint: Checkpoint, format: Format) -> None:
+    def __init__(self, checkpoint: Checkpoint, format: AnyFormat) -> None:
         self.checkpoint = checkpoint
         self.folder = checkpoint.folder
         self.format = format
@@ -88,30 +96,33 @@ class QuantizedCheckpoint:
         self.unused: list[str] = []
         """Tensors that the engine ignores, such as scales of activations and caches."""
         problems: list[str] = []
-        for name in checkpoint.names:
-            prefix = name.removesuffix(format.main)
-            if prefix == name or not format.holds(self._info(name)):
+        for prefix in self._by_module:
+            own = format.of(prefix)
+            main = f"{prefix}{own.main}" if own else ""
+            if own is None or main not in checkpoint or not own.holds(self._info(main)):
                 continue
             try:
-                self.modules[prefix] = self._module(prefix)
+                self.modules[prefix] = self._module(prefix, own)
             except Inconsistent as error:
                 problems.append(f"{prefix}: {error}")
         if problems or not self.modules:
             raise CheckpointError(self._report(problems))
-        if any(module.order is not None for module in self.modules.values()):
-            self.modules = {name: _ordered(module) for name, module in self.modules.items()}
+        ordered = {each.format for each in self.modules.values() if each.order is not None}
+        for name, module in self.modules.items():
+            if module.format in ordered:
+                self.modules[name] = _ordered(module)
         taken = {f"{m.name}{suffix}" for m in self.modules.values() for suffix in m.tensors}
         # What is not there to compute with may still say what is there: shapes, orders.
         shapes = {
             f"{m.name}{suffix}"
             for m in self.modules.values()
-            for suffix in format.layout(*m.size)
+            for suffix in m.format.layout(*m.size)
             if suffix in _DESCRIBING
         }
         self.unused = [
             f"{name}{suffix}"
-            for name in self.modules
-            for suffix in format.unused
+            for name, module in self.modules.items()
+            for suffix in module.format.unused
             if f"{name}{suffix}" in checkpoint
         ]
         self.unused += [name for name in checkpoint.names if name.endswith(_KV_SCALES)]
@@ -171,6 +182,11 @@ class QuantizedCheckpoint:
                 f"{self.folder}: {path} is one matrix, of which {modules[0].name} is quantised and "
                 f"{', '.join(plain)} is not; supported is all or nothing"
             )
+        if any(module.format != modules[0].format for module in modules):
+            kinds = ", ".join(f"{module.name} {module.format.describe()}" for module in modules)
+            raise CheckpointError(
+                f"{self.folder}: {path} is one matrix of several formats: {kinds}; supported is one"
+            )
         out, depth = sum(module.size[0] for module in modules), modules[0].size[1]
         if out % layout.TILE_OUT or depth % layout.TILE_IN:
             raise CheckpointError(
@@ -186,11 +202,14 @@ class QuantizedCheckpoint:
             )
         return PackedModules(
             tensors=tuple(
-                {suffix: self.checkpoint.read(f"{m.name}{suffix}") for suffix in m.tensors}
+                {
+                    suffix: m.format.prepared(suffix, self.checkpoint.read(f"{m.name}{suffix}"))
+                    for suffix in m.tensors
+                }
                 for m in modules
             ),
             order=orders[0] if orders else None,
-            format=self.format,
+            format=modules[0].format,
             sizes=tuple(module.size for module in modules),
         )
 
@@ -206,7 +225,7 @@ class QuantizedCheckpoint:
     def _info(self, name: str) -> TensorInfo:
         return TensorInfo(self.checkpoint.shape(name), self.checkpoint.dtype(name))
 
-    def _module(self, prefix: str) -> Module:
+    def _module(self, prefix: str, format: Format) -> Module:
         checkpoint = self.checkpoint
 
         def read(suffix: str) -> AnyArray | None:
@@ -217,8 +236,8 @@ class QuantizedCheckpoint:
             return checkpoint.read(f"{prefix}{suffix}")
 
         infos = {name.removeprefix(prefix): self._info(name) for name in self._by_module[prefix]}
-        size = self.format.size(infos, must_read)
-        expected = self.format.layout(*size)
+        size = format.size(infos, must_read)
+        expected = format.layout(*size)
         problems = [
             problem
             for suffix, want in expected.items()
@@ -228,14 +247,15 @@ class QuantizedCheckpoint:
             problems.append("it has a plain weight, too")
         if problems:
             raise Inconsistent("; ".join(problems))
-        self.format.check(read)
+        format.check(read)
         return Module(
             name=prefix,
+            format=format,
             size=size,
             tensors=tuple(
                 suffix for suffix in expected if suffix in infos and suffix not in _DESCRIBING
             ),
-            order=self.format.order(read),
+            order=format.order(read),
         )
 
     @functools.cached_property
@@ -248,7 +268,10 @@ class QuantizedCheckpoint:
     def _report(self, problems: list[str]) -> str:
         what = f"{self.folder}: its settings say {self.format.describe()}"
         if not problems:
-            return f"{what}, but no module has a tensor {self.format.main[1:]} of that kind"
+            tensor = (
+                f"a tensor {self.format.main[1:]}" if isinstance(self.format, Format) else "any"
+            )
+            return f"{what}, but no module has {tensor} of that kind"
         lines = [f"{what}, but", *problems[:_MAX_PROBLEMS]]
         if len(problems) > _MAX_PROBLEMS:
             lines.append(f"and {len(problems) - _MAX_PROBLEMS} more")
@@ -280,4 +303,4 @@ def _ordered(module: Module) -> Module:
     if module.order is not None:
         return module
     identity = np.arange(module.size[1], dtype=np.int32)
-    return Module(name=module.name, size=module.size, tensors=module.tensors, order=identity)
+    return replace(module, order=identity)
