@@ -98,14 +98,22 @@ def main() -> None:
     spec = NAMED_MODELS[args.model]
     if args.layers:
         spec = dataclasses.replace(spec, layers=spec.layers[: args.layers])
-    rates = Rates(copy=bench_step.copy_bandwidth(), product=product_rate())
+    with bench_step.turn(args.turns):
+        rates = Rates(copy=bench_step.copy_bandwidth(), product=product_rate())
     runner, config = make_runner(spec, args)
     admit(runner, config, args.decodes)
-    timings = [
-        time_step(runner, config, work, rates, args.steps)
-        for work in works(args.buckets, args.decodes)
-    ]
-    prompts = [time_prompt(runner, config, length, rates) for length in args.prompts]
+    rounds: list[list[Timing]] = []
+    for _ in range(args.rounds):
+        with bench_step.turn(args.turns):
+            rounds.append(
+                [
+                    time_step(runner, config, work, rates, args.steps)
+                    for work in works(args.buckets, args.decodes)
+                ]
+            )
+    timings = [bench_step.middle(times) for times in zip(*rounds, strict=True)]
+    with bench_step.turn(args.turns):
+        prompts = [time_prompt(runner, config, length, rates) for length in args.prompts]
     result = describe(args, rates, timings, prompts)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -128,6 +136,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--decodes", type=int, default=64, help="decode rows beside a chunk")
     parser.add_argument("--prompts", type=sizes, default=[256, 1024, 4096, 16384])
     parser.add_argument("--steps", type=int, default=12, help="timed steps per case")
+    parser.add_argument("--rounds", type=int, default=1, help="of all steps; their median counts")
+    parser.add_argument(
+        "--turns", type=Path, metavar="FILE", help="use the card only while this file is locked"
+    )
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
     parser.add_argument("--quantization", choices=("int4", "fp8", "nvfp4"))
     parser.add_argument("--lm-head-dtype", choices=("int8", "fp8"))

@@ -3,10 +3,12 @@
     python scripts/bench_pair.py --sides 3.6=/opt/triton36 3.9=/opt/triton39 --out pair.json -- \\
         --batch 1,8,64,256
     python scripts/bench_pair.py --sides before=../before after=. --trees --assert-ratio 1.01
+    python scripts/bench_pair.py --script bench_mixed.py …
 
 Two times from two runs differ by what the card and its host did meanwhile. Here both sides compile
 beside each other, then take turns on the card, a round each, so that both see the same card. Each
-side runs `bench_step.py` with what follows `--`, and half of the card's memory.
+side runs `bench_step.py`, or the script named, with what follows `--`, and half of the card's
+memory.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def main() -> int:
         ]
         failed = [name for name, _, process in running if process.wait() != 0]
         if failed:
-            print(f"bench_step.py failed for {', '.join(failed)}, see above")
+            print(f"{args.script} failed for {', '.join(failed)}, see above")
             return 1
         results = {name: json.loads(file.read_text()) for name, file, _ in running}
     slower = show(results, args.assert_ratio)
@@ -56,6 +58,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--trees", action="store_true", help="folders are trees of jaxserve, not of packages"
     )
+    parser.add_argument(
+        "--script", choices=("bench_step.py", "bench_mixed.py"), default="bench_step.py"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     parser.add_argument(
@@ -75,7 +80,7 @@ def start(name: str, path: Path, folder: Path, args: argparse.Namespace) -> subp
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*map(str, sources), *([before] if before else [])]),
     }
-    command = [sys.executable, str(tree / "scripts" / "bench_step.py"), *args.rest]
+    command = [sys.executable, str(tree / "scripts" / args.script), *args.rest]
     command += ["--rounds", str(args.rounds), "--turns", str(folder / "turn")]
     return subprocess.Popen(
         [*command, "--out", str(folder / f"{name}.json")], cwd=tree, env=environment
@@ -92,10 +97,16 @@ def show(results: dict[str, Any], limit: float | None) -> int:
         late = limit is not None and ratio > limit
         slower += late
         print(
-            f"{old['batch']:4} rows, context {old['context']}: {old['step_ms']:.3f} "
-            f"{new['step_ms']:.3f} {ratio - 1:+.2%}{'  too slow' if late else ''}"
+            f"{what(old)}: {old['step_ms']:.3f} {new['step_ms']:.3f} {ratio - 1:+.2%}"
+            f"{'  too slow' if late else ''}"
         )
     return slower
+
+
+def what(timing: dict[str, Any]) -> str:
+    if "batch" in timing:
+        return f"{timing['batch']:4} rows, context {timing['context']}"
+    return f"{timing['chunk']:5} tokens from {timing['start']} on, {timing['decodes']} decode rows"
 
 
 if __name__ == "__main__":

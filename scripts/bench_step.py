@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from jaxserve.startup.environment import prepare
 
@@ -164,6 +164,11 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+class Timed(Protocol):
+    @property
+    def step_ms(self) -> float: ...
+
+
 @contextmanager
 def turn(lock: Path | None) -> Iterator[None]:
     """The card is this process's own, among those that name the same file. None: it always is."""
@@ -175,7 +180,7 @@ def turn(lock: Path | None) -> Iterator[None]:
         yield
 
 
-def middle(rounds: tuple[Timing, ...]) -> Timing:
+def middle[T: Timed](rounds: tuple[T, ...]) -> T:
     """The round whose step time is the median, or the one below it."""
     return sorted(rounds, key=lambda each: each.step_ms)[(len(rounds) - 1) // 2]
 
