@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import support_matrix
+from plain_ptx import plain
 
 from jaxserve_kernels import ptxas
 
@@ -86,16 +87,6 @@ def launch(capability: int, equation: Any, known: dict[Any, str], folder: Path) 
         known[key] = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         (folder / f"{known[key]}.ptx").write_text(text, encoding="utf-8")
     return [name, grid, known[key]]
-
-
-def plain(ptx: str) -> str:
-    """PTX without comments, debug information and the names of kernels."""
-    ptx = re.sub(r"//[^\n]*", "", ptx.split(".section\t.debug")[0])
-    ptx = re.sub(r"^\s*\.(loc|file)\b[^\n]*", "", ptx, flags=re.MULTILINE)
-    for name in set(re.findall(r"\.entry (\w+)\(", ptx)):
-        ptx = ptx.replace(name, "kernel")
-    ptx = re.sub(r"\$L__tmp\d+:|\$L__func_(begin|end)\d+:", "", ptx)
-    return "\n".join(line.rstrip() for line in ptx.splitlines() if line.strip()) + "\n"
 
 
 def compare(before: Path, after: Path, pattern: str) -> int:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,3 +35,12 @@ def test_what_a_script_imports_exists(script: Path) -> None:
                 importlib.import_module(f"{name}.{attribute}")
         except ModuleNotFoundError as error:
             assert error.name in ABSENT
+
+
+def test_the_study_of_swapped_kernels_leaves_the_device_to_the_step_that_it_times() -> None:
+    code = "import os, lab.studies.swap_kernels; print(os.environ.get('JAX_PLATFORMS', 'any'))"
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "any", done.stderr

@@ -25,7 +25,7 @@ from jaxserve_kernels import ptxas
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from kernel_code import plain
+from plain_ptx import plain  # kernel_code would tell JAX to use the CPU
 
 
 def main() -> None:

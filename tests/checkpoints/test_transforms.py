@@ -52,6 +52,18 @@ def test_a_leaf_is_its_tensor_put_through_the_transforms_in_order(
     np.testing.assert_array_equal(params["w"], expected)
 
 
+@pytest.mark.parametrize("shape", [(600, 257), (256, 512), (1, 900)])
+@pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16])
+def test_a_large_matrix_is_transposed_block_by_block(
+    shape: tuple[int, int], stored: Any, tmp_path: Path
+) -> None:
+    matrix = np.random.default_rng(0).standard_normal(shape).astype(stored)
+    rules = [Rule("w", ("t",), transforms=(Transpose(),))]
+    tree = {"w": leaf(*shape[::-1], dtype=ml_dtypes.bfloat16)}
+    params = loaded(tmp_path, {"t": matrix}, rules, tree)
+    np.testing.assert_array_equal(params["w"], matrix.T.astype(ml_dtypes.bfloat16))
+
+
 def test_experts_are_transposed_each() -> None:
     experts = np.arange(24).reshape(2, 3, 4)
     expected = np.stack([expert.T for expert in experts])
