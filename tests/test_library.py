@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +18,9 @@ from jaxserve.api import SamplingParams, WeightsRefused
 from jaxserve.library import Engine, Output
 from jaxserve_checkpoints.resolve import embedded_model
 from tests.models.test_golden import GOLDEN, load_golden
+from tests.tiny_model import COMPILES
+from tests.weights.test_formats import larger_model
+from tests.weights.test_formats import run as run_convert
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, logprobs=1)
 PROMPTS = [prompt.tolist() for prompt, _ in load_golden("qwen2").continuations]
@@ -91,6 +95,35 @@ def test_it_sleeps_and_wakes(engine: Engine) -> None:
     assert engine.weights.sleeping
     engine.wake()
     assert tokens_of(engine.generate(PROMPTS, GREEDY)) == tokens_of(first)
+
+
+QUANTISED: dict[str, dict[str, Any]] = {
+    "at load": {"quantization": "int4", "keep_converted": False},
+    "at load and kept": {"quantization": "int4"},
+    "compressed-tensors": {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUANTISED)
+def test_weights_that_were_quantised_at_the_start_come_back_after_sleep(
+    name: str, tmp_path: Path
+) -> None:
+    model, flags = larger_model(tmp_path / "model"), QUANTISED[name]
+    if not flags:
+        out = tmp_path / "public"
+        run_convert(model, out, "--to", "safetensors", "--quantization", "int4")
+        model = out
+    flags |= {"tokenizer": embedded_model(), "cache_dir": tmp_path / "cache"}
+    flags |= {"max_model_len": 64, "kv_cache_memory_bytes": "4Mi"}
+    flags |= {"decode_buckets": 4, "prefill_buckets": 128}
+    with Engine(str(model), **flags) as engine:
+        first = engine.generate([[5, 7, 11]], GREEDY)
+        compiled = COMPILES.count
+        engine.sleep(drop_weights=True)
+        engine.wake()
+        assert tokens_of(engine.generate([[5, 7, 11]], GREEDY)) == tokens_of(first)
+        assert COMPILES.count == compiled
 
 
 def test_its_name_is_in_the_package() -> None:
