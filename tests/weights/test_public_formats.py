@@ -15,8 +15,9 @@ import pytest
 from jaxserve.cli.options import parse_args
 from jaxserve.config import ConfigError
 from jaxserve.weights.conversion import convert_model
-from jaxserve.weights.model_source import ModelSource
+from jaxserve.weights.model_source import ModelSource, OrbaxSource
 from jaxserve_checkpoints.native_writer import NativeWriter
+from jaxserve_checkpoints.orbax import find_step
 from jaxserve_checkpoints.quantized import detect
 from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
 from tests.weights.test_quantized_weights import start, write
@@ -111,6 +112,20 @@ def test_what_others_quantised_stays_as_it_is(kind: str, tmp_path: Path) -> None
         name: each.tobytes() for name, each in theirs.items()
     }
     assert detect(public.folder) == detect(original.folder)
+
+
+@pytest.mark.parametrize("kind", ["gptq-act-order", "nvfp4-modelopt"])
+def test_what_others_quantised_goes_to_orbax_and_on(kind: str, tmp_path: Path) -> None:
+    original, _ = write(tmp_path / "original", kind)
+    expected = start(original, tmp_path / "cache")
+    steps = converted(original, tmp_path / "steps", "--to", "orbax")
+    step = find_step(tmp_path / "steps")
+    assert step is not None and step.settings_folder() == tmp_path / "steps"
+    steps = replace(steps, orbax=OrbaxSource(step, {}))
+    assert_same(start(steps, tmp_path / "cache"), expected)
+    for to in ("safetensors", "native"):
+        out = replace(converted(steps, tmp_path / to, "--to", to), orbax=None)
+        assert_same(start(out, tmp_path / "cache"), expected)
 
 
 def test_settings_of_another_format_do_not_stay(tmp_path: Path) -> None:
