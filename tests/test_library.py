@@ -6,17 +6,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import jaxserve
 import jaxserve.flax
-from jaxserve.api import SamplingParams, WeightsRefused
+from jaxserve.api import SamplingParams, WeightChange, WeightsRefused
 from jaxserve.library import Engine, Output
 from jaxserve_checkpoints.resolve import embedded_model
 from tests.models.test_golden import GOLDEN, load_golden
+from tests.tiny_model import COMPILES
+from tests.weights.test_formats import larger_model
+from tests.weights.test_formats import run as run_convert
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, logprobs=1)
 PROMPTS = [prompt.tolist() for prompt, _ in load_golden("qwen2").continuations]
@@ -91,6 +96,73 @@ def test_it_sleeps_and_wakes(engine: Engine) -> None:
     assert engine.weights.sleeping
     engine.wake()
     assert tokens_of(engine.generate(PROMPTS, GREEDY)) == tokens_of(first)
+
+
+QUANTISED: dict[str, dict[str, Any]] = {
+    "at load": {"quantization": "int4", "keep_converted": False},
+    "at load and kept": {"quantization": "int4"},
+    "compressed-tensors": {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUANTISED)
+def test_weights_that_were_quantised_at_the_start_come_back_after_sleep(
+    name: str, tmp_path: Path
+) -> None:
+    model, flags = larger_model(tmp_path / "model"), QUANTISED[name]
+    if not flags:
+        out = tmp_path / "public"
+        run_convert(model, out, "--to", "safetensors", "--quantization", "int4")
+        model = out
+    flags |= {"tokenizer": embedded_model(), "cache_dir": tmp_path / "cache"}
+    flags |= {"max_model_len": 64, "kv_cache_memory_bytes": "4Mi"}
+    flags |= {"decode_buckets": 4, "prefill_buckets": 128}
+    with Engine(str(model), **flags) as engine:
+        first = engine.generate([[5, 7, 11]], GREEDY)
+        compiled = COMPILES.count
+        engine.sleep(drop_weights=True)
+        engine.wake()
+        assert tokens_of(engine.generate([[5, 7, 11]], GREEDY)) == tokens_of(first)
+        assert COMPILES.count == compiled
+
+
+@pytest.mark.slow
+def test_quantised_weights_change_to_others_that_were_converted(tmp_path: Path) -> None:
+    """From the engine's own and from Orbax; damaged ones, and other layouts, are refused."""
+    flags: dict[str, Any] = {"tokenizer": embedded_model(), "cache_dir": tmp_path / "cache"}
+    flags |= {"max_model_len": 64, "kv_cache_memory_bytes": "4Mi"}
+    flags |= {"decode_buckets": 4, "prefill_buckets": 128}
+    prompt, quantised = [[5, 7, 11]], ("--quantization", "int4")
+    for name in ("one", "other"):
+        model = larger_model(tmp_path / name)
+        if name == "other":
+            tensors = {name: -each for name, each in load_file(model / "model.safetensors").items()}
+            save_file(tensors, model / "model.safetensors")
+        for to in ("native", "orbax", "safetensors"):
+            run_convert(model, tmp_path / f"{name}-{to}", "--to", to, *quantised)
+    with Engine(str(tmp_path / "other-native"), **flags) as engine:
+        expected = tokens_of(engine.generate(prompt, GREEDY))
+    with Engine(str(tmp_path / "one-native"), **flags) as engine:
+        first, compiled = tokens_of(engine.generate(prompt, GREEDY)), COMPILES.count
+        assert first != expected
+        for folder, wanted in (("other-native", expected), ("one-orbax", first)):
+            for in_place in (False, True):
+                engine.load_weights(WeightChange(str(tmp_path / folder), in_place=in_place))
+                assert tokens_of(engine.generate(prompt, GREEDY)) == wanted
+        damaged = tmp_path / "other-native" / "jaxserve.safetensors"
+        content = bytearray(damaged.read_bytes())
+        content[-5] ^= 1
+        damaged.write_bytes(content)
+        for folder, message in (
+            ("other-native", "damaged: the checksums of 1 of"),
+            ("other-safetensors", "convert it first, with jaxserve convert"),
+            ("other", "another structure"),
+        ):
+            with pytest.raises(WeightsRefused, match=message):
+                engine.load_weights(WeightChange(str(tmp_path / folder)))
+            assert tokens_of(engine.generate(prompt, GREEDY)) == first
+        assert COMPILES.count == compiled
 
 
 def test_its_name_is_in_the_package() -> None:

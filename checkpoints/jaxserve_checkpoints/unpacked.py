@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from jaxserve_checkpoints.naming import leaf_parts
+from jaxserve_checkpoints.naming import leaf_parts, leaf_paths
 from jaxserve_checkpoints.native import NativeCheckpoint
 from jaxserve_checkpoints.quantized.writing import (
     Scheme,
@@ -41,11 +43,10 @@ class _Part(NamedTuple):
     owner: str
     rows: Mapping[str, int]
     """How many rows each tensor has of it, in order, by Hugging Face's name."""
+    is_matrix: bool
 
 
-def _parts_of(
-    native: NativeCheckpoint, rules: Sequence[AnyRule], abstract: Any, rows_of: RowsOf
-) -> list[_Part]:
+def _parts_of(rules: Sequence[AnyRule], abstract: Any, rows_of: RowsOf, place: Path) -> list[_Part]:
     """Returns what makes up each part. CheckpointError: it is made in a way that cannot be
     undone."""
     by_leaf = {rule.leaf: rule for rule in rules if isinstance(rule, Rule)}
@@ -55,10 +56,11 @@ def _parts_of(
         generic = part.owner.replace("layers.", "layers.{layer}.", 1) if layer else part.path
         rule = by_leaf[generic]
         if rule.transforms or rule.axis:
-            raise CheckpointError(f"{native.place}: {generic} cannot be taken apart again")
+            raise CheckpointError(f"{place}: {generic} cannot be taken apart again")
         counts = rows_of(part.path.rpartition(".")[2]) or part.leaf.shape[:1]
         names = [WORD.sub(str(part.layer), source) for source in rule.sources]
-        found.append(_Part(part.path, part.owner, dict(zip(names, counts, strict=True))))
+        rows = dict(zip(names, counts, strict=True))
+        found.append(_Part(part.path, part.owner, rows, len(part.leaf.shape) == 2))
     return found
 
 
@@ -80,7 +82,7 @@ class UnpackedCheckpoint:
             )
         self._native = native
         self._places: dict[str, _Rows] = {}
-        for part in _parts_of(native, rules, abstract, rows_of):
+        for part in _parts_of(rules, abstract, rows_of, native.place):
             start = 0
             for name, count in part.rows.items():
                 self._places[name] = _Rows(part.path, start, start + count)
@@ -115,6 +117,31 @@ class UnpackedCheckpoint:
         self._native.tensors.release(self._places[name].tensor)
 
 
+def public_configuration(
+    rules: Sequence[AnyRule], abstract: Any, encoded: Any, rows_of: RowsOf, place: Path
+) -> dict[str, Any]:
+    """Returns the `quantization_config` of weights that are written as PublicTensors.
+
+    Args:
+      abstract, encoded: the trees of ShapeDtypeStructs before and after quantising.
+      place: of the weights, for errors.
+
+    Raises:
+      CheckpointError: no layout holds the weights, or they are made of tensors in a way that
+        cannot be undone.
+    """
+    nodes = jax.tree.structure(abstract).flatten_up_to(encoded)
+    owners = dict(zip((path for path, _ in leaf_paths(abstract)), nodes, strict=True))
+    modules: dict[str, Scheme | None] = {}
+    with _named(place):
+        for part in _parts_of(rules, abstract, rows_of, place):
+            weight = owners[part.owner]
+            scheme = scheme_of(weight) if is_quantized(weight) else None
+            if part.is_matrix:
+                modules |= {name.rpartition(".")[0]: scheme for name in part.rows}
+        return configuration(modules)
+
+
 class PublicTensors:
     """A quantised checkpoint of the engine's own as tensors that other servers read, too.
 
@@ -130,38 +157,30 @@ class PublicTensors:
         dtype: np.dtype[Any] | None = None,
     ):
         """`dtype` is that of tensors that are not quantised; None: as they are. For the others see
-        UnpackedCheckpoint. The first layer is unpacked here, for shapes.
+        UnpackedCheckpoint. One layer is unpacked here, for shapes.
 
         Raises:
-          CheckpointError: no layout holds the weights, or they are made of tensors in a way that
-            cannot be undone.
+          CheckpointError: see `public_configuration`.
         """
         self._native = native
         self._dtype = dtype
-        native.encoded(abstract)  # raises what is wrong with types
+        encoded = native.encoded(abstract)
+        self.configuration = public_configuration(rules, abstract, encoded, rows_of, native.place)
         self._parts: dict[str, _Part] = {}
         """By the tensors that are made of them, in order."""
         self._shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
         self._now: tuple[_Part, dict[str, AnyArray]] | None = None
-        modules: dict[str, Scheme | None] = {}
         forms: dict[str, list[dict[str, tuple[tuple[int, ...], np.dtype[Any]]]]] = {}
-        for part in _parts_of(native, rules, abstract, rows_of):
-            weight = native.part(part.path)
-            scheme = self._scheme(part, weight)
+        for part in _parts_of(rules, abstract, rows_of, native.place):
             if part.owner not in forms:
-                made = self._made(part, weight)
                 forms[part.owner] = [
                     {suffix: (array.shape, array.dtype) for suffix, array in each.items()}
-                    for each in made
+                    for each in self._made(part)
                 ]
             for name, suffixes in zip(part.rows, forms[part.owner], strict=True):
-                module, _, last = name.rpartition(".")
-                if last == "weight" and getattr(weight, "ndim", 2) == 2:
-                    modules[module] = scheme
                 for suffix, form in suffixes.items():
-                    self._shapes[f"{module}{suffix}"] = form
-                    self._parts[f"{module}{suffix}"] = part
-        self.configuration = self._checked(lambda: configuration(modules))
+                    tensor = f"{name.rpartition('.')[0]}{suffix}"
+                    self._shapes[tensor], self._parts[tensor] = form, part
 
     @property
     def names(self) -> list[str]:
@@ -180,12 +199,10 @@ class PublicTensors:
     def read(self, name: str) -> AnyArray:
         part = self._parts[name]
         if self._now is None or self._now[0] is not part:
-            made = self._made(part, self._native.part(part.path))
-            modules = [each.rpartition(".")[0] for each in part.rows]
             arrays = {
-                f"{module}{suffix}": array
-                for module, each in zip(modules, made, strict=True)
-                for suffix, array in each.items()
+                f"{each.rpartition('.')[0]}{suffix}": array
+                for each, made in zip(part.rows, self._made(part), strict=True)
+                for suffix, array in made.items()
             }
             self._now = part, arrays
         return self._now[1][name]
@@ -193,21 +210,23 @@ class PublicTensors:
     def release(self, name: str) -> None:
         self._native.release_part(self._parts[name].path)
 
-    def _scheme(self, part: _Part, weight: Any) -> Scheme | None:
-        return self._checked(lambda: scheme_of(weight)) if is_quantized(weight) else None
-
-    def _made(self, part: _Part, weight: Any) -> list[dict[str, AnyArray]]:
+    def _made(self, part: _Part) -> list[dict[str, AnyArray]]:
         """Returns each module's tensors, by what follows its name."""
+        weight = self._native.part(part.path)
         if is_quantized(weight):
-            return self._checked(lambda: tensors_of(weight, list(part.rows.values())))
+            with _named(self._native.place):
+                return tensors_of(weight, list(part.rows.values()))
         whole: AnyArray = weight if self._dtype is None else weight.astype(self._dtype, copy=False)
         edges = np.cumsum(list(part.rows.values()))[:-1]
         suffixes = [f".{name.rpartition('.')[2]}" for name in part.rows]
         pieces = zip(suffixes, np.split(whole, edges), strict=True)
         return [{suffix: piece} for suffix, piece in pieces]
 
-    def _checked[Result](self, make: Callable[[], Result]) -> Result:
-        try:
-            return make()
-        except Unwritable as error:
-            raise CheckpointError(f"{self._native.place}: {error}") from None
+
+@contextlib.contextmanager
+def _named(place: Path) -> Generator[None]:
+    """Makes Unwritable a CheckpointError that names the place."""
+    try:
+        yield
+    except Unwritable as error:
+        raise CheckpointError(f"{place}: {error}") from None

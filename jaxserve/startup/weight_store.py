@@ -124,6 +124,10 @@ class RunnerWeights:
         own = weights.native
         if weights.folder is None:
             return dummy_params(weights.plain, weights.seed, weights.encode)
+        if own is None and weights.quantized:
+            # They are those of the start, so that what quantises or decodes them is compiled.
+            load = weight_loader(weights, self._copies)
+            return jax.block_until_ready(load(lambda done, total: None))
         if own is None:
             checkpoint, rules = weights.checkpoint, weights.rules
         else:

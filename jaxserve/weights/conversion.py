@@ -16,12 +16,13 @@ from jaxserve.cli.options import Options
 from jaxserve.config import ConfigError
 from jaxserve.models import decoder, registry
 from jaxserve.models.awq import AwqLayers
-from jaxserve.models.quantization import Report, calibrated, reporting
+from jaxserve.models.quantization import Quantization, Report, calibrated, reporting
 from jaxserve.setting_files import read_text
 from jaxserve.weights.exporting import (
     Readable,
     StoredTensors,
     Tensors,
+    check_public,
     kept_safetensors,
     open_named,
     public_tensors,
@@ -41,7 +42,7 @@ from jaxserve.weights.opening import (
     quantization,
 )
 from jaxserve_checkpoints.convert import convert, finished
-from jaxserve_checkpoints.load import Progress, load_params
+from jaxserve_checkpoints.load import Progress, encoded_abstract, load_params, packed_leaves
 from jaxserve_checkpoints.naming import resolve_rules
 from jaxserve_checkpoints.native import NativeCheckpoint, open_native
 from jaxserve_checkpoints.orbax.writer import finished_step
@@ -106,12 +107,13 @@ def _to_safetensors(
     """Tensors have Hugging Face's names. Weights that are quantised here are the engine's own
     first, which a file in the folder holds; quantised ones of others stay as they are."""
     made_from = {"digest": _digest_of(options, source)}
-    found = kept_safetensors(out, made_from)
+    found, staged = kept_safetensors(out, made_from), out / _STAGED
     if found is not None:
+        shutil.rmtree(staged, ignore_errors=True)  # of a conversion that was killed at its end
         return found
     wanted = quantization(options)
     if wanted.changes_anything:
-        staged = out / _STAGED
+        check_public(source, _encoded(source, wanted))
         _to_native(options, source, staged, progress, report, begin)
         native = open_native(staged)
         file = _write_public(options, source, native, out, made_from, progress, lambda: None)
@@ -129,6 +131,14 @@ def _to_safetensors(
         tensors = Tensors(open_named(options, source, native), source, _dtype(options))
     begin()
     return write_safetensors(tensors, out, made_from, progress)
+
+
+def _encoded(source: ModelSource, wanted: Quantization) -> decoder.Params:
+    """Returns the shapes of weights after quantising, stacked."""
+    plain = decoder.abstract(source.spec, np.float32, stacked=True)
+    stored = open_stored_of(source, wanted)
+    sources = resolve_rules(registry.rules(source.spec), plain, stored)
+    return encoded_abstract(plain, wanted.encoder(source.spec), packed_leaves(stored, sources))
 
 
 def _write_public(
@@ -161,8 +171,9 @@ def _to_orbax(
     tensors, which a file beside the steps holds until they are all there."""
     step = (source.orbax.step.step if source.orbax else None) or 0
     made_from = _digest_of(options, source)
-    found = finished_step(out, step, made_from)
+    found, staged = finished_step(out, step, made_from), out / _STAGED
     if found is not None:
+        shutil.rmtree(staged, ignore_errors=True)  # of a conversion that was killed at its end
         return found
     wanted = quantization(options)
     plain = native is None and not wanted.changes_anything
@@ -175,7 +186,6 @@ def _to_orbax(
     if native is not None:
         begin()
         return write_native_step(native, out, step, options.keep, made_from, progress)
-    staged = out / _STAGED
     _to_native(options, source, staged, progress, report, begin)
     native = open_native(staged)
     folder = write_native_step(native, out, step, options.keep, made_from, progress)

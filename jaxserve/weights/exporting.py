@@ -24,7 +24,11 @@ from jaxserve_checkpoints.orbax.layouts import flax_path
 from jaxserve_checkpoints.orbax.writer import MADE_FROM, save_step
 from jaxserve_checkpoints.quantized import QuantizedCheckpoint
 from jaxserve_checkpoints.reader import SINGLE_FILE, AnyArray, CheckpointError
-from jaxserve_checkpoints.unpacked import PublicTensors, UnpackedCheckpoint
+from jaxserve_checkpoints.unpacked import (
+    PublicTensors,
+    UnpackedCheckpoint,
+    public_configuration,
+)
 
 type Named = Plain | UnpackedCheckpoint
 """Tensors by Hugging Face's names."""
@@ -106,6 +110,18 @@ class Tensors:
 
     def release(self, name: str) -> None:
         self._named.release(name)
+
+
+def check_public(source: ModelSource, encoded: decoder.Params) -> None:
+    """Raise CheckpointError if no layout holds such weights.
+
+    Args:
+      encoded: ShapeDtypeStructs after quantising, with stacked layers.
+    """
+    assert source.folder is not None
+    abstract = decoder.abstract(source.spec, np.float32, stacked=True)
+    rules = registry.rules(source.spec)
+    public_configuration(rules, abstract, encoded, partial(rows_of, source.spec), source.folder)
 
 
 class StoredTensors:

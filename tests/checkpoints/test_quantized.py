@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jaxserve_checkpoints.quantized import QuantizedCheckpoint, detect
+from jaxserve_checkpoints.quantized.compressed_tensors import Nvfp4Packed
 from jaxserve_checkpoints.quantized.format import IntCodes, nibble_pairs, nibbles, order_of
 from jaxserve_checkpoints.quantized.gptq import Gptq
 from jaxserve_checkpoints.quantized.mxfp4 import decode_blocks
@@ -336,6 +337,15 @@ def test_a_module_may_lie_in_several_files(tmp_path: Path) -> None:
         view(tmp_path)
 
 
+@given(st.integers(0x00800000, 0x7E000000))
+def test_the_inverse_of_a_global_scale_is_rounded_once(bits: int) -> None:
+    """Of a float32 as JAX would divide; of a float64 what it was made of, whatever that is."""
+    value = np.array([bits], np.uint32).view(np.float32)
+    prepared = functools.partial(Nvfp4Packed().prepared, ".weight_global_scale")
+    np.testing.assert_array_equal(prepared(value), np.float32(1) / value)
+    np.testing.assert_array_equal(prepared(1.0 / value.astype(np.float64)), value)
+
+
 def test_a_zero_point_of_0_borrows_from_its_neighbour_in_version_1() -> None:
     """Zero points 0, 5, 0, 0, 1, 15, 8, 8 less 0x11111111, as GPTQModel writes and reads them."""
     word = np.uint32(0x88F10050 - 0x11111111)
@@ -379,6 +389,25 @@ def test_a_matrix_is_quantised_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     files.save(tmp_path, files.KINDS["awq"], {"q": (64, 256)}, 0, **{"k.weight": np.ones((1, 1))})
     with pytest.raises(CheckpointError, match=r"of which q is quantised and k\.weight is not"):
         view(tmp_path).packed(["q.weight", "k.weight"], "qkv")
+
+
+def test_a_matrix_has_one_format(tmp_path: Path) -> None:
+    """Where a checkpoint has several, each of its modules is read by its own."""
+    groups, tensors = {}, {}
+    for index, (kind, names) in enumerate({"packed": ["q"], "int8": ["k", "v"]}.items()):
+        config = files.KINDS[kind].config
+        group = config["config_groups"]["group_0"]
+        groups[f"group_{index}"] = group | {"targets": names, "format": config["format"]}
+        files.save(tmp_path, files.KINDS[kind], {name: SIZES[name] for name in names}, 3)
+        tensors |= load_file(tmp_path / "model.safetensors")
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = files.KINDS["packed"].config | {"config_groups": groups}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    checkpoint = view(tmp_path)
+    assert sorted(checkpoint.names) == sorted(NAMES) and not checkpoint.unused
+    with pytest.raises(CheckpointError, match=r"qkv is one matrix of several formats: q .*pack-q"):
+        checkpoint.packed(NAMES, "qkv")
+    assert checkpoint.packed(NAMES[1:], "kv") is not None
 
 
 def test_modules_of_a_matrix_have_one_order(tmp_path: Path) -> None:

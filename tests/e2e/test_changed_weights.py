@@ -100,6 +100,56 @@ async def test_weights_change_from_files_of_every_format(tmp_path: Path) -> None
         assert text == (second if int(version) % 2 else first)[index]
 
 
+def resident_bytes(server: Server) -> int:
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    (line,) = (each for each in status.splitlines() if each.startswith("VmRSS:"))
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_hundred_changes_from_files_lose_nothing_and_keep_memory(tmp_path: Path) -> None:
+    """From every format in turn, beside and in place, while clients ask without a pause."""
+    one, other = embedded_model(), other_weights(tmp_path / "other")
+    folders: list[list[tuple[Path, dict[str, Any]]]] = [[(one, {})], [(other, {})]]
+    for name, model in (("one", one), ("other", other)):
+        assert convert(converting(model, tmp_path / f"{name}-orbax", "--to", "orbax")) == 0
+        assert convert(converting(model, tmp_path / f"{name}-native")) == 0
+        ways = folders[model is other]
+        ways += [(tmp_path / f"{name}-orbax", {"step": 0}), (tmp_path / f"{name}-native", {})]
+    with Server("--cache-dir", str(tmp_path / "cache"), *FLAGS) as server:
+        async with aiohttp.ClientSession(server.url) as session:
+            solo = [{prompt: (await ask(session, prompt))[1] for prompt in PROMPTS}]
+            answers: list[tuple[str, tuple[str, str]]] = []
+            asked, going = 0, True
+
+            async def client(prompt: str) -> None:
+                nonlocal asked
+                while going:
+                    asked += 1
+                    answers.append((prompt, await ask(session, prompt)))
+
+            clients = [asyncio.create_task(client(prompt)) for prompt in PROMPTS]
+            early = 0
+            for version in range(1, 101):
+                model, fields = folders[version % 2][version // 2 % 3]
+                fields = fields | {"in_place": version % 5 == 0}
+                changed = await change(session, model, **fields)
+                assert changed.get("version") == version, changed
+                early = resident_bytes(server) if version == 40 else early
+            late = resident_bytes(server)
+            going = False
+            await asyncio.gather(*clients)
+            await change(session, other)
+            solo.append({prompt: (await ask(session, prompt))[1] for prompt in PROMPTS})
+        assert await server.metric('jaxserve_compiles_total{phase="serving"}') == 0
+    print(f"memory after 40 and 100 changes: {early >> 20} and {late >> 20} MiB, {asked} answers")
+    assert late - early < 50 << 20
+    assert len(answers) == asked > 200 and solo[0] != solo[1]
+    for prompt, (version, text) in answers:
+        assert text == solo[int(version) % 2][prompt], (prompt, version)
+
+
 @pytest.mark.slow
 async def test_what_the_example_trains_is_served(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "scripts" / "finetune.py"

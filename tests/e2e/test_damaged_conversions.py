@@ -34,8 +34,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_model(tmp_path_factory.mktemp("model"))
 
 
-def convert(model: Path, out: Path) -> list[str]:
-    return ["-m", "jaxserve", "convert", "--model", str(model), "--out", str(out)]
+def convert(model: Path, out: Path, *flags: str) -> list[str]:
+    return ["-m", "jaxserve", "convert", "--model", str(model), "--out", str(out), *flags]
 
 
 @pytest.fixture(scope="module")
@@ -48,22 +48,26 @@ def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+PUBLIC = ("--to", "safetensors", "--quantization", "int4", "--lm-head-dtype", "unquantized")
+
+
+@pytest.mark.parametrize(("file", "flags"), [(FILE, ()), ("model.safetensors", PUBLIC)])
 def test_a_killed_conversion_is_gone_on_with_and_gives_the_same_file(
-    larger: Path, tmp_path: Path
+    file: str, flags: tuple[str, ...], larger: Path, tmp_path: Path
 ) -> None:
     out, whole = tmp_path / "out", tmp_path / "whole"
-    journal = out / JOURNAL
+    journal = out / f".{file}.journal"
 
     def parts() -> int:
         return journal.read_text().count("\n") if journal.exists() else 0
 
-    killed = run(*convert(larger, out))
+    killed = run(*convert(larger, out, *flags))
     deadline = time.monotonic() + 120
     while parts() < 20 and killed.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
-    assert parts() >= 20 and not (out / FILE).exists()
+    assert parts() >= 20 and not (out / file).exists()
 
     status, output = finish(start("--model", str(out), *SMALL_SHAPES), timeout=120)
     assert status == 1
@@ -71,10 +75,12 @@ def test_a_killed_conversion_is_gone_on_with_and_gives_the_same_file(
     assert output.splitlines()[-1].startswith("jaxserve: error: ")
 
     for folder in (out, whole):
-        status, output = finish(run(*convert(larger, folder)), timeout=240)
+        status, output = finish(run(*convert(larger, folder, *flags)), timeout=240)
         assert status == 0, output
-    assert {file.name for file in out.iterdir()} == {file.name for file in whole.iterdir()}
-    assert filecmp.cmp(out / FILE, whole / FILE, shallow=False)
+    assert sorted(each.name for each in out.iterdir()) == sorted(
+        each.name for each in whole.iterdir()
+    )
+    assert filecmp.cmp(out / file, whole / file, shallow=False)
 
 
 def test_a_conversion_without_room_says_how_much_it_needs_and_leaves_nothing(

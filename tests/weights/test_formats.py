@@ -82,8 +82,11 @@ def test_tensors_come_back_bit_for_bit(name: str, way: str, tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return larger_model(tmp_path_factory.mktemp("models") / "larger")
+
+
+def larger_model(folder: Path) -> Path:
     """A checkpoint whose matrices can be quantised."""
-    folder = tmp_path_factory.mktemp("models") / "larger"
     folder.mkdir()
     config = json.loads((GOLDEN / "tied" / "config.json").read_text())
     config |= {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "vocab_size": 128}

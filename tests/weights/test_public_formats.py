@@ -15,8 +15,9 @@ import pytest
 from jaxserve.cli.options import parse_args
 from jaxserve.config import ConfigError
 from jaxserve.weights.conversion import convert_model
-from jaxserve.weights.model_source import ModelSource
+from jaxserve.weights.model_source import ModelSource, OrbaxSource
 from jaxserve_checkpoints.native_writer import NativeWriter
+from jaxserve_checkpoints.orbax import find_step
 from jaxserve_checkpoints.quantized import detect
 from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
 from tests.weights.test_quantized_weights import start, write
@@ -69,7 +70,15 @@ AS_COMPRESSED = {
 }
 
 
-@pytest.mark.parametrize("kind", AS_COMPRESSED)
+FAST = ("gptq-act-order", "nvfp4-modelopt", "fp8-blocks", "packed-asym")
+
+
+def kinds(*names: str) -> list[Any]:
+    """Most are slow: each compiles shapes of its own."""
+    return [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("kind", kinds(*AS_COMPRESSED))
 def test_every_kind_of_weight_comes_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
     original, _ = write(tmp_path / "original", kind)
     native = converted(original, tmp_path / "native")
@@ -80,10 +89,13 @@ def test_every_kind_of_weight_comes_back_bit_for_bit(kind: str, tmp_path: Path) 
     assert_same(start(public, tmp_path / "cache"), start(original, tmp_path / "cache"))
 
 
-SAME_LAYOUT = ("packed-g64", "packed-asym", "packed-act-order", "int8", "fp8-rows", "mxfp4-packed")
+SAME_LAYOUT = (
+    *("packed-g64", "packed-asym", "packed-act-order", "int8", "fp8-rows", "mxfp4-packed"),
+    *("nvfp4-packed", "fp8-blocks-compressed", "hqq"),
+)
 
 
-@pytest.mark.parametrize("kind", [*SAME_LAYOUT, "nvfp4-packed", "fp8-blocks-compressed", "hqq"])
+@pytest.mark.parametrize("kind", kinds(*SAME_LAYOUT))
 def test_what_compressed_tensors_and_hqq_wrote_is_written_alike(kind: str, tmp_path: Path) -> None:
     """Their files here are made in NumPy, from the formats' definitions alone."""
     original, _ = write(tmp_path / "original", kind)
@@ -111,6 +123,20 @@ def test_what_others_quantised_stays_as_it_is(kind: str, tmp_path: Path) -> None
         name: each.tobytes() for name, each in theirs.items()
     }
     assert detect(public.folder) == detect(original.folder)
+
+
+@pytest.mark.parametrize("kind", ["gptq-act-order", "nvfp4-modelopt"])
+def test_what_others_quantised_goes_to_orbax_and_on(kind: str, tmp_path: Path) -> None:
+    original, _ = write(tmp_path / "original", kind)
+    expected = start(original, tmp_path / "cache")
+    steps = converted(original, tmp_path / "steps", "--to", "orbax")
+    step = find_step(tmp_path / "steps")
+    assert step is not None and step.settings_folder() == tmp_path / "steps"
+    steps = replace(steps, orbax=OrbaxSource(step, {}))
+    assert_same(start(steps, tmp_path / "cache"), expected)
+    for to in ("safetensors", "native"):
+        out = replace(converted(steps, tmp_path / to, "--to", to), orbax=None)
+        assert_same(start(out, tmp_path / "cache"), expected)
 
 
 def test_settings_of_another_format_do_not_stay(tmp_path: Path) -> None:
@@ -192,6 +218,13 @@ def test_what_has_no_layout_is_refused_with_what_to_do(name: str, tmp_path: Path
         converted(native, tmp_path / "public", "--to", "safetensors")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "public").exists()
+
+
+def test_it_is_refused_before_anything_is_quantised(tmp_path: Path) -> None:
+    original, _ = write(tmp_path / "original", "hqq")
+    with pytest.raises(CheckpointError, match="no place for embed_tokens in another format"):
+        converted(original, tmp_path / "out", "--to", "safetensors", "--lm-head-dtype", "int8")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_quantised_folder_is_not_quantised_again(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def scheme_of(weight: QuantizedWeight) -> Scheme:
     if isinstance(weight, Nvfp4Weight):
         return _compressed("nvfp4-pack-quantized", "float", 4, "tensor_group", group_size=16)
     if isinstance(weight, Mxfp4Weight):
-        settings = {"group_size": 32, "scale_dtype": "torch.uint8"}
+        settings: dict[str, Any] = {"group_size": 32, "scale_dtype": "torch.uint8"}
         return _compressed("mxfp4-pack-quantized", "float", 4, "group", **settings)
     floating, groups = isinstance(weight, Fp8Weight), arrays[-2]
     name, kind = ("float-quantized", "float") if floating else ("int-quantized", "int")
