@@ -71,7 +71,7 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     def sizes(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
+        return [int(part) for part in text.split(",") if part]
 
     def shapes(text: str) -> list[tuple[int, int]]:
         pairs = (part.split("x") for part in text.split(","))
