@@ -148,7 +148,9 @@ class StepPlan:
 
     @cached_property
     def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
+        if self.verify:
+            return sum(row.num_tokens for row in self.rows)
+        return sum([len(row.tokens) or 1 for row in self.rows])  # in every step
 
     @cached_property
     def decode_only(self) -> bool:
