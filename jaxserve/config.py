@@ -148,17 +148,32 @@ class SchedulerConfig:
             )
 
 
+VERIFY_POSITIONS = (2, 4, 8)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """Static shapes that are compiled: rows of a decode step, tokens of a mixed step."""
+    """Static shapes that are compiled: rows of a decode step, tokens of a mixed step, and rows and
+    positions per row of a verify step (`jaxserve.plan`)."""
 
     decode: tuple[int, ...]
     prefill: tuple[int, ...]
+    verify: tuple[tuple[int, int], ...] = ()
+    """The positions are among VERIFY_POSITIONS. None: no plan verifies, and steps carry nothing
+    for it."""
 
     def __post_init__(self) -> None:
         for name, sizes in (("decode", self.decode), ("prefill", self.prefill)):
             if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
                 raise ConfigError(f"{name} buckets must be increasing and positive, got {sizes}")
+        for rows, positions in self.verify:
+            if rows < 1 or positions not in VERIFY_POSITIONS:
+                raise ConfigError(
+                    f"verify buckets are pairs of rows and {VERIFY_POSITIONS} positions, "
+                    f"got {(rows, positions)}"
+                )
+        if len(set(self.verify)) < len(self.verify):
+            raise ConfigError(f"verify buckets must differ, got {self.verify}")
 
 
 def number(config: Mapping[str, Any], key: str, default: float, file: str = "config.json") -> float:

@@ -5,6 +5,21 @@ the page tables of the sequence in the slot, one for each cache group. A plan ch
 (admissions, page table entries) and then says which slots compute how many tokens. Steps run on the
 device in launch order, so the host may reuse a freed page or slot at once. In a group with a window
 entries of pages wholly behind it are stale: a step reads nothing through them.
+
+**Verify steps.** A row with a `Verify` computes several positions and samples at each: the slot's
+last token at position p, and drafts, which are guesses of the tokens at p + 1, p + 2 and so on.
+What a position samples is what plain decoding would sample there after the same tokens: seed,
+penalties, biases and mask are those of that position. A draft is accepted if and only if it equals
+the token that is sampled at its position and all drafts before it are accepted. So whatever the
+drafts are, the accepted tokens are those of plain decoding. The device counts them: a row yields
+the tokens of its accepted positions, one more than accepted drafts, and the slot's last token and
+length move on by as many. A rejected position leaves no trace. Nothing reads its key and value, and
+a later row writes over them.
+
+The device knows where a slot's next row begins, so the host may plan a row while it does not know
+yet how many drafts of the row before are accepted (`Verify.follows`). A plan with such rows is a
+verify plan. It may also hold decode rows, of sequences of which no verify row is in flight, but no
+chunks.
 """
 
 from __future__ import annotations
@@ -62,18 +77,42 @@ class Scored(NamedTuple):
     alternatives: int
 
 
+class Verify(NamedTuple):
+    """What makes a row compute and sample several positions; see the module."""
+
+    positions: int
+    """The most positions to compute, at least 1. Fewer are computed where drafts are missing, at
+    `end`, and with a format that encodes full pages at the end of the page in which the row begins
+    (`KVFormat.rewrites_pages`)."""
+    end: int
+    """No position from `end` on is computed. The slot has pages for all before, and `end` is larger
+    than any position at which the row may begin."""
+    drafts: tuple[int, ...] | None = ()
+    """Draft `i` is for position `Row.start` + 1 + i, wherever the row begins; they replace what the
+    slot has on the device, where later rows find those that are not computed yet. At most twice the
+    positions after the first of the largest verify bucket. None: those on the device."""
+    follows: bool = False
+    """A verify row of the sequence is in flight. The row begins where that one ends, which only
+    the device knows, and at `Row.start` if all of its drafts are rejected."""
+    masks: tuple[bytes, ...] = ()
+    """The mask of each position as in `Row.mask`, after the drafts before it; none: all tokens are
+    allowed everywhere. They need a known beginning and drafts from the host."""
+
+
 class Row(NamedTuple):
     """One sequence's part of a step.
 
     A decode row has no `tokens`: it computes the slot's last sampled token, which only the device
-    may know so far. Otherwise the row is a prefill chunk that computes `tokens`.
+    may know so far. With a `verify` it computes drafts after it. Otherwise the row is a prefill
+    chunk that computes `tokens`.
     """
 
     seq_id: int
     """`Sequence.id`; never reused, unlike the slot."""
     slot: int
     start: int
-    """Position of the first token computed, equal to the number of tokens already in the cache."""
+    """Position of the first token computed, equal to the number of tokens already in the cache; the
+    least one if `Verify.follows`."""
     tokens: tuple[int, ...]
     samples: bool
     """Whether the row's last position yields a token (all but the earlier chunks of a prompt)."""
@@ -82,10 +121,12 @@ class Row(NamedTuple):
     mask: bytes | None = None
     """Bit i allows token i to be sampled; None allows all. Little-endian 4-byte words."""
     scored: Scored | None = None
+    verify: Verify | None = None
 
     @property
     def num_tokens(self) -> int:
-        return len(self.tokens) or 1
+        """The positions that it computes, of a verify row the most."""
+        return len(self.tokens) or (1 if self.verify is None else self.verify.positions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,14 +143,24 @@ class StepPlan:
     admissions: tuple[Admission, ...] = ()
     pages: tuple[PageEntry, ...] = ()
     copies: tuple[PageCopy, ...] = ()
+    verify: bool = False
+    """Rows may be verify rows, none is a chunk."""
 
     @cached_property
     def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
+        if self.verify:
+            return sum(row.num_tokens for row in self.rows)
+        return sum([len(row.tokens) or 1 for row in self.rows])  # in every step
 
     @cached_property
     def decode_only(self) -> bool:
-        return not any(row.tokens for row in self.rows)
+        """Whether all rows are decode rows."""
+        return not self.verify and not any(row.tokens for row in self.rows)
+
+    @property
+    def kind(self) -> str:
+        """The kind of bucket that it needs: `decode`, `mixed` or `verify`."""
+        return "verify" if self.verify else "decode" if self.decode_only else "mixed"
 
 
 class Sampled(NamedTuple):
@@ -120,3 +171,6 @@ class Sampled(NamedTuple):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     """Logprobs of the tokens in the row's `scored`."""
+    further: tuple[Sampled, ...] = ()
+    """Of a verify row, what follows: one for each accepted draft. They end with the first whose
+    logits are NaN."""

@@ -37,9 +37,11 @@ from jaxserve.config import CacheConfig
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.models.registry import NAMED_MODELS
-from jaxserve.runner import batch, kv_cache, sequence_state, slot_tables
+from jaxserve.runner import batch, kv_cache, sequence_state, slot_tables, verify
 from jaxserve.runner.batch import Bucket
 from jaxserve.runner.step import DeviceState, run_step
+from jaxserve.runner.verify import VerifyBucket
+from jaxserve.runner.verify_step import run_verify_step
 from jaxserve_checkpoints.load import Encode, encoded_abstract
 from jaxserve_kernels.kv_format import NAMES, named
 from jaxserve_kernels.paged_attention import tile_tokens
@@ -53,7 +55,7 @@ def main() -> None:
     spec = NAMED_MODELS[args.model]
     spec = dataclasses.replace(spec, layers=spec.layers[: args.layers])
     sharding = topology_sharding(args.target.read_text())
-    buckets = [Bucket.decode(rows) for rows in args.decode]
+    buckets: list[Bucket | VerifyBucket] = [Bucket.decode(rows) for rows in args.decode]
     tile_size = tile_tokens(spec.q_heads // spec.kv_heads)
     buckets += [
         Bucket.mixed(
@@ -61,6 +63,7 @@ def main() -> None:
         )
         for tokens in args.prefill
     ]
+    buckets += verify.buckets(args.verify, groups=1)
     encode = encoder(spec, args.quantization, args.lm_head_dtype)
     reports = [inspect(spec, encode, bucket, sharding, args.kv_cache_dtype) for bucket in buckets]
     print(json.dumps(reports, indent=1))
@@ -68,7 +71,11 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     def sizes(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
+        return [int(part) for part in text.split(",") if part]
+
+    def shapes(text: str) -> list[tuple[int, int]]:
+        pairs = (part.split("x") for part in text.split(","))
+        return [(int(rows), int(positions)) for rows, positions in pairs]
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", type=Path, required=True, help="XLA's description of the GPU")
@@ -79,6 +86,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--kv-cache-dtype", choices=NAMES, default="auto")
     parser.add_argument("--decode", type=sizes, default=[1, 64])
     parser.add_argument("--prefill", type=sizes, default=[512])
+    parser.add_argument("--verify", type=shapes, default=[], help="rows x positions: 8x8,32x2")
     return parser.parse_args()
 
 
@@ -94,7 +102,7 @@ def topology_sharding(description: str) -> NamedSharding:
 def inspect(
     spec: ModelSpec,
     encode: Encode,
-    bucket: Bucket,
+    bucket: Bucket | VerifyBucket,
     sharding: NamedSharding,
     kv_cache_dtype: str,
 ) -> dict[str, Any]:
@@ -117,14 +125,24 @@ def inspect(
     plain = decoder.abstract(spec, jnp.bfloat16, stacked=True)
     params = encoded_abstract(plain, encode)
     packed = jax.ShapeDtypeStruct((bucket.packed_size,), jnp.int32)
+    verifies = isinstance(bucket, VerifyBucket)
     step = functools.partial(
-        run_step, spec=spec, bucket=bucket, sampled_vocab=spec.vocab_size, target=Target.for_gpu(90)
+        run_verify_step if verifies else run_step,
+        spec=spec,
+        bucket=bucket,
+        sampled_vocab=spec.vocab_size,
+        target=Target.for_gpu(90),
     )
+    states: tuple[Any, ...] = (state,)
+    if verifies:
+        words = state.tables.masks.shape[1]
+        states += (verify.abstract([(bucket.rows, bucket.positions)], MAX_SEQS, words),)
     arguments = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        (params, state, packed),
+        (params, *states, packed),
     )
-    program = jax.jit(step, donate_argnums=1).lower(*arguments).compile()
+    donated = tuple(range(1, 1 + len(states)))
+    program = jax.jit(step, donate_argnums=donated).lower(*arguments).compile()
     memory = program.memory_analysis()
     (thunks,) = Path(DUMP.name).glob("*.thunk_sequence_after_thunk_passes.txt")
     lines = thunks.read_text().splitlines()
@@ -132,6 +150,7 @@ def inspect(
     allocations = buffers.read_text().split("\nallocation ")
     (results,) = (each for each in allocations if " state_results" in each)
     text = program.as_text()
+    counts = ",".join(map(str, state.tables.counts.shape))
     kv_shapes = [",".join(map(str, leaf.shape)) for leaf in jax.tree.leaves(state.kv)]
     return {
         "bucket": bucket.name,
@@ -140,7 +159,8 @@ def inspect(
         "inside_graph": sum(bool(re.match(r"\s+\d+: k\w+", line)) for line in lines),
         "kv_copies": sum(len(re.findall(rf"\[{shape}\]\S* copy\(", text)) for shape in kv_shapes),
         "adding_products": len(re.findall(r'custom-call.*"beta":1', text)),
-        "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
+        "table_copies": len(re.findall(rf"\[{counts}\]\S* copy\(", text)),
+        "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(states)),
         "aliased_bytes": memory.alias_size_in_bytes,
         "other_output_bytes": memory.output_size_in_bytes - memory.alias_size_in_bytes,
         "written_to_results": results.count(" value: ") - 1,

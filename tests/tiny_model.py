@@ -92,6 +92,7 @@ def make_config(
     page_size: int = 4,
     decode: tuple[int, ...] = (1, 4),
     prefill: tuple[int, ...] = (8, 32),
+    verify: tuple[tuple[int, int], ...] = (),
     tile_size: int = 4,
     sampled_vocab: int | None = None,
 ) -> RunnerConfig:
@@ -103,7 +104,7 @@ def make_config(
             max_model_len=max_model_len,
             max_num_batched_tokens=prefill[-1],
         ),
-        buckets=Buckets(decode=decode, prefill=prefill),
+        buckets=Buckets(decode=decode, prefill=prefill, verify=verify),
         dtype=jnp.float32,
         sampled_vocab=sampled_vocab or spec.vocab_size,
         tile_size=tile_size,

@@ -192,7 +192,7 @@ def pack(plan: StepPlan, updates: Updates, bucket: Bucket, padding_slot: int) ->
         _pack_decode(plan, parts)
     else:
         _pack_mixed(plan, parts, bucket.tile_size)
-    parts.row_flags[: len(plan.rows)] = [_flags(row) for row in plan.rows]
+    parts.row_flags[: len(plan.rows)] = [flags_of(row) for row in plan.rows]
     return packed
 
 
@@ -264,7 +264,8 @@ def _is_chunk(row: Row) -> bool:
     return row.num_tokens > 1
 
 
-def _flags(row: Row) -> int:
+def flags_of(row: Row) -> int:
+    """Returns a row's flags in the packed array."""
     masked = row.mask is not None
     return ROW_SAMPLES * row.samples | ROW_LOGPROBS * row.logprobs | ROW_MASKED * masked
 
@@ -297,6 +298,14 @@ def unpack_results(
     for index, scored in prompt_logprobs.items():
         unpacked[index] = (unpacked[index] or Sampled(None))._replace(prompt_logprobs=scored)
     return unpacked
+
+
+def sampled_of(result: np.ndarray, logprobs: bool) -> Sampled:
+    """Returns what one row of results, int32 [RESULT_COLUMNS], says; no token if its logprob is
+    NaN."""
+    if np.isnan(result[1:2].view(np.float32))[0]:
+        return Sampled(None)
+    return Sampled(int(result[0]), _logprobs(result) if logprobs else None)
 
 
 def _logprobs(result: np.ndarray) -> TokenLogprobs:

@@ -22,9 +22,12 @@ from jaxserve.runner import (
     prompt_scores,
     sequence_state,
     slot_tables,
+    verify,
 )
 from jaxserve.runner.batch import Bucket
 from jaxserve.runner.step import DeviceState, run_step
+from jaxserve.runner.verify import VerifyBucket, VerifyState
+from jaxserve.runner.verify_step import run_verify_step
 from jaxserve_kernels.kv_format import AUTO, CacheShape, KVFormat
 from jaxserve_kernels.sampler import SlotTables
 from jaxserve_kernels.target import Target
@@ -93,14 +96,22 @@ class RunnerConfig:
     @property
     def results_shape(self) -> tuple[int, int]:
         """One row more than any step writes, see `DeviceState.results`."""
-        return self.scheduler.max_num_seqs + 1, batch.RESULT_COLUMNS
+        verified = (rows * positions for rows, positions in self.buckets.verify)
+        return max([self.scheduler.max_num_seqs, *verified]) + 1, batch.RESULT_COLUMNS
+
+    @property
+    def verify(self) -> VerifyState | None:
+        """Abstract; None if no bucket verifies."""
+        words = self.tables.masks.shape[1]
+        return verify.abstract(self.buckets.verify, self.scheduler.max_num_seqs, words)
 
     @property
     def padding_slot(self) -> int:
         return self.scheduler.max_num_seqs
 
-    def all_buckets(self) -> list[Bucket]:
-        """Returns all buckets, largest first, so that long compilations start early."""
+    def all_buckets(self) -> list[Bucket | VerifyBucket]:
+        """Returns all buckets, of each kind largest first, so that long compilations start
+        early."""
         mixed = [
             Bucket.mixed(
                 tokens,
@@ -113,7 +124,12 @@ class RunnerConfig:
             for tokens in self.buckets.prefill
         ]
         decode = [Bucket.decode(rows, self.num_groups) for rows in self.buckets.decode]
-        return sorted(mixed, key=lambda b: -b.tokens) + sorted(decode, key=lambda b: -b.rows)
+        several = verify.buckets(self.buckets.verify, self.num_groups)
+        return [
+            *sorted(mixed, key=lambda b: -b.tokens),
+            *sorted(decode, key=lambda b: -b.rows),
+            *several,
+        ]
 
 
 def programs(config: RunnerConfig, params: Any) -> list[Program]:
@@ -131,9 +147,11 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
         results=_abstract(config.results_shape, jnp.int32),
     )
 
-    def step(bucket: Bucket) -> Program:
+    def step(bucket: Bucket | VerifyBucket) -> Program:
+        verifies = isinstance(bucket, VerifyBucket)
+        states = (state, config.verify) if verifies else (state,)
         function = functools.partial(
-            run_step,
+            run_verify_step if verifies else run_step,
             spec=config.spec,
             bucket=bucket,
             sampled_vocab=config.sampled_vocab,
@@ -143,8 +161,8 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
         return Program(
             name=step_name(bucket),
             function=function,
-            arguments=(params, state, packed),
-            donated=(1,),
+            arguments=(params, *states, packed),
+            donated=(1, 2) if verifies else (1,),
             details=repr(bucket),
             work=1.0,
         )
@@ -182,6 +200,7 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
             if scaled
         ),
         *slot_tables.programs(config.tables),
+        *verify.programs(config.verify),
         prompt_scores.program(
             params,
             state.pre_mlp,
@@ -197,7 +216,7 @@ def _abstract(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def step_name(bucket: Bucket) -> str:
+def step_name(bucket: Bucket | VerifyBucket) -> str:
     return f"step_{bucket.name}"
 
 

@@ -16,7 +16,7 @@ from jaxserve.models import decoder
 from jaxserve.plan import PageCopy, Sampled, StepPlan
 from jaxserve.programs.executable_cache import Executable
 from jaxserve.programs.executables import obtain
-from jaxserve.runner import batch, page_copies, prompt_scores, slot_tables
+from jaxserve.runner import batch, page_copies, prompt_scores, slot_tables, verify
 from jaxserve.runner.batch import Bucket, Updates
 from jaxserve.runner.programs import (
     FLUSH_UPDATES,
@@ -27,6 +27,7 @@ from jaxserve.runner.programs import (
 )
 from jaxserve.runner.prompt_scores import PromptScorer
 from jaxserve.runner.step import DeviceState
+from jaxserve.runner.verify import VerifyBucket
 
 _KERNELS = (" fusion(", " custom-call(", " copy(", " dot(", " reduce(", " gather(", " scatter(")
 """HLO instructions that launch a kernel."""
@@ -39,7 +40,7 @@ class Pending(NamedTuple):
     results: Array
     scores: list[Array]
     """Scores of prompt tokens, see `prompt_scores`."""
-    bucket: Bucket
+    bucket: Bucket | VerifyBucket
     launched_at: float
     late: bool
     """The previous step had ended before this one was launched: the device was idle."""
@@ -71,7 +72,7 @@ class Runner:
         self._abstract = jax.tree.map(_abstract, params)
         self._observer = observer
         self._buckets = config.all_buckets()
-        self._steps: dict[Bucket, Any] = {}
+        self._steps: dict[Bucket | VerifyBucket, Any] = {}
         self._width = config.sequences_shape[1]
         self._kv_scales: NDArray[np.float32] | None = None
         self._in_flight: Any = None
@@ -103,6 +104,8 @@ class Runner:
         groups = range(self._config.num_groups)
         self._page_copies = [executables[f"{page_copies.NAME}{group}"] for group in groups]
         self._uploads = slot_tables.Uploads(self._config.tables, executables)
+        several = self._config.verify
+        self._verify = None if several is None else verify.OnDevice(several, executables)
         self._scorer = PromptScorer(executables, rows=self._config.scheduler.max_num_seqs)
         self._largest = [executables.get(f"{LARGEST_MAGNITUDES}{group}") for group in groups]
         self._state, self._free_results = self._fresh_state()
@@ -113,6 +116,8 @@ class Runner:
             progress("warming", done / len(self._buckets))
         self._copy_pages([PageCopy(0, 0, group) for group in groups])
         self._state = self._state._replace(tables=self._uploads.warm(self._state.tables))
+        if self._verify is not None:
+            self._verify.warm()
         jax.block_until_ready((scored, self._state))
 
     def temp_bytes(self) -> int:
@@ -132,7 +137,7 @@ class Runner:
         """Launch a step. Returns before it runs.
 
         Raises:
-          ValueError: no bucket holds the plan.
+          ValueError: no bucket holds the plan, or a verify row is not as `plan.Verify` asks.
         """
         bucket = self._bucket_for(plan)
         if plan.copies:
@@ -143,7 +148,7 @@ class Runner:
             sequences = self._flush(self._state.sequences, first.padded(FLUSH_UPDATES))
             self._state = self._state._replace(sequences=sequences)
         self._state = self._state._replace(tables=self._uploads(self._state.tables, plan))
-        packed = batch.pack(plan, updates, bucket, self._config.padding_slot)
+        packed = self._pack(plan, updates, bucket)
         started = time.perf_counter()
         late = self._in_flight is not None and self._in_flight.is_ready()
         results = self._execute(bucket, packed)
@@ -166,6 +171,8 @@ class Runner:
             padded=bucket.tokens,
             late=pending.late,
         )
+        if isinstance(bucket, VerifyBucket):
+            return verify.unpack_results(pending.plan, results, bucket)
         scores = prompt_scores.read(pending.plan, pending.scores)
         return batch.unpack_results(pending.plan, results, scores)
 
@@ -227,9 +234,9 @@ class Runner:
             found[list(group.layers)] = np.asarray(largest(kv))
         return found
 
-    def _bucket_for(self, plan: StepPlan) -> Bucket:
+    def _bucket_for(self, plan: StepPlan) -> Bucket | VerifyBucket:
         """Returns the smallest bucket of the plan's kind that holds it."""
-        kind = "decode" if plan.decode_only else "mixed"
+        kind = plan.kind
         for bucket in reversed(self._buckets):
             if bucket.kind == kind and bucket.holds(plan):
                 return bucket
@@ -237,7 +244,10 @@ class Runner:
         raise ValueError(f"no {kind} bucket holds a plan with rows of {lengths} tokens")
 
     def _fresh_state(self) -> tuple[DeviceState, Array]:
-        """Returns the zeroed state and a second array for results, see `_execute`."""
+        """Returns the zeroed state and a second array for results, see `_execute`. The verify state
+        is made anew, too."""
+        if self._verify is not None:
+            self._verify.reset()
         state = jax.block_until_ready(self._zero_state())  # missing memory is missed here
         if self._kv_scales is not None:
             state = state._replace(kv=self._scaled(state.kv, self._kv_scales))
@@ -251,7 +261,18 @@ class Runner:
                 caches[group] = copy(caches[group], packed)
         self._state = self._state._replace(kv=tuple(caches))
 
-    def _execute(self, bucket: Bucket, packed: NDArray[np.int32]) -> Array:
+    def _pack(
+        self, plan: StepPlan, updates: Updates, bucket: Bucket | VerifyBucket
+    ) -> NDArray[np.int32]:
+        """Returns what the bucket's program takes; masks of verify rows go ahead."""
+        if isinstance(bucket, Bucket):
+            return batch.pack(plan, updates, bucket, self._config.padding_slot)
+        packed = verify.pack(plan, updates, bucket, self._config.padding_slot)
+        assert self._verify is not None
+        self._verify.send_masks(plan, bucket)
+        return packed
+
+    def _execute(self, bucket: Bucket | VerifyBucket, packed: NDArray[np.int32]) -> Array:
         """Launch a compiled step. Returns its results.
 
         Two result arrays alternate, so that the host can read one while the next step writes the
@@ -259,16 +280,19 @@ class Runner:
         """
         state = self._state._replace(results=self._free_results)
         self._free_results = self._state.results
-        self._state = self._steps[bucket](self._params, state, packed)
+        if isinstance(bucket, Bucket):
+            self._state = self._steps[bucket](self._params, state, packed)
+        else:
+            assert self._verify is not None
+            verified = self._steps[bucket](self._params, state, self._verify.state, packed)
+            self._state, self._verify.state = verified
         return self._state.results
 
-    def _warm(self, bucket: Bucket) -> None:
+    def _warm(self, bucket: Bucket | VerifyBucket) -> None:
         """Run a step of padding, so that allocation and graph recording happen before serving.
         Returns before the step has run."""
         empty = StepPlan(rows=())
-        packed = batch.pack(
-            empty, Updates.of(empty, self._width), bucket, self._config.padding_slot
-        )
+        packed = self._pack(empty, Updates.of(empty, self._width), bucket)
         for _ in range(_warm_calls()):
             self._execute(bucket, packed)
 

@@ -56,7 +56,7 @@ def num_bytes(tables: SlotTables) -> int:
 
 def programs(tables: SlotTables) -> list[Program]:
     """Returns the programs of `Uploads`, for tables that may be abstract."""
-    return [_program(table, name, size) for name, table, size in _uploads(tables)]
+    return [replacing(table, _name(name, size), size) for name, table, size in _uploads(tables)]
 
 
 class Uploads:
@@ -84,7 +84,7 @@ class Uploads:
         if masks:
             self._masks.update(masks)
             words = tables.masks.shape[1]
-            rows = {slot: _words(mask, words) for slot, mask in masks.items()}
+            rows = {slot: mask_words(mask, words) for slot, mask in masks.items()}
             tables = self._replaced(tables, "masks", rows)
         return tables
 
@@ -120,12 +120,11 @@ def _name(table: str, rows: int) -> str:
     return f"set_{table}_{rows}"
 
 
-def _program(table: Any, name: str, rows: int) -> Program:
+def replacing(table: Any, name: str, rows: int) -> Program:
+    """Returns the program `name` that replaces up to `rows` rows of a table."""
     words = table.shape[1] * table.dtype.itemsize // 4
     packed = jax.ShapeDtypeStruct((rows, 1 + words), jnp.int32)
-    return Program(
-        name=_name(name, rows), function=set_rows, arguments=(table, packed), donated=(0,)
-    )
+    return Program(name=name, function=set_rows, arguments=(table, packed), donated=(0,))
 
 
 def set_rows(table: Array, packed: Array) -> Array:
@@ -196,8 +195,8 @@ def _mask_of(tokens: Iterable[int], words: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
-def _words(mask: bytes, words: int) -> np.ndarray:
-    """Returns a row's mask as int32 [words].
+def mask_words(mask: bytes, words: int) -> np.ndarray:
+    """Returns a mask as int32 [words].
 
     A shorter mask forbids the remaining tokens. A longer one is cut: a tokenizer may have more
     tokens than the model.

@@ -77,23 +77,23 @@ def run_step(
     """
     inputs = bucket.unpack(packed)
     sequences = sequence_state.apply(state.sequences, inputs.addresses, inputs.values)
-    tokens = _locate(inputs, sequences, groups=len(state.kv), page_size=page_size(state.kv[0]))
+    tokens = locate(inputs, sequences, groups=len(state.kv), page_size=page_size(state.kv[0]))
     kept = state.pre_mlp
     if bucket.kind == "mixed":
         pre_mlp, kv = decoder.forward(
             params, state.kv, tokens, spec, tile_size=bucket.tile_size, target=target
         )
         hidden = decoder.finish(params, pre_mlp.of(inputs.row_last), spec, target=target)
-        kept = jax.tree.map(_overwritten, kept, pre_mlp)
+        kept = jax.tree.map(overwritten, kept, pre_mlp)
     else:  # each token is the last of its row
         hidden, kv = decoder.decode(params, state.kv, tokens, spec, target=target)
     scores = decoder.logits(params, hidden, target=target)
-    rows = _row_sampling(inputs, sequences)
+    rows = row_sampling(inputs, sequences)
     wanted = (inputs.row_flags & ROW_LOGPROBS) != 0
     chosen, logprobs, tables = sample(
         scores,
         rows,
-        _row_adjustments(inputs, sequences),
+        row_adjustments(inputs, sequences),
         state.tables,
         wanted,
         vocab=sampled_vocab,
@@ -104,16 +104,16 @@ def run_step(
     padding_slot = sequences.shape[0] - 1
     slots = jnp.where(rows.active, inputs.row_slots, padding_slot)
     sequences = sequences.at[slots, sequence_state.LAST_TOKEN].set(chosen)
-    results = _overwritten(state.results, _result(chosen, logprobs))
+    results = overwritten(state.results, result_rows(chosen, logprobs))
     return DeviceState(kv, sequences, tables, kept, results)
 
 
-def _overwritten(old: Array, new: Array) -> Array:
+def overwritten(old: Array, new: Array) -> Array:
     """Returns `old` with its first rows replaced."""
     return lax.dynamic_update_slice(old, new, (0,) * old.ndim)
 
 
-def _locate(
+def locate(
     inputs: StepInputs, sequences: Array, *, groups: int, page_size: int
 ) -> decoder.StepTokens:
     """Returns the tokens' ids, and in each cache group the page and offset of each token's key and
@@ -135,7 +135,8 @@ def _locate(
     return decoder.StepTokens(ids, places)
 
 
-def _row_sampling(inputs: StepInputs, sequences: Array) -> RowSampling:
+def row_sampling(inputs: StepInputs, sequences: Array) -> RowSampling:
+    """Returns how each row samples, by its slot's parameters."""
     slots = inputs.row_slots
 
     def floats(column: int) -> Array:
@@ -152,7 +153,8 @@ def _row_sampling(inputs: StepInputs, sequences: Array) -> RowSampling:
     )
 
 
-def _row_adjustments(inputs: StepInputs, sequences: Array) -> RowAdjustments:
+def row_adjustments(inputs: StepInputs, sequences: Array) -> RowAdjustments:
+    """Returns what each row changes about its scores, with the tables of its slot."""
     slots = inputs.row_slots
     features = sequences[slots, sequence_state.FEATURES]
     masked = (inputs.row_flags & ROW_MASKED) != 0
@@ -165,7 +167,9 @@ def _row_adjustments(inputs: StepInputs, sequences: Array) -> RowAdjustments:
     )
 
 
-def _result(chosen: Array, logprobs: Logprobs) -> Array:
+def result_rows(chosen: Array, logprobs: Logprobs) -> Array:
+    """Returns int32 [rows, RESULT_COLUMNS], see `DeviceState.results`."""
+
     def bits(x: Array) -> Array:
         return lax.bitcast_convert_type(x, jnp.int32)
 

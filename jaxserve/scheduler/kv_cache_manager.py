@@ -62,6 +62,11 @@ class KVCacheManager:
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 
+    @property
+    def num_running(self) -> int:
+        """Sequences that have a slot."""
+        return self._num_slots - len(self._free_slots)
+
     def pages_for(self, tokens: int) -> int:
         """Returns how many pages hold `tokens` tokens."""
         return -(-tokens // self.page_size)
@@ -149,6 +154,14 @@ class KVCacheManager:
                 number = len(group.pages(seq))
                 yield PageEntry(seq.slot, number, group.append(seq)[0], group.number)
         seq.capacity = max(seq.capacity, seq.computed + self.page_size)
+
+    def extend(self, seq: Sequence) -> Iterator[PageEntry]:
+        """Give a decoding sequence another page in each group. OutOfPages if none is free."""
+        for group in self.groups:
+            group.slide(seq)
+            number = len(group.pages(seq))
+            yield PageEntry(seq.slot, number, group.append(seq)[0], group.number)
+        seq.capacity += self.page_size
 
     def append_chunk(self, seq: Sequence, end: int) -> tuple[int, list[PageEntry]]:
         """Give a sequence in its prefill the pages of its tokens up to `end`, as far as pages are

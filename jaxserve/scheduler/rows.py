@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve.plan import Admission, Row, Scored
+from jaxserve.plan import Admission, Row, Scored, Verify
 from jaxserve.scheduler.sequence import Sequence
 
 
@@ -12,6 +12,18 @@ def decode_row(seq: Sequence) -> Row:
     seq.computed = start + 1
     seq.in_flight += 1
     return Row(seq.id, seq.slot, start, (), True, seq.wants_logprobs, mask)
+
+
+def verify_row(seq: Sequence, end: int, positions: int, drafts: tuple[int, ...] | None) -> Row:
+    """Returns a row that computes the last sampled token and drafts after it; see `plan.Verify`. It
+    counts as one token until its results come back."""
+    start = seq.computed
+    positions = min(positions, end - start)
+    verify = Verify(positions, end, drafts, follows=seq.drafts_in_flight > 0)
+    seq.computed = start + 1
+    seq.in_flight += 1
+    seq.drafts_in_flight += positions - 1
+    return Row(seq.id, seq.slot, start, (), True, seq.wants_logprobs, verify=verify)
 
 
 def chunk_row(seq: Sequence, budget: int) -> Row:

@@ -31,6 +31,7 @@ from jaxserve.scheduler.pages import PagePool
 from jaxserve.scheduler.preemption import choose_victim
 from jaxserve.scheduler.rows import admission, chunk_row, decode_row
 from jaxserve.scheduler.sequence import Sequence
+from jaxserve.scheduler.verify import Verification, VerifyRows, unrolled
 from jaxserve.step_times import StepTimes
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class Scheduler:
         *,
         times: StepTimes | None = None,
         lengths: OutputLengths | None = None,
+        verification: Verification | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         """Returns a scheduler without requests.
@@ -82,6 +84,7 @@ class Scheduler:
         Args:
           times: measured step times, which decide chunk sizes; None: every step takes what fits.
           lengths: expected output lengths, which decide admission.
+          verification: where drafts come from; None: no plan verifies.
           clock: returns seconds.
         """
         self._config = config
@@ -92,6 +95,12 @@ class Scheduler:
         self._kv_cache = KVCacheManager(config, cache)
         context = config.max_chunk_context
         self._chunk_pages = sys.maxsize if context is None else self._kv_cache.pages_for(context)
+        self._verify = verification and VerifyRows(
+            verification,
+            self._kv_cache,
+            step_tokens=config.max_num_batched_tokens,
+            context_pages=self._chunk_pages,
+        )
         self._budget = TokenBudget(
             times, max_tokens=config.max_num_batched_tokens, max_itl=config.max_itl
         )
@@ -225,7 +234,13 @@ class Scheduler:
             room -= pages_for(rows[-1].start + rows[-1].num_tokens)
         if not rows:
             return None
-        return StepPlan(rows=tuple(rows), admissions=tuple(admissions), pages=tuple(entries))
+        verify = self._verify is not None and any(row.verify is not None for row in rows)
+        return StepPlan(
+            rows=tuple(rows),
+            admissions=tuple(admissions),
+            pages=tuple(entries),
+            verify=verify,
+        )
 
     def _plan_decodes(
         self, rows: list[Row], entries: list[PageEntry]
@@ -250,7 +265,7 @@ class Scheduler:
                     if seq.guided_to_wait:
                         continue  # its mask is computed
                 decoding.append(seq)
-                if start == seq.capacity:
+                if start == seq.capacity and not seq.drafts_in_flight:
                     growing.append(seq)
         if self._kv_cache.lacks_pages(growing):
             idle = self._make_room(growing, ending)
@@ -258,7 +273,11 @@ class Scheduler:
             prefilling = [seq for seq in prefilling if seq.id not in idle]
         for seq in growing:
             entries.extend(self._kv_cache.append_pages(seq))
-        rows.extend(map(decode_row, decoding))
+        if self._verify is None:
+            rows.extend(map(decode_row, decoding))
+        else:
+            chunks = bool(prefilling or self._waiting)
+            rows.extend(self._verify.rows(decoding, entries, chunks=chunks))
         return prefilling, Decodes(len(rows), sum(row.start for row in rows), guided)
 
     def _make_room(self, growing: list[Sequence], ending: bool) -> set[int]:
@@ -346,7 +365,8 @@ class Scheduler:
         events = self._uncommitted
         self.num_steps += 1
         live, now = self._live, self._clock()
-        for row, result in zip(plan.rows, sampled, strict=True):
+        pairs = zip(plan.rows, sampled, strict=True)
+        for row, result in unrolled(pairs, live) if plan.verify else pairs:
             seq = live.get(row.seq_id)
             if seq is None:
                 continue  # it ended after this plan was made

@@ -71,7 +71,8 @@ class Sequence:
     capacity: int = 0
     """Tokens that its pages hold when its prefill is over."""
     computed: int = 0
-    """Positions whose keys and values are cached or computed by the plans made so far."""
+    """Positions whose keys and values are cached or computed by the plans made so far, if all
+    drafts in flight are rejected."""
     skip_from: int = 0
     """After this many computed tokens, those up to `skip_to` are cached. Both are 0 without a
     gap."""
@@ -79,7 +80,9 @@ class Sequence:
     preemptions: int = 0
     """How often the sequence was preempted."""
     in_flight: int = 0
-    """Output tokens that are planned and not committed."""
+    """Output tokens that are planned and not committed, of verify rows one each."""
+    drafts_in_flight: int = 0
+    """Positions of verify rows in flight after the first of each, see `scheduler.verify`."""
     scored: int = 0
     """Prompt positions whose logprobs are planned."""
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list[PromptLogprobs])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.api import SamplingParams
-from jaxserve.plan import Admission, PageEntry, Row, Sampled, StepPlan
+from jaxserve.plan import Admission, PageEntry, Row, Sampled, StepPlan, Verify
 from jaxserve.runner.runner import Runner
 from tests.tiny_model import StubMetrics, make_config
 
@@ -63,6 +63,21 @@ class Placed:
     def decode(self, start: int) -> Row:
         return self.chunk((), start)
 
+    def verify(
+        self,
+        start: int,
+        drafts: Sequence[int] | None,
+        *,
+        positions: int = 0,
+        end: int = 1000,
+        follows: bool = False,
+        masks: tuple[bytes, ...] = (),
+    ) -> Row:
+        """As many positions as its drafts ask for, unless said otherwise."""
+        given = None if drafts is None else tuple(drafts)
+        asked = Verify(positions or 1 + len(given or ()), end, given, follows, masks)
+        return self.decode(start)._replace(verify=asked)
+
 
 def step(runner: Runner, rows: Iterable[Row], admit: Iterable[Placed] = ()) -> list[Sampled | None]:
     """Launch and collect one step; the sequences in `admit` take their slots and pages first."""
@@ -75,6 +90,7 @@ def plan(rows: Iterable[Row], admit: Iterable[Placed] = ()) -> StepPlan:
         rows=rows,
         admissions=tuple(seq.admission(rows) for seq in admit),
         pages=tuple(entry for seq in admit for entry in seq.entries),
+        verify=any(row.verify is not None for row in rows),
     )
 
 
@@ -93,6 +109,12 @@ def generate(runner: Runner, seq: Placed, prompt: Sequence[int], count: int) -> 
 
 def tokens_of(results: Iterable[Sampled | None]) -> list[int]:
     return [certain(result).token for result in results]
+
+
+def several(result: Sampled | None) -> list[Sampled]:
+    """All that a verify row yields."""
+    first = certain(result)
+    return [first._replace(further=()), *first.further]
 
 
 def certain(result: Sampled | None) -> Sampled:

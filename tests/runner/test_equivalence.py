@@ -14,6 +14,7 @@ from jaxserve.api import FinishReason, Request, SamplingParams, TokenEvent
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
+from jaxserve.scheduler.verify import Verification
 from tests.runner.driver import TOLERANCE
 from tests.scheduler.loop import Loop
 from tests.tiny_model import COMPILES, SPEC, make_config, make_runner
@@ -57,8 +58,14 @@ SAMPLING = (
 class DeviceLoop(Loop):
     """The loop of the scheduler's tests on a real device."""
 
-    def __init__(self, config: SchedulerConfig, cache: CacheConfig, runner: Runner):
-        super().__init__(config, cache)
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        runner: Runner,
+        verification: Verification | None = None,
+    ):
+        super().__init__(config, cache, verification=verification)
         runner.reset()
         self.runner = runner
 
@@ -109,8 +116,8 @@ def workloads(draw: st.DrawFn) -> Workload:
     return Workload(config, cache, arrivals, draw(st.sampled_from([1, 1, 0])))
 
 
-def play(work: Workload, runner: Runner) -> Loop:
-    loop = DeviceLoop(work.config, work.cache, runner)
+def play(work: Workload, runner: Runner, verification: Verification | None = None) -> Loop:
+    loop = DeviceLoop(work.config, work.cache, runner, verification)
     for turn in range(500):
         for arrival in work.arrivals:
             if arrival.turn == turn:
@@ -123,9 +130,13 @@ def play(work: Workload, runner: Runner) -> Loop:
 
 
 def check_against_solo(
-    work: Workload, runner: Runner, solo: Solo, tolerance: float = TOLERANCE
+    work: Workload,
+    runner: Runner,
+    solo: Solo,
+    tolerance: float = TOLERANCE,
+    verification: Verification | None = None,
 ) -> Loop:
-    loop = play(work, runner)
+    loop = play(work, runner, verification)
     aborted = {arrival.request.id for arrival in work.arrivals if arrival.abort_delay is not None}
     for arrival in work.arrivals:
         request = arrival.request

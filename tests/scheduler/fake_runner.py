@@ -105,6 +105,10 @@ class FakeRunner:
         self.own_tokens = cache.own_tokens
         self.own: list[dict[tuple[int, int], int]] = [{} for _ in range(slots)]
         """What each slot keeps of its first tokens, by group and position."""
+        self.lengths = [0] * slots
+        """Where the row after each slot's last verify row begins."""
+        self.drafts: list[dict[int, int]] = [{} for _ in range(slots)]
+        """Those of each slot, by position."""
 
     def launch(self, plan: StepPlan) -> Pending:
         self._check_limits(plan)
@@ -116,10 +120,11 @@ class FakeRunner:
         for slot, position, page, group in plan.pages:
             assert page != 0, "the padding page was given out"
             self.page_table[group][slot][position] = page
-        inputs = [row.tokens or (self.last_token[row.slot],) for row in plan.rows]
-        for row, tokens in zip(plan.rows, inputs, strict=True):
+        rows = [self._placed(row) for row in plan.rows]
+        inputs = [row.tokens or (self.last_token[row.slot],) for row in rows]
+        for row, tokens in zip(rows, inputs, strict=True):
             self._write(row, tokens)  # all rows write before any reads, as on the device
-        sampled = [self._sample(row) for row in plan.rows]
+        sampled = [self._sample(row) if row.verify is None else self._accept(row) for row in rows]
         self.launched += 1
         return Pending(self.launched, sampled)
 
@@ -128,14 +133,48 @@ class FakeRunner:
         assert pending.number == self.collected, "steps are collected in launch order"
         return pending.sampled
 
+    def _placed(self, row: Row) -> Row:
+        """A verify row where it begins, with the tokens that it computes."""
+        asked = row.verify
+        if asked is None:
+            return row
+        if asked.drafts is not None:
+            self.drafts[row.slot] = dict(enumerate(asked.drafts, start=row.start + 1))
+        start = self.lengths[row.slot] if asked.follows else row.start
+        last = self.last_token[row.slot]
+        assert row.start <= start < asked.end and last is not None
+        tokens = [last]
+        for position in range(start + 1, min(start + asked.positions, asked.end)):
+            if position not in self.drafts[row.slot]:
+                break
+            tokens.append(self.drafts[row.slot][position])
+        return row._replace(start=start, tokens=tuple(tokens))
+
+    def _accept(self, row: Row) -> Sampled:
+        """Samples at each position of a verify row, as long as the drafts are right."""
+        found: list[Sampled] = []
+        for count, draft in enumerate([*row.tokens[1:], None], start=1):
+            result = self._sample(row._replace(tokens=row.tokens[:count]))
+            assert result is not None
+            found.append(result)
+            if result.token != draft:
+                break
+        self.lengths[row.slot] = row.start + len(found)
+        return found[0]._replace(further=tuple(found[1:]))
+
     def _check_limits(self, plan: StepPlan) -> None:
         assert plan.rows and all(row.num_tokens >= 1 for row in plan.rows)
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         chunks = [bool(row.tokens) for row in plan.rows]
         assert chunks == sorted(chunks), "decodes come first"
-        pages = sum(
-            -(-(row.start + row.num_tokens) // self.page_size) for row in plan.rows if row.tokens
-        )
+        assert plan.verify == any(row.verify is not None for row in plan.rows)
+        assert not (plan.verify and any(chunks)), "a verify step has no chunks"
+        ends = [
+            row.start + row.num_tokens if row.verify is None else row.verify.end
+            for row in plan.rows
+            if row.tokens or plan.verify
+        ]
+        pages = sum(-(-end // self.page_size) for end in ends)
         most = self.config.max_chunk_context
         assert most is None or pages <= -(-most // self.page_size), "chunks see too much"
         slots = [row.slot for row in plan.rows]

@@ -51,7 +51,7 @@ class Loop:
         self.salts: dict[str, str] = {}
         self.over: set[str] = set()
         """Requests that must not have any more events."""
-        self.wasted_rows = self.hit_tokens = 0
+        self.wasted_rows = self.hit_tokens = self.accepted = self.rows_ahead = 0
         self.evicted: list[bytes] = []
         """Hashes of the pages that were allocated again."""
         self._content: dict[tuple[int, bytes], list[int | None]] = {}
@@ -78,6 +78,8 @@ class Loop:
         self.scheduler.check()
         if plan is not None:
             self._check_salts(plan)
+            asked = (row.verify for row in plan.rows)
+            self.rows_ahead += sum(verify is not None and verify.follows for verify in asked)
             self.in_flight.append((plan, self.runner.launch(plan)))
         return plan
 
@@ -111,6 +113,7 @@ class Loop:
         sampled = self.runner.collect(pending)
         live = self.scheduler._live  # pyright: ignore[reportPrivateUsage]
         self.wasted_rows += sum(row.seq_id not in live for row in plan.rows)
+        self.accepted += sum(len(result.further) for result in sampled if result is not None)
         self._take(self.scheduler.commit(plan, sampled))
 
     def fail(self) -> None:

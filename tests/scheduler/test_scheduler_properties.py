@@ -13,8 +13,10 @@ from jaxserve.api import FinishReason, Rejected, Request, SamplingParams
 from jaxserve.config import POLICIES, CacheConfig, PagedGroup, SchedulerConfig
 from jaxserve.scheduler.admission import OutputLengths
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.verify import Verification
 from tests.scheduler.fake_runner import VOCAB, FakeGuide, solo
 from tests.scheduler.loop import Loop, Optimist
+from tests.scheduler.proposers import KINDS, Guesses
 
 
 class Arrival(NamedTuple):
@@ -36,6 +38,20 @@ class Workload(NamedTuple):
     """Whether admission hopes for the best, so that sequences are preempted."""
     reset_turn: int | None
     """When the prefix cache is reset."""
+    drafts: tuple[str, int] | None = None
+    """Kind and seed of `Guesses`."""
+
+    def verification(self) -> Verification | None:
+        if self.drafts is None:
+            return None
+        kind, seed = self.drafts
+        outputs = {
+            each.request.id: solo(each.request, self.config, self.cache)[0]
+            for each in self.arrivals
+            if len(each.request.prompt) < self.config.max_model_len
+        }
+        guesses = Guesses(lambda seq: outputs[seq.request_id], kind=kind, vocab=VOCAB, seed=seed)
+        return Verification(proposer=guesses, buckets=((1, 8), (4, 4), (8, 2)))
 
 
 LAST_ARRIVAL = 8
@@ -125,10 +141,28 @@ def windowed_workloads(draw: st.DrawFn) -> Workload:
     return work._replace(cache=replace(cache, further=tuple(groups)))
 
 
+@st.composite
+def drafted_workloads(draw: st.DrawFn) -> Workload:
+    """The same with drafts, with windows or without. Most have room for drafts now and then: no
+    more requests than slots, and some more tokens and pages."""
+    work = draw(st.one_of(workloads(), windowed_workloads()))
+    drafts = draw(st.sampled_from(KINDS)), draw(st.integers(0, 99))
+    if draw(st.sampled_from([True, True, True, False])):
+        config, cache = work.config, work.cache
+        tokens, pages = config.max_num_batched_tokens + 16, draw(st.integers(0, 16))
+        more = tuple(replace(each, num_pages=each.num_pages + pages) for each in cache.further)
+        work = work._replace(
+            arrivals=work.arrivals[: config.max_num_seqs],
+            config=replace(config, max_num_batched_tokens=tokens),
+            cache=replace(cache, num_pages=cache.num_pages + pages, further=more),
+        )
+    return work._replace(drafts=drafts)
+
+
 def play(work: Workload) -> Loop:
     """Run a workload to its end; the loop's own checks are half of the property."""
     lengths = Optimist() if work.optimist else OutputLengths()
-    loop = Loop(work.config, work.cache, lengths=lengths)
+    loop = Loop(work.config, work.cache, lengths=lengths, verification=work.verification())
     idle = 0
     for turn in range(2000):
         for arrival in work.arrivals:
@@ -196,6 +230,9 @@ def check_against_solo(work: Workload) -> None:
     event(f"evictions: {min(len(loop.evicted), 3)}")
     event(f"preemptions: {min(loop.scheduler.num_preemptions, 3)}")
     event(f"wasted rows: {min(loop.wasted_rows, 3)}")
+    if work.drafts is not None:
+        event(f"accepted drafts: {next(most for most in (0, 2, 8, 99) if loop.accepted <= most)}")
+        event(f"verify rows ahead: {loop.rows_ahead > 0}")
 
 
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -207,6 +244,19 @@ def test_each_request_gets_the_tokens_it_would_get_alone(work: Workload) -> None
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(windowed_workloads())
 def test_with_windows_each_request_gets_the_tokens_it_would_get_alone(work: Workload) -> None:
+    check_against_solo(work)
+
+
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(drafted_workloads())
+def test_with_drafts_each_request_gets_the_tokens_it_would_get_alone(work: Workload) -> None:
+    check_against_solo(work)
+
+
+@pytest.mark.slow
+@settings(max_examples=20_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(drafted_workloads())
+def test_with_drafts_each_request_gets_its_tokens_in_many_workloads(work: Workload) -> None:
     check_against_solo(work)
 
 

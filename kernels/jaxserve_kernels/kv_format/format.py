@@ -38,6 +38,9 @@ class KVFormat(ABC):
     """Whether its kernels know windows."""
     computes_whole_tiles: ClassVar[bool] = False
     """Whether a CPU computes every place of a query tile, also those without a token."""
+    rewrites_pages: ClassVar[bool] = True
+    """Whether positions that a step wrote in several pages may be written again from the first of
+    them on, as if the step had not been. If not, that holds within one page only."""
 
     def __init_subclass__(cls) -> None:
         if "arrays" in cls.__dict__:

@@ -25,11 +25,15 @@ class KVarN(QuantizedKVFormat):
     """4-bit keys and `value_bits`-bit values in tiles of `group` tokens, one tile per page.
 
     Every slot has two tiles in full precision, so they never limit how many sequences run.
+
+    A page that a step leaves is encoded and its tail overwritten, so that it could not be encoded
+    again with another token in it. One whose last position is written last keeps its tail.
     """
 
     arrays = KVarNKV
     windows_on_gpus = False
     computes_whole_tiles = True
+    rewrites_pages = False
 
     value_bits: int
     group: int = 128

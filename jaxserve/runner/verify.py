@@ -1,0 +1,265 @@
+"""Verify steps: their buckets, what the host sends and reads, and what stays on the device.
+
+What a row computes depends on where the row before it ended, so the host cannot say it. It sends
+drafts and bounds; `verify_step` makes of them the inputs of a mixed step whose chunks are the rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpy.typing import NDArray
+
+from jaxserve.plan import Row, Sampled, StepPlan, Verify
+from jaxserve.programs.executable_cache import Executable, Program
+from jaxserve.runner import slot_tables
+from jaxserve.runner.batch import Updates, flags_of, sampled_of
+
+NO_TOKEN = -1
+"""In place of a token id: no draft; a position that is not accepted."""
+
+ON_DEVICE = -1
+"""In place of a row's first position."""
+
+EMPTY, SET_MASKS = "verify_state", "set_verify_masks"
+"""The names of programs: one makes the state, the other sends masks."""
+
+
+class VerifyState(NamedTuple):
+    """What stays on the device between verify steps, which alone take it; donated to each."""
+
+    lengths: Array
+    """int32 [slots + 1]: where the row after the slot's last verify row begins."""
+    draft_first: Array
+    """int32 [slots + 1]: the position that the first draft is for; 0 without drafts."""
+    drafts: Array
+    """int32 [slots + 1, window]: token ids, NO_TOKEN at the end."""
+    masks: Array
+    """int32 [positions of the largest step, words]: masks of a step's positions."""
+
+
+class VerifyInputs(NamedTuple):
+    """The parts of a packed verify step in their order in the array; all int32."""
+
+    addresses: Array  # [updates]
+    values: Array  # [updates]
+    row_slots: Array  # [rows]
+    row_flags: Array  # [rows], as in a mixed step
+    row_starts: Array  # [rows]: the first position, or ON_DEVICE
+    row_ends: Array  # [rows]: no position from it on is computed; 0 for padding
+    row_positions: Array  # [rows]: the most positions
+    draft_first: Array  # [rows], as in VerifyState; 0: those on the device
+    drafts: Array  # [rows, window]
+    masked: Array  # [rows, positions]: 1 where `VerifyState.masks` limits the choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyBucket:
+    """The static shape of one compiled verify step."""
+
+    kind: ClassVar[str] = "verify"
+    rows: int
+    positions: int
+    """Of each row."""
+    window: int
+    """Drafts that a slot keeps on the device."""
+    updates: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.positions
+
+    @property
+    def name(self) -> str:
+        return f"verify_{self.rows}x{self.positions}"
+
+    @property
+    def packed_size(self) -> int:
+        return sum(self._sizes)
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return (*(self.updates,) * 2, *(self.rows,) * 6, self.rows * self.window, self.tokens)
+
+    @cached_property
+    def _parts(self) -> tuple[slice, ...]:
+        ends = itertools.accumulate(self._sizes)
+        return tuple(slice(end - size, end) for size, end in zip(self._sizes, ends, strict=True))
+
+    def holds(self, plan: StepPlan) -> bool:
+        """Returns whether the plan's rows and positions fit."""
+        positions = max((row.num_tokens for row in plan.rows), default=1)
+        return len(plan.rows) <= self.rows and positions <= self.positions
+
+    def unpack(self, packed: Any) -> VerifyInputs:
+        """Returns static slices of `packed`: int32 [packed_size], traced or a numpy array."""
+        parts = VerifyInputs(*(packed[part] for part in self._parts))
+        return parts._replace(
+            drafts=parts.drafts.reshape(self.rows, self.window),
+            masked=parts.masked.reshape(self.rows, self.positions),
+        )
+
+
+def buckets(shapes: Sequence[tuple[int, int]], groups: int) -> list[VerifyBucket]:
+    """Returns the buckets of these rows and positions, those of most tokens first.
+
+    Args:
+      groups: cache groups, in each of which a row may need two new pages.
+    """
+    window = draft_window(shapes)
+    found = [
+        VerifyBucket(rows=rows, positions=positions, window=window, updates=2 * rows * groups)
+        for rows, positions in shapes
+    ]
+    return sorted(found, key=lambda bucket: (-bucket.tokens, -bucket.rows))
+
+
+def draft_window(shapes: Sequence[tuple[int, int]]) -> int:
+    """Returns how many drafts a slot keeps: as many as follow wherever the row in flight ends."""
+    return 2 * (max((positions for _, positions in shapes), default=1) - 1)
+
+
+def abstract(shapes: Sequence[tuple[int, int]], slots: int, words: int) -> VerifyState | None:
+    """Returns the state's shapes; None if no bucket verifies.
+
+    Args:
+      slots: sequences, without the padding slot.
+      words: of a mask, as in `SlotTables.masks`.
+    """
+    if not shapes:
+        return None
+    tokens = max(rows * positions for rows, positions in shapes)
+
+    def array(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    return VerifyState(
+        lengths=array(slots + 1),
+        draft_first=array(slots + 1),
+        drafts=array(slots + 1, draft_window(shapes)),
+        masks=array(tokens, words),
+    )
+
+
+# To the device.
+
+
+def pack(
+    plan: StepPlan, updates: Updates, bucket: VerifyBucket, padding_slot: int
+) -> NDArray[np.int32]:
+    """Returns the plan as one int32 array [bucket.packed_size]. Padding rows compute nothing.
+
+    Raises:
+      ValueError: a row has more drafts than a slot keeps, or masks that do not match.
+    """
+    packed = np.zeros(bucket.packed_size, np.int32)
+    packed[: 2 * bucket.updates] = updates.padded(bucket.updates)
+    parts = bucket.unpack(packed)
+    parts.row_slots[:] = padding_slot
+    parts.drafts[:] = NO_TOKEN
+    for index, row in enumerate(plan.rows):
+        asked = _checked(row, bucket.window)
+        parts.row_slots[index], parts.row_flags[index] = row.slot, flags_of(row)
+        parts.row_starts[index] = ON_DEVICE if asked.follows else row.start
+        parts.row_ends[index], parts.row_positions[index] = asked.end, asked.positions
+        if asked.drafts is not None:
+            parts.draft_first[index] = row.start + 1
+            parts.drafts[index, : len(asked.drafts)] = asked.drafts
+        parts.masked[index, : len(asked.masks)] = 1
+    return packed
+
+
+def _checked(row: Row, window: int) -> Verify:
+    """Returns what a row of a verify plan asks for; a decode row, for its one position."""
+    asked = row.verify or Verify(1, row.start + 1)
+    if row.tokens:
+        raise ValueError("a verify plan has no chunks")
+    if len(asked.drafts or ()) > window:
+        raise ValueError(f"a row has {len(asked.drafts or ())} drafts, a slot keeps {window}")
+    if asked.masks and (
+        asked.follows or asked.drafts is None or len(asked.masks) != asked.positions
+    ):
+        raise ValueError("masks need a known beginning, known drafts, and one for each position")
+    return asked
+
+
+class OnDevice:
+    """The verify state, with the programs that make it and send masks. They were compiled before
+    serving."""
+
+    def __init__(self, state: VerifyState, executables: Mapping[str, Executable]):
+        """`state` may be abstract."""
+        self._masks = state.masks
+        self._empty, self._set_masks = executables[EMPTY], executables[SET_MASKS]
+        self.state = state
+        """What the next step takes."""
+
+    def reset(self) -> None:
+        """Make the state anew, before the first step or after a failed one."""
+        self.state = self._empty()
+
+    def send_masks(self, plan: StepPlan, bucket: VerifyBucket) -> None:
+        """Send the masks of the plan's verify rows, if there are any."""
+        words = self._masks.shape[1]
+        masks = {
+            index * bucket.positions + offset: slot_tables.mask_words(mask, words)
+            for index, row in enumerate(plan.rows)
+            if row.verify is not None
+            for offset, mask in enumerate(row.verify.masks)
+        }
+        if masks:
+            self._send(masks)
+
+    def warm(self) -> None:
+        """Run the program that sends masks once."""
+        self._send({})
+
+    def _send(self, masks: Mapping[int, np.ndarray]) -> None:
+        packed = slot_tables.packed_rows(self._masks, masks, self._masks.shape[0])
+        self.state = self.state._replace(masks=self._set_masks(self.state.masks, packed))
+
+
+def programs(state: VerifyState | None) -> Iterator[Program]:
+    """Yields the programs of `OnDevice`; none if no bucket verifies."""
+    if state is None:
+        return
+
+    def empty() -> VerifyState:
+        return VerifyState(*(jnp.zeros(each.shape, each.dtype) for each in state))
+
+    yield Program(name=EMPTY, function=empty, arguments=(), details=repr(state))
+    yield slot_tables.replacing(state.masks, SET_MASKS, state.masks.shape[0])
+
+
+# From the device.
+
+
+def unpack_results(
+    plan: StepPlan, results: NDArray[np.int32], bucket: VerifyBucket
+) -> list[Sampled | None]:
+    """Returns each row's result: its accepted positions up to the first with NaN logits.
+
+    Args:
+      results: int32 [at least rows * positions, RESULT_COLUMNS]; the token of a position that is
+        not accepted is NO_TOKEN.
+    """
+    each = bucket.positions
+    return [
+        _row_result(row, results[each * index : each * (index + 1)])
+        for index, row in enumerate(plan.rows)
+    ]
+
+
+def _row_result(row: Row, results: NDArray[np.int32]) -> Sampled | None:
+    accepted = int((results[:, 0] != NO_TOKEN).sum())
+    found = [sampled_of(result, row.logprobs) for result in results[:accepted]]
+    spoiled = next((n for n, each in enumerate(found, start=1) if each.token is None), accepted)
+    return found[0]._replace(further=tuple(found[1:spoiled])) if found else None

@@ -1,0 +1,241 @@
+"""A verify step on the device: it places the drafts, computes and samples, and accepts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxserve.api import MAX_LOGPROBS
+from jaxserve.model_spec import ModelSpec
+from jaxserve.models import decoder
+from jaxserve.runner import sequence_state
+from jaxserve.runner.batch import DECODE_TOKEN, ROW_LOGPROBS, ROW_MASKED, ROW_SAMPLES, StepInputs
+from jaxserve.runner.step import (
+    DeviceState,
+    locate,
+    overwritten,
+    result_rows,
+    row_adjustments,
+    row_sampling,
+)
+from jaxserve.runner.verify import NO_TOKEN, VerifyBucket, VerifyInputs, VerifyState
+from jaxserve_kernels.kv_format import format_of, page_size
+from jaxserve_kernels.sampler import Logprobs, RowAdjustments, SlotTables, sample
+from jaxserve_kernels.sampler.adjust import count
+from jaxserve_kernels.target import Target
+
+
+class Runs(NamedTuple):
+    """The consecutive positions that each row computes."""
+
+    slots: Array  # int32 [rows]
+    begin: Array  # int32 [rows]: the first position
+    length: Array  # int32 [rows]: how many; 0 for padding
+    drafts: Array  # int32 [rows, positions - 1]: of those after the first; NO_TOKEN: none
+
+    @property
+    def used(self) -> Array:
+        """bool [rows, positions]"""
+        return jnp.arange(self.drafts.shape[1] + 1) < self.length[:, None]
+
+    def accepted(self, chosen: Array) -> Array:
+        """Returns how many positions of each row are accepted, int32 [rows]: the first, and then as
+        long as the draft is what the position before it chose.
+
+        Args:
+          chosen: int32 [rows, positions].
+        """
+        hits = (chosen[:, :-1] == self.drafts) & self.used[:, 1:]
+        found = 1 + jnp.cumprod(hits.astype(jnp.int32), axis=1).sum(axis=1)
+        return jnp.where(self.length > 0, found, 0)
+
+
+def run_verify_step(
+    params: decoder.Params,
+    state: DeviceState,
+    verify: VerifyState,
+    packed: Array,
+    *,
+    spec: ModelSpec,
+    bucket: VerifyBucket,
+    sampled_vocab: int,
+    target: Target,
+) -> tuple[DeviceState, VerifyState]:
+    """Computes a packed verify plan. Attention takes each row as a chunk of a prompt.
+
+    Args:
+      packed: int32 [bucket.packed_size].
+      sampled_vocab: see `run_step`.
+
+    Returns:
+      The new states. The results of row r begin at r * bucket.positions.
+    """
+    asked = bucket.unpack(packed)
+    sequences = sequence_state.apply(state.sequences, asked.addresses, asked.values)
+    verify = with_drafts(verify, asked)
+    size = page_size(state.kv[0])
+    rewrites = all(format_of(kv).rewrites_pages for kv in state.kv)
+    runs = runs_of(asked, verify, bucket.positions, None if rewrites else size)
+    inputs = step_inputs(asked, runs, padding_slot=sequences.shape[0] - 1)
+    tokens = locate(inputs, sequences, groups=len(state.kv), page_size=size)
+    pre_mlp, kv = decoder.forward(
+        params, state.kv, tokens, spec, tile_size=bucket.positions, target=target
+    )
+    scores = decoder.logits(
+        params, decoder.finish(params, pre_mlp, spec, target=target), target=target
+    )
+    adjustments = row_adjustments(inputs, sequences)
+    position_tables = tables_of_positions(state.tables, verify.masks, asked, runs, adjustments)
+    chosen, logprobs, _ = sample(
+        scores,
+        row_sampling(inputs, sequences),
+        adjustments._replace(slots=jnp.arange(bucket.tokens)),
+        position_tables,
+        (inputs.row_flags & ROW_LOGPROBS) != 0,
+        vocab=sampled_vocab,
+        alternatives=MAX_LOGPROBS,
+        target=target,
+    )
+    chosen = chosen.reshape(bucket.rows, bucket.positions)
+    accepted = runs.accepted(chosen)
+    state = DeviceState(
+        kv,
+        with_last_tokens(sequences, runs.slots, chosen, accepted),
+        with_counts(state.tables, chosen, accepted, adjustments),
+        state.pre_mlp,
+        overwritten(state.results, _results(chosen, logprobs, accepted)),
+    )
+    lengths = verify.lengths.at[runs.slots].set(runs.begin + accepted)
+    return state, verify._replace(lengths=lengths)
+
+
+def with_drafts(state: VerifyState, asked: VerifyInputs) -> VerifyState:
+    """Returns the state with the drafts that came with the plan."""
+    slots = jnp.where(asked.draft_first > 0, asked.row_slots, state.lengths.shape[0])
+    return state._replace(
+        draft_first=state.draft_first.at[slots].set(asked.draft_first, mode="drop"),
+        drafts=state.drafts.at[slots].set(asked.drafts, mode="drop"),
+    )
+
+
+def runs_of(asked: VerifyInputs, state: VerifyState, positions: int, page: int | None) -> Runs:
+    """Returns what each row computes: as far as its drafts, its bounds and the bucket reach.
+
+    Args:
+      positions: of each row in the bucket.
+      page: the page size, if no row may leave the page in which it begins.
+    """
+    slots = asked.row_slots
+    begin = jnp.where(asked.row_starts < 0, state.lengths[slots], asked.row_starts)
+    first, window = state.draft_first[slots], state.drafts.shape[1]
+    index = begin[:, None] + 1 + jnp.arange(positions - 1) - first[:, None]
+    there = (first[:, None] > 0) & (index >= 0) & (index < window)
+    found = jnp.take_along_axis(state.drafts[slots], jnp.clip(index, 0, window - 1), axis=1)
+    drafts = jnp.where(there, found, NO_TOKEN)
+    known = jnp.cumprod((drafts >= 0).astype(jnp.int32), axis=1).sum(axis=1)
+    end = asked.row_ends
+    if page is not None:
+        end = jnp.minimum(end, (lax.div(begin, page) + 1) * page)
+    most = jnp.minimum(asked.row_positions, 1 + known)
+    return Runs(slots, begin, jnp.clip(jnp.minimum(most, end - begin), 0, positions), drafts)
+
+
+def step_inputs(asked: VerifyInputs, runs: Runs, *, padding_slot: int) -> StepInputs:
+    """Returns the inputs of a mixed step whose chunks are the runs, and whose rows are all of their
+    positions. What no run uses is padding."""
+    used = runs.used
+    rows, positions = used.shape
+    step = jnp.arange(positions)
+    last = jnp.full((rows, 1), DECODE_TOKEN)
+    ids = jnp.where(used, jnp.concatenate([last, runs.drafts], axis=1), 0).reshape(-1)
+    slots = jnp.where(used, runs.slots[:, None], padding_slot).reshape(-1)
+    flags = asked.row_flags[:, None] | jnp.where(asked.masked != 0, ROW_MASKED, 0)
+    nothing = jnp.zeros(0, jnp.int32)
+    return StepInputs(
+        addresses=asked.addresses,
+        values=asked.values,
+        token_ids=ids,
+        token_slots=slots,
+        token_positions=jnp.where(used, runs.begin[:, None] + step, 0).reshape(-1),
+        row_slots=slots,
+        row_last=jnp.arange(rows * positions),
+        row_flags=jnp.where(used, flags | ROW_SAMPLES, 0).reshape(-1),
+        **_tiles(runs, positions, padding_slot),
+        decode_first=nothing,
+        decode_length=nothing,
+        decode_slots=nothing,
+        decode_positions=nothing,
+    )
+
+
+def _tiles(runs: Runs, positions: int, padding_slot: int) -> dict[str, Array]:
+    """A query tile for each run; those of padding last, as attention expects it."""
+    rows = runs.slots.shape[0]
+    real = runs.length > 0
+    place = jnp.where(real, jnp.cumsum(real, dtype=jnp.int32) - 1, rows)
+
+    def moved(values: Array, padding: int) -> Array:
+        return jnp.full(rows, padding, jnp.int32).at[place].set(values, mode="drop")
+
+    return {
+        "tile_first": moved(positions * jnp.arange(rows), 0),
+        "tile_length": moved(runs.length, 0),
+        "tile_slots": moved(runs.slots, padding_slot),
+        "tile_positions": moved(runs.begin, 0),
+    }
+
+
+def tables_of_positions(
+    tables: SlotTables, masks: Array, asked: VerifyInputs, runs: Runs, adjustments: RowAdjustments
+) -> SlotTables:
+    """Returns tables with a row for each position, as plain decoding would find its slot's there:
+    the drafts before it are counted.
+
+    Args:
+      masks: int32 [positions of the largest step, words], see `VerifyState`.
+      adjustments: of all positions.
+    """
+    rows, positions = asked.masked.shape
+    own = _of_rows(adjustments, rows)._replace(slots=jnp.arange(rows))
+    counted = tables._replace(counts=tables.counts[runs.slots])
+    counts = [counted.counts]
+    for position in range(1, positions):
+        counted = count(runs.drafts[:, position - 1], runs.used[:, position], own, counted)
+        counts.append(counted.counts)
+    slots = jnp.repeat(runs.slots, positions)
+    here = asked.masked.reshape(-1, 1) != 0
+    return SlotTables(
+        counts=jnp.stack(counts, axis=1).reshape(rows * positions, -1),
+        biases=tables.biases[slots],
+        masks=jnp.where(here, masks[: rows * positions], tables.masks[slots]),
+    )
+
+
+def with_counts(
+    tables: SlotTables, chosen: Array, accepted: Array, adjustments: RowAdjustments
+) -> SlotTables:
+    """Returns the slots' tables with the tokens that were accepted counted, one after the other:
+    a row may have the same token twice."""
+    own = _of_rows(adjustments, chosen.shape[0])
+    for position in range(chosen.shape[1]):
+        tables = count(chosen[:, position], position < accepted, own, tables)
+    return tables
+
+
+def _of_rows(adjustments: RowAdjustments, rows: int) -> RowAdjustments:
+    """Those of the rows' first positions."""
+    return RowAdjustments(*(each.reshape(rows, -1)[:, 0] for each in adjustments))
+
+
+def with_last_tokens(sequences: Array, slots: Array, chosen: Array, accepted: Array) -> Array:
+    """Returns the sequence state with the last accepted token of each slot."""
+    last = jnp.take_along_axis(chosen, jnp.maximum(accepted - 1, 0)[:, None], axis=1)[:, 0]
+    slots = jnp.where(accepted > 0, slots, sequences.shape[0] - 1)
+    return sequences.at[slots, sequence_state.LAST_TOKEN].set(last)
+
+
+def _results(chosen: Array, logprobs: Logprobs, accepted: Array) -> Array:
+    kept = jnp.arange(chosen.shape[1]) < accepted[:, None]
+    return result_rows(jnp.where(kept, chosen, NO_TOKEN).reshape(-1), logprobs)

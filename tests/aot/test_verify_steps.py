@@ -1,0 +1,18 @@
+"""A verify step as XLA compiles it for an H100: attention takes its rows as chunks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.aot.compiled_steps import inspect
+
+
+@pytest.mark.parametrize("name", ["auto", "int8", "kvarn_k4v2_g128"])
+def test_a_verify_step_is_one_cuda_graph_that_copies_no_state(name: str) -> None:
+    flags = ("--layers", "2", "--decode=", "--prefill=", "--verify", "8x8")
+    (report,) = inspect(*flags, "--kv-cache-dtype", name).values()
+    assert report["bucket"] == "verify_8x8"
+    assert report["outside_graph"] == ["kCommandBuffer"]
+    assert report["kv_copies"] == report["table_copies"] == 0
+    assert report["aliased_bytes"] == report["state_bytes"]
+    assert report["scratch_bytes"] < 1024 * 2**20
