@@ -9,7 +9,7 @@ from aiohttp import web
 import jaxserve
 from jaxserve.api import EngineFailed, EngineStatus
 from jaxserve.config import ServerConfig
-from jaxserve.metrics.metrics import CONTENT_TYPE
+from jaxserve.metrics.exposition import CONTENT_TYPE
 from jaxserve.server.errors import ApiError, json_response
 from jaxserve.server.openapi import document
 from jaxserve.server.request.parse import read_fields

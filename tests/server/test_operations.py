@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import aiohttp
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Histogram
 
 from jaxserve.api import FinishReason, Overloaded
-from jaxserve.metrics.histogram import TokenHistogram
 from jaxserve.server import probe
 from jaxserve.server.access import digest
 from tests.fakes import FakeEngine
@@ -219,26 +214,3 @@ async def test_who_waits_waits_for_room(serve: Serve, monkeypatch: pytest.Monkey
     name = 'vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason='
     assert f'{name}"capacity"}} 4.0' in lines
     assert f'{name}"deferred"}} 0.0' in lines
-
-
-@settings(max_examples=25)
-@given(st.lists(st.floats(0, 200, width=32)))
-def test_times_between_tokens_are_counted_as_the_client_library_counts(times: list[float]) -> None:
-    bounds, labels = (0.001, 0.25, 1.0, 80.0), {"engine": "0"}
-    ours, theirs = CollectorRegistry(), CollectorRegistry()
-    histogram = TokenHistogram(["itl", "former"], "Times", bounds, labels, ours)
-    library = Histogram("itl", "Times", ["engine"], buckets=bounds, registry=theirs)
-    for seconds in times:
-        histogram.observe(seconds)
-        library.labels(**labels).observe(seconds)
-    library.labels(**labels)
-    wanted = {name: value for name, value in _samples(theirs) if not name.startswith("itl_created")}
-    assert {name: value for name, value in _samples(ours) if name.startswith("itl")} == wanted
-    former = {name.removeprefix("former"): v for name, v in _samples(ours) if "former" in name}
-    assert former == {name.removeprefix("itl"): value for name, value in wanted.items()}
-
-
-def _samples(registry: CollectorRegistry) -> Iterator[tuple[str, float]]:
-    for family in registry.collect():
-        for sample in family.samples:
-            yield f"{sample.name}{sorted(sample.labels.items())}", sample.value
