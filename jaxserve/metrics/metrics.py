@@ -67,6 +67,8 @@ class Metrics:
                 self._registry.also(former, name)
         self.last_step = StepSize("", 0, late=False)
         """Of the step that was reported last."""
+        self.page_size = 0
+        """Tokens per page of the KV cache; 0 until it is planned."""
 
     def exposition(self, names: Collection[str] | None = None) -> bytes:
         """Returns metrics as text of type `exposition.CONTENT_TYPE`: all, or those of these names
@@ -254,6 +256,7 @@ class Metrics:
 
     def set_cache_info(self, *, page_size: int, num_pages: int) -> None:
         """Report tokens per page and pages of the KV cache."""
+        self.page_size = page_size
         info = self._registry.gauge(
             "vllm:cache_config_info",
             "Geometry of the KV cache; the value is 1",

@@ -26,17 +26,34 @@ async def get(url: str, path: str) -> tuple[int, Any]:
         return reply.status, await reply.json()
 
 
-async def test_health_follows_progress_and_not_readiness(serve: Serve) -> None:
+async def test_health_is_readiness_and_live_is_progress(serve: Serve) -> None:
+    """Routers send traffic to whatever answers /health with 200."""
     engine = FakeEngine()
     url = await serve(engine, stall_timeout=10.0)
     expected = {"phase": "serving", "running": 0, "waiting": 0, "last_step_age_s": 0.0}
     assert await get(url, "/health") == (200, expected)
-    engine.phase = "compiling"
-    assert (await get(url, "/health"))[0] == 200
-    engine.last_step_age = 11.0
-    status, body = await get(url, "/health")
-    assert (status, body["phase"]) == (503, "stalled")
+    assert await get(url, "/live") == (200, expected)
+    for phase in ("starting", "loading", "compiling", "draining"):
+        engine.phase = phase
+        async with aiohttp.request("GET", f"{url}/health") as reply:
+            assert reply.status == 503 and reply.headers["Retry-After"] == "1"
+            assert (await reply.json())["phase"] == phase
+        assert await get(url, "/live") == (200, expected | {"phase": phase})
+    engine.phase, engine.last_step_age = "serving", 11.0
+    for route in ("/health", "/live"):
+        status, body = await get(url, route)
+        assert (status, body["phase"]) == (503, "stalled")
     engine.phase, engine.last_step_age = "failed", 0.0
+    assert [(await get(url, route))[0] for route in ("/health", "/live")] == [503, 503]
+
+
+async def test_health_means_alive_if_asked_to(serve: Serve) -> None:
+    engine = FakeEngine()
+    url = await serve(engine, health_means="live")
+    for phase in ("compiling", "serving", "draining"):
+        engine.phase = phase
+        assert (await get(url, "/health"))[0] == 200
+    engine.phase = "failed"
     assert (await get(url, "/health"))[0] == 503
 
 
@@ -112,7 +129,9 @@ async def test_a_deep_health_check_has_a_token_made(serve: Serve) -> None:
     status, body = await get(url, "/health?deep=1")
     assert status == 200 and body["token_s"] >= 0 and len(engine.requests) == 1
     engine.phase = "compiling"
-    assert "token_s" not in (await get(url, "/health?deep=1"))[1]
+    assert "token_s" not in (await get(url, "/live?deep=1"))[1]
+    engine.phase = "serving"
+    assert (await get(url, "/live?deep=1"))[1]["token_s"] >= 0
     url = await serve(FakeEngine(fail_after=0))
     status, body = await get(url, "/health?deep=1")
     assert (status, body["phase"]) == (503, "no_token")
