@@ -94,8 +94,10 @@ async def test_a_server_that_is_starting_answers_and_ends_at_once() -> None:
     try:
         url = (await asyncio.to_thread(read_until, process, r"listening on (http[^;\s]+)"))[1]
         async with aiohttp.ClientSession() as session:
-            async with session.get(f"{url}/health") as reply:
+            async with session.get(f"{url}/live") as reply:
                 assert reply.status == 200
+            async with session.get(f"{url}/health") as reply:
+                assert reply.status == 503
             async with session.get(f"{url}/ready") as reply:
                 assert reply.status == 503
                 assert (await reply.json())["phase"] in ("starting", "loading", "compiling")
