@@ -1,5 +1,5 @@
 """What each router, gateway and scraper asks of a server, asked as it asks, and read as it reads:
-written down from the sources of llm-d's router, production-stack, smg, KServe, Dynamo and Ray Serve.
+written down from the sources of llm-d, production-stack, smg, KServe, Dynamo and Ray Serve.
 
 tests/e2e/test_real_routers.py runs those of them that install from the package index."""
 
