@@ -126,7 +126,7 @@ SWITCHES = frozenset(
         *("--disable-cuda-graph-padding", "--disable-custom-all-reduce", "--disable-fastapi-docs"),
         *("--disable-frontend-multiprocessing", "--disable-uvicorn-access-log"),
         *("--enable-mixed-chunk", "--enable-reasoning", "--enable-torch-compile"),
-        "--enable-sleep-mode",
+        *("--enable-sleep-mode", "--no-enable-log-requests"),
         *("--skip-server-warmup", "-O0", "-O1", "-O2", "-O3"),
     }
 )

@@ -80,6 +80,7 @@ PARSES: dict[str, tuple[list[str], dict[str, Any]]] = {
         [
             *("serve", "Qwen/Qwen3-32B", "--tensor-parallel-size=1", "--block-size=64"),
             "--disable-access-log-for-endpoints=/health,/metrics,/v1/models",
+            "--no-enable-log-requests",
             *("--shutdown-timeout", "45", "--otlp-traces-endpoint=http://otel-collector:4317"),
             "--collect-detailed-traces=all",
         ],
