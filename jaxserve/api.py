@@ -365,7 +365,9 @@ class Engine(Protocol):
     @property
     def limits(self) -> EngineLimits: ...
 
-    def status(self) -> EngineStatus: ...
+    def status(self) -> EngineStatus:
+        """Returns a snapshot. May be called on any thread, and so may `weights`."""
+        ...
 
     def generate(self, request: Request) -> AsyncGenerator[list[TokenEvent]]:
         """Submit a request and stream its events.

@@ -218,6 +218,7 @@ class SamplingDefaults:
         return cls(temperature=temperature, top_p=top_p, top_k=int(top_k))
 
 
+HEALTH_MEANINGS = ("ready", "live")
 REASONING_FIELDS = ("both", "reasoning", "reasoning_content")
 
 NO_PARSER = "none"
@@ -260,13 +261,21 @@ class ServerConfig:
     keep_alive_interval: float = 15.0
     """Seconds between SSE comments on a stream that waits for its next token."""
     stall_timeout: float = 120.0
-    """Seconds without progress of the engine thread after which `/health` is 503."""
+    """Seconds without progress of the engine thread after which `/live` is 503."""
+    health_means: str = "ready"
+    """What 200 of `/health` says: one of HEALTH_MEANINGS."""
     api_key_digests: tuple[bytes, ...] = ()
     """SHA-256 of the keys that clients may use; none: no key is needed."""
     admin_key_digests: tuple[bytes, ...] = ()
     """SHA-256 of the keys of administrators; none: their routes do not exist."""
     open_metrics: bool = False
     """`/metrics` needs no key."""
+    open_render: bool = False
+    """The routes that render prompts need no key."""
+    trust_gateway: bool = False
+    """The tenant that a gateway names in a header is believed."""
+    objectives: Mapping[str, int] = MappingProxyType({})
+    """Priorities of inference objectives by name, higher first as in llm-d."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that browsers let use the server; `*`: all."""
     max_queued_tokens: int | None = None

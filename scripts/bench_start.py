@@ -116,7 +116,7 @@ def wait(
 ) -> dict[str, float]:
     found: dict[str, float] = {}
     while process.poll() is None and time.monotonic() < started + timeout:
-        for name, route in (("port", "/health"), ("ready", "/ready")):
+        for name, route in (("port", "/live"), ("ready", "/ready")):
             if name not in found and answers(url + route):
                 found[name] = time.monotonic() - started
         if "ready" in found:

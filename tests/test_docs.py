@@ -12,7 +12,7 @@ from statistics import median
 import pytest
 
 from jaxserve.bench.command import main as bench
-from jaxserve.cli.foreign_flags import CHECKED, LORA, ONE, SAME, SWITCHES, VALUED
+from jaxserve.cli.foreign_flags import CHECKED, NOT_HERE, ONE, SAME, SWITCHES, VALUED
 from jaxserve.cli.options import parse_args
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.startup.engine_plan import (
@@ -135,7 +135,7 @@ def test_flags_that_are_named_exist(page: Path, capsys: pytest.CaptureFixture[st
     if page.name == "benchmarking.md":
         known |= flags_of_the_benchmark(capsys)
     if page.name in ("from-vllm.md", "CHANGELOG.md"):
-        known |= SAME.keys() | ONE | SWITCHES | VALUED | LORA | CHECKED
+        known |= SAME.keys() | ONE | SWITCHES | VALUED | NOT_HERE.keys() | CHECKED
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.M | re.S)
     for line in text.splitlines():
         scripts = "".join(source(name) for name in SCRIPT.findall(line))

@@ -83,6 +83,16 @@ def port(text: str) -> int:
     return value
 
 
+def objective(text: str) -> tuple[str, int]:
+    """A name and its priority, 32 bits."""
+    name, equals, number = text.rpartition("=")
+    if not (name and equals and re.fullmatch(r"-?\d{1,10}", number, re.ASCII)):
+        raise argparse.ArgumentTypeError(f"not a name and a priority, as in batch=-10: {text!r}")
+    if not -(2**31) <= int(number) < 2**31:
+        raise argparse.ArgumentTypeError(f"not a priority of 32 bits: {text!r}")
+    return name, int(number)
+
+
 def seconds(text: str) -> float:
     """A number above 0."""
     if not 0 < (value := _number(text)) < math.inf:

@@ -9,6 +9,7 @@ from pathlib import Path
 from jaxserve.cli.flag_values import (
     from_0,
     model_name,
+    objective,
     port,
     positive,
     root_path,
@@ -19,7 +20,7 @@ from jaxserve.cli.flag_values import (
     url,
     whole,
 )
-from jaxserve.config import REASONING_FIELDS, REASONING_PARSERS, TOOL_CALL_PARSERS
+from jaxserve.config import HEALTH_MEANINGS, REASONING_FIELDS, REASONING_PARSERS, TOOL_CALL_PARSERS
 from jaxserve.logs import FORMATS
 from jaxserve.models.registry import NAMED_MODELS
 
@@ -199,8 +200,22 @@ def add_server_flags(add: AddArgument) -> None:
         "--stall-timeout",
         type=seconds,
         default=120.0,
-        help="seconds without a finished step, with work to do, until /health and /ready "
+        help="seconds without a finished step, with work to do, until /live, /health and /ready "
         "answer 503",
+    )
+    add(
+        "--health-means",
+        choices=HEALTH_MEANINGS,
+        default="ready",
+        help="what 200 of /health says: ready, that requests are served now, or live, the same as "
+        "/live",
+    )
+    add(
+        "--probe-port",
+        type=port,
+        help="another port for /health, /live, /ready and /metrics, plain HTTP and without keys, "
+        "answered by a thread of its own however busy the server is; 0 picks a free one "
+        "(default: none)",
     )
     add(
         "--keep-alive-interval",
@@ -311,6 +326,25 @@ def add_access_flags(add: AddArgument) -> None:
         "--open-metrics",
         action="store_true",
         help="serve /metrics without a key",
+    )
+    add(
+        "--open-render",
+        action="store_true",
+        help="serve /v1/chat/completions/render and /v1/completions/render without a key",
+    )
+    add(
+        "--trust-gateway",
+        action="store_true",
+        help="share fairly between the names that a gateway writes into "
+        "x-llm-d-inference-fairness-id, and not between keys; only where no client can go around "
+        "the gateway",
+    )
+    add(
+        "--inference-objectives",
+        type=objective,
+        nargs="+",
+        help="priorities of llm-d's objectives, such as interactive=10 batch=-10; higher goes "
+        "first, with --scheduling-policy priority (default: none)",
     )
     add(
         "--allowed-origins",

@@ -52,6 +52,9 @@ OBVIOUS = {
     ),
     "--hf-overrides": frozenset({"{}"}),
     "--cpu-offload-gb": frozenset({"0", "0.0"}),
+    "--runner": frozenset({"auto", "generate"}),
+    "--task": frozenset({"auto", "generate"}),
+    "--convert": frozenset({"auto", "none"}),
 }
 """Values that ask for what happens anyway: how a checkpoint is quantised follows from its files."""
 
@@ -60,8 +63,45 @@ REFUSED = {
     ("--dtype", "float16"): "models run in bfloat16; leave --dtype out, or use float32",
     ("--hf-overrides", None): "change config.json instead",
     ("--cpu-offload-gb", None): "weights stay on the GPU; use --quantization int4 to save memory",
+    ("--runner", None): "models generate text here",
+    ("--task", None): "models generate text here",
+    ("--convert", None): "models generate text here",
 }
 """What is not there, and what to do instead; by flag and value, None for any other value."""
+
+_ONE_PROCESS = "one process serves on one GPU"
+_NO_TRANSFER = (
+    "keys and values are not moved between servers; each one reads prompts and answers them, so "
+    "leave it out and route to all of them alike"
+)
+_NO_TIER = "the KV cache is in the GPU's memory only; leave it out"
+NOT_HERE = {
+    "--kv-transfer-config": _NO_TRANSFER,
+    "--ec-transfer-config": _NO_TRANSFER,
+    "--disaggregation-mode": _NO_TRANSFER,
+    "--kv-offloading-size": _NO_TIER,
+    "--kv-offloading-backend": _NO_TIER,
+    "--headless": _ONE_PROCESS,
+    "--data-parallel-address": _ONE_PROCESS,
+    "--data-parallel-rpc-port": _ONE_PROCESS,
+    "--data-parallel-size-local": _ONE_PROCESS,
+    "--data-parallel-start-rank": _ONE_PROCESS,
+    "--ssl-ciphers": "ciphers are those of Python's TLS, from version 1.2; leave it out",
+    "--middleware": "no code is loaded from flags",
+    "--enable-lora": "LoRA adapters are not served; merge them into the model",
+    "--lora-modules": "LoRA adapters are not served; merge them into the model",
+    "--lora-paths": "LoRA adapters are not served; merge them into the model",
+}
+"""What would make another server of this one, whatever its value, and what to do instead."""
+
+OTHER_COMMANDS = {
+    "launch": "every server answers /v1/chat/completions/render and /v1/completions/render: point "
+    "the tokenizer's URL at one, or at all of them",
+    "run-batch": "there are no batch files; send the requests to a server",
+    "chat": "open the server's page in a browser, or use any client of OpenAI's API",
+    "complete": "use any client of OpenAI's API",
+}
+"""vLLM's commands that are not there, and what to do instead."""
 
 CHECKED = {"--dtype", *OBVIOUS}
 """Flags whose value decides what becomes of them."""
@@ -86,6 +126,7 @@ SWITCHES = frozenset(
         *("--disable-cuda-graph-padding", "--disable-custom-all-reduce", "--disable-fastapi-docs"),
         *("--disable-frontend-multiprocessing", "--disable-uvicorn-access-log"),
         *("--enable-mixed-chunk", "--enable-reasoning", "--enable-torch-compile"),
+        *("--enable-sleep-mode", "--no-enable-log-requests"),
         *("--skip-server-warmup", "-O0", "-O1", "-O2", "-O3"),
     }
 )
@@ -104,14 +145,10 @@ VALUED = frozenset(
         *("--attention-backend", "--cuda-graph-max-bs", "--guided-decoding-backend"),
         *("--limit-mm-per-prompt", "--log-level-http", "--max-seq-len-to-capture"),
         *("--schedule-conservativeness", "--tokenizer-mode", "--watchdog-timeout"),
+        *("--max-loras", "--max-lora-rank", "--max-cpu-loras", "--lora-dtype"),
     }
 )
 """Without effect here: what they turn on or choose is always so, or there is nothing to choose."""
-
-LORA = frozenset(
-    {"--enable-lora", "--lora-modules", "--lora-paths", "--max-loras", "--max-lora-rank"}
-)
-"""What they ask for is not there, and without it the answers would be others."""
 
 
 class Translated(NamedTuple):
@@ -125,17 +162,19 @@ class Translated(NamedTuple):
 def translated(argv: list[str]) -> Translated:
     """A command line in the flags of jaxserve.
 
-    Raises ValueError for what is not there: more than one GPU, LoRA adapters, the values of
-    REFUSED, and a --config file that cannot be read.
+    Raises ValueError for what is not there: NOT_HERE, more than one GPU, the values of REFUSED,
+    commands of vLLM, and a --config file that cannot be read.
     """
+    if argv and argv[0] in OTHER_COMMANDS:
+        raise ValueError(f"{argv[0]}: {OTHER_COMMANDS[argv[0]]}")
     ours: list[str] = []
     without_effect: list[str] = []
     words = iter(with_config_file(argv))
     for word in words:
         name, equals, value = word.partition("=")
-        name = SAME.get(name, name)
-        if name in LORA:
-            raise ValueError(f"{name}: LoRA adapters are not served; merge them into the model")
+        name = _our_name(name)
+        if name in NOT_HERE:
+            raise ValueError(f"{name}: {NOT_HERE[name]}")
         if name in CHECKED:
             value = value if equals else next(words, "")
             refusal = REFUSED.get((name, value)) or REFUSED.get((name, None))
@@ -150,10 +189,16 @@ def translated(argv: list[str]) -> Translated:
         elif name in VALUED or name in ONE:
             value = value if equals else next(words, "")
             if name in ONE and value != "1":
-                raise ValueError(f"{name} {value}: one process serves on one GPU")
+                raise ValueError(f"{name} {value}: {_ONE_PROCESS}")
             without_effect.append(name)
         elif equals:
             ours.append(f"{name}={SAME_VALUES.get((name, value), value)}")
         else:
             ours.append(SAME_VALUES.get((ours[-1] if ours else "", name), name))
-    return Translated(ours, without_effect)
+    return Translated([word if word != "--help=all" else "--help" for word in ours], without_effect)
+
+
+def _our_name(name: str) -> str:
+    """Of a flag: with dashes, where vLLM takes underscores, too."""
+    dashed = name.replace("_", "-") if name.startswith("--") else name
+    return SAME.get(dashed, dashed)

@@ -80,6 +80,9 @@ class Options:
     admin_api_key_file: Path | None
     reasoning_key_file: Path | None
     open_metrics: bool
+    open_render: bool
+    trust_gateway: bool
+    inference_objectives: list[tuple[str, int]] | None
     allowed_origins: list[str] | None
     ssl_keyfile: Path | None
     ssl_certfile: Path | None
@@ -101,6 +104,8 @@ class Options:
     max_request_bytes: int
     response_store_bytes: int
     stall_timeout: float
+    health_means: str
+    probe_port: int | None
     keep_alive_interval: float
     out: Path | None = None
     """Of `convert`: where the converted checkpoint goes."""

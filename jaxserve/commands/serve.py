@@ -12,9 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvloop
+from aiohttp import web
 
 from jaxserve import logs
 from jaxserve.api import EngineLimits
@@ -24,9 +26,11 @@ from jaxserve.engine.engine import AsyncEngine, Progress
 from jaxserve.engine.loop import Parts
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.server import make_app, make_runner
+from jaxserve.server.service import SERVICE
 from jaxserve.startup import heap, open_files
 from jaxserve.startup.environment import prepare
 from jaxserve.startup.listen import bind, server_config
+from jaxserve.startup.probe_port import probe_port
 from jaxserve.startup.timeline import Pace, Timeline, show
 from jaxserve.startup.tls import reload_when_changed, tls_context
 from jaxserve.weights.model_source import ModelSource, find_model
@@ -125,11 +129,12 @@ async def _serve_until(
     try:
         url = await bind(runner, config, tls)
         log.info("listening on %s; loading %s", config.uds or url, source.names[0])
-        await _start(engine, stop)
-        _report(timeline, metrics, show_table=options.profile_startup)
-        _greet(url, source.names[0], config)
-        await _until_stopped(engine, stop)
-        await _drain(engine, options.shutdown_timeout)
+        async with _probes(options, app):
+            await _start(engine, stop)
+            _report(timeline, metrics, show_table=options.profile_startup)
+            _greet(url, source.names[0], config)
+            await _until_stopped(engine, stop)
+            await _drain(engine, options.shutdown_timeout)
     finally:
         if reloading is not None:
             reloading.cancel()
@@ -137,6 +142,13 @@ async def _serve_until(
         await runner.cleanup()
         if tracing is not None:
             await asyncio.to_thread(tracing.shutdown)
+
+
+def _probes(options: Options, app: web.Application) -> AbstractAsyncContextManager[object]:
+    """The port for probes, if one is asked for."""
+    if options.probe_port is None:
+        return contextlib.nullcontext()
+    return probe_port(app[SERVICE], options.host, options.probe_port)
 
 
 def _leave() -> NoReturn:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from jaxserve.metrics.exposition import Histogram, Number, Registry, TokenHistogram
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 COMPILE_PHASES = ("startup", "serving")
@@ -37,27 +38,25 @@ _RATIO = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 class _Families:
     """Declares metrics with the model's labels."""
 
-    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]):
+    def __init__(self, registry: Registry, labels: Mapping[str, str]):
         self._registry = registry
         self._labels = labels
 
-    def _counter(self, name: str, text: str) -> Counter:
-        family = Counter(name, text, list(self._labels), registry=self._registry)
-        return family.labels(**self._labels)
+    def _counter(self, name: str, text: str) -> Number:
+        return self._registry.counter(name, text, list(self._labels)).labels(**self._labels)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        family = Gauge(name, text, list(self._labels), registry=self._registry)
-        return family.labels(**self._labels)
+    def _gauge(self, name: str, text: str) -> Number:
+        return self._registry.gauge(name, text, list(self._labels)).labels(**self._labels)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(name, text, list(self._labels), buckets=buckets, registry=self._registry)
+        family = self._registry.histogram(name, text, buckets, list(self._labels))
         return family.labels(**self._labels)
 
 
 class RequestFamilies(_Families):
     """Metrics of the HTTP server."""
 
-    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]):
+    def __init__(self, registry: Registry, labels: Mapping[str, str]):
         super().__init__(registry, labels)
         self.cached_tokens = self._counter(
             "vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache"
@@ -68,11 +67,10 @@ class RequestFamilies(_Families):
         self.prefix_hits = self._counter(
             "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache"
         )
-        by_source = Counter(
+        by_source = self._registry.counter(
             "vllm:prompt_tokens_by_source",
             "Prompt tokens by where their keys and values came from",
             [*self._labels, "source"],
-            registry=self._registry,
         )
         self.local_compute = by_source.labels(**self._labels, source="local_compute")
         self.local_hits = by_source.labels(**self._labels, source="local_cache_hit")
@@ -84,11 +82,10 @@ class RequestFamilies(_Families):
             "From the first token's arrival on the host to its write into the stream",
             _STEP,
         )
-        self.prefix_requests = Counter(
+        self.prefix_requests = self._registry.counter(
             "jaxserve_prefix_cache_requests",
             "Sequences by whether a part of their prompt was in the prefix cache",
             [*self._labels, "hit"],
-            registry=self._registry,
         )
         for hit in ("true", "false"):
             self.prefix_requests.labels(**self._labels, hit=hit)
@@ -103,6 +100,13 @@ class RequestFamilies(_Families):
         self.e2e = self._histogram(
             "vllm:e2e_request_latency_seconds", "From arrival to the last token", _E2E
         )
+        self.itl = self._registry.histogram(
+            "vllm:inter_token_latency_seconds",
+            "Between two tokens of one sequence",
+            ITL,
+            list(self._labels),
+            TokenHistogram,
+        ).labels(**self._labels)
         self.tpot = self._histogram(
             "vllm:request_time_per_output_token_seconds", "Per sequence, without the first", ITL
         )
@@ -132,71 +136,63 @@ class RequestFamilies(_Families):
         self.max_tokens = self._histogram(
             "vllm:request_params_max_tokens", "max_tokens per sequence", _TOKENS
         )
-        self.finished = Counter(
+        self.finished = self._registry.counter(
             "vllm:request_success",
             "Sequences that ended, by reason",
             [*self._labels, "finished_reason"],
-            registry=self._registry,
         )
-        self.rejected = Counter(
+        self.rejected = self._registry.counter(
             "vllm:admission_rejections",
             "Requests answered with an error before any work",
             [*self._labels, "reason"],
-            registry=self._registry,
         )
         for reason in FINISH_REASONS:
             self.finished.labels(**self._labels, finished_reason=reason)
         for reason in REJECTIONS:
             self.rejected.labels(**self._labels, reason=reason)
-        self.ignored = Counter(
+        self.ignored = self._registry.counter(
             "jaxserve_ignored_params",
             "Request fields that were accepted and had no effect",
             ["param"],
-            registry=self._registry,
         )
 
 
 class GrammarFamilies(_Families):
     """Metrics of structured output."""
 
-    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]):
+    def __init__(self, registry: Registry, labels: Mapping[str, str]):
         super().__init__(registry, labels)
-        self.queue_time = Histogram(
+        self.queue_time = self._registry.histogram(
             "jaxserve_grammar_queue_seconds",
             "Until a grammar had its turn to be compiled",
-            buckets=_GRAMMAR,
-            registry=registry,
-        )
-        self.compile_time = Histogram(
+            _GRAMMAR,
+        ).labels()
+        self.compile_time = self._registry.histogram(
             "jaxserve_grammar_compile_seconds",
             "From there to its first mask, or to why there is none",
-            buckets=_GRAMMAR,
-            registry=registry,
-        )
-        self.processes = Gauge(
+            _GRAMMAR,
+        ).labels()
+        self.processes = self._registry.gauge(
             "jaxserve_grammar_processes",
             "Compiled grammars, each in its process",
-            registry=registry,
-        )
-        self.limits = Counter(
+        ).labels()
+        self.limits = self._registry.counter(
             "jaxserve_grammar_limits",
             "Processes of grammars that ended at a limit",
             ["cause"],
-            registry=registry,
         )
         for cause in GRAMMAR_LIMITS:
             self.limits.labels(cause=cause)
-        self.restarts = Counter(
+        self.restarts = self._registry.counter(
             "jaxserve_grammar_server_restarts",
             "Starts of what forks these processes, after the first",
-            registry=registry,
-        )
+        ).labels()
 
 
 class EngineFamilies(_Families):
     """Metrics of the engine."""
 
-    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]):
+    def __init__(self, registry: Registry, labels: Mapping[str, str]):
         super().__init__(registry, labels)
         self.ready = self._gauge("jaxserve_ready", "1 while /ready is 200, else 0")
         self.weights = self._gauge(
@@ -208,36 +204,33 @@ class EngineFamilies(_Families):
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated")
         self.running = self._gauge("vllm:num_requests_running", "Sequences in the running set")
         self.waiting = self._gauge("vllm:num_requests_waiting", "Sequences in the queue")
-        by_reason = Gauge(
+        by_reason = self._registry.gauge(
             "vllm:num_requests_waiting_by_reason",
             "Sequences in the queue, by what they wait for",
             [*self._labels, "reason"],
-            registry=self._registry,
         )
         self.waiting_for_room = by_reason.labels(**self._labels, reason="capacity")
         by_reason.labels(**self._labels, reason="deferred").set(0)
         self.kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0-1")
         lora = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
-        Gauge(
+        self._registry.gauge(
             "vllm:lora_requests_info",
             "LoRA adapters, which are not served; the value is the time of the start",
             lora,
-            registry=self._registry,
-        ).labels("0", "", "").set_to_current_time()
+        ).labels(max_lora="0", waiting_lora_adapters="", running_lora_adapters="").set(time.time())
         self.queue_time = self._histogram(
             "vllm:request_queue_time_seconds", "From the engine's receipt to admission", _TTFT
         )
         self.prefill_time = self._histogram(
             "vllm:request_prefill_time_seconds", "From admission to the first token", _TTFT
         )
-        self.errors = Counter(
-            "jaxserve_step_errors", "Sequences that ended with an error", registry=self._registry
-        )
-        self.shed = Counter(
+        self.errors = self._registry.counter(
+            "jaxserve_step_errors", "Sequences that ended with an error"
+        ).labels()
+        self.shed = self._registry.counter(
             "jaxserve_deadline_shed",
             "Sequences dropped from the queue because their deadline could not be met",
-            registry=self._registry,
-        )
+        ).labels()
         self.preemptions = self._counter("vllm:num_preemptions", "Sequences preempted")
         self.preemptions_each = self._histogram(
             "vllm:request_num_preemptions",
@@ -249,76 +242,78 @@ class EngineFamilies(_Families):
             "Tokens computed per step",
             (1.0, *(float(2**e) for e in range(3, 15))),
         )
-        self.steps = Histogram(
+        self.steps = self._registry.histogram(
             "jaxserve_step_seconds",
             "Duration of a step by the bucket it ran in",
+            _STEP,
             ["kind", "bucket"],
-            buckets=_STEP,
-            registry=self._registry,
         )
-        self.padding = Histogram(
+        self.padding = self._registry.histogram(
             "jaxserve_step_padding_ratio",
             "Share of a step's bucket that was padding",
+            _RATIO,
             ["kind"],
-            buckets=_RATIO,
-            registry=self._registry,
         )
-        self.late_steps = Counter(
+        self.late_steps = self._registry.counter(
             "jaxserve_late_steps",
             "Steps launched after the one before them had ended: the device waited for the host",
             ["kind"],
-            registry=self._registry,
         )
         for kind in ("decode", "mixed"):
             self.late_steps.labels(kind=kind)
-        self.corrections = Gauge(
+        self.corrections = self._registry.gauge(
             "jaxserve_step_time_correction_seconds",
             "How much longer a bucket's steps take than the start measured",
             ["kind", "bucket"],
-            registry=self._registry,
         )
-        self.compiles = Counter(
+        self.compiles = self._registry.counter(
             "jaxserve_compiles",
             "XLA compiles; stays 0 while serving",
             ["phase"],
-            registry=self._registry,
         )
         for phase in COMPILE_PHASES:
             self.compiles.labels(phase=phase)
-        self.memory = Gauge(
-            "jaxserve_memory_bytes", "Planned device memory", ["kind"], registry=self._registry
+        self.memory = self._registry.gauge(
+            "jaxserve_memory_bytes", "Planned device memory", ["kind"]
         )
-        self.fast_paths = Gauge(
+        self.fast_paths = self._registry.gauge(
             "jaxserve_fast_path",
             "What makes a GPU's steps fast: 1 on, 0 off; the log says why",
             ["feature"],
-            registry=self._registry,
         )
-        self.fallbacks = Gauge(
+        self.fallbacks = self._registry.gauge(
             "jaxserve_kernel_fallback",
             "1: a kernel did not compile for this GPU, and something slower runs in its place",
             ["operation"],
-            registry=self._registry,
         )
-        self.startup = Gauge(
+        self.startup = self._registry.gauge(
             "jaxserve_startup_seconds",
             "Duration of the phases of the start",
             ["phase"],
-            registry=self._registry,
         )
 
 
-class FormerFamilies:
-    """Metrics under former vLLM names, for older dashboards and autoscalers."""
+FORMER_NAMES = {
+    "vllm:gpu_cache_usage_perc": "vllm:kv_cache_usage_perc",
+    "vllm:gpu_prefix_cache_queries_total": "vllm:prefix_cache_queries_total",
+    "vllm:gpu_prefix_cache_hits_total": "vllm:prefix_cache_hits_total",
+    "vllm:time_per_output_token_seconds": "vllm:inter_token_latency_seconds",
+}
+"""Metrics under former vLLM names, for older dashboards, routers and autoscalers."""
 
-    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]):
-        names = list(labels)
-        self.kv_usage = Gauge(
-            "vllm:gpu_cache_usage_perc", "vllm:kv_cache_usage_perc", names, registry=registry
-        ).labels(**labels)
-        self.prefix_queries = Counter(
-            "vllm:gpu_prefix_cache_queries", "vllm:prefix_cache_queries", names, registry=registry
-        ).labels(**labels)
-        self.prefix_hits = Counter(
-            "vllm:gpu_prefix_cache_hits", "vllm:prefix_cache_hits", names, registry=registry
-        ).labels(**labels)
+ROUTING = frozenset(
+    {
+        "jaxserve_ready",
+        "vllm:cache_config_info",
+        "vllm:gpu_cache_usage_perc",
+        "vllm:gpu_prefix_cache_hits_total",
+        "vllm:gpu_prefix_cache_queries_total",
+        "vllm:kv_cache_usage_perc",
+        "vllm:lora_requests_info",
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:prefix_cache_hits_total",
+        "vllm:prefix_cache_queries_total",
+    }
+)
+"""What the routers read that are known to work with vLLM: llm-d's, production-stack's, smg."""

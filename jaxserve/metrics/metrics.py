@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from typing import NamedTuple
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    generate_latest,
-)
-from prometheus_client.samples import Sample
-
 from jaxserve.api import EngineStatus, Start
+from jaxserve.metrics.exposition import Histogram, Registry
 from jaxserve.metrics.families import (
-    ITL,
+    FORMER_NAMES,
     EngineFamilies,
-    FormerFamilies,
     GrammarFamilies,
     RequestFamilies,
 )
-from jaxserve.metrics.histogram import TokenHistogram
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 MAX_IGNORED_NAMES = 64
 """The most ignored parameters with a series of their own. Clients choose the names."""
@@ -67,38 +56,38 @@ class Metrics:
 
     def __init__(self, model_name: str, *, legacy: bool = True):
         """`legacy`: also export some metrics under vLLM's former names."""
-        self._registry = CollectorRegistry()
-        ProcessCollector(registry=self._registry)
+        self._registry = Registry()
         self._labels = {"model_name": model_name, "engine": "0"}
         self._ignored_names: set[str] = set()
         self._requests = RequestFamilies(self._registry, self._labels)
         self._engine = EngineFamilies(self._registry, self._labels)
         self._grammar = GrammarFamilies(self._registry, self._labels)
-        self._former = FormerFamilies(self._registry, self._labels) if legacy else None
-        itl = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
-        text = "Between two tokens of one sequence"
-        names = itl if legacy else itl[:1]
-        self._itl = TokenHistogram(names, text, ITL, self._labels, self._registry)
+        if legacy:
+            for former, name in FORMER_NAMES.items():
+                self._registry.also(former, name)
         self.last_step = StepSize("", 0, late=False)
         """Of the step that was reported last."""
+        self.page_size = 0
+        """Tokens per page of the KV cache; 0 until it is planned."""
 
-    def exposition(self) -> bytes:
-        """Returns all metrics as text of type CONTENT_TYPE."""
-        return generate_latest(self._registry)
+    def exposition(self, names: Collection[str] | None = None) -> bytes:
+        """Returns metrics as text of type `exposition.CONTENT_TYPE`: all, or those of these names
+        of families or series. Takes well below a millisecond."""
+        return self._registry.exposition(names)
 
     def tokens(self) -> tuple[int, int]:
         """Returns the prompt tokens and the generated tokens since the start."""
-        return int(_total(self._engine.prompt_tokens)), int(_total(self._engine.generation_tokens))
+        return int(self._engine.prompt_tokens.value), int(self._engine.generation_tokens.value)
 
     def figures(self) -> Figures:
-        """Returns totals since the start; takes about a tenth of a millisecond."""
+        """Returns totals since the start."""
         prompt, generated = self.tokens()
         return Figures(
             prompt_tokens=prompt,
             generated_tokens=generated,
-            looked_up=int(_total(self._requests.prefix_queries)),
-            found=int(_total(self._requests.prefix_hits)),
-            preemptions=int(_total(self._engine.preemptions)),
+            looked_up=int(self._requests.prefix_queries.value),
+            found=int(self._requests.prefix_hits.value),
+            preemptions=int(self._engine.preemptions.value),
             ttft=_distribution(self._requests.ttft),
             tpot=_distribution(self._requests.tpot),
         )
@@ -120,9 +109,6 @@ class Metrics:
         self._requests.cached_tokens.inc(cached_tokens)
         self._requests.prefix_queries.inc(prompt_tokens)
         self._requests.prefix_hits.inc(cached_tokens)
-        if self._former is not None:
-            self._former.prefix_queries.inc(prompt_tokens)
-            self._former.prefix_hits.inc(cached_tokens)
         self._requests.local_compute.inc(prompt_tokens - cached_tokens)
         self._requests.local_hits.inc(cached_tokens)
         self._requests.prefix_requests.labels(
@@ -137,8 +123,9 @@ class Metrics:
         Call it on one thread, the event loop's.
         """
         if count:
-            self._itl.observe(seconds)
-            self._itl.observe(0.0, count - 1)
+            self._requests.itl.observe(seconds)
+        if count > 1:
+            self._requests.itl.observe(0.0, count - 1)
 
     def sequence_computed(self, prefill: float, decode: float, generated_tokens: int) -> None:
         """Report an ended sequence with a first token: seconds before that token and after it."""
@@ -207,8 +194,6 @@ class Metrics:
         self._engine.waiting.set(status.waiting)
         self._engine.waiting_for_room.set(status.waiting)
         self._engine.kv_usage.set(kv_usage)
-        if self._former is not None:
-            self._former.kv_usage.set(kv_usage)
 
     # Called by the engine.
 
@@ -271,11 +256,11 @@ class Metrics:
 
     def set_cache_info(self, *, page_size: int, num_pages: int) -> None:
         """Report tokens per page and pages of the KV cache."""
-        info = Gauge(
+        self.page_size = page_size
+        info = self._registry.gauge(
             "vllm:cache_config_info",
             "Geometry of the KV cache; the value is 1",
             [*self._labels, "block_size", "num_gpu_blocks"],
-            registry=self._registry,
         )
         info.labels(**self._labels, block_size=str(page_size), num_gpu_blocks=str(num_pages)).set(1)
 
@@ -301,20 +286,6 @@ class Metrics:
         self._engine.startup.labels(phase=phase).set(seconds)
 
 
-def _samples(family: Counter | Histogram, suffix: str) -> list[Sample]:
-    return [
-        sample
-        for metric in family.collect()
-        for sample in metric.samples
-        if sample.name.endswith(suffix)
-    ]
-
-
-def _total(counter: Counter) -> float:
-    return sum(sample.value for sample in _samples(counter, "_total"))
-
-
 def _distribution(histogram: Histogram) -> Distribution:
-    samples = _samples(histogram, "_bucket")
-    bounds = tuple(float(sample.labels["le"]) for sample in samples)
-    return Distribution(bounds, tuple(int(sample.value) for sample in samples))
+    counts, _ = histogram.state()
+    return Distribution((*histogram.bounds, math.inf), tuple(counts))

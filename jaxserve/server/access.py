@@ -16,14 +16,18 @@ from jaxserve.server.service import SERVICE, Service
 from jaxserve.server.tenant import CURRENT_TENANT, KEY_NAME, tenant_of
 from jaxserve.server.ui import OPEN_PAGES
 
-OPEN_ROUTES = frozenset({"/health", "/ready"})
+OPEN_ROUTES = frozenset({"/health", "/live", "/ready"})
 """Answered without a key, by the path of the route that was matched. Everything else, routes that
 do not exist included, needs one: a route that is added later is closed by itself."""
+
+METRICS_ROUTES = frozenset({"/metrics", "/metrics/routing"})
+RENDER_ROUTES = frozenset({"/v1/chat/completions/render", "/v1/completions/render"})
+"""Scrapers and routers that send no keys ask these: opened by flags."""
 
 ADMIN_ROUTES = frozenset(
     {
         *("/reset_prefix_cache", "/v1/weights", "/pause", "/resume", "/is_paused"),
-        *("/sleep", "/wake_up", "/is_sleeping"),
+        *("/sleep", "/wake_up"),
     }
 )
 """They change what all clients get: only for keys of administrators, and not there without any."""
@@ -53,7 +57,11 @@ async def require_key(request: web.Request, handler: Handler) -> web.StreamRespo
 
 def is_open(path: str | None, config: ServerConfig) -> bool:
     """Says whether the route of this path answers without a key."""
-    return path in OPEN_ROUTES or path in OPEN_PAGES or (path == "/metrics" and config.open_metrics)
+    if path in METRICS_ROUTES:
+        return config.open_metrics
+    if path in RENDER_ROUTES:
+        return config.open_render
+    return path in OPEN_ROUTES or path in OPEN_PAGES
 
 
 def service_of(request: web.Request) -> Service:

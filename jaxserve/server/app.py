@@ -10,7 +10,7 @@ from aiohttp import web
 from jaxserve.api import Engine
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.server import operations, weights
+from jaxserve.server import health, info, operations, weights
 from jaxserve.server.access import require_key
 from jaxserve.server.backlog import Backlog
 from jaxserve.server.chat_formats.chat_format import ChatFormat
@@ -27,6 +27,7 @@ from jaxserve.server.middleware import (
 )
 from jaxserve.server.openai.chat import chat_completions
 from jaxserve.server.openai.completions import completions
+from jaxserve.server.openai.render import render_chat, render_completion
 from jaxserve.server.probe import Probe
 from jaxserve.server.response_store import ResponseStore
 from jaxserve.server.responses import responses, stored
@@ -133,7 +134,9 @@ def _template(source: str, tokenizer: Tokenizer, config: ServerConfig) -> ChatTe
 def _routes(prefix: str, *, admin: bool) -> list[web.RouteDef]:
     routes = [
         web.post(f"{prefix}/v1/chat/completions", chat_completions),
+        web.post(f"{prefix}/v1/chat/completions/render", render_chat),
         web.post(f"{prefix}/v1/completions", completions),
+        web.post(f"{prefix}/v1/completions/render", render_completion),
         web.post(f"{prefix}/v1/responses", responses),
         web.get(f"{prefix}/v1/responses/{{response_id}}", stored.retrieve),
         web.delete(f"{prefix}/v1/responses/{{response_id}}", stored.delete),
@@ -145,9 +148,9 @@ def _routes(prefix: str, *, admin: bool) -> list[web.RouteDef]:
         web.post(f"{prefix}/detokenize", detokenize),
         web.get(f"{prefix}/v1/models", operations.list_models),
         web.get(f"{prefix}/v1/models/{{model:.+}}", operations.retrieve_model),
-        web.get(f"{prefix}/health", operations.health),
-        web.get(f"{prefix}/ready", operations.ready),
-        web.get(f"{prefix}/metrics", operations.metrics),
+        *health.routes(prefix),
+        *info.routes(prefix),
+        web.get(f"{prefix}/is_sleeping", weights.is_sleeping),
         web.get(f"{prefix}/version", operations.version),
         web.get(f"{prefix}/load", operations.load),
         web.get(f"{prefix}/openapi.json", operations.openapi),

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from jaxserve.server.errors import invalid
-from jaxserve.server.request.priority import Ranked, level_of, level_of_header, tier_used
+from jaxserve.server.request.priority import Ranked, level_of, level_of_headers, tier_used
 from jaxserve.server.request.schema import GenerationFields
 from jaxserve.server.service import Service
-from jaxserve.server.tenant import tenant_of
+from jaxserve.server.tenant import flow_of, tenant_of
 
-FIRST_TOKEN_HEADER, ANSWER_HEADER = "x-slo-ttft-ms", "x-slo-e2e-ms"
-"""As load balancers and benchmarks spell it."""
+FIRST_TOKEN_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
+"""As llm-d spells it, and as benchmarks and llm-d's older versions do; the first one wins."""
+ANSWER_HEADER = "x-slo-e2e-ms"
 
 
 class Standing(NamedTuple):
@@ -45,32 +46,34 @@ class Arrival:
 
     def tier(self, fields: Ranked) -> dict[str, Any]:
         """Returns what the answer says of the request's service tier."""
-        by_priority = self.service.config.by_priority
-        return dict(tier_used(fields, self.request.headers, by_priority=by_priority))
+        config = self.service.config
+        level = level_of_headers(self.request.headers, config.objectives)
+        return dict(tier_used(fields, level, by_priority=config.by_priority))
 
     def standing(self, fields: GenerationFields) -> Standing:
         """Returns what the scheduler has to know. ApiError: a header is not what it should be."""
         headers, config = self.request.headers, self.service.config
         tenant, salt = tenant_of(self.request), fields.cache_salt or ""
-        level, first = level_of_header(headers), _seconds(headers, FIRST_TOKEN_HEADER)
-        whole = _seconds(headers, ANSWER_HEADER)
+        level = level_of_headers(headers, config.objectives)
+        first, whole = _seconds(headers, *FIRST_TOKEN_HEADERS), _seconds(headers, ANSWER_HEADER)
+        flow = flow_of(headers) if config.trust_gateway else None
         return Standing(
-            tenant=tenant,
+            tenant=tenant if flow is None else flow,
             priority=level_of(fields) if level is None else level,
-            # No salt of a client's own has a slash.
+            # By key, whatever a gateway says. No salt of a client's own has a slash.
             cache_salt=f"{tenant}/{salt}" if config.isolate_cache_by_key else salt,
             ttft_slo=first,
             e2e_slo=config.request_timeout if whole is None else whole,
         )
 
 
-def _seconds(headers: Mapping[str, str], name: str) -> float | None:
-    """A header of milliseconds."""
-    given = headers.get(name)
-    if given is None:
+def _seconds(headers: Mapping[str, str], *names: str) -> float | None:
+    """The first of these headers that there is, which are in milliseconds."""
+    name = next((name for name in names if name in headers), None)
+    if name is None:
         return None
     try:
-        milliseconds = float(given)
+        milliseconds = float(headers[name])
     except ValueError:
         milliseconds = math.nan
     if not 0 < milliseconds < math.inf:

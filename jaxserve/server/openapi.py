@@ -59,6 +59,8 @@ class Operation(NamedTuple):
     """None: of no fixed shape."""
     bodies: tuple[type[msgspec.Struct], ...] = ()
     """Any of them may be sent."""
+    many: bool = False
+    """The answer is a list of them."""
     streams: bool = False
     errors: tuple[int, ...] = (405,)
     error: type[msgspec.Struct] = shapes.Error
@@ -70,6 +72,7 @@ class Operation(NamedTuple):
     """Parameters that the URL may have, and what they do."""
 
 
+_DEEP = "1: a server that serves has to make a token"
 _PROMPT = (400, 404, 405, 408, 413, 415)
 _GENERATION = (*_PROMPT, 429, 500, 503, 504)
 
@@ -88,6 +91,21 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         (schema.CompletionRequest,),
         streams=True,
         errors=_GENERATION,
+        rejected=REJECTED,
+    ),
+    ("post", "/v1/chat/completions/render"): Operation(
+        "The prompt of a chat as token ids, without an answer",
+        shapes.Rendered,
+        (schema.ChatRequest,),
+        errors=_PROMPT,
+        rejected=REJECTED,
+    ),
+    ("post", "/v1/completions/render"): Operation(
+        "The prompts of a completion as token ids, without an answer",
+        shapes.Rendered,
+        (schema.CompletionRequest,),
+        many=True,
+        errors=_PROMPT,
         rejected=REJECTED,
     ),
     ("post", "/v1/responses"): Operation(
@@ -154,14 +172,22 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("get", "/v1/models"): Operation("The served names", shapes.ModelList),
     ("get", "/v1/models/{model}"): Operation("One of them", shapes.Model, errors=(404, 405)),
     ("get", "/health"): Operation(
-        "Whether the engine is alive",
+        "Whether requests are served now; with --health-means live whether the engine is alive",
         shapes.Health,
         unhealthy=True,
-        query={"deep": "1: a server that serves has to make a token"},
+        query={"deep": _DEEP},
+    ),
+    ("get", "/live"): Operation(
+        "Whether the engine is alive", shapes.Health, unhealthy=True, query={"deep": _DEEP}
     ),
     ("get", "/ready"): Operation(
         "Whether requests are served now", shapes.Readiness, unhealthy=True
     ),
+    ("get", "/server_info"): Operation("Model and limits, as SGLang says it", shapes.ServerInfo),
+    ("get", "/get_server_info"): Operation("The same", shapes.ServerInfo),
+    ("get", "/model_info"): Operation("The model, as SGLang says it", shapes.ModelInfo),
+    ("get", "/get_model_info"): Operation("The same", shapes.ModelInfo),
+    ("get", "/v1/loads"): Operation("Sequences and tokens, as SGLang says it", shapes.Loads),
     ("get", "/load"): Operation("Sequences and pages in use", shapes.Load),
     ("post", "/reset_prefix_cache"): Operation(
         "Forget the prefixes computed so far", None, errors=(405, 503)
@@ -190,7 +216,13 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("post", "/wake_up"): Operation("Undo sleep", weights.Sleeping, errors=(400, 405, 503)),
     ("get", "/is_sleeping"): Operation("Whether it sleeps", weights.Sleeping),
     ("get", "/version"): Operation("The version", shapes.Version),
-    ("get", "/metrics"): Operation("Prometheus text", None, media="text/plain"),
+    ("get", "/metrics"): Operation(
+        "Prometheus text",
+        None,
+        media="text/plain",
+        query={"name[]": "only the families of these names"},
+    ),
+    ("get", "/metrics/routing"): Operation("What routers read of it", None, media="text/plain"),
     ("get", "/openapi.json"): Operation("This document", None),
 }
 
@@ -206,10 +238,9 @@ def document(config: ServerConfig) -> bytes:
     _, components = msgspec.json.schema_components(
         sorted(types, key=lambda kind: kind.__name__), ref_template="#/components/schemas/{name}"
     )
-    for operation in operations.values():
-        for kind in operation.bodies:
-            properties = components[kind.__name__]["properties"]
-            _complete(properties, operation.rejected, config.model_names)
+    bodies = {kind: each.rejected for each in operations.values() for kind in each.bodies}
+    for kind, rejected in bodies.items():
+        _complete(components[kind.__name__]["properties"], rejected, config.model_names)
     components["CompletionRequest"]["properties"]["prompt"] = schema.PROMPT
     paths: dict[str, Json] = {}
     for (method, path), operation in operations.items():
@@ -271,7 +302,10 @@ def _described(operation: Operation, path: str, config: ServerConfig) -> Json:
 
 def _responses(operation: Operation, refusals: tuple[int, ...]) -> Json:
     kind = operation.answer
-    content: Json = {operation.media: {"schema": {} if kind is None else _reference(kind)}}
+    schema: Json = {} if kind is None else _reference(kind)
+    if operation.many:
+        schema = {"type": "array", "items": schema}
+    content: Json = {operation.media: {"schema": schema}}
     if operation.streams:
         content["text/event-stream"] = _STREAM
     answers: Json = {"200": {"description": "OK", "content": content}}

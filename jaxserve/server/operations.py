@@ -1,4 +1,4 @@
-"""What operators and load balancers ask: health, readiness, load, metrics, models."""
+"""What operators ask: load, version, models, the description of the API."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from datetime import UTC, datetime
 from aiohttp import web
 
 import jaxserve
-from jaxserve.api import EngineFailed, EngineStatus
-from jaxserve.config import ServerConfig
-from jaxserve.metrics.metrics import CONTENT_TYPE
 from jaxserve.server.errors import ApiError, json_response
 from jaxserve.server.openapi import document
 from jaxserve.server.request.parse import read_fields
@@ -18,58 +15,15 @@ from jaxserve.server.service import SERVICE, Service
 from jaxserve.server.shapes import (
     AnthropicModel,
     AnthropicModelList,
-    Health,
     Load,
     Model,
     ModelList,
-    Readiness,
+    ModelPermission,
     Version,
 )
 
 ANTHROPIC_VERSION = "anthropic-version"
 """A header that Anthropic's clients send: models are told of in Anthropic's shape then."""
-
-
-async def health(request: web.Request) -> web.Response:
-    """GET /health: whether the engine thread makes progress or is idle. With `deep=1` an engine
-    that serves must generate a token."""
-    service = request.app[SERVICE]
-    status = service.engine.status()
-    phase = _phase(status, service.config)
-    healthy = phase not in ("failed", "stalled")
-    body = Health(
-        phase=phase,
-        running=status.running,
-        waiting=status.waiting,
-        last_step_age_s=round(status.last_step_age, 3),
-    )
-    if phase == "serving" and request.query.get("deep") == "1":
-        try:
-            seconds = await service.probe.seconds()
-            body.token_s = None if seconds is None else round(seconds, 3)
-        except EngineFailed:
-            healthy, body.phase = False, "no_token"
-    return json_response(body, status=200 if healthy else 503)
-
-
-async def ready(request: web.Request) -> web.Response:
-    """GET /ready: whether a request sent now is served now."""
-    service = request.app[SERVICE]
-    status = service.engine.status()
-    serving = _is_ready(status, service.config)
-    body = Readiness(phase=_phase(status, service.config), progress=status.progress)
-    headers = None if serving else {"Retry-After": "1"}
-    return json_response(body, status=200 if serving else 503, headers=headers)
-
-
-def _is_ready(status: EngineStatus, config: ServerConfig) -> bool:
-    return status.ready and _phase(status, config) not in ("draining", "failed", "stalled")
-
-
-def _phase(status: EngineStatus, config: ServerConfig) -> str:
-    """The engine's, or that it has not finished a step for too long."""
-    stalled = status.last_step_age >= config.stall_timeout and status.phase != "failed"
-    return "stalled" if stalled else status.phase
 
 
 async def load(request: web.Request) -> web.Response:
@@ -83,17 +37,6 @@ async def load(request: web.Request) -> web.Response:
         total_pages=status.total_pages,
     )
     return json_response(body)
-
-
-async def metrics(request: web.Request) -> web.Response:
-    """GET /metrics."""
-    service = request.app[SERVICE]
-    status = service.engine.status()
-    service.metrics.observe_load(status, ready=_is_ready(status, service.config))
-    service.metrics.set_weights(service.engine.weights.version)
-    answers = sum(connection.answering for connection in service.connections)
-    service.metrics.observe_answers(answers - 1)  # without this one
-    return web.Response(body=service.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
@@ -169,4 +112,5 @@ def _model(service: Service, name: str) -> Model:
         root=service.config.model_names[0],
         parent=None,
         max_model_len=service.engine.limits.max_model_len,
+        permission=[ModelPermission(id=f"modelperm-{name}", created=service.started)],
     )

@@ -26,6 +26,23 @@ class Error(Shape):
     error: ErrorDetail
 
 
+class ModelPermission(Shape):
+    """As vLLM has it: every model may be sampled, and nothing else. OpenAI no longer has it."""
+
+    id: str
+    created: int
+    object: Literal["model_permission"] = "model_permission"
+    allow_create_engine: bool = False
+    allow_sampling: bool = True
+    allow_logprobs: bool = True
+    allow_search_indices: bool = False
+    allow_view: bool = True
+    allow_fine_tuning: bool = False
+    organization: str = "*"
+    group: None = None
+    is_blocking: bool = False
+
+
 class Model(Shape):
     id: str
     object: Literal["model"]
@@ -34,6 +51,7 @@ class Model(Shape):
     root: str
     parent: str | None
     max_model_len: int
+    permission: list[ModelPermission]
 
 
 class ModelList(Shape):
@@ -208,6 +226,94 @@ class Load(Shape):
 
 class Version(Shape):
     version: str
+
+
+class ServerInfo(Shape):
+    """What routers of SGLang read of its `/server_info`."""
+
+    model_id: str
+    model_path: str
+    served_model_name: str
+    version: str
+    context_length: int
+    max_total_tokens: int
+    """That the KV cache holds; 0 before it is planned."""
+    weight_version: str
+    tp_size: Literal[1] = 1
+    dp_size: Literal[1] = 1
+    pp_size: Literal[1] = 1
+    disaggregation_mode: Literal["null"] = "null"
+    is_embedding: Literal[False] = False
+
+
+class ModelInfo(Shape):
+    """What routers of SGLang read of its `/model_info`."""
+
+    model_path: str
+    tokenizer_path: str
+    architectures: list[str]
+    weight_version: str
+    is_generation: Literal[True] = True
+    has_image_understanding: Literal[False] = False
+    has_audio_understanding: Literal[False] = False
+
+
+class RankLoad(Shape):
+    """Of one data-parallel rank, in SGLang's words."""
+
+    dp_rank: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_total_reqs: int
+    num_used_tokens: int
+    max_total_num_tokens: int
+    token_usage: float
+    """Share of the KV cache in use, 0 to 1."""
+    cache_hit_rate: float
+    """Of prompt tokens since the start, 0 to 1."""
+
+
+class Loads(Shape):
+    timestamp: str
+    dp_rank_count: int
+    loads: list[RankLoad]
+
+
+class RenderedParams(Shape):
+    """How a request would be sampled, in vLLM's words."""
+
+    n: int
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    seed: int | None
+    stop: list[str]
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+
+
+class Rendered(Shape):
+    """A prompt as token ids, in the shape of vLLM's requests to generate from tokens."""
+
+    request_id: str
+    token_ids: list[int]
+    features: None
+    """Of images and sounds."""
+    sampling_params: RenderedParams
+    model: str
+    stream: bool
+    stream_options: dict[str, Any] | None
+    cache_salt: str | None
+    priority: int
+    kv_transfer_params: None
 
 
 class OutputItem(Struct, kw_only=True):

@@ -62,7 +62,6 @@ def routes(prefix: str) -> list[web.RouteDef]:
         web.get(f"{prefix}/is_paused", is_paused),
         web.post(f"{prefix}/sleep", sleep),
         web.post(f"{prefix}/wake_up", wake_up),
-        web.get(f"{prefix}/is_sleeping", is_sleeping),
     ]
 
 
@@ -121,6 +120,7 @@ async def wake_up(request: web.Request) -> web.Response:
 
 
 async def is_sleeping(request: web.Request) -> web.Response:
+    """GET /is_sleeping, which routers ask with a client's key."""
     return json_response(Sleeping(is_sleeping=request.app[SERVICE].engine.weights.sleeping))
 
 

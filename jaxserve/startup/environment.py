@@ -33,6 +33,10 @@ ADMIN_API_KEY = "JAXSERVE_ADMIN_API_KEY"
 REASONING_KEY = "JAXSERVE_REASONING_KEY"
 
 
+VLLM_API_KEY = "VLLM_API_KEY"
+"""Charts for vLLM set it, and expect that nobody gets in without it."""
+
+
 def key_of_environment(variable: str) -> str | None:
     """Returns a key from the environment; None if the variable is unset. An empty value, as left by
     a missing secret, is no key."""

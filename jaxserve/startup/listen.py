@@ -20,7 +20,13 @@ from jaxserve.cli.options import Options
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.server.access import digest
 from jaxserve.setting_files import read_text
-from jaxserve.startup.environment import ADMIN_API_KEY, API_KEY, REASONING_KEY, key_of_environment
+from jaxserve.startup.environment import (
+    ADMIN_API_KEY,
+    API_KEY,
+    REASONING_KEY,
+    VLLM_API_KEY,
+    key_of_environment,
+)
 from jaxserve.tokenizer.chat_template import ChatTemplate
 from jaxserve.weights.model_source import ModelSource
 
@@ -66,6 +72,9 @@ def server_config(options: Options, source: ModelSource) -> ServerConfig:
         api_key_digests=tuple(digest(key) for key in keys),
         admin_key_digests=tuple(digest(key) for key in admin_api_keys(options)),
         open_metrics=options.open_metrics,
+        open_render=options.open_render,
+        trust_gateway=options.trust_gateway,
+        objectives=dict(options.inference_objectives or ()),
         allowed_origins=tuple(options.allowed_origins or ()),
         log_requests=options.enable_log_requests,
         max_request_bytes=options.max_request_bytes,
@@ -75,6 +84,7 @@ def server_config(options: Options, source: ModelSource) -> ServerConfig:
         request_timeout=options.request_timeout,
         max_queue_time=options.max_queue_time,
         stall_timeout=options.stall_timeout,
+        health_means=options.health_means,
         keep_alive_interval=options.keep_alive_interval,
     )
 
@@ -103,18 +113,29 @@ async def bind(
     if config.uds is not None:
         await _bind_unix(runner, config.uds, tls)
         return f"{scheme}://localhost"
+    await listen(runner, config.host, config.port, "--port", tls)
+    host, port = runner.addresses[0][:2]
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+async def listen(
+    runner: web.AppRunner, host: str, port: int, flag: str, tls: ssl.SSLContext | None = None
+) -> None:
+    """Listens on a port of TCP. `flag`: the one that chooses it.
+
+    Raises:
+      ConfigError: the address is in use, or cannot be listened on.
+    """
     try:
-        await web.TCPSite(runner, config.host, config.port, ssl_context=tls).start()
+        await web.TCPSite(runner, host, port, ssl_context=tls).start()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"port {config.port} on {config.host} is in use; choose another with --port"
+                f"port {port} on {host} is in use; choose another with {flag}"
             ) from None
-        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from None
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
     except UnicodeError:
-        raise ConfigError(f"--host {config.host} is not a name that a host can have") from None
-    host, port = runner.addresses[0][:2]
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        raise ConfigError(f"--host {host} is not a name that a host can have") from None
 
 
 async def _bind_unix(runner: web.AppRunner, path: Path, tls: ssl.SSLContext | None) -> None:
@@ -160,7 +181,13 @@ async def _turn(folder: Path) -> AsyncGenerator[None]:
 
 def api_keys(options: Options) -> list[str]:
     """Returns all API keys from flags, file and environment."""
-    return _keys(options.api_key, ("--api-key", "--api-key-file"), options.api_key_file, API_KEY)
+    return _keys(
+        options.api_key,
+        ("--api-key", "--api-key-file"),
+        options.api_key_file,
+        API_KEY,
+        VLLM_API_KEY,
+    )
 
 
 def admin_api_keys(options: Options) -> list[str]:
@@ -185,19 +212,19 @@ def reasoning_keys(options: Options) -> list[str]:
 
 
 def _keys(
-    given: list[str] | None, flags: Sequence[str], file: Path | None, variable: str
+    given: list[str] | None, flags: Sequence[str], file: Path | None, *variables: str
 ) -> list[str]:
     """Returns keys from all sources. `flags`: their flags, for errors; the last one names the
     file."""
     keys = list(given or ())
     if file is not None:
         keys += _keys_of_file(flags[-1], file)
-    if (key := key_of_environment(variable)) is not None:
-        keys.append(key)
+    found = map(key_of_environment, variables)
+    keys += [key for key in found if key is not None]
     for key in keys:
         if not key or not key.isascii() or not key.isprintable() or " " in key:
             raise ConfigError(
-                f"a key ({', '.join((*flags, variable))}) is empty or has "
+                f"a key ({', '.join((*flags, *variables))}) is empty or has "
                 "characters that headers do not carry: printable ASCII without spaces is allowed"
             )
     return list(dict.fromkeys(keys))

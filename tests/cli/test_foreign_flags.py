@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.__main__ import main
-from jaxserve.cli.foreign_flags import LORA, ONE, SAME, SWITCHES, VALUED, translated
+from jaxserve.cli.foreign_flags import NOT_HERE, ONE, SAME, SWITCHES, VALUED, translated
 from jaxserve.cli.options import parse_args
 
 
@@ -47,7 +47,7 @@ def test_parsers_have_the_names_of_vllm_and_of_sglang() -> None:
 
 def test_no_flag_of_ours_is_taken_for_a_foreign_one() -> None:
     ours = {f"--{name.replace('_', '-')}" for name in vars(parse_args([]))}
-    assert not ours & (SAME.keys() | ONE | SWITCHES | VALUED | LORA)
+    assert not ours & (SAME.keys() | ONE | SWITCHES | VALUED | NOT_HERE.keys())
 
 
 @pytest.mark.parametrize("flags", [["-tp", "2"], ["--tensor-parallel-size=8"], ["--dp-size"]])

@@ -90,12 +90,16 @@ async def is_ready(session: aiohttp.ClientSession) -> bool:
 
 
 async def test_a_server_that_is_starting_answers_and_ends_at_once() -> None:
-    process = start(*FEW_BUCKETS)
+    process = start(*FEW_BUCKETS, "--probe-port", "0")
     try:
         url = (await asyncio.to_thread(read_until, process, r"listening on (http[^;\s]+)"))[1]
+        port = (await asyncio.to_thread(read_until, process, r"metrics on port (\d+)"))[1]
         async with aiohttp.ClientSession() as session:
+            for place in (url, f"http://127.0.0.1:{port}"):
+                async with session.get(f"{place}/live") as reply:
+                    assert reply.status == 200
             async with session.get(f"{url}/health") as reply:
-                assert reply.status == 200
+                assert reply.status == 503
             async with session.get(f"{url}/ready") as reply:
                 assert reply.status == 503
                 assert (await reply.json())["phase"] in ("starting", "loading", "compiling")

@@ -31,11 +31,12 @@ async def serving(
     tokenizer: Tokenizer | None = None,
     tracer: Tracer | None = None,
     tls: ssl.SSLContext | None = None,
+    metrics: Metrics | None = None,
     **settings: Any,
 ) -> AsyncGenerator[str]:
     """Gives the base URL."""
     config = ServerConfig(**{"model_names": (MODEL, "alias"), "port": 0, **settings})
-    app = make_app(engine, tokenizer or tiny_tokenizer(), config, Metrics(MODEL), tracer)
+    app = make_app(engine, tokenizer or tiny_tokenizer(), config, metrics or Metrics(MODEL), tracer)
     runner = make_runner(app, shutdown_timeout=0.2)
     await runner.setup()
     try:

@@ -25,7 +25,7 @@ KEYED: dict[str, Any] = {"api_key_digests": tuple(map(digest, KEYS))}
 ADMIN: dict[str, Any] = {"admin_key_digests": (digest("admin-key"),)}
 OPEN = {
     (method, path.replace("{file}", "chat.js"))
-    for path in ("/health", "/ready", *OPEN_PAGES)
+    for path in ("/health", "/live", "/ready", *OPEN_PAGES)
     for method in ("GET", "HEAD")
 }
 

@@ -70,6 +70,8 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"prompt": "a", "return_token_strs": True}),
     ("/tokenize", {"messages": USER}),
     ("/detokenize", {"tokens": [1]}),
+    ("/v1/chat/completions/render", {"messages": USER, "tools": [TOOL], "logprobs": True}),
+    ("/v1/completions/render", {"prompt": ["a", "bc"], "stop": "x", "n": 2, "logprobs": 1}),
 ]
 
 
@@ -82,7 +84,8 @@ async def test_answers_have_the_shape_that_is_described(
     operation = OPERATIONS["post", path]
     async with aiohttp.request("POST", url + path, json=body) as reply:
         assert reply.status == 200, await reply.text()
-        msgspec.json.decode(await reply.read(), type=operation.answer)
+        kind: Any = operation.answer
+        msgspec.json.decode(await reply.read(), type=list[kind] if operation.many else kind)
     async with aiohttp.request("POST", url + path, json=body | {"model": "other"}) as reply:
         assert reply.status == 404
         msgspec.json.decode(await reply.read(), type=operation.error)
@@ -151,7 +154,7 @@ async def test_the_description_says_which_routes_need_a_key(serve: Serve) -> Non
         paths = json.loads(await reply.read())["paths"]
     for (method, path), operation in OPERATIONS.items():
         described = paths[path][method]
-        is_open = path in ("/health", "/ready", "/metrics")
+        is_open = path in ("/health", "/live", "/ready", "/metrics", "/metrics/routing")
         assert bool(described["security"]) != is_open, path
         assert ("401" in described["responses"]) != is_open, path
         assert ("403" in described["responses"]) == (path in ADMIN_ROUTES), path

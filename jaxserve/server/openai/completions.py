@@ -48,7 +48,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     model = service.model_name(fields.model)
     options = check_stream_options(service, fields)
     begun = time.perf_counter()
-    prompts, bad_words = await off_loop(lane_of(fields, size), _read, service, fields)
+    prompts, bad_words = await off_loop(lane_of(fields, size), read_prompts, service, fields)
     tokenizing = time.perf_counter() - begun
     resolved = await _resolved(arrival, fields, prompts, bad_words, tokenizing)
     reply = CompletionReply(
@@ -64,18 +64,26 @@ async def completions(request: web.Request) -> web.StreamResponse:
     )
 
 
-class _Prompt(NamedTuple):
+class CompletionPrompt(NamedTuple):
+    """A prompt of a completion, as far as it is kept."""
+
     ids: list[int]
     max_tokens: int
     echo: str
     """What the output begins with."""
 
 
-def _read(service: Service, fields: CompletionRequest) -> tuple[list[_Prompt], BadWords | None]:
+def read_prompts(
+    service: Service, fields: CompletionRequest
+) -> tuple[list[CompletionPrompt], BadWords | None]:
+    """Returns the prompts of a request with what each has room for, and the words to avoid.
+
+    ApiError: they do not fit, or a field is wrong. Abandoned: the request is over.
+    """
     return _prompts(service, fields), avoided(service.tokenizer, fields)
 
 
-def _prompts(service: Service, fields: CompletionRequest) -> list[_Prompt]:
+def _prompts(service: Service, fields: CompletionRequest) -> list[CompletionPrompt]:
     """Those of the request, as far as they are kept, with what each has room for."""
     limits, asked = service.engine.limits, _asked(fields)
     fits = None if fields.truncate_prompt_tokens else fitting(limits, "prompt")
@@ -85,21 +93,21 @@ def _prompts(service: Service, fields: CompletionRequest) -> list[_Prompt]:
             f"prompts times n must be at most {MAX_SEQUENCES} in one request, got {count}",
             param="n",
         )
-    prompts: list[_Prompt] = []
+    prompts: list[CompletionPrompt] = []
     for ids, text in given:
         kept = truncated(ids, asked, fields, limits)
         max_tokens = tokens_to_generate(asked, len(kept), limits)
         check_token_ids(kept, limits, "prompt")
         if text is None or len(kept) < len(ids):
             text = decode(service.tokenizer, kept, skip_special=False) if fields.echo else ""
-        prompts.append(_Prompt(kept, max_tokens, text if fields.echo else ""))
+        prompts.append(CompletionPrompt(kept, max_tokens, text if fields.echo else ""))
     return prompts
 
 
 async def _resolved(
     arrival: Arrival,
     fields: CompletionRequest,
-    prompts: list[_Prompt],
+    prompts: list[CompletionPrompt],
     bad_words: BadWords | None,
     tokenizing: float,
 ) -> Resolved:
@@ -109,7 +117,7 @@ async def _resolved(
         # Clients that score prompts cut the last token off, whatever it is.
         options = options._replace(stop_token_logprobs=True)
     constraint = text_constraint(fields)
-    params = _params(service, fields, min(prompt.max_tokens for prompt in prompts))
+    params = common_params(service, fields, min(prompt.max_tokens for prompt in prompts))
     of_all = await guided(service, params, constraint, bad_words)
     requests: list[Request] = []
     for position, (ids, max_tokens, _) in enumerate(prompts):
@@ -126,8 +134,11 @@ async def _resolved(
     )
 
 
-def _params(service: Service, fields: CompletionRequest, max_tokens: int) -> SamplingParams:
-    """What all prompts have in common. `max_tokens`: of the one that has the least room."""
+def common_params(service: Service, fields: CompletionRequest, max_tokens: int) -> SamplingParams:
+    """Returns what all prompts have in common. `max_tokens`: of the one that has the least room.
+
+    ApiError: a value does not go with another one, or with the model.
+    """
     params = sampling_params(service, fields, max_tokens=max_tokens, logprobs=fields.logprobs)
     if fields.echo and fields.logprobs is not None:
         most = max(fields.logprobs, params.prompt_logprobs or 0)

@@ -10,6 +10,8 @@ from jaxserve.server.errors import invalid
 from jaxserve.server.request.schema import Tier
 
 HEADER = "X-Vllm-Priority"
+OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
+"""A gateway's name for how urgent a request is, also as llm-d's older versions spell it."""
 LEVELS: Mapping[Tier, int] = {"flex": 1, "priority": -1, "fast": -1}
 """Priorities of tiers; lower goes first, the others are 0."""
 
@@ -30,26 +32,35 @@ def level_of(fields: Ranked) -> int:
     return 0 if fields.service_tier is None else LEVELS.get(fields.service_tier, 0)
 
 
-def level_of_header(headers: Mapping[str, str]) -> int | None:
-    """Returns the priority that a proxy asks for, which goes before the body's, if any.
+def level_of_headers(headers: Mapping[str, str], objectives: Mapping[str, int]) -> int | None:
+    """Returns the priority that a proxy asks for, which goes before the body's: a number, or else
+    that of an objective. None: it asks for none, or for an objective that is not known here.
 
-    Raises ApiError (400) for what is not an integer of 64 bits.
+    Args:
+      objectives: priorities by name, higher first.
+
+    Raises:
+      ApiError: 400 for what is not an integer of 64 bits.
     """
     given = headers.get(HEADER)
     if given is None:
-        return None
+        named = (headers[name] for name in OBJECTIVE_HEADERS if name in headers)
+        level = objectives.get(next(named, ""))
+        return None if level is None else -level
     if not _INTEGER.fullmatch(given) or not -(2**63) <= int(given) < 2**63:
         raise invalid(f"{HEADER} must be an integer of 64 bits", param=HEADER)
     return int(given)
 
 
-def tier_used(fields: Ranked, headers: Mapping[str, str], *, by_priority: bool) -> dict[str, Tier]:
+def tier_used(fields: Ranked, of_headers: int | None, *, by_priority: bool) -> dict[str, Tier]:
     """Returns the answer's `service_tier`, if the request has one: `default` unless it mattered.
 
-    `by_priority`: the scheduler's policy looks at priorities.
+    Args:
+      of_headers: the priority that its headers ask for, if any.
+      by_priority: the scheduler's policy looks at priorities.
     """
     tier = fields.service_tier
     if tier is None:
         return {}
-    decided = by_priority and fields.priority is None and HEADER not in headers
+    decided = by_priority and fields.priority is None and of_headers is None
     return {"service_tier": tier if decided and tier in LEVELS else "default"}

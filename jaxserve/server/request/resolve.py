@@ -67,10 +67,10 @@ async def resolve_chat(
     Raises:
       ApiError: names a field of `ChatRequest`, or a header.
     """
-    logprobs, where = _num_logprobs(fields), lane_of(fields, size)
+    logprobs, where = num_logprobs(fields), lane_of(fields, size)
     service, form = arrival.service, arrival.service.chats.format
     begun = time.perf_counter()
-    prompt, bad_words = await off_loop(where, _read, service, fields)
+    prompt, bad_words = await off_loop(where, read_chat, service, fields)
     tokenizing = time.perf_counter() - begun
     thinking, constraint = prompt.thinking, chat_constraint(form, fields, prompt.tools)
     if constraint is not None and form.guided_reasoning is None:
@@ -105,12 +105,20 @@ def lane_of(fields: GenerationFields, size: int) -> Lane:
     return max(lane(size), Lane.LARGE if many else Lane.INLINE)
 
 
-def _read(service: Service, fields: ChatRequest) -> tuple[ChatPrompt, BadWords | None]:
+def read_chat(service: Service, fields: ChatRequest) -> tuple[ChatPrompt, BadWords | None]:
+    """Returns the prompt of a chat, and the words to avoid.
+
+    ApiError: it does not fit, or a field is wrong. Abandoned: the request is over.
+    """
     prompt = chat_prompt(fields, service.chats, service.tokenizer, service.engine.limits)
     return prompt, avoided(service.tokenizer, fields)
 
 
-def _num_logprobs(fields: ChatRequest) -> int | None:
+def num_logprobs(fields: ChatRequest) -> int | None:
+    """Returns how many alternatives of each token a chat asks for; None: no logprobs at all.
+
+    ApiError: `top_logprobs` without `logprobs`.
+    """
     if fields.logprobs:
         return fields.top_logprobs or 0
     if fields.top_logprobs:

@@ -8,11 +8,16 @@ type Harmless = tuple[Any, ...]
 
 REJECTED: dict[str, Harmless] = {
     "audio": (),
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
     "chat_template": (),
     "documents": (),
+    "ec_transfer_params": ({},),
     "function_call": ("none",),
     "functions": ([],),
     "guided_decoding_backend": (),
+    "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logprob_token_ids": (),
     "lora_path": (),
@@ -33,13 +38,20 @@ REJECTED: dict[str, Harmless] = {
 """Fields that would change the answer and are not supported, with the values that ask for nothing
 (null is always one of them). Any other value is a 400 that names the field."""
 
+_ONE_SERVER = "this server reads prompts and answers them itself; it takes no part in a transfer"
+
 INSTEAD = {
     "background": "wait for the answer, or stream it",
+    "bootstrap_host": _ONE_SERVER,
+    "bootstrap_port": _ONE_SERVER,
+    "bootstrap_room": _ONE_SERVER,
     "chat_template": "the template is the model's or that of --chat-template",
     "conversation": "use previous_response_id, or send all of it in input",
     "documents": "put them into the messages",
+    "ec_transfer_params": _ONE_SERVER,
     "function_call": "use tool_choice",
     "functions": "use tools",
+    "kv_transfer_params": _ONE_SERVER,
     "length_penalty": "there is no beam search",
     "logits_processors": "no code is taken from requests; see logit_bias",
     "logprob_token_ids": "only the most likely tokens have logprobs, up to 20",

@@ -1,0 +1,77 @@
+"""What routers of SGLang ask of a server: its model, its limits, its load."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from aiohttp import web
+
+import jaxserve
+from jaxserve.server.errors import json_response
+from jaxserve.server.service import SERVICE, Service
+from jaxserve.server.shapes import Loads, ModelInfo, RankLoad, ServerInfo
+
+
+async def server_info(request: web.Request) -> web.Response:
+    """GET /server_info, and /get_server_info as it was called."""
+    service = request.app[SERVICE]
+    name, status = service.config.model_names[0], service.engine.status()
+    return json_response(
+        ServerInfo(
+            model_id=name,
+            model_path=name,
+            served_model_name=name,
+            version=jaxserve.__version__,
+            context_length=service.engine.limits.max_model_len,
+            max_total_tokens=status.total_pages * service.metrics.page_size,
+            weight_version=_weights(service),
+        )
+    )
+
+
+async def model_info(request: web.Request) -> web.Response:
+    """GET /model_info, and /get_model_info as it was called."""
+    service = request.app[SERVICE]
+    name, architecture = service.config.model_names[0], service.config.architecture
+    return json_response(
+        ModelInfo(
+            model_path=name,
+            tokenizer_path=name,
+            architectures=[architecture] if architecture else [],
+            weight_version=_weights(service),
+        )
+    )
+
+
+async def loads(request: web.Request) -> web.Response:
+    """GET /v1/loads. The core section; there are no others."""
+    service = request.app[SERVICE]
+    status, figures = service.engine.status(), service.metrics.figures()
+    used, total = status.total_pages - status.free_pages, status.total_pages
+    rank = RankLoad(
+        dp_rank=0,
+        num_running_reqs=status.running,
+        num_waiting_reqs=status.waiting,
+        num_total_reqs=status.running + status.waiting,
+        num_used_tokens=used * service.metrics.page_size,
+        max_total_num_tokens=total * service.metrics.page_size,
+        token_usage=used / total if total else 0.0,
+        cache_hit_rate=figures.found / figures.looked_up if figures.looked_up else 0.0,
+    )
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return json_response(Loads(timestamp=now, dp_rank_count=1, loads=[rank]))
+
+
+def _weights(service: Service) -> str:
+    return str(service.engine.weights.version)
+
+
+def routes(prefix: str) -> list[web.RouteDef]:
+    """Returns the routes below a path."""
+    return [
+        web.get(f"{prefix}/server_info", server_info),
+        web.get(f"{prefix}/get_server_info", server_info),
+        web.get(f"{prefix}/model_info", model_info),
+        web.get(f"{prefix}/get_model_info", model_info),
+        web.get(f"{prefix}/v1/loads", loads),
+    ]
