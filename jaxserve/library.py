@@ -28,6 +28,7 @@ from jaxserve.api import (
     WeightsChanged,
     WeightState,
 )
+from jaxserve.cli.config_file import flags_of
 from jaxserve.cli.options import parse_args
 from jaxserve.engine.engine import AsyncEngine, Progress
 from jaxserve.engine.loop import Parts
@@ -72,7 +73,7 @@ class Engine:
         Raises:
           ConfigError, CheckpointError: one line.
         """
-        options = parse_args([*(("--model", model) if model else ()), *_flags(flags)])
+        options = parse_args([*(("--model", model) if model else ()), *flags_of(flags)])
         prepare(options.gpu_memory_utilization)
         from jaxserve.runner.runner import Pending  # imports jax, which reads what `prepare` set
         from jaxserve.startup.build import build_parts
@@ -258,15 +259,3 @@ class Engine:
             prompt=tuple(ids),
             params=replace(params, stop_token_ids=stops),
         )
-
-
-def _flags(given: Mapping[str, Any]) -> list[str]:
-    """Returns keyword arguments as flags of the command line."""
-    flags: list[str] = []
-    for name, value in given.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            flags += [f"--{flag}", str(value)]
-    return flags

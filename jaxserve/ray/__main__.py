@@ -1,0 +1,71 @@
+"""`python -m jaxserve.ray`: serve a model by several replicas until a signal comes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from importlib import import_module
+from typing import Any
+
+from jaxserve.config import ConfigError
+from jaxserve.ray import missing
+from jaxserve.ray.settings import Deployment, Listen, parse
+
+_NAME = "jaxserve"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status. Errors are one line on stderr."""
+    try:
+        deployment, listen = parse(sys.argv[1:] if argv is None else argv)
+        _serve(deployment, listen)
+    except ConfigError as error:
+        print(f"jaxserve.ray: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _serve(deployment: Deployment, listen: Listen) -> None:
+    """Deploy, and wait for a signal. Where the cluster is this process's own, it ends with it; on
+    another one the application is taken away.
+
+    Raises:
+      ConfigError: Ray Serve is missing, or no replica started.
+    """
+    try:
+        ray: Any = import_module("ray")
+        from jaxserve.ray.deployments import application, serve
+    except ModuleNotFoundError as error:
+        raise missing(error) from None
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    ray.init(address=listen.address, include_dashboard=None if listen.address else False)
+    try:
+        serve.start(
+            http_options=serve.config.HTTPOptions(
+                host=listen.host,
+                port=listen.port,
+                ssl_keyfile=listen.ssl_keyfile and str(listen.ssl_keyfile),
+                ssl_certfile=listen.ssl_certfile and str(listen.ssl_certfile),
+            )
+        )
+        try:
+            serve.run(application(deployment), name=_NAME)
+        except RuntimeError as error:
+            raise ConfigError(f"no replica started: {error}") from None
+        scheme = "https" if listen.ssl_certfile else "http"
+        print(
+            f"\njaxserve on Ray Serve is ready: {deployment.fleet.replicas} replicas at "
+            f"{scheme}://{listen.host}:{listen.port}/v1\n",
+            flush=True,
+        )
+        stop.wait()
+        serve.delete(_NAME)
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""Two replicas of the embedded model on Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import random
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.ray_serve.fleet import Fleet, Streamed, stream
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None,
+        reason="Ray Serve is not installed: pip install -c constraints.txt -e '.[ray]'",
+    ),
+]
+
+SHAPES = ("--decode-buckets", "32", "--prefill-buckets", "128", "--max-model-len", "1024")
+STREAMS, TOKENS = 200, 24
+GROUPS, EACH, PREFIX = 16, 3, 256
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of both fleets: the second loads what the first compiled."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """With a path that sockets have room for."""
+    with tempfile.TemporaryDirectory(prefix="r") as made:
+        yield Path(made)
+
+
+@pytest.fixture(scope="module")
+def fleet(cache: Path) -> Iterator[Fleet]:
+    with (
+        tempfile.TemporaryDirectory(prefix="r") as folder,
+        Fleet(Path(folder), cache, *SHAPES) as running,
+    ):
+        yield running
+
+
+def prompts(seed: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(300, 2000) for _ in range(12)] for _ in range(STREAMS)]
+
+
+async def streams(
+    fleet: Fleet, asked: list[list[int]], kill: signal.Signals | None = None, *, child: bool = False
+) -> tuple[list[Streamed], int]:
+    """All at once. With `kill` a replica, or its server, gets the signal when a quarter of the
+    streams has begun. Returns what came, and the process that was killed."""
+    begun, victim = asyncio.Semaphore(0), 0
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        tasks = [
+            asyncio.create_task(stream(session, fleet.url, each, TOKENS, begun)) for each in asked
+        ]
+        if kill is not None:
+            for _ in range(STREAMS // 4):
+                await begun.acquire()
+            server, replica = next(iter(fleet.servers().items()))
+            victim = server if child else replica
+            os.kill(victim, kill)
+        return await asyncio.gather(*tasks), victim
+
+
+@pytest.mark.parametrize("child", [False, True], ids=["replica", "server"])
+async def test_a_replica_that_is_killed_takes_only_streams_that_had_begun(
+    fleet: Fleet, child: bool
+) -> None:
+    asked = prompts(1)
+    before = await fleet.replicas()
+    whole, _ = await streams(fleet, asked)
+    assert all(one.done and not one.error for one in whole)
+    assert {one.replica for one in whole} == before and len(before) == 2
+    servers = fleet.servers()
+    came, victim = await streams(fleet, asked, signal.SIGKILL, child=child)
+    lost = [place for place, one in enumerate(came) if one.error]
+    assert {came[place].error for place in lost} == {"replica_lost"}
+    assert len({came[place].replica for place in lost}) == 1, "the others are untouched"
+    for place, (one, undisturbed) in enumerate(zip(came, whole, strict=True)):
+        assert one.done
+        if place in lost:
+            assert one.text and undisturbed.text.startswith(one.text)
+        else:
+            assert one.text == undisturbed.text
+    dead = came[lost[0]].replica
+    unharmed = sum(one.replica != dead and not one.error for one in came)
+    print(f"\n{len(lost)} streams ended with an error, {unharmed} went on or were tried again")
+    assert len(lost) < STREAMS / 2
+    gone = next(server for server, replica in servers.items() if victim in (server, replica))
+    assert gone not in fleet.servers(), "the server dies with its replica"
+    now = await fleet.two_again(without=dead)
+    served, _ = await streams(fleet, asked)
+    assert [one.text for one in served] == [one.text for one in whole]
+    assert {one.replica for one in served} == now
+
+
+async def cached_tokens(fleet: Fleet) -> int:
+    """Groups of requests with a common beginning, one after the other within each group."""
+    draw = random.Random(2)
+
+    def some(count: int) -> list[int]:
+        return [draw.randrange(300, 2000) for _ in range(count)]
+
+    async def group(session: aiohttp.ClientSession, asked: list[list[int]]) -> int:
+        return sum([(await stream(session, fleet.url, each, 2)).cached for each in asked])
+
+    beginnings = [some(PREFIX) for _ in range(GROUPS)]
+    asked = [[begins + some(8) for _ in range(EACH)] for begins in beginnings]
+    async with aiohttp.ClientSession() as session:
+        return sum(await asyncio.gather(*(group(session, each) for each in asked)))
+
+
+async def test_requests_find_the_replica_that_has_their_beginning(
+    fleet: Fleet, cache: Path, folder: Path
+) -> None:
+    with_affinity = await cached_tokens(fleet)
+    with Fleet(folder, cache, "--no-affinity", *SHAPES) as at_random:
+        without = await cached_tokens(at_random)
+    most = GROUPS * (EACH - 1) * PREFIX
+    print(f"\ncached tokens of {most}: {with_affinity} with affinity, {without} without")
+    assert with_affinity == most
+    assert without < 0.9 * most
+
+
+async def test_a_client_that_leaves_ends_its_sequence(fleet: Fleet) -> None:
+    body = {"model": "jaxserve-embedded", "prompt": [5, 6, 7], "max_tokens": 1000, "stream": True}
+    body["ignore_eos"] = True
+    url = f"{fleet.url}/v1/completions"
+    async with aiohttp.ClientSession() as session, session.post(url, json=body) as reply:
+        await reply.content.readline()
+        assert await fleet.running() == 1
+    async with asyncio.timeout(2):
+        while await fleet.running():
+            await asyncio.sleep(0.1)
+
+
+async def test_at_the_end_streams_finish_and_no_process_stays(fleet: Fleet) -> None:
+    """The last test: it ends the fleet."""
+    async with aiohttp.ClientSession() as session:
+        begun = asyncio.Semaphore(0)
+        one = asyncio.create_task(stream(session, fleet.url, [5, 6, 7], 400, begun))
+        await begun.acquire()
+        stopping = asyncio.create_task(asyncio.to_thread(fleet.stop))
+        assert (await one)[2:4] == (True, None)
+    assert await stopping == 0
+    assert not fleet.servers()
