@@ -39,7 +39,13 @@ LAYERS = (
     ("jaxserve.bench", "jaxserve.runner", "jaxserve.scheduler", "jaxserve.weights"),
     ("jaxserve.engine", "jaxserve.flax", "jaxserve.server"),
     ("jaxserve.startup",),
-    ("jaxserve.__main__", "jaxserve.commands", "jaxserve.library", "jaxserve.ray"),
+    (
+        "jaxserve.__main__",
+        "jaxserve.commands",
+        "jaxserve.dynamo",
+        "jaxserve.library",
+        "jaxserve.ray",
+    ),
 )
 """From the bottom up. A part may import from its own layer and those below it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxserve.ray import missing
 from jaxserve.ray.settings import Deployment, Listen, parse
 
 _NAME = "jaxserve"
+_MARGIN_SECONDS = 30.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,9 +64,23 @@ def _serve(deployment: Deployment, listen: Listen) -> None:
             flush=True,
         )
         stop.wait()
-        serve.delete(_NAME)
+        _drain(serve, deployment.options.shutdown_timeout)
     finally:
         ray.shutdown()
+
+
+def _drain(serve: Any, timeout: float) -> None:
+    """Take the application away, whose streams have `timeout` seconds to finish. Ray waits for at
+    most a minute at a time."""
+    deadline = time.monotonic() + timeout + _MARGIN_SECONDS
+    while True:
+        try:
+            serve.delete(_NAME)
+            return
+        except TimeoutError as error:
+            if time.monotonic() > deadline:
+                print(f"jaxserve.ray: {error}", file=sys.stderr)
+                return
 
 
 if __name__ == "__main__":

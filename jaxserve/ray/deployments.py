@@ -154,7 +154,8 @@ def application(deployment: Deployment) -> Any:
         num_replicas=fleet.gateways,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=deployment.most_ongoing * fleet.most_replicas,
-        graceful_shutdown_timeout_s=options.shutdown_timeout,
+        # Later than replicas, so that it can say what became of their streams.
+        graceful_shutdown_timeout_s=options.shutdown_timeout + _PATIENCE_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
     )
     return front.bind(
