@@ -25,6 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"jaxserve.ray: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # before it was ready
+        return 128 + signal.SIGINT
     return 0
 
 
@@ -40,9 +42,6 @@ def _serve(deployment: Deployment, listen: Listen) -> None:
         from jaxserve.ray.deployments import application, serve
     except ModuleNotFoundError as error:
         raise missing(error) from None
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
     ray.init(address=listen.address, include_dashboard=None if listen.address else False)
     try:
         serve.start(
@@ -57,6 +56,9 @@ def _serve(deployment: Deployment, listen: Listen) -> None:
             serve.run(application(deployment), name=_NAME)
         except RuntimeError as error:
             raise ConfigError(f"no replica started: {error}") from None
+        stop = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):  # now: Ray has taken the second for itself
+            signal.signal(number, lambda *_: stop.set())
         scheme = "https" if listen.ssl_certfile else "http"
         print(
             f"\njaxserve on Ray Serve is ready: {deployment.fleet.replicas} replicas at "

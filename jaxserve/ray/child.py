@@ -82,7 +82,10 @@ class Child:
         )
         while not await self._is_ready():
             if self._process.returncode is not None:
-                raise await self._failure()
+                failure = await self._failure()
+                self.stop(0)
+                await self.close()
+                raise failure
             await asyncio.sleep(_LOOK_SECONDS)
 
     @property

@@ -25,6 +25,8 @@ class Streamed(NamedTuple):
 
     replica: str
     text: str
+    events: int
+    """With tokens; their text may be empty."""
     done: bool
     """It ended with [DONE], and its connection in order."""
     error: str | None
@@ -37,8 +39,9 @@ class Fleet:
     """A running fleet, until the context ends. Ray keeps its files and sockets in `folder`, whose
     path must be short; programs and weights are kept in `cache`."""
 
-    def __init__(self, folder: Path, cache: Path, *flags: str):
+    def __init__(self, folder: Path, cache: Path, *flags: str, replicas: int = 2):
         self._folder, self._cache, self._flags = folder, cache, flags
+        self._replicas = replicas
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
 
@@ -51,7 +54,7 @@ class Fleet:
         self._log = (self._folder / "log").open("w+")
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "jaxserve.ray", "--replicas", "2"),
+                *(sys.executable, "-m", "jaxserve.ray", "--replicas", str(self._replicas)),
                 *("--gpus", "0", "--cpus", "0.5", "--port", str(self.port)),
                 *("--cache-dir", str(self._cache), *self._flags),
             ],
@@ -62,7 +65,7 @@ class Fleet:
         )
         try:
             deadline = time.monotonic() + 420
-            while "is ready: 2 replicas at" not in self.log():
+            while f"is ready: {self._replicas} replicas at" not in self.log():
                 assert self.process.poll() is None, self.log()
                 assert time.monotonic() < deadline, self.log()
                 time.sleep(0.5)
@@ -93,10 +96,11 @@ class Fleet:
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 words = (folder / "cmdline").read_bytes().split(b"\0")
+                settings = (folder / "environ").read_bytes().split(b"\0")
                 parent = re.search(r"^PPid:\s+(\d+)$", (folder / "status").read_text(), re.M)
             except OSError:
                 continue
-            if b"--uds" in words and str(self._cache).encode() in words and parent:
+            if b"--uds" in words and f"HOME={self._folder}".encode() in settings and parent:
                 found[int(folder.name)] = int(parent[1])
         return found
 
@@ -115,7 +119,7 @@ class Fleet:
         async with aiohttp.ClientSession() as session, session.get(url) as reply:
             return await reply.text()
 
-    async def two_again(self, without: str) -> set[str]:
+    async def two(self, without: str = "") -> set[str]:
         """Waits until two replicas answer, of which none has this name."""
         async with asyncio.timeout(240):
             while True:
@@ -137,7 +141,7 @@ async def stream(
     body = {"model": "jaxserve-embedded", "prompt": prompt, "max_tokens": max_tokens}
     body |= {"temperature": 0, "ignore_eos": True, "stream": True}
     body["stream_options"] = {"include_usage": True}
-    text, done, error, cached = "", False, None, -1
+    text, events, done, error, cached = "", 0, False, None, -1
     async with session.post(f"{url}/v1/completions", json=body) as reply:
         assert reply.status == 200, await reply.text()
         async for line in reply.content:
@@ -152,12 +156,13 @@ async def stream(
             if "error" in event:
                 error = event["error"]["code"]
             elif event["choices"]:
-                if begun is not None and not text:
+                events += 1
+                if begun is not None and events == 1:
                     begun.release()
                 text += event["choices"][0]["text"]
             else:
                 cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return Streamed(reply.headers[HEADER], text, done, error, cached)
+        return Streamed(reply.headers[HEADER], text, events, done, error, cached)
 
 
 def _free_port() -> int:

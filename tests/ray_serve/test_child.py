@@ -103,11 +103,8 @@ async def test_its_queue_is_read_from_its_health(child: Child) -> None:
 
 
 async def test_a_server_that_does_not_start_says_why() -> None:
-    child = Child(["--say", "no such model"])
     with pytest.raises(ChildFailed, match=r"status 3\nno such model"):
-        await child.start(FAKE)
-    child.stop(0)
-    await child.close()
+        await Child(["--say", "no such model"]).start(FAKE)
 
 
 async def test_a_server_that_does_not_obey_is_killed(child: Child) -> None:
