@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib.util
 import json
 import os
+import random
 import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,6 +21,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+
+from jaxserve.cli.options import Options
 
 ROOT = Path(__file__).parents[2]
 PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
@@ -37,17 +42,21 @@ pytestmark = [
 class Dynamo:
     """A frontend and two workers."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, by_events: bool = False):
+        """`by_events`: the frontend routes by what the workers' caches hold."""
         self.folder = folder
         (folder / "discovery").mkdir()
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
             port: int = listening.getsockname()[1]
+        routing = ("--router-mode", "kv", "--kv-cache-block-size", "16") if by_events else ()
         self.url = f"http://127.0.0.1:{port}"
-        frontend = ("--http-port", str(port), "--migration-limit", "3")
+        frontend = ("--http-port", str(port), "--migration-limit", "3", *routing)
         self.processes = {"frontend": self.start("frontend", "dynamo.frontend", *frontend)}
         for name in ("one", "two"):
-            flags = ("--cache-dir", str(folder / "cache"), *SHAPES)
+            events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{folder}/{name}.events"}
+            publish = ("--kv-events-config", json.dumps(events)) if by_events else ()
+            flags = ("--cache-dir", str(folder / "cache"), *SHAPES, *publish)
             self.processes[name] = self.start(name, "jaxserve.dynamo", *flags)
             self.wait_for(name)
 
@@ -69,7 +78,13 @@ class Dynamo:
             time.sleep(0.2)
 
     def log(self, name: str) -> str:
-        return (self.folder / name).read_text()
+        """Returns what a process has written, without colours."""
+        return re.sub(r"\x1b\[[0-9;]*m", "", (self.folder / name).read_text())
+
+    def kill(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
 
     async def stream(self, max_tokens: int, begun: asyncio.Semaphore | None = None) -> str:
         """Returns the text of a stream that ends in order."""
@@ -106,18 +121,19 @@ class Dynamo:
 def dynamo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dynamo]:
     running = Dynamo(tmp_path_factory.mktemp("dynamo"))
     yield running
-    for process in running.processes.values():
-        process.kill()
-        process.wait()
+    running.kill()
+
+
+async def until_known(dynamo: Dynamo) -> None:
+    """The frontend hears of workers a moment after they are ready."""
+    async with asyncio.timeout(60):
+        while (await dynamo.ask(max_tokens=1))[0] == 404:
+            await asyncio.sleep(0.2)
 
 
 async def test_it_answers_and_refuses_by_name(dynamo: Dynamo) -> None:
-    async with asyncio.timeout(60):
-        while True:  # the frontend hears of workers a moment later
-            status, body = await dynamo.ask(max_tokens=4)
-            if status != 404:
-                break
-            await asyncio.sleep(0.2)
+    await until_known(dynamo)
+    status, body = await dynamo.ask(max_tokens=4)
     assert status == 200 and body["usage"]["completion_tokens"] == 4
     assert body["choices"][0]["finish_reason"] == "length"
     status, body = await dynamo.ask(max_tokens=4, n=2, temperature=1)
@@ -142,8 +158,9 @@ async def test_a_stream_goes_on_at_another_worker_when_its_own_is_killed(dynamo:
     await begun.acquire()
     dynamo.processes["one"].kill()
     assert await asyncio.gather(*streams) == [whole, whole]
-    log = re.sub(r"\x1b\[[0-9;]*m", "", dynamo.log("frontend"))
-    assert re.search(r"migration retry scheduled .*migration.tokens_completed=[1-9]", log)
+    assert re.search(
+        r"migration retry scheduled .*migration.tokens_completed=[1-9]", dynamo.log("frontend")
+    )
 
 
 async def test_a_worker_that_is_told_to_end_finishes_its_streams(dynamo: Dynamo) -> None:
@@ -154,3 +171,34 @@ async def test_a_worker_that_is_told_to_end_finishes_its_streams(dynamo: Dynamo)
     dynamo.processes["two"].send_signal(signal.SIGTERM)
     assert await stream == whole
     assert await asyncio.to_thread(dynamo.processes["two"].wait, 60) == 0
+
+
+@pytest.mark.skipif(
+    "kv_events_config" not in {field.name for field in dataclasses.fields(Options)},
+    reason="the engine publishes no KV cache events",
+)
+async def test_requests_find_the_worker_that_has_their_beginning() -> None:
+    draw = random.Random(4)
+
+    def text(words: int) -> str:
+        return " ".join(
+            draw.choices(["the", "of", "and", "to", "you", "that", "it", "was"], k=words)
+        )
+
+    with tempfile.TemporaryDirectory(prefix="d") as folder:  # sockets have room for its path
+        dynamo = Dynamo(Path(folder), by_events=True)
+        try:
+            await until_known(dynamo)
+            beginnings, cached = [text(120) for _ in range(6)], list[int]()
+            for _ in range(5):
+                for begins in draw.sample(beginnings, 6):
+                    status, body = await dynamo.ask(prompt=f"{begins} {text(4)}", max_tokens=2)
+                    assert status == 200
+                    details = body["usage"]["prompt_tokens_details"] or {}
+                    cached.append(details.get("cached_tokens") or 0)
+                await asyncio.sleep(0.5)  # events take a moment
+            workers = set(re.findall(r"worker_id=(\d+)", dynamo.log("frontend")))
+        finally:
+            dynamo.kill()
+    assert all(tokens > 100 for tokens in cached[6:]), cached
+    assert len(workers) == 2
