@@ -47,7 +47,7 @@ docs: $(VENV)/.docs
 docs-serve: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
-slow: $(VENV)/.test
+slow: $(VENV)/.slow
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
 $(VENV)/bin/python:
@@ -63,6 +63,11 @@ $(VENV)/.serve: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 $(VENV)/.test: $(VENV)/.serve
 	@echo "installing what the tests need"
 	@$(PIP) $(PINS) -e '.[test,bench]'
+	@touch $@
+
+$(VENV)/.slow: $(VENV)/.test
+	@echo "installing Ray Serve"
+	@$(PIP) $(PINS) -e '.[test,bench,ray]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.serve

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from jaxserve.api import (
     EngineLimits,
+    EngineStatus,
     FinishReason,
     PromptLogprobs,
     Request,
@@ -28,13 +29,14 @@ from jaxserve.api import (
     WeightsChanged,
     WeightState,
 )
-from jaxserve.cli.options import parse_args
+from jaxserve.cli.config_file import flags_of
+from jaxserve.cli.options import Options, parse_args
 from jaxserve.engine.engine import AsyncEngine, Progress
 from jaxserve.engine.loop import Parts
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.startup.environment import prepare
 from jaxserve.startup.timeline import Timeline
-from jaxserve.weights.model_source import find_model
+from jaxserve.weights.model_source import ModelSource, find_model
 
 type Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -72,7 +74,16 @@ class Engine:
         Raises:
           ConfigError, CheckpointError: one line.
         """
-        options = parse_args([*(("--model", model) if model else ()), *_flags(flags)])
+        self._open(parse_args([*(("--model", model) if model else ()), *flags_of(flags)]))
+
+    @classmethod
+    def of_options(cls, options: Options) -> Engine:
+        """Returns the engine of a parsed command line. Raises as the constructor."""
+        engine = cls.__new__(cls)
+        engine._open(options)
+        return engine
+
+    def _open(self, options: Options) -> None:
         prepare(options.gpu_memory_utilization)
         from jaxserve.runner.runner import Pending  # imports jax, which reads what `prepare` set
         from jaxserve.startup.build import build_parts
@@ -135,13 +146,21 @@ class Engine:
     async def stream(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[TokenEvent]:
         """Yields a prompt's events as they come, on the caller's event loop. Closing the iterator
         ends the sequence. Raises as `generate`."""
+        async with aclosing(self.submit(self._request(prompt, params))) as steps:
+            async for events in steps:
+                for event in events:
+                    yield event
+
+    async def submit(self, request: Request) -> AsyncGenerator[list[TokenEvent]]:
+        """`api.Engine.generate` on the caller's event loop: the request as it is, without the
+        model's end tokens."""
         caller = asyncio.get_running_loop()
         queue: asyncio.Queue[list[TokenEvent] | BaseException | None] = asyncio.Queue()
 
         async def forward() -> None:
             ended: BaseException | None = None
             try:
-                async with aclosing(self._engine.generate(self._request(prompt, params))) as steps:
+                async with aclosing(self._engine.generate(request)) as steps:
                     async for events in steps:
                         caller.call_soon_threadsafe(queue.put_nowait, events)
             except Exception as error:
@@ -153,8 +172,7 @@ class Engine:
             while (item := await queue.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
-                for event in item:
-                    yield event
+                yield item
         finally:
             forwarding.cancel()
 
@@ -163,6 +181,27 @@ class Engine:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         outputs = self.generate(prompts, params)
         return [[each.logprob for each in output.prompt_logprobs or ()] for output in outputs]
+
+    # The model, and the state of the engine.
+
+    @property
+    def source(self) -> ModelSource:
+        """The model's names, folder, tokenizer and sampling defaults."""
+        return self._source
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._engine.limits
+
+    def status(self) -> EngineStatus:
+        return self._engine.status()
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page of the KV cache: what shares a prefix is whole pages."""
+        occupancy = self._engine.occupancy(1)
+        assert occupancy is not None, "the engine serves"
+        return occupancy.pages.page_size
 
     # Weights.
 
@@ -258,15 +297,3 @@ class Engine:
             prompt=tuple(ids),
             params=replace(params, stop_token_ids=stops),
         )
-
-
-def _flags(given: Mapping[str, Any]) -> list[str]:
-    """Returns keyword arguments as flags of the command line."""
-    flags: list[str] = []
-    for name, value in given.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            flags += [f"--{flag}", str(value)]
-    return flags

@@ -15,6 +15,7 @@ from jaxserve.bench.command import main as bench
 from jaxserve.cli.foreign_flags import CHECKED, NOT_HERE, ONE, SAME, SWITCHES, VALUED
 from jaxserve.cli.options import parse_args
 from jaxserve.metrics.metrics import Metrics
+from jaxserve.ray.settings import parse as parse_fleet
 from jaxserve.startup.engine_plan import (
     _CPU_DECODE,
     _CPU_MAX_ITL_MS,
@@ -48,7 +49,9 @@ NOT_OURS = {"Unable to initialize backend 'tpu'"}
 """Messages of the table for troubleshooting that come from a library."""
 WRITTEN = {"docs/measurements/kv_sweep.json"}
 """Files that a command of an example writes."""
-NOT_OUR_FLAGS = {"--build-arg"}
+NOT_OUR_FLAGS = {
+    *("--build-arg", "--kv-cache-block-size", "--migration-limit", "--kv-events-config"),
+}
 
 LINKED = [*PAGES, *sorted(ROOT.glob("lab/**/*.md"))]
 """The logs name files and flags of their own commits; links must hold all the same."""
@@ -71,6 +74,12 @@ def flags_of_the_benchmark(capsys: pytest.CaptureFixture[str]) -> set[str]:
 def flags_of_convert(capsys: pytest.CaptureFixture[str]) -> set[str]:
     with pytest.raises(SystemExit):
         parse_args(["--help"], "convert")
+    return set(re.findall(r"^ +(?:-h, )?(--[a-z0-9-]+)", capsys.readouterr().out, re.M))
+
+
+def flags_of_fleets(capsys: pytest.CaptureFixture[str]) -> set[str]:
+    with pytest.raises(SystemExit):
+        parse_fleet(["--help"])
     return set(re.findall(r"^ +(?:-h, )?(--[a-z0-9-]+)", capsys.readouterr().out, re.M))
 
 
@@ -134,6 +143,8 @@ def test_flags_that_are_named_exist(page: Path, capsys: pytest.CaptureFixture[st
     )
     if page.name == "benchmarking.md":
         known |= flags_of_the_benchmark(capsys)
+    if page.name in ("ray-serve.md", "CHANGELOG.md"):
+        known |= flags_of_fleets(capsys)
     if page.name in ("from-vllm.md", "CHANGELOG.md"):
         known |= SAME.keys() | ONE | SWITCHES | VALUED | NOT_HERE.keys() | CHECKED
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.M | re.S)

@@ -39,7 +39,13 @@ LAYERS = (
     ("jaxserve.bench", "jaxserve.runner", "jaxserve.scheduler", "jaxserve.weights"),
     ("jaxserve.engine", "jaxserve.flax", "jaxserve.server"),
     ("jaxserve.startup",),
-    ("jaxserve.__main__", "jaxserve.commands", "jaxserve.library"),
+    (
+        "jaxserve.__main__",
+        "jaxserve.commands",
+        "jaxserve.dynamo",
+        "jaxserve.library",
+        "jaxserve.ray",
+    ),
 )
 """From the bottom up. A part may import from its own layer and those below it."""
 
@@ -54,6 +60,7 @@ WITHOUT = {
     "jaxserve.bench": {"jax", "jaxlib"},
     "jaxserve.grammar_server": {"jax", "jaxlib", "numpy"},
     "jaxserve.models.registry": {"jax", "jaxlib"},
+    "jaxserve.ray": {"jax", "jaxlib"},
     "jaxserve.server": {"jax", "jaxlib", "llguidance"},
     "jaxserve.engine": {"llguidance"},
     "jaxserve.scheduler": {"jax", "jaxlib", "numpy"},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,7 @@ from typing import Any
 def with_config_file(argv: list[str]) -> list[str]:
     """The command line with the flags of its `--config FILE` before its own, which win.
 
-    Keys are flags without their dashes, `_` for `-` allowed; a list is several values, `true` is
-    the bare flag, `false` its `--no-` form.
+    What keys and values mean: `flags_of`.
 
     Raises:
       ValueError: one line that says what is wrong with the file.
@@ -43,7 +43,16 @@ def _flags(path: str) -> Iterator[str]:
         raise ValueError(f"--config {path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: must hold flags and values, such as 'port: 8000'")
-    for key, value in content.items():
+    yield from flags_of(content)
+
+
+def flags_of(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the command line of settings by flags' names without dashes, `_` for `-` allowed.
+
+    A list is several values, `true` the bare flag, `false` its `--no-` form, a mapping JSON, and
+    None nothing.
+    """
+    for key, value in settings.items():
         name = f"--{str(key).replace('_', '-')}"
         if value is True:
             yield name
@@ -52,5 +61,7 @@ def _flags(path: str) -> Iterator[str]:
         elif isinstance(value, list):
             yield name
             yield from map(str, value)
-        else:
+        elif isinstance(value, dict):
+            yield f"{name}={json.dumps(value)}"
+        elif value is not None:
             yield f"{name}={value}"

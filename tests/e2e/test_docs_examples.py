@@ -24,12 +24,16 @@ from jaxserve.bench.command import main as bench
 from jaxserve.cli.foreign_flags import translated
 from jaxserve.cli.options import COMMANDS, parse_args
 from jaxserve.commands.plan import estimate
+from jaxserve.ray.settings import from_settings
+from jaxserve.ray.settings import parse as parse_fleet
 from tests.e2e.process import ROOT, Server
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 URL = "http://127.0.0.1:8000"
 ADMIN_KEY = "for-these-tests"
+DYNAMO_FLAGS = ["--discovery-backend", "--request-plane", "--event-plane"]
+"""Of both sides, which tests/dynamo_worker runs with."""
 NOT_OURS = {"webui/bin/open-webui"}
 """Programs of others, whose flags no test knows."""
 CURL = 'set -euo pipefail; curl() { command curl -sS --fail-with-body --max-time 60 "$@"; }\n'
@@ -143,6 +147,8 @@ def test_a_block_that_needs_a_gpu_or_a_network_is_parsed(
             check_python(arguments)
         elif program == ".ci/run":
             assert (ROOT / program).exists()
+        elif program == "export":
+            assert re.fullmatch(r"[A-Z_]+=\S+", arguments[0])
         elif program == "sudo":
             assert all((ROOT / word).exists() for word in arguments if word.startswith("deploy/"))
         else:
@@ -168,6 +174,13 @@ def check_pip(arguments: list[str]) -> None:
 def check_python(arguments: list[str]) -> None:
     if arguments[:2] == ["-m", "jaxserve"]:
         check_jaxserve(arguments[2:])
+    elif arguments[:2] == ["-m", "jaxserve.ray"]:
+        parse_fleet(arguments[2:])
+    elif arguments[:2] == ["-m", "jaxserve.dynamo"]:
+        assert arguments[2::2][:3] == DYNAMO_FLAGS
+        check_jaxserve(arguments[8:])
+    elif arguments[:2] == ["-m", "dynamo.frontend"]:
+        assert arguments[2::2][:3] == DYNAMO_FLAGS
     elif arguments[:2] == ["-m", "pytest"]:
         assert all((ROOT / word).exists() for word in arguments if word.startswith("tests/"))
     elif arguments[0].endswith(".py"):
@@ -209,6 +222,9 @@ def test_a_block_of_settings_can_be_read(block: Block, tmp_path: Path) -> None:
         file = tmp_path / "serve.yaml"
         file.write_text(block.text)
         assert parse_args(translated(["--config", str(file)]).argv).model == content["model"]
+    if block.page == "ray-serve.md":
+        (application,) = content["applications"]
+        assert from_settings(application["args"]).fleet.max_replicas
     for argument in re.findall(r"^    command: (.*)$", block.text, re.M):
         check_jaxserve(argument.split())
 
