@@ -308,6 +308,22 @@ class EngineFamilies(_Families):
         )
 
 
+class EventFamilies(_Families):
+    """Metrics of KV cache events."""
+
+    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]):
+        super().__init__(registry, labels)
+        self.batches = self._counter(
+            "jaxserve_kv_event_batches", "Batches of KV cache events published"
+        )
+        self.dropped = self._counter(
+            "jaxserve_kv_events_dropped", "Steps whose KV cache events were dropped, not published"
+        )
+        self.replays = self._counter(
+            "jaxserve_kv_event_replays", "Requests for past KV cache events"
+        )
+
+
 class FormerFamilies:
     """Metrics under former vLLM names, for older dashboards and autoscalers."""
 

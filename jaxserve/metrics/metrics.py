@@ -18,6 +18,7 @@ from jaxserve.api import EngineStatus, Start
 from jaxserve.metrics.families import (
     ITL,
     EngineFamilies,
+    EventFamilies,
     FormerFamilies,
     GrammarFamilies,
     RequestFamilies,
@@ -74,6 +75,7 @@ class Metrics:
         self._requests = RequestFamilies(self._registry, self._labels)
         self._engine = EngineFamilies(self._registry, self._labels)
         self._grammar = GrammarFamilies(self._registry, self._labels)
+        self._events = EventFamilies(self._registry, self._labels)
         self._former = FormerFamilies(self._registry, self._labels) if legacy else None
         itl = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
         text = "Between two tokens of one sequence"
@@ -254,6 +256,20 @@ class Metrics:
     def observe_preemptions(self, times: int) -> None:
         """Report how often an ended sequence was preempted."""
         self._engine.preemptions_each.observe(times)
+
+    # Called by the publisher of KV cache events.
+
+    def count_kv_event_batch(self) -> None:
+        """Count a batch of KV cache events that was published."""
+        self._events.batches.inc()
+
+    def count_dropped_kv_events(self) -> None:
+        """Count a step whose KV cache events were dropped."""
+        self._events.dropped.inc()
+
+    def count_kv_event_replay(self) -> None:
+        """Count a request for past KV cache events."""
+        self._events.replays.inc()
 
     def observe_tokenizing(self, seconds: float) -> None:
         """Report the seconds of rendering and encoding a request's prompts."""

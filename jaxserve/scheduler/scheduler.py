@@ -18,6 +18,7 @@ from jaxserve.api import (
     TokenEvent,
 )
 from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.kv_events.events import Sink
 from jaxserve.plan import Admission, PageEntry, Row, Sampled, StepPlan
 from jaxserve.scheduler import prefix, results
 from jaxserve.scheduler.admission import OutputLengths, has_room, refuse_impossible
@@ -76,6 +77,7 @@ class Scheduler:
         times: StepTimes | None = None,
         lengths: OutputLengths | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        cache_events: Sink | None = None,
     ):
         """Returns a scheduler without requests.
 
@@ -83,13 +85,14 @@ class Scheduler:
           times: measured step times, which decide chunk sizes; None: every step takes what fits.
           lengths: expected output lengths, which decide admission.
           clock: returns seconds.
+          cache_events: is told what happens to cached pages, once the device has computed them.
         """
         self._config = config
         self._cache = cache
         self._clock = clock
         self._times = times
         self._page_size = cache.page_size
-        self._kv_cache = KVCacheManager(config, cache)
+        self._kv_cache = KVCacheManager(config, cache, cache_events)
         context = config.max_chunk_context
         self._chunk_pages = sys.maxsize if context is None else self._kv_cache.pages_for(context)
         self._budget = TokenBudget(
@@ -225,6 +228,7 @@ class Scheduler:
             room -= pages_for(rows[-1].start + rows[-1].num_tokens)
         if not rows:
             return None
+        self._kv_cache.planned()
         return StepPlan(rows=tuple(rows), admissions=tuple(admissions), pages=tuple(entries))
 
     def _plan_decodes(
@@ -367,6 +371,7 @@ class Scheduler:
                 events.append(TokenEvent(seq.request_id, token))
             else:
                 events.append(self._take(seq, result, now))
+        self._kv_cache.committed()
         self._uncommitted = []
         return events
 
@@ -425,7 +430,7 @@ class Scheduler:
             assert not seq.in_flight, "a plan with a sample of it is neither committed nor failed"
             self._vacate(seq)
             self._waiting.push(seq)
-        self._kv_cache.forget()
+        self._kv_cache.failed()
         found, self._uncommitted = self._uncommitted, []
         return found + [TokenEvent(seq.request_id, None, FinishReason.ERROR) for seq in failed]
 
@@ -474,9 +479,12 @@ class Scheduler:
         return prefix.root(self._cache.identity, salt, *changed)
 
     def _vacate(self, seq: Sequence) -> None:
-        """Free the slot and pages of a running sequence."""
+        """Free the slot and pages of a running sequence. What it computes again is of the weights
+        that are served by then."""
         del self._running[seq.id]
         self._kv_cache.free(seq)
+        if (root := self._root(seq.salt)) != seq.root:
+            seq.begin_again(root)
         self._blocked = None
 
     def _end(self, seq: Sequence) -> None:

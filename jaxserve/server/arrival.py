@@ -15,7 +15,7 @@ from jaxserve.server.errors import invalid
 from jaxserve.server.request.priority import Ranked, level_of, level_of_header, tier_used
 from jaxserve.server.request.schema import GenerationFields
 from jaxserve.server.service import Service
-from jaxserve.server.tenant import tenant_of
+from jaxserve.server.tenant import isolated_salt, tenant_of
 
 FIRST_TOKEN_HEADER, ANSWER_HEADER = "x-slo-ttft-ms", "x-slo-e2e-ms"
 """As load balancers and benchmarks spell it."""
@@ -57,8 +57,7 @@ class Arrival:
         return Standing(
             tenant=tenant,
             priority=level_of(fields) if level is None else level,
-            # No salt of a client's own has a slash.
-            cache_salt=f"{tenant}/{salt}" if config.isolate_cache_by_key else salt,
+            cache_salt=isolated_salt(tenant, salt) if config.isolate_cache_by_key else salt,
             ttft_slo=first,
             e2e_slo=config.request_timeout if whole is None else whole,
         )

@@ -1,0 +1,41 @@
+"""What happens to cached pages: the contract between the scheduler and whoever tells others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Stored(NamedTuple):
+    """Consecutive pages of a sequence can be found from now on."""
+
+    hashes: list[bytes]
+    """Content hashes of the pages (`scheduler.prefix`), each not findable before."""
+    parent: bytes | None
+    """Hash of the page before the first one; None: there is none. Without a window it can be found,
+    too."""
+    tokens: list[int]
+    """Token ids of all pages, concatenated: as many for each page."""
+    salt: str
+    """What keeps requests apart, see `api.Request.cache_salt`."""
+    group: int | None
+    """Cache group; None: the model has one, without a window."""
+    window: int | None
+    """The group's window in tokens; None: it has none."""
+
+
+class Removed(NamedTuple):
+    """Pages were allocated again: their hashes can no longer be found."""
+
+    hashes: list[bytes]
+    group: int | None
+
+
+class Cleared(NamedTuple):
+    """No page of any group can be found any more."""
+
+
+type CacheEvent = Stored | Removed | Cleared
+
+type Sink = Callable[[list[CacheEvent]], None]
+"""Takes the events of a step, in their order, and owns them. Must neither wait nor raise."""
