@@ -14,14 +14,23 @@ class Stored(NamedTuple):
     parent: bytes | None
     """Hash of the page before the first one; None: there is none. Without a window it can be found,
     too."""
-    tokens: list[int]
-    """Token ids of all pages, concatenated: as many for each page."""
+    source: list[int]
+    """Token ids of the sequence, which only grow. A copy here would cost the engine's thread more
+    than all else that it does for events."""
+    start: int
+    """Index of the first page's first token."""
+    page_size: int
     salt: str
     """What keeps requests apart, see `api.Request.cache_salt`."""
     group: int | None
     """Cache group; None: the model has one, without a window."""
     window: int | None
     """The group's window in tokens; None: it has none."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """A copy of the token ids of all pages, concatenated."""
+        return self.source[self.start : self.start + len(self.hashes) * self.page_size]
 
 
 class Removed(NamedTuple):
@@ -38,4 +47,5 @@ class Cleared(NamedTuple):
 type CacheEvent = Stored | Removed | Cleared
 
 type Sink = Callable[[list[CacheEvent]], None]
-"""Takes the events of a step, in their order, and owns them. Must neither wait nor raise."""
+"""Takes the events of a step, in their order. The lists of events are its own. Must neither wait
+nor raise."""

@@ -97,13 +97,13 @@ class History:
                 return event
 
     def _store(self, event: Stored) -> bool:
-        hashes, parent, tokens, salt, group, window = event
+        parent, group, window, size = event.parent, event.group, event.window, event.page_size
         if parent is not None and window is None and (group, parent) not in self._pages:
             return False
-        size = len(tokens) // len(hashes)
-        for number, content in enumerate(hashes):
-            own = array("i", tokens[number * size : (number + 1) * size]).tobytes()
-            self._pages[group, content] = _Page(parent, own, salt, group, window)
+        tokens = array("i", event.tokens)
+        for number, content in enumerate(event.hashes):
+            own = tokens[number * size : (number + 1) * size].tobytes()
+            self._pages[group, content] = _Page(parent, own, event.salt, group, window)
             parent = content
         return True
 
@@ -115,10 +115,11 @@ def _stored_again(pages: list[tuple[tuple[int | None, bytes], _Page]]) -> Iterat
         tokens = array("i", page.tokens).tolist()
         if run is not None and page.parent == run.hashes[-1] and group == run.group:
             run.hashes.append(content)
-            run.tokens.extend(tokens)
+            run.source.extend(tokens)
             continue
         if run is not None:
             yield run
-        run = Stored([content], page.parent, tokens, page.salt, group, page.window)
+        size = len(tokens)
+        run = Stored([content], page.parent, tokens, 0, size, page.salt, group, page.window)
     if run is not None:
         yield run

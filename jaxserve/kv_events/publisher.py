@@ -11,6 +11,7 @@ the number -1 and no payload. Numbers are 8 bytes, big-endian.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from dataclasses import asdict, replace
@@ -88,6 +89,16 @@ class ZmqPublisher:
             )
         for thread in self._threads:
             thread.start()
+
+    @property
+    def num_batches(self) -> int:
+        """Batches that have a number."""
+        return self._history.num_batches
+
+    @property
+    def num_pages(self) -> int:
+        """Cached pages that batches so far told of."""
+        return self._history.num_pages
 
     @property
     def sources(self) -> dict[str, dict[str, Any]]:
@@ -200,7 +211,8 @@ def _attach(socket: zmq.Socket[bytes], address: str, *, bind: bool) -> str:
     try:
         (socket.bind if bind else socket.connect)(address)
     except zmq.ZMQError as error:
-        raise ConfigError(f"--kv-events-config: cannot use {address}: {error.strerror}") from None
+        why = os.strerror(error.errno or 0)
+        raise ConfigError(f"--kv-events-config: cannot use {address}: {why}") from None
     head, _, port = address.rpartition(":")
     if not bind or not address.startswith("tcp://") or port not in ("*", "0"):
         return address

@@ -89,7 +89,7 @@ def _stored(event: Stored, *, array: bool) -> msgspec.Struct:
         "block_hashes": [number_of(each) for each in event.hashes],
         "parent_block_hash": None if event.parent is None else number_of(event.parent),
         "token_ids": event.tokens,
-        "block_size": len(event.tokens) // count,
+        "block_size": event.page_size,
         "lora_id": None,
         "medium": MEDIUM,
         "lora_name": None,

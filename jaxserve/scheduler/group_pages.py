@@ -137,15 +137,16 @@ class GroupPages:
         self, events: CacheEvents, seq: Sequence, hashes: list[bytes], new: list[int]
     ) -> None:
         """Record newly published pages by their numbers, consecutive ones as one event."""
-        size, start = self._page_size, new[0]
+        start = new[0]
         for number, following in pairwise([*new, -1]):
             if following != number + 1:
-                end = number + 1
                 events.stored(
                     Stored(
-                        hashes=hashes[start:end],
+                        hashes=hashes[start : number + 1],
                         parent=hashes[start - 1] if start else None,
-                        tokens=seq.tokens[start * size : end * size],
+                        source=seq.tokens,
+                        start=start * self._page_size,
+                        page_size=self._page_size,
                         salt=seq.salt,
                         group=self._event_group,
                         window=self.window,

@@ -53,7 +53,9 @@ def prompt(number: int, pages: int) -> list[int]:
 def stored(number: int, pages: int = 1, *, salt: str = "") -> Stored:
     """A prompt's pages."""
     tokens = prompt(number, pages)
-    return Stored(page_hashes(root("m", salt), tokens, PAGE), None, tokens, salt, None, None)
+    return Stored(
+        page_hashes(root("m", salt), tokens, PAGE), None, tokens, 0, PAGE, salt, None, None
+    )
 
 
 def learn(index: Index, batches: list[Numbered]) -> None:

@@ -173,12 +173,18 @@ class Subscriber:
 
     def receive(self, timeout: float = 0.0) -> Iterator[Numbered]:
         """All batches that are there, in the order of their numbers with none left out."""
-        wait = int(timeout * 1000)
-        while self._live.poll(wait):
-            wait = 0
-            topic, number, payload = self._live.recv_multipart()
-            assert topic.decode() == self._topic and len(number) == 8
-            yield from self.take(int.from_bytes(number, "big"), payload)
+        while self.poll(timeout):
+            timeout = 0.0
+            yield from self.take(*self.next_live())
+
+    def poll(self, timeout: float = 0.0) -> bool:
+        return bool(self._live.poll(int(timeout * 1000)))
+
+    def next_live(self) -> tuple[int, bytes]:
+        """Number and payload of the next live batch."""
+        topic, number, payload = self._live.recv_multipart()
+        assert topic.decode() == self._topic and len(number) == 8
+        return int.from_bytes(number, "big"), payload
 
     def take(self, number: int, payload: bytes) -> Iterator[Numbered]:
         """A live batch, behind those that were missed."""

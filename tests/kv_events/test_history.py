@@ -44,8 +44,8 @@ def test_who_asks_for_what_has_left_the_ring_gets_all_pages_and_no_number_is_mis
 def test_what_follows_a_page_is_told_again_behind_it_even_if_other_pages_came_between() -> None:
     history = History(1)
     first = stored(1, 3)
-    tail = first._replace(hashes=first.hashes[1:], parent=first.hashes[0], tokens=first.tokens[2:])
-    head = first._replace(hashes=first.hashes[:1], tokens=first.tokens[:2])
+    tail = first._replace(hashes=first.hashes[1:], parent=first.hashes[0], start=PAGE)
+    head = first._replace(hashes=first.hashes[:1])
     for each in (head, stored(2, salt="s"), tail, stored(3)):
         history.append([each])
     index = Index(page_size=PAGE)
@@ -57,7 +57,7 @@ def test_what_follows_a_page_is_told_again_behind_it_even_if_other_pages_came_be
 def test_events_that_cannot_be_right_are_left_out() -> None:
     """They come only after the events of a step were lost."""
     history, lost = History(10), stored(1, 2)
-    orphan = lost._replace(hashes=lost.hashes[1:], parent=lost.hashes[0], tokens=lost.tokens[2:])
+    orphan = lost._replace(hashes=lost.hashes[1:], parent=lost.hashes[0], start=PAGE)
     assert history.append([orphan]) is None
     assert history.append([Removed(lost.hashes, None)]) is None
     assert history.num_batches == 0
@@ -69,7 +69,7 @@ def test_events_that_cannot_be_right_are_left_out() -> None:
 
 def test_of_a_window_pages_are_kept_without_the_page_before() -> None:
     history, some = History(1), stored(1, 2)
-    windowed = Stored(some.hashes[1:], some.hashes[0], some.tokens[2:], "", 0, 3)
+    windowed = Stored(some.hashes[1:], some.hashes[0], some.tokens, PAGE, PAGE, "", 0, 3)
     assert history.append([windowed]) and history.append([stored(2)])
     assert history.num_pages == 2
 
@@ -85,8 +85,8 @@ def test_an_index_of_any_answer_is_the_index_of_all_batches(
         events: list[CacheEvent]
         if before < pages:
             parent = full.hashes[before - 1] if before else None
-            tokens = full.tokens[before * PAGE : pages * PAGE]
-            events = [Stored(full.hashes[before:pages], parent, tokens, "", None, None)]
+            hashes = full.hashes[before:pages]
+            events = [full._replace(hashes=hashes, parent=parent, start=before * PAGE)]
             have[number] = pages
         else:
             events = [Removed([full.hashes[before - 1]], None)]

@@ -209,9 +209,7 @@ def test_publishing_never_waits_and_what_does_not_fit_is_counted() -> None:
         while not publisher._queue.empty():  # pyright: ignore[reportPrivateUsage]
             time.sleep(0.001)
         lost, follows = stored(50), stored(50, 2)
-        behind = follows._replace(
-            hashes=follows.hashes[1:], parent=lost.hashes[0], tokens=follows.tokens[PAGE:]
-        )
+        behind = follows._replace(hashes=follows.hashes[1:], parent=lost.hashes[0], start=PAGE)
         gone = Removed([*lost.hashes, *stored(0).hashes], None)
         publish(publisher, [behind, stored(200)], [gone])
         one_by_one(publisher, 201)

@@ -11,9 +11,9 @@ from jaxserve.scheduler.prefix import page_hashes, root
 from tests.kv_events.wire_schema import AllBlocksCleared, BlockRemoved, BlockStored, decode
 
 FIRST, SECOND = b"\0" * 24 + b"\xff" * 8, b"\1" * 24 + b"\0" * 7 + b"\7"
-STORED = Stored([FIRST, SECOND], None, [1, 2, 3, 300], "salt", None, None)
-PLAIN = Stored([SECOND], FIRST, [3, 151_000], "", None, None)
-WINDOWED = Stored([SECOND], FIRST, [3, 4], "", 1, 512)
+STORED = Stored([FIRST, SECOND], None, [1, 2, 3, 300], 0, 2, "salt", None, None)
+PLAIN = Stored([SECOND], FIRST, [0, 0, 3, 151_000], 2, 2, "", None, None)
+WINDOWED = Stored([SECOND], FIRST, [3, 4], 0, 2, "", 1, 512)
 REMOVED = Removed([SECOND], None)
 TIME = 1_800_000_000.5
 HEAD = b"\x93\xcb\x41\xda\xd2\x74\x80\x20\x00\x00"

@@ -9,7 +9,7 @@ from jaxserve.kv_events.events import CacheEvent, Cleared, Sink
 from jaxserve.kv_events.wire import encode
 from jaxserve.scheduler import Scheduler
 from tests.kv_events.router import Index
-from tests.kv_events.wire_schema import decode
+from tests.kv_events.wire_schema import Event, decode
 
 
 class Admission(NamedTuple):
@@ -23,6 +23,7 @@ class Admission(NamedTuple):
     """Tokens that it was allowed to find."""
     found: int
     again: bool
+    request: str
 
 
 def size(events: Iterable[CacheEvent]) -> int:
@@ -59,6 +60,7 @@ class Watch:
                     seq.max_cached_tokens,
                     found,
                     again=seq.admitted >= 0,
+                    request=seq.request_id,
                 )
             )
             return allocate(seq, hit)
@@ -73,33 +75,50 @@ class Watch:
         self.admissions = [each for each in self.admissions if each.after <= self.told]
 
 
-def check_predictions(
-    watch: Watch, index: Index, *, array: bool = False, exact: bool = True
-) -> int:
-    """Rebuild the index from the bytes of all batches, and predict every admission at its moment.
-    Returns how many tokens were found.
+class Prediction:
+    """Predicts admissions, each at its moment, while events come."""
 
-    Args:
-      exact: false where events do not suffice, because every group has a window.
-    """
-    admissions, done, found = iter(watch.admissions), 0, 0
-    following = next(admissions, None)
+    def __init__(
+        self, admissions: Iterable[Admission], index: Index, done: int = 0, *, exact: bool = True
+    ):
+        """
+        Args:
+          done: changes that the index knows already; admissions before are left out.
+          exact: false where events do not suffice, because every group has a window.
+        """
+        self._admissions = iter([each for each in admissions if each.after >= done])
+        self._following = next(self._admissions, None)
+        self._index, self._exact = index, exact
+        self.done = done
+        self.predicted = self.found = 0
+        """Admissions so far, and tokens that they found."""
+
+    def take(self, events: Iterable[Event]) -> None:
+        for event in events:
+            for change in self._index.changes(event):
+                self.admit()
+                self._index.apply(change)
+                self.done += 1
+
+    def admit(self) -> None:
+        """Those whose moment is now."""
+        while (each := self._following) is not None and each.after == self.done:
+            expected = self._index.predict(each.tokens, each.salt, most=each.most)
+            assert expected == each.found or not self._exact, each
+            self.predicted += 1
+            self.found += each.found
+            self._following = next(self._admissions, None)
+
+    def end(self) -> None:
+        self.admit()
+        assert self._following is None, "the events end before it"
+
+
+def check_predictions(watch: Watch, index: Index, *, exact: bool = True) -> int:
+    """Rebuild the index from the bytes of all batches and predict every admission. Returns how many
+    tokens were found."""
+    prediction = Prediction(watch.admissions, index, exact=exact)
     for batch in watch.batches:
-        for event in decode(encode(1.8e9, batch, array=array), array=array):
-            for change in index.changes(event):
-                while following is not None and following.after == done:
-                    assert not exact or predicted(index, following) == following.found
-                    found += following.found
-                    following = next(admissions, None)
-                index.apply(change)
-                done += 1
-    while following is not None:
-        assert following.after == done
-        assert not exact or predicted(index, following) == following.found
-        found += following.found
-        following = next(admissions, None)
-    return found
-
-
-def predicted(index: Index, admission: Admission) -> int:
-    return index.predict(admission.tokens, admission.salt, most=admission.most)
+        prediction.take(decode(encode(1.8e9, batch, array=False)))
+    prediction.end()
+    return prediction.found
