@@ -15,8 +15,8 @@ class Stored(NamedTuple):
     """Hash of the page before the first one; None: there is none. Without a window it can be found,
     too."""
     source: list[int]
-    """Token ids of the sequence, which only grow. A copy here would cost the engine's thread more
-    than all else that it does for events."""
+    """Token ids of the sequence, which only grow. Whoever is told copies what it needs, not the
+    engine's thread: that would make events cost it half as much again."""
     start: int
     """Index of the first page's first token."""
     page_size: int
