@@ -300,5 +300,7 @@ class ServerConfig:
     """What responses that are kept for later requests may take; 0: none is kept."""
     reasoning_keys: tuple[str, ...] = field(default=(), repr=False)
     """They seal the thoughts that clients keep; none: one is made at the start."""
+    kv_event_sources: Mapping[str, Any] = MappingProxyType({})
+    """Where KV cache events are published, by data-parallel rank."""
     log_requests: bool = False
     """One log line per request that has ended."""

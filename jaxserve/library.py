@@ -35,6 +35,7 @@ from jaxserve.engine.engine import AsyncEngine, Progress
 from jaxserve.engine.loop import Parts
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.startup.environment import prepare
+from jaxserve.startup.kv_events import open_publisher
 from jaxserve.startup.timeline import Timeline
 from jaxserve.weights.model_source import ModelSource, find_model
 
@@ -90,9 +91,15 @@ class Engine:
 
         self._source = source = find_model(options)
         metrics = Metrics(source.names[0])
+        self._publisher = publisher = open_publisher(options, metrics)
+        cache_events = None if publisher is None else publisher.publish
 
         def build(progress: Progress) -> Parts[Pending]:
-            return build_parts(options, source, metrics, progress, Timeline(), alone=False)
+            return build_parts(
+                *(options, source, metrics, progress, Timeline()),
+                cache_events=cache_events,
+                alone=False,
+            )
 
         limits = EngineLimits(
             max_model_len=options.max_model_len or source.spec.max_position,
@@ -126,6 +133,8 @@ class Engine:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+        if self._publisher is not None:
+            self._publisher.close()
 
     # Requests.
 

@@ -27,6 +27,7 @@ LAYERS = (
         "jaxserve.api",
         "jaxserve.config",
         "jaxserve.grammar_server",
+        "jaxserve.kv_events",
         "jaxserve.logs",
         "jaxserve.metrics",
         "jaxserve.model_spec",
@@ -63,7 +64,7 @@ WITHOUT = {
     "jaxserve.ray": {"jax", "jaxlib"},
     "jaxserve.server": {"jax", "jaxlib", "llguidance"},
     "jaxserve.engine": {"llguidance"},
-    "jaxserve.scheduler": {"jax", "jaxlib", "numpy"},
+    "jaxserve.scheduler": {"jax", "jaxlib", "numpy", "zmq"},
 }
 """What a part must not import, directly or through others."""
 

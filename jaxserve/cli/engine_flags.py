@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxserve.cli.flag_values import (
     above_0,
+    kv_events,
     positive,
     power_of_2,
     share,
@@ -159,6 +160,12 @@ def add_engine_flags(add: AddArgument) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="share the KV pages of equal prefixes",
+    )
+    add(
+        "--kv-events-config",
+        type=kv_events,
+        help="tell routers over ZMQ which pages are cached: vLLM's JSON, e.g. "
+        "'{\"enable_kv_cache_events\": true}' (default: nothing is told)",
     )
     add(
         "--kv-cache-memory-bytes",

@@ -8,7 +8,8 @@ import math
 import re
 from typing import Any
 
-from jaxserve.config import TEMPLATE_VARIABLES
+from jaxserve.config import TEMPLATE_VARIABLES, ConfigError
+from jaxserve.kv_events.config import KVEventsConfig, parse_config
 
 _UNITS = {
     "": 1,
@@ -147,6 +148,14 @@ def template_variables(text: str) -> dict[str, Any]:
         names = ", ".join(sorted(TEMPLATE_VARIABLES))
         raise argparse.ArgumentTypeError(f"not a JSON object with names out of {names}: {text!r}")
     return variables
+
+
+def kv_events(text: str) -> KVEventsConfig:
+    """A JSON object as vLLM takes it."""
+    try:
+        return parse_config(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def root_path(text: str) -> str:

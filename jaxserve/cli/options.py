@@ -24,6 +24,7 @@ from jaxserve.cli.flags import (
     add_orbax_flags,
     add_server_flags,
 )
+from jaxserve.kv_events.config import KVEventsConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,7 @@ class Options:
     calculate_kv_scales: bool
     block_size: int | None
     enable_prefix_caching: bool
+    kv_events_config: KVEventsConfig | None
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
     decode_buckets: tuple[int, ...] | None

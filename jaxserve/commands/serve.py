@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvloop
@@ -29,6 +30,7 @@ from jaxserve.server import make_app, make_runner
 from jaxserve.server.service import SERVICE
 from jaxserve.startup import heap, open_files
 from jaxserve.startup.environment import prepare
+from jaxserve.startup.kv_events import open_publisher
 from jaxserve.startup.listen import bind, server_config
 from jaxserve.startup.probe_port import probe_port
 from jaxserve.startup.timeline import Pace, Timeline, show
@@ -37,6 +39,7 @@ from jaxserve.weights.model_source import ModelSource, find_model
 from jaxserve_checkpoints.reader import CheckpointError
 
 if TYPE_CHECKING:
+    from jaxserve.kv_events.publisher import ZmqPublisher
     from jaxserve.runner.runner import Pending
     from jaxserve.server.telemetry.tracing import Tracing
 
@@ -119,8 +122,11 @@ async def _serve_until(
     with timeline.span("model and tokenizer"):
         source = await _unless(stop, asyncio.to_thread(find_model, options))
     metrics = Metrics(source.names[0], legacy=options.legacy_metrics)
-    engine = _make_engine(options, source, metrics, timeline, imported)
+    publisher = open_publisher(options, metrics)
+    engine = _make_engine(options, source, metrics, timeline, imported, publisher)
     config, tls = server_config(options, source), tls_context(options)
+    if publisher is not None:
+        config = replace(config, kv_event_sources=publisher.sources)
     tracing = _tracing(options, source)
     app = make_app(engine, source.tokenizer, config, metrics, tracing, timeline.spans)
     runner = make_runner(app)
@@ -140,6 +146,8 @@ async def _serve_until(
             reloading.cancel()
         await engine.stop()
         await runner.cleanup()
+        if publisher is not None:
+            publisher.close()
         if tracing is not None:
             await asyncio.to_thread(tracing.shutdown)
 
@@ -167,13 +175,16 @@ def _make_engine(
     metrics: Metrics,
     timeline: Timeline,
     imported: threading.Event,
+    publisher: ZmqPublisher | None,
 ) -> AsyncEngine[Pending]:
+    cache_events = None if publisher is None else publisher.publish
+
     def build(progress: Progress) -> Parts[Pending]:
         imported.wait()
         with timeline.span("import of the engine"):
             from jaxserve.startup.build import build_parts  # now: the port answers meanwhile
         heap.imported()
-        return build_parts(options, source, metrics, progress, timeline)
+        return build_parts(options, source, metrics, progress, timeline, cache_events=cache_events)
 
     limits = EngineLimits(
         max_model_len=options.max_model_len or source.spec.max_position,

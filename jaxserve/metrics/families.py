@@ -293,6 +293,22 @@ class EngineFamilies(_Families):
         )
 
 
+class EventFamilies(_Families):
+    """Metrics of KV cache events."""
+
+    def __init__(self, registry: Registry, labels: Mapping[str, str]):
+        super().__init__(registry, labels)
+        self.batches = self._counter(
+            "jaxserve_kv_event_batches", "Batches of KV cache events published"
+        )
+        self.dropped = self._counter(
+            "jaxserve_kv_events_dropped", "Steps whose KV cache events were dropped, not published"
+        )
+        self.replays = self._counter(
+            "jaxserve_kv_event_replays", "Requests for past KV cache events"
+        )
+
+
 FORMER_NAMES = {
     "vllm:gpu_cache_usage_perc": "vllm:kv_cache_usage_perc",
     "vllm:gpu_prefix_cache_queries_total": "vllm:prefix_cache_queries_total",

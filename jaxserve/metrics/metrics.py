@@ -11,6 +11,7 @@ from jaxserve.metrics.exposition import Histogram, Registry
 from jaxserve.metrics.families import (
     FORMER_NAMES,
     EngineFamilies,
+    EventFamilies,
     GrammarFamilies,
     RequestFamilies,
 )
@@ -62,6 +63,7 @@ class Metrics:
         self._requests = RequestFamilies(self._registry, self._labels)
         self._engine = EngineFamilies(self._registry, self._labels)
         self._grammar = GrammarFamilies(self._registry, self._labels)
+        self._events = EventFamilies(self._registry, self._labels)
         if legacy:
             for former, name in FORMER_NAMES.items():
                 self._registry.also(former, name)
@@ -239,6 +241,20 @@ class Metrics:
     def observe_preemptions(self, times: int) -> None:
         """Report how often an ended sequence was preempted."""
         self._engine.preemptions_each.observe(times)
+
+    # Called by the publisher of KV cache events.
+
+    def count_kv_event_batch(self) -> None:
+        """Count a batch of KV cache events that was published."""
+        self._events.batches.inc()
+
+    def count_dropped_kv_events(self) -> None:
+        """Count a step whose KV cache events were dropped."""
+        self._events.dropped.inc()
+
+    def count_kv_event_replay(self) -> None:
+        """Count a request for past KV cache events."""
+        self._events.replays.inc()
 
     def observe_tokenizing(self, seconds: float) -> None:
         """Report the seconds of rendering and encoding a request's prompts."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from itertools import pairwise
 
 from jaxserve.config import PagedGroup
+from jaxserve.kv_events.events import Stored
+from jaxserve.scheduler.cache_events import CacheEvents
 from jaxserve.scheduler.pages import PagePool
 from jaxserve.scheduler.sequence import Sequence
 
@@ -20,13 +23,26 @@ class GroupPages:
     plan reads it, and plans before run first.
     """
 
-    def __init__(self, group: PagedGroup, number: int, *, page_size: int, step_tokens: int):
+    def __init__(
+        self,
+        group: PagedGroup,
+        number: int,
+        *,
+        page_size: int,
+        step_tokens: int,
+        events: CacheEvents | None = None,
+        event_group: int | None = None,
+    ):
+        """`events`: records what happens to cached pages, as of group `event_group`."""
         self.pool = PagePool(group.num_pages)
         self.window = group.window
         self.number = number
         self.max_pages = 0
         """Pages that the running sequences hold if each grows to its limit."""
         self._group, self._page_size, self._step_tokens = group, page_size, step_tokens
+        self._events, self._event_group = events, event_group
+        if events is not None:
+            self.pool.on_evict.append(lambda page, content: events.removed(event_group, content))
 
     def max_pages_of(self, seq: Sequence) -> int:
         """Returns the most pages that the sequence may hold. Its last token is never computed."""
@@ -111,9 +127,32 @@ class GroupPages:
 
     def publish(self, seq: Sequence, hashes: list[bytes], first: int) -> None:
         """Publish pages number `first` and later under their hashes, if the sequence has them."""
-        table = seq.pages[self.number]
-        for number in range(max(first, seq.behind[self.number]), len(hashes)):
-            self.pool.publish(table[number], hashes[number])
+        table, publish = seq.pages[self.number], self.pool.publish
+        numbers = range(max(first, seq.behind[self.number]), len(hashes))
+        new = [number for number in numbers if publish(table[number], hashes[number])]
+        if new and self._events is not None:
+            self._record(self._events, seq, hashes, new)
+
+    def _record(
+        self, events: CacheEvents, seq: Sequence, hashes: list[bytes], new: list[int]
+    ) -> None:
+        """Record newly published pages by their numbers, consecutive ones as one event."""
+        start = new[0]
+        for number, following in pairwise([*new, -1]):
+            if following != number + 1:
+                events.stored(
+                    Stored(
+                        hashes=hashes[start : number + 1],
+                        parent=hashes[start - 1] if start else None,
+                        source=seq.tokens,
+                        start=start * self._page_size,
+                        page_size=self._page_size,
+                        salt=seq.salt,
+                        group=self._event_group,
+                        window=self.window,
+                    )
+                )
+                start = following
 
     def release(self, seq: Sequence) -> None:
         """Take back all pages."""

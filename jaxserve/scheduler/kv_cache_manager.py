@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.kv_events.events import Sink
 from jaxserve.plan import PageEntry
+from jaxserve.scheduler.cache_events import CacheEvents
 from jaxserve.scheduler.group_pages import GroupPages
 from jaxserve.scheduler.pages import PagePool
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
@@ -35,22 +37,33 @@ class KVCacheManager:
     After a failed step nothing published is found any more: the device has lost it.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: CacheConfig):
+    def __init__(self, config: SchedulerConfig, cache: CacheConfig, sink: Sink | None = None):
+        """`sink` is told what happens to cached pages, once the device has computed them."""
         self.page_size = cache.page_size
+        self._events = events = None if sink is None else CacheEvents(sink)
+        several = cache.further or cache.window is not None
         self.groups = tuple(
             GroupPages(
                 group,
                 number,
                 page_size=cache.page_size,
                 step_tokens=config.max_num_batched_tokens,
+                events=events,
+                event_group=number if several else None,
             )
             for number, group in enumerate(cache.groups)
         )
         self.windows = [group for group in self.groups if group.window is not None]
+        self._full_first = sorted(self.groups, key=lambda group: group.window is not None)
+        """A page behind a window may never be published: others learn its tokens from a group
+        without one."""
         self._own_tokens = cache.own_tokens
         self._num_slots = config.max_num_seqs
         self._sharing = config.prefix_caching
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._forgotten: set[int] = set()
+        """Slots of sequences whose first pages were forgotten: they publish nothing more, because
+        nobody could find what they have behind those."""
 
     @property
     def pages(self) -> PagePool:
@@ -190,29 +203,50 @@ class KVCacheManager:
 
     def publish(self, seq: Sequence) -> None:
         """Let others find the sequence's full pages whose tokens the host knows."""
-        if not self._sharing:
+        if not self._sharing or seq.slot in self._forgotten:
             return
         full = min(seq.computed, len(seq.tokens)) // self.page_size
         if full > seq.published:
             hashes = seq.page_hashes(full, self.page_size)
-            for group in self.groups:
+            for group in self._full_first:
                 group.publish(seq, hashes, seq.published)
             seq.published = full
 
     def next_full_page(self, seq: Sequence) -> int:
         """Returns the number of tokens at which the sequence has one more page to publish."""
-        return (seq.published + 1) * self.page_size if self._sharing and seq.running else seq.limit
+        publishes = self._sharing and seq.running and seq.slot not in self._forgotten
+        return (seq.published + 1) * self.page_size if publishes else seq.limit
 
     def forget(self) -> None:
         """Unpublish everything, see `PagePool.forget`."""
         for group in self.groups:
             group.pool.forget()
+        self._forgotten = set(range(self._num_slots)).difference(self._free_slots)
+        if self._events is not None:
+            self._events.cleared()
+
+    def planned(self) -> None:
+        """A plan is complete and will be launched."""
+        if self._events is not None:
+            self._events.planned()
+
+    def committed(self) -> None:
+        """The oldest plan that is in flight has been computed and applied."""
+        if self._events is not None:
+            self._events.committed()
+
+    def failed(self) -> None:
+        """No plan in flight will be committed, and the device has lost all pages."""
+        if self._events is not None:
+            self._events.failed()
+        self.forget()
 
     def free(self, seq: Sequence) -> None:
         """Take back the slot and all pages. Published pages can be found until they are reused."""
         for group in self.groups:
             group.release(seq)
         self._free_slots.append(seq.slot)
+        self._forgotten.discard(seq.slot)
         seq.pages, seq.behind = [], []
         seq.slot = NO_SLOT
         seq.computed = seq.published = seq.shared = seq.plain_until = seq.capacity = 0

@@ -21,13 +21,20 @@ class PagePool:
     A page whose content is final may be published under the hash of its content. Others can then
     find and share it. A free page stays published until it is allocated again; pages are reused in
     least-recently-used order.
+
+    **A hash is on one page.** Another page that is published with the same content is a *twin*: it
+    takes over if the published page is allocated again while the twin is held. Releasing a twin
+    counts as a use of the published page. So if sequences publish their pages in order and hold
+    all of them, the page before a published page is always published, too: it or a twin has a
+    holder as long as the other has one, and is released after it.
     """
 
     def __init__(self, num_pages: int):
-        self.on_evict: Callable[[int, bytes], None] | None = None
-        """Called with page and hash when a published page is allocated again. All plans made before
-        have computed its content, and only the plan in the making or a later one overwrites it: a
-        copy that is launched at once reads the whole content. Must not raise or use the pool."""
+        self.on_evict: list[Callable[[int, bytes], None]] = []
+        """Called with page and hash when a published page is allocated again and no twin takes
+        over. All plans made before have computed its content, and only the plan in the making or a
+        later one overwrites it: a copy that is launched at once reads the whole content. Must not
+        raise or use the pool."""
         self.num_total = num_pages - 1
         """Pages that can be allocated."""
         self._free = OrderedDict.fromkeys(range(1, num_pages))
@@ -36,6 +43,9 @@ class PagePool:
         self._holders = [0] * num_pages
         self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
+        self._twin_of: dict[int, bytes] = {}
+        self._twins: dict[bytes, list[int]] = {}
+        """Held pages with the content of a published one."""
 
     @property
     def num_free(self) -> int:
@@ -54,10 +64,29 @@ class PagePool:
         for page in pages:
             self._holders[page] = 1
             if (content := self._hash_of.pop(page, None)) is not None:
-                del self._page_of[content]
-                if self.on_evict is not None:
-                    self.on_evict(page, content)
+                self._evict(page, content)
         return pages
+
+    def _evict(self, page: int, content: bytes) -> None:
+        """Let a twin take over, or let the content go."""
+        if content in self._twins:
+            twin = self._twins[content][-1]
+            self._drop_twin(twin)
+            self._page_of[content] = twin
+            self._hash_of[twin] = content
+            return
+        del self._page_of[content]
+        for tell in self.on_evict:
+            tell(page, content)
+
+    def _drop_twin(self, page: int) -> bytes:
+        """The page is no twin any more. Returns its content hash."""
+        content = self._twin_of.pop(page)
+        twins = self._twins[content]
+        twins.remove(page)
+        if not twins:
+            del self._twins[content]
+        return content
 
     def share(self, pages: Iterable[int]) -> None:
         """Add one holder to each of these pages, which must be held or published."""
@@ -78,15 +107,28 @@ class PagePool:
             self._holders[page] = holders
             if holders == 0:
                 self._free[page] = None
-                if page not in self._hash_of:
-                    self._free.move_to_end(page, last=False)
+                if page in self._hash_of:
+                    continue
+                self._free.move_to_end(page, last=False)
+                if page in self._twin_of:
+                    published = self._page_of[self._drop_twin(page)]
+                    if published in self._free:
+                        self._free.move_to_end(published)
 
-    def publish(self, page: int, content: bytes) -> None:
-        """Publish a held page under the hash `content`, unless another page has that hash."""
-        assert self._holders[page] > 0 and page not in self._hash_of
-        if content not in self._page_of:
-            self._page_of[content] = page
-            self._hash_of[page] = content
+    def publish(self, page: int, content: bytes) -> bool:
+        """Publish a held page under the hash `content`, or as a twin of the page that has it.
+
+        Returns whether the hash could not be found before.
+        """
+        assert self._holders[page] > 0
+        assert page not in self._hash_of and page not in self._twin_of
+        if content in self._page_of:
+            self._twin_of[page] = content
+            self._twins.setdefault(content, []).append(page)
+            return False
+        self._page_of[content] = page
+        self._hash_of[page] = content
+        return True
 
     def find(self, contents: Iterable[bytes]) -> list[int]:
         """Returns the pages of the longest published prefix of `contents`; adds no holder."""
@@ -107,6 +149,8 @@ class PagePool:
         lost, wrong, or not wanted."""
         self._hash_of.clear()
         self._page_of.clear()
+        self._twin_of.clear()
+        self._twins.clear()
 
     @property
     def num_cached(self) -> int:
@@ -137,3 +181,7 @@ class PagePool:
             assert (holders == 0) == free, f"page {page}: {holders} holders, free or lost"
         assert self._page_of == {content: page for page, content in self._hash_of.items()}
         assert len(self._page_of) == len(self._hash_of), "a hash is on two pages"
+        twins = {page: content for content, pages in self._twins.items() for page in pages}
+        assert twins == self._twin_of and twins.keys().isdisjoint(self._hash_of)
+        assert all(self._holders[page] for page in twins), "a twin without a holder"
+        assert self._twins.keys() <= self._page_of.keys(), "a twin of a page that is not published"

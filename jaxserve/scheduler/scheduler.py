@@ -18,6 +18,7 @@ from jaxserve.api import (
     TokenEvent,
 )
 from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.kv_events.events import Sink
 from jaxserve.plan import Admission, PageEntry, Row, Sampled, StepPlan
 from jaxserve.scheduler import prefix, results
 from jaxserve.scheduler.admission import OutputLengths, has_room, refuse_impossible
@@ -78,6 +79,7 @@ class Scheduler:
         lengths: OutputLengths | None = None,
         verification: Verification | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        cache_events: Sink | None = None,
     ):
         """Returns a scheduler without requests.
 
@@ -86,13 +88,14 @@ class Scheduler:
           lengths: expected output lengths, which decide admission.
           verification: where drafts come from; None: no plan verifies.
           clock: returns seconds.
+          cache_events: is told what happens to cached pages, once the device has computed them.
         """
         self._config = config
         self._cache = cache
         self._clock = clock
         self._times = times
         self._page_size = cache.page_size
-        self._kv_cache = KVCacheManager(config, cache)
+        self._kv_cache = KVCacheManager(config, cache, cache_events)
         context = config.max_chunk_context
         self._chunk_pages = sys.maxsize if context is None else self._kv_cache.pages_for(context)
         self._verify = verification and VerifyRows(
@@ -234,6 +237,7 @@ class Scheduler:
             room -= pages_for(rows[-1].start + rows[-1].num_tokens)
         if not rows:
             return None
+        self._kv_cache.planned()
         verify = self._verify is not None and any(row.verify is not None for row in rows)
         return StepPlan(
             rows=tuple(rows),
@@ -387,6 +391,7 @@ class Scheduler:
                 events.append(TokenEvent(seq.request_id, token))
             else:
                 events.append(self._take(seq, result, now))
+        self._kv_cache.committed()
         self._uncommitted = []
         return events
 
@@ -445,7 +450,7 @@ class Scheduler:
             assert not seq.in_flight, "a plan with a sample of it is neither committed nor failed"
             self._vacate(seq)
             self._waiting.push(seq)
-        self._kv_cache.forget()
+        self._kv_cache.failed()
         found, self._uncommitted = self._uncommitted, []
         return found + [TokenEvent(seq.request_id, None, FinishReason.ERROR) for seq in failed]
 
@@ -494,9 +499,12 @@ class Scheduler:
         return prefix.root(self._cache.identity, salt, *changed)
 
     def _vacate(self, seq: Sequence) -> None:
-        """Free the slot and pages of a running sequence."""
+        """Free the slot and pages of a running sequence. What it computes again is of the weights
+        that are served by then."""
         del self._running[seq.id]
         self._kv_cache.free(seq)
+        if (root := self._root(seq.salt)) != seq.root:
+            seq.begin_again(root)
         self._blocked = None
 
     def _end(self, seq: Sequence) -> None:

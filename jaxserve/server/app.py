@@ -10,7 +10,7 @@ from aiohttp import web
 from jaxserve.api import Engine
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.server import health, info, operations, weights
+from jaxserve.server import health, info, kv_event_sources, operations, weights
 from jaxserve.server.access import require_key
 from jaxserve.server.backlog import Backlog
 from jaxserve.server.chat_formats.chat_format import ChatFormat
@@ -155,6 +155,7 @@ def _routes(prefix: str, *, admin: bool) -> list[web.RouteDef]:
         web.get(f"{prefix}/load", operations.load),
         web.get(f"{prefix}/openapi.json", operations.openapi),
     ]
+    routes += kv_event_sources.routes(prefix)
     if admin:
         routes.append(web.post(f"{prefix}/reset_prefix_cache", operations.reset_prefix_cache))
         routes += weights.routes(prefix)

@@ -15,7 +15,7 @@ from jaxserve.server.errors import invalid
 from jaxserve.server.request.priority import Ranked, level_of, level_of_headers, tier_used
 from jaxserve.server.request.schema import GenerationFields
 from jaxserve.server.service import Service
-from jaxserve.server.tenant import flow_of, tenant_of
+from jaxserve.server.tenant import flow_of, isolated_salt, tenant_of
 
 FIRST_TOKEN_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 """As llm-d spells it, and as benchmarks and llm-d's older versions do; the first one wins."""
@@ -60,8 +60,8 @@ class Arrival:
         return Standing(
             tenant=tenant if flow is None else flow,
             priority=level_of(fields) if level is None else level,
-            # By key, whatever a gateway says. No salt of a client's own has a slash.
-            cache_salt=f"{tenant}/{salt}" if config.isolate_cache_by_key else salt,
+            # By key, whatever a gateway says.
+            cache_salt=isolated_salt(tenant, salt) if config.isolate_cache_by_key else salt,
             ttft_slo=first,
             e2e_slo=config.request_timeout if whole is None else whole,
         )

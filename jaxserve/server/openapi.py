@@ -215,6 +215,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("post", "/wake_up"): Operation("Undo sleep", weights.Sleeping, errors=(400, 405, 503)),
     ("get", "/is_sleeping"): Operation("Whether it sleeps", weights.Sleeping),
+    ("get", "/kv_event_sources"): Operation("Where KV cache events are published", None),
     ("get", "/version"): Operation("The version", shapes.Version),
     ("get", "/metrics"): Operation(
         "Prometheus text",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+import secrets
 from collections.abc import Mapping
 from contextvars import ContextVar
 from hashlib import sha256
@@ -18,6 +20,22 @@ NO_FLOW = "default-flow"
 
 CURRENT_TENANT = ContextVar("current_tenant", default="")
 """Of the request that is being answered; without a key the address that it comes from."""
+
+_SECRET = secrets.token_bytes(32)
+
+
+def isolated_salt(tenant: str, salt: str) -> str:
+    """Returns a cache salt that no other key has.
+
+    The tenant stands in it under a name that only this process makes: hashes of pages and KV cache
+    events depend on the salt, and whoever reads those must not be able to test guesses of a key.
+
+    Args:
+      tenant: see `tenant_of`.
+      salt: the client's own, without a slash; may be empty.
+    """
+    alias = hmac.digest(_SECRET, tenant.encode(), "sha256").hex()[:16] if tenant else ""
+    return f"{alias}/{salt}"
 
 
 def tenant_of(request: web.Request) -> str:

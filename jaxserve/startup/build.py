@@ -17,6 +17,7 @@ from jaxserve.cli.options import Options
 from jaxserve.config import ConfigError
 from jaxserve.engine.engine import Progress
 from jaxserve.engine.loop import Parts
+from jaxserve.kv_events.events import Sink
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.models import decoder
 from jaxserve.programs.executable_cache import Executable
@@ -48,11 +49,13 @@ def build_parts(
     progress: Progress,
     timeline: Timeline,
     *,
+    cache_events: Sink | None = None,
     alone: bool = True,
 ) -> Parts[Pending]:
     """Load weights and programs in parallel, compile what is missing, and run every bucket once.
 
     Args:
+      cache_events: is told what happens to cached pages.
       alone: nothing else in the process compiles, so that whatever is compiled later is an error.
 
     Raises:
@@ -105,7 +108,9 @@ def build_parts(
     fast_paths.report(metrics, plan.config.target)
     watch.serving = alone
     store = RunnerWeights(options, source, plan, copies, runner)
-    return Parts(Scheduler(plan.config.scheduler, plan.config.cache, times=times), runner, store)
+    config = plan.config
+    scheduler = Scheduler(config.scheduler, config.cache, times=times, cache_events=cache_events)
+    return Parts(scheduler, runner, store)
 
 
 def _set_kv_scales(options: Options, source: ModelSource, plan: EnginePlan, runner: Runner) -> None:

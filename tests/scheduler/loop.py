@@ -57,7 +57,7 @@ class Loop:
         self._content: dict[tuple[int, bytes], list[int | None]] = {}
         """What evicted pages held, by their hashes and groups."""
         for group, pool in enumerate(self.scheduler.pools):
-            pool.on_evict = partial(self._evict, group)
+            pool.on_evict.append(partial(self._evict, group))
         self._salts: dict[tuple[int, int], str] = {}
         """Of the requests for which pages were filled last."""
 

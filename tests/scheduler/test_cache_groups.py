@@ -100,7 +100,7 @@ def test_each_pool_reports_the_pages_that_it_gives_out_again() -> None:
     sched = scheduler(full=32, windows=[(4, 5)])
     evicted: list[tuple[int, int]] = []
     for group, pool in enumerate(sched.pools):
-        pool.on_evict = lambda page, content, group=group: evicted.append((group, page))
+        pool.on_evict.append(lambda page, content, group=group: evicted.append((group, page)))
     run(sched, "a", 30, 2)
     assert evicted and {group for group, _ in evicted} == {1}
 

@@ -1,0 +1,1 @@
+"""KV cache events: tell routers which pages are cached, in vLLM's format over ZMQ."""

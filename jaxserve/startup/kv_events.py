@@ -1,0 +1,33 @@
+"""Opens the publisher of KV cache events that the flags ask for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jaxserve.cli.options import Options
+from jaxserve.config import ConfigError
+from jaxserve.metrics.metrics import Metrics
+
+if TYPE_CHECKING:
+    from jaxserve.kv_events.publisher import ZmqPublisher
+
+
+def open_publisher(options: Options, metrics: Metrics) -> ZmqPublisher | None:
+    """Returns a publisher that listens; None if none is asked for.
+
+    Raises:
+      ConfigError: ZMQ is not installed, an address cannot be used, or prefixes are not cached.
+    """
+    config = options.kv_events_config
+    if config is None or not config.active:
+        return None
+    if not options.enable_prefix_caching:
+        raise ConfigError("--kv-events-config: without --enable-prefix-caching nothing is cached")
+    try:
+        from jaxserve.kv_events.publisher import ZmqPublisher  # of an extra, and of use to few
+    except ImportError as error:
+        raise ConfigError(
+            f"--kv-events-config needs ZMQ ({error.name} is missing): install the extra kv-events, "
+            "as in pip install 'jaxserve[kv-events]'"
+        ) from None
+    return ZmqPublisher(config, metrics)
