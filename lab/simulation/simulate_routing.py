@@ -5,7 +5,7 @@
 A simulation, not a measurement: measured step times of one card, the real scheduler and page pool,
 and routers as in lab.simulation.routers. No network, no HTTP, no failure. A request is good if its
 first token came within a second and those after it every 50 ms on average. What was sent in the
-first 20 s is served, but not counted: caches are warm then.
+first 15 s is served, but not counted: caches are warm then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lab.simulation.simulator import Outcome
 TTFT, TPOT = 1.0, 0.05
 """Seconds within which a request is good."""
 
-WARM = 20.0
+WARM = 15.0
 """Seconds in which nothing is counted."""
 
 TIMES = Path(__file__).parents[1] / "measurements" / "step_times_serving_h200.json"
@@ -194,7 +194,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--kv-tokens", type=int, default=450_000, help="of each replica")
     parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--duration", type=float, default=70.0, help="seconds of sending")
+    parser.add_argument("--duration", type=float, default=50.0, help="seconds of sending")
     parser.add_argument("--commit", help="named in the file")
     parser.add_argument("--output", type=Path, help="write the points as JSON")
     return parser.parse_args()
