@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +15,11 @@ from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.step_times import StepTimes
 from lab.simulation.fleet import Metrics, Query, Replica, Sent, poisson, serve
 from lab.simulation.routers import CacheAware, Dynamo, LeastLoaded, LlmD, PrefixAware, routers
+from lab.simulation.routing_report import FILE, table
+from lab.simulation.simulate_routing import TRAFFIC
 
 PAGE = 16
+NAMES = tuple(routers(1.0))
 TIMES = StepTimes(decode={1: 4e-3, 8: 5e-3}, mixed={64: 6e-3, 256: 12e-3})
 
 
@@ -156,3 +161,15 @@ def test_a_router_sees_the_pages_that_a_replica_really_has() -> None:
     served = serve(sent, Watching(random.Random(1)), fleet(), page_size=PAGE)
     assert [outcome.cached for _, _, outcome in served] == [matched for _, matched in seen]
     assert [matched for _, matched in seen] == [0] * 3 + [320] * 6
+
+
+def test_the_documentation_shows_what_was_simulated() -> None:
+    result = json.loads(FILE.read_text())
+    assert result["simulated"] is True
+    assert result["traffic"] == json.loads(json.dumps([asdict(each) for each in TRAFFIC]))
+    points = {(each["traffic"], each["router"], each["rate"]) for each in result["points"]}
+    expected = {
+        (each.name, name, rate) for each in TRAFFIC for rate in each.rates for name in NAMES
+    }
+    assert points == expected and len(result["points"]) == len(expected)
+    assert table(result) in (FILE.parents[2] / "docs" / "cluster.md").read_text()

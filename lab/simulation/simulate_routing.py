@@ -56,9 +56,9 @@ class Traffic:
 
 
 TRAFFIC = (
-    Traffic(name="many prefixes", shared=6000, rates=(40, 80, 110, 140)),
-    Traffic(name="one hot prefix", shared=6000, hot=0.6, rates=(40, 80, 110, 140)),
-    Traffic(name="short prefixes", shared=256, own=(200, 1400), rates=(60, 120, 160, 200)),
+    Traffic(name="many prefixes", shared=6000, rates=(20, 40, 60, 80)),
+    Traffic(name="one hot prefix", shared=6000, hot=0.6, rates=(20, 40, 60, 80)),
+    Traffic(name="short prefixes", shared=256, own=(200, 1400), rates=(60, 120, 160)),
 )
 
 
