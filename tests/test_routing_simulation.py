@@ -173,3 +173,21 @@ def test_the_documentation_shows_what_was_simulated() -> None:
     }
     assert points == expected and len(result["points"]) == len(expected)
     assert table(result) in (FILE.parents[2] / "docs" / "cluster.md").read_text()
+
+
+def test_the_weights_that_the_documentation_tries_were_simulated() -> None:
+    """What it says of llm-d's filter and weights, at 60 requests per second."""
+    result = json.loads(FILE.read_text())
+    found = {
+        (p["traffic"], p["router"]): p["goodput"] for p in result["variants"] if p["rate"] == 60
+    }
+    hot = "one hot prefix"
+    assert found[hot, "llm-d, 1 s"] == found[hot, "llm-d, no filter"]
+    (default,) = (
+        p["goodput"]
+        for p in result["points"]
+        if (p["traffic"], p["router"], p["rate"]) == (hot, "llm-d", 60)
+    )
+    assert found[hot, "llm-d, 1 s"] == default < 25
+    assert f"{found[hot, 'llm-d, no filter, prefix 1']:.1f}" == "59.5"
+    assert found["many prefixes", "llm-d, no filter, prefix 1"] == 0

@@ -178,3 +178,14 @@ def routers(prefill_rate: float) -> dict[str, Callable[[random.Random], Router]]
         "llm-d": lambda rng: LlmD(rng, prefill_rate),
         "Dynamo": Dynamo,
     }
+
+
+def variants(prefill_rate: float) -> dict[str, Callable[[random.Random], Router]]:
+    """Returns routers with other settings than their defaults."""
+    return {
+        "llm-d, 1 s": lambda rng: LlmD(rng, prefill_rate, penalty=1.0),
+        "llm-d, no filter": lambda rng: LlmD(rng, prefill_rate, affinity=2.0),
+        "llm-d, no filter, prefix 1": lambda rng: LlmD(
+            rng, prefill_rate, affinity=2.0, weights=(2.0, 2.0, 1.0)
+        ),
+    }

@@ -23,7 +23,7 @@ from rich.table import Table
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.step_times import StepTimes
 from lab.simulation.fleet import Replica, Sent, poisson, serve
-from lab.simulation.routers import routers
+from lab.simulation.routers import routers, variants
 from lab.simulation.simulator import Outcome
 
 TTFT, TPOT = 1.0, 0.05
@@ -97,7 +97,8 @@ def point(traffic: Traffic, name: str, rate: float, seed: int, args: argparse.Na
     config = SchedulerConfig(max_num_seqs=256, max_model_len=8192, max_num_batched_tokens=2048)
     cache = CacheConfig(num_pages=1 + args.kv_tokens // args.page_size, page_size=args.page_size)
     replicas = [Replica(config, cache, times) for _ in range(args.replicas)]
-    router = routers(times.prefill_rate)[name](random.Random(seed))
+    known = routers(times.prefill_rate) | variants(times.prefill_rate)
+    router = known[name](random.Random(seed))
     sent = poisson(rate, args.duration, seed, traffic.shape)
     served = list(serve(sent, router, replicas, page_size=args.page_size))
     counted = [each for each in served if each[0].at >= WARM]
@@ -188,7 +189,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--times", type=Path, default=TIMES, help="a table of measure_steps")
     parser.add_argument("--traffic", action="append", choices=[each.name for each in TRAFFIC])
-    parser.add_argument("--router", action="append", choices=list(routers(1.0)))
+    parser.add_argument("--router", action="append", choices=[*routers(1.0), *variants(1.0)])
     parser.add_argument("--rate", type=parts(float), help="requests per second (default: several)")
     parser.add_argument("--seeds", type=parts(int), default=[1])
     parser.add_argument("--replicas", type=int, default=4)
