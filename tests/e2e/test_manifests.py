@@ -26,6 +26,7 @@ def args(container: dict[str, list[str]], folder: Path) -> list[str]:
         "/var/cache/jaxserve": f"{folder}/cache",
         "jaxserve-embedded": f"{folder}/model",
         "--port=8000": "--port=0",
+        "--probe-port=8001": "--probe-port=0",
         "--host=0.0.0.0": "--host=127.0.0.1",
     }
     found = container["args"]
@@ -45,9 +46,10 @@ async def test_the_init_container_compiles_all_that_the_server_needs(tmp_path: P
         path.chmod(0o500 if path.is_dir() else 0o400)
     process = run("-m", "jaxserve", *args(server, tmp_path), before=OBEY_PERMISSIONS)
     try:
-        url = read_until(process, r"is ready: \S+ at (http\S+)/v1")[1]
+        url = f"http://127.0.0.1:{read_until(process, r'probes and metrics on port (\d+)')[1]}"
+        read_until(process, r"is ready: ")
         async with aiohttp.ClientSession() as session:
-            for probe in ("startupProbe", "readinessProbe"):
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
                 async with session.get(url + server[probe]["httpGet"]["path"]) as answer:
                     assert answer.status == 200, probe
     finally:

@@ -6,14 +6,12 @@ import json
 import re
 from typing import Any
 
-import aiohttp
 import pytest
 import yaml
 
 from jaxserve.__main__ import main
 from jaxserve.cli.options import Options, parse_args
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.server.access import OPEN_ROUTES
 from tests.fakes import FakeEngine
 from tests.kubernetes.manifests import (
     COMPONENTS,
@@ -25,8 +23,7 @@ from tests.kubernetes.manifests import (
     of_kind,
     plain,
 )
-from tests.server.conftest import serving
-from tests.server.test_access import KEYED
+from tests.server.test_probe_port import probes, status
 
 KUBE_ALL = [each for file, each in plain() if file != "leaderworkerset.yaml"]
 BASE = objects((KUBERNETES / "base" / "jaxserve.yaml").read_text())
@@ -105,12 +102,13 @@ def test_kv_events_are_announced_on_the_ports_of_the_pod() -> None:
 
 def test_only_readers_of_events_reach_their_ports() -> None:
     (policy,) = (each for each in PATCHED if each["kind"] == "NetworkPolicy")
-    requests, events = policy["spec"]["ingress"]
+    requests, scrapes, events = policy["spec"]["ingress"]
+    assert [port["port"] for port in scrapes["ports"]] == ["probes"]
     assert [port["port"] for port in requests["ports"]] == ["http"]
     assert [port["port"] for port in events["ports"]] == ["kv-events", "kv-replay"]
     assert events["from"]
-    closed_by_default = of_kind(BASE, "NetworkPolicy")["spec"]
-    assert [rule["ports"][0]["port"] for rule in closed_by_default["ingress"]] == ["http"]
+    by_default = of_kind(BASE, "NetworkPolicy")["spec"]["ingress"]
+    assert [rule["ports"][0]["port"] for rule in by_default] == ["http", "probes"]
 
 
 def test_a_pod_lives_as_long_as_its_requests_may_take(ran: list[tuple[str, Options]]) -> None:
@@ -127,34 +125,38 @@ def test_the_server_listens_where_the_manifests_look(ran: list[tuple[str, Option
     options = ran[-1][1]
     assert options.host == "0.0.0.0"
     ports = {port["name"]: port["containerPort"] for port in SERVER["ports"]}
-    assert ports["http"] == options.port
-    probes = [SERVER[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")]
+    assert (ports["http"], ports["probes"]) == (options.port, options.probe_port)
+    asked = [SERVER[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")]
     (service,) = of_kind(BASE, "Service")["spec"]["ports"]
     (monitor,) = of_kind(KUBE_ALL, "PodMonitor")["spec"]["podMetricsEndpoints"]
-    assert {probe["port"] for probe in probes} == {service["targetPort"], monitor["port"]}
-    assert {service["targetPort"]} <= ports.keys()
+    assert {*(probe["port"] for probe in asked), monitor["port"]} == {"probes"}
+    assert service["targetPort"] == "http"
     pool = of_kind(KUBE_ALL, "InferencePool")["spec"]
     assert pool["targetPorts"] == [{"number": options.port}]
 
 
-async def status(url: str) -> int:
-    async with aiohttp.ClientSession() as session, session.get(url) as answer:
-        return answer.status
-
-
 @pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
 async def test_probes_ask_routes_of_the_server(probe: str) -> None:
-    path = SERVER[probe]["httpGet"]["path"]
-    if path not in OPEN_ROUTES:
-        pytest.xfail(f"{path} is not there yet")
-    async with serving(FakeEngine(), **KEYED) as url:
-        assert await status(url + path) == 200
+    async with probes(FakeEngine()) as url:
+        assert await status(url + SERVER[probe]["httpGet"]["path"]) == 200
 
 
 async def test_prometheus_scrapes_a_route_of_the_server() -> None:
     (monitor,) = of_kind(KUBE_ALL, "PodMonitor")["spec"]["podMetricsEndpoints"]
-    async with serving(FakeEngine()) as url:
+    assert "authorization" not in monitor
+    async with probes(FakeEngine()) as url:
         assert await status(url + monitor["path"]) == 200
+
+
+async def test_a_start_that_compiles_is_alive_and_gets_no_traffic() -> None:
+    engine = FakeEngine()
+    engine.phase = "compiling"
+    async with probes(engine) as url:
+        said = {
+            name: await status(url + SERVER[f"{name}Probe"]["httpGet"]["path"])
+            for name in ("startup", "readiness", "liveness")
+        }
+    assert said == {"startup": 503, "readiness": 503, "liveness": 200}
 
 
 def test_a_slow_start_is_not_killed_and_a_dead_server_is() -> None:
