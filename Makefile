@@ -10,6 +10,7 @@ SHELL := bash
 VENV := .venv
 COMPILER := .venv-compiler
 BIN := $(VENV)/bin
+KUBE := build/kube/kubectl
 OLDER_TRITON := $(COMPILER)/triton-3.6
 OLDER_TRITON_TESTS := imports kernel_records hopper_attention hopper_product streaming_attention
 COMPILE_PIP := $(COMPILER)/bin/python -m pip install --quiet --disable-pip-version-check
@@ -28,7 +29,7 @@ CUDA := $(shell command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=drive
 serve: $(VENV)/.serve
 	$(BIN)/python -m jaxserve $(ARGS)
 
-test: $(VENV)/.test
+test: $(VENV)/.test $(KUBE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
@@ -69,6 +70,10 @@ $(VENV)/.slow: $(VENV)/.test
 	@echo "installing Ray Serve"
 	@$(PIP) $(PINS) -e '.[test,bench,ray]'
 	@touch $@
+
+$(KUBE): scripts/kube_tools.py | $(VENV)/bin/python
+	@echo "getting Helm and kubectl, with which deploy/kubernetes is checked (38 MB)"
+	@$(BIN)/python scripts/kube_tools.py
 
 $(VENV)/.docs: $(VENV)/.serve
 	@echo "installing what the site needs"

@@ -20,6 +20,7 @@ def main() -> None:
     draw_products()
     draw_kv_formats()
     draw_simulated_policies()
+    draw_routing()
 
 
 def draw_products() -> None:
@@ -96,6 +97,44 @@ def draw_simulated_policies() -> None:
     title = f"Simulated with step times of {result['card']}: mix of the study for "
     figure.suptitle(f"{title}{result['duration_s']:g} s", fontsize=10)
     plot_figures.save(figure, LAB / "figures" / "policies_simulated_h200.svg")
+
+
+ROUTER_MARKS = {
+    "random": "x:",
+    "least loaded": "s:",
+    "prefixaware": "v-",
+    "cache_aware": "^-",
+    "llm-d": "o-",
+    "Dynamo": "D-",
+}
+
+
+def draw_routing() -> None:
+    """Goodput above hit rate, one column for each kind of traffic, one line for each router."""
+    result = _measured("routing_simulated")
+    kinds = [traffic["name"] for traffic in result["traffic"]]
+    figure, axes = plot_figures.plt.subplots(2, len(kinds), figsize=(10, 5.4), sharex="col")
+    for column, kind in enumerate(kinds):
+        goodput, hits = axes[:, column]
+        points = [point for point in result["points"] if point["traffic"] == kind]
+        rates = sorted({point["rate"] for point in points})
+        for router, mark in ROUTER_MARKS.items():
+            line = sorted((p for p in points if p["router"] == router), key=lambda p: p["rate"])
+            at = [point["rate"] for point in line]
+            goodput.plot(at, [point["goodput"] for point in line], mark, label=router, markersize=4)
+            hits.plot(at, [point["hit_rate"] for point in line], mark, markersize=4)
+        goodput.plot((0, rates[-1]), (0, rates[-1]), "--", color="gray", linewidth=0.8)
+        goodput.set_title(kind, fontsize=9)
+        goodput.set_xlim(0)
+        goodput.set_ylim(0)
+        hits.set_ylim(0, 1)
+        hits.set_xlabel("requests sent per second")
+    axes[0, 0].set_ylabel("good requests per second")
+    axes[1, 0].set_ylabel("share of prompt tokens cached")
+    axes[0, 0].legend(frameon=False, fontsize=7)
+    title = f"Simulated: {result['replicas']} replicas, {result['model']}, step times of an "
+    figure.suptitle(f"{title}{result['card']}", fontsize=10)
+    plot_figures.save(figure, LAB.parent / "docs" / "figures" / "routing_simulated.svg")
 
 
 if __name__ == "__main__":

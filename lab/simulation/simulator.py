@@ -174,6 +174,16 @@ class Simulator:
             busy=self._busy / self.now if self.now else 0.0,
         )
 
+    def send(self, arrival: Arrival) -> Outcome:
+        """Give it a request now; `run` then moves the clock. For lab.simulation.fleet.
+
+        Returns what the request experiences; it is filled while the clock goes on.
+        """
+        self.now = max(self.now, arrival.at)
+        outcome = Outcome(arrival=arrival)
+        self._arrive(outcome)
+        return outcome
+
     def turn(self) -> None:
         """Launch a step if there is one, and wait for the one before it."""
         while self._leaving and self._leaving[0][0] <= self.now:

@@ -27,6 +27,7 @@ from jaxserve.commands.plan import estimate
 from jaxserve.ray.settings import from_settings
 from jaxserve.ray.settings import parse as parse_fleet
 from tests.e2e.process import ROOT, Server
+from tests.kubernetes.manifests import plain, tool
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -141,6 +142,10 @@ def test_a_block_that_needs_a_gpu_or_a_network_is_parsed(
             assert all(re.search(rf"^{target}:", makefile, re.M) for target in targets), words
         elif program == "docker":
             check_docker(arguments)
+        elif program == "helm":
+            check_helm(arguments)
+        elif program == "kubectl":
+            check_kubectl(arguments)
         elif program.endswith("pip"):
             check_pip(arguments)
         elif program.endswith(("python", "python3.12")):
@@ -156,10 +161,29 @@ def test_a_block_that_needs_a_gpu_or_a_network_is_parsed(
 
 
 def check_docker(arguments: list[str]) -> None:
-    if arguments[0] == "build":
+    if arguments[0] in ("build", "compose"):
         assert (ROOT / arguments[arguments.index("-f") + 1]).exists()
     elif "jaxserve" in arguments:
         check_jaxserve(arguments[arguments.index("jaxserve") + 1 :])
+
+
+def check_helm(arguments: list[str]) -> None:
+    """The chart takes the values and flags."""
+    name, chart = arguments[arguments.index("jaxserve") :][:2]
+    values = arguments[arguments.index(chart) + 1 :]
+    command = [tool("helm"), "template", name, chart, *values]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+
+
+def check_kubectl(arguments: list[str]) -> None:
+    """Folders can be built; what is waited for is in the manifests."""
+    if arguments[0] == "apply":
+        command = [tool("kubectl"), "kustomize", arguments[arguments.index("-k") + 1]]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    else:
+        kind, _, name = arguments[-1].partition("/")
+        known = {(each["kind"].lower(), each["metadata"]["name"]) for _, each in plain()}
+        assert arguments[0] == "wait" and (kind, name) in known
 
 
 def check_pip(arguments: list[str]) -> None:
