@@ -24,9 +24,8 @@ from jaxserve_checkpoints.naming import (
 )
 from jaxserve_checkpoints.orbax import OrbaxCheckpoint
 from jaxserve_checkpoints.quantized.modules import PackedModules, QuantizedCheckpoint
-from jaxserve_checkpoints.reader import AnyArray, Checkpoint, CheckpointError, Segment
+from jaxserve_checkpoints.reader import AnyArray, Checkpoint, CheckpointError
 from jaxserve_checkpoints.rules import AnyRule
-from jaxserve_checkpoints.staging import LeafBytes
 
 type Progress = Callable[[int, int], None]
 """Called with (bytes on the device, bytes of the whole tree)."""
@@ -48,7 +47,7 @@ MAX_BYTES_IN_FLIGHT = 1 << 30
 """Bytes in flight. The runtime's pinned staging memory grows to the peak of unfinished copies and
 stays."""
 
-_HOST_THREADS = max(4, min(16, os.cpu_count() or 1))
+HOST_THREADS = max(4, min(16, os.cpu_count() or 1))
 """Leaves that are put together at once: what Orbax stores is decompressed and transposed there."""
 
 _BLOCK = 256
@@ -91,11 +90,11 @@ def load_params[Tree](
     def settle() -> None:
         """Wait for pending copies, then release their file pages."""
         filling.wait()
-        _release(checkpoint, placed)
+        release(checkpoint, placed)
         if progress:
             progress(sum(leaf_nbytes(source.leaf) for source in placed), total)
 
-    with ThreadPoolExecutor(_HOST_THREADS, thread_name_prefix="load-params") as pool:
+    with ThreadPoolExecutor(HOST_THREADS, thread_name_prefix="load-params") as pool:
         for group in _groups(sources, max_bytes_in_flight // 2):
             host = list(pool.map(lambda source: assemble(checkpoint, source), group))
             settle()
@@ -121,12 +120,12 @@ def load_leaves[Tree](
         by_owner.setdefault(source.part.owner, []).append(source)
     if _in_whole_arrays(checkpoint):
         by_owner = dict(sorted(by_owner.items(), key=lambda each: each[1][0].rule.leaf))
-    with ThreadPoolExecutor(_HOST_THREADS, thread_name_prefix="load-leaves") as pool:
+    with ThreadPoolExecutor(HOST_THREADS, thread_name_prefix="load-leaves") as pool:
         for owner, sources in by_owner.items():
             parts: list[Any] = list(pool.map(lambda source: assemble(checkpoint, source), sources))
             whole = parts[0] if sources[0].part.layer is None else np.stack(parts)
             leaves[owner] = jax.block_until_ready(place(whole, sources[0].leaf.sharding))
-            _release(checkpoint, sources)
+            release(checkpoint, sources)
     ordered = [leaves[path] for path, _ in leaf_paths(abstract)]
     return jax.tree.unflatten(jax.tree.structure(abstract), ordered)
 
@@ -165,7 +164,7 @@ def encoded_parts(
             following = sources[index + 1 : index + 2]
             host = pool.submit(assemble, checkpoint, following[0]) if following else None
             yield source.part, jax.block_until_ready(_encoded(encode, source.path, array))
-            _release(checkpoint, [source])
+            release(checkpoint, [source])
 
 
 def packed_leaves(checkpoint: Stored, sources: Sequence[LeafSource]) -> dict[str, PackedModules]:
@@ -186,28 +185,6 @@ def packed_leaves(checkpoint: Stored, sources: Sequence[LeafSource]) -> dict[str
                 "layers before it; supported is one format for all layers"
             )
     return {path: packed for path, packed in found.items() if packed is not None}
-
-
-def direct_sources(
-    checkpoint: Stored, rules: Sequence[AnyRule], abstract: Any
-) -> list[LeafBytes] | None:
-    """Returns where each leaf's bytes lie, if all leaves are bytes of the checkpoint as stored: no
-    cast, no transform, concatenation on the first axis only. Otherwise None.
-
-    Raises:
-      CheckpointError: see `resolve_rules`.
-    """
-    if not isinstance(checkpoint, Checkpoint):
-        return None
-    segments: dict[str, list[Segment]] = {}
-    for source in resolve_rules(rules, abstract, checkpoint):
-        dtypes = {checkpoint.dtype(name) for name in source.tensors}
-        changed = source.transforms or (source.axis and len(source.tensors) > 1)
-        if dtypes != {np.dtype(source.leaf.dtype)} or changed:
-            return None
-        found = [checkpoint.segment(name) for name in source.tensors]
-        segments.setdefault(source.part.owner, []).extend(found)
-    return [LeafBytes(path, leaf, tuple(segments[path])) for path, leaf in leaf_paths(abstract)]
 
 
 class Filling[Tree]:
@@ -371,7 +348,8 @@ def _in_whole_arrays(checkpoint: Stored) -> bool:
     return isinstance(checkpoint, OrbaxCheckpoint) and checkpoint.in_whole_arrays
 
 
-def _release(checkpoint: Stored, sources: list[LeafSource]) -> None:
+def release(checkpoint: Stored, sources: Sequence[LeafSource]) -> None:
+    """Forget the bytes of tensors that were used."""
     for source in sources:
         for name in source.tensors:
             checkpoint.release(name)

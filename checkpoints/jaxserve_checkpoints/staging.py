@@ -1,4 +1,4 @@
-"""Bytes of files to arrays on a GPU, through two pinned buffers.
+"""Bytes of files, or of arrays on the host, to arrays on a GPU, through two pinned buffers.
 
 Several threads read into one buffer while the other is on its way to the device, so host memory
 stays at the size of the buffers whatever the size of the weights. From the page cache this reaches
@@ -12,7 +12,7 @@ import math
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -40,6 +40,27 @@ class LeafBytes(NamedTuple):
     path: str
     leaf: jax.ShapeDtypeStruct
     segments: tuple[Segment, ...]
+
+
+class LeafArrays:
+    """A leaf of the tree, and arrays on the host whose bytes are its own, in their order."""
+
+    def __init__(self, path: str, leaf: jax.ShapeDtypeStruct, arrays: Iterator[AnyArray]):
+        """`arrays` are taken when their bytes are needed, and no others."""
+        self.path = path
+        self.leaf = leaf
+        self._arrays = arrays
+        self._rest: AnyArray = np.empty(0, np.uint8)
+
+    def read(self, target: AnyArray) -> None:
+        """Fill `target`, uint8, with the next bytes."""
+        done = 0
+        while done < len(target):
+            if not len(self._rest):
+                self._rest = np.ascontiguousarray(next(self._arrays)).reshape(-1).view(np.uint8)
+            count = min(len(target) - done, len(self._rest))
+            target[done : done + count] = self._rest[:count]
+            self._rest, done = self._rest[count:], done + count
 
 
 class StagingProgram(NamedTuple):
@@ -72,7 +93,7 @@ def staging_programs(abstract: Any) -> list[StagingProgram]:
 
 
 def stream[Tree](
-    sources: Sequence[LeafBytes],
+    sources: Sequence[LeafBytes | LeafArrays],
     abstract: Tree,
     executables: Mapping[str, Callable[..., Any]],
     *,
@@ -91,12 +112,20 @@ def stream[Tree](
     leaves = dict(zip(large, executables[_ALLOCATE](), strict=True))
     total = sum(leaf_nbytes(leaf) for _, leaf in paths)
     done = 0
-    with _Reader(sources) as reader, _buffers() as buffers:
+    files = [source for source in sources if isinstance(source, LeafBytes)]
+    with _Reader(files) as reader, _buffers() as buffers:
         for source in sources:
             leaf = source.leaf
+
+            def read(start: int, target: AnyArray, source: LeafBytes | LeafArrays = source) -> None:
+                if isinstance(source, LeafArrays):
+                    source.read(target)
+                else:
+                    reader.read(source.segments, start, target)
+
             if source.path not in leaves:
                 content = np.empty(leaf_nbytes(leaf), np.uint8)
-                reader.read(source.segments, 0, content)
+                read(0, content)
                 leaves[source.path] = jax.device_put(_typed(content, leaf).reshape(leaf.shape))
                 done += leaf_nbytes(leaf)
                 continue
@@ -104,7 +133,7 @@ def stream[Tree](
             size = leaf_nbytes(leaf) // pieces
             for index in range(pieces):
                 buffer = buffers.free()
-                reader.read(source.segments, index * size, buffer[:size])
+                read(index * size, buffer[:size])
                 chunk = buffers.put(buffer, _typed(buffer[:size], leaf))
                 leaves[source.path] = write(leaves[source.path], chunk, np.int32(index))
                 done += size

@@ -23,7 +23,7 @@ from jaxserve.weights.fp8_copy import with_copies
 from jaxserve.weights.loading import WeightPlan, plan_weights, weight_loader
 from jaxserve.weights.model_source import ModelSource, find_weights
 from jaxserve_checkpoints.dummy import dummy_params
-from jaxserve_checkpoints.load import direct_sources, load_leaves
+from jaxserve_checkpoints.load import load_leaves
 from jaxserve_checkpoints.quantized import QuantizedCheckpoint
 from jaxserve_checkpoints.reader import CheckpointError
 
@@ -124,21 +124,15 @@ class RunnerWeights:
         own = weights.native
         if weights.folder is None:
             return dummy_params(weights.plain, weights.seed, weights.encode)
-        if own is None and weights.quantized:
-            # They are those of the start, so that what quantises or decodes them is compiled.
+        by_start = own is None and weights.quantized  # whose programs are compiled
+        if by_start or (weights.staging and not on_host):
             load = weight_loader(weights, self._copies)
             return jax.block_until_ready(load(lambda done, total: None))
         if own is None:
             checkpoint, rules = weights.checkpoint, weights.rules
         else:
             checkpoint, rules = own.tensors, own.rules()
-        assert checkpoint is not None
-        direct = not on_host and weights.staging
-        if direct and direct_sources(checkpoint, rules, weights.encoded) is not None:
-            return jax.block_until_ready(
-                weight_loader(weights, self._copies)(lambda done, total: None)
-            )
-        assert not isinstance(checkpoint, QuantizedCheckpoint)
+        assert checkpoint is not None and not isinstance(checkpoint, QuantizedCheckpoint)
         place = _on_host if on_host else jax.device_put
         with ThreadPoolExecutor(1, thread_name_prefix="verify") as pool:
             verified = None if own is None else pool.submit(own.verify)

@@ -33,7 +33,6 @@ from jaxserve_checkpoints.load import (
     Progress,
     Stored,
     as_stored,
-    direct_sources,
     encoded_abstract,
     load_params,
     packed_leaves,
@@ -45,6 +44,7 @@ from jaxserve_checkpoints.quantized import QuantizedCheckpoint
 from jaxserve_checkpoints.reader import CheckpointError
 from jaxserve_checkpoints.rules import AnyRule
 from jaxserve_checkpoints.staging import StagingProgram, staging_programs, stream
+from jaxserve_checkpoints.stream_sources import assembled_sources, direct_sources
 
 log = logging.getLogger(__name__)
 
@@ -178,8 +178,10 @@ def _loader(plan: WeightPlan, executables: Executables) -> Callable[[Progress], 
             kept = _kept(plan, plan.keep_in, checkpoint, executables, progress)
             if kept is not None:
                 return kept
-        if direct is not None and plan.staging and not plan.quantized:
-            return stream(direct, plan.plain, executables, progress=progress)
+        if plan.staging and not plan.quantized:
+            assert not isinstance(checkpoint, QuantizedCheckpoint)
+            sources = direct or assembled_sources(checkpoint, plan.rules, plan.plain)
+            return stream(sources, plan.plain, executables, progress=progress)
         return load_params(
             checkpoint, plan.rules, plan.plain, progress=progress, encode=plan.encode
         )
@@ -194,9 +196,10 @@ def _load_native(
     rules = own.rules()
     with ThreadPoolExecutor(1, thread_name_prefix="verify") as pool:
         verified = pool.submit(own.verify)
-        direct = direct_sources(own.tensors, rules, plan.encoded) if plan.staging else None
-        if direct is not None:
-            params = stream(direct, plan.encoded, executables, progress=progress)
+        if plan.staging:
+            direct = direct_sources(own.tensors, rules, plan.encoded)
+            sources = direct or assembled_sources(own.tensors, rules, plan.encoded)
+            params = stream(sources, plan.encoded, executables, progress=progress)
         else:
             params = load_params(own.tensors, rules, plan.encoded, progress=progress)
         verified.result()

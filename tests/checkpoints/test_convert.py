@@ -20,11 +20,12 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from jaxserve_checkpoints.convert import convert
-from jaxserve_checkpoints.load import direct_sources, encoded_abstract, load_params
+from jaxserve_checkpoints.load import encoded_abstract, load_params
 from jaxserve_checkpoints.native import FILE, open_native
 from jaxserve_checkpoints.native_writer import Busy, NativeWriter
 from jaxserve_checkpoints.reader import Checkpoint, CheckpointError, open_checkpoint
 from jaxserve_checkpoints.rules import Rule
+from jaxserve_checkpoints.stream_sources import direct_sources
 from jaxserve_kernels.weights import Int4Weight, quantize_int4
 
 LAYERS = 3

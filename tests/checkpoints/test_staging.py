@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +15,13 @@ from safetensors.numpy import save_file
 
 from jaxserve.models import decoder, registry
 from jaxserve_checkpoints import staging
-from jaxserve_checkpoints.load import direct_sources, load_params
+from jaxserve_checkpoints.load import load_params
+from jaxserve_checkpoints.orbax import find_step, open_orbax
 from jaxserve_checkpoints.reader import CheckpointError, Segment, open_checkpoint
-from jaxserve_checkpoints.rules import Rule
-from jaxserve_checkpoints.staging import LeafBytes, staging_programs, stream
+from jaxserve_checkpoints.rules import Ignore, Rule
+from jaxserve_checkpoints.staging import LeafArrays, LeafBytes, staging_programs, stream
+from jaxserve_checkpoints.stream_sources import assembled_sources, direct_sources
+from tests.checkpoints.orbax_files import maxtext_tree, random_tensors, save
 
 
 class Tree(NamedTuple):
@@ -90,6 +94,64 @@ def test_a_checkpoint_is_loaded_as_by_the_loader_that_can_cast(stacked: bool) ->
     loaded = stream(direct, abstract, executables(abstract))
     expected = load_params(checkpoint, registry.rules(spec), abstract)
     jax.tree.map(np.testing.assert_array_equal, loaded, expected)
+
+
+def test_a_leaf_takes_its_bytes_from_arrays_as_it_needs_them() -> None:
+    taken: list[int] = []
+
+    def arrays() -> Iterator[Any]:
+        for index in range(5):
+            taken.append(index)
+            yield np.full((3, 4), index, np.uint8)[:, ::2]
+
+    leaf = LeafArrays("leaf", jax.ShapeDtypeStruct((5, 6), np.uint8), arrays())
+    first, rest = np.empty(10, np.uint8), np.empty(20, np.uint8)
+    leaf.read(first)
+    assert taken == [0, 1]
+    leaf.read(rest)
+    np.testing.assert_array_equal([*first, *rest], np.repeat(np.arange(5), 6))
+
+
+@pytest.mark.parametrize("limit", [1, 10_000, 1 << 30])
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("scanned", [None, False, True])
+def test_what_is_put_together_is_streamed(
+    scanned: bool | None, stacked: bool, limit: int, tmp_path: Path
+) -> None:
+    """Cast from float32: of Hugging Face's files, or of Orbax by layer, or of all layers."""
+    config = json.loads((GOLDEN / "config.json").read_text())
+    spec = registry.spec_of(config)
+    tensors = random_tensors(spec)
+    if scanned is None:
+        save_file(tensors, tmp_path / "model.safetensors")
+        checkpoint: Any = open_checkpoint(tmp_path)
+    else:
+        save(tmp_path / "saved", maxtext_tree(tensors, spec, scanned=scanned))
+        step = find_step(tmp_path / "saved")
+        assert step is not None
+        checkpoint = open_orbax(step, config)
+    abstract, rules = decoder.abstract(spec, jnp.bfloat16, stacked=stacked), registry.rules(spec)
+    sources = assembled_sources(checkpoint, rules, abstract, max_bytes_ahead=limit)
+    loaded = stream(sources, abstract, executables(abstract))
+    expected = load_params(checkpoint, rules, abstract)
+    jax.tree.map(np.testing.assert_array_equal, loaded, expected)
+    if scanned:
+        del sources
+        assert all(each._array is None for each in checkpoint._whole.values())
+
+
+def test_a_part_that_cannot_be_read_ends_the_stream(tmp_path: Path) -> None:
+    checkpoint, rules = open_checkpoint(GOLDEN), [Rule("leaf", ("model.norm.weight",))]
+    rules += [Ignore("*")]
+    abstract = {"leaf": jax.ShapeDtypeStruct(checkpoint.shape("model.norm.weight"), np.float32)}
+    sources = assembled_sources(checkpoint, rules, abstract)
+
+    def fails(name: str) -> Any:
+        raise CheckpointError("its bytes are missing")
+
+    checkpoint.read = fails  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(CheckpointError, match="its bytes are missing"):
+        stream(sources, abstract, executables(abstract))
 
 
 def test_casts_and_other_axes_are_not_direct(tmp_path: Path) -> None:

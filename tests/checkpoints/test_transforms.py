@@ -12,10 +12,11 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from jaxserve_checkpoints.load import direct_sources, load_params
+from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.quantized import QuantizedCheckpoint, detect
 from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
 from jaxserve_checkpoints.rules import Reorder, Rule, Scale, Split, Transform, Transpose
+from jaxserve_checkpoints.stream_sources import direct_sources
 from tests.checkpoints import quantized_files as files
 
 GRID = np.arange(48, dtype=np.float32).reshape(6, 8)

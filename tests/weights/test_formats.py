@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from jaxserve.config import ConfigError
 from jaxserve.weights.conversion import convert_model
 from jaxserve.weights.loading import plan_weights, weight_loader
 from jaxserve.weights.model_source import find_model
+from jaxserve_checkpoints import staging
 from jaxserve_checkpoints.native import open_native
 from jaxserve_checkpoints.native_writer import NativeWriter
 from jaxserve_checkpoints.orbax import find_step
 from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
 from tests.checkpoints.orbax_files import random_tensors
 from tests.e2e import family_models
+from tests.tiny_model import COMPILES
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TOKENIZER = ("--tokenizer", str(family_models.embedded_model()))
@@ -275,6 +278,30 @@ def test_what_cannot_be_written_is_refused(name: str, larger: Path, tmp_path: Pa
     with pytest.raises(kind, match=message):
         convert_model(options, find_model(options), tmp_path / "out", lambda a, b: None)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("flags", [(), ("--quantization", "int4")])
+def test_a_start_from_orbax_compiles_nothing_but_what_is_kept(
+    flags: tuple[str, ...], larger: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the programs that copy weights are compiled before."""
+    monkeypatch.setattr(staging, "BUFFER_BYTES", 4096)
+    monkeypatch.setattr(staging, "_SMALL", 1000)
+    run(larger, tmp_path / "steps", "--to", "orbax", *flags)
+    options = parse_args(["--model", str(tmp_path / "steps"), *TOKENIZER])
+    plan = plan_weights(options, find_model(options), jnp.bfloat16, tmp_path, stacked=True)
+    programs = {
+        each.name: jax.jit(each.function, donate_argnums=each.donated)
+        .lower(*each.arguments)
+        .compile()
+        for each in plan.staging
+    }
+    seen = list[tuple[int, int]]()
+    compiled = COMPILES.count
+    params = weight_loader(plan, programs)(lambda *each: seen.append(each))
+    assert COMPILES.count == compiled and len(programs) > 2
+    assert 0 < seen[0][0] < seen[-1][0] <= seen[-1][1]
+    assert_same(params, weight_loader(replace(plan, staging=[]), {})(lambda *_: None))
 
 
 def test_an_orbax_folder_needs_a_config(larger: Path, tmp_path: Path) -> None:
