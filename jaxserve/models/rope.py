@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jaxserve.model_spec import AttentionSpec, Llama3Scaling, ModelSpec, Rope, YarnScaling
 
@@ -44,7 +44,8 @@ def rope_tables(attention: AttentionSpec, positions: Array) -> RopeTables:
     frequencies = rope_frequencies(attention.rope, attention.head_dim)
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)
     factor = _factor(attention)
-    return RopeTables(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
+    # Without the barrier XLA computes them again for each head of each layer.
+    return lax.optimization_barrier(RopeTables(jnp.cos(angles) * factor, jnp.sin(angles) * factor))
 
 
 def _factor(attention: AttentionSpec) -> float:

@@ -15,19 +15,27 @@ threads. With 256 streams the defaults collected 13 times per 10,000 tokens, for
 sometimes 70 ms (scripts/bench_http.py on two busy cores). Most objects of a request are in no
 cycle."""
 
+_M_MXFAST, _FASTEST_BYTES = 1, 128
+"""A parameter of glibc's `mallopt`, the size up to which it keeps freed pieces apart
+(fast bins), and its default."""
+
 _MADV_DONTNEED = 4
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ([rwxsp-]{4}) \S+ \S+ \S+ *(.*)$")
 
 
 def import_freely() -> None:
     """Turn off collections until `imported`. Imports create many lasting objects and little
-    garbage."""
+    garbage. Until `settle` the C library joins what is freed with its neighbours at once: XLA frees
+    a million small pieces where it loads programs, and each large piece that it asks for would walk
+    through those that are kept apart."""
     gc.disable()
+    _keep_apart(0)
 
 
 def imported() -> None:
-    """Turn on collections and exclude all objects that exist now."""
+    """Turn on collections, rare ones, and exclude all objects that exist now."""
     gc.freeze()
+    gc.set_threshold(*_THRESHOLDS)
     gc.enable()
 
 
@@ -39,10 +47,17 @@ def settle() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)
+    _keep_apart(_FASTEST_BYTES)
     with contextlib.suppress(AttributeError, OSError):  # another C library than glibc, no Linux
         library = ctypes.CDLL(None)
         library.malloc_trim(0)
         forget_clean_pages(library)
+
+
+def _keep_apart(size: int) -> None:
+    """Let the C library keep freed pieces of up to so many bytes apart from their neighbours."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library than glibc, no Linux
+        ctypes.CDLL(None).mallopt(_M_MXFAST, size)
 
 
 def forget_clean_pages(library: ctypes.CDLL) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import re
 from pathlib import Path
@@ -67,3 +68,23 @@ def test_pages_that_were_written_stay(file: Path, protection: int) -> None:
     heap.forget_clean_pages(LIBRARY)
     assert content[5 * mmap.PAGESIZE] == 99
     assert content[6 * mmap.PAGESIZE] == 6
+
+
+def test_while_it_starts_freed_memory_is_joined_at_once_and_collections_are_rare(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(heap, "_keep_apart", sizes.append)
+    thresholds = gc.get_threshold()
+    try:
+        heap.import_freely()
+        assert not gc.isenabled()
+        heap.imported()
+        assert gc.isenabled()
+        assert gc.get_threshold()[0] > 1000
+        assert sizes == [0]
+        heap.settle()
+        assert sizes == [0, 128]
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()

@@ -102,7 +102,8 @@ def kv_write(
       pages, offsets: int32 [tokens].
     """
     both = jnp.stack([keys, values], axis=2).astype(kv.dtype)
-    return kv.at[layer, pages, :, :, offsets].set(both)
+    places = kv.at[layer, pages, :, :, offsets]
+    return places.set(both, wrap_negative_indices=False)  # none of them counts from the end
 
 
 def heads_of(

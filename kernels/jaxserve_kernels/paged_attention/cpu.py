@@ -11,6 +11,7 @@ says which layer it is: a constant would make kernels of their own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -36,25 +37,38 @@ costs about 20 us: single tokens have often short contexts, longer tiles much to
 
 
 class _Groups(NamedTuple):
-    """Tiles that are computed together. Groups that hold something come first.
+    """Tiles that are computed together. Groups that hold something come first."""
 
-    Indices are unsigned: JAX asks of others whether they count from the end.
-    """
+    places: Array
+    """int32 [groups, n]: what `_Place` reads, in one row for each group."""
+    pages: Array
+    """uint32 [groups * blocks, tiles, pages of a block]: where the contexts of a group are."""
+    used: Array
+    """int32: groups that hold something."""
+
+
+class _Place(NamedTuple):
+    """A group's row of `_Groups.places`."""
 
     tokens: Array
-    """uint32 [groups, tiles, tile_size]: numbers of the tokens, beyond the last where none is."""
-    positions: Array
-    """int32 [groups, tiles, tile_size]"""
-    contexts: Array
-    """int32 [groups, tiles]"""
-    pages: Array
-    """uint32 [groups, blocks, tiles, pages of a block]: where their contexts are."""
-    blocks: Array
-    """uint32 [groups]: how many there are; 0 for a group that holds nothing."""
-    first: Array | None
-    """uint32 [groups]: the first block to visit, behind which no window reaches; None: 0."""
-    starts: Array | None
-    """int32 [groups, tiles]: the first position that a tile's tokens see; None: 0."""
+    """int32 [tiles * tile_size]: numbers of the tokens, beyond the last where none is."""
+    position: Array
+    """int32 [tiles]: of each tile's first token."""
+    context: Array
+    """int32 [tiles]: tokens whose keys the tile may see; 0 for one that holds nothing."""
+    start: Array
+    """int32 [tiles]: the first position that a tile's tokens see."""
+    first: Array
+    """int32 [1]: the first block to visit, behind which no window reaches."""
+    end: Array
+    """int32 [1]: the block to end before; 0 for a group that holds nothing."""
+
+    @classmethod
+    def of(cls, row: Array, tiles: int) -> _Place:
+        tokens = row.shape[0] - 3 * tiles - 2
+        sizes = (tokens, *(tiles,) * 3, 1, 1)
+        ends = list(itertools.accumulate(sizes))
+        return cls(*(row[end - size : end] for size, end in zip(sizes, ends, strict=True)))
 
 
 def paged_attention(
@@ -107,8 +121,9 @@ def _attend(
     for part, size in parts:
         keys = _SINGLE_KEYS if size == 1 else _CHUNK_KEYS
         pages = max(1, min(keys // page_size, page_table.shape[1]))
-        groups = _grouped(part, page_table, q.shape[0], size, page_size, pages, window)
-        out = _add(out, q, read, layer, groups, pages * page_size, window)
+        together = max(1, min(_TOKENS // size, part.first.shape[0]))
+        groups = _grouped(part, page_table, q.shape[0], size, together, page_size, pages, window)
+        out = _add(out, q, read, layer, groups, size, together, pages * page_size, window)
     return out
 
 
@@ -117,34 +132,38 @@ def _grouped(
     page_table: Array,
     num_tokens: int,
     tile_size: int,
+    together: int,
     page_size: int,
     pages: int,
     window: int | None,
 ) -> _Groups:
-    """Tiles of similar contexts together, in blocks of so many pages."""
-    size = max(1, min(_TOKENS // tile_size, tiles.first.shape[0]))
-    missing = -tiles.first.shape[0] % size
+    """So many tiles of similar contexts together, in blocks of so many pages."""
+    missing = -tiles.first.shape[0] % together
     first, length, slot, position = (jnp.pad(each, (0, missing)) for each in tiles[:4])
     contexts = jnp.where(length > 0, position + length, 0)
-    if 1 < size < first.shape[0]:
+    if 1 < together < first.shape[0]:
         order = jnp.argsort(-contexts)
         first, length, slot, position, contexts = (
             each[order] for each in (first, length, slot, position, contexts)
         )
     tables = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages)))[slot]
+    by_block = tables.reshape(-1, together, tables.shape[1] // pages, pages).swapaxes(1, 2)
     places = QueryTiles(first, length, slot, position)
-    tokens, positions = tile_tokens(places, tile_size, num_tokens)
-    contexts, block = contexts.reshape(-1, size), pages * page_size
-    by_block = tables.reshape(contexts.shape[0], size, -1, pages).swapaxes(1, 2)
-    starts = None if window is None else first_seen(places, window).reshape(-1, size)
+    block = pages * page_size
+    starts = jnp.zeros_like(first) if window is None else first_seen(places, window)
+    ends = lax.div(contexts.reshape(-1, together).max(axis=1) + block - 1, block)
+    columns = (
+        tile_tokens(places, tile_size, num_tokens)[0],
+        position,
+        contexts,
+        starts,
+        lax.div(starts.reshape(-1, together).min(axis=1), block),
+        ends,
+    )
     return _Groups(
-        tokens=tokens.reshape(-1, size, tile_size).astype(jnp.uint32),
-        positions=positions.reshape(-1, size, tile_size),
-        contexts=contexts,
-        pages=by_block.astype(jnp.uint32),
-        blocks=lax.div(contexts.max(axis=1) + block - 1, block).astype(jnp.uint32),
-        first=None if starts is None else lax.div(starts.min(axis=1), block).astype(jnp.uint32),
-        starts=starts,
+        places=jnp.concatenate([each.reshape(len(ends), -1) for each in columns], axis=1),
+        pages=by_block.reshape(-1, together, pages).astype(jnp.uint32),
+        used=jnp.sum(ends > 0, dtype=jnp.int32),
     )
 
 
@@ -154,51 +173,67 @@ def _add(
     read: Callable[[Array], Read],
     layer: int,
     groups: _Groups,
+    tile_size: int,
+    tiles: int,
     block: int,
     window: int | None,
 ) -> Array:
     """`out` [tokens, q_heads, head_dim] with the results of the groups' tokens."""
-    count, tiles, tile_size = groups.tokens.shape
     q_heads, head_dim = q.shape[1:]
-    a_block = jax.eval_shape(lambda pages: read(pages[0, 0])(pages, 0), groups.pages[0, 0])
+    a_block = jax.eval_shape(lambda pages: read(pages[0, 0])(pages, 0), groups.pages[0])
     kv_heads = a_block.shape[2]
-    used = jnp.sum(groups.blocks > 0, dtype=jnp.uint32)
-    each_layer = jnp.uint32(count + 1)  # a number more than groups, at which the loop ends
+    count = groups.places.shape[0]
+    blocks = groups.pages.shape[0] // count
+    each_layer = count + 1  # a number more than groups, at which the loop ends
 
     def has_more(carry: tuple[Array, Array]) -> Array:
-        return lax.rem(carry[0], each_layer) < used
+        return lax.rem(carry[0], each_layer) < groups.used
 
     def attend(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         counter, out = carry
-        number, read_pages = lax.rem(counter, each_layer), read(lax.div(counter, each_layer))
-        tokens, positions, contexts, pages, blocks = (each[number] for each in groups[:5])
+        number = lax.rem(counter, each_layer)
+        read_pages = read(lax.div(counter, each_layer).astype(jnp.uint32))
+        place = _Place.of(_row(groups.places, number), tiles)
+        # Unsigned: JAX asks of others whether they count from the end.
+        tokens = place.tokens.astype(jnp.uint32)
         queries = q.at[tokens].get(mode="clip")
         queries = queries.reshape(tiles, tile_size, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
-
-        def keys_or_values(index: Array, side: int) -> Array:
-            found = read_pages(pages[index], side).astype(q.dtype)
-            return found.transpose(0, 2, 1, 3, 4).reshape(tiles, kv_heads, block, head_dim)
+        positions = place.position[:, None] + jnp.arange(tile_size)
 
         def visit(index: Array, carry: Softmax) -> Softmax:
-            keys, values = keys_or_values(index, 0), keys_or_values(index, 1)
+            pages = _row(groups.pages, number * blocks + index)
+
+            def keys_or_values(side: int) -> Array:
+                found = read_pages(pages, side).astype(q.dtype)
+                return found.transpose(0, 2, 1, 3, 4).reshape(tiles, kv_heads, block, head_dim)
+
+            keys, values = keys_or_values(0), keys_or_values(1)
             scores = jnp.einsum(
                 "nhgtd,nhkd->nhgtk", queries, keys, preferred_element_type=jnp.float32
             )
-            key_position = index.astype(jnp.int32) * block + jnp.arange(block)
-            visible = key_position <= positions[:, None, None, :, None]
+            key_position = index * block + jnp.arange(block)
             # What an earlier owner left past the end may be anything, even NaN: 0 * NaN is NaN.
-            held = key_position < contexts[:, None]
-            if window is not None and groups.starts is not None:
+            held = key_position < place.context[:, None]
+            visible = held[:, None]  # all that a single token's tile holds
+            if tile_size > 1:
+                visible = key_position <= positions[..., None]
+            if window is not None:
                 # Nor may what is behind the window.
-                visible &= key_position > positions[:, None, None, :, None] - window
-                held &= key_position >= groups.starts[number][:, None]
+                visible &= key_position > positions[..., None] - window
+                held &= key_position >= place.start[:, None]
             values = jnp.where(held[:, None, :, None], values, 0)
-            return carry.add(jnp.where(visible, scores * head_dim**-0.5, -jnp.inf), values)
+            visible = visible[:, None, None]
+            scores = jnp.where(visible, scores * head_dim**-0.5, -jnp.inf)
+            # Without the barrier XLA masks and scales them for the peak and for the sum.
+            return carry.add(lax.optimization_barrier(scores), values)
 
-        start = Softmax.start(queries.shape)
-        first = jnp.uint32(0) if groups.first is None else groups.first[number]
-        total = lax.fori_loop(first, blocks, visit, start).total
-        found = total.transpose(0, 3, 1, 2, 4).reshape(tiles, tile_size, q_heads, head_dim)
+        first = place.first[0] if window is not None else jnp.int32(0)
+        total = lax.fori_loop(first, place.end[0], visit, Softmax.start(queries.shape)).total
+        found = total.transpose(0, 3, 1, 2, 4).reshape(-1, q_heads, head_dim)
         return counter + 1, out.at[tokens].set(found.astype(q.dtype), mode="drop")
 
-    return lax.while_loop(has_more, attend, (layer * each_layer, out))[1]
+    return lax.while_loop(has_more, attend, (jnp.int32(layer * each_layer), out))[1]
+
+
+def _row(table: Array, index: Array) -> Array:
+    return lax.dynamic_index_in_dim(table, index, keepdims=False, allow_negative_indices=False)
