@@ -28,9 +28,10 @@ from jaxserve.metrics.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-_MERGED = 0.02
+_MERGED = 0.1
 """Seconds of steps that one batch holds. Whoever asks for a number that is no longer kept gets all
 numbers since, so there should not be too many; and each batch wakes a thread beside the engine's.
+Routers that wait less guess: llm-d for 2 s.
 """
 
 _LOOK = 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Any
 
 import aiohttp
@@ -190,3 +191,6 @@ async def test_prefixes_are_shared_within_a_key_only_on_demand(serve: Serve) -> 
     assert salts[0] == ["s", "s", "s"]
     first, again, other = salts[1]
     assert first == again != other and "s" not in (first, other)
+    key_names = [digest(key).hex()[:8].encode() for key in ("a", "b")]
+    guesses = {sha256(name).hexdigest()[:16] for name in key_names}
+    assert not guesses & {salt.partition("/")[0] for salt in (first, other)}, "a key can be guessed"
