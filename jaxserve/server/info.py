@@ -3,13 +3,65 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Literal
 
 from aiohttp import web
 
 import jaxserve
 from jaxserve.server.errors import json_response
 from jaxserve.server.service import SERVICE, Service
-from jaxserve.server.shapes import Loads, ModelInfo, RankLoad, ServerInfo
+from jaxserve.server.shapes import Shape
+
+
+class ServerInfo(Shape):
+    """What routers of SGLang read of its `/server_info`."""
+
+    model_id: str
+    model_path: str
+    served_model_name: str
+    version: str
+    context_length: int
+    max_total_tokens: int
+    """That the KV cache holds; 0 before it is planned."""
+    weight_version: str
+    tp_size: Literal[1] = 1
+    dp_size: Literal[1] = 1
+    pp_size: Literal[1] = 1
+    disaggregation_mode: Literal["null"] = "null"
+    is_embedding: Literal[False] = False
+
+
+class ModelInfo(Shape):
+    """What routers of SGLang read of its `/model_info`."""
+
+    model_path: str
+    tokenizer_path: str
+    architectures: list[str]
+    weight_version: str
+    is_generation: Literal[True] = True
+    has_image_understanding: Literal[False] = False
+    has_audio_understanding: Literal[False] = False
+
+
+class RankLoad(Shape):
+    """Of one data-parallel rank, in SGLang's words."""
+
+    dp_rank: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_total_reqs: int
+    num_used_tokens: int
+    max_total_num_tokens: int
+    token_usage: float
+    """Share of the KV cache in use, 0 to 1."""
+    cache_hit_rate: float
+    """Of prompt tokens since the start, 0 to 1."""
+
+
+class Loads(Shape):
+    timestamp: str
+    dp_rank_count: int
+    loads: list[RankLoad]
 
 
 async def server_info(request: web.Request) -> web.Response:

@@ -11,7 +11,7 @@ import msgspec
 
 import jaxserve
 from jaxserve.config import ServerConfig
-from jaxserve.server import shapes, weights
+from jaxserve.server import info, shapes, weights
 from jaxserve.server.access import ADMIN_ROUTES, is_open
 from jaxserve.server.messages import schema as messages
 from jaxserve.server.request import schema
@@ -183,11 +183,11 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("get", "/ready"): Operation(
         "Whether requests are served now", shapes.Readiness, unhealthy=True
     ),
-    ("get", "/server_info"): Operation("Model and limits, as SGLang says it", shapes.ServerInfo),
-    ("get", "/get_server_info"): Operation("The same", shapes.ServerInfo),
-    ("get", "/model_info"): Operation("The model, as SGLang says it", shapes.ModelInfo),
-    ("get", "/get_model_info"): Operation("The same", shapes.ModelInfo),
-    ("get", "/v1/loads"): Operation("Sequences and tokens, as SGLang says it", shapes.Loads),
+    ("get", "/server_info"): Operation("Model and limits, as SGLang says it", info.ServerInfo),
+    ("get", "/get_server_info"): Operation("The same", info.ServerInfo),
+    ("get", "/model_info"): Operation("The model, as SGLang says it", info.ModelInfo),
+    ("get", "/get_model_info"): Operation("The same", info.ModelInfo),
+    ("get", "/v1/loads"): Operation("Sequences and tokens, as SGLang says it", info.Loads),
     ("get", "/load"): Operation("Sequences and pages in use", shapes.Load),
     ("post", "/reset_prefix_cache"): Operation(
         "Forget the prefixes computed so far", None, errors=(405, 503)

@@ -5,6 +5,7 @@ Bodies and headers as captured from `vllm bench serve`, inference-perf, guidellm
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -148,3 +149,25 @@ async def test_lm_eval_loglikelihood(server: Server) -> None:
     assert all(value <= 0 for value in scored)
     tops = logprobs["top_logprobs"][len(context) : -1]
     assert all(value <= max(top.values()) for value, top in zip(scored, tops, strict=True))
+
+
+async def test_llm_d_s_renderer_beside_a_busy_device(server: Server) -> None:
+    """The tokens of the same request, within llm-d's timeout, while every slot decodes."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    chat = {"messages": [{"role": "user", "content": "What is 4 + 3? <|im_end|>"}], "model": MODEL}
+    asked = [chat, chat | {"tools": [tool]}, chat | {"reasoning_effort": "none"}]
+    long = {"prompt": "one two", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    url = f"{server.url}/v1/completions"
+    timeout = aiohttp.ClientTimeout(sock_read=60)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        streams = [await session.post(url, json=long) for _ in range(8)]
+        async with asyncio.timeout(5):
+            rendered = [await post(server, "/v1/chat/completions/render", body) for body in asked]
+        assert (await server.load())["running"] == 8
+        for reply in streams:
+            reply.close()
+    for body, tokens in zip(asked, rendered, strict=True):
+        whole = body | {"max_tokens": 1, "return_token_ids": True}
+        answer = await post(server, "/v1/chat/completions", whole)
+        assert answer["choices"][0]["prompt_token_ids"] == tokens["token_ids"]
+    assert len({len(tokens["token_ids"]) for tokens in rendered}) == 3
