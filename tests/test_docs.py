@@ -51,6 +51,7 @@ WRITTEN = {"docs/measurements/kv_sweep.json"}
 """Files that a command of an example writes."""
 NOT_OUR_FLAGS = {
     *("--build-arg", "--kv-cache-block-size", "--migration-limit", "--kv-events-config"),
+    "--no-router-kv-events",
 }
 
 LINKED = [*PAGES, *sorted(ROOT.glob("lab/**/*.md"))]
