@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -61,20 +60,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Options]]:
     return found
 
 
-def has_events(capsys: pytest.CaptureFixture[str]) -> bool:
-    with pytest.raises(SystemExit):
-        parse_args(["--help"])
-    return EVENTS_FLAG in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("arguments", commands(), ids=" ".join)
-def test_command_lines_parse(
-    arguments: list[str],
-    ran: list[tuple[str, Options]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    if not has_events(capsys):
-        arguments = [each for each in arguments if not each.startswith(EVENTS_FLAG)]
+def test_command_lines_parse(arguments: list[str], ran: list[tuple[str, Options]]) -> None:
     assert main(arguments) == 0
     command, options = ran[-1]
     assert command == arguments[0]
@@ -82,10 +69,11 @@ def test_command_lines_parse(
     assert str(options.cache_dir) == "/var/cache/jaxserve"
 
 
-def test_kv_events_are_announced_on_the_ports_of_the_pod() -> None:
+def test_kv_events_are_announced_on_the_ports_of_the_pod(ran: list[tuple[str, Options]]) -> None:
     (args,) = (line for line in commands() if any(part.startswith(EVENTS_FLAG) for part in line))
-    (flag,) = (part for part in args if part.startswith(EVENTS_FLAG))
-    events = json.loads(flag.partition("=")[2])
+    assert main(args) == 0
+    events = ran[-1][1].kv_events_config
+    assert events is not None and events.active
     (patch,) = (
         each.container
         for each in containers(PATCHED)
@@ -93,11 +81,12 @@ def test_kv_events_are_announced_on_the_ports_of_the_pod() -> None:
     )
     ports = {port["name"]: port["containerPort"] for port in patch["ports"]}
     assert ports == {"kv-events": 5556, "kv-replay": 5557}
-    assert events["endpoint"] == f"tcp://*:{ports['kv-events']}"
-    assert events["replay_endpoint"] == f"tcp://*:{ports['kv-replay']}"
-    assert events["topic"] == "kv@$(POD_IP):8000@jaxserve-embedded"
-    assert events["enable_kv_cache_events"] is True and events["publisher"] == "zmq"
+    assert events.endpoint == f"tcp://*:{ports['kv-events']}"
+    assert events.replay_endpoint == f"tcp://*:{ports['kv-replay']}"
+    assert events.topic == "kv@$(POD_IP):8000@jaxserve-embedded"
     assert [variable["name"] for variable in patch["env"]] == ["POD_IP"]
+    extras = re.findall(r"pip install .*\[\$\{CUDA\},([\w,-]+)\]", dockerfile())
+    assert "kv-events" in extras[0].split(",")
 
 
 def test_only_readers_of_events_reach_their_ports() -> None:
@@ -210,13 +199,17 @@ def test_pods_have_no_rights(each: Container) -> None:
 
 
 def user_of_the_image() -> int:
-    return int(re.findall(r"^USER (\d+)$", (KUBERNETES.parent / "Dockerfile").read_text(), re.M)[0])
+    return int(re.findall(r"^USER (\d+)$", dockerfile(), re.M)[0])
+
+
+def dockerfile() -> str:
+    return (KUBERNETES.parent / "Dockerfile").read_text()
 
 
 @pytest.mark.parametrize("each", containers(KUBE_ALL), ids=named)
 def test_what_the_image_writes_is_on_volumes(each: Container) -> None:
     mounted = {mount["mountPath"]: mount["name"] for mount in each.container["volumeMounts"]}
-    home = re.findall(r"^VOLUME (\S+)$", (KUBERNETES.parent / "Dockerfile").read_text(), re.M)
+    home = re.findall(r"^VOLUME (\S+)$", dockerfile(), re.M)
     assert mounted.keys() == {"/tmp", *home, "/var/cache/jaxserve"}
     assert set(mounted.values()) == {volume["name"] for volume in each.spec["volumes"]}
 
