@@ -86,6 +86,14 @@ PARSES: dict[str, tuple[list[str], dict[str, Any]]] = {
         ],
         {"block_size": 64, "shutdown_timeout": 45.0},
     ),
+    "llm-d, precise prefixes": (
+        [
+            *("serve", "Qwen/Qwen3-32B", "--block-size=64", "--kv-events-config"),
+            '{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557",'
+            '"topic":"kv@10.0.0.1:8000@Qwen/Qwen3-32B"}',
+        ],
+        {"block_size": 64},
+    ),
 }
 
 REFUSED: dict[str, tuple[list[str], str]] = {
