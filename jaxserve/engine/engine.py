@@ -236,7 +236,7 @@ class AsyncEngine[P]:
             if running is Running.RESTART:
                 steps.scheduler.restart()
             steps.weights += 1
-            steps.scheduler.change_weights(steps.weights)
+            steps.scheduler.reset_prefix_cache()
 
         await self._do(change, drain=running is Running.DRAIN)
         return WeightsChanged(steps.weights, load_seconds, steps.last_gap)

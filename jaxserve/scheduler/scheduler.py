@@ -118,7 +118,6 @@ class Scheduler:
         """The first waiting sequence, if it must wait until pages are freed."""
         self._held = False
         """Only sequences that were admitted before are admitted."""
-        self._weights = 0
         self._uncommitted: list[TokenEvent] = []
         """Events of the commit in progress. If it raises, `fail` returns them."""
         self.num_preemptions = self.num_steps = 0
@@ -178,7 +177,7 @@ class Scheduler:
             seq_id=self._next_id,
             limit=limit,
             level=request.priority if self._config.policy == "priority" else 0,
-            root=self._root(request.cache_salt),
+            root=prefix.root(self._cache.identity, request.cache_salt),
             now=now,
             ttft_slo=self._config.ttft_slo if request.ttft_slo is None else request.ttft_slo,
         )
@@ -469,7 +468,8 @@ class Scheduler:
         return occupancy(self.pages, self._page_size, live, self._clock(), max_pages)
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache. Running sequences keep their pages."""
+        """Empty the prefix cache. Running sequences keep their pages, which nobody finds: after a
+        change of the weights they hold what earlier ones computed."""
         self._kv_cache.forget()
 
     def hold(self, held: bool) -> None:
@@ -487,24 +487,10 @@ class Scheduler:
         for seq in list(self._running.values()):
             self._preempt(seq)
 
-    def change_weights(self, version: int) -> None:
-        """Never find again what earlier weights computed. Running sequences keep their pages."""
-        self._kv_cache.forget()
-        self._weights = version
-        for seq in self._waiting:
-            seq.begin_again(self._root(seq.salt))
-
-    def _root(self, salt: str) -> bytes:
-        changed = (str(self._weights),) if self._weights else ()
-        return prefix.root(self._cache.identity, salt, *changed)
-
     def _vacate(self, seq: Sequence) -> None:
-        """Free the slot and pages of a running sequence. What it computes again is of the weights
-        that are served by then."""
+        """Free the slot and pages of a running sequence."""
         del self._running[seq.id]
         self._kv_cache.free(seq)
-        if (root := self._root(seq.salt)) != seq.root:
-            seq.begin_again(root)
         self._blocked = None
 
     def _end(self, seq: Sequence) -> None:

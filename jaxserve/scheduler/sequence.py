@@ -190,11 +190,6 @@ class Sequence:
         """The most output tokens that `max_tokens`, the model and the cache allow."""
         return self.limit - self.num_prompt
 
-    def begin_again(self, root: bytes) -> None:
-        """Hash pages from another root on. The sequence must not be running."""
-        self.root = root
-        self.hashes.clear()
-
     def page_hashes(self, count: int, page_size: int) -> list[bytes]:
         """Returns the hashes of the first `count` pages, which known tokens fill."""
         done = len(self.hashes)

@@ -87,11 +87,12 @@ class Engine:
             self._take(self.scheduler.fail([self._in_flight]))
             self._in_flight = None
 
-    def swap_weights(self, version: int, *, restart: bool) -> None:
+    def swap_weights(self, *, restart: bool) -> None:
+        """As the engine does between two steps."""
         self.finish()
         if restart:
             self.scheduler.restart()
-        self.scheduler.change_weights(version)
+        self.scheduler.reset_prefix_cache()
 
     def _take(self, events: list[TokenEvent]) -> None:
         for event in events:
@@ -119,14 +120,14 @@ def test_an_index_predicts_the_cached_tokens_of_10_000_requests(
         while engine.step():
             if engine.submitted >= milestone:
                 if milestone == 2_000:
-                    engine.swap_weights(1, restart=True)
+                    engine.swap_weights(restart=True)
                 elif milestone == 3_500:
                     engine.fail()
                 elif milestone == 5_000:
                     late_router = stack.enter_context(subscribed(publisher))
                     late += late_router.replay()
                 elif milestone == 6_500:
-                    engine.swap_weights(2, restart=False)
+                    engine.swap_weights(restart=False)
                 else:
                     engine.scheduler.reset_prefix_cache()
                 milestone = next(milestones)

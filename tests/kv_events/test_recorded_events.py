@@ -200,7 +200,7 @@ def test_new_weights_clear_everything_and_sequences_that_go_on_tell_nothing() ->
     sched = scheduler(watch := Watch())
     sched.add(request("a", 5, max_tokens=8))
     commit(sched, planned(sched), 5)
-    sched.change_weights(1)
+    sched.reset_prefix_cache()
     while plan := sched.plan():
         commit(sched, plan, 5)
     assert told(watch) == ["S2", "C"]
@@ -212,7 +212,7 @@ def test_a_sequence_that_is_preempted_after_new_weights_is_found_by_new_requests
     sched = scheduler(watch := Watch())
     sched.add(Request(id="a", prompt=(1, 2, 3, 4, 5), params=SamplingParams(max_tokens=2)))
     commit(sched, planned(sched), 5)
-    sched.change_weights(1)
+    sched.reset_prefix_cache()
     sched.restart()
     while plan := sched.plan():
         commit(sched, plan, 5)
