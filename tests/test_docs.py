@@ -50,7 +50,7 @@ NOT_OURS = {"Unable to initialize backend 'tpu'"}
 WRITTEN = {"docs/measurements/kv_sweep.json"}
 """Files that a command of an example writes."""
 NOT_OUR_FLAGS = {
-    *("--build-arg", "--kv-cache-block-size", "--migration-limit", "--kv-events-config"),
+    *("--build-arg", "--kv-cache-block-size", "--migration-limit"),
     "--no-router-kv-events",
 }
 

@@ -131,7 +131,7 @@ class Worker(backend.LLMEngine):
 
     async def kv_event_sources(self) -> list[Any]:
         """Returns where the engine publishes its KV cache events; --kv-events-config says it."""
-        config: Any = getattr(self._options, "kv_events_config", None)
+        config = self._options.kv_events_config
         if config is None or not config.active:
             return []
         address = config.endpoint.replace("*", "127.0.0.1").replace("[::]", "[::1]")

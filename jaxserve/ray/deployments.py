@@ -107,7 +107,7 @@ class Front:
         return self._gateway
 
     async def _ask(self, call: Call, begins: str) -> AsyncGenerator[Head | bytes]:
-        if call.path.partition("?")[0] == "/metrics":
+        if call.path.startswith("/metrics"):
             for item in await self._metrics(call):
                 yield item
             return

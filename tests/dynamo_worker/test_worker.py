@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import importlib.util
 import json
 import os
@@ -21,8 +20,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-
-from jaxserve.cli.options import Options
 
 ROOT = Path(__file__).parents[2]
 PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
@@ -173,10 +170,6 @@ async def test_a_worker_that_is_told_to_end_finishes_its_streams(dynamo: Dynamo)
     assert await asyncio.to_thread(dynamo.processes["two"].wait, 60) == 0
 
 
-@pytest.mark.skipif(
-    "kv_events_config" not in {field.name for field in dataclasses.fields(Options)},
-    reason="the engine publishes no KV cache events",
-)
 async def test_requests_find_the_worker_that_has_their_beginning() -> None:
     draw = random.Random(4)
 

@@ -50,6 +50,7 @@ def test_a_config_file_says_the_same() -> None:
     ("line", "said"),
     [
         ("--uds /x", "--uds: each replica has a socket of its own"),
+        ("--probe-port 9", "--probe-port: replicas of a machine would all want this port"),
         ("--admin-api-key k", "--admin-api-key: its routes act on one replica"),
         ("--root-path /a", "--root-path: set route_prefix"),
         ("--replicas 3 --max-replicas 2", "--max-replicas is less than --replicas"),
