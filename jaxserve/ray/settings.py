@@ -130,7 +130,7 @@ _ONE_REPLICA = "its routes act on one replica; restart the application instead"
 _REFUSED = {
     "uds": "each replica has a socket of its own",
     "probe_port": "replicas of a machine would all want this port",
-    "kv_events_config": "replicas of a machine would all want its addresses, and no router reads it",
+    "kv_events_config": "replicas of a machine would all want its addresses; no router reads it",
     "root_path": "set route_prefix in a Serve config file",
     "admin_api_key": _ONE_REPLICA,
     "admin_api_key_file": _ONE_REPLICA,
