@@ -107,7 +107,7 @@ def token_format(
         return None
     if not reads_quantized(operand, tokens, config, target):
         return None
-    return format_for(operand, tokens, config)
+    return format_for(weight, tokens, config)
 
 
 def _implementation(name: str, rule: Callable[[Call], Config | Refusal]) -> Implementation:
@@ -118,15 +118,15 @@ def _implementation(name: str, rule: Callable[[Call], Config | Refusal]) -> Impl
             return NO_KERNELS
         if x.dtype != jnp.bfloat16:
             return Refusal("not in bfloat16")
-        return configure(
+        call = Call.of(
             weight,
             x.shape[0],
-            rule,
             gated=activation is not None,
             hopper=target.runs_hopper_kernels(),
             e4m3=target.gpu.compute_capability >= 89,
             target=target,
         )
+        return configure(call, rule)
 
     return Implementation(name=name, configure=configured, run=_launch)
 

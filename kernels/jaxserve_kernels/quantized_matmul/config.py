@@ -94,6 +94,23 @@ class Call(NamedTuple):
     e4m3: bool
     """The GPU multiplies such numbers: from compute capability 8.9 on."""
 
+    @classmethod
+    def of(
+        cls,
+        weight: Quantized,
+        tokens: int,
+        *,
+        gated: bool,
+        hopper: bool = False,
+        e4m3: bool = True,
+        target: Target,
+    ) -> Call | None:
+        """None: no kernel knows the weight's groups or its number of inputs."""
+        operand = weight.operand
+        if operand is None:
+            return None
+        return cls(weight.shape, operand, tokens, gated, target, hopper, e4m3)
+
     @property
     def out(self) -> int:
         """Rows of the weight."""
@@ -135,36 +152,23 @@ def choose(
     The rules and their limits are the fastest of those measured on an H200 with Qwen3-4B's shapes;
     see lab/logs/quantised_weights.md.
     """
-    found = (
-        configure(weight, tokens, rule, gated=gated, hopper=hopper, e4m3=e4m3, target=target)
-        for rule in RULES.values()
-    )
+    call = Call.of(weight, tokens, gated=gated, hopper=hopper, e4m3=e4m3, target=target)
+    found = (configure(call, rule) for rule in RULES.values())
     return next((each for each in found if isinstance(each, Config)), None)
 
 
-def configure(
-    weight: Quantized,
-    tokens: int,
-    rule: Callable[[Call], Config | Refusal],
-    *,
-    gated: bool,
-    hopper: bool,
-    e4m3: bool,
-    target: Target,
-) -> Config | Refusal:
-    """What a rule says to a product."""
-    operand = weight.operand
-    if operand is None:
+def configure(call: Call | None, rule: Callable[[Call], Config | Refusal]) -> Config | Refusal:
+    """What a rule says to a product, if any kernel knows it."""
+    if call is None:
         return Refusal("no kernel knows groups or inputs of this number")
-    if operand.kind == Kind.OTHER and rule is not _unpacked:
+    if call.operand.kind == Kind.OTHER and rule is not _unpacked:
         return Refusal("it does not know the format")
-    call = Call(weight.shape, operand, tokens, gated, target, hopper, e4m3)
     config = rule(call)
     if isinstance(config, Refusal) or config.method == "large_n":  # whose last rows may be fewer
         return config
-    if call.out % config.rows or (gated and call.out // 2 % (config.rows // 2)):
+    if call.out % config.rows or (call.gated and call.out // 2 % (config.rows // 2)):
         return Refusal(f"not whole tiles of {config.rows} rows")
-    return replace(config, splits=1) if gated else config
+    return replace(config, splits=1) if call.gated else config
 
 
 def _chained(call: Call) -> Config | Refusal:

@@ -23,7 +23,7 @@ ZERO: tl.constexpr = tl.constexpr(1)
 def operand_of(weight: Quantized) -> Operand:
     """What kernels take, of a weight for which an implementation with kernels was chosen."""
     operand = weight.operand
-    assert operand is not None, f"no kernel knows {weight}"
+    assert operand is not None, f"no kernel knows {type(weight)}"
     return operand
 
 

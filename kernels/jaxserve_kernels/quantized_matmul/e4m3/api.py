@@ -26,14 +26,13 @@ def launch(
     target: Target,
 ) -> Array:
     """The product, of type `out_type`: see `quantized_matmul.api`."""
-    operand = operand_of(weight)
     if not isinstance(x, QuantizedTokens):
-        x = quantized(x, format_for(operand, x.shape[0], config), target=target)
+        x = quantized(x, format_for(weight, x.shape[0], config), target=target)
     if config.method != "hopper":
         return triton.launch(
             x, weight, config, out_type, gated=gated, activation=activation, target=target
         )
-    if operand.bits == 8:
+    if operand_of(weight).bits == 8:
         return hopper_bytes.launch(
             x, weight, config, out_type, gated=gated, activation=activation, target=target
         )

@@ -10,7 +10,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels.quantized_matmul.config import Config
-from jaxserve_kernels.weights import Operand
+from jaxserve_kernels.weights import Quantized
 
 
 class QuantizedTokens(NamedTuple):
@@ -67,8 +67,10 @@ class TokenFormat(NamedTuple):
     padded: int
 
 
-def format_for(operand: Operand, tokens: int, config: Config) -> TokenFormat:
+def format_for(weight: Quantized, tokens: int, config: Config) -> TokenFormat:
     """Of the tokens of a product that is launched as `config` says."""
+    operand = weight.operand
+    assert operand is not None, f"no kernel knows {type(weight)}"
     in_bytes = config.beforehand or operand.bits == 8
     order = Order.BYTES if in_bytes else Order.INPUTS
     if config.method == "hopper" and not in_bytes and not operand.sums:
