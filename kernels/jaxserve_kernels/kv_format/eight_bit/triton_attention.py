@@ -14,7 +14,7 @@ from jax import Array
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.kv_format.base import limits_of
-from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
+from jaxserve_kernels.kv_format.eight_bit.reference import EightBitKV
 from jaxserve_kernels.kv_format.eight_bit.triton_numbers import halves, numbers
 from jaxserve_kernels.paged_attention import QueryTiles, triton_decode_rows
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
@@ -251,7 +251,7 @@ def heuristic(*, tiles: int, kv_heads: int, pages_per_seq: int, target: Target) 
 
 def attend(
     q: Array,
-    kv: Int8KV | Fp8KV,
+    kv: EightBitKV,
     layer: int,
     page_table: Array,
     tiles: QueryTiles,
@@ -301,7 +301,7 @@ def attend(
 
 def attend_some(
     q: Array,
-    kv: Int8KV | Fp8KV,
+    kv: EightBitKV,
     layer: int,
     page_table: Array,
     tiles: QueryTiles,
@@ -333,6 +333,6 @@ def attend_some(
     triton_decode_rows.merge(written, parts, out, target=target)
 
 
-def _rows(q: Array, kv: Int8KV | Fp8KV) -> int:
+def _rows(q: Array, kv: EightBitKV) -> int:
     """Query heads that share a KV head, as many as the tensor cores take at least."""
     return max(16, triton.next_power_of_2(q.shape[1] // kv.words.shape[2]))
