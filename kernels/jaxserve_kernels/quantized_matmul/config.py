@@ -18,13 +18,13 @@ type Method = Literal["small_m", "streaming", "stream_k", "large_n", "unpack", "
 _SMALL_M = 8
 """Tokens of the tensor cores' smallest product."""
 
-_MAX_CHAINED = 64
+_MAX_PDL = 64
 """Tokens of a product by `triton_streaming`, with programmatic dependent launch."""
 
 _RESERVED = 1024
 """Bytes of shared memory that each program takes beside its own."""
 
-_SHARING_END = 20 * 1024
+_STREAM_K_END = 20 * 1024
 """Bytes of shared memory that `triton_stream_k`, one program on a multiprocessor, needs at its end,
 beside its ring."""
 
@@ -171,18 +171,18 @@ def configure(call: Call | None, rule: Callable[[Call], Config | Refusal]) -> Co
     return replace(config, splits=1) if call.gated else config
 
 
-def _chained(call: Call) -> Config | Refusal:
+def _streaming_rule(call: Call) -> Config | Refusal:
     if not call.target.pdl:
         return NOT_PDL
-    if call.tokens > _MAX_CHAINED:
-        return Refusal(f"more than {_MAX_CHAINED} tokens")
+    if call.tokens > _MAX_PDL:
+        return Refusal(f"more than {_MAX_PDL} tokens")
     return _streaming(call)
 
 
 def _stream_k_rule(call: Call) -> Config | Refusal:
     """Warpgroups share many tokens where each multiprocessor gets about three of a weight's row
     tiles; that kernel knows 4-bit integers."""
-    refused = _chained(call)
+    refused = _streaming_rule(call)
     if isinstance(refused, Refusal):
         return refused
     row_tiles, programs = call.out // 64, call.target.gpu.multiprocessors
@@ -262,7 +262,7 @@ def _plain_tokens(call: Call) -> Refusal | None:
 
 RULES: dict[str, Callable[[Call], Config | Refusal]] = {
     "triton_stream_k": _stream_k_rule,
-    "triton_streaming": _chained,
+    "triton_streaming": _streaming_rule,
     "triton_large_n": _large_n,
     "triton_small_m": _small_m_rule,
     "triton": _unpacked,
@@ -349,7 +349,7 @@ def _streaming(call: Call) -> Config:
 
 def _stream_k(call: Call) -> Config:
     """A program for each multiprocessor, with a ring that fills its shared memory."""
-    ring = call.target.gpu.shared_memory_per_block - _SHARING_END
+    ring = call.target.gpu.shared_memory_per_block - _STREAM_K_END
     stages = ring // (3 * 64 * call.operand.row_bytes + 256 * 64)
     return Config(method="stream_k", tokens=64, num_stages=stages)
 

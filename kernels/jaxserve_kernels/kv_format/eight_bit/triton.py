@@ -52,7 +52,7 @@ def attend[Cache: EightBitKV](
     if step.tiles.decode_rows is None:
         return result, kv
     out = jax.new_ref(result)
-    triton_attention.attend_some(
+    triton_attention.attend_decode_rows(
         q, kv, layer, step.page_table, step.tiles.decode_rows, out, window=window, target=target
     )
     return jax.freeze(out), kv
