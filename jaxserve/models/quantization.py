@@ -67,6 +67,7 @@ class Quantization:
 
     @property
     def changes_anything(self) -> bool:
+        """Whether any weight is quantised."""
         return self != Quantization()
 
     def encoder(self, spec: ModelSpec) -> Encode:
