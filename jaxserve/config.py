@@ -11,13 +11,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from jaxserve_kernels.kv_format_names import KV_FORMATS
+
 
 class ConfigError(ValueError):
     """A setting or a model configuration that cannot work; the message says what to change."""
 
 
-KV_CACHE_DTYPES = ("auto", "bf16", "fp8_e4m3", "int8", "kvarn_k4v4_g128", "kvarn_k4v2_g128")
-"""Names of the KV formats, whose definitions are in `jaxserve_kernels.kv_format`."""
+KV_CACHE_DTYPES = tuple(KV_FORMATS)
+"""Names of the KV formats."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,10 +111,12 @@ class AttentionSpec:
 
     @property
     def q_size(self) -> int:
+        """Elements of a token's queries."""
         return self.q_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
+        """Elements of a token's keys, and of its values."""
         return self.kv_heads * self.head_dim
 
     @property
@@ -146,6 +148,7 @@ class LayerSpec:
     feed_forward: FeedForwardSpec
 
     def num_params(self, embed: int) -> int:
+        """Of a model whose hidden states have `embed` elements."""
         attention, feed_forward = self.attention, self.feed_forward
         return (
             attention.qkv_size * (embed + attention.qkv_bias)
@@ -239,6 +242,7 @@ class ModelSpec:
 
     @property
     def num_layers(self) -> int:
+        """Decoder layers."""
         return len(self.layers)
 
     @property
@@ -253,22 +257,27 @@ class ModelSpec:
 
     @property
     def q_heads(self) -> int:
+        """Query heads of each layer."""
         return self.attention.q_heads
 
     @property
     def kv_heads(self) -> int:
+        """Key-value heads of each layer."""
         return self.attention.kv_heads
 
     @property
     def head_dim(self) -> int:
+        """Elements of a head."""
         return self.attention.head_dim
 
     @property
     def q_size(self) -> int:
+        """See `AttentionSpec.q_size`."""
         return self.attention.q_size
 
     @property
     def kv_size(self) -> int:
+        """See `AttentionSpec.kv_size`."""
         return self.attention.kv_size
 
     @property
@@ -278,6 +287,7 @@ class ModelSpec:
 
     @property
     def num_params(self) -> int:
+        """Of the whole model; tied heads count once."""
         heads = 1 if self.tie_embeddings else 2
         layers = sum(layer.num_params(self.embed) for layer in self.layers)
         return layers + heads * self.vocab_size * self.embed + self.embed

@@ -5,16 +5,16 @@
 
 Public is what has no leading underscore on the way to it, outside tests. A method counts as
 documented where a class of the same part documents one of that name: the protocol or base that it
-implements. Types of bodies in JSON (`Struct`s) are named by their fields and left out. A function
-raises if its own body has a `raise` with an exception; private helpers are not followed. It says
-so with "Raises", or by the name of the exception in its docstring.
+implements. Types of bodies in JSON (`Struct`s) and of C are named by their fields and left out. A
+function raises if its own body has a `raise` with an exception; private helpers are not followed.
+It says so with "Raises", or by the name of the exception in its docstring.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,17 +31,30 @@ class Found(NamedTuple):
     """Exceptions that it raises, and that its docstring does not name."""
 
 
-def public(file: Path) -> Iterator[Found]:
-    """Module-level functions and classes, and methods of public classes."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    yield from _in(tree.body, file)
+def structs(trees: Iterable[ast.Module]) -> set[str]:
+    """The names of `Struct`, of ctypes' `Structure`, and of all classes under them."""
+    bases = {
+        node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    found = {"Struct", "Structure"}  # of msgspec, and of ctypes
+    while more := {name for name, of in bases.items() if of & found} - found:
+        found |= more
+    return found
 
 
-def _in(body: list[ast.stmt], file: Path, owner: str = "") -> Iterator[Found]:
+def public(body: list[ast.stmt], file: Path, bodies: set[str], owner: str = "") -> Iterator[Found]:
+    """Functions and classes, and methods of public classes.
+
+    Args:
+      bodies: the names of classes that are left out.
+    """
     for node in body:
         if not isinstance(node, AsDef) or node.name.startswith("_"):
             continue
-        if isinstance(node, ast.ClassDef) and any("Struct" in ast.unparse(b) for b in node.bases):
+        if isinstance(node, ast.ClassDef) and node.name in bodies:
             continue
         decorators = {ast.unparse(each) for each in node.decorator_list}
         if decorators & {"override", "overload"}:
@@ -53,7 +66,7 @@ def _in(body: list[ast.stmt], file: Path, owner: str = "") -> Iterator[Found]:
         place = f"{file.relative_to(ROOT)}:{node.lineno} {owner}{node.name}"
         yield Found(place, node.name if owner else None, bool(text), silent)
         if isinstance(node, ast.ClassDef):
-            yield from _in(node.body, file, f"{node.name}.")
+            yield from public(node.body, file, bodies, f"{node.name}.")
 
 
 def _raised(function: ast.AST) -> tuple[str, ...]:
@@ -72,7 +85,9 @@ def main() -> None:
     args = parser.parse_args()
     for part in args.parts:
         files = sorted((ROOT / part).rglob("*.py"))
-        found = [each for file in files for each in public(file)]
+        trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in files}
+        bodies = structs(trees.values())
+        found = [each for file, tree in trees.items() for each in public(tree.body, file, bodies)]
         told = {each.method for each in found if each.documented and each.method}
         bare = [each for each in found if not each.documented and each.method not in told]
         silent = [each for each in found if each.silent]

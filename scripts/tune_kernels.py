@@ -4,19 +4,23 @@
 
 Each candidate is timed inside the step that it will run in: what a kernel leaves in the caches,
 and how it overlaps with its neighbours, counts. One operation is changed at a time; the best
-candidate stays while the next operation is tried. The results go into the card's tables.
+candidate stays while the next operation is tried. With --write the results go into the card's
+tables, with this call as their source.
+
+    python scripts/tune_kernels.py --dry-run --gpu l40s
+
+says what would be tried on a card that need not be here.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +32,9 @@ prepare(gpu_memory_utilization=0.8)
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tuning import Key, candidates, operations, pretended, write
 
+from jaxserve.cli.gpus import GPUS
 from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
@@ -40,60 +46,11 @@ from jaxserve.runner.programs import RunnerConfig, programs
 from jaxserve.runner.step import DeviceState
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels import tables
-from jaxserve_kernels.target import Parameters, Shape, Target
+from jaxserve_kernels.device import Device
+from jaxserve_kernels.target import Parameters, Target
 
-type Key = tuple[str, Shape]
-
-SHARED_MEMORY = 227 * 1024
 PAGE_SIZE = 64
 START = time.monotonic()
-
-
-def operations(spec: ModelSpec) -> dict[str, Key]:
-    """What is tuned, in the order of the bytes that it reads."""
-    qkv, ffn = spec.q_size + 2 * spec.kv_size, spec.ffn
-    return {
-        "gate_up": ("dense_matmul", ("gated", 2 * ffn, spec.embed)),
-        "down": ("dense_matmul", ("linear", spec.embed, ffn)),
-        "qkv": ("dense_matmul", ("linear", qkv, spec.embed)),
-        "out": ("dense_matmul", ("linear", spec.embed, spec.q_size)),
-        "attention": ("paged_attention", (spec.q_heads // spec.kv_heads, spec.kv_heads)),
-        "head": ("dense_matmul", ("linear", spec.vocab_size, spec.embed)),
-    }
-
-
-def products(shape: Shape, tokens: int) -> Iterator[dict[str, int]]:
-    """Tilings that fill the card, with enough bytes under way and not too much shared memory."""
-    kind, out, depth = shape
-    assert isinstance(out, int)
-    assert isinstance(depth, int)
-    columns = max(16, tokens)
-    for rows, step, stages in itertools.product((16, 32, 64, 128), (128, 256), (3, 4, 6)):
-        size = (rows + columns) * step * 2 * stages
-        if out % rows or depth % step or not 40_000 < size < SHARED_MEMORY:
-            continue
-        resident = max(1, min(SHARED_MEMORY // size, 8))
-        if not 8 * 1024 <= rows * step * 2 <= 32 * 1024 or size * resident < 96 * 1024:
-            continue
-        for splits in range(1, 17):
-            programs = out // rows * splits
-            if depth // step % splits or (kind == "gated" and splits > 1):
-                continue
-            full = programs / (Target.here().gpu.multiprocessors * resident)
-            if kind != "gated" and out < 100_000 and not 0.6 <= full <= 2:
-                continue
-            if splits > 1 and depth // step // splits < 3:
-                continue
-            yield {
-                "rows": rows, "depth": step, "splits": splits,
-                "num_warps": 8 if rows == 128 else 4, "num_stages": stages,
-            }  # fmt: skip
-
-
-def attentions(tokens: int, kv_heads: int) -> Iterator[dict[str, int]]:
-    for splits, warps, stages in itertools.product((1, 2, 4, 8, 16, 32), (2, 4), (2, 3)):
-        if 64 <= tokens * kv_heads * splits <= 528:
-            yield {"splits": splits, "num_warps": warps, "num_stages": stages}
 
 
 class Bench:
@@ -149,15 +106,9 @@ class Bench:
         return best
 
 
-def candidates(name: str, key: Key, tokens: int) -> list[dict[str, int]]:
-    if name == "attention":
-        kv_heads = key[1][1]
-        assert isinstance(kv_heads, int)
-        return list(attentions(tokens, kv_heads))
-    return list(products(key[1], tokens))
-
-
-def tune(bench: Bench, keys: dict[str, Key], tokens: int, deadline: float) -> dict[Key, Any]:
+def tune(
+    bench: Bench, keys: dict[str, Key], tokens: int, device: Device, deadline: float
+) -> dict[Key, Any]:
     """The best parameters found until the deadline."""
     best: dict[Key, dict[str, int]] = {}
     program = bench.compile({})
@@ -196,7 +147,7 @@ def tune(bench: Bench, keys: dict[str, Key], tokens: int, deadline: float) -> di
         print(f"batch {tokens}: {fastest:.1f} us after {name}, {len(results)} tried", flush=True)
 
     for name, key in keys.items():
-        attempt(name, key, candidates(name, key, tokens))
+        attempt(name, key, candidates(key, tokens, device))
     return best
 
 
@@ -207,49 +158,61 @@ def main() -> None:
     keys = operations(spec)
     if args.operations:
         keys = {name: key for name, key in keys.items() if name in args.operations}
+    device = pretended(args.gpu) if args.gpu else Target.here().gpu
+    if args.dry_run:
+        dry_run(keys, args.batch, device)
+        return
+    if args.gpu:
+        raise SystemExit(
+            "--gpu names a card for --dry-run: kernels are timed on the one that is here"
+        )
+    day, call = time.strftime("%Y-%m-%d"), " ".join(sys.argv[1:])
+    source = f"scripts/tune_kernels.py {call}, jax {jax.__version__}, {day}"
     found: dict[str, list[dict[str, Any]]] = {}
     for index, tokens in enumerate(args.batch):
         seconds = args.seconds - (time.monotonic() - START)
         deadline = time.monotonic() + seconds / (len(args.batch) - index)
         bench = Bench(spec, tokens, args.context)
-        for (operation, shape), parameters in tune(bench, keys, tokens, deadline).items():
-            entry = {"shape": shape, "tokens": tokens, "parameters": parameters}
+        for (operation, shape), parameters in tune(bench, keys, tokens, device, deadline).items():
+            entry = {
+                "shape": shape, "tokens": tokens, "parameters": parameters, "source": source,
+            }  # fmt: skip
             found.setdefault(operation, []).append(entry)
     for operation, entries in found.items():
         print(operation, json.dumps(entries))
         if args.write:
-            write(operation, entries)
+            print(write(operation, entries, device, Path(tables.__file__).parent))
 
 
-def write(operation: str, entries: list[dict[str, Any]]) -> None:
-    """Replace the entries of these shapes and numbers of tokens in this card's table."""
-    device = Target.here().gpu
-    file = Path(tables.__file__).parent / operation / tables.file_name(device.name)
-    table: dict[str, Any] = {
-        "device": device.name, "compute_capability": device.compute_capability,
-        "limits": {}, "launches": [],
-    }  # fmt: skip
-    if file.is_file():
-        table = json.loads(file.read_text())
-    source = f"scripts/tune_kernels.py {' '.join(sys.argv[1:])}, jax {jax.__version__}"
-    entries = [entry | {"source": source} for entry in entries]
-    new = {(tuple(each["shape"]), each["tokens"]): each for each in table["launches"] + entries}
-    table["launches"] = [new[key] for key in sorted(new, key=str)]
-    file.write_text(json.dumps(table, indent=1) + "\n")
+def dry_run(keys: Mapping[str, Key], batches: list[int], device: Device) -> None:
+    """Print what would be tried on a card."""
+    print(f"{device.name}: {device.multiprocessors} multiprocessors")
+    for tokens in batches:
+        for name, key in keys.items():
+            tried = candidates(key, tokens, device)
+            print(f"batch {tokens}, {name} {key[1]}: {len(tried)} candidates")
+            for parameters in tried:
+                print(f"  {parameters}")
 
 
 def parse_args() -> argparse.Namespace:
     def sizes(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
 
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=sorted(NAMED_MODELS), default="qwen3-4b")
-    parser.add_argument("--batch", type=sizes, default=[1, 16])
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=6, help="enough for cold weights")
-    parser.add_argument("--operations", type=lambda text: text.split(","), help="only these")
-    parser.add_argument("--seconds", type=float, default=600, help="time for everything")
-    parser.add_argument("--write", action="store_true", help="write the files, not only print")
+    add = parser.add_argument
+    add("--model", choices=sorted(NAMED_MODELS), default="qwen3-4b", help="default: qwen3-4b")
+    add("--batch", type=sizes, default=[1, 16], help="sequences of a step; default: 1,16")
+    add("--context", type=int, default=1024, help="tokens of each sequence; default: 1024")
+    add("--layers", type=int, default=6, help="of the model: enough that weights are not cached; 6")
+    add("--operations", type=names, help="only these; default: all that a decode step has")
+    add("--seconds", type=float, default=600, help="time for everything; default: 600")
+    add("--write", action="store_true", help="write the card's tables, not only print")
+    add("--dry-run", action="store_true", help="print the candidates; needs no GPU with --gpu")
+    add("--gpu", choices=sorted(GPUS), help="the card of --dry-run; default: the one that is here")
     return parser.parse_args()
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from jaxserve_kernels.weights import Kind, Quantized, layout
+from jaxserve_kernels.weights import Operand, Quantized, layout
 
 
 @triton.jit
@@ -20,12 +20,15 @@ def unpack(words):
     return low.to(tl.bfloat16), high.to(tl.bfloat16)
 
 
-@Quantized.register
-class Int6Weight(NamedTuple):
-    """weight[n, k] = (code[n, k] - 32) * scale[n], in float32; codes are 0..63."""
-
+class _Arrays(NamedTuple):
     packed: jax.Array  # uint16 [out / 64, in / 128, 64, 64], see layout.pack_bytes
     scale: jax.Array  # float32 [out / 64, 1, 64]
+
+
+class Int6Weight(_Arrays, Quantized):
+    """weight[n, k] = (code[n, k] - 32) * scale[n], in float32; codes are 0..63."""
+
+    __slots__ = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -36,20 +39,9 @@ class Int6Weight(NamedTuple):
         return (codes - 32.0) * layout.untile_rows(self.scale)
 
     @property
-    def has_kernel(self) -> bool:
-        return True
-
-    @property
-    def row_bytes(self) -> int:
-        return 128 + 4
-
-    @property
-    def kernel_arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return self.packed, self.scale, self.scale
-
-    @property
-    def kernel_constants(self) -> dict[str, Any]:
-        return {"KIND": Kind.OTHER.value, "GROUP": self.shape[1], "ZERO": 0, "UNPACK": unpack}
+    def operand(self) -> Operand:
+        arrays = (self.packed, self.scale, self.scale)
+        return Operand(arrays=arrays, bits=8, group=self.shape[1], unpack=unpack)
 
 
 def quantize_int6(weight: jax.Array) -> Int6Weight:

@@ -34,7 +34,7 @@ from jaxserve_checkpoints.reader import (
     read_header,
 )
 from jaxserve_checkpoints.rules import AnyRule, Rule
-from jaxserve_kernels.weights import QUANTIZED, QuantizedWeight
+from jaxserve_kernels.weights import is_quantized, types
 
 FILE = NATIVE_FILE
 FORMAT = 1
@@ -42,7 +42,6 @@ FORMAT = 1
 
 METADATA = "jaxserve"
 
-_TYPES: dict[str, type[QuantizedWeight]] = {kind.__name__: kind for kind in QUANTIZED}
 _LAYER = re.compile(r"^layers\.[0-9]+\.")
 _HASH_THREADS = 4
 
@@ -103,7 +102,7 @@ class NativeCheckpoint:
         names = self._arrays(path)
         if names is None:
             return self.tensors.read(path)
-        kind = _TYPES[self.description.types[_LAYER.sub("layers.", path)]]
+        kind = types()[self.description.types[_LAYER.sub("layers.", path)]]
         arrays: dict[str, Any] = {field: self.tensors.read(name) for field, name in names.items()}
         return kind(**arrays)
 
@@ -117,7 +116,7 @@ class NativeCheckpoint:
         name = self.description.types.get(_LAYER.sub("layers.", path))
         if name is None:
             return None
-        arrays = {field: f"{path}.{field}" for field in _TYPES[name]._fields}
+        arrays = {field: f"{path}.{field}" for field in types()[name]._fields}
         return {field: tensor for field, tensor in arrays.items() if tensor in self.tensors}
 
     def rules(self) -> list[AnyRule]:
@@ -158,9 +157,9 @@ class NativeCheckpoint:
         name = self.description.types.get(_LAYER.sub("layers.", first.path))
         if name is None:
             return leaf
-        if name not in _TYPES:
+        if name not in types():
             raise CheckpointError(
-                f"{self.place}: {first.owner} is of type {name}, known are {', '.join(_TYPES)}"
+                f"{self.place}: {first.owner} is of type {name}, known are {', '.join(types())}"
             )
         arrays = self._arrays(first.path) or {}
         leading = leaf.shape[: len(leaf.shape) - len(first.leaf.shape)]
@@ -170,7 +169,7 @@ class NativeCheckpoint:
             )
             for field, tensor in arrays.items()
         }
-        weight = _TYPES[name](**fields)
+        weight = types()[name](**fields)
         if tuple(weight.shape) != tuple(leaf.shape):
             raise CheckpointError(
                 f"{self.place}: {first.owner} is {list(weight.shape)}, the model "
@@ -223,7 +222,7 @@ def types_of(abstract: Any, encoded: Any) -> dict[str, str]:
     return {
         _LAYER.sub("layers.", path): type(node).__name__
         for (path, _), node in zip(leaf_paths(abstract), nodes, strict=True)
-        if isinstance(node, QUANTIZED)
+        if is_quantized(node)
     }
 
 

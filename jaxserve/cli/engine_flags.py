@@ -40,6 +40,7 @@ def add_plan_flags(add: AddArgument) -> None:
 
 
 def add_kernels_flags(add: AddArgument) -> None:
+    """Adds the flags of `jaxserve kernels`."""
     add(
         "--device",
         dest="gpu",

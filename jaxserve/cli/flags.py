@@ -98,6 +98,7 @@ def add_hub_flags(add: AddArgument) -> None:
 
 
 def add_orbax_flags(add: AddArgument) -> None:
+    """Adds the flags of checkpoints by Orbax."""
     add(
         "--hf-config",
         type=Path,

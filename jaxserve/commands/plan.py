@@ -143,7 +143,11 @@ def gpu_of(options: Options, flag: str = "--gpu") -> Gpu:
 
 
 def engine_plan(options: Options, gpu: Gpu) -> EnginePlan:
-    """What a start does before it reads weights, for a device that its driver describes."""
+    """What a start does before it reads weights, for a device that its driver describes.
+
+    Raises:
+      ConfigError: as a start would; --model is neither a named one nor a folder.
+    """
     from dataclasses import replace
 
     from jaxserve.startup.engine_plan import plan_engine  # imports jax

@@ -15,8 +15,8 @@ from jaxserve.config import ConfigError
 from jaxserve.model_spec import ModelSpec
 from jaxserve_checkpoints.load import Encode
 from jaxserve_kernels.weights import (
-    QUANTIZED,
     Weight,
+    is_quantized,
     layout,
     quantize_fp8,
     quantize_int4,
@@ -67,6 +67,7 @@ class Quantization:
 
     @property
     def changes_anything(self) -> bool:
+        """Whether any weight is quantised."""
         return self != Quantization()
 
     def encoder(self, spec: ModelSpec) -> Encode:
@@ -131,7 +132,7 @@ def reporting(encode: Encode, report: Report) -> Encode:
 
     def encode_and_report(path: str, array: Array) -> Any:
         weight = encode(path, array)
-        if isinstance(weight, QUANTIZED) and not isinstance(array, jax.core.Tracer):
+        if is_quantized(weight) and not isinstance(array, jax.core.Tracer):
             report(path, _relative_error(array, weight))
         return weight
 
@@ -141,7 +142,7 @@ def reporting(encode: Encode, report: Report) -> Encode:
 @jax.jit
 def _relative_error(plain: Array, weight: Weight) -> Array:
     """Root mean square of the difference over that of the weight."""
-    assert isinstance(weight, QUANTIZED)
+    assert is_quantized(weight)
     wide = plain.astype(jnp.float32)
     difference = weight.dequantize() - wide
     return jnp.sqrt(jnp.sum(difference**2) / jnp.sum(wide**2))

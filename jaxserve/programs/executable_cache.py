@@ -109,6 +109,7 @@ class ExecutableCache:
 
     @property
     def folder(self) -> Path:
+        """Where the executables of this key are kept."""
         return self._folder
 
     def load(self, program: Program) -> Executable:

@@ -95,13 +95,16 @@ class Tensors:
         self._dtype = dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Returns a tensor's shape."""
         return self._named.shape(name)
 
     def dtype(self, name: str) -> np.dtype[Any]:
+        """Returns the dtype that a tensor is written in."""
         return self._dtype or self._named.dtype(name)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all tensors as written."""
         sizes = ((math.prod(self.shape(name)), self.dtype(name)) for name in self.names)
         return sum(size * dtype.itemsize for size, dtype in sizes)
 

@@ -12,11 +12,11 @@ from jax import Array
 from jaxserve_checkpoints.naming import leaf_paths
 from jaxserve_checkpoints.staging import StagingProgram
 from jaxserve_kernels.weights import (
-    FOUR_BIT,
     CopiedWeight,
-    FourBitWeight,
     Fp8Weight,
+    Quantized,
     e4m3_copy,
+    is_quantized,
     layout,
 )
 
@@ -32,7 +32,9 @@ def copying_programs(params: Any) -> list[StagingProgram]:
     Args:
       params: abstract, without copies.
     """
-    weights = (each for each in jax.tree.leaves(params, is_leaf=_has_4_bits) if _has_4_bits(each))
+    weights = (
+        each for each in jax.tree.leaves(params, is_leaf=_can_be_copied) if _can_be_copied(each)
+    )
     programs = {
         _name(each): StagingProgram(_name(each), e4m3_copy, (each,), ()) for each in weights
     }
@@ -48,14 +50,14 @@ def with_copies[Tree](params: Tree, executables: Mapping[str, Callable[..., Any]
     return _beside(params, lambda weight: executables[_name(weight)](weight))
 
 
-def _beside(params: Any, copy: Callable[[FourBitWeight], Any]) -> Any:
+def _beside(params: Any, copy: Callable[[Quantized], Any]) -> Any:
     def copied(weight: Any) -> Any:
-        return CopiedWeight(weight, copy(weight)) if _has_4_bits(weight) else weight
+        return CopiedWeight(weight, copy(weight)) if _can_be_copied(weight) else weight
 
-    return jax.tree.map(copied, params, is_leaf=_has_4_bits)
+    return jax.tree.map(copied, params, is_leaf=_can_be_copied)
 
 
-def _abstract_copy(weight: FourBitWeight) -> Fp8Weight:
+def _abstract_copy(weight: Quantized) -> Fp8Weight:
     """Returns a copy's shapes without tracing, which would slow down the start."""
     *leading, out, depth = weight.shape
     tiles, rows = (*leading, out // layout.TILE_OUT), layout.TILE_OUT
@@ -66,11 +68,11 @@ def _abstract_copy(weight: FourBitWeight) -> Fp8Weight:
     )
 
 
-def _has_4_bits(node: Any) -> bool:
-    return isinstance(node, FOUR_BIT)
+def _can_be_copied(node: Any) -> bool:
+    return is_quantized(node) and node.can_be_copied
 
 
-def _name(weight: FourBitWeight) -> str:
+def _name(weight: Quantized) -> str:
     """Returns a program's name. It is the same for all weights that the program copies."""
     arrays = [f"{leaf.dtype}_{'x'.join(map(str, leaf.shape))}" for _, leaf in leaf_paths(weight)]
     return "_".join(["fp8_copy", type(weight).__name__, *arrays])

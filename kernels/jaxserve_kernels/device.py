@@ -56,9 +56,9 @@ _CARDS = {
                shared_memory=100 * _KIB, shared_memory_per_block=99 * _KIB, threads=1536),
     )
 }  # fmt: skip
-"""A card of each compute capability. Numbers of multiprocessors are those of the makers' data
-sheets, sizes of shared memory and threads those of the CUDA C++ Programming Guide, "Compute
-Capabilities"."""
+"""A card of each compute capability. Where the numbers of multiprocessors come from stands in
+`jaxserve/cli/gpus.py`; sizes of shared memory and threads are those of the CUDA C++ Programming
+Guide, "Compute Capabilities"."""
 
 
 def card(compute_capability: int) -> Device:

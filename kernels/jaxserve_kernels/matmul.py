@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,7 @@ from jaxserve_kernels.quantized_matmul.e4m3.tokens import plain as plain
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import (
     CopiedWeight,
-    Fp8Weight,
-    Int8Weight,
-    OrderedInt4Weight,
-    QuantizedWeight,
+    Quantized,
     Weight,
     is_quantized,
 )
@@ -38,7 +35,7 @@ def as_read[Tree](weights: Tree, tokens: int, *, target: Target) -> Tree:
     return jax.tree.map(lambda each: _part(each, tokens, target), weights, is_leaf=is_copied)
 
 
-def _part(weight: Weight, tokens: int, target: Target) -> Array | QuantizedWeight:
+def _part(weight: Weight, tokens: int, target: Target) -> Array | Quantized:
     """Of a weight that has a copy either that or the codes."""
     if not isinstance(weight, CopiedWeight):
         return weight
@@ -62,7 +59,7 @@ def token_format(
     if weight is None:
         return None
     weight = _part(weight, tokens, target)
-    if is_quantized(weight) and not isinstance(weight, OrderedInt4Weight):
+    if is_quantized(weight):
         return quantized_matmul.token_format(
             weight, tokens, dtype, activation if gated else None, target=target
         )
@@ -91,10 +88,8 @@ def linear(
             None
         ]
     weight = _part(weight, x.shape[0], target)
-    if isinstance(weight, OrderedInt4Weight):
-        x = quantized_matmul.take_inputs(plain(x), weight.order, target=target)
-        return linear(x, weight.stored, dtype, target=target)
     if is_quantized(weight):
+        x, weight = _in_order(x, weight, target)
         return quantized_matmul.linear(x, weight, dtype, target=target)
     return dense_matmul.linear(plain(x), cast(Array, weight), dtype, target=target)
 
@@ -141,23 +136,33 @@ def gated_linear(
     if bias is not None:
         return gated(linear(x, weight, bias=bias, target=target)[0], activation)
     weight = _part(weight, x.shape[0], target)
-    if isinstance(weight, OrderedInt4Weight):
-        x = quantized_matmul.take_inputs(plain(x), weight.order, target=target)
-        return gated_linear(x, weight.stored, activation=activation, target=target)
     if is_quantized(weight):
+        x, weight = _in_order(x, weight, target)
         return quantized_matmul.gated_linear(x, weight, activation, target=target)
     return dense_matmul.gated_linear(plain(x), cast(Array, weight), activation, target=target)
 
 
-def has_rows(weight: Weight) -> TypeGuard[Int8Weight | Fp8Weight]:
+def _in_order(
+    x: Array | QuantizedTokens, weight: Quantized, target: Target
+) -> tuple[Array | QuantizedTokens, Quantized]:
+    """Tokens and weight with their inputs as the weight is stored."""
+    if weight.reordered is None:
+        return x, weight
+    order, stored = weight.reordered
+    return quantized_matmul.take_inputs(plain(x), order, target=target), stored
+
+
+def has_rows(weight: Weight) -> bool:
     """Whether rows can be taken from a quantised weight: 8 bits with a scale per row."""
-    return isinstance(weight, Int8Weight | Fp8Weight) and weight.scale.shape[-2] == 1
+    return is_quantized(weight) and weight.has_rows
 
 
 def take_rows(weight: Weight, ids: Array, dtype: DTypeLike) -> Array:
-    """Rows `ids` [n] of a weight [out, in] as [n, in] in `dtype`: an embedding."""
-    if isinstance(weight, Array):
-        return weight[ids].astype(dtype)
-    if not has_rows(weight):
-        raise TypeError(f"rows are taken from 8-bit weights with a scale per row, not {weight}")
-    return weight.take_rows(ids).astype(dtype)
+    """Rows `ids` [n] of a weight [out, in] as [n, in] in `dtype`: an embedding.
+
+    Raises:
+      TypeError: rows cannot be taken from the weight.
+    """
+    if is_quantized(weight):
+        return weight.take_rows(ids).astype(dtype)
+    return cast(Array, weight)[ids].astype(dtype)

@@ -78,6 +78,7 @@ class Target:
         return self.device
 
     def replace(self, **changes: Any) -> Self:
+        """A copy with other values of some fields."""
         return dataclasses.replace(self, **changes)
 
     def with_tuned(self, parameters: Mapping[tuple[str, Shape], Parameters]) -> Self:

@@ -45,4 +45,7 @@ def test_whoever_reads_sinks_and_tails_before_the_write_returns_them() -> None:
         and "Ref" not in type(value.aval).__name__
     ]
     writers_in_turn = [("new_ref", "")] * 3  # encoding, expansion, the write
-    assert readers == [*writers_in_turn, ("triton_kernel_call", "paged_attention_kvarn_some")]
+    assert readers == [
+        *writers_in_turn,
+        ("triton_kernel_call", "paged_attention_kvarn_decode_rows"),
+    ]

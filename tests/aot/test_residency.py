@@ -25,7 +25,7 @@ from jaxserve_kernels.triton_call import triton_call
 
 HOPPER = Target.for_gpu(90)
 SHARING = {
-    "gated_linear_sharing_Int4Weight": (64, weights.quantize_int4),
+    "gated_linear_stream_k_Int4Weight": (64, weights.quantize_int4),
     "gated_linear_hopper_Nvfp4Weight": (256, weights.quantize_nvfp4),
     "gated_linear_hopper_Int4Weight": (512, weights.quantize_int4),
 }

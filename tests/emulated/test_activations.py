@@ -55,13 +55,13 @@ def test_weights_unpacked_in_registers(kernels: Any) -> None:
     target = gpu(90, multiprocessors=4)
     tokens, out = (40, 640) if kernels is triton_stream_k else (5, 256)
     x, weight = tokens_and_weight(tokens, out, 1024, WEIGHTS["int4"])
+    call = config.Call.of(weight, tokens, gated=True, target=target)
+    assert call is not None
     chosen = {
         triton: Config(method="unpack", rows=64, tokens=16),
         triton_small_m: config._small_m(1024, gated=True),
-        triton_streaming: replace(
-            config._streaming(weight, tokens, gated=True, target=target), splits=1
-        ),
-        triton_stream_k: config._stream_k(weight, target=target),
+        triton_streaming: replace(config._streaming(call), splits=1),
+        triton_stream_k: config._stream_k(call),
     }[kernels]
     found = gated_product(kernels, x, weight, chosen, "gelu_tanh", target=target)
     assert relative_error(found, gating(exact(x, weight), "gelu_tanh")) < GATED

@@ -13,11 +13,11 @@ import pytest
 from jaxserve_kernels.kv_format import attend, end_step, named
 from jaxserve_kernels.paged_attention import QueryTiles, hopper, paged_attention, tile_tokens
 from jaxserve_kernels.paged_attention import config as attention_config
-from jaxserve_kernels.paged_attention.inputs import AttentionSpec, Heads, apart, make_inputs
-from jaxserve_kernels.paged_attention.specs import HOPPER_SPECS
 from jaxserve_kernels.target import REFERENCE, Target
 from tests.emulated.errors import relative_error
 from tests.emulator.targets import HOPPER, PDL
+from tests.kernels.attention_inputs import AttentionSpec, Heads, apart, make_inputs
+from tests.kernels.attention_specs import HOPPER_SPECS
 from tests.kernels.kv_steps import AS_WRITTEN, EPS, LAYER, Sequences, without_what_is_behind
 
 SPECS = [spec for spec in HOPPER_SPECS if spec.heads == Heads(8, 2, 64)]

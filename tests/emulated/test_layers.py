@@ -17,11 +17,11 @@ from jaxserve_kernels.dense_matmul.config import Config
 from jaxserve_kernels.paged_attention import QueryTiles, paged_attention, triton_decode_rows
 from jaxserve_kernels.paged_attention import triton as paged_attention_triton
 from jaxserve_kernels.paged_attention.config import Config as AttentionConfig
-from jaxserve_kernels.paged_attention.inputs import make_inputs
-from jaxserve_kernels.paged_attention.specs import SMALL_SPECS, WINDOW_SPECS
 from jaxserve_kernels.target import REFERENCE
 from tests.emulated.errors import relative_error
 from tests.emulator.targets import HOPPER
+from tests.kernels.attention_inputs import make_inputs
+from tests.kernels.attention_specs import SMALL_SPECS, WINDOW_SPECS
 from tests.kernels.kv_steps import HEADS, head_weights
 
 SPECS = {spec.name: spec for spec in SMALL_SPECS + WINDOW_SPECS}

@@ -39,7 +39,9 @@ GATED = 1e-3
 def test_weights_of_every_format_stream(name: str, tokens: int) -> None:
     """Turns of one, two and four tiles, with a rest and without, of which few may be all."""
     x, weight = tokens_and_weight(tokens, 256, 1536, WEIGHTS[name])
-    chosen = config._streaming(weight, tokens, gated=False, target=HOPPER)
+    call = config.Call.of(weight, tokens, gated=False, target=HOPPER)
+    assert call is not None
+    chosen = config._streaming(call)
     whole = replace(chosen, splits=1, num_stages=3)
     for each in (chosen, replace(chosen, splits=4), whole):  # of two, three and twelve tiles
         found = product(triton_streaming, x, weight, each, PDL)
@@ -64,7 +66,9 @@ def test_programs_that_share_a_tile_of_rows(name: str, out: int) -> None:
     """Of four multiprocessors: a ninth tile is shared by all, two by two each, four by nobody."""
     x, weight = tokens_and_weight(40, out, 1024, WEIGHTS[name])
     target = gpu(90, multiprocessors=4)
-    chosen = config._stream_k(weight, target=target)
+    call = config.Call.of(weight, 40, gated=True, target=target)
+    assert call is not None
+    chosen = config._stream_k(call)
     both = gated_product(triton_stream_k, x, weight, chosen, target=target)
     assert relative_error(both, gating(exact(x, weight))) < GATED
 

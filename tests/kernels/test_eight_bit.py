@@ -76,7 +76,7 @@ def test_what_was_never_written_decodes_to_a_finite_number() -> None:
     for name in ("int8", "fp8_e4m3"):
         kv = named(name).allocate(Sequences(lengths=(3,), page_size=4).shape, jnp.float32)
         for side in (0, 1):
-            assert np.isfinite(reference.read(kv, 0, jnp.arange(2), side)).all()
+            assert np.isfinite(kv.read(0, jnp.arange(2), side)).all()
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
@@ -108,7 +108,7 @@ def test_attention_is_the_softmax_over_what_the_cache_keeps(name: str) -> None:
     assert 1e-4 < error < (0.01 if name == "int8" else 0.05), error
     # The same queries over the decoded cache, by the dense format.
     pages = jnp.arange(sequences.num_pages)
-    decoded = jnp.stack([reference.read(kv, LAYER, pages, side) for side in (0, 1)], axis=2)
+    decoded = jnp.stack([kv.read(LAYER, pages, side) for side in (0, 1)], axis=2)
     dense = jnp.stack([jnp.zeros_like(decoded), decoded])
     from jaxserve_kernels.attention_inputs.reference import heads_of
     from jaxserve_kernels.paged_attention.reference import paged_attention

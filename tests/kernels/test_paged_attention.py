@@ -14,7 +14,8 @@ import pytest
 from numpy.typing import NDArray
 
 from jaxserve_kernels.paged_attention import QueryTiles, attend_pages, paged_attention
-from jaxserve_kernels.paged_attention.inputs import (
+from jaxserve_kernels.target import CPU, Implementation, Target
+from tests.kernels.attention_inputs import (
     AttentionInputs,
     AttentionSpec,
     Chunk,
@@ -22,8 +23,7 @@ from jaxserve_kernels.paged_attention.inputs import (
     apart,
     make_inputs,
 )
-from jaxserve_kernels.paged_attention.specs import SMALL_SPECS, WINDOW_SPECS
-from jaxserve_kernels.target import CPU, Implementation, Target
+from tests.kernels.attention_specs import SMALL_SPECS, WINDOW_SPECS
 
 type Floats = NDArray[Any]
 

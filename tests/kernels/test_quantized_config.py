@@ -219,3 +219,18 @@ def test_groups_that_no_kernel_knows_are_dequantised() -> None:
     plain = jax.ShapeDtypeStruct((128, 512), jnp.bfloat16)
     assert choose(jax.eval_shape(coarse, plain), 1, gated=False, target=HOPPER) is None
     assert config_of("int8", 192, 256, 17) is None  # 192 rows are no multiple of a program's 128
+
+
+@pytest.mark.parametrize("capability", [90, 120])
+@pytest.mark.parametrize("name", QUANTIZE)
+def test_a_ring_is_as_deep_as_the_cards_shared_memory_allows(name: str, capability: int) -> None:
+    """Three programs fit beside each other, and one stage more would not: no card's number is a
+    constant."""
+    target = Target.for_gpu(capability).replace(pdl=True)
+    plain = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    operand = jax.eval_shape(QUANTIZE[name], plain).operand
+    config = config_of(name, 4096, 4096, 16, target=target)
+    assert config is not None and config.method == "streaming"
+    stage = config.unroll * (64 * operand.row_bytes + 256 * config.tokens)
+    room = target.gpu.shared_memory // 3 - 1024
+    assert config.num_stages * stage <= room < (config.num_stages + 1) * stage

@@ -16,8 +16,6 @@ from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
 from jaxserve_kernels.dense_matmul import add_linear, gated_linear, linear, sum_parts
 from jaxserve_kernels.kv_format import AttentionStep, attend
 from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
-from jaxserve_kernels.paged_attention.inputs import AttentionSpec, Chunk, Heads, apart, make_inputs
-from jaxserve_kernels.paged_attention.specs import HOPPER_SPECS, MODEL_SPECS, SMALL_SPECS
 from jaxserve_kernels.sampler import (
     BIASED,
     IN_PROMPT,
@@ -35,6 +33,8 @@ from jaxserve_kernels.sampler import (
     score,
 )
 from jaxserve_kernels.target import REFERENCE, Implementation, Target
+from tests.kernels.attention_inputs import AttentionSpec, Chunk, Heads, apart, make_inputs
+from tests.kernels.attention_specs import HOPPER_SPECS, MODEL_SPECS, SMALL_SPECS
 from tests.kernels.kv_steps import HEADS, head_weights
 
 pytestmark = pytest.mark.gpu

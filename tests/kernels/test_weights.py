@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -12,8 +14,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from jaxserve_kernels import weights
-from jaxserve_kernels.matmul import gated_linear, linear, sum_parts, take_rows
-from jaxserve_kernels.target import CPU
+from jaxserve_kernels.matmul import (
+    as_read,
+    gated_linear,
+    linear,
+    sum_parts,
+    take_rows,
+    token_format,
+)
+from jaxserve_kernels.target import CPU, Target
 from jaxserve_kernels.weights import layout
 
 Values = NDArray[np.float32]
@@ -160,7 +169,7 @@ def nearest_of(grid: Values, x: Values) -> Values:
     return np.where(x - lower <= upper - x, lower, upper)
 
 
-def scales_per_input(packed: weights.QuantizedWeight) -> Values:
+def scales_per_input(packed: weights.Quantized) -> Values:
     """float32 [out, in]: what a code's value is multiplied by."""
     if isinstance(packed, weights.Nvfp4Weight | weights.Mxfp4Weight):
         one = packed._replace(packed=jnp.full_like(packed.packed, 0x2222))
@@ -245,3 +254,37 @@ def test_the_largest_magnitude_that_a_row_could_hold() -> None:
     largest = np.max([np.abs(one.dequantize()) for one in each], axis=(0, 2))
     largest[5] = 1
     np.testing.assert_allclose(layout.untile_rows(packed.largest())[:, 0], largest, rtol=1e-6)
+
+
+class _Half(NamedTuple):
+    codes: jax.Array  # int8 [out, in]
+
+
+class HalfWeight(_Half, weights.Quantized):
+    """weight = code / 2"""
+
+    __slots__ = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    def dequantize(self) -> jax.Array:
+        return self.codes.astype(jnp.float32) / 2
+
+
+def test_a_format_is_its_shape_and_its_definition() -> None:
+    """What else it may have, it does not have: no list names it."""
+    codes = np.random.default_rng(3).integers(-8, 8, (OUT, DEPTH))
+    weight = HalfWeight(jnp.asarray(codes, jnp.int8))
+    assert weights.types()["HalfWeight"] is HalfWeight and weights.is_quantized(weight)
+    x = matrix(4, 1.0, (3, DEPTH))
+    found = sum_parts(linear(jnp.asarray(x), weight, target=CPU), jnp.float32)
+    np.testing.assert_allclose(found, x @ codes.T / 2, rtol=1e-4, atol=1e-3)
+    assert token_format(weight, 512, jnp.bfloat16, target=Target.for_gpu(90)) is None
+    assert as_read({"weight": weight}, 512, target=CPU)["weight"].codes is weight.codes
+    with pytest.raises(TypeError, match="HalfWeight"):
+        take_rows(weight, jnp.arange(2), jnp.float32)
+    assert not weight.can_be_copied
+    with pytest.raises(TypeError, match="HalfWeight"):
+        weights.e4m3_copy(weight)

@@ -18,11 +18,11 @@ from jaxserve_checkpoints.load import encoded_abstract, load_params
 from jaxserve_checkpoints.reader import open_checkpoint
 from jaxserve_checkpoints.resolve import embedded_model
 from jaxserve_kernels.weights import (
-    QUANTIZED,
     Fp8Weight,
     Int4Weight,
     Int8Weight,
     Nvfp4Weight,
+    is_quantized,
     quantize_int4,
 )
 from tests.models.test_golden import Golden, logits_in_chunks
@@ -44,9 +44,9 @@ def load(quantization: Quantization) -> decoder.Params:
 
 def dequantized(params: decoder.Params) -> Any:
     return jax.tree.map(
-        lambda leaf: leaf.dequantize() if isinstance(leaf, QUANTIZED) else leaf,
+        lambda leaf: leaf.dequantize() if is_quantized(leaf) else leaf,
         params,
-        is_leaf=lambda leaf: isinstance(leaf, QUANTIZED),
+        is_leaf=lambda leaf: is_quantized(leaf),
     )
 
 
@@ -87,7 +87,7 @@ def test_an_untied_head_is_quantised_and_the_embedding_is_not() -> None:
     encode = Quantization(head="fp8").encoder(spec)
     params = dummy_params(decoder.abstract(spec, jnp.float32), 0, encode)
     assert isinstance(params.lm_head, Fp8Weight)
-    assert not isinstance(params.embedding, QUANTIZED)
+    assert not is_quantized(params.embedding)
 
 
 @pytest.mark.parametrize("chunk", [16, 1])

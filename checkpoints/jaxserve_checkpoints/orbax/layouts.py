@@ -29,6 +29,11 @@ class Matrix:
     inputs: int = 1
 
     def shape(self, shape: Shape) -> Shape:
+        """Returns (outputs, inputs) of an array of that shape.
+
+        Raises:
+          ValueError: it has too few axes.
+        """
         if len(shape) <= self.inputs:
             raise ValueError(
                 f"{list(shape)} has no {self.inputs} axes of inputs and one of outputs"

@@ -31,9 +31,12 @@ from jaxserve_kernels.weights import (
     Mxfp4Weight,
     Nvfp4Weight,
     OrderedInt4Weight,
-    QuantizedWeight,
+    Quantized,
     layout,
 )
+
+_Writable = Int4Weight | Int8Weight | Fp8Weight | Nvfp4Weight | Mxfp4Weight | OrderedInt4Weight
+"""The formats that compressed-tensors or HQQ have layouts for."""
 
 HQQ = "hqq"
 _EMBEDDING = "embed_tokens"
@@ -53,12 +56,14 @@ class Scheme(NamedTuple):
     """What the configuration says of the weights."""
 
 
-def scheme_of(weight: QuantizedWeight) -> Scheme:
+def scheme_of(weight: Quantized) -> Scheme:
     """Returns how a weight is stored; its arrays may be abstract.
 
     Raises:
       Unwritable: no layout holds it.
     """
+    if not isinstance(weight, _Writable):
+        raise Unwritable(f"{type(weight).__name__}, which no layout of other engines holds")
     depth, arrays = weight.shape[-1], weight.scale.shape
     if isinstance(weight, (Int4Weight, OrderedInt4Weight)):
         return _scheme_of_int4(weight)
@@ -167,7 +172,7 @@ def _hqq_configuration(
     return {"quant_method": HQQ, "quant_config": settings, "skip_modules": skipped}
 
 
-def tensors_of(weight: QuantizedWeight, rows: Sequence[int]) -> list[dict[str, AnyArray]]:
+def tensors_of(weight: Quantized, rows: Sequence[int]) -> list[dict[str, AnyArray]]:
     """Returns the tensors of each module of a weight, by what follows the module's name.
 
     Args:
@@ -178,6 +183,7 @@ def tensors_of(weight: QuantizedWeight, rows: Sequence[int]) -> list[dict[str, A
       Unwritable: see `scheme_of`; or values that no layout holds.
     """
     scheme, order = scheme_of(weight), None
+    assert isinstance(weight, _Writable)
     if isinstance(weight, OrderedInt4Weight):
         order, weight = np.asarray(weight.order), weight.stored
     codes = jax.tree.map(np.asarray, _codes(weight))
@@ -192,7 +198,7 @@ def tensors_of(weight: QuantizedWeight, rows: Sequence[int]) -> list[dict[str, A
 
 
 @jax.jit
-def _codes(weight: QuantizedWeight) -> Codes:
+def _codes(weight: _Writable) -> Codes:
     """The inverse of `Codes.pack`."""
     scale = layout.untile_rows(weight.scale)
     match weight:

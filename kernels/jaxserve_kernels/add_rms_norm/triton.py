@@ -80,6 +80,7 @@ def add_rms_norm(
     *,
     target: Target,
 ) -> tuple[Array, Array | QuantizedTokens]:
+    """See `add_rms_norm.api`: one program for each token."""
     tokens, embed = x.shape
     row = jax.ShapeDtypeStruct(x.shape, x.dtype)
     launch: dict[str, Any] = {

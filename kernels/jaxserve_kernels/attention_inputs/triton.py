@@ -62,6 +62,7 @@ def attention_inputs(
     dtype: DTypeLike,
     target: Target,
 ) -> tuple[Array, Array]:
+    """See `attention_inputs.api`: one program for a token and up to eight of its heads."""
     num_pages, kv_heads, _, page_size, head_dim = kv.shape[1:]
     parts, tokens, width = qkv.shape
     q_heads = width // head_dim - 2 * kv_heads

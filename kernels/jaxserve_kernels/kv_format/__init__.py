@@ -5,6 +5,7 @@ from jaxserve_kernels.kv_format.api import attend as attend
 from jaxserve_kernels.kv_format.api import end_step as end_step
 from jaxserve_kernels.kv_format.api import page_size as page_size
 from jaxserve_kernels.kv_format.base import AttentionStep as AttentionStep
+from jaxserve_kernels.kv_format.base import CacheArrays as CacheArrays
 from jaxserve_kernels.kv_format.base import CacheShape as CacheShape
 from jaxserve_kernels.kv_format.dense import Dense as Dense
 from jaxserve_kernels.kv_format.format import KVFormat as KVFormat

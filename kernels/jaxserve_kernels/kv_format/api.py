@@ -6,13 +6,11 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels.attention_inputs import HeadWeights
-from jaxserve_kernels.kv_format.base import AttentionStep
-from jaxserve_kernels.kv_format.eight_bit import Fp8KV, Int8KV
+from jaxserve_kernels.kv_format.base import AttentionStep, CacheArrays
 from jaxserve_kernels.kv_format.format import format_of
-from jaxserve_kernels.kv_format.kvarn import KVarNKV
 from jaxserve_kernels.target import Target
 
-type KV = Array | Int8KV | Fp8KV | KVarNKV
+type KV = Array | CacheArrays
 """The arrays of a cache, in any format."""
 
 

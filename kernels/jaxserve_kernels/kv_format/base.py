@@ -27,6 +27,13 @@ class CacheShape:
     """Sequences that may run at once, and the padding slot."""
 
 
+class CacheArrays:
+    """The arrays of a cache, unless one array is enough: a subclass of a NamedTuple of them and of
+    this class, by which a KV format is found."""
+
+    __slots__ = ()
+
+
 class AttentionStep(NamedTuple):
     """Where the tokens of a step belong. All arrays int32; padding tokens point to page 0."""
 

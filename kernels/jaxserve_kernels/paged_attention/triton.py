@@ -8,6 +8,7 @@ and a second kernel merges their results by their softmax weights.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -290,47 +291,43 @@ def _attention(
         window=window,
         target=target,
     )
-    if config.splits == 1:
-        return result
-    merged = jax.new_ref(result)
-    merge(
-        tuple(sums), tiles, merged,
-        tile_size=tile_size, kv_heads=kv_heads, keys=block_keys(kv), min_blocks=config.min_blocks,
-        window=window, target=target,
+    return merged(
+        result, sums, tiles, config,
+        tile_size=tile_size, keys=block_keys(kv), window=window, target=target,
     )  # fmt: skip
-    return jax.freeze(merged)
 
 
 def part_types(
     tiles: int, kv_heads: int, splits: int, rows: int, head_dim: int
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What the splits leave for `merge`: sums, peaks and weights; next to nothing for one split."""
+    """What splits leave for `merged`: sums, peaks and weights; of one split next to nothing."""
     parts = (tiles, kv_heads, splits, rows) if splits > 1 else ()
     statistics = jax.ShapeDtypeStruct(parts or (1,), jnp.float32)
     return jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32), statistics, statistics
 
 
-def merge(
-    parts: tuple[Array, Array, Array],
+def merged(
+    found: Array,
+    parts: Sequence[Array],
     tiles: QueryTiles,
-    out: jax.Ref,
+    config: Config | HopperConfig,
     *,
     tile_size: int,
-    kv_heads: int,
     keys: int,
-    min_blocks: int,
-    window: int | None = None,
+    window: int | None,
     target: Target,
-) -> None:
-    """Fill the rows of `out` [tokens, q_heads, head_dim] of which several splits have a part;
-    see `part_types`. Blocks of `keys` keys were visited, at least `min_blocks` by a split."""
-    sums = parts[0]
-    num_tiles, _, splits, rows, head_dim = sums.shape
-    q_heads = out.shape[1]
+) -> Array:
+    """`found` [tokens, q_heads, head_dim], with the rows of which several splits have a part; see
+    `part_types`. Blocks of `keys` keys were visited."""
+    if config.splits == 1:
+        return found
+    num_tiles, kv_heads, splits, rows, head_dim = parts[0].shape
+    q_heads = found.shape[1]
+    out = jax.new_ref(found)
     constants: dict[str, int] = {
         "q_heads": q_heads, "kv_heads": kv_heads, "tile_size": tile_size, "ROWS": rows,
         "DIM": head_dim, "KEYS": keys, "SPLITS": splits,
-        "MIN_BLOCKS": min_blocks, "WIDTH": triton.next_power_of_2(splits),
+        "MIN_BLOCKS": config.min_blocks, "WIDTH": triton.next_power_of_2(splits),
         "WINDOW": window or 0,
     }  # fmt: skip
     kernel, grid = _merge, (num_tiles, q_heads, tile_size)
@@ -348,6 +345,7 @@ def merge(
         num_warps=4,
         **constants,
     )  # fmt: skip
+    return jax.freeze(out)
 
 
 def block_keys(kv: Array) -> int:

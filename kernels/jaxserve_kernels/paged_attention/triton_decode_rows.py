@@ -31,7 +31,7 @@ _MIN_KEYS = 256
 """For each share: fewer cost more in merging than they gain."""
 
 
-class Shares(NamedTuple):
+class Splits(NamedTuple):
     """What each place visits, all int32 [places]; nothing where it begins at its end."""
 
     first: Array
@@ -53,7 +53,9 @@ class Parts(NamedTuple):
     """How many have; 0 where one has seen it all."""
 
 
-def share(tiles: QueryTiles, *, keys: int, window: int | None = None) -> tuple[Shares, Parts]:
+def split_contexts(
+    tiles: QueryTiles, *, keys: int, window: int | None = None
+) -> tuple[Splits, Parts]:
     """Share places, a few at least, out among the tokens of tiles of at most one, in blocks of
     `keys` keys."""
 
@@ -89,7 +91,7 @@ def share(tiles: QueryTiles, *, keys: int, window: int | None = None) -> tuple[S
     size = jnp.maximum(-(-blocks // shares), least)
     count = jnp.where(size < blocks, -(-blocks // size), 0)
     parts = Parts(tiles.first[own], place[own] * shares, count)
-    return Shares(first, slot, position, begin, end), parts
+    return Splits(first, slot, position, begin, end), parts
 
 
 @triton.jit
@@ -186,14 +188,14 @@ def attend(
     q_heads = q.shape[1]
     rows = max(16, triton.next_power_of_2(q_heads // kv_heads))
     keys = _block_keys(kv)
-    shares, parts = share(tiles, keys=keys, window=window)
+    splits, parts = split_contexts(tiles, keys=keys, window=window)
     written = triton_call(
-        q, kv, layer * num_pages, page_table, *shares, out,
+        q, kv, layer * num_pages, page_table, *splits, out,
         kernel=_attend,
-        name="paged_attention_singles",
+        name="paged_attention_decode_rows",
         target=target,
         out_type=part_types(kv_heads, rows, head_dim),
-        grid=(shares.first.shape[0], kv_heads),
+        grid=(splits.first.shape[0], kv_heads),
         num_warps=4,
         table_stride=page_table.shape[1], scale=head_dim**-0.5 * LOG2_E,
         q_heads=q_heads, kv_heads=kv_heads, ROWS=rows, DIM=head_dim,
@@ -217,7 +219,7 @@ def merge(
     triton_call(
         *written, *parts, out,
         kernel=_merge,
-        name="paged_attention_singles_merge",
+        name="paged_attention_decode_rows_merge",
         target=target,
         out_type=(),
         grid=(tokens, kv_heads),

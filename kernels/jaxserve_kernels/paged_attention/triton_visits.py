@@ -49,6 +49,28 @@ def e4m3_halves(words):
 
 
 @gluon.jit
+def pages_of_split(
+    position, split,
+    PAGE: gl.constexpr, SPLITS: gl.constexpr, MIN_BLOCKS: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Of the token at `position`: the split's first page and the one after its last; whether the
+    split has the page of the token itself; all pages that the token sees, and those of a split. A
+    split without pages begins at its end or behind it."""
+    blocks = position // PAGE + 1
+    if WINDOW:
+        before = gl.maximum(position - WINDOW + 1, 0) // PAGE
+        blocks -= before
+    per_split = gl.maximum((blocks + SPLITS - 1) // SPLITS, MIN_BLOCKS)
+    begin = split * per_split
+    end = gl.minimum(begin + per_split, blocks)
+    owner = end == blocks
+    if WINDOW:
+        begin += before
+        end += before
+    return begin, end, owner, blocks, per_split
+
+
+@gluon.jit
 def copy_page(
     kv_ptr, scales_ptr, row, held, tiles, scales,
     PAGE: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexpr, WINDOW: gl.constexpr = 0,

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config, limits_of
 from jaxserve_kernels.paged_attention.reference import QueryTiles
-from jaxserve_kernels.paged_attention.triton import merge, part_types
+from jaxserve_kernels.paged_attention.triton import merged, part_types
 from jaxserve_kernels.paged_attention.triton_heads import token_heads
 from jaxserve_kernels.paged_attention.triton_visits import (
     BF16,
@@ -31,6 +31,7 @@ from jaxserve_kernels.paged_attention.triton_visits import (
     copy_page,
     for_each_warp,
     of_all_warps,
+    pages_of_split,
     visit_page,
 )
 from jaxserve_kernels.target import Target
@@ -91,17 +92,9 @@ def _attend(
     position = gl.load(position_ptr + tile)
     token = gl.load(first_ptr + tile).to(gl.int64)
     table = table_ptr + gl.load(slot_ptr + tile).to(gl.int64) * table_stride
-    blocks = position // PAGE + 1
-    if WINDOW:
-        before = gl.maximum(position - WINDOW + 1, 0) // PAGE
-        blocks -= before
-    per_split = gl.maximum((blocks + SPLITS - 1) // SPLITS, MIN_BLOCKS)
-    begin = split * per_split
-    end = gl.minimum(begin + per_split, blocks)
-    owner = end == blocks  # of the new key and value
-    if WINDOW:
-        begin += before
-        end += before
+    begin, end, owner, blocks, per_split = pages_of_split(
+        position, split, PAGE, SPLITS, MIN_BLOCKS, WINDOW
+    )
     if EARLY:
         gdc_launch_dependents()
     if begin >= end:
@@ -359,12 +352,6 @@ def launch(
         SPLITS=config.splits, MIN_BLOCKS=config.min_blocks, STAGES=config.num_stages,
         KIND=kind.value, WINDOW=window or 0,
     )  # fmt: skip
-    if config.splits == 1:
-        return out
-    merged = jax.new_ref(out)
-    merge(
-        tuple(sums), tiles, merged,
-        tile_size=1, kv_heads=kv_heads, keys=page_size, min_blocks=config.min_blocks, target=target,
-        window=window,
-    )  # fmt: skip
-    return jax.freeze(merged)
+    return merged(
+        out, sums, tiles, config, tile_size=1, keys=page_size, window=window, target=target
+    )

@@ -31,6 +31,7 @@ class Traced(NamedTuple):
     """A tree of shapes."""
 
     def call(self) -> Any:
+        """Launches the kernels as one call: returns the function's results."""
         results = _pdl_p.bind(*self.operands, jaxpr=self.jaxpr)
         return jax.tree.unflatten(jax.tree.structure(self.results), results)
 

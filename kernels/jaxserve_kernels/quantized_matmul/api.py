@@ -32,12 +32,12 @@ from jaxserve_kernels.quantized_matmul.e4m3.tokens import (
     plain,
 )
 from jaxserve_kernels.target import Target
-from jaxserve_kernels.weights import QuantizedWeight
+from jaxserve_kernels.weights import Quantized
 
 
 def linear(
     x: Array | QuantizedTokens,
-    weight: QuantizedWeight,
+    weight: Quantized,
     dtype: DTypeLike | None = None,
     *,
     target: Target,
@@ -48,7 +48,7 @@ def linear(
 
 def gated_linear(
     x: Array | QuantizedTokens,
-    weight: QuantizedWeight,
+    weight: Quantized,
     activation: Activation = "silu",
     *,
     target: Target,
@@ -60,7 +60,7 @@ def gated_linear(
 def _launch(
     config: Config,
     x: Array | QuantizedTokens,
-    weight: QuantizedWeight,
+    weight: Quantized,
     *,
     dtype: DTypeLike,
     activation: Activation | None,
@@ -90,7 +90,7 @@ def take_inputs(x: Array, order: Array, *, target: Target) -> Array:
 
 
 def token_format(
-    weight: QuantizedWeight,
+    weight: Quantized,
     tokens: int,
     dtype: DTypeLike,
     activation: Activation | None,
@@ -102,22 +102,31 @@ def token_format(
     config = _OP.choose(
         plain, weight, dtype=jnp.dtype(dtype), activation=activation, target=target
     ).config
-    if config is None or not reads_quantized(weight, tokens, config, target):
+    operand = weight.operand
+    if config is None or operand is None:
+        return None
+    if not reads_quantized(operand, tokens, config, target):
         return None
     return format_for(weight, tokens, config)
 
 
 def _implementation(name: str, rule: Callable[[Call], Config | Refusal]) -> Implementation:
     def configured(
-        x: Any, weight: QuantizedWeight, *, activation: Activation | None, target: Target, **_: Any
+        x: Any, weight: Quantized, *, activation: Activation | None, target: Target, **_: Any
     ) -> Config | Refusal:
         if not target.uses_triton():
             return NO_KERNELS
         if x.dtype != jnp.bfloat16:
             return Refusal("not in bfloat16")
-        hopper, e4m3 = target.runs_hopper_kernels(), target.gpu.compute_capability >= 89
-        gated = activation is not None
-        return configure(Call(weight, x.shape[0], gated, target, hopper, e4m3), rule)
+        call = Call.of(
+            weight,
+            x.shape[0],
+            gated=activation is not None,
+            hopper=target.runs_hopper_kernels(),
+            e4m3=target.gpu.compute_capability >= 89,
+            target=target,
+        )
+        return configure(call, rule)
 
     return Implementation(name=name, configure=configured, run=_launch)
 
@@ -125,7 +134,7 @@ def _implementation(name: str, rule: Callable[[Call], Config | Refusal]) -> Impl
 def _dequantised(
     _: None,
     x: Array | QuantizedTokens,
-    weight: QuantizedWeight,
+    weight: Quantized,
     *,
     dtype: DTypeLike,
     activation: Activation | None,
@@ -137,11 +146,11 @@ def _dequantised(
     return dense_matmul.gated_linear(plain(x), whole, activation, target=target)
 
 
-def _name(x: Any, weight: QuantizedWeight, *, activation: Activation | None, **_: Any) -> str:
+def _name(x: Any, weight: Quantized, *, activation: Activation | None, **_: Any) -> str:
     return f"{'gated_' if activation else ''}linear_{type(weight).__name__}"
 
 
-def _plain_tokens(x: Any, weight: QuantizedWeight) -> tuple[Any, QuantizedWeight]:
+def _plain_tokens(x: Any, weight: Quantized) -> tuple[Any, Quantized]:
     """Whoever makes 8 bits of the tokens beforehand asks for plain ones, too."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype), weight
 

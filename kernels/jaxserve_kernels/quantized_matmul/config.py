@@ -11,28 +11,20 @@ from typing import Literal, NamedTuple
 from jaxserve_kernels import tables
 from jaxserve_kernels.op import NOT_HOPPER, NOT_PDL, Refusal
 from jaxserve_kernels.target import Target
-from jaxserve_kernels.weights import (
-    Fp8Weight,
-    Int4Weight,
-    Int8Weight,
-    Kind,
-    Mxfp4Weight,
-    Nvfp4Weight,
-    QuantizedWeight,
-)
+from jaxserve_kernels.weights import Kind, Operand, Quantized
 
 type Method = Literal["small_m", "streaming", "stream_k", "large_n", "unpack", "e4m3", "hopper"]
 
 _SMALL_M = 8
 """Tokens of the tensor cores' smallest product."""
 
-_MAX_CHAINED = 64
+_MAX_PDL = 64
 """Tokens of a product by `triton_streaming`, with programmatic dependent launch."""
 
 _RESERVED = 1024
 """Bytes of shared memory that each program takes beside its own."""
 
-_SHARING_END = 20 * 1024
+_STREAM_K_END = 20 * 1024
 """Bytes of shared memory that `triton_stream_k`, one program on a multiprocessor, needs at its end,
 beside its ring."""
 
@@ -47,6 +39,10 @@ class Limits(NamedTuple):
     large_n_rows: int
     most_splits: int
     most_from_codes: int
+    most_in_bfloat16: int
+    most_in_bfloat16_fp8: int
+    most_in_registers_int4: int
+    most_in_registers_fp4: int
     most_unpacked: int
     most_quantized_apart: int
     e4m3_tiles: Fraction
@@ -87,7 +83,9 @@ class Config:
 class Call(NamedTuple):
     """A product, as the rules see it."""
 
-    weight: QuantizedWeight
+    shape: tuple[int, ...]
+    """Of the weight, [out, in]."""
+    operand: Operand
     tokens: int
     gated: bool
     target: Target
@@ -96,18 +94,51 @@ class Call(NamedTuple):
     e4m3: bool
     """The GPU multiplies such numbers: from compute capability 8.9 on."""
 
+    @classmethod
+    def of(
+        cls,
+        weight: Quantized,
+        tokens: int,
+        *,
+        gated: bool,
+        hopper: bool = False,
+        e4m3: bool = True,
+        target: Target,
+    ) -> Call | None:
+        """None: no kernel knows the weight's groups or its number of inputs."""
+        operand = weight.operand
+        if operand is None:
+            return None
+        return cls(weight.shape, operand, tokens, gated, target, hopper, e4m3)
+
     @property
     def out(self) -> int:
-        return self.weight.shape[0]
+        """Rows of the weight."""
+        return self.shape[0]
+
+    @property
+    def depth(self) -> int:
+        """Inputs."""
+        return self.shape[1]
 
     @property
     def tiles(self) -> int:
         """Of the input, of 128."""
-        return self.weight.shape[1] // 128
+        return self.depth // 128
+
+    @property
+    def scale_per_row(self) -> bool:
+        """Not several, for groups of inputs."""
+        return self.operand.group == self.depth
+
+    @property
+    def limits(self) -> Limits:
+        """See `limits_of`."""
+        return limits_of(self.target)
 
 
 def choose(
-    weight: QuantizedWeight,
+    weight: Quantized,
     tokens: int,
     *,
     gated: bool,
@@ -121,16 +152,16 @@ def choose(
     The rules and their limits are the fastest of those measured on an H200 with Qwen3-4B's shapes;
     see lab/logs/quantised_weights.md.
     """
-    call = Call(weight, tokens, gated, target, hopper, e4m3)
+    call = Call.of(weight, tokens, gated=gated, hopper=hopper, e4m3=e4m3, target=target)
     found = (configure(call, rule) for rule in RULES.values())
     return next((each for each in found if isinstance(each, Config)), None)
 
 
-def configure(call: Call, rule: Callable[[Call], Config | Refusal]) -> Config | Refusal:
-    """What a rule says to a product whose weight has kernels at all."""
-    if not call.weight.has_kernel:
+def configure(call: Call | None, rule: Callable[[Call], Config | Refusal]) -> Config | Refusal:
+    """What a rule says to a product, if any kernel knows it."""
+    if call is None:
         return Refusal("no kernel knows groups or inputs of this number")
-    if call.weight.kernel_constants["KIND"] == Kind.OTHER and rule is not _unpacked:
+    if call.operand.kind == Kind.OTHER and rule is not _unpacked:
         return Refusal("it does not know the format")
     config = rule(call)
     if isinstance(config, Refusal) or config.method == "large_n":  # whose last rows may be fewer
@@ -140,58 +171,64 @@ def configure(call: Call, rule: Callable[[Call], Config | Refusal]) -> Config | 
     return replace(config, splits=1) if call.gated else config
 
 
-def _chained(call: Call) -> Config | Refusal:
+def _streaming_rule(call: Call) -> Config | Refusal:
     if not call.target.pdl:
         return NOT_PDL
-    if call.tokens > _MAX_CHAINED:
-        return Refusal(f"more than {_MAX_CHAINED} tokens")
-    return _streaming(call.weight, call.tokens, gated=call.gated, target=call.target)
+    if call.tokens > _MAX_PDL:
+        return Refusal(f"more than {_MAX_PDL} tokens")
+    return _streaming(call)
 
 
 def _stream_k_rule(call: Call) -> Config | Refusal:
     """Warpgroups share many tokens where each multiprocessor gets about three of a weight's row
     tiles; that kernel knows 4-bit integers."""
-    refused = _chained(call)
+    refused = _streaming_rule(call)
     if isinstance(refused, Refusal):
         return refused
     row_tiles, programs = call.out // 64, call.target.gpu.multiprocessors
-    if not (call.gated and call.tokens > 32 and isinstance(call.weight, Int4Weight)):
+    if not (call.gated and call.tokens > 32 and call.operand.kind == Kind.INT4):
         return Refusal("not gated, of 33 to 64 tokens and int4")
     if not 2 * programs < row_tiles <= 3 * programs:
         return Refusal("not three tiles of rows for each multiprocessor")
-    return _stream_k(call.weight, target=call.target)
+    return _stream_k(call)
 
 
 def _large_n(call: Call) -> Config | Refusal:
+    """Of an output matrix of integers, and so many tokens that their copies count, but not their
+    products."""
     if not call.hopper:
         return NOT_HOPPER
-    if call.gated or not _is_large_n(call.weight, call.tokens, limits_of(call.target).large_n_rows):
+    rows = call.out >= call.limits.large_n_rows and call.out % 128 == 0
+    knows = call.operand.kind == Kind.INT8 and call.scale_per_row and call.depth >= 256
+    if call.gated or not (rows and knows and 16 < call.tokens <= 64):
         return Refusal("not an output matrix in int8, of 17 to 64 tokens")
     tokens = 32 if call.tokens <= 32 else 64
     return Config(method="large_n", rows=384, tokens=tokens, num_stages=3)
 
 
 def _small_m_rule(call: Call) -> Config | Refusal:
-    if call.tokens > _SMALL_M or not isinstance(call.weight, Int4Weight):
+    if call.tokens > _SMALL_M or call.operand.kind != Kind.INT4:
         return Refusal(f"not int4, of up to {_SMALL_M} tokens")
-    return _small_m(call.weight.shape[1], gated=call.gated)
+    return _small_m(call.depth, gated=call.gated)
 
 
 def _unpacked(call: Call) -> Config | Refusal:
-    if _in_8_bits(call.weight, call.tokens, e4m3=call.e4m3):
+    if _in_8_bits(call):
         return Refusal("so many tokens that they are read in 8 bits")
-    most = limits_of(call.target).most_unpacked
+    most = call.limits.most_unpacked
     if call.tokens > most:
         return Refusal(f"more than {most} tokens")
-    return _unpack(call.weight, call.tokens, call.out, call.tiles, target=call.target)
+    return _unpack(call)
 
 
 def _bytes(call: Call) -> Config | Refusal:
+    """That kernel has tiles of 128 tokens."""
     if not call.hopper:
         return NOT_HOPPER
-    if not isinstance(call.weight, Fp8Weight) or not _bytes_on_hopper(call.weight, call.tokens):
+    knows = call.operand.kind == Kind.FP8 and call.scale_per_row and call.out % 128 == 0
+    if not knows or call.tokens <= 128:
         return Refusal("not fp8 with a scale for each row, of more than 128 tokens")
-    return _hopper_bytes(call.tokens, call.out, call.tiles, target=call.target)
+    return _hopper_bytes(call)
 
 
 def _operand(call: Call) -> Config | Refusal:
@@ -199,35 +236,33 @@ def _operand(call: Call) -> Config | Refusal:
         return NOT_HOPPER
     if refused := _plain_tokens(call):
         return refused
-    if not _on_hopper(
-        call.weight, call.tokens, gated=call.gated, deep=limits_of(call.target).deep_tiles
-    ):
+    if not _on_hopper(call):
         return Refusal("another kernel was faster for this format and number of tokens")
-    return _hopper(call.tokens, call.out, call.tiles, target=call.target)
+    return _hopper(call)
 
 
 def _in_registers(call: Call) -> Config | Refusal:
     if refused := _plain_tokens(call):
         return refused
-    if call.tokens > _most_in_registers(call.weight):
-        return Refusal(f"more than {_most_in_registers(call.weight)} tokens")
-    return _e4m3_in_registers(call.weight, call.tokens, call.out, call.tiles, target=call.target)
+    most = _most_in_registers(call)
+    if call.tokens > most:
+        return Refusal(f"more than {most} tokens")
+    return _e4m3_in_registers(call)
 
 
 def _beforehand(call: Call) -> Config | Refusal:
     if refused := _plain_tokens(call):
         return refused
-    return _e4m3(call.weight, call.tokens, call.out, call.tiles, target=call.target)
+    return _e4m3(call)
 
 
 def _plain_tokens(call: Call) -> Refusal | None:
-    reads = _in_8_bits(call.weight, call.tokens, e4m3=call.e4m3)
-    return None if reads else Refusal("tokens are not read in 8 bits")
+    return None if _in_8_bits(call) else Refusal("tokens are not read in 8 bits")
 
 
 RULES: dict[str, Callable[[Call], Config | Refusal]] = {
     "triton_stream_k": _stream_k_rule,
-    "triton_streaming": _chained,
+    "triton_streaming": _streaming_rule,
     "triton_large_n": _large_n,
     "triton_small_m": _small_m_rule,
     "triton": _unpacked,
@@ -244,44 +279,32 @@ def reads_copy(tokens: int, target: Target) -> bool:
     return tokens > limits_of(target).most_from_codes
 
 
-def reads_quantized(weight: QuantizedWeight, tokens: int, config: Config, target: Target) -> bool:
+def reads_quantized(operand: Operand, tokens: int, config: Config, target: Target) -> bool:
     """Whether it pays that a norm before a product in e4m3 makes its tokens' 8 bits: it takes up to
     1 % off a step of 256 rows. With fewer rows it made no difference, nor with NVFP4 in Triton."""
-    if config.method == "hopper" and not isinstance(weight, Int4Weight):
+    if config.method == "hopper" and operand.kind != Kind.INT4:
         return True
-    kinds = Int4Weight | Fp8Weight
-    in_8_bits = config.method in ("e4m3", "hopper") and isinstance(weight, kinds)
+    in_8_bits = config.method in ("e4m3", "hopper") and operand.kind in (Kind.INT4, Kind.FP8)
     return in_8_bits and tokens > limits_of(target).most_quantized_apart
 
 
-def _is_large_n(weight: QuantizedWeight, tokens: int, least: int) -> bool:
-    """Whether it is an output matrix of integers with a scale for each row, and so many tokens that
-    their copies count, but not their products."""
-    if not isinstance(weight, Int8Weight) or not 16 < tokens <= 64:
-        return False
-    out, depth = weight.shape
-    return out >= least and out % 128 == 0 and depth >= 256 and weight.group == depth
-
-
-def _in_8_bits(weight: QuantizedWeight, tokens: int, *, e4m3: bool) -> bool:
+def _in_8_bits(call: Call) -> bool:
     """Where the tensor cores' rate counts, or the instructions that unpack."""
-    if not isinstance(weight, Int8Weight | Fp8Weight | Int4Weight | Nvfp4Weight | Mxfp4Weight):
+    tokens_in = call.operand.tokens_in
+    if tokens_in is None or (tokens_in == "e4m3" and not call.e4m3):
         return False
-    if not e4m3 and not isinstance(weight, Int8Weight):
-        return False
-    return tokens > (16 if isinstance(weight, Fp8Weight) else 64)
+    fp8 = call.operand.kind == Kind.FP8
+    return call.tokens > (call.limits.most_in_bfloat16_fp8 if fp8 else call.limits.most_in_bfloat16)
 
 
-def _most_in_registers(weight: QuantizedWeight) -> int:
+def _most_in_registers(call: Call) -> int:
     """Tokens up to which 4 bits become e4m3 in registers: beyond it, or with very small groups,
     a pass over the weight costs less."""
-    match weight:
-        case Int8Weight() | Fp8Weight():
-            return 0
-        case Int4Weight():
-            return 0 if weight.group == 32 else 512
-        case _:
-            return 256
+    if call.operand.bits == 8:
+        return 0
+    if call.operand.kind == Kind.INT4:
+        return 0 if call.operand.group == 32 else call.limits.most_in_registers_int4
+    return call.limits.most_in_registers_fp4
 
 
 def _small_m(depth: int, *, gated: bool) -> Config:
@@ -294,12 +317,12 @@ def _small_m(depth: int, *, gated: bool) -> Config:
     return Config(method="small_m", rows=16, tokens=_SMALL_M, num_warps=warps)
 
 
-def _streaming(weight: QuantizedWeight, tokens: int, *, gated: bool, target: Target) -> Config:
+def _streaming(call: Call) -> Config:
     """Rings that leave room for three programs per multiprocessor, and as many programs."""
-    out, tiles = weight.shape[0], weight.shape[1] // 128
+    out, tiles, tokens, target = call.out, call.tiles, call.tokens, call.target
     tile, k_tiles = next(each for each in ((8, 4), (16, 2), (32, 2), (64, 1)) if tokens <= each[0])
-    size = 64 * weight.row_bytes + 256 * tile
-    limits = limits_of(target)
+    size = 64 * call.operand.row_bytes + 256 * tile
+    limits = call.limits
     ring = target.gpu.shared_memory // limits.streaming_programs - _RESERVED
     while k_tiles > 1 and (tiles % k_tiles or ring // (k_tiles * size) < 3):
         k_tiles //= 2
@@ -313,7 +336,7 @@ def _streaming(weight: QuantizedWeight, tokens: int, *, gated: bool, target: Tar
     parts = min(limits.most_splits, max(1, parts), tiles)
     splits = -(-tiles // steps(tiles, parts, k_tiles))  # none is empty
     # Of many tokens attention, which then copies keys, but no product.
-    first = tokens <= 16 or (tokens > 32 and not gated and out > weight.shape[1])
+    first = tokens <= 16 or (tokens > 32 and not call.gated and out > call.depth)
     return Config(
         method="streaming",
         tokens=tile,
@@ -324,10 +347,10 @@ def _streaming(weight: QuantizedWeight, tokens: int, *, gated: bool, target: Tar
     )
 
 
-def _stream_k(weight: Int4Weight, *, target: Target) -> Config:
+def _stream_k(call: Call) -> Config:
     """A program for each multiprocessor, with a ring that fills its shared memory."""
-    ring = target.gpu.shared_memory_per_block - _SHARING_END
-    stages = ring // (3 * 64 * weight.row_bytes + 256 * 64)
+    ring = call.target.gpu.shared_memory_per_block - _STREAM_K_END
+    stages = ring // (3 * 64 * call.operand.row_bytes + 256 * 64)
     return Config(method="stream_k", tokens=64, num_stages=stages)
 
 
@@ -348,13 +371,12 @@ def steps(tiles: int, splits: int, k_tiles: int) -> int:
     return each if tiles % each == 0 else -(-each // k_tiles) * k_tiles
 
 
-def _unpack(
-    weight: QuantizedWeight, tokens: int, out: int, tiles: int, *, target: Target
-) -> Config:
+def _unpack(call: Call) -> Config:
     """Bound by memory: many warps, and partial sums where a weight has few rows."""
+    out, tiles, tokens = call.out, call.tiles, call.tokens
     token_tile = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    deep = tokens <= 32 and tiles >= limits_of(target).deep_tiles
-    if isinstance(weight, Int8Weight | Fp8Weight):
+    deep = tokens <= 32 and tiles >= call.limits.deep_tiles
+    if call.operand.bits == 8:
         large = out > 65_536
         config = Config(
             rows=128 if large or tokens > 16 else 64,
@@ -367,93 +389,75 @@ def _unpack(
             rows=128 if deep else 64,
             tokens=token_tile,
             num_stages=4 if tokens <= 16 or (tokens <= 32 and not deep) else 3,
-            unroll=2 if isinstance(weight, Nvfp4Weight) else 1,  # its tiles are half as deep
+            unroll=128 // call.operand.inputs_per_tile,
         )
     warps = max(1, out // config.rows) * -(-tokens // token_tile) * config.num_warps
-    return replace(
-        config,
-        splits=_splits(
-            tiles,
-            19 if deep else 8,
-            limits_of(target).warps_per_multiprocessor * target.gpu.multiprocessors / warps,
-        ),
-    )
+    wanted = call.limits.warps_per_multiprocessor * call.target.gpu.multiprocessors / warps
+    return replace(config, splits=_splits(tiles, 19 if deep else 8, wanted))
 
 
-def _on_hopper(weight: QuantizedWeight, tokens: int, *, gated: bool, deep: int) -> bool:
+def _on_hopper(call: Call) -> bool:
     """Where `e4m3.hopper` was the fastest of what was measured on an H200. Its tiles are of 256
     tokens, so that 384 are as slow as 512."""
-    out, depth = weight.shape
-    if isinstance(weight, Int8Weight | Fp8Weight) or out % 128 or tokens > 512:
+    tokens, gated = call.tokens, call.gated
+    if call.operand.bits == 8 or call.out % 128 or tokens > 512:
         return False
-    if not isinstance(weight, Int4Weight):
+    if call.operand.kind != Kind.INT4:
         return not gated or not 256 < tokens <= 384
-    if weight.group != 128 or tokens <= 128 or (gated and tokens <= 384):
+    if call.operand.group != 128 or tokens <= 128 or (gated and tokens <= 384):
         return False
-    return tokens > 384 or depth >= deep * 128 or (tokens > 256 and out > depth)
+    deep = call.tiles >= call.limits.deep_tiles
+    return tokens > 384 or deep or (tokens > 256 and call.out > call.depth)
 
 
-def _bytes_on_hopper(weight: Fp8Weight, tokens: int) -> bool:
-    """Where `e4m3.hopper_bytes` is the fastest: it has tiles of 128 tokens, and one scale a row."""
-    out, depth = weight.shape
-    return weight.group == depth and out % 128 == 0 and tokens > 128
-
-
-def _hopper_bytes(tokens: int, out: int, tiles: int, *, target: Target) -> Config:
+def _hopper_bytes(call: Call) -> Config:
     """Large tiles, if there are enough for all multiprocessors, and a ring that fills shared
     memory; parts where few tiles are deep."""
-    token_tiles = -(-tokens // 128)
-    if out % 256 == 0 and out // 256 * token_tiles >= target.gpu.multiprocessors:
+    out, token_tiles = call.out, -(-call.tokens // 128)
+    multiprocessors = call.target.gpu.multiprocessors
+    if out % 256 == 0 and out // 256 * token_tiles >= multiprocessors:
         return Config(method="hopper", rows=256, tokens=128, num_stages=4, pieces=4)
-    parts = (
-        3
-        if tiles >= limits_of(target).deep_tiles
-        and out // 128 * token_tiles * 3 <= target.gpu.multiprocessors
-        else 1
-    )
+    deep = call.tiles >= call.limits.deep_tiles
+    parts = 3 if deep and out // 128 * token_tiles * 3 <= multiprocessors else 1
     return Config(method="hopper", rows=128, tokens=128, splits=parts, num_stages=6, pieces=2)
 
 
-def _hopper(tokens: int, out: int, tiles: int, *, target: Target) -> Config:
+def _hopper(call: Call) -> Config:
     """A program for each multiprocessor, and as many of its tiles as fit its shared memory."""
-    tile = 128 if tokens <= 128 else 256
-    programs = out // 128 * -(-tokens // tile)
-    splits = min(
-        max(1, target.gpu.multiprocessors // programs), tiles, limits_of(target).most_splits
-    )
-    splits = -(-tiles // -(-tiles // splits))  # none is empty
+    tile = 128 if call.tokens <= 128 else 256
+    programs = call.out // 128 * -(-call.tokens // tile)
+    each = max(1, call.target.gpu.multiprocessors // programs)
+    splits = min(each, call.tiles, call.limits.most_splits)
+    splits = -(-call.tiles // -(-call.tiles // splits))  # none is empty
     stages = 6 if tile == 128 else 4
     return Config(method="hopper", rows=128, tokens=tile, splits=splits, num_stages=stages)
 
 
-def _e4m3_in_registers(
-    weight: QuantizedWeight, tokens: int, out: int, tiles: int, *, target: Target
-) -> Config:
+def _e4m3_in_registers(call: Call) -> Config:
     """Bound by instructions: small tiles of integers, whose sums are scaled in every k-step."""
-    config = Config(method="e4m3", tokens=64 if isinstance(weight, Int4Weight) else 128)
-    programs = out // config.rows * -(-tokens // config.tokens)
-    return replace(
-        config,
-        splits=_splits(
-            tiles,
-            4,
-            limits_of(target).e4m3_register_programs * target.gpu.multiprocessors / programs,
-        ),
-    )
+    config = Config(method="e4m3", tokens=64 if call.operand.kind == Kind.INT4 else 128)
+    return _shared(call, config, call.limits.e4m3_register_programs)
 
 
-def _e4m3(weight: QuantizedWeight, tokens: int, out: int, tiles: int, *, target: Target) -> Config:
+def _e4m3(call: Call) -> Config:
     """Few tokens: bound by memory. Many: by the tensor cores, or nearly, and then tiles are as
     large as leave none of them idle."""
+    tokens = call.tokens
     if tokens <= 64:
         config = Config(method="e4m3", tokens=32 if tokens <= 32 else 64)
-    elif out // 128 * -(-tokens // 128) >= target.gpu.multiprocessors:
+    elif call.out // 128 * -(-tokens // 128) >= call.target.gpu.multiprocessors:
         config = Config(method="e4m3", rows=128, tokens=128, num_stages=3)
     else:
         config = Config(method="e4m3", tokens=128)
-    programs = out // config.rows * -(-tokens // config.tokens)
-    splits = _splits(tiles, 4, limits_of(target).e4m3_tiles * target.gpu.multiprocessors / programs)
-    return replace(config, splits=splits, beforehand=not isinstance(weight, Int8Weight | Fp8Weight))
+    config = replace(config, beforehand=call.operand.bits == 4)
+    return _shared(call, config, call.limits.e4m3_tiles)
+
+
+def _shared(call: Call, config: Config, wanted: int | Fraction) -> Config:
+    """In so many splits that each multiprocessor has the `wanted` number of programs."""
+    programs = call.out // config.rows * -(-call.tokens // config.tokens)
+    splits = _splits(call.tiles, 4, wanted * call.target.gpu.multiprocessors / programs)
+    return replace(config, splits=splits)
 
 
 def _splits(tiles: int, most: int, wanted: float | Fraction) -> int:

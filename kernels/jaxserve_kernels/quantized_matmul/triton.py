@@ -40,7 +40,7 @@ from jaxserve_kernels.quantized_matmul.triton_unpack import (
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated
 from jaxserve_kernels.triton_call import triton_call
-from jaxserve_kernels.weights import QuantizedWeight
+from jaxserve_kernels.weights import Quantized
 
 
 @triton.jit
@@ -234,7 +234,7 @@ def store_gated(
 
 def launch(
     x: Array,
-    weight: QuantizedWeight,
+    weight: Quantized,
     config: Config,
     out_type: jax.ShapeDtypeStruct,
     *,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton.language as tl
 from jax import Array
 
-from jaxserve_kernels.weights import Kind, QuantizedWeight
+from jaxserve_kernels.weights import Kind, Operand, Quantized
 
 OTHER: tl.constexpr = tl.constexpr(Kind.OTHER.value)
 INT8: tl.constexpr = tl.constexpr(Kind.INT8.value)
@@ -18,11 +20,18 @@ NO_ZERO: tl.constexpr = tl.constexpr(0)
 ZERO: tl.constexpr = tl.constexpr(1)
 
 
-def arrays(weight: QuantizedWeight) -> tuple[Array, Array, Array]:
-    """Codes, scales, and zero points or scales per row; where there are none, any array."""
-    return weight.kernel_arrays
+def operand_of(weight: Quantized) -> Operand:
+    """What kernels take, of a weight for which an implementation with kernels was chosen."""
+    operand = weight.operand
+    assert operand is not None, f"no kernel knows {type(weight)}"
+    return operand
 
 
-def kind(weight: QuantizedWeight) -> dict[str, int]:
-    """Constants of kernels: see `weights.Quantized.kernel_constants`."""
-    return weight.kernel_constants
+def arrays(weight: Quantized) -> tuple[Array, Array, Array]:
+    """See `weights.Operand.arrays`."""
+    return operand_of(weight).arrays
+
+
+def kind(weight: Quantized) -> dict[str, Any]:
+    """See `weights.Operand.constants`."""
+    return operand_of(weight).constants

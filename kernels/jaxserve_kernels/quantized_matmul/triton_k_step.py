@@ -38,7 +38,7 @@ _NVFP4 = gl.constexpr(NVFP4.value)
 _MXFP4 = gl.constexpr(MXFP4.value)
 _NO_ZERO = gl.constexpr(NO_ZERO.value)
 
-FEW = gl.constexpr(16)
+MOST_BY_A_WARP = gl.constexpr(16)
 """Tokens up to which a warp multiplies its own rows, which waits for nothing; of more, each warp
 would read all tokens from shared memory, and a warpgroup reads them once."""
 
@@ -137,7 +137,7 @@ def add_k_steps(
                         value, zeros, tile * groups + plane // shared, plane, ROWS, ZERO
                     )
                 x = tokens.slice(plane * depth, depth, dim=1).permute((1, 0))
-                if TOKENS > FEW:
+                if TOKENS > MOST_BY_A_WARP:
                     part = warpgroup_mma(value, x, part, use_acc=plane % shared > 0, is_async=True)
                 elif scaled:
                     part = mma_v2(value, x.load(right), part)
@@ -150,7 +150,7 @@ def add_k_steps(
                             scales, tile * groups + plane // shared, ROWS, gl.SliceLayout(1, mma),
                             KIND,
                         )  # fmt: skip
-                    if TOKENS > FEW:
+                    if TOKENS > MOST_BY_A_WARP:
                         if tile + plane // shared > 0:
                             before = warpgroup_mma_wait(shared, deps=[before])
                             acc = _add(acc, before, scale_before, scaled)
@@ -159,7 +159,7 @@ def add_k_steps(
                     elif scaled:
                         acc = _add(acc, part, scale, scaled)
                     part = nothing
-    if TOKENS > FEW:
+    if TOKENS > MOST_BY_A_WARP:
         before = warpgroup_mma_wait(0, deps=[before])
         acc = _add(acc, before, scale_before, scaled)
     return acc

@@ -1,4 +1,4 @@
-"""Products of 17 to 64 tokens with a tall matrix of 8-bit integers, on Hopper: the output matrix.
+"""Products of 17 to 64 tokens with a matrix of many rows of int8, on Hopper: the output matrix.
 
 A program takes several blocks of 128 rows at a time, so that tokens, which are as many bytes as
 128 rows of codes, are copied once for all of them. When it has those it goes on with others, and
@@ -141,7 +141,7 @@ def launch(
     return triton_call(
         x, weight.packed, weight.scale,
         kernel=_product,
-        name="linear_tall_Int8Weight",
+        name="linear_large_n_Int8Weight",
         target=target,
         out_type=out_type,
         grid=(min(groups, target.gpu.multiprocessors),),

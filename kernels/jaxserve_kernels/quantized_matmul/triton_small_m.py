@@ -192,7 +192,7 @@ def launch(
     return triton_call(
         x, *arrays(weight),
         kernel=_product,
-        name=f"{'gated_' if gated else ''}linear_few_{type(weight).__name__}",
+        name=f"{'gated_' if gated else ''}linear_small_m_{type(weight).__name__}",
         target=target,
         out_type=out_type,
         grid=(weight.shape[0] // config.rows, config.splits),

@@ -253,7 +253,7 @@ def launch(
     return triton_call(
         x, *arrays(weight),
         kernel=_product,
-        name="gated_linear_sharing_Int4Weight",
+        name="gated_linear_stream_k_Int4Weight",
         target=target,
         out_type=(
             out_type,

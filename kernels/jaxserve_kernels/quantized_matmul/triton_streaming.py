@@ -18,11 +18,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.quantized_matmul.config import Config, steps
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, NVFP4, arrays, kind
-from jaxserve_kernels.quantized_matmul.triton_k_step import FEW, add_k_steps
+from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP, add_k_steps
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import triton_call
-from jaxserve_kernels.weights import QuantizedWeight
+from jaxserve_kernels.weights import Quantized
 
 _INT4 = gl.constexpr(INT4.value)
 _NVFP4 = gl.constexpr(NVFP4.value)
@@ -71,7 +71,7 @@ def _product(
     warps: gl.constexpr = ROWS // 16
     rest: gl.constexpr = STEPS % K_TILES
     even: gl.constexpr = rest == 0
-    if TOKENS <= FEW:
+    if TOKENS <= MOST_BY_A_WARP:
         mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
     else:
         mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, TOKENS, 16])
@@ -156,7 +156,7 @@ def _product(
     for k_step in range(steps // K_TILES + gl.program_id(2)):
         async_copy.wait_group(ahead - 1)
         gl.barrier()
-        if TOKENS > FEW:
+        if TOKENS > MOST_BY_A_WARP:
             fence_async_shared()
         later = k_step + ahead
         left = steps - later * K_TILES
@@ -179,7 +179,7 @@ def _product(
     if not even:
         async_copy.wait_group(0)
         gl.barrier()
-        if TOKENS > FEW:
+        if TOKENS > MOST_BY_A_WARP:
             fence_async_shared()
         acc = add_k_steps(
             acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
@@ -217,7 +217,7 @@ def _store(
     values, out_ptr, program, tokens: gl.constexpr, n: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
     rows: gl.constexpr = values.shape[0]
-    if values.shape[1] <= FEW:
+    if values.shape[1] <= MOST_BY_A_WARP:
         layout: gl.constexpr = values.type.layout
     else:
         layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, WARPS], [0, 1])
@@ -230,7 +230,7 @@ def _store(
 
 def launch(
     x: Array,
-    weight: QuantizedWeight,
+    weight: Quantized,
     config: Config,
     out_type: jax.ShapeDtypeStruct,
     *,

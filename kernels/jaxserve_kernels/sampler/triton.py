@@ -57,6 +57,7 @@ def sample(
     alternatives: int,
     target: Target,
 ) -> Sample:
+    """See `sampler.api`: one kernel scans chunks of the logits, one selects for each row."""
     num_rows, stride = logits.shape
     chunks = triton.cdiv(vocab, _CHUNK)
     flags = rows.active.astype(jnp.int32) * ACTIVE.value + wanted.astype(jnp.int32) * WANTED.value

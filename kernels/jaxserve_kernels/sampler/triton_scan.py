@@ -59,6 +59,8 @@ def scan(
     count_stride: tl.constexpr, mask_stride: tl.constexpr, BIASES: tl.constexpr,
     MIN_T: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """A program for each row and chunk of BLOCK logits: adjusts them, and leaves what `select`
+    needs of the chunk (`triton_parts`)."""
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     flags = tl.load(flags_ptr + row)

@@ -202,6 +202,8 @@ def select(
     count_stride: tl.constexpr, MIN_T: tl.constexpr, BITS: tl.constexpr, LIST: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
+    """A program for each row: draws the token from what `scan` has left, and finds its logprob and
+    the most likely alternatives."""
     row = tl.program_id(0)
     flags = tl.load(flags_ptr + row)
     if flags == 0:

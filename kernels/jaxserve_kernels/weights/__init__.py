@@ -4,11 +4,8 @@ from typing import TypeGuard
 
 from jax import Array
 
-from jaxserve_kernels.weights.copied import FOUR_BIT as FOUR_BIT
 from jaxserve_kernels.weights.copied import CopiedWeight as CopiedWeight
-from jaxserve_kernels.weights.copied import FourBitWeight as FourBitWeight
 from jaxserve_kernels.weights.copied import e4m3_copy as e4m3_copy
-from jaxserve_kernels.weights.copied import e4m3_scale as e4m3_scale
 from jaxserve_kernels.weights.eight_bit import E4M3_MAX as E4M3_MAX
 from jaxserve_kernels.weights.eight_bit import Fp8Weight as Fp8Weight
 from jaxserve_kernels.weights.eight_bit import Int8Weight as Int8Weight
@@ -17,7 +14,9 @@ from jaxserve_kernels.weights.eight_bit import pack_int8 as pack_int8
 from jaxserve_kernels.weights.eight_bit import quantize_fp8 as quantize_fp8
 from jaxserve_kernels.weights.eight_bit import quantize_int8 as quantize_int8
 from jaxserve_kernels.weights.format import Kind as Kind
+from jaxserve_kernels.weights.format import Operand as Operand
 from jaxserve_kernels.weights.format import Quantized as Quantized
+from jaxserve_kernels.weights.format import types as types
 from jaxserve_kernels.weights.fp4 import Mxfp4Weight as Mxfp4Weight
 from jaxserve_kernels.weights.fp4 import Nvfp4Weight as Nvfp4Weight
 from jaxserve_kernels.weights.fp4 import pack_mxfp4 as pack_mxfp4
@@ -29,15 +28,9 @@ from jaxserve_kernels.weights.int4 import pack_int4 as pack_int4
 from jaxserve_kernels.weights.int4 import quantize_int4 as quantize_int4
 from jaxserve_kernels.weights.ordered import OrderedInt4Weight as OrderedInt4Weight
 
-type QuantizedWeight = (
-    Int4Weight | Int8Weight | Fp8Weight | Nvfp4Weight | Mxfp4Weight | OrderedInt4Weight
-)
-type Weight = Array | QuantizedWeight | CopiedWeight
-
-QUANTIZED = (Int4Weight, Int8Weight, Fp8Weight, Nvfp4Weight, Mxfp4Weight, OrderedInt4Weight)
-"""What checkpoints may hold: a copy is made where weights are loaded."""
+type Weight = Array | Quantized | CopiedWeight
 
 
-def is_quantized(weight: object) -> TypeGuard[QuantizedWeight]:
-    """Whether it is a weight in codes: of a type above, or another registered one."""
+def is_quantized(weight: object) -> TypeGuard[Quantized]:
+    """Whether it is a weight in codes, and has no copy."""
     return isinstance(weight, Quantized)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxserve_kernels.weights import layout
-from jaxserve_kernels.weights.format import Kind, Quantized
+from jaxserve_kernels.weights.format import Kind, Operand, Quantized
 
 E4M3_MAX = 448.0
 
 
-class _EightBitWeight(NamedTuple):
+class _Arrays(NamedTuple):
     packed: Array  # uint16 [out / 64, in / 128, 64, 64], see layout.pack_bytes
     scale: Array  # float32 [out / 64, groups, 64]; one group is a scale per row
+
+
+class _EightBitWeight(_Arrays, Quantized):
+    __slots__ = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -28,22 +32,16 @@ class _EightBitWeight(NamedTuple):
         """Inputs that share a scale."""
         return self.shape[-1] // self.scale.shape[-2]
 
-    @property
-    def has_kernel(self) -> bool:
-        return self.group in (128, self.shape[1])
-
-    @property
-    def row_bytes(self) -> int:
-        return 128 + 4 * (128 // self.group)
-
-    @property
-    def kernel_arrays(self) -> tuple[Array, Array, Array]:
-        return self.packed, self.scale, self.scale
-
-    @property
-    def kernel_constants(self) -> dict[str, int]:
-        kind = Kind.INT8 if isinstance(self, Int8Weight) else Kind.FP8
-        return {"KIND": kind.value, "GROUP": self.group, "ZERO": 0}
+    def _operand(self, kind: Kind, tokens_in: Literal["int8", "e4m3"]) -> Operand | None:
+        if self.group not in (128, self.shape[1]):
+            return None
+        return Operand(
+            arrays=(self.packed, self.scale, self.scale),
+            kind=kind,
+            bits=8,
+            group=self.group,
+            tokens_in=tokens_in,
+        )
 
     @staticmethod
     def values(codes: Array) -> Array:
@@ -57,25 +55,34 @@ class _EightBitWeight(NamedTuple):
             scale = jnp.repeat(scale, self.group, axis=-1)
         return self.values(layout.unpack_bytes(self.packed)) * scale
 
+    @property
+    def has_rows(self) -> bool:
+        return self.scale.shape[-2] == 1
+
     def take_rows(self, ids: Array) -> Array:
-        """float32 rows `ids` [n] of a weight [out, in] with a scale per row."""
+        """float32 [n, in]: rows `ids` [n] of a weight [out, in] with a scale per row."""
+        if not self.has_rows:
+            return super().take_rows(ids)
         tile, row = ids // layout.TILE_OUT, ids % layout.TILE_OUT
         codes = layout.take_byte_rows(self.packed, ids)
         return self.values(codes) * self.scale[tile, 0, row][:, None]
 
 
-@Quantized.register
 class Int8Weight(_EightBitWeight):
     """weight[n, k] = code[n, k] * scale[n, k // group], in float32; codes are -128..127."""
 
     __slots__ = ()
 
+    @property
+    def operand(self) -> Operand | None:
+        return self._operand(Kind.INT8, "int8")
+
     @staticmethod
     def values(codes: Array) -> Array:
+        """float32 values of codes (uint8), before their scales."""
         return jax.lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
 
 
-@Quantized.register
 class Fp8Weight(_EightBitWeight):
     """weight[n, k] = e4m3(code[n, k]) * scale[n, k // group], in float32.
 
@@ -84,8 +91,13 @@ class Fp8Weight(_EightBitWeight):
 
     __slots__ = ()
 
+    @property
+    def operand(self) -> Operand | None:
+        return self._operand(Kind.FP8, "e4m3")
+
     @staticmethod
     def values(codes: Array) -> Array:
+        """float32 values of codes (uint8), before their scales."""
         return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
 
 

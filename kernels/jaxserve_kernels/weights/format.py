@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 from jax import Array
+
+from jaxserve_kernels.weights.layout import TILE_IN
+
+_TYPES: dict[str, Any] = {}
 
 
 class Kind(IntEnum):
@@ -23,13 +30,61 @@ class Kind(IntEnum):
     MXFP4 = 4
 
 
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """A quantised weight [out, in] as kernels take it, and what decides which kernel does."""
+
+    arrays: tuple[Array, Array, Array]
+    """Codes, scales, and zero points or scales per row; where there are none, any array."""
+    kind: Kind = Kind.OTHER
+    bits: Literal[4, 8]
+    """That a code takes."""
+    group: int
+    """Inputs that share a scale; all, where a row has one."""
+    scale_bytes: int = 4
+    zero: bool = False
+    """It has zero points."""
+    inputs_per_tile: int = TILE_IN
+    tokens_in: Literal["int8", "e4m3"] | None = None
+    """As what many tokens can be multiplied with it; None: in bfloat16 only."""
+    sums: bool = False
+    """Its codes stand for (code - zero) * scale, so that products of codes need the sum of the
+    tokens' over each group of inputs."""
+    unpack: Any = None
+    """Of Kind.OTHER: a Triton function of words uint16 [rows, 64] of a tile that returns their
+    codes' values, bfloat16 [rows, 64] of inputs 0 to 63 and of inputs 64 to 127."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row in a tile of 128 inputs: codes, scales and zero points. A scale per row does not
+        count."""
+        scales = TILE_IN // self.group * (2 if self.zero else 1)
+        return TILE_IN * self.bits // 8 + self.scale_bytes * scales
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Constants of kernels: KIND; GROUP, inputs per scale; ZERO, whether there are zero points;
+        and of Kind.OTHER, UNPACK."""
+        unpack = {} if self.unpack is None else {"UNPACK": self.unpack}
+        return {
+            "KIND": self.kind.value, "GROUP": self.group, "ZERO": int(self.zero), **unpack,
+        }  # fmt: skip
+
+
 class Quantized(ABC):
     """A weight [..., out, in] in codes: a NamedTuple of arrays, and what this class lists.
 
-    A new format is one file with such a type under `@Quantized.register`, and a function that makes
-    one. Products then multiply by its definition. With `has_kernel` few tokens are multiplied by
-    the kernel in `quantized_matmul/triton.py`, which unpacks codes as `kernel_constants` says.
+    A new format is one file: a NamedTuple, a subclass of it and of this class, and a function that
+    makes one. Products then multiply by its definition. With an `operand` few tokens are multiplied
+    by the kernel in `quantized_matmul/triton.py`.
     """
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if not cls.__name__.startswith("_"):
+            _TYPES[cls.__name__] = cls
 
     @property
     @abstractmethod
@@ -41,23 +96,54 @@ class Quantized(ABC):
         """float32 [..., out, in]: the definition of what the codes mean."""
 
     @property
-    @abstractmethod
-    def has_kernel(self) -> bool:
-        """Whether kernels know groups and inputs of these numbers."""
+    def operand(self) -> Operand | None:
+        """What kernels take, of a weight [out, in]; None: no kernel knows its groups or its number
+        of inputs."""
+        return None
 
     @property
-    @abstractmethod
-    def row_bytes(self) -> int:
-        """Of a row in a tile of 128 inputs: codes, scales and zero points."""
+    def reordered(self) -> tuple[Array, Quantized] | None:
+        """int32 [in] and the weight with its inputs in that order, with which products multiply;
+        None: inputs are where the model has them."""
+        return None
+
+    # Rows of an embedding
 
     @property
-    @abstractmethod
-    def kernel_arrays(self) -> tuple[Array, Array, Array]:
-        """Codes, scales, and zero points or scales per row; where there are none, any array."""
+    def has_rows(self) -> bool:
+        """Whether `take_rows` can be called."""
+        return False
+
+    def take_rows(self, ids: Array) -> Array:
+        """float32 [n, in]: rows `ids` [n] of a weight [out, in].
+
+        Raises:
+          TypeError: the format has no such rows.
+        """
+        raise TypeError(f"rows are taken from 8-bit weights with a scale per row, not {type(self)}")
+
+    # Copies in e4m3
 
     @property
-    @abstractmethod
-    def kernel_constants(self) -> dict[str, Any]:
-        """KIND, of `Kind`; GROUP, inputs per scale; ZERO, whether there are zero points. With
-        Kind.OTHER also UNPACK: a Triton function of words uint16 [rows, 64] of a tile that returns
-        their codes' values, bfloat16 [rows, 64] of inputs 0 to 63 and of inputs 64 to 127."""
+    def can_be_copied(self) -> bool:
+        """Whether many tokens may read a copy in e4m3: see `CopiedWeight`."""
+        return False
+
+    def e4m3_scale(self) -> Array:
+        """A scale per row, with which the weight fits e4m3: float32 [..., out / 64, 1, 64].
+
+        Raises:
+          TypeError: there are no copies of the format.
+        """
+        raise TypeError(f"no copies are made of {type(self).__name__}")
+
+    def e4m3_factors(self, scale: Array) -> Array:
+        """What the kernel that makes a copy with that scale needs of each row of a weight
+        [out, in]: 4 bytes [out / 64, 1, 64]."""
+        return scale
+
+
+def types() -> Mapping[str, Any]:
+    """The formats by their types' names: what checkpoints may hold. A copy in e4m3 is none; it is
+    made where weights are loaded."""
+    return MappingProxyType(_TYPES)

@@ -16,19 +16,22 @@ from jax import Array
 
 from jaxserve_kernels.weights import layout
 from jaxserve_kernels.weights.eight_bit import E4M3_MAX
-from jaxserve_kernels.weights.format import Kind, Quantized
+from jaxserve_kernels.weights.format import Kind, Operand, Quantized
 
 E2M1_MAX = 6.0
 _NVFP4_BLOCK, _MXFP4_BLOCK = 16, 32
 
 
-@Quantized.register
-class Nvfp4Weight(NamedTuple):
-    """weight[n, k] = e2m1(code[n, k]) * e4m3(scale[n, k // 16]) * row_scale[n], in float32."""
-
+class _Nvfp4Arrays(NamedTuple):
     packed: Array  # uint16 [out / 64, in / 64, 64, 16], see layout.pack_nibbles
     scale: Array  # uint32 [out / 64, in / 64, 64]: four e4m3 scales from the low byte up
     row_scale: Array  # float32 [out / 64, 1, 64]: a tensor's scale, repeated for its rows
+
+
+class Nvfp4Weight(_Nvfp4Arrays, Quantized):
+    """weight[n, k] = e2m1(code[n, k]) * e4m3(scale[n, k // 16]) * row_scale[n], in float32."""
+
+    __slots__ = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -36,20 +39,18 @@ class Nvfp4Weight(NamedTuple):
         return layout.logical_shape(self.packed, bits=4)
 
     @property
-    def has_kernel(self) -> bool:
-        return self.shape[1] % 128 == 0
-
-    @property
-    def row_bytes(self) -> int:
-        return 64 + 8
-
-    @property
-    def kernel_arrays(self) -> tuple[Array, Array, Array]:
-        return self.packed, self.scale, self.row_scale
-
-    @property
-    def kernel_constants(self) -> dict[str, int]:
-        return {"KIND": Kind.NVFP4.value, "GROUP": 16, "ZERO": 0}
+    def operand(self) -> Operand | None:
+        if self.shape[1] % 128:
+            return None
+        return Operand(
+            arrays=(self.packed, self.scale, self.row_scale),
+            kind=Kind.NVFP4,
+            bits=4,
+            group=_NVFP4_BLOCK,
+            scale_bytes=1,
+            inputs_per_tile=4 * _NVFP4_BLOCK,
+            tokens_in="e4m3",
+        )
 
     def dequantize(self) -> Array:
         """float32 [..., out, in]: the definition of what the codes mean."""
@@ -59,13 +60,23 @@ class Nvfp4Weight(NamedTuple):
         scaled = values * jnp.repeat(scale, _NVFP4_BLOCK, axis=-1)
         return scaled * layout.untile_rows(self.row_scale)
 
+    @property
+    def can_be_copied(self) -> bool:
+        return True
 
-@Quantized.register
-class Mxfp4Weight(NamedTuple):
-    """weight[n, k] = e2m1(code[n, k]) * 2 ** (scale[n, k // 32] - 127), in float32."""
+    def e4m3_scale(self) -> Array:
+        return 8.0 * self.row_scale  # 6 * 448 / 8 is within e4m3; eighths change no mantissa
 
+
+class _Mxfp4Arrays(NamedTuple):
     packed: Array  # uint16 [out / 64, in / 128, 64, 32], see layout.pack_nibbles
     scale: Array  # uint32 [out / 64, in / 128, 64]: four exponents (E8M0) from the low byte up
+
+
+class Mxfp4Weight(_Mxfp4Arrays, Quantized):
+    """weight[n, k] = e2m1(code[n, k]) * 2 ** (scale[n, k // 32] - 127), in float32."""
+
+    __slots__ = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,20 +84,17 @@ class Mxfp4Weight(NamedTuple):
         return layout.logical_shape(self.packed, bits=4)
 
     @property
-    def has_kernel(self) -> bool:
-        return self.shape[1] % 128 == 0
-
-    @property
-    def row_bytes(self) -> int:
-        return 64 + 4
-
-    @property
-    def kernel_arrays(self) -> tuple[Array, Array, Array]:
-        return self.packed, self.scale, self.scale
-
-    @property
-    def kernel_constants(self) -> dict[str, int]:
-        return {"KIND": Kind.MXFP4.value, "GROUP": 32, "ZERO": 0}
+    def operand(self) -> Operand | None:
+        if self.shape[1] % 128:
+            return None
+        return Operand(
+            arrays=(self.packed, self.scale, self.scale),
+            kind=Kind.MXFP4,
+            bits=4,
+            group=_MXFP4_BLOCK,
+            scale_bytes=1,
+            tokens_in="e4m3",
+        )
 
     def dequantize(self) -> Array:
         """float32 [..., out, in]: the definition of what the codes mean. Exponent 255 is NaN."""
@@ -101,6 +109,17 @@ class Mxfp4Weight(NamedTuple):
         bytes_ = [(self.scale >> shift) & 255 for shift in (0, 8, 16, 24)]
         largest = functools.reduce(jnp.maximum, bytes_).astype(jnp.int32)
         return jnp.max(largest, axis=-2, keepdims=True)
+
+    @property
+    def can_be_copied(self) -> bool:
+        return True
+
+    def e4m3_scale(self) -> Array:
+        power = self.largest_exponent() - (127 + 6)  # 6 * 2 ** 6 is within e4m3
+        return jnp.ldexp(jnp.float32(1.0), power)
+
+    def e4m3_factors(self, scale: Array) -> Array:
+        return self.largest_exponent()
 
 
 def e2m1_values(codes: Array) -> Array:

@@ -8,21 +8,25 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxserve_kernels.weights import layout
-from jaxserve_kernels.weights.format import Kind, Quantized
+from jaxserve_kernels.weights.eight_bit import E4M3_MAX
+from jaxserve_kernels.weights.format import Kind, Operand, Quantized
 
 
-@Quantized.register
-class Int4Weight(NamedTuple):
-    """weight[n, k] = (code[n, k] - zero[n, k // group]) * scale[n, k // group], in float32.
-
-    Codes are 0..15; groups of 32, 64 or 128 inputs, or one for all. Leading axes (layers) may
-    come before those below.
-    """
-
+class _Arrays(NamedTuple):
     packed: Array  # uint16 [out / 64, in / 128, 64, 32], see layout.pack_nibbles
     scale: Array  # float32 [out / 64, groups, 64]
     zero: Array | None = None
     """Like scale; int32 for whole zero points, float32 for any. None: 8 everywhere."""
+
+
+class Int4Weight(_Arrays, Quantized):
+    """weight[n, k] = (code[n, k] - zero[n, k // group]) * scale[n, k // group], in float32.
+
+    Codes are 0..15; groups of 32, 64 or 128 inputs, or one for all. Leading axes (layers) may
+    come before those of the arrays.
+    """
+
+    __slots__ = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -35,27 +39,28 @@ class Int4Weight(NamedTuple):
         return self.shape[-1] // self.scale.shape[-2]
 
     @property
-    def has_kernel(self) -> bool:
-        return self.group in (32, 64, 128)
-
-    @property
-    def row_bytes(self) -> int:
-        return 64 + 4 * (128 // self.group) * (1 if self.zero is None else 2)
-
-    @property
-    def kernel_arrays(self) -> tuple[Array, Array, Array]:
-        return self.packed, self.scale, self.scale if self.zero is None else self.zero
-
-    @property
-    def kernel_constants(self) -> dict[str, int]:
-        zero = int(self.zero is not None)
-        return {"KIND": Kind.INT4.value, "GROUP": self.group, "ZERO": zero}
+    def operand(self) -> Operand | None:
+        if self.group not in (32, 64, 128):
+            return None
+        return Operand(
+            arrays=(self.packed, self.scale, self.scale if self.zero is None else self.zero),
+            kind=Kind.INT4,
+            bits=4,
+            group=self.group,
+            zero=self.zero is not None,
+            tokens_in="e4m3",
+            sums=True,
+        )
 
     def dequantize(self) -> Array:
         """float32 [..., out, in]: the definition of what the codes mean."""
         codes = layout.unpack_nibbles(self.packed).astype(jnp.float32)
         zero = 8.0 if self.zero is None else self._per_input(self.zero)
         return (codes - zero) * self._per_input(self.scale)
+
+    @property
+    def can_be_copied(self) -> bool:
+        return True
 
     def largest(self) -> Array:
         """The largest magnitude that codes could give in each row: float32 [..., out / 64, 1, 64].
@@ -65,6 +70,12 @@ class Int4Weight(NamedTuple):
         zero = 8.0 if self.zero is None else self.zero.astype(jnp.float32)
         reach = jnp.maximum(jnp.abs(zero), jnp.abs(15.0 - zero))
         return layout.or_one(jnp.max(jnp.abs(self.scale) * reach, axis=-2, keepdims=True))
+
+    def e4m3_scale(self) -> Array:
+        return self.largest() / E4M3_MAX
+
+    def e4m3_factors(self, scale: Array) -> Array:
+        return 1.0 / scale
 
     def _per_input(self, tiled: Array) -> Array:
         values = layout.untile_rows(tiled).astype(jnp.float32)

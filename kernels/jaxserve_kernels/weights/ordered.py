@@ -11,18 +11,21 @@ from jaxserve_kernels.weights.format import Quantized
 from jaxserve_kernels.weights.int4 import Int4Weight
 
 
-@Quantized.register
-class OrderedInt4Weight(NamedTuple):
+class _Arrays(NamedTuple):
+    packed: Array  # this and those below: see Int4Weight
+    scale: Array
+    order: Array  # int32 [..., in]: a permutation
+    zero: Array | None = None
+
+
+class OrderedInt4Weight(_Arrays, Quantized):
     """weight[n, order[i]] = stored[n, i]: the product takes its inputs in that order.
 
     GPTQ with activation order quantises the inputs with the largest activations first; those that
     share a scale are then scattered. Stored side by side they are groups like any other's.
     """
 
-    packed: Array  # this and those below: see Int4Weight
-    scale: Array
-    order: Array  # int32 [..., in]: a permutation
-    zero: Array | None = None
+    __slots__ = ()
 
     @property
     def stored(self) -> Int4Weight:
@@ -35,23 +38,17 @@ class OrderedInt4Weight(NamedTuple):
         return self.stored.shape
 
     @property
-    def has_kernel(self) -> bool:
-        """Products take what is `stored`."""
-        return False
-
-    @property
-    def row_bytes(self) -> int:
-        return self.stored.row_bytes
-
-    @property
-    def kernel_arrays(self) -> tuple[Array, Array, Array]:
-        return self.stored.kernel_arrays
-
-    @property
-    def kernel_constants(self) -> dict[str, int]:
-        return self.stored.kernel_constants
+    def reordered(self) -> tuple[Array, Quantized]:
+        return self.order, self.stored
 
     def dequantize(self) -> Array:
         """float32 [..., out, in]: the definition of what the codes mean."""
         place = jnp.argsort(self.order, axis=-1)[..., None, :]
         return jnp.take_along_axis(self.stored.dequantize(), place, axis=-1)
+
+    @property
+    def can_be_copied(self) -> bool:
+        return True
+
+    def e4m3_scale(self) -> Array:
+        return self.stored.e4m3_scale()

@@ -12,14 +12,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxserve_kernels.kv_format.base import AttentionStep, CacheShape
 from jaxserve_kernels.kv_format.eight_bit import reference
-from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
+from jaxserve_kernels.kv_format.eight_bit.reference import EightBitKV, Fp8KV, Int8KV
 from jaxserve_kernels.kv_format.format import QuantizedKVFormat
 from jaxserve_kernels.op import NO_KERNELS, Implementation, Op, anything, on_kernels
 from jaxserve_kernels.target import Target
 
 
 class _EightBit(QuantizedKVFormat):
-    def tokens_per_page(self, kv: Int8KV | Fp8KV) -> int:
+    def tokens_per_page(self, kv: EightBitKV) -> int:
         return kv.words.shape[4]
 
     @property

@@ -7,14 +7,14 @@ i + head_dim/2 in its high byte.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxserve_kernels.attention_inputs.reference import HeadWeights, heads_of
-from jaxserve_kernels.kv_format.base import AttentionStep
+from jaxserve_kernels.kv_format.base import AttentionStep, CacheArrays
 from jaxserve_kernels.paged_attention import attend_pages
 from jaxserve_kernels.target import Target
 
@@ -22,18 +22,80 @@ FP8_MAX = 448.0
 """The largest finite e4m3 number (OCP 8-bit floating point specification, revision 1.0)."""
 
 
-class Int8KV(NamedTuple):
-    """Element = (byte - 128) * scale, with scale = largest magnitude of the head / 127."""
-
+class _Arrays(NamedTuple):
     words: Array  # int16 [layers, pages, kv_heads, 2, page_size, head_dim/2]
-    scales: Array  # float32 [layers, pages, kv_heads, 2, page_size]
+    scales: Array  # float32, see below
 
 
-class Fp8KV(NamedTuple):
-    """Element = e4m3 number * scale; what is beyond 448 * scale becomes that."""
+class EightBitKV(_Arrays, CacheArrays):
+    """A cache of bytes and scales."""
 
-    words: Array  # int16 [layers, pages, kv_heads, 2, page_size, head_dim/2]
-    scales: Array  # float32 [layers, kv_heads, 2]
+    __slots__ = ()
+
+    @property
+    def fp8(self) -> bool:
+        """Its bytes are e4m3 numbers, whose scales are given; else integers, whose scales are
+        found and stored where they are written."""
+        raise NotImplementedError
+
+    def read(self, layer: int, pages: Array, side: int) -> Array:
+        """Keys (0) or values (1) of pages of any shape, float32 [*pages.shape, kv_heads, page_size,
+        head_dim]."""
+        raise NotImplementedError
+
+    def write(self, layer: int, keys: Array, values: Array, step: AttentionStep) -> Self:
+        """The cache with keys and values [tokens, kv_heads, head_dim] at their pages and
+        offsets."""
+        raise NotImplementedError
+
+    def _with_words(self, layer: int, words: Array, step: AttentionStep) -> Self:
+        place = self.words.at[layer, step.pages, :, :, step.offsets]
+        return self._replace(words=place.set(words))
+
+
+class Int8KV(EightBitKV):
+    """Element = (byte - 128) * scale, with scale = largest magnitude of the head / 127.
+
+    scales are [layers, pages, kv_heads, 2, page_size].
+    """
+
+    __slots__ = ()
+
+    @property
+    def fp8(self) -> bool:
+        return False
+
+    def read(self, layer: int, pages: Array, side: int) -> Array:
+        words = self.words[layer, pages, :, side]
+        return decode_int8(words, self.scales[layer, pages, :, side])
+
+    def write(self, layer: int, keys: Array, values: Array, step: AttentionStep) -> Self:
+        words, scales = encode_int8(jnp.stack([keys, values], axis=2))
+        place = self.scales.at[layer, step.pages, :, :, step.offsets]
+        return self._replace(scales=place.set(scales))._with_words(layer, words, step)
+
+
+class Fp8KV(EightBitKV):
+    """Element = e4m3 number * scale; what is beyond 448 * scale becomes that.
+
+    scales are [layers, kv_heads, 2].
+    """
+
+    __slots__ = ()
+
+    @property
+    def fp8(self) -> bool:
+        return True
+
+    def read(self, layer: int, pages: Array, side: int) -> Array:
+        words = self.words[layer, pages, :, side]
+        scales = self.scales[layer, :, side, None]
+        return decode_fp8(words, jnp.broadcast_to(scales, words.shape[:-1]))
+
+    def write(self, layer: int, keys: Array, values: Array, step: AttentionStep) -> Self:
+        both = jnp.stack([keys, values], axis=2)
+        words = encode_fp8(both, jnp.broadcast_to(self.scales[layer], both.shape[:-1]))
+        return self._with_words(layer, words, step)
 
 
 def pair(elements: Array) -> Array:
@@ -59,6 +121,7 @@ def encode_int8(x: Array) -> tuple[Array, Array]:
 
 
 def decode_int8(words: Array, scales: Array) -> Array:
+    """float32 [..., head_dim] of words [..., head_dim/2] and scales [...]."""
     return (unpair(words).astype(jnp.float32) - 128) * scales[..., None]
 
 
@@ -69,6 +132,7 @@ def encode_fp8(x: Array, scales: Array) -> Array:
 
 
 def decode_fp8(words: Array, scales: Array) -> Array:
+    """float32 [..., head_dim] of words [..., head_dim/2] and scales [...]."""
     numbers = lax.bitcast_convert_type(unpair(words), jnp.float8_e4m3fn)
     return numbers.astype(jnp.float32) * scales[..., None]
 
@@ -85,32 +149,7 @@ def largest_magnitudes(kv: Fp8KV) -> Array:
     return numbers.astype(jnp.float32) * kv.scales
 
 
-def write[Cache: Int8KV | Fp8KV](
-    kv: Cache, layer: int, keys: Array, values: Array, step: AttentionStep
-) -> Cache:
-    """Store keys and values [tokens, kv_heads, head_dim] at their pages and offsets."""
-    both = jnp.stack([keys, values], axis=2)
-    if isinstance(kv, Int8KV):
-        words, scales = encode_int8(both)
-        place = kv.scales.at[layer, step.pages, :, :, step.offsets]
-        kv = kv._replace(scales=place.set(scales))
-    else:
-        words = encode_fp8(both, jnp.broadcast_to(kv.scales[layer], both.shape[:-1]))
-    place = kv.words.at[layer, step.pages, :, :, step.offsets]
-    return kv._replace(words=place.set(words))
-
-
-def read(kv: Int8KV | Fp8KV, layer: int, pages: Array, side: int) -> Array:
-    """Keys (0) or values (1) of pages of any shape, float32 [*pages.shape, kv_heads, page_size,
-    head_dim]."""
-    words = kv.words[layer, pages, :, side]
-    if isinstance(kv, Int8KV):
-        return decode_int8(words, kv.scales[layer, pages, :, side])
-    scales = kv.scales[layer, :, side, None]
-    return decode_fp8(words, jnp.broadcast_to(scales, words.shape[:-1]))
-
-
-def attend[Cache: Int8KV | Fp8KV](
+def attend[Cache: EightBitKV](
     qkv: Array,
     kv: Cache,
     layer: int,
@@ -126,10 +165,10 @@ def attend[Cache: Int8KV | Fp8KV](
 ) -> tuple[Array, Cache]:
     """See `kv_format.attend`; keys and values are rounded to the format, nothing else is."""
     q, k, v = heads_of(qkv, heads, tables, kv_heads=kv.words.shape[2], eps=eps, dtype=dtype)
-    kv = write(kv, layer, k, v, step)
+    kv = kv.write(layer, k, v, step)
     out = attend_pages(
         q.astype(jnp.float32),
-        lambda pages, side: read(kv, layer, pages, side),
+        lambda pages, side: kv.read(layer, pages, side),
         step.page_table,
         step.tiles,
         tile_size=tile_size,

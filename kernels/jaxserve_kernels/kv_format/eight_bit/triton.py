@@ -14,8 +14,8 @@ from triton.experimental.gluon import language as gl
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots
 from jaxserve_kernels.kv_format.base import AttentionStep
 from jaxserve_kernels.kv_format.eight_bit import triton_attention, triton_expand
-from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
-from jaxserve_kernels.kv_format.eight_bit.triton_inputs import write
+from jaxserve_kernels.kv_format.eight_bit.reference import EightBitKV
+from jaxserve_kernels.kv_format.eight_bit.triton_inputs import frozen, references, write
 from jaxserve_kernels.kv_format.eight_bit.triton_numbers import numbers
 from jaxserve_kernels.op import Refusal
 from jaxserve_kernels.paged_attention import triton_warps
@@ -24,7 +24,7 @@ from jaxserve_kernels.paged_attention.triton_visits import FP8, INT8
 from jaxserve_kernels.target import Target
 
 
-def attend[Cache: Int8KV | Fp8KV](
+def attend[Cache: EightBitKV](
     qkv: Array,
     kv: Cache,
     layer: int,
@@ -38,6 +38,8 @@ def attend[Cache: Int8KV | Fp8KV](
     window: int | None = None,
     target: Target,
 ) -> tuple[Array, Cache]:
+    """See `kv_format.attend`: one kernel writes, others attend, those of chunks over expanded
+    pages."""
     q, kv = write(qkv, kv, layer, heads, tables, step, eps=eps, dtype=dtype, target=target)
     if tile_size == 1:
         tiles = step.tiles.in_one_list()
@@ -50,14 +52,14 @@ def attend[Cache: Int8KV | Fp8KV](
     if step.tiles.decode_rows is None:
         return result, kv
     out = jax.new_ref(result)
-    triton_attention.attend_some(
+    triton_attention.attend_decode_rows(
         q, kv, layer, step.page_table, step.tiles.decode_rows, out, window=window, target=target
     )
     return jax.freeze(out), kv
 
 
 def streams(
-    qkv: Array, kv: Int8KV | Fp8KV, step: AttentionStep, *,
+    qkv: Array, kv: EightBitKV, step: AttentionStep, *,
     tile_size: int, dtype: DTypeLike, target: Target,
 ) -> Config | Refusal:  # fmt: skip
     """How `stream` is launched."""
@@ -73,11 +75,11 @@ def streams(
     )
 
 
-def _kind(kv: Int8KV | Fp8KV) -> gl.constexpr:
-    return FP8 if isinstance(kv, Fp8KV) else INT8
+def _kind(kv: EightBitKV) -> gl.constexpr:
+    return FP8 if kv.fp8 else INT8
 
 
-def stream[Cache: Int8KV | Fp8KV](
+def stream[Cache: EightBitKV](
     qkv: Array,
     kv: Cache,
     layer: int,
@@ -91,12 +93,10 @@ def stream[Cache: Int8KV | Fp8KV](
     target: Target,
 ) -> tuple[Array, Cache]:
     """Single tokens, by a kernel that computes what it needs of them."""
-    words = jax.new_ref(kv.words)
-    scales = kv.scales if isinstance(kv, Fp8KV) else jax.new_ref(kv.scales)
+    words, scales = references(kv)
     out = triton_warps.launch(
         qkv, words, scales, layer, heads, tables, KVSlots(step.pages, step.offsets),
         step.page_table, step.tiles.in_one_list(), config,
         eps=eps, kind=_kind(kv), window=window, target=target,
     )  # fmt: skip
-    kv = kv._replace(words=jax.freeze(words))
-    return out, kv if isinstance(scales, Array) else kv._replace(scales=jax.freeze(scales))
+    return out, frozen(kv, words, scales)

@@ -7,18 +7,17 @@ the result (fp8). One program per token, KV head and split of the context, as in
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jax import Array
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.kv_format.base import limits_of
-from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
+from jaxserve_kernels.kv_format.eight_bit.reference import EightBitKV
 from jaxserve_kernels.kv_format.eight_bit.triton_numbers import halves, numbers
 from jaxserve_kernels.paged_attention import QueryTiles, triton_decode_rows
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
-from jaxserve_kernels.paged_attention.triton import first_block
+from jaxserve_kernels.paged_attention.triton import first_block, merged, part_types
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
@@ -129,13 +128,14 @@ def _store_rows(out_ptr, row, valid, low, high):
 @triton.jit
 def _attend(
     q_ptr, words_ptr, scales_ptr, layer, table_ptr, first_ptr, length_ptr, slot_ptr,
-    position_ptr, out_ptr, peak_ptr, weight_ptr,
+    position_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr,
     num_pages, table_stride, scale: tl.constexpr,
     q_heads: tl.constexpr, kv_heads: tl.constexpr,
     ROWS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, FAST: tl.constexpr,
     WINDOW: tl.constexpr = 0, EARLY: tl.constexpr = False,
 ):  # fmt: skip
+    """A program per tile, KV head and split."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -144,38 +144,50 @@ def _attend(
     position = tl.load(position_ptr + tile)
     first = tl.load(first_ptr + tile).to(tl.int64)
     table = table_ptr + tl.load(slot_ptr + tile).to(tl.int64) * table_stride
+    before = first_block(position, KEYS, WINDOW)
+    blocks = position // KEYS + 1 - before
+    per_split = tl.cdiv(blocks, SPLITS)
+    begin = before + split * per_split
+    end = tl.minimum(begin + per_split, before + blocks)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    if length > 0:
+    if (length > 0) & (begin < end):
         row = tl.arange(0, ROWS)
         valid = row < group
         q_row = first * q_heads + kv_head * group + row
-        blocks = position // KEYS + 1
-        if WINDOW:
-            before = first_block(position, KEYS, WINDOW)
-            per_split = tl.cdiv(blocks - before, SPLITS)
-            begin = before + split * per_split
-        else:
-            per_split = tl.cdiv(blocks, SPLITS)
-            begin = split * per_split
         peak, weight, acc_low, acc_high = _visit_blocks(
             q_ptr, q_row, valid, words_ptr, scales_ptr, layer, num_pages, table, table_stride,
-            kv_head, begin, tl.minimum(begin + per_split, blocks), position, scale, kv_heads,
+            kv_head, begin, end, position, scale, kv_heads,
             ROWS, HALF, PAGE, KEYS, STAGES, FP8, FAST, WINDOW,
         )  # fmt: skip
-        if SPLITS == 1:
-            total = weight[:, None]
-            _store_rows(out_ptr, q_row, valid, acc_low / total, acc_high / total)
-        else:
-            part = ((tile * kv_heads + kv_head) * SPLITS + split).to(tl.int64) * ROWS + row
-            _store_rows(out_ptr, part, valid, acc_low, acc_high)
-            tl.store(peak_ptr + part, peak, mask=valid)
-            tl.store(weight_ptr + part, weight, mask=valid)
+        part = (tile * kv_heads + kv_head) * SPLITS + split
+        _store(
+            out_ptr, q_row, part_ptr, peak_ptr, weight_ptr, part, valid, per_split >= blocks,
+            peak, weight, acc_low, acc_high,
+        )  # fmt: skip
 
 
 @triton.jit
-def _attend_shares(
+def _store(
+    out_ptr, q_row, part_ptr, peak_ptr, weight_ptr, part, valid, whole,
+    peak, weight, acc_low, acc_high,
+):  # fmt: skip
+    """The result of rows whose context was seen as a whole, or their part number `part`, which is
+    merged with others."""
+    ROWS: tl.constexpr = acc_low.shape[0]
+    if whole:
+        total = weight[:, None]
+        _store_rows(out_ptr, q_row, valid, acc_low / total, acc_high / total)
+    else:
+        at = (part * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        _store_rows(part_ptr, at, valid, acc_low, acc_high)
+        tl.store(peak_ptr + at, peak, mask=valid)
+        tl.store(weight_ptr + at, weight, mask=valid)
+
+
+@triton.jit
+def _attend_decode_rows(
     q_ptr, words_ptr, scales_ptr, layer, table_ptr,
     first_ptr, slot_ptr, position_ptr, begin_ptr, end_ptr,
     out_ptr, part_ptr, peak_ptr, weight_ptr,
@@ -202,43 +214,11 @@ def _attend_shares(
             kv_head, begin, end, last, scale, kv_heads,
             ROWS, HALF, PAGE, KEYS, STAGES, FP8, FAST, WINDOW,
         )  # fmt: skip
-        if (begin == first_block(last, KEYS, WINDOW)) & (end > last // KEYS):
-            total = weight[:, None]
-            _store_rows(out_ptr, q_row, valid, acc_low / total, acc_high / total)
-        else:
-            part = ((place * kv_heads + kv_head) * ROWS + row).to(tl.int64)
-            _store_rows(part_ptr, part, valid, acc_low, acc_high)
-            tl.store(peak_ptr + part, peak, mask=valid)
-            tl.store(weight_ptr + part, weight, mask=valid)
-
-
-@triton.jit
-def _merge_splits(
-    acc_ptr, peak_ptr, weight_ptr, first_ptr, length_ptr, out_ptr,
-    q_heads: tl.constexpr, kv_heads: tl.constexpr,
-    ROWS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
-    EARLY: tl.constexpr = False,
-):  # fmt: skip
-    """Adds what the programs that share a context found, by their softmax weights."""
-    tile = tl.program_id(0)
-    q_head = tl.program_id(1)
-    group: tl.constexpr = q_heads // kv_heads
-    length = tl.load(length_ptr + tile)
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    if length > 0:
-        split = tl.arange(0, SPLITS)
-        dim = tl.arange(0, DIM)
-        part = ((tile * kv_heads + q_head // group) * SPLITS + split).to(tl.int64) * ROWS
-        part += q_head % group
-        peaks = tl.load(peak_ptr + part)
-        shrink = tl.exp2(peaks - tl.max(peaks, axis=0))
-        weight = tl.sum(tl.load(weight_ptr + part) * shrink, axis=0)
-        acc = tl.load(acc_ptr + part[:, None] * DIM + dim[None, :])
-        out = tl.sum(acc * shrink[:, None], axis=0) / weight
-        q_row = tl.load(first_ptr + tile).to(tl.int64) * q_heads + q_head
-        tl.store(out_ptr + q_row * DIM + dim, out.to(out_ptr.dtype.element_ty))
+        whole = (begin == first_block(last, KEYS, WINDOW)) & (end > last // KEYS)
+        _store(
+            out_ptr, q_row, part_ptr, peak_ptr, weight_ptr, place * kv_heads + kv_head, valid,
+            whole, peak, weight, acc_low, acc_high,
+        )  # fmt: skip
 
 
 def heuristic(*, tiles: int, kv_heads: int, pages_per_seq: int, target: Target) -> Config:
@@ -251,7 +231,7 @@ def heuristic(*, tiles: int, kv_heads: int, pages_per_seq: int, target: Target) 
 
 def attend(
     q: Array,
-    kv: Int8KV | Fp8KV,
+    kv: EightBitKV,
     layer: int,
     page_table: Array,
     tiles: QueryTiles,
@@ -266,16 +246,15 @@ def attend(
         tiles=num_tiles, kv_heads=kv_heads, pages_per_seq=page_table.shape[1], target=target
     )
     rows = _rows(q, kv)
-    parts = (num_tiles, kv_heads, config.splits, rows) if config.splits > 1 else (1,)
-    statistics = jax.ShapeDtypeStruct(parts, jnp.float32)
-    sums = jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32)
-    whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    result, *others = triton_call(
+    result, *parts = triton_call(
         q, kv.words, kv.scales, layer, page_table, *tiles[:4],
         kernel=_attend,
         name="paged_attention_8_bit",
         target=target,
-        out_type=(whole if config.splits == 1 else sums, statistics, statistics),
+        out_type=(
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            *part_types(num_tiles, kv_heads, config.splits, rows, head_dim),
+        ),
         grid=(num_tiles, kv_heads, config.splits),
         num_warps=config.num_warps,
         num_pages=num_pages, table_stride=page_table.shape[1],
@@ -285,23 +264,14 @@ def attend(
         SPLITS=config.splits, STAGES=config.num_stages, WINDOW=window or 0,
         **numbers(q.dtype, kv, target=target),
     )  # fmt: skip
-    if config.splits == 1:
-        return result
-    return triton_call(
-        result, *others, tiles.first, tiles.length,
-        kernel=_merge_splits,
-        name="paged_attention_merge",
-        target=target,
-        out_type=whole,
-        grid=(num_tiles, q_heads),
-        num_warps=4,
-        q_heads=q_heads, kv_heads=kv_heads, ROWS=rows, DIM=head_dim, SPLITS=config.splits,
-    )  # fmt: skip
+    return merged(
+        result, parts, tiles, config, tile_size=1, keys=KEYS, window=window, target=target
+    )
 
 
-def attend_some(
+def attend_decode_rows(
     q: Array,
-    kv: Int8KV | Fp8KV,
+    kv: EightBitKV,
     layer: int,
     page_table: Array,
     tiles: QueryTiles,
@@ -315,14 +285,14 @@ def attend_some(
     num_pages, kv_heads, _, page_size, half = kv.words.shape[1:]
     q_heads, head_dim = q.shape[1:]
     rows = _rows(q, kv)
-    shares, parts = triton_decode_rows.share(tiles, keys=KEYS, window=window)
+    splits, parts = triton_decode_rows.split_contexts(tiles, keys=KEYS, window=window)
     written = triton_call(
-        q, kv.words, kv.scales, layer, page_table, *shares, out,
-        kernel=_attend_shares,
-        name="paged_attention_8_bit_singles",
+        q, kv.words, kv.scales, layer, page_table, *splits, out,
+        kernel=_attend_decode_rows,
+        name="paged_attention_8_bit_decode_rows",
         target=target,
         out_type=triton_decode_rows.part_types(kv_heads, rows, head_dim),
-        grid=(shares.first.shape[0], kv_heads),
+        grid=(splits.first.shape[0], kv_heads),
         num_warps=2,
         num_pages=num_pages, table_stride=page_table.shape[1],
         scale=head_dim**-0.5 * LOG2_E,
@@ -333,6 +303,6 @@ def attend_some(
     triton_decode_rows.merge(written, parts, out, target=target)
 
 
-def _rows(q: Array, kv: Int8KV | Fp8KV) -> int:
+def _rows(q: Array, kv: EightBitKV) -> int:
     """Query heads that share a KV head, as many as the tensor cores take at least."""
     return max(16, triton.next_power_of_2(q.shape[1] // kv.words.shape[2]))

@@ -10,7 +10,7 @@ from jax import Array
 
 from jaxserve_kernels.kv_format import chunks
 from jaxserve_kernels.kv_format.base import AttentionStep
-from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
+from jaxserve_kernels.kv_format.eight_bit.reference import EightBitKV
 from jaxserve_kernels.kv_format.eight_bit.triton_numbers import halves, numbers
 from jaxserve_kernels.paged_attention import paged_attention
 from jaxserve_kernels.target import Target
@@ -45,7 +45,7 @@ def _expand(
 
 def attend(
     q: Array,
-    kv: Int8KV | Fp8KV,
+    kv: EightBitKV,
     layer: int,
     step: AttentionStep,
     *,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import triton
@@ -13,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.attention_inputs.triton_parts import head_halves
 from jaxserve_kernels.kv_format.base import AttentionStep
-from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
+from jaxserve_kernels.kv_format.eight_bit.reference import EightBitKV
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
@@ -94,7 +95,7 @@ def _write(
         tl.store(words_ptr + row[:, None] * HALF + dim[None, :], words)
 
 
-def write[Cache: Int8KV | Fp8KV](
+def write[Cache: EightBitKV](
     qkv: Array,
     kv: Cache,
     layer: int,
@@ -111,9 +112,7 @@ def write[Cache: Int8KV | Fp8KV](
     parts, tokens, width = qkv.shape
     q_heads = width // (2 * half) - 2 * kv_heads
     block = math.gcd(math.gcd(q_heads, kv_heads), _MAX_HEADS)
-    fp8 = isinstance(kv, Fp8KV)
-    words = jax.new_ref(kv.words)
-    scales = kv.scales if fp8 else jax.new_ref(kv.scales)
+    words, scales = references(kv)
     q = triton_call(
         qkv, words, scales, layer, *heads, *tables, step.pages, step.offsets,
         kernel=_write,
@@ -124,7 +123,17 @@ def write[Cache: Int8KV | Fp8KV](
         num_warps=4,
         num_pages=num_pages, stride=tokens * width, parts=parts,
         q_heads=q_heads, kv_heads=kv_heads, page_size=page_size,
-        eps=eps, FP8=fp8, E4M3=target.gpu.compute_capability >= 89, HEADS=block, HALF=half,
+        eps=eps, FP8=kv.fp8, E4M3=target.gpu.compute_capability >= 89, HEADS=block, HALF=half,
     )  # fmt: skip
+    return q, frozen(kv, words, scales)
+
+
+def references(kv: EightBitKV) -> tuple[Any, Any]:
+    """Words and scales to write into; scales that are given are only read."""
+    return jax.new_ref(kv.words), kv.scales if kv.fp8 else jax.new_ref(kv.scales)
+
+
+def frozen[Cache: EightBitKV](kv: Cache, words: Any, scales: Any) -> Cache:
+    """The cache with what kernels have written into its `references`."""
     kv = kv._replace(words=jax.freeze(words))
-    return q, kv if fp8 else kv._replace(scales=jax.freeze(scales))
+    return kv if kv.fp8 else kv._replace(scales=jax.freeze(scales))

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from jax.typing import DTypeLike
 
-from jaxserve_kernels.kv_format.eight_bit.reference import Fp8KV, Int8KV
+from jaxserve_kernels.kv_format.eight_bit.reference import EightBitKV
 from jaxserve_kernels.target import Target
 
 
@@ -50,6 +50,7 @@ def float_of(byte, FP8: tl.constexpr):
 
 @triton.jit
 def halves(words, FP8: tl.constexpr, FAST: tl.constexpr):
+    """The numbers of the low and of the high bytes, in float32 or, FAST, in what holds them."""
     if FAST and FP8:
         first, second = _fp8_halves(words)
     elif FAST:
@@ -60,9 +61,8 @@ def halves(words, FP8: tl.constexpr, FAST: tl.constexpr):
     return first, second
 
 
-def numbers(dtype: DTypeLike, kv: Int8KV | Fp8KV, *, target: Target) -> dict[str, bool]:
+def numbers(dtype: DTypeLike, kv: EightBitKV, *, target: Target) -> dict[str, bool]:
     """Which numbers the bytes are, and whether there are instructions that convert them for
     activations of `dtype`."""
-    fp8 = isinstance(kv, Fp8KV)
-    fast = dtype == jnp.bfloat16 and target.gpu.compute_capability >= (89 if fp8 else 80)
-    return {"FP8": fp8, "FAST": fast}
+    fast = dtype == jnp.bfloat16 and target.gpu.compute_capability >= (89 if kv.fp8 else 80)
+    return {"FP8": kv.fp8, "FAST": fast}

@@ -32,6 +32,9 @@ class KVarN(QuantizedKVFormat):
 
     arrays = KVarNKV
     windows_on_gpus = False
+    """Every kernel visits the first page of a context, its encoded pages and the one that grows:
+    attention of single tokens (two kernels and their merges) and what expands the pages of chunks.
+    A window would be other bounds and a mask in each of them."""
     computes_whole_tiles = True
     rewrites_pages = False
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxserve_kernels.kv_format.base import CacheArrays
 from jaxserve_kernels.kv_format.kvarn import codec
 from jaxserve_kernels.kv_format.kvarn.codec import Coded
 
@@ -18,7 +19,14 @@ SINK, TAIL = 0, 1
 """Tiles of a slot in full precision: the sequence's first page, and the one that it fills."""
 
 
-class KVarNKV(NamedTuple):
+class _Arrays(NamedTuple):
+    key_words: Array  # int16 [layers, pages, kv_heads, group, quarter]
+    value_words: Array  # int16 [layers, pages, kv_heads, group (4 bits) or group/2, quarter]
+    scales: Array  # float16 [layers, pages, kv_heads, 3 * (head_dim + group)], see `Scales`
+    raw: Array  # [layers, slots, 2, kv_heads, 2, group, head_dim]: sink and tail; keys, values
+
+
+class KVarNKV(_Arrays, CacheArrays):
     """The cache. `quarter` is head_dim/4.
 
     Word [token, i] of the keys holds the codes of channels i, i + quarter, ... in its bits 0-3,
@@ -26,17 +34,16 @@ class KVarNKV(NamedTuple):
     tile apart: word [token, i] has the codes of `token` in bits 0-7 and of token + group/2 in 8-15.
     """
 
-    key_words: Array  # int16 [layers, pages, kv_heads, group, quarter]
-    value_words: Array  # int16 [layers, pages, kv_heads, group (4 bits) or group/2, quarter]
-    scales: Array  # float16 [layers, pages, kv_heads, 3 * (head_dim + group)], see `Scales`
-    raw: Array  # [layers, slots, 2, kv_heads, 2, group, head_dim]: sink and tail; keys, values
+    __slots__ = ()
 
     @property
     def group(self) -> int:
+        """Tokens of a tile, and of a page."""
         return self.raw.shape[5]
 
     @property
     def value_bits(self) -> int:
+        """Of a value's code: 4 or 2."""
         return 4 * self.value_words.shape[3] // self.group
 
 

@@ -34,6 +34,8 @@ def attend(
     dtype: DTypeLike,
     target: Target,
 ) -> tuple[Array, KVarNKV]:
+    """See `kv_format.attend`. Single tokens attend to encoded pages, and what they fill is encoded
+    by `end_step`; chunks are encoded first, and attend to plain keys and values made of pages."""
     decodes = tile_size == 1  # then each token is of a sequence of its own
     q, kv, fresh = inputs(
         qkv, kv, layer, heads, tables, step, eps=eps, keep=decodes, dtype=dtype, target=target
@@ -47,13 +49,14 @@ def attend(
     if step.tiles.decode_rows is None:
         return result, kv
     out = jax.new_ref(result)
-    triton_attention.attend_some(
+    triton_attention.attend_decode_rows(
         q, kv, layer, step.page_table, step.tiles.decode_rows, out, target=target
     )
     return jax.freeze(out), kv
 
 
 def end_step(kv: KVarNKV, step: AttentionStep, *, tile_size: int, target: Target) -> KVarNKV:
+    """See `kv_format.end_step`: encodes the pages that single tokens have filled, in all layers."""
     if tile_size > 1:
         return kv
     return encode_filled(kv, 0, kv.raw.shape[0], None, step, target=target)

@@ -165,7 +165,7 @@ def _splits_of(count, kv_heads: tl.constexpr, PROGRAMS: tl.constexpr, MOST: tl.c
 
 
 @triton.jit
-def _attend_some(
+def _attend_decode_rows(
     q_ptr, key_words_ptr, value_words_ptr, scales_ptr, raw_ptr,
     table_ptr, first_ptr, count_ptr, slot_ptr, position_ptr,
     sums_ptr, peak_ptr, weight_ptr,
@@ -243,13 +243,13 @@ def _merge(
 
 
 @triton.jit
-def _merge_some(
+def _merge_decode_rows(
     sums_ptr, peak_ptr, weight_ptr, first_ptr, count_ptr, position_ptr, out_ptr,
     q_heads: tl.constexpr, kv_heads: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
     PROGRAMS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """`_merge` after `_attend_some`: programs take query heads in turn."""
+    """`_merge` after `_attend_decode_rows`: programs take query heads in turn."""
     count = tl.load(count_ptr)
     splits = _splits_of(count, kv_heads, PROGRAMS, MOST)
     for unit in range(tl.program_id(0), count * q_heads, PROGRAMS):
@@ -303,7 +303,7 @@ def attend(
     )  # fmt: skip
 
 
-def attend_some(
+def attend_decode_rows(
     q: Array,
     kv: KVarNKV,
     layer: int,
@@ -325,8 +325,8 @@ def attend_some(
     arrays, types, numbers = _arguments(q, kv, layer, (parts, kv_heads))
     written = triton_call(
         *arrays, page_table, tiles.first, count, tiles.slot, tiles.position,
-        kernel=_attend_some,
-        name="paged_attention_kvarn_some",
+        kernel=_attend_decode_rows,
+        name="paged_attention_kvarn_decode_rows",
         target=target,
         out_type=types,
         grid=(_programs(target),),
@@ -335,8 +335,8 @@ def attend_some(
     )  # fmt: skip
     triton_call(
         *written, tiles.first, count, tiles.position, out,
-        kernel=_merge_some,
-        name="paged_attention_kvarn_merge_some",
+        kernel=_merge_decode_rows,
+        name="paged_attention_kvarn_decode_rows_merge",
         target=target,
         out_type=(),
         grid=(_programs(target),),

@@ -10,13 +10,14 @@ from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.e4m3 import hopper, hopper_bytes, triton
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, format_for
 from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
+from jaxserve_kernels.quantized_matmul.triton_arguments import operand_of
 from jaxserve_kernels.target import Target
-from jaxserve_kernels.weights import Fp8Weight, QuantizedWeight
+from jaxserve_kernels.weights import Quantized
 
 
 def launch(
     x: Array | QuantizedTokens,
-    weight: QuantizedWeight,
+    weight: Quantized,
     config: Config,
     out_type: jax.ShapeDtypeStruct,
     *,
@@ -31,7 +32,7 @@ def launch(
         return triton.launch(
             x, weight, config, out_type, gated=gated, activation=activation, target=target
         )
-    if isinstance(weight, Fp8Weight):
+    if operand_of(weight).bits == 8:
         return hopper_bytes.launch(
             x, weight, config, out_type, gated=gated, activation=activation, target=target
         )

@@ -37,7 +37,7 @@ from jaxserve_kernels.quantized_matmul.triton_unpack import power
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
-from jaxserve_kernels.weights import QuantizedWeight
+from jaxserve_kernels.weights import Quantized
 
 _INT4 = gl.constexpr(INT4.value)
 _NVFP4 = gl.constexpr(NVFP4.value)
@@ -292,7 +292,7 @@ def _product(
 
 def launch(
     x: QuantizedTokens,
-    weight: QuantizedWeight,
+    weight: Quantized,
     config: Config,
     out_type: jax.ShapeDtypeStruct,
     *,

@@ -26,10 +26,11 @@ from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.dense_matmul.hopper import divide
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens
+from jaxserve_kernels.quantized_matmul.triton_arguments import arrays
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
-from jaxserve_kernels.weights import Fp8Weight
+from jaxserve_kernels.weights import Quantized
 
 TOKENS = 128
 DEPTH = 128
@@ -227,7 +228,7 @@ def _product(
 
 def launch(
     x: QuantizedTokens,
-    weight: Fp8Weight,
+    weight: Quantized,
     config: Config,
     out_type: jax.ShapeDtypeStruct,
     *,
@@ -238,6 +239,7 @@ def launch(
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
     out = weight.shape[0]
+    packed, scale, _ = arrays(weight)
     words = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     codes = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     tiles = -(-tokens // TOKENS) * (out // config.rows) * config.splits
@@ -248,8 +250,8 @@ def launch(
     programs = target.gpu.multiprocessors if whole else tiles * pieces
     return triton_call(
         tensor_descriptor(x.codes, (TOKENS, DEPTH), codes),
-        tensor_descriptor(weight.packed.reshape(-1, DEPTH // 2), (64, DEPTH // 2), words),
-        x.scale, weight.scale, tokens, tiles, whole,
+        tensor_descriptor(packed.reshape(-1, DEPTH // 2), (64, DEPTH // 2), words),
+        x.scale, scale, tokens, tiles, whole,
         kernel=_product,
         name=f"{'gated_' if gated else ''}linear_hopper_bytes",
         target=target,

@@ -10,13 +10,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels.quantized_matmul.config import Config
-from jaxserve_kernels.weights import (
-    Fp8Weight,
-    Int4Weight,
-    Int8Weight,
-    Nvfp4Weight,
-    QuantizedWeight,
-)
+from jaxserve_kernels.weights import Quantized
 
 
 class QuantizedTokens(NamedTuple):
@@ -73,15 +67,17 @@ class TokenFormat(NamedTuple):
     padded: int
 
 
-def format_for(weight: QuantizedWeight, tokens: int, config: Config) -> TokenFormat:
+def format_for(weight: Quantized, tokens: int, config: Config) -> TokenFormat:
     """Of the tokens of a product that is launched as `config` says."""
-    in_bytes = config.beforehand or isinstance(weight, Fp8Weight | Int8Weight)
+    operand = weight.operand
+    assert operand is not None, f"no kernel knows {type(weight)}"
+    in_bytes = config.beforehand or operand.bits == 8
     order = Order.BYTES if in_bytes else Order.INPUTS
-    if config.method == "hopper" and not in_bytes and not isinstance(weight, Int4Weight):
-        order = Order.HALF_WORDS if isinstance(weight, Nvfp4Weight) else Order.WORDS
+    if config.method == "hopper" and not in_bytes and not operand.sums:
+        order = Order.WORDS if operand.inputs_per_tile == 128 else Order.HALF_WORDS
     return TokenFormat(
-        dtype=jnp.int8 if isinstance(weight, Int8Weight) else jnp.float8_e4m3fn,
+        dtype=jnp.int8 if operand.tokens_in == "int8" else jnp.float8_e4m3fn,
         order=order,
-        group=weight.group if isinstance(weight, Int4Weight) and not in_bytes else 0,
+        group=operand.group if operand.sums and not in_bytes else 0,
         padded=-(-tokens // config.tokens) * config.tokens,
     )

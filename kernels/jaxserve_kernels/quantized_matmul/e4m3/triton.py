@@ -39,7 +39,7 @@ from jaxserve_kernels.quantized_matmul.triton_unpack import (
 )
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
-from jaxserve_kernels.weights import QuantizedWeight
+from jaxserve_kernels.weights import Quantized
 
 
 @triton.jit
@@ -286,7 +286,7 @@ def _product(
 
 def launch(
     x: QuantizedTokens,
-    weight: QuantizedWeight,
+    weight: Quantized,
     config: Config,
     out_type: jax.ShapeDtypeStruct,
     *,

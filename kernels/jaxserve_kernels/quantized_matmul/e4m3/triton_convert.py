@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jax import Array
 
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, NVFP4, arrays, kind
 from jaxserve_kernels.quantized_matmul.triton_unpack import e4m3_byte, power
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
-from jaxserve_kernels.weights import Fp8Weight, Int4Weight, Mxfp4Weight, Nvfp4Weight, e4m3_scale
+from jaxserve_kernels.weights import Fp8Weight, Quantized
 
 
 @triton.jit
@@ -95,12 +94,12 @@ def _to_e4m3(
             tl.store(out + 32 * plane + lane, _words_of(low, high))
 
 
-def to_fp8(weight: Int4Weight | Nvfp4Weight | Mxfp4Weight, *, target: Target) -> Fp8Weight:
+def to_fp8(weight: Quantized, *, target: Target) -> Fp8Weight:
     """The weight in e4m3, with scales that use e4m3's range up to its largest number."""
     out, k = weight.shape
-    scale = e4m3_scale(weight)
+    scale = weight.e4m3_scale()
     packed = triton_call(
-        *arrays(weight), _factors(weight, scale),
+        *arrays(weight), weight.e4m3_factors(scale),
         kernel=_to_e4m3,
         name="weight_to_e4m3",
         target=target,
@@ -110,15 +109,3 @@ def to_fp8(weight: Int4Weight | Nvfp4Weight | Mxfp4Weight, *, target: Target) ->
         tiles=k // 128, **kind(weight),
     )  # fmt: skip
     return Fp8Weight(packed, scale)
-
-
-def _factors(weight: Int4Weight | Nvfp4Weight | Mxfp4Weight, scale: Array) -> Array:
-    """What the kernel needs of the rows: factors of integers, largest exponents of MXFP4, nothing
-    of NVFP4."""
-    match weight:
-        case Int4Weight():
-            return 1.0 / scale
-        case Nvfp4Weight():
-            return scale
-        case Mxfp4Weight():
-            return weight.largest_exponent()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve_kernels.paged_attention.config import tile_tokens
-from jaxserve_kernels.paged_attention.inputs import AttentionSpec, Chunk, Heads
+from tests.kernels.attention_inputs import AttentionSpec, Chunk, Heads
 
 
 def _decode(*lengths: int) -> tuple[Chunk, ...]:
