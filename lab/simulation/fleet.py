@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 from jaxserve.api import Request, SamplingParams
 from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.scheduler import prefix
 from jaxserve.scheduler.prefix import page_hashes
 from jaxserve.step_times import StepTimes
 from lab.simulation.simulator import STOP, Arrival, Outcome, Simulator
@@ -149,7 +150,7 @@ def serve(
     Yields: each request, the number of its replica, and what it experienced, once all have ended.
     """
     scraped, done = -1.0, list[tuple[Sent, int, Outcome]]()
-    root = replicas[0].simulator.scheduler._root("")
+    root = prefix.root("", "")  # of no salt
     for sent in traffic:
         for replica in replicas:
             replica.advance(sent.at)
