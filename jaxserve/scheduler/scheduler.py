@@ -12,23 +12,18 @@ from jaxserve.api import (
     DeadlineMissed,
     FinishReason,
     Occupancy,
-    Overloaded,
-    Rejected,
-    Request,
     TokenEvent,
 )
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.kv_events.events import Sink
 from jaxserve.plan import Admission, PageEntry, Row, Sampled, StepPlan
-from jaxserve.scheduler import prefix, results
-from jaxserve.scheduler.admission import OutputLengths, has_room, refuse_impossible
+from jaxserve.scheduler import results
+from jaxserve.scheduler.admission import OutputLengths, has_room
 from jaxserve.scheduler.budget import Decodes, Prompt, TokenBudget
-from jaxserve.scheduler.deadlines import waiting_queue
 from jaxserve.scheduler.guided import Guided
-from jaxserve.scheduler.kv_cache_manager import KVCacheManager
 from jaxserve.scheduler.learned_times import Correction
+from jaxserve.scheduler.live_sequences import LiveSequences
 from jaxserve.scheduler.occupancy import occupancy
-from jaxserve.scheduler.pages import PagePool
 from jaxserve.scheduler.preemption import choose_victim
 from jaxserve.scheduler.rows import admission, chunk_row, decode_row
 from jaxserve.scheduler.sequence import Sequence
@@ -38,7 +33,7 @@ from jaxserve.step_times import StepTimes
 log = logging.getLogger(__name__)
 
 
-class Scheduler:
+class Scheduler(LiveSequences):
     """Decides which sequences compute which tokens in each step. It never touches the device.
 
     The loop calls `plan`, launches the plan, and later calls `commit` with the sampled tokens.
@@ -90,12 +85,10 @@ class Scheduler:
           clock: returns seconds.
           cache_events: is told what happens to cached pages, once the device has computed them.
         """
-        self._config = config
-        self._cache = cache
-        self._clock = clock
+        super().__init__(
+            config, cache, times=times, lengths=lengths, clock=clock, cache_events=cache_events
+        )
         self._times = times
-        self._page_size = cache.page_size
-        self._kv_cache = KVCacheManager(config, cache, cache_events)
         context = config.max_chunk_context
         self._chunk_pages = sys.maxsize if context is None else self._kv_cache.pages_for(context)
         self._verify = verification and VerifyRows(
@@ -107,91 +100,12 @@ class Scheduler:
         self._budget = TokenBudget(
             times, max_tokens=config.max_num_batched_tokens, max_itl=config.max_itl
         )
-        self._lengths = lengths or OutputLengths()
-        self._waiting = waiting_queue(config, cache, times, self._lengths)
-        self._running: dict[int, Sequence] = {}
-        self._live: dict[int, Sequence] = {}
-        self._by_request: dict[str, Sequence] = {}
         self._guided = Guided(self._live)
-        self._next_id = 0
-        self._blocked: Sequence | None = None
-        """The first waiting sequence, if it must wait until pages are freed."""
-        self._held = False
-        """Only sequences that were admitted before are admitted."""
         self._uncommitted: list[TokenEvent] = []
         """Events of the commit in progress. If it raises, `fail` returns them."""
-        self.num_preemptions = self.num_steps = 0
+        self.num_steps = 0
         self.num_prompt_tokens = 0
         """Prompt tokens that committed steps computed or found cached; each counts once."""
-
-    @property
-    def max_model_len(self) -> int:
-        return self._config.max_model_len
-
-    @property
-    def pages(self) -> PagePool:
-        """The pages of the fullest cache group, which limits admission."""
-        return self._kv_cache.pages
-
-    @property
-    def pools(self) -> tuple[PagePool, ...]:
-        """The pages of each cache group."""
-        return tuple(group.pool for group in self._kv_cache.groups)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Waiting sequences, preempted ones included."""
-        return len(self._waiting)
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._live)
-
-    # Requests.
-
-    def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-          Rejected: it can never be served.
-          Overloaded: the queue is full.
-
-        After any exception the scheduler is unchanged.
-        """
-        if request.id in self._by_request:
-            raise Rejected(f"a request with the id {request.id!r} is not finished")
-        refuse_impossible(request, self._config, self._cache)
-        # A burst is added before the next plan: requests that it can admit do not count as queued.
-        queued = len(self._waiting) - self._kv_cache.num_free_slots
-        if queued >= self._config.max_queued:
-            raise Overloaded(f"{queued} requests are waiting, the most allowed")
-        now = self._clock()
-        # The last token of a sequence is never computed, so it needs no room in the cache.
-        limit = min(self._config.max_model_len, self._cache.longest + 1)
-        seq = Sequence.of(
-            request,
-            seq_id=self._next_id,
-            limit=limit,
-            level=request.priority if self._config.policy == "priority" else 0,
-            root=prefix.root(self._cache.identity, request.cache_salt),
-            now=now,
-            ttft_slo=self._config.ttft_slo if request.ttft_slo is None else request.ttft_slo,
-        )
-        if self._config.policy == "slo":
-            seq.uncached -= self._kv_cache.cached_tokens(seq)
-        self._waiting.join(seq, now)
-        self._next_id += 1
-        self._live[seq.id] = self._by_request[seq.request_id] = seq
-
-    def abort(self, request_id: str) -> None:
-        """Drop a request in any state. It gets no more events. Unknown ids are ignored."""
-        seq = self._by_request.get(request_id)
-        if seq is not None:
-            self._end(seq)
 
     def shed(self) -> list[tuple[str, DeadlineMissed]]:
         """Drop waiting requests that can no longer meet their deadlines. Returns ids and errors."""
@@ -304,13 +218,6 @@ class Scheduler:
             if victim in growing:
                 growing.remove(victim)
         return idle
-
-    def _preempt(self, seq: Sequence) -> None:
-        """Return a running sequence to the queue. It recomputes later what is not cached."""
-        self._vacate(seq)
-        self._waiting.push(seq)
-        seq.preemptions += 1
-        self.num_preemptions += 1
 
     def _pending(self, prefilling: list[Sequence]) -> list[Prompt]:
         """Returns the prompts that this step could advance, as many as matter for the budget."""
@@ -471,53 +378,3 @@ class Scheduler:
         """Empty the prefix cache. Running sequences keep their pages, which nobody finds: after a
         change of the weights they hold what earlier ones computed."""
         self._kv_cache.forget()
-
-    def hold(self, held: bool) -> None:
-        """Admit no sequence for the first time while held."""
-        self._held = held
-
-    @property
-    def drained(self) -> bool:
-        """Whether no sequence has begun: all that are left wait for their first admission."""
-        return not any(seq.admitted >= 0 for seq in self._live.values())
-
-    def restart(self) -> None:
-        """Return all running sequences to the queue, to compute again what they have. No plan may
-        be in flight."""
-        for seq in list(self._running.values()):
-            self._preempt(seq)
-
-    def _vacate(self, seq: Sequence) -> None:
-        """Free the slot and pages of a running sequence."""
-        del self._running[seq.id]
-        self._kv_cache.free(seq)
-        self._blocked = None
-
-    def _end(self, seq: Sequence) -> None:
-        """End a live sequence. `commit` drops the results of its rows in flight."""
-        if seq.running:
-            self._vacate(seq)
-            self._lengths.observe(seq.max_generated, max(seq.generated, 1))
-        else:
-            self._waiting.remove(seq)
-        self._waiting.ended(seq)
-        self._forget(seq)
-
-    def _forget(self, seq: Sequence) -> None:
-        if self._blocked is seq:
-            self._blocked = None
-        del self._live[seq.id]
-        del self._by_request[seq.request_id]
-
-    def check(self) -> None:
-        """AssertionError if the accounts are inconsistent. Linear in pages and sequences."""
-        running, waiting = list(self._running.values()), list(self._waiting)
-        self._kv_cache.check(running)
-        ranks = [seq.rank for seq in waiting]
-        assert ranks == sorted(ranks), "the queue is not in order"
-        assert sorted(seq.id for seq in running + waiting) == list(self._live), "one is in no queue"
-        assert all(seq.running for seq in running) and not any(seq.running for seq in waiting)
-        assert list(self._by_request.values()) == list(self._live.values())
-        for seq in self._live.values():
-            assert self._by_request[seq.request_id] is seq
-            seq.check(self._page_size)

@@ -1,0 +1,174 @@
+"""The sequences that have not ended: who waits, who runs, and how they change between the two."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from jaxserve.api import Overloaded, Rejected, Request
+from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.kv_events.events import Sink
+from jaxserve.scheduler import prefix
+from jaxserve.scheduler.admission import OutputLengths, refuse_impossible
+from jaxserve.scheduler.deadlines import waiting_queue
+from jaxserve.scheduler.kv_cache_manager import KVCacheManager
+from jaxserve.scheduler.pages import PagePool
+from jaxserve.scheduler.sequence import Sequence
+from jaxserve.step_times import StepTimes
+
+
+class LiveSequences:
+    """The scheduler's part that knows no steps: each live sequence waits, or runs with a slot and
+    pages."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        *,
+        times: StepTimes | None = None,
+        lengths: OutputLengths | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        cache_events: Sink | None = None,
+    ):
+        """See `Scheduler`."""
+        self._config = config
+        self._cache = cache
+        self._clock = clock
+        self._page_size = cache.page_size
+        self._kv_cache = KVCacheManager(config, cache, cache_events)
+        self._lengths = lengths or OutputLengths()
+        self._waiting = waiting_queue(config, cache, times, self._lengths)
+        self._running: dict[int, Sequence] = {}
+        self._live: dict[int, Sequence] = {}
+        self._by_request: dict[str, Sequence] = {}
+        self._next_id = 0
+        self._blocked: Sequence | None = None
+        """The first waiting sequence, if it must wait until pages are freed."""
+        self._held = False
+        """Only sequences that were admitted before are admitted."""
+        self.num_preemptions = 0
+
+    @property
+    def max_model_len(self) -> int:
+        return self._config.max_model_len
+
+    @property
+    def pages(self) -> PagePool:
+        """The pages of the fullest cache group, which limits admission."""
+        return self._kv_cache.pages
+
+    @property
+    def pools(self) -> tuple[PagePool, ...]:
+        """The pages of each cache group."""
+        return tuple(group.pool for group in self._kv_cache.groups)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Waiting sequences, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+          Rejected: it can never be served.
+          Overloaded: the queue is full.
+
+        After any exception the scheduler is unchanged.
+        """
+        if request.id in self._by_request:
+            raise Rejected(f"a request with the id {request.id!r} is not finished")
+        refuse_impossible(request, self._config, self._cache)
+        # A burst is added before the next plan: requests that it can admit do not count as queued.
+        queued = len(self._waiting) - self._kv_cache.num_free_slots
+        if queued >= self._config.max_queued:
+            raise Overloaded(f"{queued} requests are waiting, the most allowed")
+        now = self._clock()
+        # The last token of a sequence is never computed, so it needs no room in the cache.
+        limit = min(self._config.max_model_len, self._cache.longest + 1)
+        seq = Sequence.of(
+            request,
+            seq_id=self._next_id,
+            limit=limit,
+            level=request.priority if self._config.policy == "priority" else 0,
+            root=prefix.root(self._cache.identity, request.cache_salt),
+            now=now,
+            ttft_slo=self._config.ttft_slo if request.ttft_slo is None else request.ttft_slo,
+        )
+        if self._config.policy == "slo":
+            seq.uncached -= self._kv_cache.cached_tokens(seq)
+        self._waiting.join(seq, now)
+        self._next_id += 1
+        self._live[seq.id] = self._by_request[seq.request_id] = seq
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request in any state. It gets no more events. Unknown ids are ignored."""
+        seq = self._by_request.get(request_id)
+        if seq is not None:
+            self._end(seq)
+
+    def hold(self, held: bool) -> None:
+        """Admit no sequence for the first time while held."""
+        self._held = held
+
+    @property
+    def drained(self) -> bool:
+        """Whether no sequence has begun: all that are left wait for their first admission."""
+        return not any(seq.admitted >= 0 for seq in self._live.values())
+
+    def restart(self) -> None:
+        """Return all running sequences to the queue, to compute again what they have. No plan may
+        be in flight."""
+        for seq in list(self._running.values()):
+            self._preempt(seq)
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Return a running sequence to the queue. It recomputes later what is not cached."""
+        self._vacate(seq)
+        self._waiting.push(seq)
+        seq.preemptions += 1
+        self.num_preemptions += 1
+
+    def _vacate(self, seq: Sequence) -> None:
+        """Free the slot and pages of a running sequence."""
+        del self._running[seq.id]
+        self._kv_cache.free(seq)
+        self._blocked = None
+
+    def _end(self, seq: Sequence) -> None:
+        """End a live sequence. `commit` drops the results of its rows in flight."""
+        if seq.running:
+            self._vacate(seq)
+            self._lengths.observe(seq.max_generated, max(seq.generated, 1))
+        else:
+            self._waiting.remove(seq)
+        self._waiting.ended(seq)
+        self._forget(seq)
+
+    def _forget(self, seq: Sequence) -> None:
+        if self._blocked is seq:
+            self._blocked = None
+        del self._live[seq.id]
+        del self._by_request[seq.request_id]
+
+    def check(self) -> None:
+        """AssertionError if the accounts are inconsistent. Linear in pages and sequences."""
+        running, waiting = list(self._running.values()), list(self._waiting)
+        self._kv_cache.check(running)
+        ranks = [seq.rank for seq in waiting]
+        assert ranks == sorted(ranks), "the queue is not in order"
+        assert sorted(seq.id for seq in running + waiting) == list(self._live), "one is in no queue"
+        assert all(seq.running for seq in running) and not any(seq.running for seq in waiting)
+        assert list(self._by_request.values()) == list(self._live.values())
+        for seq in self._live.values():
+            assert self._by_request[seq.request_id] is seq
+            seq.check(self._page_size)
