@@ -281,7 +281,7 @@ def time_decode(
         pending = launched
     runner.collect(pending)
     ends.append(time.perf_counter())
-    kv = batch * context * token_bytes(config)
+    read = weight_bytes(params, batch) + batch * context * token_bytes(config)
     kernels, temp = runner.describe_decode(batch)
     return Timing(
         batch=batch,
@@ -289,10 +289,20 @@ def time_decode(
         step_ms=median(after - before for before, after in itertools.pairwise(ends)) * 1e3,
         mean_ms=(ends[-1] - ends[0]) / args.steps * 1e3,
         host_ms=median(host) * 1e3,
-        floor_ms=(tree_bytes(as_read(params, batch, target=Target.here())) + kv) / bandwidth * 1e3,
+        floor_ms=read / bandwidth * 1e3,
         kernels=kernels,
         temp_mb=temp / 2**20,
     )
+
+
+def weight_bytes(params: decoder.Params, batch: int) -> int:
+    """Returns what a step of so many tokens must read of the weights: of an embedding that is not
+    the output matrix, too, a row for each token."""
+    total = tree_bytes(as_read(params, batch, target=Target.here()))
+    if params.lm_head is None:
+        return total
+    rows = jax.tree.leaves(params.embedding)[0].shape[0]
+    return total - tree_bytes(params.embedding) * (rows - batch) // rows
 
 
 def decode_plans(

@@ -76,32 +76,35 @@ async def measure(engine: Engine, options: argparse.Namespace) -> dict[str, Any]
                 done = await asyncio.to_thread(engine.load_weights, change)
                 await asyncio.sleep(1.0)
                 seen = gaps(arrivals, begun, time.perf_counter())
+                longest, at = max(seen)
                 changes.append(
                     {
                         "in_place": in_place,
                         "running": running.value,
                         "load_seconds": round(done.load_seconds, 3),
                         "between_steps_seconds": round(done.gap_seconds, 4),
-                        "longest_gap_seconds": round(max(seen), 4),
-                        "median_gap_seconds": round(statistics.median(seen), 5),
+                        "longest_gap_seconds": round(longest, 4),
+                        "longest_gap_began_after_seconds": round(at - begun, 3),
+                        "median_gap_seconds": round(statistics.median(gap for gap, _ in seen), 5),
                     }
                 )
     for task in streams:
         task.cancel()
     await asyncio.gather(*streams, return_exceptions=True)
     return {
-        "undisturbed_median_seconds": round(statistics.median(undisturbed), 5),
-        "undisturbed_longest_seconds": round(max(undisturbed), 4),
+        "undisturbed_median_seconds": round(statistics.median(gap for gap, _ in undisturbed), 5),
+        "undisturbed_longest_seconds": round(max(undisturbed)[0], 4),
         "changes": changes,
     }
 
 
-def gaps(arrivals: dict[int, list[float]], begin: float, end: float) -> list[float]:
-    """Returns the seconds between tokens of each stream that came between two moments."""
-    found: list[float] = []
+def gaps(arrivals: dict[int, list[float]], begin: float, end: float) -> list[tuple[float, float]]:
+    """Returns the seconds between tokens of each stream that came between two moments, and when
+    each gap began."""
+    found: list[tuple[float, float]] = []
     for times in arrivals.values():
         within = [each for each in times if begin <= each <= end]
-        found += [after - before for before, after in itertools.pairwise(within)]
+        found += [(after - before, before) for before, after in itertools.pairwise(within)]
     return found
 
 

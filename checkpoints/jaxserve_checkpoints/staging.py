@@ -8,6 +8,7 @@ the rate of the bus: 26 GB/s on an H200, 11 through `jax.device_put` of mapped f
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import mmap
 import os
@@ -72,23 +73,21 @@ class StagingProgram(NamedTuple):
     donated: tuple[int, ...]
 
 
-_ALLOCATE = "weights_empty"
-
-
 def staging_programs(abstract: Any) -> list[StagingProgram]:
-    """Allocation of the large leaves of a tree of ShapeDtypeStruct, and writes into them."""
-    large = [leaf for _, leaf in leaf_paths(abstract) if leaf_nbytes(leaf) > _SMALL]
-
-    def allocate() -> list[jax.Array]:
-        return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in large]
-
-    programs = {_ALLOCATE: StagingProgram(_ALLOCATE, allocate, (), ())}
-    for leaf in large:
+    """Allocation of each large leaf of a tree of ShapeDtypeStruct, and writes into it."""
+    programs: dict[str, StagingProgram] = {}
+    for _, leaf in leaf_paths(abstract):
+        if leaf_nbytes(leaf) <= _SMALL:
+            continue
         chunk = jax.ShapeDtypeStruct((math.prod(leaf.shape) // _pieces(leaf),), leaf.dtype)
         index = jax.ShapeDtypeStruct((), jnp.int32)
-        name = _write_name(leaf)
         whole = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        programs[name] = StagingProgram(name, _write, (whole, chunk, index), (0,))
+        empty = functools.partial(jnp.zeros, leaf.shape, leaf.dtype)
+        for each in (
+            StagingProgram(_name("empty", leaf), empty, (), ()),
+            StagingProgram(_name("write", leaf), _write, (whole, chunk, index), (0,)),
+        ):
+            programs[each.name] = each
     return list(programs.values())
 
 
@@ -101,6 +100,9 @@ def stream[Tree](
 ) -> Tree:
     """The tree of `abstract`, each leaf from its bytes.
 
+    A leaf is allocated when its first bytes are here: a card that serves meanwhile waits 5 ms for
+    each GB that the allocator maps.
+
     Args:
       executables: those of `staging_programs(abstract)`, by name.
 
@@ -108,8 +110,7 @@ def stream[Tree](
       CheckpointError: a file ends before the bytes of a leaf do.
     """
     paths = leaf_paths(abstract)
-    large = [path for path, leaf in paths if leaf_nbytes(leaf) > _SMALL]
-    leaves = dict(zip(large, executables[_ALLOCATE](), strict=True))
+    leaves: dict[str, jax.Array] = {}
     total = sum(leaf_nbytes(leaf) for _, leaf in paths)
     done = 0
     files = [source for source in sources if isinstance(source, LeafBytes)]
@@ -123,13 +124,14 @@ def stream[Tree](
                 else:
                     reader.read(source.segments, start, target)
 
-            if source.path not in leaves:
+            if leaf_nbytes(leaf) <= _SMALL:
                 content = np.empty(leaf_nbytes(leaf), np.uint8)
                 read(0, content)
                 leaves[source.path] = jax.device_put(_typed(content, leaf).reshape(leaf.shape))
                 done += leaf_nbytes(leaf)
                 continue
-            write, pieces = executables[_write_name(leaf)], _pieces(leaf)
+            write, pieces = executables[_name("write", leaf)], _pieces(leaf)
+            leaves[source.path] = executables[_name("empty", leaf)]()
             size = leaf_nbytes(leaf) // pieces
             for index in range(pieces):
                 buffer = buffers.free()
@@ -150,8 +152,8 @@ def _write(leaf: jax.Array, chunk: jax.Array, index: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(pieces, chunk, index, 0).reshape(leaf.shape)
 
 
-def _write_name(leaf: Any) -> str:
-    return f"write_{np.dtype(leaf.dtype).name}_{'x'.join(map(str, leaf.shape))}"
+def _name(does: str, leaf: Any) -> str:
+    return f"{does}_{np.dtype(leaf.dtype).name}_{'x'.join(map(str, leaf.shape))}"
 
 
 def _pieces(leaf: Any) -> int:
@@ -234,12 +236,21 @@ class _Buffers:
 
 @contextlib.contextmanager
 def _buffers() -> Generator[_Buffers]:
-    """Page-aligned memory, pinned where the runtime can do that, unpinned and freed at the end."""
+    """Page-aligned memory, pinned where the runtime can do that, unpinned and freed at the end.
+
+    Its pages exist before they are pinned. Otherwise pinning makes them, ten times as long, and
+    nothing can be launched on the card meanwhile.
+    """
     client = jax.devices()[0].client
-    maps = [mmap.mmap(-1, BUFFER_BYTES) for _ in range(_BUFFERS)]
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory has no huge pages
+    maps = [mmap.mmap(-1, BUFFER_BYTES, flags=private) for _ in range(_BUFFERS)]
+    for each in maps:
+        with contextlib.suppress(OSError):
+            each.madvise(mmap.MADV_HUGEPAGE)
     arrays = [np.frombuffer(each, np.uint8) for each in maps]
     pinned: list[AnyArray] = []
     for array in arrays:
+        array[:] = 0
         with contextlib.suppress(AttributeError, jax.errors.JaxRuntimeError):
             client.dma_map(array.ctypes.data, array.nbytes)
             pinned.append(array)

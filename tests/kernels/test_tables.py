@@ -88,3 +88,11 @@ def test_programs_follow_the_multiprocessors_of_the_card() -> None:
     size = {"tiles": 2, "kv_heads": 8, "rows": 4, "pages_per_seq": 512}
     splits = [attention.choose(target=each, **size).splits for each in (HOPPER, half)]
     assert splits == [16, 8]
+
+
+def test_programs_of_a_product_run_together_where_they_nearly_fill_the_card() -> None:
+    """256 programs on 132 multiprocessors, not the 448 or 512 that the next splits would make."""
+    for depth in (4096, 14_336):
+        chosen = dense.choose(gated=False, tokens=1, out=4096, depth=depth, target=HOPPER)
+        assert isinstance(chosen, dense.Config)
+        assert chosen.splits == 4

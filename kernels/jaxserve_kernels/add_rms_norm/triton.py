@@ -19,10 +19,14 @@ from jaxserve_kernels.triton_call import triton_call
 @triton.jit
 def _normed(
     x_ptr, update_ptr, weight_ptr, total_ptr,
-    stride, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Stores the program's row plus its updates, and returns it with the norm, in x's dtype."""
+    """Stores the program's row plus its updates, and returns it with the norm, in x's dtype.
+
+    Updates are `stride` apart. Where the compiler does not know that number, it cannot tell that
+    they are aligned, and loads each element by itself.
+    """
     row = tl.program_id(0).to(tl.int64) * embed
     column = tl.arange(0, BLOCK)
     mask = column < embed
@@ -46,8 +50,8 @@ def _normed(
 @triton.jit
 def _kernel(
     x_ptr, update_ptr, weight_ptr, total_ptr, out_ptr,
-    stride, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     normed = _normed(
         x_ptr, update_ptr, weight_ptr, total_ptr, stride, embed, eps, parts, BLOCK, EARLY
@@ -60,8 +64,8 @@ def _kernel(
 @triton.jit
 def _quantizing(
     x_ptr, update_ptr, weight_ptr, padded, total_ptr, codes_ptr, scale_ptr, sum_ptr,
-    stride, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, ORDER: tl.constexpr,
+    stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     normed = _normed(
         x_ptr, update_ptr, weight_ptr, total_ptr, stride, embed, eps, parts, BLOCK, False

@@ -29,6 +29,8 @@ from jaxserve_kernels.triton_call import triton_call
 
 _RESERVED = 1024
 """Bytes of shared memory that each program takes beside its own."""
+_MOST_RESIDENT = 4
+"""Programs on a multiprocessor whose rings are still deep enough."""
 
 
 @gluon.jit
@@ -188,15 +190,18 @@ def gated_linear(
 def _launch(
     tokens: int, programs: int, steps: int, config: Config, *, target: Target
 ) -> dict[str, int | bool]:
-    """How programs of so many steps fill the multiprocessors: each holds three of them, or as many
-    as there are for it, whose rings of tiles share its memory.
+    """How programs of so many steps fill the multiprocessors: each holds as many as there are for
+    it, at most four, whose rings of tiles share its memory. If there are more it holds three, and
+    the next begin where others end.
 
     When the next kernel may be brought in was measured on an H200; see lab/logs/decode.md.
     """
     columns = max(8, triton.next_power_of_2(tokens))
     tile = 2 * (config.rows + columns) * config.depth
     device = target.gpu
-    resident = min(3, -(-programs // device.multiprocessors))
+    resident = -(-programs // device.multiprocessors)
+    if resident > _MOST_RESIDENT:
+        resident = _MOST_RESIDENT - 1
     fit = (device.shared_memory // resident - _RESERVED) // tile
     return {
         "TOKENS": columns, "STAGES": min(fit, steps + 1), "NEXT_FIRST": tokens <= 16,
