@@ -28,9 +28,9 @@ def limits_of(target: Target) -> Limits:
 
 
 _NEARLY = 0.95
-"""Share of the wanted programs that is enough. Of Llama-3.1-8B's down and output products 256 on 132
-multiprocessors are faster than the next possible numbers, 448 and 512, by 3.5 % of a step of one
-row (lab/measurements/product_waves_h200.json)."""
+"""Share of the wanted programs that is enough. Of Llama-3.1-8B's down and output products 256 on
+132 multiprocessors are faster than the next possible numbers, 448 and 512, by 3.5 % of a step of
+one row (lab/measurements/product_waves_h200.json)."""
 
 
 @dataclass(frozen=True, kw_only=True)
