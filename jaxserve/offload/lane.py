@@ -144,8 +144,6 @@ class Lane[Job]:
             for chunk in self._chunks(job):
                 while len(self._flying) >= self._depth:
                     self._retire()
-                if copy.error is not None:
-                    break
                 self._link.begin(chunk, self._next_event)
                 copy.flying += 1
                 self._flying.append((copy, self._next_event))
