@@ -99,6 +99,10 @@ class HostSlab:
         """Returns the bytes of a slot, [slot_bytes], to read and write."""
         return self._view[slot * self.stride :][: self.slot_bytes]
 
+    def block(self, slot: int) -> memoryview:
+        """Returns a slot with what follows it up to the next, [stride], as disks want it."""
+        return self._view[slot * self.stride :][: self.stride]
+
     def close(self) -> None:
         """Unpins and frees the memory, which nothing may read or write any more.
 
