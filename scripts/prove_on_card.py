@@ -97,6 +97,11 @@ PROOFS = {
         1,
         ("-m lab.studies.bench_power --out {out}/power.json",),
     ),
+    "link": Proof(
+        "pages between host memory and the card",
+        1,
+        ("scripts/bench_link.py --out {out}/link.json",),
+    ),
     "sampler": Proof(
         "the sampler alone", 1, ("scripts/bench_sampler.py --out {out}/sampler.json",)
     ),

@@ -3,13 +3,12 @@ the size of its memory."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
-from typing import Any
 
 from jaxserve.startup.timeline import Timeline
-
-_LIBRARY = "libcuda.so.1"
+from jaxserve_kernels import cuda_driver
 
 
 def open_early(timeline: Timeline, platforms: str | None) -> None:
@@ -26,28 +25,20 @@ def open_early(timeline: Timeline, platforms: str | None) -> None:
 
     def run() -> None:
         try:
-            driver = ctypes.CDLL(_LIBRARY)
+            driver = cuda_driver.library()
         except OSError:
             return
-        with timeline.span("driver"):
-            open_first(driver)
+        with timeline.span("driver"), contextlib.suppress(cuda_driver.CudaError):
+            cuda_driver.retain_primary_context(driver, 0)
 
     # Not a daemon: a process that ends inside the driver's initialisation would not end well.
     threading.Thread(target=run, name="open-gpu-driver").start()
 
 
-def open_first(driver: Any) -> None:
-    """Retain the primary context of device 0 with XLA's flags: none. ctypes releases the
-    interpreter's lock during each call."""
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
-        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-
-
 def total_memory() -> int:
     """Returns the memory of the first GPU in bytes; 0 if the driver does not report it."""
     try:
-        driver = ctypes.CDLL(_LIBRARY)
+        driver = cuda_driver.library()
     except OSError:
         return 0
     device, size = ctypes.c_int(), ctypes.c_size_t()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxserve import host_memory
 from jaxserve.config import Buckets, ConfigError
 from jaxserve.model_spec import ModelSpec
 from jaxserve.runner import slot_tables
@@ -84,7 +81,7 @@ def device_limit(device: Any, otherwise: int) -> int:
       ConfigError: the limit is unknown.
     """
     if device.platform == "cpu":
-        return available_on_host()
+        return host_memory.available()
     limit = (device.memory_stats() or {}).get("bytes_limit", 0) or otherwise
     if not limit:
         raise ConfigError(
@@ -144,19 +141,9 @@ def affords_copy(size: int, left: int, given: int | None) -> bool:
     return size <= left * _COPY_SHARE and size <= left - (given or 0)
 
 
-def available_on_host(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Returns the bytes that processes may still allocate, including the system's reclaimable file
-    cache."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"^MemAvailable: *(\d+) kB$", meminfo.read_text(), re.MULTILINE)
-        if found:
-            return int(found[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def check_host_memory(weights: int, cache: int) -> None:
     """Raise ConfigError, with the numbers, if host memory does not hold weights and KV cache."""
-    available = available_on_host()
+    available = host_memory.available()
     if weights + cache + _HOST_RESERVE > available:
         raise ConfigError(
             f"too little memory: weights {in_words(weights)} + KV cache {in_words(cache)} + "

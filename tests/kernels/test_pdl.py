@@ -13,6 +13,7 @@ import pytest
 from jax.core import ShapedArray
 from jax.extend import core
 
+from jaxserve_kernels import cuda_driver
 from jaxserve_kernels.pdl import c_types, handler, launches, plan
 from jaxserve_kernels.pdl.launches import Launch, pack
 from jaxserve_kernels.pdl.plan import Place
@@ -155,7 +156,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
-    monkeypatch.setattr(launches, "driver", lambda: driver)
+    monkeypatch.setattr(cuda_driver, "locked_library", lambda: driver)
     monkeypatch.setattr(launches, "_assemble", lambda code: code.name.encode())
     monkeypatch.setattr(handler, "_stream", lambda frame: (7, None))
     handler.register("cpu")

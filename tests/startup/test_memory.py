@@ -31,15 +31,6 @@ def test_an_allocator_without_statistics_takes_a_share_of_the_card(statistics: A
         memory.device_limit(card(statistics), 0)
 
 
-def test_what_the_system_keeps_of_files_counts_as_free(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 24000 kB\nMemFree:    200 kB\nMemAvailable:   21000 kB\n")
-    assert memory.available_on_host(meminfo) == 21000 * 1024
-    for text in ("MemTotal: 24000 kB\n", None):  # an old kernel; another system than Linux
-        meminfo.unlink() if text is None else meminfo.write_text(text)
-        assert memory.available_on_host(meminfo) > 0
-
-
 @pytest.mark.parametrize(
     ("text", "wanting"),
     [

@@ -18,8 +18,10 @@ from ctypes import POINTER, byref, c_void_p
 
 import jax
 
-from jaxserve_kernels.pdl import c_types, launches
-from jaxserve_kernels.pdl.launches import DIGEST_BYTES, Launches, check
+from jaxserve_kernels import cuda_driver
+from jaxserve_kernels.cuda_driver import check
+from jaxserve_kernels.pdl import c_types
+from jaxserve_kernels.pdl.launches import DIGEST_BYTES, Launches
 
 TARGET = "jaxserve_pdl_launches"
 """Name of the custom call."""
@@ -77,7 +79,7 @@ def _launch(frame: c_types.CallFrame, stream: int) -> None:
         for index in range(group.size)
     ]
     attribute = frame.attributes.items[0].contents
-    driver, context = launches.driver(), c_void_p()
+    driver, context = cuda_driver.locked_library(), c_void_p()
     with _lock:
         digest = ctypes.string_at(attribute.data, DIGEST_BYTES)
         if digest not in _launches:

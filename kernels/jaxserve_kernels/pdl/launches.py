@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxserve_kernels import ptxas
+from jaxserve_kernels import cuda_driver, ptxas
+from jaxserve_kernels.cuda_driver import check
 from jaxserve_kernels.pdl import c_types
 from jaxserve_kernels.pdl.plan import Place
 
@@ -137,9 +138,9 @@ class Launches:
         if self._zeroed_bytes:
             where = ctypes.c_uint64(buffers[-1])
             size = ctypes.c_size_t(self._zeroed_bytes)
-            status = driver().cuMemsetD8Async(where, 0, size, c_void_p(stream))
+            status = cuda_driver.locked_library().cuMemsetD8Async(where, 0, size, c_void_p(stream))
             check(status, "cuMemsetD8Async")
-        launch = driver().cuLaunchKernelEx
+        launch = cuda_driver.locked_library().cuLaunchKernelEx
         for index, config, arguments in self._launches:
             config.stream = stream
             status = launch(byref(config), self._functions[index], arguments, None)
@@ -150,7 +151,7 @@ class Launches:
 def _load(kernel: _Kernel) -> c_void_p:
     """On the device of the current context; a process has one."""
     module, function = c_void_p(), c_void_p()
-    cuda = driver()
+    cuda = cuda_driver.locked_library()
     check(cuda.cuModuleLoadData(byref(module), kernel.cubin), "cuModuleLoadData")
     name = kernel.name.encode()
     check(cuda.cuModuleGetFunction(byref(function), module, name), "cuModuleGetFunction")
@@ -161,16 +162,3 @@ def _load(kernel: _Kernel) -> c_void_p:
     ):
         check(cuda.cuFuncSetAttribute(function, attribute, value), "cuFuncSetAttribute")
     return function
-
-
-@functools.cache
-def driver() -> Any:
-    """CUDA's. Its calls keep the interpreter: given away 300 times in a row, it would have to be
-    won back from busy threads as often."""
-    return ctypes.PyDLL("libcuda.so.1")
-
-
-def check(status: int, what: str) -> None:
-    """Raises RuntimeError if a function of CUDA's driver has failed."""
-    if status:
-        raise RuntimeError(f"CUDA error {status} from {what}")

@@ -1,0 +1,328 @@
+"""Copies of pages between a ring on the device and slots of host memory, which nobody waits for.
+
+The ring is memory of the device through which all pages pass: a compiled program gathers pages into
+it, or scatters them out of it, in the order of the steps. So the copies here touch neither the KV
+cache nor what a step reads. There is a ring for each direction, and a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+from jaxserve.offload.checksum import checksum
+from jaxserve.offload.counters import OffloadCounters
+from jaxserve.offload.cuda import CudaContext
+from jaxserve.offload.lane import DEPTH, Chunk, Lane, Link
+from jaxserve.offload.links import CpuLink, CudaLink, Direction
+from jaxserve.offload.slab import HostSlab
+
+CHUNK_BYTES = 8 << 20
+"""0.17 ms at 50 GB/s: so long a step's results may wait behind one chunk."""
+
+_ALIGNMENT = 4096
+_CHECKERS = 4
+"""Threads that compute checksums: one reads slower than the bus copies."""
+
+_CLOSING_SECONDS = 10.0
+"""For copies in flight to end. Far above what they take: more means a device that hangs."""
+
+
+class Completion(NamedTuple):
+    """A copy that has ended."""
+
+    tag: int
+    ok: bool
+    error: str | None
+    """Why it failed."""
+
+
+class Copier(Protocol):
+    """Copies whole pages. All methods belong to one thread, and none of them waits but `close`.
+
+    Each tag comes back once, in any order. A copy that failed has ended, too: nothing reads or
+    writes its slots any more.
+    """
+
+    @property
+    def counters(self) -> OffloadCounters:
+        """What was copied; changed by `poll`."""
+        ...
+
+    def store(self, ring_slot: int, host_slot: int, tag: int) -> None:
+        """Copy a slot of the store ring, which is known to be written, to the host."""
+        ...
+
+    def load(self, host_slot: int, ring_slot: int, tag: int) -> None:
+        """Copy a slot of the host to the load ring."""
+        ...
+
+    def poll(self) -> list[Completion]:
+        """Returns the copies that ended since the last call."""
+        ...
+
+    def close(self) -> bool:
+        """End all copies, those that have not begun as failures.
+
+        Returns whether nothing touches host memory or rings any more. If not, the device hangs, and
+        neither may be freed.
+        """
+        ...
+
+
+class RingPart(NamedTuple):
+    """An array of a ring, [slots, slot_bytes]; of several, each has a part of every page."""
+
+    address: int
+    """Of its first byte: `array.unsafe_buffer_pointer()`."""
+    slot_bytes: int
+
+
+class _Job(NamedTuple):
+    direction: Direction
+    ring_slot: int
+    host_slot: int
+    tag: int
+
+
+class _Ended(NamedTuple):
+    job: _Job
+    error: str | None
+    seconds: float
+    damaged: bool = False
+
+
+class PageCopier:
+    """A `Copier` over any two links.
+
+    With `verify`, a store computes the checksum of the page in host memory, and a load fails if
+    the page does not have it any more.
+    """
+
+    def __init__(
+        self,
+        slab: HostSlab,
+        store_ring: Sequence[RingPart],
+        load_ring: Sequence[RingPart],
+        links: tuple[Link, Link],
+        *,
+        wake: Callable[[], None],
+        verify: bool,
+        chunk_bytes: int,
+        depth: int,
+        counters: OffloadCounters | None,
+    ):
+        """
+        Args:
+          slab: the host's memory.
+          store_ring, load_ring: the parts of each ring, in the order in which a host slot has them.
+          links: for stores, and for loads. They are closed with the copier.
+          wake: called in other threads when a copy has ended.
+          verify: whether to compute and compare checksums.
+          chunk_bytes: the most that is copied in one piece.
+          depth: chunks that are on their way at once, in each direction.
+          counters: to count in; None: new ones.
+
+        Raises:
+          ValueError: a page of a ring has another size than the slab's.
+        """
+        for ring in (store_ring, load_ring):
+            size = sum(part.slot_bytes for part in ring)
+            if size != slab.slot_bytes:
+                raise ValueError(
+                    f"pages of {size} bytes in the ring, {slab.slot_bytes} on the host"
+                )
+        self.counters = counters or OffloadCounters()
+        self._slab, self._wake, self._chunk_bytes = slab, wake, chunk_bytes
+        self._rings = {Direction.STORE: tuple(store_ring), Direction.LOAD: tuple(load_ring)}
+        self._ended: deque[_Ended] = deque()
+        self._links = links
+        self._checkers = ThreadPoolExecutor(_CHECKERS, "offload-checksum") if verify else None
+        self._lanes = {
+            direction: Lane[_Job](
+                f"offload-{direction.name.lower()}", link, self._chunks, self._copied, depth
+            )
+            for direction, link in zip(Direction, links, strict=True)
+        }
+
+    def store(self, ring_slot: int, host_slot: int, tag: int) -> None:
+        """As in `Copier`."""
+        self._slab.checksums[host_slot] = None
+        self._lanes[Direction.STORE].submit(_Job(Direction.STORE, ring_slot, host_slot, tag))
+
+    def load(self, host_slot: int, ring_slot: int, tag: int) -> None:
+        """As in `Copier`."""
+        job = _Job(Direction.LOAD, ring_slot, host_slot, tag)
+        if self._checkers is None:
+            self._lanes[Direction.LOAD].submit(job)
+        else:
+            self._in_checker(self._check, job)
+
+    def poll(self) -> list[Completion]:
+        """As in `Copier`."""
+        completions: list[Completion] = []
+        while self._ended:
+            ended = self._ended.popleft()
+            self._count(ended)
+            completions.append(Completion(ended.job.tag, ended.error is None, ended.error))
+        return completions
+
+    def close(self) -> bool:
+        """As in `Copier`."""
+        if self._checkers is not None:
+            self._checkers.shutdown()  # what they have checked is submitted now
+        deadline = time.monotonic() + _CLOSING_SECONDS
+        for lane in self._lanes.values():
+            lane.close()
+        idle = [lane.join(deadline - time.monotonic()) for lane in self._lanes.values()]
+        for link, at_rest in zip(self._links, idle, strict=True):
+            if at_rest:
+                link.close()
+        return all(idle)
+
+    def _chunks(self, job: _Job) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        host = self._slab.address(job.host_slot)
+        for part in self._rings[job.direction]:
+            ring = part.address + job.ring_slot * part.slot_bytes
+            for offset, size in pieces(part.slot_bytes, self._chunk_bytes):
+                here, there = host + offset, ring + offset
+                is_store = job.direction is Direction.STORE
+                chunks.append(Chunk(here, there, size) if is_store else Chunk(there, here, size))
+            host += part.slot_bytes
+        return chunks
+
+    def _copied(self, job: _Job, error: str | None, seconds: float) -> None:
+        """Called by a lane: a copy has ended."""
+        if error is None and self._checkers is not None and job.direction is Direction.STORE:
+            self._in_checker(self._seal, job, seconds)
+        else:
+            self._end(_Ended(job, error, seconds))
+
+    def _in_checker[*Args](
+        self, function: Callable[[_Job, *Args], None], job: _Job, *args: *Args
+    ) -> None:
+        assert self._checkers is not None
+        try:
+            self._checkers.submit(function, job, *args)
+        except RuntimeError:  # it takes no more
+            self._end(_Ended(job, "the copier is closed", 0.0))
+
+    def _seal(self, job: _Job, seconds: float) -> None:
+        self._slab.checksums[job.host_slot] = checksum(self._slab.slot(job.host_slot))
+        self._end(_Ended(job, None, seconds))
+
+    def _check(self, job: _Job) -> None:
+        expected = self._slab.checksums[job.host_slot]
+        if expected is not None and checksum(self._slab.slot(job.host_slot)) == expected:
+            self._lanes[Direction.LOAD].submit(job)
+            return
+        self._end(_Ended(job, "the page in host memory is damaged", 0.0, damaged=True))
+
+    def _end(self, ended: _Ended) -> None:
+        self._ended.append(ended)
+        with contextlib.suppress(RuntimeError):  # whoever was to be woken has ended
+            self._wake()
+
+    def _count(self, ended: _Ended) -> None:
+        counters, size, ok = self.counters, self._slab.slot_bytes, ended.error is None
+        counters.checksum_failures += ended.damaged
+        if ended.job.direction is Direction.STORE:
+            counters.stores += ok
+            counters.stores_failed += not ok
+            counters.store_bytes += ok * size
+            counters.store_seconds += ok * ended.seconds
+        else:
+            counters.loads += ok
+            counters.loads_failed += not ok
+            counters.load_bytes += ok * size
+            counters.load_seconds += ok * ended.seconds
+
+
+class CpuCopier(PageCopier):
+    """Copies to and from arrays on the CPU, whose memory is the host's.
+
+    Such a ring has to be made by a program, such as `jax.jit(lambda: jnp.zeros(…))()`, and nobody
+    may hold a NumPy view of it: then it keeps its address through all donations.
+    """
+
+    def __init__(
+        self,
+        slab: HostSlab,
+        store_ring: Sequence[RingPart],
+        load_ring: Sequence[RingPart],
+        *,
+        wake: Callable[[], None],
+        verify: bool = False,
+        chunk_bytes: int = CHUNK_BYTES,
+        counters: OffloadCounters | None = None,
+    ):
+        """Arguments as for `PageCopier`."""
+        super().__init__(
+            slab,
+            store_ring,
+            load_ring,
+            (CpuLink(), CpuLink()),
+            wake=wake,
+            verify=verify,
+            chunk_bytes=chunk_bytes,
+            depth=DEPTH,
+            counters=counters,
+        )
+
+
+class CudaCopier(PageCopier):
+    """Copies by the GPU's copy engines, on two streams of its own."""
+
+    def __init__(
+        self,
+        slab: HostSlab,
+        store_ring: Sequence[RingPart],
+        load_ring: Sequence[RingPart],
+        *,
+        cuda: CudaContext,
+        wake: Callable[[], None],
+        verify: bool = False,
+        chunk_bytes: int = CHUNK_BYTES,
+        depth: int = DEPTH,
+        counters: OffloadCounters | None = None,
+    ):
+        """
+        Args:
+          cuda: the GPU of the rings, by which the slab is pinned.
+
+        The others are as for `PageCopier`.
+
+        Raises:
+          CudaError: streams or events cannot be made.
+        """
+        store = CudaLink(cuda, Direction.STORE, depth)
+        try:
+            load = CudaLink(cuda, Direction.LOAD, depth)
+        except RuntimeError:
+            store.close()
+            raise
+        super().__init__(
+            slab,
+            store_ring,
+            load_ring,
+            (store, load),
+            wake=wake,
+            verify=verify,
+            chunk_bytes=chunk_bytes,
+            depth=depth,
+            counters=counters,
+        )
+
+
+def pieces(nbytes: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yields (offset, size) of as few pieces of nearly equal size as possible, none above `most`
+    rounded up to 4 KiB."""
+    size = -(-nbytes // -(-nbytes // most))
+    size = -(-size // _ALIGNMENT) * _ALIGNMENT
+    for offset in range(0, nbytes, size):
+        yield offset, min(size, nbytes - offset)

@@ -1,0 +1,174 @@
+"""A thread that copies in one direction, a few chunks at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from jaxserve_kernels.cuda_driver import CudaError
+
+DEPTH = 4
+"""Chunks on their way at once. What else is copied in this direction queues behind all of them."""
+
+
+class Chunk(NamedTuple):
+    """Bytes to copy, by addresses."""
+
+    target: int
+    source: int
+    nbytes: int
+
+
+class Link(Protocol):
+    """What copies chunks in one direction, in the order in which they are begun. But for `close`
+    its methods belong to the lane's thread; all may raise CudaError."""
+
+    def enter(self) -> None:
+        """Called once, before all others."""
+        ...
+
+    def begin(self, chunk: Chunk, event: int) -> None:
+        """Begin a copy, of which `event`, 0 to the lane's depth - 1, then tells the end.
+
+        If it fails, the copy may have begun or not.
+        """
+        ...
+
+    def wait(self, event: int) -> None:
+        """Return when the copy that was begun with `event` has ended."""
+        ...
+
+    def drain(self) -> None:
+        """Return when all copies have ended."""
+        ...
+
+    def close(self) -> None:
+        """Called when the lane has ended."""
+        ...
+
+
+@dataclass
+class _Copy[Job]:
+    """A job that was begun."""
+
+    job: Job
+    begin: float = field(default_factory=time.perf_counter)
+    error: str | None = None
+    flying: int = 0
+    """Chunks on their way."""
+    all_begun: bool = False
+
+
+class Lane[Job]:
+    """Runs jobs one after another, each a number of chunks; the next begins while the last chunks
+    of the one before are on their way.
+
+    Whatever fails becomes the error of a job. A job with an error ends when none of its chunks is
+    on its way any more.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        link: Link,
+        chunks: Callable[[Job], Sequence[Chunk]],
+        ended: Callable[[Job, str | None, float], None],
+        depth: int = DEPTH,
+    ):
+        """
+        Args:
+          name: of the thread.
+          chunks: what a job copies.
+          ended: called in the lane's thread, or in that of `submit`, with the job, what went wrong
+            and the seconds that it took.
+          depth: chunks that are on their way at once.
+        """
+        self._link, self._chunks, self._ended, self._depth = link, chunks, ended, depth
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._closed = False
+        self._unusable: str | None = None
+        self._flying: deque[tuple[_Copy[Job], int]] = deque()
+        self._next_event = 0
+        # A daemon: a device that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Run a job after those submitted before. Does not wait."""
+        if self._closed:
+            self._ended(job, "the copier is closed", 0.0)
+        else:
+            self._jobs.put(job)
+
+    def close(self) -> None:
+        """Begin nothing any more: jobs that have not begun fail. Does not wait. `submit` must not
+        be running in another thread."""
+        self._closed = True
+        self._jobs.put(None)
+
+    def join(self, timeout: float) -> bool:
+        """Wait after `close`, `timeout` seconds at most. Returns whether the thread has ended."""
+        self._thread.join(max(0.0, timeout))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._link.enter()
+        except CudaError as error:
+            self._unusable = str(error)
+        while True:
+            try:
+                job = self._jobs.get(block=not self._flying)
+            except queue.Empty:
+                self._retire()
+                continue
+            if job is None:
+                break
+            self._begin(job)
+        while self._flying:
+            self._retire()
+
+    def _begin(self, job: Job) -> None:
+        refusal = "the copier is closed" if self._closed else self._unusable
+        if refusal is not None:
+            self._ended(job, refusal, 0.0)
+            return
+        copy = _Copy(job)
+        try:
+            for chunk in self._chunks(job):
+                while len(self._flying) >= self._depth:
+                    self._retire()
+                self._link.begin(chunk, self._next_event)
+                copy.flying += 1
+                self._flying.append((copy, self._next_event))
+                self._next_event = (self._next_event + 1) % self._depth
+        except CudaError as error:
+            self._fail(copy, error)
+        copy.all_begun = True
+        self._settle(copy)
+
+    def _retire(self) -> None:
+        """Wait for the chunk that was begun first."""
+        copy, event = self._flying.popleft()
+        try:
+            self._link.wait(event)
+        except CudaError as error:
+            self._fail(copy, error)
+        copy.flying -= 1
+        self._settle(copy)
+
+    def _fail(self, copy: _Copy[Job], error: CudaError) -> None:
+        """Afterwards no chunk is on its way, or the device does nothing any more."""
+        copy.error = copy.error or str(error)
+        with contextlib.suppress(CudaError):
+            self._link.drain()
+
+    def _settle(self, copy: _Copy[Job]) -> None:
+        if copy.all_begun and not copy.flying:
+            self._ended(copy.job, copy.error, time.perf_counter() - copy.begin)
