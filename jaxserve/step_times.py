@@ -138,8 +138,8 @@ class StepTimes:
             f"mixed step by tokens: {by_size(self.mixed)} ms",
             *([f"verify step by rows and positions: {verify} ms"] if verify else []),
             f"1,024 tokens of a row's context add {1024e6 * self.decode_context:.1f} µs to a "
-            f"decode step; a decode row in a mixed step adds {1e6 * self.mixed_row:.1f} µs, with 1,024 "
-            f"tokens {1e6 * row:.1f} µs",
+            f"decode step; a decode row in a mixed step adds {1e6 * self.mixed_row:.1f} µs, with "
+            f"1,024 tokens {1e6 * row:.1f} µs",
         ]
         return "; ".join(parts)
 
