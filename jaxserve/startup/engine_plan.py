@@ -50,6 +50,8 @@ _CPU_PREFILL = (16, 64, 256)
 # Rows and positions of each; up to 64 positions in all a step takes hardly longer than one of as
 # many decode rows, and the matrices are read once up to about 200.
 GPU_VERIFY = ((1, 8), (2, 8), (4, 8), (8, 4), (8, 8), (16, 4), (32, 4), (64, 2), (128, 2))
+_FREE_POSITIONS = 32
+"""Positions of a verify step that any engine has memory for."""
 _CPU_VERIFY = ((1, 4), (1, 8), (4, 4), (16, 2))
 _CPU_TILE, _CPU_WHOLE_TILE = 64, 16
 """Query tile sizes on a CPU; the second where every place of a tile is computed."""
@@ -276,14 +278,16 @@ def verify_buckets(
     speculation: SpeculationConfig, most_rows: int, most_tokens: int, *, gpu: bool
 ) -> tuple[tuple[int, int], ...]:
     """Returns rows and positions of the verify buckets of an engine that runs so many sequences and
-    tokens in a step."""
+    tokens in a step. They sample at hardly more positions than decode steps, so that scores and
+    tables take no more of the memory for keys and values."""
     widest = max(speculation.positions, default=0)
+    most = min(most_tokens, max(most_rows, _FREE_POSITIONS))
     found = {
         (min(rows, most_rows), min(positions, widest))
         for rows, positions in (GPU_VERIFY if gpu else _CPU_VERIFY)
         if widest
     }
-    return tuple(sorted(shape for shape in found if shape[0] * shape[1] <= most_tokens))
+    return tuple(sorted(shape for shape in found if shape[0] * shape[1] <= most))
 
 
 def _choices(options: Options, *, gpu: bool) -> list[Buckets]:
