@@ -178,6 +178,42 @@ class Buckets:
             raise ConfigError(f"verify buckets must differ, got {self.verify}")
 
 
+SPECULATION_METHODS = ("ngram", "suffix")
+"""vLLM's names. Both look up what followed where a text's end occurred in it before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """Where drafts of next tokens come from, and how many a step verifies."""
+
+    drafts: int = max(VERIFY_POSITIONS) - 1
+    """Of a row at most; 0: no step verifies."""
+    least_match: int = 3
+    """Tokens that must occur again before drafts are taken from what follows them."""
+    most_match: int = 32
+    """Tokens after which a longer occurrence is not looked for."""
+
+    def __post_init__(self) -> None:
+        if self.drafts < 0:
+            raise ConfigError(f"num_speculative_tokens must be at least 1, got {self.drafts}")
+        if not 1 <= self.least_match <= self.most_match:
+            raise ConfigError(
+                "prompt_lookup_min must be at least 1 and at most prompt_lookup_max, got "
+                f"{self.least_match} and {self.most_match}"
+            )
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Of the verify buckets that are needed."""
+        if not self.drafts:
+            return ()
+        most = next((p for p in VERIFY_POSITIONS if p > self.drafts), VERIFY_POSITIONS[-1])
+        return tuple(each for each in VERIFY_POSITIONS if each <= most)
+
+
+NO_SPECULATION = SpeculationConfig(drafts=0)
+
+
 def number(config: Mapping[str, Any], key: str, default: float, file: str = "config.json") -> float:
     """`default` where the file has none, or null. ConfigError: it has something else, infinity and
     NaN included, which JSON of Python's has."""

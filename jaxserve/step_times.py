@@ -8,12 +8,25 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxserve.plan import StepPlan
+
+
+class VerifyTime(NamedTuple):
+    """How long the steps of a verify bucket take."""
+
+    seconds: float
+    """With almost no context."""
+    per_context: float
+    """Seconds per token of context, summed over its rows."""
+
+
+type VerifyShape = tuple[int, int]
+"""Rows, and positions of each, of a verify bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +37,8 @@ class StepTimes:
     """Seconds of each decode bucket, by rows, with almost no context."""
     mixed: Mapping[int, float]
     """Seconds of each mixed bucket, by tokens, filled by one chunk without context before it."""
+    verify: Mapping[VerifyShape, VerifyTime] = field(default_factory=dict[VerifyShape, VerifyTime])
+    """Of each verify bucket."""
     decode_context: float = 0.0
     """Seconds of a decode step per token of context, summed over its rows."""
     mixed_row: float = 0.0
@@ -68,6 +83,15 @@ class StepTimes:
             + max(pairs * self.chunk_pair, depth * self.chunk_depth)
         )
 
+    def verify_shape(self, rows: int, positions: int) -> VerifyShape | None:
+        """Returns the verify bucket that the runner takes for so many rows and positions: the one
+        of fewest positions in all; None if none holds them."""
+        return next((s for s in self._verify_shapes if rows <= s[0] and positions <= s[1]), None)
+
+    @cached_property
+    def _verify_shapes(self) -> list[VerifyShape]:
+        return sorted(self.verify, key=lambda shape: (shape[0] * shape[1], shape[0]))
+
     @cached_property
     def _decode_sizes(self) -> list[int]:
         return list(self.decode)
@@ -83,8 +107,11 @@ class StepTimes:
 
     def of(self, plan: StepPlan) -> float:
         """Returns the predicted seconds of a plan."""
-        chunks = [row for row in plan.rows if row.tokens]
         context = sum(row.start for row in plan.rows if not row.tokens)
+        if plan.verify:
+            time = self.verify[self.shape_of(plan)]
+            return time.seconds + context * time.per_context
+        chunks = [row for row in plan.rows if row.tokens]
         if not chunks:
             return self.of_decode(len(plan.rows), context)
         pairs = sum(row.start * row.num_tokens for row in chunks)
@@ -92,31 +119,45 @@ class StepTimes:
         rows = len(plan.rows) - len(chunks)
         return self.of_mixed(plan.num_tokens, rows, context, pairs, depth)
 
+    def shape_of(self, plan: StepPlan) -> VerifyShape:
+        """Returns the bucket of a verify plan."""
+        shape = self.verify_shape(len(plan.rows), max(row.num_tokens for row in plan.rows))
+        assert shape is not None, "a plan that no bucket holds was launched"
+        return shape
+
     def described(self) -> str:
         """Returns the times that decide chunk sizes, in one line for the log."""
 
-        def by_size(times: Mapping[int, float]) -> str:
+        def by_size(times: Mapping[Any, float]) -> str:
             return ", ".join(f"{size}: {1e3 * seconds:.2f}" for size, seconds in times.items())
 
         row = self.mixed_row + 1024 * self.mixed_context
-        return (
-            f"decode step by rows: {by_size(self.decode)} ms; mixed step by tokens: "
-            f"{by_size(self.mixed)} ms; 1,024 tokens of a row's context add "
-            f"{1024e6 * self.decode_context:.1f} µs to a decode step; a decode row in a mixed step "
-            f"adds {1e6 * self.mixed_row:.1f} µs, with 1,024 tokens {1e6 * row:.1f} µs"
-        )
+        verify = by_size({_name(shape): time.seconds for shape, time in self.verify.items()})
+        parts = [
+            f"decode step by rows: {by_size(self.decode)} ms",
+            f"mixed step by tokens: {by_size(self.mixed)} ms",
+            *([f"verify step by rows and positions: {verify} ms"] if verify else []),
+            f"1,024 tokens of a row's context add {1024e6 * self.decode_context:.1f} µs to a "
+            f"decode step; a decode row in a mixed step adds {1e6 * self.mixed_row:.1f} µs, with "
+            f"1,024 tokens {1e6 * row:.1f} µs",
+        ]
+        return "; ".join(parts)
 
     def save(self, path: Path, **described: Any) -> None:
         """Write JSON. `described` says where the times come from."""
-        path.write_text(json.dumps({**described, **asdict(self)}, indent=1) + "\n")
+        verify = {_name(shape): time for shape, time in self.verify.items()}
+        content = {**described, **asdict(self), "verify": verify}
+        path.write_text(json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> StepTimes:
         data = json.loads(path.read_text())
+        verify: dict[str, list[float]] = data.get("verify", {})
         rest = ("decode_context", "mixed_row", "mixed_context", "chunk_pair", "chunk_depth")
         return cls(
             decode={int(size): float(seconds) for size, seconds in data["decode"].items()},
             mixed={int(size): float(seconds) for size, seconds in data["mixed"].items()},
+            verify={_shape(name): _verify_time(time) for name, time in verify.items()},
             **{name: float(data[name]) for name in rest},
         )
 
@@ -124,3 +165,17 @@ class StepTimes:
 def _bucket(sizes: list[int], need: int) -> int:
     """Returns the smallest of the increasing sizes that holds `need`, or the largest size."""
     return sizes[min(bisect_left(sizes, need), len(sizes) - 1)]
+
+
+def _name(shape: VerifyShape) -> str:
+    return "{}x{}".format(*shape)
+
+
+def _shape(name: str) -> VerifyShape:
+    rows, _, positions = name.partition("x")
+    return int(rows), int(positions)
+
+
+def _verify_time(numbers: list[float]) -> VerifyTime:
+    seconds, per_context = numbers
+    return VerifyTime(float(seconds), float(per_context))

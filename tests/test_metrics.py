@@ -91,8 +91,8 @@ def served(metrics: Metrics, requests: int = 64) -> None:
     """Reports what that many requests report, in steps of all buckets."""
     for kind, buckets in (("decode", (1, 2, 4, 8, 16, 32, 64, 128, 256)), ("mixed", (512, 2048))):
         for bucket in buckets:
-            metrics.observe_step(kind, bucket, 0.01, 1, bucket, late=False)
-            metrics.observe_correction(kind, bucket, 0.001 * requests)
+            metrics.observe_step(kind, str(bucket), 0.01, 1, bucket, late=False)
+            metrics.observe_correction(kind, str(bucket), 0.001 * requests)
     for _ in range(requests):
         metrics.first_token(0.1, 10, 5)
         metrics.observe_start(Start(0.1, 0.2, 0.3))

@@ -13,6 +13,7 @@ from jaxserve.cli.flag_values import (
     share,
     size_in_bytes,
     sizes,
+    speculation,
     tokens,
 )
 from jaxserve.cli.flags import AddArgument
@@ -191,6 +192,14 @@ def add_engine_flags(add: AddArgument) -> None:
         type=sizes,
         help="tokens of the compiled mixed steps (default: "
         "64,128,256,384,512,768,1024,1536,2048 on a GPU, 16,64,256 on a CPU)",
+    )
+    add(
+        "--speculative-config",
+        "-sc",
+        type=speculation,
+        help="verify drafts of next tokens where that is faster: off, or vLLM's JSON, e.g. "
+        '\'{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 3}\' (default: '
+        "ngram with 7 tokens on a GPU, off on a CPU)",
     )
     add(
         "--compile-workers",

@@ -6,9 +6,15 @@ import argparse
 import json
 import math
 import re
-from typing import Any
+from typing import Any, cast
 
-from jaxserve.config import TEMPLATE_VARIABLES, ConfigError
+from jaxserve.config import (
+    NO_SPECULATION,
+    SPECULATION_METHODS,
+    TEMPLATE_VARIABLES,
+    ConfigError,
+    SpeculationConfig,
+)
 from jaxserve.kv_events.config import KVEventsConfig, parse_config
 
 _UNITS = {
@@ -154,6 +160,40 @@ def kv_events(text: str) -> KVEventsConfig:
     """A JSON object as vLLM takes it."""
     try:
         return parse_config(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+_SPECULATION = {
+    "num_speculative_tokens": "drafts",
+    "prompt_lookup_min": "least_match",
+    "prompt_lookup_max": "most_match",
+}
+
+
+def speculation(text: str) -> SpeculationConfig:
+    """`off`, or a JSON object as vLLM takes it."""
+    if text.strip().lower() in ("off", "none", "null"):
+        return NO_SPECULATION
+    try:
+        given: object = json.loads(text)
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        raise argparse.ArgumentTypeError(f"neither off nor a JSON object: {text!r}")
+    fields = cast(dict[str, object], given)
+    method = fields.pop("method", SPECULATION_METHODS[0])
+    if method not in SPECULATION_METHODS:
+        raise argparse.ArgumentTypeError(
+            f"method {method!r} is not there: one of {', '.join(SPECULATION_METHODS)}"
+        )
+    if unknown := fields.keys() - _SPECULATION.keys():
+        raise argparse.ArgumentTypeError(f"without meaning here: {', '.join(sorted(unknown))}")
+    for name, value in fields.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise argparse.ArgumentTypeError(f"{name} is {value!r}, not a positive integer")
+    try:
+        return SpeculationConfig(**{_SPECULATION[name]: value for name, value in fields.items()})  # pyright: ignore[reportArgumentType]
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

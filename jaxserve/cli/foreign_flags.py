@@ -139,7 +139,7 @@ VALUED = frozenset(
         *("--collect-detailed-traces", "--disable-access-log-for-endpoints", "--stream-interval"),
         *("--log-requests-format", "--log-requests-level", "--long-prefill-token-threshold"),
         *("--max-prefill-tokens", "--max-total-tokens", "--num-gpu-blocks-override"),
-        *("--schedule-policy", "--speculative-config", "-sc", "--speculative-algorithm"),
+        *("--schedule-policy", "--speculative-algorithm"),
         *("--spec-method", "--spec-model", "--spec-tokens", "-cc", "-O"),
         *("--master-addr", "--node-rank", "--dist-init-addr", "--distributed-executor-backend"),
         *("--attention-backend", "--cuda-graph-max-bs", "--guided-decoding-backend"),

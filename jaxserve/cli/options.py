@@ -24,6 +24,7 @@ from jaxserve.cli.flags import (
     add_orbax_flags,
     add_server_flags,
 )
+from jaxserve.config import SpeculationConfig
 from jaxserve.kv_events.config import KVEventsConfig
 
 
@@ -69,6 +70,7 @@ class Options:
     gpu_memory_utilization: float
     decode_buckets: tuple[int, ...] | None
     prefill_buckets: tuple[int, ...] | None
+    speculative_config: SpeculationConfig | None
     compile_workers: int | None
     cache_dir: Path | None
     require_precompiled: bool

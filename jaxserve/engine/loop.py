@@ -202,7 +202,7 @@ class StepLoop[P]:
         except Exception:
             log.exception(_STEP_FAILED)
             self._recover([in_flight[0]])
-        self._count_preemptions()
+        self._count_scheduled()
 
     def _add(self, request: Request) -> None:
         """Queue a request. Any failure here ends this request only."""
@@ -243,7 +243,7 @@ class StepLoop[P]:
             except Exception:  # the step launched after it used its state
                 log.exception(_STEP_FAILED)
                 lost = [in_flight[0], *([] if plan is None else [plan])]
-        self._count_preemptions()
+        self._count_scheduled()
         if lost:
             self._recover(lost)
             return None
@@ -264,7 +264,10 @@ class StepLoop[P]:
         self._publish(self.scheduler.fail(lost))
         self.runner.reset()
 
-    def _count_preemptions(self) -> None:
+    def _count_scheduled(self) -> None:
+        drafts = self.scheduler.drafts
+        if drafts is not None and drafts.rows:
+            self._metrics.count_drafts(*drafts.take())
         while self._preemptions < self.scheduler.num_preemptions:
             self._preemptions += 1
             self._metrics.count_preemption()

@@ -237,6 +237,18 @@ class EngineFamilies(_Families):
             "Preemptions per sequence that was not cut off",
             (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0),
         )
+        self.draft_rows = self._counter(
+            "vllm:spec_decode_num_drafts", "Rows of steps that verified drafts"
+        )
+        self.draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Drafts verified")
+        self.accepted_tokens = self._counter(
+            "vllm:spec_decode_num_accepted_tokens", "Drafts accepted, those behind a stop included"
+        )
+        self.accepted_at = self._registry.counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts accepted, by their place in the row from 0",
+            [*self._labels, "position"],
+        )
         self.step_tokens = self._histogram(
             "vllm:iteration_tokens_total",
             "Tokens computed per step",
@@ -259,7 +271,7 @@ class EngineFamilies(_Families):
             "Steps launched after the one before them had ended: the device waited for the host",
             ["kind"],
         )
-        for kind in ("decode", "mixed"):
+        for kind in ("decode", "mixed", "verify"):
             self.late_steps.labels(kind=kind)
         self.corrections = self._registry.gauge(
             "jaxserve_step_time_correction_seconds",

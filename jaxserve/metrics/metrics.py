@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from jaxserve.api import EngineStatus, Start
@@ -47,8 +47,9 @@ class StepSize(NamedTuple):
     """The compiled shape that a step ran in."""
 
     kind: str
-    """`decode` or `mixed`; empty before the first step."""
+    """`decode`, `mixed` or `verify`; empty before the first step."""
     bucket: int
+    """Rows or tokens."""
     late: bool
 
 
@@ -206,20 +207,34 @@ class Metrics:
         self._engine.generation_tokens.inc(generated)
 
     def observe_step(
-        self, kind: str, bucket: int, seconds: float, used: int, padded: int, late: bool
+        self, kind: str, bucket: str, seconds: float, used: int, padded: int, late: bool
     ) -> None:
-        """Report a step that computed `used` of the `padded` rows or tokens of its bucket. `late`:
-        it was launched after the previous step had ended."""
-        self.last_step = StepSize(kind, bucket, late)
-        self._engine.steps.labels(kind=kind, bucket=str(bucket)).observe(seconds)
+        """Report a step.
+
+        Args:
+          kind, bucket: of the bucket, `decode` and `8`, say.
+          used, padded: rows or tokens that it computed, and that the bucket has.
+          late: it was launched after the previous step had ended.
+        """
+        self.last_step = StepSize(kind, padded, late)
+        self._engine.steps.labels(kind=kind, bucket=bucket).observe(seconds)
         self._engine.padding.labels(kind=kind).observe(1.0 - used / padded)
         self._engine.step_tokens.observe(used)
         if late:
             self._engine.late_steps.labels(kind=kind).inc()
 
-    def observe_correction(self, kind: str, bucket: int, seconds: float) -> None:
+    def observe_correction(self, kind: str, bucket: str, seconds: float) -> None:
         """Report the difference between a bucket's measured and planned step time."""
-        self._engine.corrections.labels(kind=kind, bucket=str(bucket)).set(seconds)
+        self._engine.corrections.labels(kind=kind, bucket=bucket).set(seconds)
+
+    def count_drafts(self, rows: int, drafts: int, accepted: Sequence[int]) -> None:
+        """Count rows that verified drafts, the drafts, and how many were accepted, by their place
+        in the row."""
+        self._engine.draft_rows.inc(rows)
+        self._engine.draft_tokens.inc(drafts)
+        self._engine.accepted_tokens.inc(sum(accepted))
+        for place, count in enumerate(accepted):
+            self._engine.accepted_at.labels(**self._labels, position=str(place)).inc(count)
 
     def count_compile(self, phase: str) -> None:
         """Count a compilation. `phase`: one of COMPILE_PHASES. One while serving is a bug."""

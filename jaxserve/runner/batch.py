@@ -111,8 +111,13 @@ class Bucket:
         )
 
     @property
+    def label(self) -> str:
+        """What tells it from others of its kind."""
+        return str(self.tokens)
+
+    @property
     def name(self) -> str:
-        return f"{self.kind}_{self.tokens}"
+        return f"{self.kind}_{self.label}"
 
     @property
     def _sizes(self) -> tuple[int, ...]:

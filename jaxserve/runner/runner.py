@@ -50,12 +50,12 @@ class StepObserver(Protocol):
     """Receives a report of every step. `jaxserve.metrics.metrics.Metrics` implements it."""
 
     def observe_step(
-        self, kind: str, bucket: int, seconds: float, used: int, padded: int, late: bool
+        self, kind: str, bucket: str, seconds: float, used: int, padded: int, late: bool
     ) -> None:
         """Report a step.
 
         Args:
-          kind, bucket: the bucket's kind and its tokens.
+          kind, bucket: the bucket's kind and its `label`.
           seconds: from launch until its results were on the host.
           used, padded: tokens computed, and the bucket's tokens.
           late: see `Pending.late`.
@@ -165,7 +165,7 @@ class Runner:
         bucket = pending.bucket
         self._observer.observe_step(
             kind=bucket.kind,
-            bucket=bucket.tokens,
+            bucket=bucket.label,
             seconds=time.perf_counter() - pending.launched_at,
             used=pending.plan.num_tokens,
             padded=bucket.tokens,

@@ -78,8 +78,13 @@ class VerifyBucket:
         return self.rows * self.positions
 
     @property
+    def label(self) -> str:
+        """What tells it from others of its kind."""
+        return f"{self.rows}x{self.positions}"
+
+    @property
     def name(self) -> str:
-        return f"verify_{self.rows}x{self.positions}"
+        return f"verify_{self.label}"
 
     @property
     def packed_size(self) -> int:

@@ -7,9 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jaxserve.plan import StepPlan
-from jaxserve.scheduler.learned_times import Correction, LearnedTimes
-from jaxserve.step_times import StepTimes
+from jaxserve.scheduler.learned_times import LearnedTimes
 
 _MAX_CHUNKS_TO_FIT = 8
 """Chunks. Prompts are not cut into more chunks than this to avoid the padding of a larger bucket.
@@ -90,19 +88,15 @@ class TokenBudget:
     `max_itl`, as far as they tell; nor two of them where a sequence gets its token in one of two.
     """
 
-    def __init__(self, times: StepTimes | None, *, max_tokens: int, max_itl: float):
+    def __init__(self, times: LearnedTimes | None, *, max_tokens: int, max_itl: float):
         """Without times every step takes up to `max_tokens` tokens. `max_itl` is in seconds."""
-        self._times = LearnedTimes(times) if times else None
+        self._times = times
         self._max_tokens = max_tokens
         self._max_itl = max_itl
-        self._buckets = [size for size in (times.mixed if times else ()) if size <= max_tokens]
+        self._buckets = [size for size in (times.sizes if times else ()) if size <= max_tokens]
         self._behind = 0.0
         """Tokens that earlier steps left unread of what was to be read in each; negative if they
         have read more."""
-
-    def learn(self, plan: StepPlan, seconds: float) -> Correction | None:
-        """A step took so long, from the end of the one before it."""
-        return self._times.learn(plan, seconds) if self._times else None
 
     def chunk_tokens(self, decodes: Decodes, pending: Iterable[Prompt], queued: int = 0) -> int:
         """Prompt tokens that the next step may compute, at most; to be asked once for each.

@@ -32,8 +32,9 @@ class Correction(NamedTuple):
     """The difference between a bucket's learned time and the table's."""
 
     kind: str
-    """`decode` or `mixed`."""
-    bucket: int
+    """`decode`, `mixed` or `verify`."""
+    bucket: str
+    """Rows, tokens, or rows and positions."""
     seconds: float
 
 
@@ -48,6 +49,12 @@ class LearnedTimes:
     def __init__(self, table: StepTimes):
         self._table = table
         self._decode, self._mixed = _Buckets(table.decode), _Buckets(table.mixed)
+        self._verify = {shape: _Buckets({1: time.seconds}) for shape, time in table.verify.items()}
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The mixed buckets, in tokens."""
+        return tuple(self._table.mixed)
 
     def of_decode(self, rows: int, context: int) -> float:
         """See `StepTimes.of_decode`."""
@@ -61,12 +68,30 @@ class LearnedTimes:
             return self._table.of_mixed(tokens, rows, context, pairs, depth)
         return self._mixed.of(tokens) + self._table.beyond_bucket(rows, context, pairs, depth)
 
+    def of_verify(self, rows: int, positions: int, context: int) -> float | None:
+        """Returns the seconds of a verify step; None if no bucket holds it.
+
+        Args:
+          positions: of the row with most.
+          context: tokens of context of the rows in all.
+        """
+        shape = self._table.verify_shape(rows, positions)
+        if shape is None:
+            return None
+        return self._verify[shape].of(1) + context * self._table.verify[shape].per_context
+
     def learn(self, plan: StepPlan, seconds: float) -> Correction | None:
         """Learn from a step that took `seconds`. Returns the new correction, or None for a step
-        without decode rows and for one that verifies, whose times are in no table."""
+        without decode rows and for one that verifies in a bucket without a time."""
+        name = ""
         if plan.verify:
-            return None
-        if plan.decode_only:
+            if not self._verify:
+                return None
+            shape = self._table.shape_of(plan)
+            kind, buckets, size = "verify", self._verify[shape], 1
+            name = "{}x{}".format(*shape)
+            expected = self._table.of(plan) + buckets.correction(size)
+        elif plan.decode_only:
             kind, buckets, size = "decode", self._decode, len(plan.rows)
             expected = self.of_decode(size, sum([row.start for row in plan.rows]))
         elif all(row.tokens for row in plan.rows):
@@ -76,7 +101,7 @@ class LearnedTimes:
             expected = self._table.of(plan) + buckets.correction(size)
         odd = _ODD * expected
         bucket = buckets.learn(size, min(max(seconds - expected, -odd), odd))
-        return Correction(kind, bucket, buckets.correction(size))
+        return Correction(kind, name or str(bucket), buckets.correction(size))
 
 
 class StepClock:

@@ -21,13 +21,13 @@ from jaxserve.scheduler import results
 from jaxserve.scheduler.admission import OutputLengths, has_room
 from jaxserve.scheduler.budget import Decodes, Prompt, TokenBudget
 from jaxserve.scheduler.guided import Guided
-from jaxserve.scheduler.learned_times import Correction
+from jaxserve.scheduler.learned_times import Correction, LearnedTimes
 from jaxserve.scheduler.live_sequences import LiveSequences
 from jaxserve.scheduler.occupancy import occupancy
 from jaxserve.scheduler.preemption import choose_victim
 from jaxserve.scheduler.rows import admission, chunk_row, decode_row
 from jaxserve.scheduler.sequence import Sequence
-from jaxserve.scheduler.verify import Verification, VerifyRows, unrolled
+from jaxserve.scheduler.verify import DraftCounts, Verification, VerifyRows
 from jaxserve.step_times import StepTimes
 
 log = logging.getLogger(__name__)
@@ -91,14 +91,16 @@ class Scheduler(LiveSequences):
         self._times = times
         context = config.max_chunk_context
         self._chunk_pages = sys.maxsize if context is None else self._kv_cache.pages_for(context)
+        self._learned = times and LearnedTimes(times)
         self._verify = verification and VerifyRows(
             verification,
             self._kv_cache,
+            self._learned,
             step_tokens=config.max_num_batched_tokens,
             context_pages=self._chunk_pages,
         )
         self._budget = TokenBudget(
-            times, max_tokens=config.max_num_batched_tokens, max_itl=config.max_itl
+            self._learned, max_tokens=config.max_num_batched_tokens, max_itl=config.max_itl
         )
         self._guided = Guided(self._live)
         self._uncommitted: list[TokenEvent] = []
@@ -125,7 +127,7 @@ class Scheduler(LiveSequences):
     def learn(self, plan: StepPlan, seconds: float) -> Correction | None:
         """Report the duration of a step, from the end of the previous one. See
         `LearnedTimes.learn`."""
-        return self._budget.learn(plan, seconds)
+        return self._learned.learn(plan, seconds) if self._learned else None
 
     def plan(self) -> StepPlan | None:
         """Returns the next step, or None. The scheduler counts it as launched.
@@ -136,6 +138,28 @@ class Scheduler(LiveSequences):
         entries: list[PageEntry] = []
         admissions: list[Admission] = []
         prefilling, decodes = self._plan_decodes(rows, entries)
+        verify = self._verify is not None and any(row.verify is not None for row in rows)
+        if not verify:
+            self._plan_prefills(prefilling, decodes, rows, entries, admissions)
+        if not rows:
+            return None
+        self._kv_cache.planned()
+        return StepPlan(
+            rows=tuple(rows),
+            admissions=tuple(admissions),
+            pages=tuple(entries),
+            verify=verify,
+        )
+
+    def _plan_prefills(
+        self,
+        prefilling: list[Sequence],
+        decodes: Decodes,
+        rows: list[Row],
+        entries: list[PageEntry],
+        admissions: list[Admission],
+    ) -> None:
+        """Plan chunks of prompts up to the token budget, of running sequences first."""
         pending = self._pending(prefilling)
         queued = len(prefilling) + len(self._waiting) - len(pending)
         budget = self._budget.chunk_tokens(decodes, pending, queued)
@@ -148,16 +172,6 @@ class Scheduler(LiveSequences):
             admissions.append(admission(seq))
             budget -= self._plan_chunk(seq, budget, rows, entries)
             room -= pages_for(rows[-1].start + rows[-1].num_tokens)
-        if not rows:
-            return None
-        self._kv_cache.planned()
-        verify = self._verify is not None and any(row.verify is not None for row in rows)
-        return StepPlan(
-            rows=tuple(rows),
-            admissions=tuple(admissions),
-            pages=tuple(entries),
-            verify=verify,
-        )
 
     def _plan_decodes(
         self, rows: list[Row], entries: list[PageEntry]
@@ -276,7 +290,9 @@ class Scheduler(LiveSequences):
         self.num_steps += 1
         live, now = self._live, self._clock()
         pairs = zip(plan.rows, sampled, strict=True)
-        for row, result in unrolled(pairs, live) if plan.verify else pairs:
+        for row, result in (
+            self._verify.unrolled(pairs, live) if plan.verify and self._verify else pairs
+        ):
             seq = live.get(row.seq_id)
             if seq is None:
                 continue  # it ended after this plan was made
@@ -363,6 +379,11 @@ class Scheduler(LiveSequences):
     def expected_seconds(self, plan: StepPlan) -> float | None:
         """Returns a step's duration by the times measured at the start; None without them."""
         return self._times.of(plan) if self._times else None
+
+    @property
+    def drafts(self) -> DraftCounts | None:
+        """What became of drafts; None if no plan verifies."""
+        return self._verify and self._verify.counts
 
     def bucket_seconds(self) -> Mapping[str, Mapping[int, float]]:
         """Returns the times measured at the start by kind and size of bucket, in seconds."""

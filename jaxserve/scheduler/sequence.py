@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from jaxserve.api import GuideState, PromptLogprobs, Request, SamplingParams
 from jaxserve.scheduler.prefix import page_hashes
+from jaxserve.scheduler.speculation.own_text import OwnText
 
 NO_SLOT = -1
 
@@ -83,6 +84,8 @@ class Sequence:
     """Output tokens that are planned and not committed, of verify rows one each."""
     drafts_in_flight: int = 0
     """Positions of verify rows in flight after the first of each, see `scheduler.verify`."""
+    own_text: OwnText | None = None
+    """Made when drafts are first looked up."""
     scored: int = 0
     """Prompt positions whose logprobs are planned."""
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list[PromptLogprobs])

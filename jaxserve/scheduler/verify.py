@@ -13,10 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from jaxserve.plan import PageEntry, Row, Sampled
+from jaxserve.plan import PageEntry, Row, Sampled, Verify
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager
+from jaxserve.scheduler.learned_times import LearnedTimes
 from jaxserve.scheduler.rows import decode_row, verify_row
 from jaxserve.scheduler.sequence import Sequence
+from jaxserve.scheduler.speculation.decision import Decision
 
 
 class Proposal(NamedTuple):
@@ -26,13 +28,16 @@ class Proposal(NamedTuple):
     """The most positions that the row should compute, at least 1."""
     drafts: tuple[int, ...] | None
     """For position `Sequence.computed` + 1 and those after it; None: those on the device."""
+    survival: tuple[float, ...] = ()
+    """For each draft of the row, the probability that it and all before it are accepted. What it
+    does not name counts as wrong where times decide."""
 
 
 class Proposer(Protocol):
     """Guesses what comes next."""
 
-    def __call__(self, seq: Sequence) -> Proposal | None:
-        """Returns drafts for a sequence that decodes; None: it has no guess."""
+    def __call__(self, sequences: list[Sequence]) -> Mapping[int, Proposal]:
+        """Returns drafts for some of the sequences, which decode, by their ids."""
         ...
 
 
@@ -45,9 +50,37 @@ class Verification:
     """`Buckets.verify`: rows and positions per row."""
 
 
+class DraftCounts:
+    """What became of drafts. Those accepted behind a stop count, too."""
+
+    def __init__(self, most: int):
+        """`most`: drafts of a row."""
+        self.rows = 0
+        """That had drafts and came back."""
+        self.drafts = 0
+        self.accepted = [0] * most
+        """By their place in the row."""
+
+    def take(self) -> tuple[int, int, list[int]]:
+        """Returns rows, drafts and accepted ones, and counts from 0 again."""
+        counts = self.rows, self.drafts, self.accepted
+        self.rows, self.drafts, self.accepted = 0, 0, [0] * len(self.accepted)
+        return counts
+
+    def add(self, drafts: int, accepted: int) -> None:
+        """Count a row."""
+        self.rows += drafts > 0
+        self.drafts += drafts
+        for place in range(accepted):
+            self.accepted[place] += 1
+
+
+type _Drafts = tuple[int, tuple[int, ...] | None]
+
+
 class _Planned(NamedTuple):
     seq: Sequence
-    proposal: Proposal | None
+    proposal: _Drafts | None
     end: int
     """See `plan.Verify.end`."""
     new_pages: int
@@ -55,36 +88,57 @@ class _Planned(NamedTuple):
 
 
 class VerifyRows:
-    """Plans the rows of sequences that decode, with drafts where no chunk shares the step."""
+    """Plans the rows of sequences that decode, with drafts where no chunk shares the step and they
+    pay."""
 
     def __init__(
         self,
         verification: Verification,
         kv_cache: KVCacheManager,
+        times: LearnedTimes | None,
         *,
         step_tokens: int,
         context_pages: int,
     ):
-        """`step_tokens`: positions that a step may compute. `context_pages`: that all chunks of a
-        step may see together. Attention takes the rows of a verify step for chunks."""
+        """Without `times` all drafts are verified.
+
+        Args:
+          step_tokens: positions that a step may compute.
+          context_pages: that all chunks of a step may see together. Attention takes the rows of a
+            verify step for chunks.
+        """
         self._verification, self._kv_cache = verification, kv_cache
         self._step_tokens, self._context_pages = step_tokens, context_pages
         widest = max((positions for _, positions in verification.buckets), default=1)
         self._window = 2 * (widest - 1)
+        positions = {each for _, each in verification.buckets}
+        self._decision = times and Decision(times, positions)
+        self._most_rows = max((rows for rows, _ in verification.buckets), default=0)
+        self.counts = DraftCounts(widest - 1)
 
     def rows(
         self, decoding: list[Sequence], entries: list[PageEntry], *, chunks: bool
     ) -> list[Row]:
-        """Returns a row for each sequence, except for those that must wait for a commit.
+        """Returns a row for each sequence, except for those that must wait for a commit. If any is
+        a verify row, the step can have no chunks.
 
         Args:
           decoding: sequences that decode. Those without drafts in flight have a page for their next
             position.
           entries: takes the new entries of page tables.
-          chunks: the step may have chunks, so all rows are decode rows.
+          chunks: prompts wait for a step with chunks. So there are no new drafts; at most one step
+            before it goes on with the rows in flight.
         """
-        planned = [] if chunks else self._planned(decoding)
-        if not any(each.proposal for each in planned):
+        unsettled = sum(seq.drafts_in_flight > 0 for seq in decoding)
+        proposals: Mapping[int, Proposal] = {}
+        if not chunks and 0 < len(decoding) <= self._most_rows:
+            free = [seq for seq in decoding if seq.guide is None]
+            proposals = self._verification.proposer(free)
+        most = 0
+        if proposals or unsettled:
+            most = self._most_positions(decoding, proposals, unsettled, chunks=chunks)
+        planned = self._planned(decoding, proposals, most) if most else []
+        if not planned:
             return [decode_row(seq) for seq in decoding if not seq.drafts_in_flight]
         rows: list[Row] = []
         for seq, proposal, end, new_pages in planned:
@@ -94,32 +148,51 @@ class VerifyRows:
             rows.append(decode_row(seq) if plain else verify_row(seq, end, *(proposal or (1, ()))))
         return rows
 
-    def _planned(self, decoding: list[Sequence]) -> list[_Planned]:
-        """Returns what the sequences may compute in a verify step; nothing if no bucket or scratch
-        memory holds them all."""
-        shapes = self._verification.buckets
-        most = max((positions for rows, positions in shapes if rows >= len(decoding)), default=0)
-        if not most:
-            return []
+    def _most_positions(
+        self,
+        decoding: list[Sequence],
+        proposals: Mapping[int, Proposal],
+        unsettled: int,
+        *,
+        chunks: bool,
+    ) -> int:
+        """Returns how many positions a row of the next step computes at most; 0: it is no verify
+        step."""
+        rows, decision = len(decoding), self._decision
+        if decision is None:
+            shapes = self._verification.buckets
+            most = max((positions for most, positions in shapes if most >= rows), default=0)
+            return most if proposals else min(most, 1)
+        context = sum(seq.computed for seq in decoding)
+        if chunks:
+            return int(decision.settles(rows, context, unsettled))
+        survivals = [each.survival for each in proposals.values()]
+        return decision.choose(rows, context, survivals, unsettled=unsettled)
+
+    def _planned(
+        self, decoding: list[Sequence], proposals: Mapping[int, Proposal], most: int
+    ) -> list[_Planned]:
+        """Returns what the sequences compute in a verify step of at most so many positions for
+        each; nothing if scratch memory does not hold them all."""
         planned: list[_Planned] = []
         left, room, spare = self._step_tokens - len(decoding), self._context_pages, self._spare()
         for seq in decoding:
-            proposal = self._proposal(seq, min(most, 1 + left))
-            positions = proposal.positions if proposal else 1
+            proposal = self._cut(proposals.get(seq.id), min(most, 1 + left))
+            positions = proposal[0] if proposal else 1
             end, new_pages = self._end(seq, positions, spare)
             if end > seq.computed + seq.drafts_in_flight:
                 planned.append(_Planned(seq, proposal, end, new_pages))
                 left, spare = left - positions + 1, spare - new_pages
                 room -= self._kv_cache.pages_for(end)
-        return planned if room >= 0 else []
+        drafted = any(each.proposal or each.seq.drafts_in_flight for each in planned)
+        return planned if drafted and room >= 0 else []
 
-    def _proposal(self, seq: Sequence, most: int) -> Proposal | None:
-        """Returns the drafts for a sequence and at most so many positions."""
-        proposal = None if seq.guide is not None else self._verification.proposer(seq)
-        if proposal is None:
+    def _cut(self, proposal: Proposal | None, most: int) -> _Drafts | None:
+        """Returns a row's positions, at most so many, and its drafts."""
+        if proposal is None or most < 2:
             return None
         drafts = proposal.drafts and proposal.drafts[: self._window]
-        return Proposal(min(proposal.positions, most), drafts)
+        return min(proposal.positions, most), drafts
 
     def _end(self, seq: Sequence, positions: int, spare: int) -> tuple[int, int]:
         """Returns the position that a row must not reach, so that it can compute so many from
@@ -135,24 +208,33 @@ class VerifyRows:
         free = min(group.pool.num_free for group in self._kv_cache.groups)
         return max(free - self._kv_cache.num_running, 0)
 
+    def unrolled(
+        self, results: Iterable[tuple[Row, Sampled | None]], live: Mapping[int, Sequence]
+    ) -> Iterator[tuple[Row, Sampled | None]]:
+        """Yields a row once for each token that it yielded. Tokens beyond the first were not
+        counted as in flight when the row was planned; they are from when they come back.
 
-def unrolled(
-    results: Iterable[tuple[Row, Sampled | None]], live: Mapping[int, Sequence]
-) -> Iterator[tuple[Row, Sampled | None]]:
-    """Yields a row once for each token that it yielded. Tokens beyond the first were not counted as
-    in flight when the row was planned; they are from when they come back.
+        Args:
+          live: sequences that have not ended, by id.
+        """
+        for row, result in results:
+            seq = live.get(row.seq_id)
+            further = () if result is None else result.further
+            if seq is not None and row.verify is not None:
+                self._count(seq, row, row.verify, len(further))
+                seq.drafts_in_flight -= row.verify.positions - 1
+                seq.in_flight += len(further)
+                if seq.running:
+                    seq.computed += len(further)
+            yield row, result
+            for each in further:
+                yield row, each
 
-    Args:
-      live: sequences that have not ended, by id.
-    """
-    for row, result in results:
-        seq = live.get(row.seq_id)
-        further = () if result is None else result.further
-        if seq is not None and row.verify is not None:
-            seq.drafts_in_flight -= row.verify.positions - 1
-            seq.in_flight += len(further)
-            if seq.running:
-                seq.computed += len(further)
-        yield row, result
-        for each in further:
-            yield row, each
+    def _count(self, seq: Sequence, row: Row, asked: Verify, accepted: int) -> None:
+        """Count the drafts that were computed, which depends on where the row began."""
+        begin = len(seq.tokens) - 1
+        known = asked.positions if asked.drafts is None else len(asked.drafts) - begin + row.start
+        drafts = max(min(asked.positions - 1, asked.end - 1 - begin, known), accepted)
+        self.counts.add(drafts, accepted)
+        if self._decision is not None:
+            self._decision.observe(accepted)

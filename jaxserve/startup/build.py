@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxserve.cli.options import Options
-from jaxserve.config import ConfigError
+from jaxserve.config import Buckets, ConfigError, SpeculationConfig
 from jaxserve.engine.engine import Progress
 from jaxserve.engine.loop import Parts
 from jaxserve.kv_events.events import Sink
@@ -24,6 +24,8 @@ from jaxserve.programs.executable_cache import Executable
 from jaxserve.programs.executables import Obtained, OnMissing, by_reason, obtain
 from jaxserve.runner.runner import Pending, Runner, on_compile
 from jaxserve.scheduler import Scheduler
+from jaxserve.scheduler.speculation.lookup import Lookup
+from jaxserve.scheduler.verify import Verification
 from jaxserve.setting_files import read_text
 from jaxserve.startup import fast_paths, heap, kv_scales, memory
 from jaxserve.startup.engine_plan import EnginePlan, plan_engine
@@ -109,8 +111,25 @@ def build_parts(
     watch.serving = alone
     store = RunnerWeights(options, source, plan, copies, runner)
     config = plan.config
-    scheduler = Scheduler(config.scheduler, config.cache, times=times, cache_events=cache_events)
+    scheduler = Scheduler(
+        config.scheduler,
+        config.cache,
+        times=times,
+        verification=_verification(options, config.buckets),
+        cache_events=cache_events,
+    )
     return Parts(scheduler, runner, store)
+
+
+def _verification(options: Options, buckets: Buckets) -> Verification | None:
+    if not buckets.verify:
+        return None
+    chosen = options.speculative_config or SpeculationConfig()
+    drafts = max(positions for _, positions in buckets.verify) - 1
+    proposer = Lookup(
+        drafts=min(drafts, chosen.drafts), least=chosen.least_match, most=chosen.most_match
+    )
+    return Verification(proposer=proposer, buckets=buckets.verify)
 
 
 def _set_kv_scales(options: Options, source: ModelSource, plan: EnginePlan, runner: Runner) -> None:

@@ -14,7 +14,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxserve.cli.options import Options
-from jaxserve.config import Buckets, CacheConfig, ConfigError, SchedulerConfig
+from jaxserve.config import (
+    NO_SPECULATION,
+    Buckets,
+    CacheConfig,
+    ConfigError,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from jaxserve.model_spec import ModelSpec
 from jaxserve.programs.executable_cache import ExecutableCache, Program
 from jaxserve.runner import kv_cache, slot_tables
@@ -40,6 +47,12 @@ GPU_DECODE = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256)
 GPU_PREFILL = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 _CPU_DECODE = (1, 4, 16, 64)
 _CPU_PREFILL = (16, 64, 256)
+# Rows and positions of each; up to 64 positions in all a step takes hardly longer than one of as
+# many decode rows, and the matrices are read once up to about 200.
+GPU_VERIFY = ((1, 8), (2, 8), (4, 8), (8, 4), (8, 8), (16, 4), (32, 4), (64, 2), (128, 2))
+_FREE_POSITIONS = 32
+"""Positions of a verify step that any engine has memory for."""
+_CPU_VERIFY = ((1, 4), (1, 8), (4, 4), (16, 2))
 _CPU_TILE, _CPU_WHOLE_TILE = 64, 16
 """Query tile sizes on a CPU; the second where every place of a tile is computed."""
 _GPU_MAX_ITL_MS, _CPU_MAX_ITL_MS = 50.0, 1000.0
@@ -81,7 +94,7 @@ class EnginePlan:
             kv_cache=kv_cache.total_bytes(config.kv_format, config.kv_shapes, config.dtype),
             state=rows * columns * 4
             + slot_tables.num_bytes(config.tables)
-            + memory.tree_bytes(config.pre_mlp)
+            + memory.tree_bytes((config.pre_mlp, config.verify))
             + results,
             temporaries=temporaries,
         )
@@ -256,7 +269,25 @@ def _buckets(options: Options, *, gpu: bool) -> Buckets:
     decode = (*(size for size in decode if size < limit), limit)
     tokens = options.max_num_batched_tokens or max(prefill[-1], limit)
     prefill = (*(size for size in prefill if size < tokens), tokens)
-    return Buckets(decode=decode, prefill=prefill)
+    chosen = options.speculative_config or (SpeculationConfig() if gpu else NO_SPECULATION)
+    verify = verify_buckets(chosen, limit, prefill[-1], gpu=gpu)
+    return Buckets(decode=decode, prefill=prefill, verify=verify)
+
+
+def verify_buckets(
+    speculation: SpeculationConfig, most_rows: int, most_tokens: int, *, gpu: bool
+) -> tuple[tuple[int, int], ...]:
+    """Returns rows and positions of the verify buckets of an engine that runs so many sequences and
+    tokens in a step. They sample at hardly more positions than decode steps, so that scores and
+    tables take no more of the memory for keys and values."""
+    widest = max(speculation.positions, default=0)
+    most = min(most_tokens, max(most_rows, _FREE_POSITIONS))
+    found = {
+        (min(rows, most_rows), min(positions, widest))
+        for rows, positions in (GPU_VERIFY if gpu else _CPU_VERIFY)
+        if widest
+    }
+    return tuple(sorted(shape for shape in found if shape[0] * shape[1] <= most))
 
 
 def _choices(options: Options, *, gpu: bool) -> list[Buckets]:

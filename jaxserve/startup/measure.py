@@ -8,14 +8,15 @@ import logging
 import random
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 from jaxserve.api import SamplingParams
-from jaxserve.plan import Admission, PageEntry, Row, StepPlan
+from jaxserve.plan import Admission, PageEntry, Row, StepPlan, Verify
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
-from jaxserve.step_times import StepTimes
+from jaxserve.step_times import StepTimes, VerifyTime
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,8 @@ def kept_times(config: RunnerConfig, file: Path) -> StepTimes | None:
     with contextlib.suppress(*damaged):
         kept = StepTimes.load(file)
         buckets = config.buckets
-        if (tuple(kept.decode), tuple(kept.mixed)) == (buckets.decode, buckets.prefill):
+        known = tuple(kept.decode), tuple(kept.mixed), set(kept.verify)
+        if known == (buckets.decode, buckets.prefill, set(buckets.verify)):
             return kept
     return None
 
@@ -105,6 +107,7 @@ def measure(runner: Runner, config: RunnerConfig) -> StepTimes:
     return StepTimes(
         decode=decode,
         mixed=mixed,
+        verify={shape: seconds.of_verify(*shape, context) for shape in config.buckets.verify},
         decode_context=_slope(deep - decode[most], most * context),
         mixed_row=mixed_row,
         mixed_context=mixed_context,
@@ -168,19 +171,32 @@ class _Stopwatch:
 
     def warm(self, rows: Iterable[Row]) -> None:
         """Run some steps of these rows; one if it is slow."""
-        plan = self._placed(StepPlan(rows=tuple(rows)))
+        plan = self._placed(_plan(rows))
         for _ in range(_WARM):
             if self._run(plan, 1)[0] > _SLOW:
                 break
 
     def of(self, rows: Iterable[Row]) -> float:
         """Returns the seconds of a step of these rows. Their slots get pages of their own first."""
-        plan = StepPlan(rows=tuple(rows))
+        plan = _plan(rows)
         first = self._run(self._placed(plan), 1)[0]
         if first > _SLOW:
             return first
-        before = 1 if plan.decode_only else 1 + int(_BUSY / first)
+        before = 1 if plan.kind != "mixed" else 1 + int(_BUSY / first)
         return median(self._run(plan, before + _REPEATS)[before:])
+
+    def of_verify(self, rows: int, positions: int, context: int) -> VerifyTime:
+        """Returns the times of a verify bucket, full, without context and with `context` tokens for
+        each row."""
+        context = min(context, self._longest - positions)
+        drafts = self._ids[: positions - 1]
+
+        def taken(start: int) -> float:
+            verify = Verify(positions, start + positions, drafts)
+            return self.of(Row(slot, slot, start, (), True, verify=verify) for slot in range(rows))
+
+        shallow, deep = taken(1), taken(context)
+        return VerifyTime(shallow, _slope(deep - shallow, rows * (context - 1)))
 
     def _run(self, plan: StepPlan, count: int) -> list[float]:
         """Returns the seconds between the ends of equal steps; the first counts from its launch."""
@@ -205,7 +221,12 @@ class _Stopwatch:
                 number += 1
         params = SamplingParams(max_tokens=1, temperature=0.0)
         admissions = tuple(Admission(row.slot, params) for row in plan.rows)
-        return StepPlan(rows=plan.rows, admissions=admissions, pages=tuple(entries))
+        return replace(plan, admissions=admissions, pages=tuple(entries))
+
+
+def _plan(rows: Iterable[Row]) -> StepPlan:
+    rows = tuple(rows)
+    return StepPlan(rows=rows, verify=any(row.verify is not None for row in rows))
 
 
 def _decode_rows(count: int, context: int) -> list[Row]:

@@ -120,12 +120,17 @@ def plan_gpu_cache(
             "--gpu-memory-utilization if nothing else needs the card"
         )
     itemsize = jnp.dtype(dtype).itemsize
-    tokens, rows = buckets.prefill[-1], buckets.decode[-1]
-    activations = tokens * (4 * spec.ffn + 4 * spec.q_size + 8 * spec.embed) * itemsize
-    scores = rows * spec.vocab_size * 4 * 4
+    rows = buckets.decode[-1]
+    token = (4 * spec.ffn + 4 * spec.q_size + 8 * spec.embed) * itemsize
+    scores = spec.vocab_size * 4 * 4
+    verified = max((rows * positions for rows, positions in buckets.verify), default=0)
+    own_tables = spec.vocab_size * 2 * 4  # each position of a verify step has some, as slots have
     tables = slot_tables.num_bytes(slot_tables.abstract(rows, spec.vocab_size))
     expanded = chunk_context * spec.kv_bytes_per_token(itemsize) // spec.num_layers
-    scratch = activations + unpacked + scores + expanded
+    largest = max(
+        buckets.prefill[-1] * token + rows * scores, verified * (token + scores + own_tables)
+    )
+    scratch = largest + unpacked + expanded
     free = limit - weights - scratch - tables - RESERVE
     return max(0, free // _ROUNDING * _ROUNDING)
 

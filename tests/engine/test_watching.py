@@ -43,7 +43,7 @@ class Reporting(GatedRunner):
     def collect(self, pending: Pending) -> list[Sampled | None]:
         plan = self._plans.popleft()
         kind, bucket = ("decode", 4) if plan.decode_only else ("mixed", 16)
-        self._metrics.observe_step(kind, bucket, 0.001, plan.num_tokens, bucket, late=True)
+        self._metrics.observe_step(kind, str(bucket), 0.001, plan.num_tokens, bucket, late=True)
         return super().collect(pending)
 
 

@@ -27,7 +27,11 @@ class Guesses:
         self._random = Random(seed)
         self.asked = 0
 
-    def __call__(self, seq: Sequence) -> Proposal | None:
+    def __call__(self, sequences: list[Sequence]) -> dict[int, Proposal]:
+        proposals = {seq.id: self._proposal(seq) for seq in sequences}
+        return {key: proposal for key, proposal in proposals.items() if proposal is not None}
+
+    def _proposal(self, seq: Sequence) -> Proposal | None:
         self.asked += 1
         draw, kind = self._random, self._kind
         if kind == "any":

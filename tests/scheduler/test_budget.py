@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from jaxserve.scheduler import budget as budgets
 from jaxserve.scheduler.budget import Decodes, Prompt, TokenBudget
+from jaxserve.scheduler.learned_times import LearnedTimes
 from jaxserve.step_times import StepTimes
 
 MS = 1e-3
@@ -28,7 +29,7 @@ IDLE = Decodes(0, 0)
 
 
 def budget(times: StepTimes | None = TIMES, *, max_itl: float = 50 * MS) -> TokenBudget:
-    return TokenBudget(times, max_tokens=2048, max_itl=max_itl)
+    return TokenBudget(times and LearnedTimes(times), max_tokens=2048, max_itl=max_itl)
 
 
 def test_without_measured_times_a_step_takes_all_it_can() -> None:

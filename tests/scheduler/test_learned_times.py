@@ -77,7 +77,7 @@ def test_a_correction_is_bounded() -> None:
     plan = step(30)
     for _ in range(1000):
         times.learn(plan, 1.0)
-    assert times.learn(plan, 1.0) == ("decode", 32, pytest.approx(1.4 * MS))
+    assert times.learn(plan, 1.0) == ("decode", "32", pytest.approx(1.4 * MS))
     for _ in range(1000):
         times.learn(plan, 0.0)
     assert times.of_decode(30, 0) >= 1.4 * MS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from jaxserve.config import Buckets, CacheConfig, ConfigError, SchedulerConfig
 from jaxserve.plan import Row, Sampled, StepPlan, Verify
 from jaxserve.scheduler import Scheduler
 from jaxserve.scheduler.sequence import Sequence
-from jaxserve.scheduler.verify import Proposal, Verification
+from jaxserve.scheduler.verify import Proposal, Proposer, Verification
 from tests.scheduler.by_hand import PLAIN, STOP, commit, planned, request
 from tests.scheduler.fake_runner import FakeGuide
 from tests.scheduler.loop import Optimist
@@ -21,19 +22,31 @@ DRAFTS = (5, 6, 7)
 BUCKETS = ((1, 8), (4, 4))
 
 
+def for_each(propose: Callable[[Sequence], Proposal | None]) -> Proposer:
+    """A proposer that looks at one sequence after the other."""
+
+    def proposer(sequences: list[Sequence]) -> dict[int, Proposal]:
+        found = {seq.id: propose(seq) for seq in sequences}
+        return {key: proposal for key, proposal in found.items() if proposal is not None}
+
+    return proposer
+
+
 def always(seq: Sequence) -> Proposal:
     """Three drafts for whoever decodes."""
     return Proposal(4, DRAFTS)
 
 
-def scheduler(proposer: Any = always, *, pages: int = 64, **limits: Any) -> Scheduler:
+def scheduler(
+    propose: Callable[[Sequence], Proposal | None] = always, *, pages: int = 64, **limits: Any
+) -> Scheduler:
     config = SchedulerConfig(
         max_num_seqs=6, max_model_len=64, max_num_batched_tokens=16, prefix_caching=False
     )
     return Scheduler(
         replace(config, **limits),
         CacheConfig(num_pages=pages + 1, page_size=2),
-        verification=Verification(proposer=proposer, buckets=BUCKETS),
+        verification=Verification(proposer=for_each(propose), buckets=BUCKETS),
         lengths=Optimist(),
         clock=lambda: 1.0,
     )
@@ -106,22 +119,22 @@ def test_more_rows_than_any_bucket_holds_are_decode_rows() -> None:
     assert len(plan.rows) == 5 and plan.decode_only
 
 
-def test_rows_beside_chunks_are_decode_rows_and_who_follows_waits() -> None:
+def test_rows_in_flight_are_gone_on_with_before_a_step_with_chunks() -> None:
+    """They would get no token in it, as nobody knows yet where they begin."""
     sched = scheduler()
     decoding(sched, "a", "b")
     ahead = planned(sched)
     sched.add(request("c", 9))
-    mixed = planned(sched)
-    assert [row.seq_id for row in mixed.rows] == [2] and not mixed.verify
+    settling = planned(sched)
+    assert settling.verify and not settling.admissions
+    assert [asked(row) for row in settling.rows] == [Verify(1, 8, (), follows=True)] * 2
     commit_verified(sched, ahead, [PLAIN, 5], [PLAIN])
-    together = planned(sched)
-    assert together.verify
-    assert [(row.seq_id, row.start) for row in together.rows] == [(0, 5), (1, 4), (2, 9)]
+    mixed = planned(sched)
+    assert [(row.seq_id, row.start) for row in mixed.rows] == [(0, 6), (1, 5), (2, 0)]
+    assert not mixed.verify
+    commit_verified(sched, settling, [PLAIN], [PLAIN])
     commit(sched, mixed)
-    commit_verified(sched, together, [PLAIN], [PLAIN], [PLAIN])
-    sched.add(request("d", 9))
-    beside = planned(sched)
-    assert [row.verify for row in beside.rows] == [None] * 4 and not beside.verify
+    assert planned(sched).verify
 
 
 def test_rows_without_a_guess_decode_beside_the_others() -> None:

@@ -7,7 +7,7 @@ import pytest
 from jaxserve.cli.options import parse_args
 from jaxserve.config import Buckets
 from jaxserve.startup import engine_plan
-from jaxserve.startup.engine_plan import GPU_DECODE, GPU_PREFILL
+from jaxserve.startup.engine_plan import GPU_DECODE, GPU_PREFILL, GPU_VERIFY
 
 
 def buckets(*flags: str) -> Buckets:
@@ -16,7 +16,36 @@ def buckets(*flags: str) -> Buckets:
 
 
 def test_without_flags_they_are_those_that_pay_on_a_gpu() -> None:
-    assert buckets() == Buckets(decode=GPU_DECODE, prefill=GPU_PREFILL)
+    assert buckets() == Buckets(decode=GPU_DECODE, prefill=GPU_PREFILL, verify=GPU_VERIFY)
+
+
+@pytest.mark.parametrize(
+    ("flags", "verify"),
+    [
+        (("--speculative-config", "off"), ()),
+        (("--max-num-seqs", "3"), ((1, 8), (2, 8), (3, 2), (3, 4), (3, 8))),
+        (
+            ("--speculative-config", '{"num_speculative_tokens": 2}', "--max-num-seqs", "8"),
+            ((1, 4), (2, 4), (4, 4), (8, 2), (8, 4)),
+        ),
+        (
+            ("--max-num-batched-tokens", "16", "--max-num-seqs", "4"),
+            ((1, 8), (2, 8), (4, 2), (4, 4)),
+        ),
+    ],
+)
+def test_steps_verify_as_many_rows_and_drafts_as_there_may_be(
+    flags: tuple[str, ...], verify: tuple[tuple[int, int], ...]
+) -> None:
+    assert buckets(*flags).verify == verify
+
+
+def test_on_a_cpu_steps_verify_only_if_told_to() -> None:
+    def on_a_cpu(*flags: str) -> Buckets:
+        return engine_plan._buckets(parse_args([*flags]), gpu=False)  # pyright: ignore[reportPrivateUsage]
+
+    assert not on_a_cpu().verify
+    assert on_a_cpu("--speculative-config", "{}").verify
 
 
 @pytest.mark.parametrize("most", [1, 48, 64, 300])

@@ -1,0 +1,86 @@
+"""Whether the next step verifies drafts, and how many positions it computes of each sequence.
+
+A step of plain decoding and the verify buckets compete by expected tokens per second. Both come
+from what was measured: step times (`LearnedTimes`), and how often drafts of this kind were right
+(`Proposal.survival`, and what became of those that were planned).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from jaxserve.scheduler.learned_times import LearnedTimes
+
+_MARGIN = 0.03
+"""Share of the tokens per second. Steps begin to verify if they yield this much more: drafts are
+late by a step, and the last rows of a run may cost one. A rule, not measured."""
+
+_KEPT = 0.98
+"""What is left of older observations after each step with proposals: the last 50 count."""
+
+_BELIEVED = 16.0
+"""Drafts. The weight of the expectation itself beside what became of it."""
+
+
+class Decision:
+    """Chooses the positions per row of the next step."""
+
+    def __init__(self, times: LearnedTimes, positions: Collection[int]):
+        """`positions`: of the verify buckets."""
+        self._times, self._positions = times, sorted(set(positions))
+        self._verifies = False
+        self._expected = self._accepted = 0.0
+        """Drafts that rows should have had accepted, and had."""
+
+    @property
+    def trust(self) -> float:
+        """Accepted drafts per expected one, lately."""
+        return (self._accepted + _BELIEVED) / (self._expected + _BELIEVED)
+
+    def choose(
+        self, rows: int, context: int, survivals: Sequence[Sequence[float]], *, unsettled: int
+    ) -> int:
+        """Returns the positions of the rows with drafts; 1: a step that verifies nothing new, for
+        rows that follow others in flight; 0: decode rows for those that do not follow.
+
+        Args:
+          rows: sequences that decode.
+          context: tokens in the cache of all of them together.
+          survivals: of each sequence with drafts, `Proposal.survival`.
+          unsettled: sequences that cannot decode plainly before a commit.
+        """
+        self._expected *= _KEPT
+        self._accepted *= _KEPT
+        plain = rows - unsettled
+        needed = plain / self._times.of_decode(plain, context) if plain else 0.0
+        best, expected = 0, 0.0
+        if unsettled:
+            seconds = self._times.of_verify(rows, 1, context)
+            if seconds is not None and rows / seconds > needed:
+                best, needed = 1, rows / seconds
+        if not self._verifies:
+            needed *= 1 + _MARGIN
+        for positions in self._positions:
+            seconds = self._times.of_verify(rows, positions, context)
+            if seconds is None:
+                continue
+            drafts = sum(sum(survival[: positions - 1]) for survival in survivals)
+            rate = (rows + self.trust * drafts) / seconds
+            if survivals and rate > needed:
+                best, needed, expected = positions, rate, drafts
+        self._verifies = best > 1
+        self._expected += expected
+        return best
+
+    def settles(self, rows: int, context: int, unsettled: int) -> bool:
+        """Returns whether a step of single positions comes before one with chunks, in which
+        `unsettled` of the rows would get no token."""
+        seconds = self._times.of_verify(rows, 1, context)
+        if seconds is None:
+            return False
+        plain = self._times.of_decode(rows, context)
+        return seconds - plain < unsettled / rows * plain
+
+    def observe(self, accepted: int) -> None:
+        """Report a row's accepted drafts."""
+        self._accepted += accepted

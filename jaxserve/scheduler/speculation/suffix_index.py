@@ -1,0 +1,116 @@
+"""Where the end of a text occurred in it before: hash chains over its n-grams, as in LZ77."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+CANDIDATES = 32
+"""Earlier places of an n-gram that a search looks at, the newest first."""
+
+_MOST_CHAINS = 1 << 16
+
+
+class SuffixIndex:
+    """The longest earlier occurrence of a growing text's end.
+
+    A search compares at most `CANDIDATES` places with the same last n-gram. While the text goes on
+    as it did there, no search is needed: no other occurrence can become longer than the one that
+    was longest before. So an append takes constant time, whatever the length of the text. It takes
+    4 bytes a token, and 4 bytes for each chain.
+    """
+
+    def __init__(self, text: Sequence[int], *, least: int, most: int):
+        """Returns an index of none of the text yet.
+
+        Args:
+          text: token ids from 0; the owner appends to it.
+          least: tokens of an occurrence at least.
+          most: tokens after which a search is content.
+        """
+        self._text = text
+        self._least, self._most = least, most
+        chains = 256
+        while chains < len(text) and chains < _MOST_CHAINS:
+            chains *= 2
+        self._mask = chains - 1
+        self._newest = array("i", bytes(4 * chains))
+        """By hash of an n-gram: the position behind its newest occurrence; 0: none."""
+        self._before = array("i", bytes(4))
+        """By position: the position behind the occurrence before, with the same hash."""
+        self.next = 0
+        """The position behind the occurrence: what follows the text's end, if it goes on so."""
+        self.length = 0
+        """Tokens of the occurrence; 0 if there is none."""
+
+    @property
+    def done(self) -> int:
+        """How many of the text's first tokens are in the index."""
+        return len(self._before) - 1
+
+    def index(self, count: int) -> None:
+        """Add the next `count` tokens of the text, then look for an occurrence of what is in the
+        index by then."""
+        text, least, before = self._text, self._least, self._before
+        first, end = self.done, min(self.done + count, len(self._text))
+        before.extend([0] * (min(end, least - 1) - first))
+        first = max(first, least - 1)
+        self.length = last = 0
+        if end <= first:
+            return
+        newest, mask = self._newest, self._mask
+        grams = zip(*(text[first - n : end - n] for n in reversed(range(least))), strict=True)
+        for position, gram in enumerate(grams, start=first + 1):
+            chain = hash(gram) & mask
+            last = newest[chain]
+            before.append(last)
+            newest[chain] = position
+        self._search(end, last)
+
+    def append(self) -> None:
+        """Add the next token of the text."""
+        text, end = self._text, self.done + 1
+        if end < self._least:
+            self._before.append(0)
+            return
+        chain = hash(tuple(text[end - self._least : end])) & self._mask
+        last = self._newest[chain]
+        self._before.append(last)
+        self._newest[chain] = end
+        if self.length and text[self.next] == text[end - 1]:
+            self.next += 1
+            self.length += 1
+        else:
+            self.length = 0
+            self._search(end, last)
+
+    def following(self, count: int) -> list[int]:
+        """Returns the `count` tokens that followed the occurrence; as they overlap with the text's
+        end, it goes on in a circle."""
+        found = list(self._text[self.next : min(self.next + count, self.done)])
+        while len(found) < count:
+            found += found[: count - len(found)]
+        return found
+
+    def _search(self, end: int, place: int) -> None:
+        """Find the longest occurrence of the end of the first `end` tokens; of two as long, the
+        newer one.
+
+        Args:
+          place: the first to look at, see `_newest`.
+        """
+        text, before, most = self._text, self._before, min(self._most, end)
+        best = self._least - 1
+        for _ in range(CANDIDATES):
+            if not place:
+                return
+            if best < place and text[place - 1 - best] == text[end - 1 - best]:
+                length, longest = 0, min(most, place)
+                while length < longest and text[place - 1 - length] == text[end - 1 - length]:
+                    length += 1
+                if length > best:
+                    best = self.length = length
+                    self.next = place
+                    if length >= most:
+                        return
+            place = before[place]
