@@ -335,10 +335,16 @@ def _rows(group: argparse._ArgumentGroup) -> list[str]:
             continue
         name = name.replace("--no-", "--")
         text, default = _default(action)
-        values = ", ".join(f"`{each}`" for each in action.choices or ())
-        values = f" One of {values}." if values else ""
+        values = _values(text, action.choices or ())
         rows.append(f"| `{name}` | {default} | {_sentence(text)}{values} |")
     return rows
+
+
+def _values(text: str, choices: Iterable[str]) -> str:
+    """The values of a flag whose text does not name them all."""
+    if all(re.search(rf"\b{value}\b", text) for value in choices):
+        return ""
+    return f" One of {', '.join(f'`{value}`' for value in choices)}."
 
 
 def _default(action: argparse.Action) -> tuple[str, str]:

@@ -191,8 +191,8 @@ def _convert_parser() -> FlagParser:
         "--to",
         choices=("native", "orbax", "safetensors"),
         default="native",
-        help="native: the engine's own file; orbax: a step of a folder of Orbax checkpoints; "
-        "safetensors: Hugging Face's names",
+        help="what to write: native, the engine's own file; orbax, a step of a folder of Orbax "
+        "checkpoints; safetensors, with Hugging Face's names",
     )
     add(
         "--keep",
@@ -204,7 +204,8 @@ def _convert_parser() -> FlagParser:
         "--quantization-method",
         choices=("rtn", "hqq", "awq"),
         default="rtn",
-        help="rtn rounds to nearest; hqq and awq are more exact int4; awq needs --calibration",
+        help="how to quantise: rtn rounds to nearest; hqq and awq are more exact int4; awq needs "
+        "--calibration",
     )
     add("--calibration", type=Path, help="UTF-8 text file that awq reads")
     return parser
