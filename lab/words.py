@@ -42,14 +42,16 @@ def sentences(text: str) -> list[int]:
 
 def main() -> None:
     given = [Path(name) for name in sys.argv[1:]] or pages()
-    total = 0
+    total = site = 0
     for page in given:
         text = page.read_text(encoding="utf-8")
         words, lengths = len(re.findall(r"\S*\w\S*", text)), sentences(text)
         total += words
+        site += words if page.resolve().parent == ROOT / "docs" else 0
         middle = median(lengths) if lengths else 0
         mark = "" if middle < MOST else "  too long"
         print(f"{page.name:24} {words:6,} words, sentences: median {middle:4.1f}{mark}")
+    print(f"{'the site':24} {site:6,} words")
     print(f"{'all':24} {total:6,} words")
 
 

@@ -312,21 +312,39 @@ def flags_of(command: str) -> str:
 
 
 def flags_of_convert() -> str:
-    return _flags(_convert_parser()._action_groups[1])
+    """The flags of `convert`, those that mean what they mean for serving by name only."""
+    rows = _rows(_convert_parser()._action_groups[1])
+    serving = {row for group in _parser(None)._action_groups for row in _rows(group)}
+    same = ", ".join(row.split(" | ")[0].removeprefix("| ") for row in rows if row in serving)
+    return _table([row for row in rows if row not in serving]) + f"\n\nAs for serving: {same}."
 
 
 def _flags(group: argparse._ArgumentGroup) -> str:
-    lines = ["| flag | default | meaning |", "|---|---|---|"]
+    return _table(_rows(group))
+
+
+def _table(rows: list[str]) -> str:
+    return "\n".join(["| flag | default | meaning |", "|---|---|---|", *rows])
+
+
+def _rows(group: argparse._ArgumentGroup) -> list[str]:
+    rows: list[str] = []
     for action in group._group_actions:
         name = max(action.option_strings, key=len) if action.option_strings else ""
         if name in ("--help", ""):
             continue
         name = name.replace("--no-", "--")
         text, default = _default(action)
-        values = ", ".join(f"`{each}`" for each in action.choices or ())
-        values = f" One of {values}." if values else ""
-        lines.append(f"| `{name}` | {default} | {_sentence(text)}{values} |")
-    return "\n".join(lines)
+        values = _values(text, action.choices or ())
+        rows.append(f"| `{name}` | {default} | {_sentence(text)}{values} |")
+    return rows
+
+
+def _values(text: str, choices: Iterable[str]) -> str:
+    """The values of a flag whose text does not name them all."""
+    if all(re.search(rf"\b{value}\b", text) for value in choices):
+        return ""
+    return f" One of {', '.join(f'`{value}`' for value in choices)}."
 
 
 def _default(action: argparse.Action) -> tuple[str, str]:

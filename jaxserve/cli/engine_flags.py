@@ -31,7 +31,7 @@ def add_plan_flags(add: AddArgument) -> None:
     add(
         "--gpu-memory",
         type=size_in_bytes,
-        help="its memory, if it differs from the usual, e.g. 40Gi",
+        help="memory of the GPU, if unusual, e.g. 40Gi",
     )
     add(
         "--json",
@@ -46,12 +46,12 @@ def add_kernels_flags(add: AddArgument) -> None:
         "--device",
         dest="gpu",
         choices=GPUS,
-        help="GPU whose kernels are asked for",
+        help="GPU to choose kernels for",
     )
     add(
         "--all",
         action="store_true",
-        help="print the implementations that refused, too, and why",
+        help="also print the implementations that refused, and why",
     )
     add(
         "--json",
@@ -71,15 +71,14 @@ def add_weight_flags(add: AddArgument, auto_dtype: str) -> None:
     add(
         "--quantization",
         choices=("int4", "fp8", "nvfp4"),
-        help="quantise the layers' matrices at load, by rounding to nearest (default: as the "
-        "checkpoint is)",
+        help="quantise the layers' weights at load (default: as the checkpoint is)",
     )
     add(
         "--lm-head-dtype",
         choices=("auto", "unquantized", "int8", "fp8"),
         default="auto",
-        help="type of the output matrix, and of the embedding if both are one; auto: int8 with "
-        "--quantization, else unquantized",
+        help="type of the output matrix, and of a tied embedding; auto: int8 with --quantization, "
+        "else unquantized",
     )
 
 
@@ -90,37 +89,37 @@ def add_engine_flags(add: AddArgument) -> None:
         "--keep-converted",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="keep weights that were quantised at load in --cache-dir for the next start",
+        help="keep weights that were quantised at load in --cache-dir",
     )
     add(
         "--fp8-copy",
         choices=("auto", "on", "off"),
         default="auto",
-        help="copy in fp8 beside 4-bit weights, for steps of more than 64 tokens; auto: on "
-        "GPUs with fast fp8, if it takes at most a tenth of the KV cache's memory",
+        help="fp8 copy of 4-bit weights, for steps of more than 64 tokens; auto: on GPUs with fast "
+        "fp8, if it takes at most a tenth of the KV cache's memory",
     )
     add(
         "--max-model-len",
         type=tokens,
-        help="longest prompt plus output, e.g. 8192 or 32k (default: the model's limit, or "
-        "what the KV cache holds if that is less)",
+        help="most tokens of prompt plus output, e.g. 8192 or 32k (default: the model's limit, or "
+        "what the KV cache holds)",
     )
     add(
         "--max-num-seqs",
         type=positive,
-        help="sequences that run at once (default: the largest decode bucket; on a GPU with "
-        "little memory, the largest that leaves each sequence 512 tokens of KV cache)",
+        help="most sequences that run at once (default: the largest decode bucket; fewer on a GPU "
+        "with little memory)",
     )
     add(
         "--max-num-batched-tokens",
         type=positive,
-        help="tokens that one step may compute (default: the largest prefill bucket)",
+        help="most tokens of one step (default: the largest prefill bucket)",
     )
     add(
         "--max-itl-ms",
         type=above_0,
-        help="milliseconds that a step with a prefill chunk may take while sequences decode "
-        "(default: 50 on a GPU, 1000 on a CPU)",
+        help="most milliseconds of a step with a prefill chunk while sequences decode (default: 50 "
+        "on a GPU, 1000 on a CPU)",
     )
     add(
         "--kv-cache-dtype",
@@ -131,7 +130,7 @@ def add_engine_flags(add: AddArgument) -> None:
     add(
         "--calculate-kv-scales",
         action="store_true",
-        help="choose the scales of an fp8 KV cache from a text that the model reads at the start",
+        help="choose the scales of an fp8 KV cache at the start, from a text",
     )
     add(
         "--calibration",
@@ -142,14 +141,14 @@ def add_engine_flags(add: AddArgument) -> None:
         "--scheduling-policy",
         choices=POLICIES,
         default="slo",
-        help="who is admitted next: fcfs by arrival, priority with ageing, slo by deadline and "
-        "cost, fair between API keys",
+        help="order of waiting sequences: fcfs by arrival, priority with ageing, slo by deadline, "
+        "cost and fairness between API keys",
     )
     add(
         "--slo-ttft-ms",
         type=above_0,
-        help="policy slo: milliseconds to the first token for requests without x-slo-ttft-ms "
-        "(default: none)",
+        help="policy slo: deadline of the first token for requests without x-slo-ttft-ms (default: "
+        "none)",
     )
     add(
         "--block-size",
@@ -161,25 +160,25 @@ def add_engine_flags(add: AddArgument) -> None:
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="share the KV pages of equal prefixes",
+        help="reuse the KV cache of equal prefixes",
     )
     add(
         "--kv-events-config",
         type=kv_events,
-        help="tell routers over ZMQ which pages are cached: vLLM's JSON, e.g. "
-        "'{\"enable_kv_cache_events\": true}' (default: nothing is told)",
+        help="publish KV cache events over ZMQ: vLLM's JSON, e.g. "
+        "'{\"enable_kv_cache_events\": true}' (default: no events)",
     )
     add(
         "--kv-cache-memory-bytes",
         type=size_in_bytes,
-        help="size of the KV cache, e.g. 512M or 20Gi (default: on a GPU what is left, on a "
-        "CPU 512Mi)",
+        help="size of the KV cache, e.g. 512M or 20Gi (default: what is left on a GPU, 512Mi on a "
+        "CPU)",
     )
     add(
         "--gpu-memory-utilization",
         type=share,
         default=0.9,
-        help="share of the GPU's memory that the process takes",
+        help="share of the GPU's memory to use",
     )
     add(
         "--decode-buckets",
@@ -204,7 +203,7 @@ def add_engine_flags(add: AddArgument) -> None:
     add(
         "--compile-workers",
         type=positive,
-        help="threads that compile (default: one per processor core)",
+        help="threads that compile (default: one per core)",
     )
     add(
         "--cache-dir",
@@ -214,10 +213,10 @@ def add_engine_flags(add: AddArgument) -> None:
     add(
         "--require-precompiled",
         action="store_true",
-        help="refuse to start if a program would have to be compiled",
+        help="fail the start if a program is not precompiled",
     )
     add(
         "--forbid-compiles",
         action="store_true",
-        help="debugging: a compilation while serving fails its step",
+        help="debugging: fail a step that compiles while serving",
     )

@@ -49,7 +49,7 @@ class FlagParser(argparse.ArgumentParser):
                 names = [name for name in re.findall(r"\w+", self._commands) if name != "and"]
                 meant = _meant(word, names) or f"; commands are {self._commands}"
                 return f"unknown command {word!r}{meant}"
-            return f"{word!r} belongs to no flag"
+            return f"unexpected argument {word!r}"
         name = word.partition("=")[0]
         return f"unknown flag {name}{_meant(name, self._option_string_actions)}"
 
@@ -61,7 +61,7 @@ class FlagParser(argparse.ArgumentParser):
 
 def _meant(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
-    return f"; is {near[0]} meant?" if near else ""
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

@@ -38,7 +38,7 @@ def size_in_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
     size = float(match[1]) * _UNITS[match[2] or ""] if match else 0
     if not 1 <= size < math.inf:
-        raise argparse.ArgumentTypeError(f"not a size such as 512M, 20G or 20Gi: {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a size such as 512M, 20G or 20Gi, not {text!r}")
     return int(size)
 
 
@@ -58,14 +58,14 @@ def tokens(text: str) -> int | None:
 def positive(text: str) -> int:
     """A whole number above 0."""
     if (value := _integer(text)) < 1:
-        raise argparse.ArgumentTypeError(f"not a positive integer: {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a positive integer, not {text!r}")
     return value
 
 
 def power_of_2(text: str) -> int:
     """1, 2, 4 and so on."""
     if (value := _integer(text)) < 1 or value & (value - 1):
-        raise argparse.ArgumentTypeError(f"not a power of two: {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a power of two, not {text!r}")
     return value
 
 
@@ -79,14 +79,14 @@ def model_name(text: str) -> str:
 def whole(text: str) -> int:
     """A whole number from 0."""
     if (value := _integer(text)) < 0:
-        raise argparse.ArgumentTypeError(f"not a whole number from 0: {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least 0, not {text!r}")
     return value
 
 
 def port(text: str) -> int:
     """Of TCP; 0 is any that is free."""
     if not 0 <= (value := _integer(text)) <= 65535:
-        raise argparse.ArgumentTypeError(f"not a port from 0 to 65535: {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a port from 0 to 65535, not {text!r}")
     return value
 
 
@@ -94,37 +94,37 @@ def objective(text: str) -> tuple[str, int]:
     """A name and its priority, 32 bits."""
     name, equals, number = text.rpartition("=")
     if not (name and equals and re.fullmatch(r"-?\d{1,10}", number, re.ASCII)):
-        raise argparse.ArgumentTypeError(f"not a name and a priority, as in batch=-10: {text!r}")
+        raise argparse.ArgumentTypeError(f"must be NAME=PRIORITY such as batch=-10, not {text!r}")
     if not -(2**31) <= int(number) < 2**31:
-        raise argparse.ArgumentTypeError(f"not a priority of 32 bits: {text!r}")
+        raise argparse.ArgumentTypeError(f"the priority must fit into 32 bits: {text!r}")
     return name, int(number)
 
 
 def seconds(text: str) -> float:
     """A number above 0."""
     if not 0 < (value := _number(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"not a positive number of seconds: {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text!r}")
     return value
 
 
 def above_0(text: str) -> float:
     """A number; inf is no limit."""
     if not (value := _number(text)) > 0:
-        raise argparse.ArgumentTypeError(f"not a number above 0: {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
     return value
 
 
 def from_0(text: str) -> float:
     """A finite number, 0 included."""
     if not 0 <= (value := _number(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"not a number from 0: {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a number, at least 0, not {text!r}")
     return value
 
 
 def share(text: str) -> float:
     """A number above 0, up to 1."""
     if not 0 < (value := _number(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"not a share above 0 and up to 1: {text!r}")
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, not {text!r}")
     return value
 
 
@@ -152,7 +152,7 @@ def template_variables(text: str) -> dict[str, Any]:
         variables = None
     if not isinstance(variables, dict) or not variables.keys() <= TEMPLATE_VARIABLES:
         names = ", ".join(sorted(TEMPLATE_VARIABLES))
-        raise argparse.ArgumentTypeError(f"not a JSON object with names out of {names}: {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a JSON object with keys in {names}: {text!r}")
     return variables
 
 
@@ -202,14 +202,14 @@ def root_path(text: str) -> str:
     """A path without a slash at its end; / alone is none."""
     path = text.rstrip("/")
     if path and not re.fullmatch(r"(/[\w.~-]+)+", path, re.ASCII):
-        raise argparse.ArgumentTypeError(f"not a path such as /llm: {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a path such as /llm, not {text!r}")
     return path
 
 
 def url(text: str) -> str:
     """Of a server, over http or https."""
     if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", text):
-        raise argparse.ArgumentTypeError(f"not an http:// or https:// URL: {text!r}")
+        raise argparse.ArgumentTypeError(f"must be an http:// or https:// URL, not {text!r}")
     return text
 
 

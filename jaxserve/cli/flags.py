@@ -22,14 +22,13 @@ from jaxserve.cli.flag_values import (
 )
 from jaxserve.config import HEALTH_MEANINGS, REASONING_FIELDS, REASONING_PARSERS, TOOL_CALL_PARSERS
 from jaxserve.logs import FORMATS
-from jaxserve.models.registry import NAMED_MODELS
 
 type AddArgument = Callable[..., argparse.Action]
 """`add_argument` of a parser, or of a group of one."""
 
 MODEL_HELP = (
-    "a local folder with config.json and safetensors or an Orbax checkpoint, jaxserve-embedded, "
-    f"one of {', '.join(NAMED_MODELS)}, or a Hugging Face id"
+    "a folder with safetensors or an Orbax checkpoint, a Hugging Face id, or a short name such as "
+    "qwen3-8b"
 )
 
 
@@ -47,14 +46,14 @@ def add_model_flags(add: AddArgument) -> None:
         "--served-model-name",
         type=model_name,
         nargs="+",
-        help="names that clients may use for the model; the first is reported (default: what "
+        help="names that clients may use for the model; answers have the first (default: what "
         "--model says)",
     )
     add(
         "--generation-config",
         default="auto",
-        help="source of unset sampling fields: auto is the model's generation_config.json, "
-        "vllm is OpenAI's defaults, anything else a folder with such a file",
+        help="defaults of sampling fields: auto takes the model's generation_config.json, vllm "
+        "takes OpenAI's, anything else is a folder with such a file",
     )
     add(
         "--chat-template",
@@ -64,15 +63,14 @@ def add_model_flags(add: AddArgument) -> None:
     add(
         "--default-chat-template-kwargs",
         type=template_variables,
-        help="variables of the chat template for chats that do not set chat_template_kwargs, as "
-        "JSON, e.g. '{\"enable_thinking\": false}' (default: none)",
+        help="default chat_template_kwargs, as JSON, e.g. '{\"enable_thinking\": false}' (default: "
+        "none)",
     )
     add(
         "--load-format",
         choices=("auto", "dummy"),
         default="auto",
-        help="where weights come from; dummy makes seeded random ones on the device, and a named "
-        "model then needs no files",
+        help="source of the weights; dummy makes random ones, and a short name then needs no files",
     )
     add_hub_flags(add)
     add_orbax_flags(add)
@@ -80,7 +78,7 @@ def add_model_flags(add: AddArgument) -> None:
         "--seed",
         type=whole,
         default=0,
-        help="seed of dummy weights; requests have seeds of their own",
+        help="seed of dummy weights",
     )
 
 
@@ -102,13 +100,13 @@ def add_orbax_flags(add: AddArgument) -> None:
     add(
         "--hf-config",
         type=Path,
-        help="the config.json of an Orbax checkpoint, or a folder with it and the tokenizer "
-        "(default: beside the checkpoint)",
+        help="config.json of an Orbax checkpoint, or a folder with it and the tokenizer (default: "
+        "beside the checkpoint)",
     )
     add(
         "--from-step",
         type=whole,
-        help="the step to take of a folder of Orbax checkpoints (default: the newest complete one)",
+        help="step of a folder of Orbax checkpoints (default: the newest complete one)",
     )
 
 
@@ -117,7 +115,7 @@ def add_server_flags(add: AddArgument) -> None:
     add(
         "--host",
         default="127.0.0.1",
-        help="address to listen on; 0.0.0.0 or :: to be reached from other machines",
+        help="address to listen on; 0.0.0.0 or :: lets other machines connect",
     )
     add(
         "--port",
@@ -128,125 +126,118 @@ def add_server_flags(add: AddArgument) -> None:
     add(
         "--uds",
         type=Path,
-        help="Unix domain socket to listen on instead of a port; a stale socket is replaced "
-        "(default: none)",
+        help="Unix domain socket to listen on instead of a port (default: none)",
     )
     add(
         "--root-path",
         type=root_path,
-        help="path such as /llm under which a proxy shows the server; routes answer with and "
-        "without it (default: none)",
+        help="path under which a proxy shows the server, such as /llm (default: none)",
     )
     add(
         "--ui",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="serve a chat at / and a view of the engine at /ui/engine",
+        help="serve the chat at / and the engine's page at /ui/engine",
     )
     add(
         "--max-num-queued-reqs",
         type=positive,
         default=1024,
-        help="sequences that may wait; further requests get 429",
+        help="most sequences that wait; further requests get 429",
     )
     add(
         "--shutdown-timeout",
         type=from_0,
         default=30.0,
-        help="seconds that running requests get to finish on SIGTERM or Ctrl-C",
+        help="seconds for running requests to finish after SIGTERM or Ctrl-C",
     )
     add(
         "--max-num-queued-tokens",
         type=positive,
-        help="prompt tokens that may wait for their first output token; further requests get "
-        "429 (default: no limit)",
+        help="most prompt tokens that wait for a first token; further requests get 429 (default: "
+        "no limit)",
     )
     add(
         "--request-timeout",
         type=seconds,
-        help="seconds that a request may take in all; then 504 (default: no limit)",
+        help="most seconds for a whole request; then 504 (default: no limit)",
     )
     add(
         "--max-queue-time",
         type=seconds,
-        help="seconds until a request's first token; then 503 (default: no limit)",
+        help="most seconds to a request's first token; then 503 (default: no limit)",
     )
     add(
         "--max-request-bytes",
         type=size_in_bytes,
         default=16 * 2**20,
-        help="size of a request's body; larger ones get 413",
+        help="largest request body; larger ones get 413",
     )
     add(
         "--response-store-bytes",
         type=size_or_0,
         default=64 * 2**20,
-        help="memory for responses that later requests may name by id; 0 keeps none",
+        help="memory for stored responses; 0 stores none",
     )
     add(
         "--header-timeout",
         type=seconds,
         default=75.0,
-        help="seconds that a connection may take to send the header of its first or next "
-        "request; make it longer than the idle timeout of a proxy in front",
+        help="most seconds for a connection to send its next request's header; keep it above a "
+        "proxy's idle timeout",
     )
     add(
         "--write-timeout",
         type=seconds,
         default=60.0,
-        help="seconds in which a client must take 32 KiB of waiting output; else its request "
-        "is aborted",
+        help="most seconds for a client to read 32 KiB; then its request is aborted",
     )
     add(
         "--stall-timeout",
         type=seconds,
         default=120.0,
-        help="seconds without a finished step, with work to do, until /live, /health and /ready "
-        "answer 503",
+        help="seconds without a finished step, despite work, after which probes answer 503",
     )
     add(
         "--health-means",
         choices=HEALTH_MEANINGS,
         default="ready",
-        help="what 200 of /health says: ready, that requests are served now, or live, the same as "
-        "/live",
+        help="what 200 of /health means: ready serves requests now, live is the same as /live",
     )
     add(
         "--probe-port",
         type=port,
-        help="another port for /health, /live, /ready and /metrics, plain HTTP and without keys, "
-        "answered by a thread of its own however busy the server is; 0 picks a free one "
-        "(default: none)",
+        help="extra port for probes and metrics, plain HTTP without keys, on a thread of its own; "
+        "0 picks a free one (default: none)",
     )
     add(
         "--keep-alive-interval",
         type=seconds,
         default=15.0,
-        help="seconds of silence on a stream until a comment line is sent",
+        help="seconds of silence on a stream before a comment line is sent",
     )
     add(
         "--profile-startup",
         action="store_true",
-        help="print a table of the start's phases once the server is ready",
+        help="print how long each phase of the start took",
     )
     add(
         "--reasoning-field",
         choices=REASONING_FIELDS,
         default="both",
-        help="field for the model's thoughts in chats: reasoning as in vLLM, reasoning_content "
-        "as in SGLang, or both",
+        help="field of chats for thoughts: vLLM's reasoning, SGLang's reasoning_content, or both",
     )
     add(
         "--tool-call-parser",
         choices=TOOL_CALL_PARSERS,
-        help="how the model writes tool calls, by vLLM's names; with none they stay text "
-        "(default: what the chat template or the architecture says)",
+        help="format of tool calls; with none they stay text (default: by the chat template or the "
+        "architecture)",
     )
     add(
         "--reasoning-parser",
         choices=REASONING_PARSERS,
-        help="how the model marks reasoning; with none it stays text "
-        "(default: what the chat template or the tokenizer says)",
+        help="format of reasoning; with none it stays text (default: by the chat template or the "
+        "tokenizer)",
     )
     add(
         "--enable-force-include-usage",
@@ -257,19 +248,19 @@ def add_server_flags(add: AddArgument) -> None:
         "--legacy-metrics",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="export metrics under vLLM's former names, too",
+        help="also export metrics under vLLM's former names",
     )
     add(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="info",
-        help="lowest level of lines in the log",
+        help="lowest level that is logged",
     )
     add(
         "--log-format",
         choices=FORMATS,
         default="text",
-        help="form of the log; json is one object per line",
+        help="format of the log; json is one object per line",
     )
     add(
         "--enable-log-requests",
@@ -279,7 +270,7 @@ def add_server_flags(add: AddArgument) -> None:
     add(
         "--otlp-traces-endpoint",
         type=url,
-        help="URL that takes OpenTelemetry spans, e.g. http://localhost:4318/v1/traces "
+        help="URL for OpenTelemetry spans, e.g. http://localhost:4318/v1/traces "
         "(default: no traces)",
     )
 
@@ -290,9 +281,9 @@ def add_access_flags(add: AddArgument) -> None:
         "--api-key",
         action="extend",
         nargs="+",
-        help="keys; every request must carry one. Other users of the machine can read the "
-        "command line: prefer --api-key-file or JAXSERVE_API_KEY in the environment "
-        "(default: no keys)",
+        help="keys, one of which every request needs. Other users of the machine can read the "
+        "command line: prefer --api-key-file or JAXSERVE_API_KEY in the environment (default: no "
+        "keys)",
     )
     add(
         "--api-key-file",
@@ -303,25 +294,23 @@ def add_access_flags(add: AddArgument) -> None:
         "--admin-api-key",
         action="extend",
         nargs="+",
-        help="keys that also open the routes of administrators, which do not exist without any "
-        "(default: none)",
+        help="keys that also open administrators' routes (default: none, and no such routes)",
     )
     add(
         "--admin-api-key-file",
         type=Path,
-        help="file with more of them, one per line (default: none)",
+        help="file with more administrators' keys, one per line (default: none)",
     )
     add(
         "--isolate-cache-by-key",
         action="store_true",
-        help="share prefixes and compiled grammars only among requests with the same API key",
+        help="share prefixes and compiled grammars only within an API key",
     )
     add(
         "--reasoning-key-file",
         type=Path,
-        help="keys that seal the thoughts which clients of /v1/responses keep, one per line, "
-        "at least 32 characters each; the first seals, all open (default: a key of this "
-        "start)",
+        help="file with keys for encrypted thoughts in /v1/responses, one per line, at least 32 "
+        "characters each; the first encrypts, all decrypt (default: a new key at each start)",
     )
     add(
         "--open-metrics",
@@ -331,40 +320,38 @@ def add_access_flags(add: AddArgument) -> None:
     add(
         "--open-render",
         action="store_true",
-        help="serve /v1/chat/completions/render and /v1/completions/render without a key",
+        help="serve the render routes without a key",
     )
     add(
         "--trust-gateway",
         action="store_true",
-        help="share fairly between the names that a gateway writes into "
-        "x-llm-d-inference-fairness-id, and not between keys; only where no client can go around "
-        "the gateway",
+        help="share fairly by the gateway's header x-llm-d-inference-fairness-id instead of by "
+        "key; only if no client can go around the gateway",
     )
     add(
         "--inference-objectives",
         type=objective,
         nargs="+",
-        help="priorities of llm-d's objectives, such as interactive=10 batch=-10; higher goes "
-        "first, with --scheduling-policy priority (default: none)",
+        help="priorities of llm-d's objectives, e.g. interactive=10 batch=-10; higher goes first, "
+        "with --scheduling-policy priority (default: none)",
     )
     add(
         "--allowed-origins",
         nargs="+",
-        help="origins whose web pages may use the server (CORS); * allows all (default: none)",
+        help="origins of web pages that may use the server (CORS); * allows all (default: none)",
     )
     add(
         "--ssl-keyfile",
         type=Path,
-        help="private key, PEM, not encrypted; with --ssl-certfile the port speaks HTTPS "
-        "(default: none)",
+        help="private key for HTTPS, PEM, not encrypted (default: none)",
     )
     add(
         "--ssl-certfile",
         type=Path,
-        help="certificate with its chain, PEM (default: none)",
+        help="certificate for HTTPS with its chain, PEM (default: none)",
     )
     add(
         "--ssl-ca-certs",
         type=Path,
-        help="demand client certificates signed by these authorities, PEM (default: none)",
+        help="authorities whose client certificates are required, PEM (default: none)",
     )

@@ -1,5 +1,4 @@
-"""Flags of vLLM and SGLang that are spelled otherwise here, or mean nothing here: command lines
-that were written for them start."""
+"""Flags of vLLM and SGLang that have another name here, or no effect: their command lines start."""
 
 from __future__ import annotations
 
@@ -56,23 +55,23 @@ OBVIOUS = {
     "--task": frozenset({"auto", "generate"}),
     "--convert": frozenset({"auto", "none"}),
 }
-"""Values that ask for what happens anyway: how a checkpoint is quantised follows from its files."""
+"""Values that ask for what happens anyway."""
 
 REFUSED = {
     ("--dtype", "half"): "models run in bfloat16; leave --dtype out, or use float32",
     ("--dtype", "float16"): "models run in bfloat16; leave --dtype out, or use float32",
     ("--hf-overrides", None): "change config.json instead",
     ("--cpu-offload-gb", None): "weights stay on the GPU; use --quantization int4 to save memory",
-    ("--runner", None): "models generate text here",
-    ("--task", None): "models generate text here",
-    ("--convert", None): "models generate text here",
+    ("--runner", None): "not supported; jaxserve only generates text",
+    ("--task", None): "not supported; jaxserve only generates text",
+    ("--convert", None): "not supported; jaxserve only generates text",
 }
-"""What is not there, and what to do instead; by flag and value, None for any other value."""
+"""Why a value is refused and what to do instead, by flag and value; None is any other value."""
 
 _ONE_PROCESS = "one process serves on one GPU"
 _NO_TRANSFER = (
-    "keys and values are not moved between servers; each one reads prompts and answers them, so "
-    "leave it out and route to all of them alike"
+    "leave it out: each server computes its prompts itself, and none sends keys and values to "
+    "another; route to all servers alike"
 )
 _NO_TIER = "the KV cache is in the GPU's memory only; leave it out"
 NOT_HERE = {
@@ -86,25 +85,25 @@ NOT_HERE = {
     "--data-parallel-rpc-port": _ONE_PROCESS,
     "--data-parallel-size-local": _ONE_PROCESS,
     "--data-parallel-start-rank": _ONE_PROCESS,
-    "--ssl-ciphers": "ciphers are those of Python's TLS, from version 1.2; leave it out",
-    "--middleware": "no code is loaded from flags",
+    "--ssl-ciphers": "leave it out: Python's TLS, from version 1.2, chooses the ciphers",
+    "--middleware": "leave it out: no flag may load code",
     "--enable-lora": "LoRA adapters are not served; merge them into the model",
     "--lora-modules": "LoRA adapters are not served; merge them into the model",
     "--lora-paths": "LoRA adapters are not served; merge them into the model",
 }
-"""What would make another server of this one, whatever its value, and what to do instead."""
+"""Flags that are refused whatever their value, and what to do instead."""
 
 OTHER_COMMANDS = {
-    "launch": "every server answers /v1/chat/completions/render and /v1/completions/render: point "
-    "the tokenizer's URL at one, or at all of them",
-    "run-batch": "there are no batch files; send the requests to a server",
+    "launch": "every server answers /v1/chat/completions/render and /v1/completions/render; use a "
+    "server's URL as the tokenizer's",
+    "run-batch": "batch files are not supported; send the requests to a server",
     "chat": "open the server's page in a browser, or use any client of OpenAI's API",
     "complete": "use any client of OpenAI's API",
 }
-"""vLLM's commands that are not there, and what to do instead."""
+"""Commands of vLLM that are not supported, and what to do instead."""
 
 CHECKED = {"--dtype", *OBVIOUS}
-"""Flags whose value decides what becomes of them."""
+"""Flags whose value decides between translating, ignoring and refusing."""
 
 ONE = frozenset(
     {
@@ -114,7 +113,7 @@ ONE = frozenset(
         *("--ep-size", "--nnodes"),
     }
 )
-"""A server is one process on one GPU: they may say 1."""
+"""Numbers of GPUs, processes and hosts; only 1 is accepted."""
 
 SWITCHES = frozenset(
     {
@@ -148,7 +147,7 @@ VALUED = frozenset(
         *("--max-loras", "--max-lora-rank", "--max-cpu-loras", "--lora-dtype"),
     }
 )
-"""Without effect here: what they turn on or choose is always so, or there is nothing to choose."""
+"""Flags without effect: what they choose is always so, or there is nothing to choose."""
 
 
 class Translated(NamedTuple):

@@ -134,23 +134,23 @@ _DESCRIPTION = "Serve a language model behind an OpenAI-compatible API."
 _EPILOG = """commands, by the first word, each with a --help of its own:
   serve [MODEL]   serve, as without a command
   precompile      compile what serving with the same flags needs, so that later starts are fast
-  convert         write a model's weights as the engine holds them, quantised if asked
-  plan            print memory, sequences and step times of a model on a GPU, without the GPU
-  kernels         print which kernel serves each operation of a model on a GPU, without the GPU
-  bench           put load on an OpenAI-compatible server, and report what its users would have had
+  convert         convert or quantise a checkpoint
+  plan            print memory, sequences and step times of a model on a GPU; needs no GPU
+  kernels         print which kernel serves each operation of a model on a GPU; needs no GPU
+  bench           measure an OpenAI-compatible server under load
 
-JAXSERVE_FLAGS in the environment may have flags of serving, too; the command line's go before them.
+Flags may also be in JAXSERVE_FLAGS in the environment; the command line wins.
 """
 
 
 COMMANDS = {
-    "precompile": "Compile every program that serving with these flags needs, and keep them.",
-    "convert": "Write a model's weights as the engine holds them, quantised if asked. Killed at "
-    "any moment, it goes on from there the next time.",
-    "plan": "Print what a model would have on a GPU: weights, tokens of the KV cache, sequences, "
-    "context, decode steps. Needs no GPU. Takes the flags of serving, too.",
-    "kernels": "Print which implementation serves each operation of a model's steps on a GPU, with "
-    "its configuration. Needs Triton, but no GPU. Takes the flags of serving, too.",
+    "precompile": "Compile and keep every program that serving with these flags needs.",
+    "convert": "Convert or quantise a checkpoint. A conversion that was killed continues the next "
+    "time.",
+    "plan": "Print weights, KV cache tokens, sequences, context and decode steps of a model on a "
+    "GPU. Needs no GPU. Also takes the flags of serving.",
+    "kernels": "Print which implementation serves each operation of a model on a GPU, with its "
+    "configuration. Needs Triton, but no GPU. Also takes the flags of serving.",
 }
 """What else than serving the program does, by the first word of the command line."""
 
@@ -186,30 +186,30 @@ def _convert_parser() -> FlagParser:
     )
     add = parser.add_argument
     add("--model", required=True, help=MODEL_HELP)
-    add("--out", type=Path, required=True, help="a folder for the converted checkpoint")
+    add("--out", type=Path, required=True, help="folder for the converted checkpoint")
     add_hub_flags(add)
     add_orbax_flags(add)
     add(
         "--to",
         choices=("native", "orbax", "safetensors"),
         default="native",
-        help="native: as the engine holds them, in one file; orbax: a step of a folder of Orbax "
-        "checkpoints; safetensors: Hugging Face's names",
+        help="what to write: native, the engine's own file; orbax, a step of a folder of Orbax "
+        "checkpoints; safetensors, with Hugging Face's names",
     )
     add(
         "--keep",
         type=positive,
-        help="with --to orbax, how many of the newest steps stay in --out (default: all)",
+        help="with --to orbax: newest steps to keep in --out (default: all)",
     )
     add_weight_flags(add, "as the checkpoint has it")
     add(
         "--quantization-method",
         choices=("rtn", "hqq", "awq"),
         default="rtn",
-        help="of the layers' matrices: round to nearest; with int4 half-quadratic zero points, or "
-        "factors and clipping by what a text activates (needs --calibration)",
+        help="how to quantise: rtn rounds to nearest; hqq and awq are more exact int4; awq needs "
+        "--calibration",
     )
-    add("--calibration", type=Path, help="a text file that the model reads for awq, UTF-8")
+    add("--calibration", type=Path, help="UTF-8 text file that awq reads")
     return parser
 
 

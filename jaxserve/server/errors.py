@@ -85,7 +85,7 @@ class PromptTooLong(ApiError):
         super().__init__(
             400,
             f"the prompt has {size}; this model's maximum context length is "
-            f"{max_model_len} tokens, of which at least 1 must be left for the answer",
+            f"{max_model_len} tokens, including at least 1 for the answer",
             param=param,
             code="context_length_exceeded",
         )
@@ -142,7 +142,7 @@ def invalid(message: str, *, param: str | None = None, code: str | None = None) 
 
 def too_large(most: int) -> ApiError:
     """Makes the 413 for a body of more than `most` bytes."""
-    message = f"the request body is too large: this server takes {most:,} bytes"
+    message = f"the request body is too large: the limit is {most:,} bytes"
     return ApiError(413, message, code="request_too_large")
 
 

@@ -99,11 +99,11 @@ PARSES: dict[str, tuple[list[str], dict[str, Any]]] = {
 REFUSED: dict[str, tuple[list[str], str]] = {
     "production-stack with LMCache": (
         ["serve", "m", "--kv-transfer-config", '{"kv_connector":"LMCacheConnectorV1"}'],
-        "--kv-transfer-config: keys and values are not moved between servers",
+        "--kv-transfer-config: leave it out: each server computes its prompts itself",
     ),
     "KServe, prefill and decode apart": (
         ["serve", "/mnt/models", "--kv_transfer_config", '{"kv_connector":"NixlConnector"}'],
-        "--kv-transfer-config: keys and values are not moved between servers",
+        "--kv-transfer-config: leave it out: each server computes its prompts itself",
     ),
     "KServe with data parallelism": (
         ["serve", "/mnt/models", "--data-parallel-size-local", "2", "--headless"],
@@ -111,7 +111,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "KServe with ciphers of its own": (
         ["serve", "/mnt/models", "--ssl-ciphers", "ECDHE-RSA-AES128-GCM-SHA256"],
-        "--ssl-ciphers: ciphers are those of Python's TLS",
+        "--ssl-ciphers: leave it out: Python's TLS",
     ),
     "KServe with adapters": (
         ["serve", "/mnt/models", "--enable-lora", "--max-loras", "2", "--lora-modules", "{}"],
@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "production-stack, embeddings": (
         ["serve", "m", "--runner", "pooling"],
-        "--runner pooling: models generate text here",
+        "--runner pooling: not supported; jaxserve only generates text",
     ),
     "llm-d on two GPUs": (
         ["serve", "Qwen/Qwen3-32B", "--tensor-parallel-size=2"],

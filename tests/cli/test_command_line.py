@@ -17,32 +17,32 @@ from jaxserve.cli.options import parse_args
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--prot 8000", "unknown flag --prot; is --port meant?"),
-        ("--cache_dir=/tmp", "unknown flag --cache_dir; is --cache-dir meant?"),
-        ("--max-model 5", "unknown flag --max-model; is --max-model-len meant?"),
+        ("--prot 8000", "unknown flag --prot; did you mean --port?"),
+        ("--cache_dir=/tmp", "unknown flag --cache_dir; did you mean --cache-dir?"),
+        ("--max-model 5", "unknown flag --max-model; did you mean --max-model-len?"),
         ("--wibble", "unknown flag --wibble (jaxserve --help"),
-        ("sevre --port 1", "unknown command 'sevre'; is serve meant?"),
+        ("sevre --port 1", "unknown command 'sevre'; did you mean serve?"),
         ("frobnicate", "unknown command 'frobnicate'; commands are serve, precompile, convert"),
-        ("--model a b", "'b' belongs to no flag"),
-        ("--port 65536", "--port: not a port from 0 to 65535: '65536'"),
-        ("--port=-1", "--port: not a port from 0 to 65535: '-1'"),
-        ("--max-num-seqs 0", "--max-num-seqs: not a positive integer: '0'"),
-        ("--gpu-memory-utilization 90", "not a share above 0 and up to 1: '90'"),
-        ("--max-itl-ms 0", "--max-itl-ms: not a number above 0: '0'"),
-        ("--slo-ttft-ms nan", "--slo-ttft-ms: not a number above 0: 'nan'"),
-        ("--shutdown-timeout=-1", "--shutdown-timeout: not a number from 0: '-1'"),
-        ("--probe-port x", "--probe-port: not a port from 0 to 65535: 'x'"),
-        ("--inference-objectives a", "not a name and a priority, as in batch=-10: 'a'"),
-        ("--inference-objectives a=b", "not a name and a priority, as in batch=-10: 'a=b'"),
-        ("--inference-objectives =1", "not a name and a priority, as in batch=-10: '=1'"),
-        ("--inference-objectives a=9999999999", "not a priority of 32 bits: 'a=9999999999'"),
+        ("--model a b", "unexpected argument 'b'"),
+        ("--port 65536", "--port: must be a port from 0 to 65535, not '65536'"),
+        ("--port=-1", "--port: must be a port from 0 to 65535, not '-1'"),
+        ("--max-num-seqs 0", "--max-num-seqs: must be a positive integer, not '0'"),
+        ("--gpu-memory-utilization 90", "must be above 0 and at most 1, not '90'"),
+        ("--max-itl-ms 0", "--max-itl-ms: must be a number above 0, not '0'"),
+        ("--slo-ttft-ms nan", "--slo-ttft-ms: must be a number above 0, not 'nan'"),
+        ("--shutdown-timeout=-1", "--shutdown-timeout: must be a number, at least 0, not '-1'"),
+        ("--probe-port x", "--probe-port: must be a port from 0 to 65535, not 'x'"),
+        ("--inference-objectives a", "must be NAME=PRIORITY such as batch=-10, not 'a'"),
+        ("--inference-objectives a=b", "must be NAME=PRIORITY such as batch=-10, not 'a=b'"),
+        ("--inference-objectives =1", "must be NAME=PRIORITY such as batch=-10, not '=1'"),
+        ("--inference-objectives a=9999999999", "must fit into 32 bits: 'a=9999999999'"),
         ("--health-means well", "invalid choice: 'well' (choose from 'ready', 'live')"),
-        ("--seed x", "--seed: not a whole number from 0: 'x'"),
+        ("--seed x", "--seed: must be a whole number, at least 0, not 'x'"),
         ("--kv-cache-memory-bytes", "--kv-cache-memory-bytes: expected one argument"),
-        ("--kv-cache-memory-bytes=-5", "not a size such as 512M, 20G or 20Gi: '-5'"),
-        ("--max-request-bytes=0", "not a size such as 512M, 20G or 20Gi: '0'"),
-        (f"--max-request-bytes={'9' * 400}", "not a size such as 512M, 20G or 20Gi: '99"),
-        ("--block-size 3", "--block-size: not a power of two: '3'"),
+        ("--kv-cache-memory-bytes=-5", "must be a size such as 512M, 20G or 20Gi, not '-5'"),
+        ("--max-request-bytes=0", "must be a size such as 512M, 20G or 20Gi, not '0'"),
+        (f"--max-request-bytes={'9' * 400}", "must be a size such as 512M, 20G or 20Gi, not '99"),
+        ("--block-size 3", "--block-size: must be a power of two, not '3'"),
         ("--served-model-name=", "--served-model-name: a name must not be empty"),
     ],
 )
@@ -80,7 +80,7 @@ def test_other_commands_name_themselves(capsys: pytest.CaptureFixture[str]) -> N
     ):
         with pytest.raises(SystemExit):
             run()
-        assert f"is {named} meant?" in capsys.readouterr().err
+        assert f"did you mean {named}?" in capsys.readouterr().err
 
 
 def test_help_shows_commands_and_no_default_where_there_is_none(
@@ -131,7 +131,7 @@ def test_flags_of_the_environment_go_behind_those_of_the_command_line(
     assert parse_args(["--model", "a", "--out", "b"], "convert", given).host == "127.0.0.1"
     for wrong, message in (
         ("--host '::", "JAXSERVE_FLAGS in the environment: No closing quotation"),
-        ("--prot 8000", "unknown flag --prot; is --port meant?"),
+        ("--prot 8000", "unknown flag --prot; did you mean --port?"),
     ):
         with pytest.raises(SystemExit) as ended:
             parse_args([], defaults=wrong)
