@@ -165,31 +165,36 @@ def forward(
     Returns:
       All tokens before the end of the last layer, and kv.
     """
+    return tapped_forward(params, kv, tokens, spec, tile_size=tile_size, target=target)[:2]
+
+
+def tapped_forward(
+    params: Params,
+    kv: Caches,
+    tokens: StepTokens,
+    spec: ModelSpec,
+    *,
+    tile_size: int,
+    target: Target,
+    taps: Sequence[int] = (),
+) -> tuple[PreMLP, Caches, tuple[Array, ...]]:
+    """`forward`, and the hidden states [tokens, embed] after each layer of `taps`, which are in
+    their order and without the last."""
     x, normed, tables = _begin(params, tokens, spec)
     layers = layer_views(params.layers)
-    x, normed, kv = _run_layers(
-        layers[:-1],
-        _next_norms(layers),
-        x,
-        normed,
-        kv,
-        tables,
-        tokens,
-        spec,
-        tile_size=tile_size,
-        target=target,
-    )
+    run = functools.partial(_run_layers, tile_size=tile_size, target=target, taps=taps)
+    norms = _next_norms(layers)
+    x, normed, kv, tapped = run(layers[:-1], norms, x, normed, kv, tables, tokens, spec)
     index = len(layers) - 1
     own = tables[table_of_layer(spec, index)]
     with jax.named_scope(f"layer_{index}"):
         attention_out, kv = _attend(
-            layers[index],
-            spec.cache_places[index],
-            *(normed, kv, own, tokens, spec),
+            *(layers[index], spec.cache_places[index], normed, kv, own, tokens, spec),
             tile_size=tile_size,
             target=target,
         )
-    return PreMLP(x, attention_out), _end_step(kv, tokens, tile_size=tile_size, target=target)
+    kv = _end_step(kv, tokens, tile_size=tile_size, target=target)
+    return PreMLP(x, attention_out), kv, tapped
 
 
 def finish(params: Params, tokens: PreMLP, spec: ModelSpec, *, target: Target) -> Array:
@@ -209,15 +214,28 @@ def decode(
     Returns:
       Hidden states after the final norm [tokens, embed], and kv.
     """
+    return tapped_decode(params, kv, tokens, spec, target=target)[:2]
+
+
+def tapped_decode(
+    params: Params,
+    kv: Caches,
+    tokens: StepTokens,
+    spec: ModelSpec,
+    *,
+    target: Target,
+    taps: Sequence[int] = (),
+) -> tuple[Array, Caches, tuple[Array, ...]]:
+    """`decode`, and the hidden states that `tapped_forward` gives."""
     x, normed, tables = _begin(params, tokens, spec)
-    layers = functools.partial(_decode_layers, spec=spec)
+    layers = functools.partial(_decode_layers, spec=spec, taps=taps)
     # PDL takes what no kernel reads along.
     read = as_read(params.layers, tokens.ids.shape[0], target=target)
     # A decode step is too short to wait for the start of each kernel.
-    normed, kv = pdl.call(
+    normed, kv, tapped = pdl.call(
         layers, read, params.final_norm, x, normed, kv, tables, tokens, target=target
     )
-    return normed, _end_step(kv, tokens, tile_size=1, target=target)
+    return normed, _end_step(kv, tokens, tile_size=1, target=target), tapped
 
 
 def _begin(
@@ -241,14 +259,14 @@ def _decode_layers(
     *,
     spec: ModelSpec,
     target: Target,
-) -> tuple[Array, Caches]:
-    """All layers on x [tokens, embed], which comes with its norm: the final norm, and the cache."""
+    taps: Sequence[int],
+) -> tuple[Array, Caches, tuple[Array, ...]]:
+    """All layers on x [tokens, embed] with its norm: the final norm, caches, what is tapped."""
     layers = layer_views(stack)
     next_norms = [*_next_norms(layers), Norm(final_norm)]
-    _, last, kv = _run_layers(
-        layers, next_norms, x, normed, kv, tables, tokens, spec, tile_size=1, target=target
-    )
-    return plain(last), kv
+    run = functools.partial(_run_layers, tile_size=1, target=target, taps=taps)
+    _, last, kv, tapped = run(layers, next_norms, x, normed, kv, tables, tokens, spec)
+    return plain(last), kv, tapped
 
 
 def _next_norms(layers: Sequence[Layer]) -> list[Norm]:
@@ -268,25 +286,21 @@ def _run_layers(
     *,
     tile_size: int,
     target: Target,
-) -> tuple[Array, Normed, Caches]:
-    """The first layers one after the other; see `decoder_layer`."""
+    taps: Sequence[int],
+) -> tuple[Array, Normed, Caches, tuple[Array, ...]]:
+    """The first layers one after the other, see `decoder_layer`; and x after those in `taps`."""
+    tapped: list[Array] = []
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
         with jax.named_scope(f"layer_{index}"):
             own, place = tables[table_of_layer(spec, index)], spec.cache_places[index]
             x, normed, kv = decoder_layer(
-                layer,
-                next_norm,
-                place,
-                x,
-                normed,
-                kv,
-                own,
-                tokens,
-                spec,
+                *(layer, next_norm, place, x, normed, kv, own, tokens, spec),
                 tile_size=tile_size,
                 target=target,
             )
-    return x, normed, kv
+        if index in taps:
+            tapped.append(x)
+    return x, normed, kv, tuple(tapped)
 
 
 def decoder_layer(
@@ -344,10 +358,8 @@ def _attend(
 
 def _end_step(kv: Caches, tokens: StepTokens, *, tile_size: int, target: Target) -> Caches:
     """What is left to do in the caches when all layers have attended."""
-    pairs = zip(kv, tokens.places, strict=True)
-    return tuple(
-        end_step(cache, places, tile_size=tile_size, target=target) for cache, places in pairs
-    )
+    end = functools.partial(end_step, tile_size=tile_size, target=target)
+    return tuple(end(cache, places) for cache, places in zip(kv, tokens.places, strict=True))
 
 
 def _feed_forward(

@@ -28,6 +28,7 @@ _PACKAGES = (
 
 _OURS = (
     *("api.py", "config.py", "model_spec.py", "models/decoder.py", "models/rope.py", "plan.py"),
+    *(f"models/drafts/{name}.py" for name in ("block", "draw", "spec")),
     *("programs/*.py", "runner/*.py"),
 )
 """The files of jaxserve that programs depend on; `tests/test_layering.py` checks the list."""
@@ -55,6 +56,7 @@ def program_key(
         **compiler_settings,
         "sources": sources_digest(),
         "model": dataclasses.asdict(config.spec),
+        "draft": None if config.draft is None else dataclasses.asdict(config.draft),
         "dtype": np.dtype(config.dtype).name,
         "weights": _describe(params),
         "kv_format": config.kv_format.name,

@@ -46,12 +46,18 @@ class SizedGroup(NamedTuple):
         return max(_WINDOWS * demand.sequences * (self.needed(demand) - 1), chunks) + chunks + 1
 
 
-def sized_groups(spec: ModelSpec, page_size: int, max_num_seqs: int) -> list[SizedGroup]:
-    """Returns the cache groups of a model, in the order of `ModelSpec.cache_groups`."""
+def sized_groups(
+    spec: ModelSpec, page_size: int, max_num_seqs: int, draft_layers: int = 0
+) -> list[SizedGroup]:
+    """Returns the cache groups of a model, in the order of `ModelSpec.cache_groups`.
+
+    Args:
+      draft_layers: of a draft head, which lie behind those of the first group.
+    """
     return [
         SizedGroup(
             CacheShape(
-                layers=len(group.layers),
+                layers=len(group.layers) + (0 if index else draft_layers),
                 pages=1,
                 kv_heads=spec.kv_heads,
                 page_size=page_size,
@@ -60,17 +66,20 @@ def sized_groups(spec: ModelSpec, page_size: int, max_num_seqs: int) -> list[Siz
             ),
             group.window,
         )
-        for group in spec.cache_groups
+        for index, group in enumerate(spec.cache_groups)
     ]
 
 
-def shapes(spec: ModelSpec, cache: CacheConfig, max_num_seqs: int) -> tuple[CacheShape, ...]:
-    """Returns the shape of each cache group, which a KV format lays out.
+def shapes(
+    spec: ModelSpec, cache: CacheConfig, max_num_seqs: int, draft_layers: int = 0
+) -> tuple[CacheShape, ...]:
+    """Returns the shape of each cache group, which a KV format lays out; `draft_layers` as in
+    `sized_groups`.
 
     Raises:
       ConfigError: the cache has other groups than the model.
     """
-    groups = sized_groups(spec, cache.page_size, max_num_seqs)
+    groups = sized_groups(spec, cache.page_size, max_num_seqs, draft_layers)
     if [group.window for group in groups] != [group.window for group in cache.groups]:
         raise ConfigError("the KV cache has other groups than the model")
     pairs = zip(groups, cache.groups, strict=True)

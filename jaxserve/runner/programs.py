@@ -14,6 +14,8 @@ from jax.typing import DTypeLike
 from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
+from jaxserve.models.drafts.block import BlockParams
+from jaxserve.models.drafts.spec import BlockDraft
 from jaxserve.programs.executable_cache import Program
 from jaxserve.runner import (
     batch,
@@ -25,6 +27,7 @@ from jaxserve.runner import (
     verify,
 )
 from jaxserve.runner.batch import Bucket
+from jaxserve.runner.draft_step import StepParams, WithHead
 from jaxserve.runner.step import DeviceState, run_step
 from jaxserve.runner.verify import VerifyBucket, VerifyState
 from jaxserve.runner.verify_step import run_verify_step
@@ -63,6 +66,8 @@ class RunnerConfig:
     kv_format: KVFormat = AUTO
     target: Target = field(default_factory=Target.here)
     """What the steps are traced for."""
+    draft: BlockDraft | None = None
+    """A head that drafts in verify steps."""
 
     @property
     def pages_per_seq(self) -> int:
@@ -76,7 +81,8 @@ class RunnerConfig:
     @property
     def kv_shapes(self) -> tuple[CacheShape, ...]:
         """Of each cache group."""
-        return kv_cache.shapes(self.spec, self.cache, self.scheduler.max_num_seqs)
+        layers = 0 if self.draft is None else self.draft.body.num_layers
+        return kv_cache.shapes(self.spec, self.cache, self.scheduler.max_num_seqs, layers)
 
     @property
     def sequences_shape(self) -> tuple[int, int]:
@@ -132,13 +138,14 @@ class RunnerConfig:
         ]
 
 
-def programs(config: RunnerConfig, params: Any) -> list[Program]:
+def programs(config: RunnerConfig, params: Any, head: BlockParams | None = None) -> list[Program]:
     """Returns all programs of a runner, the slowest to compile first.
 
     Args:
       params: the weights, or a tree of ShapeDtypeStruct.
+      head: those of `config.draft`.
     """
-    params = jax.tree.map(lambda leaf: _abstract(leaf.shape, leaf.dtype), params)
+    params, head = jax.tree.map(lambda leaf: _abstract(leaf.shape, leaf.dtype), (params, head))
     state = DeviceState(
         kv=tuple(config.kv_format.abstract(each, config.dtype) for each in config.kv_shapes),
         sequences=_abstract(config.sequences_shape, jnp.int32),
@@ -153,6 +160,7 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
         function = functools.partial(
             run_verify_step if verifies else run_step,
             spec=config.spec,
+            draft=config.draft,
             bucket=bucket,
             sampled_vocab=config.sampled_vocab,
             target=config.target,
@@ -161,7 +169,7 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
         return Program(
             name=step_name(bucket),
             function=function,
-            arguments=(params, *states, packed),
+            arguments=(step_params(params, head), *states, packed),
             donated=(1, 2) if verifies else (1,),
             details=repr(bucket),
             work=1.0,
@@ -210,6 +218,11 @@ def programs(config: RunnerConfig, params: Any) -> list[Program]:
             target=config.target,
         ),
     ]
+
+
+def step_params(params: decoder.Params, head: BlockParams | None) -> StepParams:
+    """Returns the weights that steps take; those of the head if there is one."""
+    return params if head is None else WithHead(params, head)
 
 
 def _abstract(shape: tuple[int, ...], dtype: DTypeLike) -> Any:

@@ -13,6 +13,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from jaxserve.models import decoder
+from jaxserve.models.drafts.block import BlockParams
 from jaxserve.plan import PageCopy, Sampled, StepPlan
 from jaxserve.programs.executable_cache import Executable
 from jaxserve.programs.executables import obtain
@@ -24,6 +25,7 @@ from jaxserve.runner.programs import (
     RunnerConfig,
     programs,
     step_name,
+    step_params,
 )
 from jaxserve.runner.prompt_scores import PromptScorer
 from jaxserve.runner.step import DeviceState
@@ -66,9 +68,16 @@ class StepObserver(Protocol):
 class Runner:
     """Runs plans on one device and owns the device state. One thread at a time may use it."""
 
-    def __init__(self, config: RunnerConfig, params: decoder.Params, observer: StepObserver):
+    def __init__(
+        self,
+        config: RunnerConfig,
+        params: decoder.Params,
+        observer: StepObserver,
+        head: BlockParams | None = None,
+    ):
+        """`head`: the weights of `config.draft`, if there is one."""
         self._config = config
-        self._params = params
+        self._params, self._head = params, head
         self._abstract = jax.tree.map(_abstract, params)
         self._observer = observer
         self._buckets = config.all_buckets()
@@ -80,7 +89,7 @@ class Runner:
 
     def compile(self, workers: int, progress: Callable[[str, float], None]) -> None:
         """Compile all programs on `workers` threads, then `start`. Writes nothing to disk."""
-        obtained = obtain(programs(self._config, self._params), None, workers, progress)
+        obtained = obtain(programs(self._config, self._params, self._head), None, workers, progress)
         self.start(obtained.executables, progress)
 
     def start(
@@ -280,11 +289,12 @@ class Runner:
         """
         state = self._state._replace(results=self._free_results)
         self._free_results = self._state.results
+        params = step_params(self._params, self._head)
         if isinstance(bucket, Bucket):
-            self._state = self._steps[bucket](self._params, state, packed)
+            self._state = self._steps[bucket](params, state, packed)
         else:
             assert self._verify is not None
-            verified = self._steps[bucket](self._params, state, self._verify.state, packed)
+            verified = self._steps[bucket](params, state, self._verify.state, packed)
             self._state, self._verify.state = verified
         return self._state.results
 

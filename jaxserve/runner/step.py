@@ -11,6 +11,7 @@ from jax import Array, lax
 from jaxserve.api import MAX_LOGPROBS
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
+from jaxserve.models.drafts.spec import BlockDraft
 from jaxserve.runner import sequence_state
 from jaxserve.runner.batch import (
     DECODE_TOKEN,
@@ -20,6 +21,7 @@ from jaxserve.runner.batch import (
     Bucket,
     StepInputs,
 )
+from jaxserve.runner.draft_step import StepParams, model_of, remember, taps_of
 from jaxserve_kernels.kv_format import AttentionStep, page_size
 from jaxserve_kernels.sampler import (
     MASKED,
@@ -56,11 +58,12 @@ class DeviceState(NamedTuple):
 
 
 def run_step(
-    params: decoder.Params,
+    params: StepParams,
     state: DeviceState,
     packed: Array,
     *,
     spec: ModelSpec,
+    draft: BlockDraft | None = None,
     bucket: Bucket,
     sampled_vocab: int,
     target: Target,
@@ -68,6 +71,7 @@ def run_step(
     """Computes a packed plan.
 
     Args:
+      params: with those of the head, if there is a `draft`.
       packed: int32 [bucket.packed_size].
       sampled_vocab: only token ids below it are sampled; the rest of the output matrix is
         padding without tokens.
@@ -75,19 +79,23 @@ def run_step(
     Returns:
       The new state, including the results.
     """
+    model, taps = model_of(params), taps_of(draft)
     inputs = bucket.unpack(packed)
     sequences = sequence_state.apply(state.sequences, inputs.addresses, inputs.values)
     tokens = locate(inputs, sequences, groups=len(state.kv), page_size=page_size(state.kv[0]))
     kept = state.pre_mlp
     if bucket.kind == "mixed":
-        pre_mlp, kv = decoder.forward(
-            params, state.kv, tokens, spec, tile_size=bucket.tile_size, target=target
+        pre_mlp, kv, tapped = decoder.tapped_forward(
+            model, state.kv, tokens, spec, tile_size=bucket.tile_size, target=target, taps=taps
         )
-        hidden = decoder.finish(params, pre_mlp.of(inputs.row_last), spec, target=target)
+        hidden = decoder.finish(model, pre_mlp.of(inputs.row_last), spec, target=target)
         kept = jax.tree.map(overwritten, kept, pre_mlp)
     else:  # each token is the last of its row
-        hidden, kv = decoder.decode(params, state.kv, tokens, spec, target=target)
-    scores = decoder.logits(params, hidden, target=target)
+        hidden, kv, tapped = decoder.tapped_decode(
+            model, state.kv, tokens, spec, target=target, taps=taps
+        )
+    kv = remember(params, draft, kv, tapped, tokens, spec, target=target)
+    scores = decoder.logits(model, hidden, target=target)
     rows = row_sampling(inputs, sequences)
     wanted = (inputs.row_flags & ROW_LOGPROBS) != 0
     chosen, logprobs, tables = sample(

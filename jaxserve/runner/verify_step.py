@@ -10,8 +10,18 @@ from jax import Array, lax
 from jaxserve.api import MAX_LOGPROBS
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
+from jaxserve.models.drafts.spec import BlockDraft
 from jaxserve.runner import sequence_state
 from jaxserve.runner.batch import DECODE_TOKEN, ROW_LOGPROBS, ROW_MASKED, ROW_SAMPLES, StepInputs
+from jaxserve.runner.draft_step import (
+    Ends,
+    StepParams,
+    WithHead,
+    draft_ahead,
+    model_of,
+    remember,
+    taps_of,
+)
 from jaxserve.runner.step import (
     DeviceState,
     locate,
@@ -53,25 +63,29 @@ class Runs(NamedTuple):
 
 
 def run_verify_step(
-    params: decoder.Params,
+    params: StepParams,
     state: DeviceState,
     verify: VerifyState,
     packed: Array,
     *,
     spec: ModelSpec,
+    draft: BlockDraft | None = None,
     bucket: VerifyBucket,
     sampled_vocab: int,
     target: Target,
 ) -> tuple[DeviceState, VerifyState]:
-    """Computes a packed verify plan. Attention takes each row as a chunk of a prompt.
+    """Computes a packed verify plan. Attention takes each row as a chunk of a prompt. A head then
+    leaves drafts for the next plan.
 
     Args:
+      params: with those of the head, if there is a `draft`.
       packed: int32 [bucket.packed_size].
       sampled_vocab: see `run_step`.
 
     Returns:
       The new states. The results of row r begin at r * bucket.positions.
     """
+    model = model_of(params)
     asked = bucket.unpack(packed)
     sequences = sequence_state.apply(state.sequences, asked.addresses, asked.values)
     verify = with_drafts(verify, asked)
@@ -80,17 +94,25 @@ def run_verify_step(
     runs = runs_of(asked, verify, bucket.positions, None if rewrites else size)
     inputs = step_inputs(asked, runs, padding_slot=sequences.shape[0] - 1)
     tokens = locate(inputs, sequences, groups=len(state.kv), page_size=size)
-    pre_mlp, kv = decoder.forward(
-        params, state.kv, tokens, spec, tile_size=bucket.positions, target=target
+    pre_mlp, kv, tapped = decoder.tapped_forward(
+        model,
+        state.kv,
+        tokens,
+        spec,
+        tile_size=bucket.positions,
+        target=target,
+        taps=taps_of(draft),
     )
+    kv = remember(params, draft, kv, tapped, tokens, spec, target=target)
     scores = decoder.logits(
-        params, decoder.finish(params, pre_mlp, spec, target=target), target=target
+        model, decoder.finish(model, pre_mlp, spec, target=target), target=target
     )
     adjustments = row_adjustments(inputs, sequences)
     position_tables = tables_of_positions(state.tables, verify.masks, asked, runs, adjustments)
+    sampling = row_sampling(inputs, sequences)
     chosen, logprobs, _ = sample(
         scores,
-        row_sampling(inputs, sequences),
+        sampling,
         adjustments._replace(slots=jnp.arange(bucket.tokens)),
         position_tables,
         (inputs.row_flags & ROW_LOGPROBS) != 0,
@@ -108,7 +130,26 @@ def run_verify_step(
         overwritten(state.results, _results(chosen, logprobs, accepted)),
     )
     lengths = verify.lengths.at[runs.slots].set(runs.begin + accepted)
-    return state, verify._replace(lengths=lengths)
+    verify = verify._replace(lengths=lengths)
+    if draft is None:
+        return state, verify
+    assert isinstance(params, WithHead)
+    page_table = sequence_state.page_tables(sequences, len(kv))[0]
+    drafts, count, kv = draft_ahead(
+        params,
+        draft,
+        kv,
+        page_table,
+        ends_of(runs, chosen, accepted, asked.row_ends, size),
+        _of_rows(sampling, bucket.rows),
+        _of_rows(adjustments, bucket.rows),
+        state.tables,
+        spec,
+        most=verify.drafts.shape[1] // 2,
+        vocab=sampled_vocab,
+        target=target,
+    )
+    return state._replace(kv=kv), with_own_drafts(verify, runs.slots, drafts, count)
 
 
 def with_drafts(state: VerifyState, asked: VerifyInputs) -> VerifyState:
@@ -117,6 +158,41 @@ def with_drafts(state: VerifyState, asked: VerifyInputs) -> VerifyState:
     return state._replace(
         draft_first=state.draft_first.at[slots].set(asked.draft_first, mode="drop"),
         drafts=state.drafts.at[slots].set(asked.drafts, mode="drop"),
+    )
+
+
+def with_own_drafts(state: VerifyState, slots: Array, drafts: Array, count: Array) -> VerifyState:
+    """Returns the state with the drafts of a head for where the slots' next rows begin.
+
+    Args:
+      drafts: int32 [rows, drafts].
+      count: int32 [rows], how many of them there are.
+    """
+    there = jnp.arange(drafts.shape[1]) < count[:, None]
+    window = state.drafts.shape[1]
+    padded = jnp.full((slots.shape[0], window), NO_TOKEN)
+    padded = padded.at[:, : drafts.shape[1]].set(jnp.where(there, drafts, NO_TOKEN))
+    return state._replace(
+        draft_first=state.draft_first.at[slots].set(state.lengths[slots] + 1),
+        drafts=state.drafts.at[slots].set(padded),
+    )
+
+
+def ends_of(runs: Runs, chosen: Array, accepted: Array, row_ends: Array, page: int) -> Ends:
+    """Returns where the rows end.
+
+    Args:
+      chosen: int32 [rows, positions].
+      accepted: int32 [rows].
+      row_ends: int32 [rows], see `VerifyInputs`.
+      page: the page size: the page in which a bound lies is the slot's.
+    """
+    held = (row_ends + page - 1) // page * page
+    return Ends(
+        slots=runs.slots,
+        last=last_accepted(chosen, accepted),
+        position=runs.begin + accepted,
+        held=jnp.where(accepted > 0, held, 0),
     )
 
 
@@ -224,16 +300,26 @@ def with_counts(
     return tables
 
 
-def _of_rows(adjustments: RowAdjustments, rows: int) -> RowAdjustments:
+def _of_rows[Values: tuple[Array, ...]](values: Values, rows: int) -> Values:
     """Those of the rows' first positions."""
-    return RowAdjustments(*(each.reshape(rows, -1)[:, 0] for each in adjustments))
+    return type(values)(*(each.reshape(rows, -1)[:, 0] for each in values))
 
 
 def with_last_tokens(sequences: Array, slots: Array, chosen: Array, accepted: Array) -> Array:
     """Returns the sequence state with the last accepted token of each slot."""
-    last = jnp.take_along_axis(chosen, jnp.maximum(accepted - 1, 0)[:, None], axis=1)[:, 0]
+    last = last_accepted(chosen, accepted)
     slots = jnp.where(accepted > 0, slots, sequences.shape[0] - 1)
     return sequences.at[slots, sequence_state.LAST_TOKEN].set(last)
+
+
+def last_accepted(chosen: Array, accepted: Array) -> Array:
+    """Returns the last accepted token of each row, int32 [rows]; any of rows that compute nothing.
+
+    Args:
+      chosen: int32 [rows, positions].
+      accepted: int32 [rows].
+    """
+    return jnp.take_along_axis(chosen, jnp.maximum(accepted - 1, 0)[:, None], axis=1)[:, 0]
 
 
 def _results(chosen: Array, logprobs: Logprobs, accepted: Array) -> Array:

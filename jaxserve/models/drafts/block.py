@@ -1,0 +1,240 @@
+"""DFlash and DSpark: a block of drafts in one pass over the target's hidden states.
+
+Per token of the target, at every draft layer, with `rms` an RMSNorm::
+
+    context = rms(fc(concat(taps)), hidden_norm)
+    keys, values = rope(rms(k(context), k_norm)), v(context)
+
+The block is the last token and masks after it. Its tokens are a decoder's, but for attention: each
+sees the context before the block and all of the block (Z-lab's DFlash and DeepSpec's DSpark).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from jaxserve.model_spec import CachePlace
+from jaxserve.models import decoder
+from jaxserve.models.decoder import Caches, Layer, Norm, StepTokens
+from jaxserve.models.drafts.spec import BlockDraft
+from jaxserve.models.rope import step_tables, table_of_layer
+from jaxserve_kernels.add_rms_norm import rms_norm
+from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_inputs
+from jaxserve_kernels.kv_format import AttentionStep
+from jaxserve_kernels.matmul import linear, plain, sum_parts, take_rows
+from jaxserve_kernels.paged_attention import QueryTiles
+from jaxserve_kernels.target import Target
+from jaxserve_kernels.weights import Weight
+
+
+class BlockParams(NamedTuple):
+    """The weights of a head. Matrices are [out, in], as on disk."""
+
+    fc: Array  # [embed, taps * embed]
+    hidden_norm: Array  # [embed]
+    layers: tuple[Layer, ...] | Layer  # as in decoder.Params
+    final_norm: Array  # [embed]
+    markov_in: Array | None  # [vocab, rank]
+    markov_out: Array | None  # [vocab, rank]
+    confidence: Array | None  # [1, embed], or [1, embed + rank]
+    confidence_bias: Array | None  # [1]
+
+
+type Draw = Callable[[Array, int], Array]
+"""Returns the tokens, int32 [rows], that scores, float32 [rows, vocab], choose for the draft of a
+number."""
+
+
+def abstract(draft: BlockDraft, dtype: DTypeLike, *, stacked: bool = False) -> BlockParams:
+    """Shapes and dtypes of the parameters; see `decoder.Params` for `stacked`."""
+
+    def array(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    body, rank = draft.body, draft.markov_rank
+    width = body.embed + rank * (draft.confidence == "hidden and markov")
+    return BlockParams(
+        fc=array(body.embed, len(draft.taps) * body.embed),
+        hidden_norm=array(body.embed),
+        layers=decoder.abstract(body, dtype, stacked=stacked).layers,
+        final_norm=array(body.embed),
+        markov_in=array(body.vocab_size, rank) if rank else None,
+        markov_out=array(body.vocab_size, rank) if rank else None,
+        confidence=array(1, width) if draft.confidence else None,
+        confidence_bias=array(1) if draft.confidence else None,
+    )
+
+
+def write_context(
+    params: BlockParams,
+    draft: BlockDraft,
+    kv: Caches,
+    tapped: Sequence[Array],
+    tokens: StepTokens,
+    *,
+    first: int,
+    target: Target,
+) -> Caches:
+    """Store what later blocks see of the target's tokens. A position that is computed again is
+    overwritten.
+
+    Args:
+      kv: the caches; the first one is dense.
+      tapped: hidden states [tokens, embed] after each of `draft.taps`.
+      first: where the head's layers begin in the first cache.
+    """
+    body, places = draft.body, tokens.places[0]
+    x = jnp.concatenate(tapped, axis=-1)
+    x = sum_parts(linear(x, params.fc, target=target), x.dtype)
+    context = rms_norm(x, params.hidden_norm, body.norm_eps)
+    tables = step_tables(body, tokens.positions)
+    cache = kv[0]
+    assert isinstance(cache, Array)
+    for index, layer in enumerate(decoder.layer_views(params.layers)):
+        with jax.named_scope(f"draft_context_{index}"):
+            _, cache = attention_inputs(
+                linear(context, layer.qkv, target=target),
+                cache,
+                first + index,
+                HeadWeights(layer.q_norm, layer.k_norm),
+                tables[table_of_layer(body, index)],
+                KVSlots(places.pages, places.offsets),
+                eps=body.norm_eps,
+                dtype=context.dtype,
+                target=target,
+            )
+    return (cache, *kv[1:])
+
+
+def block_tokens(
+    draft: BlockDraft,
+    last: Array,
+    slots: Array,
+    begin: Array,
+    count: Array,
+    page_table: Array,
+    *,
+    page_size: int,
+) -> StepTokens:
+    """Returns the tokens of blocks, [rows * block], and their places in the first cache.
+
+    Args:
+      last: int32 [rows], the token that each block begins with.
+      slots: int32 [rows].
+      begin: int32 [rows], the position of the block's first token.
+      count: int32 [rows], tokens of the block that have a page; the others are padding.
+      page_table: int32 [slots + 1, pages_per_seq]; the last row is of padding.
+    """
+    offsets = jnp.arange(draft.block)
+    used = offsets < count[:, None]
+    slot = jnp.where(used, slots[:, None], page_table.shape[0] - 1).reshape(-1)
+    positions = jnp.where(used, begin[:, None] + offsets, 0).reshape(-1)
+    end = jnp.where(used, (begin + count - 1)[:, None], 0).reshape(-1)
+    flat = used.reshape(-1)
+    total = flat.shape[0]
+    place = jnp.where(flat, jnp.cumsum(flat, dtype=jnp.int32) - 1, total)
+
+    def tiles(values: Array, padding: int) -> Array:
+        """One for each token, those of padding last."""
+        return jnp.full(total, padding, jnp.int32).at[place].set(values, mode="drop")
+
+    step = AttentionStep(
+        slots=slot,
+        positions=positions,
+        pages=page_table[slot, positions // page_size],
+        offsets=positions % page_size,
+        tiles=QueryTiles(
+            first=tiles(jnp.arange(total), 0),
+            length=tiles(flat.astype(jnp.int32), 0),
+            slot=tiles(slot, page_table.shape[0] - 1),
+            position=tiles(end, 0),
+        ),
+        page_table=page_table,
+    )
+    ids = jnp.where(offsets == 0, last[:, None], draft.mask_token).reshape(-1)
+    return StepTokens(ids, (step,))
+
+
+def block_hidden(
+    params: BlockParams,
+    draft: BlockDraft,
+    embedding: Weight,
+    kv: Caches,
+    tokens: StepTokens,
+    *,
+    first: int,
+    target: Target,
+) -> tuple[Array, Caches]:
+    """Run blocks through the head's layers.
+
+    Args:
+      embedding: the target's [vocab, embed].
+      tokens: see `block_tokens`. Every query tile is one token at the position of its block's end,
+        so it sees the whole block.
+      first: where the head's layers begin in the first cache.
+
+    Returns:
+      Hidden states after the final norm [tokens, embed], and kv, in which the blocks' keys and
+      values lie at their positions until the target's tokens overwrite them.
+    """
+    body = draft.body
+    layers = decoder.layer_views(params.layers)
+    x = take_rows(embedding, tokens.ids, params.final_norm.dtype)
+    normed = rms_norm(x, layers[0].attention_norm, body.norm_eps)
+    norms = [*(Norm(layer.attention_norm) for layer in layers[1:]), Norm(params.final_norm)]
+    tables = step_tables(body, tokens.positions)
+    for index, (layer, norm) in enumerate(zip(layers, norms, strict=True)):
+        own, place = tables[table_of_layer(body, index)], CachePlace(0, first + index)
+        with jax.named_scope(f"draft_{index}"):
+            x, normed, kv = decoder.decoder_layer(
+                *(layer, norm, place, x, normed, kv, own, tokens, body),
+                tile_size=1,
+                target=target,
+            )
+    return plain(normed), kv
+
+
+def propose(params: BlockParams, scores: Array, last: Array, draw: Draw) -> Array:
+    """Returns the drafts, int32 [rows, drafts], one after the other: with a Markov head the scores
+    of each depend on the one before.
+
+    Args:
+      scores: float32 [rows, drafts, vocab], of the target's output matrix.
+      last: int32 [rows], the tokens that the blocks begin with.
+      draw: chooses.
+    """
+    drafts: list[Array] = []
+    for number in range(scores.shape[1]):
+        last = draw(scores[:, number] + markov_scores(params, last), number)
+        drafts.append(last)
+    return jnp.stack(drafts, axis=1)
+
+
+def markov_scores(params: BlockParams, previous: Array) -> Array | float:
+    """Returns what the tokens before, int32 [rows], add to the scores: float32 [rows, vocab]; 0
+    without a Markov head."""
+    if params.markov_in is None or params.markov_out is None:
+        return 0.0
+    rows = params.markov_in[previous]
+    return jnp.einsum("nr,vr->nv", rows, params.markov_out, preferred_element_type=jnp.float32)
+
+
+def acceptance(params: BlockParams, hidden: Array, previous: Array) -> Array:
+    """Returns how probable it is that drafts are accepted if all before are, float32 [rows].
+
+    Args:
+      hidden: [rows, embed], after the final norm, that the drafts were drawn from.
+      previous: int32 [rows], the tokens before the drafts.
+    """
+    assert params.confidence is not None and params.confidence_bias is not None
+    if params.confidence.shape[1] > hidden.shape[1]:
+        assert params.markov_in is not None
+        hidden = jnp.concatenate([hidden, params.markov_in[previous]], axis=-1)
+    score = jnp.einsum("nd,od->n", hidden, params.confidence, preferred_element_type=jnp.float32)
+    return jax.nn.sigmoid(score + params.confidence_bias.astype(jnp.float32))

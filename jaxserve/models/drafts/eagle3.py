@@ -1,0 +1,130 @@
+"""EAGLE-3: one layer that drafts token by token.
+
+The entry at position i stands for the target's state there and the token after it::
+
+    state = fc(concat(taps))                       # later passes: the layer's own output
+    x = concat(rms(embed(token i + 1)), rms(state, hidden_norm))
+    y = state + attention(x);  y = y + mlp(rms(y))
+    scores of token i + 2 = head(rms(y, norm))
+
+(Li et al. 2025, arXiv 2503.01840.) So an entry needs the token after its position, which another
+sequence that shares the prefix up to there may not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from jaxserve.model_spec import CachePlace
+from jaxserve.models import decoder
+from jaxserve.models.decoder import Caches, Layer, Norm, StepTokens
+from jaxserve.models.drafts.spec import Eagle3Draft
+from jaxserve.models.rope import step_tables
+from jaxserve_kernels.add_rms_norm import rms_norm
+from jaxserve_kernels.matmul import linear, plain, sum_parts, take_rows
+from jaxserve_kernels.target import Target
+from jaxserve_kernels.weights import Weight
+
+
+class Eagle3Params(NamedTuple):
+    """The weights of a head. Matrices are [out, in], as on disk."""
+
+    fc: Array  # [embed, taps * embed]
+    hidden_norm: Array  # [embed], of states
+    layer: Layer  # attention_norm is of embeddings, qkv [qkv_size, 2 * embed]
+    final_norm: Array  # [embed]
+    lm_head: Array  # [draft vocab, embed]
+    token_ids: Array | None  # int32 [draft vocab]: the target's ids; None: the same
+
+
+def abstract(draft: Eagle3Draft, dtype: DTypeLike) -> Eagle3Params:
+    """Shapes and dtypes of the parameters."""
+
+    def array(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    body = draft.body
+    layer = decoder.layer_views(decoder.abstract(body, dtype).layers)[0]
+    ids: Any = jax.ShapeDtypeStruct((body.vocab_size,), jnp.int32)
+    return Eagle3Params(
+        fc=array(body.embed, len(draft.taps) * body.embed),
+        hidden_norm=array(body.embed),
+        layer=layer._replace(qkv=array(body.attention.qkv_size, 2 * body.embed)),
+        final_norm=array(body.embed),
+        lm_head=array(body.vocab_size, body.embed),
+        token_ids=ids if draft.reduced_vocab else None,
+    )
+
+
+def states(params: Eagle3Params, tapped: Sequence[Array], *, target: Target) -> Array:
+    """Returns the target's states as the first pass reads them, [tokens, embed].
+
+    Args:
+      tapped: hidden states [tokens, embed] after each of `Eagle3Draft.taps`.
+    """
+    x = jnp.concatenate(tapped, axis=-1)
+    return sum_parts(linear(x, params.fc, target=target), x.dtype)
+
+
+def extend(
+    params: Eagle3Params,
+    draft: Eagle3Draft,
+    embedding: Weight,
+    kv: Caches,
+    tokens: StepTokens,
+    state: Array,
+    *,
+    first: int,
+    tile_size: int,
+    target: Target,
+) -> tuple[Array, Array, Caches]:
+    """Compute entries and store their keys and values.
+
+    Args:
+      embedding: the target's [vocab, embed].
+      tokens: places of the entries; `ids` are those of the tokens after them.
+      state: [tokens, embed], of the tokens at the entries' positions.
+      first: where the head's layer lies in the first cache.
+
+    Returns:
+      Hidden states after the final norm and the states that the next pass reads, [tokens, embed]
+      each, and kv.
+    """
+    body, layer = draft.body, params.layer
+    dtype = params.final_norm.dtype
+    embedded = rms_norm(
+        take_rows(embedding, tokens.ids, dtype), layer.attention_norm, body.norm_eps
+    )
+    normed_state = rms_norm(state, params.hidden_norm, body.norm_eps)
+    (tables,) = step_tables(body, tokens.positions)
+    x, normed, kv = decoder.decoder_layer(
+        layer,
+        Norm(params.final_norm),
+        CachePlace(0, first),
+        normed_state if draft.norm_before_residual else state,
+        jnp.concatenate([embedded, normed_state], axis=-1),
+        *(kv, tables, tokens, body),
+        tile_size=tile_size,
+        target=target,
+    )
+    return plain(normed), x, kv
+
+
+def scores(params: Eagle3Params, draft: Eagle3Draft, hidden: Array, *, target: Target) -> Array:
+    """Returns the scores of the target's tokens, float32 [rows, vocab]; -inf of those that no
+    draft can be.
+
+    Args:
+      hidden: [rows, embed], after the final norm.
+    """
+    own = sum_parts(linear(hidden, params.lm_head, jnp.float32, target=target), jnp.float32)
+    if params.token_ids is None:
+        return own
+    nothing = jnp.full((own.shape[0], draft.target_vocab), -jnp.inf)
+    return nothing.at[:, params.token_ids].set(own, unique_indices=True)

@@ -1,0 +1,94 @@
+"""The shape of a draft head as data. No I/O, no arrays.
+
+`jaxserve.models.drafts.layouts` makes it of a `config.json`. A head reads the hidden states of the
+target model after some of its layers, the *taps*. Its own layers are further layers of the target's
+first cache group: the same pages hold their keys and values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxserve.model_spec import ModelSpec
+
+type ConfidenceInput = Literal["hidden", "hidden and markov"]
+"""What a confidence head reads: the hidden state, or also the Markov head's row of the token
+before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockDraft:
+    """DFlash (arXiv 2602.06036) and DSpark: the last token and masks after it are one block, whose
+    tokens see the whole block and the target's states before it. One pass gives all drafts."""
+
+    body: ModelSpec
+    """Its layers. Embedding and output matrix are the target's."""
+    taps: tuple[int, ...]
+    """Layers of the target, rising."""
+    block: int
+    """Tokens of a block."""
+    mask_token: int
+    """The token id that stands for a token to be guessed."""
+    predicts_next: bool
+    """Each position of the block predicts the token after it (DSpark). Otherwise the masks predict
+    the token in their own place, and the first position predicts nothing (DFlash)."""
+    markov_rank: int = 0
+    """Width of the head that adds a score for each pair of consecutive tokens; 0: there is none."""
+    confidence: ConfidenceInput | None = None
+    """What the head of acceptance probabilities reads; None: there is none."""
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that one block guesses."""
+        return self.block if self.predicts_next else self.block - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Draft:
+    """EAGLE-3 (arXiv 2503.01840): one layer, one pass for each draft. It reads the embedding of a
+    token beside the state of the token before, first the target's and then its own."""
+
+    body: ModelSpec
+    """One layer, whose projection of queries, keys and values reads two states side by side.
+    `vocab_size` is that of the drafts. The embedding is the target's."""
+    taps: tuple[int, ...]
+    """Layers of the target, rising."""
+    target_vocab: int
+    norm_before_residual: bool = False
+    """The residual stream begins with the state after its norm."""
+    layer_prefix: str = "midlayer"
+    """Says how the layer's tensors are named, and nothing of programs."""
+
+    @property
+    def reduced_vocab(self) -> bool:
+        """Whether the drafts' ids are numbers in a list of the target's ids."""
+        return self.body.vocab_size != self.target_vocab
+
+
+type DraftSpec = BlockDraft | Eagle3Draft
+
+
+def mismatches(draft: DraftSpec, target: ModelSpec) -> list[str]:
+    """Returns why the head cannot draft for the target; nothing if it can."""
+    body, found = draft.body, list[str]()
+    vocab = body.vocab_size if isinstance(draft, BlockDraft) else draft.target_vocab
+    for what, own, other in (
+        ("hidden_size", body.embed, target.embed),
+        ("vocab_size", vocab, target.vocab_size),
+        ("num_key_value_heads", body.kv_heads, target.kv_heads),
+        ("head_dim", body.head_dim, target.head_dim),
+    ):
+        if own != other:
+            found.append(f"{what} is {own}, the target model's is {other}")
+    last = target.num_layers - 1
+    if outside := [tap for tap in draft.taps if not 0 <= tap < last]:
+        found.append(
+            f"it reads the target's states after layers {outside}; supported are layers 0 to "
+            f"{last - 1} of {target.num_layers}"
+        )
+    if list(draft.taps) != sorted(set(draft.taps)):
+        found.append(f"the layers that it reads are {list(draft.taps)}, which do not rise")
+    if target.cache_groups[0].window is not None:
+        found.append("every layer of the target has a window: no pages hold a whole context")
+    return found

@@ -1,0 +1,291 @@
+"""A draft head in the steps: what it leaves on the device, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.api import SamplingParams
+from jaxserve.models import decoder
+from jaxserve.models.drafts.block import BlockParams
+from jaxserve.models.drafts.loading import open_draft
+from jaxserve.models.drafts.spec import BlockDraft
+from jaxserve.plan import Sampled
+from jaxserve.runner.programs import RunnerConfig
+from jaxserve.runner.runner import Runner
+from jaxserve_kernels.kv_format import AttentionStep, Dense
+from jaxserve_kernels.paged_attention import QueryTiles
+from jaxserve_kernels.target import CPU
+from tests import draft_files
+from tests.draft_files import Tensors, block_states, block_tensors
+from tests.runner.driver import (
+    GREEDY,
+    OTHER,
+    PROMPT,
+    SAMPLED,
+    Placed,
+    assert_same,
+    certain,
+    generate,
+    plan,
+    several,
+    step,
+    tokens_of,
+)
+from tests.tiny_model import COMPILES, StubMetrics, make_config, make_params, tiny_spec
+
+SPEC = tiny_spec(num_layers=5, tie_embeddings=False)
+VOCAB = 90
+"""Token ids that are sampled; the rest of the output matrix is padding."""
+LONGEST = 32
+PAGES = {0: tuple(range(1, 9)), 1: (20, 11, 22, 13, 24, 15, 26, 17), 2: tuple(range(30, 38))}
+CONFIGS = {
+    "dspark": draft_files.dspark(SPEC, block=4, taps=(0, 2, 3), rank=SPEC.embed),
+    "dspark of more drafts than a row verifies": draft_files.dspark(
+        SPEC, block=6, taps=(1,), rank=SPEC.embed, layers=1
+    ),
+    "dflash": draft_files.dflash(SPEC, block=4),
+}
+
+
+class Served(NamedTuple):
+    runner: Runner
+    draft: BlockDraft
+    config: dict[str, Any]
+    tensors: Tensors
+    params: decoder.Params
+
+
+def served(
+    config: dict[str, Any], tensors: Tensors, params: decoder.Params, folder: Path
+) -> Served:
+    """A runner whose steps draft."""
+    opened = open_draft(draft_files.write(folder, config, tensors), SPEC, jnp.float32)
+    head = opened.load()
+    assert isinstance(opened.spec, BlockDraft) and isinstance(head, BlockParams)
+    settings = replace(runner_config(), draft=opened.spec)
+    sink: Any = StubMetrics()
+    runner = Runner(settings, params, sink, head)
+    runner.compile(2, lambda name, done: None)
+    return Served(runner, opened.spec, config, tensors, params)
+
+
+def runner_config() -> RunnerConfig:
+    return make_config(
+        spec=SPEC, decode=(3,), prefill=(16,), verify=((3, 4),), num_pages=41, sampled_vocab=VOCAB
+    )
+
+
+def drafts_on_device(runner: Runner, slot: int) -> tuple[int, list[int]]:
+    """The position of the first, and those that there are."""
+    on_device: Any = runner._verify  # pyright: ignore[reportPrivateUsage]
+    state = on_device.state
+    drafts = [token for token in np.asarray(state.drafts)[slot].tolist() if token >= 0]
+    return int(state.draft_first[slot]), drafts
+
+
+def taps_of(served: Served, tokens: Sequence[int]) -> np.ndarray:
+    """The target's states that the head reads, [tokens, taps * embed]: computed alone."""
+    padded = np.zeros(LONGEST, np.int32)
+    padded[: len(tokens)] = tokens
+    tapped = _tapped(served.params, jnp.asarray(padded), served.draft.taps)
+    return np.asarray(tapped)[: len(tokens)]
+
+
+@partial(jax.jit, static_argnames="taps")
+def _tapped(params: decoder.Params, ids: Any, taps: tuple[int, ...]) -> Any:
+    """One chunk in one page."""
+    shape = replace(runner_config().kv_shapes[0], pages=2, page_size=LONGEST)
+    positions, zeros = jnp.arange(LONGEST), jnp.zeros(LONGEST, jnp.int32)
+    first, length, slot, position = (jnp.asarray([each]) for each in (0, LONGEST, 0, 0))
+    place = AttentionStep(
+        slots=zeros,
+        positions=positions,
+        pages=zeros + 1,
+        offsets=positions,
+        tiles=QueryTiles(first, length, slot, position),
+        page_table=jnp.asarray([[1]], jnp.int32),
+    )
+    _, _, tapped = decoder.tapped_forward(
+        params,
+        (Dense().allocate(shape, jnp.float32),),
+        decoder.StepTokens(ids, (place,)),
+        SPEC,
+        tile_size=LONGEST,
+        target=CPU,
+        taps=taps,
+    )
+    return jnp.concatenate(tapped, -1)
+
+
+def greedy_drafts(served: Served, tokens: Sequence[int], positions: int) -> list[int]:
+    """What the formulas say that the head drafts after the tokens.
+
+    Args:
+      positions: of the block that have pages.
+    """
+    draft, (*before, last) = served.draft, tokens
+    taps = taps_of(served, before).astype(np.float64)
+    weights: Any = served.params
+    embedding = np.asarray(weights.embedding)
+    ids = [last, *[draft.mask_token] * (min(draft.block, positions) - 1)]
+    states = block_states(served.config, served.tensors, embedding, taps, ids)
+    scores = states @ np.asarray(weights.lm_head, np.float64).T
+    found: list[int] = []
+    for row in scores if draft.predicts_next else scores[1:]:
+        if draft.markov_rank:
+            w1, w2 = (served.tensors[f"markov_head.markov_w{n}.weight"] for n in (1, 2))
+            row = row + w1[last].astype(np.float64) @ w2.T
+        last = int(row[:VOCAB].argmax())
+        found.append(last)
+    return found[:3]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def random(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    config = CONFIGS[request.param]
+    folder = tmp_path_factory.mktemp("head")
+    return served(config, block_tensors(config), make_params(SPEC, 4), folder)
+
+
+@pytest.fixture(scope="module")
+def perfect(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A target whose scores follow from the last token alone, and a head that knows them."""
+    params: Any = make_params(SPEC, 4)
+    layers = [
+        layer._replace(out=jnp.zeros_like(layer.out), down=jnp.zeros_like(layer.down))
+        for layer in params.layers
+    ]
+    params = params._replace(layers=tuple(layers))
+    config = CONFIGS["dspark"]
+    states = np.asarray(params.embedding, np.float64)
+    states = draft_files.rms(states, np.asarray(params.final_norm, np.float64))
+    tensors = block_tensors(config) | {
+        "norm.weight": np.zeros(SPEC.embed, np.float32),
+        "markov_head.markov_w1.weight": states.astype(np.float32),
+        "markov_head.markov_w2.weight": np.asarray(params.lm_head),
+    }
+    return served(config, tensors, params, tmp_path_factory.mktemp("perfect"))
+
+
+def placed(slot: int, params: SamplingParams = GREEDY) -> Placed:
+    return Placed(slot=slot, pages=PAGES[slot], params=params)
+
+
+def test_the_drafts_on_the_device_are_those_of_the_formulas(random: Served) -> None:
+    """After chunks, decode steps and verify steps, with drafts accepted and rejected, for several
+    sequences side by side; blocks end where the pages of the row's bound do."""
+    runner = random.runner
+    runner.reset()
+    prompts = {0: PROMPT, 1: OTHER, 2: PROMPT[:3]}
+    seqs = {slot: placed(slot) for slot in prompts}
+    expected = {
+        slot: [*prompts[slot], *tokens_of(generate(runner, seqs[slot], prompts[slot], 14))]
+        for slot in seqs
+    }
+    runner.reset()
+    tokens = {slot: [*prompt] for slot, prompt in prompts.items()}
+    first = [seq.chunk(prompts[slot][:2], samples=False) for slot, seq in seqs.items()]
+    step(runner, first, seqs.values())
+    rest = [seqs[slot].chunk(prompts[slot][2:], 2) for slot in prompts]
+    append(tokens, list(prompts), step(runner, rest))
+    seen: set[int] = set()
+    for turn in range(5):
+        order = [2, 0, 1] if turn % 2 else [0, 1, 2]
+        starts = {slot: len(tokens[slot]) - 1 for slot in order}
+        if turn == 3:
+            rows = [seqs[slot].decode(starts[slot]) for slot in order]
+            append(tokens, order, step(runner, rows))
+            continue
+        rows = [
+            seqs[slot].verify(
+                starts[slot],
+                expected[slot][starts[slot] + 1 :][: (turn + slot) % 4],
+                positions=4,
+                end=starts[slot] + 1 + turn,
+            )
+            for slot in order
+        ]
+        append(tokens, order, step(runner, rows))
+        for slot in order:
+            last = len(tokens[slot]) - 1
+            assert tokens[slot] == expected[slot][: last + 1]
+            held = -(-(starts[slot] + 1 + turn) // 4) * 4
+            drafts = greedy_drafts(random, tokens[slot], held - last) if held > last else []
+            assert drafts_on_device(runner, slot) == (last + 1, drafts)
+            seen.add(len(drafts))
+    assert len(seen) > 2 and max(seen) == 3
+
+
+def append(tokens: dict[int, list[int]], order: Sequence[int], found: Iterable[Any]) -> None:
+    """What the rows of a step yielded."""
+    for slot, result in zip(order, found, strict=True):
+        tokens[slot] += tokens_of(several(result))
+
+
+KINDS = {
+    "greedy": GREEDY,
+    "seeded": SAMPLED,
+    "masked": SamplingParams(max_tokens=100, seed=4, allowed_token_ids=tuple(range(20, 50))),
+    "biased until a position": SamplingParams(
+        max_tokens=100,
+        temperature=0.8,
+        seed=8,
+        min_tokens=7,
+        stop_token_ids=frozenset(range(20)),
+        logit_bias=((30, 3.0), (31, 3.0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("params", KINDS.values(), ids=KINDS)
+def test_a_perfect_head_has_every_draft_accepted(perfect: Served, params: SamplingParams) -> None:
+    """So drafts have the temperature, the truncation and the noise of their positions. Rows are
+    launched before it is known where they begin."""
+    runner = perfect.runner
+    runner.reset()
+    before = COMPILES.count
+    expected = generate(runner, placed(0, params), PROMPT, 20)
+    seq = placed(1, params)
+    got: list[Sampled] = [certain(step(runner, [seq.chunk(PROMPT)], [seq])[0])]
+    got += several(step(runner, [seq.verify(len(PROMPT), None, positions=4, end=32)])[0])
+    assert len(got) == 2, "there were no drafts yet"
+    in_flight = runner.launch(plan([seq.verify(len(PROMPT) + 1, None, positions=4, end=32)]))
+    for _ in range(3):
+        start = len(PROMPT) + len(got)
+        row = seq.verify(start, None, positions=4, end=32, follows=True)
+        launched = runner.launch(plan([row]))
+        row_result = several(runner.collect(in_flight)[0])
+        assert len(row_result) == 4
+        got += row_result
+        in_flight = launched
+    got += several(runner.collect(in_flight)[0])
+    assert len(got) == 18
+    assert COMPILES.count == before, "something was compiled while serving"
+    for one, other in zip(got, expected[: len(got)], strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("params", KINDS.values(), ids=KINDS)
+def test_what_is_accepted_is_what_plain_decoding_yields(
+    random: Served, params: SamplingParams
+) -> None:
+    """A head that is nearly always wrong changes nothing."""
+    runner = random.runner
+    runner.reset()
+    expected = generate(runner, placed(0, params), PROMPT, 20)
+    seq = placed(2, params)
+    got = [certain(step(runner, [seq.chunk(PROMPT)], [seq])[0])]
+    while len(got) < 14:
+        start = len(PROMPT) + len(got) - 1
+        got += several(step(runner, [seq.verify(start, None, positions=4, end=32)])[0])
+    for one, other in zip(got, expected[: len(got)], strict=True):
+        assert_same(one, other)
