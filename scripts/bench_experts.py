@@ -1,0 +1,403 @@
+"""Time a mixture of experts against the bytes of the experts touched, and dense products as large.
+
+    python scripts/bench_experts.py --out experts.json --budget 100
+    python scripts/bench_experts.py --models qwen3-30b-a3b --formats bf16 --rows 1,64,2048 --profile
+
+Decode: a layer's router choice, products and the norm that adds its parts, layer after layer as one
+chain of launches, each with router logits of its own. The floor is the time in which the card
+copies the bytes of the experts that the layers touch; `dense` the same chain with dense products
+of as many bytes. Of many rows (2,048) it is operations per second, beside those of a large dense
+product. All in one process on one card. Products are random, and so is the routing: uniform.
+
+--sweep tries launch parameters. --tiny has small shapes, to try the script without a card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import gzip
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from jaxserve.startup.environment import prepare
+
+prepare(gpu_memory_utilization=0.9)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve_kernels import pdl, weights
+from jaxserve_kernels.add_rms_norm import add_rms_norm
+from jaxserve_kernels.experts import ExpertActivation, ExpertWeights, Routing, experts, route
+from jaxserve_kernels.experts.config import Launch
+from jaxserve_kernels.matmul import gated_linear, linear
+from jaxserve_kernels.target import Target
+
+RUNS = 5
+"""Of each program; the fastest counts."""
+
+LAYERS = 2
+"""With weights of their own; together they are larger than any cache."""
+
+MANY = 512
+"""Rows from which on products are bound by operations: no chain, and no dense twin."""
+
+EPS = 1e-6
+
+FORMATS: dict[str, Callable[[Any], Any]] = {
+    "bf16": lambda weight: weight,
+    "int4": weights.quantize_int4,
+    "fp8": weights.quantize_fp8,
+    "mxfp4": weights.quantize_mxfp4,
+}
+
+
+class Model(NamedTuple):
+    experts: int
+    top_k: int
+    embed: int
+    width: int
+    activation: ExpertActivation = "silu"
+    biases: bool = False
+
+
+MODELS = {
+    "qwen3-30b-a3b": Model(128, 8, 2048, 768),
+    "gpt-oss-20b": Model(32, 4, 2880, 2880, "swiglu_oss", biases=True),
+}
+TINY = Model(8, 2, 256, 256)
+
+
+class Case(NamedTuple):
+    model: str
+    format: str
+    rows: int
+    dense: bool = False
+    tuned: tuple[tuple[str, Launch], ...] = ()
+    """Launch parameters to try, by product."""
+
+    def __str__(self) -> str:
+        tuned = "".join(f" {name} {dataclasses.astuple(each)}" for name, each in self.tuned)
+        return f"{self.model} {self.format} {self.rows}{' dense' if self.dense else ''}{tuned}"
+
+
+class Built(NamedTuple):
+    program: Any
+    args: tuple[Any, ...]
+    layers: int
+    bytes: float
+    """Of weights that a layer reads."""
+    touched: float
+    """Experts."""
+
+
+def main() -> None:
+    args = parse_args()
+    target = Target.here()
+    result: dict[str, Any] = {
+        "card": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "triton": version("triton"),
+        "commit": commit(),
+        "copy_tb_per_s": copy_bandwidth(args.tiny) / 1e12,
+        "bf16_tflop_per_s": peak_flops(args.tiny) / 1e12,
+        "experts": [],
+    }
+    print({name: value for name, value in result.items() if value}, flush=True)
+    deadline = math.inf if args.budget is None else time.monotonic() + args.budget
+    for case, built, seconds in measure(args, target, deadline):
+        row = describe(case, built, seconds, result)
+        result["experts"].append(row)
+        print(line(row), flush=True)
+        if args.profile and not case.dense:
+            row["kernels_us"] = profile(built)
+            print("   ", row["kernels_us"], flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def parse_args() -> argparse.Namespace:
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    def sizes(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", type=names, default=list(MODELS))
+    parser.add_argument("--formats", type=names, default=list(FORMATS))
+    parser.add_argument("--rows", type=sizes, default=[1, 8, 32, 64, 256, 2048])
+    parser.add_argument("--no-dense", action="store_true", help="no dense products beside them")
+    parser.add_argument("--profile", action="store_true", help="time of each kernel, too")
+    parser.add_argument("--sweep", action="store_true", help="try launch parameters, bf16 alone")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="compiling threads")
+    parser.add_argument("--budget", type=float, help="begin nothing new after so many seconds")
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    return parser.parse_args()
+
+
+def cases_of(model: str, name: str, args: argparse.Namespace) -> list[Case]:
+    cases = [Case(model, name, rows) for rows in args.rows]
+    if args.sweep:
+        return [each for case in cases for each in (case, *candidates(case))]
+    padded = name != "bf16" and MODELS[model].width % 128
+    if args.no_dense or padded:  # a dense product's inputs would not be those of its tokens
+        return cases
+    return cases + [case._replace(dense=True) for case in cases if case.rows <= 64]
+
+
+def candidates(case: Case) -> Iterator[Case]:
+    """Launches beside the rule's, of both products alike."""
+    if case.rows >= MANY:
+        tries = [
+            Launch(rows=rows, tokens=tokens, depth=64, num_warps=warps, num_stages=stages)
+            for rows, tokens, warps, stages in (
+                (128, 128, 4, 4), (128, 64, 4, 4), (256, 64, 8, 3), (256, 128, 8, 3),
+                (256, 128, 8, 4), (128, 256, 8, 4), (128, 64, 8, 4),
+            )
+        ]  # fmt: skip
+    else:
+        tries = [
+            Launch(rows=rows, tokens=16 if case.rows <= 64 else 32, depth=depth, num_stages=stages)
+            for rows, depth, stages in itertools.product((32, 64), (64, 128), (3, 5))
+        ]
+    for each in tries:
+        yield case._replace(tuned=(("gate_up", each), ("down", each)))
+
+
+def measure(
+    args: argparse.Namespace, target: Target, deadline: float
+) -> Iterator[tuple[Case, Built, float]]:
+    """Seconds of a layer in each case. One format of one model at a time holds device memory, and
+    none is begun after the deadline. All its programs are compiled before the first is timed:
+    making an executable drops the CUDA graphs of the others."""
+    for name, model in itertools.product(args.formats, args.models):
+        if time.monotonic() > deadline:
+            print("--budget is spent", flush=True)
+            return
+        sizes = TINY if args.tiny else MODELS[model]
+        stacked = make_weights(sizes, name)
+        jax.block_until_ready(stacked)
+        cases = cases_of(model, name, args)
+        with ThreadPoolExecutor(args.workers) as pool:
+            programs = list(
+                pool.map(lambda case: attempt(case, sizes, stacked, target), cases)  # noqa: B023
+            )
+        for case, built in zip(cases, programs, strict=True):
+            if built is not None:
+                yield case, built, fastest(built.program, *built.args, calls=3) / built.layers
+
+
+def attempt(case: Case, sizes: Model, stacked: Any, target: Target) -> Built | None:
+    """None: launch parameters that are tried do not compile."""
+    try:
+        return build(case, sizes, stacked, target)
+    except Exception as error:
+        if not case.tuned:
+            raise
+        print(f"{case}: {str(error)[:100]}", flush=True)
+        return None
+
+
+def make_weights(sizes: Model, name: str) -> ExpertWeights:
+    """Of some layers [layers, experts, ...]; inputs of quantised ones are whole tiles."""
+
+    def one(seed: int, out: int, depth: int) -> Any:
+        @jax.jit
+        def made() -> Any:
+            shape = (sizes.experts, out, depth)
+            noise = jax.random.uniform(jax.random.key(seed), shape, jnp.bfloat16, -1, 1)
+            padded = 0 if name == "bf16" else -depth % 128
+            return FORMATS[name](jnp.pad(noise * depth**-0.5, ((0, 0), (0, 0), (0, padded))))
+
+        return made()
+
+    def layers(out: int, depth: int) -> Any:
+        each = [one(seed, out, depth) for seed in range(LAYERS)]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+
+    def bias(size: int) -> Any:
+        shape = (LAYERS, sizes.experts, size)
+        return jnp.full(shape, 0.01, jnp.bfloat16) if sizes.biases else None
+
+    gate_up, down = layers(2 * sizes.width, sizes.embed), layers(sizes.embed, sizes.width)
+    return ExpertWeights(gate_up, down, bias(2 * sizes.width), bias(sizes.embed))
+
+
+def build(case: Case, sizes: Model, stacked: ExpertWeights, target: Target) -> Built:
+    """A program of several layers, each of which reads what the one before it made."""
+    layers = 4 if case.rows >= MANY else 16
+    keys = jax.random.split(jax.random.key(case.rows), 2)
+    x = jax.random.normal(keys[0], (case.rows, sizes.embed), jnp.bfloat16)
+    logits = jax.random.normal(keys[1], (layers, case.rows, sizes.experts), jnp.float32)
+    chosen = np.argsort(-np.asarray(logits), axis=-1)[..., : sizes.top_k]
+    touched = float(np.mean([np.unique(each).size for each in chosen]))
+    norm = jnp.ones((sizes.embed,), jnp.bfloat16)
+    tuned = {}
+    for name, launch in case.tuned:
+        shape = getattr(stacked, name).shape[1:]
+        tuned["experts", (name, "plain", *shape)] = dataclasses.asdict(launch)
+    target = target.with_tuned(tuned)
+    if case.dense:
+        arrays, function = as_dense(stacked, math.ceil(touched)), dense_layers
+    else:
+        arrays, function = stacked, sparse_layers
+
+    def chain(x: Any, logits: Any, norm: Any, w: Any, *, target: Target) -> Any:
+        return function(x, logits, norm, w, sizes, target=target)
+
+    def program(*args: Any) -> Any:
+        if case.rows >= MANY:
+            return chain(*args, target=target)
+        return pdl.call(chain, *args, target=target)
+
+    args = (x, logits, norm, arrays)
+    of_one = sum(leaf.nbytes for leaf in jax.tree.leaves(stacked)) / LAYERS / sizes.experts
+    return Built(
+        jax.jit(program).lower(*args).compile(),
+        args,
+        layers,
+        of_one * (math.ceil(touched) if case.dense else touched),
+        touched,
+    )
+
+
+def sparse_layers(
+    x: Any, logits: Any, norm: Any, w: ExpertWeights, sizes: Model, *, target: Target
+) -> Any:
+    routing = Routing(num_experts=sizes.experts, top_k=sizes.top_k)
+    normed = x
+    for index in range(logits.shape[0]):
+        layer: Any = jax.tree.map(lambda leaf: leaf[index % LAYERS], w)  # noqa: B023
+        ids, weight = route(logits[index], routing, target=target)
+        parts = experts(normed, ids, weight, layer, activation=sizes.activation, target=target)
+        both: Any = add_rms_norm(x, parts, norm, EPS, target=target)
+        x, normed = both
+    return x, normed
+
+
+def as_dense(w: ExpertWeights, count: int) -> tuple[Any, Any]:
+    """So many experts' weights as one of as many bytes, layer by layer; its values mean nothing."""
+
+    def rows(leaf: Any) -> Any:  # [layers, experts, out tiles, ...]
+        return leaf[:, :count].reshape(LAYERS, -1, *leaf.shape[3:])
+
+    def columns(leaf: Any) -> Any:  # [layers, experts, out tiles, in tiles, ...]
+        if leaf.ndim == 5 and leaf.shape[3] == 1:  # a scale per row
+            return leaf[:, 0]
+        return leaf[:, :count].reshape(LAYERS, leaf.shape[2], -1, *leaf.shape[4:])
+
+    gate_up: Any = jax.tree.map(rows, w.gate_up)
+    down: Any = jax.tree.map(columns, w.down)
+    return gate_up, down
+
+
+def dense_layers(x: Any, logits: Any, norm: Any, w: Any, _: Model, *, target: Target) -> Any:
+    normed = x
+    for index in range(logits.shape[0]):
+        gate_up, down = jax.tree.map(lambda leaf: leaf[index % LAYERS], w)  # noqa: B023
+        hidden = gated_linear(normed, gate_up, target=target)
+        parts = linear(hidden, down, target=target)
+        x, normed = add_rms_norm(x, parts, norm, EPS, target=target)
+    return x, normed
+
+
+def copy_bandwidth(tiny: bool) -> float:
+    """Bytes per second, read plus written, of copies of 2 GiB of integers."""
+    source = jnp.ones((2**20 if tiny else 2**29,), jnp.int32)
+    seconds = fastest(jax.jit(lambda x: x + 1), source, calls=10)
+    return 2 * source.nbytes / seconds
+
+
+def peak_flops(tiny: bool) -> float:
+    """Of a large square product in bfloat16."""
+    size = 256 if tiny else 8192
+    side = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
+    return 2 * size**3 / fastest(jax.jit(jnp.dot), side, side, calls=10)
+
+
+def fastest(call: Callable[..., Any], *args: Any, calls: int) -> float:
+    """Seconds of one call, from the best of several series of them."""
+    for _ in range(2):
+        jax.block_until_ready(call(*args))
+    best = math.inf
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = call(*args)
+        jax.block_until_ready(out)
+        best = min(best, (time.perf_counter() - start) / calls)
+    return best
+
+
+def profile(built: Built) -> dict[str, float]:
+    """Microseconds of each kernel in a layer."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, create_perfetto_trace=True):
+            jax.block_until_ready(built.program(*built.args))
+        trace = next(Path(folder).rglob("perfetto_trace.json.gz"))
+        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    times: dict[str, list[float]] = collections.defaultdict(list)
+    for event in events:
+        if event.get("ph") == "X" and "correlation_id" in event.get("args", {}):
+            times[re.sub(r"(_\d+)+$", "", event["name"])].append(event["dur"])
+    return {name: round(median(each), 2) for name, each in sorted(times.items())}
+
+
+def describe(case: Case, built: Built, seconds: float, result: dict[str, Any]) -> dict[str, Any]:
+    sizes = MODELS[case.model]
+    floor = built.bytes / (result["copy_tb_per_s"] * 1e12)
+    operations = 6 * case.rows * sizes.top_k * sizes.embed * sizes.width
+    return {
+        "model": case.model,
+        "format": case.format,
+        "rows": case.rows,
+        "dense": case.dense,
+        "tuned": {name: dataclasses.asdict(each) for name, each in case.tuned},
+        "touched": built.touched,
+        "us": seconds * 1e6,
+        "floor_us": floor * 1e6,
+        "over_floor": seconds / floor,
+        "tflop_per_s": operations / seconds / 1e12,
+        "of_dense_rate": operations / seconds / 1e12 / result["bf16_tflop_per_s"],
+        "case": str(case),
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    rate = f"{row['tflop_per_s']:.0f} TFLOP/s, {row['of_dense_rate']:.2f} of a dense product's"
+    floor = f"{row['over_floor']:.2f} of {row['floor_us']:.1f} ({row['touched']:.1f} experts)"
+    return f"{row['case']}: {row['us']:.1f} us, {rate if row['rows'] >= MANY else floor}"
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def commit() -> str:
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    main()
