@@ -12,6 +12,7 @@ import pytest
 from jaxserve_kernels import tables
 from jaxserve_kernels.dense_matmul import config as dense
 from jaxserve_kernels.device import card
+from jaxserve_kernels.experts import config as experts
 from jaxserve_kernels.kv_format import base as kv_format
 from jaxserve_kernels.op import Refusal
 from jaxserve_kernels.paged_attention import config as attention
@@ -20,7 +21,7 @@ from jaxserve_kernels.target import CPU, Target
 
 OPERATIONS: dict[str, Any] = {
     "dense_matmul": dense, "quantized_matmul": quantized, "paged_attention": attention,
-    "kv_format": kv_format,
+    "kv_format": kv_format, "experts": experts,
 }  # fmt: skip
 HOPPER = Target.for_gpu(90)
 

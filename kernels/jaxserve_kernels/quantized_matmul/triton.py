@@ -120,13 +120,16 @@ def _bytes_tile(acc, words, inputs, scale, KIND: tl.constexpr, UNPACK: tl.conste
 
 
 @triton.jit
-def _accumulate(
+def accumulate(
     x_ptr, packed_ptr, scale_ptr, second_ptr, row, token, first,
-    tokens, steps: tl.constexpr, k: tl.constexpr,
+    tokens, steps: tl.constexpr, k: tl.constexpr, columns: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     UNROLL: tl.constexpr, STAGES: tl.constexpr, UNPACK: tl.constexpr,
 ):  # fmt: skip
     """Weight rows `row` times the tokens `token` over `steps` tiles of inputs from `first`.
+
+    Tokens have `columns` of the weight's k inputs, the others are 0: if they are fewer, a scale
+    must be for at least a tile.
 
     second_ptr: zero points of INT4, scales per row of NVFP4. GROUP: inputs per scale of the kinds
     that have float32 scales; k where a row has one.
@@ -143,7 +146,8 @@ def _accumulate(
     words = packed_ptr + (tile * tiles + first) * (64 * width) + inner * width
     words = words[:, None] + tl.arange(0, width)[None, :]
     span: tl.constexpr = GROUP if KIND == INT4 else depth  # inputs of one product
-    x = x_ptr + token.to(tl.int64)[None, :] * k + first * depth + tl.arange(0, span)[:, None]
+    depths = first * depth + tl.arange(0, span)[:, None]
+    x = x_ptr + token.to(tl.int64)[None, :] * columns + depths
     present = token[None, :] < tokens  # the others are not read
     at = (tile * tiles + first) * (64 * groups) + inner
     scale_at = scale_ptr + at
@@ -156,10 +160,14 @@ def _accumulate(
     for _ in tl.range(0, steps // UNROLL, num_stages=STAGES):
         for _ in tl.static_range(UNROLL):
             codes = tl.load(words)
+            there = present
+            if columns < k:
+                there = present & (depths < columns)
+                depths += depth
             if KIND == INT4:
-                acc = _int4_tile(acc, codes, x, present, scale_at, zero_at, GROUP, ZERO)
+                acc = _int4_tile(acc, codes, x, there, scale_at, zero_at, GROUP, ZERO)
             else:
-                inputs = tl.load(x, mask=present, other=0.0)
+                inputs = tl.load(x, mask=there, other=0.0)
                 if KIND == NVFP4:
                     acc = _nvfp4_tile(acc, codes, inputs, scale_at, row_scale)
                 elif KIND == MXFP4:
@@ -189,9 +197,9 @@ def _linear(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     steps: tl.constexpr = k // (64 if KIND == NVFP4 else 128) // SPLITS
-    acc = _accumulate(
+    acc = accumulate(
         x_ptr, packed_ptr, scale_ptr, second_ptr, row, token, split * steps,
-        tokens, steps, k, KIND, GROUP, ZERO, UNROLL, STAGES, UNPACK,
+        tokens, steps, k, k, KIND, GROUP, ZERO, UNROLL, STAGES, UNPACK,
     )  # fmt: skip
     out = out_ptr + (split * tokens + token[None, :]).to(tl.int64) * n + row[:, None]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=token[None, :] < tokens)
@@ -212,9 +220,9 @@ def _gated(
     row = tl.program_id(0) * half + lane % half + (lane // half) * n
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     steps: tl.constexpr = k // (64 if KIND == NVFP4 else 128)
-    acc = _accumulate(
+    acc = accumulate(
         x_ptr, packed_ptr, scale_ptr, second_ptr, row, token, 0,
-        tokens, steps, k, KIND, GROUP, ZERO, UNROLL, STAGES, UNPACK,
+        tokens, steps, k, k, KIND, GROUP, ZERO, UNROLL, STAGES, UNPACK,
     )  # fmt: skip
     out_row = tl.program_id(0) * half + tl.arange(0, half)
     store_gated(acc, out_ptr, out_row, token, tokens, n, half, TOKENS, GATED)

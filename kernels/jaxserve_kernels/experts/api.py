@@ -1,0 +1,104 @@
+"""Mixtures of experts: picks the implementations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import Array
+
+from jaxserve_kernels.experts import reference
+from jaxserve_kernels.experts.config import Config, choose, describe
+from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Routing
+from jaxserve_kernels.op import NO_KERNELS, Implementation, Op, Refusal, anything, on_kernels
+from jaxserve_kernels.target import Target
+
+
+def route(
+    logits: Array, routing: Routing, bias: Array | None = None, *, target: Target
+) -> tuple[Array, Array]:
+    """See `reference.route`."""
+    return _ROUTE(logits, bias, routing=routing, target=target)
+
+
+def experts(
+    x: Array,
+    ids: Array,
+    weights: Array,
+    w: ExpertWeights,
+    *,
+    activation: ExpertActivation = "silu",
+    target: Target,
+) -> Array:
+    """See `reference.experts`: partial sums [parts, tokens, embed], as of `matmul.linear`.
+
+    Of few tokens each choice of a token's is a part, in float32.
+    """
+    return _EXPERTS(x, ids, weights, w, activation=activation, target=target)
+
+
+def _kernel_routes(
+    _: None, logits: Array, bias: Array | None, *, routing: Routing, target: Target
+) -> tuple[Array, Array]:
+    from jaxserve_kernels.experts import triton_route  # needs Triton: only for GPUs
+
+    return triton_route.route(logits, routing, bias, target=target)
+
+
+def _definition_routes(
+    _: None, logits: Array, bias: Array | None, *, routing: Routing, target: Target
+) -> tuple[Array, Array]:
+    return reference.route(logits, routing, bias)
+
+
+def _configure(
+    x: Array, ids: Array, _weights: Array, w: ExpertWeights, *, target: Target, **_: Any
+) -> Config | Refusal:
+    if not target.uses_triton():
+        return NO_KERNELS
+    return choose(x, ids, w, target=target)
+
+
+def _kernels(
+    config: Config,
+    x: Array,
+    ids: Array,
+    weights: Array,
+    w: ExpertWeights,
+    *,
+    activation: ExpertActivation,
+    target: Target,
+) -> Array:
+    from jaxserve_kernels.experts import triton  # needs Triton: only for GPUs
+
+    return triton.experts(x, ids, weights, w, activation, config, target=target)
+
+
+def _definition(
+    _: None,
+    x: Array,
+    ids: Array,
+    weights: Array,
+    w: ExpertWeights,
+    *,
+    activation: ExpertActivation,
+    target: Target,
+) -> Array:
+    return reference.experts(x, ids, weights, w, activation)
+
+
+_ROUTE = Op(
+    name="route",
+    implementations=(
+        Implementation(name="triton", configure=on_kernels, run=_kernel_routes),
+        Implementation(name="reference", configure=anything, run=_definition_routes, kernels=False),
+    ),
+    describe=lambda logits, *_, **__: f"{logits.shape[-1]} experts",
+)
+_EXPERTS = Op(
+    name="experts",
+    implementations=(
+        Implementation(name="triton", configure=_configure, run=_kernels),
+        Implementation(name="reference", configure=anything, run=_definition, kernels=False),
+    ),
+    describe=describe,
+)

@@ -1,0 +1,135 @@
+"""For how many tokens experts are multiplied by which kernel, and how it is launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxserve_kernels import tables
+from jaxserve_kernels.experts.types import ExpertWeights, Stacked, stacked
+from jaxserve_kernels.op import Refusal
+from jaxserve_kernels.target import Target
+
+
+class Limits(NamedTuple):
+    """See `tables/experts/`."""
+
+    most_parts_tokens: int
+    programs_per_multiprocessor: int
+
+
+def limits_of(target: Target) -> Limits:
+    """What was measured on the nearest card."""
+    return tables.limits("experts", Limits, target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Of one product: a program takes `rows` of an expert's weight and up to `tokens` of its
+    tokens, `depth` inputs at a time."""
+
+    rows: int = 64
+    tokens: int = 16
+    depth: int = 128
+    num_warps: int = 4
+    num_stages: int = 4
+    unroll: int = 1
+    """Tiles of a quantised weight in one step of the loop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """How both products are launched."""
+
+    gate_up: Launch
+    down: Launch
+    parts: bool
+    """A token's experts are added by the reader, in float32; else they are rounded and added in a
+    pass of their own."""
+
+
+def most_blocks(ids: Array, experts: int, tokens: int) -> int:
+    """Tiles of so many tokens that the pairs `ids` [tokens, k] may need, wherever they go."""
+    pairs = ids.size
+    alone = min(experts, pairs)  # tiles that need not be full
+    return alone + (pairs - alone) // tokens
+
+
+def choose(x: Array, ids: Array, w: ExpertWeights, *, target: Target) -> Config | Refusal:
+    """For x [tokens, embed] and ids [tokens, k]."""
+    if x.dtype != jnp.bfloat16:
+        return Refusal("not in bfloat16")
+    found = {name: stacked(getattr(w, name)) for name in ("gate_up", "down")}
+    launches = {}
+    inputs = {"gate_up": x.shape[1], "down": w.width}
+    for name, weight in found.items():
+        if weight is None:
+            return Refusal(f"no kernel knows the codes of {name}")
+        launch = _launch(name, getattr(w, name).shape, inputs[name], ids, weight, target)
+        if isinstance(launch, Refusal):
+            return launch
+        launches[name] = launch
+    parts = x.shape[0] <= limits_of(target).most_parts_tokens
+    return Config(gate_up=launches["gate_up"], down=launches["down"], parts=parts)
+
+
+def _launch(
+    name: str, shape: tuple[int, ...], inputs: int, ids: Array, weight: Stacked, target: Target
+) -> Launch | Refusal:
+    kind = "plain" if weight.operand is None else weight.operand.kind.name.lower()
+    tuned = tables.launch("experts", (name, kind, *shape), ids.shape[0], target=target)
+    if tuned is not None:
+        return Launch(**tuned)
+    experts, rows, depth = shape
+    refusal = _unlike(rows, depth, inputs, weight)
+    if refusal is not None:
+        return refusal
+    each = -(-ids.size // experts)  # tokens of an expert, if all had as many
+    tokens = 16 if each <= 8 else 32 if each <= 20 else 64 if each <= 48 else 128
+    touched = min(ids.size, experts)
+    wanted = limits_of(target).programs_per_multiprocessor * target.gpu.multiprocessors
+    few = touched * rows // 64 < wanted
+    launch = Launch(
+        rows=32 if few else 128 if tokens == 128 else 64,
+        tokens=tokens,
+        depth=_depth(depth, tokens, weight),
+        num_warps=8 if tokens == 128 else 4,
+    )
+    return replace(launch, num_stages=_stages(launch, weight, target))
+
+
+def _depth(depth: int, tokens: int, weight: Stacked) -> int:
+    if weight.operand is not None:
+        return weight.operand.inputs_per_tile
+    return 64 if depth % 128 or tokens > 32 else 128
+
+
+def _stages(launch: Launch, weight: Stacked, target: Target) -> int:
+    """Four, or as many as fit a program's memory."""
+    bits = 16 if weight.operand is None else weight.operand.bits
+    stage = launch.depth * (launch.rows * bits // 8 + launch.tokens * 2)
+    return max(2, min(4, target.gpu.shared_memory_per_block // stage))
+
+
+def _unlike(rows: int, depth: int, inputs: int, weight: Stacked) -> Refusal | None:
+    """Why no kernel takes a weight of so many rows and inputs, of which tokens have `inputs`."""
+    if rows % 64:
+        return Refusal("not whole tiles of 64 rows")
+    if weight.operand is None:
+        if depth != inputs:
+            return Refusal("a plain weight with more inputs than tokens have")
+        return Refusal("not whole tiles of 64 inputs") if depth % 64 else None
+    if inputs > depth:
+        return Refusal("fewer inputs than tokens have")
+    if inputs % 16:
+        return Refusal("tokens of no multiple of 16 inputs")
+    narrow = weight.operand.scale_bytes == 4 and weight.operand.group < 128
+    return Refusal("padded groups of fewer than 128") if narrow and inputs < depth else None
+
+
+def describe(x: Array, _ids: Any, _weights: Any, w: ExpertWeights, **_: Any) -> str:
+    """Sizes, for people."""
+    return f"{w.gate_up.shape[0]} experts of {x.shape[-1]} x {w.width}"

@@ -1,0 +1,108 @@
+"""The definition of routers and experts (Shazeer et al. 2017), in plain JAX.
+
+Routers: Qwen3-MoE (arXiv 2505.09388) and gpt-oss (arXiv 2508.10925) as transformers has them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxserve_kernels.dense_matmul.reference import gated
+from jaxserve_kernels.experts.types import (
+    SWIGLU_OSS_ALPHA,
+    SWIGLU_OSS_LIMIT,
+    ExpertActivation,
+    ExpertWeights,
+    Routing,
+)
+from jaxserve_kernels.weights import is_quantized
+
+
+def route(logits: Array, routing: Routing, bias: Array | None = None) -> tuple[Array, Array]:
+    """A token's experts, those of its largest logits, and by what their results are multiplied.
+
+    softmax: p = softmax over all logits; sigmoid: p = sigmoid of each. With `routing.normalize` the
+    chosen ones are divided by their sum.
+
+    Args:
+      logits: float32 [tokens, experts], or partial sums [parts, tokens, experts] of them.
+      bias: [experts], added to the logits.
+
+    Returns:
+      int32 [tokens, k], by falling logit, the lower one first of equals; and float32 [tokens, k].
+    """
+    logits = logits.astype(jnp.float32)
+    if logits.ndim == 3:
+        logits = logits.sum(0)
+    if bias is not None:
+        logits = logits + bias.astype(jnp.float32)
+    chosen, ids = jax.lax.top_k(logits, routing.top_k)
+    if routing.scoring == "sigmoid":
+        weights = jax.nn.sigmoid(chosen)
+    else:
+        weights = jnp.exp(chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+    if routing.normalize:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return ids.astype(jnp.int32), weights
+
+
+def experts(
+    x: Array, ids: Array, weights: Array, w: ExpertWeights, activation: ExpertActivation
+) -> Array:
+    """The sum over a token's experts of weight * expert(x), [1, tokens, embed] in x's dtype::
+
+        hidden = act(x @ gate_up.T + gate_up_bias)
+        expert(x) = hidden @ down.T + down_bias
+
+    Products are accumulated in float32. hidden is rounded to x's dtype before and after the
+    activation; the sum over experts is in float32. One expert after the other is multiplied with
+    all tokens, so that not more than one is there in float32.
+
+    Args:
+      x: [tokens, embed].
+      ids, weights: [tokens, k], as `route` returns them.
+    """
+
+    def add(total: Array, each: tuple[Array, ExpertWeights]) -> tuple[Array, None]:
+        index, one = each
+        weight = jnp.where(ids == index, weights, 0.0).sum(-1, keepdims=True)
+        return total + weight * _expert(x, one, activation), None
+
+    count = jax.tree.leaves(w.gate_up)[0].shape[0]
+    total, _ = jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), (jnp.arange(count), w))
+    return total.astype(x.dtype)[None]
+
+
+def swiglu_oss(gate_up: Array) -> Array:
+    """gpt-oss's gating, in float32, of gate_up [tokens, 2 * width]: [tokens, width]::
+
+    gate = min(gate, 7); up = clip(up, -7, 7)
+    (up + 1) * gate * sigmoid(1.702 * gate)
+    """
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    gate = jnp.minimum(gate, SWIGLU_OSS_LIMIT)
+    up = jnp.clip(up, -SWIGLU_OSS_LIMIT, SWIGLU_OSS_LIMIT)
+    active = gate * jax.nn.sigmoid(SWIGLU_OSS_ALPHA * gate)
+    return ((up + 1.0) * active).astype(gate_up.dtype)
+
+
+def _expert(x: Array, w: ExpertWeights, activation: ExpertActivation) -> Array:
+    """float32 [tokens, embed] of one expert, whose weights have no leading axis."""
+    gate_up = _product(x, w.gate_up, w.gate_up_bias).astype(x.dtype)
+    hidden = swiglu_oss(gate_up) if activation == "swiglu_oss" else gated(gate_up, activation)
+    return _product(hidden, w.down, w.down_bias)
+
+
+def _product(x: Array, weight: Any, bias: Array | None) -> Array:
+    """float32 [tokens, out]."""
+    if is_quantized(weight):
+        weight = weight.dequantize()[:, : x.shape[1]]
+        x = x.astype(jnp.float32)
+    sums = jax.lax.dot_general(
+        x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return sums if bias is None else sums + bias.astype(jnp.float32)

@@ -1,0 +1,139 @@
+"""A router's choice, and which pairs of a token and an expert lie together, inside a step's launch
+chain: nothing is sorted, each program counts for itself."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from jaxserve_kernels.experts.types import Routing
+from jaxserve_kernels.target import Target
+from jaxserve_kernels.triton_call import triton_call
+
+_MOST_AT_ONCE = 1024
+
+
+@triton.jit
+def _route(
+    logits_ptr, bias_ptr, tokens, ids_ptr, weights_ptr,
+    experts: tl.constexpr, parts: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
+    CHOICES: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, BIAS: tl.constexpr,
+    EARLY: tl.constexpr = False,
+):  # fmt: skip
+    """One program for each token. NaN counts as -inf."""
+    token = tl.program_id(0)
+    lane = tl.arange(0, EXPERTS)
+    there = lane < experts
+    logits = tl.zeros([EXPERTS], tl.float32)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    for part in tl.static_range(parts):
+        at = logits_ptr + (part * tokens + token) * experts + lane
+        logits += tl.load(at, mask=there, other=0.0)
+    if BIAS:
+        logits += tl.load(bias_ptr + lane, mask=there, other=0.0).to(tl.float32)
+    logits = tl.where(there & (logits == logits), logits, float("-inf"))
+    largest = tl.max(logits, axis=0)
+    total = tl.sum(tl.exp(logits - largest), axis=0)
+    choice = tl.arange(0, CHOICES)
+    ids = tl.zeros([CHOICES], tl.int32)
+    chosen = tl.full([CHOICES], float("-inf"), tl.float32)
+    for index in tl.static_range(K):
+        most = tl.max(logits, axis=0)
+        expert = tl.min(tl.where(there & (logits == most), lane, EXPERTS), axis=0)
+        ids = tl.where(choice == index, expert, ids)
+        chosen = tl.where(choice == index, most, chosen)
+        logits = tl.where(lane == expert, float("-inf"), logits)
+    if SIGMOID:
+        weights = 1.0 / (1.0 + tl.exp(-chosen))
+        weights = tl.where(choice < K, weights, 0.0)
+    else:
+        weights = tl.exp(chosen - largest)
+    if NORMALIZE:
+        weights /= tl.sum(weights, axis=0)
+    elif not SIGMOID:
+        weights /= total
+    at = token * K + choice
+    tl.store(ids_ptr + at, ids, mask=choice < K)
+    tl.store(weights_ptr + at, weights, mask=choice < K)
+
+
+@triton.jit
+def _order(
+    ids_ptr, order_ptr, ends_ptr,
+    pairs: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
+):  # fmt: skip
+    """One program for each expert puts its pairs behind those of the experts before it."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    expert = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], tl.int32)
+    for start in tl.range(0, pairs, BLOCK):
+        pair = start + lane
+        ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=2147483647)
+        before += (ids < expert).to(tl.int32)
+    end = tl.sum(before, axis=0)
+    for start in tl.range(0, pairs, BLOCK):
+        pair = start + lane
+        ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=2147483647)
+        mine = (ids == expert).to(tl.int32)
+        place = end + tl.cumsum(mine, axis=0) - 1
+        tl.store(order_ptr + place, pair, mask=mine > 0)
+        end += tl.sum(mine, axis=0)
+    tl.store(ends_ptr + expert, end)
+
+
+def route(
+    logits: Array, routing: Routing, bias: Array | None, *, target: Target
+) -> tuple[Array, Array]:
+    """See `reference.route`."""
+    *parts, tokens, experts = logits.shape
+    shape = (tokens, routing.top_k)
+    ids, weights = triton_call(
+        logits, logits if bias is None else bias, tokens,
+        kernel=_route,
+        name="route",
+        target=target,
+        out_type=(
+            jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32),
+        ),
+        grid=(tokens,),
+        num_warps=1,
+        experts=experts, parts=parts[0] if parts else 1, K=routing.top_k,
+        EXPERTS=triton.next_power_of_2(experts), CHOICES=triton.next_power_of_2(routing.top_k),
+        SIGMOID=routing.scoring == "sigmoid", NORMALIZE=routing.normalize, BIAS=bias is not None,
+    )  # fmt: skip
+    return ids, weights
+
+
+def order(ids: Array, experts: int, *, target: Target) -> tuple[Array, Array]:
+    """Pairs of a token and an expert by expert, and where each expert's end.
+
+    Args:
+      ids: int32 [tokens, k], each below `experts`.
+
+    Returns:
+      int32 [tokens * k]: token * k + choice; and int32 [experts].
+    """
+    pairs = ids.size
+    block = min(_MOST_AT_ONCE, triton.next_power_of_2(pairs))
+    placed, ends = triton_call(
+        ids,
+        kernel=_order,
+        name="order_pairs",
+        target=target,
+        out_type=(
+            jax.ShapeDtypeStruct((pairs,), jnp.int32), jax.ShapeDtypeStruct((experts,), jnp.int32),
+        ),
+        grid=(experts,),
+        num_warps=4 if block > 256 else 1,
+        pairs=pairs, BLOCK=max(16, block),
+    )  # fmt: skip
+    return placed, ends

@@ -1,0 +1,168 @@
+"""Routers and experts: the definition against formulas in numpy, and on a GPU the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve_kernels import pdl, weights
+from jaxserve_kernels.experts import ExpertActivation, ExpertWeights, Routing, experts, route
+from jaxserve_kernels.target import CPU, REFERENCE, Target
+
+type Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def sigmoid(x: Floats) -> Floats:
+    return 1 / (1 + np.exp(-x))
+
+
+def routed(logits: Floats, k: int, scoring: str, *, normalize: bool) -> tuple[Any, Any]:
+    """One token after the other."""
+    ids, values = [], []
+    for row in logits:
+        scores = sigmoid(row) if scoring == "sigmoid" else np.exp(row) / np.exp(row).sum()
+        best = sorted(range(len(row)), key=lambda each: -scores[each])[:k]
+        ids.append(best)
+        values.append(scores[best] / (scores[best].sum() if normalize else 1.0))
+    return np.array(ids), np.array(values)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_route(scoring: Any, normalize: bool) -> None:
+    rng = np.random.default_rng(0)
+    parts, bias = rng.standard_normal((3, 9, 12)), rng.standard_normal(12)
+    routing = Routing(num_experts=12, top_k=4, scoring=scoring, normalize=normalize)
+    ids, values = route(jnp.asarray(parts), routing, jnp.asarray(bias), target=CPU)
+    expected = routed(parts.sum(0) + bias, 4, scoring, normalize=normalize)
+    np.testing.assert_array_equal(ids, expected[0])
+    np.testing.assert_allclose(values, expected[1], rtol=1e-5)
+    assert ids.dtype == jnp.int32 and values.dtype == jnp.float32
+
+
+def test_gpt_oss_takes_the_softmax_of_the_chosen_logits() -> None:
+    logits = np.random.default_rng(1).standard_normal((5, 8))
+    ids, values = route(jnp.asarray(logits), Routing(num_experts=8, top_k=3), target=CPU)
+    chosen = np.exp(np.take_along_axis(logits, np.asarray(ids), axis=1))
+    np.testing.assert_allclose(values, chosen / chosen.sum(1, keepdims=True), rtol=1e-5)
+
+
+def gating(gate: Floats, up: Floats, activation: str) -> Floats:
+    if activation == "silu":
+        return gate * sigmoid(gate) * up
+    if activation == "gelu_tanh":
+        return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    gate, up = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0)
+    return (up + 1) * gate * sigmoid(1.702 * gate)
+
+
+def mixed(x: Floats, ids: Any, values: Any, w: ExpertWeights, activation: str) -> Floats:
+    """One pair of a token and an expert after the other."""
+    plain = [None if each is None else np.asarray(each, np.float64) for each in w]
+    gate_up, down, gate_up_bias, down_bias = plain
+    assert gate_up is not None and down is not None
+    out = np.zeros_like(x)
+    for token, (chosen, factors) in enumerate(zip(ids, values, strict=True)):
+        for expert, factor in zip(chosen, factors, strict=True):
+            both = gate_up[expert] @ x[token]
+            both += 0.0 if gate_up_bias is None else gate_up_bias[expert]
+            hidden = gating(both[: len(both) // 2], both[len(both) // 2 :], activation)
+            result = down[expert] @ hidden
+            out[token] += factor * (result + (0.0 if down_bias is None else down_bias[expert]))
+    return out
+
+
+def made(
+    tokens: int,
+    sizes: tuple[int, int, int, int],
+    quantize: Callable[[Any], Any] = lambda weight: weight,
+    *,
+    biases: bool = False,
+    dtype: Any = jnp.float32,
+) -> tuple[Any, Any, Any, ExpertWeights]:
+    """sizes: experts, those of a token, embed, width."""
+    count, k, embed, width = sizes
+    keys = iter(jax.random.split(jax.random.key(tokens), 8))
+
+    def weight(out: int, depth: int) -> Any:
+        return quantize(jax.random.normal(next(keys), (count, out, depth)) * depth**-0.5)
+
+    def bias(size: int) -> Any:
+        return jax.random.normal(next(keys), (count, size)).astype(dtype) if biases else None
+
+    w = ExpertWeights(weight(2 * width, embed), weight(embed, width), bias(2 * width), bias(embed))
+    x = jax.random.normal(next(keys), (tokens, embed)).astype(dtype)
+    logits = jax.random.normal(next(keys), (tokens, count))
+    return x, *route(logits, Routing(num_experts=count, top_k=k), target=REFERENCE), w
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oss"])
+@pytest.mark.parametrize("biases", [False, True])
+def test_the_definition(activation: ExpertActivation, biases: bool) -> None:
+    x, ids, values, w = made(7, (5, 2, 24, 16), biases=biases)
+    x *= 5  # past the limit
+    found = experts(x, ids, values, w, activation=activation, target=CPU)
+    expected = mixed(np.asarray(x, np.float64), np.asarray(ids), np.asarray(values), w, activation)
+    assert found.shape == (1, 7, 24)
+    np.testing.assert_allclose(found[0], expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "quantize",
+    [weights.quantize_int4, weights.quantize_fp8, weights.quantize_int8, weights.quantize_mxfp4],
+)
+def test_quantised_weights_are_what_their_codes_mean(quantize: Any) -> None:
+    x, ids, values, w = made(3, (4, 2, 128, 128), quantize)
+    meant = ExpertWeights(w.gate_up.dequantize(), w.down.dequantize())
+    found = experts(x, ids, values, w, target=CPU)
+    expected = mixed(np.asarray(x, np.float64), np.asarray(ids), np.asarray(values), meant, "silu")
+    np.testing.assert_allclose(found[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_inputs_beyond_those_of_a_token_do_not_count() -> None:
+    """As gpt-oss's 2,880 are stored as 2,944."""
+    x, ids, values, w = made(3, (4, 2, 64, 96))
+    wide = [jnp.pad(each, ((0, 0), (0, 0), (0, -each.shape[2] % 128))) for each in w[:2]]
+    beyond = [each.at[..., -1].set(1.0) for each in wide]
+    gate_up, down = map(weights.quantize_int4, beyond)
+    codes = ExpertWeights(gate_up, down)
+    assert codes.gate_up.shape == (4, 192, 128) and codes.down.shape == (4, 64, 128)
+    meant = ExpertWeights(codes.gate_up.dequantize()[..., :64], codes.down.dequantize()[..., :96])
+    found = experts(x, ids, values, codes, target=CPU)
+    expected = experts(x, ids, values, meant, target=CPU)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+FORMATS: dict[str, Callable[[Any], Any]] = {
+    "bf16": lambda weight: weight.astype(jnp.bfloat16),
+    "int4": weights.quantize_int4,
+    "fp8": weights.quantize_fp8,
+    "mxfp4": weights.quantize_mxfp4,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 3, 64, 300])
+@pytest.mark.parametrize("early", [False, True])
+def test_kernels_are_the_definition(name: str, tokens: int, early: bool) -> None:
+    """Rounding of hidden to bfloat16 where sums differ in their last bits: 4e-3 at most."""
+    sizes = (16, 4, 384, 256)
+    args = made(tokens, sizes, FORMATS[name], biases=True, dtype=jnp.bfloat16)
+
+    def call(*args: Any, target: Target) -> Any:
+        return experts(*args, activation="swiglu_oss", target=target)
+
+    def launch(*args: Any) -> Any:
+        target = Target.here()
+        return pdl.call(call, *args, target=target) if early else call(*args, target=target)
+
+    found = np.asarray(jax.jit(launch)(*args), np.float64).sum(0)
+    reference = jax.jit(lambda *args: call(*args, target=REFERENCE))(*args)
+    expected = np.asarray(reference, np.float64)[0]
+    assert np.linalg.norm(found - expected) < 6e-3 * np.linalg.norm(expected)
