@@ -124,7 +124,9 @@ def plan_gpu_cache(
         )
     itemsize = jnp.dtype(dtype).itemsize
     tokens, rows = buckets.prefill[-1], buckets.decode[-1]
-    activations = tokens * (4 * spec.ffn + 4 * spec.q_size + 8 * spec.embed) * itemsize
+    pairs = spec.experts.top_k * (4 * spec.experts.width + spec.embed) if spec.experts else 0
+    widest = max(4 * spec.ffn, pairs)
+    activations = tokens * (widest + 4 * spec.q_size + 8 * spec.embed) * itemsize
     scores = rows * spec.vocab_size * 4 * 4
     tables = slot_tables.num_bytes(slot_tables.abstract(rows, spec.vocab_size))
     expanded = chunk_context * spec.kv_bytes_per_token(itemsize) // spec.num_layers
