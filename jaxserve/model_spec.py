@@ -128,6 +128,9 @@ class AttentionSpec:
 type Activation = Literal["silu", "gelu_tanh"]
 """Of the gate; GELU by its approximation with tanh."""
 
+type ExpertActivation = Activation | Literal["swiglu_oss"]
+"""As those, and gpt-oss's: gate and up are clamped, and up is increased by 1."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardSpec:
@@ -139,25 +142,66 @@ class FeedForwardSpec:
     bias: bool = False
     """Of all three matrices."""
 
+    def num_params(self, embed: int) -> int:
+        """Of a model whose hidden states have `embed` elements."""
+        return 3 * embed * self.width + (2 * self.width + embed) * self.bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """A mixture of experts: a router chooses `top_k` gated feed-forwards for each token, whose
+    results are added, each times the router's weight (Shazeer et al. 2017, arXiv 1701.06538)."""
+
+    num_experts: int
+    top_k: int
+    """Experts of a token."""
+    width: int
+    """Outputs of gate and of up of one expert."""
+    normalize: bool
+    """The weights of a token's experts, a softmax over all, are divided by their sum."""
+    activation: ExpertActivation = "silu"
+    bias: bool = False
+    """Of all matrices of the experts."""
+    router_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.num_experts:
+            raise ConfigError(
+                f"a token cannot have {self.top_k} experts of {self.num_experts} that there are"
+            )
+
+    def num_params(self, embed: int, experts: int | None = None) -> int:
+        """Of a model whose hidden states have `embed` elements: with all experts, or with so
+        many."""
+        each = 3 * embed * self.width + (2 * self.width + embed) * self.bias
+        router = self.num_experts * (embed + self.router_bias)
+        return router + (self.num_experts if experts is None else experts) * each
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """One decoder layer: x += attention(norm(x)), then x += feed_forward(norm(x))."""
 
     attention: AttentionSpec
-    feed_forward: FeedForwardSpec
+    feed_forward: FeedForwardSpec | ExpertsSpec
 
     def num_params(self, embed: int) -> int:
         """Of a model whose hidden states have `embed` elements."""
-        attention, feed_forward = self.attention, self.feed_forward
+        attention = self.attention
         return (
             attention.qkv_size * (embed + attention.qkv_bias)
             + (attention.q_size + attention.out_bias) * embed
-            + 3 * embed * feed_forward.width
-            + (2 * feed_forward.width + embed) * feed_forward.bias
+            + self.feed_forward.num_params(embed)
             + 2 * embed
             + 2 * attention.head_dim * attention.qk_norm
         )
+
+    def unused_params(self, embed: int) -> int:
+        """Parameters of the experts that a token does not have."""
+        if not isinstance(self.feed_forward, ExpertsSpec):
+            return 0
+        every = self.feed_forward.num_params(embed)
+        return every - self.feed_forward.num_params(embed, self.feed_forward.top_k)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,16 +245,17 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         shapes = {
-            (
-                *(a.q_heads, a.kv_heads, a.head_dim, a.qk_norm, a.qkv_bias, a.out_bias),
-                layer.feed_forward,
-            )
+            (a.q_heads, a.kv_heads, a.head_dim, a.qk_norm, a.qkv_bias, a.out_bias)
             for layer in self.layers
             for a in [layer.attention]
         }
-        if len(shapes) != 1:
+        blocks = {layer.feed_forward for layer in self.layers}
+        dense = [block for block in blocks if isinstance(block, FeedForwardSpec)]
+        if len(shapes) != 1 or len(dense) > 1 or len(blocks) - len(dense) > 1:
             raise ConfigError(
-                f"the model has layers of {len(shapes)} shapes; supported are layers of one shape"
+                f"the model has attention of {len(shapes)} shapes, {len(dense)} kinds of dense "
+                f"feed-forwards and {len(blocks) - len(dense)} kinds of experts; supported is one "
+                "of each"
             )
 
     @classmethod
@@ -220,7 +265,7 @@ class ModelSpec:
         architecture: str,
         vocab_size: int,
         embed: int,
-        ffn: int | FeedForwardSpec,
+        ffn: int | FeedForwardSpec | ExpertsSpec,
         num_layers: int,
         attention: AttentionSpec,
         max_position: int,
@@ -250,10 +295,22 @@ class ModelSpec:
         """Of the first layer: sizes are those of all layers, RoPE and windows are not."""
         return self.layers[0].attention
 
+    @cached_property
+    def feed_forward(self) -> FeedForwardSpec | None:
+        """Of every layer that is not of experts; None: all are."""
+        blocks = (layer.feed_forward for layer in self.layers)
+        return next((each for each in blocks if isinstance(each, FeedForwardSpec)), None)
+
+    @cached_property
+    def experts(self) -> ExpertsSpec | None:
+        """Of every layer that has some; None: none has."""
+        blocks = (layer.feed_forward for layer in self.layers)
+        return next((each for each in blocks if isinstance(each, ExpertsSpec)), None)
+
     @property
-    def feed_forward(self) -> FeedForwardSpec:
-        """Of every layer."""
-        return self.layers[0].feed_forward
+    def is_uniform(self) -> bool:
+        """Whether all layers have parameters of the same shapes."""
+        return self.feed_forward is None or self.experts is None
 
     @property
     def q_heads(self) -> int:
@@ -282,8 +339,8 @@ class ModelSpec:
 
     @property
     def ffn(self) -> int:
-        """Width of the feed-forward blocks."""
-        return self.feed_forward.width
+        """Width of the dense feed-forward blocks; 0: there are none."""
+        return self.feed_forward.width if self.feed_forward else 0
 
     @property
     def num_params(self) -> int:
@@ -291,6 +348,12 @@ class ModelSpec:
         heads = 1 if self.tie_embeddings else 2
         layers = sum(layer.num_params(self.embed) for layer in self.layers)
         return layers + heads * self.vocab_size * self.embed + self.embed
+
+    @property
+    def active_params(self) -> int:
+        """Those of `num_params` that one token is multiplied with or looked up in: of experts only
+        its own."""
+        return self.num_params - sum(layer.unused_params(self.embed) for layer in self.layers)
 
     @property
     def smallest_window(self) -> int | None:

@@ -190,8 +190,8 @@ def products_of(spec: ModelSpec) -> list[Product]:
     return [
         Product("qkv", spec.q_size + 2 * spec.kv_size, spec.embed),
         Product("out", spec.embed, spec.q_size),
-        Product("gate_up", 2 * spec.ffn, spec.embed, gated=True),
-        Product("down", spec.embed, spec.ffn),
+        *([Product("gate_up", 2 * spec.ffn, spec.embed, gated=True)] if spec.ffn else []),
+        *([Product("down", spec.embed, spec.ffn)] if spec.ffn else []),
         Product("head", spec.vocab_size, spec.embed, head=True),
     ]
 

@@ -41,6 +41,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB = 257
@@ -105,6 +106,8 @@ def random_model(settings: PretrainedConfig, seed: int, dtype: torch.dtype) -> P
             noise = torch.randn(weight.shape, generator=generator)
             if name.endswith(".bias"):
                 value = 0.3 * noise
+            elif weight.ndim == 3:  # [experts, out, in]
+                value = noise * 1.5 / math.sqrt(weight.shape[2])
             elif weight.ndim == 1:
                 value = 1.0 + 0.3 * noise
             elif "embed_tokens" in name or "lm_head" in name:
@@ -213,6 +216,16 @@ def variants() -> dict[str, dict[str, Any]]:
     linear = config(LlamaConfig, layers=2, tied=True, rope=LINEAR)
     switched_on = {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"}
     biases = config(LlamaConfig, layers=2, tied=True, **plain, **switched_on)
+    experts = {
+        "kind": Qwen3MoeConfig, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48, **plain,
+    }  # fmt: skip
+    mixed = config(
+        **experts, layers=4, tied=False, norm_topk_prob=True, mlp_only_layers=[2],
+        use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2,
+    )  # fmt: skip
+    stepped = config(**experts, layers=4, tied=True, norm_topk_prob=False, decoder_sparse_step=2)
+    every = config(**experts, layers=2, tied=False, norm_topk_prob=True)
     settings = {
         "tied": (config(**qwen3, layers=2, tied=True, **plain), bf16, whole),
         "untied_sharded": (config(**qwen3, layers=3, tied=False, **plain), bf16, "150KB"),
@@ -223,6 +236,9 @@ def variants() -> dict[str, dict[str, Any]]:
         "mistral": (mistral, bf16, "150KB"),
         "llama_biases": (biases, bf16, whole),
         "alternating": (alternating, bf16, whole),
+        "qwen3_moe": (every, bf16, whole),
+        "qwen3_moe_mixed": (mixed, bf16, "150KB"),
+        "qwen3_moe_stepped": (stepped, bf16, whole),
     }
     return {
         name: {"settings": each, "dtype": dtype, "shard_size": shard_size, "seed": seed}

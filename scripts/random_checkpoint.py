@@ -65,10 +65,10 @@ def make(spec: ModelSpec, folder: Path) -> None:
 
 def hf_config(spec: ModelSpec) -> dict[str, object]:
     return {
-        "architectures": [_ARCHITECTURE],
+        "architectures": [spec.architecture],
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.embed,
-        "intermediate_size": spec.ffn,
+        "intermediate_size": spec.ffn or spec.embed,
         "num_hidden_layers": spec.num_layers,
         "num_attention_heads": spec.q_heads,
         "num_key_value_heads": spec.kv_heads,
@@ -78,6 +78,18 @@ def hf_config(spec: ModelSpec) -> dict[str, object]:
         "max_position_embeddings": spec.max_position,
         "tie_word_embeddings": spec.tie_embeddings,
         "torch_dtype": "bfloat16",
+        **_experts_config(spec),
+    }
+
+
+def _experts_config(spec: ModelSpec) -> dict[str, object]:
+    if spec.experts is None:
+        return {}
+    return {
+        "num_experts": spec.experts.num_experts,
+        "num_experts_per_tok": spec.experts.top_k,
+        "moe_intermediate_size": spec.experts.width,
+        "norm_topk_prob": spec.experts.normalize,
     }
 
 
@@ -94,9 +106,15 @@ def shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield attention + "k_norm.weight", (spec.head_dim,)
         yield attention + "o_proj.weight", (spec.embed, spec.q_size)
         yield block + "post_attention_layernorm.weight", (spec.embed,)
-        yield mlp + "gate_proj.weight", (spec.ffn, spec.embed)
-        yield mlp + "up_proj.weight", (spec.ffn, spec.embed)
-        yield mlp + "down_proj.weight", (spec.embed, spec.ffn)
+        blocks = [(mlp, spec.ffn)]
+        if spec.experts:
+            yield mlp + "gate.weight", (spec.experts.num_experts, spec.embed)
+            names = (f"{mlp}experts.{each}." for each in range(spec.experts.num_experts))
+            blocks = [(name, spec.experts.width) for name in names]
+        for name, width in blocks:
+            yield name + "gate_proj.weight", (width, spec.embed)
+            yield name + "up_proj.weight", (width, spec.embed)
+            yield name + "down_proj.weight", (spec.embed, width)
     yield "model.norm.weight", (spec.embed,)
     if not spec.tie_embeddings:
         yield "lm_head.weight", (spec.vocab_size, spec.embed)

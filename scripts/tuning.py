@@ -35,9 +35,12 @@ def pretended(gpu: str) -> Device:
 def operations(spec: ModelSpec) -> dict[str, Key]:
     """What is tuned, in the order of the bytes that it reads."""
     qkv, ffn = spec.q_size + 2 * spec.kv_size, spec.ffn
-    return {
+    feed_forward: dict[str, Key] = {
         "gate_up": ("dense_matmul", ("gated", 2 * ffn, spec.embed)),
         "down": ("dense_matmul", ("linear", spec.embed, ffn)),
+    }
+    return {
+        **(feed_forward if ffn else {}),
         "qkv": ("dense_matmul", ("linear", qkv, spec.embed)),
         "out": ("dense_matmul", ("linear", spec.embed, spec.q_size)),
         "attention": ("paged_attention", (spec.q_heads // spec.kv_heads, spec.kv_heads)),

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxserve.config import Buckets, SchedulerConfig
-from jaxserve.model_spec import AttentionSpec, FeedForwardSpec, ModelSpec, Rope
+from jaxserve.model_spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, ModelSpec, Rope
 from jaxserve.models import decoder
 from jaxserve.runner import kv_cache
 from jaxserve.runner.programs import RunnerConfig
@@ -20,7 +20,7 @@ def tiny_spec(
     *,
     vocab_size: int = 97,
     embed: int = 32,
-    ffn: int = 48,
+    ffn: int | ExpertsSpec = 48,
     num_layers: int = 2,
     q_heads: int = 4,
     kv_heads: int = 2,
@@ -44,7 +44,7 @@ def tiny_spec(
         architecture=architecture,
         vocab_size=vocab_size,
         embed=embed,
-        ffn=FeedForwardSpec(width=ffn, bias=ffn_bias),
+        ffn=FeedForwardSpec(width=ffn, bias=ffn_bias) if isinstance(ffn, int) else ffn,
         num_layers=num_layers,
         attention=attention,
         max_position=256,

@@ -115,6 +115,7 @@ def load_leaves[Tree](
       CheckpointError: see `resolve_rules`.
     """
     leaves: dict[str, Any] = {}
+    leaves_of = dict(leaf_paths(abstract))
     by_owner: dict[str, list[LeafSource]] = {}
     for source in resolve_rules(rules, abstract, checkpoint):
         by_owner.setdefault(source.part.owner, []).append(source)
@@ -123,7 +124,8 @@ def load_leaves[Tree](
     with ThreadPoolExecutor(HOST_THREADS, thread_name_prefix="load-leaves") as pool:
         for owner, sources in by_owner.items():
             parts: list[Any] = list(pool.map(lambda source: assemble(checkpoint, source), sources))
-            whole = parts[0] if sources[0].part.layer is None else np.stack(parts)
+            shape = leaves_of[owner].shape
+            whole = np.stack(parts).reshape(shape) if sources[0].part.place else parts[0]
             leaves[owner] = jax.block_until_ready(place(whole, sources[0].leaf.sharding))
             release(checkpoint, sources)
     ordered = [leaves[path] for path, _ in leaf_paths(abstract)]
@@ -203,17 +205,17 @@ class Filling[Tree]:
         shapes = _encoded_leaves(abstract, encode, packed)
         self._leaves: dict[str, Any] = {}
         for part in leaf_parts(abstract):
-            if part.layer == 0:
+            if part.place and not any(part.place):
                 zeros = functools.partial(_zeros, part.leaf.sharding)
                 self._leaves[part.owner] = jax.tree.map(zeros, shapes[part.owner])
 
     def put(self, part: LeafPart, array: jax.Array | PackedModules) -> None:
         """Take one part. Each part of the tree must come exactly once."""
         encoded = _encoded(self._encode, part.path, array)
-        if part.layer is None:
+        if not part.place:
             self._leaves[part.owner] = encoded
         else:
-            index = np.int32(part.layer)
+            index = tuple(map(np.int32, part.place))
             self._leaves[part.owner] = jax.tree.map(
                 lambda stacked, new: _write(stacked, new, index), self._leaves[part.owner], encoded
             )
@@ -250,12 +252,12 @@ def _encoded_leaves(
     abstract: Any, encode: Encode, packed: Mapping[str, PackedModules]
 ) -> dict[str, Any]:
     """Returns what replaces each leaf, in leaf order. Stacked leaves keep their leading axis."""
-    counts = {path: leaf.shape[0] for path, leaf in leaf_paths(abstract) if leaf.shape}
+    whole = {path: leaf.shape for path, leaf in leaf_paths(abstract)}
     encoded: dict[str, Any] = {}
     for part in leaf_parts(abstract):
         if part.owner in encoded:
             continue
-        leading = () if part.layer is None else (counts[part.owner],)
+        leading = whole[part.owner][: len(part.place)]
         stored = packed.get(part.owner, part.leaf)
         shapes = jax.eval_shape(functools.partial(_encoded, encode, part.path), stored)
         encoded[part.owner] = jax.tree.map(functools.partial(_with_leading, leading), shapes)
@@ -271,8 +273,10 @@ def _zeros(sharding: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write(stacked: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stacked, part, index, 0)
+def _write(stacked: jax.Array, part: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
+    start = (*index, *(np.int32(0) for _ in part.shape))
+    block = part.reshape((1,) * len(index) + part.shape)
+    return jax.lax.dynamic_update_slice(stacked, block, start)
 
 
 def assemble(checkpoint: Stored, source: LeafSource) -> AnyArray | PackedModules:

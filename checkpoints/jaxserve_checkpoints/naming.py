@@ -2,14 +2,15 @@
 
 A leaf's path is `jax.tree_util.keystr(path, simple=True, separator=".")`: "layers.3.qkv". A tree
 may stack all layers' weights of a kind in one leaf: "layers.qkv" then consists of the parts
-"layers.0.qkv", "layers.1.qkv", ...
+"layers.0.qkv", "layers.1.qkv", ... Experts are always stacked: "layers.3.experts.down" consists of
+the parts "layers.3.experts.0.down", ..., and so may "layers.experts.down" of all layers.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,10 +20,21 @@ import jax
 import numpy as np
 
 from jaxserve_checkpoints.reader import AnyArray, CheckpointError
-from jaxserve_checkpoints.rules import WORD, AnyRule, Ignore, Repeat, Rule, Split, Transform
+from jaxserve_checkpoints.rules import (
+    WORD,
+    AnyRule,
+    Element,
+    Ignore,
+    Repeat,
+    Rule,
+    Split,
+    Transform,
+)
 
 _MAX_PROBLEMS = 20
-_STACKED = re.compile(r"(layers)\.([A-Za-z_][\w.]*)")
+_STACKED = re.compile(r"\b(layers|experts)\.(?=[A-Za-z_])")
+_NUMBERED = re.compile(r"\b(layer|expert)s\.([0-9]+)\.")
+_NUMBER = re.compile(r"\b(layers|experts)\.[0-9]+\.")
 
 
 class Tensors(Protocol):
@@ -39,15 +51,26 @@ class Tensors(Protocol):
 
 
 class LeafPart(NamedTuple):
-    """A leaf, or one layer's part of a stacked leaf."""
+    """A leaf, or one layer's or expert's part of a stacked leaf."""
 
     path: str
     leaf: jax.ShapeDtypeStruct
     """Shape, dtype and, if given, sharding of this part."""
     owner: str
     """The path of the tree's leaf."""
-    layer: int | None
-    """The index on the leaf's leading axis; None if the leaf is not stacked."""
+    place: tuple[int, ...]
+    """On the leaf's leading axes; empty if the leaf is not stacked."""
+
+    @property
+    def numbers(self) -> dict[str, str]:
+        """What the words of a rule's leaf stand for: the path's "layer" and "expert"."""
+        return {match[1]: match[2] for match in _NUMBERED.finditer(self.path)}
+
+    @property
+    def layer(self) -> int | None:
+        """None: it belongs to no layer."""
+        number = self.numbers.get("layer")
+        return None if number is None else int(number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +92,10 @@ class LeafSource:
         return self.rule.transforms
 
     @property
-    def split(self) -> Split | None:
+    def share(self) -> Split | Element | None:
         """Which part of its tensors the leaf takes; None: all."""
-        return next((each for each in self.transforms if isinstance(each, Split)), None)
+        parts = (each for each in self.transforms if isinstance(each, Split | Element))
+        return next(parts, None)
 
     @property
     def path(self) -> str:
@@ -104,19 +128,32 @@ def leaf_nbytes(leaf: Any) -> int:
 
 
 def leaf_parts(tree: Any) -> list[LeafPart]:
-    """Returns the parts of a tree of ShapeDtypeStructs in leaf order, stacked leaves by layer."""
+    """Returns the parts of a tree of ShapeDtypeStructs in leaf order, stacked leaves by layer and
+    expert."""
     parts: list[LeafPart] = []
     for path, leaf in leaf_paths(tree):
-        stacked = _STACKED.fullmatch(path)
-        if stacked is None:
-            parts.append(LeafPart(path, leaf, path, None))
+        axes = len(_STACKED.findall(path))
+        if not axes:
+            parts.append(LeafPart(path, leaf, path, ()))
             continue
-        each = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=leaf.sharding)
+        numbered = _STACKED.sub(r"\1.{}.", path)
+        each = jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype, sharding=leaf.sharding)
         parts += [
-            LeafPart(f"{stacked[1]}.{index}.{stacked[2]}", each, path, index)
-            for index in range(leaf.shape[0])
+            LeafPart(numbered.format(*index), each, path, index)
+            for index in np.ndindex(leaf.shape[:axes])
         ]
     return parts
+
+
+def generic(path: str) -> str:
+    """Returns the path of a part without its numbers, "layers.experts.down": the same for all parts
+    that may be stacked."""
+    return _NUMBER.sub(r"\1.", path)
+
+
+def with_words(path: str) -> str:
+    """Returns the path of a part as a rule has it, "layers.{layer}.experts.{expert}.down"."""
+    return _NUMBERED.sub(r"\1s.{\1}.", path)
 
 
 def resolve_rules(rules: Sequence[AnyRule], abstract: Any, checkpoint: Tensors) -> list[LeafSource]:
@@ -148,21 +185,36 @@ def _resolve_part(
         found.problems.append(f"{path}: filled by {what}, needs exactly one rule")
         return
     rule, match = matches[0]
-    tensors = tuple(_substitute(source, match.groupdict()) for source in rule.sources)
-    source = LeafSource(part=part, tensors=tensors, rule=rule)
+    first = source = _source(part, rule, match.groupdict())
+    while rule.otherwise and not any(name in checkpoint for name in source.tensors):
+        rule = rule.otherwise
+        source = _source(part, rule, match.groupdict())
+    if not any(name in checkpoint for name in source.tensors):
+        source = first
     found.sources.append(source)
-    missing = [name for name in tensors if name not in checkpoint]
+    missing = [name for name in source.tensors if name not in checkpoint]
     if missing:
         found.problems.append(f"{path}: not in the checkpoint: {', '.join(missing)}")
         return
     found.problems.extend(_mismatches(source, checkpoint))
 
 
+def _source(part: LeafPart, rule: Rule, numbers: Mapping[str, str]) -> LeafSource:
+    """Returns what a rule says of a part, with numbers in place of words."""
+    transforms = tuple(
+        replace(each, index=int(numbers[str(each.index)])) if isinstance(each, Element) else each
+        for each in rule.transforms
+    )
+    tensors = tuple(substitute(source, numbers) for source in rule.sources)
+    return LeafSource(part=part, tensors=tensors, rule=replace(rule, transforms=transforms))
+
+
 def _pattern(leaf: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>[0-9]+)", re.escape(leaf)))
 
 
-def _substitute(source: str, numbers: dict[str, str]) -> str:
+def substitute(source: str, numbers: Mapping[str, str]) -> str:
+    """Returns a tensor's name in which numbers stand for the words."""
     return WORD.sub(lambda match: numbers[match[1]], source)
 
 
@@ -220,12 +272,14 @@ def _castable(source: np.dtype[Any], target: Any) -> bool:
 
 def _check_usage(rules: Sequence[AnyRule], checkpoint: Tensors, found: _Findings) -> None:
     """Check that each tensor is used once, or in all its parts, or may be left over."""
-    used: dict[str, list[Split | None]] = {}
+    used: dict[str, list[Split | Element | None]] = {}
     for source in found.sources:
         for name in source.tensors:
-            used.setdefault(name, []).append(source.split)
+            used.setdefault(name, []).append(source.share)
     found.problems += [
-        f"{name}: {problem}" for name in sorted(used) if (problem := _misuse(used[name]))
+        f"{name}: {problem}"
+        for name in sorted(used)
+        if name in checkpoint and (problem := _misuse(used[name], checkpoint.shape(name)))
     ]
     ignored = [rule for rule in rules if isinstance(rule, Ignore)]
     originals = {rule.tensor: rule.original for rule in rules if isinstance(rule, Repeat)}
@@ -248,15 +302,17 @@ def _allows(rule: Ignore, name: str, checkpoint: Tensors) -> bool:
     return not (rule.only_zeros and np.any(checkpoint.read(name)))
 
 
-def _misuse(splits: list[Split | None]) -> str | None:
-    """Returns what is wrong with the use of one tensor, given the part that each leaf takes."""
-    first = splits[0]
-    if first is None or any(split is None for split in splits):
-        return f"used {len(splits)} times" if len(splits) > 1 else None
-    every = {replace(first, index=index) for index in range(first.parts)}
-    if set(splits) == every and len(splits) == len(every):
+def _misuse(shares: list[Split | Element | None], shape: tuple[int, ...]) -> str | None:
+    """Returns what is wrong with the use of one tensor of this shape, given the part that each leaf
+    takes."""
+    first = shares[0]
+    if first is None or any(share is None for share in shares):
+        return f"used {len(shares)} times" if len(shares) > 1 else None
+    parts = first.parts if isinstance(first, Split) else (*shape, 1)[first.axis]
+    every = {replace(first, index=index) for index in range(parts)}
+    if set(shares) == every and len(shares) == len(every):
         return None
-    return f"used in {len(splits)} parts, which are not each of its {first.parts} once"
+    return f"used in {len(shares)} parts, which are not each of its {parts} once"
 
 
 def _report(checkpoint: Tensors, problems: list[str]) -> str:

@@ -12,7 +12,6 @@ range of the file. Tensors that fill whole pages begin on one. The metadata has 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import jax
 import numpy as np
 import xxhash
 
-from jaxserve_checkpoints.naming import LeafPart, leaf_parts, leaf_paths
+from jaxserve_checkpoints.naming import LeafPart, generic, leaf_parts, leaf_paths, with_words
 from jaxserve_checkpoints.orbax import OrbaxCheckpoint, OrbaxStep
 from jaxserve_checkpoints.orbax.reader import open_plain
 from jaxserve_checkpoints.reader import (
@@ -42,7 +41,6 @@ FORMAT = 1
 
 METADATA = "jaxserve"
 
-_LAYER = re.compile(r"^layers\.[0-9]+\.")
 _HASH_THREADS = 4
 
 
@@ -89,7 +87,7 @@ class NativeCheckpoint:
         Raises:
           CheckpointError: a type is unknown, or has another shape than the plain weight.
         """
-        firsts = [part for part in leaf_parts(abstract) if not part.layer]
+        firsts = [part for part in leaf_parts(abstract) if not any(part.place)]
         leaves = [
             self._encoded_leaf(part, leaf)
             for part, (_, leaf) in zip(firsts, leaf_paths(abstract), strict=True)
@@ -102,7 +100,7 @@ class NativeCheckpoint:
         names = self._arrays(path)
         if names is None:
             return self.tensors.read(path)
-        kind = types()[self.description.types[_LAYER.sub("layers.", path)]]
+        kind = types()[self.description.types[generic(path)]]
         arrays: dict[str, Any] = {field: self.tensors.read(name) for field, name in names.items()}
         return kind(**arrays)
 
@@ -113,7 +111,7 @@ class NativeCheckpoint:
 
     def _arrays(self, path: str) -> dict[str, str] | None:
         """Returns the tensors of a quantised part by field; None: it is not quantised."""
-        name = self.description.types.get(_LAYER.sub("layers.", path))
+        name = self.description.types.get(generic(path))
         if name is None:
             return None
         arrays = {field: f"{path}.{field}" for field in types()[name]._fields}
@@ -121,7 +119,7 @@ class NativeCheckpoint:
 
     def rules(self) -> list[AnyRule]:
         """Returns rules by which each tensor fills the part that it is named after."""
-        names = {_LAYER.sub("layers.{layer}.", name) for name in self.tensors.names}
+        names = {with_words(name) for name in self.tensors.names}
         return [Rule(name, (name,)) for name in sorted(names)]
 
     def verify(self, progress: Callable[[int], None] = lambda done: None) -> None:
@@ -154,7 +152,7 @@ class NativeCheckpoint:
 
     def _encoded_leaf(self, first: LeafPart, leaf: jax.ShapeDtypeStruct) -> Any:
         """Returns what replaces a leaf, given its first part."""
-        name = self.description.types.get(_LAYER.sub("layers.", first.path))
+        name = self.description.types.get(generic(first.path))
         if name is None:
             return leaf
         if name not in types():
@@ -220,7 +218,7 @@ def types_of(abstract: Any, encoded: Any) -> dict[str, str]:
     """Returns the types of the weights in `encoded` where `abstract` has plain ones."""
     nodes = jax.tree.structure(abstract).flatten_up_to(encoded)
     return {
-        _LAYER.sub("layers.", path): type(node).__name__
+        generic(path): type(node).__name__
         for (path, _), node in zip(leaf_paths(abstract), nodes, strict=True)
         if is_quantized(node)
     }

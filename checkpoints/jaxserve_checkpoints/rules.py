@@ -47,6 +47,23 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Element:
+    """One entry along `axis`, which is gone then. Other leaves take the other entries."""
+
+    index: int | str
+    """In a rule the braced word of its leaf that stands for the number: "expert"."""
+    axis: int = 0
+
+    def shape(self, shape: Shape) -> Shape:
+        if len(shape) <= self.axis or shape[self.axis] <= int(self.index):
+            raise ValueError(f"{list(shape)} has no entry {self.index} along axis {self.axis}")
+        return (*shape[: self.axis], *shape[self.axis + 1 :])
+
+    def apply(self, array: NDArray[Any]) -> NDArray[Any]:
+        return array[_along(self.axis, int(self.index))]
+
+
+@dataclass(frozen=True)
 class Reorder:
     """Entries `groups` apart along `axis` come next to each other: 0, groups, 2 groups, ..., then
     1, 1 + groups, ... Two groups turn interleaved gate and up into gate, then up."""
@@ -79,7 +96,7 @@ class Scale:
         return (array.astype(np.float32) * np.float32(self.factor)).astype(array.dtype)
 
 
-type Transform = Transpose | Split | Reorder | Scale
+type Transform = Transpose | Split | Element | Reorder | Scale
 
 
 def _check_divisible(shape: Shape, axis: int, parts: int) -> None:
@@ -92,7 +109,7 @@ def _resized(shape: Shape, axis: int, size: int) -> Shape:
     return (*shape[:axis], size, *shape[axis + 1 :])
 
 
-def _along(axis: int, part: slice) -> tuple[slice, ...]:
+def _along(axis: int, part: slice | int) -> tuple[slice | int, ...]:
     return (*(slice(None),) * axis, part)
 
 
@@ -109,10 +126,14 @@ class Rule:
     sources: tuple[str, ...]
     axis: int = 0
     transforms: tuple[Transform, ...] = ()
+    otherwise: Rule | None = None
+    """What fills the leaf in a checkpoint that has none of the sources."""
 
     def __post_init__(self) -> None:
         known = set(WORD.findall(self.leaf))
-        unknown = {word for source in self.sources for word in WORD.findall(source)} - known
+        used = {word for source in self.sources for word in WORD.findall(source)}
+        indices = {each.index for each in self.transforms if isinstance(each, Element)}
+        unknown = (used | {each for each in indices if isinstance(each, str)}) - known
         if unknown or not self.sources:
             what = f"{sorted(unknown)} in its sources only" if unknown else "no sources"
             raise ValueError(f"rule for {self.leaf!r} has {what}")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxserve_checkpoints.naming import leaf_parts, leaf_paths
+from jaxserve_checkpoints.naming import leaf_parts, leaf_paths, substitute, with_words
 from jaxserve_checkpoints.native import NativeCheckpoint
 from jaxserve_checkpoints.quantized.writing import (
     Scheme,
@@ -21,7 +21,7 @@ from jaxserve_checkpoints.quantized.writing import (
     tensors_of,
 )
 from jaxserve_checkpoints.reader import AnyArray, CheckpointError
-from jaxserve_checkpoints.rules import WORD, AnyRule, Rule
+from jaxserve_checkpoints.rules import AnyRule, Rule
 from jaxserve_kernels.weights import is_quantized
 
 type RowsOf = Callable[[str], tuple[int, ...] | None]
@@ -52,13 +52,12 @@ def _parts_of(rules: Sequence[AnyRule], abstract: Any, rows_of: RowsOf, place: P
     by_leaf = {rule.leaf: rule for rule in rules if isinstance(rule, Rule)}
     found: list[_Part] = []
     for part in leaf_parts(abstract):
-        layer = "{layer}" if part.layer is not None else None
-        generic = part.owner.replace("layers.", "layers.{layer}.", 1) if layer else part.path
+        generic = with_words(part.path)
         rule = by_leaf[generic]
         if rule.transforms or rule.axis:
             raise CheckpointError(f"{place}: {generic} cannot be taken apart again")
-        counts = rows_of(part.path.rpartition(".")[2]) or part.leaf.shape[:1]
-        names = [WORD.sub(str(part.layer), source) for source in rule.sources]
+        counts = rows_of(part.path) or part.leaf.shape[:1]
+        names = [substitute(source, part.numbers) for source in rule.sources]
         rows = dict(zip(names, counts, strict=True))
         found.append(_Part(part.path, part.owner, rows, len(part.leaf.shape) == 2))
     return found

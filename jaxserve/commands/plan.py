@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxserve.cli.gpus import GPUS, Gpu
 from jaxserve.cli.options import Options
@@ -123,7 +123,7 @@ def estimate(options: Options) -> Estimate:
         model_max_len=spec.max_position,
         measured=gpu.capability == "9.0",
         steps=[
-            _step(rows, _read_weights(planned), per_token, gpu, options.quantization)
+            _step(rows, _read_weights(planned, rows), per_token, gpu, options.quantization)
             for rows in planned.config.buckets.decode
             if rows * _CONTEXT <= cache.usable_tokens
         ],
@@ -180,18 +180,31 @@ def _per_token(planned: EnginePlan) -> int:
     return pages // config.cache.page_size
 
 
-def _read_weights(planned: EnginePlan) -> int:
-    """Bytes of weights that a decode step of few sequences reads: not the copies in fp8, and of an
-    embedding that is not the output matrix only some rows."""
+def _read_weights(planned: EnginePlan, rows: int) -> int:
+    """Bytes of weights that a decode step of few sequences reads: not the copies in fp8, of an
+    embedding that is not the output matrix only some rows, and of experts those that some sequence
+    has, if each chooses at random."""
+    from jaxserve.models.decoder import Experts
     from jaxserve.startup.memory import tree_bytes
 
     spec = planned.config.spec
     total = tree_bytes(planned.weights.encoded)
+    if spec.experts:
+        missed = (1 - spec.experts.top_k / spec.experts.num_experts) ** rows
+        total -= round(missed * tree_bytes(_nodes(planned.weights.encoded, Experts)))
     if spec.tie_embeddings:
         return total
     import jax.numpy as jnp
 
     return total - spec.vocab_size * spec.embed * jnp.dtype(planned.config.dtype).itemsize
+
+
+def _nodes(tree: Any, kind: type) -> list[Any]:
+    """The nodes of a kind in a tree."""
+    import jax
+
+    found = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in found if isinstance(node, kind)]
 
 
 def _step(rows: int, weights: int, per_token: int, gpu: Gpu, quantization: str | None) -> Step:

@@ -14,7 +14,8 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxserve.model_spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec
+from jaxserve.config import ConfigError
+from jaxserve.model_spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec
 from jaxserve.models.rope import RopeTables, rope_tables
 
 type Kernel = Literal["xla", "cudnn"]
@@ -105,6 +106,8 @@ class Layer(nnx.Module):
 
     def __init__(self, spec: LayerSpec, model: ModelSpec, types: Types, rngs: nnx.Rngs):
         embed, depth, eps = model.embed, 2 * model.num_layers, model.norm_eps
+        if isinstance(spec.feed_forward, ExpertsSpec):
+            raise ConfigError(f"{model.architecture} has experts, which nothing here trains")
         self.input_layernorm = _norm(embed, types, rngs, eps)
         self.self_attn = Attention(spec.attention, embed, depth, types, rngs)
         self.post_attention_layernorm = _norm(embed, types, rngs, eps)

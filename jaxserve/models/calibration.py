@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxserve.model_spec import LayerSpec, ModelSpec
+from jaxserve.model_spec import FeedForwardSpec, LayerSpec, ModelSpec
 from jaxserve.models.decoder import Layer, Params, layer_views
 from jaxserve.models.rope import rope_tables
 from jaxserve_kernels.add_rms_norm import rms_norm
@@ -75,6 +75,8 @@ def run_layer(
     x = x + sum_parts(
         linear(attention_out, layer.out, bias=layer.out_bias, target=REFERENCE), x.dtype
     )
+    assert layer.gate_up is not None and layer.down is not None
+    assert isinstance(spec.feed_forward, FeedForwardSpec)
     mlp_in = rms_norm(x, layer.mlp_norm, eps)
     gated = gated_linear(
         mlp_in,

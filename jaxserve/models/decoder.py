@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxserve.model_spec import CachePlace, ModelSpec
+from jaxserve.model_spec import Activation, CachePlace, ExpertsSpec, LayerSpec, ModelSpec
 from jaxserve.models.rope import RopeTables, step_tables, table_of_layer
 from jaxserve_kernels import pdl
 from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
 from jaxserve_kernels.attention_inputs import HeadWeights
+from jaxserve_kernels.experts import ExpertWeights, Routing, experts, route
 from jaxserve_kernels.kv_format import KV, AttentionStep, attend, end_step
 from jaxserve_kernels.matmul import (
     QuantizedTokens,
@@ -38,8 +39,19 @@ type Caches = tuple[KV, ...]
 """The keys and values of each cache group of a model (`ModelSpec.cache_groups`)."""
 
 
+class Experts(NamedTuple):
+    """The matrices of a layer's experts, stacked: [experts, out, in], or quantised."""
+
+    gate_up: Weight  # [experts, 2 * width, embed]: gate, then up
+    down: Weight  # [experts, embed, width]
+
+
 class Layer(NamedTuple):
-    """One decoder layer. Matrices are [out, in], as on disk, or quantised."""
+    """One decoder layer. Matrices are [out, in], as on disk, or quantised.
+
+    Of a layer with experts gate_up and down are None, and their biases have an axis of experts in
+    front.
+    """
 
     attention_norm: Array  # [embed]
     qkv: Weight  # [q_size + 2 * kv_size, embed]: queries, keys, values
@@ -49,17 +61,21 @@ class Layer(NamedTuple):
     out: Weight  # [embed, q_size]
     out_bias: Array | None  # [embed]
     mlp_norm: Array  # [embed]
-    gate_up: Weight  # [2 * ffn, embed]: gate, then up
+    gate_up: Weight | None  # [2 * ffn, embed]: gate, then up
     gate_up_bias: Array | None  # [2 * ffn]
-    down: Weight  # [embed, ffn]
+    down: Weight | None  # [embed, ffn]
     down_bias: Array | None  # [embed]
+    router: Array | None = None  # [experts, embed]
+    router_bias: Array | None = None  # [experts]
+    experts: Experts | None = None
 
 
 class Params(NamedTuple):
     """All weights. `lm_head` is None when it is tied to the embedding.
 
     `layers` is either a tuple, or one Layer whose arrays hold all layers on a leading axis: few
-    arguments are cheap to launch on a GPU, and a CPU would copy each slice.
+    arguments are cheap to launch on a GPU, and a CPU would copy each slice. It is a tuple, too,
+    where only some layers have experts.
     """
 
     embedding: Weight  # [vocab, embed]
@@ -98,30 +114,45 @@ def abstract(spec: ModelSpec, dtype: DTypeLike, *, stacked: bool = False) -> Par
     def array(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    attention, feed_forward = spec.attention, spec.feed_forward
-    layer = Layer(
-        attention_norm=array(spec.embed),
-        qkv=array(attention.qkv_size, spec.embed),
-        q_norm=array(attention.head_dim) if attention.qk_norm else None,
-        k_norm=array(attention.head_dim) if attention.qk_norm else None,
-        qkv_bias=array(attention.qkv_size) if attention.qkv_bias else None,
-        out=array(spec.embed, attention.q_size),
-        out_bias=array(spec.embed) if attention.out_bias else None,
-        mlp_norm=array(spec.embed),
-        gate_up=array(2 * spec.ffn, spec.embed),
-        gate_up_bias=array(2 * spec.ffn) if feed_forward.bias else None,
-        down=array(spec.embed, spec.ffn),
-        down_bias=array(spec.embed) if feed_forward.bias else None,
-    )
-    if stacked:
-        layers = jax.tree.map(lambda leaf: array(spec.num_layers, *leaf.shape), layer)
+    each = tuple(_abstract_layer(layer, spec.embed, dtype) for layer in spec.layers)
+    if stacked and spec.is_uniform:
+        layers = jax.tree.map(lambda leaf: array(spec.num_layers, *leaf.shape), each[0])
     else:
-        layers = (layer,) * spec.num_layers
+        layers = each
     return Params(
         embedding=array(spec.vocab_size, spec.embed),
         layers=layers,
         final_norm=array(spec.embed),
         lm_head=None if spec.tie_embeddings else array(spec.vocab_size, spec.embed),
+    )
+
+
+def _abstract_layer(layer: LayerSpec, embed: int, dtype: DTypeLike) -> Layer:
+    """Shapes and dtypes of one layer."""
+
+    def array(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    attention, block = layer.attention, layer.feed_forward
+    sparse = isinstance(block, ExpertsSpec)
+    leading = (block.num_experts,) if sparse else ()
+    gate_up, down = array(*leading, 2 * block.width, embed), array(*leading, embed, block.width)
+    return Layer(
+        attention_norm=array(embed),
+        qkv=array(attention.qkv_size, embed),
+        q_norm=array(attention.head_dim) if attention.qk_norm else None,
+        k_norm=array(attention.head_dim) if attention.qk_norm else None,
+        qkv_bias=array(attention.qkv_size) if attention.qkv_bias else None,
+        out=array(embed, attention.q_size),
+        out_bias=array(embed) if attention.out_bias else None,
+        mlp_norm=array(embed),
+        gate_up=None if sparse else gate_up,
+        gate_up_bias=array(*leading, 2 * block.width) if block.bias else None,
+        down=None if sparse else down,
+        down_bias=array(*leading, embed) if block.bias else None,
+        router=array(block.num_experts, embed) if sparse else None,
+        router_bias=array(block.num_experts) if sparse and block.router_bias else None,
+        experts=Experts(gate_up, down) if sparse else None,
     )
 
 
@@ -372,16 +403,61 @@ def _feed_forward(
     target: Target,
 ) -> tuple[Array, Normed]:
     """What follows a layer's attention: x, and x with the next norm."""
-    activation, bias = spec.feed_forward.activation, layer.gate_up_bias
     x, out = add_linear(x, attention_out, layer.out, bias=layer.out_bias, target=target)
-    form = token_format(
-        layer.gate_up, x.shape[0], x.dtype, gated=bias is None, activation=activation, target=target
-    )
+    form = None
+    if layer.gate_up is not None:
+        form = token_format(
+            layer.gate_up,
+            x.shape[0],
+            x.dtype,
+            gated=layer.gate_up_bias is None,
+            activation=_activation(spec),
+            target=target,
+        )
     x, normed = add_rms_norm(x, out, layer.mlp_norm, spec.norm_eps, form, target=target)
-    gated = gated_linear(normed, layer.gate_up, bias=bias, activation=activation, target=target)
-    x, update = add_linear(x, gated, layer.down, bias=layer.down_bias, target=target)
+    block = _dense if layer.experts is None else _experts
+    x, update = block(layer, x, normed, spec, target=target)
     form = token_format(next_norm.reader, x.shape[0], x.dtype, target=target)
     return add_rms_norm(x, update, next_norm.weight, spec.norm_eps, form, target=target)
+
+
+def _dense(
+    layer: Layer, x: Array, normed: Normed, spec: ModelSpec, *, target: Target
+) -> tuple[Array, Array | None]:
+    """The layer's feed-forward of normed tokens, as `matmul.add_linear` adds it to x."""
+    assert layer.gate_up is not None and layer.down is not None
+    gated = gated_linear(
+        normed,
+        layer.gate_up,
+        bias=layer.gate_up_bias,
+        activation=_activation(spec),
+        target=target,
+    )
+    return add_linear(x, gated, layer.down, bias=layer.down_bias, target=target)
+
+
+def _experts(
+    layer: Layer, x: Array, normed: Normed, spec: ModelSpec, *, target: Target
+) -> tuple[Array, Array]:
+    """The layer's experts of normed tokens: x as it is, and what is to be added to it, as partial
+    sums."""
+    own = spec.experts
+    assert layer.experts is not None and layer.router is not None and own is not None
+    routing = Routing(
+        num_experts=own.num_experts, top_k=own.top_k, scoring="softmax", normalize=own.normalize
+    )
+    tokens = plain(normed)
+    scores = linear(tokens, layer.router, jnp.float32, target=target)
+    ids, weights = route(scores, routing, layer.router_bias, target=target)
+    stack = ExpertWeights(*layer.experts, layer.gate_up_bias, layer.down_bias)
+    update = experts(tokens, ids, weights, stack, activation=own.activation, target=target)
+    return x, update
+
+
+def _activation(spec: ModelSpec) -> Activation:
+    """Of the layers without experts."""
+    assert spec.feed_forward is not None
+    return spec.feed_forward.activation
 
 
 def logits(params: Params, hidden: Array, *, target: Target) -> Array:

@@ -101,25 +101,28 @@ def window_size(config: Config) -> int | None:
     """`sliding_window`; None: there is none. ConfigError: it is no positive integer."""
     if config.get("sliding_window") is None:
         return None
-    if not _is_count(config, "sliding_window"):
-        raise ConfigError(
-            f"config.json: sliding_window is {config['sliding_window']!r:.40}, which is not a "
-            f"positive integer up to {_MOST}"
-        )
-    return config["sliding_window"]
+    return count(config, "sliding_window")
 
 
-def late_windows(config: Config, layers: int) -> list[int | None]:
-    """Qwen's windows: `sliding_window`, if `use_sliding_window` is on, in the layers that
-    `layer_types` lists, or in those from `max_window_layers` on.
+def switched_window(config: Config) -> int | None:
+    """Qwen's `sliding_window`, if `use_sliding_window` is on.
 
-    ConfigError: windows that are on and have no size.
+    ConfigError: a window that is on and has no size.
     """
     if not config.get("use_sliding_window"):
-        return [None] * layers
+        return None
     window = window_size(config)
     if window is None:
         raise ConfigError("config.json: use_sliding_window is true, but sliding_window is missing")
+    return window
+
+
+def late_windows(config: Config, layers: int) -> list[int | None]:
+    """The `switched_window`, if there is one, in the layers that `layer_types` lists, or in those
+    from `max_window_layers` on. ConfigError: as there."""
+    window = switched_window(config)
+    if window is None:
+        return [None] * layers
     kinds = config.get("layer_types")
     if kinds is None:
         first = int(number(config, "max_window_layers", 28))
@@ -132,6 +135,22 @@ def late_windows(config: Config, layers: int) -> list[int | None]:
 def refused(config: Config, key: str, why: str) -> list[str]:
     """The problem of a switch that is on, if it is."""
     return [f"{key} is true, {why}"] if config.get(key) else []
+
+
+def count(config: Config, key: str, otherwise: int | None = None) -> int:
+    """A positive integer; `otherwise` where there is none.
+
+    Raises:
+      ConfigError: it is something else, or missing without an `otherwise`.
+    """
+    if config.get(key) is None and otherwise is not None:
+        return otherwise
+    if not _is_count(config, key):
+        raise ConfigError(
+            f"config.json: {key} is {config.get(key)!r:.40}, which is not a positive integer up to "
+            f"{_most(key)}"
+        )
+    return config[key]
 
 
 def _unsupported(config: Config) -> list[str]:

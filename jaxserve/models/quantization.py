@@ -93,13 +93,19 @@ class Quantization:
 
     def _check(self, spec: ModelSpec) -> None:
         sizes: dict[str, tuple[int, int]] = {}
+        if self.method == "awq" and spec.experts:
+            raise ConfigError(
+                "--quantization-method awq does not know experts: use hqq, or round to nearest"
+            )
         if self.layers:
             sizes = {
                 "qkv": (spec.q_size + 2 * spec.kv_size, spec.embed),
                 "out": (spec.embed, spec.q_size),
-                "gate_up": (2 * spec.ffn, spec.embed),
-                "down": (spec.embed, spec.ffn),
             }
+            for name, block in (("", spec.feed_forward), ("experts.", spec.experts)):
+                if block:
+                    sizes[f"{name}gate_up"] = (2 * block.width, spec.embed)
+                    sizes[f"{name}down"] = (spec.embed, block.width)
         if self.head:
             sizes["lm_head"] = (spec.vocab_size, spec.embed)
         wrong = [

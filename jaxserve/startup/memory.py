@@ -121,7 +121,8 @@ def plan_gpu_cache(
         )
     itemsize = jnp.dtype(dtype).itemsize
     rows = buckets.decode[-1]
-    token = (4 * spec.ffn + 4 * spec.q_size + 8 * spec.embed) * itemsize
+    pairs = spec.experts.top_k * (4 * spec.experts.width + spec.embed) if spec.experts else 0
+    token = (max(4 * spec.ffn, pairs) + 4 * spec.q_size + 8 * spec.embed) * itemsize
     scores = spec.vocab_size * 4 * 4
     verified = max((rows * positions for rows, positions in buckets.verify), default=0)
     own_tables = spec.vocab_size * 2 * 4  # each position of a verify step has some, as slots have

@@ -93,8 +93,14 @@ class Room:
 
     @property
     def _unpacked(self) -> int:
-        """Bytes of the gate and up matrix, a layer's largest weight."""
-        size = 2 * self.spec.ffn * self.spec.embed * jnp.dtype(self.dtype).itemsize
+        """Bytes of the gate and up matrix, a dense layer's largest weight, or of one expert's."""
+        experts = self.spec.experts
+        size = (
+            2
+            * max(self.spec.ffn, experts.width if experts else 0)
+            * self.spec.embed
+            * jnp.dtype(self.dtype).itemsize
+        )
         return size if self.quantized and self.unpacks else 0
 
     def fit(self, weights: int, choices: Sequence[Buckets], max_model_len: int | None) -> Fit:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxserve.models.decoder import Experts
 from jaxserve_checkpoints.naming import leaf_paths
 from jaxserve_checkpoints.staging import StagingProgram
 from jaxserve_kernels.weights import (
@@ -22,7 +23,7 @@ from jaxserve_kernels.weights import (
 
 
 def abstract_copies[Tree](params: Tree) -> Tree:
-    """Returns the tree with a copy beside each 4-bit weight, as ShapeDtypeStructs."""
+    """Returns the tree with a copy beside each 4-bit weight but experts, as ShapeDtypeStructs."""
     return _beside(params, _abstract_copy)
 
 
@@ -32,9 +33,7 @@ def copying_programs(params: Any) -> list[StagingProgram]:
     Args:
       params: abstract, without copies.
     """
-    weights = (
-        each for each in jax.tree.leaves(params, is_leaf=_can_be_copied) if _can_be_copied(each)
-    )
+    weights = (each for each in jax.tree.leaves(params, is_leaf=_is_whole) if _can_be_copied(each))
     programs = {
         _name(each): StagingProgram(_name(each), e4m3_copy, (each,), ()) for each in weights
     }
@@ -54,7 +53,7 @@ def _beside(params: Any, copy: Callable[[Quantized], Any]) -> Any:
     def copied(weight: Any) -> Any:
         return CopiedWeight(weight, copy(weight)) if _can_be_copied(weight) else weight
 
-    return jax.tree.map(copied, params, is_leaf=_can_be_copied)
+    return jax.tree.map(copied, params, is_leaf=_is_whole)
 
 
 def _abstract_copy(weight: Quantized) -> Fp8Weight:
@@ -66,6 +65,11 @@ def _abstract_copy(weight: Quantized) -> Fp8Weight:
         packed=cast(Array, jax.ShapeDtypeStruct((*tiles, *words), jnp.uint16)),
         scale=cast(Array, jax.ShapeDtypeStruct((*tiles, 1, rows), jnp.float32)),
     )
+
+
+def _is_whole(node: Any) -> bool:
+    """Whether what is in the node gets no copy of its own: experts have none."""
+    return _can_be_copied(node) or isinstance(node, Experts)
 
 
 def _can_be_copied(node: Any) -> bool:

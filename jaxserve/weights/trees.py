@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder, registry
-from jaxserve_checkpoints.naming import leaf_parts, leaf_paths
-from jaxserve_checkpoints.rules import WORD, Rule
+from jaxserve_checkpoints.naming import leaf_parts, leaf_paths, substitute, with_words
+from jaxserve_checkpoints.rules import Rule
 
 
 def named_tensors(tree: Mapping[Any, Any]) -> dict[str, jax.Array]:
@@ -44,23 +44,16 @@ def engine_params(tree: Mapping[Any, Any], spec: ModelSpec, abstract: decoder.Pa
     rules = {rule.leaf: rule for rule in registry.rules(spec) if isinstance(rule, Rule)}
     parts: dict[str, list[jax.Array]] = {}
     for part in leaf_parts(abstract):
-        generic = _generic(part.path)
-        rule = rules[generic]
-        number = part.path.split(".")[1] if generic != part.path else ""
-        arrays = [tensors[WORD.sub(number, source)] for source in rule.sources]
+        rule = rules[with_words(part.path)]
+        arrays = [tensors[substitute(source, part.numbers)] for source in rule.sources]
         whole = jnp.concatenate(arrays, rule.axis) if len(arrays) > 1 else arrays[0]
         if rule.transforms or whole.shape != part.leaf.shape:
             raise ValueError(f"{part.path} is {whole.shape}, needed is {part.leaf.shape}")
         parts.setdefault(part.owner, []).append(whole.astype(part.leaf.dtype))
     leaves = [
-        jnp.stack(parts[path]) if leaf.shape != parts[path][0].shape else parts[path][0]
+        jnp.stack(parts[path]).reshape(leaf.shape)
+        if leaf.shape != parts[path][0].shape
+        else parts[path][0]
         for path, leaf in leaf_paths(abstract)
     ]
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
-
-
-def _generic(path: str) -> str:
-    """Returns the path as a rule has it: its layer's number as a word."""
-    first, _, rest = path.partition(".")
-    number, _, last = rest.partition(".")
-    return f"layers.{{layer}}.{last}" if first == "layers" and number.isdigit() else path

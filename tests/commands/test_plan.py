@@ -55,6 +55,17 @@ def test_bytes_of_a_token_follow_the_format_of_the_cache() -> None:
     assert sizes == [147_456, 73_728, 76_032, 40_320, 31_104]
 
 
+def test_steps_of_few_sequences_read_few_experts() -> None:
+    """Qwen3-30B-A3B in bf16: 61.1 GB, 58.0 of them experts, 0.6 an embedding of which rows are
+    read. One token has 8 of 128 experts; 256 have all."""
+    found = estimate(parse_args(["--gpu", "h200", "--model", "qwen3-30b-a3b"], "plan"))
+    floors = {step.sequences: step.peak_ms * GPUS["h200"].gb_per_s / 1e3 for step in found.steps}
+    keys_and_values = 1024 * found.kv_bytes_per_token / 1e9
+    assert floors[1] - keys_and_values == pytest.approx(6.08, abs=0.01)
+    assert floors[8] - 8 * keys_and_values == pytest.approx(25.8, abs=0.1)
+    assert floors[256] - 256 * keys_and_values == pytest.approx(60.4, abs=0.1)
+
+
 def test_expected_steps_are_within_what_was_measured() -> None:
     """Ratios of measured steps to the time that their bytes take at the card's peak rate."""
     h200 = json.loads((MEASUREMENTS / "step_h200.json").read_text())

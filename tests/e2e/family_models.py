@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxserve.model_spec import ModelSpec
+from jaxserve.model_spec import ExpertsSpec, ModelSpec
 from jaxserve.models.registry import spec_of
 from jaxserve_checkpoints.resolve import embedded_model
 from tests.tokenizer.small_tokenizers import llama3, sentence_piece
@@ -42,6 +42,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"rope_scaling": _LLAMA3_ROPE, "tie_word_embeddings": True},
     "Qwen2ForCausalLM": {"use_sliding_window": False, "sliding_window": 64},
     "Qwen3ForCausalLM": {"head_dim": 32, "tie_word_embeddings": True},
+    "Qwen3MoeForCausalLM": {
+        "head_dim": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
     "MistralForCausalLM": {"head_dim": 32, "sliding_window": 256},
 }
 
@@ -85,7 +93,7 @@ def _write_tokenizer(folder: Path, architecture: str) -> None:
 
 
 def _tensors(spec: ModelSpec) -> dict[str, np.ndarray]:
-    heads, embed, ffn = spec.attention, spec.embed, spec.ffn
+    heads, embed = spec.attention, spec.embed
     rng = np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, embed)}
     shapes["model.norm.weight"] = (embed,)
@@ -101,8 +109,13 @@ def _tensors(spec: ModelSpec) -> dict[str, np.ndarray]:
         if heads.qk_norm:
             shapes |= {f"{attention}{name}_norm.weight": (heads.head_dim,) for name in "qk"}
         shapes[f"{attention}o_proj.weight"] = (embed, heads.q_size)
-        shapes |= {f"{mlp}{name}_proj.weight": (ffn, embed) for name in ("gate", "up")}
-        shapes[f"{mlp}down_proj.weight"] = (embed, ffn)
+        blocks = {mlp: spec.ffn}
+        if isinstance(own := spec.layers[index].feed_forward, ExpertsSpec):
+            shapes[f"{mlp}gate.weight"] = (own.num_experts, embed)
+            blocks = {f"{mlp}experts.{each}.": own.width for each in range(own.num_experts)}
+        for name, width in blocks.items():
+            shapes |= {f"{name}{each}_proj.weight": (width, embed) for each in ("gate", "up")}
+            shapes[f"{name}down_proj.weight"] = (embed, width)
         for name in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{block}{name}.weight"] = (embed,)
     return {name: rng.normal(size=size).astype(np.float32) for name, size in shapes.items()}

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from jaxserve.config import ConfigError
-from jaxserve.model_spec import LinearScaling, Llama3Scaling, Rope
+from jaxserve.model_spec import ExpertsSpec, LinearScaling, Llama3Scaling, ModelSpec, Rope
 from jaxserve.models.decoder import abstract
 from jaxserve.models.registry import ARCHITECTURES, NAMED_MODELS, rules, spec_of
 from jaxserve_checkpoints.naming import leaf_parts
-from jaxserve_checkpoints.rules import Rule
+from jaxserve_checkpoints.rules import WORD, Rule
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -75,10 +75,47 @@ MISTRAL: dict[str, Any] = {
     "vocab_size": 32768,
 }
 
+QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+EXPERTS: dict[str, Any] = {
+    key: QWEN3_MOE[key]
+    for key in ("norm_topk_prob", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+}
+
 
 @pytest.mark.parametrize(
     ("config", "name"),
-    [(LLAMA, "llama-3.1-8b"), (QWEN2, "qwen2.5-7b"), (MISTRAL, "mistral-7b")],
+    [
+        (QWEN3_MOE, "qwen3-30b-a3b"),
+        (LLAMA, "llama-3.1-8b"),
+        (QWEN2, "qwen2.5-7b"),
+        (MISTRAL, "mistral-7b"),
+    ],
 )
 def test_published_configs_are_the_named_models(config: dict[str, Any], name: str) -> None:
     assert spec_of(config) == NAMED_MODELS[name]
@@ -88,13 +125,17 @@ def test_published_configs_are_the_named_models(config: dict[str, Any], name: st
 def test_the_rules_of_a_named_model_fill_each_of_its_leaves_once(name: str) -> None:
     spec = NAMED_MODELS[name]
     leaves = {part.owner for part in leaf_parts(abstract(spec, "bfloat16", stacked=True))}
-    filled = [rule.leaf.replace(".{layer}", "") for rule in rules(spec) if isinstance(rule, Rule)]
+    filled = [WORD.sub("", rule.leaf).replace("..", ".") for rule in _fills(spec)]
     assert sorted(filled) == sorted(leaves)
+
+
+def _fills(spec: ModelSpec) -> list[Rule]:
+    return [rule for rule in rules(spec) if isinstance(rule, Rule)]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_family_takes_every_kind_of_rope(architecture: str) -> None:
-    config = LLAMA | {"architectures": [architecture]}
+    config = LLAMA | EXPERTS | {"architectures": [architecture]}
     assert isinstance(spec_of(config).attention.rope.scaling, Llama3Scaling)
     linear = spec_of(config | {"rope_scaling": {"type": "linear", "factor": 2.0}})
     assert linear.attention.rope == Rope(theta=5e5, scaling=LinearScaling(factor=2.0))
@@ -118,6 +159,34 @@ def test_windows_of_qwen_are_on_only_if_switched_on_and_in_later_layers(architec
     assert [group.layers for group in spec_of(on).cache_groups] == [(0, 1, 2), (3,)]
     kinds = ["sliding_attention", "full_attention"] * 2
     assert windows(on | {"layer_types": kinds}) == [4096, None, 4096, None]
+
+
+def experts(config: dict[str, Any]) -> list[bool]:
+    layers = spec_of(QWEN3_MOE | {"num_hidden_layers": 6} | config).layers
+    return [isinstance(layer.feed_forward, ExpertsSpec) for layer in layers]
+
+
+def test_which_layers_of_qwen_have_experts() -> None:
+    assert experts({}) == [True] * 6
+    assert experts({"decoder_sparse_step": 2}) == [False, True] * 3
+    assert experts({"mlp_only_layers": [0, 5]}) == [False, True, True, True, True, False]
+    some = spec_of(QWEN3_MOE | {"mlp_only_layers": [0]})
+    assert some.feed_forward is not None and some.feed_forward.width == 6144
+    assert some.experts is not None and some.experts.width == 768
+    assert spec_of(QWEN3_MOE).feed_forward is None
+
+
+def test_a_window_of_qwen_with_experts_is_that_of_all_layers() -> None:
+    on = {"use_sliding_window": True, "sliding_window": 4096, "num_hidden_layers": 3}
+    assert windows(QWEN3_MOE | on) == [4096] * 3
+
+
+def test_of_experts_a_token_uses_only_its_own() -> None:
+    spec = spec_of(QWEN3_MOE)
+    assert spec.num_params == 30_532_122_624  # as published: 30.5 billion, 3.3 of them active
+    assert spec.active_params == 3_353_032_704
+    dense = NAMED_MODELS["qwen3-4b"]
+    assert dense.active_params == dense.num_params
 
 
 def test_biases_of_llama_are_those_of_the_switches() -> None:
@@ -149,6 +218,13 @@ def test_heads_of_mistral_need_not_add_up_to_the_hidden_size() -> None:
             LLAMA | {"rope_scaling": LLAMA["rope_scaling"] | {"short_factor": 1}},
             "llama3 RoPE with short_factor is not supported",
         ),
+        (
+            {key: value for key, value in QWEN3_MOE.items() if key != "norm_topk_prob"},
+            "norm_topk_prob is None, needed is true or false",
+        ),
+        (QWEN3_MOE | {"num_experts": 0, "num_local_experts": None}, "num_local_experts is None"),
+        (QWEN3_MOE | {"num_experts_per_tok": 129}, "cannot have 129 experts of 128"),
+        (QWEN3_MOE | {"mlp_only_layers": 3}, "mlp_only_layers is 3, which is not a list"),
         (MISTRAL | {"sliding_window": "wide"}, "sliding_window is 'wide', which is not a positive"),
         (QWEN2 | {"use_sliding_window": True, "sliding_window": None}, "sliding_window is missing"),
         (
@@ -160,5 +236,6 @@ def test_heads_of_mistral_need_not_add_up_to_the_hidden_size() -> None:
 def test_what_would_be_computed_wrongly_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         spec_of(config)
-    assert str(error.value).startswith("config.json: ") or "needs 0 <" in message
+    named = "needs 0 <" in message or "cannot have" in message  # by the spec itself
+    assert named or str(error.value).startswith("config.json: ")
     assert message in str(error.value)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jaxserve.model_spec import ModelSpec, Rope
+from jaxserve.model_spec import ExpertsSpec, LayerSpec, ModelSpec, Rope
 from jaxserve.models import decoder, registry
 from jaxserve.runner import kv_cache
 from jaxserve_checkpoints.load import load_params
@@ -65,6 +65,7 @@ def load_golden(name: str) -> Golden:
 VARIANTS = (
     *("tied", "untied_sharded", "yarn", "llama", "llama_linear", "llama_biases"),
     *("qwen2", "mistral", "alternating"),
+    *("qwen3_moe", "qwen3_moe_mixed", "qwen3_moe_stepped"),
 )
 
 
@@ -144,9 +145,25 @@ def without_biases(golden: Golden) -> Golden:
     return golden._replace(params=golden.params._replace(layers=tuple(layers)))
 
 
+def with_other_weights_of_experts(golden: Golden) -> Golden:
+    """Divided by their sum where they are not, and the other way round."""
+
+    def changed(layer: LayerSpec) -> LayerSpec:
+        block = layer.feed_forward
+        if not isinstance(block, ExpertsSpec):
+            return layer
+        return replace(layer, feed_forward=replace(block, normalize=not block.normalize))
+
+    layers = tuple(map(changed, golden.spec.layers))
+    return golden._replace(spec=replace(golden.spec, layers=layers))
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
+        ("qwen3_moe", with_other_weights_of_experts),
+        ("qwen3_moe_stepped", with_other_weights_of_experts),
+        ("qwen3_moe_mixed", without_windows),
         ("llama", without_scaling),
         ("llama_linear", without_scaling),
         ("qwen2", without_biases),
@@ -164,10 +181,11 @@ def test_the_goldens_show_when_what_a_family_adds_is_left_out(
 @pytest.mark.parametrize(
     "name",
     [
-        *("untied_sharded", "qwen2", "alternating"),
+        *("untied_sharded", "qwen2", "alternating", "qwen3_moe"),
         *(
             pytest.param(other, marks=pytest.mark.slow)
-            for other in ("tied", "yarn", "llama", "llama_linear", "mistral", "llama_biases")
+            for other in VARIANTS
+            if other not in ("untied_sharded", "qwen2", "alternating", "qwen3_moe")
         ),
     ],
 )

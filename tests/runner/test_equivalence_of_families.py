@@ -1,4 +1,4 @@
-"""Heads of other families through scheduler, prefix cache and every KV format."""
+"""Heads and experts of other families through scheduler, prefix cache and every KV format."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from jaxserve.model_spec import ExpertsSpec
 from jaxserve_kernels.kv_format import KVFormat, named
 from jaxserve_kernels.kv_format.kvarn import KVarN
 from tests.runner.test_equivalence import CONFIG
@@ -14,13 +15,23 @@ from tests.tiny_model import make_runner, tiny_spec
 
 PLAIN = tiny_spec(qk_norm=False, architecture="LlamaForCausalLM")
 BIASED = tiny_spec(qk_norm=False, qkv_bias=True, architecture="Qwen2ForCausalLM")
-SPECS = {"plain": PLAIN, "biased": BIASED}
+EXPERTS = tiny_spec(
+    ffn=ExpertsSpec(num_experts=6, top_k=2, width=24, normalize=True),
+    architecture="Qwen3MoeForCausalLM",
+)
+SPECS = {"plain": PLAIN, "biased": BIASED, "experts": EXPERTS}
 
 FORMATS: tuple[KVFormat, ...] = (
     *(named(name) for name in ("auto", "bf16", "int8", "fp8_e4m3")),
     *(KVarN(value_bits=bits, group=4) for bits in (2, 4)),
 )
-OFTEN = {("plain", "auto"), ("biased", "auto"), ("plain", "fp8_e4m3"), ("biased", FORMATS[4].name)}
+OFTEN = {
+    ("plain", "auto"),
+    ("biased", "auto"),
+    ("plain", "fp8_e4m3"),
+    ("experts", "auto"),
+    ("biased", FORMATS[4].name),
+}
 
 
 @pytest.mark.parametrize(
