@@ -180,18 +180,18 @@ def speculation(text: str) -> SpeculationConfig:
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict):
-        raise argparse.ArgumentTypeError(f"neither off nor a JSON object: {text!r}")
+        raise argparse.ArgumentTypeError(f"must be off or a JSON object, not {text!r}")
     fields = cast(dict[str, object], given)
     method = fields.pop("method", SPECULATION_METHODS[0])
     if method not in SPECULATION_METHODS:
         raise argparse.ArgumentTypeError(
-            f"method {method!r} is not there: one of {', '.join(SPECULATION_METHODS)}"
+            f"unsupported method {method!r}; use {' or '.join(SPECULATION_METHODS)}"
         )
     if unknown := fields.keys() - _SPECULATION.keys():
-        raise argparse.ArgumentTypeError(f"without meaning here: {', '.join(sorted(unknown))}")
+        raise argparse.ArgumentTypeError(f"unsupported keys: {', '.join(sorted(unknown))}")
     for name, value in fields.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise argparse.ArgumentTypeError(f"{name} is {value!r}, not a positive integer")
+            raise argparse.ArgumentTypeError(f"{name} must be a positive integer, not {value!r}")
     try:
         return SpeculationConfig(**{_SPECULATION[name]: value for name, value in fields.items()})  # pyright: ignore[reportArgumentType]
     except ConfigError as error:

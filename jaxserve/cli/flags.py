@@ -225,7 +225,7 @@ def add_server_flags(add: AddArgument) -> None:
         "--reasoning-field",
         choices=REASONING_FIELDS,
         default="both",
-        help="field of chats for thoughts: vLLM's reasoning, SGLang's reasoning_content, or both",
+        help="field of chats for reasoning: vLLM's reasoning, SGLang's reasoning_content, or both",
     )
     add(
         "--tool-call-parser",
@@ -309,7 +309,7 @@ def add_access_flags(add: AddArgument) -> None:
     add(
         "--reasoning-key-file",
         type=Path,
-        help="file with keys for encrypted thoughts in /v1/responses, one per line, at least 32 "
+        help="file with keys for encrypted reasoning in /v1/responses, one per line, at least 32 "
         "characters each; the first encrypts, all decrypt (default: a new key at each start)",
     )
     add(

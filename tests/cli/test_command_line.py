@@ -44,6 +44,10 @@ from jaxserve.cli.options import parse_args
         (f"--max-request-bytes={'9' * 400}", "must be a size such as 512M, 20G or 20Gi, not '99"),
         ("--block-size 3", "--block-size: must be a power of two, not '3'"),
         ("--served-model-name=", "--served-model-name: a name must not be empty"),
+        ("--speculative-config on", "must be off or a JSON object, not 'on'"),
+        ('--speculative-config {"method":"eagle"}', "unsupported method 'eagle'; use ngram or"),
+        ('--speculative-config {"model":"m"}', "unsupported keys: model"),
+        ('--speculative-config {"prompt_lookup_min":0}', "must be a positive integer, not 0"),
     ],
 )
 def test_one_line_says_what_is_wrong(

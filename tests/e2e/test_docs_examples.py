@@ -140,6 +140,9 @@ def test_a_block_that_needs_a_gpu_or_a_network_is_parsed(
             makefile = (ROOT / "Makefile").read_text()
             targets = [word for word in arguments if "=" not in word]
             assert all(re.search(rf"^{target}:", makefile, re.M) for target in targets), words
+            for word in arguments:
+                if word.startswith("ARGS="):
+                    check_jaxserve(word.removeprefix("ARGS=").split())
         elif program == "docker":
             check_docker(arguments)
         elif program == "helm":
