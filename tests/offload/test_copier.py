@@ -71,7 +71,8 @@ class Setup:
         else:
             self.driver = FakeCuda()
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("jaxserve_kernels.cuda_driver.library", lambda: self.driver)
+                for name in ("library", "locked_library"):
+                    patch.setattr(f"jaxserve_kernels.cuda_driver.{name}", lambda: self.driver)
                 cuda = CudaContext()
             self.slab = HostSlab(HOST_SLOTS, SLOT_BYTES, cuda=cuda)
             self.copier = CudaCopier(self.slab, *rings, cuda=cuda, **options)
@@ -243,12 +244,13 @@ CALLS = (
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyHtoDAsync_v2",
     "cuEventRecord",
+    "cuEventQuery",
     "cuEventSynchronize",
     "cuStreamSynchronize",
 )
 
 
-@pytest.mark.parametrize("call", CALLS[:4])
+@pytest.mark.parametrize("call", CALLS[:5])
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_a_call_that_fails_once_fails_one_page(
     make: Callable[..., Setup], call: str, number: int
