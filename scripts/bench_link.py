@@ -41,7 +41,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.offload.copier import CpuCopier, CudaCopier, PageCopier, RingPart
+from jaxserve.offload.copier import CpuCopier, CudaCopier, PageCopier, Ring, RingPart
 from jaxserve.offload.cuda import CudaContext
 from jaxserve.offload.lane import DEPTH
 from jaxserve.offload.links import Direction
@@ -70,7 +70,7 @@ class Bench:
         self.slots = max(1, min(32, self.slab.num_slots // 2))
         make = jax.jit(lambda: jnp.zeros((self.slots, self.page_bytes), jnp.uint8))
         self.rings = [jax.block_until_ready(make()) for _ in BOTH]
-        self.parts = [[RingPart(r.unsafe_buffer_pointer(), self.page_bytes)] for r in self.rings]
+        self.addresses = [ring.unsafe_buffer_pointer() for ring in self.rings]
         for slot in range(self.slab.num_slots):
             self.slab.slot(slot)[:] = bytes([slot % 251]) * self.page_bytes
 
@@ -78,11 +78,13 @@ class Bench:
     def copier(self, *, chunk: int = 8 * MIB, depth: int = DEPTH, verify: bool = False):
         woken = threading.Event()
         options: dict[str, Any] = {"wake": woken.set, "verify": verify, "chunk_bytes": chunk}
+        parts = [[RingPart(address, self.page_bytes)] for address in self.addresses]
+        rings = [Ring([each], self.slots) for each in parts]
         copier: PageCopier
         if self.cuda is None:
-            copier = CpuCopier(self.slab, *self.parts, **options)
+            copier = CpuCopier(self.slab, *rings, **options)
         else:
-            copier = CudaCopier(self.slab, *self.parts, cuda=self.cuda, depth=depth, **options)
+            copier = CudaCopier(self.slab, *rings, cuda=self.cuda, depth=depth, **options)
         try:
             yield copier, woken
         finally:
@@ -93,7 +95,7 @@ class Bench:
         """Returns the GB/s of each direction: one copy each, as large as a ring, all at once."""
         size = self.slots * self.page_bytes
         if self.cuda is None:
-            ring = self.parts[0][0].address
+            ring = self.addresses[0]
             return [
                 rate(size, best(lambda: ctypes.memmove(ring, self.slab.address(0), size)))
             ] * len(directions)
@@ -108,7 +110,7 @@ class Bench:
             check(driver.cuStreamCreate(byref(stream), 1), "cuStreamCreate")
         begin = time.perf_counter()
         for direction, stream in zip(directions, streams, strict=True):
-            ring = c_uint64(self.parts[BOTH.index(direction)][0].address)
+            ring = c_uint64(self.addresses[BOTH.index(direction)])
             # Halves of the slab, so that what is stored is not what is loaded.
             host = c_void_p(self.slab.address(0 if direction is BOTH[0] else self.slots))
             if direction is Direction.STORE:
@@ -201,7 +203,7 @@ class Small:
             return
         driver, slab, begin = self._cuda.driver, self._bench.slab, time.perf_counter()
         host = c_void_p(slab.address(slab.num_slots - 1))
-        ring = c_uint64(self._bench.parts[1][0].address)
+        ring = c_uint64(self._bench.addresses[1])
         check(driver.cuMemcpyDtoHAsync_v2(host, ring, c_size_t(4096), self._stream), "copy")
         check(driver.cuStreamSynchronize(self._stream), "cuStreamSynchronize")
         self._times.append(time.perf_counter() - begin)

@@ -82,6 +82,27 @@ class RingPart(NamedTuple):
     slot_bytes: int
 
 
+class Ring(NamedTuple):
+    """A ring of pages of each cache group; its slots count through all groups."""
+
+    groups: Sequence[Sequence[RingPart]]
+    """For each group the arrays, in the order in which a host slot has their parts of a page."""
+    slots: int
+    """Of each group."""
+
+    def parts(self, slot: int) -> list[RingPart]:
+        """Returns where the parts of a slot lie, each with the bytes of a page."""
+        group, number = divmod(slot, self.slots)
+        return [
+            RingPart(address + number * slot_bytes, slot_bytes)
+            for address, slot_bytes in self.groups[group]
+        ]
+
+    def page_bytes(self, slot: int) -> int:
+        """Returns the bytes of a page of the slot's group."""
+        return sum(part.slot_bytes for part in self.groups[slot // self.slots])
+
+
 class _Job(NamedTuple):
     direction: Direction
     ring_slot: int
@@ -106,8 +127,8 @@ class PageCopier:
     def __init__(
         self,
         slab: HostSlab,
-        store_ring: Sequence[RingPart],
-        load_ring: Sequence[RingPart],
+        store_ring: Ring,
+        load_ring: Ring,
         links: tuple[Link, Link],
         *,
         wake: Callable[[], None],
@@ -119,7 +140,7 @@ class PageCopier:
         """
         Args:
           slab: the host's memory.
-          store_ring, load_ring: the parts of each ring, in the order in which a host slot has them.
+          store_ring, load_ring: where pages lie on the device.
           links: for stores, and for loads. They are closed with the copier.
           wake: called in other threads when a copy has ended.
           verify: whether to compute and compare checksums.
@@ -128,17 +149,18 @@ class PageCopier:
           counters: to count in; None: new ones.
 
         Raises:
-          ValueError: a page of a ring has another size than the slab's.
+          ValueError: a page of a ring is larger than a slot of the slab.
         """
         for ring in (store_ring, load_ring):
-            size = sum(part.slot_bytes for part in ring)
-            if size != slab.slot_bytes:
+            firsts = range(0, len(ring.groups) * ring.slots, ring.slots)
+            size = max(map(ring.page_bytes, firsts))
+            if size > slab.slot_bytes:
                 raise ValueError(
                     f"pages of {size} bytes in the ring, {slab.slot_bytes} on the host"
                 )
         self.counters = counters or OffloadCounters()
         self._slab, self._wake, self._chunk_bytes = slab, wake, chunk_bytes
-        self._rings = {Direction.STORE: tuple(store_ring), Direction.LOAD: tuple(load_ring)}
+        self._rings = {Direction.STORE: store_ring, Direction.LOAD: load_ring}
         self._ended: deque[_Ended] = deque()
         self._links = links
         self._checkers = ThreadPoolExecutor(_CHECKERS, "offload-checksum") if verify else None
@@ -187,13 +209,12 @@ class PageCopier:
     def _chunks(self, job: _Job) -> list[Chunk]:
         chunks: list[Chunk] = []
         host = self._slab.address(job.host_slot)
-        for part in self._rings[job.direction]:
-            ring = part.address + job.ring_slot * part.slot_bytes
-            for offset, size in pieces(part.slot_bytes, self._chunk_bytes):
+        for ring, nbytes in self._rings[job.direction].parts(job.ring_slot):
+            for offset, size in pieces(nbytes, self._chunk_bytes):
                 here, there = host + offset, ring + offset
                 is_store = job.direction is Direction.STORE
                 chunks.append(Chunk(here, there, size) if is_store else Chunk(there, here, size))
-            host += part.slot_bytes
+            host += nbytes
         return chunks
 
     def _copied(self, job: _Job, error: str | None, seconds: float) -> None:
@@ -229,7 +250,8 @@ class PageCopier:
             self._wake()
 
     def _count(self, ended: _Ended) -> None:
-        counters, size, ok = self.counters, self._slab.slot_bytes, ended.error is None
+        counters, ok = self.counters, ended.error is None
+        size = self._rings[ended.job.direction].page_bytes(ended.job.ring_slot)
         counters.checksum_failures += ended.damaged
         if ended.job.direction is Direction.STORE:
             counters.stores += ok
@@ -253,8 +275,8 @@ class CpuCopier(PageCopier):
     def __init__(
         self,
         slab: HostSlab,
-        store_ring: Sequence[RingPart],
-        load_ring: Sequence[RingPart],
+        store_ring: Ring,
+        load_ring: Ring,
         *,
         wake: Callable[[], None],
         verify: bool = False,
@@ -281,8 +303,8 @@ class CudaCopier(PageCopier):
     def __init__(
         self,
         slab: HostSlab,
-        store_ring: Sequence[RingPart],
-        load_ring: Sequence[RingPart],
+        store_ring: Ring,
+        load_ring: Ring,
         *,
         cuda: CudaContext,
         wake: Callable[[], None],

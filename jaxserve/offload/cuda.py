@@ -16,6 +16,8 @@ class CudaContext:
 
     Attributes:
       driver: CUDA's; other Python threads run during its calls.
+      quick: the same, for calls that return at once: the thread keeps the interpreter, which busy
+        threads give back only after a millisecond, in which 50 MB could be copied.
       context: the primary context, which is XLA's.
     """
 
@@ -30,6 +32,7 @@ class CudaContext:
         """
         try:
             self.driver: Any = cuda_driver.library()
+            self.quick: Any = cuda_driver.locked_library()
         except OSError as error:
             raise cuda_driver.CudaError(f"no CUDA driver: {error}") from error
         self._ordinal = ordinal

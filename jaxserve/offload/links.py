@@ -11,6 +11,7 @@ from jaxserve.offload.lane import Chunk
 from jaxserve_kernels.cuda_driver import check
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered against the null stream
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2  # CU_EVENT_…
 
 
@@ -48,7 +49,7 @@ class CudaLink:
 
     def __init__(self, cuda: CudaContext, direction: Direction, num_events: int):
         """Raises CudaError: no stream or event can be made; then none is left."""
-        self._cuda, self._driver = cuda, cuda.driver
+        self._cuda, self._driver, self._quick = cuda, cuda.driver, cuda.quick
         self._stores = direction is Direction.STORE
         self._stream = c_void_p()
         self._events: list[c_void_p] = []
@@ -72,16 +73,20 @@ class CudaLink:
         size = c_size_t(chunk.nbytes)
         if self._stores:
             target, source = c_void_p(chunk.target), c_uint64(chunk.source)
-            status = self._driver.cuMemcpyDtoHAsync_v2(target, source, size, self._stream)
+            status = self._quick.cuMemcpyDtoHAsync_v2(target, source, size, self._stream)
             check(status, "cuMemcpyDtoHAsync")
         else:
             target, source = c_uint64(chunk.target), c_void_p(chunk.source)
-            status = self._driver.cuMemcpyHtoDAsync_v2(target, source, size, self._stream)
+            status = self._quick.cuMemcpyHtoDAsync_v2(target, source, size, self._stream)
             check(status, "cuMemcpyHtoDAsync")
-        check(self._driver.cuEventRecord(self._events[event], self._stream), "cuEventRecord")
+        check(self._quick.cuEventRecord(self._events[event], self._stream), "cuEventRecord")
 
     def wait(self, event: int) -> None:
-        """Sleep until the event has happened."""
+        """Sleep until the event has happened, if it has not."""
+        status = self._quick.cuEventQuery(self._events[event])
+        if status != _NOT_READY:
+            check(status, "cuEventQuery")
+            return
         check(self._driver.cuEventSynchronize(self._events[event]), "cuEventSynchronize")
 
     def drain(self) -> None:

@@ -14,6 +14,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """In the place of libcuda.so.1."""
     fake = FakeCuda()
     monkeypatch.setattr(cuda_driver, "library", lambda: fake)
+    monkeypatch.setattr(cuda_driver, "locked_library", lambda: fake)
     return fake
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 CONTEXT = 77
-INVALID_VALUE, INVALID_CONTEXT, NOT_REGISTERED = 1, 201, 713
+INVALID_VALUE, INVALID_CONTEXT, NOT_READY, NOT_REGISTERED = 1, 201, 600, 713
 
 
 class FakeCuda:
@@ -31,6 +31,7 @@ class FakeCuda:
         self.copied_bytes: list[int] = []
         self._current = threading.local()
         self._queues: dict[int, list[Callable[[], None]]] = defaultdict(list)
+        self._done: dict[int, int] = defaultdict(int)
         self._recorded: dict[int, tuple[int, int]] = {}
         self._lock = threading.RLock()
         self._handles = 100
@@ -118,6 +119,11 @@ class FakeCuda:
     def _cuEventSynchronize(self, event: Any) -> None:
         self._run(*self._recorded[event.value])
 
+    def _cuEventQuery(self, event: Any) -> int:
+        stream, number = self._recorded[event.value]
+        with self._lock:
+            return 0 if self._done[stream] >= number else NOT_READY
+
     def _cuStreamSynchronize(self, stream: Any) -> None:
         self._run(stream.value, len(self._queues[stream.value]))
 
@@ -128,3 +134,4 @@ class FakeCuda:
             for index in range(number):
                 copies[index]()
                 copies[index] = lambda: None
+            self._done[stream] = max(self._done[stream], number)

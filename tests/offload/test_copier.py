@@ -19,6 +19,7 @@ from jaxserve.offload.copier import (
     CpuCopier,
     CudaCopier,
     PageCopier,
+    Ring,
     RingPart,
     pieces,
 )
@@ -29,16 +30,21 @@ from tests.offload.fake_cuda import FakeCuda
 
 PARTS = (5000, 4096, 77)
 SLOT_BYTES = sum(PARTS)
+OTHER_BYTES = 800
+"""Of a page of the second group."""
 RING_SLOTS, HOST_SLOTS = 3, 5
 KINDS = ("cpu", "cuda")
 
 
-class Ring:
-    """Device memory of as many arrays as a page has parts."""
+class DeviceRing:
+    """Device memory: of the first group as many arrays as a page has parts, of the second one."""
 
     def __init__(self) -> None:
         self.arrays = [np.zeros((RING_SLOTS, size), np.uint8) for size in PARTS]
-        self.parts = [RingPart(each.ctypes.data, each.shape[1]) for each in self.arrays]
+        self.other = np.zeros((RING_SLOTS, OTHER_BYTES), np.uint8)
+        groups = [self.arrays, [self.other]]
+        parts = [[RingPart(each.ctypes.data, each.shape[1]) for each in group] for group in groups]
+        self.ring = Ring(parts, RING_SLOTS)
 
     def write(self, slot: int, page: bytes) -> None:
         content, begin = np.frombuffer(page, np.uint8), 0
@@ -56,8 +62,8 @@ class Setup:
     def __init__(self, kind: str, **options: Any):
         self.driver: FakeCuda | None = None
         self.woken = threading.Event()
-        self.stored, self.loaded = Ring(), Ring()
-        rings = (self.stored.parts, self.loaded.parts)
+        self.stored, self.loaded = DeviceRing(), DeviceRing()
+        rings = (self.stored.ring, self.loaded.ring)
         options = {"wake": self.woken.set, "chunk_bytes": 4096, **options}
         if kind == "cpu":
             self.slab = HostSlab(HOST_SLOTS, SLOT_BYTES)
@@ -65,7 +71,8 @@ class Setup:
         else:
             self.driver = FakeCuda()
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("jaxserve_kernels.cuda_driver.library", lambda: self.driver)
+                for name in ("library", "locked_library"):
+                    patch.setattr(f"jaxserve_kernels.cuda_driver.{name}", lambda: self.driver)
                 cuda = CudaContext()
             self.slab = HostSlab(HOST_SLOTS, SLOT_BYTES, cuda=cuda)
             self.copier = CudaCopier(self.slab, *rings, cuda=cuda, **options)
@@ -151,10 +158,23 @@ def test_chunks_of_a_page_are_of_one_size() -> None:
     assert list(pieces(9 << 20, 8 << 20)) == [(0, 9 << 19), (9 << 19, 9 << 19)]
 
 
-def test_a_ring_of_other_pages_is_refused() -> None:
+def test_a_page_of_another_group_has_a_size_of_its_own(make: Callable[..., Setup]) -> None:
+    setup = make("cuda", verify=True)
+    setup.slab.slot(2)[:] = b"x" * SLOT_BYTES
+    setup.stored.other[1] = 7
+    assert setup.store(RING_SLOTS + 1, 2).ok
+    assert bytes(setup.slab.slot(2)) == b"\7" * OTHER_BYTES + b"x" * (SLOT_BYTES - OTHER_BYTES)
+    assert setup.load(2, RING_SLOTS + 2).ok
+    assert setup.loaded.other.tolist() == [[0] * OTHER_BYTES] * 2 + [[7] * OTHER_BYTES]
+    assert not any(map(np.any, setup.loaded.arrays))
+    assert setup.copier.counters.store_bytes == setup.copier.counters.load_bytes == OTHER_BYTES
+
+
+def test_a_ring_of_larger_pages_is_refused() -> None:
     slab = HostSlab(1, 100)
-    with pytest.raises(ValueError, match="pages of 99 bytes in the ring, 100 on the host"):
-        CpuCopier(slab, [RingPart(0, 100)], [RingPart(0, 99)], wake=lambda: None)
+    small, large = Ring([[RingPart(0, 99)]], 1), Ring([[RingPart(0, 99)], [RingPart(0, 101)]], 1)
+    with pytest.raises(ValueError, match="pages of 101 bytes in the ring, 100 on the host"):
+        CpuCopier(slab, small, large, wake=lambda: None)
     slab.close()
 
 
@@ -224,12 +244,13 @@ CALLS = (
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyHtoDAsync_v2",
     "cuEventRecord",
+    "cuEventQuery",
     "cuEventSynchronize",
     "cuStreamSynchronize",
 )
 
 
-@pytest.mark.parametrize("call", CALLS[:4])
+@pytest.mark.parametrize("call", CALLS[:5])
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_a_call_that_fails_once_fails_one_page(
     make: Callable[..., Setup], call: str, number: int
@@ -305,7 +326,7 @@ def test_a_copier_that_cannot_be_made_leaves_nothing(
 ) -> None:
     slab = HostSlab(1, SLOT_BYTES, cuda=cuda)
     driver.fail = lambda name, count: 2 if (name, count) == (call, number) else 0
-    rings = Ring().parts, Ring().parts
+    rings = DeviceRing().ring, DeviceRing().ring
     with pytest.raises(CudaError, match=call):
         CudaCopier(slab, *rings, cuda=cuda, wake=lambda: None)
     assert not driver.streams | driver.events

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.offload.copier import CudaCopier, RingPart
+from jaxserve.offload.copier import CudaCopier, Ring, RingPart
 from jaxserve.offload.cuda import CudaContext
 from jaxserve.offload.slab import HostSlab
 from jaxserve_kernels.cuda_driver import check
@@ -58,8 +58,9 @@ def card() -> Iterator[Card]:
     make = jax.jit(lambda: jnp.zeros((RING_SLOTS, PAGE_BYTES), jnp.uint8))
     rings = [jax.block_until_ready(make()) for _ in range(2)]
     parts = [[RingPart(ring.unsafe_buffer_pointer(), PAGE_BYTES)] for ring in rings]
+    both = [Ring([each], RING_SLOTS) for each in parts]
     woken = threading.Event()
-    copier = CudaCopier(slab, *parts, cuda=cuda, wake=woken.set)
+    copier = CudaCopier(slab, *both, cuda=cuda, wake=woken.set)
     yield Card(cuda, slab, *rings, copier, woken)
     assert copier.close()
     slab.close()

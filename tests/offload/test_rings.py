@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.offload.copier import Completion, CpuCopier, CudaCopier, PageCopier, RingPart
+from jaxserve.offload.copier import Completion, CpuCopier, CudaCopier, PageCopier, Ring, RingPart
 from jaxserve.offload.cuda import CudaContext
 from jaxserve.offload.slab import HostSlab
 
@@ -61,9 +61,10 @@ def make_ring() -> Arrays:
     return make()
 
 
-def parts(ring: Arrays) -> list[RingPart]:
+def parts(ring: Arrays) -> Ring:
     sizes = page_bytes()
-    return [RingPart(ring[name].unsafe_buffer_pointer(), sizes[name]) for name in SHAPES]
+    found = [RingPart(ring[name].unsafe_buffer_pointer(), sizes[name]) for name in SHAPES]
+    return Ring([found], RING_SLOTS)
 
 
 class Tier:
