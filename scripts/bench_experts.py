@@ -3,11 +3,11 @@
     python scripts/bench_experts.py --out experts.json --budget 100
     python scripts/bench_experts.py --models qwen3-30b-a3b --formats bf16 --rows 1,64,2048 --profile
 
-Decode: a layer's router choice, products and the norm that adds its parts, layer after layer as one
-chain of launches, each with router logits of its own. The floor is the time in which the card
-copies the bytes of the experts that the layers touch; `dense` the same chain with dense products
-of as many bytes. Of many rows (2,048) it is operations per second, beside those of a large dense
-product. All in one process on one card. Products are random, and so is the routing: uniform.
+Few rows: a layer's router choice, its products and the norm that adds their parts, layer after
+layer as one chain of launches. The floor is the time in which the card copies the bytes of the
+experts that are touched, or in which it computes their operations at the rate of a large dense
+product. `dense` is the same chain with dense products of as many bytes. Many rows (from 512 on): no
+chain. Routing is random and uniform; every layer has router logits of its own.
 
 --sweep tries launch parameters. --tiny has small shapes, to try the script without a card.
 """
@@ -112,7 +112,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "card": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "triton": version("triton"),
+        "triton": target.uses_triton() and importlib.metadata.version("triton"),
         "commit": commit(),
         "copy_tb_per_s": copy_bandwidth(args.tiny) / 1e12,
         "bf16_tflop_per_s": peak_flops(args.tiny) / 1e12,
@@ -166,10 +166,11 @@ def candidates(case: Case) -> Iterator[Case]:
     """Launches beside the rule's, of both products alike."""
     if case.rows >= MANY:
         tries = [
-            Launch(rows=rows, tokens=tokens, depth=64, num_warps=warps, num_stages=stages)
-            for rows, tokens, warps, stages in (
-                (128, 128, 4, 4), (128, 64, 4, 4), (256, 64, 8, 3), (256, 128, 8, 3),
-                (256, 128, 8, 4), (128, 256, 8, 4), (128, 64, 8, 4),
+            Launch(rows=a, tokens=b, tail=c, depth=64, num_warps=warps, num_stages=stages)
+            for a, b, c, warps, stages in (
+                (128, 128, 32, 8, 3), (128, 128, 32, 4, 3), (128, 128, 0, 4, 3),
+                (256, 128, 32, 8, 4), (256, 128, 32, 8, 3), (256, 128, 0, 8, 4),
+                (128, 64, 0, 4, 4), (256, 64, 0, 8, 3), (256, 64, 32, 8, 3),
             )
         ]  # fmt: skip
     else:
@@ -269,13 +270,8 @@ def build(case: Case, sizes: Model, stacked: ExpertWeights, target: Target) -> B
 
     args = (x, logits, norm, arrays)
     of_one = sum(leaf.nbytes for leaf in jax.tree.leaves(stacked)) / LAYERS / sizes.experts
-    return Built(
-        jax.jit(program).lower(*args).compile(),
-        args,
-        layers,
-        of_one * (math.ceil(touched) if case.dense else touched),
-        touched,
-    )
+    size = of_one * (math.ceil(touched) if case.dense else touched)
+    return Built(jax.jit(program).lower(*args).compile(), args, layers, size, touched)
 
 
 def sparse_layers(
@@ -362,8 +358,11 @@ def profile(built: Built) -> dict[str, float]:
 
 def describe(case: Case, built: Built, seconds: float, result: dict[str, Any]) -> dict[str, Any]:
     sizes = MODELS[case.model]
-    floor = built.bytes / (result["copy_tb_per_s"] * 1e12)
     operations = 6 * case.rows * sizes.top_k * sizes.embed * sizes.width
+    if case.dense:
+        operations *= built.touched / sizes.top_k
+    reading = built.bytes / (result["copy_tb_per_s"] * 1e12)
+    floor = max(reading, operations / (result["bf16_tflop_per_s"] * 1e12))
     return {
         "model": case.model,
         "format": case.format,
@@ -381,16 +380,11 @@ def describe(case: Case, built: Built, seconds: float, result: dict[str, Any]) -
 
 
 def line(row: dict[str, Any]) -> str:
+    text = f"{row['case']}: {row['us']:.1f} us, {row['over_floor']:.2f} of {row['floor_us']:.1f}"
+    if row["rows"] < MANY:
+        return f"{text} ({row['touched']:.1f} experts)"
     rate = f"{row['tflop_per_s']:.0f} TFLOP/s, {row['of_dense_rate']:.2f} of a dense product's"
-    floor = f"{row['over_floor']:.2f} of {row['floor_us']:.1f} ({row['touched']:.1f} experts)"
-    return f"{row['case']}: {row['us']:.1f} us, {rate if row['rows'] >= MANY else floor}"
-
-
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
+    return f"{text}, {rate}"
 
 
 def commit() -> str:
