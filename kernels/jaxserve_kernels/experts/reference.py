@@ -29,8 +29,8 @@ def route(logits: Array, routing: Routing, bias: Array | None = None) -> tuple[A
     chosen ones are divided by their sum.
 
     Args:
-      logits: float32 [tokens, experts], or partial sums [parts, tokens, experts] of them; what comes
-        after the last expert is no expert, so that a router's matrix may have more rows.
+      logits: float32 [tokens, experts], or partial sums [parts, tokens, experts] of them. Columns
+        after the last expert are not read: a router's matrix may have more rows.
       bias: [experts], added to the logits.
 
     Returns:

@@ -20,9 +20,9 @@ _MOST_AT_ONCE = 1024
 @triton.jit
 def _route(
     logits_ptr, bias_ptr, tokens, ids_ptr, weights_ptr,
-    experts: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
-    CHOICES: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, BIAS: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    experts: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
+    K: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr, SIGMOID: tl.constexpr,
+    NORMALIZE: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """One program for each token. NaN counts as -inf."""
     token = tl.program_id(0)
