@@ -144,7 +144,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rows", type=sizes, default=[1, 8, 32, 64, 256, 2048])
     parser.add_argument("--no-dense", action="store_true", help="no dense products beside them")
     parser.add_argument("--profile", action="store_true", help="time of each kernel, too")
-    parser.add_argument("--sweep", action="store_true", help="try launch parameters, bf16 alone")
+    parser.add_argument("--sweep", action="store_true", help="try launch parameters")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="compiling threads")
     parser.add_argument("--budget", type=float, help="begin nothing new after so many seconds")
@@ -164,7 +164,7 @@ def cases_of(model: str, name: str, args: argparse.Namespace) -> list[Case]:
 
 def candidates(case: Case) -> Iterator[Case]:
     """Launches beside the rule's, of both products alike."""
-    if case.rows >= MANY:
+    if case.rows >= MANY and case.format == "bf16":
         tries = [
             Launch(rows=a, tokens=b, tail=c, depth=64, num_warps=warps, num_stages=stages)
             for a, b, c, warps, stages in (
@@ -174,9 +174,10 @@ def candidates(case: Case) -> Iterator[Case]:
             )
         ]  # fmt: skip
     else:
+        depths = (64, 128) if case.format == "bf16" else (128,)
         tries = [
             Launch(rows=rows, tokens=16 if case.rows <= 64 else 32, depth=depth, num_stages=stages)
-            for rows, depth, stages in itertools.product((32, 64), (64, 128), (3, 5))
+            for rows, depth, stages in itertools.product((32, 64, 128), depths, (3, 5))
         ]
     for each in tries:
         yield case._replace(tuned=(("gate_up", each), ("down", each)))
@@ -250,10 +251,10 @@ def build(case: Case, sizes: Model, stacked: ExpertWeights, target: Target) -> B
     chosen = np.argsort(-np.asarray(logits), axis=-1)[..., : sizes.top_k]
     touched = float(np.mean([np.unique(each).size for each in chosen]))
     norm = jnp.ones((sizes.embed,), jnp.bfloat16)
-    tuned = {}
+    tuned, kind = {}, "plain" if case.format == "bf16" else case.format
     for name, launch in case.tuned:
         shape = getattr(stacked, name).shape[1:]
-        tuned["experts", (name, "plain", *shape)] = dataclasses.asdict(launch)
+        tuned["experts", (name, kind, *shape)] = dataclasses.asdict(launch)
     target = target.with_tuned(tuned)
     if case.dense:
         arrays, function = as_dense(stacked, math.ceil(touched)), dense_layers
