@@ -3,11 +3,11 @@
     python scripts/bench_experts.py --out experts.json --budget 100
     python scripts/bench_experts.py --models qwen3-30b-a3b --formats bf16 --rows 1,64,2048 --profile
 
-Decode: a layer's router choice, products and the norm that adds its parts, layer after layer as one
-chain of launches, each with router logits of its own. The floor is the time in which the card
-copies the bytes of the experts that the layers touch; `dense` the same chain with dense products
-of as many bytes. Of many rows (2,048) it is operations per second, beside those of a large dense
-product. All in one process on one card. Products are random, and so is the routing: uniform.
+Few rows: a layer's router choice, its products and the norm that adds their parts, layer after
+layer as one chain of launches. The floor is the time in which the card copies the bytes of the
+experts that are touched, or in which it computes their operations at the rate of a large dense
+product. `dense` is the same chain with dense products of as many bytes. Many rows (from 512 on): no
+chain. Routing is random and uniform; every layer has router logits of its own.
 
 --sweep tries launch parameters. --tiny has small shapes, to try the script without a card.
 """
@@ -112,7 +112,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "card": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "triton": version("triton"),
+        "triton": target.uses_triton() and importlib.metadata.version("triton"),
         "commit": commit(),
         "copy_tb_per_s": copy_bandwidth(args.tiny) / 1e12,
         "bf16_tflop_per_s": peak_flops(args.tiny) / 1e12,
@@ -144,7 +144,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rows", type=sizes, default=[1, 8, 32, 64, 256, 2048])
     parser.add_argument("--no-dense", action="store_true", help="no dense products beside them")
     parser.add_argument("--profile", action="store_true", help="time of each kernel, too")
-    parser.add_argument("--sweep", action="store_true", help="try launch parameters, bf16 alone")
+    parser.add_argument("--sweep", action="store_true", help="try launch parameters")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="compiling threads")
     parser.add_argument("--budget", type=float, help="begin nothing new after so many seconds")
@@ -164,18 +164,20 @@ def cases_of(model: str, name: str, args: argparse.Namespace) -> list[Case]:
 
 def candidates(case: Case) -> Iterator[Case]:
     """Launches beside the rule's, of both products alike."""
-    if case.rows >= MANY:
+    if case.rows >= MANY and case.format == "bf16":
         tries = [
-            Launch(rows=rows, tokens=tokens, depth=64, num_warps=warps, num_stages=stages)
-            for rows, tokens, warps, stages in (
-                (128, 128, 4, 4), (128, 64, 4, 4), (256, 64, 8, 3), (256, 128, 8, 3),
-                (256, 128, 8, 4), (128, 256, 8, 4), (128, 64, 8, 4),
+            Launch(rows=a, tokens=b, tail=c, depth=64, num_warps=warps, num_stages=stages)
+            for a, b, c, warps, stages in (
+                (128, 128, 32, 8, 3), (128, 128, 32, 4, 3), (128, 128, 0, 4, 3),
+                (256, 128, 32, 8, 4), (256, 128, 32, 8, 3), (256, 128, 0, 8, 4),
+                (128, 64, 0, 4, 4), (256, 64, 0, 8, 3), (256, 64, 32, 8, 3),
             )
         ]  # fmt: skip
     else:
+        depths = (64, 128) if case.format == "bf16" else (128,)
         tries = [
             Launch(rows=rows, tokens=16 if case.rows <= 64 else 32, depth=depth, num_stages=stages)
-            for rows, depth, stages in itertools.product((32, 64), (64, 128), (3, 5))
+            for rows, depth, stages in itertools.product((32, 64, 128), depths, (3, 5))
         ]
     for each in tries:
         yield case._replace(tuned=(("gate_up", each), ("down", each)))
@@ -249,10 +251,10 @@ def build(case: Case, sizes: Model, stacked: ExpertWeights, target: Target) -> B
     chosen = np.argsort(-np.asarray(logits), axis=-1)[..., : sizes.top_k]
     touched = float(np.mean([np.unique(each).size for each in chosen]))
     norm = jnp.ones((sizes.embed,), jnp.bfloat16)
-    tuned = {}
+    tuned, kind = {}, "plain" if case.format == "bf16" else case.format
     for name, launch in case.tuned:
         shape = getattr(stacked, name).shape[1:]
-        tuned["experts", (name, "plain", *shape)] = dataclasses.asdict(launch)
+        tuned["experts", (name, kind, *shape)] = dataclasses.asdict(launch)
     target = target.with_tuned(tuned)
     if case.dense:
         arrays, function = as_dense(stacked, math.ceil(touched)), dense_layers
@@ -269,13 +271,8 @@ def build(case: Case, sizes: Model, stacked: ExpertWeights, target: Target) -> B
 
     args = (x, logits, norm, arrays)
     of_one = sum(leaf.nbytes for leaf in jax.tree.leaves(stacked)) / LAYERS / sizes.experts
-    return Built(
-        jax.jit(program).lower(*args).compile(),
-        args,
-        layers,
-        of_one * (math.ceil(touched) if case.dense else touched),
-        touched,
-    )
+    size = of_one * (math.ceil(touched) if case.dense else touched)
+    return Built(jax.jit(program).lower(*args).compile(), args, layers, size, touched)
 
 
 def sparse_layers(
@@ -362,8 +359,11 @@ def profile(built: Built) -> dict[str, float]:
 
 def describe(case: Case, built: Built, seconds: float, result: dict[str, Any]) -> dict[str, Any]:
     sizes = MODELS[case.model]
-    floor = built.bytes / (result["copy_tb_per_s"] * 1e12)
     operations = 6 * case.rows * sizes.top_k * sizes.embed * sizes.width
+    if case.dense:
+        operations *= built.touched / sizes.top_k
+    reading = built.bytes / (result["copy_tb_per_s"] * 1e12)
+    floor = max(reading, operations / (result["bf16_tflop_per_s"] * 1e12))
     return {
         "model": case.model,
         "format": case.format,
@@ -381,16 +381,11 @@ def describe(case: Case, built: Built, seconds: float, result: dict[str, Any]) -
 
 
 def line(row: dict[str, Any]) -> str:
+    text = f"{row['case']}: {row['us']:.1f} us, {row['over_floor']:.2f} of {row['floor_us']:.1f}"
+    if row["rows"] < MANY:
+        return f"{text} ({row['touched']:.1f} experts)"
     rate = f"{row['tflop_per_s']:.0f} TFLOP/s, {row['of_dense_rate']:.2f} of a dense product's"
-    floor = f"{row['over_floor']:.2f} of {row['floor_us']:.1f} ({row['touched']:.1f} experts)"
-    return f"{row['case']}: {row['us']:.1f} us, {rate if row['rows'] >= MANY else floor}"
-
-
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
+    return f"{text}, {rate}"
 
 
 def commit() -> str:

@@ -64,7 +64,7 @@ def choose(*, gated: bool, tokens: int, out: int, depth: int, target: Target) ->
 def _heuristic(tokens: int, out: int, depth: int, *, target: Target) -> Config | Refusal:
     limits = limits_of(target)
     many = tokens > limits.many_tokens
-    config = Config(depth=64 if many else 128)
+    config = Config(depth=64 if many or depth % 128 else 128)
     steps, rest = divmod(depth, config.depth)
     if rest or out % config.rows:
         return Refusal(f"not whole tiles of {config.rows} x {config.depth}")

@@ -29,7 +29,8 @@ def route(logits: Array, routing: Routing, bias: Array | None = None) -> tuple[A
     chosen ones are divided by their sum.
 
     Args:
-      logits: float32 [tokens, experts], or partial sums [parts, tokens, experts] of them.
+      logits: float32 [tokens, experts], or partial sums [parts, tokens, experts] of them. Columns
+        after the last expert are not read: a router's matrix may have more rows.
       bias: [experts], added to the logits.
 
     Returns:
@@ -38,6 +39,7 @@ def route(logits: Array, routing: Routing, bias: Array | None = None) -> tuple[A
     logits = logits.astype(jnp.float32)
     if logits.ndim == 3:
         logits = logits.sum(0)
+    logits = logits[:, : routing.num_experts]
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)
     chosen, ids = jax.lax.top_k(logits, routing.top_k)

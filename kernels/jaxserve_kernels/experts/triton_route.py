@@ -20,9 +20,9 @@ _MOST_AT_ONCE = 1024
 @triton.jit
 def _route(
     logits_ptr, bias_ptr, tokens, ids_ptr, weights_ptr,
-    experts: tl.constexpr, parts: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
-    CHOICES: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, BIAS: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    experts: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
+    K: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr, SIGMOID: tl.constexpr,
+    NORMALIZE: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """One program for each token. NaN counts as -inf."""
     token = tl.program_id(0)
@@ -33,7 +33,7 @@ def _route(
         gdc_launch_dependents()
         gdc_wait()
     for part in tl.static_range(parts):
-        at = logits_ptr + (part * tokens + token) * experts + lane
+        at = logits_ptr + (part * tokens + token) * columns + lane
         logits += tl.load(at, mask=there, other=0.0)
     if BIAS:
         logits += tl.load(bias_ptr + lane, mask=there, other=0.0).to(tl.float32)
@@ -94,7 +94,8 @@ def route(
     logits: Array, routing: Routing, bias: Array | None, *, target: Target
 ) -> tuple[Array, Array]:
     """See `reference.route`."""
-    *parts, tokens, experts = logits.shape
+    *parts, tokens, columns = logits.shape
+    experts = routing.num_experts
     shape = (tokens, routing.top_k)
     ids, weights = triton_call(
         logits, logits if bias is None else bias, tokens,
@@ -106,7 +107,7 @@ def route(
         ),
         grid=(tokens,),
         num_warps=1,
-        experts=experts, parts=parts[0] if parts else 1, K=routing.top_k,
+        experts=experts, columns=columns, parts=parts[0] if parts else 1, K=routing.top_k,
         EXPERTS=triton.next_power_of_2(experts), CHOICES=triton.next_power_of_2(routing.top_k),
         SIGMOID=routing.scoring == "sigmoid", NORMALIZE=routing.normalize, BIAS=bias is not None,
     )  # fmt: skip

@@ -15,7 +15,8 @@ from jaxserve_kernels.experts import ExpertActivation, ExpertWeights, Routing, e
 from jaxserve_kernels.experts import triton as kernels
 from jaxserve_kernels.experts.config import Config, Launch, choose
 from jaxserve_kernels.experts.triton_route import order
-from jaxserve_kernels.target import REFERENCE
+from jaxserve_kernels.matmul import linear
+from jaxserve_kernels.target import REFERENCE, Target
 from tests.emulated.errors import relative_error
 from tests.emulated.weights import WEIGHTS
 from tests.emulator.targets import HOPPER, PDL
@@ -83,7 +84,8 @@ def test_biases_and_activations(activation: ExpertActivation) -> None:
 
 
 @pytest.mark.parametrize("launch", [
-    Launch(tokens=16), Launch(tokens=32, rows=32, depth=64), Launch(tokens=16, rows=128)
+    Launch(tokens=16), Launch(tokens=32, rows=32, depth=64), Launch(tokens=16, rows=128),
+        Launch(tokens=16, tail=16), Launch(tokens=16, tail=16, rows=128)
 ], ids=str)  # fmt: skip
 def test_tiles_of_tokens(launch: Launch) -> None:
     """More tokens of an expert than a tile has, tiles of few, and rows past the last."""
@@ -134,7 +136,7 @@ def test_order(count: int) -> None:
 def test_route(scoring: Any, normalize: bool, parts: int) -> None:
     routing = Routing(num_experts=24, top_k=3, scoring=scoring, normalize=normalize)
     rng = np.random.default_rng(parts)
-    shape = (parts, 7, 24) if parts else (7, 24)
+    shape = (parts, 7, 64) if parts else (7, 24)  # 64: rows of a router's matrix after the last
     logits = jnp.asarray(rng.standard_normal(shape), jnp.float32)
     if not parts:
         logits = logits.at[0, 5].set(logits[0].max()).at[0, 9].set(logits[0].max())  # equals
@@ -162,3 +164,18 @@ def test_launches_for_real_shapes(tokens: int, k: int, count: int) -> None:
     config = choose(x, ids, w, target=HOPPER)
     assert isinstance(config, Config)
     assert config.parts == (tokens <= 256)
+
+
+@pytest.mark.parametrize("target", [HOPPER, PDL], ids=["plain", "early"])
+def test_dense_products_of_inputs_in_tiles_of_64(target: Target) -> None:
+    """gpt-oss's 2,880 are no multiple of 128."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((5, 192)), jnp.bfloat16)
+    weight = jnp.asarray(rng.standard_normal((128, 192)), jnp.bfloat16)
+    seen: list[Any] = []
+    observed = target.replace(observe=seen.append)
+    found = summed(linear(x, weight, jnp.float32, target=observed))
+    assert seen[0].implementation.kernels
+    assert (
+        relative_error(found, np.asarray(x, np.float32) @ np.asarray(weight, np.float32).T) < 1e-6
+    )
