@@ -181,6 +181,9 @@ class Buckets:
 SPECULATION_METHODS = ("ngram", "suffix")
 """vLLM's names. Both look up what followed where a text's end occurred in it before."""
 
+HEAD_METHODS = ("dflash", "dspark", "eagle3")
+"""Names of draft heads, which need a model. The model's files say which it is."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
@@ -192,6 +195,8 @@ class SpeculationConfig:
     """Tokens that must occur again before drafts are taken from what follows them."""
     most_match: int = 32
     """Tokens after which a longer occurrence is not looked for."""
+    model: str | None = None
+    """A folder or Hub id with a draft head; None: drafts are looked up."""
 
     def __post_init__(self) -> None:
         if self.drafts < 0:

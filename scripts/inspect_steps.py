@@ -36,9 +36,12 @@ from random_weights import LAYER_FORMATS, encoder
 from jaxserve.config import CacheConfig
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
+from jaxserve.models.drafts import block
+from jaxserve.models.drafts.spec import BlockDraft
 from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.runner import batch, kv_cache, sequence_state, slot_tables, verify
 from jaxserve.runner.batch import Bucket
+from jaxserve.runner.draft_step import WithHead
 from jaxserve.runner.step import DeviceState, run_step
 from jaxserve.runner.verify import VerifyBucket
 from jaxserve.runner.verify_step import run_verify_step
@@ -65,7 +68,10 @@ def main() -> None:
     ]
     buckets += verify.buckets(args.verify, groups=1)
     encode = encoder(spec, args.quantization, args.lm_head_dtype)
-    reports = [inspect(spec, encode, bucket, sharding, args.kv_cache_dtype) for bucket in buckets]
+    draft = dspark(spec) if args.draft_head else None
+    reports = [
+        inspect(spec, encode, bucket, sharding, args.kv_cache_dtype, draft) for bucket in buckets
+    ]
     print(json.dumps(reports, indent=1))
 
 
@@ -87,7 +93,23 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--decode", type=sizes, default=[1, 64])
     parser.add_argument("--prefill", type=sizes, default=[512])
     parser.add_argument("--verify", type=shapes, default=[], help="rows x positions: 8x8,32x2")
+    parser.add_argument("--draft-head", action="store_true", help="a DSpark head beside the model")
     return parser.parse_args()
+
+
+def dspark(spec: ModelSpec) -> BlockDraft:
+    """A head of the sizes that DeepSpec publishes, but for taps of a model with fewer layers."""
+    layers = (*spec.layers[:1],) * 5
+    body = dataclasses.replace(spec, layers=layers, tie_embeddings=False)
+    return BlockDraft(
+        body=body,
+        taps=tuple(range(min(5, spec.num_layers - 1))),
+        block=7,
+        mask_token=spec.vocab_size - 1,
+        predicts_next=True,
+        markov_rank=256,
+        confidence="hidden and markov",
+    )
 
 
 def topology_sharding(description: str) -> NamedSharding:
@@ -105,6 +127,7 @@ def inspect(
     bucket: Bucket | VerifyBucket,
     sharding: NamedSharding,
     kv_cache_dtype: str,
+    draft: BlockDraft | None,
 ) -> dict[str, Any]:
     """What the compiled step of a bucket holds."""
     for old in Path(DUMP.name).iterdir():
@@ -113,7 +136,9 @@ def inspect(
     state = DeviceState(
         kv=tuple(
             named(kv_cache_dtype).abstract(each, jnp.bfloat16)
-            for each in kv_cache.shapes(spec, cache, MAX_SEQS)
+            for each in kv_cache.shapes(
+                spec, cache, MAX_SEQS, draft.body.num_layers if draft else 0
+            )
         ),
         sequences=jax.ShapeDtypeStruct(
             sequence_state.shape(MAX_SEQS, spec.max_position // PAGE_SIZE), jnp.int32
@@ -124,11 +149,14 @@ def inspect(
     )
     plain = decoder.abstract(spec, jnp.bfloat16, stacked=True)
     params = encoded_abstract(plain, encode)
+    if draft is not None:
+        params = WithHead(params, block.abstract(draft, jnp.bfloat16, stacked=True))
     packed = jax.ShapeDtypeStruct((bucket.packed_size,), jnp.int32)
     verifies = isinstance(bucket, VerifyBucket)
     step = functools.partial(
         run_verify_step if verifies else run_step,
         spec=spec,
+        draft=draft,
         bucket=bucket,
         sampled_vocab=spec.vocab_size,
         target=Target.for_gpu(90),

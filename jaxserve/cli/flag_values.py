@@ -9,6 +9,7 @@ import re
 from typing import Any, cast
 
 from jaxserve.config import (
+    HEAD_METHODS,
     NO_SPECULATION,
     SPECULATION_METHODS,
     TEMPLATE_VARIABLES,
@@ -182,18 +183,24 @@ def speculation(text: str) -> SpeculationConfig:
     if not isinstance(given, dict):
         raise argparse.ArgumentTypeError(f"must be off or a JSON object, not {text!r}")
     fields = cast(dict[str, object], given)
-    method = fields.pop("method", SPECULATION_METHODS[0])
-    if method not in SPECULATION_METHODS:
+    model = fields.pop("model", None)
+    methods = SPECULATION_METHODS if model is None else HEAD_METHODS
+    method = fields.pop("method", methods[0])
+    if method not in methods:
+        what = "without a model" if model is None else "with a model"
         raise argparse.ArgumentTypeError(
-            f"unsupported method {method!r}; use {' or '.join(SPECULATION_METHODS)}"
+            f"unsupported method {method!r} {what}; use {' or '.join(methods)}"
         )
+    if model is not None and not (isinstance(model, str) and model):
+        raise argparse.ArgumentTypeError(f"model is {model!r}, not a folder or a Hub id")
     if unknown := fields.keys() - _SPECULATION.keys():
         raise argparse.ArgumentTypeError(f"unsupported keys: {', '.join(sorted(unknown))}")
     for name, value in fields.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise argparse.ArgumentTypeError(f"{name} must be a positive integer, not {value!r}")
     try:
-        return SpeculationConfig(**{_SPECULATION[name]: value for name, value in fields.items()})  # pyright: ignore[reportArgumentType]
+        values = {_SPECULATION[name]: value for name, value in fields.items()}
+        return SpeculationConfig(model=model, **values)  # pyright: ignore[reportArgumentType]
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -9,6 +9,7 @@ from jaxserve.scheduler.sequence import Sequence
 def decode_row(seq: Sequence) -> Row:
     """Returns a row that computes the last sampled token, which only the device may know."""
     start, mask = seq.computed, seq.mask
+    seq.drafts_on_device = False
     seq.computed = start + 1
     seq.in_flight += 1
     return Row(seq.id, seq.slot, start, (), True, seq.wants_logprobs, mask)
@@ -23,6 +24,7 @@ def verify_row(seq: Sequence, end: int, positions: int, drafts: tuple[int, ...] 
     seq.computed = start + 1
     seq.in_flight += 1
     seq.drafts_in_flight += positions - 1
+    seq.drafts_on_device = True
     return Row(seq.id, seq.slot, start, (), True, seq.wants_logprobs, verify=verify)
 
 
@@ -37,7 +39,7 @@ def chunk_row(seq: Sequence, budget: int) -> Row:
     logprobs = samples and seq.wants_logprobs
     mask = seq.mask if samples else None
     tokens = tuple(seq.tokens[start:end])
-    seq.computed = end
+    seq.computed, seq.drafts_on_device = end, False
     if end == seq.skip_from:
         seq.computed, seq.skip_from, seq.skip_to = seq.skip_to, 0, 0
     seq.in_flight += samples

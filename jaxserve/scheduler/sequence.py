@@ -84,6 +84,8 @@ class Sequence:
     """Output tokens that are planned and not committed, of verify rows one each."""
     drafts_in_flight: int = 0
     """Positions of verify rows in flight after the first of each, see `scheduler.verify`."""
+    drafts_on_device: bool = False
+    """The newest planned row is a verify row, after which a head, if there is one, drafts."""
     own_text: OwnText | None = None
     """Made when drafts are first looked up."""
     scored: int = 0

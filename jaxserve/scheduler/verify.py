@@ -9,7 +9,7 @@ the limit nothing is left to compute, and such a row would yield nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -48,6 +48,11 @@ class Verification:
     proposer: Proposer
     buckets: tuple[tuple[int, int], ...]
     """`Buckets.verify`: rows and positions per row."""
+    observe: Callable[[int, int], None] | None = None
+    """Is told of each row that took its drafts from the device: how many there were at most, and
+    how many were accepted."""
+    room: int = 0
+    """Positions after a row's end for which it should have pages: a head drafts there."""
 
 
 class DraftCounts:
@@ -196,9 +201,11 @@ class VerifyRows:
 
     def _end(self, seq: Sequence, positions: int, spare: int) -> tuple[int, int]:
         """Returns the position that a row must not reach, so that it can compute so many from
-        wherever it begins, and how many pages it needs for that, of those that are to spare."""
+        wherever it begins and a head can draft behind it, and how many pages it needs for that, of
+        those that are to spare."""
         last, size = seq.computed + seq.drafts_in_flight, self._kv_cache.page_size
-        end = min(last + positions, seq.limit - 1, seq.computed + self._step_tokens)
+        end = last + positions + self._verification.room
+        end = min(end, seq.limit - 1, seq.computed + self._step_tokens)
         new_pages = min(max(-(-(end - seq.capacity) // size), 0), spare)
         return min(end, seq.capacity + new_pages * size), new_pages
 
@@ -236,5 +243,7 @@ class VerifyRows:
         known = asked.positions if asked.drafts is None else len(asked.drafts) - begin + row.start
         drafts = max(min(asked.positions - 1, asked.end - 1 - begin, known), accepted)
         self.counts.add(drafts, accepted)
+        if asked.drafts is None and self._verification.observe is not None:
+            self._verification.observe(drafts, accepted)
         if self._decision is not None:
             self._decision.observe(accepted)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxserve.cli.options import Options
-from jaxserve.config import Buckets, ConfigError, SpeculationConfig
+from jaxserve.config import ConfigError, SpeculationConfig
 from jaxserve.engine.engine import Progress
 from jaxserve.engine.loop import Parts
 from jaxserve.kv_events.events import Sink
@@ -22,8 +22,10 @@ from jaxserve.metrics.metrics import Metrics
 from jaxserve.models import decoder
 from jaxserve.programs.executable_cache import Executable
 from jaxserve.programs.executables import Obtained, OnMissing, by_reason, obtain
+from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Pending, Runner, on_compile
 from jaxserve.scheduler import Scheduler
+from jaxserve.scheduler.speculation.head import HeadDrafts
 from jaxserve.scheduler.speculation.lookup import Lookup
 from jaxserve.scheduler.verify import Verification
 from jaxserve.setting_files import read_text
@@ -98,7 +100,8 @@ def build_parts(
                 lambda: obtain(plan.steps, plan.cache, workers, shown, on_missing=on_missing),
             )
         params = _with_memory_errors(plan, weights.result)
-    runner = Runner(plan.config, params, metrics)
+    head = _with_memory_errors(plan, plan.head.load) if plan.head else None
+    runner = Runner(plan.config, params, metrics, head)
     with timeline.span("warming"):
         prepare = functools.partial(_set_kv_scales, options, source, plan)
         _with_memory_errors(plan, lambda: runner.start(obtained.executables, progress, prepare))
@@ -115,21 +118,24 @@ def build_parts(
         config.scheduler,
         config.cache,
         times=times,
-        verification=_verification(options, config.buckets),
+        verification=_verification(options, config),
         cache_events=cache_events,
     )
     return Parts(scheduler, runner, store)
 
 
-def _verification(options: Options, buckets: Buckets) -> Verification | None:
-    if not buckets.verify:
+def _verification(options: Options, config: RunnerConfig) -> Verification | None:
+    buckets = config.buckets.verify
+    if not buckets:
         return None
     chosen = options.speculative_config or SpeculationConfig()
-    drafts = max(positions for _, positions in buckets.verify) - 1
-    proposer = Lookup(
-        drafts=min(drafts, chosen.drafts), least=chosen.least_match, most=chosen.most_match
-    )
-    return Verification(proposer=proposer, buckets=buckets.verify)
+    drafts = min(max(positions for _, positions in buckets) - 1, chosen.drafts)
+    if config.draft is not None:
+        head = HeadDrafts(drafts=min(drafts, config.draft.num_drafts))
+        room = config.draft.block
+        return Verification(proposer=head, buckets=buckets, observe=head.observe, room=room)
+    proposer = Lookup(drafts=drafts, least=chosen.least_match, most=chosen.most_match)
+    return Verification(proposer=proposer, buckets=buckets)
 
 
 def _set_kv_scales(options: Options, source: ModelSource, plan: EnginePlan, runner: Runner) -> None:

@@ -29,6 +29,7 @@ from jaxserve.runner.fingerprint import program_key
 from jaxserve.runner.programs import RunnerConfig, programs
 from jaxserve.setting_files import read_text
 from jaxserve.startup import gpu_driver, memory
+from jaxserve.startup.draft_head import PlannedHead, plan_head
 from jaxserve.startup.environment import compiler_options, compiler_settings, memory_share
 from jaxserve.startup.memory import MemoryPlan
 from jaxserve.startup.room import Fit, Room
@@ -65,6 +66,8 @@ class EnginePlan:
 
     config: RunnerConfig
     weights: WeightPlan
+    head: PlannedHead | None
+    """The draft head, if there is one."""
     limit: int
     """Bytes of device memory that the process may use."""
     steps: list[Program]
@@ -90,7 +93,8 @@ class EnginePlan:
         results = 2 * 4 * math.prod(config.results_shape)  # one written, one read
         return MemoryPlan(
             limit=self.limit,
-            weights=memory.tree_bytes(self.weights.served),
+            weights=memory.tree_bytes(self.weights.served)
+            + (self.head.num_bytes if self.head else 0),
             kv_cache=kv_cache.total_bytes(config.kv_format, config.kv_shapes, config.dtype),
             state=rows * columns * 4
             + slot_tables.num_bytes(config.tables)
@@ -122,6 +126,8 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     kv_format = named(options.kv_cache_dtype)
     _check_windows(options, spec, kv_format, gpu=gpu)
     _check_calibration(options, kv_format)
+    head = plan_head(options, spec, dtype, kv_format, stacked=gpu)
+    beside = head.num_bytes if head else 0
     target = Target.of(device)
     e4m3 = _fp8_pays(dtype, target)
     room = Room(
@@ -134,20 +140,21 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
         given=options.kv_cache_memory_bytes,
         quantized=weights.quantized,
         unpacks=not e4m3,
+        draft_layers=head.spec.body.num_layers if head else 0,
     )
     choices = _choices(options, gpu=gpu)
 
     def left_beside(weights: int) -> int:
-        """Returns the bytes for the KV cache beside `weights` bytes."""
-        fit = room.fit(weights, choices, options.max_model_len)
-        return room.left(weights, fit.buckets, fit.max_model_len)
+        """Returns the bytes for the KV cache beside `weights` bytes and the head."""
+        fit = room.fit(weights + beside, choices, options.max_model_len)
+        return room.left(weights + beside, fit.buckets, fit.max_model_len)
 
     weights = _with_fp8_copy(options, weights, left_beside, pays=e4m3)
-    size = memory.tree_bytes(weights.served)
+    size = memory.tree_bytes(weights.served) + beside
     fit = room.fit(size, choices, options.max_model_len)
     if not gpu:
         memory.check_host_memory(size, fit.budget)
-    config = _runner_config(options, source, room, fit, target)
+    config = _runner_config(options, source, room, fit, target, head)
     room.report(fit, size, choices, chosen=options.max_model_len is None)
     compiling = compiler_options(gpu=gpu)
     settings = compiler_settings() | {name: str(value) for name, value in compiling.items()}
@@ -155,9 +162,11 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     return EnginePlan(
         config=config,
         weights=weights,
+        head=head,
         limit=room.limit,
         steps=[
-            replace(each, compiler_options=compiling) for each in programs(config, weights.served)
+            replace(each, compiler_options=compiling)
+            for each in programs(config, weights.served, head and head.abstract)
         ],
         staging=[_staging(each) for each in (*weights.staging, *weights.copying)],
         cache=ExecutableCache(files / "executables", key, source.file_name),
@@ -165,7 +174,12 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
 
 
 def _runner_config(
-    options: Options, source: ModelSource, room: Room, fit: Fit, target: Target
+    options: Options,
+    source: ModelSource,
+    room: Room,
+    fit: Fit,
+    target: Target,
+    head: PlannedHead | None,
 ) -> RunnerConfig:
     spec, kv_format, dtype = room.spec.within(fit.max_model_len), room.kv_format, room.dtype
     scheduler = _scheduler_config(options, fit, gpu=room.gpu)
@@ -184,6 +198,7 @@ def _runner_config(
         tile_size=tile_tokens(spec.q_heads // spec.kv_heads) if room.gpu else _cpu_tile(kv_format),
         kv_format=kv_format,
         target=target,
+        draft=head and head.spec,
     )
 
 
@@ -357,7 +372,7 @@ def _cache_config(options: Options, room: Room, fit: Fit) -> CacheConfig:
     page_size, sequences = room.page_size, fit.buckets.decode[-1]
     useful = sequences * (-(-fit.max_model_len // page_size)) + 1
     spec, demand = room.spec.within(fit.max_model_len), room.demand(fit.buckets, fit.max_model_len)
-    groups = kv_cache.sized_groups(spec, page_size, sequences)
+    groups = kv_cache.sized_groups(spec, page_size, sequences, room.draft_layers)
     pages = kv_cache.fit_pages(room.kv_format, groups, room.dtype, fit.budget, demand)
     cache = kv_cache.cache_config(
         spec, [min(each, useful) for each in pages], page_size, room.kv_format.own_tokens

@@ -67,6 +67,8 @@ class Room:
     """Whether the weights are quantised."""
     unpacks: bool = False
     """Whether products of many tokens unpack quantised weights first."""
+    draft_layers: int = 0
+    """Layers of a draft head, whose keys and values lie in the same pages."""
 
     def left(self, weights: int, buckets: Buckets, max_model_len: int) -> int:
         """Returns the bytes for the KV cache beside `weights` bytes, ignoring `given`.
@@ -152,7 +154,7 @@ class Room:
         """Returns how much the KV cache holds."""
         budget = self._budget(weights, buckets, max_model_len)
         spec, demand = self.spec.within(max_model_len), self.demand(buckets, max_model_len)
-        groups = kv_cache.sized_groups(spec, self.page_size, buckets.decode[-1])
+        groups = kv_cache.sized_groups(spec, self.page_size, buckets.decode[-1], self.draft_layers)
         pages = kv_cache.num_pages(self.kv_format, groups, self.dtype, budget, demand)
         if min(pages) < 2:  # the first is for padding
             return Held(0, 0)
