@@ -99,6 +99,8 @@ class AttentionSpec:
     """Keys that a query sees, its own among them; None: all."""
     scale: float | None = None
     """Factor on scores; None: head_dim ** -0.5."""
+    sinks: bool = False
+    """Each query head has one more score, beside those of the keys, with a value of 0."""
 
     def __post_init__(self) -> None:
         if self.q_heads % self.kv_heads:
@@ -194,6 +196,7 @@ class LayerSpec:
             + self.feed_forward.num_params(embed)
             + 2 * embed
             + 2 * attention.head_dim * attention.qk_norm
+            + attention.q_heads * attention.sinks
         )
 
     def unused_params(self, embed: int) -> int:
@@ -245,7 +248,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         shapes = {
-            (a.q_heads, a.kv_heads, a.head_dim, a.qk_norm, a.qkv_bias, a.out_bias)
+            (a.q_heads, a.kv_heads, a.head_dim, a.qk_norm, a.qkv_bias, a.out_bias, a.sinks)
             for layer in self.layers
             for a in [layer.attention]
         }

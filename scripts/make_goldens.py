@@ -35,6 +35,7 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -104,8 +105,13 @@ def random_model(settings: PretrainedConfig, seed: int, dtype: torch.dtype) -> P
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            if name.endswith(".bias"):
+            if name.endswith("bias"):
                 value = 0.3 * noise
+            elif name.endswith("sinks"):
+                value = noise
+            elif settings.model_type == "gpt_oss" and weight.ndim == 3:  # [experts, in, out]
+                # Large enough that gate and up are clamped.
+                value = noise * (3.0 if "gate_up" in name else 0.5) / math.sqrt(weight.shape[1])
             elif weight.ndim == 3:  # [experts, out, in]
                 value = noise * 1.5 / math.sqrt(weight.shape[2])
             elif weight.ndim == 1:
@@ -225,6 +231,11 @@ def variants() -> dict[str, dict[str, Any]]:
         use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2,
     )  # fmt: skip
     stepped = config(**experts, layers=4, tied=True, norm_topk_prob=False, decoder_sparse_step=2)
+    gpt_oss = config(
+        GptOssConfig, layers=4, tied=False, head_dim=24, num_local_experts=8,
+        num_experts_per_tok=3, sliding_window=WINDOW,
+        rope=YARN | {"factor": 8.0, "truncate": False},
+    )  # fmt: skip
     every = config(**experts, layers=2, tied=False, norm_topk_prob=True)
     settings = {
         "tied": (config(**qwen3, layers=2, tied=True, **plain), bf16, whole),
@@ -239,6 +250,7 @@ def variants() -> dict[str, dict[str, Any]]:
         "qwen3_moe": (every, bf16, whole),
         "qwen3_moe_mixed": (mixed, bf16, "150KB"),
         "qwen3_moe_stepped": (stepped, bf16, whole),
+        "gpt_oss": (gpt_oss, bf16, whole),
     }
     return {
         name: {"settings": each, "dtype": dtype, "shard_size": shard_size, "seed": seed}

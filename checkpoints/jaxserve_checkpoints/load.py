@@ -179,7 +179,7 @@ def packed_leaves(checkpoint: Stored, sources: Sequence[LeafSource]) -> dict[str
         return {}
     found: dict[str, PackedModules | None] = {}
     for source in sources:
-        packed = _packed(checkpoint, source)
+        packed = checkpoint.packed(source.tensors, source.path, source.transforms, abstract=True)
         packed = None if packed is None else packed.abstract
         if found.setdefault(source.part.owner, packed) != packed:
             raise CheckpointError(
@@ -282,7 +282,7 @@ def _write(stacked: jax.Array, part: jax.Array, index: tuple[jax.Array, ...]) ->
 def assemble(checkpoint: Stored, source: LeafSource) -> AnyArray | PackedModules:
     """Returns one leaf on the host: a view of the file if nothing changes, else a new array."""
     if isinstance(checkpoint, QuantizedCheckpoint):
-        packed = _packed(checkpoint, source)
+        packed = checkpoint.packed(source.tensors, source.path, source.transforms)
         if packed is not None:
             return packed
         checkpoint = checkpoint.checkpoint
@@ -299,18 +299,6 @@ def assemble(checkpoint: Stored, source: LeafSource) -> AnyArray | PackedModules
     for target, part in zip(targets, parts, strict=True):
         _copy(target, part)
     return result
-
-
-def _packed(checkpoint: QuantizedCheckpoint, source: LeafSource) -> PackedModules | None:
-    """See QuantizedCheckpoint.packed. Raises CheckpointError if a quantised tensor would need a
-    change."""
-    packed = checkpoint.packed(source.tensors, source.path)
-    if packed is not None and source.transforms:
-        raise CheckpointError(
-            f"{checkpoint.folder}: {source.path} is made of {', '.join(source.tensors)} by "
-            "reordering them, which is not supported for tensors that are quantised"
-        )
-    return packed
 
 
 def _read(checkpoint: Plain, name: str, source: LeafSource) -> AnyArray:

@@ -33,7 +33,7 @@ from jaxserve_checkpoints.reader import (
     read_header,
 )
 from jaxserve_checkpoints.rules import AnyRule, Rule
-from jaxserve_kernels.weights import is_quantized, types
+from jaxserve_kernels.weights import is_quantized, layout, types
 
 FILE = NATIVE_FILE
 FORMAT = 1
@@ -168,12 +168,18 @@ class NativeCheckpoint:
             for field, tensor in arrays.items()
         }
         weight = types()[name](**fields)
-        if tuple(weight.shape) != tuple(leaf.shape):
+        if not _stands_for(tuple(weight.shape), tuple(leaf.shape)):
             raise CheckpointError(
                 f"{self.place}: {first.owner} is {list(weight.shape)}, the model "
                 f"needs {list(leaf.shape)}"
             )
         return weight
+
+
+def _stands_for(shape: tuple[int, ...], plain: tuple[int, ...]) -> bool:
+    """Whether a quantised weight of the shape may be there for a plain one: it may have more
+    inputs, up to a multiple of what kernels read."""
+    return shape[:-1] == plain[:-1] and 0 <= shape[-1] - plain[-1] < layout.TILE_IN
 
 
 def open_native(folder: Path, name: str = FILE) -> NativeCheckpoint:

@@ -67,6 +67,7 @@ class Layer(NamedTuple):
     down_bias: Array | None  # [embed]
     router: Array | None = None  # [experts, embed]
     router_bias: Array | None = None  # [experts]
+    sinks: Array | None = None  # [q_heads]
     experts: Experts | None = None
 
 
@@ -152,6 +153,7 @@ def _abstract_layer(layer: LayerSpec, embed: int, dtype: DTypeLike) -> Layer:
         down_bias=array(*leading, embed) if block.bias else None,
         router=array(block.num_experts, embed) if sparse else None,
         router_bias=array(block.num_experts) if sparse and block.router_bias else None,
+        sinks=array(attention.q_heads) if attention.sinks else None,
         experts=Experts(gate_up, down) if sparse else None,
     )
 
@@ -374,7 +376,7 @@ def _attend(
         linear(normed, layer.qkv, target=target),
         kv[group],
         place.layer,
-        HeadWeights(layer.q_norm, layer.k_norm, layer.qkv_bias),
+        HeadWeights(layer.q_norm, layer.k_norm, layer.qkv_bias, layer.sinks),
         tables,
         tokens.places[group],
         eps=spec.norm_eps,

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from jaxserve.model_spec import ModelSpec
-from jaxserve_checkpoints.rules import AnyRule, Element, Ignore, Repeat, Rule
+from jaxserve_checkpoints.rules import (
+    AnyRule,
+    Element,
+    Ignore,
+    Reorder,
+    Repeat,
+    Rule,
+    Transform,
+    Transpose,
+)
 
 
 def decoder_rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
@@ -46,25 +55,41 @@ def decoder_rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
     if dense and dense.bias:
         rules.append(rule("gate_up_bias", mlp, "gate_proj", "up_proj", kind="bias"))
         rules.append(rule("down_bias", mlp, "down_proj", kind="bias"))
+    if spec.attention.sinks:
+        rules.append(Rule("layers.{layer}.sinks", (attention + "sinks",)))
     if spec.experts:
-        rules.append(rule("router", mlp, "gate"))
-        rules += expert_rules()
+        rules += expert_rules(spec)
     return tuple(rules)
 
 
-def expert_rules() -> list[Rule]:
-    """Matrices of experts: a tensor for each, or all in one, with gate's rows before up's."""
-    block, leaf = "model.layers.{layer}.mlp.experts.", "layers.{layer}.experts.{expert}."
+def expert_rules(spec: ModelSpec) -> list[Rule]:
+    """Routers and experts: each expert's matrices apart, or those of a layer in one tensor. With
+    biases as gpt-oss has them: transposed, unless in MXFP4, and rows of gate and up by turns."""
+    assert spec.experts
+    block, leaf = "model.layers.{layer}.mlp.", "layers.{layer}."
 
-    def rule(name: str, fused: str, *names: str) -> Rule:
-        together = Rule(leaf + name, (block + fused,), transforms=(Element("expert"),))
-        each = tuple(f"{block}{{expert}}.{name}.weight" for name in names)
-        return Rule(leaf + name, each, otherwise=together)
+    def rule(leaf: str, source: str, *transforms: Transform, otherwise: Rule | None = None) -> Rule:
+        return Rule(leaf, (block + source,), transforms=transforms, otherwise=otherwise)
 
-    return [
-        rule("gate_up", "gate_up_proj", "gate_proj", "up_proj"),
-        rule("down", "down_proj", "down_proj"),
-    ]
+    def matrix(name: str, *names: str) -> Rule:
+        each = tuple(f"{block}experts.{{expert}}.{name}.weight" for name in names)
+        fused = f"experts.{name}_proj"
+        path = f"{leaf}experts.{{expert}}.{name}"
+        if not spec.experts or not spec.experts.bias:
+            return Rule(path, each, otherwise=rule(path, fused, Element("expert")))
+        order = (Reorder(2),) if name == "gate_up" else ()
+        quantized = rule(path, f"{fused}.weight", Element("expert"), *order)
+        return rule(path, fused, Element("expert"), Transpose(), *order, otherwise=quantized)
+
+    rules = [matrix("gate_up", "gate_proj", "up_proj"), matrix("down", "down_proj")]
+    router = "router" if spec.experts.bias else "gate"
+    rules.append(rule(leaf + "router", f"{router}.weight"))
+    if spec.experts.router_bias:
+        rules.append(rule(leaf + "router_bias", f"{router}.bias"))
+    if spec.experts.bias:
+        gate_up = rule(leaf + "gate_up_bias", "experts.gate_up_proj_bias", Reorder(2, axis=1))
+        rules += [gate_up, rule(leaf + "down_bias", "experts.down_proj_bias")]
+    return rules
 
 
 def rows_of(spec: ModelSpec, path: str) -> tuple[int, ...] | None:

@@ -103,6 +103,21 @@ def test_heads_without_norms_and_with_a_bias(
     attention_equals_the_definition(name, work, monkeypatch, options=options, q_heads=q_heads)
 
 
+@pytest.mark.parametrize(
+    ("name", "work", "window"),
+    [
+        *(("auto", work, None) for work in [*WORKS, "few", "some"]),
+        *(("auto", work, 50) for work in ("decode", "few", "behind", "one")),
+        *((name, work, 50) for name in ("int8", "fp8_e4m3") for work in ("decode", "behind")),
+    ],
+)
+def test_sinks(name: str, work: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gpt-oss has them: each counts once, however a context is split."""
+    attention_equals_the_definition(
+        name, work, monkeypatch, options="sinks", q_heads=8, window=window
+    )
+
+
 def attention_equals_the_definition(
     name: str,
     work: str,

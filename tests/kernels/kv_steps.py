@@ -32,8 +32,9 @@ HEADS = {
     "nothing": (),
     "bias": ("bias",),
     "both": ("q_norm", "k_norm", "bias"),
+    "sinks": ("bias", "sinks"),
 }
-"""Of `HeadWeights`, by models: Qwen3 has norms, Llama nothing, Qwen2 a bias."""
+"""Of `HeadWeights`, by models: Qwen3 has norms, Llama nothing, Qwen2 a bias, gpt-oss sinks, too."""
 
 
 def head_weights(
@@ -43,7 +44,8 @@ def head_weights(
     rng = np.random.default_rng(seed)
     norms = 1 + 0.1 * rng.standard_normal((2, dim))
     bias = rng.standard_normal((q_heads + 2 * kv_heads) * dim)
-    given = zip(HeadWeights._fields, (*norms, bias), strict=True)
+    sinks = 3 * rng.standard_normal(q_heads)
+    given = zip(HeadWeights._fields, (*norms, bias, sinks), strict=True)
     chosen = {name: jnp.asarray(x, dtype) for name, x in given if name in HEADS[options]}
     return HeadWeights(**chosen)
 

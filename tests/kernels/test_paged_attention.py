@@ -60,8 +60,11 @@ def attend(request: pytest.FixtureRequest) -> Attend:
         tiles: Any,
         tile_size: int,
         window: int | None = None,
+        sinks: Floats | None = None,
     ) -> Floats:
-        out = compiled(q, kv, layer, page_table, tiles, tile_size=tile_size, window=window)
+        out = compiled(
+            q, kv, layer, page_table, tiles, tile_size=tile_size, window=window, sinks=sinks
+        )
         assert out.dtype == q.dtype
         return np.asarray(out, np.float64)
 
@@ -73,16 +76,24 @@ def attend(request: pytest.FixtureRequest) -> Attend:
 
 @pytest.fixture(scope="module")
 def run(attend: Attend) -> Attend:
-    def run(inputs: AttentionInputs, tile_size: int, window: int | None = None) -> Floats:
+    def run(
+        inputs: AttentionInputs,
+        tile_size: int,
+        window: int | None = None,
+        sinks: Floats | None = None,
+    ) -> Floats:
         arrays = [jnp.asarray(part) for part in inputs if not isinstance(part, int)]
         q, kv, page_table, *tiles = arrays
-        return attend(q, kv, inputs.layer, page_table, QueryTiles(*tiles), tile_size, window)
+        return attend(q, kv, inputs.layer, page_table, QueryTiles(*tiles), tile_size, window, sinks)
 
     return run
 
 
-def dense(inputs: AttentionInputs, window: int | None = None) -> Floats:
-    """Gather what each token sees, softmax in float64; 0 for tokens of no tile."""
+def dense(
+    inputs: AttentionInputs, window: int | None = None, sinks: Floats | None = None
+) -> Floats:
+    """Gather what each token sees, softmax in float64; 0 for tokens of no tile. A sink is one more
+    score, whose weight is dropped."""
     q, kv = inputs.q.astype(np.float64), inputs.kv[inputs.layer]
     group = q.shape[1] // kv.shape[1]
     out = np.zeros_like(q)
@@ -94,8 +105,11 @@ def dense(inputs: AttentionInputs, window: int | None = None) -> Floats:
             seen = range(0 if window is None else max(context - window, 0), context)
             keys, values = _context(kv, inputs.page_table[slot], seen, group)
             scores = np.einsum("hd,khd->hk", q[token], keys) / np.sqrt(q.shape[-1])
+            if sinks is not None:
+                scores = np.concatenate([scores, sinks.astype(np.float64)[:, None]], axis=1)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             weights /= weights.sum(-1, keepdims=True)
+            weights = weights[:, : len(seen)]
             out[token] = np.einsum("hk,khd->hd", weights, values)
     return out
 
@@ -119,6 +133,16 @@ def test_each_token_gets_the_softmax_over_its_sequence(spec: AttentionSpec, run:
         rtol=0,
         atol=TOLERANCE[spec.dtype],
     )
+
+
+@pytest.mark.parametrize("spec", WINDOW_SPECS[:2] + SMALL_SPECS[:3], ids=lambda spec: spec.name)
+def test_sinks_take_part_in_each_softmax(spec: AttentionSpec, run: Attend) -> None:
+    inputs = make_inputs(spec, seed=0)
+    sinks = 3 * np.random.default_rng(1).standard_normal(inputs.q.shape[1]).astype(np.float32)
+    expected = dense(inputs, spec.window, sinks)
+    got = run(inputs, spec.tile_size, spec.window, sinks)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE[spec.dtype])
+    assert np.abs(expected - dense(inputs, spec.window)).max() > 0.1
 
 
 @pytest.mark.parametrize("split", range(1, 40, 3))

@@ -19,10 +19,12 @@ from jaxserve.models import decoder, registry
 from jaxserve.models.quantization import Quantization
 from jaxserve_checkpoints.convert import convert
 from jaxserve_checkpoints.dummy import dummy_params
-from jaxserve_checkpoints.load import encoded_abstract, load_leaves, load_params
+from jaxserve_checkpoints.load import as_stored, encoded_abstract, load_leaves, load_params
 from jaxserve_checkpoints.native import open_native
+from jaxserve_checkpoints.quantized import QuantizedCheckpoint, detect
 from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
 from jaxserve_checkpoints.stream_sources import assembled_sources, direct_sources
+from jaxserve_kernels.weights import Mxfp4Weight
 from tests.tiny_model import tiny_spec
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3_moe"
@@ -205,3 +207,81 @@ def test_what_awq_and_shapes_do_not_allow_is_refused() -> None:
         Quantization(layers="int4", method="awq").encoder(QUANTIZABLE)
     with pytest.raises(ConfigError, match=r"experts.gate_up \[96, 64\]"):
         Quantization(layers="int4").encoder(SPEC)
+
+
+GPT_OSS = Path(__file__).parents[1] / "golden" / "gpt_oss"
+
+
+def gpt_oss_in_mxfp4(folder: Path) -> tuple[ModelSpec, dict[str, NDArray[Any]]]:
+    """The golden with its experts in MXFP4 as gpt-oss is published; and its tensors, of which the
+    experts have the values that are left of them."""
+    tensors = load_file(GPT_OSS / "model.safetensors")
+    stored, plain = dict(tensors), dict(tensors)
+    for name in [each for each in tensors if each.endswith(("gate_up_proj", "down_proj"))]:
+        matrix = np.swapaxes(stored.pop(name).astype(np.float32), 1, 2)  # [experts, out, in]
+        blocks, scales, values = _mxfp4(matrix)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = np.ascontiguousarray(np.swapaxes(values, 1, 2))
+    config = json.loads((GPT_OSS / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(stored, folder / "model.safetensors")
+    return registry.spec_of(config), plain
+
+
+def _mxfp4(matrix: NDArray[Any]) -> tuple[NDArray[Any], ...]:
+    """Blocks uint8 [experts, out, in / 32, 16], scales, and the values that they stand for."""
+    each = matrix.reshape(*matrix.shape[:-1], -1, 32)
+    exponent = np.floor(np.log2(np.abs(each).max(-1))).astype(np.int32) - 2
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    scaled = each / np.exp2(exponent)[..., None]
+    codes = np.abs(np.abs(scaled)[..., None] - numbers).argmin(-1).astype(np.uint8)
+    values = np.sign(scaled) * numbers[codes] * np.exp2(exponent)[..., None]
+    codes |= np.where(scaled < 0, 8, 0).astype(np.uint8)
+    blocks = codes[..., 0::2] | codes[..., 1::2] << 4
+    scales = np.ascontiguousarray(exponent + 127, np.uint8)
+    return np.ascontiguousarray(blocks), scales, values.reshape(matrix.shape)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_experts_in_mxfp4_are_read_as_they_are(stacked: bool, tmp_path: Path) -> None:
+    """Beside attention in bfloat16; from the file and from its converted copy."""
+    quantized, plain, copy = (tmp_path / name for name in ("quantized", "plain", "copy"))
+    for each in (quantized, plain, copy):
+        each.mkdir()
+    spec, tensors = gpt_oss_in_mxfp4(quantized)
+    save_file(tensors, plain / "model.safetensors")
+    expected = load(plain, spec, stacked=stacked)
+    abstract, rules = decoder.abstract(spec, jnp.bfloat16, stacked=stacked), registry.rules(spec)
+    checkpoint = QuantizedCheckpoint(open_checkpoint(quantized), found_format(quantized))
+    params = load_params(checkpoint, rules, abstract)
+    views = zip(
+        decoder.layer_views(params.layers), decoder.layer_views(expected.layers), strict=True
+    )
+    for layer, original in views:
+        assert layer.experts is not None and original.experts is not None
+        for name, weight in layer.experts._asdict().items():
+            assert isinstance(weight, Mxfp4Weight)
+            want = getattr(original.experts, name)
+            found = weight.dequantize()
+            np.testing.assert_array_equal(found[..., : want.shape[-1]], want)
+            np.testing.assert_array_equal(found[..., want.shape[-1] :], 0)
+        assert_equal(layer._replace(experts=None), original._replace(experts=None))
+    convert(checkpoint, rules, abstract, as_stored, copy, made_from={})
+    own = open_native(copy)
+    assert_equal(load_params(own.tensors, own.rules(), own.encoded(abstract)), params)
+
+
+def test_scales_of_experts_that_are_missing_are_named(tmp_path: Path) -> None:
+    gpt_oss_in_mxfp4(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.down_proj_scales"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers.1.mlp.experts.down_proj: it has no"):
+        QuantizedCheckpoint(open_checkpoint(tmp_path), found_format(tmp_path))
+
+
+def found_format(folder: Path) -> Any:
+    found = detect(folder)
+    assert found is not None
+    return found

@@ -31,11 +31,14 @@ type Floats = NDArray[np.floating[Any]]
 GOLDEN = Path(__file__).parents[1] / "golden"
 TOLERANCE = 1e-4
 """Of logits up to 18 in absolute value; 3e-5 is the worst measured."""
+TOLERANCES = {"gpt_oss": 5e-4}
+"""Its experts' large weights, which reach the clamp, make errors larger: 1e-4 was measured."""
 
 PAGE_SIZE, PAGES_PER_SEQ, TILE_SIZE = 16, 8, 16
 
 
 class Golden(NamedTuple):
+    name: str
     spec: ModelSpec
     params: decoder.Params
     arrays: dict[str, NDArray[Any]]
@@ -59,13 +62,13 @@ def load_golden(name: str) -> Golden:
     abstract = decoder.abstract(spec, jnp.float32)
     params = load_params(open_checkpoint(folder), registry.rules(spec), abstract)
     with np.load(folder / "golden.npz") as arrays:
-        return Golden(spec, params, dict(arrays))
+        return Golden(name, spec, params, dict(arrays))
 
 
 VARIANTS = (
     *("tied", "untied_sharded", "yarn", "llama", "llama_linear", "llama_biases"),
     *("qwen2", "mistral", "alternating"),
-    *("qwen3_moe", "qwen3_moe_mixed", "qwen3_moe_stepped"),
+    *("gpt_oss", "qwen3_moe", "qwen3_moe_mixed", "qwen3_moe_stepped"),
 )
 
 
@@ -125,7 +128,8 @@ def logits_in_chunks(golden: Golden, tokens: NDArray[np.int32], size: int) -> Fl
 def test_logits_are_those_of_transformers(golden: Golden, size: int) -> None:
     for tokens, expected in golden.sequences:
         got = logits_in_chunks(golden, tokens, size)
-        np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE)
+        tolerance = TOLERANCES.get(golden.name, TOLERANCE)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance)
 
 
 def without_scaling(golden: Golden) -> Golden:
@@ -145,6 +149,25 @@ def without_biases(golden: Golden) -> Golden:
     return golden._replace(params=golden.params._replace(layers=tuple(layers)))
 
 
+def without_sinks(golden: Golden) -> Golden:
+    layers = (layer._replace(sinks=None) for layer in golden.params.layers)
+    return golden._replace(params=golden.params._replace(layers=tuple(layers)))
+
+
+def without_router_biases(golden: Golden) -> Golden:
+    layers = (layer._replace(router_bias=None) for layer in golden.params.layers)
+    return golden._replace(params=golden.params._replace(layers=tuple(layers)))
+
+
+def without_clamp(golden: Golden) -> Golden:
+    """SwiGLU as in other models."""
+    layers = (
+        replace(layer, feed_forward=replace(layer.feed_forward, activation="silu"))
+        for layer in golden.spec.layers
+    )
+    return golden._replace(spec=replace(golden.spec, layers=tuple(layers)))
+
+
 def with_other_weights_of_experts(golden: Golden) -> Golden:
     """Divided by their sum where they are not, and the other way round."""
 
@@ -161,6 +184,8 @@ def with_other_weights_of_experts(golden: Golden) -> Golden:
 @pytest.mark.parametrize(
     ("name", "change"),
     [
+        *(("gpt_oss", change) for change in (without_sinks, without_router_biases)),
+        *(("gpt_oss", change) for change in (without_clamp, without_windows)),
         ("qwen3_moe", with_other_weights_of_experts),
         ("qwen3_moe_stepped", with_other_weights_of_experts),
         ("qwen3_moe_mixed", without_windows),
@@ -206,4 +231,5 @@ def test_the_runner_continues_prompts_as_transformers_does(name: str) -> None:
         last = logits[-1].astype(np.float64)
         expected_logprobs = last - np.log(np.exp(last - last.max()).sum()) - last.max()
         for token, value in logprobs.top:
-            assert value == pytest.approx(expected_logprobs[token], abs=TOLERANCE)
+            tolerance = TOLERANCES.get(name, TOLERANCE)
+            assert value == pytest.approx(expected_logprobs[token], abs=tolerance)

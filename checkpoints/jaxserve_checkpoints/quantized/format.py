@@ -69,6 +69,8 @@ class Format(ABC):
     """The suffix of the tensor that every quantised module has."""
     unused: ClassVar[tuple[str, ...]] = ()
     """Suffixes of tensors that a module may have and that the engine ignores."""
+    pads: ClassVar[bool] = False
+    """Whether decoding fills inputs up to a multiple of what kernels read."""
 
     @abstractmethod
     def describe(self) -> str:

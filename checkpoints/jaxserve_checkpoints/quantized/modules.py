@@ -19,8 +19,11 @@ from jaxserve_checkpoints.quantized.format import (
     Format,
     Inconsistent,
     TensorInfo,
+    expect,
 )
+from jaxserve_checkpoints.quantized.mxfp4 import Mxfp4, Mxfp4Experts
 from jaxserve_checkpoints.reader import AnyArray, Checkpoint, CheckpointError
+from jaxserve_checkpoints.rules import Transform
 from jaxserve_kernels.weights import Int4Weight, OrderedInt4Weight, Weight, layout
 
 _MAX_PROBLEMS = 20
@@ -38,6 +41,13 @@ class Module:
     """Suffixes of the tensors that it is decoded from."""
     order: AnyArray | None
     """See Format.order."""
+    experts: int | None = None
+    """It is so many, stacked in each tensor on a leading axis; None: it is one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the model has it: [out, in], with experts in front."""
+        return self.size if self.experts is None else (self.experts, *self.size)
 
 
 @functools.partial(
@@ -105,6 +115,7 @@ class QuantizedCheckpoint:
                 self.modules[prefix] = self._module(prefix, own)
             except Inconsistent as error:
                 problems.append(f"{prefix}: {error}")
+        self.modules |= self._stacks(format, problems)
         if problems or not self.modules:
             raise CheckpointError(self._report(problems))
         ordered = {each.format for each in self.modules.values() if each.order is not None}
@@ -136,9 +147,9 @@ class QuantizedCheckpoint:
         return name in self._known
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a plain tensor, or (out, in) of a quantised module."""
+        """Returns the shape of a plain tensor, or of what a quantised module stands for."""
         module = self.module(name)
-        return self.checkpoint.shape(name) if module is None else module.size
+        return self.checkpoint.shape(name) if module is None else module.shape
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """Returns the dtype of a plain tensor; bfloat16 for a quantised module."""
@@ -162,12 +173,21 @@ class QuantizedCheckpoint:
         prefix = name.removesuffix(".weight")
         return None if prefix == name else self.modules.get(prefix)
 
-    def packed(self, names: Sequence[str], path: str) -> PackedModules | None:
+    def packed(
+        self,
+        names: Sequence[str],
+        path: str,
+        transforms: Sequence[Transform] = (),
+        *,
+        abstract: bool = False,
+    ) -> PackedModules | None:
         """Returns the modules behind the tensors `names`, on the host; None if all are plain.
 
         Args:
           names: tensors that make up one parameter.
           path: the parameter's name, for errors.
+          transforms: which expert is taken, and in which order its rows are.
+          abstract: ShapeDtypeStructs are enough, and nothing is read.
 
         Raises:
           CheckpointError: only some are quantised, or they cannot form one weight.
@@ -187,8 +207,13 @@ class QuantizedCheckpoint:
             raise CheckpointError(
                 f"{self.folder}: {path} is one matrix of several formats: {kinds}; supported is one"
             )
+        if transforms and any(module.experts is None for module in modules):
+            raise CheckpointError(
+                f"{self.folder}: {path} is made of {', '.join(names)} by reordering them, which is "
+                "not supported for tensors that are quantised"
+            )
         out, depth = sum(module.size[0] for module in modules), modules[0].size[1]
-        if out % layout.TILE_OUT or depth % layout.TILE_IN:
+        if out % layout.TILE_OUT or (depth % layout.TILE_IN and not modules[0].format.pads):
             raise CheckpointError(
                 f"{self.folder}: {path} is [{out}, {depth}]; quantised weights are [out, in] with "
                 f"out a multiple of {layout.TILE_OUT} and in a multiple of {layout.TILE_IN}"
@@ -202,16 +227,28 @@ class QuantizedCheckpoint:
             )
         return PackedModules(
             tensors=tuple(
-                {
-                    suffix: m.format.prepared(suffix, self.checkpoint.read(f"{m.name}{suffix}"))
-                    for suffix in m.tensors
-                }
+                {suffix: self._tensor(m, suffix, transforms, abstract) for suffix in m.tensors}
                 for m in modules
             ),
             order=orders[0] if orders else None,
             format=modules[0].format,
             sizes=tuple(module.size for module in modules),
         )
+
+    def _tensor(
+        self, module: Module, suffix: str, transforms: Sequence[Transform], abstract: bool
+    ) -> Any:
+        """One of a module's tensors: what is done to rows of codes is done to those of scales."""
+        name = f"{module.name}{suffix}"
+        if abstract and module.experts is not None:
+            shape = self.checkpoint.shape(name)
+            for transform in transforms:
+                shape = transform.shape(shape)
+            return jax.ShapeDtypeStruct(shape, self.checkpoint.dtype(name))
+        array = module.format.prepared(suffix, self.checkpoint.read(name))
+        for transform in transforms:
+            array = transform.apply(array)
+        return array
 
     def release(self, name: str) -> None:
         """See Checkpoint.release."""
@@ -221,6 +258,31 @@ class QuantizedCheckpoint:
             return
         for suffix in module.tensors:
             self.checkpoint.release(f"{module.name}{suffix}")
+
+    def _stacks(self, format: AnyFormat, problems: list[str]) -> dict[str, Module]:
+        """Experts in MXFP4, all of a layer in one tensor."""
+        found: dict[str, Module] = {}
+        experts = Mxfp4Experts()
+        for name in self.checkpoint.names if isinstance(format, Mxfp4) else ():
+            prefix, shape = name.removesuffix(experts.main), self.checkpoint.shape(name)
+            if prefix == name or len(shape) != 4:
+                continue
+            size = (shape[1], 32 * shape[2])
+            for suffix, want in experts.layout(*size).items():
+                stacked = expect((shape[0], *want.shapes[0]), dtypes=" ".join(want.dtypes))
+                tensor = f"{prefix}{suffix}"
+                info = self._info(tensor) if tensor in self.checkpoint else None
+                if problem := _mismatch(suffix, stacked, info):
+                    problems.append(f"{prefix}: {problem}")
+            found[prefix] = Module(
+                name=prefix,
+                format=experts,
+                size=size,
+                tensors=tuple(experts.layout(*size)),
+                order=None,
+                experts=shape[0],
+            )
+        return found
 
     def _info(self, name: str) -> TensorInfo:
         return TensorInfo(self.checkpoint.shape(name), self.checkpoint.dtype(name))

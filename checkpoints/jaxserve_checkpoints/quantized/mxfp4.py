@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import jax.numpy as jnp
 from jax import Array
 
 from jaxserve_checkpoints.quantized.format import (
@@ -18,6 +19,7 @@ from jaxserve_checkpoints.quantized.format import (
     nibble_pairs,
 )
 from jaxserve_checkpoints.reader import AnyArray
+from jaxserve_kernels.weights import layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +55,33 @@ class Mxfp4(Format):
         return decode_blocks(tensors[".weight_blocks"], tensors[".weight_scales"])
 
 
-def decode_blocks(blocks: Array, scales: Array) -> Mxfp4Codes:
-    """From uint8 [..., out, in / 32, 16], low halves first, and exponents [..., out, in / 32].
+@dataclass(frozen=True, kw_only=True)
+class Mxfp4Experts(Mxfp4):
+    """The same of all experts of a layer, which are one tensor: `gate_up_proj_blocks` [experts,
+    out, in / 32, 16] beside `gate_up_proj_scales`. Inputs are filled up with zeros to a multiple
+    of 128, which is what kernels read."""
 
-    A model of experts has one axis before those.
-    """
+    main: ClassVar[str] = "_blocks"
+    pads: ClassVar[bool] = True
+
+    def layout(self, out: int, depth: int) -> dict[str, Expected]:
+        return {
+            "_blocks": expect((out, depth // 32, 16), dtypes="uint8"),
+            "_scales": expect((out, depth // 32), dtypes="uint8"),
+        }
+
+    def decode(
+        self, tensors: Mapping[str, Array], size: tuple[int, int], order: Array | None
+    ) -> Mxfp4Codes:
+        codes, exponents = decode_blocks(tensors["_blocks"], tensors["_scales"])
+        missing = -size[1] % layout.TILE_IN
+        return Mxfp4Codes(
+            jnp.pad(codes, ((0, 0), (0, missing))),
+            jnp.pad(exponents, ((0, 0), (0, missing // 32))),
+        )
+
+
+def decode_blocks(blocks: Array, scales: Array) -> Mxfp4Codes:
+    """From uint8 [..., out, in / 32, 16], low halves first, and exponents [..., out, in / 32]."""
     codes = nibble_pairs(blocks)
     return Mxfp4Codes(codes.reshape(*blocks.shape[:-2], -1), scales)

@@ -21,6 +21,13 @@ class HeadWeights(NamedTuple):
     """[head_dim], of each key head's; there are both norms or neither."""
     bias: Array | None = None
     """[(q_heads + 2 * kv_heads) * head_dim], of queries, keys and values."""
+    sinks: Array | None = None
+    """[q_heads], a score beside those of the keys, whose value is 0: see `paged_attention`."""
+
+    @property
+    def of_inputs(self) -> tuple[Array | None, Array | None, Array | None]:
+        """Norms and bias, as kernels take them that make queries, keys and values."""
+        return self.q_norm, self.k_norm, self.bias
 
     def check(self) -> None:
         """Raises ValueError if only one of the norms is there."""

@@ -69,7 +69,7 @@ def attention_inputs(
     block = math.gcd(math.gcd(q_heads, kv_heads), _MAX_HEADS)
     cache = jax.new_ref(kv)
     q = triton_call(
-        qkv, cache, layer * num_pages, *heads, *tables, *slots,
+        qkv, cache, layer * num_pages, *heads.of_inputs, *tables, *slots,
         kernel=_kernel,
         name="attention_inputs",
         target=target,

@@ -125,8 +125,9 @@ def _apart(
         qkv, kv, layer, heads, tables, slots, eps=eps, dtype=dtype, target=target
     )
     out = paged_attention(
-        q, kv, layer, step.page_table, step.tiles, tile_size=tile_size, window=window, target=target
-    )
+        q, kv, layer, step.page_table, step.tiles,
+        tile_size=tile_size, window=window, sinks=heads.sinks, target=target,
+    )  # fmt: skip
     return out.astype(dtype), kv
 
 

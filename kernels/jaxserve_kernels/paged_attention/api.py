@@ -21,12 +21,14 @@ def paged_attention(
     *,
     tile_size: int,
     window: int | None = None,
+    sinks: Array | None = None,
     target: Target,
 ) -> Array:
     """See `reference.paged_attention`."""
     return _OP(
-        q, kv, page_table, tiles, layer=layer, tile_size=tile_size, window=window, target=target
-    )
+        q, kv, page_table, tiles, sinks,
+        layer=layer, tile_size=tile_size, window=window, target=target,
+    )  # fmt: skip
 
 
 def attend_pages(
@@ -38,25 +40,34 @@ def attend_pages(
     tile_size: int,
     page_size: int,
     window: int | None = None,
+    sinks: Array | None = None,
     target: Target,
 ) -> Array:
     """See `reference.attend_pages`; there is no kernel for it."""
     on_cpu = target.implementation == "cpu"
     module = cpu if on_cpu else reference
     return module.attend_pages(
-        q, read, page_table, tiles, tile_size=tile_size, page_size=page_size, window=window
+        q,
+        read,
+        page_table,
+        tiles,
+        tile_size=tile_size,
+        page_size=page_size,
+        window=window,
+        sinks=sinks,
     )
 
 
 def _kernels(
-    config: Any, q: Array, kv: Array, page_table: Array, tiles: QueryTiles, *, layer: int,
-    tile_size: int, window: int | None, target: Target,
+    config: Any, q: Array, kv: Array, page_table: Array, tiles: QueryTiles, sinks: Array | None,
+    *, layer: int, tile_size: int, window: int | None, target: Target,
 ) -> Array:  # fmt: skip
     from jaxserve_kernels.paged_attention import triton  # needs Triton: only for GPUs
 
     return triton.paged_attention(
-        q, kv, layer, page_table, tiles, config, tile_size=tile_size, window=window, target=target
-    )
+        q, kv, layer, page_table, tiles, config,
+        tile_size=tile_size, window=window, sinks=sinks, target=target,
+    )  # fmt: skip
 
 
 def _for_cpus(*_: Any, target: Target, **__: Any) -> Refusal | None:
@@ -64,15 +75,17 @@ def _for_cpus(*_: Any, target: Target, **__: Any) -> Refusal | None:
 
 
 def _cpu(
-    _: None, q: Array, kv: Array, *rest: Any, layer: int, target: Target, **options: Any
-) -> Array:
-    return cpu.paged_attention(q, kv, layer, *rest, **options)
+    _: None, q: Array, kv: Array, page_table: Array, tiles: QueryTiles, sinks: Array | None,
+    *, layer: int, target: Target, **options: Any,
+) -> Array:  # fmt: skip
+    return cpu.paged_attention(q, kv, layer, page_table, tiles, sinks=sinks, **options)
 
 
 def _definition(
-    _: None, q: Array, kv: Array, *rest: Any, layer: int, target: Target, **options: Any
-) -> Array:
-    return reference.paged_attention(q, kv, layer, *rest, **options)
+    _: None, q: Array, kv: Array, page_table: Array, tiles: QueryTiles, sinks: Array | None,
+    *, layer: int, target: Target, **options: Any,
+) -> Array:  # fmt: skip
+    return reference.paged_attention(q, kv, layer, page_table, tiles, sinks=sinks, **options)
 
 
 _OP = Op(

@@ -58,6 +58,7 @@ def for_any(
     kv: Array,
     page_table: Array,
     tiles: QueryTiles,
+    sinks: Array | None = None,
     *,
     tile_size: int,
     target: Target,

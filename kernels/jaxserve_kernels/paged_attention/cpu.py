@@ -80,13 +80,14 @@ def paged_attention(
     *,
     tile_size: int,
     window: int | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """See `reference.paged_attention`."""
 
     def read_layer(layer: Array) -> Read:
         return reader(kv, layer)
 
-    return _attend(q, read_layer, layer, page_table, tiles, tile_size, kv.shape[4], window)
+    return _attend(q, read_layer, layer, page_table, tiles, tile_size, kv.shape[4], window, sinks)
 
 
 def attend_pages(
@@ -98,9 +99,10 @@ def attend_pages(
     tile_size: int,
     page_size: int,
     window: int | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """See `reference.attend_pages`."""
-    return _attend(q, lambda layer: read, 0, page_table, tiles, tile_size, page_size, window)
+    return _attend(q, lambda layer: read, 0, page_table, tiles, tile_size, page_size, window, sinks)
 
 
 def _attend(
@@ -112,6 +114,7 @@ def _attend(
     tile_size: int,
     page_size: int,
     window: int | None,
+    sinks: Array | None,
 ) -> Array:
     """`attend_pages`, with what reads the pages of a layer."""
     out = jnp.zeros_like(q)
@@ -123,7 +126,7 @@ def _attend(
         pages = max(1, min(keys // page_size, page_table.shape[1]))
         together = max(1, min(_TOKENS // size, part.first.shape[0]))
         groups = _grouped(part, page_table, q.shape[0], size, together, page_size, pages, window)
-        out = _add(out, q, read, layer, groups, size, together, pages * page_size, window)
+        out = _add(out, q, read, layer, groups, size, together, pages * page_size, window, sinks)
     return out
 
 
@@ -177,6 +180,7 @@ def _add(
     tiles: int,
     block: int,
     window: int | None,
+    sinks: Array | None,
 ) -> Array:
     """`out` [tokens, q_heads, head_dim] with the results of the groups' tokens."""
     q_heads, head_dim = q.shape[1:]
@@ -228,7 +232,7 @@ def _add(
             return carry.add(lax.optimization_barrier(scores), values)
 
         first = place.first[0] if window is not None else jnp.int32(0)
-        total = lax.fori_loop(first, place.end[0], visit, Softmax.start(queries.shape)).total
+        total = lax.fori_loop(first, place.end[0], visit, Softmax.start(queries.shape, sinks)).total
         found = total.transpose(0, 3, 1, 2, 4).reshape(-1, q_heads, head_dim)
         return counter + 1, out.at[tokens].set(found.astype(q.dtype), mode="drop")
 

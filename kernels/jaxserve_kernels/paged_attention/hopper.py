@@ -100,8 +100,8 @@ def _visit(
 
 @gluon.jit
 def _attend(
-    q_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free, base,
-    first, length, position, kv_head, begin, end, alone, part_row,
+    q_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free, base,
+    first, length, position, kv_head, begin, end, alone, split, part_row,
     part: gl.constexpr, scale: gl.constexpr, q_heads: gl.constexpr, group: gl.constexpr,
     TOKENS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, SPLITS: gl.constexpr,
     STAGES: gl.constexpr, WINDOW: gl.constexpr,
@@ -141,6 +141,13 @@ def _attend(
     scores = gl.where(_visible(key, row_position, WINDOW), scores, _MASKED)
     peak = gl.full([ROWS], _LEAST, gl.float32, row_s)
     weight = gl.zeros([ROWS], gl.float32, row_s)
+    if sinks_ptr is not None:
+        sink_row = gl.arange(0, ROWS, row_s)
+        has_sink = (sink_row < TOKENS * group) & (split == 0)
+        sink = sinks_ptr + kv_head * group + sink_row % group
+        sink = gl.load(sink, mask=has_sink, other=0.0).to(gl.float32)
+        peak = gl.where(has_sink, sink * 1.4426950408889634, peak)
+        weight = gl.where(has_sink, 1.0, weight)
     probs, _, peak, weight = _softmax(scores, peak, weight, scale)
     p = gl.convert_layout(probs.to(gl.bfloat16), gl.DotOperandLayout(0, o_layout, 2))
     acc = gl.zeros([ROWS, DIM], gl.float32, o_layout)
@@ -243,7 +250,7 @@ def _length(length_ptr, tile, TILES: gl.constexpr):
 
 @gluon.jit
 def _attend_tiles(
-    q_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free,
+    q_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free,
     first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
     part: gl.constexpr, scale: gl.constexpr, q_heads: gl.constexpr, kv_heads: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
@@ -266,8 +273,8 @@ def _attend_tiles(
             WINDOW,
         )
         _attend(
-            q_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free, base,
-            first, length, position, kv_head, begin, end, alone,
+            q_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free, base,
+            first, length, position, kv_head, begin, end, alone, split,
             ((tile * kv_heads + kv_head) * SPLITS + split) * ROWS,
             part, scale, q_heads, q_heads // kv_heads, TOKENS, DIM, PAGE, SPLITS, STAGES,
             WINDOW,
@@ -308,7 +315,7 @@ def _copy_tiles(
 
 @gluon.jit
 def _program(
-    q_ptr, kv, first_page, table_ptr, first_ptr, length_ptr, slot_ptr, position_ptr,
+    q_ptr, kv, first_page, table_ptr, first_ptr, length_ptr, slot_ptr, position_ptr, sinks_ptr,
     out_ptr, part_ptr, peak_ptr, weight_ptr,
     table_stride, scale: gl.constexpr, q_heads: gl.constexpr, kv_heads: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
@@ -346,13 +353,13 @@ def _program(
     gl.warp_specialize(
         [
             (_attend_tiles, (
-                q_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free,
+                q_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free,
                 first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
                 0, scale, q_heads, kv_heads, TOKENS, ROWS, DIM, PAGE, SPLITS, MIN_PAGES, STAGES,
                 TILES, WINDOW,
             )),
             (_attend_tiles, (
-                q_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free,
+                q_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free,
                 first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
                 1, scale, q_heads, kv_heads, TOKENS, ROWS, DIM, PAGE, SPLITS, MIN_PAGES, STAGES,
                 TILES, WINDOW,
@@ -380,6 +387,7 @@ def launch(
     types: tuple[jax.ShapeDtypeStruct, ...],
     *,
     window: int | None = None,
+    sinks: Array | None = None,
     target: Target,
 ) -> list[Array]:
     """The result where one split has seen a tile's context; sums, peaks, weights of the others."""
@@ -392,7 +400,7 @@ def launch(
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     kv_rows = tensor_descriptor(kv.reshape(-1, head_dim), (page_size, head_dim), layout)
     return triton_call(
-        q, kv_rows, layer * num_pages, page_table, *tiles[:4],
+        q, kv_rows, layer * num_pages, page_table, *tiles[:4], sinks,
         kernel=_program,
         name="paged_attention_hopper",
         target=target,

@@ -57,6 +57,7 @@ def paged_attention(
     *,
     tile_size: int,
     window: int | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Causal grouped-query attention of each token over its sequence's pages.
 
@@ -76,6 +77,9 @@ def paged_attention(
         whose content has no influence.
       tiles: which tokens belong together.
       tile_size: the most tokens that a tile holds (but for `tiles.decode_rows`).
+      sinks: [q_heads], unscaled scores that take part in the softmax of every token, with values of
+        0: a head may look at nothing (gpt-oss, arXiv 2508.10925; Xiao et al. 2023). None: it may
+        not.
       window: keys that a token sees; None: all. Entries of pages wholly behind the windows of a
         tile must be valid pages, too, whose content has no influence.
 
@@ -85,7 +89,14 @@ def paged_attention(
 
     read, page_size = reader(kv, layer), kv.shape[4]
     return attend_pages(
-        q, read, page_table, tiles, tile_size=tile_size, page_size=page_size, window=window
+        q,
+        read,
+        page_table,
+        tiles,
+        tile_size=tile_size,
+        page_size=page_size,
+        window=window,
+        sinks=sinks,
     )
 
 
@@ -108,6 +119,7 @@ def attend_pages(
     tile_size: int,
     page_size: int,
     window: int | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """`paged_attention` over pages that `read` brings."""
     tiles = tiles.in_one_list()
@@ -140,7 +152,7 @@ def attend_pages(
         return carry.add(jnp.where(visible, scores, -jnp.inf), values)
 
     longest = jnp.max(jnp.where(tiles.length > 0, tiles.position + tiles.length, 0))
-    start = Softmax.start(queries.shape)
+    start = Softmax.start(queries.shape, sinks)
     first = 0 if window is None else lax.div(jnp.min(first_seen(tiles, window)), block)
     result = lax.fori_loop(first, lax.div(longest + block - 1, block), attend_block, start)
     out = result.total.transpose(0, 3, 1, 2, 4).reshape(-1, tile_size, q_heads, head_dim)
@@ -155,9 +167,14 @@ class Softmax(NamedTuple):
     acc: Array  # float32 [..., tile, head_dim]
 
     @classmethod
-    def start(cls, shape: tuple[int, ...]) -> Softmax:
-        lowest = jnp.full(shape[:-1], jnp.finfo(jnp.float32).min)
-        return cls(lowest, jnp.zeros(shape[:-1]), jnp.zeros(shape))
+    def start(cls, shape: tuple[int, ...], sinks: Array | None = None) -> Softmax:
+        """Of shape [tiles, kv_heads, group, tile, head_dim]: of nothing, or of the sinks [q_heads],
+        whose values are 0."""
+        if sinks is None:
+            lowest = jnp.full(shape[:-1], jnp.finfo(jnp.float32).min)
+            return cls(lowest, jnp.zeros(shape[:-1]), jnp.zeros(shape))
+        of_heads = sinks.astype(jnp.float32).reshape(shape[1], shape[2], 1)
+        return cls(jnp.broadcast_to(of_heads, shape[:-1]), jnp.ones(shape[:-1]), jnp.zeros(shape))
 
     def add(self, scores: Array, values: Array) -> Softmax:
         """Scores [tiles, kv_heads, group, tile, keys], values [tiles, kv_heads, keys, head_dim]."""

@@ -80,6 +80,17 @@ def visit(
 
 
 @triton.jit
+def with_sinks(peak, weight, sinks_ptr, head, there):
+    """The streamed softmax of rows that have seen no key, with the sinks of their heads seen. Of
+    what is merged only the first part begins with them. sinks_ptr: None for no sinks."""
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=there, other=0.0).to(tl.float32)
+        peak = tl.where(there, sink * 1.4426950408889634, peak)
+        weight = tl.where(there, 1.0, weight)
+    return peak, weight
+
+
+@triton.jit
 def first_block(position, KEYS: tl.constexpr, WINDOW: tl.constexpr):
     """The first block of KEYS keys that the query at `position` sees; WINDOW: 0 for none."""
     return tl.maximum(position - WINDOW + 1, 0) // KEYS if WINDOW else 0
@@ -87,7 +98,7 @@ def first_block(position, KEYS: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q_ptr, kv_ptr, first_page, table_ptr, first_ptr, length_ptr, slot_ptr, position_ptr,
+    q_ptr, kv_ptr, first_page, table_ptr, first_ptr, length_ptr, slot_ptr, position_ptr, sinks_ptr,
     out_ptr, part_ptr, peak_ptr, weight_ptr,
     table_stride, scale: tl.constexpr,
     q_heads: tl.constexpr, kv_heads: tl.constexpr, tile_size: tl.constexpr,
@@ -128,6 +139,8 @@ def _attend(
         peak = tl.full([ROWS], -1.0e30, tl.float32)
         weight = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM], tl.float32)
+        head = kv_head * group + row % group
+        peak, weight = with_sinks(peak, weight, sinks_ptr, head, valid & (split == 0))
         masked_from = begin
         # Of long tiles without a window only the last blocks hold keys that a row must not see.
         if ROWS > 16 and WINDOW == 0:
@@ -242,20 +255,23 @@ def paged_attention(
     *,
     tile_size: int,
     window: int | None = None,
+    sinks: Array | None = None,
     target: Target,
 ) -> Array:
     """Decode rows, if there are any, are attended to by kernels of their own."""
     result = _attention(
-        q, kv, layer, page_table, tiles, tile_size, config, window=window, target=target
-    )
+        q, kv, layer, page_table, tiles, tile_size, config,
+        window=window, sinks=sinks, target=target,
+    )  # fmt: skip
     if tiles.decode_rows is None:
         return result
     from jaxserve_kernels.paged_attention import triton_decode_rows
 
     out = jax.new_ref(result)
     triton_decode_rows.attend(
-        q, kv, layer, page_table, tiles.decode_rows, out, window=window, target=target
-    )
+        q, kv, layer, page_table, tiles.decode_rows, out,
+        window=window, sinks=sinks, target=target,
+    )  # fmt: skip
     return jax.freeze(out)
 
 
@@ -269,6 +285,7 @@ def _attention(
     config: Config | HopperConfig,
     *,
     window: int | None,
+    sinks: Array | None,
     target: Target,
 ) -> Array:
     """Attention of `tiles` without its decode rows."""
@@ -289,6 +306,7 @@ def _attention(
         rows,
         (whole, *parts),
         window=window,
+        sinks=sinks,
         target=target,
     )
     return merged(
@@ -365,11 +383,12 @@ def _launch(
     types: tuple[jax.ShapeDtypeStruct, ...],
     *,
     window: int | None,
+    sinks: Array | None,
     target: Target,
 ) -> list[Array]:
     num_pages, kv_heads, _, page_size, head_dim = kv.shape[1:]
     return triton_call(
-        q, kv, layer * num_pages, page_table, *tiles[:4],
+        q, kv, layer * num_pages, page_table, *tiles[:4], sinks,
         kernel=_attend,
         name="paged_attention",
         target=target,

@@ -18,7 +18,7 @@ from jax import Array
 
 from jaxserve_kernels.paged_attention.config import LOG2_E
 from jaxserve_kernels.paged_attention.reference import QueryTiles
-from jaxserve_kernels.paged_attention.triton import first_block, visit
+from jaxserve_kernels.paged_attention.triton import first_block, visit, with_sinks
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
@@ -97,7 +97,7 @@ def split_contexts(
 @triton.jit
 def _attend(
     q_ptr, kv_ptr, first_page, table_ptr, first_ptr, slot_ptr, position_ptr, begin_ptr, end_ptr,
-    out_ptr, part_ptr, peak_ptr, weight_ptr,
+    sinks_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr,
     table_stride: tl.constexpr, scale: tl.constexpr, q_heads: tl.constexpr, kv_heads: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr = 0,
@@ -120,6 +120,9 @@ def _attend(
         peak = tl.full([ROWS], -1.0e30, tl.float32)
         weight = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM], tl.float32)
+        is_first = begin == first_block(last, KEYS, WINDOW)
+        head = kv_head * group + row
+        peak, weight = with_sinks(peak, weight, sinks_ptr, head, valid & is_first)
         for block in tl.range(begin, end, num_stages=STAGES):
             peak, weight, acc = visit(
                 block, q, peak, weight, acc, kv_ptr, table, table_stride, first_page, kv_head,
@@ -180,6 +183,7 @@ def attend(
     out: jax.Ref,
     *,
     window: int | None = None,
+    sinks: Array | None = None,
     target: Target,
 ) -> None:
     """`reference.paged_attention` of tiles of at most one token, stored in `out` [tokens, q_heads,
@@ -190,7 +194,7 @@ def attend(
     keys = _block_keys(kv)
     splits, parts = split_contexts(tiles, keys=keys, window=window)
     written = triton_call(
-        q, kv, layer * num_pages, page_table, *splits, out,
+        q, kv, layer * num_pages, page_table, *splits, sinks, out,
         kernel=_attend,
         name="paged_attention_decode_rows",
         target=target,

@@ -60,7 +60,7 @@ def _joined(low, high):
 @gluon.jit
 def _attend(
     qkv_ptr, kv_ptr, first_page, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr,
-    page_ptr, offset_ptr, table_ptr, first_ptr, length_ptr, slot_ptr, position_ptr,
+    page_ptr, offset_ptr, table_ptr, first_ptr, length_ptr, slot_ptr, position_ptr, sinks_ptr,
     out_ptr, part_ptr, peak_ptr, weight_ptr,
     stride: gl.constexpr, table_stride: gl.constexpr, parts: gl.constexpr, eps: gl.constexpr,
     scale: gl.constexpr,
@@ -158,6 +158,16 @@ def _attend(
 
     zeros = gl.zeros([ROWS, PAGE], gl.float32, sums)
     new_weight = gl.full([ROWS], 1.0, gl.float32, sums_row) * own_weight
+    if sinks_ptr is not None:  # noqa: SIM102  (known when it is compiled)
+        if split == 0:
+            query = gl.arange(0, ROWS, sums_row)
+            sink = gl.load(sinks_ptr + kv_head * group + query, mask=query < group, other=0.0)
+            sink = sink.to(gl.float32) * 1.4426950408889634
+            new_peak = gl.maximum(peak, sink)
+            shrink = gl.exp2(peak - new_peak)
+            new_weight = new_weight * shrink + gl.exp2(sink - new_peak)
+            acc = acc * gl.expand_dims(shrink, 1)
+            peak = new_peak
     for block in range(begin, end):
         slot = (block - begin) % STAGES
         async_copy.wait_group(STAGES - 1)
@@ -233,7 +243,8 @@ def attend(
     num_tiles = tiles.first.shape[0]
     cache = jax.new_ref(kv)
     out, *sums = triton_call(
-        qkv, cache, layer * num_pages, *heads, *tables, *slots, page_table, *tiles[:4],
+        qkv, cache, layer * num_pages, *heads.of_inputs, *tables, *slots, page_table, *tiles[:4],
+        heads.sinks,
         kernel=_attend,
         name="paged_attention",
         target=target,

@@ -58,7 +58,7 @@ def _encoded(x, factor, KIND: gl.constexpr):
 @gluon.jit
 def _attend(
     qkv_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, kv_ptr, scales_ptr,
-    page_ptr, offset_ptr, table_ptr, first_ptr, length_ptr, slot_ptr, position_ptr,
+    page_ptr, offset_ptr, table_ptr, first_ptr, length_ptr, slot_ptr, position_ptr, sinks_ptr,
     out_ptr, part_ptr, peak_ptr, weight_ptr,
     layer, first_page,
     stride: gl.constexpr, table_stride: gl.constexpr, parts: gl.constexpr, eps: gl.constexpr,
@@ -226,6 +226,16 @@ def _attend(
         weights_mem.reinterpret(gl.float32, [WARPS, ROWS], vector),
         flat,
     )  # fmt: skip
+    if sinks_ptr is not None:  # noqa: SIM102  (known when it is compiled)
+        if split == 0:
+            sink = gl.load(sinks_ptr + kv_head * group + row, mask=row < group, other=0.0)
+            sink = sink.to(gl.float32) * 1.4426950408889634
+            top = gl.maximum(peak, sink)
+            shrink = gl.exp2(peak - top)
+            weight = weight * shrink + gl.exp2(sink - top)
+            low *= gl.expand_dims(shrink, 1)
+            high *= gl.expand_dims(shrink, 1)
+            peak = top
     if KIND != BF16:
         rest = value_scale if KIND == FP8 else 1.0 / LIFT
         low *= rest
@@ -335,7 +345,8 @@ def launch(
     q_heads, num_tiles = columns // (2 * half) - 2 * kv_heads, tiles.first.shape[0]
     rows = 8 if q_heads // kv_heads + 2 <= 8 else _MOST_ROWS  # columns of products
     out, *sums = triton_call(
-        qkv, *heads, *tables, kv, scales, *slots, page_table, *tiles[:4],
+        qkv, *heads.of_inputs, *tables, kv, scales, *slots, page_table, *tiles[:4],
+        heads.sinks,
         kernel=_attend,
         name="paged_attention",
         target=target,

@@ -174,6 +174,7 @@ def attend[Cache: EightBitKV](
         tile_size=tile_size,
         page_size=kv.words.shape[4],
         window=window,
+        sinks=heads.sinks,
         target=target,
     )
     return out.astype(dtype), kv

@@ -44,17 +44,19 @@ def attend[Cache: EightBitKV](
     if tile_size == 1:
         tiles = step.tiles.in_one_list()
         return triton_attention.attend(
-            q, kv, layer, step.page_table, tiles, window=window, target=target
+            q, kv, layer, step.page_table, tiles, window=window, sinks=heads.sinks, target=target
         ), kv
     result = triton_expand.attend(
-        q, kv, layer, step, tile_size=tile_size, window=window, target=target
-    )
+        q, kv, layer, step,
+        tile_size=tile_size, window=window, sinks=heads.sinks, target=target,
+    )  # fmt: skip
     if step.tiles.decode_rows is None:
         return result, kv
     out = jax.new_ref(result)
     triton_attention.attend_decode_rows(
-        q, kv, layer, step.page_table, step.tiles.decode_rows, out, window=window, target=target
-    )
+        q, kv, layer, step.page_table, step.tiles.decode_rows, out,
+        window=window, sinks=heads.sinks, target=target,
+    )  # fmt: skip
     return jax.freeze(out), kv
 
 

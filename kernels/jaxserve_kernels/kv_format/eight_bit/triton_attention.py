@@ -17,7 +17,7 @@ from jaxserve_kernels.kv_format.eight_bit.reference import EightBitKV
 from jaxserve_kernels.kv_format.eight_bit.triton_numbers import halves, numbers
 from jaxserve_kernels.paged_attention import QueryTiles, triton_decode_rows
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
-from jaxserve_kernels.paged_attention.triton import first_block, merged, part_types
+from jaxserve_kernels.paged_attention.triton import first_block, merged, part_types, with_sinks
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
@@ -80,7 +80,7 @@ def visit(
 @triton.jit
 def _visit_blocks(
     q_ptr, q_row, valid, words_ptr, scales_ptr, layer, num_pages, table, width, kv_head,
-    begin, end, last, scale: tl.constexpr, kv_heads: tl.constexpr,
+    begin, end, last, sinks_ptr, head, is_first, scale: tl.constexpr, kv_heads: tl.constexpr,
     ROWS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr, FP8: tl.constexpr, FAST: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -104,6 +104,7 @@ def _visit_blocks(
         result_scale = tl.load(scales + 1)
     peak = tl.full([ROWS], -1.0e30, tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
+    peak, weight = with_sinks(peak, weight, sinks_ptr, head, valid & is_first)
     acc_low = tl.zeros([ROWS, HALF], tl.float32)
     acc_high = tl.zeros([ROWS, HALF], tl.float32)
     for block in tl.range(begin, end, num_stages=STAGES):
@@ -128,7 +129,7 @@ def _store_rows(out_ptr, row, valid, low, high):
 @triton.jit
 def _attend(
     q_ptr, words_ptr, scales_ptr, layer, table_ptr, first_ptr, length_ptr, slot_ptr,
-    position_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr,
+    position_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr,
     num_pages, table_stride, scale: tl.constexpr,
     q_heads: tl.constexpr, kv_heads: tl.constexpr,
     ROWS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
@@ -158,7 +159,8 @@ def _attend(
         q_row = first * q_heads + kv_head * group + row
         peak, weight, acc_low, acc_high = _visit_blocks(
             q_ptr, q_row, valid, words_ptr, scales_ptr, layer, num_pages, table, table_stride,
-            kv_head, begin, end, position, scale, kv_heads,
+            kv_head, begin, end, position, sinks_ptr, kv_head * group + row, split == 0,
+            scale, kv_heads,
             ROWS, HALF, PAGE, KEYS, STAGES, FP8, FAST, WINDOW,
         )  # fmt: skip
         part = (tile * kv_heads + kv_head) * SPLITS + split
@@ -189,7 +191,7 @@ def _store(
 @triton.jit
 def _attend_decode_rows(
     q_ptr, words_ptr, scales_ptr, layer, table_ptr,
-    first_ptr, slot_ptr, position_ptr, begin_ptr, end_ptr,
+    first_ptr, slot_ptr, position_ptr, begin_ptr, end_ptr, sinks_ptr,
     out_ptr, part_ptr, peak_ptr, weight_ptr,
     num_pages, table_stride, scale: tl.constexpr,
     q_heads: tl.constexpr, kv_heads: tl.constexpr,
@@ -209,12 +211,13 @@ def _attend_decode_rows(
         row = tl.arange(0, ROWS)
         valid = row < group
         q_row = first * q_heads + kv_head * group + row
+        is_first = begin == first_block(last, KEYS, WINDOW)
         peak, weight, acc_low, acc_high = _visit_blocks(
             q_ptr, q_row, valid, words_ptr, scales_ptr, layer, num_pages, table, table_stride,
-            kv_head, begin, end, last, scale, kv_heads,
-            ROWS, HALF, PAGE, KEYS, STAGES, FP8, FAST, WINDOW,
+            kv_head, begin, end, last, sinks_ptr, kv_head * group + row, is_first,
+            scale, kv_heads, ROWS, HALF, PAGE, KEYS, STAGES, FP8, FAST, WINDOW,
         )  # fmt: skip
-        whole = (begin == first_block(last, KEYS, WINDOW)) & (end > last // KEYS)
+        whole = is_first & (end > last // KEYS)
         _store(
             out_ptr, q_row, part_ptr, peak_ptr, weight_ptr, place * kv_heads + kv_head, valid,
             whole, peak, weight, acc_low, acc_high,
@@ -237,6 +240,7 @@ def attend(
     tiles: QueryTiles,
     *,
     window: int | None = None,
+    sinks: Array | None = None,
     target: Target,
 ) -> Array:
     """Attention of single tokens, q [tokens, q_heads, head_dim]."""
@@ -247,7 +251,7 @@ def attend(
     )
     rows = _rows(q, kv)
     result, *parts = triton_call(
-        q, kv.words, kv.scales, layer, page_table, *tiles[:4],
+        q, kv.words, kv.scales, layer, page_table, *tiles[:4], sinks,
         kernel=_attend,
         name="paged_attention_8_bit",
         target=target,
@@ -278,6 +282,7 @@ def attend_decode_rows(
     out: jax.Ref,
     *,
     window: int | None = None,
+    sinks: Array | None = None,
     target: Target,
 ) -> None:
     """The same of as many tiles as there are, beside chunks: stored in `out`. Few of them share
@@ -287,7 +292,7 @@ def attend_decode_rows(
     rows = _rows(q, kv)
     splits, parts = triton_decode_rows.split_contexts(tiles, keys=KEYS, window=window)
     written = triton_call(
-        q, kv.words, kv.scales, layer, page_table, *splits, out,
+        q, kv.words, kv.scales, layer, page_table, *splits, sinks, out,
         kernel=_attend_decode_rows,
         name="paged_attention_8_bit_decode_rows",
         target=target,

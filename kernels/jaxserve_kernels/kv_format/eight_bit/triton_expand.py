@@ -51,6 +51,7 @@ def attend(
     *,
     tile_size: int,
     window: int | None = None,
+    sinks: Array | None = None,
     target: Target,
 ) -> Array:
     """Attention of the tiles that are not single tokens."""
@@ -83,5 +84,6 @@ def attend(
         table = jnp.maximum(table, 0)
     tiles = step.tiles._replace(decode_rows=None)
     return paged_attention(
-        q, expanded, 0, table, tiles, tile_size=tile_size, window=window, target=target
-    )
+        q, expanded, 0, table, tiles,
+        tile_size=tile_size, window=window, sinks=sinks, target=target,
+    )  # fmt: skip

@@ -114,7 +114,7 @@ def write[Cache: EightBitKV](
     block = math.gcd(math.gcd(q_heads, kv_heads), _MAX_HEADS)
     words, scales = references(kv)
     q = triton_call(
-        qkv, words, scales, layer, *heads, *tables, step.pages, step.offsets,
+        qkv, words, scales, layer, *heads.of_inputs, *tables, step.pages, step.offsets,
         kernel=_write,
         name="kv_write_8_bit",
         target=target,

@@ -104,6 +104,8 @@ def _kernels(
     if not target.uses_triton():
         return NO_KERNELS
     assert window is None, "the start refuses windows with KVarN on a GPU"
+    if heads.sinks is not None:
+        return Refusal("attention sinks")
     ends = _ends(kv, step, tile_size, target=target)
     return None if ends else Refusal("the kernels that encode do not compile")
 

@@ -46,7 +46,9 @@ def attend(
     q, k, v = (rotate(part) for part in parts)
     fresh = jnp.stack([k, v], axis=2).astype(kv.raw.dtype)  # [tokens, kv_heads, 2, head_dim]
     kv = encode_filled(kv, layer, fresh, step)
-    out = attend_rotated(q, kv, layer, fresh, step, tile_size=tile_size, window=window)
+    out = attend_rotated(
+        q, kv, layer, fresh, step, tile_size=tile_size, window=window, sinks=heads.sinks
+    )
     out = rotate(out).astype(dtype)
     # Else nothing in the data says that sinks and tails are read before they are written, and XLA
     # copies all of them in each layer.
@@ -103,6 +105,7 @@ def attend_rotated(
     *,
     tile_size: int,
     window: int | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Attention in the rotated basis, float32 [tokens, q_heads, head_dim]."""
     num_tokens, q_heads, head_dim = q.shape
@@ -140,7 +143,7 @@ def attend_rotated(
     longest = jnp.max(jnp.where(tiles.length > 0, tiles.position + tiles.length, 0))
     pages = lax.div(longest + group - 1, group)
     before = 0 if window is None else lax.div(jnp.min(first_seen(tiles, window)), group)
-    total = lax.fori_loop(before, pages, visit, Softmax.start(queries.shape)).total
+    total = lax.fori_loop(before, pages, visit, Softmax.start(queries.shape, sinks)).total
     out = total.transpose(0, 3, 1, 2, 4).reshape(-1, tile_size, q_heads, head_dim)
     return jnp.zeros(q.shape, jnp.float32).at[tokens].set(out, mode="drop")
 

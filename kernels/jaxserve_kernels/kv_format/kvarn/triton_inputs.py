@@ -109,7 +109,7 @@ def inputs(
     q_type = jax.ShapeDtypeStruct((tokens, q_heads, head_dim), dtype)
     fresh_type = jax.ShapeDtypeStruct((tokens, kv_heads, 2, head_dim), dtype)
     outputs = triton_call(
-        qkv, *heads, *tables, step.slots, step.positions, *([] if raw is None else [raw]),
+        qkv, *heads.of_inputs, *tables, step.slots, step.positions, *([] if raw is None else [raw]),
         kernel=_inputs,
         name="kvarn_inputs",
         target=target,

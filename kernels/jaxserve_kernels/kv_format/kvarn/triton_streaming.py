@@ -383,7 +383,7 @@ def attend(
     }  # fmt: skip
     raw = jax.new_ref(kv.raw)
     out, *found = triton_call(
-        qkv, *heads, *tables, kv.key_words, kv.value_words, kv.scales, raw,
+        qkv, *heads.of_inputs, *tables, kv.key_words, kv.value_words, kv.scales, raw,
         step.page_table, *tiles[:4],
         kernel=_attend,
         name="paged_attention_kvarn_inputs",
