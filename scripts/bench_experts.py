@@ -46,6 +46,7 @@ from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.experts import ExpertActivation, ExpertWeights, Routing, experts, route
 from jaxserve_kernels.experts.config import Launch
 from jaxserve_kernels.matmul import gated_linear, linear
+from jaxserve_kernels.tables import LIMITS
 from jaxserve_kernels.target import Target
 
 RUNS = 5
@@ -124,7 +125,7 @@ def main() -> None:
         row = describe(case, built, seconds, result)
         result["experts"].append(row)
         print(line(row), flush=True)
-        if args.profile and not case.dense:
+        if args.profile and not case.dense and not case.tuned:
             row["kernels_us"] = profile(built)
             print("   ", row["kernels_us"], flush=True)
         if args.out:
@@ -164,21 +165,18 @@ def cases_of(model: str, name: str, args: argparse.Namespace) -> list[Case]:
 
 def candidates(case: Case) -> Iterator[Case]:
     """Launches beside the rule's, of both products alike."""
-    if case.rows >= MANY and case.format == "bf16":
+    if case.rows < MANY:
         tries = [
-            Launch(rows=a, tokens=b, tail=c, depth=64, num_warps=warps, num_stages=stages)
-            for a, b, c, warps, stages in (
-                (128, 128, 32, 8, 3), (128, 128, 32, 4, 3), (128, 128, 0, 4, 3),
-                (256, 128, 32, 8, 4), (256, 128, 32, 8, 3), (256, 128, 0, 8, 4),
-                (128, 64, 0, 4, 4), (256, 64, 0, 8, 3), (256, 64, 32, 8, 3),
-            )
-        ]  # fmt: skip
-    else:
-        depths = (64, 128) if case.format == "bf16" else (128,)
-        tries = [
-            Launch(rows=rows, tokens=16 if case.rows <= 64 else 32, depth=depth, num_stages=stages)
-            for rows, depth, stages in itertools.product((32, 64, 128), depths, (3, 5))
+            Launch(rows=rows, tokens=16 if case.rows <= 64 else 32, num_stages=stages)
+            for rows, stages in itertools.product((32, 64), (6, 8))
         ]
+    elif case.format == "bf16":
+        tries = [
+            Launch(rows=rows, tokens=128, tail=tail, depth=64, num_warps=8, num_stages=stages)
+            for rows, tail, stages in ((256, 32, 4), (256, 0, 4), (128, 32, 3))
+        ]
+    else:
+        tries = [Launch(rows=64, tokens=64), Launch(rows=128, tokens=64, num_warps=8)]
     for each in tries:
         yield case._replace(tuned=(("gate_up", each), ("down", each)))
 
@@ -255,6 +253,8 @@ def build(case: Case, sizes: Model, stacked: ExpertWeights, target: Target) -> B
     for name, launch in case.tuned:
         shape = getattr(stacked, name).shape[1:]
         tuned["experts", (name, kind, *shape)] = dataclasses.asdict(launch)
+    if tuned:
+        tuned["experts", LIMITS] = {"hopper_tokens": 10**9}
     target = target.with_tuned(tuned)
     if case.dense:
         arrays, function = as_dense(stacked, math.ceil(touched)), dense_layers

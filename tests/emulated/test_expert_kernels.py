@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve_kernels.experts import ExpertActivation, ExpertWeights, Routing, experts, route
+from jaxserve_kernels.experts import (
+    ExpertActivation,
+    ExpertWeights,
+    Routing,
+    experts,
+    hopper,
+    route,
+)
 from jaxserve_kernels.experts import triton as kernels
 from jaxserve_kernels.experts.config import Config, Launch, choose
 from jaxserve_kernels.experts.triton_route import order
@@ -19,7 +26,7 @@ from jaxserve_kernels.matmul import linear
 from jaxserve_kernels.target import REFERENCE, Target
 from tests.emulated.errors import relative_error
 from tests.emulated.weights import WEIGHTS
-from tests.emulator.targets import HOPPER, PDL
+from tests.emulator.targets import HOPPER, PDL, gpu
 
 EXPERTS, K, EMBED, WIDTH = 6, 2, 256, 128
 
@@ -179,3 +186,13 @@ def test_dense_products_of_inputs_in_tiles_of_64(target: Target) -> None:
     assert (
         relative_error(found, np.asarray(x, np.float32) @ np.asarray(weight, np.float32).T) < 1e-6
     )
+
+
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oss"])
+@pytest.mark.parametrize("width", [128, 192])
+def test_many_tokens_on_hopper(activation: ExpertActivation, width: int) -> None:
+    """More tokens than a tile has, fewer than a warpgroup, an expert without any; and columns past
+    the last."""
+    args = made(200, embed=320, width=width, biases=activation == "swiglu_oss")
+    found = hopper.experts(*args, activation, target=gpu(90, multiprocessors=3))
+    assert relative_error(summed(found), expected(*args, activation)) < 6e-3

@@ -7,9 +7,17 @@ from typing import Any
 from jax import Array
 
 from jaxserve_kernels.experts import reference
-from jaxserve_kernels.experts.config import Config, choose, describe
+from jaxserve_kernels.experts.config import Config, choose, describe, hopper_refuses
 from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Routing
-from jaxserve_kernels.op import NO_KERNELS, Implementation, Op, Refusal, anything, on_kernels
+from jaxserve_kernels.op import (
+    NO_KERNELS,
+    NOT_HOPPER,
+    Implementation,
+    Op,
+    Refusal,
+    anything,
+    on_kernels,
+)
 from jaxserve_kernels.target import Target
 
 
@@ -73,6 +81,31 @@ def _kernels(
     return triton.experts(x, ids, weights, w, activation, config, target=target)
 
 
+def _hopper_refuses(
+    x: Array, ids: Array, _weights: Array, w: ExpertWeights, *, target: Target, **_: Any
+) -> Refusal | None:
+    if not target.uses_triton():
+        return NO_KERNELS
+    if not target.runs_hopper_kernels():
+        return NOT_HOPPER
+    return hopper_refuses(x, ids, w, target=target)
+
+
+def _hopper(
+    _: None,
+    x: Array,
+    ids: Array,
+    weights: Array,
+    w: ExpertWeights,
+    *,
+    activation: ExpertActivation,
+    target: Target,
+) -> Array:
+    from jaxserve_kernels.experts import hopper  # needs Triton: only for GPUs
+
+    return hopper.experts(x, ids, weights, w, activation, target=target)
+
+
 def _definition(
     _: None,
     x: Array,
@@ -97,6 +130,9 @@ _ROUTE = Op(
 _EXPERTS = Op(
     name="experts",
     implementations=(
+        Implementation(
+            name="hopper", configure=_hopper_refuses, run=_hopper, label="experts_hopper"
+        ),
         Implementation(name="triton", configure=_configure, run=_kernels),
         Implementation(name="reference", configure=anything, run=_definition, kernels=False),
     ),

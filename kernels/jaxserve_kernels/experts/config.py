@@ -12,12 +12,14 @@ from jaxserve_kernels import tables
 from jaxserve_kernels.experts.types import ExpertWeights, Stacked, stacked
 from jaxserve_kernels.op import Refusal
 from jaxserve_kernels.target import Target
+from jaxserve_kernels.weights import is_quantized
 
 
 class Limits(NamedTuple):
     """See `tables/experts/`."""
 
     most_parts_tokens: int
+    hopper_tokens: int
     programs_per_multiprocessor: int
 
 
@@ -58,6 +60,21 @@ def most_blocks(ids: Array, experts: int, tokens: int) -> int:
     pairs = ids.size
     alone = min(experts, pairs)  # tiles that need not be full
     return alone + (pairs - alone) // tokens
+
+
+def hopper_refuses(x: Array, ids: Array, w: ExpertWeights, *, target: Target) -> Refusal | None:
+    """Whether x [tokens, embed] and ids [tokens, k] take `hopper`."""
+    if target.pdl:
+        return Refusal("not with programmatic dependent launch")
+    least = limits_of(target).hopper_tokens
+    if ids.size < least * w.gate_up.shape[0]:
+        return Refusal(f"fewer than {least} tokens for each expert")
+    if is_quantized(w.gate_up) or is_quantized(w.down):
+        return Refusal("written for plain weights")
+    inputs = (x.shape[1], w.width)
+    if x.dtype != jnp.bfloat16 or w.gate_up.dtype != x.dtype or w.down.dtype != x.dtype:
+        return Refusal("not in bfloat16")
+    return Refusal("not whole tiles of 64 inputs") if any(each % 64 for each in inputs) else None
 
 
 def choose(x: Array, ids: Array, w: ExpertWeights, *, target: Target) -> Config | Refusal:
