@@ -265,8 +265,11 @@ HEALTH_MEANINGS = ("ready", "live")
 REASONING_FIELDS = ("both", "reasoning", "reasoning_content")
 
 NO_PARSER = "none"
-TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", "qwen3_coder", "qwen3_xml", NO_PARSER)
-REASONING_PARSERS = ("deepseek_r1", "mistral", "qwen3", NO_PARSER)
+TOOL_CALL_PARSERS = (
+    *("hermes", "llama3_json", "mistral", "openai", "qwen3_coder", "qwen3_xml"),
+    NO_PARSER,
+)
+REASONING_PARSERS = ("deepseek_r1", "mistral", "openai_gptoss", "qwen3", NO_PARSER)
 """vLLM's names of formats, which are defined in `jaxserve.server.chat_formats`."""
 
 TEMPLATE_VARIABLES = frozenset({"enable_thinking", "thinking", "preserve_thinking"})

@@ -102,6 +102,39 @@ QWEN3_MOE: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "quantization_config": {"quant_method": "mxfp4"},
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
 EXPERTS: dict[str, Any] = {
     key: QWEN3_MOE[key]
     for key in ("norm_topk_prob", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -111,6 +144,7 @@ EXPERTS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("config", "name"),
     [
+        (GPT_OSS, "gpt-oss-20b"),
         (QWEN3_MOE, "qwen3-30b-a3b"),
         (LLAMA, "llama-3.1-8b"),
         (QWEN2, "qwen2.5-7b"),
@@ -135,7 +169,10 @@ def _fills(spec: ModelSpec) -> list[Rule]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_family_takes_every_kind_of_rope(architecture: str) -> None:
-    config = LLAMA | EXPERTS | {"architectures": [architecture]}
+    others = {"num_local_experts": 8, "sliding_window": 128, "attention_bias": None}
+    if architecture == "GptOssForCausalLM":
+        others["attention_bias"] = True
+    config = LLAMA | EXPERTS | others | {"architectures": [architecture]}
     assert isinstance(spec_of(config).attention.rope.scaling, Llama3Scaling)
     linear = spec_of(config | {"rope_scaling": {"type": "linear", "factor": 2.0}})
     assert linear.attention.rope == Rope(theta=5e5, scaling=LinearScaling(factor=2.0))
@@ -181,6 +218,13 @@ def test_a_window_of_qwen_with_experts_is_that_of_all_layers() -> None:
     assert windows(QWEN3_MOE | on) == [4096] * 3
 
 
+def test_every_second_layer_of_gpt_oss_has_a_window() -> None:
+    assert windows(GPT_OSS) == [128, None] * 12
+    assert windows(GPT_OSS | {"layer_types": None}) == [128, None] * 12
+    groups = spec_of(GPT_OSS).cache_groups
+    assert [group.window for group in groups] == [None, 128]
+
+
 def test_of_experts_a_token_uses_only_its_own() -> None:
     spec = spec_of(QWEN3_MOE)
     assert spec.num_params == 30_532_122_624  # as published: 30.5 billion, 3.3 of them active
@@ -222,6 +266,9 @@ def test_heads_of_mistral_need_not_add_up_to_the_hidden_size() -> None:
             {key: value for key, value in QWEN3_MOE.items() if key != "norm_topk_prob"},
             "norm_topk_prob is None, needed is true or false",
         ),
+        (GPT_OSS | {"swiglu_limit": 2.0}, "swiglu_limit is 2, supported: 7"),
+        (GPT_OSS | {"layer_types": []}, "layer_types has 0 entries for 24 layers"),
+        (GPT_OSS | {"sliding_window": None}, "sliding_window is None: gpt-oss needs both"),
         (QWEN3_MOE | {"num_experts": 0, "num_local_experts": None}, "num_local_experts is None"),
         (QWEN3_MOE | {"num_experts_per_tok": 129}, "cannot have 129 experts of 128"),
         (QWEN3_MOE | {"mlp_only_layers": 3}, "mlp_only_layers is 3, which is not a list"),

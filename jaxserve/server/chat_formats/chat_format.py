@@ -10,7 +10,14 @@ from jaxserve.grammar_server.wire import Grammar
 from jaxserve.server.chat_formats.history import History
 from jaxserve.server.chat_formats.output_parser import OutputParser
 from jaxserve.server.chat_formats.reasoning import ReasoningFormat
-from jaxserve.server.chat_formats.tool_format import INPUT, CallableTool, ToolFormat
+from jaxserve.server.chat_formats.tool_format import (
+    INPUT,
+    CallableTool,
+    CallFormat,
+    MessageFormat,
+    Parser,
+    ToolFormat,
+)
 from jaxserve.structured import GrammarError, Thinking, grammars
 
 
@@ -18,7 +25,7 @@ from jaxserve.structured import GrammarError, Thinking, grammars
 class ChatFormat:
     """How reasoning and tool calls look in what a model writes, and in its prompts."""
 
-    tools: ToolFormat | None
+    tools: CallFormat | None
     """None: calls are not told from text."""
     reasoning: ReasoningFormat | None
     """None: reasoning is not told from text."""
@@ -37,7 +44,8 @@ class ChatFormat:
         Args:
           calls: there may be some.
         """
-        of_calls = self.tools.markers if calls and self.tools is not None else ()
+        seen = calls or isinstance(self.tools, MessageFormat)
+        of_calls = self.tools.markers if seen and self.tools is not None else ()
         reasoning = None if thinking is Thinking.NONE else self.reasoning
         return self._tokens((*of_calls, *(reasoning.markers if reasoning is not None else ())))
 
@@ -81,10 +89,17 @@ class ChatFormat:
         *,
         parallel_calls: bool,
         text_or_calls: bool,
-    ) -> OutputParser:
+    ) -> Parser:
         """Returns a parser for one output. Takes the arguments of `OutputParser`."""
+        if isinstance(self.tools, MessageFormat):
+            return self.tools.parser(
+                tools,
+                reasoning=self.reasoning is not None,
+                parallel_calls=parallel_calls,
+                text_or_calls=text_or_calls,
+            )
         return OutputParser(
-            tool_format=self.tools if tools else None,
+            tool_format=self.tools if tools and isinstance(self.tools, ToolFormat) else None,
             tools=tools,
             reasoning=None if thinking is Thinking.NONE else self.reasoning,
             opened=thinking is Thinking.OPEN,

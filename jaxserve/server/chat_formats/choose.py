@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from jaxserve.config import NO_PARSER, REASONING_PARSERS, TOOL_CALL_PARSERS, ConfigError
 from jaxserve.server.chat_formats.chat_format import ChatFormat
+from jaxserve.server.chat_formats.harmony import Harmony
 from jaxserve.server.chat_formats.hermes import Hermes
 from jaxserve.server.chat_formats.history import History
 from jaxserve.server.chat_formats.llama import Llama3Json
@@ -15,22 +16,25 @@ from jaxserve.server.chat_formats.mistral import Mistral
 from jaxserve.server.chat_formats.qwen_xml import QwenXml
 from jaxserve.server.chat_formats.reasoning import (
     DEEPSEEK_R1,
+    HARMONY_ANALYSIS,
     MISTRAL_THINK,
     QWEN3,
     ReasoningFormat,
 )
-from jaxserve.server.chat_formats.tool_format import ToolFormat
+from jaxserve.server.chat_formats.tool_format import CallFormat
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.tokenizer.chat_template import ChatTemplate
 
 log = logging.getLogger(__name__)
 
 HERMES, QWEN_XML, LLAMA, MISTRAL = Hermes(), QwenXml(), Llama3Json(), Mistral()
+HARMONY = Harmony()
 
-TOOL_FORMATS: Mapping[str, ToolFormat] = {
+TOOL_FORMATS: Mapping[str, CallFormat] = {
     "hermes": HERMES,
     "llama3_json": LLAMA,
     "mistral": MISTRAL,
+    "openai": HARMONY,
     "qwen3_coder": QWEN_XML,
     "qwen3_xml": QWEN_XML,
 }
@@ -38,10 +42,12 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "deepseek_r1": DEEPSEEK_R1,
     "mistral": MISTRAL_THINK,
+    "openai_gptoss": HARMONY_ANALYSIS,
     "qwen3": QWEN3,
 }
 
-_IN_TEMPLATE: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
+_IN_TEMPLATE: tuple[tuple[tuple[str, ...], CallFormat], ...] = (
+    (("<|channel|>", "<|message|>"), HARMONY),
     (("[TOOL_CALLS]",), MISTRAL),
     (("<function=",), QWEN_XML),
     (("<tool_call>",), HERMES),
@@ -50,10 +56,11 @@ _IN_TEMPLATE: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
 )
 """What a template holds that tells of a format; the first that fits."""
 
-_BY_ARCHITECTURE: tuple[tuple[str, ToolFormat], ...] = (
+_BY_ARCHITECTURE: tuple[tuple[str, CallFormat], ...] = (
     ("Qwen3_5", QWEN_XML),
     ("Qwen", HERMES),
     ("Llama", LLAMA),
+    ("GptOss", HARMONY),
     ("Mistral", MISTRAL),
     ("Ministral", MISTRAL),
 )
@@ -85,7 +92,7 @@ def chat_format(
       ConfigError: a name is not known.
     """
     calls = _tool_format(source, architecture, tool_call_parser)
-    thoughts = _reasoning_format(source, tokenizer.markers, reasoning_parser)
+    thoughts = _reasoning_format(source, tokenizer.markers, reasoning_parser, calls.format)
     log.info(
         "chat format: tool calls %s (%s), reasoning %s (%s)",
         *(calls.format.name if calls.format is not None else NO_PARSER, calls.source),
@@ -99,7 +106,7 @@ def chat_format(
     )
 
 
-def _tool_format(source: str, architecture: str, asked: str | None) -> _Chosen[ToolFormat]:
+def _tool_format(source: str, architecture: str, asked: str | None) -> _Chosen[CallFormat]:
     if asked is not None:
         _check(asked, TOOL_CALL_PARSERS, "--tool-call-parser")
         return _Chosen(TOOL_FORMATS.get(asked), "by --tool-call-parser")
@@ -113,11 +120,13 @@ def _tool_format(source: str, architecture: str, asked: str | None) -> _Chosen[T
 
 
 def _reasoning_format(
-    source: str, markers: Mapping[str, int], asked: str | None
+    source: str, markers: Mapping[str, int], asked: str | None, calls: CallFormat | None
 ) -> _Chosen[ReasoningFormat]:
     if asked is not None:
         _check(asked, REASONING_PARSERS, "--reasoning-parser")
         return _Chosen(REASONING_FORMATS.get(asked), "by --reasoning-parser")
+    if calls is HARMONY:
+        return _Chosen(HARMONY_ANALYSIS, "as the tool calls")
     for found in (MISTRAL_THINK, QWEN3):
         if found.opens in source:
             return _Chosen(found, "by the chat template")

@@ -24,4 +24,7 @@ QWEN3 = ReasoningFormat(name="qwen3", opens="<think>", closes="</think>")
 DEEPSEEK_R1 = ReasoningFormat(
     name="deepseek_r1", opens="<think>", closes="</think>", begins_open=True
 )
+HARMONY_ANALYSIS = ReasoningFormat(
+    name="openai_gptoss", opens="<|channel|>analysis<|message|>", closes="<|end|>"
+)
 MISTRAL_THINK = ReasoningFormat(name="mistral", opens="[THINK]", closes="[/THINK]")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
-from jaxserve.server.chat_formats.pieces import CallArguments, CallOpened, CallPart
+from jaxserve.server.chat_formats.pieces import CallArguments, CallOpened, CallPart, Piece
 from jaxserve.server.request.schema import CustomGrammar, CustomTool, ToolFunction
 from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.grammars import CallRules
@@ -96,22 +96,16 @@ class CallReader(Protocol):
         ...
 
 
-class ToolFormat(ABC):
-    """How a family of models writes tool calls."""
+class CallFormat(ABC):
+    """How a family of models writes tool calls: among its text, or in messages of their own."""
 
     name: ClassVar[str]
     """vLLM's name of the parser."""
-    begins: ClassVar[str]
-    """The marker at which calls begin, anywhere in the content."""
     markers: ClassVar[tuple[str, ...]]
     """Spellings that readers look for. Where tokens of these spellings are special ones, which
     texts leave out, readers must see them all the same."""
     turn_ends: ClassVar[tuple[str, ...]]
     """Spellings of the tokens that end the assistant's turn."""
-    bare: ClassVar[bool] = False
-    """Calls may also begin without the marker: as JSON at the beginning of the content."""
-    ends_reasoning: ClassVar[bool] = False
-    """The marker ends reasoning that was not closed."""
     free_text: ClassVar[bool] = False
     """The input of a custom tool stands in a call as it is, in place of JSON."""
 
@@ -122,15 +116,6 @@ class ToolFormat(ABC):
     def history_id(self, call_id: str) -> str:
         """Returns a client's call id in a form that the models' templates accept."""
         return call_id
-
-    @abstractmethod
-    def reader(self, writer: CallWriter, most: int, marker: str) -> CallReader:
-        """Returns a reader of calls that begin here.
-
-        Args:
-          most: the reader may end after so many calls in all.
-          marker: `begins`, which has just been taken off the text; empty where calls begin bare.
-        """
 
     @abstractmethod
     def rules(
@@ -144,3 +129,76 @@ class ToolFormat(ABC):
         Raises:
           GrammarError: the arguments of a tool cannot be followed in this format.
         """
+
+
+class ToolFormat(CallFormat):
+    """Calls that stand in the content, behind a marker."""
+
+    begins: ClassVar[str]
+    """The marker at which calls begin, anywhere in the content."""
+    bare: ClassVar[bool] = False
+    """Calls may also begin without the marker: as JSON at the beginning of the content."""
+    ends_reasoning: ClassVar[bool] = False
+    """The marker ends reasoning that was not closed."""
+
+    @abstractmethod
+    def reader(self, writer: CallWriter, most: int, marker: str) -> CallReader:
+        """Returns a reader of calls that begin here.
+
+        Args:
+          most: the reader may end after so many calls in all.
+          marker: `begins`, which has just been taken off the text; empty where calls begin bare.
+        """
+
+
+class MessageFormat(CallFormat):
+    """An output is a row of messages, and reasoning, content and calls are kinds of them."""
+
+    @abstractmethod
+    def parser(
+        self,
+        tools: Sequence[CallableTool],
+        *,
+        reasoning: bool,
+        parallel_calls: bool,
+        text_or_calls: bool,
+    ) -> Parser:
+        """Returns a parser of one output, also where there are no tools.
+
+        Args:
+          reasoning: it is told from content.
+          parallel_calls, text_or_calls: as of `OutputParser`.
+        """
+
+
+class Parser(Protocol):
+    """A model's text as it comes: reasoning, content and tool calls told apart. The pieces do not
+    depend on how the text is split."""
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have begun."""
+        ...
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the next text is reasoning."""
+        ...
+
+    @property
+    def holding(self) -> bool:
+        """Whether text is held back that may turn out to be content."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more can be shown, because no further calls are wanted."""
+        ...
+
+    def push(self, text: str) -> list[Piece]:
+        """Returns what is certain by now."""
+        ...
+
+    def finish(self) -> list[Piece]:
+        """Returns what is still held back, once the text is complete."""
+        ...

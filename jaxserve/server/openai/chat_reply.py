@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from jaxserve.api import FinishReason, PromptLogprobs
 from jaxserve.server.arrival import Arrival
-from jaxserve.server.chat_formats.output_parser import OutputParser
 from jaxserve.server.chat_formats.pieces import (
     CallArguments,
     CallOpened,
@@ -14,6 +13,7 @@ from jaxserve.server.chat_formats.pieces import (
     Piece,
     Reasoning,
 )
+from jaxserve.server.chat_formats.tool_format import Parser
 from jaxserve.server.openai.reply import Json, OpenAIReply
 from jaxserve.server.output.generation import Delta, Generation
 from jaxserve.server.output.logprobs import chat_logprobs, prompt_logprobs
@@ -144,9 +144,7 @@ class ChatReply(OpenAIReply):
     def _shown(self, piece: Piece) -> bool:
         return self._show_reasoning or not isinstance(piece, Reasoning)
 
-    def _finish_reason(
-        self, finish: FinishReason | None, parser: OutputParser | None
-    ) -> str | None:
+    def _finish_reason(self, finish: FinishReason | None, parser: Parser | None) -> str | None:
         called = parser is not None and parser.num_calls > 0 and not self._named_tool
         return "tool_calls" if called and finish is FinishReason.STOP else finish
 

@@ -22,8 +22,8 @@ from jaxserve.api import (
     TokenLogprobs,
 )
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.server.chat_formats.output_parser import OutputParser
 from jaxserve.server.chat_formats.pieces import Content, Piece
+from jaxserve.server.chat_formats.tool_format import Parser
 from jaxserve.tokenizer import Detokenizer, StopStrings, Tokenizer
 
 
@@ -78,7 +78,7 @@ class Choice:
         request: Request,
         tokenizer: Tokenizer,
         options: TextOptions,
-        parser: OutputParser | None = None,
+        parser: Parser | None = None,
     ):
         self.index = index
         self.request = request
@@ -158,7 +158,7 @@ class Choice:
 
     def _told_apart(
         self,
-        parser: OutputParser,
+        parser: Parser,
         text: str,
         tokens: tuple[int, ...],
         logprobs: TokenLogprobs | None,

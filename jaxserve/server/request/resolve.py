@@ -13,7 +13,7 @@ from functools import partial
 
 from jaxserve.api import Request
 from jaxserve.server.arrival import Arrival
-from jaxserve.server.chat_formats.output_parser import OutputParser
+from jaxserve.server.chat_formats.tool_format import Parser
 from jaxserve.server.errors import invalid
 from jaxserve.server.off_loop import Lane, lane, off_loop
 from jaxserve.server.output.generation import Choice, Generation, TextOptions
@@ -37,7 +37,7 @@ class Resolved:
     choices_per_prompt: int
     options: TextOptions
     """How tokens become text."""
-    parser: Callable[[], OutputParser] | None = None
+    parser: Callable[[], Parser] | None = None
     """How text is read: makes a parser for one choice. None: it is not told apart."""
     tokenizing: float
     """Seconds that rendering and encoding the prompts took."""
