@@ -15,8 +15,9 @@ class Guesses:
     """Knows what each request yields alone, and says it or not.
 
     Oracles are always right, the cut ones up to some draft. Adversaries are never right, and
-    neither are those for the position before or after, late and shifted, but by chance. `device`: some rows have no drafts from the host.
-    `unsure`: some have no proposal. `any`: each row is of another kind.
+    neither are those for the position before or after, late and shifted, but by chance. `device`:
+    some rows have no drafts from the host. `unsure`: some have no proposal. `any`: each row is of
+    another kind.
     """
 
     def __init__(
