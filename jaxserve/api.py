@@ -249,13 +249,13 @@ class StepView(NamedTuple):
     number: int
     """Counts finished steps from 1."""
     kind: str
-    """`decode` or `mixed`."""
+    """`decode`, `mixed` or `verify`."""
     bucket: int
-    """Rows of a decode bucket, tokens of a mixed one."""
+    """Rows of a decode bucket, tokens of a mixed one, positions of a verify bucket."""
     decode_rows: int
     chunks: int
     chunk_tokens: int
-    """Prompt tokens that the chunks computed."""
+    """Prompt tokens that the chunks computed; drafts that a verify step might verify."""
     seconds: float | None
     """From the end of the step before it; None if the engine thread did not see both ends."""
     expected: float | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 
@@ -10,6 +11,12 @@ from jaxserve.api import Request, SamplingParams
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.plan import Sampled, StepPlan
 from jaxserve.scheduler import Scheduler
+from jaxserve.scheduler.speculation.lookup import Lookup
+from jaxserve.scheduler.verify import Verification
+from jaxserve.step_times import StepTimes, VerifyTime
+
+_TIMES = StepTimes(decode={256: 0.01}, mixed={4096: 0.05}, verify={(256, 8): VerifyTime(1.0, 0.0)})
+"""By which no step verifies: what looking up costs is seen alone."""
 
 
 def main() -> None:
@@ -17,18 +24,23 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument(
+        "--lookup",
+        action="store_true",
+        help="look up drafts that no step verifies",
+    )
     args = parser.parse_args()
 
-    scheduler = _filled(args.sequences, args.steps + 64, args.page_size)
+    scheduler = _filled(args.sequences, args.steps + 64, args.page_size, lookup=args.lookup)
     pending = _prefilled(scheduler, args.sequences)
-    result = Sampled(7)
+    words = random.Random(0).choices(range(3, 2003), [1 / n for n in range(1, 2001)], k=4096)
     times: dict[str, list[float]] = {"plan": [], "commit": []}
-    for _ in range(args.steps):
+    for step in range(args.steps):
         start = time.perf_counter()
         plan = scheduler.plan()
         planned = time.perf_counter()
         assert plan is not None and len(plan.rows) == args.sequences
-        sampled = [result] * len(pending.rows)
+        sampled = [Sampled(words[hash((step, row.slot)) % 4096]) for row in pending.rows]
         collected = time.perf_counter()
         scheduler.commit(pending, sampled)
         times["commit"].append(time.perf_counter() - collected)
@@ -39,8 +51,10 @@ def main() -> None:
         print(f"{name:7} median {statistics.median(values) * 1e6:6.0f} us, p99 {worst * 1e6:6.0f}")
 
 
-def _filled(sequences: int, tokens: int, page_size: int) -> Scheduler:
+def _filled(sequences: int, tokens: int, page_size: int, *, lookup: bool) -> Scheduler:
     prompt = 16
+    buckets = tuple(_TIMES.verify)
+    verification = Verification(proposer=Lookup(drafts=7), buckets=buckets) if lookup else None
     pages = 1 + sequences * (-(-(prompt + tokens) // page_size) + 2)
     scheduler = Scheduler(
         SchedulerConfig(
@@ -49,6 +63,8 @@ def _filled(sequences: int, tokens: int, page_size: int) -> Scheduler:
             max_num_batched_tokens=max(sequences, 4096),
         ),
         CacheConfig(num_pages=pages, page_size=page_size),
+        times=_TIMES,
+        verification=verification,
     )
     params = SamplingParams(max_tokens=tokens, stop_token_ids=frozenset({1, 2}))
     for number in range(sequences):

@@ -49,11 +49,11 @@ class RecentSteps:
 
 def _view(step: _Finished, expected: Callable[[StepPlan], float | None]) -> StepView:
     plan = step.plan
-    chunks = 0 if plan.decode_only else sum(bool(row.tokens) for row in plan.rows)
+    chunks = 0 if plan.kind != "mixed" else sum(bool(row.tokens) for row in plan.rows)
     decode_rows = len(plan.rows) - chunks
     return StepView(
         number=step.number,
-        kind="decode" if plan.decode_only else "mixed",
+        kind=plan.kind,
         bucket=step.size.bucket or plan.num_tokens,
         decode_rows=decode_rows,
         chunks=chunks,

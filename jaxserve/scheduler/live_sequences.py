@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from jaxserve.api import Overloaded, Rejected, Request
+from jaxserve.api import Occupancy, Overloaded, Rejected, Request
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.kv_events.events import Sink
 from jaxserve.scheduler import prefix
 from jaxserve.scheduler.admission import OutputLengths, refuse_impossible
 from jaxserve.scheduler.deadlines import waiting_queue
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager
+from jaxserve.scheduler.occupancy import occupancy
 from jaxserve.scheduler.pages import PagePool
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.step_times import StepTimes
@@ -137,6 +138,16 @@ class LiveSequences:
         self._waiting.push(seq)
         seq.preemptions += 1
         self.num_preemptions += 1
+
+    def occupancy(self, max_pages: int) -> Occupancy:
+        """See `occupancy.occupancy`. Callable from any thread."""
+        live = list(self._live.values())
+        return occupancy(self.pages, self._page_size, live, self._clock(), max_pages)
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache. Running sequences keep their pages, which nobody finds: after a
+        change of the weights they hold what earlier ones computed."""
+        self._kv_cache.forget()
 
     def _vacate(self, seq: Sequence) -> None:
         """Free the slot and pages of a running sequence."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from jaxserve.api import (
     DeadlineMissed,
     FinishReason,
-    Occupancy,
     TokenEvent,
 )
 from jaxserve.config import CacheConfig, SchedulerConfig
@@ -23,7 +22,6 @@ from jaxserve.scheduler.budget import Decodes, Prompt, TokenBudget
 from jaxserve.scheduler.guided import Guided
 from jaxserve.scheduler.learned_times import Correction, LearnedTimes
 from jaxserve.scheduler.live_sequences import LiveSequences
-from jaxserve.scheduler.occupancy import occupancy
 from jaxserve.scheduler.preemption import choose_victim
 from jaxserve.scheduler.rows import admission, chunk_row, decode_row
 from jaxserve.scheduler.sequence import Sequence
@@ -389,13 +387,3 @@ class Scheduler(LiveSequences):
         """Returns the times measured at the start by kind and size of bucket, in seconds."""
         times = self._times
         return {"decode": times.decode, "mixed": times.mixed} if times else {}
-
-    def occupancy(self, max_pages: int) -> Occupancy:
-        """See `occupancy.occupancy`. Callable from any thread."""
-        live = list(self._live.values())
-        return occupancy(self.pages, self._page_size, live, self._clock(), max_pages)
-
-    def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache. Running sequences keep their pages, which nobody finds: after a
-        change of the weights they hold what earlier ones computed."""
-        self._kv_cache.forget()

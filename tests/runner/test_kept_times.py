@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from jaxserve.startup import measure
 from jaxserve.startup.measure import step_times
-from jaxserve.step_times import StepTimes
+from jaxserve.step_times import StepTimes, VerifyTime
 from tests.tiny_model import make_config
 
 CONFIG = make_config(decode=(1, 4), prefill=(8, 32))
@@ -33,6 +34,19 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[StepTimes]:
 def times(file: Path, config: Any = CONFIG) -> StepTimes:
     runner: Any = None
     return step_times(runner, config, file)
+
+
+def test_times_of_verify_steps_are_kept_and_those_of_others_are_of_no_use(
+    tmp_path: Path, measurements: list[StepTimes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verifying = replace(MEASURED, verify={(1, 8): VerifyTime(0.1, 1e-6)})
+    monkeypatch.setattr(measure, "measure", lambda *_: measurements.append(verifying) or verifying)
+    file = tmp_path / "step_times.json"
+    config = make_config(decode=(1, 4), prefill=(8, 32), verify=((1, 8),))
+    assert times(file, config) == times(file, config) == verifying
+    assert len(measurements) == 1
+    times(file)
+    assert len(measurements) == 2, "this start verifies nothing"
 
 
 def test_a_second_start_takes_what_the_first_one_measured(

@@ -8,15 +8,16 @@ from random import Random
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.scheduler.verify import Proposal
 
-KINDS = ("oracle", "cut", "random", "adversary", "shifted", "device", "unsure", "any")
+KINDS = ("oracle", "cut", "random", "adversary", "shifted", "late", "device", "unsure", "any")
 
 
 class Guesses:
     """Knows what each request yields alone, and says it or not.
 
     Oracles are always right, the cut ones up to some draft. Adversaries are never right, and
-    neither are shifted ones but by chance. `device`: some rows have no drafts from the host.
-    `unsure`: some have no proposal. `any`: each row is of another kind.
+    neither are those for the position before or after, late and shifted, but by chance. `device`:
+    some rows have no drafts from the host. `unsure`: some have no proposal. `any`: each row is of
+    another kind.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Guesses:
         if kind == "any":
             kind = draw.choice(KINDS[:-1])
         tokens = [*seq.tokens[: seq.num_prompt], *self._outputs(seq)]
-        first = seq.computed + 1 + (kind == "shifted")
+        first = seq.computed + 1 + (kind == "shifted") - (kind == "late")
         right = tokens[first : first + draw.choice([1, 3, 7, 14])]
         positions = draw.choice([1, 2, 3, 4, 8])
         if kind == "unsure" and draw.random() < 0.5:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve.plan import Row, StepPlan
+from jaxserve.plan import Row, StepPlan, Verify
 from jaxserve.scheduler.learned_times import LearnedTimes, StepClock
-from jaxserve.step_times import StepTimes
+from jaxserve.step_times import StepTimes, VerifyTime
 
 MS = 1e-3
 TRUE = StepTimes(
@@ -55,6 +55,20 @@ def test_each_bucket_has_a_correction_of_its_own() -> None:
     off = [mixed(times, size) - TRUE.of_mixed(size, 30, 30_000) for size in TRUE.mixed]
     assert off == pytest.approx([0, 0.6 * MS, 0, 0], abs=0.05 * MS)
     assert times.of_decode(30, 0) == TRUE.of_decode(30, 0)
+
+
+def test_verify_buckets_are_corrected_one_by_one() -> None:
+    shapes = {(1, 8): VerifyTime(3 * MS, 1e-7), (4, 4): VerifyTime(4 * MS, 2e-7)}
+    table = replace(TRUE, verify=shapes)
+    times = LearnedTimes(table)
+    rows = tuple(Row(n, n, 100, (), True, verify=Verify(3, 103, (1, 2))) for n in range(3))
+    plan = StepPlan(rows=rows, verify=True)
+    for _ in range(200):
+        correction = times.learn(plan, table.of(plan) + 0.5 * MS)
+    assert correction == ("verify", "4x4", pytest.approx(0.5 * MS, rel=0.1))
+    assert times.of_verify(3, 3, 300) == pytest.approx(4.5 * MS + 300 * 2e-7, rel=0.02)
+    assert times.of_verify(1, 8, 0) == 3 * MS
+    assert times.of_verify(2, 8, 0) is None, "no bucket holds it"
 
 
 def test_a_first_step_that_stalls_does_not_make_its_bucket_dear() -> None:

@@ -13,6 +13,7 @@ from jaxserve.api import FinishReason, Rejected, Request, SamplingParams
 from jaxserve.config import POLICIES, CacheConfig, PagedGroup, SchedulerConfig
 from jaxserve.scheduler.admission import OutputLengths
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.speculation.lookup import Lookup
 from jaxserve.scheduler.verify import Verification
 from tests.scheduler.fake_runner import VOCAB, FakeGuide, solo
 from tests.scheduler.loop import Loop, Optimist
@@ -45,6 +46,9 @@ class Workload(NamedTuple):
         if self.drafts is None:
             return None
         kind, seed = self.drafts
+        if kind == "looked up":
+            lookup = Lookup(drafts=7, least=1 + seed % 3)
+            return Verification(proposer=lookup, buckets=((1, 8), (4, 4), (8, 2)))
         outputs = {
             each.request.id: solo(each.request, self.config, self.cache)[0]
             for each in self.arrivals
@@ -146,7 +150,7 @@ def drafted_workloads(draw: st.DrawFn) -> Workload:
     """The same with drafts, with windows or without. Most have room for drafts now and then: no
     more requests than slots, and some more tokens and pages."""
     work = draw(st.one_of(workloads(), windowed_workloads()))
-    drafts = draw(st.sampled_from(KINDS)), draw(st.integers(0, 99))
+    drafts = draw(st.sampled_from([*KINDS, "looked up"])), draw(st.integers(0, 99))
     if draw(st.sampled_from([True, True, True, False])):
         config, cache = work.config, work.cache
         tokens, pages = config.max_num_batched_tokens + 16, draw(st.integers(0, 16))

@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 from jaxserve.scheduler.learned_times import LearnedTimes
 
 _MARGIN = 0.03
-"""Share of the tokens per second. Steps begin to verify if they yield this much more: drafts are
-late by a step, and the last rows of a run may cost one. A rule, not measured."""
+"""Share of the tokens per second that a step must yield more than decode rows. A rule, not
+measured."""
 
 _KEPT = 0.98
 """What is left of older observations after each step with proposals: the last 50 count."""
@@ -28,7 +28,6 @@ class Decision:
     def __init__(self, times: LearnedTimes, positions: Collection[int]):
         """`positions`: of the verify buckets."""
         self._times, self._positions = times, sorted(set(positions))
-        self._verifies = False
         self._expected = self._accepted = 0.0
         """Drafts that rows should have had accepted, and had."""
 
@@ -53,22 +52,22 @@ class Decision:
         self._accepted *= _KEPT
         plain = rows - unsettled
         needed = plain / self._times.of_decode(plain, context) if plain else 0.0
-        best, expected = 0, 0.0
+        best, expected, after = 0, 0.0, 0.0
         if unsettled:
             seconds = self._times.of_verify(rows, 1, context)
             if seconds is not None and rows / seconds > needed:
                 best, needed = 1, rows / seconds
-        if not self._verifies:
-            needed *= 1 + _MARGIN
-        for positions in self._positions:
+        elif survivals:
+            after = self._settling(rows, context, len(survivals))
+        needed *= 1 + _MARGIN
+        for positions in self._positions if survivals else ():
             seconds = self._times.of_verify(rows, positions, context)
             if seconds is None:
                 continue
             drafts = sum(sum(survival[: positions - 1]) for survival in survivals)
-            rate = (rows + self.trust * drafts) / seconds
-            if survivals and rate > needed:
+            rate = (rows + self.trust * drafts) / (seconds + after)
+            if rate > needed:
                 best, needed, expected = positions, rate, drafts
-        self._verifies = best > 1
         self._expected += expected
         return best
 
@@ -80,6 +79,14 @@ class Decision:
             return False
         plain = self._times.of_decode(rows, context)
         return seconds - plain < unsettled / rows * plain
+
+    def _settling(self, rows: int, context: int, drafted: int) -> float:
+        """Returns the seconds that a step with drafts costs later, once: the rows with drafts miss
+        a step, or all take a verify step in place of a decode step."""
+        plain = self._times.of_decode(rows, context)
+        seconds = self._times.of_verify(rows, 1, context)
+        missed = drafted / rows * plain
+        return missed if seconds is None else min(missed, max(seconds - plain, 0.0))
 
     def observe(self, accepted: int) -> None:
         """Report a row's accepted drafts."""

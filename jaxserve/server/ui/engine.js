@@ -155,10 +155,10 @@ function drawStep() {
     }
     $("strip").replaceChildren(...made);
     const what = [step.rows ? many(step.rows, "next token") : null,
-      step.tokens ? `${many(step.tokens, "prompt token")} in ${many(step.chunks, "chunk")}` : null].filter(Boolean).join(" and ");
+      !step.tokens ? null : step.kind === "verify" ? many(step.tokens, "draft") : `${many(step.tokens, "prompt token")} in ${many(step.chunks, "chunk")}`].filter(Boolean).join(" and ");
     const pad = padding(step), share = Math.round((100 * pad) / step.bucket);
     const time = step.ms === null ? "" : ` It took ${duration(step.ms / 1000)}${step.expected ? `; ${duration(step.expected / 1000)} were expected` : ""}.`;
-    $("strip-text").textContent = `Bucket of ${step.bucket.toLocaleString("en")} ${step.kind === "decode" ? "rows" : "tokens"}: ${what}${pad ? `, ${share} % padding` : ", no padding"}.${time}`;
+    $("strip-text").textContent = `Bucket of ${step.bucket.toLocaleString("en")} ${{ decode: "rows", verify: "positions" }[step.kind] ?? "tokens"}: ${what}${pad ? `, ${share} % padding` : ", no padding"}.${time}`;
   }
   const latest = steps.slice(-SHOWN), most = Math.max(...latest.map((each) => each.bucket));
   $("recent").replaceChildren(...latest.map((each) => {

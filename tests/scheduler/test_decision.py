@@ -1,0 +1,133 @@
+"""Drafts are verified where that is faster, and nowhere else, on a device with an H200's times."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from jaxserve.scheduler.learned_times import LearnedTimes
+from jaxserve.scheduler.speculation.decision import Decision
+from jaxserve.scheduler.speculation.lookup import Lookup
+from jaxserve.scheduler.verify import Verification
+from jaxserve.startup.engine_plan import GPU_VERIFY
+from jaxserve.step_times import StepTimes, VerifyTime
+from tests.scheduler.text_device import Text, serve
+
+MS = 1e-3
+DECODE = {1: 2.44, 2: 2.45, 4: 2.6, 8: 2.81, 16: 3.21, 32: 3.94, 64: 5.41, 128: 8.16, 256: 13.8}
+VERIFY = {
+    (1, 8): 2.6,
+    (2, 8): 2.9,
+    (4, 8): 3.1,
+    (8, 4): 3.2,
+    (8, 8): 3.5,
+    (16, 4): 3.8,
+    (32, 4): 5.2,
+    (64, 2): 6.2,
+    (128, 2): 10.4,
+}
+TIMES = StepTimes(
+    decode={rows: ms * MS for rows, ms in DECODE.items()},
+    mixed={64: 4 * MS, 256: 7 * MS, 1024: 18 * MS, 2048: 34 * MS},
+    verify={shape: VerifyTime(ms * MS, 1e-8) for shape, ms in VERIFY.items()},
+    decode_context=8e-9,
+    mixed_row=0.02 * MS,
+)
+"""About those of Qwen3-4B on an H200: decode steps as measured, verify steps as expected."""
+CLIENTS = (1, 2, 8, 16, 32, 64, 256)
+
+
+def copying(draw: random.Random, every: int) -> Text:
+    """An answer that the prompt holds, with one token of `every` changed."""
+    answer = [draw.randrange(10**5) for _ in range(200)]
+    shown = [-1 - n if n % every == every - 1 else token for n, token in enumerate(answer)]
+    prompt = [*(abs(token) for token in shown), *(draw.randrange(10**5) for _ in range(60))]
+    return (*prompt, answer[0]), tuple(answer[1:])
+
+
+def fresh(draw: random.Random) -> Text:
+    tokens = [draw.randrange(10**5) for _ in range(450)]
+    return tuple(tokens[:250]), tuple(tokens[250:])
+
+
+def misleading(draw: random.Random) -> Text:
+    """The prompt has pieces of the answer, each followed by something else."""
+    answer = [draw.randrange(10**5) for _ in range(200)]
+    pieces = [answer[n : n + 5] for n in range(0, 200, 5)]
+    draw.shuffle(pieces)
+    prompt = [token for piece in pieces for token in (*piece, draw.randrange(10**5))]
+    return tuple(prompt), tuple(answer)
+
+
+def looking_up() -> Verification:
+    return Verification(proposer=Lookup(drafts=7), buckets=GPU_VERIFY)
+
+
+TEXTS = {
+    "edits": lambda draw: copying(draw, 24),
+    "many edits": lambda draw: copying(draw, 8),
+    "fresh": fresh,
+    "misleading": misleading,
+    "any": lambda draw: draw.choice([fresh, misleading, lambda d: copying(d, 16)])(draw),
+}
+
+
+@pytest.mark.parametrize("clients", CLIENTS)
+@pytest.mark.parametrize("name", list(TEXTS))
+def test_it_is_never_slower_than_plain_decoding(name: str, clients: int) -> None:
+    steps = {16: 1500, 32: 1500}.get(clients, 600)
+    plain = serve(TEXTS[name], TIMES, None, clients=clients, steps=steps)
+    drafted = serve(TEXTS[name], TIMES, looking_up(), clients=clients, steps=steps)
+    assert drafted.rate >= 0.99 * plain.rate, (drafted, plain)
+
+
+@pytest.mark.parametrize(("clients", "least"), [(1, 3.0), (8, 1.8), (32, 1.1)])
+def test_text_that_repeats_is_faster(clients: int, least: float) -> None:
+    plain = serve(TEXTS["edits"], TIMES, None, clients=clients, steps=1000)
+    drafted = serve(TEXTS["edits"], TIMES, looking_up(), clients=clients, steps=1000)
+    assert drafted.rate > least * plain.rate, (drafted, plain)
+
+
+def test_times_that_the_start_measured_wrongly_are_corrected() -> None:
+    """Verify steps take longer than the table says: few are tried before it is known."""
+    slow = replace(
+        TIMES,
+        verify={s: VerifyTime(1.45 * t.seconds, t.per_context) for s, t in TIMES.verify.items()},
+    )
+    plain = serve(misleading, TIMES, None, clients=8, steps=3000)
+    drafted = serve(misleading, TIMES, looking_up(), clients=8, steps=3000, true=slow)
+    assert drafted.verify_steps < 300
+    assert drafted.rate >= 0.99 * plain.rate
+
+
+def decision() -> Decision:
+    return Decision(LearnedTimes(TIMES), {positions for _, positions in GPU_VERIFY})
+
+
+def test_as_many_positions_as_pay_are_computed() -> None:
+    sure, unsure = [0.98**n for n in range(1, 8)], [0.5**n for n in range(1, 8)]
+    assert decision().choose(1, 500, [sure], unsettled=0) == 8
+    assert decision().choose(32, 500, [sure] * 32, unsettled=0) == 4
+    assert decision().choose(64, 500, [unsure] * 64, unsettled=0) == 2
+    assert decision().choose(256, 500, [sure] * 256, unsettled=0) == 0, "no bucket holds them"
+    assert decision().choose(64, 500, [unsure] * 3, unsettled=0) == 0, "61 rows would wait"
+    assert decision().choose(1, 500, [], unsettled=0) == 0
+
+
+def test_rows_in_flight_are_gone_on_with_unless_few_would_wait() -> None:
+    assert decision().choose(8, 500, [], unsettled=8) == 1
+    assert decision().choose(64, 500, [], unsettled=1) == 0
+    assert decision().settles(8, 500, 8) and not decision().settles(64, 500, 1)
+
+
+def test_what_is_never_accepted_is_not_trusted_for_long() -> None:
+    found, chosen = decision(), list[int]()
+    for _ in range(40):
+        chosen.append(found.choose(8, 500, [[0.9, 0.8, 0.7]] * 8, unsettled=0))
+        found.observe(0)
+    assert chosen[0] > 1 and chosen[-1] == 0 and found.trust < 0.2
+    for _ in range(300):
+        found.choose(8, 500, [], unsettled=0)
+    assert found.choose(8, 500, [[0.9, 0.8, 0.7]] * 8, unsettled=0) > 1, "it is tried again"

@@ -1,0 +1,130 @@
+"""A device that knows what each sequence will say and how long each step takes, and no more."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from jaxserve.api import Request, SamplingParams
+from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.plan import Row, Sampled, StepPlan
+from jaxserve.scheduler import Scheduler
+from jaxserve.scheduler.verify import Verification
+from jaxserve.step_times import StepTimes
+
+type Text = tuple[tuple[int, ...], tuple[int, ...]]
+"""A prompt, and what follows it."""
+
+
+class Served(NamedTuple):
+    """What was served until some second."""
+
+    tokens: int
+    seconds: float
+    verify_steps: int
+    steps: int
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+def serve(
+    texts: Callable[[random.Random], Text],
+    times: StepTimes,
+    verification: Verification | None,
+    *,
+    clients: int,
+    steps: int,
+    true: StepTimes | None = None,
+) -> Served:
+    """A closed loop of so many clients over a device that is one step ahead of the host.
+
+    Args:
+      texts: draws the next request.
+      times: those that the scheduler knows.
+      true: those that steps take, if they differ.
+    """
+    loop = _Loop(times, true or times, verification, clients)
+    draw = random.Random(clients)
+    for number in range(clients):
+        loop.add(number, texts(draw))
+    numbers = itertools.count(clients)
+    for _ in range(steps):
+        for _ in range(loop.turn()):
+            loop.add(next(numbers), texts(draw))
+    return Served(loop.tokens, loop.seconds, loop.verify_steps, steps)
+
+
+class _Loop:
+    def __init__(
+        self, times: StepTimes, true: StepTimes, verification: Verification | None, clients: int
+    ):
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=clients,
+                max_model_len=4096,
+                max_num_batched_tokens=max(times.mixed),
+                prefix_caching=False,
+            ),
+            CacheConfig(num_pages=1 + clients * 64, page_size=64),
+            times=times,
+            verification=verification,
+            clock=lambda: self.seconds,
+        )
+        self._true = true
+        self.seconds = 0.0
+        self.tokens = self.verify_steps = 0
+        self._texts: dict[int, list[int]] = {}
+        self._next_id = 0
+        self._lengths: dict[int, int] = {}
+        """Where each sequence's next row begins, which the host may not know yet."""
+        self._flying: tuple[StepPlan, list[Sampled | None]] | None = None
+
+    def add(self, number: int, text: Text) -> None:
+        prompt, answer = text
+        params = SamplingParams(max_tokens=len(answer), stop_token_ids=frozenset())
+        self.scheduler.add(Request(id=str(number), prompt=prompt, params=params))
+        self._texts[self._next_id] = [*prompt, *answer, *range(20)]
+        self._next_id += 1
+
+    def turn(self) -> int:
+        """One step. Returns how many requests have ended."""
+        plan = self.scheduler.plan()
+        launched = None
+        if plan is not None:
+            launched = (plan, [self._compute(row) for row in plan.rows])
+            took = self._true.of(plan)
+            self.seconds += took
+            self.scheduler.learn(plan, took)
+            self.verify_steps += plan.verify
+        ended = 0
+        if self._flying is not None:
+            events = self.scheduler.commit(*self._flying)
+            self.tokens += len(events)
+            ended = sum(event.finish is not None for event in events)
+        self._flying = launched
+        return ended
+
+    def _compute(self, row: Row) -> Sampled | None:
+        text = self._texts[row.seq_id]
+        if row.tokens:
+            self._lengths[row.seq_id] = row.start + len(row.tokens)
+            return Sampled(text[row.start + len(row.tokens)]) if row.samples else None
+        begin = self._lengths[row.seq_id]
+        tokens = [Sampled(each) for each in self._accepted(row, begin, text)]
+        self._lengths[row.seq_id] = begin + len(tokens)
+        return tokens[0]._replace(further=tuple(tokens[1:]))
+
+    def _accepted(self, row: Row, begin: int, text: list[int]) -> Iterator[int]:
+        yield text[begin + 1]
+        asked = row.verify
+        if asked is None:
+            return
+        drafts = (asked.drafts or ())[begin - row.start :]
+        for place in range(1, min(asked.positions, asked.end - begin)):
+            if place > len(drafts) or drafts[place - 1] != text[begin + place]:
+                return
+            yield text[begin + place + 1]
