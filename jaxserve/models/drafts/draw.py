@@ -37,8 +37,10 @@ def draw(
       vocab: only token ids below it are drawn.
     """
     unpenalised = adjustments._replace(features=adjustments.features & ~PENALISED)
+    # Nobody reads the counts, and the sampler would copy those that steps go on with.
+    uncounted = tables._replace(counts=jnp.zeros_like(tables.counts, shape=(1, scores.shape[1])))
     wanted = jnp.zeros(scores.shape[0], bool)
     found = sample(
-        scores, rows, unpenalised, tables, wanted, vocab=vocab, alternatives=1, target=target
+        scores, rows, unpenalised, uncounted, wanted, vocab=vocab, alternatives=1, target=target
     )
     return found.tokens
