@@ -175,6 +175,8 @@ class TokenEvent(NamedTuple):
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; set on the first event."""
+    restored_tokens: int = 0
+    """Of these, those that came back from below the device for this sequence."""
     prompt_logprobs: tuple[PromptLogprobs, ...] | None = None
     """For each prompt token but the first, if requested; set on the first event."""
     start: Start | None = None

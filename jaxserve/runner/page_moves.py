@@ -37,7 +37,7 @@ class Rings(NamedTuple):
     load: int
 
 
-class RingPart(NamedTuple):
+class RingArray(NamedTuple):
     """An array of a ring, [slots, slot_bytes]."""
 
     address: int
@@ -172,11 +172,11 @@ class PageMover:
         self._markers: list[Array] = []
         """Of what was launched last."""
 
-    def store_ring(self) -> list[list[RingPart]]:
+    def store_ring(self) -> list[list[RingArray]]:
         """Returns the parts of each group's store ring, whose arrays stay where they are."""
         return [_parts(ring) for ring in self._stores]
 
-    def load_ring(self) -> list[list[RingPart]]:
+    def load_ring(self) -> list[list[RingArray]]:
         """The same of the load rings."""
         return [_parts(ring) for ring in self._loads]
 
@@ -236,5 +236,5 @@ class PageMover:
         self._markers.append(marker)
 
 
-def _parts(ring: Ring) -> list[RingPart]:
-    return [RingPart(part.unsafe_buffer_pointer(), part.nbytes // part.shape[0]) for part in ring]
+def _parts(ring: Ring) -> list[RingArray]:
+    return [RingArray(part.unsafe_buffer_pointer(), part.nbytes // part.shape[0]) for part in ring]

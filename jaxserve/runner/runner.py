@@ -247,6 +247,11 @@ class Runner:
         self._kv_scales = scales
         self._state = self._state._replace(kv=self._scaled(self._state.kv, scales))
 
+    @property
+    def kv_scales(self) -> NDArray[np.float32] | None:
+        """The scales that were set, see `use_kv_scales`."""
+        return self._kv_scales
+
     def _scaled(self, kv: decoder.Caches, scales: NDArray[np.float32]) -> decoder.Caches:
         groups = zip(kv, self._config.spec.cache_groups, strict=True)
         scaled = self._config.kv_format.with_scales

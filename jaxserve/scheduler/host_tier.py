@@ -97,9 +97,8 @@ class HostTier:
         """Something is on its way: `advance` is due even if no step is."""
         return self._transfers.busy or self._disk.busy or len(self._loads) > 0
 
-    @property
     def usage(self) -> TierUsage:
-        """Callable from any thread."""
+        """Returns the state of the host slots. Callable from any thread."""
         index = self.index
         return TierUsage(index.num_slots, len(index), index.num_reserved, index.num_pinned)
 

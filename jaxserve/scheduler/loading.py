@@ -364,7 +364,8 @@ class Loads:
         loaded = load.pages[: load.published]
         size = sum(self._config.page_bytes[each.group.number] for each in loaded)
         for seq in load.waiting:
-            seq.restored = sum(each.group.number == 0 for each in loaded)
+            pages = sum(each.group.number == 0 for each in loaded)
+            seq.restored_tokens = pages * self._kv_cache.page_size
         if loaded:
             self._observer.tier_loaded(size, seconds)
         if not load.error and size:

@@ -150,6 +150,11 @@ class Scheduler(LiveSequences):
         if self.host is not None and self.host.advance():
             self._blocked = None
 
+    @property
+    def is_moving_pages(self) -> bool:
+        """Pages are on their way to or from the host: `poll_host` is due even without a step."""
+        return self.host is not None and self.host.busy
+
     def plan(self) -> StepPlan | None:
         """Returns the next step, or None. The scheduler counts it as launched.
 
@@ -321,6 +326,7 @@ class Scheduler(LiveSequences):
         seq.waits_for_loads = 0
         if seq.admitted < 0:
             seq.admitted, seq.cached = now, seq.prefill_end - seq.prefill_remaining
+            seq.restored_tokens = min(seq.restored_tokens, seq.cached)
 
     def commit(self, plan: StepPlan, sampled: Iterable[Sampled | None]) -> list[TokenEvent]:
         """Apply the results of a plan's rows, in order. Returns the events of live sequences."""

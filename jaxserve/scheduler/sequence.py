@@ -84,8 +84,8 @@ class Sequence:
     """It waits for pages on their way from the host."""
     waits_for_loads: int = 0
     """How often it has waited for such pages, since it was last admitted."""
-    restored: int = 0
-    """Pages at its beginning that came from the host since it was last admitted."""
+    restored_tokens: int = 0
+    """Prompt tokens that came from below the device before the first admission."""
     in_flight: int = 0
     """Output tokens that are planned and not committed, of verify rows one each."""
     drafts_in_flight: int = 0

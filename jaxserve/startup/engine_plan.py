@@ -19,6 +19,7 @@ from jaxserve.config import (
     Buckets,
     CacheConfig,
     ConfigError,
+    HostTierConfig,
     SchedulerConfig,
     SpeculationConfig,
 )
@@ -26,10 +27,12 @@ from jaxserve.model_spec import ModelSpec
 from jaxserve.programs.executable_cache import ExecutableCache, Program
 from jaxserve.runner import kv_cache, slot_tables
 from jaxserve.runner.fingerprint import program_key
+from jaxserve.runner.page_moves import Rings, ring_bytes
 from jaxserve.runner.programs import RunnerConfig, programs
 from jaxserve.setting_files import read_text
 from jaxserve.startup import gpu_driver, memory
 from jaxserve.startup.environment import compiler_options, compiler_settings, memory_share
+from jaxserve.startup.host_tier_plan import check_flags, plan_rings, plan_tier
 from jaxserve.startup.memory import MemoryPlan
 from jaxserve.startup.room import Fit, Room
 from jaxserve.weights.loading import WeightPlan, plan_weights
@@ -72,6 +75,8 @@ class EnginePlan:
     staging: list[Program]
     """Programs that copy weights to the GPU as stored, and that make fp8 copies of them."""
     cache: ExecutableCache
+    host: HostTierConfig | None = None
+    """The tier below the device's KV cache."""
 
     @property
     def programs(self) -> list[Program]:
@@ -95,7 +100,8 @@ class EnginePlan:
             state=rows * columns * 4
             + slot_tables.num_bytes(config.tables)
             + memory.tree_bytes((config.pre_mlp, config.verify))
-            + results,
+            + results
+            + ring_bytes(config.kv_format, config.kv_shapes, config.dtype, config.rings),
             temporaries=temporaries,
         )
 
@@ -117,20 +123,25 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     spec = source.spec
     dtype = _dtype(options.dtype, gpu=gpu)
     _check_length(options, spec)
+    check_flags(options)
     files = _cache_folder(options)
     weights = plan_weights(options, source, dtype, files, stacked=gpu)
     kv_format = named(options.kv_cache_dtype)
     _check_windows(options, spec, kv_format, gpu=gpu)
     _check_calibration(options, kv_format)
     target = Target.of(device)
+    page_size = _page_size(options, kv_format, gpu=gpu)
+    shapes = [each.shape for each in kv_cache.sized_groups(spec, page_size, 1)]
+    rings, beside = plan_rings(options, kv_format, shapes, dtype, gpu=gpu)
     e4m3 = _fp8_pays(dtype, target)
     room = Room(
         spec=spec,
         dtype=dtype,
         kv_format=kv_format,
-        page_size=_page_size(options, kv_format, gpu=gpu),
+        page_size=page_size,
         gpu=gpu,
         limit=_device_limit(device),
+        beside=beside,
         given=options.kv_cache_memory_bytes,
         quantized=weights.quantized,
         unpacks=not e4m3,
@@ -147,7 +158,7 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     fit = room.fit(size, choices, options.max_model_len)
     if not gpu:
         memory.check_host_memory(size, fit.budget)
-    config = _runner_config(options, source, room, fit, target)
+    config = _runner_config(options, source, room, fit, target, rings)
     room.report(fit, size, choices, chosen=options.max_model_len is None)
     compiling = compiler_options(gpu=gpu)
     settings = compiler_settings() | {name: str(value) for name, value in compiling.items()}
@@ -161,11 +172,12 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
         ],
         staging=[_staging(each) for each in (*weights.staging, *weights.copying)],
         cache=ExecutableCache(files / "executables", key, source.file_name),
+        host=plan_tier(options, config),
     )
 
 
 def _runner_config(
-    options: Options, source: ModelSource, room: Room, fit: Fit, target: Target
+    options: Options, source: ModelSource, room: Room, fit: Fit, target: Target, rings: Rings | None
 ) -> RunnerConfig:
     spec, kv_format, dtype = room.spec.within(fit.max_model_len), room.kv_format, room.dtype
     scheduler = _scheduler_config(options, fit, gpu=room.gpu)
@@ -184,6 +196,7 @@ def _runner_config(
         tile_size=tile_tokens(spec.q_heads // spec.kv_heads) if room.gpu else _cpu_tile(kv_format),
         kv_format=kv_format,
         target=target,
+        rings=rings,
     )
 
 

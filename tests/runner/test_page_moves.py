@@ -32,7 +32,7 @@ def mover_of(kv_format: KVFormat, groups: int = 1) -> PageMover:
     return PageMover(RINGS, {each.name: each.compile() for each in found}, groups=groups)
 
 
-def contents(parts: list[page_moves.RingPart], slots: int) -> list[bytes]:
+def contents(parts: list[page_moves.RingArray], slots: int) -> list[bytes]:
     """What the slots of a ring hold, read behind JAX's back."""
     return [
         b"".join(
