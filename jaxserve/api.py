@@ -175,8 +175,6 @@ class TokenEvent(NamedTuple):
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; set on the first event."""
-    restored_tokens: int = 0
-    """Of these, those that came back from below the device for this sequence."""
     prompt_logprobs: tuple[PromptLogprobs, ...] | None = None
     """For each prompt token but the first, if requested; set on the first event."""
     start: Start | None = None
@@ -185,6 +183,8 @@ class TokenEvent(NamedTuple):
     """How often the sequence was preempted; set on the event that ends it with a token."""
     weights: int = 0
     """The version of the weights that computed the token; see WeightState."""
+    restored_tokens: int = 0
+    """Of `cached_tokens`, those that came back from below the device for this sequence."""
 
 
 class Rejected(ValueError):

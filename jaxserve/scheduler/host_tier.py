@@ -94,8 +94,10 @@ class HostTier:
 
     @property
     def busy(self) -> bool:
-        """Something is on its way: `advance` is due even if no step is."""
-        return self._transfers.busy or self._disk.busy or len(self._loads) > 0
+        """Something is on its way or to be stored: `advance` is due even if no step is."""
+        if self._transfers.busy or self._disk.busy or len(self._loads) > 0:
+            return True
+        return any(group.pool.turnover != self._clean[group.number] for group in self._groups)
 
     def usage(self) -> TierUsage:
         """Returns the state of the host slots. Callable from any thread."""
@@ -183,8 +185,10 @@ class HostTier:
                 continue
             key = key_of(group.number, content)
             if not self.index.has(key):
-                if not room or self._store(group, page, key):
+                if not room:
                     return
+                if self._store(group, page, key):
+                    break  # the host is full of pages in use
                 room -= 1
             done[page] = content
         self._clean[group.number] = pool.turnover
