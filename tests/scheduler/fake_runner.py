@@ -10,6 +10,7 @@ output.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -113,12 +114,13 @@ class FakeRunner:
         self.load_ring: dict[int, list[int | None]] = {}
         """Pages by ring slot. Copies may touch them at any time."""
 
-    def move_pages(self, moves: PageMoves) -> None:
+    def move_pages(self, moves: PageMoves) -> Callable[[], bool]:
         for page, slot, group in moves.restores:
             assert page != 0, "the padding page was given out"
             self.kv[group][page] = list(self.load_ring[slot])
         for page, slot, group in moves.stores:
             self.store_ring[slot] = list(self.kv[group][page])
+        return lambda: True
 
     def launch(self, plan: StepPlan) -> Pending:
         self._check_limits(plan)

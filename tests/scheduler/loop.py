@@ -97,8 +97,7 @@ class Loop:
         """Returns what tells whether they are done."""
         for page, _, group in moves.restores:
             self._salts.pop((group, page), None)
-        self.runner.move_pages(moves)
-        return lambda: True
+        return self.runner.move_pages(moves)
 
     def _check_salts(self, plan: StepPlan) -> None:
         """Whoever finds a page filled has the salt of who filled it."""
