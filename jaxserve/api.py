@@ -183,6 +183,8 @@ class TokenEvent(NamedTuple):
     """How often the sequence was preempted; set on the event that ends it with a token."""
     weights: int = 0
     """The version of the weights that computed the token; see WeightState."""
+    restored_tokens: int = 0
+    """Of `cached_tokens`, those that came back from below the device for this sequence."""
 
 
 class Rejected(ValueError):

@@ -108,6 +108,32 @@ class CacheConfig:
         return min(group.longest(self.page_size) for group in self.groups)
 
 
+@dataclass(frozen=True, kw_only=True)
+class HostTierConfig:
+    """A tier of the prefix cache in the host's memory, which takes what the device evicts."""
+
+    slots: int
+    """Pages that it holds, of any group."""
+    page_bytes: tuple[int, ...]
+    """Of each cache group."""
+    store_ring: int
+    """Pages of each group that may be on their way to the host, see `plan.PageMoves`."""
+    load_ring: int
+    """The same for pages that come back."""
+    lookahead: int
+    """Free pages of each group, of those that are allocated next, that the host should have before
+    that: one long prompt evicts more at once than the store ring holds."""
+    expected_rate: float = 2e10
+    """Bytes per second of loads, until they have been measured."""
+    expected_disk_rate: float = 2e9
+    """The same from disk into the host's memory."""
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "store_ring", "load_ring"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
 POLICIES = ("fcfs", "priority", "slo")
 
 

@@ -68,6 +68,30 @@ class PageEntry(NamedTuple):
     """Cache group whose page table changes."""
 
 
+class PageMove(NamedTuple):
+    """A page of the KV cache and a slot of a ring (see `PageMoves`)."""
+
+    page: int
+    ring_slot: int
+    """Of the group's ring."""
+    group: int = 0
+    """Cache group of the page."""
+
+
+class PageMoves(NamedTuple):
+    """Copies between the KV cache and rings, through which pages leave the device and come back.
+
+    A ring is an array of the device with room for a few pages, one for each direction and cache
+    group. Moves are launched before the plan that is made with them: first all `restores`, then
+    all `stores`. So a store reads what earlier plans have written, and the plan may overwrite it.
+    """
+
+    restores: tuple[PageMove, ...] = ()
+    """Slots of load rings that become the content of pages."""
+    stores: tuple[PageMove, ...] = ()
+    """Pages whose content goes to slots of store rings."""
+
+
 class Scored(NamedTuple):
     """Prompt tokens whose logprobs are requested. Each follows a position of the row."""
 

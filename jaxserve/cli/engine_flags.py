@@ -175,6 +175,30 @@ def add_engine_flags(add: AddArgument) -> None:
         "CPU)",
     )
     add(
+        "--kv-offload-size",
+        type=size_in_bytes,
+        help="host memory for prefixes that leave the GPU, e.g. 64Gi; pinned at the start "
+        "(default: none)",
+    )
+    add(
+        "--kv-offload-path",
+        type=Path,
+        help="folder for prefixes below the host memory of --kv-offload-size; later starts find "
+        "them (default: none)",
+    )
+    add(
+        "--kv-offload-disk-size",
+        type=size_in_bytes,
+        default=100 * 10**9,
+        help="the most that --kv-offload-path takes (default: 100G)",
+    )
+    add(
+        "--kv-offload-verify",
+        action="store_true",
+        help="compare a checksum of each page that comes back from the host's memory; files are "
+        "always compared",
+    )
+    add(
         "--gpu-memory-utilization",
         type=share,
         default=0.9,

@@ -42,7 +42,14 @@ SAME_VALUES = {
     ("--reasoning-parser", "qwen3-thinking"): "deepseek_r1",
 }
 
+SIZES = {
+    "--kv-offloading-size": ("--kv-offload-size", "Gi"),
+    "--hicache-size": ("--kv-offload-size", "G"),
+}
+"""Flags whose values are numbers in a unit, and what they are here."""
+
 OBVIOUS = {
+    "--kv-offloading-backend": frozenset({"native"}),
     "--quantization": frozenset(
         {
             *("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors"),
@@ -60,6 +67,7 @@ OBVIOUS = {
 REFUSED = {
     ("--dtype", "half"): "models run in bfloat16; leave --dtype out, or use float32",
     ("--dtype", "float16"): "models run in bfloat16; leave --dtype out, or use float32",
+    ("--kv-offloading-backend", None): "pages go to this host's memory and disk only; leave it out",
     ("--hf-overrides", None): "change config.json instead",
     ("--cpu-offload-gb", None): "weights stay on the GPU; use --quantization int4 to save memory",
     ("--runner", None): "not supported; jaxserve only generates text",
@@ -73,13 +81,10 @@ _NO_TRANSFER = (
     "leave it out: each server computes its prompts itself, and none sends keys and values to "
     "another; route to all servers alike"
 )
-_NO_TIER = "the KV cache is in the GPU's memory only; leave it out"
 NOT_HERE = {
     "--kv-transfer-config": _NO_TRANSFER,
     "--ec-transfer-config": _NO_TRANSFER,
     "--disaggregation-mode": _NO_TRANSFER,
-    "--kv-offloading-size": _NO_TIER,
-    "--kv-offloading-backend": _NO_TIER,
     "--headless": _ONE_PROCESS,
     "--data-parallel-address": _ONE_PROCESS,
     "--data-parallel-rpc-port": _ONE_PROCESS,
@@ -124,13 +129,19 @@ SWITCHES = frozenset(
         *("--disable-cuda-graph", "--disable-overlap-schedule", "--enable-expert-parallel"),
         *("--disable-cuda-graph-padding", "--disable-custom-all-reduce", "--disable-fastapi-docs"),
         *("--disable-frontend-multiprocessing", "--disable-uvicorn-access-log"),
-        *("--enable-mixed-chunk", "--enable-reasoning", "--enable-torch-compile"),
+        *(
+            "--enable-hierarchical-cache",
+            "--enable-mixed-chunk",
+            "--enable-reasoning",
+            "--enable-torch-compile",
+        ),
         *("--enable-sleep-mode", "--no-enable-log-requests"),
         *("--skip-server-warmup", "-O0", "-O1", "-O2", "-O3"),
     }
 )
 VALUED = frozenset(
     {
+        *("--hicache-io-backend", "--hicache-mem-layout", "--hicache-write-policy"),
         *("--api-server-count", "--compilation-config", "--grammar-backend", "--jit-monitor-mode"),
         *("--max-log-len", "--max-logprobs", "--num-scheduler-steps", "--optimization-level"),
         *("--prefix-caching-hash-algo", "--structured-outputs-config"),
@@ -174,7 +185,10 @@ def translated(argv: list[str]) -> Translated:
         name = _our_name(name)
         if name in NOT_HERE:
             raise ValueError(f"{name}: {NOT_HERE[name]}")
-        if name in CHECKED:
+        if name in SIZES:
+            value = value if equals else next(words, "")
+            ours += [SIZES[name][0], value + SIZES[name][1]]
+        elif name in CHECKED:
             value = value if equals else next(words, "")
             refusal = REFUSED.get((name, value)) or REFUSED.get((name, None))
             if value in OBVIOUS.get(name, ()):

@@ -103,7 +103,8 @@ def _try_start(options: Options, source: ModelSource, plan: EnginePlan) -> str:
             begun.add(phase)
 
         try:
-            build_parts(options, source, Metrics(source.names[0]), show, Timeline())
+            metrics = Metrics(source.names[0])
+            build_parts(options, source, metrics, show, Timeline(), tiers=False)
         except OutOfDeviceMemory as error:
             return f"steps are not timed, which the first start will do: {error}"
     return "steps are timed"

@@ -22,7 +22,7 @@ from jaxserve.api import (
 from jaxserve.engine.inbox import Abort, Between, Inbox, ResetPrefixCache, Submit
 from jaxserve.engine.recent_steps import RecentSteps
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.plan import Sampled, StepPlan
+from jaxserve.plan import PageMoves, Sampled, StepPlan
 from jaxserve.scheduler import Scheduler
 from jaxserve.scheduler.learned_times import StepClock
 
@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 _GUIDE_WAIT, _IDLE_GUIDE_WAIT = 0.001, 0.05
 """Seconds that planning waits for structured output's masks: with a step in flight, and without."""
+
+_COPY_WAIT = 0.0002
+"""Seconds between two looks at pages on their way to or from the host, while no step runs."""
 
 _QUIET = 1.0
 """Seconds without work before `Scheduler.check` runs. The check takes milliseconds, which would
@@ -41,6 +44,7 @@ _STEP_FAILED = "a step failed; the sequences that it held end with an error"
 class StepRunner[P](Protocol):
     """What the engine needs from a runner."""
 
+    def move_pages(self, moves: PageMoves) -> Callable[[], bool]: ...
     def launch(self, plan: StepPlan) -> P: ...
     def collect(self, pending: P) -> list[Sampled | None]: ...
     def reset(self) -> None: ...
@@ -80,6 +84,8 @@ class Parts[P](NamedTuple):
     runner: StepRunner[P]
     weights: WeightStore | None = None
     """What changes the runner's weights; None: they stay."""
+    close: Callable[[], None] | None = None
+    """Called when no step runs any more."""
 
 
 class Refused(NamedTuple):
@@ -103,7 +109,7 @@ class StepLoop[P]:
         metrics: Metrics,
     ):
         """`post` receives the messages of one step."""
-        self.scheduler, self.runner, self.store = parts
+        self.scheduler, self.runner, self.store, self._close = parts
         self._inbox = inbox
         self._post = post
         self._metrics = metrics
@@ -131,7 +137,7 @@ class StepLoop[P]:
         scheduler = self.scheduler
         in_flight: tuple[StepPlan, P] | None = None
         while not self._inbox.closed:
-            working = scheduler.has_work and not self.paused
+            working = (scheduler.has_work or scheduler.is_moving_pages) and not self.paused
             self._idle = in_flight is None and not working and not self._between
             if self._idle:
                 self._rest()
@@ -140,12 +146,17 @@ class StepLoop[P]:
             self._idle = False
             if self._between:
                 in_flight = self._do_between(in_flight)
+            began = in_flight
             in_flight = self._finish(in_flight) if self.paused else self._advance(in_flight)
+            if began is in_flight is None and scheduler.is_moving_pages and not self.paused:
+                self._inbox.wait(_COPY_WAIT)  # nothing can run until copies have ended
             self._last_step = time.monotonic()
         if in_flight is not None:
             with contextlib.suppress(Exception):
                 # Nobody waits for it, but XLA aborts a process that ends in the middle of a step.
                 self.runner.collect(in_flight[1])
+        if self._close is not None:
+            self._close()
 
     def _rest(self) -> None:
         """Wait for a command. After `_QUIET` seconds, check the scheduler's accounts once, and let
@@ -222,18 +233,21 @@ class StepLoop[P]:
                 self._post([Refused(request_id, missed)])
                 self._metrics.count_shed()
             self._publish(scheduler.await_guides(_GUIDE_WAIT if in_flight else _IDLE_GUIDE_WAIT))
+            scheduler.poll_host()
             plan = scheduler.plan()
         except Exception:
             log.exception("a plan could not be made; all requests end with an error")
             self._recover(None)
             return None
-        launched, lost = None, list[StepPlan]()
-        if plan is not None:
-            try:
+        launched: tuple[StepPlan, P] | None = None
+        lost: list[StepPlan] | None = None
+        try:
+            self._move_pages()
+            if plan is not None:
                 launched = (plan, runner.launch(plan))
-            except Exception:
-                log.exception(_STEP_FAILED)
-                lost = [plan]
+        except Exception:
+            log.exception(_STEP_FAILED)
+            lost = [] if plan is None else [plan]
         if in_flight is None:
             self._clock.rest()
         else:
@@ -244,10 +258,17 @@ class StepLoop[P]:
                 log.exception(_STEP_FAILED)
                 lost = [in_flight[0], *([] if plan is None else [plan])]
         self._count_scheduled()
-        if lost:
+        if lost is not None:
             self._recover(lost)
             return None
         return launched
+
+    def _move_pages(self) -> None:
+        """Launch what leaves the device or comes back with this turn's plan."""
+        host = self.scheduler.host
+        moves = None if host is None else host.take()
+        if host is not None and moves is not None:
+            host.launched(self.runner.move_pages(moves))
 
     def _collect(self, plan: StepPlan, pending: P) -> list[Sampled | None]:
         began = time.perf_counter()

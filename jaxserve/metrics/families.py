@@ -35,7 +35,7 @@ _TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 _RATIO = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
-class _Families:
+class Families:
     """Declares metrics with the model's labels."""
 
     def __init__(self, registry: Registry, labels: Mapping[str, str]):
@@ -53,7 +53,7 @@ class _Families:
         return family.labels(**self._labels)
 
 
-class RequestFamilies(_Families):
+class RequestFamilies(Families):
     """Metrics of the HTTP server."""
 
     def __init__(self, registry: Registry, labels: Mapping[str, str]):
@@ -74,6 +74,7 @@ class RequestFamilies(_Families):
         )
         self.local_compute = by_source.labels(**self._labels, source="local_compute")
         self.local_hits = by_source.labels(**self._labels, source="local_cache_hit")
+        self.restored = by_source.labels(**self._labels, source="external_kv_transfer")
         self.tokenize_time = self._histogram(
             "jaxserve_tokenize_seconds", "Rendering and encoding the prompts of a request", _STEP
         )
@@ -157,7 +158,7 @@ class RequestFamilies(_Families):
         )
 
 
-class GrammarFamilies(_Families):
+class GrammarFamilies(Families):
     """Metrics of structured output."""
 
     def __init__(self, registry: Registry, labels: Mapping[str, str]):
@@ -189,7 +190,7 @@ class GrammarFamilies(_Families):
         ).labels()
 
 
-class EngineFamilies(_Families):
+class EngineFamilies(Families):
     """Metrics of the engine."""
 
     def __init__(self, registry: Registry, labels: Mapping[str, str]):
@@ -305,7 +306,7 @@ class EngineFamilies(_Families):
         )
 
 
-class EventFamilies(_Families):
+class EventFamilies(Families):
     """Metrics of KV cache events."""
 
     def __init__(self, registry: Registry, labels: Mapping[str, str]):

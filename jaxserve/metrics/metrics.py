@@ -15,6 +15,7 @@ from jaxserve.metrics.families import (
     GrammarFamilies,
     RequestFamilies,
 )
+from jaxserve.metrics.tier import TierCounters, TierMetrics
 
 MAX_IGNORED_NAMES = 64
 """The most ignored parameters with a series of their own. Clients choose the names."""
@@ -65,6 +66,7 @@ class Metrics:
         self._engine = EngineFamilies(self._registry, self._labels)
         self._grammar = GrammarFamilies(self._registry, self._labels)
         self._events = EventFamilies(self._registry, self._labels)
+        self._tier: TierMetrics | None = None
         if legacy:
             for former, name in FORMER_NAMES.items():
                 self._registry.also(former, name)
@@ -106,14 +108,18 @@ class Metrics:
         self._requests.prompt_sizes.observe(tokens)
         self._requests.max_tokens.observe(max_tokens)
 
-    def first_token(self, seconds: float, prompt_tokens: int, cached_tokens: int) -> None:
-        """Report a first token: seconds since the request arrived, and the prompt's tokens."""
+    def first_token(
+        self, seconds: float, prompt_tokens: int, cached_tokens: int, restored_tokens: int = 0
+    ) -> None:
+        """Report a first token: seconds since the request arrived, and the prompt's tokens. Of the
+        cached ones, some may have been restored from below the device."""
         self._requests.ttft.observe(seconds)
         self._requests.cached_tokens.inc(cached_tokens)
         self._requests.prefix_queries.inc(prompt_tokens)
         self._requests.prefix_hits.inc(cached_tokens)
         self._requests.local_compute.inc(prompt_tokens - cached_tokens)
-        self._requests.local_hits.inc(cached_tokens)
+        self._requests.local_hits.inc(cached_tokens - restored_tokens)
+        self._requests.restored.inc(restored_tokens)
         self._requests.prefix_requests.labels(
             **self._labels, hit=str(cached_tokens > 0).lower()
         ).inc()
@@ -191,6 +197,8 @@ class Metrics:
     def observe_load(self, status: EngineStatus, *, ready: bool) -> None:
         """Update gauges before a scrape. `ready`: the answer of `/ready`."""
         self._engine.ready.set(ready)
+        if self._tier is not None:
+            self._tier.refresh()
         used = status.total_pages - status.free_pages
         kv_usage = used / status.total_pages if status.total_pages else 0.0
         self._engine.running.set(status.running)
@@ -284,6 +292,17 @@ class Metrics:
         """Report a sequence's first token."""
         self._engine.queue_time.observe(start.queued)
         self._engine.prefill_time.observe(start.prefill)
+
+    def open_tier(self, counters: TierCounters, *, num_bytes: int, slot_bytes: int) -> TierMetrics:
+        """Returns the metrics of a tier below the device, which there are from now on."""
+        self._tier = TierMetrics(
+            self._registry,
+            self._labels,
+            counters=counters,
+            num_bytes=num_bytes,
+            slot_bytes=slot_bytes,
+        )
+        return self._tier
 
     def set_cache_info(self, *, page_size: int, num_pages: int) -> None:
         """Report tokens per page and pages of the KV cache."""

@@ -64,6 +64,7 @@ def program_key(
         "sequences": list(config.sequences_shape),
         "tables": _describe(config.tables),
         "sampled_vocab": config.sampled_vocab,
+        "rings": None if config.rings is None else list(config.rings),
         "parallelism": 1,
     }
 

@@ -21,6 +21,7 @@ from jaxserve.runner import (
     batch,
     kv_cache,
     page_copies,
+    page_moves,
     prompt_scores,
     sequence_state,
     slot_tables,
@@ -28,6 +29,7 @@ from jaxserve.runner import (
 )
 from jaxserve.runner.batch import Bucket
 from jaxserve.runner.draft_step import StepParams, WithHead
+from jaxserve.runner.page_moves import Rings
 from jaxserve.runner.step import DeviceState, run_step
 from jaxserve.runner.verify import VerifyBucket, VerifyState
 from jaxserve.runner.verify_step import run_verify_step
@@ -68,6 +70,8 @@ class RunnerConfig:
     """What the steps are traced for."""
     draft: BlockDraft | None = None
     """A head that drafts in verify steps."""
+    rings: Rings | None = None
+    """Rings of a tier below the device; None: there is none."""
 
     @property
     def pages_per_seq(self) -> int:
@@ -197,6 +201,7 @@ def programs(config: RunnerConfig, params: Any, head: BlockParams | None = None)
             page_copies.program(config.kv_format, shape, config.dtype, group)
             for group, shape in enumerate(config.kv_shapes)
         ),
+        *page_moves.programs(config.kv_format, config.kv_shapes, config.dtype, config.rings),
         Program(name="state", function=empty, arguments=(), details=repr(state)),
         *(
             Program(

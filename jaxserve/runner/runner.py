@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from jaxserve.models import decoder
 from jaxserve.models.drafts.block import BlockParams
-from jaxserve.plan import PageCopy, Sampled, StepPlan
+from jaxserve.plan import PageCopy, PageMoves, Sampled, StepPlan
 from jaxserve.programs.executable_cache import Executable
 from jaxserve.programs.executables import obtain
 from jaxserve.runner import batch, page_copies, prompt_scores, slot_tables, verify
 from jaxserve.runner.batch import Bucket, Updates
+from jaxserve.runner.page_moves import PageMover
 from jaxserve.runner.programs import (
     FLUSH_UPDATES,
     LARGEST_MAGNITUDES,
@@ -118,12 +119,16 @@ class Runner:
         self._scorer = PromptScorer(executables, rows=self._config.scheduler.max_num_seqs)
         self._largest = [executables.get(f"{LARGEST_MAGNITUDES}{group}") for group in groups]
         self._state, self._free_results = self._fresh_state()
+        rings = self._config.rings
+        self._mover = rings and PageMover(rings, executables, groups=len(groups))
         prepare(self)
         scored = self._scorer.warm(self._params, self._state.pre_mlp)
         for done, bucket in enumerate(self._buckets, start=1):
             self._warm(bucket)
             progress("warming", done / len(self._buckets))
         self._copy_pages([PageCopy(0, 0, group) for group in groups])
+        if self._mover is not None:
+            self._state = self._state._replace(kv=self._mover.warm(self._state.kv))
         self._state = self._state._replace(tables=self._uploads.warm(self._state.tables))
         if self._verify is not None:
             self._verify.warm()
@@ -166,6 +171,19 @@ class Runner:
         scores = self._scorer.launch(self._params, self._state.pre_mlp, plan)
         return Pending(plan, results, scores, bucket, started, late)
 
+    @property
+    def mover(self) -> PageMover | None:
+        """What moves pages to and from a tier below the device, if there is one."""
+        return self._mover
+
+    def move_pages(self, moves: PageMoves) -> Callable[[], bool]:
+        """Launch moves, before the next step. Returns before they are done, with what tells
+        whether they are."""
+        assert self._mover is not None, "there are no rings"
+        kv, is_done = self._mover.move(self._state.kv, moves)
+        self._state = self._state._replace(kv=kv)
+        return is_done
+
     def collect(self, pending: Pending) -> list[Sampled | None]:
         """Wait for a step and return its rows' results. Nothing else waits for the device."""
         results = np.asarray(pending.results)
@@ -191,6 +209,8 @@ class Runner:
             if not buffer.is_deleted():
                 buffer.delete()  # there is no room for a second cache beside the first
         self._in_flight = None
+        if self._mover is not None:
+            self._mover.settle()
         self._uploads.forget()
         self._state, self._free_results = self._fresh_state()
 
@@ -226,6 +246,11 @@ class Runner:
         `KVFormat.with_scales`."""
         self._kv_scales = scales
         self._state = self._state._replace(kv=self._scaled(self._state.kv, scales))
+
+    @property
+    def kv_scales(self) -> NDArray[np.float32] | None:
+        """The scales that were set, see `use_kv_scales`."""
+        return self._kv_scales
 
     def _scaled(self, kv: decoder.Caches, scales: NDArray[np.float32]) -> decoder.Caches:
         groups = zip(kv, self._config.spec.cache_groups, strict=True)

@@ -143,7 +143,7 @@ def _has_room(
 ) -> bool:
     """Returns whether the sequence has room in one group, of which `hit` is its page table."""
     pages = group.pool
-    if group.max_pages + group.max_pages_of(seq) <= pages.num_total:
+    if group.max_pages + group.num_loading + group.max_pages_of(seq) <= pages.num_total:
         return True
     free = pages.num_free - group.free_pages_needed(seq, hit)
     if free < len(running):  # each of them may need a page in the next step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import pairwise
 
 from jaxserve.config import PagedGroup
@@ -39,6 +39,10 @@ class GroupPages:
         self.number = number
         self.max_pages = 0
         """Pages that the running sequences hold if each grows to its limit."""
+        self.loading = Counter[int]()
+        """How many loads hold a page until others arrive from the host."""
+        self.num_loading = 0
+        """Sum of these numbers."""
         self._group, self._page_size, self._step_tokens = group, page_size, step_tokens
         self._events, self._event_group = events, event_group
         if events is not None:
@@ -58,15 +62,28 @@ class GroupPages:
             return 0
         return max(position - self.window + 1, 0) // self._page_size
 
-    def cached(self, hashes: list[bytes], count: int) -> int:
+    def cached(
+        self, hashes: list[bytes], count: int, elsewhere: Callable[[bytes], bool] | None = None
+    ) -> int:
         """Returns the most pages, up to `count`, after which a sequence could go on: all that it
-        would read of the group are cached."""
+        would read of the group are cached.
+
+        Args:
+          elsewhere: whether a page that is not in the pool counts as cached, by its hash.
+        """
+        page_of = self.pool.page_of
         if self.window is None:
-            return len(self.pool.find(hashes[:count]))
+            here = len(self.pool.find(hashes[:count]))
+            while elsewhere and here < count:
+                if page_of(hashes[here]) is None and not elsewhere(hashes[here]):
+                    break
+                here += 1
+            return here
         number = count
         while number > self.first_page(count * self._page_size):
             number -= 1
-            if self.pool.page_of(hashes[number]) is None:
+            content = hashes[number]
+            if page_of(content) is None and not (elsewhere and elsewhere(content)):
                 count = number
         return count
 
@@ -154,6 +171,30 @@ class GroupPages:
                 )
                 start = following
 
+    def hold(self, page: int | None) -> int:
+        """Hold a published page until `let_go`, or a new one, which is returned. OutOfPages."""
+        if page is None:
+            page = self.pool.allocate(1)[0]
+        else:
+            self.pool.share([page])
+        self.loading[page] += 1
+        self.num_loading += 1
+        return page
+
+    def publish_loaded(self, seq: Sequence, hashes: list[bytes], number: int, page: int) -> None:
+        """Publish page `number` of a sequence's tokens, whose content has come from the host."""
+        if self.pool.publish(page, hashes[number]) and self._events is not None:
+            self._record(self._events, seq, hashes, [number])
+
+    def let_go(self, pages: list[int]) -> None:
+        """Undo `hold` of these pages, which are in order."""
+        self.pool.release(pages)
+        self.num_loading -= len(pages)
+        for page in pages:
+            self.loading[page] -= 1
+            if not self.loading[page]:
+                del self.loading[page]
+
     def release(self, seq: Sequence) -> None:
         """Take back all pages."""
         self.pool.release(self.held(seq))
@@ -163,6 +204,7 @@ class GroupPages:
         """AssertionError unless the running sequences hold all pages in use."""
         self.pool.check()
         held = Counter(page for seq in running for page in self.held(seq))
+        held.update(self.loading)
         for page in range(self.pool.num_total + 1):
             assert self.pool.holders(page) == held[page], f"page {page}: wrong number of holders"
         assert self.max_pages == sum(map(self.max_pages_of, running))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple, Protocol
 
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.kv_events.events import Sink
@@ -13,6 +14,9 @@ from jaxserve.scheduler.group_pages import GroupPages
 from jaxserve.scheduler.pages import PagePool
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 
+type Elsewhere = Callable[[GroupPages, bytes], bool]
+"""Whether a page of a group that the device does not have is somewhere else, by its hash."""
+
 
 class Hit(NamedTuple):
     """A cached prefix."""
@@ -21,6 +25,18 @@ class Hit(NamedTuple):
     """In whole pages."""
     pages: tuple[list[int], ...]
     """For each group the page table of a sequence that goes on behind it, see `GroupPages.hit`."""
+
+
+class LowerTier(Protocol):
+    """Keeps pages that the device evicts."""
+
+    def forget(self) -> None:
+        """Nothing that it keeps or that is on its way is right any more."""
+        ...
+
+    def failed(self) -> None:
+        """The device has lost its pages, and what was on its way to them or from them."""
+        ...
 
 
 class KVCacheManager:
@@ -57,6 +73,8 @@ class KVCacheManager:
         self._full_first = sorted(self.groups, key=lambda group: group.window is not None)
         """A page behind a window may never be published: others learn its tokens from a group
         without one."""
+        self.lower: LowerTier | None = None
+        """Is told what happens to all pages at once."""
         self._own_tokens = cache.own_tokens
         self._num_slots = config.max_num_seqs
         self._sharing = config.prefix_caching
@@ -95,7 +113,7 @@ class KVCacheManager:
         found = self._cached(seq) * self.page_size
         return found - self._own_tokens if found else 0
 
-    def _cached(self, seq: Sequence) -> int:
+    def _cached(self, seq: Sequence, elsewhere: Elsewhere | None = None) -> int:
         """Returns the length of the longest cached prefix in pages: at its end every group has
         cached what the next token reads."""
         if not self._sharing:
@@ -106,8 +124,13 @@ class KVCacheManager:
         while shorter < count:
             count = shorter
             for group in self.groups:
-                shorter = group.cached(hashes, shorter)
+                there = elsewhere and functools.partial(elsewhere, group)
+                shorter = group.cached(hashes, shorter, there)
         return count if count * self.page_size > self._own_tokens else 0
+
+    def reachable(self, seq: Sequence, elsewhere: Elsewhere) -> int:
+        """Returns how long the cached prefix would be, in pages, with pages that are elsewhere."""
+        return self._cached(seq, elsewhere)
 
     def computed_since_admission(self, seq: Sequence) -> int:
         """Returns how many tokens the sequence computed: the work that preempting it wastes."""
@@ -218,7 +241,12 @@ class KVCacheManager:
         return (seq.published + 1) * self.page_size if publishes else seq.limit
 
     def forget(self) -> None:
-        """Unpublish everything, see `PagePool.forget`."""
+        """Unpublish everything, see `PagePool.forget`, and empty the tier below."""
+        if self.lower is not None:
+            self.lower.forget()
+        self._unpublish()
+
+    def _unpublish(self) -> None:
         for group in self.groups:
             group.pool.forget()
         self._forgotten = set(range(self._num_slots)).difference(self._free_slots)
@@ -239,7 +267,9 @@ class KVCacheManager:
         """No plan in flight will be committed, and the device has lost all pages."""
         if self._events is not None:
             self._events.failed()
-        self.forget()
+        if self.lower is not None:
+            self.lower.failed()
+        self._unpublish()
 
     def free(self, seq: Sequence) -> None:
         """Take back the slot and all pages. Published pages can be found until they are reused."""

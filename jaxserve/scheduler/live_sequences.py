@@ -11,6 +11,7 @@ from jaxserve.kv_events.events import Sink
 from jaxserve.scheduler import prefix
 from jaxserve.scheduler.admission import OutputLengths, refuse_impossible
 from jaxserve.scheduler.deadlines import waiting_queue
+from jaxserve.scheduler.host_tier import HostTier, TierParts
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager
 from jaxserve.scheduler.occupancy import occupancy
 from jaxserve.scheduler.pages import PagePool
@@ -31,6 +32,7 @@ class LiveSequences:
         lengths: OutputLengths | None = None,
         clock: Callable[[], float] = time.perf_counter,
         cache_events: Sink | None = None,
+        host: TierParts | None = None,
     ):
         """See `Scheduler`."""
         self._config = config
@@ -40,6 +42,7 @@ class LiveSequences:
         self._kv_cache = KVCacheManager(config, cache, cache_events)
         self._lengths = lengths or OutputLengths()
         self._waiting = waiting_queue(config, cache, times, self._lengths)
+        self.host = host and HostTier(host, self._kv_cache, clock)
         self._running: dict[int, Sequence] = {}
         self._live: dict[int, Sequence] = {}
         self._by_request: dict[str, Sequence] = {}
@@ -168,6 +171,8 @@ class LiveSequences:
     def _forget(self, seq: Sequence) -> None:
         if self._blocked is seq:
             self._blocked = None
+        if seq.loading and self.host is not None:
+            self.host.leave(seq)
         del self._live[seq.id]
         del self._by_request[seq.request_id]
 
@@ -175,6 +180,8 @@ class LiveSequences:
         """AssertionError if the accounts are inconsistent. Linear in pages and sequences."""
         running, waiting = list(self._running.values()), list(self._waiting)
         self._kv_cache.check(running)
+        if self.host is not None:
+            self.host.check()
         ranks = [seq.rank for seq in waiting]
         assert ranks == sorted(ranks), "the queue is not in order"
         assert sorted(seq.id for seq in running + waiting) == list(self._live), "one is in no queue"

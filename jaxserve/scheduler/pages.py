@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 
 from jaxserve.api import PageState
 
@@ -37,6 +38,8 @@ class PagePool:
         raise or use the pool."""
         self.num_total = num_pages - 1
         """Pages that can be allocated."""
+        self.turnover = 0
+        """Changes with what `next_evicted` yields."""
         self._free = OrderedDict.fromkeys(range(1, num_pages))
         """Allocated from the front. Pages without content go to the front, published ones to the
         back."""
@@ -60,6 +63,7 @@ class PagePool:
         """Allocate `count` free pages for one holder. OutOfPages, and no change, if too few."""
         if count > len(self._free):
             raise OutOfPages(f"{count} pages wanted, {len(self._free)} free")
+        self.turnover += 1
         pages = [self._free.popitem(last=False)[0] for _ in range(count)]
         for page in pages:
             self._holders[page] = 1
@@ -101,6 +105,7 @@ class PagePool:
 
         The last pages of a sequence are reused first: a prefix is worth more than what follows it.
         """
+        self.turnover += 1
         for page in reversed(pages):
             holders = self._holders[page] - 1
             assert holders >= 0, f"page {page} released by nobody who held it"
@@ -143,6 +148,13 @@ class PagePool:
     def page_of(self, content: bytes) -> int | None:
         """Returns the page that is published as `content`; adds no holder."""
         return self._page_of.get(content)
+
+    def next_evicted(self, count: int) -> Iterator[tuple[int, bytes]]:
+        """Yields page and hash of those of the `count` free pages allocated next that are
+        published."""
+        for page in islice(self._free, count):
+            if (content := self._hash_of.get(page)) is not None:
+                yield page, content
 
     def forget(self) -> None:
         """Unpublish everything. Holders keep their pages. `on_evict` is not called: the content is

@@ -26,7 +26,12 @@ def _first(seq: Sequence, event: TokenEvent, now: float) -> TokenEvent:
     if seq.params.prompt_logprobs is not None:
         scores, seq.prompt_logprobs = tuple(seq.prompt_logprobs), []
     start = Start(seq.admitted - seq.arrived, now - seq.admitted, now)
-    return event._replace(cached_tokens=seq.cached, prompt_logprobs=scores, start=start)
+    return event._replace(
+        cached_tokens=seq.cached,
+        restored_tokens=seq.restored_tokens,
+        prompt_logprobs=scores,
+        start=start,
+    )
 
 
 def _wanted(logprobs: TokenLogprobs | None, most: int | None) -> TokenLogprobs | None:

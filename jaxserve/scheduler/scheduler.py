@@ -20,6 +20,8 @@ from jaxserve.scheduler import results
 from jaxserve.scheduler.admission import OutputLengths, has_room
 from jaxserve.scheduler.budget import Decodes, Prompt, TokenBudget
 from jaxserve.scheduler.guided import Guided
+from jaxserve.scheduler.host_tier import TierParts
+from jaxserve.scheduler.kv_cache_manager import Hit
 from jaxserve.scheduler.learned_times import Correction, LearnedTimes
 from jaxserve.scheduler.live_sequences import LiveSequences
 from jaxserve.scheduler.preemption import choose_victim
@@ -38,7 +40,8 @@ class Scheduler(LiveSequences):
     Plans must be launched and committed in the order in which they were made. Any number may be
     planned before the first is committed: one in a synchronous loop, two in a loop that is one
     step ahead. A plan that could not be executed goes to `fail` instead. `plan` returns None
-    when nothing can be computed; if `has_work` is true then, a commit is due.
+    when nothing can be computed; if `has_work` is true then, a commit is due, or pages are on their
+    way from the host (`HostTier`).
 
     **Why slots and pages may be reused while steps are in flight.** A plan names only slots and
     pages that its sequences hold when `plan` returns, and an ended sequence is never planned again.
@@ -73,6 +76,7 @@ class Scheduler(LiveSequences):
         verification: Verification | None = None,
         clock: Callable[[], float] = time.perf_counter,
         cache_events: Sink | None = None,
+        host: TierParts | None = None,
     ):
         """Returns a scheduler without requests.
 
@@ -82,9 +86,16 @@ class Scheduler(LiveSequences):
           verification: where drafts come from; None: no plan verifies.
           clock: returns seconds.
           cache_events: is told what happens to cached pages, once the device has computed them.
+          host: a tier for the pages that the device evicts; None: what it evicts is lost.
         """
         super().__init__(
-            config, cache, times=times, lengths=lengths, clock=clock, cache_events=cache_events
+            config,
+            cache,
+            times=times,
+            lengths=lengths,
+            clock=clock,
+            cache_events=cache_events,
+            host=host,
         )
         self._times = times
         context = config.max_chunk_context
@@ -112,13 +123,17 @@ class Scheduler(LiveSequences):
         now = self._clock()
         if now < self._waiting.next_review:
             return []
-        running = self._running.values()
-        decodes = Decodes(len(running), sum(seq.computed for seq in running))
-        rate = self._budget.prefill_rate(decodes)
-        shed = self._waiting.review(now, self.num_steps, rate)
+        shed = self._waiting.review(now, self.num_steps, self._prefill_rate)
         for seq, _ in shed:
             self._forget(seq)
         return [(seq.request_id, error) for seq, error in shed]
+
+    @property
+    def _prefill_rate(self) -> float | None:
+        """Prompt tokens per second beside what runs, if known."""
+        running = self._running.values()
+        decodes = Decodes(len(running), sum(seq.computed for seq in running))
+        return self._budget.prefill_rate(decodes)
 
     # One step.
 
@@ -126,6 +141,17 @@ class Scheduler(LiveSequences):
         """Report the duration of a step, from the end of the previous one. See
         `LearnedTimes.learn`."""
         return self._learned.learn(plan, seconds) if self._learned else None
+
+    def poll_host(self) -> None:
+        """Bring on what is on its way to and from the host. Call it before each `plan`; launch what
+        `host.take` returns before the plan that was made last."""
+        if self.host is not None and self.host.advance():
+            self._blocked = None
+
+    @property
+    def is_moving_pages(self) -> bool:
+        """Pages are on their way to or from the host: `poll_host` is due even without a step."""
+        return self.host is not None and self.host.busy
 
     def plan(self) -> StepPlan | None:
         """Returns the next step, or None. The scheduler counts it as launched.
@@ -221,6 +247,8 @@ class Scheduler(LiveSequences):
         for seq in self._running.values():
             self._kv_cache.slide(seq)
         while self._kv_cache.lacks_pages(growing):
+            if self.host is not None and self.host.cancel_newest():
+                continue
             victim = None if ending else choose_victim(self._running.values(), self._kv_cache)
             if victim is None:
                 idle.add(growing.pop().id)
@@ -239,6 +267,8 @@ class Scheduler(LiveSequences):
         for seq in itertools.islice(self._waiting.upcoming(), self._kv_cache.num_free_slots):
             if wanted >= enough or seq is self._blocked:
                 break
+            if seq.loading:
+                continue
             cached = self._kv_cache.cached_tokens(seq)
             pending.append(Prompt(cached, len(seq.tokens) - cached))
             wanted += pending[-1].tokens
@@ -261,26 +291,40 @@ class Scheduler(LiveSequences):
         Args:
           room: pages of context that further chunks of this step may read.
         """
+        while (seq := self._next()) is not None:
+            if seq is self._blocked or seq.in_flight:
+                return None
+            if not self._kv_cache.num_free_slots or seq.guided_to_wait:
+                return None
+            if self._kv_cache.pages_for(len(seq.tokens)) > room:
+                return None
+            hit = self._kv_cache.cached_pages(seq)
+            if not has_room(seq, hit, self._running.values(), self._kv_cache, self._lengths):
+                self._blocked = seq
+                return None
+            if self.host is None or not self.host.begin(seq, hit.length, self._prefill_rate):
+                self._seat(seq, hit, entries)
+                return seq
+        return None
+
+    def _next(self) -> Sequence | None:
+        """Returns the first waiting sequence that waits for nothing from the host."""
+        first = None if self._held else self._waiting.first()
+        if first is not None and not first.loading:
+            return first
+        ready = (each for each in self._waiting.upcoming() if not each.loading)
+        return next((each for each in ready if each.admitted >= 0 or not self._held), None)
+
+    def _seat(self, seq: Sequence, hit: Hit, entries: list[PageEntry]) -> None:
+        """Give a waiting sequence its slot and pages."""
         now = self._clock()
-        seq = self._waiting.first()
-        if self._held:
-            seq = next((each for each in self._waiting if each.admitted >= 0), None)
-        if seq is None or seq is self._blocked or seq.in_flight:
-            return None
-        if not self._kv_cache.num_free_slots or seq.guided_to_wait:
-            return None
-        if self._kv_cache.pages_for(len(seq.tokens)) > room:
-            return None
-        hit = self._kv_cache.cached_pages(seq)
-        if not has_room(seq, hit, self._running.values(), self._kv_cache, self._lengths):
-            self._blocked = seq
-            return None
         self._waiting.admit(seq, now)
         self._running[seq.id] = seq
         entries.extend(self._kv_cache.allocate(seq, hit))
+        seq.waits_for_loads = 0
         if seq.admitted < 0:
             seq.admitted, seq.cached = now, seq.prefill_end - seq.prefill_remaining
-        return seq
+            seq.restored_tokens = min(seq.restored_tokens, seq.cached)
 
     def commit(self, plan: StepPlan, sampled: Iterable[Sampled | None]) -> list[TokenEvent]:
         """Apply the results of a plan's rows, in order. Returns the events of live sequences."""

@@ -80,6 +80,12 @@ class Sequence:
     skip_to: int = 0
     preemptions: int = 0
     """How often the sequence was preempted."""
+    loading: bool = False
+    """It waits for pages on their way from the host."""
+    waits_for_loads: int = 0
+    """How often it has waited for such pages, since it was last admitted."""
+    restored_tokens: int = 0
+    """Prompt tokens that came from below the device before the first admission."""
     in_flight: int = 0
     """Output tokens that are planned and not committed, of verify rows one each."""
     drafts_in_flight: int = 0
@@ -210,6 +216,7 @@ class Sequence:
         assert self.num_prompt <= len(self.tokens) < self.limit, f"{self.request_id} should be over"
         assert len(self.tokens) + self.in_flight <= self.limit
         assert self.computed <= len(self.tokens) + self.in_flight
+        assert not (self.loading and self.running)
         if not self.running:
             assert not self.pages and self.computed == 0, f"{self.request_id} waits but holds pages"
         elif self.computed < self.prefill_end:

@@ -20,6 +20,7 @@ from jaxserve.engine.loop import Parts
 from jaxserve.kv_events.events import Sink
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.models import decoder
+from jaxserve.offload.slab import HostSlab
 from jaxserve.programs.executable_cache import Executable
 from jaxserve.programs.executables import Obtained, OnMissing, by_reason, obtain
 from jaxserve.runner.programs import RunnerConfig
@@ -29,7 +30,7 @@ from jaxserve.scheduler.speculation.head import HeadDrafts
 from jaxserve.scheduler.speculation.lookup import Lookup
 from jaxserve.scheduler.verify import Verification
 from jaxserve.setting_files import read_text
-from jaxserve.startup import fast_paths, heap, kv_scales, memory
+from jaxserve.startup import fast_paths, heap, host_tier, kv_scales, memory
 from jaxserve.startup.engine_plan import EnginePlan, plan_engine
 from jaxserve.startup.measure import step_times
 from jaxserve.startup.timeline import Timeline
@@ -55,11 +56,13 @@ def build_parts(
     *,
     cache_events: Sink | None = None,
     alone: bool = True,
+    tiers: bool = True,
 ) -> Parts[Pending]:
     """Load weights and programs in parallel, compile what is missing, and run every bucket once.
 
     Args:
       cache_events: is told what happens to cached pages.
+      tiers: take the host memory for evicted pages, if the flags ask for it.
       alone: nothing else in the process compiles, so that whatever is compiled later is an error.
 
     Raises:
@@ -86,8 +89,15 @@ def build_parts(
         with timeline.span("weights"):
             return jax.block_until_ready(loader(both.weights))
 
-    with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
+    def take_host_memory() -> HostSlab | None:
+        if plan.host is None or not tiers:
+            return None
+        with timeline.span("host memory"):
+            return host_tier.open_slab(plan.host)
+
+    with ThreadPoolExecutor(2, thread_name_prefix="weights") as pool:
         weights = pool.submit(load)
+        slab = pool.submit(take_host_memory)
 
         def shown(phase: str, fraction: float) -> None:
             if weights.done():
@@ -100,6 +110,7 @@ def build_parts(
                 lambda: obtain(plan.steps, plan.cache, workers, shown, on_missing=on_missing),
             )
         params = _with_memory_errors(plan, weights.result)
+        slab = slab.result()
     head = _with_memory_errors(plan, plan.head.load) if plan.head else None
     runner = Runner(plan.config, params, metrics, head)
     with timeline.span("warming"):
@@ -113,6 +124,7 @@ def build_parts(
     fast_paths.report(metrics, plan.config.target)
     watch.serving = alone
     store = RunnerWeights(options, source, plan, copies, runner)
+    host = slab and host_tier.open_tier(options, source, plan, slab, runner, metrics)
     config = plan.config
     scheduler = Scheduler(
         config.scheduler,
@@ -120,8 +132,11 @@ def build_parts(
         times=times,
         verification=_verification(options, config),
         cache_events=cache_events,
+        host=host and host.parts,
     )
-    return Parts(scheduler, runner, store)
+    if host is not None and scheduler.host is not None:
+        host.metrics.usage = scheduler.host.usage
+    return Parts(scheduler, runner, store, host and host.close)
 
 
 def _verification(options: Options, config: RunnerConfig) -> Verification | None:

@@ -19,6 +19,7 @@ from jaxserve.config import (
     Buckets,
     CacheConfig,
     ConfigError,
+    HostTierConfig,
     SchedulerConfig,
     SpeculationConfig,
 )
@@ -26,11 +27,13 @@ from jaxserve.model_spec import ModelSpec
 from jaxserve.programs.executable_cache import ExecutableCache, Program
 from jaxserve.runner import kv_cache, slot_tables
 from jaxserve.runner.fingerprint import program_key
+from jaxserve.runner.page_moves import Rings, ring_bytes
 from jaxserve.runner.programs import RunnerConfig, programs
 from jaxserve.setting_files import read_text
 from jaxserve.startup import gpu_driver, memory
 from jaxserve.startup.draft_head import PlannedHead, plan_head
 from jaxserve.startup.environment import compiler_options, compiler_settings, memory_share
+from jaxserve.startup.host_tier_plan import check_flags, plan_rings, plan_tier
 from jaxserve.startup.memory import MemoryPlan
 from jaxserve.startup.room import Fit, Room
 from jaxserve.weights.loading import WeightPlan, plan_weights
@@ -75,6 +78,8 @@ class EnginePlan:
     staging: list[Program]
     """Programs that copy weights to the GPU as stored, and that make fp8 copies of them."""
     cache: ExecutableCache
+    host: HostTierConfig | None = None
+    """The tier below the device's KV cache."""
 
     @property
     def programs(self) -> list[Program]:
@@ -99,7 +104,8 @@ class EnginePlan:
             state=rows * columns * 4
             + slot_tables.num_bytes(config.tables)
             + memory.tree_bytes((config.pre_mlp, config.verify))
-            + results,
+            + results
+            + ring_bytes(config.kv_format, config.kv_shapes, config.dtype, config.rings),
             temporaries=temporaries,
         )
 
@@ -121,31 +127,37 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     spec = source.spec
     dtype = _dtype(options.dtype, gpu=gpu)
     _check_length(options, spec)
+    check_flags(options)
     files = _cache_folder(options)
     weights = plan_weights(options, source, dtype, files, stacked=gpu)
     kv_format = named(options.kv_cache_dtype)
     _check_windows(options, spec, kv_format, gpu=gpu)
     _check_calibration(options, kv_format)
     head = plan_head(options, spec, dtype, kv_format, stacked=gpu)
-    beside = head.num_bytes if head else 0
     target = Target.of(device)
+    page_size = _page_size(options, kv_format, gpu=gpu)
+    draft_layers = head.spec.body.num_layers if head else 0
+    shapes = [each.shape for each in kv_cache.sized_groups(spec, page_size, 1, draft_layers)]
+    rings, beside = plan_rings(options, kv_format, shapes, dtype, gpu=gpu)
+    beside += head.num_bytes if head else 0
     e4m3 = _fp8_pays(dtype, target)
     room = Room(
         spec=spec,
         dtype=dtype,
         kv_format=kv_format,
-        page_size=_page_size(options, kv_format, gpu=gpu),
+        page_size=page_size,
         gpu=gpu,
         limit=_device_limit(device),
+        beside=beside,
         given=options.kv_cache_memory_bytes,
         quantized=weights.quantized,
         unpacks=not e4m3,
-        draft_layers=head.spec.body.num_layers if head else 0,
+        draft_layers=draft_layers,
     )
     choices = _choices(options, gpu=gpu)
 
     def left_beside(weights: int) -> int:
-        """Returns the bytes for the KV cache beside `weights` bytes and the head."""
+        """Returns the bytes for the KV cache beside `weights` bytes, the head and the rings."""
         fit = room.fit(weights + beside, choices, options.max_model_len)
         return room.left(weights + beside, fit.buckets, fit.max_model_len)
 
@@ -154,7 +166,7 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     fit = room.fit(size, choices, options.max_model_len)
     if not gpu:
         memory.check_host_memory(size, fit.budget)
-    config = _runner_config(options, source, room, fit, target, head)
+    config = _runner_config(options, source, room, fit, target, head, rings)
     room.report(fit, size, choices, chosen=options.max_model_len is None)
     compiling = compiler_options(gpu=gpu)
     settings = compiler_settings() | {name: str(value) for name, value in compiling.items()}
@@ -170,6 +182,7 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
         ],
         staging=[_staging(each) for each in (*weights.staging, *weights.copying)],
         cache=ExecutableCache(files / "executables", key, source.file_name),
+        host=plan_tier(options, config),
     )
 
 
@@ -180,6 +193,7 @@ def _runner_config(
     fit: Fit,
     target: Target,
     head: PlannedHead | None,
+    rings: Rings | None,
 ) -> RunnerConfig:
     spec, kv_format, dtype = room.spec.within(fit.max_model_len), room.kv_format, room.dtype
     scheduler = _scheduler_config(options, fit, gpu=room.gpu)
@@ -199,6 +213,7 @@ def _runner_config(
         kv_format=kv_format,
         target=target,
         draft=head and head.spec,
+        rings=rings,
     )
 
 

@@ -63,6 +63,8 @@ class Room:
     """Bytes of device memory that the process may use."""
     given: int | None
     """Bytes of the KV cache given by a flag."""
+    beside: int = 0
+    """Bytes of the device that something else than weights, steps and cache takes."""
     quantized: bool = False
     """Whether the weights are quantised."""
     unpacks: bool = False
@@ -88,7 +90,7 @@ class Room:
             self.dtype,
             buckets,
             weights=weights,
-            limit=self.limit,
+            limit=self.limit - self.beside,
             chunk_context=expanded,
             unpacked=self._unpacked,
         )

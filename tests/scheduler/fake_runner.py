@@ -10,12 +10,13 @@ output.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxserve.api import FinishReason, Request, SamplingParams
 from jaxserve.config import CacheConfig, SchedulerConfig
-from jaxserve.plan import Row, Sampled, StepPlan
+from jaxserve.plan import PageMoves, Row, Sampled, StepPlan
 
 VOCAB = 4
 """Small, so that stop tokens and equal prefixes happen."""
@@ -109,6 +110,17 @@ class FakeRunner:
         """Where the row after each slot's last verify row begins."""
         self.drafts: list[dict[int, int]] = [{} for _ in range(slots)]
         """Those of each slot, by position."""
+        self.store_ring: dict[int, list[int | None]] = {}
+        self.load_ring: dict[int, list[int | None]] = {}
+        """Pages by ring slot. Copies may touch them at any time."""
+
+    def move_pages(self, moves: PageMoves) -> Callable[[], bool]:
+        for page, slot, group in moves.restores:
+            assert page != 0, "the padding page was given out"
+            self.kv[group][page] = list(self.load_ring[slot])
+        for page, slot, group in moves.stores:
+            self.store_ring[slot] = list(self.kv[group][page])
+        return lambda: True
 
     def launch(self, plan: StepPlan) -> Pending:
         self._check_limits(plan)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from jaxserve.api import FinishReason, Request, TokenEvent
 from jaxserve.config import CacheConfig, SchedulerConfig
-from jaxserve.plan import StepPlan
+from jaxserve.plan import PageMoves, StepPlan
 from jaxserve.scheduler import Scheduler
 from jaxserve.scheduler.admission import OutputLengths
 from jaxserve.scheduler.sequence import Sequence
@@ -74,14 +75,29 @@ class Loop:
 
     def launch(self) -> StepPlan | None:
         self._take(self.scheduler.await_guides(0.0))
+        self.scheduler.poll_host()
         plan = self.scheduler.plan()
         self.scheduler.check()
+        self._move_pages()
         if plan is not None:
             self._check_salts(plan)
             asked = (row.verify for row in plan.rows)
             self.rows_ahead += sum(verify is not None and verify.follows for verify in asked)
             self.in_flight.append((plan, self.runner.launch(plan)))
         return plan
+
+    def _move_pages(self) -> None:
+        tier = self.scheduler.host
+        moves = None if tier is None else tier.take()
+        if tier is not None and moves is not None:
+            tier.launched(self.move_pages(moves))
+            self.scheduler.check()
+
+    def move_pages(self, moves: PageMoves) -> Callable[[], bool]:
+        """Returns what tells whether they are done."""
+        for page, _, group in moves.restores:
+            self._salts.pop((group, page), None)
+        return self.runner.move_pages(moves)
 
     def _check_salts(self, plan: StepPlan) -> None:
         """Whoever finds a page filled has the salt of who filled it."""
@@ -90,7 +106,9 @@ class Loop:
         for slot, position, page, group in plan.pages:
             seq = by_slot[slot]
             salt, place = self.salts[seq.request_id], (group, page)
-            assert position >= seq.shared or self._salts[place] == salt, "shared across salts"
+            assert position >= seq.shared or self._salts.get(place, salt) == salt, (
+                "shared across salts"
+            )
             self._salts[place] = salt
 
     def _evict(self, group: int, page: int, content: bytes) -> None:
@@ -98,6 +116,9 @@ class Loop:
         self.evicted.append(content)
         if not isinstance(self.runner, FakeRunner):
             return  # a device does not show what its pages hold
+        moves = self.scheduler.host and self.scheduler.host.take()
+        if moves and (page, group) in {(each.page, each.group) for each in moves.restores}:
+            return  # its content comes with the moves of this turn
         if self.cache.own_tokens and self.runner.windows[group] is not None:
             return  # the pages of own tokens are not filled
         held = list(self.runner.kv[group][page])

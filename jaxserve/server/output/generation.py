@@ -222,7 +222,7 @@ class Choice:
             async with aclosing(engine.generate(self.request)) as steps:
                 async for events in steps:
                     if came := len(events) - (events[-1].token is None):
-                        self._count(came, events[0].cached_tokens, metrics, arrived)
+                        self._count(came, events[0], metrics, arrived)
                     deltas = self._deltas(events)
                     if self.finish is not None:
                         break
@@ -253,13 +253,14 @@ class Choice:
                 decode = max(0.0, self.last_token_at - self.start.on_host)
                 metrics.sequence_computed(self.start.prefill, decode, self.num_tokens)
 
-    def _count(self, came: int, cached: int, metrics: Metrics, arrived: float) -> None:
-        """So many tokens came, at least one; a failure is none."""
+    def _count(self, came: int, first: TokenEvent, metrics: Metrics, arrived: float) -> None:
+        """So many tokens came, `first` at least; a failure is none."""
         now = time.perf_counter()
         if self.last_token_at:
             metrics.next_tokens(now - self.last_token_at, came)
         else:
-            metrics.first_token(now - arrived, len(self.request.prompt), cached)
+            cached = first.cached_tokens, first.restored_tokens
+            metrics.first_token(now - arrived, len(self.request.prompt), *cached)
             metrics.next_tokens(0.0, came - 1)
             self.on_first_token()
         self.last_token_at = now

@@ -1,0 +1,160 @@
+"""Metrics of the tiers below the device's KV cache: vLLM's names where it has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from jaxserve.metrics.exposition import Registry
+from jaxserve.metrics.families import Families
+
+_SIZES = tuple(float(2**exponent) for exponent in range(16, 36, 2))
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+class TierCounters(Protocol):
+    """What copies have done since the start, see `jaxserve.offload.counters`."""
+
+    store_bytes: int
+    store_seconds: float
+    stores_failed: int
+    load_bytes: int
+    load_seconds: float
+    loads_failed: int
+    checksum_failures: int
+    disk_write_bytes: int
+    disk_writes_failed: int
+    disk_read_bytes: int
+    disk_reads_failed: int
+
+
+class TierSlots(Protocol):
+    """Host slots, see `jaxserve.scheduler.host_tier.TierUsage`."""
+
+    @property
+    def total(self) -> int: ...
+    @property
+    def filled(self) -> int: ...
+    @property
+    def arriving(self) -> int: ...
+    @property
+    def pinned(self) -> int: ...
+
+
+class TierMetrics(Families):
+    """Implements `jaxserve.scheduler.tier_observer.TierObserver`."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        labels: Mapping[str, str],
+        *,
+        counters: TierCounters,
+        num_bytes: int,
+        slot_bytes: int,
+    ):
+        """`num_bytes`: of the host's memory."""
+        super().__init__(registry, labels)
+        self._counters = counters
+        self.usage: Callable[[], TierSlots] | None = None
+        """Returns the state of the host slots, on any thread; None before the engine serves."""
+        self._queries = self._counter(
+            "vllm:external_prefix_cache_queries",
+            "Prompt tokens looked up below the device: those that it does not have",
+        )
+        self._hits = self._counter(
+            "vllm:external_prefix_cache_hits", "Prompt tokens found below the device"
+        )
+        self._load_size = self._histogram(
+            "vllm:kv_offload_load_size", "Bytes of a load, which has several pages", _SIZES
+        )
+        self._store_size = self._histogram(
+            "vllm:kv_offload_store_size", "Bytes of a page that went to the host", _SIZES
+        )
+        self._restore = self._histogram(
+            "jaxserve_kv_offload_restore_seconds",
+            "From the begin of a load until its pages are on the device",
+            _SECONDS,
+        )
+        self._full = self._counter(
+            "vllm:kv_offload_allocation_failure",
+            "Pages that found no host slot, because all were in use",
+        )
+        cause = [*labels, "cause"]
+        self._skipped = registry.counter(
+            "vllm:kv_offload_stores_skipped", "Evicted pages that the host does not have", cause
+        )
+        self._recomputed = registry.counter(
+            "jaxserve_kv_offload_recomputed",
+            "Sequences that waited for pages which did not come, and computed them",
+            cause,
+        )
+        self._copied = {
+            field: self._counter(f"{prefix}{name}", text)
+            for prefix, name, field, text in (
+                ("vllm:kv_offload_", "load_bytes", "load_bytes", "Bytes from the host"),
+                ("vllm:kv_offload_", "load_time", "load_seconds", "Seconds of these copies"),
+                ("vllm:kv_offload_", "store_bytes", "store_bytes", "Bytes to the host"),
+                ("vllm:kv_offload_", "store_time", "store_seconds", "Seconds of these copies"),
+                *(
+                    ("jaxserve_kv_offload_", field, field, text)
+                    for field, text in (
+                        ("loads_failed", "Pages whose copy from the host failed"),
+                        ("stores_failed", "Pages whose copy to the host failed"),
+                        ("checksum_failures", "Pages on the host that were not as stored"),
+                        ("disk_write_bytes", "Bytes of pages written to disk"),
+                        ("disk_read_bytes", "Bytes of pages read from disk"),
+                        ("disk_writes_failed", "Pages that were not written to disk"),
+                        ("disk_reads_failed", "Pages that could not be read from disk"),
+                    )
+                ),
+            )
+        }
+        self._usage = self._gauge("vllm:kv_offload_cpu_cache_usage_perc", "Share of slots, 0-1")
+        self._reading = self._gauge(
+            "vllm:kv_offload_cpu_cache_read_usage_perc", "Share of slots that copies read, 0-1"
+        )
+        self._writing = self._gauge(
+            "vllm:kv_offload_cpu_cache_write_usage_perc", "Share of slots that copies fill, 0-1"
+        )
+        self._gauge("vllm:kv_offload_cpu_allocation_size", "Bytes of host memory").set(num_bytes)
+        info = registry.gauge(
+            "vllm:kv_offload_config_info",
+            "Geometry of the host tier; the value is 1",
+            [*labels, "slot_bytes"],
+        )
+        info.labels(**labels, slot_bytes=str(slot_bytes)).set(1)
+
+    def refresh(self) -> None:
+        """Take over what others count. Called before each scrape."""
+        for field, number in self._copied.items():
+            number.set(getattr(self._counters, field))
+        if self.usage is not None:
+            slots = self.usage()
+            self._usage.set(slots.filled / slots.total)
+            self._reading.set(slots.pinned / slots.total)
+            self._writing.set(slots.arriving / slots.total)
+
+    def tier_looked_up(self, tokens: int, found: int) -> None:
+        """See `TierObserver`."""
+        self._queries.inc(tokens)
+        self._hits.inc(found)
+
+    def tier_loaded(self, num_bytes: int, seconds: float) -> None:
+        """See `TierObserver`."""
+        self._load_size.observe(num_bytes)
+        self._restore.observe(seconds)
+
+    def tier_recomputed(self, cause: str) -> None:
+        """See `TierObserver`."""
+        self._recomputed.labels(**self._labels, cause=cause).inc()
+
+    def tier_stored(self, num_bytes: int) -> None:
+        """See `TierObserver`."""
+        self._store_size.observe(num_bytes)
+
+    def tier_skipped(self, cause: str) -> None:
+        """See `TierObserver`."""
+        self._skipped.labels(**self._labels, cause=cause).inc()
+        if cause == "host full":
+            self._full.inc()

@@ -1,0 +1,240 @@
+"""Moves of pages between the KV cache and rings, in the order of the steps: `plan.PageMoves`.
+
+A ring has an array for each array of the KV format that has pages, [slots + 1, ...], with all
+layers of a page together. The last slot is padding. Copies between rings and the host are someone
+else's, who needs the rings' addresses: rings never move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import DTypeLike
+from numpy.typing import NDArray
+
+from jaxserve.models import decoder
+from jaxserve.plan import PageMove, PageMoves
+from jaxserve.programs.executable_cache import Executable, Program
+from jaxserve_kernels.kv_format import KV, CacheShape, KVFormat
+
+SIZES = (32, 8, 1)
+"""Pages that one call moves. More than half of them are no padding."""
+
+type Ring = tuple[Array, ...]
+
+
+class Rings(NamedTuple):
+    """Slots of the rings of each cache group, without padding."""
+
+    store: int
+    load: int
+
+
+class RingArray(NamedTuple):
+    """An array of a ring, [slots, slot_bytes]."""
+
+    address: int
+    slot_bytes: int
+
+
+def programs(
+    kv_format: KVFormat, shapes: Sequence[CacheShape], dtype: DTypeLike, rings: Rings | None
+) -> list[Program]:
+    """Returns the programs that move pages of each cache group, and the one that makes rings.
+
+    Args:
+      shapes: of the caches.
+      dtype: of activations.
+      rings: None: there are none, and no programs.
+    """
+    if rings is None:
+        return []
+    found: list[Program] = []
+    for group, shape in enumerate(shapes):
+        kv = kv_format.abstract(shape, dtype)
+        store, load = (_abstract(kv_format, shape, dtype, slots) for slots in rings)
+        for size in SIZES:
+            pairs = jax.ShapeDtypeStruct((2, size), jnp.int32)
+            found += [
+                Program(
+                    name=_name("gather", group, size),
+                    function=functools.partial(gather, kv_format=kv_format),
+                    arguments=(kv, store, pairs),
+                    donated=(1,),
+                    details=repr(kv_format.page_axes),
+                ),
+                Program(
+                    name=_name("scatter", group, size),
+                    function=functools.partial(scatter, kv_format=kv_format),
+                    arguments=(kv, load, pairs),
+                    donated=(0,),
+                    details=repr(kv_format.page_axes),
+                ),
+            ]
+    abstract = [[_abstract(kv_format, shape, dtype, slots) for shape in shapes] for slots in rings]
+    empty = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype))
+    make = Program(
+        name="rings",
+        function=lambda: empty(abstract),
+        arguments=(),
+        details=repr(abstract),
+    )
+    return [*found, make]
+
+
+def ring_bytes(
+    kv_format: KVFormat, shapes: Sequence[CacheShape], dtype: DTypeLike, rings: Rings | None
+) -> int:
+    """Returns the bytes of all rings on the device."""
+    slots = 0 if rings is None else rings.store + rings.load + 2
+    return slots * sum(kv_format.page_bytes(shape, dtype) for shape in shapes)
+
+
+def _abstract(kv_format: KVFormat, shape: CacheShape, dtype: DTypeLike, slots: int) -> Any:
+    return tuple(
+        jax.ShapeDtypeStruct((slots + 1, *part.shape[1:]), part.dtype)
+        for part in kv_format.page_shapes(shape, dtype)
+    )
+
+
+def _name(kind: str, group: int, size: int) -> str:
+    return f"{kind}_pages_{group}_{size}"
+
+
+def gather(kv: KV, ring: Ring, pairs: Array, *, kv_format: KVFormat) -> tuple[Ring, Array]:
+    """Copies pages into slots of a ring.
+
+    Args:
+      kv: the cache.
+      ring: updated in place when donated.
+      pairs: int32 [2, moves], pages and slots.
+      kv_format: of the cache.
+
+    Returns:
+      The ring, and an int32 [] that is there when the copies are done.
+    """
+
+    def move(number: Array, ring: Ring) -> Ring:
+        parts = kv_format.read_page(kv, pairs[0, number])
+        return tuple(
+            lax.dynamic_update_slice_in_dim(whole, part, pairs[1, number], 0)
+            for whole, part in zip(ring, parts, strict=True)
+        )
+
+    moved: Any = lax.fori_loop(0, pairs.shape[1], move, ring)
+    return moved, pairs[0, 0]
+
+
+def scatter(kv: KV, ring: Ring, pairs: Array, *, kv_format: KVFormat) -> tuple[KV, Array]:
+    """Copies slots of a ring into pages. As `gather`; the cache is updated in place when donated,
+    and the ring only read."""
+
+    def move(number: Array, kv: KV) -> KV:
+        parts = [lax.dynamic_slice_in_dim(whole, pairs[1, number], 1) for whole in ring]
+        return kv_format.write_page(kv, pairs[0, number], parts)
+
+    moved: Any = lax.fori_loop(0, pairs.shape[1], move, kv)
+    return moved, pairs[0, 0]
+
+
+def pack(moves: Sequence[PageMove], slots: int) -> Iterator[NDArray[np.int32]]:
+    """Yields int32 [2, one of SIZES], pages and slots, until all moves, of one group, are packed.
+    Padding moves the padding page and the padding slot.
+
+    Args:
+      slots: of the group's ring; ring slots count through the rings of all groups.
+    """
+    left = list(moves)
+    while left:
+        size = next(size for size in SIZES if 2 * len(left) > size)
+        some, left = left[:size], left[size:]
+        packed = np.full((2, size), [[0], [slots]], np.int32)
+        packed[0, : len(some)] = [move.page for move in some]
+        packed[1, : len(some)] = [move.ring_slot % slots for move in some]
+        yield packed
+
+
+class PageMover:
+    """Owns the rings of all cache groups."""
+
+    def __init__(self, rings: Rings, executables: Mapping[str, Executable], *, groups: int):
+        self._slots, self._executables, self._groups = rings, executables, groups
+        stores, loads = jax.block_until_ready(executables["rings"]())
+        self._stores: list[Ring] = [tuple(ring) for ring in stores]
+        self._loads: list[Ring] = [tuple(ring) for ring in loads]
+        self._markers: list[Array] = []
+        """Of what was launched last."""
+
+    def store_ring(self) -> list[list[RingArray]]:
+        """Returns the parts of each group's store ring, whose arrays stay where they are."""
+        return [_parts(ring) for ring in self._stores]
+
+    def load_ring(self) -> list[list[RingArray]]:
+        """The same of the load rings."""
+        return [_parts(ring) for ring in self._loads]
+
+    def warm(self, caches: decoder.Caches) -> decoder.Caches:
+        """Run every program once, with padding. Returns the caches."""
+        before = self.store_ring(), self.load_ring()
+        kept = list(caches)
+        for group in range(self._groups):
+            for size in SIZES:
+                slots = np.int32(self._slots.load), np.int32(self._slots.store)
+                load, store = (np.array([[0] * size, [each] * size], np.int32) for each in slots)
+                kept[group] = self._scatter(group, kept[group], load)
+                self._gather(group, kept[group], store)
+        jax.block_until_ready((kept, self._stores))
+        assert before == (self.store_ring(), self.load_ring()), "the rings have moved"
+        self._markers.clear()
+        return tuple(kept)
+
+    def move(
+        self, caches: decoder.Caches, moves: PageMoves
+    ) -> tuple[decoder.Caches, Callable[[], bool]]:
+        """Launch moves. Returns the caches, and what tells, without waiting, whether all is
+        done."""
+        self._markers = []
+        kept = list(caches)
+        for group in range(self._groups):
+            restores = [move for move in moves.restores if move.group == group]
+            for pairs in pack(restores, self._slots.load):
+                kept[group] = self._scatter(group, kept[group], pairs)
+            stores = [move for move in moves.stores if move.group == group]
+            for pairs in pack(stores, self._slots.store):
+                self._gather(group, kept[group], pairs)
+        markers: list[Any] = list(self._markers)
+
+        def is_done() -> bool:
+            return all(marker.is_ready() for marker in markers)
+
+        is_done()  # asked first after later steps are launched, it would wait for those as well
+        return tuple(kept), is_done
+
+    def settle(self) -> None:
+        """Wait until nothing that was launched touches the rings any more. A failure is no news
+        here."""
+        for marker in self._markers:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                jax.block_until_ready(marker)
+
+    def _scatter(self, group: int, kv: Any, pairs: NDArray[np.int32]) -> Any:
+        program = self._executables[_name("scatter", group, pairs.shape[1])]
+        kv, marker = program(kv, self._loads[group], pairs)
+        self._markers.append(marker)
+        return kv
+
+    def _gather(self, group: int, kv: Any, pairs: NDArray[np.int32]) -> None:
+        program = self._executables[_name("gather", group, pairs.shape[1])]
+        self._stores[group], marker = program(kv, self._stores[group], pairs)
+        self._markers.append(marker)
+
+
+def _parts(ring: Ring) -> list[RingArray]:
+    return [RingArray(part.unsafe_buffer_pointer(), part.nbytes // part.shape[0]) for part in ring]

@@ -1,0 +1,218 @@
+"""A tier of the prefix cache in the host's memory: what the device evicts goes there.
+
+The scheduler decides; rings, copies and files are someone else's (`Transfers`, `DiskPages`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jaxserve.config import HostTierConfig
+from jaxserve.offload.index import HostIndex, Reservation
+from jaxserve.plan import PageMoves
+from jaxserve.scheduler.disk_pages import Disk, DiskPages
+from jaxserve.scheduler.group_pages import GroupPages
+from jaxserve.scheduler.kv_cache_manager import KVCacheManager
+from jaxserve.scheduler.loading import Loads, key_of
+from jaxserve.scheduler.sequence import Sequence
+from jaxserve.scheduler.tier_observer import NoObserver, TierObserver
+from jaxserve.scheduler.transfers import Copier, Transfers
+
+_AHEAD_EACH_TURN = 8
+"""The most pages of a group that are stored ahead of their eviction with one step: so much delays
+the step by tens of microseconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierParts:
+    """What a tier is made of."""
+
+    config: HostTierConfig
+    copier: Copier
+    disk: Disk | None = None
+    observer: TierObserver = field(default_factory=NoObserver)
+
+
+class TierUsage(NamedTuple):
+    """Host slots."""
+
+    total: int
+    filled: int
+    arriving: int
+    """Reserved for pages on their way to them."""
+    pinned: int
+    """Read by copies that are begun or due."""
+
+
+class HostTier:
+    """Stores pages and loads them again.
+
+    **Stores.** A page is copied to the host when the device allocates it again, in time before the
+    next plan overwrites it, or ahead of that, while the store ring is half empty. What the host
+    has already is not copied again. A page that finds no ring slot or host slot is lost, and
+    counted.
+
+    **Loads** (`Loads`). A waiting sequence whose prefix goes on in the host waits for it, while
+    others pass, if that takes less time than computing it.
+
+    **Order.** What is launched before a plan is first what comes back, then what leaves
+    (`PageMoves`). A page that comes back is published in the turn in which it is launched, as if
+    this turn's plan computed it, so it may even be evicted by that plan.
+    """
+
+    def __init__(self, parts: TierParts, kv_cache: KVCacheManager, clock: Callable[[], float]):
+        config = self._config = parts.config
+        self._observer, self._groups = parts.observer, kv_cache.groups
+        self.index = HostIndex(config.slots)
+        self._disk = DiskPages(parts.disk)
+        self._transfers = Transfers(
+            parts.copier,
+            len(self._groups),
+            store_slots=config.store_ring,
+            load_slots=config.load_ring,
+        )
+        self._loads = Loads(
+            config,
+            kv_cache,
+            self.index,
+            self._transfers,
+            self._disk,
+            clock=clock,
+            observer=parts.observer,
+        )
+        self._clean = [-1] * len(self._groups)
+        """`PagePool.turnover` when nothing of the lookahead was left to store."""
+        self._stored_ahead: list[dict[int, bytes]] = [{} for _ in self._groups]
+        """By page: what was stored ahead of its eviction. It is not stored again where the host has
+        lost it since, because others may be lost for it in turn."""
+        for group in self._groups:
+            group.pool.on_evict.append(functools.partial(self._evicted, group))
+        kv_cache.lower = self
+
+    @property
+    def busy(self) -> bool:
+        """Something is on its way or to be stored: `advance` is due even if no step is."""
+        if self._transfers.busy or self._disk.busy or len(self._loads) > 0:
+            return True
+        return any(group.pool.turnover != self._clean[group.number] for group in self._groups)
+
+    def usage(self) -> TierUsage:
+        """Returns the state of the host slots. Callable from any thread."""
+        index = self.index
+        return TierUsage(index.num_slots, len(index), index.num_reserved, index.num_pinned)
+
+    # Once per turn: advance, plan, take, launched.
+
+    def advance(self) -> bool:
+        """Go on with what has ended. Returns whether sequences wait no longer."""
+        self._transfers.advance()
+        self._disk.advance()
+        over = self._loads.advance()
+        for group in self._groups:
+            self._store_ahead(group)
+        return over
+
+    def take(self) -> PageMoves | None:
+        """Returns what to launch before the plan that was made last; then call `launched`."""
+        return self._transfers.take()
+
+    def launched(self, is_done: Callable[[], bool]) -> None:
+        """What was taken is launched. `is_done` tells, without waiting, whether it has run."""
+        self._transfers.launched(is_done)
+
+    # Loads.
+
+    def begin(self, seq: Sequence, cached: int, prefill_rate: float | None) -> bool:
+        """See `Loads.begin`."""
+        return self._loads.begin(seq, cached, prefill_rate)
+
+    def leave(self, seq: Sequence) -> None:
+        """A sequence that waits for a load has ended."""
+        self._loads.leave(seq)
+
+    def cancel_newest(self) -> bool:
+        """Give up a load for its pages. Returns False if there is none."""
+        return self._loads.cancel_newest()
+
+    # Stores.
+
+    def _evicted(self, group: GroupPages, page: int, content: bytes) -> None:
+        key = key_of(group.number, content)
+        if key in self.index:
+            self.index.renew(key)
+        elif not self.index.has(key):
+            cause = self._store(group, page, key)
+            if cause:
+                self._observer.tier_skipped(cause)
+
+    def _store(self, group: GroupPages, page: int, key: bytes) -> str | None:
+        """Store a page. Returns why not."""
+        if not self._transfers.store_ring.num_free(group.number):
+            return "ring full"
+        reservation = self.index.reserve(key)
+        if reservation is None:
+            return "host full"
+        stored = functools.partial(self._stored, group, reservation)
+        self._transfers.store(page, group.number, reservation.slot, stored)
+        return None
+
+    def _stored(self, group: GroupPages, reservation: Reservation, error: str | None) -> None:
+        if error is not None:
+            self.index.release(reservation)
+            self._observer.tier_skipped("copy")
+        elif self.index.fill(reservation):
+            self._observer.tier_stored(self._config.page_bytes[group.number])
+            slot = self.index.pin(reservation.key)
+            written = functools.partial(self._written, slot)
+            if not self._disk.write(reservation.key, slot, written):
+                self.index.unpin(slot)
+
+    def _written(self, slot: int, error: str | None) -> None:
+        self.index.unpin(slot)
+
+    def _store_ahead(self, group: GroupPages) -> None:
+        """Store pages that will be evicted next, while the ring is half empty."""
+        ring, pool = self._transfers.store_ring, group.pool
+        room = min(ring.num_free(group.number) - ring.count // 2, _AHEAD_EACH_TURN)
+        if room <= 0 or self._clean[group.number] == pool.turnover:
+            return
+        done = self._stored_ahead[group.number]
+        for page, content in pool.next_evicted(self._config.lookahead):
+            if done.get(page) == content:
+                continue
+            key = key_of(group.number, content)
+            if not self.index.has(key):
+                if not room:
+                    return
+                if self._store(group, page, key):
+                    break  # the host is full of pages in use
+                room -= 1
+            done[page] = content
+        self._clean[group.number] = pool.turnover
+
+    # The device.
+
+    def forget(self) -> None:
+        """Drop all pages, and those on their way."""
+        self.index.clear()
+        for done in self._stored_ahead:
+            done.clear()
+        self._loads.cancel_all("forgotten")
+        self._disk.forget()
+
+    def failed(self) -> None:
+        """The device has lost what was on its way. What has arrived on the host is kept."""
+        self._transfers.failed()
+        self._loads.cancel_all("device")
+
+    def check(self) -> None:
+        """AssertionError if the accounts are inconsistent."""
+        self.index.check()
+        self._transfers.check()
+        if not self.busy:
+            assert not self.index.num_pinned and not self.index.num_reserved, "a slot is lost"
+            for ring in (self._transfers.store_ring, self._transfers.load_ring):
+                assert len(ring.all_free()) == ring.count * len(self._groups), "a ring slot is lost"

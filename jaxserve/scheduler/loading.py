@@ -1,0 +1,394 @@
+"""Loads: pages that come back to the device while the sequences that want them wait."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from jaxserve.config import HostTierConfig
+from jaxserve.offload.index import HostIndex
+from jaxserve.scheduler.disk_pages import DiskPages
+from jaxserve.scheduler.group_pages import GroupPages
+from jaxserve.scheduler.kv_cache_manager import KVCacheManager
+from jaxserve.scheduler.sequence import Sequence
+from jaxserve.scheduler.tier_observer import TierObserver
+from jaxserve.scheduler.transfers import Transfers
+
+log = logging.getLogger(__name__)
+
+_MAX_WAITS = 4
+"""Loads that a sequence waits for before it computes what is missing: one that loses what was
+loaded before its turn comes would otherwise wait for ever."""
+
+_FIXED_SECONDS = 0.002
+"""That a load takes beside its bytes: turns of the engine until it begins and after it ends."""
+
+_TIMEOUT, _TIMES_PREDICTED = 5.0, 20.0
+"""A load is given up after so many seconds, or so many times as long as it should take."""
+
+_WEIGHT = 0.2
+"""Weight of the newest load in the moving mean of rates."""
+
+_TRIAL = 1.02
+"""Growth of the rate that is expected, for each load that does not seem to pay: what one slow load
+taught is forgotten."""
+
+
+class State(enum.Enum):
+    """Of a page of a load."""
+
+    ON_DISK = enum.auto()
+    READING = enum.auto()
+    """From disk into a host slot."""
+    ON_HOST = enum.auto()
+    """In a host slot, which the load pins."""
+    COPYING = enum.auto()
+    """To the load ring. The copy's end unpins the host slot."""
+    ARRIVED = enum.auto()
+    """The move from the ring into the page is launched with this turn's, or was before."""
+    GONE = enum.auto()
+    """It does not come."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class LoadPage:
+    """A page that is on its way."""
+
+    group: GroupPages
+    number: int
+    """Of the sequence's pages."""
+    key: bytes
+    page: int
+    """On the device."""
+    state: State
+    host_slot: int = -1
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Load:
+    """A run of pages that comes back for one sequence or several."""
+
+    seq: Sequence
+    """Whose tokens they hold."""
+    hashes: list[bytes]
+    pages: list[LoadPage]
+    """In order of their numbers; those before `end` are wanted."""
+    held: list[list[int]]
+    """For each group the pages that the load holds on the device, in order."""
+    waiting: list[Sequence]
+    began: float
+    predicted: float
+    """Seconds."""
+    end: int
+    published: int = 0
+    over: bool = False
+    error: str = ""
+    """Why pages from `end` on do not come."""
+    keys: frozenset[bytes]
+
+
+def key_of(group: int, content: bytes) -> bytes:
+    """Returns the key of a page below the device: 32 bytes."""
+    return hashlib.sha256(content + bytes([group])).digest() if group else content
+
+
+class Loads:
+    """Begins loads, brings them on, and ends them.
+
+    A load holds the pages of the device on which its sequences will go on, and what it brings it
+    publishes in order, as a sequence publishes what it computes. When it is over, for whatever
+    reason, it holds nothing, and its sequences are admitted with what is cached then. So however a
+    load ends, what is missing is computed. Its copies write to rings only, so its pages are free at
+    once when it is given up.
+    """
+
+    def __init__(
+        self,
+        config: HostTierConfig,
+        kv_cache: KVCacheManager,
+        index: HostIndex,
+        transfers: Transfers,
+        disk: DiskPages,
+        *,
+        clock: Callable[[], float],
+        observer: TierObserver,
+    ):
+        self._config, self._kv_cache, self._index = config, kv_cache, index
+        self._transfers, self._disk = transfers, disk
+        self._clock, self._observer = clock, observer
+        self._loads: list[Load] = []
+        self._orphans = 0
+        """Copies of loads that are over."""
+        self._rate, self._disk_rate = config.expected_rate, config.expected_disk_rate
+        self._logged: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def begin(self, seq: Sequence, cached: int, prefill_rate: float | None) -> bool:
+        """Load what continues the cached prefix of a waiting sequence, if that pays. Returns
+        whether it has to wait.
+
+        Args:
+          cached: pages of the sequence that the device has.
+          prefill_rate: tokens per second that would be computed instead; None: unknown.
+        """
+        if seq.waits_for_loads >= _MAX_WAITS:
+            return False
+        count = self._kv_cache.reachable(seq, self._has)
+        size = self._kv_cache.page_size
+        if not seq.waits_for_loads:
+            self._observer.tier_looked_up(len(seq.tokens) - cached * size, (count - cached) * size)
+        if count <= cached:
+            return False
+        hashes = seq.page_hashes(count, size)
+        missing = list(self._missing(hashes))
+        keys = frozenset(key for _, _, key in missing)
+        for load in self._loads:
+            if not keys.isdisjoint(load.keys):
+                self._wait(seq, load)
+                return True
+        seconds = self._seconds(missing)
+        tokens = (count - cached) * size
+        if prefill_rate is not None and seconds > tokens / prefill_rate:
+            self._rate *= _TRIAL
+            self._disk_rate *= _TRIAL
+            return False
+        # Copies that hang would delay what is loaded now.
+        if self._orphans or not self._fits(hashes, missing):
+            return False
+        self._begin(seq, hashes, missing, seconds)
+        return True
+
+    def _has(self, group: GroupPages, content: bytes) -> bool:
+        key = key_of(group.number, content)
+        if key in self._index or self._disk.contains(key):
+            return True
+        return any(key in load.keys for load in self._loads)
+
+    def _missing(self, hashes: list[bytes]) -> Iterable[tuple[GroupPages, int, bytes]]:
+        """Yields group, number and key of the pages that the device lacks, in order of numbers."""
+        end = len(hashes) * self._kv_cache.page_size
+        firsts = [(group, group.first_page(end)) for group in self._kv_cache.groups]
+        for number, content in enumerate(hashes):
+            for group, first in firsts:
+                if number >= first and group.pool.page_of(content) is None:
+                    yield group, number, key_of(group.number, content)
+
+    def _fits(self, hashes: list[bytes], missing: list[tuple[GroupPages, int, bytes]]) -> bool:
+        """Returns whether the pages that the load would hold are free or held by others."""
+        end = len(hashes) * self._kv_cache.page_size
+        for group in self._kv_cache.groups:
+            found = map(group.pool.page_of, hashes[group.first_page(end) :])
+            needed = sum(page is None or not group.pool.holders(page) for page in found)
+            if needed > group.pool.num_free:
+                return False
+        return True
+
+    def _seconds(self, missing: list[tuple[GroupPages, int, bytes]]) -> float:
+        """Returns how long a load of these should take."""
+        host = disk = 0
+        for group, _, key in missing:
+            host += self._config.page_bytes[group.number]
+            if key not in self._index:
+                disk += self._config.page_bytes[group.number]
+        return _FIXED_SECONDS + host / self._rate + disk / self._disk_rate
+
+    def _begin(
+        self,
+        seq: Sequence,
+        hashes: list[bytes],
+        missing: list[tuple[GroupPages, int, bytes]],
+        seconds: float,
+    ) -> None:
+        end = len(hashes) * self._kv_cache.page_size
+        tables: list[dict[int, int]] = []
+        for group in self._kv_cache.groups:  # before anything is allocated and so evicted
+            numbers = range(group.first_page(end), len(hashes))
+            found = {number: group.pool.page_of(hashes[number]) for number in numbers}
+            there = {number: page for number, page in found.items() if page is not None}
+            tables.append({number: group.hold(page) for number, page in there.items()})
+        on_host = [self._index.pin(key) if key in self._index else None for _, _, key in missing]
+        pages = [
+            LoadPage(
+                group=group,
+                number=number,
+                key=key,
+                page=tables[group.number].setdefault(number, group.hold(None)),
+                state=State.ON_DISK if slot is None else State.ON_HOST,
+                host_slot=-1 if slot is None else slot,
+            )
+            for (group, number, key), slot in zip(missing, on_host, strict=True)
+        ]
+        self._index.touch([each.key for each in reversed(pages)])
+        load = Load(
+            seq=seq,
+            hashes=hashes,
+            pages=pages,
+            held=[[table[number] for number in sorted(table)] for table in tables],
+            waiting=[],
+            began=self._clock(),
+            predicted=seconds,
+            end=len(pages),
+            keys=frozenset(each.key for each in pages),
+        )
+        self._loads.append(load)
+        self._wait(seq, load)
+        self._feed(load)
+
+    def _wait(self, seq: Sequence, load: Load) -> None:
+        load.waiting.append(seq)
+        seq.loading = True
+        seq.waits_for_loads += 1
+
+    def advance(self) -> bool:
+        """Bring all loads on. Returns whether one is over."""
+        now, over = self._clock(), False
+        for load in list(self._loads):
+            self._publish(load)
+            if load.published == load.end:
+                self._finish(load)
+            elif now > load.began + max(_TIMEOUT, _TIMES_PREDICTED * load.predicted):
+                self._fail(load, load.published, "timeout", f"{now - load.began:.1f} s")
+                self._finish(load)
+            else:
+                self._feed(load)
+            over |= load.over
+        return over
+
+    def _publish(self, load: Load) -> None:
+        """Publish what has arrived, in order."""
+        while load.published < load.end:
+            each = load.pages[load.published]
+            if each.state is not State.ARRIVED:
+                return
+            each.group.publish_loaded(load.seq, load.hashes, each.number, each.page)
+            load.published += 1
+
+    def _feed(self, load: Load) -> None:
+        """Begin as many copies as there are ring slots, and reads of files."""
+        for place in range(load.published, load.end):
+            each = load.pages[place]
+            if each.state is State.ON_DISK:
+                self._read(load, place, each)
+            if each.state is State.ON_HOST and not self._copy(load, place, each):
+                return
+
+    def _copy(self, load: Load, place: int, each: LoadPage) -> bool:
+        def copied(ring_slot: int, error: str | None) -> None:
+            self._index.unpin(each.host_slot)
+            self._orphans -= load.over
+            if error is None and place < load.end and not load.over:
+                self._transfers.restore(each.page, ring_slot, each.group.number)
+                each.state = State.ARRIVED
+                return
+            self._transfers.load_ring.give_back(ring_slot)
+            each.state = State.GONE
+            if error is not None:
+                self._index.discard(each.key)
+                self._fail(load, place, "copy", error)
+
+        began = self._transfers.load(each.host_slot, each.group.number, copied)
+        if began:
+            each.state = State.COPYING
+        return began
+
+    def _read(self, load: Load, place: int, each: LoadPage) -> None:
+        """Begin to read a page from disk, if it is not in memory by now."""
+        if each.key in self._index:
+            each.host_slot, each.state = self._index.pin(each.key), State.ON_HOST
+            return
+        if self._index.has(each.key) or not self._disk.can_read:
+            return  # it is on its way, or has to wait for others
+        reservation = self._index.reserve(each.key)
+        if reservation is None:
+            self._fail(load, place, "host full", "all host slots are in use")
+            return
+        if not self._disk.contains(each.key):
+            self._index.release(reservation)
+            self._fail(load, place, "disk", "the file is gone")
+            return
+        each.state = State.READING
+
+        def read(error: str | None) -> None:
+            self._orphans -= load.over
+            each.state = State.GONE
+            if error is not None:
+                self._index.release(reservation)
+            elif self._index.fill(reservation) and place < load.end and not load.over:
+                each.host_slot, each.state = self._index.pin(each.key), State.ON_HOST
+                return
+            self._fail(load, place, "disk", error or "it is not wanted any more")
+
+        self._disk.read(each.key, reservation.slot, read)
+
+    def _fail(self, load: Load, place: int, cause: str, error: str) -> None:
+        """Page `place` does not come: want only those before it."""
+        if load.over or place >= load.end:
+            return
+        load.end, load.error = place, cause
+        if cause not in self._logged:
+            self._logged.add(cause)
+            log.warning(
+                "a prefix that was evicted does not come back and is computed instead (%s: %s); "
+                "further ones for this cause are only counted",
+                *(cause, error),
+            )
+
+    def _finish(self, load: Load) -> None:
+        """End a load with what it has published."""
+        load.over = True
+        self._loads.remove(load)
+        for each in load.pages[load.published :]:
+            if each.state is State.ON_HOST:
+                self._index.unpin(each.host_slot)
+            self._orphans += each.state in (State.COPYING, State.READING)
+        for group, held in zip(self._kv_cache.groups, load.held, strict=True):
+            group.let_go(held)
+        for seq in load.waiting:
+            seq.loading = False
+            if load.error:
+                self._observer.tier_recomputed(load.error)
+        self._learn(load)
+
+    def _give_up(self, load: Load, cause: str) -> None:
+        """End a load before its pages are there."""
+        load.error = cause
+        self._finish(load)
+
+    def _learn(self, load: Load) -> None:
+        seconds = max(self._clock() - load.began, 1e-6)
+        loaded = load.pages[: load.published]
+        size = sum(self._config.page_bytes[each.group.number] for each in loaded)
+        for seq in load.waiting:
+            pages = sum(each.group.number == 0 for each in loaded)
+            seq.restored_tokens = pages * self._kv_cache.page_size
+        if loaded:
+            self._observer.tier_loaded(size, seconds)
+        if not load.error and size:
+            self._rate += _WEIGHT * (size / max(seconds - _FIXED_SECONDS, 1e-6) - self._rate)
+
+    def leave(self, seq: Sequence) -> None:
+        """A waiting sequence has ended."""
+        for load in self._loads:
+            if seq in load.waiting:
+                load.waiting.remove(seq)
+                seq.loading = False
+                if not load.waiting:
+                    self._give_up(load, "no use")
+                return
+
+    def cancel_newest(self) -> bool:
+        """Give up the newest load, so that its pages are free. Returns False if there is none."""
+        if not self._loads:
+            return False
+        self._give_up(self._loads[-1], "pages")
+        return True
+
+    def cancel_all(self, cause: str) -> None:
+        """Give up all loads."""
+        for load in list(self._loads):
+            self._give_up(load, cause)

@@ -1,0 +1,186 @@
+"""Pages on their way between the KV cache and the host: ring slots, launches and copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from jaxserve.plan import PageMove, PageMoves
+
+
+class Ended(Protocol):
+    """The end of a copy."""
+
+    @property
+    def tag(self) -> int: ...
+    @property
+    def ok(self) -> bool: ...
+    @property
+    def error(self) -> str | None: ...
+
+
+class Copier(Protocol):
+    """Copies pages between rings and host slots, on streams or threads of its own.
+
+    Each tag comes back once, in any order, and then nothing touches its slots any more.
+    """
+
+    def store(self, ring_slot: int, host_slot: int, tag: int) -> None:
+        """Copy a slot of the store ring, which is known to be written, to the host."""
+        ...
+
+    def load(self, host_slot: int, ring_slot: int, tag: int) -> None:
+        """Copy a slot of the host to the load ring."""
+        ...
+
+    def poll(self) -> Sequence[Ended]:
+        """Returns the copies that ended since the last call. Does not wait."""
+        ...
+
+
+type Then = Callable[[str | None], None]
+"""Called when a copy has ended, with why it failed."""
+
+
+class _Store(NamedTuple):
+    move: PageMove
+    host_slot: int
+    then: Then
+
+
+class _Launch(NamedTuple):
+    """Moves that are launched."""
+
+    is_done: Callable[[], bool]
+    stores: list[_Store]
+    restores: list[PageMove]
+
+
+class _Slots:
+    """The free slots of a ring, which has equally many for each group."""
+
+    def __init__(self, groups: int, count: int):
+        self._free = [list(range(group * count, (group + 1) * count)) for group in range(groups)]
+        self.count = count
+
+    def num_free(self, group: int) -> int:
+        return len(self._free[group])
+
+    def take(self, group: int) -> int | None:
+        return self._free[group].pop() if self._free[group] else None
+
+    def give_back(self, slot: int) -> None:
+        self._free[slot // self.count].append(slot)
+
+    def all_free(self) -> list[int]:
+        return [slot for free in self._free for slot in free]
+
+
+class Transfers:
+    """Moves pages through the rings.
+
+    A store is launched with the moves of a turn; when it is known that these have run, the ring
+    slot is copied to the host. A load is copied to its ring slot first, and launched then. A ring
+    slot is free again when the copy out of it, or what was launched to read it, has ended. Whoever
+    gives a load up leaves its ring slot until the copy has ended.
+    """
+
+    def __init__(self, copier: Copier, groups: int, *, store_slots: int, load_slots: int):
+        """Each ring has so many slots for each of the groups."""
+        self._copier = copier
+        self.store_ring, self.load_ring = _Slots(groups, store_slots), _Slots(groups, load_slots)
+        self._stores: list[_Store] = []
+        self._restores: list[PageMove] = []
+        """Of this turn: not launched."""
+        self._launches: list[_Launch] = []
+        self._copies: dict[int, Then] = {}
+        self._tag = 0
+
+    @property
+    def busy(self) -> bool:
+        """Something is on its way."""
+        return bool(self._stores or self._restores or self._launches or self._copies)
+
+    @property
+    def num_copies(self) -> int:
+        """Copies that have not ended."""
+        return len(self._copies)
+
+    def store(self, page: int, group: int, host_slot: int, then: Then) -> bool:
+        """Copy a page as it is before the next plan. Returns whether there is a ring slot."""
+        slot = self.store_ring.take(group)
+        if slot is None:
+            return False
+        self._stores.append(_Store(PageMove(page, slot, group), host_slot, then))
+        return True
+
+    def load(self, host_slot: int, group: int, then: Callable[[int, str | None], None]) -> bool:
+        """Copy a host slot to a slot of the load ring, with which `then` is called. It then belongs
+        to the caller. Returns whether there is one."""
+        slot = self.load_ring.take(group)
+        if slot is None:
+            return False
+        tag = self._begin(lambda error: then(slot, error))
+        self._copier.load(host_slot, slot, tag)
+        return True
+
+    def restore(self, page: int, ring_slot: int, group: int) -> None:
+        """Write a slot of the load ring into a page before the next plan."""
+        self._restores.append(PageMove(page, ring_slot, group))
+
+    def take(self) -> PageMoves | None:
+        """Returns what to launch before the next plan; `launched` must follow, or `failed`."""
+        if not self._stores and not self._restores:
+            return None
+        return PageMoves(tuple(self._restores), tuple(each.move for each in self._stores))
+
+    def launched(self, is_done: Callable[[], bool]) -> None:
+        """What was taken is launched. `is_done` tells, without waiting, whether it has run."""
+        self._launches.append(_Launch(is_done, self._stores, self._restores))
+        self._stores, self._restores = [], []
+
+    def advance(self) -> None:
+        """Go on with whatever has run or was copied."""
+        while self._launches and self._launches[0].is_done():
+            launch = self._launches.pop(0)
+            for move in launch.restores:
+                self.load_ring.give_back(move.ring_slot)
+            for store in launch.stores:
+                self._copy_out(store)
+        for ended in self._copier.poll():
+            self._copies.pop(ended.tag)(None if ended.ok else ended.error or "unknown")
+
+    def _copy_out(self, store: _Store) -> None:
+        slot = store.move.ring_slot
+
+        def then(error: str | None) -> None:
+            self.store_ring.give_back(slot)
+            store.then(error)
+
+        self._copier.store(slot, store.host_slot, self._begin(then))
+
+    def _begin(self, then: Then) -> int:
+        self._tag += 1
+        self._copies[self._tag] = then
+        return self._tag
+
+    def failed(self) -> None:
+        """The device runs nothing more of what was launched, or has lost the result."""
+        lost = [*self._launches, _Launch(lambda: True, self._stores, self._restores)]
+        self._launches, self._stores, self._restores = [], [], []
+        for launch in lost:
+            for move in launch.restores:
+                self.load_ring.give_back(move.ring_slot)
+            for store in launch.stores:
+                self.store_ring.give_back(store.move.ring_slot)
+                store.then("the device failed")
+
+    def check(self) -> None:
+        """AssertionError if a ring slot is free twice, or free while something uses it."""
+        launches = [*self._launches, _Launch(lambda: True, self._stores, self._restores)]
+        for ring, used in (
+            (self.store_ring, [each.move for launch in launches for each in launch.stores]),
+            (self.load_ring, [each for launch in launches for each in launch.restores]),
+        ):
+            slots = [*ring.all_free(), *(move.ring_slot for move in used)]
+            assert len(set(slots)) == len(slots), "a ring slot is given out twice"

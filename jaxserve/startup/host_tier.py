@@ -1,0 +1,162 @@
+"""Opens the tier of the prefix cache in the host's memory, and on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+import jaxserve
+from jaxserve.cli.options import Options
+from jaxserve.config import ConfigError, HostTierConfig
+from jaxserve.metrics.metrics import Metrics
+from jaxserve.metrics.tier import TierMetrics
+from jaxserve.offload.copier import CpuCopier, CudaCopier, Ring, RingPart
+from jaxserve.offload.counters import OffloadCounters
+from jaxserve.offload.cuda import CudaContext
+from jaxserve.offload.disk import DiskTier
+from jaxserve.offload.page_folder import FolderError
+from jaxserve.offload.slab import HostSlab, NotEnoughMemory
+from jaxserve.runner.programs import RunnerConfig
+from jaxserve.runner.runner import Runner
+from jaxserve.scheduler.host_tier import TierParts
+from jaxserve.startup import memory
+from jaxserve.startup.engine_plan import EnginePlan
+from jaxserve.weights.model_source import ModelSource
+from jaxserve_kernels.cuda_driver import CudaError
+
+log = logging.getLogger(__name__)
+
+
+class OpenTier(NamedTuple):
+    """A tier over the rings of a runner."""
+
+    parts: TierParts
+    close: Callable[[], None]
+    """Ends all copies, and frees the memory. Nothing may use the tier after it."""
+    metrics: TierMetrics
+
+
+def open_slab(config: HostTierConfig) -> HostSlab:
+    """Take and pin the tier's host memory.
+
+    Raises:
+      ConfigError: there is not enough, or it cannot be pinned.
+    """
+    size = config.slots * max(config.page_bytes)
+    said = 0.0
+
+    def show(done: int, total: int) -> None:
+        nonlocal said
+        if done == total or done / total >= said + 0.25:
+            said = done / total
+            log.info(
+                "host memory for prefixes: %s of %s ready", *map(memory.in_words, (done, total))
+            )
+
+    try:
+        return HostSlab(config.slots, max(config.page_bytes), cuda=_cuda(), progress=show)
+    except (NotEnoughMemory, CudaError) as error:
+        raise ConfigError(
+            f"--kv-offload-size {memory.in_words(size)}: {error}; ask for less, or leave it out"
+        ) from None
+
+
+def _cuda() -> CudaContext | None:
+    device: Any = jax.devices()[0]
+    return CudaContext(device.local_hardware_id) if device.platform == "gpu" else None
+
+
+def open_tier(
+    options: Options,
+    source: ModelSource,
+    plan: EnginePlan,
+    slab: HostSlab,
+    runner: Runner,
+    metrics: Metrics,
+) -> OpenTier:
+    """Open the plan's tier over the runner's rings.
+
+    Raises:
+      ConfigError: the folder cannot be used, or the GPU refuses streams.
+    """
+    assert plan.host is not None
+    counters = OffloadCounters()
+    try:
+        copier = _copier(options, plan, slab, runner, counters)
+        disk = None
+        if options.kv_offload_path is not None:
+            disk = DiskTier(
+                options.kv_offload_path,
+                options.kv_offload_disk_size,
+                slab,
+                fingerprint(options, source, plan.config, runner),
+                wake=_wake,
+                counters=counters,
+            )
+    except (FolderError, CudaError) as error:
+        raise ConfigError(f"--kv-offload: {error}") from None
+    size = slab.num_slots * slab.stride
+    observer = metrics.open_tier(counters, num_bytes=size, slot_bytes=slab.slot_bytes)
+
+    def close() -> None:
+        rests = [copier.close(), *([] if disk is None else [disk.close()])]
+        if all(rests):
+            slab.close()
+
+    parts = TierParts(config=plan.host, copier=copier, disk=disk, observer=observer)
+    return OpenTier(parts, close, observer)
+
+
+def _copier(
+    options: Options, plan: EnginePlan, slab: HostSlab, runner: Runner, counters: OffloadCounters
+) -> CpuCopier | CudaCopier:
+    mover, rings = runner.mover, plan.config.rings
+    assert mover is not None and rings is not None
+    store, load = (
+        Ring([[RingPart(*array) for array in arrays] for arrays in groups], slots)
+        for groups, slots in ((mover.store_ring(), rings.store), (mover.load_ring(), rings.load))
+    )
+    verify, cuda = options.kv_offload_verify, _cuda()
+    if cuda is None:
+        return CpuCopier(slab, store, load, wake=_wake, verify=verify, counters=counters)
+    return CudaCopier(slab, store, load, cuda=cuda, wake=_wake, verify=verify, counters=counters)
+
+
+def _wake() -> None:
+    """The engine asks in each of its turns, and between them when it waits for copies."""
+
+
+def fingerprint(options: Options, source: ModelSource, config: RunnerConfig, runner: Runner) -> str:
+    """Returns what the meaning of a page's bytes depends on beside its tokens: weights, by the
+    names, sizes and times of their files; scales; layout; this version of jaxserve."""
+    scales = runner.kv_scales
+    shapes = [config.kv_format.page_shapes(shape, config.dtype) for shape in config.kv_shapes]
+    return json.dumps(
+        {
+            "version": jaxserve.__version__,
+            "identity": config.cache.identity,
+            "page_size": config.cache.page_size,
+            "pages": [[f"{part.dtype.name}{list(part.shape)}" for part in each] for each in shapes],
+            "scales": None if scales is None else hashlib.sha256(scales.tobytes()).hexdigest(),
+            "weights": [options.load_format, options.quantization, options.seed],
+            "files": list(_files(source)),
+        }
+    )
+
+
+def _files(source: ModelSource) -> Iterator[str]:
+    folder = source.folder if source.orbax is None else Path(source.orbax.step.folder)
+    if folder is None:
+        return
+    for path in sorted(folder.rglob("*")):
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                found = path.stat()
+                yield f"{path.relative_to(folder)} {found.st_size} {found.st_mtime_ns}"

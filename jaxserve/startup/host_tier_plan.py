@@ -1,0 +1,96 @@
+"""The size of the tier of the prefix cache in the host's memory, before anything is allocated."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from jax.typing import DTypeLike
+
+from jaxserve.cli.options import Options
+from jaxserve.config import ConfigError, HostTierConfig
+from jaxserve.runner.page_moves import Rings, ring_bytes
+from jaxserve.runner.programs import RunnerConfig
+from jaxserve.startup import memory
+from jaxserve_kernels.kv_format import CacheShape, KVFormat
+
+log = logging.getLogger(__name__)
+
+_GPU_RINGS = 256 * 2**20, 512 * 2**20
+"""Bytes of the rings, store and load. With a step of 15 ms running, loads reach one load ring per
+step, 36 GB/s."""
+_CPU_RINGS = 8 * 2**20, 8 * 2**20
+_LEAST, _MOST = 4, 256
+"""Slots of a ring."""
+
+_LINE = 4096
+"""Host slots begin at multiples of it."""
+
+
+def check_flags(options: Options) -> None:
+    """Raise ConfigError for flags of the tier that contradict each other."""
+    if options.kv_offload_size is None:
+        for flag, given in (
+            ("--kv-offload-path", options.kv_offload_path),
+            ("--kv-offload-verify", options.kv_offload_verify),
+        ):
+            if given:
+                raise ConfigError(f"{flag} needs --kv-offload-size, the host memory above it")
+    elif not options.enable_prefix_caching:
+        raise ConfigError(
+            "--kv-offload-size keeps prefixes, which --no-enable-prefix-caching does not share"
+        )
+
+
+def plan_rings(
+    options: Options,
+    kv_format: KVFormat,
+    shapes: Sequence[CacheShape],
+    dtype: DTypeLike,
+    *,
+    gpu: bool,
+) -> tuple[Rings | None, int]:
+    """Returns the sizes of the rings, if there is a tier, and their bytes on the device.
+
+    Args:
+      shapes: of the caches of all groups; their numbers of pages do not matter.
+    """
+    if options.kv_offload_size is None:
+        return None, 0
+    each = sum(kv_format.page_bytes(shape, dtype) for shape in shapes)
+    slots = (max(_LEAST, min(size // each, _MOST)) for size in (_GPU_RINGS if gpu else _CPU_RINGS))
+    rings = Rings(*slots)
+    return rings, ring_bytes(kv_format, shapes, dtype, rings)
+
+
+def plan_tier(options: Options, config: RunnerConfig) -> HostTierConfig | None:
+    """Returns the size of the tier that the flags ask for, None without one.
+
+    Raises:
+      ConfigError: it holds less than one sequence.
+    """
+    rings, size = config.rings, options.kv_offload_size
+    if rings is None or size is None:
+        return None
+    each = tuple(config.kv_format.page_bytes(shape, config.dtype) for shape in config.kv_shapes)
+    slot = -(-max(each) // _LINE) * _LINE
+    slots, longest = size // slot, config.pages_per_seq
+    if slots < 4 * len(each):
+        raise ConfigError(
+            f"--kv-offload-size {memory.in_words(size)} holds {slots} pages of "
+            f"{memory.in_words(slot)}: give it more, or leave it out"
+        )
+    if slots < sum(shape.pages - 1 for shape in config.kv_shapes):
+        log.info(
+            "--kv-offload-size %s is smaller than the KV cache on the device (%s), so it helps "
+            "little: a prefix that leaves the device soon leaves the host, too",
+            memory.in_words(size),
+            memory.in_words(sum(s.pages * b for s, b in zip(config.kv_shapes, each, strict=True))),
+        )
+    return HostTierConfig(
+        slots=slots,
+        page_bytes=each,
+        store_ring=rings.store,
+        load_ring=rings.load,
+        lookahead=min(2 * longest, slots // (4 * len(each))),
+    )

@@ -1,0 +1,112 @@
+"""Moves between pages and rings against the same in NumPy, for every KV format."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.plan import PageMove, PageMoves
+from jaxserve.runner import page_moves
+from jaxserve.runner.page_moves import PageMover, Rings
+from jaxserve_kernels.kv_format import KVFormat
+from tests.runner.test_page_copies import FORMATS, PAGES, SHAPE, numbered
+
+RINGS = Rings(store=40, load=36)
+
+
+def pages_of(kv: Any, kv_format: KVFormat) -> list[np.ndarray]:
+    """The arrays that have pages, with their axis first."""
+    leaves = zip(jax.tree.leaves(kv), kv_format.page_axes, strict=True)
+    return [np.moveaxis(np.asarray(leaf), axis, 0) for leaf, axis in leaves if axis is not None]
+
+
+def mover_of(kv_format: KVFormat, groups: int = 1) -> PageMover:
+    found = page_moves.programs(kv_format, [SHAPE] * groups, jnp.float32, RINGS)
+    return PageMover(RINGS, {each.name: each.compile() for each in found}, groups=groups)
+
+
+def contents(parts: list[page_moves.RingArray], slots: int) -> list[bytes]:
+    """What the slots of a ring hold, read behind JAX's back."""
+    return [
+        b"".join(
+            bytes(_memory(part.address + slot * part.slot_bytes, part.slot_bytes)) for part in parts
+        )
+        for slot in range(slots)
+    ]
+
+
+def _memory(address: int, size: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+
+
+@pytest.mark.parametrize("kv_format", FORMATS, ids=lambda it: it.name)
+def test_a_page_goes_to_the_ring_and_comes_back_with_every_byte(kv_format: KVFormat) -> None:
+    mover = mover_of(kv_format)
+    pages = st.integers(1, PAGES - 1)
+    stores = st.lists(st.tuples(pages, st.integers(0, RINGS.store - 1)), max_size=40)
+    restores = st.lists(
+        st.tuples(pages, st.integers(0, RINGS.load - 1)), max_size=6, unique_by=lambda it: it[0]
+    )
+
+    @settings(max_examples=20, deadline=None)
+    @given(stores, restores)
+    def check(stores: list[tuple[int, int]], restores: list[tuple[int, int]]) -> None:
+        stores = list({slot: (page, slot) for page, slot in stores}.values())
+        kv = jax.tree.map(jnp.asarray, numbered(kv_format))
+        (load,) = mover.load_ring()
+        for number, part in enumerate(load):
+            held = np.arange(RINGS.load * part.slot_bytes) % (97 + number)
+            _memory(part.address, held.size)[:] = held.astype(np.uint8).tobytes()
+        before, came = numbered(kv_format), contents(load, RINGS.load)
+        moves = PageMoves(
+            tuple(PageMove(*each) for each in restores), tuple(PageMove(*each) for each in stores)
+        )
+        (kv,), is_done = mover.move((kv,), moves)
+        jax.block_until_ready(kv)
+        mover.settle()
+        assert is_done()
+        expected, got = pages_of(before, kv_format), pages_of(kv, kv_format)
+        there = {page: came[slot] for page, slot in restores}
+        for page in range(1, PAGES):
+            whole = b"".join(array[page].tobytes() for array in expected)
+            assert b"".join(array[page].tobytes() for array in got) == there.get(page, whole)
+        (store,) = mover.store_ring()
+        left = contents(store, RINGS.store)
+        for page, slot in stores:
+            assert left[slot] == b"".join(array[page].tobytes() for array in got), "after restores"
+        others = zip(jax.tree.leaves(before), jax.tree.leaves(kv), kv_format.page_axes, strict=True)
+        for old, new, axis in others:
+            if axis is None:
+                np.testing.assert_array_equal(old, np.asarray(new))
+
+    check()
+
+
+def test_rings_stay_where_they_are_and_each_group_has_its_own() -> None:
+    mover = mover_of(FORMATS[0], groups=2)
+    kv = tuple(jax.tree.map(jnp.asarray, numbered(FORMATS[0])) for _ in range(2))
+    kv = mover.warm(kv)
+    before = mover.store_ring(), mover.load_ring()
+    slot = RINGS.store + 3  # slots count through the groups
+    kv, _ = mover.move(kv, PageMoves((), (PageMove(2, slot, 1),)))
+    mover.settle()
+    assert before == (mover.store_ring(), mover.load_ring())
+    first, second = (contents(parts, RINGS.store) for parts in mover.store_ring())
+    held = b"".join(array[2].tobytes() for array in pages_of(kv[1], FORMATS[0]))
+    assert second[3] == held and held not in first
+
+
+def test_calls_are_large_and_more_than_half_full() -> None:
+    moves = [PageMove(page, page, 0) for page in range(1, 70)]
+    sizes = [[pairs.shape[1] for pairs in page_moves.pack(moves[:n], 100)] for n in (1, 5, 45, 69)]
+    assert sizes == [[1], [8], [32, 8, 8], [32, 32, 8]]
+    (pairs,) = page_moves.pack(moves[:5], 100)
+    assert pairs.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [1, 2, 3, 4, 5, 100, 100, 100]]
+    assert list(page_moves.pack([], 100)) == []

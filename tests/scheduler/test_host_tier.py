@@ -1,0 +1,164 @@
+"""With a tier below the device each request gets the tokens it would get alone, whatever becomes of
+its copies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from jaxserve.api import FinishReason
+from jaxserve.scheduler.admission import OutputLengths
+from tests.scheduler.fake_host import Faults, Page, TierLoop
+from tests.scheduler.fake_runner import solo
+from tests.scheduler.loop import Optimist
+from tests.scheduler.test_scheduler_properties import (
+    LAST_ARRIVAL,
+    Workload,
+    windowed_workloads,
+    workloads,
+)
+
+TOTAL = Counter[str]()
+"""What happened in all workloads of a run."""
+
+
+class TierWorkload(NamedTuple):
+    work: Workload
+    host_slots: int
+    ring: int
+    faults: Faults
+    seed: int
+    disk: bool
+
+
+@st.composite
+def tier_workloads(draw: st.DrawFn) -> TierWorkload:
+    """Prompts of few kinds, which come again when others have displaced them."""
+    work = draw(st.one_of(workloads(), workloads(), windowed_workloads()))
+    shares = st.sampled_from([0.0, 0.0, 0.3])
+    arrivals = list(work.arrivals)
+    for number in range(draw(st.sampled_from([8, 4, 12]))):
+        first = draw(st.sampled_from(work.arrivals))
+        turn = draw(st.integers(0, 40))
+        tail = draw(st.lists(st.integers(0, 3), max_size=4))
+        request = replace(first.request, id=f"again{number}", prompt=(*first.request.prompt, *tail))
+        delay = draw(st.sampled_from([None] * 12 + list(range(8))))
+        arrivals.append(first._replace(request=request, turn=turn, abort_delay=delay))
+    config = replace(work.config, prefix_caching=True, max_queued=100)
+    return TierWorkload(
+        work._replace(arrivals=arrivals, config=config),
+        host_slots=draw(st.sampled_from([8, 20, 3, 50])),
+        ring=draw(st.sampled_from([2, 1, 4])),
+        faults=Faults(
+            late=draw(st.sampled_from([0.5, 0.0, 0.9])),
+            failed=draw(shares),
+            never=draw(st.sampled_from([0.0, 0.0, 0.1])),
+            lost_files=draw(shares),
+        ),
+        seed=draw(st.integers(0, 1000)),
+        disk=draw(st.booleans()),
+    )
+
+
+def play(tiered: TierWorkload) -> TierLoop:
+    work = tiered.work
+    lengths = Optimist() if work.optimist else OutputLengths()
+    files: dict[bytes, Page] | None = {} if tiered.disk else None
+    loop = TierLoop(
+        work.config,
+        work.cache,
+        host_slots=tiered.host_slots,
+        ring=tiered.ring,
+        faults=tiered.faults,
+        seed=tiered.seed,
+        files=files,
+        lengths=lengths,
+    )
+    last = max(LAST_ARRIVAL, *(arrival.turn for arrival in work.arrivals))
+    for turn in range(3000):
+        _arrive(loop, work, turn)
+        if turn == work.reset_turn:
+            loop.scheduler.reset_prefix_cache()
+        if loop.launch() is None and loop.in_flight:
+            loop.commit(failing=turn == work.failing_turn)
+        while len(loop.in_flight) > work.ahead[turn % len(work.ahead)]:
+            loop.commit(failing=turn == work.failing_turn)
+        if turn > last and not loop.in_flight and not loop.scheduler.has_work:
+            loop.drain()
+            return loop
+    raise AssertionError("no progress")
+
+
+def _arrive(loop: TierLoop, work: Workload, turn: int) -> None:
+    for arrival in work.arrivals:
+        length = len(arrival.request.prompt)
+        if length >= work.config.max_model_len or length > work.cache.longest:
+            continue
+        if arrival.turn == turn:
+            loop.add(arrival.request)
+        delay = arrival.abort_delay
+        if delay is not None and turn == arrival.turn + delay:
+            loop.abort(arrival.request.id)
+
+
+def check(tiered: TierWorkload) -> None:
+    loop, work = play(tiered), tiered.work
+    for arrival in work.arrivals:
+        name = arrival.request.id
+        if name not in loop.events:
+            continue  # it was too long
+        expected, reason = solo(arrival.request, work.config, work.cache)
+        got, finish = loop.tokens(name), loop.finish(name)
+        if finish is FinishReason.ERROR:
+            assert work.failing_turn is not None and got == expected[: len(got)]
+        elif finish is None:
+            assert arrival.abort_delay is not None and got == expected[: len(got)]
+        else:
+            assert (got, finish) == (expected, reason)
+    for pool, group in zip(loop.scheduler.pools, work.cache.groups, strict=True):
+        assert pool.num_free == group.usable_pages
+    TOTAL["requests"] += len(loop.events)
+    TOTAL["loads"] += len(loop.observer.loaded)
+    TOTAL["restored pages"] += sum(loop.observer.loaded)
+    TOTAL["stores"] += loop.copier.stores
+    TOTAL["preemptions"] += loop.scheduler.num_preemptions
+    TOTAL["reads"] += loop.disk.reads if loop.disk else 0
+    TOTAL.update({f"recomputed: {cause}": n for cause, n in loop.observer.recomputed.items()})
+    TOTAL.update({f"skipped: {cause}": n for cause, n in loop.observer.skipped.items()})
+    event(f"loads: {min(len(loop.observer.loaded), 3)}")
+
+
+@pytest.fixture
+def total() -> Counter[str]:
+    TOTAL.clear()
+    return TOTAL
+
+
+def test_each_request_gets_the_tokens_it_would_get_alone(total: Counter[str]) -> None:
+    @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(tier_workloads())
+    def run(tiered: TierWorkload) -> None:
+        check(tiered)
+
+    run()
+    assert total["loads"] > 30 and total["restored pages"] > total["loads"]
+    assert total["recomputed: copy"] and total["reads"]
+
+
+@pytest.mark.slow
+def test_10_000_requests_get_the_tokens_they_would_get_alone(total: Counter[str]) -> None:
+    @settings(max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(tier_workloads())
+    def run(tiered: TierWorkload) -> None:
+        check(tiered)
+
+    run()
+    print(dict(total))
+    assert total["requests"] > 10_000 and total["loads"] > 1000
+    for cause in ("copy", "disk", "timeout", "pages", "device", "forgotten"):
+        assert total[f"recomputed: {cause}"], cause
