@@ -54,6 +54,11 @@ class DiskPages:
         """Fewer files are being read than may be."""
         return self._reads < _READS
 
+    @property
+    def can_write(self) -> bool:
+        """There is a disk, and fewer files are being written than may be."""
+        return self._disk is not None and self._writes < _WRITES
+
     def contains(self, key: bytes) -> bool:
         """Returns whether a page is there. False of one that is still being written."""
         return self._disk is not None and self._disk.contains(self._salted(key))
@@ -69,11 +74,9 @@ class DiskPages:
 
         self._disk.get(self._salted(key), host_slot, self._begin(ended))
 
-    def write(self, key: bytes, host_slot: int, then: Then) -> bool:
-        """Write a page, unless it is there or too many wait. Returns whether it is written; then
-        the slot must not change until `then` is called."""
-        if self._disk is None or self._writes >= _WRITES or self.contains(key):
-            return False
+    def write(self, key: bytes, host_slot: int, then: Then) -> None:
+        """Write a page, if `can_write`. The slot must not change until `then` is called."""
+        assert self._disk is not None
         self._writes += 1
 
         def ended(error: str | None) -> None:
@@ -81,7 +84,6 @@ class DiskPages:
             then(error)
 
         self._disk.put(self._salted(key), host_slot, self._begin(ended))
-        return True
 
     def _begin(self, ended: Then) -> int:
         self._tag += 1

@@ -6,6 +6,7 @@ The scheduler decides; rings, copies and files are someone else's (`Transfers`, 
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -83,6 +84,8 @@ class HostTier:
             clock=clock,
             observer=parts.observer,
         )
+        self._unwritten: OrderedDict[bytes, None] = OrderedDict()
+        """Pages of the host that the disk has not been given yet."""
         self._clean = [-1] * len(self._groups)
         """`PagePool.turnover` when nothing of the lookahead was left to store."""
         self._stored_ahead: list[dict[int, bytes]] = [{} for _ in self._groups]
@@ -110,6 +113,7 @@ class HostTier:
         """Go on with what has ended. Returns whether sequences wait no longer."""
         self._transfers.advance()
         self._disk.advance()
+        self._write()
         over = self._loads.advance()
         for group in self._groups:
             self._store_ahead(group)
@@ -165,10 +169,19 @@ class HostTier:
             self._observer.tier_skipped("copy")
         elif self.index.fill(reservation):
             self._observer.tier_stored(self._config.page_bytes[group.number])
-            slot = self.index.pin(reservation.key)
-            written = functools.partial(self._written, slot)
-            if not self._disk.write(reservation.key, slot, written):
-                self.index.unpin(slot)
+            self._unwritten[reservation.key] = None
+            if len(self._unwritten) > self.index.num_slots:
+                self._unwritten.popitem(last=False)
+            self._write()
+
+    def _write(self) -> None:
+        """Write what has no file yet, in the order in which it came: a prefix with a hole is worth
+        nothing. What the host has lost meanwhile is left out."""
+        while self._unwritten and self._disk.can_write:
+            key, _ = self._unwritten.popitem(last=False)
+            if key in self.index and not self._disk.contains(key):
+                slot = self.index.pin(key)
+                self._disk.write(key, slot, functools.partial(self._written, slot))
 
     def _written(self, slot: int, error: str | None) -> None:
         self.index.unpin(slot)
@@ -198,6 +211,7 @@ class HostTier:
     def forget(self) -> None:
         """Drop all pages, and those on their way."""
         self.index.clear()
+        self._unwritten.clear()
         for done in self._stored_ahead:
             done.clear()
         self._loads.cancel_all("forgotten")

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.api import FinishReason
+from jaxserve.api import FinishReason, Request, SamplingParams
+from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.scheduler.admission import OutputLengths
 from tests.scheduler.fake_host import Faults, Page, TierLoop
 from tests.scheduler.fake_runner import solo
@@ -162,3 +163,31 @@ def test_10_000_requests_get_the_tokens_they_would_get_alone(total: Counter[str]
     assert total["requests"] > 10_000 and total["loads"] > 1000
     for cause in ("copy", "disk", "timeout", "pages", "device", "forgotten"):
         assert total[f"recomputed: {cause}"], cause
+
+
+def test_every_page_of_a_prefix_gets_its_file_however_slowly_they_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prefix with a hole is worth nothing at the next start."""
+    monkeypatch.setattr("jaxserve.scheduler.disk_pages._WRITES", 1)
+    config = SchedulerConfig(max_num_seqs=1, max_model_len=64, max_num_batched_tokens=64)
+    files: dict[bytes, Page] = {}
+    loop = TierLoop(
+        config,
+        CacheConfig(num_pages=14, page_size=4),
+        host_slots=40,
+        ring=8,
+        faults=Faults(late=0.5),
+        files=files,
+    )
+    for number in range(3):
+        prompt = tuple((number + each) % 3 for each in range(45))
+        loop.add(Request(id=f"r{number}", prompt=prompt, params=SamplingParams(max_tokens=2)))
+        for _ in range(200):
+            loop.launch()
+            while loop.in_flight:
+                loop.commit()
+    loop.drain()
+    stored = len(loop.tier.index)
+    assert stored > 10
+    assert len(files) == stored
