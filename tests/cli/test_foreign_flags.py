@@ -121,9 +121,9 @@ def test_a_file_that_holds_no_flags_is_refused(text: str | None, tmp_path: Path)
 
 
 def test_tiers_of_other_servers_are_ours() -> None:
-    vllm = translated("--kv-offloading-size 64 --kv-offloading-backend native".split())
+    vllm = translated(["--kv-offloading-size", "64", "--kv-offloading-backend", "native"])
     assert parse_args(vllm.argv).kv_offload_size == 64 * 2**30
-    sglang = translated("--enable-hierarchical-cache --hicache-size=30".split())
+    sglang = translated(["--enable-hierarchical-cache", "--hicache-size=30"])
     assert parse_args(sglang.argv).kv_offload_size == 30 * 10**9
     with pytest.raises(ValueError, match="lmcache: pages go to this host's memory and disk only"):
-        translated("--kv-offloading-size 64 --kv-offloading-backend lmcache".split())
+        translated(["--kv-offloading-size", "64", "--kv-offloading-backend", "lmcache"])
