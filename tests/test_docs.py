@@ -12,9 +12,10 @@ from statistics import median
 import pytest
 
 from jaxserve.bench.command import main as bench
-from jaxserve.cli.foreign_flags import CHECKED, NOT_HERE, ONE, SAME, SWITCHES, VALUED
+from jaxserve.cli.foreign_flags import CHECKED, NOT_HERE, ONE, SAME, SIZES, SWITCHES, VALUED
 from jaxserve.cli.options import parse_args
 from jaxserve.metrics.metrics import Metrics
+from jaxserve.offload.counters import OffloadCounters
 from jaxserve.ray.settings import parse as parse_fleet
 from jaxserve.startup.engine_plan import (
     _CPU_DECODE,
@@ -147,7 +148,7 @@ def test_flags_that_are_named_exist(page: Path, capsys: pytest.CaptureFixture[st
     if page.name in ("ray-serve.md", "CHANGELOG.md"):
         known |= flags_of_fleets(capsys)
     if page.name in ("from-vllm.md", "CHANGELOG.md"):
-        known |= SAME.keys() | ONE | SWITCHES | VALUED | NOT_HERE.keys() | CHECKED
+        known |= SAME.keys() | ONE | SWITCHES | VALUED | NOT_HERE.keys() | CHECKED | SIZES.keys()
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.M | re.S)
     for line in text.splitlines():
         scripts = "".join(source(name) for name in SCRIPT.findall(line))
@@ -198,6 +199,7 @@ def exposition() -> str:
     """What a server that is ready exports."""
     metrics = Metrics("m")
     metrics.set_cache_info(page_size=64, num_pages=2)
+    metrics.open_tier(OffloadCounters(), num_bytes=1, slot_bytes=1)
     return metrics.exposition().decode()
 
 

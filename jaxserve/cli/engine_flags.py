@@ -189,7 +189,6 @@ def add_engine_flags(add: AddArgument) -> None:
     add(
         "--kv-offload-disk-size",
         type=size_in_bytes,
-        default=100 * 10**9,
         help="the most that --kv-offload-path takes (default: 100G)",
     )
     add(

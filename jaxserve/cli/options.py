@@ -69,7 +69,7 @@ class Options:
     kv_cache_memory_bytes: int | None
     kv_offload_size: int | None
     kv_offload_path: Path | None
-    kv_offload_disk_size: int
+    kv_offload_disk_size: int | None
     kv_offload_verify: bool
     gpu_memory_utilization: float
     decode_buckets: tuple[int, ...] | None

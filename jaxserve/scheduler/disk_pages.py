@@ -9,7 +9,7 @@ from typing import Protocol
 
 from jaxserve.scheduler.transfers import Ended, Then
 
-_WRITES, _READS = 8, 32
+_WRITES, _READS = 64, 32
 """The most files that are written and read at a time. More would wait behind one another, and each
 keeps a host slot."""
 

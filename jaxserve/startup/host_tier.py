@@ -34,6 +34,10 @@ from jaxserve_kernels.cuda_driver import CudaError
 log = logging.getLogger(__name__)
 
 
+_DISK_BYTES = 100 * 10**9
+"""Bytes of the folder, without a flag."""
+
+
 class OpenTier(NamedTuple):
     """A tier over the rings of a runner."""
 
@@ -94,7 +98,7 @@ def open_tier(
         if options.kv_offload_path is not None:
             disk = DiskTier(
                 options.kv_offload_path,
-                options.kv_offload_disk_size,
+                options.kv_offload_disk_size or _DISK_BYTES,
                 slab,
                 fingerprint(options, source, plan.config, runner),
                 wake=_wake,
