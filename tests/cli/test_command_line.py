@@ -45,8 +45,9 @@ from jaxserve.cli.options import parse_args
         ("--block-size 3", "--block-size: must be a power of two, not '3'"),
         ("--served-model-name=", "--served-model-name: a name must not be empty"),
         ("--speculative-config on", "must be off or a JSON object, not 'on'"),
-        ('--speculative-config {"method":"eagle"}', "unsupported method 'eagle'; use ngram or"),
-        ('--speculative-config {"model":"m"}', "unsupported keys: model"),
+        ('--speculative-config {"method":"eagle"}', "method 'eagle' without a model; use ngram or"),
+        ('--speculative-config {"model":"m","method":"ngram"}', "method 'ngram' with a model; use"),
+        ('--speculative-config {"models":"m"}', "unsupported keys: models"),
         ('--speculative-config {"prompt_lookup_min":0}', "must be a positive integer, not 0"),
     ],
 )
