@@ -60,7 +60,7 @@ def _blocks(
 ):  # fmt: skip
     """Of each block its expert, and where its tokens begin and end; an expert beyond the last: it
     has none."""
-    expert, begin, end = block_of(ends_ptr, ends_ptr, experts, False, TOKENS, EXPERTS)
+    expert, begin, end = block_of(ends_ptr, ends_ptr, 0, experts, False, 0, TOKENS, EXPERTS)
     at = block_ptr + tl.program_id(1)
     tl.store(at, expert)
     tl.store(at + count, begin)

@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from jaxserve_kernels.activation import gating
 from jaxserve_kernels.experts import triton_route
 from jaxserve_kernels.experts.config import Config, Launch, most_blocks
-from jaxserve_kernels.experts.triton_sums import PLAIN, block_of, sums, token_of, within
+from jaxserve_kernels.experts.triton_sums import PLAIN, block_of, pairs_at, sums, within
 from jaxserve_kernels.experts.types import (
     SWIGLU_OSS_ALPHA,
     SWIGLU_OSS_LIMIT,
@@ -33,6 +33,8 @@ from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated
 from jaxserve_kernels.triton_call import triton_call
 
+MOST_COUNTED = 64
+"""Pairs of tokens and experts that every program counts: a kernel less in the chain."""
 _OSS = tl.constexpr(3)
 """In place of what `activation.gating` gives: gpt-oss's."""
 _ALPHA = tl.constexpr(SWIGLU_OSS_ALPHA)
@@ -84,7 +86,7 @@ def _gate_up(
     columns: tl.constexpr,
     packed_size: tl.constexpr, scale_size: tl.constexpr, second_size: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
-    BIAS: tl.constexpr, ONE: tl.constexpr, EXPERTS: tl.constexpr,
+    BIAS: tl.constexpr, ONE: tl.constexpr, FEW: tl.constexpr, EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
     UNROLL: tl.constexpr, STAGES: tl.constexpr,
     GATED: tl.constexpr, APART: tl.constexpr,
@@ -107,14 +109,18 @@ def _gate_up(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    expert, begin, end = block_of(ids_ptr, ends_ptr, experts, ONE, TOKENS + TAIL, EXPERTS)
+    expert, begin, end = block_of(
+        ids_ptr, ends_ptr, tokens * choices, experts, ONE, FEW, TOKENS + TAIL, EXPERTS
+    )
     if expert < experts:
         place = begin + tl.arange(0, TOKENS)
-        token = token_of(order_ptr, place, end, tokens, choices, ONE)
+        pair = pairs_at(ids_ptr, order_ptr, tokens * choices, expert, place, end, ONE, FEW)
+        token = tl.where(place < end, pair // choices, tokens)
         bias = bias_ptr + expert * (2 * n)
         if TAIL > 0 and end > begin + TOKENS:
             rest = begin + TOKENS + tl.arange(0, TAIL)
-            rest_token = token_of(order_ptr, rest, end, tokens, choices, ONE)
+            pair = pairs_at(ids_ptr, order_ptr, tokens * choices, expert, rest, end, ONE, FEW)
+            rest_token = tl.where(rest < end, pair // choices, tokens)
             acc, acc_up, tail, tail_up = sums(
                 x_ptr, packed_ptr, scale_ptr, second_ptr, expert, row, token, rest_token, tokens,
                 up, k, columns, packed_size, scale_size, second_size,
@@ -134,15 +140,11 @@ def _gate_up(
 
 @triton.jit
 def _store_weighted(
-    acc, bias_ptr, weights_ptr, order_ptr, out_ptr, row, out_row, place, end, tokens,
-    choices: tl.constexpr, n: tl.constexpr, BIAS: tl.constexpr, ONE: tl.constexpr,
+    acc, bias_ptr, weights_ptr, out_ptr, row, out_row, pair, there, tokens,
+    choices: tl.constexpr, n: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    there = place < end
     if BIAS:
         acc += tl.load(bias_ptr + row).to(tl.float32)[:, None]
-    pair = place
-    if not ONE:
-        pair = tl.load(order_ptr + place, mask=there, other=0)
     acc *= tl.load(weights_ptr + pair, mask=there, other=0.0)[None, :]
     to = (pair % choices) * tokens + pair // choices
     out = out_ptr + to.to(tl.int64)[None, :] * n + out_row[:, None]
@@ -158,7 +160,7 @@ def _down(
     columns: tl.constexpr,
     packed_size: tl.constexpr, scale_size: tl.constexpr, second_size: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
-    BIAS: tl.constexpr, ONE: tl.constexpr, EXPERTS: tl.constexpr,
+    BIAS: tl.constexpr, ONE: tl.constexpr, FEW: tl.constexpr, EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
     UNROLL: tl.constexpr, STAGES: tl.constexpr,
     UNPACK: tl.constexpr = None, EARLY: tl.constexpr = False,
@@ -170,7 +172,9 @@ def _down(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    expert, begin, end = block_of(ids_ptr, ends_ptr, experts, ONE, TOKENS + TAIL, EXPERTS)
+    expert, begin, end = block_of(
+        ids_ptr, ends_ptr, tokens * choices, experts, ONE, FEW, TOKENS + TAIL, EXPERTS
+    )
     if expert < experts:
         place = begin + tl.arange(0, TOKENS)
         pairs = tokens * choices
@@ -185,8 +189,9 @@ def _down(
                 KIND, GROUP, ZERO, UNPACK, TAIL, DEPTH, UNROLL, STAGES,
             )  # fmt: skip
             _store_weighted(
-                tail, bias, weights_ptr, order_ptr, out_ptr, row, out_row, rest, end, tokens,
-                choices, n, BIAS, ONE,
+                tail, bias, weights_ptr, out_ptr, row, out_row,
+                pairs_at(ids_ptr, order_ptr, tokens * choices, expert, rest, end, ONE, FEW),
+                rest < end, tokens, choices, n, BIAS,
             )  # fmt: skip
         else:
             acc, _acc_up, _, _ = sums(
@@ -195,8 +200,9 @@ def _down(
                 KIND, GROUP, ZERO, UNPACK, 0, DEPTH, UNROLL, STAGES,
             )  # fmt: skip
         _store_weighted(
-            acc, bias, weights_ptr, order_ptr, out_ptr, row, out_row, place, end, tokens,
-            choices, n, BIAS, ONE,
+            acc, bias, weights_ptr, out_ptr, row, out_row,
+            pairs_at(ids_ptr, order_ptr, tokens * choices, expert, place, end, ONE, FEW),
+            place < end, tokens, choices, n, BIAS,
         )  # fmt: skip
 
 
@@ -214,7 +220,7 @@ def experts(
     tokens, embed = x.shape
     pairs = ids.size
     order, ends = ids, ids
-    if tokens > 1:
+    if pairs > MOST_COUNTED and tokens > 1:
         order, ends = triton_route.order(ids, w.gate_up.shape[0], target=target)
     hidden = triton_call(
         x, *_arrays(w.gate_up, w.gate_up_bias), ids, order, ends, tokens,
@@ -267,6 +273,7 @@ def _launch(
         "packed_size": sizes[0], "scale_size": sizes[1], "second_size": sizes[2],
         **(constants if found.operand is None else found.operand.constants),
         "BIAS": bias is not None, "ONE": ids.shape[0] == 1,
+        "FEW": triton.next_power_of_2(ids.size) if ids.size <= MOST_COUNTED else 0,
         "EXPERTS": triton.next_power_of_2(experts),
         "TOKENS": launch.tokens, "TAIL": launch.tail, "ROWS": launch.rows, "DEPTH": launch.depth,
         "UNROLL": launch.unroll, "STAGES": launch.num_stages,

@@ -13,11 +13,12 @@ PLAIN = tl.constexpr(-2)
 
 @triton.jit
 def block_of(
-    ids_ptr, ends_ptr, experts: tl.constexpr, ONE: tl.constexpr,
+    ids_ptr, ends_ptr, pairs, experts: tl.constexpr, ONE: tl.constexpr, FEW: tl.constexpr,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """The program's expert, and from where to where its tokens lie, at most TOKENS of which are the
-    program's; an expert beyond the last: there are none. ONE: of one token, each pair is alone."""
+    program's; an expert beyond the last: there are none. ONE: of one token, each pair is alone.
+    FEW: of at most so many pairs, which every program counts as `triton_route.order` does more."""
     block = tl.program_id(1)
     if ONE:
         expert = tl.load(ids_ptr + block)
@@ -26,9 +27,15 @@ def block_of(
     else:
         lane = tl.arange(0, EXPERTS)
         there = lane < experts
-        ends = tl.load(ends_ptr + lane, mask=there, other=0)
-        begins = tl.load(ends_ptr + lane - 1, mask=there & (lane > 0), other=0)
-        blocks = (ends - begins + TOKENS - 1) // TOKENS
+        if FEW > 0:
+            ids = _few_ids(ids_ptr, pairs, FEW)
+            counts = tl.sum((ids[None, :] == lane[:, None]).to(tl.int32), axis=1)
+            ends = tl.cumsum(counts, axis=0)
+            begins = ends - counts
+        else:
+            ends = tl.load(ends_ptr + lane, mask=there, other=0)
+            begins = tl.load(ends_ptr + lane - 1, mask=there & (lane > 0), other=0)
+        blocks = tl.where(there, (ends - begins + TOKENS - 1) // TOKENS, 0)
         last = tl.cumsum(blocks, axis=0)
         expert = tl.sum((last <= block).to(tl.int32), axis=0)
         mine = lane == expert
@@ -39,22 +46,37 @@ def block_of(
 
 
 @triton.jit
+def _few_ids(ids_ptr, pairs, FEW: tl.constexpr):
+    """Of so many pairs; from `pairs` on there is none, which is no expert's."""
+    pair = tl.arange(0, FEW)
+    return tl.load(ids_ptr + pair, mask=pair < pairs, other=2147483647)
+
+
+@triton.jit
+def pairs_at(
+    ids_ptr, order_ptr, pairs, expert, place, end, ONE: tl.constexpr, FEW: tl.constexpr
+):  # fmt: skip
+    """The pairs of an expert at `place`; from `end` on, where its last one is, there is none: 0."""
+    if ONE:
+        pair = place
+    elif FEW > 0:
+        ids = _few_ids(ids_ptr, pairs, FEW)
+        mine = (ids == expert).to(tl.int32)
+        after = end - tl.sum(mine, axis=0) + tl.cumsum(mine, axis=0) - 1
+        lane = tl.arange(0, FEW)
+        found = (mine > 0)[None, :] & (after[None, :] == place[:, None])
+        pair = tl.sum(tl.where(found, lane[None, :], 0), axis=1)
+    else:
+        pair = tl.load(order_ptr + place, mask=place < end, other=0)
+    return pair
+
+
+@triton.jit
 def within(row, n: tl.constexpr, size: tl.constexpr):
     """Rows of a tile of `size`; past the last of n rows, that one."""
     if n % size:
         row = tl.minimum(row, n - 1)
     return row
-
-
-@triton.jit
-def token_of(order_ptr, place, end, tokens, choices: tl.constexpr, ONE: tl.constexpr):
-    """Of the pairs at `place`; from `end` on there is none, which is the token after the last."""
-    if ONE:
-        token = tl.where(place < end, 0, tokens)
-    else:
-        pair = tl.load(order_ptr + place, mask=place < end, other=0)
-        token = tl.where(place < end, pair // choices, tokens)
-    return token
 
 
 @triton.jit
