@@ -110,7 +110,8 @@ def test_products_of_many_tokens_do_not_wait_for_each_other(tail: int, tmp_path:
         "experts": 128, "choices": 8, "n": 768, "k": 2048, "columns": 2048, "packed_size": size,
         "scale_size": size, "second_size": size, "KIND": -2, "GROUP": 0, "ZERO": 0, "BIAS": False,
         "ONE": False, "FEW": 0, "EXPERTS": 128, "TOKENS": 128, "TAIL": tail, "ROWS": 256,
-        "DEPTH": 64, "UNROLL": 1, "STAGES": 4, "GATED": 1, "APART": True, "UNPACK": None, "EARLY": False,
+        "DEPTH": 64, "UNROLL": 1, "STAGES": 4, "GATED": 1, "APART": True, "UNPACK": None,
+        "EARLY": False,
     }  # fmt: skip
     kernel = compile_kernel(_gate_up, types, constants, num_warps=8)
     check_registers_and_memory(kernel, tmp_path)
