@@ -244,8 +244,10 @@ def main() -> None:
             "streams": streams(bench, args.rows, lengths[-1], args.seconds),
             "chats": {"count": args.chats, "tokens each": chat},
         }
+        print("streams", result["streams"], flush=True)
         for name, tier in (("with the tier", True), ("without", False)):
             result["chats"][name] = chats(bench, args.chats, args.turns, chat, tier=tier)
+            print("chats", name, result["chats"][name], flush=True)
         assert bench.parts.close is not None
         bench.parts.close()
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
