@@ -119,8 +119,8 @@ def _gate_up(
         bias = bias_ptr + expert * (2 * n)
         if TAIL > 0 and end > begin + TOKENS:
             rest = begin + TOKENS + tl.arange(0, TAIL)
-            pair = pairs_at(ids_ptr, order_ptr, tokens * choices, expert, rest, end, ONE, FEW)
-            rest_token = tl.where(rest < end, pair // choices, tokens)
+            rest_pair = pairs_at(ids_ptr, order_ptr, tokens * choices, expert, rest, end, ONE, FEW)
+            rest_token = tl.where(rest < end, rest_pair // choices, tokens)
             acc, acc_up, tail, tail_up = sums(
                 x_ptr, packed_ptr, scale_ptr, second_ptr, expert, row, token, rest_token, tokens,
                 up, k, columns, packed_size, scale_size, second_size,
