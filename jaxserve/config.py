@@ -79,9 +79,19 @@ class CacheConfig:
     own_tokens: int = 0
     """At its beginning, in whole pages, that each sequence computes itself, found in the prefix
     cache or not: the format keeps them for each slot as well."""
+    snapshots: int = 0
+    """Of the state of recurrent layers at ends of pages, without which a model that has some finds
+    no prefix."""
+    snapshot_stride: int = 1024
+    """Tokens of a prompt between two of them, in whole pages."""
 
     def __post_init__(self) -> None:
         _ = self.groups  # checks them
+        if self.snapshots and self.snapshot_stride % self.page_size:
+            raise ConfigError(
+                f"snapshots every {self.snapshot_stride} tokens are not at ends of pages of "
+                f"{self.page_size}"
+            )
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size must be a power of two, got {self.page_size}")
 

@@ -76,11 +76,18 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embedding (arXiv 2104.09864) of all pairs (i, i + head_dim / 2)."""
+    """Rotary position embedding (arXiv 2104.09864) of the pairs (i, i + r / 2) among the first r
+    elements of a head: all, or a fraction of them."""
 
     theta: float = 10_000.0
     """Base of the frequencies."""
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    fraction: float = 1.0
+    """Elements beyond it pass through."""
+
+    def rotated(self, head_dim: int) -> int:
+        """Returns how many elements of a head are rotated."""
+        return int(head_dim * self.fraction)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +108,9 @@ class AttentionSpec:
     """Factor on scores; None: head_dim ** -0.5."""
     sinks: bool = False
     """Each query head has one more score, beside those of the keys, with a value of 0."""
+    gated: bool = False
+    """The projection of a head's query has as many rows again behind it, for a gate: the head's
+    result is multiplied by its sigmoid."""
 
     def __post_init__(self) -> None:
         if self.q_heads % self.kv_heads:
@@ -108,8 +118,16 @@ class AttentionSpec:
                 f"num_attention_heads ({self.q_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.kv_heads})"
             )
+        if self.scale is not None and self.rope.fraction < 1:
+            raise ConfigError("a scale of attention needs RoPE on whole heads")
+        rotated = self.rope.rotated(self.head_dim)
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for RoPE, got {self.head_dim}")
+        if rotated % 2 or not 0 < rotated <= self.head_dim:
+            raise ConfigError(
+                f"RoPE must rotate an even number of a head's elements, got {rotated} of "
+                f"{self.head_dim}"
+            )
 
     @property
     def q_size(self) -> int:
@@ -123,8 +141,59 @@ class AttentionSpec:
 
     @property
     def qkv_size(self) -> int:
-        """Queries, keys and values of a token."""
-        return self.q_size + 2 * self.kv_size
+        """Queries, with their gates if they have some, keys and values of a token."""
+        return self.q_size * (1 + self.gated) + 2 * self.kv_size
+
+    def num_params(self, embed: int) -> int:
+        """Of a model whose hidden states have `embed` elements."""
+        return (
+            self.qkv_size * (embed + self.qkv_bias)
+            + (self.q_size + self.out_bias) * embed
+            + 2 * self.head_dim * self.qk_norm
+            + self.q_heads * self.sinks
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNetSpec:
+    """Linear attention by the gated delta rule behind a causal convolution (Yang et al. 2024, arXiv
+    2412.06464). Key head j serves the value heads j * n to j * n + n - 1, where there are n times
+    as many of these."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    """Inputs that the convolution sees, the own one among them."""
+
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads:
+            raise ConfigError(
+                f"linear_num_value_heads ({self.value_heads}) must be a multiple of "
+                f"linear_num_key_heads ({self.key_heads})"
+            )
+        if self.conv_width < 2:
+            raise ConfigError(f"a convolution sees 2 inputs or more, got {self.conv_width}")
+
+    @property
+    def values(self) -> int:
+        """Elements of a token's values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values of a token."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    def num_params(self, embed: int) -> int:
+        """Of a model whose hidden states have `embed` elements."""
+        return (
+            (self.channels + 2 * self.values + 2 * self.value_heads) * embed
+            + self.channels * self.conv_width
+            + 2 * self.value_heads
+            + self.value_dim
+        )
 
 
 type Activation = Literal["silu", "gelu_tanh"]
@@ -182,22 +251,33 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer: x += attention(norm(x)), then x += feed_forward(norm(x))."""
+    """One decoder layer: x += mixer(norm(x)), then x += feed_forward(norm(x)). The mixer is either
+    attention or a delta net."""
 
-    attention: AttentionSpec
+    attention: AttentionSpec | None = None
+    delta_net: DeltaNetSpec | None = None
     feed_forward: FeedForwardSpec | ExpertsSpec
+
+    def __post_init__(self) -> None:
+        if (self.attention is None) == (self.delta_net is None):
+            raise ValueError("a layer has either attention or a delta net")
+
+    @property
+    def mixer(self) -> AttentionSpec | DeltaNetSpec:
+        """What reads other tokens."""
+        mixer = self.attention or self.delta_net
+        assert mixer is not None
+        return mixer
+
+    @property
+    def mixed(self) -> int:
+        """Elements of a token that the mixer gives to the output projection."""
+        mixer = self.mixer
+        return mixer.q_size if isinstance(mixer, AttentionSpec) else mixer.values
 
     def num_params(self, embed: int) -> int:
         """Of a model whose hidden states have `embed` elements."""
-        attention = self.attention
-        return (
-            attention.qkv_size * (embed + attention.qkv_bias)
-            + (attention.q_size + attention.out_bias) * embed
-            + self.feed_forward.num_params(embed)
-            + 2 * embed
-            + 2 * attention.head_dim * attention.qk_norm
-            + attention.q_heads * attention.sinks
-        )
+        return self.mixer.num_params(embed) + self.feed_forward.num_params(embed) + 2 * embed
 
     def unused_params(self, embed: int) -> int:
         """Parameters of the experts that a token does not have."""
@@ -218,15 +298,28 @@ class PagedLayers:
 
 
 type CacheGroup = PagedLayers
-"""Layers that keep what they need of a sequence's past in the same way. State of a fixed size per
-sequence, as recurrent layers have it, would be another type."""
+"""Layers that keep what they need of a sequence's past in the same way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateLayers:
+    """Recurrent layers: they keep state of a fixed size per sequence."""
+
+    layers: tuple[int, ...]
+    """In their order in the model."""
+    delta_net: DeltaNetSpec
+    """Of all of them."""
+
+
+STATE = -1
+"""In place of a cache group: the state of recurrent layers, which is the last of the caches."""
 
 
 class CachePlace(NamedTuple):
-    """Where a layer keeps its keys and values."""
+    """Where a layer keeps its keys and values, or its state."""
 
     group: int
-    """Index into `ModelSpec.cache_groups`."""
+    """Index into `ModelSpec.cache_groups`, or STATE."""
     layer: int
     """Index among the group's layers."""
 
@@ -245,12 +338,14 @@ class ModelSpec:
     """The longest context that the model was made for."""
     tie_embeddings: bool
     """The output matrix is the embedding."""
+    zero_centred_norms: bool = False
+    """Checkpoints hold the weights of norms, but for those inside delta nets, less 1."""
 
     def __post_init__(self) -> None:
         shapes = {
             (a.q_heads, a.kv_heads, a.head_dim, a.qk_norm, a.qkv_bias, a.out_bias, a.sinks)
             for layer in self.layers
-            for a in [layer.attention]
+            for a in [layer.attention or self.attention]
         }
         blocks = {layer.feed_forward for layer in self.layers}
         dense = [block for block in blocks if isinstance(block, FeedForwardSpec)]
@@ -260,6 +355,8 @@ class ModelSpec:
                 f"feed-forwards and {len(blocks) - len(dense)} kinds of experts; supported is one "
                 "of each"
             )
+        if len({layer.delta_net for layer in self.layers} - {None}) > 1:
+            raise ConfigError("the model's delta nets differ; supported are those of one shape")
 
     @classmethod
     def dense(
@@ -293,10 +390,17 @@ class ModelSpec:
         """Decoder layers."""
         return len(self.layers)
 
-    @property
+    @cached_property
     def attention(self) -> AttentionSpec:
-        """Of the first layer: sizes are those of all layers, RoPE and windows are not."""
-        return self.layers[0].attention
+        """Of the first layer that has attention: sizes are those of all, RoPE and windows are not.
+
+        Raises:
+          ConfigError: no layer has attention.
+        """
+        found = next((layer.attention for layer in self.layers if layer.attention), None)
+        if found is None:
+            raise ConfigError("the model has no attention layer; supported are those with some")
+        return found
 
     @cached_property
     def feed_forward(self) -> FeedForwardSpec | None:
@@ -313,7 +417,7 @@ class ModelSpec:
     @property
     def is_uniform(self) -> bool:
         """Whether all layers have parameters of the same shapes."""
-        return self.feed_forward is None or self.experts is None
+        return (self.feed_forward is None or self.experts is None) and self.state is None
 
     @property
     def q_heads(self) -> int:
@@ -368,9 +472,19 @@ class ModelSpec:
         """The layers by what they see: those that see everything first, then by growing window."""
         layers: dict[int | None, list[int]] = {}
         for index, layer in enumerate(self.layers):
-            layers.setdefault(layer.attention.window, []).append(index)
+            if layer.attention is not None:
+                layers.setdefault(layer.attention.window, []).append(index)
         windows = sorted(layers, key=lambda window: -1 if window is None else window)
         return tuple(PagedLayers(layers=tuple(layers[each]), window=each) for each in windows)
+
+    @cached_property
+    def state(self) -> StateLayers | None:
+        """The recurrent layers; None: there are none."""
+        layers = [(index, layer.delta_net) for index, layer in enumerate(self.layers)]
+        found = [(index, spec) for index, spec in layers if spec is not None]
+        if not found:
+            return None
+        return StateLayers(layers=tuple(index for index, _ in found), delta_net=found[0][1])
 
     @cached_property
     def cache_places(self) -> tuple[CachePlace, ...]:
@@ -380,6 +494,8 @@ class ModelSpec:
             for number, group in enumerate(self.cache_groups)
             for index, layer in enumerate(group.layers)
         }
+        if self.state is not None:
+            places |= {each: CachePlace(STATE, n) for n, each in enumerate(self.state.layers)}
         return tuple(places[layer] for layer in range(self.num_layers))
 
     def within(self, context: int) -> ModelSpec:
@@ -387,16 +503,21 @@ class ModelSpec:
         left out."""
 
         def narrowed(layer: LayerSpec) -> LayerSpec:
-            window = layer.attention.window
-            if window is None or window < context:
+            attention = layer.attention
+            if attention is None or attention.window is None or attention.window < context:
                 return layer
-            return replace(layer, attention=replace(layer.attention, window=None))
+            return replace(layer, attention=replace(attention, window=None))
 
         return replace(self, layers=tuple(map(narrowed, self.layers)))
 
+    @property
+    def num_paged_layers(self) -> int:
+        """Layers that have keys and values."""
+        return sum(len(group.layers) for group in self.cache_groups)
+
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of keys and values that one token takes in all layers."""
-        return 2 * self.num_layers * self.kv_size * itemsize
+        return 2 * self.num_paged_layers * self.kv_size * itemsize
 
 
 class NamedModel(NamedTuple):

@@ -58,6 +58,17 @@ class PageCopy(NamedTuple):
     """Cache group of both pages."""
 
 
+class StateCopy(NamedTuple):
+    """Overwrites the state of recurrent layers in slot `target` with that in slot `source`.
+
+    Behind the slots of sequences and of padding come those of snapshots (`CacheConfig.snapshots`).
+    A row that begins at position 0 begins with a state of zeros, whatever its slot holds.
+    """
+
+    source: int
+    target: int
+
+
 class PageEntry(NamedTuple):
     """Sets entry `position` of the slot's page table to `page`."""
 
@@ -157,7 +168,8 @@ class Row(NamedTuple):
 class StepPlan:
     """One step.
 
-    `copies` apply first, in their order: a copy reads what the copies before it wrote. Then
+    `copies` and `states` apply first, each in their order: a copy reads what those before it wrote.
+    Then
     `admissions` and `pages` apply, and then the rows are computed. In every layer all rows write
     their keys and values before any row reads. A row may therefore share pages that another row of
     the same plan fills.
@@ -167,6 +179,7 @@ class StepPlan:
     admissions: tuple[Admission, ...] = ()
     pages: tuple[PageEntry, ...] = ()
     copies: tuple[PageCopy, ...] = ()
+    states: tuple[StateCopy, ...] = ()
     verify: bool = False
     """Rows may be verify rows, none is a chunk."""
 

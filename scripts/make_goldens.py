@@ -41,6 +41,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -105,14 +106,18 @@ def random_model(settings: PretrainedConfig, seed: int, dtype: torch.dtype) -> P
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            if name.endswith("bias"):
+            if name.endswith(".A_log"):  # decays of exp(-0.01) to exp(-4) and more
+                value = torch.empty_like(weight).uniform_(0.01, 4, generator=generator).log()
+            elif name.endswith(".dt_bias"):
+                value = 1.0 + 0.3 * noise
+            elif name.endswith("bias") or _is_zero_centred(name, settings):
                 value = 0.3 * noise
             elif name.endswith("sinks"):
                 value = noise
             elif settings.model_type == "gpt_oss" and weight.ndim == 3:  # [experts, in, out]
                 # Large enough that gate and up are clamped.
                 value = noise * (3.0 if "gate_up" in name else 0.5) / math.sqrt(weight.shape[1])
-            elif weight.ndim == 3:  # [experts, out, in]
+            elif weight.ndim == 3:  # [experts, out, in], or of a convolution [channels, 1, width]
                 value = noise * 1.5 / math.sqrt(weight.shape[2])
             elif weight.ndim == 1:
                 value = 1.0 + 0.3 * noise
@@ -122,6 +127,12 @@ def random_model(settings: PretrainedConfig, seed: int, dtype: torch.dtype) -> P
                 value = noise * 1.5 / math.sqrt(weight.shape[1])
             weight.copy_(value.to(dtype).float())
     return model
+
+
+def _is_zero_centred(name: str, settings: PretrainedConfig) -> bool:
+    """Whether a norm adds 1 to its weight: in Qwen3.5 all but those inside delta nets."""
+    zero_centred = isinstance(settings, Qwen3_5TextConfig)
+    return zero_centred and name.endswith("norm.weight") and "linear_attn" not in name
 
 
 @torch.no_grad()
@@ -237,6 +248,17 @@ def variants() -> dict[str, dict[str, Any]]:
         rope=YARN | {"factor": 8.0, "truncate": False},
     )  # fmt: skip
     every = config(**experts, layers=2, tied=False, norm_topk_prob=True)
+    hybrid = config(
+        Qwen3_5TextConfig,
+        layers=4,
+        tied=True,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=16,
+        linear_value_head_dim=24,
+        rope={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+    )
     settings = {
         "tied": (config(**qwen3, layers=2, tied=True, **plain), bf16, whole),
         "untied_sharded": (config(**qwen3, layers=3, tied=False, **plain), bf16, "150KB"),
@@ -251,6 +273,7 @@ def variants() -> dict[str, dict[str, Any]]:
         "qwen3_moe_mixed": (mixed, bf16, "150KB"),
         "qwen3_moe_stepped": (stepped, bf16, whole),
         "gpt_oss": (gpt_oss, bf16, whole),
+        "hybrid": (hybrid, bf16, whole),
     }
     return {
         name: {"settings": each, "dtype": dtype, "shard_size": shard_size, "seed": seed}

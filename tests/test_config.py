@@ -79,6 +79,13 @@ def test_parameter_counts_of_the_named_models() -> None:
         "qwen2.5-14b": 14.77,
         "qwen2.5-32b": 32.76,
         "mistral-7b": 7.25,
+        "qwen3-30b-a3b": 30.53,
+        "qwen3-coder-30b-a3b": 30.53,
+        "gpt-oss-20b": 20.91,
+        "gpt-oss-120b": 116.83,
+        "qwen3.5-27b": 26.9,
+        "qwen3.6-27b": 26.9,
+        "qwen3.8-27b": 26.9,
     }
 
 

@@ -96,7 +96,35 @@ class Scale:
         return (array.astype(np.float32) * np.float32(self.factor)).astype(array.dtype)
 
 
-type Transform = Transpose | Split | Element | Reorder | Scale
+@dataclass(frozen=True)
+class Offset:
+    """Plus `summand`, in float32: weights around 0 become weights around 1 without rounding."""
+
+    summand: float
+
+    def shape(self, shape: Shape) -> Shape:
+        return shape
+
+    def apply(self, array: NDArray[Any]) -> NDArray[Any]:
+        return array.astype(np.float32) + np.float32(self.summand)
+
+
+@dataclass(frozen=True)
+class Squeeze:
+    """Without an axis of size 1."""
+
+    axis: int
+
+    def shape(self, shape: Shape) -> Shape:
+        if len(shape) <= self.axis or shape[self.axis] != 1:
+            raise ValueError(f"{list(shape)} has no axis {self.axis} of size 1")
+        return (*shape[: self.axis], *shape[self.axis + 1 :])
+
+    def apply(self, array: NDArray[Any]) -> NDArray[Any]:
+        return array.squeeze(self.axis)
+
+
+type Transform = Transpose | Split | Element | Reorder | Scale | Offset | Squeeze
 
 
 def _check_divisible(shape: Shape, axis: int, parts: int) -> None:

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.config import ConfigError
 from jaxserve.model_spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec
+from jaxserve.models.attention_prologue import is_needed
 from jaxserve.models.rope import RopeTables, rope_tables
 
 type Kernel = Literal["xla", "cudnn"]
@@ -102,12 +103,18 @@ class Mlp(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and MLP, each behind a norm and added to its input."""
+    """Attention and MLP, each behind a norm and added to its input.
+
+    Raises:
+      ConfigError: the model's layers are of another kind.
+    """
 
     def __init__(self, spec: LayerSpec, model: ModelSpec, types: Types, rngs: nnx.Rngs):
         embed, depth, eps = model.embed, 2 * model.num_layers, model.norm_eps
         if isinstance(spec.feed_forward, ExpertsSpec):
             raise ConfigError(f"{model.architecture} has experts, which nothing here trains")
+        if spec.attention is None or is_needed(model):
+            raise ConfigError(f"{model.architecture} has no model to train")
         self.input_layernorm = _norm(embed, types, rngs, eps)
         self.self_attn = Attention(spec.attention, embed, depth, types, rngs)
         self.post_attention_layernorm = _norm(embed, types, rngs, eps)
@@ -178,6 +185,7 @@ class CausalLM(nnx.Module):
         x, caches = self.embed_tokens(ids), list[Cache]()
         for index, layer in enumerate(self.layers):
             attention = self.spec.layers[index].attention
+            assert attention is not None
             tables = rope_tables(attention, positions.reshape(-1))
             x, new = layer(x, tables, past.caches[index] if past else None, past)
             caches.append(new)

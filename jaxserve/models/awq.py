@@ -96,6 +96,7 @@ def quantize_layer_awq(
     rounded to their dtype first and factors taken from what that leaves, so that folding changes
     nothing else.
     """
+    assert layer.qkv is not None and layer.out is not None
     assert layer.gate_up is not None and layer.down is not None
     attention_norm, attention_scale = _folded(layer.attention_norm, _scale(layer.qkv, inputs.qkv))
     mlp_norm, mlp_scale = _folded(layer.mlp_norm, _scale(layer.gate_up, inputs.gate_up))

@@ -60,6 +60,7 @@ def run_layer(
     Returns what comes out, and what each matrix took in.
     """
     tokens, attention = x.shape[0], spec.attention
+    assert attention is not None and layer.qkv is not None and layer.out is not None
     attention_in = rms_norm(x, layer.attention_norm, eps)
     q, k, v = heads_of(
         linear(attention_in, layer.qkv, target=REFERENCE),

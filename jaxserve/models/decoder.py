@@ -1,6 +1,6 @@
 """The decoder: parameters and the forward pass of whatever layers a ModelSpec has.
 
-Grouped-query attention with RoPE, SwiGLU, pre-norms.
+Grouped-query attention with RoPE, delta nets, SwiGLU, pre-norms.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve.model_spec import Activation, CachePlace, ExpertsSpec, LayerSpec, ModelSpec
+from jaxserve.models import attention_prologue, delta_net
+from jaxserve.models.delta_net import DeltaNet
 from jaxserve.models.rope import RopeTables, step_tables, table_of_layer
 from jaxserve_kernels import pdl
 from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
@@ -32,11 +34,18 @@ from jaxserve_kernels.matmul import (
     take_rows,
     token_format,
 )
+from jaxserve_kernels.recurrent_state import RecurrentState, RecurrentStep
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Weight
 
-type Caches = tuple[KV, ...]
-"""The keys and values of each cache group of a model (`ModelSpec.cache_groups`)."""
+type Caches = tuple[KV | RecurrentState, ...]
+"""The keys and values of each cache group of a model (`ModelSpec.cache_groups`), then the state of
+its recurrent layers, if it has any."""
+
+
+def paged(kv: Caches) -> tuple[KV, ...]:
+    """The caches without the state of recurrent layers."""
+    return tuple(each for each in kv if not isinstance(each, RecurrentState))
 
 
 class Experts(NamedTuple):
@@ -49,16 +58,17 @@ class Experts(NamedTuple):
 class Layer(NamedTuple):
     """One decoder layer. Matrices are [out, in], as on disk, or quantised.
 
-    Of a layer with experts gate_up and down are None, and their biases have an axis of experts in
-    front.
+    A layer has either qkv and out or a delta net. Of one with experts gate_up and down are None,
+    and their biases have an axis of experts in front. Norms are float32 in a model whose norms are
+    zero-centred, with 1 added.
     """
 
     attention_norm: Array  # [embed]
-    qkv: Weight  # [q_size + 2 * kv_size, embed]: queries, keys, values
+    qkv: Weight | None  # [qkv_size, embed]: queries, keys, values
     q_norm: Array | None  # [head_dim]
     k_norm: Array | None  # [head_dim]
     qkv_bias: Array | None  # [q_size + 2 * kv_size]
-    out: Weight  # [embed, q_size]
+    out: Weight | None  # [embed, q_size]
     out_bias: Array | None  # [embed]
     mlp_norm: Array  # [embed]
     gate_up: Weight | None  # [2 * ffn, embed]: gate, then up
@@ -69,6 +79,7 @@ class Layer(NamedTuple):
     router_bias: Array | None = None  # [experts]
     sinks: Array | None = None  # [q_heads]
     experts: Experts | None = None
+    delta: DeltaNet | None = None
 
 
 class Params(NamedTuple):
@@ -76,7 +87,7 @@ class Params(NamedTuple):
 
     `layers` is either a tuple, or one Layer whose arrays hold all layers on a leading axis: few
     arguments are cheap to launch on a GPU, and a CPU would copy each slice. It is a tuple, too,
-    where only some layers have experts.
+    where only some layers have experts, or attention.
     """
 
     embedding: Weight  # [vocab, embed]
@@ -84,13 +95,22 @@ class Params(NamedTuple):
     final_norm: Array  # [embed]
     lm_head: Weight | None  # [vocab, embed]
 
+    @property
+    def dtype(self) -> Any:
+        """Of activations."""
+        if isinstance(self.layers, Layer):
+            return self.final_norm.dtype
+        deltas = (layer.delta for layer in self.layers if layer.delta is not None)
+        return next((delta.conv.dtype for delta in deltas), self.final_norm.dtype)
+
 
 type Normed = Array | QuantizedTokens
 """Tokens with a norm [tokens, embed], in the form that the product with them reads."""
 
 
 class Norm(NamedTuple):
-    """A norm's weight, and the matrix that reads what it gives, if it matters in which form."""
+    """A norm's weight, and the matrix that reads what it gives, if it alone does and it matters in
+    which form."""
 
     weight: Array
     reader: Weight | None = None
@@ -102,6 +122,8 @@ class StepTokens(NamedTuple):
     ids: Array  # int32 [tokens]
     places: tuple[AttentionStep, ...]
     """In each cache group of the model."""
+    recurrent: RecurrentStep | None = None
+    """In the state of recurrent layers, if the model has any."""
 
     @property
     def positions(self) -> Array:
@@ -115,46 +137,62 @@ def abstract(spec: ModelSpec, dtype: DTypeLike, *, stacked: bool = False) -> Par
     def array(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    each = tuple(_abstract_layer(layer, spec.embed, dtype) for layer in spec.layers)
+    norms = jnp.float32 if spec.zero_centred_norms else dtype
+    each = tuple(_abstract_layer(layer, spec.embed, dtype, norms) for layer in spec.layers)
     if stacked and spec.is_uniform:
         layers = jax.tree.map(lambda leaf: array(spec.num_layers, *leaf.shape), each[0])
     else:
         layers = each
+    final_norm: Any = jax.ShapeDtypeStruct((spec.embed,), norms)
     return Params(
         embedding=array(spec.vocab_size, spec.embed),
         layers=layers,
-        final_norm=array(spec.embed),
+        final_norm=final_norm,
         lm_head=None if spec.tie_embeddings else array(spec.vocab_size, spec.embed),
     )
 
 
-def _abstract_layer(layer: LayerSpec, embed: int, dtype: DTypeLike) -> Layer:
-    """Shapes and dtypes of one layer."""
+def _abstract_layer(layer: LayerSpec, embed: int, dtype: DTypeLike, norms: DTypeLike) -> Layer:
+    """Shapes and dtypes of one layer; `norms`: the dtype of their weights."""
 
     def array(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
+
+    def norm(size: int) -> Any:
+        return jax.ShapeDtypeStruct((size,), norms)
 
     attention, block = layer.attention, layer.feed_forward
     sparse = isinstance(block, ExpertsSpec)
     leading = (block.num_experts,) if sparse else ()
     gate_up, down = array(*leading, 2 * block.width, embed), array(*leading, embed, block.width)
-    return Layer(
-        attention_norm=array(embed),
-        qkv=array(attention.qkv_size, embed),
-        q_norm=array(attention.head_dim) if attention.qk_norm else None,
-        k_norm=array(attention.head_dim) if attention.qk_norm else None,
-        qkv_bias=array(attention.qkv_size) if attention.qkv_bias else None,
-        out=array(embed, attention.q_size),
-        out_bias=array(embed) if attention.out_bias else None,
-        mlp_norm=array(embed),
+    found = Layer(
+        attention_norm=norm(embed),
+        qkv=None,
+        q_norm=None,
+        k_norm=None,
+        qkv_bias=None,
+        out=None,
+        out_bias=None,
+        mlp_norm=norm(embed),
         gate_up=None if sparse else gate_up,
         gate_up_bias=array(*leading, 2 * block.width) if block.bias else None,
         down=None if sparse else down,
         down_bias=array(*leading, embed) if block.bias else None,
         router=array(block.num_experts, embed) if sparse else None,
         router_bias=array(block.num_experts) if sparse and block.router_bias else None,
-        sinks=array(attention.q_heads) if attention.sinks else None,
         experts=Experts(gate_up, down) if sparse else None,
+    )
+    if attention is None:
+        assert layer.delta_net is not None
+        return found._replace(delta=delta_net.abstract(layer.delta_net, embed, dtype))
+    return found._replace(
+        qkv=array(attention.qkv_size, embed),
+        q_norm=norm(attention.head_dim) if attention.qk_norm else None,
+        k_norm=norm(attention.head_dim) if attention.qk_norm else None,
+        qkv_bias=array(attention.qkv_size) if attention.qkv_bias else None,
+        out=array(embed, attention.q_size),
+        out_bias=array(embed) if attention.out_bias else None,
+        sinks=array(attention.q_heads) if attention.sinks else None,
     )
 
 
@@ -163,7 +201,7 @@ class PreMLP(NamedTuple):
     is left to do concerns each alone."""
 
     x: Array  # [tokens, embed]: hidden states that the layer adds to
-    attention_out: Array  # [tokens, q_size]
+    attention_out: Array  # [tokens, q_size], or what a delta net gives
 
     def of(self, rows: Array) -> PreMLP:
         """The tokens at `rows` [n]."""
@@ -176,7 +214,7 @@ def abstract_pre_mlp(spec: ModelSpec, dtype: DTypeLike, tokens: int) -> PreMLP:
     def array(width: int) -> Any:
         return jax.ShapeDtypeStruct((tokens, width), dtype)
 
-    return PreMLP(array(spec.embed), array(spec.q_size))
+    return PreMLP(array(spec.embed), array(spec.layers[-1].mixed))
 
 
 def forward(
@@ -221,8 +259,9 @@ def tapped_forward(
     index = len(layers) - 1
     own = tables[table_of_layer(spec, index)]
     with jax.named_scope(f"layer_{index}"):
-        attention_out, kv = _attend(
+        attention_out, kv = _mix(
             *(layers[index], spec.cache_places[index], normed, kv, own, tokens, spec),
+            dtype=x.dtype,
             tile_size=tile_size,
             target=target,
         )
@@ -264,10 +303,12 @@ def tapped_decode(
     layers = functools.partial(_decode_layers, spec=spec, taps=taps)
     # PDL takes what no kernel reads along.
     read = as_read(params.layers, tokens.ids.shape[0], target=target)
-    # A decode step is too short to wait for the start of each kernel.
-    normed, kv, tapped = pdl.call(
-        layers, read, params.final_norm, x, normed, kv, tables, tokens, target=target
-    )
+    arguments = (read, params.final_norm, x, normed, kv, tables, tokens)
+    if spec.state is None:
+        # A decode step is too short to wait for the start of each kernel.
+        normed, kv, tapped = pdl.call(layers, *arguments, target=target)
+    else:  # between the kernels of recurrent layers are some of XLA
+        normed, kv, tapped = layers(*arguments, target=target)
     return normed, _end_step(kv, tokens, tile_size=1, target=target), tapped
 
 
@@ -275,7 +316,7 @@ def _begin(
     params: Params, tokens: StepTokens, spec: ModelSpec
 ) -> tuple[Array, Array, tuple[RopeTables, ...]]:
     """x [tokens, embed], x with the first norm, and the different tables of RoPE."""
-    x = take_rows(params.embedding, tokens.ids, params.final_norm.dtype)
+    x = take_rows(params.embedding, tokens.ids, params.dtype)
     tables = step_tables(spec, tokens.positions)
     first = layer_views(params.layers)[0]
     return x, rms_norm(x, first.attention_norm, spec.norm_eps), tables
@@ -352,13 +393,12 @@ def decoder_layer(
 ) -> tuple[Array, Normed, Caches]:
     """The layer whose cache is at `place` on x [tokens, embed], which comes with its norm and
     leaves with the next one's: x, normed, and the caches."""
-    attention_out, kv = _attend(
-        layer, place, normed, kv, tables, tokens, spec, tile_size=tile_size, target=target
-    )
+    own = (layer, place, normed, kv, tables, tokens, spec)
+    attention_out, kv = _mix(*own, dtype=x.dtype, tile_size=tile_size, target=target)
     return *_feed_forward(layer, next_norm, x, attention_out, spec, target=target), kv
 
 
-def _attend(
+def _mix(
     layer: Layer,
     place: CachePlace,
     normed: Normed,
@@ -367,32 +407,43 @@ def _attend(
     tokens: StepTokens,
     spec: ModelSpec,
     *,
+    dtype: DTypeLike,
     tile_size: int,
     target: Target,
 ) -> tuple[Array, Caches]:
-    """The heads' results [tokens, q_size], and the caches."""
-    group = place.group
+    """What the output projection reads [tokens, mixed], in `dtype`, and the caches."""
+    group, cache = place.group, kv[place.group]
+    if isinstance(cache, RecurrentState):
+        assert layer.delta is not None and tokens.recurrent is not None
+        own = (layer.delta, normed, cache, place.layer, tokens.recurrent, spec)
+        mixed, cache = delta_net.mix(*own, target=target)
+        return mixed, (*kv[:group], cache)
+    assert layer.qkv is not None
+    qkv = linear(normed, layer.qkv, target=target)
+    heads, gate = HeadWeights(layer.q_norm, layer.k_norm, layer.qkv_bias, layer.sinks), None
+    if attention_prologue.is_needed(spec):
+        own = attention_prologue.prologue(
+            qkv, heads, tables, spec.attention, eps=spec.norm_eps, dtype=dtype
+        )
+        (qkv, tables, gate), heads = own, HeadWeights(sinks=layer.sinks)
     attention_out, cache = attend(
-        linear(normed, layer.qkv, target=target),
-        kv[group],
-        place.layer,
-        HeadWeights(layer.q_norm, layer.k_norm, layer.qkv_bias, layer.sinks),
-        tables,
-        tokens.places[group],
+        *(qkv, cache, place.layer, heads, tables, tokens.places[group]),
         eps=spec.norm_eps,
         tile_size=tile_size,
-        dtype=layer.attention_norm.dtype,
+        dtype=dtype,
         window=spec.cache_groups[group].window,
         target=target,
     )
     kv = (*kv[:group], cache, *kv[group + 1 :])
-    return attention_out.reshape(normed.shape[0], -1), kv
+    attention_out = attention_out.reshape(normed.shape[0], -1)
+    return attention_out if gate is None else attention_out * jax.nn.sigmoid(gate), kv
 
 
 def _end_step(kv: Caches, tokens: StepTokens, *, tile_size: int, target: Target) -> Caches:
     """What is left to do in the caches when all layers have attended."""
-    end = functools.partial(end_step, tile_size=tile_size, target=target)
-    return tuple(end(cache, places) for cache, places in zip(kv, tokens.places, strict=True))
+    end, caches = functools.partial(end_step, tile_size=tile_size, target=target), paged(kv)
+    ended = (end(cache, places) for cache, places in zip(caches, tokens.places, strict=True))
+    return (*ended, *kv[len(caches) :])
 
 
 def _feed_forward(
@@ -405,7 +456,9 @@ def _feed_forward(
     target: Target,
 ) -> tuple[Array, Normed]:
     """What follows a layer's attention: x, and x with the next norm."""
-    x, out = add_linear(x, attention_out, layer.out, bias=layer.out_bias, target=target)
+    projection = layer.out if layer.delta is None else layer.delta.out
+    assert projection is not None
+    x, out = add_linear(x, attention_out, projection, bias=layer.out_bias, target=target)
     form = None
     if layer.gate_up is not None:
         form = token_format(

@@ -41,12 +41,16 @@ def dense_spec(
     qkv_bias: bool = False,
     out_bias: bool = False,
     ffn_bias: bool = False,
+    gated: bool = False,
+    partial_rope: float | None = None,
     max_position: int,
 ) -> ModelSpec:
     """A decoder of plain layers, each of grouped-query attention and a gated feed-forward block.
 
     Args:
       problems: what the family found wrong.
+      partial_rope: the part of each head that RoPE rotates where the file does not say; None: all
+        of it, and nothing else is supported.
       max_position: where the file has no `max_position_embeddings`.
 
     Raises:
@@ -56,7 +60,7 @@ def dense_spec(
     if found:
         raise ConfigError("config.json: " + "; ".join(found))
     q_heads = config["num_attention_heads"]
-    rope = read_rope(config)
+    rope = read_rope(config, partial_rope)
     eps = number(config, "rms_norm_eps", 1e-6)
     if rope.theta <= 1 or eps < 0:
         raise ConfigError(
@@ -81,6 +85,7 @@ def dense_spec(
             qk_norm=qk_norm,
             qkv_bias=qkv_bias,
             out_bias=out_bias,
+            gated=gated,
         ),
         norm_eps=eps,
         max_position=config.get("max_position_embeddings") or max_position,
@@ -92,6 +97,8 @@ def with_windows(spec: ModelSpec, windows: Sequence[int | None]) -> ModelSpec:
     """With a window, or none, for each layer."""
     layers = (
         replace(layer, attention=replace(layer.attention, window=window))
+        if layer.attention
+        else layer
         for layer, window in zip(spec.layers, windows, strict=True)
     )
     return replace(spec, layers=tuple(layers))
@@ -179,8 +186,10 @@ def _is_count(config: Config, key: str) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _most(key)
 
 
-def read_rope(config: Config) -> Rope:
+def read_rope(config: Config, partial_rope: float | None = None) -> Rope:
     """RoPE's base and scaling; transformers 5 writes `rope_parameters`, earlier ones two fields.
+
+    `partial_rope`: see `dense_spec`.
 
     ConfigError: a kind or a field that is not supported, or fields that contradict each other.
     """
@@ -192,15 +201,17 @@ def read_rope(config: Config) -> Rope:
             "contradict each other; write what is meant into one of them and remove the other"
         )
     rope = {**old, **new}
-    partial = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
+    fields = rope if rope.get("partial_rotary_factor") else config
+    fraction = number(fields, "partial_rotary_factor", partial_rope or 1.0)
+    rope.pop("partial_rotary_factor", None)
+    if fraction != 1.0 and partial_rope is None:
         raise ConfigError(
-            f"config.json: partial_rotary_factor is {partial}, but all of a head is rotated here"
+            f"config.json: partial_rotary_factor is {fraction:g}, but all of a head is rotated here"
         )
     theta = number(rope if rope.get("rope_theta") else config, "rope_theta", 10_000.0)
     kind = _rope_kind(rope)
     if kind == "default":
-        return Rope(theta=theta)
+        return Rope(theta=theta, fraction=fraction)
     if kind not in _FIELDS:
         supported = ", ".join(repr(each) for each in ("default", *_FIELDS))
         raise ConfigError(f"config.json: rope type is {kind!r}, supported: {supported}")
@@ -216,7 +227,8 @@ def read_rope(config: Config) -> Rope:
     known |= {"truncate"} if kind == "yarn" else set()
     if unknown := sorted(_without_nulls(rope).keys() - known):
         raise ConfigError(f"config.json: {name} with {', '.join(unknown)} is not supported")
-    return Rope(theta=theta, scaling=_scaling(kind, rope, numbers))
+    scaling = _scaling(kind, rope, numbers)
+    return Rope(theta=theta, scaling=scaling, fraction=fraction)
 
 
 _ORIGINAL = "original_max_position_embeddings"

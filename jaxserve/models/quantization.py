@@ -43,7 +43,7 @@ _QUANTIZERS: dict[str, Callable[[Array], Weight]] = {
 
 _hqq = jax.jit(quantize_int4_hqq)
 
-_MATRICES = ("qkv", "out", "gate_up", "down")
+_MATRICES = ("qkv", "out", "gate_up", "down", "in_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,8 @@ class Quantization:
           ConfigError: a matrix that the format cannot hold, with its shape.
         """
         self._check(spec)
+        if self.method == "awq" and spec.state is not None:
+            raise ConfigError("--quantization-method awq does not know delta nets: use hqq or rtn")
         head = "embedding" if spec.tie_embeddings else "lm_head"
         formats: dict[str, str | None] = dict.fromkeys(_MATRICES, self.layers)
         formats[head] = self.head
@@ -99,13 +101,17 @@ class Quantization:
             )
         if self.layers:
             sizes = {
-                "qkv": (spec.q_size + 2 * spec.kv_size, spec.embed),
+                "qkv": (spec.attention.qkv_size, spec.embed),
                 "out": (spec.embed, spec.q_size),
             }
             for name, block in (("", spec.feed_forward), ("experts.", spec.experts)):
                 if block:
                     sizes[f"{name}gate_up"] = (2 * block.width, spec.embed)
                     sizes[f"{name}down"] = (spec.embed, block.width)
+        if self.layers and spec.state is not None:
+            own = spec.state.delta_net
+            sizes["in_proj"] = (own.channels + own.values, spec.embed)
+            sizes["out of a delta net"] = (spec.embed, own.values)
         if self.head:
             sizes["lm_head"] = (spec.vocab_size, spec.embed)
         wrong = [

@@ -10,7 +10,16 @@ from typing import Any, Protocol
 
 from jaxserve.config import ConfigError
 from jaxserve.model_spec import ModelSpec, NamedModel
-from jaxserve.models.families import gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
+from jaxserve.models.families import (
+    gpt_oss,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_5_text,
+    qwen3_moe,
+)
 from jaxserve_checkpoints.rules import AnyRule
 
 
@@ -36,7 +45,10 @@ class Family(Protocol):
         ...
 
 
-_FAMILIES: tuple[Family, ...] = (qwen3, llama, qwen2, mistral, qwen3_moe, gpt_oss)
+_FAMILIES: tuple[Family, ...] = (
+    *(qwen3, llama, qwen2, mistral, qwen3_moe, gpt_oss),
+    *(qwen3_5, qwen3_5_text),
+)
 
 ARCHITECTURES: Mapping[str, Family] = {family.ARCHITECTURE: family for family in _FAMILIES}
 

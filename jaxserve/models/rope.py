@@ -15,20 +15,21 @@ from jaxserve.model_spec import AttentionSpec, Llama3Scaling, ModelSpec, Rope, Y
 class RopeTables(NamedTuple):
     """Cosines and sines of the rotations of a step's tokens."""
 
-    cos: Array  # float32 [tokens, head_dim/2]
+    cos: Array  # float32 [tokens, rotated / 2]
     sin: Array
 
 
 def step_tables(spec: ModelSpec, positions: Array) -> tuple[RopeTables, ...]:
     """The different tables of a model's layers at `positions` [tokens]; see `table_of_layer`."""
-    kinds = {_kind(layer.attention): layer.attention for layer in spec.layers}
+    kinds = {_kind(layer.attention): layer.attention for layer in spec.layers if layer.attention}
     return tuple(rope_tables(attention, positions) for attention in kinds.values())
 
 
 def table_of_layer(spec: ModelSpec, layer: int) -> int:
-    """Which of `step_tables` a layer rotates by."""
-    kinds = dict.fromkeys(_kind(layer.attention) for layer in spec.layers)
-    return list(kinds).index(_kind(spec.layers[layer].attention))
+    """Which of `step_tables` a layer rotates by; 0 for one without attention."""
+    kinds = dict.fromkeys(_kind(each.attention) for each in spec.layers if each.attention)
+    own = spec.layers[layer].attention
+    return 0 if own is None else list(kinds).index(_kind(own))
 
 
 def _kind(attention: AttentionSpec) -> tuple[Rope, int, float]:
@@ -41,7 +42,8 @@ def rope_tables(attention: AttentionSpec, positions: Array) -> RopeTables:
     Factors on the scores are folded in, half of each into queries and keys: YaRN's attention
     factor, as in transformers, and a scale other than head_dim ** -0.5.
     """
-    frequencies = rope_frequencies(attention.rope, attention.head_dim)
+    rotated = attention.rope.rotated(attention.head_dim)
+    frequencies = rope_frequencies(attention.rope, rotated)
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)
     factor = _factor(attention)
     # Without the barrier XLA computes them again for each head of each layer.
@@ -57,13 +59,13 @@ def _factor(attention: AttentionSpec) -> float:
     return factor
 
 
-def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Angle per position of each rotated pair: float32 [head_dim/2]."""
-    exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+def rope_frequencies(rope: Rope, rotated: int) -> np.ndarray:
+    """Angle per position of each rotated pair: float32 [rotated / 2]."""
+    exponent = np.arange(0, rotated, 2, dtype=np.float64) / rotated
     frequencies = rope.theta**-exponent
     scaling = rope.scaling
     if isinstance(scaling, YarnScaling):
-        frequencies = _yarn(frequencies, scaling, head_dim, rope.theta)
+        frequencies = _yarn(frequencies, scaling, rotated, rope.theta)
     elif isinstance(scaling, Llama3Scaling):
         frequencies = _llama3(frequencies, scaling)
     elif scaling is not None:

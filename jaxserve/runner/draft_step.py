@@ -103,7 +103,7 @@ def draft_ahead(
       The drafts, int32 [rows, at most `most`], how many of them each row has, int32 [rows], and kv.
       Blocks end where the pages do.
     """
-    size, skipped = page_size(kv[0]), 0 if draft.predicts_next else 1
+    size, skipped = page_size(decoder.paged(kv)[0]), 0 if draft.predicts_next else 1
     most = min(most, draft.num_drafts)
     count = jnp.clip(ends.held - ends.position, 0, draft.block)
     tokens = block.block_tokens(

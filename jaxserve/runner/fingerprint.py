@@ -27,7 +27,8 @@ _PACKAGES = (
 )
 
 _OURS = (
-    *("api.py", "config.py", "model_spec.py", "models/decoder.py", "models/rope.py", "plan.py"),
+    *("api.py", "config.py", "model_spec.py", "plan.py"),
+    *(f"models/{name}.py" for name in ("attention_prologue", "decoder", "delta_net", "rope")),
     *(f"models/drafts/{name}.py" for name in ("block", "draw", "spec")),
     *("programs/*.py", "runner/*.py"),
 )

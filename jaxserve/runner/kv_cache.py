@@ -18,6 +18,11 @@ _WINDOWS = 2
 left for prefixes. More would be taken from the groups that hold whole sequences."""
 
 
+SNAPSHOT_STRIDE = 1024
+"""Tokens of a prompt between two snapshots of recurrent state. One is as large as the keys and
+values of 1,500 to 3,100 tokens in the models that there are."""
+
+
 class Demand(NamedTuple):
     """What the sequences may ask of the cache."""
 
@@ -87,9 +92,14 @@ def shapes(
 
 
 def cache_config(
-    spec: ModelSpec, num_pages: Sequence[int], page_size: int, own_tokens: int = 0
+    spec: ModelSpec,
+    num_pages: Sequence[int],
+    page_size: int,
+    own_tokens: int = 0,
+    snapshots: int = 0,
 ) -> CacheConfig:
-    """Returns a cache with so many pages in each cache group of the model."""
+    """Returns a cache with so many pages in each cache group of the model, and with snapshots of
+    recurrent state."""
     windows = [group.window for group in spec.cache_groups]
     pairs = zip(num_pages, windows, strict=True)
     first, *further = (PagedGroup(num_pages=pages, window=window) for pages, window in pairs)
@@ -99,6 +109,8 @@ def cache_config(
         further=tuple(further),
         page_size=page_size,
         own_tokens=own_tokens,
+        snapshots=snapshots,
+        snapshot_stride=max(SNAPSHOT_STRIDE, page_size),
     )
 
 

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
+from jaxserve.config import Buckets, CacheConfig, ConfigError, SchedulerConfig
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
+from jaxserve.models.delta_net import abstract_state
 from jaxserve.models.drafts.block import BlockParams
 from jaxserve.models.drafts.spec import BlockDraft
 from jaxserve.programs.executable_cache import Program
@@ -25,6 +26,7 @@ from jaxserve.runner import (
     prompt_scores,
     sequence_state,
     slot_tables,
+    state_copies,
     verify,
 )
 from jaxserve.runner.batch import Bucket
@@ -34,6 +36,7 @@ from jaxserve.runner.step import DeviceState, run_step
 from jaxserve.runner.verify import VerifyBucket, VerifyState
 from jaxserve.runner.verify_step import run_verify_step
 from jaxserve_kernels.kv_format import AUTO, CacheShape, KVFormat
+from jaxserve_kernels.recurrent_state import RecurrentState
 from jaxserve_kernels.sampler import SlotTables
 from jaxserve_kernels.target import Target
 
@@ -73,6 +76,12 @@ class RunnerConfig:
     rings: Rings | None = None
     """Rings of a tier below the device; None: there is none."""
 
+    def __post_init__(self) -> None:
+        if self.spec.state is not None and self.buckets.verify:
+            raise ConfigError(
+                "the state of recurrent layers cannot be taken back: no drafts can be verified"
+            )
+
     @property
     def pages_per_seq(self) -> int:
         return -(-self.scheduler.max_model_len // self.cache.page_size)
@@ -87,6 +96,19 @@ class RunnerConfig:
         """Of each cache group."""
         layers = 0 if self.draft is None else self.draft.body.num_layers
         return kv_cache.shapes(self.spec, self.cache, self.scheduler.max_num_seqs, layers)
+
+    @property
+    def recurrent_state(self) -> RecurrentState | None:
+        """Abstract; None if the model has no recurrent layers."""
+        slots = self.scheduler.max_num_seqs + 1 + self.cache.snapshots
+        return abstract_state(self.spec, self.dtype, slots)
+
+    @property
+    def caches(self) -> decoder.Caches:
+        """Abstract."""
+        own = self.recurrent_state
+        paged = tuple(self.kv_format.abstract(each, self.dtype) for each in self.kv_shapes)
+        return paged if own is None else (*paged, own)
 
     @property
     def sequences_shape(self) -> tuple[int, int]:
@@ -151,7 +173,7 @@ def programs(config: RunnerConfig, params: Any, head: BlockParams | None = None)
     """
     params, head = jax.tree.map(lambda leaf: _abstract(leaf.shape, leaf.dtype), (params, head))
     state = DeviceState(
-        kv=tuple(config.kv_format.abstract(each, config.dtype) for each in config.kv_shapes),
+        kv=config.caches,
         sequences=_abstract(config.sequences_shape, jnp.int32),
         tables=config.tables,
         pre_mlp=config.pre_mlp,
@@ -183,7 +205,11 @@ def programs(config: RunnerConfig, params: Any, head: BlockParams | None = None)
         return jnp.zeros(abstract.shape, abstract.dtype)
 
     def empty() -> DeviceState:
-        kv = tuple(config.kv_format.allocate(each, config.dtype) for each in config.kv_shapes)
+        kv: decoder.Caches = tuple(
+            config.kv_format.allocate(each, config.dtype) for each in config.kv_shapes
+        )
+        if (own := config.recurrent_state) is not None:
+            kv = (*kv, jax.tree.map(zeros, own))
         return DeviceState(
             kv=kv,
             sequences=jnp.zeros(config.sequences_shape, jnp.int32),
@@ -209,9 +235,10 @@ def programs(config: RunnerConfig, params: Any, head: BlockParams | None = None)
                 function=config.kv_format.largest_magnitudes,
                 arguments=(kv,),
             )
-            for group, kv in enumerate(state.kv)
+            for group, kv in enumerate(decoder.paged(state.kv))
             if scaled
         ),
+        *state_copies.programs(config.recurrent_state),
         *slot_tables.programs(config.tables),
         *verify.programs(config.verify),
         prompt_scores.program(

@@ -14,10 +14,17 @@ from numpy.typing import NDArray
 
 from jaxserve.models import decoder
 from jaxserve.models.drafts.block import BlockParams
-from jaxserve.plan import PageCopy, PageMoves, Sampled, StepPlan
+from jaxserve.plan import PageCopy, PageMoves, Sampled, StateCopy, StepPlan
 from jaxserve.programs.executable_cache import Executable
 from jaxserve.programs.executables import obtain
-from jaxserve.runner import batch, page_copies, prompt_scores, slot_tables, verify
+from jaxserve.runner import (
+    batch,
+    page_copies,
+    prompt_scores,
+    slot_tables,
+    state_copies,
+    verify,
+)
 from jaxserve.runner.batch import Bucket, Updates
 from jaxserve.runner.page_moves import PageMover
 from jaxserve.runner.programs import (
@@ -113,6 +120,7 @@ class Runner:
         self._flush, self._zero_state = executables["flush"], executables["state"]
         groups = range(self._config.num_groups)
         self._page_copies = [executables[f"{page_copies.NAME}{group}"] for group in groups]
+        self._state_copies = executables.get(state_copies.NAME)
         self._uploads = slot_tables.Uploads(self._config.tables, executables)
         several = self._config.verify
         self._verify = None if several is None else verify.OnDevice(several, executables)
@@ -129,6 +137,9 @@ class Runner:
         self._copy_pages([PageCopy(0, 0, group) for group in groups])
         if self._mover is not None:
             self._state = self._state._replace(kv=self._mover.warm(self._state.kv))
+        if self._state_copies is not None:
+            padding = self._config.padding_slot
+            self._copy_states([StateCopy(padding, padding)])
         self._state = self._state._replace(tables=self._uploads.warm(self._state.tables))
         if self._verify is not None:
             self._verify.warm()
@@ -156,6 +167,8 @@ class Runner:
         bucket = self._bucket_for(plan)
         if plan.copies:
             self._copy_pages(plan.copies)
+        if plan.states:
+            self._copy_states(plan.states)
         updates = Updates.of(plan, self._width, self._config.num_groups)
         while len(updates.addresses) > bucket.updates:
             first, updates = updates.split(FLUSH_UPDATES)
@@ -253,9 +266,11 @@ class Runner:
         return self._kv_scales
 
     def _scaled(self, kv: decoder.Caches, scales: NDArray[np.float32]) -> decoder.Caches:
-        groups = zip(kv, self._config.spec.cache_groups, strict=True)
+        caches = decoder.paged(kv)
+        groups = zip(caches, self._config.spec.cache_groups, strict=True)
         scaled = self._config.kv_format.with_scales
-        return tuple(scaled(each, scales[list(group.layers)]) for each, group in groups)
+        found = (scaled(each, scales[list(group.layers)]) for each, group in groups)
+        return (*found, *kv[len(caches) :])
 
     def largest_magnitudes(self) -> NDArray[np.float32]:
         """Returns the largest keys and values in the cache, float32 [layers of the model, kv_heads,
@@ -263,7 +278,8 @@ class Runner:
         groups = self._config.spec.cache_groups
         spec = self._config.spec
         found = np.zeros((spec.num_layers, spec.kv_heads, 2), np.float32)
-        for group, largest, kv in zip(groups, self._largest, self._state.kv, strict=True):
+        caches = decoder.paged(self._state.kv)
+        for group, largest, kv in zip(groups, self._largest, caches, strict=True):
             assert largest is not None
             found[list(group.layers)] = np.asarray(largest(kv))
         return found
@@ -289,11 +305,19 @@ class Runner:
 
     def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Launch copies of pages. Returns before they are done."""
-        caches = list(self._state.kv)
+        caches: list[Any] = list(self._state.kv)
         for group, copy in enumerate(self._page_copies):
             for packed in page_copies.pack([each for each in copies if each.group == group]):
                 caches[group] = copy(caches[group], packed)
         self._state = self._state._replace(kv=tuple(caches))
+
+    def _copy_states(self, copies: Sequence[StateCopy]) -> None:
+        """Launch copies of recurrent state. Returns before they are done."""
+        copy, (*paged, state) = self._state_copies, self._state.kv
+        assert copy is not None, "the model has no recurrent layers"
+        for packed in state_copies.pack(copies, self._config.padding_slot):
+            state = copy(state, packed)
+        self._state = self._state._replace(kv=(*paged, state))
 
     def _pack(
         self, plan: StepPlan, updates: Updates, bucket: Bucket | VerifyBucket

@@ -23,6 +23,7 @@ from jaxserve.runner.batch import (
 )
 from jaxserve.runner.draft_step import StepParams, model_of, remember, taps_of
 from jaxserve_kernels.kv_format import AttentionStep, page_size
+from jaxserve_kernels.recurrent_state import RecurrentStep
 from jaxserve_kernels.sampler import (
     MASKED,
     Logprobs,
@@ -43,7 +44,7 @@ class DeviceState(NamedTuple):
     """
 
     kv: decoder.Caches
-    """The cache of each cache group."""
+    """The cache of each cache group, and the state of recurrent layers."""
     sequences: Array  # int32, see sequence_state
     tables: SlotTables  # see slot_tables
     pre_mlp: decoder.PreMLP
@@ -82,7 +83,11 @@ def run_step(
     model, taps = model_of(params), taps_of(draft)
     inputs = bucket.unpack(packed)
     sequences = sequence_state.apply(state.sequences, inputs.addresses, inputs.values)
-    tokens = locate(inputs, sequences, groups=len(state.kv), page_size=page_size(state.kv[0]))
+    tokens = locate(inputs, sequences, state.kv)
+    if spec.state is not None:
+        padding = sequences.shape[0] - 1
+        recurrent = _rows(inputs, padding, singles=bucket.kind == "decode")
+        tokens = tokens._replace(recurrent=recurrent)
     kept = state.pre_mlp
     if bucket.kind == "mixed":
         pre_mlp, kv, tapped = decoder.tapped_forward(
@@ -121,19 +126,19 @@ def overwritten(old: Array, new: Array) -> Array:
     return lax.dynamic_update_slice(old, new, (0,) * old.ndim)
 
 
-def locate(
-    inputs: StepInputs, sequences: Array, *, groups: int, page_size: int
-) -> decoder.StepTokens:
+def locate(inputs: StepInputs, sequences: Array, kv: decoder.Caches) -> decoder.StepTokens:
     """Returns the tokens' ids, and in each cache group the page and offset of each token's key and
     value."""
+    caches = decoder.paged(kv)
+    groups, page_tokens = len(caches), page_size(caches[0])
     last = sequences[inputs.token_slots, sequence_state.LAST_TOKEN]
     positions = inputs.token_positions
     places = tuple(
         AttentionStep(
             slots=inputs.token_slots,
             positions=positions,
-            pages=table[inputs.token_slots, positions // page_size],
-            offsets=positions % page_size,
+            pages=table[inputs.token_slots, positions // page_tokens],
+            offsets=positions % page_tokens,
             tiles=inputs.tiles,
             page_table=table,
         )
@@ -141,6 +146,15 @@ def locate(
     )
     ids = jnp.where(inputs.token_ids == DECODE_TOKEN, last, inputs.token_ids)
     return decoder.StepTokens(ids, places)
+
+
+def _rows(inputs: StepInputs, padding_slot: int, *, singles: bool) -> RecurrentStep:
+    """Returns where the tokens belong in the state of recurrent layers. `singles`: each token is a
+    row."""
+    slots, positions = inputs.token_slots, inputs.token_positions
+    if singles:
+        return RecurrentStep.of_decode(slots, positions, padding_slot)
+    return RecurrentStep.of_rows(slots, positions, inputs.row_slots, inputs.row_last)
 
 
 def row_sampling(inputs: StepInputs, sequences: Array) -> RowSampling:

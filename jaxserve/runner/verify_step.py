@@ -89,11 +89,11 @@ def run_verify_step(
     asked = bucket.unpack(packed)
     sequences = sequence_state.apply(state.sequences, asked.addresses, asked.values)
     verify = with_drafts(verify, asked)
-    size = page_size(state.kv[0])
-    rewrites = all(format_of(kv).rewrites_pages for kv in state.kv)
+    size = page_size(decoder.paged(state.kv)[0])
+    rewrites = all(format_of(kv).rewrites_pages for kv in decoder.paged(state.kv))
     runs = runs_of(asked, verify, bucket.positions, None if rewrites else size)
     inputs = step_inputs(asked, runs, padding_slot=sequences.shape[0] - 1)
-    tokens = locate(inputs, sequences, groups=len(state.kv), page_size=size)
+    tokens = locate(inputs, sequences, state.kv)
     pre_mlp, kv, tapped = decoder.tapped_forward(
         model,
         state.kv,

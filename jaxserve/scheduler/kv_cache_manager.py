@@ -8,11 +8,12 @@ from typing import NamedTuple, Protocol
 
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.kv_events.events import Sink
-from jaxserve.plan import PageEntry
+from jaxserve.plan import PageEntry, StateCopy
 from jaxserve.scheduler.cache_events import CacheEvents
 from jaxserve.scheduler.group_pages import GroupPages
 from jaxserve.scheduler.pages import PagePool
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
+from jaxserve.scheduler.snapshots import Snapshots
 
 type Elsewhere = Callable[[GroupPages, bytes], bool]
 """Whether a page of a group that the device does not have is somewhere else, by its hash."""
@@ -50,7 +51,8 @@ class KVCacheManager:
     compute, so that the sequence's row samples. In a group with a window a hit needs only the pages
     that the window covers before that token. Some formats also keep the first tokens of each
     slot outside the pages (`CacheConfig.own_tokens`); a hit leaves those to be computed first.
-    After a failed step nothing published is found any more: the device has lost it.
+    Where layers are recurrent a hit ends at a snapshot of their state, see `Snapshots`. After a
+    failed step nothing published is found any more: the device has lost it.
     """
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig, sink: Sink | None = None):
@@ -76,6 +78,17 @@ class KVCacheManager:
         self.lower: LowerTier | None = None
         """Is told what happens to all pages at once."""
         self._own_tokens = cache.own_tokens
+        self.snapshots = None
+        if cache.snapshots:
+            self.snapshots = Snapshots(
+                cache.snapshots,
+                first_slot=config.max_num_seqs + 1,
+                stride=cache.snapshot_stride,
+                page_size=cache.page_size,
+            )
+            drop = self.snapshots.drop
+            for group in self.groups:
+                group.pool.on_evict.append(lambda page, content: drop(content))
         self._num_slots = config.max_num_seqs
         self._sharing = config.prefix_caching
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -126,6 +139,8 @@ class KVCacheManager:
             for group in self.groups:
                 there = elsewhere and functools.partial(elsewhere, group)
                 shorter = group.cached(hashes, shorter, there)
+            if self.snapshots is not None:
+                shorter = self.snapshots.longest(hashes, shorter)
         return count if count * self.page_size > self._own_tokens else 0
 
     def reachable(self, seq: Sequence, elsewhere: Elsewhere) -> int:
@@ -155,6 +170,8 @@ class KVCacheManager:
         seq.capacity = self.pages_for(len(seq.tokens)) * self.page_size
         for group, cached in zip(self.groups, hit.pages, strict=True):
             group.take(seq, cached)
+        if self.snapshots is not None and hit.length:
+            self.snapshots.restore(seq.hashes[hit.length - 1], seq.slot)
         return [
             PageEntry(seq.slot, position, page, number)
             for number, table in enumerate(seq.pages)
@@ -207,6 +224,8 @@ class KVCacheManager:
           The position up to which it has pages in all groups, and the entries of the new ones.
         """
         entries: list[PageEntry] = []
+        if self.snapshots is not None:
+            end = self.snapshots.chunk_end(seq, end)
         for group in self.windows:
             group.slide(seq)
             number = len(group.pages(seq))
@@ -249,9 +268,25 @@ class KVCacheManager:
     def _unpublish(self) -> None:
         for group in self.groups:
             group.pool.forget()
+        if self.snapshots is not None:
+            self.snapshots.forget()
         self._forgotten = set(range(self._num_slots)).difference(self._free_slots)
         if self._events is not None:
             self._events.cleared()
+
+    def begin_plan(self) -> None:
+        """A plan begins."""
+        if self.snapshots is not None:
+            self.snapshots.settle()
+
+    def row_planned(self, seq: Sequence) -> None:
+        """A row of the sequence was planned."""
+        if self.snapshots is not None and seq.slot not in self._forgotten:
+            self.snapshots.planned(seq)
+
+    def state_copies(self) -> tuple[StateCopy, ...]:
+        """Returns the copies of recurrent state of the plan that is complete."""
+        return () if self.snapshots is None else self.snapshots.take_copies()
 
     def planned(self) -> None:
         """A plan is complete and will be launched."""
@@ -275,6 +310,8 @@ class KVCacheManager:
         """Take back the slot and all pages. Published pages can be found until they are reused."""
         for group in self.groups:
             group.release(seq)
+        if self.snapshots is not None:
+            self.snapshots.freed(seq)
         self._free_slots.append(seq.slot)
         self._forgotten.discard(seq.slot)
         seq.pages, seq.behind = [], []
@@ -286,5 +323,7 @@ class KVCacheManager:
         """AssertionError unless the running sequences hold all pages and slots in use."""
         for group in self.groups:
             group.check(running)
+        if self.snapshots is not None:
+            self.snapshots.check()
         slots = sorted(self._free_slots + [seq.slot for seq in running])
         assert slots == list(range(self._num_slots)), "a slot is lost or held twice"

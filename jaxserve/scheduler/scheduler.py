@@ -161,6 +161,7 @@ class Scheduler(LiveSequences):
         rows: list[Row] = []
         entries: list[PageEntry] = []
         admissions: list[Admission] = []
+        self._kv_cache.begin_plan()
         prefilling, decodes = self._plan_decodes(rows, entries)
         verify = self._verify is not None and any(row.verify is not None for row in rows)
         if not verify:
@@ -172,6 +173,7 @@ class Scheduler(LiveSequences):
             rows=tuple(rows),
             admissions=tuple(admissions),
             pages=tuple(entries),
+            states=self._kv_cache.state_copies(),
             verify=verify,
         )
 
@@ -230,6 +232,9 @@ class Scheduler(LiveSequences):
             entries.extend(self._kv_cache.append_pages(seq))
         if self._verify is None:
             rows.extend(map(decode_row, decoding))
+            if self._kv_cache.snapshots is not None:
+                for seq in decoding:
+                    self._kv_cache.row_planned(seq)
         else:
             chunks = bool(prefilling or self._waiting)
             rows.extend(self._verify.rows(decoding, entries, chunks=chunks))
@@ -282,6 +287,7 @@ class Scheduler(LiveSequences):
         end, new = self._kv_cache.append_chunk(seq, min(start + budget, seq.prefill_end))
         entries += new
         rows.append(chunk_row(seq, end - start))
+        self._kv_cache.row_planned(seq)
         self._kv_cache.publish(seq)
         return rows[-1].num_tokens
 

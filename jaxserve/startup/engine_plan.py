@@ -103,7 +103,7 @@ class EnginePlan:
             kv_cache=kv_cache.total_bytes(config.kv_format, config.kv_shapes, config.dtype),
             state=rows * columns * 4
             + slot_tables.num_bytes(config.tables)
-            + memory.tree_bytes((config.pre_mlp, config.verify))
+            + memory.tree_bytes((config.pre_mlp, config.verify, config.recurrent_state))
             + results
             + ring_bytes(config.kv_format, config.kv_shapes, config.dtype, config.rings),
             temporaries=temporaries,
@@ -128,6 +128,7 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     dtype = _dtype(options.dtype, gpu=gpu)
     _check_length(options, spec)
     check_flags(options)
+    options = _for_state(options, spec)
     files = _cache_folder(options)
     weights = plan_weights(options, source, dtype, files, stacked=gpu)
     kv_format = named(options.kv_cache_dtype)
@@ -150,6 +151,7 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
         limit=_device_limit(device),
         beside=beside,
         given=options.kv_cache_memory_bytes,
+        caches_prefixes=options.enable_prefix_caching and not kv_format.own_tokens,
         quantized=weights.quantized,
         unpacks=not e4m3,
         draft_layers=draft_layers,
@@ -165,7 +167,8 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     size = memory.tree_bytes(weights.served) + beside
     fit = room.fit(size, choices, options.max_model_len)
     if not gpu:
-        memory.check_host_memory(size, fit.budget)
+        state = room.state_bytes(fit.buckets, fit.snapshots)
+        memory.check_host_memory(size, fit.budget + state)
     config = _runner_config(options, source, room, fit, target, head, rings)
     room.report(fit, size, choices, chosen=options.max_model_len is None)
     compiling = compiler_options(gpu=gpu)
@@ -197,6 +200,8 @@ def _runner_config(
 ) -> RunnerConfig:
     spec, kv_format, dtype = room.spec.within(fit.max_model_len), room.kv_format, room.dtype
     scheduler = _scheduler_config(options, fit, gpu=room.gpu)
+    if spec.state is not None:
+        scheduler = _with_state(scheduler, room, fit)
     cache = replace(
         _cache_config(options, room, fit),
         identity=f"{source.names[0]} {jnp.dtype(dtype).name} {options.kv_cache_dtype}",
@@ -215,6 +220,30 @@ def _runner_config(
         draft=head and head.spec,
         rings=rings,
     )
+
+
+def _with_state(scheduler: SchedulerConfig, room: Room, fit: Fit) -> SchedulerConfig:
+    """Returns the settings for a model with recurrent layers, and logs what their state takes."""
+    log.info(
+        "recurrent layers keep %s of state for %d sequences, and %s in %d snapshots for the prefix "
+        "cache",
+        memory.in_words(room.state_bytes(fit.buckets)),
+        scheduler.max_num_seqs,
+        memory.in_words(
+            room.state_bytes(fit.buckets, fit.snapshots) - room.state_bytes(fit.buckets)
+        ),
+        fit.snapshots,
+    )
+    if not scheduler.prefix_caching or fit.snapshots:
+        return scheduler
+    log.warning(
+        "prefixes are not cached: %s",
+        "there is no memory for snapshots of recurrent state"
+        if room.caches_prefixes
+        else f"recurrent layers do not go together with what {room.kv_format.name} keeps of the "
+        "first tokens",
+    )
+    return replace(scheduler, prefix_caching=False)
 
 
 def _cpu_tile(kv_format: KVFormat) -> int:
@@ -337,6 +366,29 @@ def _check_length(options: Options, spec: ModelSpec) -> None:
         )
 
 
+def _for_state(options: Options, spec: ModelSpec) -> Options:
+    """Returns the options, without speculation for a model with recurrent layers: their state
+    cannot be taken back.
+
+    Raises:
+      ConfigError: such a model is asked to speculate, or to keep pages on the host, where there
+        are no snapshots.
+    """
+    if spec.state is None:
+        return options
+    if options.speculative_config and options.speculative_config != NO_SPECULATION:
+        raise ConfigError(
+            "--speculative-config: the state of the model's recurrent layers cannot be taken back "
+            "behind a rejected draft; leave the flag out"
+        )
+    if options.kv_offload_size is not None:
+        raise ConfigError(
+            "--kv-offload-size: the host keeps no state of recurrent layers, without which pages "
+            "are of no use; leave the flag out"
+        )
+    return replace(options, speculative_config=NO_SPECULATION)
+
+
 def _check_windows(options: Options, spec: ModelSpec, kv_format: KVFormat, *, gpu: bool) -> None:
     """Raise ConfigError if windows hide a part of the longest context and the format's kernels do
     not know windows."""
@@ -390,7 +442,11 @@ def _cache_config(options: Options, room: Room, fit: Fit) -> CacheConfig:
     groups = kv_cache.sized_groups(spec, page_size, sequences, room.draft_layers)
     pages = kv_cache.fit_pages(room.kv_format, groups, room.dtype, fit.budget, demand)
     cache = kv_cache.cache_config(
-        spec, [min(each, useful) for each in pages], page_size, room.kv_format.own_tokens
+        spec,
+        [min(each, useful) for each in pages],
+        page_size,
+        room.kv_format.own_tokens,
+        fit.snapshots,
     )
     least = min(group.usable_pages for group in cache.groups)
     if options.max_num_seqs is not None and options.max_num_seqs > least:

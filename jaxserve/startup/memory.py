@@ -127,7 +127,7 @@ def plan_gpu_cache(
     verified = max((rows * positions for rows, positions in buckets.verify), default=0)
     own_tables = spec.vocab_size * 2 * 4  # each position of a verify step has some, as slots have
     tables = slot_tables.num_bytes(slot_tables.abstract(rows, spec.vocab_size))
-    expanded = chunk_context * spec.kv_bytes_per_token(itemsize) // spec.num_layers
+    expanded = chunk_context * spec.kv_bytes_per_token(itemsize) // spec.num_paged_layers
     largest = max(
         buckets.prefill[-1] * token + rows * scores, verified * (token + scores + own_tables)
     )

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.config import Buckets, ConfigError
 from jaxserve.model_spec import ModelSpec
+from jaxserve.models.delta_net import abstract_state
 from jaxserve.runner import kv_cache
 from jaxserve.startup import memory
 from jaxserve_kernels.kv_format import KVFormat
@@ -31,6 +32,12 @@ _SHARE = 1 / 2
 per sequence takes the rest."""
 
 
+_SNAPSHOT_SHARE = 1 / 4
+"""The most that snapshots of recurrent state take of the KV cache's memory."""
+_SNAPSHOTS_EACH = 16
+"""The most snapshots per sequence."""
+
+
 class Fit(NamedTuple):
     """The chosen or given sizes."""
 
@@ -38,7 +45,9 @@ class Fit(NamedTuple):
     max_model_len: int
     """May exceed what the KV cache holds; the start is then refused."""
     budget: int
-    """Bytes of the KV cache."""
+    """Bytes of keys and values."""
+    snapshots: int = 0
+    """Of the state of recurrent layers."""
 
 
 class Held(NamedTuple):
@@ -62,9 +71,11 @@ class Room:
     limit: int
     """Bytes of device memory that the process may use."""
     given: int | None
-    """Bytes of the KV cache given by a flag."""
+    """Bytes of the KV cache, with the state of recurrent layers, given by a flag."""
     beside: int = 0
     """Bytes of the device that something else than weights, steps and cache takes."""
+    caches_prefixes: bool = True
+    """Whether a model with recurrent layers gets snapshots of their state."""
     quantized: bool = False
     """Whether the weights are quantised."""
     unpacks: bool = False
@@ -128,7 +139,8 @@ class Room:
 
         buckets = next(filter(is_enough, choices), choices[-1])
         length = max_model_len or self._context(weights, buckets)
-        fit = Fit(buckets, length, self._budget(weights, buckets, length))
+        snapshots = self.snapshots(weights, buckets, length)
+        fit = Fit(buckets, length, self._budget(weights, buckets, length), snapshots)
         if not fit.budget:
             raise ConfigError(
                 f"too little memory: weights {memory.in_words(weights)}, the largest step's "
@@ -168,9 +180,28 @@ class Room:
         return kv_cache.Demand(max_model_len, buckets.decode[-1], buckets.prefill[-1])
 
     def _budget(self, weights: int, buckets: Buckets, max_model_len: int) -> int:
-        if self.given is not None:
-            return self.given
-        return self.left(weights, buckets, max_model_len)
+        """Returns the bytes of keys and values beside the state of recurrent layers."""
+        left = self._left_or_given(weights, buckets, max_model_len)
+        snapshots = self.snapshots(weights, buckets, max_model_len)
+        return max(left - self.state_bytes(buckets, snapshots), 0)
+
+    def _left_or_given(self, weights: int, buckets: Buckets, max_model_len: int) -> int:
+        left = self.given
+        return self.left(weights, buckets, max_model_len) if left is None else left
+
+    def snapshots(self, weights: int, buckets: Buckets, max_model_len: int) -> int:
+        """Returns how many snapshots of recurrent state the prefix cache keeps."""
+        if self.spec.state is None or not self.caches_prefixes:
+            return 0
+        one = memory.tree_bytes(abstract_state(self.spec, self.dtype, 1))
+        left = self._left_or_given(weights, buckets, max_model_len) - self.state_bytes(buckets)
+        return min(int(max(left, 0) * _SNAPSHOT_SHARE) // one, _SNAPSHOTS_EACH * buckets.decode[-1])
+
+    def state_bytes(self, buckets: Buckets, snapshots: int = 0) -> int:
+        """Returns the bytes of the state of recurrent layers, with that of the padding slot and of
+        snapshots."""
+        slots = buckets.decode[-1] + 1 + snapshots
+        return memory.tree_bytes(abstract_state(self.spec, self.dtype, slots))
 
     def report(self, fit: Fit, weights: int, choices: Sequence[Buckets], *, chosen: bool) -> None:
         """Log what is less than the model and a large device allow.

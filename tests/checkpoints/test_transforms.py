@@ -15,7 +15,16 @@ from safetensors.numpy import save_file
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.quantized import QuantizedCheckpoint, detect
 from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
-from jaxserve_checkpoints.rules import Reorder, Rule, Scale, Split, Transform, Transpose
+from jaxserve_checkpoints.rules import (
+    Offset,
+    Reorder,
+    Rule,
+    Scale,
+    Split,
+    Squeeze,
+    Transform,
+    Transpose,
+)
 from jaxserve_checkpoints.stream_sources import direct_sources
 from tests.checkpoints import quantized_files as files
 
@@ -41,6 +50,7 @@ def loaded(
         ((Reorder(2),), GRID[[0, 2, 4, 1, 3, 5]]),
         ((Reorder(4, axis=1),), GRID[:, [0, 4, 1, 5, 2, 6, 3, 7]]),
         ((Scale(0.25),), GRID / 4),
+        ((Offset(1.0),), GRID + 1),
         ((Transpose(), Reorder(2)), GRID.T[[0, 2, 4, 6, 1, 3, 5, 7]]),
         ((Reorder(2), Transpose()), GRID[[0, 2, 4, 1, 3, 5]].T),
     ],
@@ -70,6 +80,14 @@ def test_experts_are_transposed_each() -> None:
     expected = np.stack([expert.T for expert in experts])
     np.testing.assert_array_equal(Transpose().apply(experts), expected)
     assert Transpose().shape(experts.shape) == expected.shape
+
+
+def test_an_axis_of_size_1_is_left_out(tmp_path: Path) -> None:
+    rules = [Rule("w", ("t",), transforms=(Squeeze(1),))]
+    params = loaded(tmp_path, {"t": GRID[:, None]}, rules, {"w": leaf(6, 8)})
+    np.testing.assert_array_equal(params["w"], GRID)
+    with pytest.raises(CheckpointError, match="no axis 1 of size 1"):
+        loaded(tmp_path, {"t": GRID}, rules, {"w": leaf(6, 8)})
 
 
 def test_parts_of_one_tensor_go_to_several_leaves(tmp_path: Path) -> None:

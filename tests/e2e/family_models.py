@@ -51,6 +51,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "MistralForCausalLM": {"head_dim": 32, "sliding_window": 256},
+    "Qwen3_5ForConditionalGeneration": {"vision_config": {"depth": 1}},
+}
+_QWEN3_5_TEXT = {
+    "head_dim": 32,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
 }
 
 
@@ -70,8 +79,12 @@ def write(folder: Path, architecture: str) -> Path:
         "rope_theta": 10000.0,
         **CONFIGS[architecture],
     }
+    if architecture == "Qwen3_5ForConditionalGeneration":
+        config["text_config"] = config | _QWEN3_5_TEXT
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(_tensors(spec_of(config)), folder / "model.safetensors")
+    spec = spec_of(config)
+    tensors = _tensors(spec) if spec.state is None else _hybrid_tensors(spec)
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 
@@ -119,3 +132,42 @@ def _tensors(spec: ModelSpec) -> dict[str, np.ndarray]:
         for name in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{block}{name}.weight"] = (embed,)
     return {name: rng.normal(size=size).astype(np.float32) for name, size in shapes.items()}
+
+
+def _hybrid_tensors(spec: ModelSpec) -> dict[str, np.ndarray]:
+    """As Qwen3.5's files have them, with a tensor of vision and one of MTP."""
+    assert spec.state is not None
+    heads, own, embed, ffn = spec.attention, spec.state.delta_net, spec.embed, spec.ffn
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (spec.vocab_size, embed)}
+    shapes["norm"] = (embed,)
+    for index, layer in enumerate(spec.layers):
+        block = f"layers.{index}."
+        if layer.attention is not None:
+            part = f"{block}self_attn."
+            shapes[f"{part}q_proj"] = (2 * heads.q_size, embed)
+            shapes |= {f"{part}{name}_proj": (heads.kv_size, embed) for name in "kv"}
+            shapes |= {f"{part}{name}_norm": (heads.head_dim,) for name in "qk"}
+            shapes[f"{part}o_proj"] = (embed, heads.q_size)
+        else:
+            part = f"{block}linear_attn."
+            shapes[f"{part}in_proj_qkv"] = (own.channels, embed)
+            shapes[f"{part}in_proj_z"] = (own.values, embed)
+            shapes |= {f"{part}in_proj_{name}": (own.value_heads, embed) for name in "ab"}
+            shapes[f"{part}conv1d"] = (own.channels, 1, own.conv_width)
+            shapes |= {f"{part}{name}": (own.value_heads,) for name in ("A_log", "dt_bias")}
+            shapes[f"{part}norm"] = (own.value_dim,)
+            shapes[f"{part}out_proj"] = (embed, own.values)
+        shapes |= {f"{block}mlp.{name}_proj": (ffn, embed) for name in ("gate", "up")}
+        shapes[f"{block}mlp.down_proj"] = (embed, ffn)
+        shapes |= {f"{block}{name}_layernorm": (embed,) for name in ("input", "post_attention")}
+    rng = np.random.default_rng(0)
+    tensors = {
+        "lm_head.weight": rng.normal(size=(spec.vocab_size, embed)).astype(np.float32),
+        "model.visual.patch_embed.proj.weight": np.ones((4, 3), np.float32),
+        "mtp.norm.weight": np.ones(embed, np.float32),
+    }
+    for name, shape in shapes.items():
+        plain = name.endswith(("A_log", "dt_bias"))
+        full = f"model.language_model.{name}" + ("" if plain else ".weight")
+        tensors[full] = rng.normal(size=shape, scale=0.3).astype(np.float32)
+    return tensors

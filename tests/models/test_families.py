@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from jaxserve.model_spec import ExpertsSpec, LinearScaling, Llama3Scaling, Model
 from jaxserve.models.decoder import abstract
 from jaxserve.models.registry import ARCHITECTURES, NAMED_MODELS, rules, spec_of
 from jaxserve_checkpoints.naming import leaf_parts
-from jaxserve_checkpoints.rules import WORD, Rule
+from jaxserve_checkpoints.rules import WORD, Ignore, Rule
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -141,6 +143,44 @@ EXPERTS: dict[str, Any] = {
 }
 
 
+QWEN3_5_TEXT: dict[str, Any] = {
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "model_type": "qwen3_5_text",
+    "mtp_num_hidden_layers": 1,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "vocab_size": 248320,
+}
+QWEN3_5: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "text_config": QWEN3_5_TEXT,
+    "tie_word_embeddings": False,
+    "vision_config": {"depth": 27},
+}
+
+
 @pytest.mark.parametrize(
     ("config", "name"),
     [
@@ -149,6 +189,8 @@ EXPERTS: dict[str, Any] = {
         (LLAMA, "llama-3.1-8b"),
         (QWEN2, "qwen2.5-7b"),
         (MISTRAL, "mistral-7b"),
+        *((LLAMA, "llama-3.1-8b"), (QWEN2, "qwen2.5-7b"), (MISTRAL, "mistral-7b")),
+        (QWEN3_5, "qwen3.8-27b"),
     ],
 )
 def test_published_configs_are_the_named_models(config: dict[str, Any], name: str) -> None:
@@ -158,7 +200,8 @@ def test_published_configs_are_the_named_models(config: dict[str, Any], name: st
 @pytest.mark.parametrize("name", NAMED_MODELS)
 def test_the_rules_of_a_named_model_fill_each_of_its_leaves_once(name: str) -> None:
     spec = NAMED_MODELS[name]
-    leaves = {part.owner for part in leaf_parts(abstract(spec, "bfloat16", stacked=True))}
+    parts = leaf_parts(abstract(spec, "bfloat16", stacked=True))
+    leaves = {re.sub(r"\.[0-9]+\.", ".", part.path) for part in parts}
     filled = [WORD.sub("", rule.leaf).replace("..", ".") for rule in _fills(spec)]
     assert sorted(filled) == sorted(leaves)
 
@@ -172,14 +215,48 @@ def test_every_family_takes_every_kind_of_rope(architecture: str) -> None:
     others = {"num_local_experts": 8, "sliding_window": 128, "attention_bias": None}
     if architecture == "GptOssForCausalLM":
         others["attention_bias"] = True
-    config = LLAMA | EXPERTS | others | {"architectures": [architecture]}
-    assert isinstance(spec_of(config).attention.rope.scaling, Llama3Scaling)
-    linear = spec_of(config | {"rope_scaling": {"type": "linear", "factor": 2.0}})
-    assert linear.attention.rope == Rope(theta=5e5, scaling=LinearScaling(factor=2.0))
+
+    def rope_of(**changed: Any) -> Rope:
+        config = LLAMA | EXPERTS | others | changed
+        has_vision = architecture == "Qwen3_5ForConditionalGeneration"
+        nested = {"text_config": config} if has_vision else {}
+        return spec_of(config | nested | {"architectures": [architecture]}).attention.rope
+
+    assert isinstance(rope_of().scaling, Llama3Scaling)
+    linear = rope_of(rope_scaling={"type": "linear", "factor": 2.0})
+    assert (linear.theta, linear.scaling) == (5e5, LinearScaling(factor=2.0))
+
+
+def test_layers_of_qwen3_5_are_those_of_the_list_or_every_fourth_attends() -> None:
+    spec = spec_of(QWEN3_5)
+    assert [group.layers for group in spec.cache_groups] == [tuple(range(3, 64, 4))]
+    assert spec.state is not None and spec.state.layers[:4] == (0, 1, 2, 4)
+    assert spec.num_paged_layers == 16 and 26.5e9 < spec.num_params < 27.5e9
+    kinds = ["full_attention", "linear_attention"]
+    text = QWEN3_5_TEXT | {"num_hidden_layers": 2, "layer_types": kinds}
+    listed = spec_of(text | {"architectures": ["Qwen3_5ForCausalLM"]})
+    assert listed.state is not None and listed.state.layers == (1,)
+
+
+def test_qwen3_5_with_vision_is_the_text_model_with_other_names() -> None:
+    text = NAMED_MODELS["qwen3.8-27b"]
+    alone = replace(text, architecture="Qwen3_5ForCausalLM")
+    nested, plain = (
+        {rule.leaf: rule for rule in rules(spec) if isinstance(rule, Rule)}
+        for spec in (text, alone)
+    )
+    assert nested["layers.{layer}.delta.conv"].sources == (
+        "model.language_model.layers.{layer}.linear_attn.conv1d.weight",
+    )
+    for leaf, rule in nested.items():
+        names = tuple(name.replace("model.language_model.", "model.") for name in rule.sources)
+        assert plain[leaf] == replace(rule, sources=names)
+    ignored = {rule.pattern for rule in rules(text) if isinstance(rule, Ignore)}
+    assert {"mtp.*", "model.visual.*"} <= ignored
 
 
 def windows(config: dict[str, Any]) -> list[int | None]:
-    return [layer.attention.window for layer in spec_of(config).layers]
+    return [layer.attention.window for layer in spec_of(config).layers if layer.attention]
 
 
 def test_mistral_has_one_window_for_all_layers() -> None:
@@ -274,6 +351,17 @@ def test_heads_of_mistral_need_not_add_up_to_the_hidden_size() -> None:
         (QWEN3_MOE | {"mlp_only_layers": 3}, "mlp_only_layers is 3, which is not a list"),
         (MISTRAL | {"sliding_window": "wide"}, "sliding_window is 'wide', which is not a positive"),
         (QWEN2 | {"use_sliding_window": True, "sliding_window": None}, "sliding_window is missing"),
+        (QWEN3_5 | {"text_config": None}, "text_config is missing"),
+        *(
+            (QWEN3_5 | {"text_config": QWEN3_5_TEXT | changed}, message)
+            for changed, message in (
+                ({"attn_output_gate": False}, "attn_output_gate is false"),
+                ({"layer_types": ["full_attention"]}, "for each of 64 layers"),
+                ({"layer_types": ["linear_attention"] * 64}, "has no full_attention"),
+                ({"linear_num_value_heads": 20}, "(20) must be a multiple of"),
+                ({"linear_key_head_dim": 0}, "linear_key_head_dim is 0, which is not a positive"),
+            )
+        ),
         (
             QWEN2 | {"use_sliding_window": True, "layer_types": ["full_attention"]},
             "layer_types has 1 entries for 28 layers",
@@ -283,6 +371,8 @@ def test_heads_of_mistral_need_not_add_up_to_the_hidden_size() -> None:
 def test_what_would_be_computed_wrongly_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         spec_of(config)
-    named = "needs 0 <" in message or "cannot have" in message  # by the spec itself
-    assert named or str(error.value).startswith("config.json: ")
+    by_the_spec = any(
+        text in message for text in ("needs 0 <", "cannot have", "must be a multiple")
+    )
+    assert by_the_spec or str(error.value).startswith("config.json: ")
     assert message in str(error.value)

@@ -113,6 +113,9 @@ class FakeRunner:
         self.store_ring: dict[int, list[int | None]] = {}
         self.load_ring: dict[int, list[int | None]] = {}
         """Pages by ring slot. Copies may touch them at any time."""
+        self.states: list[list[int | None]] = [[] for _ in range(slots + 1 + cache.snapshots)]
+        """Of recurrent layers, by slot: all tokens that went into it."""
+        self.has_state = cache.snapshots > 0
 
     def move_pages(self, moves: PageMoves) -> Callable[[], bool]:
         for page, slot, group in moves.restores:
@@ -126,6 +129,8 @@ class FakeRunner:
         self._check_limits(plan)
         for source, target, group in plan.copies:
             self.kv[group][target] = list(self.kv[group][source])
+        for source, target in plan.states:
+            self.states[target] = list(self.states[source])
         for admission in plan.admissions:
             self.params[admission.slot] = admission.params
             self.own[admission.slot].clear()
@@ -136,6 +141,9 @@ class FakeRunner:
         inputs = [row.tokens or (self.last_token[row.slot],) for row in rows]
         for row, tokens in zip(rows, inputs, strict=True):
             self._write(row, tokens)  # all rows write before any reads, as on the device
+        if self.has_state:
+            for row, tokens in zip(rows, inputs, strict=True):
+                self._advance(row, tokens)
         sampled = [self._sample(row) if row.verify is None else self._accept(row) for row in rows]
         self.launched += 1
         return Pending(self.launched, sampled)
@@ -208,6 +216,18 @@ class FakeRunner:
             for group in range(len(self.windows)):
                 before = self._read(row.slot, group, position, position)
                 self._put(row.slot, group, position, attend(before, position, token))
+
+    def _advance(self, row: Row, tokens: tuple[int | None, ...]) -> None:
+        """Recurrent layers: the state says which tokens it has seen, and the cache of a group
+        without a window which are right."""
+        seen = self.states[row.slot] if row.start else []
+        assert len(seen) == row.start, "state of another position"
+        whole = [group for group, window in enumerate(self.windows) if window is None]
+        for group in whole[:1]:
+            values = [self._value(row.slot, group, at) for at in range(row.start)]
+            right = [attend(values[:at], at, token or 0) for at, token in enumerate(seen)]
+            assert values == right, "state of other tokens"
+        self.states[row.slot] = [*seen, *tokens]
 
     def _put(self, slot: int, group: int, position: int, value: int) -> None:
         if position < self.own_tokens:

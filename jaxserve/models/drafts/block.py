@@ -97,6 +97,7 @@ def write_context(
     cache = kv[0]
     assert isinstance(cache, Array)
     for index, layer in enumerate(decoder.layer_views(params.layers)):
+        assert layer.qkv is not None
         with jax.named_scope(f"draft_context_{index}"):
             _, cache = attention_inputs(
                 linear(context, layer.qkv, target=target),

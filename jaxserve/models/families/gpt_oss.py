@@ -50,8 +50,8 @@ def spec(config: Config) -> ModelSpec:
         **_EXPERTS,
     )
     layers = (
-        LayerSpec(attention=replace(layer.attention, sinks=True), feed_forward=experts)
-        for layer in plain.layers
+        LayerSpec(attention=replace(plain.attention, sinks=True), feed_forward=experts)
+        for _ in plain.layers
     )
     return with_windows(replace(plain, layers=tuple(layers)), _windows(config, plain.num_layers))
 

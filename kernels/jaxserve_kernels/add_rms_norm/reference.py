@@ -10,9 +10,15 @@ from jaxserve_kernels.dense_matmul.reference import sum_parts
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """x / rms(x) * weight over the last axis, computed in float32, in x's dtype."""
+    """x / rms(x) * weight over the last axis, computed in float32, in x's dtype.
+
+    The quotient is rounded before it is multiplied by a weight of x's dtype. A weight in float32 is
+    a factor of it: then only the result is rounded.
+    """
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if weight.dtype != x.dtype:
+        return (wide * scale * weight).astype(x.dtype)
     return (wide * scale).astype(x.dtype) * weight
 
 
@@ -22,8 +28,8 @@ def add_rms_norm(x: Array, update: Array, weight: Array, eps: float) -> tuple[Ar
         x = x + sum_parts(update)
         return x, rms_norm(x, weight, eps)
 
-    x [tokens, embed] and weight [embed] share one dtype; update [parts, tokens, embed] are the
-    partial sums of a product.
+    x [tokens, embed] and weight [embed] share one dtype, or weight is float32; update [parts,
+    tokens, embed] are the partial sums of a product.
     """
     # Without the barrier XLA folds every earlier update into each norm and reads them all again.
     x = jax.lax.optimization_barrier(x + sum_parts(update, x.dtype))

@@ -43,7 +43,10 @@ def _normed(
     tl.store(total_ptr + row + column, total, mask=mask)
     wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / embed + eps)
-    normed = (wide * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
+    normed = wide * scale
+    if weight.dtype == x.dtype:
+        normed = normed.to(x.dtype).to(tl.float32)
+    normed *= weight.to(tl.float32)
     return normed.to(x.dtype)
 
 

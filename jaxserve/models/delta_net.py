@@ -1,0 +1,102 @@
+"""A recurrent layer's mixer: linear attention by the gated delta rule behind a convolution."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from jaxserve.model_spec import DeltaNetSpec, ModelSpec
+from jaxserve_kernels.causal_conv import causal_conv
+from jaxserve_kernels.gated_delta_rule import Heads, gated_delta_rule, gated_rms_norm
+from jaxserve_kernels.matmul import QuantizedTokens, linear, plain, sum_parts
+from jaxserve_kernels.recurrent_state import RecurrentState, RecurrentStep
+from jaxserve_kernels.target import Target
+from jaxserve_kernels.weights import Weight
+
+
+class DeltaNet(NamedTuple):
+    """Weights of a delta net. Matrices are [out, in], as on disk; the large ones may be
+    quantised."""
+
+    in_proj: Weight  # [channels + values, embed]: queries, keys, values, and gates of the output
+    in_gates: Array  # [2 * value_heads, embed]: of decays, then of writes
+    conv: Array  # [channels, conv_width]
+    a_log: Array  # float32 [value_heads]
+    dt_bias: Array  # float32 [value_heads]
+    norm: Array  # [value_dim]
+    out: Weight  # [embed, values]
+
+
+def abstract(spec: DeltaNetSpec, embed: int, dtype: DTypeLike) -> DeltaNet:
+    """Shapes and dtypes of the weights, in a model whose hidden states have `embed` elements."""
+
+    def array(*shape: int, dtype: DTypeLike = dtype) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    return DeltaNet(
+        in_proj=array(spec.channels + spec.values, embed),
+        in_gates=array(2 * spec.value_heads, embed),
+        conv=array(spec.channels, spec.conv_width),
+        a_log=array(spec.value_heads, dtype=jnp.float32),
+        dt_bias=array(spec.value_heads, dtype=jnp.float32),
+        norm=array(spec.value_dim),
+        out=array(embed, spec.values),
+    )
+
+
+def abstract_state(spec: ModelSpec, dtype: DTypeLike, slots: int) -> RecurrentState | None:
+    """Shapes and dtypes of the state of a model's recurrent layers; None: it has none.
+
+    Args:
+      dtype: of activations.
+      slots: with the padding slot.
+    """
+    if spec.state is None:
+        return None
+    layers, own = len(spec.state.layers), spec.state.delta_net
+    conv = (layers, slots, own.conv_width - 1, own.channels)
+    delta = (layers, slots, own.value_heads, own.key_dim, own.value_dim)
+    return RecurrentState(
+        conv=jax.ShapeDtypeStruct(conv, dtype),  # type: ignore[arg-type]
+        delta=jax.ShapeDtypeStruct(delta, jnp.float32),  # type: ignore[arg-type]
+    )
+
+
+def mix(
+    weights: DeltaNet,
+    normed: Array | QuantizedTokens,
+    state: RecurrentState,
+    layer: int,
+    step: RecurrentStep,
+    spec: ModelSpec,
+    *,
+    target: Target,
+) -> tuple[Array, RecurrentState]:
+    """A step's tokens through a delta net, but for its output projection.
+
+    Args:
+      normed: [tokens, embed], the layer's input with its norm.
+      state: of all recurrent layers, updated in place when donated.
+      layer: which of them this is.
+      step: where the tokens belong.
+
+    Returns:
+      [tokens, values] in the dtype of activations, and state.
+    """
+    assert spec.state is not None
+    own, dtype = spec.state.delta_net, weights.conv.dtype
+    projected = sum_parts(linear(normed, weights.in_proj, target=target), dtype)
+    gates = sum_parts(linear(plain(normed), weights.in_gates, jnp.float32, target=target), dtype)
+    mixed, gate = projected[:, : own.channels], projected[:, own.channels :]
+    mixed, conv = causal_conv(mixed, weights.conv, state.conv, layer, step, target=target)
+    out, delta = gated_delta_rule(
+        *(mixed, gates, weights.a_log, weights.dt_bias, state.delta, layer, step),
+        heads=Heads(own.key_heads, own.value_heads, own.key_dim, own.value_dim),
+        target=target,
+    )
+    out = gated_rms_norm(out, gate.reshape(out.shape), weights.norm, spec.norm_eps)
+    return out.reshape(out.shape[0], -1), RecurrentState(conv, delta)

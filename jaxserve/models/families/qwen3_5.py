@@ -1,0 +1,148 @@
+"""Qwen3.5, 3.6 and 3.8, dense: delta nets, and gated attention in every fourth layer. Text only.
+
+The file is that of models with vision, whose text settings are nested and whose vision tensors are
+left out, and of text-only models, whose settings are not (`qwen3_5_text`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jaxserve.config import ConfigError
+from jaxserve.model_spec import (
+    AttentionSpec,
+    DeltaNetSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    ModelSpec,
+    NamedModel,
+    Rope,
+)
+from jaxserve.models.hf_config import Config, count, dense_spec, refused
+from jaxserve.models.tensor_names import decoder_rules
+from jaxserve_checkpoints.rules import AnyRule, Ignore, Offset, Repeat, Rule, Squeeze
+
+ARCHITECTURE = "Qwen3_5ForConditionalGeneration"
+
+_NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "final_norm")
+"""Leaves whose tensors are zero-centred."""
+_FULL, _LINEAR = "full_attention", "linear_attention"
+
+
+def spec(config: Config) -> ModelSpec:
+    """Of a config.json with a `text_config`; see `registry.spec_of`."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ConfigError("config.json: text_config is missing or not an object")
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    return text_spec({**text, "tie_word_embeddings": tied}, ARCHITECTURE)
+
+
+def text_spec(config: Config, architecture: str) -> ModelSpec:
+    """Of the settings of the text part."""
+    problems = refused(config, "attention_bias", "Qwen3.5 attention has no bias")
+    if config.get("attn_output_gate") is False:
+        problems.append("attn_output_gate is false, supported: true")
+    plain = dense_spec(
+        config,
+        architecture,
+        problems=problems,
+        qk_norm=True,
+        gated=True,
+        partial_rope=0.25,
+        max_position=32_768,
+    )
+    delta_net = DeltaNetSpec(
+        key_heads=count(config, "linear_num_key_heads", 16),
+        value_heads=count(config, "linear_num_value_heads", 32),
+        key_dim=count(config, "linear_key_head_dim", 128),
+        value_dim=count(config, "linear_value_head_dim", 128),
+        conv_width=count(config, "linear_conv_kernel_dim", 4),
+    )
+    recurrent = LayerSpec(delta_net=delta_net, feed_forward=plain.layers[0].feed_forward)
+    kinds = _layer_types(config, plain.num_layers)
+    layers = (
+        layer if kind == _FULL else recurrent
+        for layer, kind in zip(plain.layers, kinds, strict=True)
+    )
+    return replace(plain, layers=tuple(layers), zero_centred_norms=True)
+
+
+def _layer_types(config: Config, layers: int) -> list[str]:
+    kinds = config.get("layer_types")
+    if kinds is None:
+        every = count(config, "full_attention_interval", 4)
+        return [_LINEAR if (index + 1) % every else _FULL for index in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {_FULL, _LINEAR}:
+        raise ConfigError(
+            f"config.json: layer_types must name one of {_FULL} and {_LINEAR} for each of "
+            f"{layers} layers"
+        )
+    if _FULL not in kinds:
+        raise ConfigError(f"config.json: layer_types has no {_FULL}, supported are those with some")
+    return kinds
+
+
+def rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
+    """Tensors of the text part; see `registry.rules`."""
+    nested = spec.architecture == ARCHITECTURE
+    prefix = "model.language_model." if nested else "model."
+    found: list[AnyRule] = []
+    for each in decoder_rules(spec):
+        if isinstance(each, Rule):
+            names = tuple(_prefixed(name, prefix) for name in each.sources)
+            centred = each.leaf.rpartition(".")[2] in _NORMS
+            each = replace(each, sources=names, transforms=(Offset(1.0),) if centred else ())
+        elif isinstance(each, Repeat):
+            each = Repeat(each.tensor, _prefixed(each.original, prefix))
+        found.append(each)
+    found += [Ignore("mtp.*"), *([Ignore("model.visual.*")] if nested else [])]
+    return (*found, *_delta_net_rules(f"{prefix}layers.{{layer}}.linear_attn."))
+
+
+def _prefixed(name: str, prefix: str) -> str:
+    return prefix + name.removeprefix("model.") if name.startswith("model.") else name
+
+
+def _delta_net_rules(block: str) -> list[AnyRule]:
+    def rule(leaf: str, *names: str, squeeze: bool = False) -> Rule:
+        sources = tuple(block + name for name in names)
+        transforms = (Squeeze(1),) if squeeze else ()
+        return Rule(f"layers.{{layer}}.delta.{leaf}", sources, transforms=transforms)
+
+    return [
+        rule("in_proj", "in_proj_qkv.weight", "in_proj_z.weight"),
+        rule("in_gates", "in_proj_a.weight", "in_proj_b.weight"),
+        rule("conv", "conv1d.weight", squeeze=True),
+        rule("a_log", "A_log"),
+        rule("dt_bias", "dt_bias"),
+        rule("norm", "norm.weight"),
+        rule("out", "out_proj.weight"),
+    ]
+
+
+def _published_27b() -> ModelSpec:
+    feed_forward = FeedForwardSpec(width=17_408)
+    rope = Rope(theta=1e7, fraction=0.25)
+    attention = AttentionSpec(
+        q_heads=24, kv_heads=4, head_dim=256, rope=rope, qk_norm=True, gated=True
+    )
+    delta_net = DeltaNetSpec(key_heads=16, value_heads=48, key_dim=128, value_dim=128, conv_width=4)
+    recurrent = LayerSpec(delta_net=delta_net, feed_forward=feed_forward)
+    full = LayerSpec(attention=attention, feed_forward=feed_forward)
+    return ModelSpec(
+        architecture=ARCHITECTURE,
+        vocab_size=248_320,
+        embed=5120,
+        layers=(recurrent, recurrent, recurrent, full) * 16,
+        max_position=262_144,
+        tie_embeddings=False,
+        zero_centred_norms=True,
+    )
+
+
+NAMED = {
+    f"qwen{version}-27b": NamedModel(f"Qwen/Qwen{version}-27B", _published_27b())
+    for version in ("3.5", "3.6", "3.8")
+}

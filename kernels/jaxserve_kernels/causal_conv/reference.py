@@ -1,0 +1,54 @@
+"""The definition of the causal convolution with state, in plain JAX."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxserve_kernels.recurrent_state import RecurrentStep
+
+
+def causal_conv(
+    x: Array, weight: Array, state: Array, layer: int, step: RecurrentStep
+) -> tuple[Array, Array]:
+    """Convolve each channel along its sequence, and keep the inputs that the next step needs::
+
+        y[p] = silu(sum(weight[:, i] * x[p - width + 1 + i] for i in range(width)))
+
+    for position p of a sequence. Inputs before its first token are 0; those before the step are the
+    slot's state. The sum is taken in float32 and rounded to x's dtype after SiLU.
+
+    Args:
+      x: [tokens, channels].
+      weight: [channels, width].
+      state: [layers, slots, width - 1, channels] in x's dtype, updated in place when donated.
+      layer: index into the first axis of state.
+      step: where the tokens belong.
+
+    Returns:
+      y [tokens, channels] in x's dtype, and state.
+    """
+    kept = weight.shape[1] - 1
+    rows, offsets = step.rows, step.offsets(state.shape[1])
+    begins = (step.positions - offsets == 0)[:, None]
+    wide = weight.astype(jnp.float32)
+    total = x.astype(jnp.float32) * wide[:, kept]
+    for back in range(1, kept + 1):
+        inside = jnp.pad(x, ((back, 0), (0, 0)))[: x.shape[0]]
+        # Of an input before the row, `back - offset` places before it.
+        place = jnp.clip(kept - back + offsets, 0, kept - 1)
+        before = state[layer, step.slots, place]
+        before = jnp.where(begins, jnp.zeros_like(before), before)
+        found = jnp.where((offsets >= back)[:, None], inside, before)
+        total += found.astype(jnp.float32) * wide[:, kept - back]
+    old = state[layer, rows.slots]
+    old = jnp.where((rows.positions == 0)[:, None, None], jnp.zeros_like(old), old)
+    # Entry i is the input at `length - kept + i` of the row.
+    at = rows.length[:, None] - kept + jnp.arange(kept)
+    of_row = x[jnp.clip(rows.first[:, None] + at, 0, x.shape[0] - 1)]
+    of_state = jnp.take_along_axis(old, jnp.clip(kept + at, 0, kept - 1)[:, :, None], axis=1)
+    new = jnp.where((at >= 0)[:, :, None], of_row, of_state)
+    slots = jnp.where(rows.length > 0, rows.slots, state.shape[1])  # rows of padding write nothing
+    state = state.at[layer, slots].set(new, mode="drop")
+    return jax.nn.silu(total).astype(x.dtype), state

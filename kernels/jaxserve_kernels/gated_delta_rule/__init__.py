@@ -1,0 +1,5 @@
+"""The gated delta rule: linear attention whose state forgets and corrects itself."""
+
+from jaxserve_kernels.gated_delta_rule.api import gated_delta_rule as gated_delta_rule
+from jaxserve_kernels.gated_delta_rule.reference import Heads as Heads
+from jaxserve_kernels.gated_delta_rule.reference import gated_rms_norm as gated_rms_norm

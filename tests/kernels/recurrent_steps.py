@@ -1,0 +1,33 @@
+"""Steps of recurrent layers for tests: which sequences compute how many tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve_kernels.recurrent_state import RecurrentStep
+
+
+class Part(NamedTuple):
+    """A row of a step."""
+
+    slot: int
+    start: int
+    tokens: int
+
+
+def step_of(parts: Sequence[Part], tokens: int, rows: int, padding_slot: int) -> RecurrentStep:
+    """The rows one after the other, then padding."""
+    slots, positions = np.full(tokens, padding_slot, np.int32), np.zeros(tokens, np.int32)
+    row_slots, last = np.full(rows, padding_slot, np.int32), np.zeros(rows, np.int32)
+    first = 0
+    for index, (slot, start, count) in enumerate(parts):
+        slots[first : first + count] = slot
+        positions[first : first + count] = np.arange(start, start + count)
+        first += count
+        row_slots[index], last[index] = slot, first - 1
+    arrays = (jnp.asarray(each) for each in (slots, positions, row_slots, last))
+    return RecurrentStep.of_rows(*arrays)

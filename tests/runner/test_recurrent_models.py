@@ -1,0 +1,96 @@
+"""A model with delta nets: each request gets the tokens that it would get alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from jaxserve.model_spec import (
+    AttentionSpec,
+    DeltaNetSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    ModelSpec,
+    Rope,
+)
+from jaxserve.runner.programs import RunnerConfig
+from jaxserve.runner.runner import Runner
+from tests.runner.test_equivalence import Solo, Workload, check_against_solo, workloads
+from tests.tiny_model import COMPILES, make_config, make_runner
+
+SNAPSHOTS = 3
+FEED_FORWARD = FeedForwardSpec(width=48)
+RECURRENT = LayerSpec(
+    delta_net=DeltaNetSpec(key_heads=2, value_heads=4, key_dim=8, value_dim=12, conv_width=4),
+    feed_forward=FEED_FORWARD,
+)
+FULL = LayerSpec(
+    attention=AttentionSpec(
+        q_heads=4,
+        kv_heads=2,
+        head_dim=16,
+        rope=Rope(theta=10_000.0, fraction=0.25),
+        qk_norm=True,
+        gated=True,
+    ),
+    feed_forward=FEED_FORWARD,
+)
+
+
+def hybrid(*layers: LayerSpec) -> ModelSpec:
+    return ModelSpec(
+        architecture="Qwen3_5ForCausalLM",
+        vocab_size=97,
+        embed=32,
+        layers=layers,
+        max_position=256,
+        tie_embeddings=True,
+        zero_centred_norms=True,
+    )
+
+
+SPECS = {
+    "attention last": hybrid(RECURRENT, RECURRENT, FULL),
+    "delta net last": hybrid(FULL, RECURRENT),
+}
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def config(request: pytest.FixtureRequest) -> RunnerConfig:
+    made = make_config(spec=SPECS[request.param], decode=(4,), prefill=(24,), max_model_len=24)
+    return replace(made, cache=replace(made.cache, snapshots=SNAPSHOTS, snapshot_stride=8))
+
+
+@pytest.fixture(scope="module")
+def runner(config: RunnerConfig) -> Iterator[Runner]:
+    compiled = make_runner(config)
+    before = COMPILES.count
+    yield compiled
+    assert COMPILES.count == before, "something was compiled while serving"
+
+
+def test_each_request_gets_the_tokens_it_would_get_alone(
+    config: RunnerConfig, runner: Runner
+) -> None:
+    solo = Solo(runner, config)
+    preemptions: list[int] = []
+    hits: list[int] = []
+
+    @settings(derandomize=True, max_examples=30, suppress_health_check=list(HealthCheck))
+    @given(work=workloads())
+    def check(work: Workload) -> None:
+        seqs = config.scheduler.max_num_seqs  # snapshots lie behind the slots
+        tokens = max(work.config.max_num_batched_tokens, seqs)
+        work = work._replace(
+            config=replace(work.config, max_num_seqs=seqs, max_num_batched_tokens=tokens),
+            cache=replace(work.cache, snapshots=SNAPSHOTS, snapshot_stride=8),
+        )
+        loop = check_against_solo(work, runner, solo)
+        preemptions.append(loop.scheduler.num_preemptions)
+        hits.append(loop.hit_tokens)
+
+    check()
+    assert sum(preemptions) > 5 and sum(hits) > 50

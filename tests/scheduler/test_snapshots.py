@@ -1,0 +1,152 @@
+"""Snapshots of recurrent state: what is found, what it costs, and that it is the right state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxserve.api import Request, SamplingParams
+from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.plan import StateCopy
+from jaxserve.scheduler import Scheduler
+from tests.scheduler.by_hand import PLAIN, commit, planned, shape
+from tests.scheduler.loop import Loop, Optimist
+from tests.scheduler.test_scheduler_properties import (
+    Workload,
+    check_against_solo,
+    windowed_workloads,
+    workloads,
+)
+
+SLOTS = 2
+FIRST = SLOTS + 1
+"""The first slot of a snapshot."""
+
+
+def scheduler(*, snapshots: int = 4, pages: int = 32, stride: int = 16) -> Scheduler:
+    """With pages of 4 tokens."""
+    config = SchedulerConfig(max_num_seqs=SLOTS, max_model_len=128, max_num_batched_tokens=64)
+    cache = CacheConfig(
+        num_pages=pages + 1, page_size=4, snapshots=snapshots, snapshot_stride=stride
+    )
+    return Scheduler(config, cache, lengths=Optimist(), clock=lambda: 1.0)
+
+
+def prompt(*tokens: int, name: str = "a", max_tokens: int = 1) -> Request:
+    return Request(id=name, prompt=tokens, params=SamplingParams(max_tokens=max_tokens))
+
+
+def run(sched: Scheduler, request: Request) -> int:
+    """Returns how many tokens were cached."""
+    sched.add(request)
+    cached = -1
+    while sched.has_work:
+        for event in commit(sched, planned(sched)):
+            cached = max(cached, event.cached_tokens)
+    return cached
+
+
+def test_chunks_end_where_snapshots_are_taken_and_the_next_plan_takes_them() -> None:
+    sched = scheduler()
+    sched.add(prompt(*range(39)))
+    plans = []
+    while sched.has_work:
+        plans.append(planned(sched))
+        commit(sched, plans[-1])
+    assert [shape(plan) for plan in plans] == [
+        [(0, 0, 16)], [(0, 16, 16)], [(0, 32, 4)], [(0, 36, 3)],
+    ]  # fmt: skip
+    slot = plans[0].rows[0].slot
+    copies = [plan.states for plan in plans]
+    assert copies == [(), *((StateCopy(slot, FIRST + each),) for each in range(3))]
+
+
+def test_a_hit_ends_at_the_longest_snapshot_and_brings_its_state_back() -> None:
+    sched = scheduler()
+    run(sched, prompt(*range(39)))
+    sched.add(prompt(*range(39), name="again"))
+    plan = planned(sched)
+    assert shape(plan) == [(1, 36, 3)]
+    assert plan.states == (StateCopy(FIRST + 2, plan.rows[0].slot),)
+    commit(sched, plan)
+    assert run(sched, prompt(*range(30), name="shorter")) == 16
+    assert run(sched, prompt(*range(12), name="below all")) == 0
+
+
+def test_the_next_turn_goes_on_from_the_output() -> None:
+    sched = scheduler()
+    run(sched, prompt(*range(10), max_tokens=20))
+    history = (*range(10), *[PLAIN] * 20)
+    assert run(sched, prompt(*history, 7, 7, 7, name="next")) == 28
+
+
+def test_a_sequence_that_decodes_keeps_one_snapshot() -> None:
+    sched = scheduler(snapshots=8)
+    run(sched, prompt(*range(10), max_tokens=60))
+    snapshots = sched._kv_cache.snapshots  # pyright: ignore[reportPrivateUsage]
+    assert snapshots is not None and snapshots.num_kept == 2, "of prompt and output"
+
+
+def test_the_least_recently_used_makes_room_and_one_goes_with_its_page() -> None:
+    sched = scheduler(snapshots=2)
+    for first in (0, 50, 100):
+        run(sched, prompt(*range(first, first + 10), name=str(first)))
+    assert run(sched, prompt(*range(10), name="oldest")) == 0
+    assert run(sched, prompt(*range(100, 110), name="newest")) == 8
+    sched = scheduler(snapshots=8, pages=8)
+    run(sched, prompt(*range(10)))
+    run(sched, prompt(*range(40, 71), name="takes all pages"))
+    snapshots = sched._kv_cache.snapshots  # pyright: ignore[reportPrivateUsage]
+    assert snapshots is not None and snapshots.num_kept == 2, "only those of the second"
+
+
+def test_nothing_is_found_after_a_reset() -> None:
+    sched = scheduler()
+    run(sched, prompt(*range(39)))
+    sched.reset_prefix_cache()
+    assert run(sched, prompt(*range(39), name="again")) == 0
+
+
+def test_the_turns_of_agents_are_found() -> None:
+    """10 conversations take turns whose contexts grow by an output and a tool's result. An ideal
+    cache has all tokens of the turn before; found are 9 of 10."""
+    config = SchedulerConfig(max_num_seqs=4, max_model_len=4096, max_num_batched_tokens=256)
+    cache = CacheConfig(num_pages=4096, page_size=16, snapshots=32, snapshot_stride=256)
+    loop = Loop(config, cache)
+    system = tuple(index % 4 for index in range(150))
+    histories = [(*system, *(number >> bit & 1 for bit in range(5))) for number in range(10)]
+    ideal = 0
+    for turn in range(4):
+        for number, history in enumerate(histories):
+            name = f"{number}-{turn}"
+            params = SamplingParams(max_tokens=40, temperature=1.0, seed=number)
+            loop.add(Request(id=name, prompt=history, params=params))
+            ideal += len(history) - (75 if turn else 5) if turn or number else 0
+        loop.run()
+        for number, history in enumerate(histories):
+            output = tuple(loop.tokens(f"{number}-{turn}"))
+            result = tuple((number + index) % 4 for index in range(35))
+            histories[number] = (*history, *output, *result)
+    assert loop.hit_tokens >= 0.9 * ideal, (loop.hit_tokens, ideal)
+
+
+@st.composite
+def snapshot_workloads(draw: st.DrawFn) -> Workload:
+    """Scarce snapshots, often of every page, with windows beside layers without one or not."""
+    work = draw(st.one_of(workloads(), windowed_workloads()))
+    size = work.cache.page_size
+    cache = replace(
+        work.cache,
+        own_tokens=0,
+        snapshots=draw(st.sampled_from([4, 2, 1, 9])),
+        snapshot_stride=size * draw(st.sampled_from([1, 2, 4])),
+    )
+    return work._replace(cache=cache)
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(work=snapshot_workloads())
+def test_rows_find_the_state_of_their_own_tokens(work: Workload) -> None:
+    check_against_solo(work)

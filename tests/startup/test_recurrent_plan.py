@@ -1,0 +1,35 @@
+"""Memory of a model with recurrent layers, and what such a model refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.config import ConfigError
+from tests.startup.pretended import H200, planned_on
+
+FLAGS = ("--model", "qwen3.5-27b", "--load-format", "dummy")
+STATE = 153_944_064
+"""Bytes of one sequence of 27B: the recurrence in float32, the convolution in bfloat16."""
+
+
+def test_state_and_snapshots_take_their_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned_on(H200, monkeypatch, *FLAGS)
+    config, parts = plan.config, plan.memory(0)
+    slots = config.scheduler.max_num_seqs + 1 + config.cache.snapshots
+    state = config.recurrent_state
+    assert state is not None and state.delta.shape[:2] == (48, slots)
+    assert config.scheduler.prefix_caching and config.cache.snapshots > 8
+    assert not config.buckets.verify
+    assert slots * STATE < parts.state < slots * STATE * 1.3
+    assert parts.weights + parts.kv_cache + parts.state < parts.limit
+    off = planned_on(H200, monkeypatch, *FLAGS, "--no-enable-prefix-caching")
+    assert off.config.cache.snapshots == 0
+
+
+def test_what_does_not_go_together_with_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="cannot be taken back"):
+        planned_on(H200, monkeypatch, *FLAGS, "--speculative-config", "{}")
+    with pytest.raises(ConfigError, match="the host keeps no state"):
+        planned_on(H200, monkeypatch, *FLAGS, "--kv-offload-size", "8Gi")
+    kvarn = planned_on(H200, monkeypatch, *FLAGS, "--kv-cache-dtype", "kvarn_k4v4_g128")
+    assert not kvarn.config.scheduler.prefix_caching and not kvarn.config.cache.snapshots
