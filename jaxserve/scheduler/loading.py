@@ -120,6 +120,8 @@ class Loads:
         self._transfers, self._disk = transfers, disk
         self._clock, self._observer = clock, observer
         self._loads: list[Load] = []
+        self._news = False
+        """A load is over since the last `advance`, so that its pages are free."""
         self._orphans = 0
         """Copies of loads that are over."""
         self._rate, self._disk_rate = config.expected_rate, config.expected_disk_rate
@@ -245,8 +247,8 @@ class Loads:
         seq.waits_for_loads += 1
 
     def advance(self) -> bool:
-        """Bring all loads on. Returns whether one is over."""
-        now, over = self._clock(), False
+        """Bring all loads on. Returns whether one is over since the last call, for any reason."""
+        now = self._clock()
         for load in list(self._loads):
             self._publish(load)
             if load.published == load.end:
@@ -256,8 +258,8 @@ class Loads:
                 self._finish(load)
             else:
                 self._feed(load)
-            over |= load.over
-        return over
+        news, self._news = self._news, False
+        return news
 
     def _publish(self, load: Load) -> None:
         """Publish what has arrived, in order."""
@@ -340,7 +342,7 @@ class Loads:
 
     def _finish(self, load: Load) -> None:
         """End a load with what it has published."""
-        load.over = True
+        load.over = self._news = True
         self._loads.remove(load)
         for each in load.pages[load.published :]:
             if each.state is State.ON_HOST:

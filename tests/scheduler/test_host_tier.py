@@ -50,9 +50,10 @@ def tier_workloads(draw: st.DrawFn) -> TierWorkload:
         request = replace(first.request, id=f"again{number}", prompt=(*first.request.prompt, *tail))
         delay = draw(st.sampled_from([None] * 12 + list(range(8))))
         arrivals.append(first._replace(request=request, turn=turn, abort_delay=delay))
+    failing = draw(st.sampled_from([None] * 60 + list(range(6, 40))))
     config = replace(work.config, prefix_caching=True, max_queued=100)
     return TierWorkload(
-        work._replace(arrivals=arrivals, config=config),
+        work._replace(arrivals=arrivals, config=config, failing_turn=failing),
         host_slots=draw(st.sampled_from([8, 20, 3, 50])),
         ring=draw(st.sampled_from([2, 1, 4])),
         faults=Faults(
@@ -191,3 +192,33 @@ def test_every_page_of_a_prefix_gets_its_file_however_slowly_they_are_written(
     stored = len(loop.tier.index)
     assert stored > 10
     assert len(files) == stored
+
+
+def test_who_waited_for_the_pages_of_an_aborted_load_goes_on() -> None:
+    """Nothing else wakes it: nobody runs."""
+    config = SchedulerConfig(max_num_seqs=2, max_model_len=24, max_num_batched_tokens=24)
+    cache = CacheConfig(num_pages=5, page_size=4)
+    loop = TierLoop(config, cache, host_slots=20, faults=Faults(late=0.0))
+
+    def request(name: str, *prompt: int) -> Request:
+        return Request(id=name, prompt=prompt, params=SamplingParams(max_tokens=1))
+
+    kept = (1, 2, 3, 0) * 2
+    loop.add(request("first", *kept, 1, 2))
+    loop.run()
+    loop.drain()
+    loop.add(request("displaces it", *(2, 2, 3, 1) * 3, 1, 2))
+    loop.run()
+    loop.drain()
+    loop.copier.draining = False
+    loop.copier.faults = Faults(late=1.0)  # from now on copies take as long as they like
+    loop.add(request("again", *kept, 1, 2))
+    loop.launch()
+    assert len(loop.copier.jobs) > 0, "its pages are on their way"
+    loop.add(request("waits", *(3, 3, 1, 0) * 3, 1, 2))
+    assert loop.launch() is None, "the load holds pages that it needs"
+    loop.abort("again")
+    assert loop.launch() is not None
+    loop.run()
+    assert loop.finish("waits") is FinishReason.LENGTH
+    loop.drain()
