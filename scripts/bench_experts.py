@@ -172,8 +172,8 @@ def candidates(case: Case) -> Iterator[Case]:
         ]
     elif case.format == "bf16":
         tries = [
-            Launch(rows=rows, tokens=128, tail=tail, depth=64, num_warps=8, num_stages=stages)
-            for rows, tail, stages in ((256, 32, 4), (256, 0, 4), (128, 32, 3))
+            Launch(rows=rows, tokens=128, depth=64, num_warps=8, num_stages=stages)
+            for rows, stages in ((256, 4), (128, 4), (128, 3))
         ]
     else:
         tries = [Launch(rows=64, tokens=64), Launch(rows=128, tokens=64, num_warps=8)]

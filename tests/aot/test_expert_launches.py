@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +18,6 @@ from jaxserve_kernels import pdl, weights
 from jaxserve_kernels.experts import ExpertActivation, ExpertWeights, Routing, experts, route
 from jaxserve_kernels.op import Choice
 from jaxserve_kernels.target import Target
-from tests.aot.ptx import check_registers_and_memory, compile_kernel
 
 FORMATS: dict[str, Callable[[Any], Any]] = {
     "bf16": lambda weight: weight,
@@ -97,24 +95,3 @@ def test_a_layer_of_few_tokens_is_one_chain_of_launches(tokens: int) -> None:
     names = [each.primitive.name for each in traced.jaxpr.eqns]
     assert names.count("triton_kernel_call") == 0, names
     assert len(names) == 1, names
-
-
-@pytest.mark.parametrize("tail", [0, 32])
-def test_products_of_many_tokens_do_not_wait_for_each_other(tail: int, tmp_path: Path) -> None:
-    """Gate and up of Qwen3-30B-A3B. ptxas says so, and how many registers it takes."""
-    from jaxserve_kernels.experts.triton import _gate_up
-
-    types = {
-        "x_ptr": "*bf16", "packed_ptr": "*bf16", "scale_ptr": "*bf16", "second_ptr": "*bf16",
-        "bias_ptr": "*bf16", "out_ptr": "*bf16", "tokens": "i32",
-    }  # fmt: skip
-    size = 1536 * 2048
-    constants = {
-        "experts": 128, "choices": 8, "n": 768, "k": 2048, "columns": 2048, "packed_size": size,
-        "scale_size": size, "second_size": size, "KIND": -2, "GROUP": 0, "ZERO": 0, "BIAS": False,
-        "ONE": False, "FEW": 0, "EXPERTS": 128, "TOKENS": 128, "TAIL": tail, "ROWS": 256,
-        "DEPTH": 64, "UNROLL": 1, "STAGES": 4, "GATED": 1, "APART": True, "UNPACK": None,
-        "EARLY": False,
-    }  # fmt: skip
-    kernel = compile_kernel(_gate_up, types, constants, num_warps=8)
-    check_registers_and_memory(kernel, tmp_path)

@@ -20,7 +20,6 @@ class Limits(NamedTuple):
 
     most_parts_tokens: int
     hopper_tokens: int
-    programs_per_multiprocessor: int
 
 
 def limits_of(target: Target) -> Limits:
@@ -35,8 +34,6 @@ class Launch:
 
     rows: int = 64
     tokens: int = 16
-    tail: int = 0
-    """Of a plain weight: so many more, if the expert has more than `tokens`."""
     depth: int = 128
     num_warps: int = 4
     num_stages: int = 4
@@ -107,20 +104,17 @@ def _launch(
     if refusal is not None:
         return refusal
     each = -(-ids.size // experts)  # tokens of an expert, if all had as many
-    if weight.operand is None and each > 48 and target.gpu.compute_capability == 90:
-        # Warpgroups of 128 rows read what they multiply half as often as others.
-        return Launch(rows=256, tokens=128, tail=32, depth=64, num_warps=8, num_stages=4)
     tokens = 16 if each <= 8 else 32 if each <= 20 else 64 if each <= 48 else 128
-    touched = min(ids.size, experts)
-    wanted = limits_of(target).programs_per_multiprocessor * target.gpu.multiprocessors
-    few = touched * rows // 64 < wanted
+    if weight.operand is not None:
+        tokens = min(tokens, 64)
     launch = Launch(
-        rows=32 if few else 128 if tokens == 128 else 64,
+        rows=128 if each > 48 else 64,
         tokens=tokens,
         depth=_depth(depth, tokens, weight),
-        num_warps=8 if tokens == 128 else 4,
+        num_warps=8 if each > 48 else 4,
     )
-    return replace(launch, num_stages=_stages(launch, weight, target))
+    most = 4 if ids.shape[0] > 1 else 6 if weight.operand is None else 8
+    return replace(launch, num_stages=_stages(launch, most, weight, target))
 
 
 def _depth(depth: int, tokens: int, weight: Stacked) -> int:
@@ -129,11 +123,12 @@ def _depth(depth: int, tokens: int, weight: Stacked) -> int:
     return 64 if depth % 128 or tokens > 32 else 128
 
 
-def _stages(launch: Launch, weight: Stacked, target: Target) -> int:
-    """Four, or as many as fit a program's memory."""
+def _stages(launch: Launch, most: int, weight: Stacked, target: Target) -> int:
+    """As many as fit a program's memory, at most `most`: of one token more, whose programs are too
+    few to keep the memory busy otherwise."""
     bits = 16 if weight.operand is None else weight.operand.bits
     stage = launch.depth * (launch.rows * bits // 8 + launch.tokens * 2)
-    return max(2, min(4, target.gpu.shared_memory_per_block // stage))
+    return max(2, min(most, target.gpu.shared_memory_per_block // stage))
 
 
 def _unlike(rows: int, depth: int, inputs: int, weight: Stacked) -> Refusal | None:

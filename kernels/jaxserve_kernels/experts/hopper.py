@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from jaxserve_kernels.activation import gating
 from jaxserve_kernels.experts import triton_route
 from jaxserve_kernels.experts.config import most_blocks
-from jaxserve_kernels.experts.triton_sums import block_of
+from jaxserve_kernels.experts.triton import block_of
 from jaxserve_kernels.experts.types import (
     SWIGLU_OSS_ALPHA,
     SWIGLU_OSS_LIMIT,
@@ -60,7 +60,7 @@ def _blocks(
 ):  # fmt: skip
     """Of each block its expert, and where its tokens begin and end; an expert beyond the last: it
     has none."""
-    expert, begin, end = block_of(ends_ptr, ends_ptr, 0, experts, False, 0, TOKENS, EXPERTS)
+    expert, begin, end = block_of(ends_ptr, ends_ptr, experts, False, TOKENS, EXPERTS)
     at = block_ptr + tl.program_id(1)
     tl.store(at, expert)
     tl.store(at + count, begin)

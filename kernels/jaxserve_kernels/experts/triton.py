@@ -21,7 +21,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from jaxserve_kernels.activation import gating
 from jaxserve_kernels.experts import triton_route
 from jaxserve_kernels.experts.config import Config, Launch, most_blocks
-from jaxserve_kernels.experts.triton_sums import PLAIN, block_of, pairs_at, sums, within
 from jaxserve_kernels.experts.types import (
     SWIGLU_OSS_ALPHA,
     SWIGLU_OSS_LIMIT,
@@ -29,16 +28,94 @@ from jaxserve_kernels.experts.types import (
     ExpertWeights,
     stacked,
 )
+from jaxserve_kernels.quantized_matmul.triton import accumulate
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated
 from jaxserve_kernels.triton_call import triton_call
 
-MOST_COUNTED = 64
-"""Pairs of tokens and experts that every program counts: a kernel less in the chain."""
+_PLAIN = tl.constexpr(-2)
+"""In place of a `weights.Kind`: the weight is an array."""
 _OSS = tl.constexpr(3)
 """In place of what `activation.gating` gives: gpt-oss's."""
 _ALPHA = tl.constexpr(SWIGLU_OSS_ALPHA)
 _LIMIT = tl.constexpr(SWIGLU_OSS_LIMIT)
+
+
+@triton.jit
+def block_of(
+    ids_ptr, ends_ptr, experts: tl.constexpr, ONE: tl.constexpr,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """The program's expert, and from where to where its tokens lie, at most TOKENS of which are the
+    program's; an expert beyond the last: there are none. ONE: of one token, each pair is alone."""
+    block = tl.program_id(1)
+    if ONE:
+        expert = tl.load(ids_ptr + block)
+        begin = block
+        end = block + 1
+    else:
+        lane = tl.arange(0, EXPERTS)
+        there = lane < experts
+        ends = tl.load(ends_ptr + lane, mask=there, other=0)
+        begins = tl.load(ends_ptr + lane - 1, mask=there & (lane > 0), other=0)
+        blocks = (ends - begins + TOKENS - 1) // TOKENS
+        last = tl.cumsum(blocks, axis=0)
+        expert = tl.sum((last <= block).to(tl.int32), axis=0)
+        mine = lane == expert
+        first = begins + (block - last + blocks) * TOKENS
+        begin = tl.sum(tl.where(mine, first, 0), axis=0)
+        end = tl.sum(tl.where(mine, ends, 0), axis=0)
+    return expert, begin, end
+
+
+@triton.jit
+def _within(row, n: tl.constexpr, size: tl.constexpr):
+    """Rows of a tile of `size`; past the last of n rows, that one."""
+    if n % size:
+        row = tl.minimum(row, n - 1)
+    return row
+
+
+@triton.jit
+def _plain(
+    x_ptr, w_ptr, row, source, sources,
+    k: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    depth = tl.arange(0, DEPTH)
+    w = w_ptr + row.to(tl.int64)[:, None] * k + depth[None, :]
+    x = x_ptr + source.to(tl.int64)[None, :] * k + depth[:, None]
+    present = source[None, :] < sources
+    acc = tl.zeros([row.shape[0], source.shape[0]], tl.float32)
+    for _ in tl.range(0, k // DEPTH, num_stages=STAGES):
+        a = tl.load(w)
+        b = tl.load(x, mask=present, other=0.0)
+        acc = tl.dot(a, b, acc)
+        w += DEPTH
+        x += DEPTH
+    return acc
+
+
+@triton.jit
+def _sums(
+    x_ptr, packed_ptr, scale_ptr, second_ptr, expert, row, source, sources,
+    k: tl.constexpr, columns: tl.constexpr,
+    packed_size: tl.constexpr, scale_size: tl.constexpr, second_size: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, UNPACK: tl.constexpr,
+    DEPTH: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """An expert's rows `row` times the tokens in the rows `source` of x, of which there are
+    `sources`; beyond that tokens are 0."""
+    expert = expert.to(tl.int64)
+    packed = packed_ptr + expert * packed_size
+    if KIND == _PLAIN:
+        acc = _plain(x_ptr, packed, row, source, sources, k, DEPTH, STAGES)
+    else:
+        acc = accumulate(
+            x_ptr, packed, scale_ptr + expert * scale_size, second_ptr + expert * second_size,
+            row, source, 0, sources, k // DEPTH, k, columns,
+            KIND, GROUP, ZERO, UNROLL, STAGES, UNPACK,
+        )  # fmt: skip
+    return acc
 
 
 @triton.jit
@@ -54,102 +131,48 @@ def _activated(gate, up, dtype: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _store_gated(
-    acc, acc_up, bias_ptr, out_ptr, row, out_row, place, end,
-    n: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, APART: tl.constexpr,
-):  # fmt: skip
-    """acc has gate and, unless they are APART, up below it."""
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    half: tl.constexpr = out_row.shape[0]
-    if BIAS:
-        acc += tl.load(bias_ptr + row).to(tl.float32)[:, None]
-        if APART:
-            acc_up += tl.load(bias_ptr + n + row).to(tl.float32)[:, None]
-    if APART:
-        # The compilers would round sums before the last product is waited for, and ptxas then makes
-        # all products wait for each other (C7514).
-        gate = acc + 0.0
-        up = acc_up + 0.0
-    else:
-        both = tl.reshape(acc, (2, half, acc.shape[1]))
-        gate, up = tl.split(tl.permute(both, (1, 2, 0)))
-    values = _activated(gate, up, dtype, GATED)
-    out = out_ptr + place.to(tl.int64)[None, :] * n + out_row[:, None]
-    tl.store(out, values, mask=(place < end)[None, :] & (out_row < n)[:, None])
-
-
-@triton.jit
 def _gate_up(
     x_ptr, packed_ptr, scale_ptr, second_ptr, bias_ptr, ids_ptr, order_ptr, ends_ptr, tokens,
     out_ptr,
     experts: tl.constexpr, choices: tl.constexpr, n: tl.constexpr, k: tl.constexpr,
     columns: tl.constexpr,
     packed_size: tl.constexpr, scale_size: tl.constexpr, second_size: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
-    BIAS: tl.constexpr, ONE: tl.constexpr, FEW: tl.constexpr, EXPERTS: tl.constexpr,
-    TOKENS: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, GATED: tl.constexpr,
+    BIAS: tl.constexpr, ONE: tl.constexpr, EXPERTS: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
     UNROLL: tl.constexpr, STAGES: tl.constexpr,
-    GATED: tl.constexpr, APART: tl.constexpr,
     UNPACK: tl.constexpr = None, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Pair after pair as they lie together: activation(gate) * up, [pairs, n].
 
-    A tile is ROWS / 2 rows of gate and the same rows of up, so the gating needs no exchange between
-    programs; in one accumulator, or APART.
+    A tile is ROWS / 2 rows of gate and the same rows of up, so the gating needs no exchange.
     """
     half: tl.constexpr = ROWS // 2
-    up: tl.constexpr = n if APART else 0
-    first = tl.program_id(0) * half
-    out_row = first + tl.arange(0, half)
-    if APART:
-        row = within(out_row, n, half)
-    else:
-        lane = tl.arange(0, ROWS)
-        row = within(first + lane % half, n, half) + (lane // half) * n
+    lane = tl.arange(0, ROWS)
+    out_row = tl.program_id(0) * half + tl.arange(0, half)
+    row = _within(tl.program_id(0) * half + lane % half, n, half) + (lane // half) * n
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    expert, begin, end = block_of(
-        ids_ptr, ends_ptr, tokens * choices, experts, ONE, FEW, TOKENS + TAIL, EXPERTS
-    )
+    expert, begin, end = block_of(ids_ptr, ends_ptr, experts, ONE, TOKENS, EXPERTS)
     if expert < experts:
         place = begin + tl.arange(0, TOKENS)
-        pair = pairs_at(ids_ptr, order_ptr, tokens * choices, expert, place, end, ONE, FEW)
-        token = tl.where(place < end, pair // choices, tokens)
-        bias = bias_ptr + expert * (2 * n)
-        if TAIL > 0 and end > begin + TOKENS:
-            rest = begin + TOKENS + tl.arange(0, TAIL)
-            rest_pair = pairs_at(ids_ptr, order_ptr, tokens * choices, expert, rest, end, ONE, FEW)
-            rest_token = tl.where(rest < end, rest_pair // choices, tokens)
-            acc, acc_up, tail, tail_up = sums(
-                x_ptr, packed_ptr, scale_ptr, second_ptr, expert, row, token, rest_token, tokens,
-                up, k, columns, packed_size, scale_size, second_size,
-                KIND, GROUP, ZERO, UNPACK, TAIL, DEPTH, UNROLL, STAGES,
-            )  # fmt: skip
-            _store_gated(
-                tail, tail_up, bias, out_ptr, row, out_row, rest, end, n, BIAS, GATED, APART
-            )
+        there = place < end
+        if ONE:
+            source = tl.where(there, 0, tokens)
         else:
-            acc, acc_up, _, _ = sums(
-                x_ptr, packed_ptr, scale_ptr, second_ptr, expert, row, token, token, tokens,
-                up, k, columns, packed_size, scale_size, second_size,
-                KIND, GROUP, ZERO, UNPACK, 0, DEPTH, UNROLL, STAGES,
-            )  # fmt: skip
-        _store_gated(acc, acc_up, bias, out_ptr, row, out_row, place, end, n, BIAS, GATED, APART)
-
-
-@triton.jit
-def _store_weighted(
-    acc, bias_ptr, weights_ptr, out_ptr, row, out_row, pair, there, tokens,
-    choices: tl.constexpr, n: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    if BIAS:
-        acc += tl.load(bias_ptr + row).to(tl.float32)[:, None]
-    acc *= tl.load(weights_ptr + pair, mask=there, other=0.0)[None, :]
-    to = (pair % choices) * tokens + pair // choices
-    out = out_ptr + to.to(tl.int64)[None, :] * n + out_row[:, None]
-    mask = there[None, :] & (out_row < n)[:, None]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
+            pair = tl.load(order_ptr + place, mask=there, other=0)
+            source = tl.where(there, pair // choices, tokens)
+        acc = _sums(
+            x_ptr, packed_ptr, scale_ptr, second_ptr, expert, row, source, tokens, k, columns,
+            packed_size, scale_size, second_size, KIND, GROUP, ZERO, UNPACK, DEPTH, UNROLL, STAGES,
+        )  # fmt: skip
+        if BIAS:
+            acc += tl.load(bias_ptr + expert * (2 * n) + row).to(tl.float32)[:, None]
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, half, TOKENS)), (1, 2, 0)))
+        values = _activated(gate, up, out_ptr.dtype.element_ty, GATED)
+        out = out_ptr + place.to(tl.int64)[None, :] * n + out_row[:, None]
+        tl.store(out, values, mask=there[None, :] & (out_row[:, None] < n))
 
 
 @triton.jit
@@ -160,50 +183,38 @@ def _down(
     columns: tl.constexpr,
     packed_size: tl.constexpr, scale_size: tl.constexpr, second_size: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
-    BIAS: tl.constexpr, ONE: tl.constexpr, FEW: tl.constexpr, EXPERTS: tl.constexpr,
-    TOKENS: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    BIAS: tl.constexpr, ONE: tl.constexpr, EXPERTS: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
     UNROLL: tl.constexpr, STAGES: tl.constexpr,
     UNPACK: tl.constexpr = None, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Of hidden tokens pair after pair as they lie together: results times the pairs' weights,
     [choices, tokens, n]."""
     out_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = within(out_row, n, ROWS)
+    row = _within(out_row, n, ROWS)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    expert, begin, end = block_of(
-        ids_ptr, ends_ptr, tokens * choices, experts, ONE, FEW, TOKENS + TAIL, EXPERTS
-    )
+    expert, begin, end = block_of(ids_ptr, ends_ptr, experts, ONE, TOKENS, EXPERTS)
     if expert < experts:
         place = begin + tl.arange(0, TOKENS)
+        there = place < end
         pairs = tokens * choices
-        source = tl.where(place < end, place, pairs)
-        bias = bias_ptr + expert * n
-        if TAIL > 0 and end > begin + TOKENS:
-            rest = begin + TOKENS + tl.arange(0, TAIL)
-            acc, _acc_up, tail, _tail_up = sums(
-                x_ptr, packed_ptr, scale_ptr, second_ptr, expert, row,
-                source, tl.where(rest < end, rest, pairs), pairs,
-                0, k, columns, packed_size, scale_size, second_size,
-                KIND, GROUP, ZERO, UNPACK, TAIL, DEPTH, UNROLL, STAGES,
-            )  # fmt: skip
-            _store_weighted(
-                tail, bias, weights_ptr, out_ptr, row, out_row,
-                pairs_at(ids_ptr, order_ptr, tokens * choices, expert, rest, end, ONE, FEW),
-                rest < end, tokens, choices, n, BIAS,
-            )  # fmt: skip
-        else:
-            acc, _acc_up, _, _ = sums(
-                x_ptr, packed_ptr, scale_ptr, second_ptr, expert, row, source, source, pairs,
-                0, k, columns, packed_size, scale_size, second_size,
-                KIND, GROUP, ZERO, UNPACK, 0, DEPTH, UNROLL, STAGES,
-            )  # fmt: skip
-        _store_weighted(
-            acc, bias, weights_ptr, out_ptr, row, out_row,
-            pairs_at(ids_ptr, order_ptr, tokens * choices, expert, place, end, ONE, FEW),
-            place < end, tokens, choices, n, BIAS,
+        source = tl.where(there, place, pairs)
+        acc = _sums(
+            x_ptr, packed_ptr, scale_ptr, second_ptr, expert, row, source, pairs, k, columns,
+            packed_size, scale_size, second_size, KIND, GROUP, ZERO, UNPACK, DEPTH, UNROLL, STAGES,
         )  # fmt: skip
+        if BIAS:
+            acc += tl.load(bias_ptr + expert * n + row).to(tl.float32)[:, None]
+        pair = place
+        if not ONE:
+            pair = tl.load(order_ptr + place, mask=there, other=0)
+        acc *= tl.load(weights_ptr + pair, mask=there, other=0.0)[None, :]
+        to = (pair % choices) * tokens + pair // choices
+        out = out_ptr + to.to(tl.int64)[None, :] * n + out_row[:, None]
+        mask = there[None, :] & (out_row[:, None] < n)
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def experts(
@@ -220,7 +231,7 @@ def experts(
     tokens, embed = x.shape
     pairs = ids.size
     order, ends = ids, ids
-    if pairs > MOST_COUNTED and tokens > 1:
+    if tokens > 1:
         order, ends = triton_route.order(ids, w.gate_up.shape[0], target=target)
     hidden = triton_call(
         x, *_arrays(w.gate_up, w.gate_up_bias), ids, order, ends, tokens,
@@ -229,7 +240,6 @@ def experts(
         target=target,
         out_type=jax.ShapeDtypeStruct((pairs, w.width), x.dtype),
         GATED=_OSS.value if activation == "swiglu_oss" else gating(activation),
-        APART=isinstance(w.gate_up, Array) and config.gate_up.rows >= 128,
         **_launch(config.gate_up, w.gate_up, w.gate_up_bias, ids, x, w.width),
     )  # fmt: skip
     dtype = jnp.float32 if config.parts else x.dtype
@@ -262,19 +272,15 @@ def _launch(
     found = stacked(weight)
     assert found is not None, f"no kernel knows {type(weight)}"
     sizes = [each.size // experts for each in found.arrays]
-    constants = {"KIND": PLAIN.value, "GROUP": 0, "ZERO": 0}
+    constants = {"KIND": _PLAIN.value, "GROUP": 0, "ZERO": 0}
     return {
-        "grid": (
-            triton.cdiv(rows, launch.rows),
-            most_blocks(ids, experts, launch.tokens + launch.tail),
-        ),
+        "grid": (triton.cdiv(rows, launch.rows), most_blocks(ids, experts, launch.tokens)),
         "num_warps": launch.num_warps,
         "experts": experts, "choices": ids.shape[1], "n": n, "k": k, "columns": x.shape[1],
         "packed_size": sizes[0], "scale_size": sizes[1], "second_size": sizes[2],
         **(constants if found.operand is None else found.operand.constants),
         "BIAS": bias is not None, "ONE": ids.shape[0] == 1,
-        "FEW": triton.next_power_of_2(ids.size) if ids.size <= MOST_COUNTED else 0,
         "EXPERTS": triton.next_power_of_2(experts),
-        "TOKENS": launch.tokens, "TAIL": launch.tail, "ROWS": launch.rows, "DEPTH": launch.depth,
+        "TOKENS": launch.tokens, "ROWS": launch.rows, "DEPTH": launch.depth,
         "UNROLL": launch.unroll, "STAGES": launch.num_stages,
     }  # fmt: skip
