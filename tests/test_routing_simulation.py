@@ -163,7 +163,7 @@ def test_a_router_sees_the_pages_that_a_replica_really_has() -> None:
     assert [matched for _, matched in seen] == [0] * 3 + [320] * 6
 
 
-def test_the_documentation_shows_what_was_simulated() -> None:
+def test_the_log_shows_what_was_simulated() -> None:
     result = json.loads(FILE.read_text())
     assert result["simulated"] is True
     assert result["traffic"] == json.loads(json.dumps([asdict(each) for each in TRAFFIC]))
@@ -172,7 +172,7 @@ def test_the_documentation_shows_what_was_simulated() -> None:
         (each.name, name, rate) for each in TRAFFIC for rate in each.rates for name in NAMES
     }
     assert points == expected and len(result["points"]) == len(expected)
-    assert table(result) in (FILE.parents[2] / "docs" / "cluster.md").read_text()
+    assert table(result) in (FILE.parents[1] / "logs" / "routing.md").read_text()
 
 
 def test_the_weights_that_the_documentation_tries_were_simulated() -> None:

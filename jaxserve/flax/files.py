@@ -41,13 +41,19 @@ def load(
       dtype, kernel: see CausalLM.
 
     Raises:
-      ConfigError, CheckpointError: one line; also if the weights are quantised.
+      ConfigError, CheckpointError: one line; also if the weights are quantised, or layers are
+        of a kind that nothing here trains.
     """
     flags = ["--model", str(model)]
     flags += [] if from_step is None else ["--from-step", str(from_step)]
     flags += [] if hf_config is None else ["--hf-config", str(hf_config)]
     options = parse_args(flags)
     source = find_weights(options)
+    abstract = nnx.eval_shape(
+        lambda: CausalLM(
+            source.spec, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype, kernel=kernel
+        )
+    )
     tensors = Tensors(open_named(options, source, open_native_of(source)), source, None)
     tree: Tree = {}
     for name in tensors.names:
@@ -55,11 +61,6 @@ def load(
         array = tensors.read(name)
         put(tree, path, jnp.array(array.T if transposed else array, param_dtype))
         tensors.release(name)
-    abstract = nnx.eval_shape(
-        lambda: CausalLM(
-            source.spec, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype, kernel=kernel
-        )
-    )
     graph, state = nnx.split(abstract)
     nnx.replace_by_pure_dict(state, tree)
     return nnx.merge(graph, state)

@@ -97,7 +97,7 @@ import sys
 from jaxserve.startup import build
 from jaxserve.__main__ import main
 
-def build_parts(*_):
+def build_parts(*_, **__):
     raise build.OutOfDeviceMemory("another process has it")
 
 build.build_parts = build_parts

@@ -96,7 +96,7 @@ def test_a_quantised_model_computes_with_its_dequantised_weights(chunk: int) -> 
     params = dummy_params(decoder.abstract(SMALL, jnp.float32), 1, encode)
     tokens = np.random.default_rng(0).integers(0, SMALL.vocab_size, 16)
     got, expected = (
-        logits_in_chunks(Golden(SMALL, weights, {}), tokens, chunk)
+        logits_in_chunks(Golden("small", SMALL, weights, {}), tokens, chunk)
         for weights in (params, dequantized(params))
     )
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
@@ -113,7 +113,7 @@ def test_heads_of_other_families_compute_with_quantised_weights(
     params = dummy_params(decoder.abstract(spec, jnp.float32), 1, encode)
     tokens = np.random.default_rng(0).integers(0, spec.vocab_size, 16)
     got, expected = (
-        logits_in_chunks(Golden(spec, weights, {}), tokens, 16)
+        logits_in_chunks(Golden("other", spec, weights, {}), tokens, 16)
         for weights in (params, dequantized(params))
     )
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
