@@ -21,7 +21,17 @@ REQUEST = {
 }
 
 
-@pytest.mark.parametrize("architecture", family_models.CONFIGS)
+ALIKE = ("Qwen2ForCausalLM", "MistralForCausalLM")
+"""Families that differ from Llama's in what the goldens test."""
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name
+        for name in family_models.CONFIGS
+    ],
+)
 async def test_a_checkpoint_of_each_family_answers_chats(architecture: str, tmp_path: Path) -> None:
     model = family_models.write(tmp_path / architecture, architecture)
     cache = ("--cache-dir", str(tmp_path / "cache"))
