@@ -19,6 +19,7 @@ def kernel(request: pytest.FixtureRequest) -> Any:
     constants: dict[str, Any] = {
         "scale": 0.1, "q_heads": 32, "kv_heads": 8, "TOKENS": 16, "ROWS": 128, "DIM": 128,
         "PAGE": 64, "SPLITS": request.param, "MIN_PAGES": 8, "STAGES": 4, "TILES": 312, "WINDOW": 0,
+        "sinks_ptr": None,
     }  # fmt: skip
     types = {
         "q_ptr": "*bf16",

@@ -54,7 +54,7 @@ def test_caches_and_other_cards() -> None:
 
 
 def test_the_command_prints_words_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["--device", "h200", "--model", "qwen3-4b", *FEW]
+    line = ["--device", "h200", "--model", "qwen3-4b", "--speculative-config", "off", *FEW]
     assert kernels(parse_args([*line, "--all"], "kernels")) == 0
     words = capsys.readouterr().out
     assert words.startswith("qwen3-4b on NVIDIA H200, traced without the GPU\n")
