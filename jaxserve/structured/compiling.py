@@ -12,12 +12,8 @@ from dataclasses import dataclass
 from jaxserve.grammar_server.wire import Cause, Grammar, Limits
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.structured.errors import GrammarError, GrammarsBusy
-from jaxserve.structured.processes import (
-    GrammarProcess,
-    NotCompiled,
-    ProcessEnded,
-    Processes,
-)
+from jaxserve.structured.orders import GrammarProcess, NotCompiled, ProcessEnded
+from jaxserve.structured.processes import Processes
 from jaxserve.structured.turns import Turns
 from jaxserve.structured.vocabulary import Vocabulary
 from jaxserve.tokenizer import Tokenizer
