@@ -7,6 +7,7 @@ import contextlib
 import io
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -14,7 +15,7 @@ import msgspec
 import pytest
 
 from jaxserve.server.off_loop import MAX_THREADS, Lane, off_loop
-from jaxserve.tokenizer import Progress, nothing
+from jaxserve.tokenizer import Progress, incremental, nothing
 from tests.fakes import FakeEngine, tiny_tokenizer
 from tests.server.conftest import MODEL, Serve
 
@@ -134,22 +135,36 @@ async def test_few_are_worked_on_at_once() -> None:
     assert 1 < most <= MAX_THREADS
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"prompt": ["a"] * 8, "n": 128, "stop": [f"{'a' * 4090}{i}" for i in range(4)]},
-        {"prompt": ["a"] * 1024, "allowed_token_ids": list(range(256)) * 256},
-    ],
-)
-async def test_what_choices_have_in_common_is_prepared_once(
-    serve: Serve, fields: dict[str, Any]
+async def test_the_tables_of_stop_strings_are_made_once_for_all_choices(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = f"{await serve(FakeEngine())}/v1/completions"
-    simple = {name: value for name, value in fields.items() if name in ("prompt", "n")}
-    seconds: list[float] = []
-    for body in (simple, fields):
-        begun = time.process_time()
-        async with aiohttp.request("POST", url, json=body) as reply:
-            assert reply.status == 200
-        seconds.append(time.process_time() - begun)
-    assert seconds[1] < 8 * seconds[0]
+    made: list[str] = []
+    monkeypatch.setattr(incremental, "_next", counting_ends(made))
+    body = {"prompt": ["a"] * 8, "n": 16, "stop": [f"{'b' * 400}{i}" for i in range(4)]}
+    async with aiohttp.request(
+        "POST", f"{await serve(FakeEngine())}/v1/completions", json=body
+    ) as reply:
+        assert reply.status == 200
+    assert sorted(made) == body["stop"]
+
+
+def counting_ends(made: list[str]) -> Callable[[str, Sequence[int], int, str], int]:
+    """A step of the matcher that notes each pattern whose table it completes."""
+    step = incremental._next
+
+    def counted(pattern: str, fallback: Sequence[int], state: int, char: str) -> int:
+        if char == pattern[-1]:
+            made.append(pattern)
+        return step(pattern, fallback, state, char)
+
+    return counted
+
+
+async def test_choices_share_their_allowed_tokens(serve: Serve) -> None:
+    engine = FakeEngine()
+    body = {"prompt": ["a"] * 64, "allowed_token_ids": list(range(256)) * 256}
+    async with aiohttp.request("POST", f"{await serve(engine)}/v1/completions", json=body) as reply:
+        assert reply.status == 200
+    first, *others = engine.requests
+    assert len(others) == 63
+    assert all(other.params.allowed_token_ids is first.params.allowed_token_ids for other in others)
