@@ -145,7 +145,6 @@ def _advance(
         for block in range(count):
             token = first + block * BLOCK + i
             source = qkv_ptr + token[:, None] * width
-            q = tl.load(source + of_key + key[None, :])
             k = tl.load(source + key_heads * KEY + of_key + key[None, :])
             v = tl.load(source + of_value + column[None, :]).to(tl.float32)
             at = (number + block) * value_heads + head
@@ -153,18 +152,19 @@ def _advance(
             solved = solved_ptr + at * (BLOCK * BLOCK) + matrix
             high = tl.load(solved)
             low = tl.load(solved + BLOCK * BLOCK)
-            scores = tl.load(scores_ptr + matrix)
             factors = factors_ptr + at * (4 * BLOCK)
             k_factor = tl.load(factors + i)
-            q_factor = tl.load(factors + BLOCK + i)
-            last = tl.load(factors + 2 * BLOCK + i)
-            forget = tl.load(factors + 4 * BLOCK - 1)
             missing = v - k_factor[:, None] * _times(k, state, zero)
             write = tl.dot(low, missing.to(low.dtype), zero, input_precision="tf32x3")
             write = _times(high, missing, write)
+            q = tl.load(source + of_key + key[None, :])
+            q_factor = tl.load(factors + BLOCK + i)
+            scores = tl.load(scores_ptr + matrix)
             out = _times(scores, write, q_factor[:, None] * _times(q, state, zero))
             target = out_ptr + (token[:, None] * value_heads + head) * VALUE + column[None, :]
             tl.store(target, out.to(out_ptr.dtype.element_ty))
+            last = tl.load(factors + 2 * BLOCK + i)
+            forget = tl.load(factors + 4 * BLOCK - 1)
             state = _times(tl.trans(k), last[:, None] * write, forget * state)
         tl.store(tile, state)
 
