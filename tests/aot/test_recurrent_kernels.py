@@ -78,7 +78,9 @@ def test_recurrent_layers_compile(
     heads = Heads(key_heads=16, value_heads=VALUE_HEADS[model], key_dim=128, value_dim=128)
     config = RuleConfig(heads=heads, block=64, eps=1e-6)
     blocked = None if decode else ints(8)
-    step = RecurrentStep(ints(tokens), ints(tokens), Rows(ints(8), ints(8), ints(8), ints(8), blocked))
+    step = RecurrentStep(
+        ints(tokens), ints(tokens), Rows(ints(8), ints(8), ints(8), ints(8), blocked)
+    )
     channels = 2 * heads.keys + heads.values
 
     def layer(projected: Any, gates: Any, conv: Any, weights: Any, states: Any, step: Any) -> Any:
