@@ -29,6 +29,7 @@ LAYERS = (
         "jaxserve.grammar_server",
         "jaxserve.host_memory",
         "jaxserve.kv_events",
+        "jaxserve.layer_spec",
         "jaxserve.logs",
         "jaxserve.metrics",
         "jaxserve.model_spec",
