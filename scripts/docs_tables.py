@@ -247,7 +247,7 @@ GIB = 2**30
 
 
 def named_models() -> str:
-    rows: list[list[str]] = []
+    rows: dict[tuple[str, ...], list[str]] = {}
     for name in NAMED_MODELS:
         try:
             found = planned("b200", f"{name} --quantization int4 --fp8-copy off")
@@ -255,17 +255,15 @@ def named_models() -> str:
         except ConfigError:  # its sizes are no multiples of what the kernels read
             four = "\u2013"
         plain = planned("b200", f"{name} --gpu-memory 400Gi")
-        rows.append(
-            [
-                f"`{name}`",
-                f"{plain.weights / GIB:.1f}",
-                four,
-                f"{plain.kv_bytes_per_token // 1024}",
-                f"{plain.model_max_len:,}",
-            ]
+        sizes = (
+            f"{plain.weights / GIB:.1f}",
+            four,
+            f"{plain.kv_bytes_per_token // 1024}",
+            f"{plain.model_max_len:,}",
         )
+        rows.setdefault(sizes, []).append(f"`{name}`")
     head = ["name", "weights in bfloat16, GiB", "in int4, GiB", "KV cache per token, KiB"]
-    return table([*head, "context"], rows)
+    return table([*head, "context"], ([", ".join(names), *sizes] for sizes, names in rows.items()))
 
 
 def families() -> str:

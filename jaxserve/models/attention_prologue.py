@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxserve.model_spec import AttentionSpec, ModelSpec
+from jaxserve.layer_spec import AttentionSpec
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models.rope import RopeTables
 from jaxserve_kernels.add_rms_norm import rms_norm
 from jaxserve_kernels.attention_inputs import HeadWeights, rope

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxserve.model_spec import DeltaNetSpec, ModelSpec
+from jaxserve.layer_spec import DeltaNetSpec
+from jaxserve.model_spec import ModelSpec
 from jaxserve_kernels.causal_conv import causal_conv
 from jaxserve_kernels.gated_delta_rule import Heads, gated_delta_rule, gated_rms_norm
 from jaxserve_kernels.matmul import QuantizedTokens, linear, plain, sum_parts

@@ -14,11 +14,11 @@ from jax import Array
 
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
-from jaxserve.models.decoder import Caches, StepTokens
 from jaxserve.models.drafts import block
 from jaxserve.models.drafts.block import BlockParams
 from jaxserve.models.drafts.draw import draw
 from jaxserve.models.drafts.spec import BlockDraft
+from jaxserve.models.layer import Caches, StepTokens, paged
 from jaxserve_kernels.kv_format import page_size
 from jaxserve_kernels.sampler import RowAdjustments, RowSampling, SlotTables
 from jaxserve_kernels.target import Target
@@ -103,7 +103,7 @@ def draft_ahead(
       The drafts, int32 [rows, at most `most`], how many of them each row has, int32 [rows], and kv.
       Blocks end where the pages do.
     """
-    size, skipped = page_size(decoder.paged(kv)[0]), 0 if draft.predicts_next else 1
+    size, skipped = page_size(paged(kv)[0]), 0 if draft.predicts_next else 1
     most = min(most, draft.num_drafts)
     count = jnp.clip(ends.held - ends.position, 0, draft.block)
     tokens = block.block_tokens(

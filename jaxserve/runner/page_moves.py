@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
-from jaxserve.models import decoder
+from jaxserve.models.layer import Caches
 from jaxserve.plan import PageMove, PageMoves
 from jaxserve.programs.executable_cache import Executable, Program
 from jaxserve_kernels.kv_format import KV, CacheShape, KVFormat
@@ -180,7 +180,7 @@ class PageMover:
         """The same of the load rings."""
         return [_parts(ring) for ring in self._loads]
 
-    def warm(self, caches: decoder.Caches) -> decoder.Caches:
+    def warm(self, caches: Caches) -> Caches:
         """Run every program once, with padding. Returns the caches."""
         before = self.store_ring(), self.load_ring()
         kept = list(caches)
@@ -195,9 +195,7 @@ class PageMover:
         self._markers.clear()
         return tuple(kept)
 
-    def move(
-        self, caches: decoder.Caches, moves: PageMoves
-    ) -> tuple[decoder.Caches, Callable[[], bool]]:
+    def move(self, caches: Caches, moves: PageMoves) -> tuple[Caches, Callable[[], bool]]:
         """Launch moves. Returns the caches, and what tells, without waiting, whether all is
         done."""
         self._markers = []

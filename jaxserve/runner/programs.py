@@ -17,6 +17,7 @@ from jaxserve.models import decoder
 from jaxserve.models.delta_net import abstract_state
 from jaxserve.models.drafts.block import BlockParams
 from jaxserve.models.drafts.spec import BlockDraft
+from jaxserve.models.layer import Caches, paged
 from jaxserve.programs.executable_cache import Program
 from jaxserve.runner import (
     batch,
@@ -104,7 +105,7 @@ class RunnerConfig:
         return abstract_state(self.spec, self.dtype, slots)
 
     @property
-    def caches(self) -> decoder.Caches:
+    def caches(self) -> Caches:
         """Abstract."""
         own = self.recurrent_state
         paged = tuple(self.kv_format.abstract(each, self.dtype) for each in self.kv_shapes)
@@ -205,7 +206,7 @@ def programs(config: RunnerConfig, params: Any, head: BlockParams | None = None)
         return jnp.zeros(abstract.shape, abstract.dtype)
 
     def empty() -> DeviceState:
-        kv: decoder.Caches = tuple(
+        kv: Caches = tuple(
             config.kv_format.allocate(each, config.dtype) for each in config.kv_shapes
         )
         if (own := config.recurrent_state) is not None:
@@ -235,7 +236,7 @@ def programs(config: RunnerConfig, params: Any, head: BlockParams | None = None)
                 function=config.kv_format.largest_magnitudes,
                 arguments=(kv,),
             )
-            for group, kv in enumerate(decoder.paged(state.kv))
+            for group, kv in enumerate(paged(state.kv))
             if scaled
         ),
         *state_copies.programs(config.recurrent_state),

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from jaxserve.models import decoder
 from jaxserve.models.drafts.block import BlockParams
+from jaxserve.models.layer import Caches, paged
 from jaxserve.plan import PageCopy, PageMoves, Sampled, StateCopy, StepPlan
 from jaxserve.programs.executable_cache import Executable
 from jaxserve.programs.executables import obtain
@@ -265,8 +266,8 @@ class Runner:
         """The scales that were set, see `use_kv_scales`."""
         return self._kv_scales
 
-    def _scaled(self, kv: decoder.Caches, scales: NDArray[np.float32]) -> decoder.Caches:
-        caches = decoder.paged(kv)
+    def _scaled(self, kv: Caches, scales: NDArray[np.float32]) -> Caches:
+        caches = paged(kv)
         groups = zip(caches, self._config.spec.cache_groups, strict=True)
         scaled = self._config.kv_format.with_scales
         found = (scaled(each, scales[list(group.layers)]) for each, group in groups)
@@ -278,7 +279,7 @@ class Runner:
         groups = self._config.spec.cache_groups
         spec = self._config.spec
         found = np.zeros((spec.num_layers, spec.kv_heads, 2), np.float32)
-        caches = decoder.paged(self._state.kv)
+        caches = paged(self._state.kv)
         for group, largest, kv in zip(groups, self._largest, caches, strict=True):
             assert largest is not None
             found[list(group.layers)] = np.asarray(largest(kv))

@@ -12,6 +12,7 @@ from jaxserve.api import MAX_LOGPROBS
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.models.drafts.spec import BlockDraft
+from jaxserve.models.layer import Caches, StepTokens, paged
 from jaxserve.runner import sequence_state
 from jaxserve.runner.batch import (
     DECODE_TOKEN,
@@ -43,7 +44,7 @@ class DeviceState(NamedTuple):
     nodes of the step's CUDA graph would then have to be updated before its launch.
     """
 
-    kv: decoder.Caches
+    kv: Caches
     """The cache of each cache group, and the state of recurrent layers."""
     sequences: Array  # int32, see sequence_state
     tables: SlotTables  # see slot_tables
@@ -126,10 +127,10 @@ def overwritten(old: Array, new: Array) -> Array:
     return lax.dynamic_update_slice(old, new, (0,) * old.ndim)
 
 
-def locate(inputs: StepInputs, sequences: Array, kv: decoder.Caches) -> decoder.StepTokens:
+def locate(inputs: StepInputs, sequences: Array, kv: Caches) -> StepTokens:
     """Returns the tokens' ids, and in each cache group the page and offset of each token's key and
     value."""
-    caches = decoder.paged(kv)
+    caches = paged(kv)
     groups, page_tokens = len(caches), page_size(caches[0])
     last = sequences[inputs.token_slots, sequence_state.LAST_TOKEN]
     positions = inputs.token_positions
@@ -145,7 +146,7 @@ def locate(inputs: StepInputs, sequences: Array, kv: decoder.Caches) -> decoder.
         for table in sequence_state.page_tables(sequences, groups)
     )
     ids = jnp.where(inputs.token_ids == DECODE_TOKEN, last, inputs.token_ids)
-    return decoder.StepTokens(ids, places)
+    return StepTokens(ids, places)
 
 
 def _rows(inputs: StepInputs, padding_slot: int, *, singles: bool) -> RecurrentStep:

@@ -11,6 +11,7 @@ from jaxserve.api import MAX_LOGPROBS
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.models.drafts.spec import BlockDraft
+from jaxserve.models.layer import paged
 from jaxserve.runner import sequence_state
 from jaxserve.runner.batch import DECODE_TOKEN, ROW_LOGPROBS, ROW_MASKED, ROW_SAMPLES, StepInputs
 from jaxserve.runner.draft_step import (
@@ -89,8 +90,8 @@ def run_verify_step(
     asked = bucket.unpack(packed)
     sequences = sequence_state.apply(state.sequences, asked.addresses, asked.values)
     verify = with_drafts(verify, asked)
-    size = page_size(decoder.paged(state.kv)[0])
-    rewrites = all(format_of(kv).rewrites_pages for kv in decoder.paged(state.kv))
+    size = page_size(paged(state.kv)[0])
+    rewrites = all(format_of(kv).rewrites_pages for kv in paged(state.kv))
     runs = runs_of(asked, verify, bucket.positions, None if rewrites else size)
     inputs = step_inputs(asked, runs, padding_slot=sequences.shape[0] - 1)
     tokens = locate(inputs, sequences, state.kv)

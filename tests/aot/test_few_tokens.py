@@ -93,7 +93,8 @@ def test_rings_of_every_format_fit_three_programs(name: str, tokens: int, tmp_pa
     import jax.numpy as jnp
 
     from jaxserve_kernels import weights
-    from jaxserve_kernels.quantized_matmul.config import choose, steps
+    from jaxserve_kernels.quantized_matmul.config import steps
+    from jaxserve_kernels.quantized_matmul.rules import choose
     from jaxserve_kernels.quantized_matmul.triton_arguments import kind
     from jaxserve_kernels.quantized_matmul.triton_streaming import _product
 

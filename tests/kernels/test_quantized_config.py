@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from jaxserve.models.registry import NAMED_MODELS
 from jaxserve_kernels import weights
-from jaxserve_kernels.quantized_matmul.config import Config, choose, steps, stream_k_of
+from jaxserve_kernels.quantized_matmul.config import Config, steps, stream_k_of
+from jaxserve_kernels.quantized_matmul.rules import choose
 from jaxserve_kernels.target import Target
 
 HOPPER = Target.for_gpu(90)

@@ -14,7 +14,7 @@ import pytest
 from jaxserve_kernels import pdl, weights
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.matmul import gated_linear, linear, sum_parts, token_format
-from jaxserve_kernels.quantized_matmul.config import choose
+from jaxserve_kernels.quantized_matmul.rules import choose
 from jaxserve_kernels.target import REFERENCE, Implementation, Target
 
 pytestmark = pytest.mark.gpu

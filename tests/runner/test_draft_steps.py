@@ -18,6 +18,7 @@ from jaxserve.models import decoder
 from jaxserve.models.drafts.block import BlockParams
 from jaxserve.models.drafts.loading import open_draft
 from jaxserve.models.drafts.spec import BlockDraft
+from jaxserve.models.layer import StepTokens
 from jaxserve.plan import Sampled
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
@@ -117,7 +118,7 @@ def _tapped(params: decoder.Params, ids: Any, taps: tuple[int, ...]) -> Any:
     _, _, tapped = decoder.tapped_forward(
         params,
         (Dense().allocate(shape, jnp.float32),),
-        decoder.StepTokens(ids, (place,)),
+        StepTokens(ids, (place,)),
         SPEC,
         tile_size=LONGEST,
         target=CPU,

@@ -8,14 +8,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from jaxserve.model_spec import (
-    AttentionSpec,
-    DeltaNetSpec,
-    FeedForwardSpec,
-    LayerSpec,
-    ModelSpec,
-    Rope,
-)
+from jaxserve.layer_spec import AttentionSpec, DeltaNetSpec, FeedForwardSpec, LayerSpec, Rope
+from jaxserve.model_spec import ModelSpec
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
 from tests.runner.test_equivalence import Solo, Workload, check_against_solo, workloads

@@ -21,8 +21,9 @@ from jax.typing import DTypeLike
 
 from jaxserve.model_spec import CachePlace
 from jaxserve.models import decoder
-from jaxserve.models.decoder import Caches, Layer, Norm, StepTokens
 from jaxserve.models.drafts.spec import BlockDraft
+from jaxserve.models.layer import Caches, Norm, StepTokens, decoder_layer
+from jaxserve.models.layer_weights import Layer, layer_views
 from jaxserve.models.rope import step_tables, table_of_layer
 from jaxserve_kernels.add_rms_norm import rms_norm
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_inputs
@@ -96,7 +97,7 @@ def write_context(
     tables = step_tables(body, tokens.positions)
     cache = kv[0]
     assert isinstance(cache, Array)
-    for index, layer in enumerate(decoder.layer_views(params.layers)):
+    for index, layer in enumerate(layer_views(params.layers)):
         assert layer.qkv is not None
         with jax.named_scope(f"draft_context_{index}"):
             _, cache = attention_inputs(
@@ -185,7 +186,7 @@ def block_hidden(
       values lie at their positions until the target's tokens overwrite them.
     """
     body = draft.body
-    layers = decoder.layer_views(params.layers)
+    layers = layer_views(params.layers)
     x = take_rows(embedding, tokens.ids, params.final_norm.dtype)
     normed = rms_norm(x, layers[0].attention_norm, body.norm_eps)
     norms = [*(Norm(layer.attention_norm) for layer in layers[1:]), Norm(params.final_norm)]
@@ -193,7 +194,7 @@ def block_hidden(
     for index, (layer, norm) in enumerate(zip(layers, norms, strict=True)):
         own, place = tables[table_of_layer(body, index)], CachePlace(0, first + index)
         with jax.named_scope(f"draft_{index}"):
-            x, normed, kv = decoder.decoder_layer(
+            x, normed, kv = decoder_layer(
                 *(layer, norm, place, x, normed, kv, own, tokens, body),
                 tile_size=1,
                 target=target,

@@ -23,8 +23,9 @@ from jax.typing import DTypeLike
 
 from jaxserve.model_spec import CachePlace
 from jaxserve.models import decoder
-from jaxserve.models.decoder import Caches, Layer, Norm, StepTokens
 from jaxserve.models.drafts.spec import Eagle3Draft
+from jaxserve.models.layer import Caches, Norm, StepTokens, decoder_layer
+from jaxserve.models.layer_weights import Layer, layer_views
 from jaxserve.models.rope import step_tables
 from jaxserve_kernels.add_rms_norm import rms_norm
 from jaxserve_kernels.matmul import linear, plain, sum_parts, take_rows
@@ -50,7 +51,7 @@ def abstract(draft: Eagle3Draft, dtype: DTypeLike) -> Eagle3Params:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     body = draft.body
-    layer = decoder.layer_views(decoder.abstract(body, dtype).layers)[0]
+    layer = layer_views(decoder.abstract(body, dtype).layers)[0]
     ids: Any = jax.ShapeDtypeStruct((body.vocab_size,), jnp.int32)
     return Eagle3Params(
         fc=array(body.embed, len(draft.taps) * body.embed),
@@ -103,7 +104,7 @@ def extend(
     )
     normed_state = rms_norm(state, params.hidden_norm, body.norm_eps)
     (tables,) = step_tables(body, tokens.positions)
-    x, normed, kv = decoder.decoder_layer(
+    x, normed, kv = decoder_layer(
         layer,
         Norm(params.final_norm),
         CachePlace(0, first),

@@ -17,12 +17,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from jaxserve_kernels.paged_attention.config import LOG2_E, HopperConfig, tile_tokens
+from jaxserve_kernels.paged_attention.hopper_pages import copy_tiles, length_of, share_of
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
@@ -200,55 +200,6 @@ def _attend(
 
 
 @gluon.jit
-def _copy(
-    kv, table, pages, ready, free, base, begin, end, first_row, kv_head,
-    kv_heads: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The producer: keys and values of each page, as soon as both groups are done with a place."""
-    for block in range(begin, end):
-        index = base + block - begin
-        stage = index % STAGES
-        row = first_row + (gl.load(table + block) * kv_heads + kv_head) * (2 * PAGE)
-        mbarrier.wait(free.index(stage), ((index // STAGES) & 1) ^ 1)
-        mbarrier.expect(ready.index(stage), 2 * PAGE * DIM * 2)
-        tma.async_load(kv, [row, 0], ready.index(stage), pages.index(2 * stage))
-        tma.async_load(kv, [row + PAGE, 0], ready.index(stage), pages.index(2 * stage + 1))
-
-
-@gluon.jit
-def _share_of(
-    tile, split, first_ptr, length_ptr, slot_ptr, position_ptr,
-    PAGE: gl.constexpr, SPLITS: gl.constexpr, MIN_PAGES: gl.constexpr, WINDOW: gl.constexpr,
-):  # fmt: skip
-    """A tile, and which pages of its context are the split's; with one split all of them are."""
-    first = gl.load(first_ptr + tile)
-    length = gl.load(length_ptr + tile)
-    slot = gl.load(slot_ptr + tile).to(gl.int64)
-    position = gl.load(position_ptr + tile)
-    context = (position + length - 1) // PAGE + 1
-    before = 0
-    if WINDOW:
-        before = gl.maximum(position - WINDOW + 1, 0) // PAGE
-        context -= before
-    per_split = gl.maximum((context + SPLITS - 1) // SPLITS, MIN_PAGES)
-    begin = split * per_split
-    return (
-        first,
-        length,
-        slot,
-        position,
-        before + begin,
-        before + gl.minimum(begin + per_split, context),
-        (per_split >= context),
-    )
-
-
-@gluon.jit
-def _length(length_ptr, tile, TILES: gl.constexpr):
-    return gl.load(length_ptr + tile, mask=tile < TILES, other=0)
-
-
-@gluon.jit
 def _attend_tiles(
     q_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free,
     first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
@@ -259,8 +210,8 @@ def _attend_tiles(
 ):  # fmt: skip
     """Warpgroup `part` of each of the program's tiles: every `step`th until there are no more."""
     base = 0
-    while _length(length_ptr, tile, TILES) > 0:
-        first, length, _, position, begin, end, alone = _share_of(
+    while length_of(length_ptr, tile, TILES) > 0:
+        first, length, _, position, begin, end, alone = share_of(
             tile,
             split,
             first_ptr,
@@ -284,36 +235,6 @@ def _attend_tiles(
 
 
 @gluon.jit
-def _copy_tiles(
-    kv, first_row, table_ptr, table_stride, pages, ready, free,
-    first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
-    kv_heads: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
-    SPLITS: gl.constexpr, MIN_PAGES: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
-    WINDOW: gl.constexpr,
-):  # fmt: skip
-    base = 0
-    while _length(length_ptr, tile, TILES) > 0:
-        _, _, slot, _, begin, end, _ = _share_of(
-            tile,
-            split,
-            first_ptr,
-            length_ptr,
-            slot_ptr,
-            position_ptr,
-            PAGE,
-            SPLITS,
-            MIN_PAGES,
-            WINDOW,
-        )
-        _copy(
-            kv, table_ptr + slot * table_stride, pages, ready, free, base, begin, end, first_row,
-            kv_head, kv_heads, DIM, PAGE, STAGES,
-        )  # fmt: skip
-        base += end - begin
-        tile += step
-
-
-@gluon.jit
 def _program(
     q_ptr, kv, first_page, table_ptr, first_ptr, length_ptr, slot_ptr, position_ptr, sinks_ptr,
     out_ptr, part_ptr, peak_ptr, weight_ptr,
@@ -328,7 +249,7 @@ def _program(
     if gl.load(length_ptr + tile) == 0:
         return
     if SPLITS > 1:
-        _, _, _, _, begin, end, _ = _share_of(
+        _, _, _, _, begin, end, _ = share_of(
             tile,
             split,
             first_ptr,
@@ -364,7 +285,7 @@ def _program(
                 1, scale, q_heads, kv_heads, TOKENS, ROWS, DIM, PAGE, SPLITS, MIN_PAGES, STAGES,
                 TILES, WINDOW,
             )),
-            (_copy_tiles, (
+            (copy_tiles, (
                 kv, first_page * (kv_heads * 2 * PAGE), table_ptr, table_stride, pages, ready,
                 free, first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
                 kv_heads, DIM, PAGE, SPLITS, MIN_PAGES, STAGES, TILES, WINDOW,

@@ -17,20 +17,14 @@ from jax.typing import DTypeLike
 from jaxserve_kernels import dense_matmul
 from jaxserve_kernels.activation import Activation
 from jaxserve_kernels.op import NO_KERNELS, Implementation, Op, Refusal, anything
-from jaxserve_kernels.quantized_matmul.config import (
-    RULES,
-    Call,
-    Config,
-    Method,
-    configure,
-    reads_quantized,
-)
+from jaxserve_kernels.quantized_matmul.config import Call, Config, Method
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import (
     QuantizedTokens,
     TokenFormat,
     format_for,
     plain,
 )
+from jaxserve_kernels.quantized_matmul.rules import RULES, configure, reads_quantized
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Quantized
 

@@ -1,0 +1,87 @@
+"""What programs of `hopper.py` share: which pages of which tile are whose, and the warp that copies
+them."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+
+@gluon.jit
+def _copy(
+    kv, table, pages, ready, free, base, begin, end, first_row, kv_head,
+    kv_heads: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The producer: keys and values of each page, as soon as both groups are done with a place."""
+    for block in range(begin, end):
+        index = base + block - begin
+        stage = index % STAGES
+        row = first_row + (gl.load(table + block) * kv_heads + kv_head) * (2 * PAGE)
+        mbarrier.wait(free.index(stage), ((index // STAGES) & 1) ^ 1)
+        mbarrier.expect(ready.index(stage), 2 * PAGE * DIM * 2)
+        tma.async_load(kv, [row, 0], ready.index(stage), pages.index(2 * stage))
+        tma.async_load(kv, [row + PAGE, 0], ready.index(stage), pages.index(2 * stage + 1))
+
+
+@gluon.jit
+def share_of(
+    tile, split, first_ptr, length_ptr, slot_ptr, position_ptr,
+    PAGE: gl.constexpr, SPLITS: gl.constexpr, MIN_PAGES: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """A tile, and which pages of its context are the split's; with one split all of them are."""
+    first = gl.load(first_ptr + tile)
+    length = gl.load(length_ptr + tile)
+    slot = gl.load(slot_ptr + tile).to(gl.int64)
+    position = gl.load(position_ptr + tile)
+    context = (position + length - 1) // PAGE + 1
+    before = 0
+    if WINDOW:
+        before = gl.maximum(position - WINDOW + 1, 0) // PAGE
+        context -= before
+    per_split = gl.maximum((context + SPLITS - 1) // SPLITS, MIN_PAGES)
+    begin = split * per_split
+    return (
+        first,
+        length,
+        slot,
+        position,
+        before + begin,
+        before + gl.minimum(begin + per_split, context),
+        (per_split >= context),
+    )
+
+
+@gluon.jit
+def length_of(length_ptr, tile, TILES: gl.constexpr):
+    return gl.load(length_ptr + tile, mask=tile < TILES, other=0)
+
+
+@gluon.jit
+def copy_tiles(
+    kv, first_row, table_ptr, table_stride, pages, ready, free,
+    first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
+    kv_heads: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
+    SPLITS: gl.constexpr, MIN_PAGES: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+    WINDOW: gl.constexpr,
+):  # fmt: skip
+    base = 0
+    while length_of(length_ptr, tile, TILES) > 0:
+        _, _, slot, _, begin, end, _ = share_of(
+            tile,
+            split,
+            first_ptr,
+            length_ptr,
+            slot_ptr,
+            position_ptr,
+            PAGE,
+            SPLITS,
+            MIN_PAGES,
+            WINDOW,
+        )
+        _copy(
+            kv, table_ptr + slot * table_stride, pages, ready, free, base, begin, end, first_row,
+            kv_head, kv_heads, DIM, PAGE, STAGES,
+        )  # fmt: skip
+        base += end - begin
+        tile += step
