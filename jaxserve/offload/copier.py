@@ -45,7 +45,8 @@ class Copier(Protocol):
     """Copies whole pages. All methods belong to one thread, and none of them waits but `close`.
 
     Each tag comes back once, in any order. A copy that failed has ended, too: nothing reads or
-    writes its slots any more.
+    writes its slots any more. So it does not come back while the device cannot tell whether it has
+    ended.
     """
 
     @property
