@@ -194,6 +194,11 @@ class PageCopier:
             completions.append(Completion(ended.job.tag, ended.error is None, ended.error))
         return completions
 
+    def use_store_ring(self, ring: Ring) -> None:
+        """Copy from another ring from the next store on, of the same slots. What is on its way from
+        the old one ends as it is."""
+        self._rings[Direction.STORE] = ring
+
     def close(self) -> bool:
         """As in `Copier`."""
         if self._checkers is not None:
