@@ -30,7 +30,7 @@ from jaxserve.scheduler.speculation.head import HeadDrafts
 from jaxserve.scheduler.speculation.lookup import Lookup
 from jaxserve.scheduler.verify import Verification
 from jaxserve.setting_files import read_text
-from jaxserve.startup import fast_paths, heap, host_tier, kv_scales, memory
+from jaxserve.startup import fast_paths, heap, host_tier, host_tier_plan, kv_scales, memory
 from jaxserve.startup.engine_plan import EnginePlan, plan_engine
 from jaxserve.startup.measure import step_times
 from jaxserve.startup.timeline import Timeline
@@ -73,6 +73,10 @@ def build_parts(
     jax.devices()
     with timeline.span("plan"):
         plan = plan_engine(options, source)
+    if tiers and plan.host is not None:
+        own, parts = jax.default_backend() == "cpu", plan.memory(0)
+        beside = parts.weights + parts.kv_cache + parts.state if own else 0
+        host_tier_plan.check_memory(plan.host, beside)
     on_missing: OnMissing = functools.partial(_announce_missing, plan)
     if options.require_precompiled:
         on_missing = functools.partial(_refuse_missing, plan)
