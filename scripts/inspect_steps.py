@@ -16,6 +16,7 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ from random_weights import LAYER_FORMATS, encoder
 from jaxserve.config import CacheConfig
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
-from jaxserve.models.drafts import block
-from jaxserve.models.drafts.spec import BlockDraft
+from jaxserve.models.drafts import loading
+from jaxserve.models.drafts.spec import BlockDraft, DraftSpec, Eagle3Draft
 from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.runner import batch, kv_cache, sequence_state, slot_tables, verify
 from jaxserve.runner.batch import Bucket
@@ -68,7 +69,7 @@ def main() -> None:
     ]
     buckets += verify.buckets(args.verify, groups=1)
     encode = encoder(spec, args.quantization, args.lm_head_dtype)
-    draft = dspark(spec) if args.draft_head else None
+    draft = HEADS[args.draft_head](spec) if args.draft_head else None
     reports = [
         inspect(spec, encode, bucket, sharding, args.kv_cache_dtype, draft) for bucket in buckets
     ]
@@ -93,7 +94,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--decode", type=sizes, default=[1, 64])
     parser.add_argument("--prefill", type=sizes, default=[512])
     parser.add_argument("--verify", type=shapes, default=[], help="rows x positions: 8x8,32x2")
-    parser.add_argument("--draft-head", action="store_true", help="a DSpark head beside the model")
+    parser.add_argument("--draft-head", choices=HEADS, help="a head beside the model")
     return parser.parse_args()
 
 
@@ -112,6 +113,20 @@ def dspark(spec: ModelSpec) -> BlockDraft:
     )
 
 
+def eagle3(spec: ModelSpec) -> Eagle3Draft:
+    """A head of the sizes that are published for the model, with taps as above."""
+    (attention,) = {layer.attention for layer in spec.layers[:1]}
+    assert attention is not None
+    plain = dataclasses.replace(attention, qk_norm=False)
+    layer = dataclasses.replace(spec.layers[0], attention=plain)
+    body = dataclasses.replace(spec, layers=(layer,), vocab_size=32_000, tie_embeddings=False)
+    taps = tuple(range(min(3, spec.num_layers - 1)))
+    return Eagle3Draft(body=body, taps=taps, target_vocab=spec.vocab_size)
+
+
+HEADS: dict[str, Callable[[ModelSpec], DraftSpec]] = {"dspark": dspark, "eagle3": eagle3}
+
+
 def topology_sharding(description: str) -> NamedSharding:
     """Everything on the one GPU of the description."""
     topology = topologies.get_topology_desc(
@@ -127,7 +142,7 @@ def inspect(
     bucket: Bucket | VerifyBucket,
     sharding: NamedSharding,
     kv_cache_dtype: str,
-    draft: BlockDraft | None,
+    draft: DraftSpec | None,
 ) -> dict[str, Any]:
     """What the compiled step of a bucket holds."""
     for old in Path(DUMP.name).iterdir():
@@ -146,11 +161,14 @@ def inspect(
         tables=slot_tables.abstract(MAX_SEQS, spec.vocab_size),
         pre_mlp=decoder.abstract_pre_mlp(spec, jnp.bfloat16, max(bucket.tokens, MAX_TOKENS)),
         results=jax.ShapeDtypeStruct((MAX_SEQS + 1, batch.RESULT_COLUMNS), jnp.int32),
+        head_states=jax.ShapeDtypeStruct((MAX_SEQS + 1, spec.embed), jnp.bfloat16)
+        if isinstance(draft, Eagle3Draft)
+        else None,
     )
     plain = decoder.abstract(spec, jnp.bfloat16, stacked=True)
     params = encoded_abstract(plain, encode)
     if draft is not None:
-        params = WithHead(params, block.abstract(draft, jnp.bfloat16, stacked=True))
+        params = WithHead(params, loading.abstract(draft, jnp.bfloat16, stacked=True))
     packed = jax.ShapeDtypeStruct((bucket.packed_size,), jnp.int32)
     verifies = isinstance(bucket, VerifyBucket)
     step = functools.partial(

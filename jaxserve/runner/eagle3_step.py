@@ -117,5 +117,5 @@ def draft_tokens(
         )
         ids = choose(eagle3.scores(params, draft, hidden, target=target), number)
         drafts.append(ids)
-    count = jnp.where(ends.held > 0, ends.held - ends.position + 1, 0)
+    count = jnp.where(ends.held > ends.position, ends.held - ends.position + 1, 0)
     return jnp.stack(drafts, axis=1), jnp.clip(count, 0, most), kv
