@@ -16,7 +16,6 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ prepare(gpu_memory_utilization=0.9)
 
 import jax
 import jax.numpy as jnp
+from head_shapes import HEADS
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 from random_weights import LAYER_FORMATS, encoder
@@ -38,7 +38,7 @@ from jaxserve.config import CacheConfig
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.models.drafts import loading
-from jaxserve.models.drafts.spec import BlockDraft, DraftSpec, Eagle3Draft
+from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft
 from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.runner import batch, kv_cache, sequence_state, slot_tables, verify
 from jaxserve.runner.batch import Bucket
@@ -96,35 +96,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--verify", type=shapes, default=[], help="rows x positions: 8x8,32x2")
     parser.add_argument("--draft-head", choices=HEADS, help="a head beside the model")
     return parser.parse_args()
-
-
-def dspark(spec: ModelSpec) -> BlockDraft:
-    """A head of the sizes that DeepSpec publishes, but for taps of a model with fewer layers."""
-    layers = (*spec.layers[:1],) * 5
-    body = dataclasses.replace(spec, layers=layers, tie_embeddings=False)
-    return BlockDraft(
-        body=body,
-        taps=tuple(range(min(5, spec.num_layers - 1))),
-        block=7,
-        mask_token=spec.vocab_size - 1,
-        predicts_next=True,
-        markov_rank=256,
-        confidence="hidden and markov",
-    )
-
-
-def eagle3(spec: ModelSpec) -> Eagle3Draft:
-    """A head of the sizes that are published for the model, with taps as above."""
-    (attention,) = {layer.attention for layer in spec.layers[:1]}
-    assert attention is not None
-    plain = dataclasses.replace(attention, qk_norm=False)
-    layer = dataclasses.replace(spec.layers[0], attention=plain)
-    body = dataclasses.replace(spec, layers=(layer,), vocab_size=32_000, tie_embeddings=False)
-    taps = tuple(range(min(3, spec.num_layers - 1)))
-    return Eagle3Draft(body=body, taps=taps, target_vocab=spec.vocab_size)
-
-
-HEADS: dict[str, Callable[[ModelSpec], DraftSpec]] = {"dspark": dspark, "eagle3": eagle3}
 
 
 def topology_sharding(description: str) -> NamedSharding:
