@@ -131,6 +131,9 @@ class Request:
     """Deadline of the whole answer in seconds from arrival; None: no deadline."""
     tenant: str = ""
     """The account that a fair policy serves equally with others."""
+    predicted: tuple[int, ...] = ()
+    """What the client expects as output, or much of it. It changes no token, only how soon they
+    come."""
 
 
 class TokenLogprobs(NamedTuple):

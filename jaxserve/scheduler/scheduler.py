@@ -391,6 +391,11 @@ class Scheduler(LiveSequences):
             seq.plain_until = min(seq.limit, self._kv_cache.next_full_page(seq))
         return event
 
+    def _end(self, seq: Sequence) -> None:
+        if self._verify is not None and self._verify.ended is not None:
+            self._verify.ended(seq)
+        super()._end(seq)
+
     def await_guides(self, timeout: float) -> list[TokenEvent]:
         """Wait at most `timeout` seconds for the masks of structured output.
 

@@ -52,6 +52,8 @@ class Sequence:
     """The hash that precedes the first page, see `prefix.root`."""
     salt: str
     """See `Request.cache_salt`."""
+    predicted: tuple[int, ...]
+    """See `Request.predicted`."""
     arrived: float
     """Time of arrival, in seconds on the scheduler's clock."""
     admitted: float = -1.0
@@ -149,6 +151,7 @@ class Sequence:
             rank=(0.0, seq_id),
             root=root,
             salt=request.cache_salt,
+            predicted=request.predicted,
             arrived=now,
         )
 

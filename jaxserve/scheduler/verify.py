@@ -51,6 +51,8 @@ class Verification:
     observe: Callable[[int, int], None] | None = None
     """Is told of each row that took its drafts from the device: how many there were at most, and
     how many were accepted."""
+    ended: Callable[[Sequence], None] | None = None
+    """Is told of each sequence that ends."""
     room: int = 0
     """Positions after a row's end for which it should have pages: a head drafts there."""
 
@@ -120,6 +122,8 @@ class VerifyRows:
         self._decision = times and Decision(times, positions)
         self._most_rows = max((rows for rows, _ in verification.buckets), default=0)
         self.counts = DraftCounts(widest - 1)
+        self.ended = verification.ended
+        """Is to be told of each sequence that ends."""
 
     def rows(
         self, decoding: list[Sequence], entries: list[PageEntry], *, chunks: bool
