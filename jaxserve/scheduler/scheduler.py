@@ -361,6 +361,7 @@ class Scheduler(LiveSequences):
                 events.append(TokenEvent(seq.request_id, token))
             else:
                 events.append(self._take(seq, result, now))
+        self._guided.ask(self._verify and self._verify.guess)
         self._kv_cache.committed()
         self._uncommitted = []
         return events

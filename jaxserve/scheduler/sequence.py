@@ -96,6 +96,8 @@ class Sequence:
     """The newest planned row is a verify row, after which a head, if there is one, drafts."""
     own_text: OwnText | None = None
     """Made when drafts are first looked up."""
+    guessed: tuple[float, ...] = ()
+    """For the drafts that its guide was told, the probabilities that it and all before it come."""
     scored: int = 0
     """Prompt positions whose logprobs are planned."""
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list[PromptLogprobs])

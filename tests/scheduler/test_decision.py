@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
 from jaxserve.scheduler.learned_times import LearnedTimes
+from jaxserve.scheduler.sequence import Sequence
 from jaxserve.scheduler.speculation.decision import Decision
 from jaxserve.scheduler.speculation.lookup import Lookup
-from jaxserve.scheduler.verify import Verification
+from jaxserve.scheduler.verify import Proposal, Verification
 from jaxserve.startup.buckets import GPU_VERIFY
 from jaxserve.step_times import StepTimes, VerifyTime
 from tests.scheduler.text_device import Text, serve
@@ -100,6 +102,25 @@ def test_times_that_the_start_measured_wrongly_are_corrected() -> None:
     drafted = serve(misleading, TIMES, looking_up(), clients=8, steps=3000, true=slow)
     assert drafted.verify_steps < 300
     assert drafted.rate >= 0.99 * plain.rate
+
+
+def test_looking_up_rests_where_many_rows_have_far_too_few_drafts() -> None:
+    """It costs the host microseconds a row: with nothing to find it must not cost them often."""
+    asked: dict[str, int] = {}
+    for name, text in (("fresh", fresh), ("edits", TEXTS["edits"])):
+        lookup, calls = Lookup(drafts=7), list[int]()
+
+        def propose(
+            sequences: list[Sequence], lookup: Lookup = lookup, calls: list[int] = calls
+        ) -> Mapping[int, Proposal]:
+            calls.append(len(sequences))
+            return lookup(sequences)
+
+        verification = Verification(proposer=propose, buckets=GPU_VERIFY)
+        served = serve(text, TIMES, verification, clients=32, steps=400)
+        asked[name] = len(calls)
+        assert (served.verify_steps > 20) == (name == "edits")
+    assert asked["fresh"] < 60 < asked["edits"]
 
 
 def decision() -> Decision:

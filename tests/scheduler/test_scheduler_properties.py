@@ -47,8 +47,10 @@ class Workload(NamedTuple):
             return None
         kind, seed = self.drafts
         if kind == "looked up":
-            lookup = Lookup(drafts=7, least=1 + seed % 3)
-            return Verification(proposer=lookup, buckets=((1, 8), (4, 4), (8, 2)))
+            lookup = Lookup(drafts=7, least=1 + seed % 3, shared=32 * (seed % 2))
+            return Verification(
+                proposer=lookup, buckets=((1, 8), (4, 4), (8, 2)), ended=lookup.ended
+            )
         outputs = {
             each.request.id: solo(each.request, self.config, self.cache)[0]
             for each in self.arrivals
@@ -237,6 +239,7 @@ def check_against_solo(work: Workload) -> None:
     if work.drafts is not None:
         event(f"accepted drafts: {next(most for most in (0, 2, 8, 99) if loop.accepted <= most)}")
         event(f"verify rows ahead: {loop.rows_ahead > 0}")
+        event(f"masks of several positions: {loop.masked_rows > 0}")
 
 
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -12,7 +12,7 @@ from jaxserve.scheduler.speculation.suffix_index import CANDIDATES
 _BETWEEN = -1
 """Stands between two texts. No token is equal to it, so no occurrence crosses it."""
 
-_LATE = 64
+_LATE = 16
 """New tokens beyond which only the last of them is looked up."""
 
 
