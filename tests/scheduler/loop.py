@@ -53,6 +53,8 @@ class Loop:
         self.over: set[str] = set()
         """Requests that must not have any more events."""
         self.wasted_rows = self.hit_tokens = self.accepted = self.rows_ahead = 0
+        self.acceptances: set[int] = set()
+        """Numbers of accepted drafts that occurred."""
         self.masked_rows = 0
         """Verify rows with masks for their drafts."""
         self.evicted: list[bytes] = []
@@ -137,7 +139,9 @@ class Loop:
         sampled = self.runner.collect(pending)
         live = self.scheduler._live  # pyright: ignore[reportPrivateUsage]
         self.wasted_rows += sum(row.seq_id not in live for row in plan.rows)
-        self.accepted += sum(len(result.further) for result in sampled if result is not None)
+        found = [len(result.further) for result in sampled if result is not None]
+        self.accepted += sum(found)
+        self.acceptances.update(found)
         self._take(self.scheduler.commit(plan, sampled))
 
     def fail(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,28 +16,10 @@ from jaxserve.scheduler.speculation.lookup import Lookup
 from jaxserve.scheduler.verify import Proposal, Verification
 from jaxserve.startup.buckets import GPU_VERIFY
 from jaxserve.step_times import StepTimes, VerifyTime
-from tests.scheduler.text_device import Text, serve
+from tests.scheduler.text_device import Text, goodput, serve
 
 MS = 1e-3
-DECODE = {1: 2.44, 2: 2.45, 4: 2.6, 8: 2.81, 16: 3.21, 32: 3.94, 64: 5.41, 128: 8.16, 256: 13.8}
-VERIFY = {
-    (1, 8): 2.6,
-    (2, 8): 2.9,
-    (4, 8): 3.1,
-    (8, 4): 3.2,
-    (8, 8): 3.5,
-    (16, 4): 3.8,
-    (32, 4): 5.2,
-    (64, 2): 6.2,
-    (128, 2): 10.4,
-}
-TIMES = StepTimes(
-    decode={rows: ms * MS for rows, ms in DECODE.items()},
-    mixed={64: 4 * MS, 256: 7 * MS, 1024: 18 * MS, 2048: 34 * MS},
-    verify={shape: VerifyTime(ms * MS, 1e-8) for shape, ms in VERIFY.items()},
-    decode_context=8e-9,
-    mixed_row=0.02 * MS,
-)
+TIMES = StepTimes.load(Path(__file__).parents[2] / "lab/measurements/step_times_verify_h200.json")
 """About those of Qwen3-4B on an H200: decode steps as measured, verify steps as expected."""
 CLIENTS = (1, 2, 8, 16, 32, 64, 256)
 
@@ -120,7 +103,28 @@ def test_looking_up_rests_where_many_rows_have_far_too_few_drafts() -> None:
         served = serve(text, TIMES, verification, clients=32, steps=400)
         asked[name] = len(calls)
         assert (served.verify_steps > 20) == (name == "edits")
-    assert asked["fresh"] < 60 < asked["edits"]
+    assert 0 < 2 * asked["fresh"] < asked["edits"], asked
+
+
+def at_overload(name: str, verification: Verification | None, *, slots: int) -> float:
+    """Half as many requests again as can be served: some always wait for a slot."""
+    return goodput(
+        TEXTS[name],
+        TIMES,
+        verification,
+        slots=slots,
+        requests_per_s={8: 30.0, 64: 60.0}[slots],
+        seconds=4.0,
+        ttft=3.0,
+        tpot=0.03,
+    )[0]
+
+
+def test_goodput_at_overload_is_that_of_plain_decoding_or_more() -> None:
+    plain, drafted = (at_overload("fresh", each, slots=64) for each in (None, looking_up()))
+    assert drafted >= 0.99 * plain > 0
+    plain, drafted = (at_overload("edits", each, slots=8) for each in (None, looking_up()))
+    assert drafted > 1.5 * plain > 0, "who waits for a slot gets it sooner"
 
 
 def decision() -> Decision:

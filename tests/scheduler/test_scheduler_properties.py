@@ -211,7 +211,7 @@ def _abort(loop: Loop, work: Workload, turn: int, *, after_launch: bool) -> None
             loop.abort(arrival.request.id)
 
 
-def check_against_solo(work: Workload) -> None:
+def check_against_solo(work: Workload) -> Loop:
     loop = play(work)
     least = most = 0
     for arrival in work.arrivals:
@@ -240,6 +240,7 @@ def check_against_solo(work: Workload) -> None:
         event(f"accepted drafts: {next(most for most in (0, 2, 8, 99) if loop.accepted <= most)}")
         event(f"verify rows ahead: {loop.rows_ahead > 0}")
         event(f"masks of several positions: {loop.masked_rows > 0}")
+    return loop
 
 
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -254,10 +255,19 @@ def test_with_windows_each_request_gets_the_tokens_it_would_get_alone(work: Work
     check_against_solo(work)
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(drafted_workloads())
-def test_with_drafts_each_request_gets_the_tokens_it_would_get_alone(work: Workload) -> None:
-    check_against_solo(work)
+def test_with_drafts_each_request_gets_the_tokens_it_would_get_alone() -> None:
+    accepted, masked = set[int](), list[int]()
+
+    @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(drafted_workloads())
+    def check(work: Workload) -> None:
+        loop = check_against_solo(work)
+        accepted.update(loop.acceptances)
+        masked.append(loop.masked_rows)
+
+    check()
+    assert accepted == set(range(8)), "every number of accepted drafts occurs"
+    assert sum(masked) > 50, "with grammars, too"
 
 
 @pytest.mark.slow
