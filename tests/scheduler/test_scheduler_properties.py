@@ -243,13 +243,13 @@ def check_against_solo(work: Workload) -> Loop:
     return loop
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads())
 def test_each_request_gets_the_tokens_it_would_get_alone(work: Workload) -> None:
     check_against_solo(work)
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(windowed_workloads())
 def test_with_windows_each_request_gets_the_tokens_it_would_get_alone(work: Workload) -> None:
     check_against_solo(work)
@@ -258,11 +258,11 @@ def test_with_windows_each_request_gets_the_tokens_it_would_get_alone(work: Work
 def test_with_drafts_each_request_gets_the_tokens_it_would_get_alone() -> None:
     accepted, masked = set[int](), list[int]()
 
-    @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(drafted_workloads())
     def check(work: Workload) -> None:
         loop = check_against_solo(work)
-        accepted.update(loop.acceptances)
+        accepted.update(loop.accepted_of_rows)
         masked.append(loop.masked_rows)
 
     check()
