@@ -151,7 +151,7 @@ def _verification(options: Options, config: RunnerConfig) -> Verification | None
     drafts = min(max(positions for _, positions in buckets) - 1, chosen.drafts)
     if config.draft is not None:
         head = HeadDrafts(drafts=min(drafts, config.draft.num_drafts))
-        room = config.draft.block
+        room = config.draft.room
         return Verification(proposer=head, buckets=buckets, observe=head.observe, room=room)
     proposer = Lookup(drafts=drafts, least=chosen.least_match, most=chosen.most_match)
     return Verification(proposer=proposer, buckets=buckets)

@@ -36,6 +36,6 @@ def step_of(
         positions[first : first + count] = np.arange(start, start + count)
         first += count
         row_slots[index], last[index] = slot, first - 1
-    arrays = (jnp.asarray(each) for each in (slots, positions, row_slots, last))
+    first, second, third, fourth = map(jnp.asarray, (slots, positions, row_slots, last))
     of_rows = None if prompts is None else jnp.asarray(np.array(prompts, np.int32)[row_slots])
-    return RecurrentStep.of_rows(*arrays, of_rows, block)
+    return RecurrentStep.of_rows(first, second, third, fourth, of_rows, block)

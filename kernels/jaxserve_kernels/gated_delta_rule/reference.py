@@ -3,6 +3,7 @@ once, other tokens one by one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -201,43 +202,74 @@ def gated_delta_rule(
       o [tokens, value_heads, value_dim] in qkv's dtype, and state.
     """
 
-    # All of a token's numbers are computed inside the loops: outside, XLA might fuse and round
-    # differently for other numbers of tokens.
     def inputs_of(qkv: Array, gates: Array) -> Inputs:
         return inputs(qkv, gates, a_log, dt_bias, heads)
 
-    def begun(slots: Array, slot: Array, position: Array) -> Array:
-        old = lax.dynamic_index_in_dim(slots, slot, keepdims=False)
-        return jnp.where(position == 0, 0.0, old)
-
-    def put(slots: Array, slot: Array, new: Array) -> Array:
-        return lax.dynamic_update_index_in_dim(slots, new, slot, 0)
-
-    def advance_block(number: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        slots, outs = carry
-        first, slot, position = (each[number] for each in found)
-        part = (lax.dynamic_slice_in_dim(each, first, block) for each in (qkv, gates))
-        new, out = one_block(begun(slots, slot, position), inputs_of(*part))
-        outs = lax.dynamic_update_slice_in_dim(outs, out.astype(outs.dtype), first, 0)
-        return put(slots, slot, new), outs
-
-    def advance_token(number: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        slots, outs = carry
-        token = singles[number]
-        slot, position = step.slots[token], step.positions[token]
-        new, out = one_token(begun(slots, slot, position), inputs_of(qkv[token], gates[token]))
-        return put(slots, slot, new), outs.at[token].set(out.astype(outs.dtype))
-
-    tokens = qkv.shape[0]
-    carry = state[layer], jnp.zeros((tokens, heads.value_heads, heads.value_dim), qkv.dtype)
+    tokens, rows = qkv.shape[0], step.rows
+    carry = _Carry(state[layer], jnp.zeros((tokens, heads.value_heads, heads.value_dim), qkv.dtype))
     singles, count = jnp.arange(tokens), jnp.int32(tokens)
-    if step.rows.blocked is not None and tokens >= block:
-        found, blocks = blocks_of(step.rows, tokens, block)
-        carry = lax.fori_loop(0, blocks, advance_block, carry)
+    if rows.blocked is not None and tokens >= block:
+        carry = _block_by_block(carry, qkv, gates, inputs_of, rows, block)
         alone = ~in_blocks(step, state.shape[1])
         singles, count = jnp.nonzero(alone, size=tokens, fill_value=0)[0], jnp.sum(alone)
-    of_layer, out = lax.fori_loop(0, count, advance_token, carry)
-    return out, state.at[layer].set(of_layer)
+    carry = _one_by_one(carry, qkv, gates, inputs_of, step, singles, count)
+    return carry.outs, state.at[layer].set(carry.slots)
+
+
+class _Carry(NamedTuple):
+    """Of loops over tokens or blocks. All of their numbers are computed inside: outside, XLA might
+    fuse and round differently for other numbers of tokens."""
+
+    slots: Array  # the state of one layer
+    outs: Array  # [tokens, value_heads, value_dim]
+
+    def begun(self, slot: Array, position: Array) -> Array:
+        """A slot's state before `position`."""
+        old = lax.dynamic_index_in_dim(self.slots, slot, keepdims=False)
+        return jnp.where(position == 0, 0.0, old)
+
+    def after(self, slot: Array, new: Array, outs: Array, first: Array) -> _Carry:
+        """With a slot's new state and the output of some tokens."""
+        slots = lax.dynamic_update_index_in_dim(self.slots, new, slot, 0)
+        outs = outs.astype(self.outs.dtype)
+        return _Carry(slots, lax.dynamic_update_slice_in_dim(self.outs, outs, first, 0))
+
+
+type _InputsOf = Callable[[Array, Array], Inputs]
+"""Of tokens' qkv and gates."""
+
+
+def _block_by_block(
+    carry: _Carry, qkv: Array, gates: Array, inputs_of: _InputsOf, rows: Rows, block: int
+) -> _Carry:
+    found, count = blocks_of(rows, qkv.shape[0], block)
+
+    def advance(number: Array, carry: _Carry) -> _Carry:
+        first, slot, position = (each[number] for each in found)
+        part = (lax.dynamic_slice_in_dim(each, first, block) for each in (qkv, gates))
+        return carry.after(slot, *one_block(carry.begun(slot, position), inputs_of(*part)), first)
+
+    return lax.fori_loop(0, count, advance, carry)
+
+
+def _one_by_one(
+    carry: _Carry,
+    qkv: Array,
+    gates: Array,
+    inputs_of: _InputsOf,
+    step: RecurrentStep,
+    tokens: Array,
+    count: Array,
+) -> _Carry:
+    """The first `count` of `tokens`, indices into the step."""
+
+    def advance(number: Array, carry: _Carry) -> _Carry:
+        token = tokens[number]
+        slot, begun = step.slots[token], carry.begun(step.slots[token], step.positions[token])
+        new, out = one_token(begun, inputs_of(qkv[token], gates[token]))
+        return carry.after(slot, new, out[None], token)
+
+    return lax.fori_loop(0, count, advance, carry)
 
 
 class Blocks(NamedTuple):
