@@ -177,6 +177,12 @@ class TierLoop(Loop):
         if self._random.random() < self.faults.damaged_slots and not self.tier.busy:
             slot = self._random.randrange(self.slab.num_slots)
             self.slab.slot(slot)[self._random.randrange(self.slab.slot_bytes)] ^= 16
+        lost = self._random.random()
+        if lost < 0.06:  # only the tiers have the pages now
+            for pool in self.scheduler.pools:
+                pool.forget()
+        if lost < 0.02 and self.disk is not None:  # only files have them, as after a restart
+            self.tier.index.clear()
         if self.disk is not None and self._random.random() < self.faults.damaged_files:
             files = sorted(self.disk._folder.directory.glob("*.kv"))  # pyright: ignore[reportPrivateUsage]
             if files:
