@@ -62,6 +62,7 @@ def test_moves_of_pages_compile_and_copy_no_cache(kv_format: KVFormat, major: in
         )
         jitted = jax.jit(program.function, donate_argnums=program.donated)
         analysis = jitted.lower(*arguments).compile().memory_analysis()
+        assert analysis is not None
         given = jax.tree.leaves(program.arguments[program.donated[0]])
         donated = sum(leaf.size * leaf.dtype.itemsize for leaf in given)
         assert analysis.alias_size_in_bytes >= donated, f"{program.name} copies what it is given"
