@@ -13,7 +13,6 @@ from jax import Array
 from numpy.typing import NDArray
 
 from jaxserve.models import decoder
-from jaxserve.models.drafts.block import BlockParams
 from jaxserve.models.layer import Caches, paged
 from jaxserve.plan import PageCopy, PageMoves, Sampled, StateCopy, StepPlan
 from jaxserve.programs.executable_cache import Executable
@@ -27,6 +26,7 @@ from jaxserve.runner import (
     verify,
 )
 from jaxserve.runner.batch import Bucket, Updates
+from jaxserve.runner.draft_step import HeadParams
 from jaxserve.runner.page_moves import PageMover
 from jaxserve.runner.programs import (
     FLUSH_UPDATES,
@@ -82,7 +82,7 @@ class Runner:
         config: RunnerConfig,
         params: decoder.Params,
         observer: StepObserver,
-        head: BlockParams | None = None,
+        head: HeadParams | None = None,
     ):
         """`head`: the weights of `config.draft`, if there is one."""
         self._config = config

@@ -14,7 +14,6 @@ import aiohttp
 import pytest
 
 import jaxserve
-from jaxserve.api import StepView, WaitingView
 from jaxserve.config import ServerConfig
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.offload.counters import OffloadCounters
@@ -22,6 +21,7 @@ from jaxserve.scheduler.host_tier import TierUsage
 from jaxserve.server import make_app
 from jaxserve.server.access import digest
 from jaxserve.server.ui import live
+from jaxserve.views import StepView, WaitingView
 from tests.fakes import FakeEngine, tiny_tokenizer
 from tests.server.conftest import Serve, serving
 
