@@ -157,6 +157,8 @@ class Scheduler(Commits):
         verify = self._verify is not None and any(row.verify is not None for row in rows)
         if not verify:
             self._plan_prefills(prefilling, decodes, rows, entries, admissions)
+        if self.host is not None and len(self._waiting):
+            self.host.look_ahead(self._waiting.upcoming(), self._prefill_rate)
         if not rows:
             return None
         self._kv_cache.planned()

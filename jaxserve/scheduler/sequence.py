@@ -86,6 +86,8 @@ class Sequence:
     """It waits for pages on their way from the host."""
     waits_for_loads: int = 0
     """How often it has waited for such pages, since it was last admitted."""
+    looked_ahead: bool = False
+    """Its pages on disk were asked for while it waits."""
     restored_tokens: int = 0
     """Prompt tokens that came from below the device before the first admission."""
     in_flight: int = 0
