@@ -81,6 +81,12 @@ class RunnerConfig:
             raise ConfigError(
                 "the state of recurrent layers cannot be taken back: no drafts can be verified"
             )
+        block = 1 if self.spec.state is None else self.spec.state.delta_net.block
+        if self.cache.state_block != block:
+            raise ConfigError(
+                f"the model computes prompts in blocks of {block} tokens, and the cache is made "
+                f"for blocks of {self.cache.state_block}"
+            )
 
     @property
     def pages_per_seq(self) -> int:

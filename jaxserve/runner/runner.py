@@ -192,7 +192,7 @@ class Runner:
 
     def move_pages(self, moves: PageMoves) -> Callable[[], bool]:
         """Launch moves, before the next step. Returns before they are done, with what tells
-        whether they are."""
+        whether they are; see `PageMover.move`."""
         assert self._mover is not None, "there are no rings"
         kv, is_done = self._mover.move(self._state.kv, moves)
         self._state = self._state._replace(kv=kv)
@@ -224,7 +224,7 @@ class Runner:
                 buffer.delete()  # there is no room for a second cache beside the first
         self._in_flight = None
         if self._mover is not None:
-            self._mover.settle()
+            self._mover.reset()
         self._uploads.forget()
         self._state, self._free_results = self._fresh_state()
 

@@ -90,7 +90,8 @@ def run_step(
     tokens = locate(inputs, sequences, state.kv)
     if spec.state is not None:
         padding = sequences.shape[0] - 1
-        recurrent = _rows(inputs, padding, singles=bucket.kind == "decode")
+        prompts = None if bucket.kind == "decode" else sequences[:, sequence_state.PROMPT]
+        recurrent = _rows(inputs, padding, prompts, spec.state.delta_net.block)
         tokens = tokens._replace(recurrent=recurrent)
     kept = state.pre_mlp
     if bucket.kind == "mixed":
@@ -159,13 +160,19 @@ def locate(inputs: StepInputs, sequences: Array, kv: Caches) -> StepTokens:
     return StepTokens(ids, places)
 
 
-def _rows(inputs: StepInputs, padding_slot: int, *, singles: bool) -> RecurrentStep:
-    """Returns where the tokens belong in the state of recurrent layers. `singles`: each token is a
-    row."""
-    slots, positions = inputs.token_slots, inputs.token_positions
-    if singles:
+def _rows(
+    inputs: StepInputs, padding_slot: int, prompts: Array | None, block: int
+) -> RecurrentStep:
+    """Returns where the tokens belong in the state of recurrent layers.
+
+    Args:
+      prompts: int32 [slots + 1], tokens of each slot's prompt; None: each token is a row.
+      block: see `DeltaNetSpec.block`.
+    """
+    slots, positions, rows = inputs.token_slots, inputs.token_positions, inputs.row_slots
+    if prompts is None:
         return RecurrentStep.of_decode(slots, positions, padding_slot)
-    return RecurrentStep.of_rows(slots, positions, inputs.row_slots, inputs.row_last)
+    return RecurrentStep.of_rows(slots, positions, rows, inputs.row_last, prompts[rows], block)
 
 
 def row_sampling(inputs: StepInputs, sequences: Array) -> RowSampling:
