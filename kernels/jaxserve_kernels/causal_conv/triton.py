@@ -13,7 +13,7 @@ from jaxserve_kernels.recurrent_state import RecurrentStep
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
-_CHANNELS, _TOKENS = 256, 16
+_CHANNELS, _TOKENS = 256, 4
 """Of a program, which has one token in decode steps."""
 
 
