@@ -225,8 +225,8 @@ class Buckets:
 SPECULATION_METHODS = ("ngram", "suffix")
 """vLLM's names. Both look up what followed where a text's end occurred in it before."""
 
-HEAD_METHODS = ("dflash", "dspark", "eagle3")
-"""Names of draft heads, which need a model. The model's files say which it is."""
+HEAD_METHODS = ("dflash", "dspark", "eagle3", "draft_model")
+"""Names of what drafts with weights, which need a model. The model's files say which it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +242,7 @@ class SpeculationConfig:
     shared_tokens: int = 0
     """Tokens of outputs that are kept to look up later requests of the same tenant; 0: none."""
     model: str | None = None
-    """A folder or Hub id with a draft head; None: drafts are looked up."""
+    """A folder, Hub id or short name of a draft head or draft model; None: drafts are looked up."""
 
     def __post_init__(self) -> None:
         if self.drafts < 0:

@@ -34,7 +34,7 @@ for short essays (`text-chat`).
 `equal` is the share of answers that are the same with drafts as without, as far as both came. In
 other shapes a step rounds differently, so near ties may differ.
 
-With `--heads eagle3,dflash,dspark` no server starts: the steps of one engine are timed without a
+With `--heads eagle3,dflash,draft` no server starts: the steps of one engine are timed without a
 head and with each, of random weights. Their ratio is what a head costs where nothing is accepted.
 
 A card's first start compiles; these flags halve that:

@@ -10,8 +10,9 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from head_shapes import HEADS
+from head_shapes import DRAFTS
 
+from jaxserve.models.drafts.spec import ModelDraft
 from jaxserve.step_times import StepTimes
 
 FLAGS = ("--load-format", "dummy", "--speculative-config", "{}")
@@ -29,7 +30,7 @@ def report(about: dict[str, Any], args: argparse.Namespace) -> int:
 
 
 def costs(model: str, heads: Sequence[str], memory: float, flags: str) -> dict[str, Any]:
-    """Measures the steps without a head, and with each of `heads` (names in `HEADS`).
+    """Measures the steps without a head, and with each of `heads` (names in `DRAFTS`).
 
     Args:
       model: a named shape, or a folder with config.json.
@@ -56,7 +57,7 @@ def costs(model: str, heads: Sequence[str], memory: float, flags: str) -> dict[s
     without = _milliseconds(_times(plan.config, params, None))
     found: dict[str, Any] = {}
     for name in heads:
-        spec = HEADS[name](plan.config.spec)
+        spec = DRAFTS[name](plan.config.spec)
         config = dataclasses.replace(plan.config, draft=spec)
         with_head = _milliseconds(_times(config, params, _random(config)))
         found[name] = {
@@ -75,13 +76,15 @@ def _random(config: Any) -> Any:
     """Weights of the config's head."""
     import jax.numpy as jnp
 
+    from jaxserve.models import decoder
     from jaxserve.models.drafts import loading
     from jaxserve.models.drafts.eagle3 import Eagle3Params
     from jaxserve_checkpoints.dummy import dummy_params
 
-    shapes: Any = loading.abstract(
-        config.draft, config.dtype, stacked=config.target.device is not None
-    )
+    stacked = config.target.device is not None
+    if isinstance(config.draft, ModelDraft):
+        return dummy_params(decoder.abstract(config.draft.body, config.dtype, stacked=stacked), 1)
+    shapes: Any = loading.abstract(config.draft, config.dtype, stacked=stacked)
     if not isinstance(shapes, Eagle3Params):
         return dummy_params(shapes, 1)
     params: Any = dummy_params(shapes._replace(token_ids=None), 1)

@@ -1,4 +1,4 @@
-"""Draft heads of published sizes for any model; without weights, and without jax."""
+"""Draft heads of published sizes, and a draft model, for any model: shapes only, without jax."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from jaxserve.layer_spec import LayerSpec
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models.drafts.spec import BlockDraft, DraftSpec, Eagle3Draft
+from jaxserve.models.drafts.spec import BlockDraft, DraftSpec, Eagle3Draft, ModelDraft
+from jaxserve.models.registry import NAMED_MODELS
 
 
 def dspark(spec: ModelSpec) -> BlockDraft:
@@ -54,8 +55,20 @@ def _layer(spec: ModelSpec, *, qk_norm: bool) -> LayerSpec:
     )
 
 
+def small(spec: ModelSpec) -> ModelDraft:
+    """A model of Qwen3-0.6B's layers with the model's tokens; of one of its own layers if it is not
+    larger than that."""
+    body = NAMED_MODELS["qwen3-0.6b"]
+    if spec.embed <= body.embed:
+        body = dataclasses.replace(spec, layers=spec.layers[:1])
+    return ModelDraft(body=dataclasses.replace(body, vocab_size=spec.vocab_size))
+
+
 HEADS: dict[str, Callable[[ModelSpec], DraftSpec]] = {
     "dspark": dspark,
     "dflash": dflash,
     "eagle3": eagle3,
 }
+
+DRAFTS: dict[str, Callable[[ModelSpec], DraftSpec]] = {**HEADS, "draft": small}
+"""With the draft model."""

@@ -122,9 +122,7 @@ def inspect(
     state = DeviceState(
         kv=tuple(
             named(kv_cache_dtype).abstract(each, jnp.bfloat16)
-            for each in kv_cache.shapes(
-                spec, cache, MAX_SEQS, draft.body.num_layers if draft else 0
-            )
+            for each in kv_cache.shapes(spec, cache, MAX_SEQS, draft)
         ),
         sequences=jax.ShapeDtypeStruct(
             sequence_state.shape(MAX_SEQS, spec.max_position // PAGE_SIZE), jnp.int32
@@ -132,7 +130,7 @@ def inspect(
         tables=slot_tables.abstract(MAX_SEQS, spec.vocab_size),
         pre_mlp=decoder.abstract_pre_mlp(spec, jnp.bfloat16, max(bucket.tokens, MAX_TOKENS)),
         results=jax.ShapeDtypeStruct((MAX_SEQS + 1, batch.RESULT_COLUMNS), jnp.int32),
-        head_states=jax.ShapeDtypeStruct((MAX_SEQS + 1, spec.embed), jnp.bfloat16)
+        drafting=jax.ShapeDtypeStruct((MAX_SEQS + 1, spec.embed), jnp.bfloat16)
         if isinstance(draft, Eagle3Draft)
         else None,
     )

@@ -7,7 +7,7 @@ pass of the head: its drafts lie on the device before the host knows where the n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -19,15 +19,15 @@ from jaxserve.models.drafts.block import BlockParams
 from jaxserve.models.drafts.draw import draw
 from jaxserve.models.drafts.eagle3 import Eagle3Params
 from jaxserve.models.drafts.places import Ends
-from jaxserve.models.drafts.spec import BlockDraft, DraftSpec, Eagle3Draft
+from jaxserve.models.drafts.spec import BlockDraft, DraftSpec, Eagle3Draft, ModelDraft
 from jaxserve.models.layer import Caches, StepTokens, paged
-from jaxserve.runner import eagle3_step
+from jaxserve.runner import eagle3_step, model_drafts
 from jaxserve_kernels.kv_format import page_size
 from jaxserve_kernels.sampler import RowAdjustments, RowSampling, SlotTables
 from jaxserve_kernels.target import Target
 
-type HeadParams = BlockParams | Eagle3Params
-"""The weights of a head."""
+type HeadParams = BlockParams | Eagle3Params | decoder.Params
+"""The weights of a head or of a draft model."""
 
 
 class WithHead(NamedTuple):
@@ -56,18 +56,20 @@ def remember(
     kv: Caches,
     tapped: Sequence[Array],
     tokens: StepTokens,
-    kept: Array | None,
+    kept: Any,
     sequences: Array,
     spec: ModelSpec,
     *,
+    tile_size: int | None,
     target: Target,
-) -> tuple[Caches, Array | None]:
-    """Returns the caches with what the head will see of a step's tokens, and its states of them
-    [tokens, embed] if those of the newest are kept.
+) -> tuple[Caches, Any]:
+    """Returns the caches with what the head will see of a step's tokens, and what becomes of `kept`
+    in `keep`: of EAGLE-3 its states of them [tokens, embed], of a draft model its cache.
 
     Args:
-      kept: see `DeviceState.head_states`.
+      kept: see `DeviceState.drafting`.
       sequences: see `sequence_state`.
+      tile_size: of the step; None: each token is the next one of its sequence.
     """
     if draft is None:
         return kv, None
@@ -77,23 +79,29 @@ def remember(
         assert isinstance(head, BlockParams)
         kv = block.write_context(head, draft, kv, tapped, tokens, first=first, target=target)
         return kv, None
-    assert isinstance(head, Eagle3Params) and kept is not None
+    if isinstance(draft, ModelDraft):
+        assert isinstance(head, decoder.Params)
+        own = (head, draft, kept, tokens)
+        return kv, model_drafts.write_tokens(*own, tile_size=tile_size, target=target)
+    assert isinstance(head, Eagle3Params)
     states = eagle3.states(head, tapped, target=target)
     own = (head, draft, params.model.embedding, kv, tokens, states, kept, sequences)
     return eagle3_step.write_entries(*own, first=first, target=target), states
 
 
 def keep(
-    kept: Array | None,
+    draft: DraftSpec | None,
+    kept: Any,
     sequences: Array,
-    states: Array | None,
+    states: Any,
     last: Array,
     slots: Array,
     lengths: Array,
-) -> tuple[Array | None, Array]:
-    """Returns the kept states and the sequence state behind a step, see `eagle3_step.keep`."""
-    if kept is None or states is None:
-        return kept, sequences
+) -> tuple[Any, Array]:
+    """Returns `DeviceState.drafting` and the sequence state behind a step, see `eagle3_step.keep`.
+    `states` is of `remember`."""
+    if not isinstance(draft, Eagle3Draft):
+        return states, sequences
     return eagle3_step.keep(kept, sequences, states, last, slots, lengths)
 
 
@@ -109,6 +117,7 @@ def draft_ahead(
     page_table: Array,
     ends: Ends,
     states: Array | None,
+    kept: Any,
     rows: RowSampling,
     adjustments: RowAdjustments,
     tables: SlotTables,
@@ -117,19 +126,20 @@ def draft_ahead(
     most: int,
     vocab: int,
     target: Target,
-) -> tuple[Array, Array, Caches]:
+) -> tuple[Array, Array, Caches, Any]:
     """Draft what follows the rows' last tokens, with the noise of those positions.
 
     Args:
       page_table: of the first cache, int32 [slots + 1, pages_per_seq].
-      states: [rows, embed], the head's of the tokens before the last ones, if it keeps any.
+      states: [rows, embed], those of EAGLE-3 of the tokens before the last ones.
+      kept: see `DeviceState.drafting`.
       rows, adjustments: of one position of each row; that position is not used.
       most: drafts for each row.
       vocab: only token ids below it are drawn.
 
     Returns:
-      The drafts, int32 [rows, at most `most`], how many of them each row has, int32 [rows], and kv.
-      They end where the pages do.
+      The drafts, int32 [rows, at most `most`], how many of them each row has, int32 [rows], kv
+      and kept. They end where the pages do.
     """
 
     def choose(scores: Array, number: int) -> Array:
@@ -140,7 +150,14 @@ def draft_ahead(
     if isinstance(draft, Eagle3Draft):
         assert isinstance(params.head, Eagle3Params) and states is not None
         own = (params.head, draft, params.model.embedding, kv, page_table, ends, states, choose)
-        return eagle3_step.draft_tokens(*own, first=first, most=most, target=target)
+        return *eagle3_step.draft_tokens(*own, first=first, most=most, target=target), kept
+    if isinstance(draft, ModelDraft):
+        assert isinstance(params.head, decoder.Params)
+        own = (params.head, draft, kept, page_table, ends, choose)
+        drafts, count, kept = model_drafts.draft_tokens(
+            *own, vocab=spec.vocab_size, most=most, target=target
+        )
+        return drafts, count, kv, kept
     assert isinstance(params.head, BlockParams)
     size, skipped = page_size(paged(kv)[0]), 0 if draft.predicts_next else 1
     count = jnp.clip(ends.held - ends.position, 0, draft.block)
@@ -153,4 +170,4 @@ def draft_ahead(
     scores = decoder.logits(params.model, hidden.reshape(-1, hidden.shape[-1]), target=target)
     scores = scores.reshape(*hidden.shape[:2], -1)
     drafts = block.propose(params.head, scores, ends.last, choose)
-    return drafts, jnp.clip(count - skipped, 0, most), kv
+    return drafts, jnp.clip(count - skipped, 0, most), kv, kept

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.config import CacheConfig, ConfigError, PagedGroup
 from jaxserve.model_spec import ModelSpec
+from jaxserve.models.drafts.spec import DraftSpec, ModelDraft, shared_layers
 from jaxserve_kernels.kv_format import CacheShape, KVFormat
 
 _WINDOWS = 2
@@ -39,6 +40,13 @@ class SizedGroup(NamedTuple):
     shape: CacheShape
     """`pages` is ignored."""
     window: int | None = None
+    beside: CacheShape | None = None
+    """What a draft model's cache has for each page of the group."""
+
+    def page_bytes(self, kv_format: KVFormat, dtype: DTypeLike) -> int:
+        """Returns the bytes of a page."""
+        shapes = (self.shape, self.beside)
+        return sum(kv_format.page_bytes(each, dtype) for each in shapes if each is not None)
 
     def needed(self, demand: Demand) -> int:
         """Returns the pages of one sequence of `max_model_len` tokens, and the padding page."""
@@ -52,17 +60,17 @@ class SizedGroup(NamedTuple):
 
 
 def sized_groups(
-    spec: ModelSpec, page_size: int, max_num_seqs: int, draft_layers: int = 0
+    spec: ModelSpec, page_size: int, max_num_seqs: int, draft: DraftSpec | None = None
 ) -> list[SizedGroup]:
     """Returns the cache groups of a model, in the order of `ModelSpec.cache_groups`.
 
     Args:
-      draft_layers: of a draft head, which lie behind those of the first group.
+      draft: its layers lie behind those of the first group, or it is a model with as many pages.
     """
     return [
         SizedGroup(
             CacheShape(
-                layers=len(group.layers) + (0 if index else draft_layers),
+                layers=len(group.layers) + (0 if index else shared_layers(draft)),
                 pages=1,
                 kv_heads=spec.kv_heads,
                 page_size=page_size,
@@ -70,21 +78,39 @@ def sized_groups(
                 slots=max_num_seqs + 1,
             ),
             group.window,
+            None if index else draft_shape(draft, page_size, max_num_seqs + 1),
         )
         for index, group in enumerate(spec.cache_groups)
     ]
 
 
+def draft_shape(
+    draft: DraftSpec | None, page_size: int, slots: int, pages: int = 1
+) -> CacheShape | None:
+    """Returns the shape of a draft model's cache; None without one."""
+    if not isinstance(draft, ModelDraft):
+        return None
+    body = draft.body
+    return CacheShape(
+        layers=body.num_layers,
+        pages=pages,
+        kv_heads=body.kv_heads,
+        page_size=page_size,
+        head_dim=body.head_dim,
+        slots=slots,
+    )
+
+
 def shapes(
-    spec: ModelSpec, cache: CacheConfig, max_num_seqs: int, draft_layers: int = 0
+    spec: ModelSpec, cache: CacheConfig, max_num_seqs: int, draft: DraftSpec | None = None
 ) -> tuple[CacheShape, ...]:
-    """Returns the shape of each cache group, which a KV format lays out; `draft_layers` as in
+    """Returns the shape of each cache group, which a KV format lays out; `draft` as in
     `sized_groups`.
 
     Raises:
       ConfigError: the cache has other groups than the model.
     """
-    groups = sized_groups(spec, cache.page_size, max_num_seqs, draft_layers)
+    groups = sized_groups(spec, cache.page_size, max_num_seqs, draft)
     if [group.window for group in groups] != [group.window for group in cache.groups]:
         raise ConfigError("the KV cache has other groups than the model")
     pairs = zip(groups, cache.groups, strict=True)
@@ -135,7 +161,7 @@ def num_pages(
     All groups get equally many. What a group with a window cannot use goes to those without, if
     there are any.
     """
-    each = [kv_format.page_bytes(group.shape, dtype) for group in groups]
+    each = [group.page_bytes(kv_format, dtype) for group in groups]
     left = max(budget - sum(kv_format.fixed_bytes(group.shape, dtype) for group in groups), 0)
     pages = [left // sum(each)] * len(groups)
     full = [index for index, group in enumerate(groups) if group.window is None]
@@ -164,7 +190,7 @@ def fit_pages(
     pages = num_pages(kv_format, groups, dtype, budget, demand)
     needed = [group.needed(demand) for group in groups]
     if any(has < needs for has, needs in zip(pages, needed, strict=True)):
-        each = [kv_format.page_bytes(group.shape, dtype) for group in groups]
+        each = [group.page_bytes(kv_format, dtype) for group in groups]
         fixed = sum(kv_format.fixed_bytes(group.shape, dtype) for group in groups)
         fits = max(min(pages) - 1, 0) * groups[0].shape.page_size
         beside = f" ({fixed / 2**20:,.0f} MiB of it beside the pages)" if fixed > 2**20 else ""

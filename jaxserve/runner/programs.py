@@ -100,8 +100,7 @@ class RunnerConfig:
     @property
     def kv_shapes(self) -> tuple[CacheShape, ...]:
         """Of each cache group."""
-        layers = 0 if self.draft is None else self.draft.body.num_layers
-        return kv_cache.shapes(self.spec, self.cache, self.scheduler.max_num_seqs, layers)
+        return kv_cache.shapes(self.spec, self.cache, self.scheduler.max_num_seqs, self.draft)
 
     @property
     def recurrent_state(self) -> RecurrentState | None:
@@ -132,11 +131,14 @@ class RunnerConfig:
         return decoder.abstract_pre_mlp(self.spec, self.dtype, self.buckets.prefill[-1])
 
     @property
-    def head_states(self) -> Any:
-        """Abstract; None if the head keeps none."""
-        if not isinstance(self.draft, Eagle3Draft):
-            return None
-        return _abstract((self.scheduler.max_num_seqs + 1, self.spec.embed), self.dtype)
+    def drafting(self) -> Any:
+        """Abstract, see `DeviceState.drafting`."""
+        slots = self.scheduler.max_num_seqs + 1
+        if isinstance(self.draft, Eagle3Draft):
+            return _abstract((slots, self.spec.embed), self.dtype)
+        cache = self.cache
+        shape = kv_cache.draft_shape(self.draft, cache.page_size, slots, cache.num_pages)
+        return None if shape is None else self.kv_format.abstract(shape, self.dtype)
 
     @property
     def results_shape(self) -> tuple[int, int]:
@@ -191,7 +193,7 @@ def programs(config: RunnerConfig, params: Any, head: HeadParams | None = None) 
         tables=config.tables,
         pre_mlp=config.pre_mlp,
         results=_abstract(config.results_shape, jnp.int32),
-        head_states=config.head_states,
+        drafting=config.drafting,
     )
 
     def step(bucket: Bucket | VerifyBucket) -> Program:
@@ -230,7 +232,7 @@ def programs(config: RunnerConfig, params: Any, head: HeadParams | None = None) 
             tables=jax.tree.map(zeros, config.tables),
             pre_mlp=jax.tree.map(zeros, config.pre_mlp),
             results=zeros(state.results),
-            head_states=jax.tree.map(zeros, config.head_states),
+            drafting=jax.tree.map(zeros, config.drafting),
         )
 
     updates = _abstract((2 * FLUSH_UPDATES,), jnp.int32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,9 +57,9 @@ class DeviceState(NamedTuple):
     No step writes the last row. XLA would use an array that a step writes entirely as scratch
     memory until then.
     """
-    head_states: Array | None = None
-    """[slots + 1, embed]: what an EAGLE-3 head keeps of each sequence's newest computed token, see
-    `sequence_state.HEAD_STATE`."""
+    drafting: Any = None
+    """Of an EAGLE-3 head [slots + 1, embed]: its state of each sequence's newest computed token,
+    see `sequence_state.HEAD_STATE`. Of a draft model its cache."""
 
 
 def run_step(
@@ -105,7 +105,9 @@ def run_step(
             model, state.kv, tokens, spec, target=target, taps=taps
         )
     kv, states = remember(
-        *(params, draft, kv, tapped, tokens, state.head_states, sequences, spec), target=target
+        *(params, draft, kv, tapped, tokens, state.drafting, sequences, spec),
+        tile_size=None if bucket.kind == "decode" else bucket.tile_size,
+        target=target,
     )
     scores = decoder.logits(model, hidden, target=target)
     rows = row_sampling(inputs, sequences)
@@ -126,10 +128,9 @@ def run_step(
     sequences = sequences.at[slots, sequence_state.LAST_TOKEN].set(chosen)
     results = overwritten(state.results, result_rows(chosen, logprobs))
     lengths = inputs.token_positions[inputs.row_last] + 1
-    head_states, sequences = keep(
-        state.head_states, sequences, states, inputs.row_last, inputs.row_slots, lengths
-    )
-    return DeviceState(kv, sequences, tables, kept, results, head_states)
+    own = (draft, state.drafting, sequences, states, inputs.row_last, inputs.row_slots, lengths)
+    drafting, sequences = keep(*own)
+    return DeviceState(kv, sequences, tables, kept, results, drafting)
 
 
 def overwritten(old: Array, new: Array) -> Array:

@@ -11,7 +11,7 @@ from jaxserve.api import MAX_LOGPROBS
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.models.drafts.places import Ends
-from jaxserve.models.drafts.spec import DraftSpec
+from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft
 from jaxserve.models.layer import paged
 from jaxserve.runner import sequence_state
 from jaxserve.runner.batch import DECODE_TOKEN, ROW_LOGPROBS, ROW_MASKED, ROW_SAMPLES, StepInputs
@@ -106,7 +106,9 @@ def run_verify_step(
         taps=taps_of(draft),
     )
     kv, states = remember(
-        *(params, draft, kv, tapped, tokens, state.head_states, sequences, spec), target=target
+        *(params, draft, kv, tapped, tokens, state.drafting, sequences, spec),
+        tile_size=bucket.positions,
+        target=target,
     )
     scores = decoder.logits(
         model, decoder.finish(model, pre_mlp, spec, target=target), target=target
@@ -130,15 +132,15 @@ def run_verify_step(
     sequences = with_last_tokens(sequences, runs.slots, chosen, accepted)
     last = bucket.positions * jnp.arange(bucket.rows) + jnp.maximum(accepted - 1, 0)
     slots = jnp.where(accepted > 0, runs.slots, sequences.shape[0] - 1)
-    own = (state.head_states, sequences, states, last, slots, ends.position)
-    head_states, sequences = keep(*own)
+    own = (draft, state.drafting, sequences, states, last, slots, ends.position)
+    drafting, sequences = keep(*own)
     state = DeviceState(
         kv,
         sequences,
         with_counts(state.tables, chosen, accepted, adjustments),
         state.pre_mlp,
         overwritten(state.results, _results(chosen, logprobs, accepted)),
-        head_states,
+        drafting,
     )
     lengths = verify.lengths.at[runs.slots].set(runs.begin + accepted)
     verify = verify._replace(lengths=lengths)
@@ -146,13 +148,14 @@ def run_verify_step(
         return state, verify
     assert isinstance(params, WithHead)
     page_table = sequence_state.page_tables(sequences, len(kv))[0]
-    drafts, count, kv = draft_ahead(
+    drafts, count, kv, drafting = draft_ahead(
         params,
         draft,
         kv,
         page_table,
         ends,
-        None if states is None else states[last],
+        states[last] if isinstance(draft, Eagle3Draft) else None,
+        drafting,
         _of_rows(sampling, bucket.rows),
         _of_rows(adjustments, bucket.rows),
         state.tables,
@@ -161,7 +164,9 @@ def run_verify_step(
         vocab=sampled_vocab,
         target=target,
     )
-    return state._replace(kv=kv), with_own_drafts(verify, runs.slots, drafts, count)
+    return state._replace(kv=kv, drafting=drafting), with_own_drafts(
+        verify, runs.slots, drafts, count
+    )
 
 
 def with_drafts(state: VerifyState, asked: VerifyInputs) -> VerifyState:

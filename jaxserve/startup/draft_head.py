@@ -1,22 +1,33 @@
-"""The draft head that --speculative-config names."""
+"""The draft head, or the draft model, that --speculative-config names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from jax.typing import DTypeLike
 
 from jaxserve.cli.options import Options
 from jaxserve.config import VERIFY_POSITIONS, ConfigError
 from jaxserve.model_spec import ModelSpec
+from jaxserve.models import decoder, registry
 from jaxserve.models.drafts.loading import open_draft
-from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft
+from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft, ModelDraft
+from jaxserve.models.registry import HUB_NAMES
 from jaxserve.runner.draft_step import HeadParams
+from jaxserve.setting_files import read_json_object
 from jaxserve.startup import memory
+from jaxserve.weights.model_source import ModelSource
+from jaxserve_checkpoints.load import load_params
+from jaxserve_checkpoints.naming import resolve_rules
+from jaxserve_checkpoints.reader import open_checkpoint
 from jaxserve_checkpoints.resolve import resolve_model
 from jaxserve_kernels.kv_format import Dense, KVFormat
+
+_HEAD_KEYS = {"speculators_model_type", "dflash_config", "draft_vocab_size"}
+"""Of config.json. No whole model has one."""
 
 
 class PlannedHead(NamedTuple):
@@ -34,32 +45,112 @@ class PlannedHead(NamedTuple):
 
 
 def plan_head(
-    options: Options, target: ModelSpec, dtype: DTypeLike, kv_format: KVFormat, *, stacked: bool
+    options: Options, source: ModelSource, dtype: DTypeLike, kv_format: KVFormat, *, stacked: bool
 ) -> PlannedHead | None:
-    """Returns the head that the flags name; None if they name none.
+    """Returns the head or the draft model that the flags name; None if they name none.
 
     Args:
+      source: the target.
       stacked: see `decoder.Params`.
 
     Raises:
-      ConfigError: it is no head for this model, or beside a KV format in which heads do not run.
+      ConfigError: it cannot draft for this model, or not beside these flags.
       CheckpointError: there is no such model, or its tensors are not those of its config.json.
     """
     chosen = options.speculative_config
     if chosen is None or chosen.model is None:
         return None
-    folder = resolve_model(chosen.model, download_dir=options.download_dir, tokenizer=False)
-    spec, abstract, load = open_draft(folder, target, dtype, stacked=stacked)
+    folder = resolve_model(
+        chosen.model, names=HUB_NAMES, download_dir=options.download_dir, tokenizer=False
+    )
+    target, drafts = source.spec, min(chosen.drafts, max(VERIFY_POSITIONS) - 1)
     if not isinstance(kv_format, Dense):
         raise ConfigError(
             f"--speculative-config: a draft head needs --kv-cache-dtype auto or bf16, not "
             f"{kv_format.name}"
         )
+    config = read_json_object(folder / "config.json")
+    if is_model(config):
+        if options.kv_offload_size is not None:
+            raise ConfigError(
+                "--speculative-config: a draft model's keys and values are not kept on the host; "
+                "leave out --kv-offload-size"
+            )
+        return _plan_model(folder, config, source, drafts, dtype, stacked=stacked)
+    spec, abstract, load = open_draft(folder, target, dtype, stacked=stacked)
     if isinstance(spec, Eagle3Draft):
-        spec = replace(spec, num_drafts=min(chosen.drafts, max(VERIFY_POSITIONS) - 1))
+        spec = replace(spec, num_drafts=drafts)
     elif spec.mask_token >= target.vocab_size:
         raise ConfigError(
             f"--speculative-config: {folder}: mask_token_id is {spec.mask_token}, but the "
             f"model has {target.vocab_size} tokens"
         )
     return PlannedHead(spec, abstract, load)
+
+
+def _plan_model(
+    folder: Path,
+    config: Mapping[str, Any],
+    source: ModelSource,
+    drafts: int,
+    dtype: DTypeLike,
+    *,
+    stacked: bool,
+) -> PlannedHead:
+    """Returns a draft model. Errors as in `plan_head`."""
+    body = registry.spec_of(config)
+    if problems := _problems(folder, body, source):
+        raise ConfigError(f"--speculative-config: {folder}: {'; '.join(problems)}")
+    abstract = decoder.abstract(body, dtype, stacked=stacked)
+    checkpoint, rules = open_checkpoint(folder), registry.rules(body)
+    resolve_rules(rules, abstract, checkpoint)
+    return PlannedHead(
+        ModelDraft(body=body, num_drafts=drafts),
+        abstract,
+        lambda: load_params(checkpoint, rules, abstract),
+    )
+
+
+def is_model(config: Mapping[str, Any]) -> bool:
+    """Returns whether a config.json is of a whole model of a known family."""
+    known = set(config.get("architectures") or []) & set(registry.ARCHITECTURES)
+    return bool(known) and not _HEAD_KEYS & set(config)
+
+
+def _problems(folder: Path, body: ModelSpec, source: ModelSource) -> list[str]:
+    """Returns why a model cannot draft for the target; nothing if it can."""
+    found: list[str] = []
+    target = source.spec
+    if body.state is not None or [group.window for group in body.cache_groups] != [None]:
+        found.append("a draft model needs full attention in every layer")
+    if target.cache_groups[0].window is not None:
+        found.append("every layer of the target has a window: no pages hold a whole context")
+    if body.vocab_size < source.sampled_vocab:
+        found.append(
+            f"it has {body.vocab_size} tokens, the model {source.sampled_vocab}; a draft model "
+            "needs the same vocabulary"
+        )
+    elif source.folder is not None and (other := _other_token(folder, source.folder)):
+        found.append(f"{other}; a draft model needs the same vocabulary")
+    return found
+
+
+def _other_token(folder: Path, target: Path) -> str:
+    """Returns what is different about the tokens of two models' folders; nothing if a file is
+    missing."""
+    files = [each / "tokenizer.json" for each in (folder, target)]
+    if not all(file.is_file() for file in files):
+        return ""
+    own, others = (_tokens(read_json_object(file)) for file in files)
+    ids = sorted(own.keys() | others.keys())
+    wrong = next((i for i in ids if own.get(i) != others.get(i)), None)
+    if wrong is None:
+        return ""
+    return f"token {wrong} is {own.get(wrong)!r}, the model's is {others.get(wrong)!r}"
+
+
+def _tokens(tokenizer: Mapping[str, Any]) -> dict[int, str]:
+    """Returns the spelling of each id of a tokenizer.json."""
+    vocab = tokenizer.get("model", {}).get("vocab", {})
+    added = {each["id"]: each["content"] for each in tokenizer.get("added_tokens", [])}
+    return {i: text for text, i in vocab.items()} | added

@@ -89,7 +89,7 @@ class EnginePlan:
             state=rows * columns * 4
             + slot_tables.num_bytes(config.tables)
             + memory.tree_bytes(
-                (config.pre_mlp, config.verify, config.recurrent_state, config.head_states)
+                (config.pre_mlp, config.verify, config.recurrent_state, config.drafting)
             )
             + results
             + ring_bytes(config.kv_format, config.kv_shapes, config.dtype, config.rings),
@@ -121,11 +121,10 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     kv_format = named(options.kv_cache_dtype)
     check_windows(options, spec, kv_format, gpu=gpu)
     check_calibration(options, kv_format)
-    head = plan_head(options, spec, dtype, kv_format, stacked=gpu)
+    head = plan_head(options, source, dtype, kv_format, stacked=gpu)
     target = Target.of(device)
     page_size = _page_size(options, kv_format, gpu=gpu)
-    draft_layers = head.spec.body.num_layers if head else 0
-    shapes = [each.shape for each in kv_cache.sized_groups(spec, page_size, 1, draft_layers)]
+    shapes = [each.shape for each in kv_cache.sized_groups(spec, page_size, 1, head and head.spec)]
     rings, beside = plan_rings(options, kv_format, shapes, dtype, gpu=gpu)
     beside += head.num_bytes if head else 0
     e4m3 = _fp8_pays(dtype, target)
@@ -141,7 +140,7 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
         caches_prefixes=options.enable_prefix_caching and not kv_format.own_tokens,
         quantized=weights.quantized,
         unpacks=not e4m3,
-        draft_layers=draft_layers,
+        draft=head and head.spec,
     )
     choices = bucket_choices(options, gpu=gpu)
 
@@ -330,7 +329,7 @@ def _cache_config(options: Options, room: Room, fit: Fit) -> CacheConfig:
     page_size, sequences = room.page_size, fit.buckets.decode[-1]
     useful = sequences * (-(-fit.max_model_len // page_size)) + 1
     spec, demand = room.spec.within(fit.max_model_len), room.demand(fit.buckets, fit.max_model_len)
-    groups = kv_cache.sized_groups(spec, page_size, sequences, room.draft_layers)
+    groups = kv_cache.sized_groups(spec, page_size, sequences, room.draft)
     pages = kv_cache.fit_pages(room.kv_format, groups, room.dtype, fit.budget, demand)
     cache = kv_cache.cache_config(
         spec,

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxserve.config import Buckets, ConfigError
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models.delta_net import abstract_state
+from jaxserve.models.drafts.spec import DraftSpec
 from jaxserve.runner import kv_cache
 from jaxserve.startup import memory
 from jaxserve_kernels.kv_format import KVFormat
@@ -80,8 +81,8 @@ class Room:
     """Whether the weights are quantised."""
     unpacks: bool = False
     """Whether products of many tokens unpack quantised weights first."""
-    draft_layers: int = 0
-    """Layers of a draft head, whose keys and values lie in the same pages."""
+    draft: DraftSpec | None = None
+    """What drafts, and has keys and values for each page."""
 
     def left(self, weights: int, buckets: Buckets, max_model_len: int) -> int:
         """Returns the bytes for the KV cache beside `weights` bytes, ignoring `given`.
@@ -168,7 +169,7 @@ class Room:
         """Returns how much the KV cache holds."""
         budget = self._budget(weights, buckets, max_model_len)
         spec, demand = self.spec.within(max_model_len), self.demand(buckets, max_model_len)
-        groups = kv_cache.sized_groups(spec, self.page_size, buckets.decode[-1], self.draft_layers)
+        groups = kv_cache.sized_groups(spec, self.page_size, buckets.decode[-1], self.draft)
         pages = kv_cache.num_pages(self.kv_format, groups, self.dtype, budget, demand)
         if min(pages) < 2:  # the first is for padding
             return Held(0, 0)

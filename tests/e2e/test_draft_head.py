@@ -92,11 +92,11 @@ async def test_a_trained_head_is_often_right(drafting: Server) -> None:
     assert await drafting.metric('jaxserve_compiles_total{phase="serving"}') == 0
 
 
-def test_a_model_that_is_no_head_is_refused_in_one_line(head: Path) -> None:
+def test_a_model_of_other_tokens_is_refused_in_one_line(head: Path) -> None:
     from tests.e2e.process import start
 
     chosen = {"method": "eagle3", "model": str(ROOT / "tests/golden/tied")}
     process = start("--speculative-config", json.dumps(chosen))
     output, _ = process.communicate(timeout=120)
     assert process.returncode != 0 and "Traceback" not in output
-    assert "is no draft head" in output
+    assert "a draft model needs the same vocabulary" in output

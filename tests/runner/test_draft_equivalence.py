@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.models.drafts.loading import open_draft
+from jaxserve.models.drafts.spec import DraftSpec, ModelDraft
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
 from jaxserve.scheduler.speculation.head import HeadDrafts
@@ -34,9 +36,9 @@ class Served(NamedTuple):
     solo: Solo
 
 
-def trusting() -> tuple[Any, Any, Tensors]:
+def trusting(folder: Path) -> tuple[Any, DraftSpec, Any]:
     """What follows a token depends mostly on that token, which is what the Markov head knows: so
-    drafts are sometimes right. Returns the target's weights, config.json and tensors."""
+    drafts are sometimes right. Returns the target's weights, and the head with its own."""
     params: Any = make_params(SPEC, 2)
     layers = [layer._replace(out=0.2 * layer.out, down=0.2 * layer.down) for layer in params.layers]
     params = params._replace(layers=tuple(layers))
@@ -48,10 +50,10 @@ def trusting() -> tuple[Any, Any, Tensors]:
         "markov_head.markov_w1.weight": states.astype(np.float32),
         "markov_head.markov_w2.weight": np.asarray(params.lm_head),
     }
-    return params, config, tensors
+    return params, *opened(folder, config, tensors)
 
 
-def alike() -> tuple[Any, Any, Tensors]:
+def alike(folder: Path) -> tuple[Any, DraftSpec, Any]:
     """All tokens have nearly one embedding, and an EAGLE-3 head takes a state for that of the token
     after it, of those that it knows."""
     params: Any = make_params(SPEC, 2)
@@ -69,26 +71,43 @@ def alike() -> tuple[Any, Any, Tensors]:
         "norm.weight": np.asarray(params.final_norm),
         "lm_head.weight": np.asarray(params.lm_head)[tensors["t2d"]],
     }
-    return params, config, tensors
+    return params, *opened(folder, config, tensors)
 
 
-HEADS = {"dspark": trusting, "eagle3": alike}
+def weaker(folder: Path) -> tuple[Any, DraftSpec, Any]:
+    """A draft model whose layers add less than those of the target."""
+    params: Any = make_params(SPEC, 2)
+    layers = [layer._replace(out=0.5 * layer.out, down=0.5 * layer.down) for layer in params.layers]
+    own = params._replace(layers=tuple(layers))
+    return params, ModelDraft(body=SPEC, num_drafts=7), own
 
 
-@pytest.fixture(scope="module", params=["dspark", pytest.param("eagle3", marks=pytest.mark.slow)])
+def opened(folder: Path, config: Any, tensors: Tensors) -> tuple[DraftSpec, Any]:
+    """A head and its weights."""
+    found = open_draft(draft_files.write(folder, config, tensors), SPEC, jnp.float32)
+    return found.spec, found.load()
+
+
+HEADS = {"dspark": trusting, "eagle3": alike, "model": weaker}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "dspark",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle3", "model")),
+    ],
+)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    params, config, tensors = HEADS[request.param]()
-    folder = draft_files.write(tmp_path_factory.mktemp("head"), config, tensors)
-    opened = open_draft(folder, SPEC, jnp.float32)
+    params, draft, head = HEADS[request.param](tmp_path_factory.mktemp("head"))
     runner_config = replace(
         make_config(
             spec=SPEC, decode=(4,), prefill=(24,), verify=BUCKETS, max_model_len=24, num_pages=61
         ),
-        draft=opened.spec,
+        draft=draft,
     )
-    head: Any = opened.load()
     sink: Any = StubMetrics()
     runner = Runner(runner_config, params, sink, head)
     runner.compile(2, lambda name, done: None)

@@ -54,10 +54,7 @@ def test_the_flag_takes_a_head_in_the_form_of_vllm() -> None:
     for text, message in (
         ('{"method": "eagle3"}', "without a model; use ngram or suffix"),
         ('{"method": "ngram", "model": "folder"}', "with a model; use dflash or dspark or eagle3"),
-        (
-            '{"method": "draft_model", "model": "folder"}',
-            "unsupported method .draft_model. with a model",
-        ),
+        ('{"method": "medusa", "model": "folder"}', "unsupported method .medusa. with a model"),
         ('{"model": 3}', "not a folder"),
         ('{"model": ""}', "not a folder"),
     ):

@@ -12,12 +12,14 @@ from typing import Any
 
 from jaxserve.config import ConfigError
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models.drafts.spec import BlockDraft, ConfidenceInput, DraftSpec, Eagle3Draft
+from jaxserve.models.drafts.spec import BlockDraft, ConfidenceInput, Eagle3Draft
 from jaxserve.models.drafts.spec import mismatches as mismatches_of
 from jaxserve.models.hf_config import dense_spec
 from jaxserve_checkpoints.rules import AnyRule, Ignore, Rule
 
 type Config = Mapping[str, Any]
+
+type HeadSpec = BlockDraft | Eagle3Draft
 
 DSPARK, DFLASH = "Qwen3DSparkModel", "DFlashDraftModel"
 """Names in `architectures`."""
@@ -26,7 +28,7 @@ _MAX_POSITION = 40_960
 """Where a file does not say."""
 
 
-def spec_of(config: Config, target: ModelSpec) -> DraftSpec:
+def spec_of(config: Config, target: ModelSpec) -> HeadSpec:
     """The draft head of a `config.json`, for a target model.
 
     Raises:
@@ -183,7 +185,7 @@ def _eagle3_of(
     )
 
 
-def rules(draft: DraftSpec) -> tuple[AnyRule, ...]:
+def rules(draft: HeadSpec) -> tuple[AnyRule, ...]:
     """Which tensors of a checkpoint make up each leaf of the head's parameters.
 
     Embedding, and output matrix if the head shares it, repeat the target's and are not read. `d2t`

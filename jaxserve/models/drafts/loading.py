@@ -16,7 +16,8 @@ from jaxserve.model_spec import ModelSpec
 from jaxserve.models.drafts import block, eagle3, layouts
 from jaxserve.models.drafts.block import BlockParams
 from jaxserve.models.drafts.eagle3 import Eagle3Params
-from jaxserve.models.drafts.spec import BlockDraft, DraftSpec, Eagle3Draft
+from jaxserve.models.drafts.layouts import HeadSpec
+from jaxserve.models.drafts.spec import BlockDraft, Eagle3Draft
 from jaxserve.setting_files import read_json_object
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.naming import resolve_rules
@@ -28,14 +29,14 @@ type DraftParams = BlockParams | Eagle3Params
 class OpenedDraft(NamedTuple):
     """A draft head whose files fit, before its weights are read."""
 
-    spec: DraftSpec
+    spec: HeadSpec
     abstract: DraftParams
     """Shapes and dtypes of `load`'s result."""
     load: Callable[[], DraftParams]
     """Puts the weights on the device."""
 
 
-def abstract(draft: DraftSpec, dtype: DTypeLike, *, stacked: bool = False) -> DraftParams:
+def abstract(draft: HeadSpec, dtype: DTypeLike, *, stacked: bool = False) -> DraftParams:
     """Shapes and dtypes of the parameters; see `decoder.Params` for `stacked`."""
     if isinstance(draft, BlockDraft):
         return block.abstract(draft, dtype, stacked=stacked)

@@ -1,4 +1,4 @@
-"""The shape of a draft head as data. No I/O, no arrays.
+"""The shape of a draft head, or of a draft model, as data. No I/O, no arrays.
 
 `jaxserve.models.drafts.layouts` makes it of a `config.json`. A head reads the hidden states of the
 target model after some of its layers, the *taps*. Its own layers are further layers of the target's
@@ -78,10 +78,35 @@ class Eagle3Draft:
         return self.body.vocab_size != self.target_vocab
 
 
-type DraftSpec = BlockDraft | Eagle3Draft
+@dataclass(frozen=True, kw_only=True)
+class ModelDraft:
+    """A small model with the target's tokens, one pass for each draft. Its own cache has as many
+    pages as the target's first cache group, under the same numbers: whatever happens to a page
+    happens to its keys and values, too."""
+
+    body: ModelSpec
+    num_drafts: int = 7
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """It reads nothing of the target."""
+        return ()
+
+    @property
+    def room(self) -> int:
+        """As in `BlockDraft`."""
+        return self.num_drafts
 
 
-def mismatches(draft: DraftSpec, target: ModelSpec) -> list[str]:
+type DraftSpec = BlockDraft | Eagle3Draft | ModelDraft
+
+
+def shared_layers(draft: DraftSpec | None) -> int:
+    """Returns how many layers a head adds to the target's first cache group."""
+    return 0 if draft is None or isinstance(draft, ModelDraft) else draft.body.num_layers
+
+
+def mismatches(draft: BlockDraft | Eagle3Draft, target: ModelSpec) -> list[str]:
     """Returns why the head cannot draft for the target; nothing if it can."""
     body, found = draft.body, list[str]()
     vocab = body.vocab_size if isinstance(draft, BlockDraft) else draft.target_vocab

@@ -1,0 +1,73 @@
+"""Which models may draft for a model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.cli.options import parse_args
+from jaxserve.config import ConfigError
+from jaxserve.models.drafts.spec import ModelDraft
+from jaxserve.startup.draft_head import is_model, plan_head
+from jaxserve.weights.model_source import ModelSource, find_model
+from jaxserve_checkpoints.resolve import EMBEDDED_NAME, resolve_model
+from jaxserve_kernels.kv_format import AUTO, named
+from tests import draft_files
+from tests.tiny_model import tiny_spec
+
+FOLDER = resolve_model(EMBEDDED_NAME)
+
+
+@pytest.fixture(scope="module")
+def source() -> ModelSource:
+    return find_model(parse_args([]))
+
+
+def planned(source: ModelSource, folder: Path, *flags: str, **options: Any) -> Any:
+    chosen = json.dumps({"model": str(folder), "num_speculative_tokens": 3})
+    parsed = parse_args(["--speculative-config", chosen, *flags])
+    return plan_head(parsed, source, jnp.float32, options.get("kv", AUTO), stacked=False)
+
+
+def test_a_model_of_the_same_tokens_drafts(source: ModelSource) -> None:
+    head = planned(source, FOLDER)
+    assert head.spec == ModelDraft(body=source.spec, num_drafts=3)
+    assert head.num_bytes > 1_000_000
+
+
+def test_a_model_of_other_tokens_is_refused(source: ModelSource, tmp_path: Path) -> None:
+    for file in FOLDER.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tokens = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = tokens["model"]["vocab"]
+    one, other = list(vocab)[40:42]
+    vocab[one], vocab[other] = vocab[other], vocab[one]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
+    with pytest.raises(ConfigError, match=r"token \d+ is .*needs the same vocabulary"):
+        planned(source, tmp_path)
+
+
+def test_a_model_of_fewer_tokens_is_refused(source: ModelSource) -> None:
+    more = replace(source.spec, vocab_size=10**6)
+    with pytest.raises(ConfigError, match="the model 1000000; a draft model needs the same"):
+        planned(replace(source, spec=more, folder=None), FOLDER)
+
+
+def test_flags_that_a_draft_model_does_not_go_with_are_refused(source: ModelSource) -> None:
+    with pytest.raises(ConfigError, match="leave out --kv-offload-size"):
+        planned(source, FOLDER, "--kv-offload-size", "1")
+    with pytest.raises(ConfigError, match="needs --kv-cache-dtype auto or bf16"):
+        planned(source, FOLDER, kv=named("int8"))
+
+
+def test_heads_are_no_models() -> None:
+    spec = tiny_spec(num_layers=8)
+    for config in (draft_files.eagle3(spec), draft_files.dflash(spec), draft_files.dspark(spec)):
+        assert not is_model(config)
+        assert not is_model(config | {"architectures": ["GPT2LMHeadModel"]})
+    assert is_model(draft_files.sizes(spec, layers=2) | {"architectures": ["LlamaForCausalLM"]})
