@@ -20,7 +20,7 @@ from jaxserve_kernels.experts import (
     route,
 )
 from jaxserve_kernels.experts import triton as kernels
-from jaxserve_kernels.experts.config import Config, Launch, choose
+from jaxserve_kernels.experts.config import Config, HopperLaunch, Launch, choose
 from jaxserve_kernels.experts.triton_route import order
 from jaxserve_kernels.matmul import linear
 from jaxserve_kernels.target import REFERENCE, Target
@@ -193,5 +193,19 @@ def test_many_tokens_on_hopper(activation: ExpertActivation, width: int) -> None
     """More tokens than a tile has, fewer than a warpgroup, an expert without any; and columns past
     the last."""
     args = made(200, embed=320, width=width, biases=activation == "swiglu_oss")
-    found = hopper.experts(*args, activation, target=gpu(90, multiprocessors=3))
+    target = gpu(90, multiprocessors=3)
+    found = hopper.experts(*args, activation, HopperLaunch(), target=target)
     assert relative_error(summed(found), expected(*args, activation)) < 6e-3
+
+
+@pytest.mark.parametrize("launch", [
+    HopperLaunch(skip=True), HopperLaunch(gather=True), HopperLaunch(ahead=True),
+    HopperLaunch(gather=True, ahead=True, parts=True, ordered_at_once=256),
+], ids=str)  # fmt: skip
+def test_candidates_for_many_tokens_on_hopper(launch: HopperLaunch) -> None:
+    """Experts with a tile for both warpgroups, for one, and with several."""
+    x, ids, weights, w = made(260, embed=320, width=192)
+    ids = ids.at[:100].set(jnp.asarray([0, 3]))
+    found = hopper.experts(x, ids, weights, w, "silu", launch, target=gpu(90, multiprocessors=3))
+    assert found.shape[0] == (K if launch.parts else 1)
+    assert relative_error(summed(found), expected(x, ids, weights, w)) < 6e-3

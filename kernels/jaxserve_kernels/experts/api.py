@@ -7,7 +7,14 @@ from typing import Any
 from jax import Array
 
 from jaxserve_kernels.experts import reference
-from jaxserve_kernels.experts.config import Config, choose, describe, hopper_refuses
+from jaxserve_kernels.experts.config import (
+    Config,
+    HopperLaunch,
+    choose,
+    describe,
+    hopper_launch,
+    hopper_refuses,
+)
 from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Routing
 from jaxserve_kernels.op import (
     NO_KERNELS,
@@ -81,18 +88,19 @@ def _kernels(
     return triton.experts(x, ids, weights, w, activation, config, target=target)
 
 
-def _hopper_refuses(
+def _configure_hopper(
     x: Array, ids: Array, _weights: Array, w: ExpertWeights, *, target: Target, **_: Any
-) -> Refusal | None:
+) -> HopperLaunch | Refusal:
     if not target.uses_triton():
         return NO_KERNELS
     if not target.runs_hopper_kernels():
         return NOT_HOPPER
-    return hopper_refuses(x, ids, w, target=target)
+    refused = hopper_refuses(x, ids, w, target=target)
+    return hopper_launch(w, x.shape[0], target=target) if refused is None else refused
 
 
 def _hopper(
-    _: None,
+    launch: HopperLaunch,
     x: Array,
     ids: Array,
     weights: Array,
@@ -103,7 +111,7 @@ def _hopper(
 ) -> Array:
     from jaxserve_kernels.experts import hopper  # needs Triton: only for GPUs
 
-    return hopper.experts(x, ids, weights, w, activation, target=target)
+    return hopper.experts(x, ids, weights, w, activation, launch, target=target)
 
 
 def _definition(
@@ -131,7 +139,7 @@ _EXPERTS = Op(
     name="experts",
     implementations=(
         Implementation(
-            name="hopper", configure=_hopper_refuses, run=_hopper, label="experts_hopper"
+            name="hopper", configure=_configure_hopper, run=_hopper, label="experts_hopper"
         ),
         Implementation(name="triton", configure=_configure, run=_kernels),
         Implementation(name="reference", configure=anything, run=_definition, kernels=False),

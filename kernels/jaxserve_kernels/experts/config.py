@@ -52,6 +52,34 @@ class Config:
     pass of their own."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class HopperLaunch:
+    """Of both products by `hopper`. What differs from the defaults was never on a card: it is there
+    for `scripts/bench_experts.py --sweep` to time. What loses goes."""
+
+    skip: bool = False
+    """A warpgroup without tokens multiplies nothing, nor are tokens copied for it."""
+    gather: bool = False
+    """The producer gathers the tokens; else a pass before does."""
+    ahead: bool = False
+    """What a tile's lists say is read while the tile before is multiplied."""
+    parts: bool = False
+    """A token's experts, rounded, are added by the reader; else in a pass of their own."""
+    ordered_at_once: int = 1024
+    """Pairs that a program of `triton_route.order` looks at in one step."""
+
+    @property
+    def boxes(self) -> int:
+        """In which the tokens of a tile are copied."""
+        return 2 if self.skip or self.gather else 1
+
+
+def hopper_launch(w: ExpertWeights, tokens: int, *, target: Target) -> HopperLaunch:
+    """Of these weights, for so many tokens."""
+    tuned = tables.launch("experts", ("hopper", *w.gate_up.shape), tokens, target=target)
+    return HopperLaunch() if tuned is None else HopperLaunch(**tuned)
+
+
 def most_blocks(ids: Array, experts: int, tokens: int) -> int:
     """Tiles of so many tokens that the pairs `ids` [tokens, k] may need, wherever they go."""
     pairs = ids.size

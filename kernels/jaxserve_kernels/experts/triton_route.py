@@ -14,8 +14,6 @@ from jaxserve_kernels.experts.types import Routing
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
-_MOST_AT_ONCE = 1024
-
 
 @triton.jit
 def _route(
@@ -114,17 +112,18 @@ def route(
     return ids, weights
 
 
-def order(ids: Array, experts: int, *, target: Target) -> tuple[Array, Array]:
+def order(ids: Array, experts: int, *, at_once: int = 1024, target: Target) -> tuple[Array, Array]:
     """Pairs of a token and an expert by expert, and where each expert's end.
 
     Args:
       ids: int32 [tokens, k], each below `experts`.
+      at_once: pairs that a program looks at in one step, at most.
 
     Returns:
       int32 [tokens * k]: token * k + choice; and int32 [experts].
     """
     pairs = ids.size
-    block = min(_MOST_AT_ONCE, triton.next_power_of_2(pairs))
+    block = min(at_once, triton.next_power_of_2(pairs))
     placed, ends = triton_call(
         ids,
         kernel=_order,
@@ -134,7 +133,7 @@ def order(ids: Array, experts: int, *, target: Target) -> tuple[Array, Array]:
             jax.ShapeDtypeStruct((pairs,), jnp.int32), jax.ShapeDtypeStruct((experts,), jnp.int32),
         ),
         grid=(experts,),
-        num_warps=4 if block > 256 else 1,
+        num_warps=8 if block > 1024 else 4 if block > 256 else 1,
         pairs=pairs, BLOCK=max(16, block),
     )  # fmt: skip
     return placed, ends
