@@ -22,7 +22,6 @@ import ctypes
 import json
 import os
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -40,6 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from working_tree import commit
 
 from jaxserve.offload.copier import CpuCopier, CudaCopier, PageCopier, Ring, RingPart
 from jaxserve.offload.cuda import CudaContext
@@ -48,7 +48,6 @@ from jaxserve.offload.links import Direction
 from jaxserve.offload.slab import HostSlab
 from jaxserve_kernels.cuda_driver import check
 
-ROOT = Path(__file__).parents[1]
 MIB, GIB = 1 << 20, 1 << 30
 BOTH = (Direction.STORE, Direction.LOAD)
 SWITCH_INTERVAL = 0.001
@@ -376,16 +375,6 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
         "page_mib": args.page_mib,
         "slab_gib": args.gib,
     }
-
-
-def commit() -> str:
-    """Of the tree, from git or from COMMIT in the environment, where the tree is a copy."""
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        found = subprocess.check_output(command, cwd=ROOT, stderr=subprocess.DEVNULL, text=True)
-        return found.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("COMMIT", "unknown")
 
 
 def show(result: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from jaxserve_kernels.experts.config import (
     hopper_launch,
     hopper_refuses,
 )
-from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Routing
+from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Lists, Routing
 from jaxserve_kernels.op import (
     NO_KERNELS,
     NOT_HOPPER,
@@ -30,8 +30,8 @@ from jaxserve_kernels.target import Target
 
 def route(
     logits: Array, routing: Routing, bias: Array | None = None, *, target: Target
-) -> tuple[Array, Array]:
-    """See `reference.route`."""
+) -> tuple[Array, Array, Lists | None]:
+    """See `reference.route`; and lists for `experts`, where the kernel that routes makes them."""
     return _ROUTE(logits, bias, routing=routing, target=target)
 
 
@@ -42,18 +42,19 @@ def experts(
     w: ExpertWeights,
     *,
     activation: ExpertActivation = "silu",
+    lists: Lists | None = None,
     target: Target,
 ) -> Array:
     """See `reference.experts`: partial sums [parts, tokens, embed], as of `matmul.linear`.
 
     Of few tokens each choice of a token's is a part, in float32.
     """
-    return _EXPERTS(x, ids, weights, w, activation=activation, target=target)
+    return _EXPERTS(x, ids, weights, w, activation=activation, lists=lists, target=target)
 
 
 def _kernel_routes(
     _: None, logits: Array, bias: Array | None, *, routing: Routing, target: Target
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Lists | None]:
     from jaxserve_kernels.experts import triton_route  # needs Triton: only for GPUs
 
     return triton_route.route(logits, routing, bias, target=target)
@@ -61,8 +62,8 @@ def _kernel_routes(
 
 def _definition_routes(
     _: None, logits: Array, bias: Array | None, *, routing: Routing, target: Target
-) -> tuple[Array, Array]:
-    return reference.route(logits, routing, bias)
+) -> tuple[Array, Array, None]:
+    return *reference.route(logits, routing, bias), None
 
 
 def _configure(
@@ -81,11 +82,12 @@ def _kernels(
     w: ExpertWeights,
     *,
     activation: ExpertActivation,
+    lists: Lists | None,
     target: Target,
 ) -> Array:
     from jaxserve_kernels.experts import triton  # needs Triton: only for GPUs
 
-    return triton.experts(x, ids, weights, w, activation, config, target=target)
+    return triton.experts(x, ids, weights, w, activation, config, lists, target=target)
 
 
 def _configure_hopper(
@@ -107,6 +109,7 @@ def _hopper(
     w: ExpertWeights,
     *,
     activation: ExpertActivation,
+    lists: Lists | None,
     target: Target,
 ) -> Array:
     from jaxserve_kernels.experts import hopper  # needs Triton: only for GPUs
@@ -122,6 +125,7 @@ def _definition(
     w: ExpertWeights,
     *,
     activation: ExpertActivation,
+    lists: Lists | None,
     target: Target,
 ) -> Array:
     return reference.experts(x, ids, weights, w, activation)

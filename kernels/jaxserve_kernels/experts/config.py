@@ -19,6 +19,7 @@ class Limits(NamedTuple):
     """See `tables/experts/`."""
 
     most_parts_tokens: int
+    most_listed_tokens: int
     hopper_tokens: int
 
 
@@ -77,7 +78,17 @@ class HopperLaunch:
 def hopper_launch(w: ExpertWeights, tokens: int, *, target: Target) -> HopperLaunch:
     """Of these weights, for so many tokens."""
     tuned = tables.launch("experts", ("hopper", *w.gate_up.shape), tokens, target=target)
-    return HopperLaunch() if tuned is None else HopperLaunch(**tuned)
+    settings: dict[str, Any] = dict(tuned or {})
+    return HopperLaunch(**settings)
+
+
+def lists_pairs(tokens: int, *, target: Target) -> bool:
+    """Whether the kernel that routes so many tokens lists their pairs, too."""
+    return 1 < tokens <= min(limits_of(target).most_listed_tokens, MOST_LISTED)
+
+
+MOST_LISTED = 16
+"""Tokens: all of an expert's fit a tile."""
 
 
 def most_blocks(ids: Array, experts: int, tokens: int) -> int:
