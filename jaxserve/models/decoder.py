@@ -458,7 +458,8 @@ def _feed_forward(
     """What follows a layer's attention: x, and x with the next norm."""
     projection = layer.out if layer.delta is None else layer.delta.out
     assert projection is not None
-    x, out = add_linear(x, attention_out, projection, bias=layer.out_bias, target=target)
+    biased = layer.out_bias is not None
+    x, out = add_linear(x, attention_out, projection, biased=biased, target=target)
     form = None
     if layer.gate_up is not None:
         form = token_format(
@@ -469,17 +470,20 @@ def _feed_forward(
             activation=_activation(spec),
             target=target,
         )
-    x, normed = add_rms_norm(x, out, layer.mlp_norm, spec.norm_eps, form, target=target)
-    block = _dense if layer.experts is None else _experts
+    own = (x, out, layer.mlp_norm, spec.norm_eps, form)
+    x, normed = add_rms_norm(*own, bias=layer.out_bias, target=target)
+    block, bias = (_dense, layer.down_bias) if layer.experts is None else (_experts, None)
     x, update = block(layer, x, normed, spec, target=target)
     form = token_format(next_norm.reader, x.shape[0], x.dtype, target=target)
-    return add_rms_norm(x, update, next_norm.weight, spec.norm_eps, form, target=target)
+    own = (x, update, next_norm.weight, spec.norm_eps, form)
+    return add_rms_norm(*own, bias=bias, target=target)
 
 
 def _dense(
     layer: Layer, x: Array, normed: Normed, spec: ModelSpec, *, target: Target
 ) -> tuple[Array, Array | None]:
-    """The layer's feed-forward of normed tokens, as `matmul.add_linear` adds it to x."""
+    """The layer's feed-forward of normed tokens, as `matmul.add_linear` adds it to x, without the
+    bias of down."""
     assert layer.gate_up is not None and layer.down is not None
     gated = gated_linear(
         normed,
@@ -488,7 +492,8 @@ def _dense(
         activation=_activation(spec),
         target=target,
     )
-    return add_linear(x, gated, layer.down, bias=layer.down_bias, target=target)
+    biased = layer.down_bias is not None
+    return add_linear(x, gated, layer.down, biased=biased, target=target)
 
 
 def _experts(

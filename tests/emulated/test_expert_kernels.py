@@ -199,11 +199,12 @@ def test_launches_for_real_shapes(tokens: int, k: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("target", [HOPPER, PDL], ids=["plain", "early"])
-def test_dense_products_of_inputs_in_tiles_of_64(target: Target) -> None:
-    """gpt-oss's 2,880 are no multiple of 128."""
+@pytest.mark.parametrize("rows", [128, 32])
+def test_dense_products_of_inputs_in_tiles_of_64(rows: int, target: Target) -> None:
+    """gpt-oss's 2,880 are no multiple of 128, and its router has 32 rows."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((5, 192)), jnp.bfloat16)
-    weight = jnp.asarray(rng.standard_normal((128, 192)), jnp.bfloat16)
+    weight = jnp.asarray(rng.standard_normal((rows, 192)), jnp.bfloat16)
     seen: list[Any] = []
     observed = target.replace(observe=seen.append)
     found = summed(linear(x, weight, jnp.float32, target=observed))

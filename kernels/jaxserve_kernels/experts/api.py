@@ -49,7 +49,7 @@ def experts(
 
     Of few tokens each choice of a token's is a part, in float32.
     """
-    return _EXPERTS(x, ids, weights, w, activation=activation, lists=lists, target=target)
+    return _EXPERTS(x, ids, weights, w, lists, activation=activation, target=target)
 
 
 def _kernel_routes(
@@ -67,7 +67,7 @@ def _definition_routes(
 
 
 def _configure(
-    x: Array, ids: Array, _weights: Array, w: ExpertWeights, *, target: Target, **_: Any
+    x: Array, ids: Array, _weights: Array, w: ExpertWeights, *_: Any, target: Target, **__: Any
 ) -> Config | Refusal:
     if not target.uses_triton():
         return NO_KERNELS
@@ -80,9 +80,9 @@ def _kernels(
     ids: Array,
     weights: Array,
     w: ExpertWeights,
+    lists: Lists | None,
     *,
     activation: ExpertActivation,
-    lists: Lists | None,
     target: Target,
 ) -> Array:
     from jaxserve_kernels.experts import triton  # needs Triton: only for GPUs
@@ -91,7 +91,7 @@ def _kernels(
 
 
 def _configure_hopper(
-    x: Array, ids: Array, _weights: Array, w: ExpertWeights, *, target: Target, **_: Any
+    x: Array, ids: Array, _weights: Array, w: ExpertWeights, *_: Any, target: Target, **__: Any
 ) -> HopperLaunch | Refusal:
     if not target.uses_triton():
         return NO_KERNELS
@@ -107,9 +107,9 @@ def _hopper(
     ids: Array,
     weights: Array,
     w: ExpertWeights,
+    lists: Lists | None,
     *,
     activation: ExpertActivation,
-    lists: Lists | None,
     target: Target,
 ) -> Array:
     from jaxserve_kernels.experts import hopper  # needs Triton: only for GPUs
@@ -123,9 +123,9 @@ def _definition(
     ids: Array,
     weights: Array,
     w: ExpertWeights,
+    lists: Lists | None,
     *,
     activation: ExpertActivation,
-    lists: Lists | None,
     target: Target,
 ) -> Array:
     return reference.experts(x, ids, weights, w, activation)

@@ -186,6 +186,6 @@ def _unlike(rows: int, depth: int, inputs: int, weight: Stacked) -> Refusal | No
     return Refusal("padded groups of fewer than 128") if narrow and inputs < depth else None
 
 
-def describe(x: Array, _ids: Any, _weights: Any, w: ExpertWeights, **_: Any) -> str:
+def describe(x: Array, _ids: Any, _weights: Any, w: ExpertWeights, *_: Any, **__: Any) -> str:
     """Sizes, for people."""
     return f"{w.gate_up.shape[0]} experts of {x.shape[-1]} x {w.width}"
