@@ -180,15 +180,15 @@ def tensors(spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
         for norm in ("input", "post_attention"):
             yield f"{block}{norm}_layernorm.weight", Tensor((spec.embed,))
         yield from _attention(spec, block + "self_attn.")
-        if layer.experts is None:
-            yield from _feed_forward(spec, block + "mlp.", spec.ffn)
+        own = layer.feed_forward
+        if not isinstance(own, ExpertsSpec):
+            yield from _feed_forward(spec, block + "mlp.", own.width)
         elif spec.architecture == _GPT_OSS:
-            yield from _gpt_oss_experts(spec, layer.experts, block + "mlp.")
+            yield from _gpt_oss_experts(spec, own, block + "mlp.")
         else:
-            count = layer.experts.num_experts
-            yield block + "mlp.gate.weight", Tensor((count, spec.embed))
-            for each in range(count):
-                yield from _feed_forward(spec, f"{block}mlp.experts.{each}.", layer.experts.width)
+            yield block + "mlp.gate.weight", Tensor((own.num_experts, spec.embed))
+            for each in range(own.num_experts):
+                yield from _feed_forward(spec, f"{block}mlp.experts.{each}.", own.width)
     yield "model.norm.weight", Tensor((spec.embed,))
     if not spec.tie_embeddings:
         yield "lm_head.weight", Tensor((spec.vocab_size, spec.embed))
