@@ -526,3 +526,5 @@ class NamedModel(NamedTuple):
     hub_id: str
     """Its repository on the Hugging Face Hub."""
     spec: ModelSpec
+    experts: Literal["mxfp4"] | None = None
+    """Format in which its experts are published; None: that of other weights."""
