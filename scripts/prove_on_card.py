@@ -29,226 +29,10 @@ import urllib.error
 import urllib.request
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
-ROOT = Path(__file__).parents[1]
-MODEL = "--model qwen3-4b --load-format dummy --cache-dir {cache}"
-RANDOM = "scripts/random_checkpoint.py qwen3-4b {cache}/models/bf16"
-CLIENTS = "1,8,32,64,128,256"
-BATCH = "1,2,4,8,16,32,64,128,256"
-NEEDS = {
-    # pytest's settings in pyproject.toml and tests/conftest.py want more than pytest
-    "-m pytest": ("pytest", "pytest-asyncio", "pytest-timeout", "hypothesis"),
-    "gpu_parity.py": ("torch", "transformers"),
-    "bench_power": ("torch",),
-    "eval_formats": ("flax",),
-    "--plot": ("matplotlib",),
-    "--to orbax": ("orbax-checkpoint",),
-    "/orbax/": ("orbax-checkpoint",),
-}
-"""Packages that the extras for GPUs do not install, by words of the commands that need them."""
-
-
-class Proof(NamedTuple):
-    """`{out}`, `{cache}` and `{url}` in a command are its folder, the compiled programs' and the
-    server's address."""
-
-    shows: str
-    minutes: float
-    """On an H200, with nothing compiled before: a guide for the estimate, and a fifth of what each
-    command may take."""
-    commands: tuple[str, ...]
-    server: str | None = None
-    """Flags of the server that runs meanwhile."""
-
-
-PROOFS = {
-    "kernels": Proof(
-        "every kernel against its reference",
-        9,
-        ("-m pytest -m gpu tests/kernels -q -p no:cacheprovider",),
-    ),
-    "equality": Proof(
-        "random joins, leaves and preemptions give the tokens of requests that run alone; float32",
-        5,
-        ("-m pytest -m gpu tests/runner -q -p no:cacheprovider",),
-    ),
-    "parity": Proof(
-        "logprobs beside those of transformers",
-        4,
-        ("scripts/gpu_parity.py --model-config qwen3-4b --json {out}/parity.json",),
-    ),
-    "decode": Proof(
-        "decode steps of every bucket against the floor of the same process",
-        2,
-        (f"scripts/bench_step.py --batch {BATCH} --steps 100 --out {{out}}/step.json",),
-    ),
-    "prefill": Proof(
-        "mixed steps against their floor, attention, and the table of the scheduler",
-        5,
-        (
-            "scripts/bench_mixed.py --out {out}/mixed.json",
-            "scripts/bench_attention.py --out {out}/prefill_attention.json",
-            "-m lab.simulation.measure_steps --out {out}/step_times.json",
-        ),
-    ),
-    "power": Proof(
-        "what the card's power limit leaves room for",
-        1,
-        ("-m lab.studies.bench_power --out {out}/power.json",),
-    ),
-    "link": Proof(
-        "pages between host memory and the card",
-        1,
-        ("scripts/bench_link.py --out {out}/link.json",),
-    ),
-    "sampler": Proof(
-        "the sampler alone", 1, ("scripts/bench_sampler.py --out {out}/sampler.json",)
-    ),
-    "products": Proof(
-        "products of every weight format, from one token to prefill, none slower than bfloat16's",
-        8,
-        (
-            "scripts/bench_matmul.py --out {out}/matmul.json --plot {out}/matmul.svg"
-            " --budget 20 --assert-ratio 1.0",
-        ),
-    ),
-    "quantized-steps": Proof(
-        "decode steps with quantised weights, none slower than bfloat16's (but for noise)",
-        12,
-        (
-            f"scripts/bench_step.py --batch {BATCH} --steps 50 --out {{out}}/step_bf16.json",
-            *(
-                f"scripts/bench_step.py --batch {BATCH} --steps 50 --quantization {weights}"
-                f" --lm-head-dtype {head}{copy} --out {{out}}/step_{weights}.json"
-                f" --compare {{out}}/step_bf16.json --assert-ratio 1.02"
-                for weights, head, copy in (
-                    ("int4", "int8", " --fp8-copy"),
-                    ("fp8", "fp8", ""),
-                    ("nvfp4", "fp8", " --fp8-copy"),
-                    ("mxfp4", "fp8", " --fp8-copy"),
-                    ("int4-g64", "int8", " --fp8-copy"),
-                    ("int4-zeros", "int8", " --fp8-copy"),
-                    ("int4-act-order", "int8", " --fp8-copy"),
-                )
-            ),
-        ),
-    ),
-    "serving": Proof(
-        "over HTTP: first tokens cold and cached, a long prompt beside 32 streams, closed loops",
-        6,
-        (
-            "scripts/bench_serving.py --url {url} --prefix-hit 256,1024,4096,16384"
-            " --out {out}/first_token.json",
-            "scripts/bench_serving.py --url {url} --stall 32 --out {out}/stall.json",
-            f"scripts/bench_serving.py --url {{url}} --concurrency {CLIENTS} --rounds 4"
-            " --out {out}/serving.json",
-            f"scripts/bench_serving.py --url {{url}} --concurrency {CLIENTS} --rounds 3"
-            " --same-prompts --seed 42 --out {out}/serving_same_prompts.json",
-            "scripts/bench_serving.py --url {url} --concurrency 100 --rounds 1"
-            " --prompt-tokens 512 --output-tokens 128 --out {out}/burst.json",
-            "scripts/bench_serving.py --url {url} --concurrency 256 --rounds 1"
-            " --prompt-tokens 64 --output-tokens 512 --out {out}/streams.json",
-        ),
-        server=f"{MODEL} --forbid-compiles",
-    ),
-    "serving-int4": Proof(
-        "the same closed loops and the burst with int4 weights",
-        5,
-        (
-            f"scripts/bench_serving.py --url {{url}} --concurrency {CLIENTS} --rounds 2"
-            " --out {out}/serving_int4.json",
-            "scripts/bench_serving.py --url {url} --concurrency 100 --rounds 1"
-            " --prompt-tokens 512 --output-tokens 128 --out {out}/burst_int4.json",
-        ),
-        server=f"{MODEL} --forbid-compiles --quantization int4 --lm-head-dtype int8",
-    ),
-    "answers": Proof(
-        "the embedded model's answers with weights in each format, by their values",
-        4,
-        ("-m lab.embedded.eval_formats --out {out}/formats.json",),
-    ),
-    **{
-        f"answers-{weights}": Proof(
-            f"the embedded model's answers over HTTP, {weights} weights: the kernels that serve",
-            2,
-            (
-                "-m lab.embedded.evaluate --url {url}/v1 --concurrency 128"
-                f" --out {{out}}/embedded_{weights}.json",
-            ),
-            server="--model jaxserve-embedded --cache-dir {cache}"
-            + (f" --quantization {weights}" if weights != "bf16" else ""),
-        )
-        for weights in ("bf16", "int4", "fp8", "nvfp4")
-    },
-    "kv-formats": Proof(
-        "throughput, capacity, compiles and accuracy of every KV format at 1 to 256 clients",
-        17,
-        (
-            "scripts/bench_kv.py --budget 30 --out {out}/kv.json",
-            "-m lab.embedded.eval_kv_formats --out {out}/kv_accuracy.json",
-        ),
-    ),
-    "start": Proof(
-        "from nothing to ready, and memory, with compiled programs at hand: a safetensors folder,"
-        " and one converted to int4",
-        5,
-        (
-            RANDOM,
-            "-m jaxserve convert --model {cache}/models/bf16 --out {cache}/models/int4"
-            " --quantization int4",
-            *(
-                command
-                for name in ("bf16", "int4")
-                for command in (
-                    f"-m jaxserve precompile --model {{cache}}/models/{name} --cache-dir {{cache}}",
-                    f"scripts/bench_start.py --runs 3 --memory --json {{out}}/start_{name}.json"
-                    f" -- --model {{cache}}/models/{name} --cache-dir {{cache}}"
-                    " --require-precompiled",
-                )
-            ),
-        ),
-    ),
-    "start-orbax": Proof(
-        "from nothing to ready from Orbax, beside the same weights in safetensors",
-        6,
-        (
-            RANDOM,
-            # A folder of the same name, so that both start with the same compiled programs.
-            "-m jaxserve convert --model {cache}/models/bf16 --to orbax --out {cache}/orbax/bf16",
-            "-m jaxserve precompile --model {cache}/models/bf16 --cache-dir {cache}",
-            "scripts/bench_start.py --runs 3 --memory --json {out}/start_safetensors.json"
-            " -- --model {cache}/models/bf16 --cache-dir {cache} --require-precompiled",
-            "scripts/bench_start.py --runs 3 --memory --json {out}/start_orbax.json"
-            " --compare {out}/start_safetensors.json"
-            " -- --model {cache}/orbax/bf16 --cache-dir {cache} --require-precompiled",
-        ),
-    ),
-    "weight-swap": Proof(
-        "changes of the weights beside 32 streams and in place: seconds of loading, and the gaps"
-        " that streams see",
-        5,
-        (
-            RANDOM,
-            "scripts/bench_weight_swap.py --model {cache}/models/bf16 --cache-dir {cache}"
-            " --json {out}/swap.json",
-        ),
-    ),
-    "goodput": Proof(
-        "the study's mix in order of arrival and by deadline, where fcfs has half of it in time and"
-        " at twice that rate",
-        16,
-        tuple(
-            f"-m jaxserve bench --rate {rate} --duration 120 --drain 70 --timeout 180 --warmup 0"
-            f" --cooldown 30 --slo-headers --name {policy}-{rate}"
-            f' --output {{out}}/{policy}_{rate}.json --url {{url}} --server "{{python}}'
-            f" -m jaxserve {MODEL} --port {{port}} --kv-cache-memory-bytes 62G"
-            f' --max-model-len 8192 --scheduling-policy {policy}"'
-            for rate in (19, 38)
-            for policy in ("fcfs", "slo")
-        ),
-    ),
-}
+from proofs import NEEDS, PROOFS, Proof
+from working_tree import ROOT, commit
 
 
 def main() -> int:
@@ -261,6 +45,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, help="begin none after so many minutes")
     parser.add_argument("--again", action="store_true", help="also those that have passed")
     parser.add_argument("--list", action="store_true", help="what there is")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, run none")
     options = parser.parse_args()
     if unknown := set(options.proofs) - set(PROOFS):
         parser.error(
@@ -272,7 +57,20 @@ def main() -> int:
             lacks = f" (not installed: {', '.join(missing)})" if missing else ""
             print(f"{name:16} {proof.minutes:4.0f} min  {proof.shows}{lacks}")
         return 0
+    if options.dry_run:
+        show_commands(options.proofs or list(PROOFS), options.out)
+        return 0
     return prove(options)
+
+
+def show_commands(names: list[str], out: Path) -> None:
+    """As they would be run, one a line."""
+    for name in names:
+        places = _places(name, out, "8100")
+        server = PROOFS[name].server
+        flags = () if server is None else (f"-m jaxserve --port {{port}} {server}",)
+        for command in (*flags, *PROOFS[name].commands):
+            print(shlex.join(["python", *_words(command, places)[1:]]))
 
 
 def prove(options: argparse.Namespace) -> int:
@@ -338,7 +136,11 @@ def _describe(path: Path, gpu: str) -> None:
         except PackageNotFoundError:
             versions[package] = "not installed"
     path.write_text(
-        json.dumps({"card": name, "driver": driver, "memory": memory, **versions}, indent=1) + "\n"
+        json.dumps(
+            {"card": name, "driver": driver, "memory": memory, "commit": commit(), **versions},
+            indent=1,
+        )
+        + "\n"
     )
     print(
         f"{name}, driver {driver}, jax {versions['jax']}, triton {versions['triton']}", flush=True
@@ -348,13 +150,7 @@ def _describe(path: Path, gpu: str) -> None:
 def _run(name: str, out: Path, gpu: str, port: int) -> bool:
     proof, folder = PROOFS[name], out / name
     folder.mkdir(exist_ok=True)
-    places: dict[str, object] = {
-        "out": folder.resolve(),
-        "cache": (out / "programs").resolve(),
-        "url": f"http://127.0.0.1:{port}",
-        "port": port,
-        "python": sys.executable,
-    }
+    places = _places(name, out, str(port))
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "PYTHONUNBUFFERED": "1"}
     begun = time.monotonic()
     if missing := _missing(proof.commands):
@@ -372,6 +168,17 @@ def _run(name: str, out: Path, gpu: str, port: int) -> bool:
         flush=True,
     )
     return passed
+
+
+def _places(name: str, out: Path, port: str) -> dict[str, object]:
+    """What stands in commands for `{…}`."""
+    return {
+        "out": (out / name).resolve(),
+        "cache": (out / "programs").resolve(),
+        "url": f"http://127.0.0.1:{port}",
+        "port": port,
+        "python": sys.executable,
+    }
 
 
 def _missing(commands: tuple[str, ...]) -> list[str]:

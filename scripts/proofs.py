@@ -1,0 +1,247 @@
+"""What `prove_on_card.py` runs: for each claim of a GPU, the commands that measure it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MODEL = "--model qwen3-4b --load-format dummy --cache-dir {cache}"
+RANDOM = "scripts/random_checkpoint.py qwen3-4b {cache}/models/bf16"
+CLIENTS = "1,8,32,64,128,256"
+BATCH = "1,2,4,8,16,32,64,128,256"
+NEEDS = {
+    # pytest's settings in pyproject.toml and tests/conftest.py want more than pytest
+    "-m pytest": ("pytest", "pytest-asyncio", "pytest-timeout", "hypothesis"),
+    "gpu_parity.py": ("torch", "transformers"),
+    "bench_power": ("torch",),
+    "eval_formats": ("flax",),
+    "--plot": ("matplotlib",),
+    "--to orbax": ("orbax-checkpoint",),
+    "/orbax/": ("orbax-checkpoint",),
+}
+"""Packages that the extras for GPUs do not install, by words of the commands that need them."""
+
+
+class Proof(NamedTuple):
+    """`{out}`, `{cache}` and `{url}` in a command are its folder, the compiled programs' and the
+    server's address."""
+
+    shows: str
+    minutes: float
+    """On an H200, with nothing compiled before: a guide for the estimate, and a fifth of what each
+    command may take."""
+    commands: tuple[str, ...]
+    server: str | None = None
+    """Flags of the server that runs meanwhile."""
+
+
+PROOFS = {
+    "kernels": Proof(
+        "every kernel against its reference",
+        9,
+        ("-m pytest -m gpu tests/kernels -q -p no:cacheprovider",),
+    ),
+    "equality": Proof(
+        "random joins, leaves and preemptions give the tokens of requests that run alone; float32",
+        5,
+        ("-m pytest -m gpu tests/runner -q -p no:cacheprovider",),
+    ),
+    "parity": Proof(
+        "logprobs beside those of transformers",
+        4,
+        ("scripts/gpu_parity.py --model-config qwen3-4b --json {out}/parity.json",),
+    ),
+    "decode": Proof(
+        "decode steps of every bucket against the floor of the same process",
+        2,
+        (f"scripts/bench_step.py --batch {BATCH} --steps 100 --out {{out}}/step.json",),
+    ),
+    "prefill": Proof(
+        "mixed steps against their floor, attention, and the table of the scheduler",
+        5,
+        (
+            "scripts/bench_mixed.py --out {out}/mixed.json",
+            "scripts/bench_attention.py --out {out}/prefill_attention.json",
+            "-m lab.simulation.measure_steps --out {out}/step_times.json",
+        ),
+    ),
+    "power": Proof(
+        "what the card's power limit leaves room for",
+        1,
+        ("-m lab.studies.bench_power --out {out}/power.json",),
+    ),
+    "link": Proof(
+        "pages between host memory and the card",
+        1,
+        ("scripts/bench_link.py --out {out}/link.json",),
+    ),
+    "sampler": Proof(
+        "the sampler alone", 1, ("scripts/bench_sampler.py --out {out}/sampler.json",)
+    ),
+    "products": Proof(
+        "products of every weight format, from one token to prefill, none slower than bfloat16's",
+        8,
+        (
+            "scripts/bench_matmul.py --out {out}/matmul.json --plot {out}/matmul.svg"
+            " --budget 20 --assert-ratio 1.0",
+        ),
+    ),
+    "experts": Proof(
+        "mixtures of experts: layers of 1 to 2,048 rows in every format over their floor, whole"
+        " decode steps, and launches that no card has timed yet",
+        14,
+        (
+            "scripts/bench_experts.py --models qwen3-30b-a3b --formats bf16,int4,fp8"
+            " --rows 1,8,32,64,256,2048 --budget 240 --out {out}/qwen3_30b_a3b.json",
+            "scripts/bench_experts.py --models gpt-oss-20b --formats mxfp4"
+            " --rows 1,8,32,64,256,2048 --budget 120 --out {out}/gpt_oss_20b.json",
+            "scripts/bench_experts.py --models qwen3-30b-a3b --formats bf16 --rows 8,2048 --sweep"
+            " --profile --budget 120 --out {out}/launches_bf16.json",
+            "scripts/bench_experts.py --models qwen3-30b-a3b --formats int4 --rows 8 --sweep"
+            " --profile --budget 120 --out {out}/launches_int4.json",
+            *(
+                f"scripts/bench_step.py --model {model}{flags} --batch 1,8,32,64,256 --steps 40"
+                f" --temperature 1 --kv-gib 40 --out {{out}}/step_{name}.json"
+                for name, model, flags in (
+                    ("qwen3_30b_a3b_bf16", "qwen3-30b-a3b", ""),
+                    ("qwen3_30b_a3b_int4", "qwen3-30b-a3b", " --quantization int4"),
+                    ("gpt_oss_20b_mxfp4", "gpt-oss-20b", " --quantization mxfp4"),
+                )
+            ),
+        ),
+    ),
+    "quantized-steps": Proof(
+        "decode steps with quantised weights, none slower than bfloat16's (but for noise)",
+        12,
+        (
+            f"scripts/bench_step.py --batch {BATCH} --steps 50 --out {{out}}/step_bf16.json",
+            *(
+                f"scripts/bench_step.py --batch {BATCH} --steps 50 --quantization {weights}"
+                f" --lm-head-dtype {head}{copy} --out {{out}}/step_{weights}.json"
+                f" --compare {{out}}/step_bf16.json --assert-ratio 1.02"
+                for weights, head, copy in (
+                    ("int4", "int8", " --fp8-copy"),
+                    ("fp8", "fp8", ""),
+                    ("nvfp4", "fp8", " --fp8-copy"),
+                    ("mxfp4", "fp8", " --fp8-copy"),
+                    ("int4-g64", "int8", " --fp8-copy"),
+                    ("int4-zeros", "int8", " --fp8-copy"),
+                    ("int4-act-order", "int8", " --fp8-copy"),
+                )
+            ),
+        ),
+    ),
+    "serving": Proof(
+        "over HTTP: first tokens cold and cached, a long prompt beside 32 streams, closed loops",
+        6,
+        (
+            "scripts/bench_serving.py --url {url} --prefix-hit 256,1024,4096,16384"
+            " --out {out}/first_token.json",
+            "scripts/bench_serving.py --url {url} --stall 32 --out {out}/stall.json",
+            f"scripts/bench_serving.py --url {{url}} --concurrency {CLIENTS} --rounds 4"
+            " --out {out}/serving.json",
+            f"scripts/bench_serving.py --url {{url}} --concurrency {CLIENTS} --rounds 3"
+            " --same-prompts --seed 42 --out {out}/serving_same_prompts.json",
+            "scripts/bench_serving.py --url {url} --concurrency 100 --rounds 1"
+            " --prompt-tokens 512 --output-tokens 128 --out {out}/burst.json",
+            "scripts/bench_serving.py --url {url} --concurrency 256 --rounds 1"
+            " --prompt-tokens 64 --output-tokens 512 --out {out}/streams.json",
+        ),
+        server=f"{MODEL} --forbid-compiles",
+    ),
+    "serving-int4": Proof(
+        "the same closed loops and the burst with int4 weights",
+        5,
+        (
+            f"scripts/bench_serving.py --url {{url}} --concurrency {CLIENTS} --rounds 2"
+            " --out {out}/serving_int4.json",
+            "scripts/bench_serving.py --url {url} --concurrency 100 --rounds 1"
+            " --prompt-tokens 512 --output-tokens 128 --out {out}/burst_int4.json",
+        ),
+        server=f"{MODEL} --forbid-compiles --quantization int4 --lm-head-dtype int8",
+    ),
+    "answers": Proof(
+        "the embedded model's answers with weights in each format, by their values",
+        4,
+        ("-m lab.embedded.eval_formats --out {out}/formats.json",),
+    ),
+    **{
+        f"answers-{weights}": Proof(
+            f"the embedded model's answers over HTTP, {weights} weights: the kernels that serve",
+            2,
+            (
+                "-m lab.embedded.evaluate --url {url}/v1 --concurrency 128"
+                f" --out {{out}}/embedded_{weights}.json",
+            ),
+            server="--model jaxserve-embedded --cache-dir {cache}"
+            + (f" --quantization {weights}" if weights != "bf16" else ""),
+        )
+        for weights in ("bf16", "int4", "fp8", "nvfp4")
+    },
+    "kv-formats": Proof(
+        "throughput, capacity, compiles and accuracy of every KV format at 1 to 256 clients",
+        17,
+        (
+            "scripts/bench_kv.py --budget 30 --out {out}/kv.json",
+            "-m lab.embedded.eval_kv_formats --out {out}/kv_accuracy.json",
+        ),
+    ),
+    "start": Proof(
+        "from nothing to ready, and memory, with compiled programs at hand: a safetensors folder,"
+        " and one converted to int4",
+        5,
+        (
+            RANDOM,
+            "-m jaxserve convert --model {cache}/models/bf16 --out {cache}/models/int4"
+            " --quantization int4",
+            *(
+                command
+                for name in ("bf16", "int4")
+                for command in (
+                    f"-m jaxserve precompile --model {{cache}}/models/{name} --cache-dir {{cache}}",
+                    f"scripts/bench_start.py --runs 3 --memory --json {{out}}/start_{name}.json"
+                    f" -- --model {{cache}}/models/{name} --cache-dir {{cache}}"
+                    " --require-precompiled",
+                )
+            ),
+        ),
+    ),
+    "start-orbax": Proof(
+        "from nothing to ready from Orbax, beside the same weights in safetensors",
+        6,
+        (
+            RANDOM,
+            # A folder of the same name, so that both start with the same compiled programs.
+            "-m jaxserve convert --model {cache}/models/bf16 --to orbax --out {cache}/orbax/bf16",
+            "-m jaxserve precompile --model {cache}/models/bf16 --cache-dir {cache}",
+            "scripts/bench_start.py --runs 3 --memory --json {out}/start_safetensors.json"
+            " -- --model {cache}/models/bf16 --cache-dir {cache} --require-precompiled",
+            "scripts/bench_start.py --runs 3 --memory --json {out}/start_orbax.json"
+            " --compare {out}/start_safetensors.json"
+            " -- --model {cache}/orbax/bf16 --cache-dir {cache} --require-precompiled",
+        ),
+    ),
+    "weight-swap": Proof(
+        "changes of the weights beside 32 streams and in place: seconds of loading, and the gaps"
+        " that streams see",
+        5,
+        (
+            RANDOM,
+            "scripts/bench_weight_swap.py --model {cache}/models/bf16 --cache-dir {cache}"
+            " --json {out}/swap.json",
+        ),
+    ),
+    "goodput": Proof(
+        "the study's mix in order of arrival and by deadline, where fcfs has half of it in time and"
+        " at twice that rate",
+        16,
+        tuple(
+            f"-m jaxserve bench --rate {rate} --duration 120 --drain 70 --timeout 180 --warmup 0"
+            f" --cooldown 30 --slo-headers --name {policy}-{rate}"
+            f' --output {{out}}/{policy}_{rate}.json --url {{url}} --server "{{python}}'
+            f" -m jaxserve {MODEL} --port {{port}} --kv-cache-memory-bytes 62G"
+            f' --max-model-len 8192 --scheduling-policy {policy}"'
+            for rate in (19, 38)
+            for policy in ("fcfs", "slo")
+        ),
+    ),
+}
