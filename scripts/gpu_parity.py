@@ -51,7 +51,8 @@ LOGIT_STD = 4.0
 
 def hf_settings(name: str) -> dict[str, Any]:
     """Keyword arguments of Qwen3Config for a named shape."""
-    from jaxserve.model_spec import AttentionSpec, ModelSpec, Rope
+    from jaxserve.layer_spec import AttentionSpec, Rope
+    from jaxserve.model_spec import ModelSpec
     from jaxserve.models.registry import NAMED_MODELS
 
     heads = AttentionSpec(q_heads=4, kv_heads=2, head_dim=32, rope=Rope(theta=1e6), qk_norm=True)
@@ -187,7 +188,7 @@ def step_tokens(
     sequence: np.ndarray, start: int, table: np.ndarray, page_size: int, tile_size: int
 ) -> Any:
     """Tokens start… of one sequence as a step, padded to 64 if it is a prefill."""
-    from jaxserve.models.decoder import StepTokens
+    from jaxserve.models.layer import StepTokens
     from jaxserve_kernels.kv_format import AttentionStep
     from jaxserve_kernels.paged_attention import QueryTiles
 

@@ -1,4 +1,4 @@
-"""What `prove_on_card.py` runs: for each claim of a GPU, the commands that measure it."""
+"""What `prove_on_card.py` runs: a proof for each claim about a GPU, and what the proofs need."""
 
 from __future__ import annotations
 

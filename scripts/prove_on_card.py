@@ -31,8 +31,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO
 
-from proofs import NEEDS, PROOFS, Proof
-from working_tree import ROOT, commit
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from scripts.proofs import NEEDS, PROOFS, Proof
+from scripts.working_tree import commit
 
 
 def main() -> int:

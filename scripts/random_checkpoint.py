@@ -26,7 +26,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.model_spec import ExpertsSpec, ModelSpec, YarnScaling
+from jaxserve.layer_spec import ExpertsSpec, YarnScaling
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models.registry import NAMED_MODELS, spec_of
 from jaxserve_checkpoints import resolve
 from jaxserve_checkpoints.reader import SINGLE_FILE

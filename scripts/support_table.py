@@ -29,7 +29,7 @@ MEASURED = {"9.0"}
 
 
 def table(found: dict[str, Any]) -> str:
-    """Markdown: a row for each format, a column for each generation of GPUs."""
+    """Markdown: a row for formats of which the same is known, a column per generation of GPUs."""
     cards = {capability: found["cards"].get(capability, {}) for capability in GENERATIONS}
     formats = [
         (kind, name)
@@ -37,10 +37,12 @@ def table(found: dict[str, Any]) -> str:
         for name in dict.fromkeys(name for card in cards.values() for name in card.get(kind, {}))
     ]
     names = [f"{gpus} ({capability})" for capability, gpus in GENERATIONS.items()]
-    lines = [f"| format | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    rows: dict[str, list[str]] = {}
     for kind, name in formats:
         cells = [cell(each, card.get(kind, {}).get(name)) for each, card in cards.items()]
-        lines.append(f"| {'KV ' if kind == 'kv' else ''}`{name}` | {' | '.join(cells)} |")
+        rows.setdefault(" | ".join(cells), []).append(f"{'KV ' * (kind == 'kv')}`{name}`")
+    lines = [f"| formats | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    lines += [f"| {', '.join(formats)} | {cells} |" for cells, formats in rows.items()]
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.cli.options import parse_args
 from jaxserve.config import Buckets, CacheConfig, ConfigError, SamplingDefaults, SchedulerConfig
-from jaxserve.model_spec import YarnScaling
+from jaxserve.layer_spec import YarnScaling
 from jaxserve.models import registry
 from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.tokenizer import ByteTokenizer

@@ -29,6 +29,7 @@ LAYERS = (
         "jaxserve.grammar_server",
         "jaxserve.host_memory",
         "jaxserve.kv_events",
+        "jaxserve.layer_spec",
         "jaxserve.logs",
         "jaxserve.metrics",
         "jaxserve.model_spec",
@@ -36,6 +37,7 @@ LAYERS = (
         "jaxserve.setting_files",
         "jaxserve.step_times",
         "jaxserve.tokenizer",
+        "jaxserve.views",
     ),
     (
         "jaxserve.cli",

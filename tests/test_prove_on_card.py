@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "scripts"))
-
 from scripts import prove_on_card
-from scripts.prove_on_card import PROOFS, ROOT, Proof
+from scripts.proofs import NEEDS, PROOFS, Proof
 
+ROOT = Path(__file__).parents[1]
 FLAG = re.compile(r"--[a-z][a-z0-9-]+")
 PLACES = {"out": "o", "cache": "c", "url": "u", "port": 1, "python": "python"}
 COMMANDS = sorted(
@@ -109,7 +107,7 @@ def test_what_lacks_packages_fails_alone_and_names_them(
 
 
 def test_every_need_is_one_of_some_command() -> None:
-    for words in prove_on_card.NEEDS:
+    for words in NEEDS:
         assert any(words in command for command in COMMANDS), words
 
 

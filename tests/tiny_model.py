@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxserve.config import Buckets, SchedulerConfig
-from jaxserve.model_spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, ModelSpec, Rope
+from jaxserve.layer_spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, Rope
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.runner import kv_cache
 from jaxserve.runner.programs import RunnerConfig

@@ -95,8 +95,8 @@ def add_engine_flags(add: AddArgument) -> None:
         "--fp8-copy",
         choices=("auto", "on", "off"),
         default="auto",
-        help="fp8 copy of 4-bit weights, for steps of more than 64 tokens; auto: on GPUs with fast "
-        "fp8, if it takes at most a tenth of the KV cache's memory",
+        help="fp8 copy of 4-bit weights, for steps of more than 64 tokens; auto: on GPUs with fp8, "
+        "if it takes at most a tenth of the KV cache's memory",
     )
     add(
         "--max-model-len",
@@ -107,8 +107,8 @@ def add_engine_flags(add: AddArgument) -> None:
     add(
         "--max-num-seqs",
         type=positive,
-        help="most sequences that run at once (default: the largest decode bucket; fewer on a GPU "
-        "with little memory)",
+        help="most sequences that run at once (default: the largest decode bucket; fewer on a "
+        "small GPU)",
     )
     add(
         "--max-num-batched-tokens",
@@ -118,8 +118,8 @@ def add_engine_flags(add: AddArgument) -> None:
     add(
         "--max-itl-ms",
         type=above_0,
-        help="most milliseconds of a step with a prefill chunk while sequences decode (default: 50 "
-        "on a GPU, 1000 on a CPU)",
+        help="most milliseconds between two tokens while a prompt is computed (default: 50 on a "
+        "GPU, 1000 on a CPU)",
     )
     add(
         "--kv-cache-dtype",
@@ -130,25 +130,25 @@ def add_engine_flags(add: AddArgument) -> None:
     add(
         "--calculate-kv-scales",
         action="store_true",
-        help="choose the scales of an fp8 KV cache at the start, from a text",
+        help="choose the scales of an fp8 KV cache at the start",
     )
     add(
         "--calibration",
         type=Path,
-        help="UTF-8 file with the text for --calculate-kv-scales (default: a short built-in text)",
+        help="text file for --calculate-kv-scales, UTF-8 (default: a short built-in text)",
     )
     add(
         "--scheduling-policy",
         choices=POLICIES,
         default="slo",
-        help="order of waiting sequences: fcfs by arrival, priority with ageing, slo by deadline, "
-        "cost and fairness between API keys",
+        help="who is served next: fcfs by arrival, priority with ageing, slo by deadline, cost and "
+        "fairness between API keys",
     )
     add(
         "--slo-ttft-ms",
         type=above_0,
-        help="policy slo: deadline of the first token for requests without x-slo-ttft-ms (default: "
-        "none)",
+        help="deadline of the first token for requests without x-slo-ttft-ms, with policy slo "
+        "(default: none)",
     )
     add(
         "--block-size",
@@ -183,8 +183,7 @@ def add_engine_flags(add: AddArgument) -> None:
     add(
         "--kv-offload-path",
         type=Path,
-        help="folder for prefixes below the host memory of --kv-offload-size; later starts find "
-        "them (default: none)",
+        help="folder for prefixes that leave that memory; later starts find them (default: none)",
     )
     add(
         "--kv-offload-disk-size",
@@ -194,8 +193,8 @@ def add_engine_flags(add: AddArgument) -> None:
     add(
         "--kv-offload-verify",
         action="store_true",
-        help="compare a checksum of each page that comes back from the host's memory; files are "
-        "always compared",
+        help="compare a checksum of each page that comes back from host memory; files always have "
+        "one",
     )
     add(
         "--gpu-memory-utilization",
@@ -237,7 +236,7 @@ def add_engine_flags(add: AddArgument) -> None:
     add(
         "--require-precompiled",
         action="store_true",
-        help="fail the start if a program is not precompiled",
+        help="refuse to start if a program is not precompiled",
     )
     add(
         "--forbid-compiles",

@@ -53,7 +53,7 @@ def add_model_flags(add: AddArgument) -> None:
         "--generation-config",
         default="auto",
         help="defaults of sampling fields: auto takes the model's generation_config.json, vllm "
-        "takes OpenAI's, anything else is a folder with such a file",
+        "takes OpenAI's; or a folder with such a file",
     )
     add(
         "--chat-template",
@@ -70,7 +70,7 @@ def add_model_flags(add: AddArgument) -> None:
         "--load-format",
         choices=("auto", "dummy"),
         default="auto",
-        help="source of the weights; dummy makes random ones, and a short name then needs no files",
+        help="source of the weights; dummy makes random ones, and needs no files",
     )
     add_hub_flags(add)
     add_orbax_flags(add)
@@ -143,7 +143,7 @@ def add_server_flags(add: AddArgument) -> None:
         "--max-num-queued-reqs",
         type=positive,
         default=1024,
-        help="most sequences that wait; further requests get 429",
+        help="most waiting sequences; further requests get 429",
     )
     add(
         "--shutdown-timeout",
@@ -154,8 +154,7 @@ def add_server_flags(add: AddArgument) -> None:
     add(
         "--max-num-queued-tokens",
         type=positive,
-        help="most prompt tokens that wait for a first token; further requests get 429 (default: "
-        "no limit)",
+        help="most waiting prompt tokens; further requests get 429 (default: no limit)",
     )
     add(
         "--request-timeout",
@@ -183,8 +182,7 @@ def add_server_flags(add: AddArgument) -> None:
         "--header-timeout",
         type=seconds,
         default=75.0,
-        help="most seconds for a connection to send its next request's header; keep it above a "
-        "proxy's idle timeout",
+        help="most seconds until a connection's next request; keep it above a proxy's idle timeout",
     )
     add(
         "--write-timeout",
@@ -202,19 +200,19 @@ def add_server_flags(add: AddArgument) -> None:
         "--health-means",
         choices=HEALTH_MEANINGS,
         default="ready",
-        help="what 200 of /health means: ready serves requests now, live is the same as /live",
+        help="when /health is 200: ready, while requests are served; live, when /live is",
     )
     add(
         "--probe-port",
         type=port,
-        help="extra port for probes and metrics, plain HTTP without keys, on a thread of its own; "
-        "0 picks a free one (default: none)",
+        help="extra port for probes and metrics, without keys or TLS; 0 picks a free one (default: "
+        "none)",
     )
     add(
         "--keep-alive-interval",
         type=seconds,
         default=15.0,
-        help="seconds of silence on a stream before a comment line is sent",
+        help="seconds of silence before a stream gets a comment line",
     )
     add(
         "--profile-startup",
@@ -281,9 +279,8 @@ def add_access_flags(add: AddArgument) -> None:
         "--api-key",
         action="extend",
         nargs="+",
-        help="keys, one of which every request needs. Other users of the machine can read the "
-        "command line: prefer --api-key-file or JAXSERVE_API_KEY in the environment (default: no "
-        "keys)",
+        help="keys, one of which every request needs; other users of the machine can read them "
+        "here, so prefer --api-key-file or JAXSERVE_API_KEY in the environment (default: no keys)",
     )
     add(
         "--api-key-file",
@@ -309,8 +306,8 @@ def add_access_flags(add: AddArgument) -> None:
     add(
         "--reasoning-key-file",
         type=Path,
-        help="file with keys for encrypted reasoning in /v1/responses, one per line, at least 32 "
-        "characters each; the first encrypts, all decrypt (default: a new key at each start)",
+        help="file with keys for encrypted reasoning, one per line, at least 32 characters each; "
+        "the first encrypts, all decrypt (default: a new key at each start)",
     )
     add(
         "--open-metrics",
@@ -325,8 +322,8 @@ def add_access_flags(add: AddArgument) -> None:
     add(
         "--trust-gateway",
         action="store_true",
-        help="share fairly by the gateway's header x-llm-d-inference-fairness-id instead of by "
-        "key; only if no client can go around the gateway",
+        help="believe a gateway's header x-llm-d-inference-fairness-id, and share fairly by it; "
+        "only if no client can go around the gateway",
     )
     add(
         "--inference-objectives",

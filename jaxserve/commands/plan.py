@@ -184,7 +184,7 @@ def _read_weights(planned: EnginePlan, rows: int) -> int:
     """Bytes of weights that a decode step of few sequences reads: not the copies in fp8, of an
     embedding that is not the output matrix only some rows, and of experts those that some sequence
     has, if each chooses at random."""
-    from jaxserve.models.decoder import Experts
+    from jaxserve.models.layer_weights import Experts
     from jaxserve.startup.memory import tree_bytes
 
     spec = planned.config.spec

@@ -15,7 +15,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve.config import ConfigError
-from jaxserve.model_spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec
+from jaxserve.layer_spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models.attention_prologue import is_needed
 from jaxserve.models.rope import RopeTables, rope_tables
 

@@ -13,7 +13,8 @@ from jax import Array
 
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models.calibration import LayerInputs, layer_statistics
-from jaxserve.models.decoder import Layer, Params, layer_views
+from jaxserve.models.decoder import Params
+from jaxserve.models.layer_weights import Layer, layer_views
 from jaxserve.models.quantization import Report
 from jaxserve_kernels.weights import (
     Int4Weight,

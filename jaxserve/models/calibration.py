@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxserve.model_spec import FeedForwardSpec, LayerSpec, ModelSpec
-from jaxserve.models.decoder import Layer, Params, layer_views
+from jaxserve.layer_spec import FeedForwardSpec, LayerSpec
+from jaxserve.model_spec import ModelSpec
+from jaxserve.models.decoder import Params
+from jaxserve.models.layer_weights import Layer, layer_views
 from jaxserve.models.rope import rope_tables
 from jaxserve_kernels.add_rms_norm import rms_norm
 from jaxserve_kernels.attention_inputs.reference import HeadWeights, heads_of

@@ -14,72 +14,25 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxserve.model_spec import Activation, CachePlace, ExpertsSpec, LayerSpec, ModelSpec
-from jaxserve.models import attention_prologue, delta_net
-from jaxserve.models.delta_net import DeltaNet
+from jaxserve.model_spec import ModelSpec
+from jaxserve.models.layer import (
+    Caches,
+    Norm,
+    Normed,
+    StepTokens,
+    decoder_layer,
+    feed_forward,
+    mix,
+    paged,
+)
+from jaxserve.models.layer_weights import Layer, abstract_layer, layer_views
 from jaxserve.models.rope import RopeTables, step_tables, table_of_layer
 from jaxserve_kernels import pdl
-from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
-from jaxserve_kernels.attention_inputs import HeadWeights
-from jaxserve_kernels.experts import ExpertWeights, Routing, experts, route
-from jaxserve_kernels.kv_format import KV, AttentionStep, attend, end_step
-from jaxserve_kernels.matmul import (
-    QuantizedTokens,
-    add_linear,
-    as_read,
-    gated_linear,
-    linear,
-    plain,
-    sum_parts,
-    take_rows,
-    token_format,
-)
-from jaxserve_kernels.recurrent_state import RecurrentState, RecurrentStep
+from jaxserve_kernels.add_rms_norm import rms_norm
+from jaxserve_kernels.kv_format import end_step
+from jaxserve_kernels.matmul import as_read, linear, plain, sum_parts, take_rows
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Weight
-
-type Caches = tuple[KV | RecurrentState, ...]
-"""The keys and values of each cache group of a model (`ModelSpec.cache_groups`), then the state of
-its recurrent layers, if it has any."""
-
-
-def paged(kv: Caches) -> tuple[KV, ...]:
-    """The caches without the state of recurrent layers."""
-    return tuple(each for each in kv if not isinstance(each, RecurrentState))
-
-
-class Experts(NamedTuple):
-    """The matrices of a layer's experts, stacked: [experts, out, in], or quantised."""
-
-    gate_up: Weight  # [experts, 2 * width, embed]: gate, then up
-    down: Weight  # [experts, embed, width]
-
-
-class Layer(NamedTuple):
-    """One decoder layer. Matrices are [out, in], as on disk, or quantised.
-
-    A layer has either qkv and out or a delta net. Of one with experts gate_up and down are None,
-    and their biases have an axis of experts in front. Norms are float32 in a model whose norms are
-    zero-centred, with 1 added.
-    """
-
-    attention_norm: Array  # [embed]
-    qkv: Weight | None  # [qkv_size, embed]: queries, keys, values
-    q_norm: Array | None  # [head_dim]
-    k_norm: Array | None  # [head_dim]
-    qkv_bias: Array | None  # [q_size + 2 * kv_size]
-    out: Weight | None  # [embed, q_size]
-    out_bias: Array | None  # [embed]
-    mlp_norm: Array  # [embed]
-    gate_up: Weight | None  # [2 * ffn, embed]: gate, then up
-    gate_up_bias: Array | None  # [2 * ffn]
-    down: Weight | None  # [embed, ffn]
-    down_bias: Array | None  # [embed]
-    router: Array | None = None  # [experts, embed]
-    router_bias: Array | None = None  # [experts]
-    sinks: Array | None = None  # [q_heads]
-    experts: Experts | None = None
-    delta: DeltaNet | None = None
 
 
 class Params(NamedTuple):
@@ -104,33 +57,6 @@ class Params(NamedTuple):
         return next((delta.conv.dtype for delta in deltas), self.final_norm.dtype)
 
 
-type Normed = Array | QuantizedTokens
-"""Tokens with a norm [tokens, embed], in the form that the product with them reads."""
-
-
-class Norm(NamedTuple):
-    """A norm's weight, and the matrix that reads what it gives, if it alone does and it matters in
-    which form."""
-
-    weight: Array
-    reader: Weight | None = None
-
-
-class StepTokens(NamedTuple):
-    """The tokens of a step and where they belong."""
-
-    ids: Array  # int32 [tokens]
-    places: tuple[AttentionStep, ...]
-    """In each cache group of the model."""
-    recurrent: RecurrentStep | None = None
-    """In the state of recurrent layers, if the model has any."""
-
-    @property
-    def positions(self) -> Array:
-        """int32 [tokens], the same in all groups."""
-        return self.places[0].positions
-
-
 def abstract(spec: ModelSpec, dtype: DTypeLike, *, stacked: bool = False) -> Params:
     """Shapes and dtypes of the parameters; see Params for `stacked`."""
 
@@ -138,7 +64,7 @@ def abstract(spec: ModelSpec, dtype: DTypeLike, *, stacked: bool = False) -> Par
         return jax.ShapeDtypeStruct(shape, dtype)
 
     norms = jnp.float32 if spec.zero_centred_norms else dtype
-    each = tuple(_abstract_layer(layer, spec.embed, dtype, norms) for layer in spec.layers)
+    each = tuple(abstract_layer(layer, spec.embed, dtype, norms) for layer in spec.layers)
     if stacked and spec.is_uniform:
         layers = jax.tree.map(lambda leaf: array(spec.num_layers, *leaf.shape), each[0])
     else:
@@ -149,50 +75,6 @@ def abstract(spec: ModelSpec, dtype: DTypeLike, *, stacked: bool = False) -> Par
         layers=layers,
         final_norm=final_norm,
         lm_head=None if spec.tie_embeddings else array(spec.vocab_size, spec.embed),
-    )
-
-
-def _abstract_layer(layer: LayerSpec, embed: int, dtype: DTypeLike, norms: DTypeLike) -> Layer:
-    """Shapes and dtypes of one layer; `norms`: the dtype of their weights."""
-
-    def array(*shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    def norm(size: int) -> Any:
-        return jax.ShapeDtypeStruct((size,), norms)
-
-    attention, block = layer.attention, layer.feed_forward
-    sparse = isinstance(block, ExpertsSpec)
-    leading = (block.num_experts,) if sparse else ()
-    gate_up, down = array(*leading, 2 * block.width, embed), array(*leading, embed, block.width)
-    found = Layer(
-        attention_norm=norm(embed),
-        qkv=None,
-        q_norm=None,
-        k_norm=None,
-        qkv_bias=None,
-        out=None,
-        out_bias=None,
-        mlp_norm=norm(embed),
-        gate_up=None if sparse else gate_up,
-        gate_up_bias=array(*leading, 2 * block.width) if block.bias else None,
-        down=None if sparse else down,
-        down_bias=array(*leading, embed) if block.bias else None,
-        router=array(block.num_experts, embed) if sparse else None,
-        router_bias=array(block.num_experts) if sparse and block.router_bias else None,
-        experts=Experts(gate_up, down) if sparse else None,
-    )
-    if attention is None:
-        assert layer.delta_net is not None
-        return found._replace(delta=delta_net.abstract(layer.delta_net, embed, dtype))
-    return found._replace(
-        qkv=array(attention.qkv_size, embed),
-        q_norm=norm(attention.head_dim) if attention.qk_norm else None,
-        k_norm=norm(attention.head_dim) if attention.qk_norm else None,
-        qkv_bias=array(attention.qkv_size) if attention.qkv_bias else None,
-        out=array(embed, attention.q_size),
-        out_bias=array(embed) if attention.out_bias else None,
-        sinks=array(attention.q_heads) if attention.sinks else None,
     )
 
 
@@ -259,7 +141,7 @@ def tapped_forward(
     index = len(layers) - 1
     own = tables[table_of_layer(spec, index)]
     with jax.named_scope(f"layer_{index}"):
-        attention_out, kv = _mix(
+        attention_out, kv = mix(
             *(layers[index], spec.cache_places[index], normed, kv, own, tokens, spec),
             dtype=x.dtype,
             tile_size=tile_size,
@@ -274,7 +156,7 @@ def finish(params: Params, tokens: PreMLP, spec: ModelSpec, *, target: Target) -
     layers = layer_views(params.layers)
     with jax.named_scope(f"layer_{len(layers) - 1}"):
         return plain(
-            _feed_forward(layers[-1], Norm(params.final_norm), *tokens, spec, target=target)[1]
+            feed_forward(layers[-1], Norm(params.final_norm), *tokens, spec, target=target)[1]
         )
 
 
@@ -304,11 +186,8 @@ def tapped_decode(
     # PDL takes what no kernel reads along.
     read = as_read(params.layers, tokens.ids.shape[0], target=target)
     arguments = (read, params.final_norm, x, normed, kv, tables, tokens)
-    if spec.state is None:
-        # A decode step is too short to wait for the start of each kernel.
-        normed, kv, tapped = pdl.call(layers, *arguments, target=target)
-    else:  # between the kernels of recurrent layers are some of XLA
-        normed, kv, tapped = layers(*arguments, target=target)
+    # A decode step is too short to wait for the start of each kernel.
+    normed, kv, tapped = pdl.call(layers, *arguments, target=target)
     return normed, _end_step(kv, tokens, tile_size=1, target=target), tapped
 
 
@@ -377,68 +256,6 @@ def _run_layers(
     return x, normed, kv, tuple(tapped)
 
 
-def decoder_layer(
-    layer: Layer,
-    next_norm: Norm,
-    place: CachePlace,
-    x: Array,
-    normed: Normed,
-    kv: Caches,
-    tables: RopeTables,
-    tokens: StepTokens,
-    spec: ModelSpec,
-    *,
-    tile_size: int,
-    target: Target,
-) -> tuple[Array, Normed, Caches]:
-    """The layer whose cache is at `place` on x [tokens, embed], which comes with its norm and
-    leaves with the next one's: x, normed, and the caches."""
-    own = (layer, place, normed, kv, tables, tokens, spec)
-    attention_out, kv = _mix(*own, dtype=x.dtype, tile_size=tile_size, target=target)
-    return *_feed_forward(layer, next_norm, x, attention_out, spec, target=target), kv
-
-
-def _mix(
-    layer: Layer,
-    place: CachePlace,
-    normed: Normed,
-    kv: Caches,
-    tables: RopeTables,
-    tokens: StepTokens,
-    spec: ModelSpec,
-    *,
-    dtype: DTypeLike,
-    tile_size: int,
-    target: Target,
-) -> tuple[Array, Caches]:
-    """What the output projection reads [tokens, mixed], in `dtype`, and the caches."""
-    group, cache = place.group, kv[place.group]
-    if isinstance(cache, RecurrentState):
-        assert layer.delta is not None and tokens.recurrent is not None
-        own = (layer.delta, normed, cache, place.layer, tokens.recurrent, spec)
-        mixed, cache = delta_net.mix(*own, target=target)
-        return mixed, (*kv[:group], cache)
-    assert layer.qkv is not None
-    qkv = linear(normed, layer.qkv, target=target)
-    heads, gate = HeadWeights(layer.q_norm, layer.k_norm, layer.qkv_bias, layer.sinks), None
-    if attention_prologue.is_needed(spec):
-        own = attention_prologue.prologue(
-            qkv, heads, tables, spec.attention, eps=spec.norm_eps, dtype=dtype
-        )
-        (qkv, tables, gate), heads = own, HeadWeights(sinks=layer.sinks)
-    attention_out, cache = attend(
-        *(qkv, cache, place.layer, heads, tables, tokens.places[group]),
-        eps=spec.norm_eps,
-        tile_size=tile_size,
-        dtype=dtype,
-        window=spec.cache_groups[group].window,
-        target=target,
-    )
-    kv = (*kv[:group], cache, *kv[group + 1 :])
-    attention_out = attention_out.reshape(normed.shape[0], -1)
-    return attention_out if gate is None else attention_out * jax.nn.sigmoid(gate), kv
-
-
 def _end_step(kv: Caches, tokens: StepTokens, *, tile_size: int, target: Target) -> Caches:
     """What is left to do in the caches when all layers have attended."""
     end, caches = functools.partial(end_step, tile_size=tile_size, target=target), paged(kv)
@@ -446,92 +263,7 @@ def _end_step(kv: Caches, tokens: StepTokens, *, tile_size: int, target: Target)
     return (*ended, *kv[len(caches) :])
 
 
-def _feed_forward(
-    layer: Layer,
-    next_norm: Norm,
-    x: Array,
-    attention_out: Array,
-    spec: ModelSpec,
-    *,
-    target: Target,
-) -> tuple[Array, Normed]:
-    """What follows a layer's attention: x, and x with the next norm."""
-    projection = layer.out if layer.delta is None else layer.delta.out
-    assert projection is not None
-    biased = layer.out_bias is not None
-    x, out = add_linear(x, attention_out, projection, biased=biased, target=target)
-    form = None
-    if layer.gate_up is not None:
-        form = token_format(
-            layer.gate_up,
-            x.shape[0],
-            x.dtype,
-            gated=layer.gate_up_bias is None,
-            activation=_activation(spec),
-            target=target,
-        )
-    own = (x, out, layer.mlp_norm, spec.norm_eps, form)
-    x, normed = add_rms_norm(*own, bias=layer.out_bias, target=target)
-    block, bias = (_dense, layer.down_bias) if layer.experts is None else (_experts, None)
-    x, update = block(layer, x, normed, spec, target=target)
-    form = token_format(next_norm.reader, x.shape[0], x.dtype, target=target)
-    own = (x, update, next_norm.weight, spec.norm_eps, form)
-    return add_rms_norm(*own, bias=bias, target=target)
-
-
-def _dense(
-    layer: Layer, x: Array, normed: Normed, spec: ModelSpec, *, target: Target
-) -> tuple[Array, Array | None]:
-    """The layer's feed-forward of normed tokens, as `matmul.add_linear` adds it to x, without the
-    bias of down."""
-    assert layer.gate_up is not None and layer.down is not None
-    gated = gated_linear(
-        normed,
-        layer.gate_up,
-        bias=layer.gate_up_bias,
-        activation=_activation(spec),
-        target=target,
-    )
-    biased = layer.down_bias is not None
-    return add_linear(x, gated, layer.down, biased=biased, target=target)
-
-
-def _experts(
-    layer: Layer, x: Array, normed: Normed, spec: ModelSpec, *, target: Target
-) -> tuple[Array, Array]:
-    """The layer's experts of normed tokens: x as it is, and what is to be added to it, as partial
-    sums."""
-    own = spec.experts
-    assert layer.experts is not None and layer.router is not None and own is not None
-    routing = Routing(
-        num_experts=own.num_experts, top_k=own.top_k, scoring="softmax", normalize=own.normalize
-    )
-    tokens = plain(normed)
-    scores = linear(tokens, layer.router, jnp.float32, target=target)
-    ids, weights, lists = route(scores, routing, layer.router_bias, target=target)
-    stack = ExpertWeights(*layer.experts, layer.gate_up_bias, layer.down_bias)
-    update = experts(
-        tokens, ids, weights, stack, activation=own.activation, lists=lists, target=target
-    )
-    return x, update
-
-
-def _activation(spec: ModelSpec) -> Activation:
-    """Of the layers without experts."""
-    assert spec.feed_forward is not None
-    return spec.feed_forward.activation
-
-
 def logits(params: Params, hidden: Array, *, target: Target) -> Array:
     """Scores of the next token: hidden [rows, embed] to float32 [rows, vocab]."""
     head = params.embedding if params.lm_head is None else params.lm_head
     return sum_parts(linear(hidden, head, jnp.float32, target=target), jnp.float32)
-
-
-def layer_views(layers: tuple[Layer, ...] | Layer) -> tuple[Layer, ...]:
-    """The layers one by one; XLA reads a stacked weight in place at its layer's offset."""
-    if not isinstance(layers, Layer):
-        return layers
-    leaves, tree = jax.tree.flatten(layers)
-    count = layers.attention_norm.shape[0]
-    return tuple(tree.unflatten(leaf[index] for leaf in leaves) for index in range(count))

@@ -10,16 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.config import ConfigError, number
-from jaxserve.model_spec import (
+from jaxserve.layer_spec import (
     Activation,
     AttentionSpec,
     FeedForwardSpec,
     LinearScaling,
     Llama3Scaling,
-    ModelSpec,
     Rope,
     YarnScaling,
 )
+from jaxserve.model_spec import ModelSpec
 
 type Config = Mapping[str, Any]
 

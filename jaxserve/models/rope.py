@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxserve.model_spec import AttentionSpec, Llama3Scaling, ModelSpec, Rope, YarnScaling
+from jaxserve.layer_spec import AttentionSpec, Llama3Scaling, Rope, YarnScaling
+from jaxserve.model_spec import ModelSpec
 
 
 class RopeTables(NamedTuple):

@@ -15,8 +15,8 @@ from jaxserve.config import Buckets, CacheConfig, ConfigError, SchedulerConfig
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.models.delta_net import abstract_state
-from jaxserve.models.drafts.block import BlockParams
-from jaxserve.models.drafts.spec import BlockDraft
+from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft
+from jaxserve.models.layer import Caches, paged
 from jaxserve.programs.executable_cache import Program
 from jaxserve.runner import (
     batch,
@@ -30,7 +30,7 @@ from jaxserve.runner import (
     verify,
 )
 from jaxserve.runner.batch import Bucket
-from jaxserve.runner.draft_step import StepParams, WithHead
+from jaxserve.runner.draft_step import HeadParams, StepParams, WithHead
 from jaxserve.runner.page_moves import Rings
 from jaxserve.runner.step import DeviceState, run_step
 from jaxserve.runner.verify import VerifyBucket, VerifyState
@@ -71,7 +71,7 @@ class RunnerConfig:
     kv_format: KVFormat = AUTO
     target: Target = field(default_factory=Target.here)
     """What the steps are traced for."""
-    draft: BlockDraft | None = None
+    draft: DraftSpec | None = None
     """A head that drafts in verify steps."""
     rings: Rings | None = None
     """Rings of a tier below the device; None: there is none."""
@@ -80,6 +80,12 @@ class RunnerConfig:
         if self.spec.state is not None and self.buckets.verify:
             raise ConfigError(
                 "the state of recurrent layers cannot be taken back: no drafts can be verified"
+            )
+        block = 1 if self.spec.state is None else self.spec.state.delta_net.block
+        if self.cache.state_block != block:
+            raise ConfigError(
+                f"the model computes prompts in blocks of {block} tokens, and the cache is made "
+                f"for blocks of {self.cache.state_block}"
             )
 
     @property
@@ -104,7 +110,7 @@ class RunnerConfig:
         return abstract_state(self.spec, self.dtype, slots)
 
     @property
-    def caches(self) -> decoder.Caches:
+    def caches(self) -> Caches:
         """Abstract."""
         own = self.recurrent_state
         paged = tuple(self.kv_format.abstract(each, self.dtype) for each in self.kv_shapes)
@@ -124,6 +130,13 @@ class RunnerConfig:
     def pre_mlp(self) -> decoder.PreMLP:
         """Abstract."""
         return decoder.abstract_pre_mlp(self.spec, self.dtype, self.buckets.prefill[-1])
+
+    @property
+    def head_states(self) -> Any:
+        """Abstract; None if the head keeps none."""
+        if not isinstance(self.draft, Eagle3Draft):
+            return None
+        return _abstract((self.scheduler.max_num_seqs + 1, self.spec.embed), self.dtype)
 
     @property
     def results_shape(self) -> tuple[int, int]:
@@ -164,7 +177,7 @@ class RunnerConfig:
         ]
 
 
-def programs(config: RunnerConfig, params: Any, head: BlockParams | None = None) -> list[Program]:
+def programs(config: RunnerConfig, params: Any, head: HeadParams | None = None) -> list[Program]:
     """Returns all programs of a runner, the slowest to compile first.
 
     Args:
@@ -178,6 +191,7 @@ def programs(config: RunnerConfig, params: Any, head: BlockParams | None = None)
         tables=config.tables,
         pre_mlp=config.pre_mlp,
         results=_abstract(config.results_shape, jnp.int32),
+        head_states=config.head_states,
     )
 
     def step(bucket: Bucket | VerifyBucket) -> Program:
@@ -205,7 +219,7 @@ def programs(config: RunnerConfig, params: Any, head: BlockParams | None = None)
         return jnp.zeros(abstract.shape, abstract.dtype)
 
     def empty() -> DeviceState:
-        kv: decoder.Caches = tuple(
+        kv: Caches = tuple(
             config.kv_format.allocate(each, config.dtype) for each in config.kv_shapes
         )
         if (own := config.recurrent_state) is not None:
@@ -216,6 +230,7 @@ def programs(config: RunnerConfig, params: Any, head: BlockParams | None = None)
             tables=jax.tree.map(zeros, config.tables),
             pre_mlp=jax.tree.map(zeros, config.pre_mlp),
             results=zeros(state.results),
+            head_states=jax.tree.map(zeros, config.head_states),
         )
 
     updates = _abstract((2 * FLUSH_UPDATES,), jnp.int32)
@@ -235,7 +250,7 @@ def programs(config: RunnerConfig, params: Any, head: BlockParams | None = None)
                 function=config.kv_format.largest_magnitudes,
                 arguments=(kv,),
             )
-            for group, kv in enumerate(decoder.paged(state.kv))
+            for group, kv in enumerate(paged(state.kv))
             if scaled
         ),
         *state_copies.programs(config.recurrent_state),
@@ -252,7 +267,7 @@ def programs(config: RunnerConfig, params: Any, head: BlockParams | None = None)
     ]
 
 
-def step_params(params: decoder.Params, head: BlockParams | None) -> StepParams:
+def step_params(params: decoder.Params, head: HeadParams | None) -> StepParams:
     """Returns the weights that steps take; those of the head if there is one."""
     return params if head is None else WithHead(params, head)
 

@@ -13,7 +13,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from jaxserve.models import decoder
-from jaxserve.models.drafts.block import BlockParams
+from jaxserve.models.layer import Caches, paged
 from jaxserve.plan import PageCopy, PageMoves, Sampled, StateCopy, StepPlan
 from jaxserve.programs.executable_cache import Executable
 from jaxserve.programs.executables import obtain
@@ -26,6 +26,7 @@ from jaxserve.runner import (
     verify,
 )
 from jaxserve.runner.batch import Bucket, Updates
+from jaxserve.runner.draft_step import HeadParams
 from jaxserve.runner.page_moves import PageMover
 from jaxserve.runner.programs import (
     FLUSH_UPDATES,
@@ -81,7 +82,7 @@ class Runner:
         config: RunnerConfig,
         params: decoder.Params,
         observer: StepObserver,
-        head: BlockParams | None = None,
+        head: HeadParams | None = None,
     ):
         """`head`: the weights of `config.draft`, if there is one."""
         self._config = config
@@ -191,7 +192,7 @@ class Runner:
 
     def move_pages(self, moves: PageMoves) -> Callable[[], bool]:
         """Launch moves, before the next step. Returns before they are done, with what tells
-        whether they are."""
+        whether they are; see `PageMover.move`."""
         assert self._mover is not None, "there are no rings"
         kv, is_done = self._mover.move(self._state.kv, moves)
         self._state = self._state._replace(kv=kv)
@@ -223,7 +224,7 @@ class Runner:
                 buffer.delete()  # there is no room for a second cache beside the first
         self._in_flight = None
         if self._mover is not None:
-            self._mover.settle()
+            self._mover.reset()
         self._uploads.forget()
         self._state, self._free_results = self._fresh_state()
 
@@ -265,8 +266,8 @@ class Runner:
         """The scales that were set, see `use_kv_scales`."""
         return self._kv_scales
 
-    def _scaled(self, kv: decoder.Caches, scales: NDArray[np.float32]) -> decoder.Caches:
-        caches = decoder.paged(kv)
+    def _scaled(self, kv: Caches, scales: NDArray[np.float32]) -> Caches:
+        caches = paged(kv)
         groups = zip(caches, self._config.spec.cache_groups, strict=True)
         scaled = self._config.kv_format.with_scales
         found = (scaled(each, scales[list(group.layers)]) for each, group in groups)
@@ -278,7 +279,7 @@ class Runner:
         groups = self._config.spec.cache_groups
         spec = self._config.spec
         found = np.zeros((spec.num_layers, spec.kv_heads, 2), np.float32)
-        caches = decoder.paged(self._state.kv)
+        caches = paged(self._state.kv)
         for group, largest, kv in zip(groups, self._largest, caches, strict=True):
             assert largest is not None
             found[list(group.layers)] = np.asarray(largest(kv))

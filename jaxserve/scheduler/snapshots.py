@@ -16,7 +16,6 @@ class _Due(NamedTuple):
     slot: int
     boundary: int
     """In tokens, at the end of a page."""
-    of_output: bool
 
 
 class Snapshots:
@@ -26,8 +25,9 @@ class Snapshots:
     before and a snapshot are found, under the same hash.
 
     **Where.** A chunk of a prompt ends at every `stride` tokens and at the prompt's last end of a
-    page that leaves a token to compute; there its state is kept. A sequence that decodes keeps that
-    of the last end of a page, in place of the one before: the next turn of a chat goes on from it.
+    page and of a block that leaves a token to compute; there its state is kept. That of outputs is
+    not: they are computed token by token, and the next turn of a chat, alone, computes them in
+    blocks. It goes on from the end of the last prompt.
 
     **When.** A plan with the row that reaches a boundary is followed by one that copies the slot's
     state before anything else (`StepPlan.states`). Until then nothing changes the slot: whoever has
@@ -38,16 +38,15 @@ class Snapshots:
     with it: nobody could find both.
     """
 
-    def __init__(self, count: int, *, first_slot: int, stride: int, page_size: int):
+    def __init__(self, count: int, *, first_slot: int, stride: int, page_size: int, block: int = 1):
         """`count` snapshots in the state's slots from `first_slot` on; `stride` in tokens, whole
-        pages."""
+        pages and blocks of `block` tokens."""
         self.num_total = count
         self._first_slot, self._stride, self._page_size = first_slot, stride, page_size
+        self._block = block
         self._free = list(range(first_slot + count - 1, first_slot - 1, -1))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()
         """By the hash of the page before the boundary, the least recently used first."""
-        self._of_output: dict[int, bytes] = {}
-        """The one that a decoding sequence keeps, by `Sequence.id`."""
         self._due: list[_Due] = []
         self._copies: list[StateCopy] = []
 
@@ -63,32 +62,25 @@ class Snapshots:
         return min([end, *(boundary for boundary in wanted if boundary > seq.computed)])
 
     def _last_boundary(self, seq: Sequence) -> int:
-        """Returns the last end of a page in the prompt that leaves a token to compute."""
-        return (seq.prefill_end - 1) // self._page_size * self._page_size
+        """Returns the last end of a page and of a block in the prompt that leaves a token to
+        compute."""
+        unit = max(self._page_size, self._block)  # both are powers of two
+        return min(seq.num_prompt, seq.prefill_end - 1) // unit * unit
 
     def planned(self, seq: Sequence) -> None:
         """A row of the sequence was planned."""
-        end = seq.computed
-        if not end or end % self._page_size:
-            return
-        output = end > seq.prefill_end
-        if output or end % self._stride == 0 or end == self._last_boundary(seq):
-            self._due.append(_Due(seq, seq.slot, end, output))
+        end, last = seq.computed, self._last_boundary(seq)
+        if 0 < end <= last and (end % self._stride == 0 or end == last):
+            self._due.append(_Due(seq, seq.slot, end))
 
     def settle(self) -> None:
         """A plan begins: it copies what the plans before it have reached."""
         due, self._due = self._due, []
-        for seq, slot, boundary, of_output in due:
-            if boundary > len(seq.tokens):
-                continue  # the host does not know all of its tokens
+        for seq, slot, boundary in due:
             content = seq.page_hashes(boundary // self._page_size, self._page_size)[-1]
             if content in self._slot_of:
                 self._slot_of.move_to_end(content)
                 continue
-            if of_output:
-                if (earlier := self._of_output.get(seq.id)) is not None:
-                    self.drop(earlier)
-                self._of_output[seq.id] = content
             self._slot_of[content] = target = self._take()
             self._copies.append(StateCopy(slot, target))
 
@@ -112,15 +104,10 @@ class Snapshots:
         if slot is not None:
             self._free.append(slot)
 
-    def freed(self, seq: Sequence) -> None:
-        """The sequence gives its slot back; what it keeps stays findable."""
-        self._of_output.pop(seq.id, None)
-
     def forget(self) -> None:
         """Nothing that was computed so far is found any more."""
         for content in list(self._slot_of):
             self.drop(content)
-        self._of_output.clear()
         self._due.clear()
         self._copies.clear()
 

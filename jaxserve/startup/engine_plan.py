@@ -15,24 +15,21 @@ from jax.typing import DTypeLike
 
 from jaxserve.cli.options import Options
 from jaxserve.config import (
-    NO_SPECULATION,
-    Buckets,
     CacheConfig,
     ConfigError,
     HostTierConfig,
     SchedulerConfig,
-    SpeculationConfig,
 )
-from jaxserve.model_spec import ModelSpec
 from jaxserve.programs.executable_cache import ExecutableCache, Program
 from jaxserve.runner import kv_cache, slot_tables
 from jaxserve.runner.fingerprint import program_key
 from jaxserve.runner.page_moves import Rings, ring_bytes
 from jaxserve.runner.programs import RunnerConfig, programs
-from jaxserve.setting_files import read_text
 from jaxserve.startup import gpu_driver, memory
+from jaxserve.startup.buckets import bucket_choices
 from jaxserve.startup.draft_head import PlannedHead, plan_head
 from jaxserve.startup.environment import compiler_options, compiler_settings, memory_share
+from jaxserve.startup.flag_checks import check_calibration, check_length, check_windows, for_state
 from jaxserve.startup.host_tier_plan import check_flags, plan_rings, plan_tier
 from jaxserve.startup.memory import MemoryPlan
 from jaxserve.startup.room import Fit, Room
@@ -45,18 +42,6 @@ from jaxserve_kernels.target import Target
 
 log = logging.getLogger(__name__)
 
-GPU_DECODE = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256)
-# Smaller ones take as long as 64, larger ones longer per token than 2048: see "Buckets" in
-# lab/logs/prefill.md.
-GPU_PREFILL = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
-_CPU_DECODE = (1, 4, 16, 64)
-_CPU_PREFILL = (16, 64, 256)
-# Rows and positions of each; up to 64 positions in all a step takes hardly longer than one of as
-# many decode rows, and the matrices are read once up to about 200.
-GPU_VERIFY = ((1, 8), (2, 8), (4, 8), (8, 4), (8, 8), (16, 4), (32, 4), (64, 2), (128, 2))
-_FREE_POSITIONS = 32
-"""Positions of a verify step that any engine has memory for."""
-_CPU_VERIFY = ((1, 4), (1, 8), (4, 4), (16, 2))
 _CPU_TILE, _CPU_WHOLE_TILE = 64, 16
 """Query tile sizes on a CPU; the second where every place of a tile is computed."""
 _GPU_MAX_ITL_MS, _CPU_MAX_ITL_MS = 50.0, 1000.0
@@ -103,7 +88,9 @@ class EnginePlan:
             kv_cache=kv_cache.total_bytes(config.kv_format, config.kv_shapes, config.dtype),
             state=rows * columns * 4
             + slot_tables.num_bytes(config.tables)
-            + memory.tree_bytes((config.pre_mlp, config.verify, config.recurrent_state))
+            + memory.tree_bytes(
+                (config.pre_mlp, config.verify, config.recurrent_state, config.head_states)
+            )
             + results
             + ring_bytes(config.kv_format, config.kv_shapes, config.dtype, config.rings),
             temporaries=temporaries,
@@ -126,14 +113,14 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     gpu = device.platform == "gpu"
     spec = source.spec
     dtype = _dtype(options.dtype, gpu=gpu)
-    _check_length(options, spec)
+    check_length(options, spec)
     check_flags(options)
-    options = _for_state(options, spec)
+    options = for_state(options, spec)
     files = _cache_folder(options)
     weights = plan_weights(options, source, dtype, files, stacked=gpu)
     kv_format = named(options.kv_cache_dtype)
-    _check_windows(options, spec, kv_format, gpu=gpu)
-    _check_calibration(options, kv_format)
+    check_windows(options, spec, kv_format, gpu=gpu)
+    check_calibration(options, kv_format)
     head = plan_head(options, spec, dtype, kv_format, stacked=gpu)
     target = Target.of(device)
     page_size = _page_size(options, kv_format, gpu=gpu)
@@ -156,7 +143,7 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
         unpacks=not e4m3,
         draft_layers=draft_layers,
     )
-    choices = _choices(options, gpu=gpu)
+    choices = bucket_choices(options, gpu=gpu)
 
     def left_beside(weights: int) -> int:
         """Returns the bytes for the KV cache beside `weights` bytes, the head and the rings."""
@@ -296,21 +283,6 @@ def _fp8_pays(dtype: DTypeLike, target: Target) -> bool:
     return gpu is not None and dtype == jnp.bfloat16 and gpu.compute_capability >= 89
 
 
-def _check_calibration(options: Options, kv_format: KVFormat) -> None:
-    """Raise ConfigError for calibration flags without effect, or a text that cannot be read or is
-    empty."""
-    if options.calculate_kv_scales and not kv_format.has_scales:
-        raise ConfigError(
-            f"--calculate-kv-scales is for --kv-cache-dtype fp8_e4m3, not for {kv_format.name}"
-        )
-    if options.calibration and not options.calculate_kv_scales:
-        raise ConfigError("--calibration is a text for --calculate-kv-scales, which is missing")
-    if options.calibration and not read_text(options.calibration, "--calibration"):
-        raise ConfigError(
-            f"--calibration {options.calibration} is empty: it says nothing of scales"
-        )
-
-
 def _cache_folder(options: Options) -> Path:
     return options.cache_dir or Path.home() / ".cache" / "jaxserve"
 
@@ -319,87 +291,6 @@ def _dtype(name: str, *, gpu: bool) -> DTypeLike:
     if name == "auto":
         return jnp.bfloat16 if gpu else jnp.float32
     return jnp.dtype(name)
-
-
-def _buckets(options: Options, *, gpu: bool) -> Buckets:
-    decode = options.decode_buckets or (GPU_DECODE if gpu else _CPU_DECODE)
-    prefill = options.prefill_buckets or (GPU_PREFILL if gpu else _CPU_PREFILL)
-    limit = options.max_num_seqs or decode[-1]
-    decode = (*(size for size in decode if size < limit), limit)
-    tokens = options.max_num_batched_tokens or max(prefill[-1], limit)
-    prefill = (*(size for size in prefill if size < tokens), tokens)
-    chosen = options.speculative_config or (SpeculationConfig() if gpu else NO_SPECULATION)
-    verify = verify_buckets(chosen, limit, prefill[-1], gpu=gpu)
-    return Buckets(decode=decode, prefill=prefill, verify=verify)
-
-
-def verify_buckets(
-    speculation: SpeculationConfig, most_rows: int, most_tokens: int, *, gpu: bool
-) -> tuple[tuple[int, int], ...]:
-    """Returns rows and positions of the verify buckets of an engine that runs so many sequences and
-    tokens in a step. They sample at hardly more positions than decode steps, so that scores and
-    tables take no more of the memory for keys and values."""
-    widest = max(speculation.positions, default=0)
-    most = min(most_tokens, max(most_rows, _FREE_POSITIONS))
-    found = {
-        (min(rows, most_rows), min(positions, widest))
-        for rows, positions in (GPU_VERIFY if gpu else _CPU_VERIFY)
-        if widest
-    }
-    return tuple(sorted(shape for shape in found if shape[0] * shape[1] <= most))
-
-
-def _choices(options: Options, *, gpu: bool) -> list[Buckets]:
-    """Returns candidate buckets in order of falling number of sequences. On a GPU memory decides
-    among them, unless a flag does."""
-    if not gpu or options.decode_buckets or options.max_num_seqs:
-        return [_buckets(options, gpu=gpu)]
-    return [_buckets(replace(options, max_num_seqs=most), gpu=gpu) for most in reversed(GPU_DECODE)]
-
-
-def _check_length(options: Options, spec: ModelSpec) -> None:
-    """Raise ConfigError if --max-model-len is beyond the model's limit."""
-    if (options.max_model_len or 0) > spec.max_position:
-        raise ConfigError(
-            f"--max-model-len {options.max_model_len} is beyond the model's {spec.max_position} "
-            "positions"
-        )
-
-
-def _for_state(options: Options, spec: ModelSpec) -> Options:
-    """Returns the options, without speculation for a model with recurrent layers: their state
-    cannot be taken back.
-
-    Raises:
-      ConfigError: such a model is asked to speculate, or to keep pages on the host, where there
-        are no snapshots.
-    """
-    if spec.state is None:
-        return options
-    if options.speculative_config and options.speculative_config != NO_SPECULATION:
-        raise ConfigError(
-            "--speculative-config: the state of the model's recurrent layers cannot be taken back "
-            "behind a rejected draft; leave the flag out"
-        )
-    if options.kv_offload_size is not None:
-        raise ConfigError(
-            "--kv-offload-size: the host keeps no state of recurrent layers, without which pages "
-            "are of no use; leave the flag out"
-        )
-    return replace(options, speculative_config=NO_SPECULATION)
-
-
-def _check_windows(options: Options, spec: ModelSpec, kv_format: KVFormat, *, gpu: bool) -> None:
-    """Raise ConfigError if windows hide a part of the longest context and the format's kernels do
-    not know windows."""
-    length = options.max_model_len or spec.max_position
-    window = spec.within(length).smallest_window
-    if window is not None and gpu and not kv_format.windows_on_gpus:
-        raise ConfigError(
-            f"the model attends to the last {window} tokens only (sliding_window), which "
-            f"--kv-cache-dtype {kv_format.name} does not on GPUs in contexts of up to {length}: "
-            f"use --kv-cache-dtype fp8_e4m3 or int8, or --max-model-len {window}"
-        )
 
 
 def _scheduler_config(options: Options, fit: Fit, *, gpu: bool) -> SchedulerConfig:

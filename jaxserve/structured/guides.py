@@ -16,7 +16,7 @@ from jaxserve.metrics.metrics import Metrics
 from jaxserve.structured.compiling import CompileLimits, Compiler
 from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.grammars import MAX_SOURCE
-from jaxserve.structured.processes import GrammarProcess
+from jaxserve.structured.orders import GrammarProcess
 from jaxserve.structured.vocabulary import THINK_MARKERS, Vocabulary, vocabulary_of
 from jaxserve.tokenizer import Tokenizer
 

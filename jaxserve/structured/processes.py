@@ -14,10 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -44,6 +42,15 @@ from jaxserve.grammar_server.wire import (
     write,
 )
 from jaxserve.metrics.metrics import Metrics
+from jaxserve.structured.orders import (
+    CompileOrder,
+    GrammarProcess,
+    MaskOrder,
+    NotCompiled,
+    Order,
+    ProcessEnded,
+    Waiting,
+)
 from jaxserve.structured.vocabulary import Vocabulary
 from jaxserve.tokenizer import Tokenizer
 
@@ -59,85 +66,6 @@ _AT_LIMIT = {
     Cause.TOTAL_MEMORY: "its states took too much memory",
     Cause.STACK: "it is nested too deeply",
 }
-
-
-class ProcessEnded(Exception):
-    """A grammar's process ended before its first mask was there."""
-
-    def __init__(self, cause: Cause):
-        super().__init__(cause)
-        self.cause = cause
-
-
-class NotCompiled(Exception):
-    """A fault of the grammar, in llguidance's words."""
-
-
-class Waiting(Protocol):
-    """A sequence that needs a mask."""
-
-    @property
-    def ready(self) -> bool: ...
-    def finish(self, mask: bytes, error: GuideError | None) -> None:
-        """Reports that the mask is known, or that the sequence cannot go on. Called on a thread of
-        this module."""
-        ...
-
-
-@dataclass(eq=False, kw_only=True)
-class GrammarProcess:
-    """A grammar in its process, which ends when nothing refers to this object any more. What its
-    sequences share are the states that llguidance has found, and the limit of these: what many
-    have followed has no room left for the next one."""
-
-    processes: Processes
-    number: int
-    mask: bytes
-    """Of the first token."""
-    tenant: str
-    """For whom it was compiled."""
-    size: int
-    """Bytes of memory that compiling took."""
-    num_tokens: int = 0
-    """Those of all sequences that followed it."""
-    at_limit: bool = False
-    """It is of no use to new sequences: one has met a limit, or the process has ended."""
-
-    def advance(self, sequence: int, token: int, waiting: Waiting) -> None:
-        """Ask for the mask after this token. A sequence's number is new to the process with its
-        first token. Returns at once."""
-        self.num_tokens += 1
-        self.processes.order(_Asked(self, sequence, token, waiting))
-
-    def wait_for(self, waiting: Waiting, timeout: float) -> bool:
-        """Waits up to `timeout` seconds for the sequence's mask; returns whether it is there."""
-        return self.processes.wait_for(waiting, timeout)
-
-    def drop(self, sequence: int) -> None:
-        """Forgets a sequence that has ended."""
-        self.processes.order(Drop(self.number, [sequence]))
-
-    def __del__(self) -> None:
-        self.processes.order(End(self.number))
-
-
-class _Asked(NamedTuple):
-    process: GrammarProcess
-    sequence: int
-    token: int
-    waiting: Waiting
-
-
-class _Compile(NamedTuple):
-    number: int
-    grammar: Grammar
-    seconds: float
-    niceness: int
-    tenant: str
-    made: Future[GrammarProcess]
-
-
-type _Order = _Compile | _Asked | Drop | End
 
 
 class Processes:
@@ -159,9 +87,9 @@ class Processes:
         self._starved = False
         """Some orders wait for a slot."""
         self._numbers = itertools.count()
-        self._orders: SimpleQueue[_Order | None] = SimpleQueue()  # as `__del__` may put into it
-        self._compiling: dict[int, tuple[_Compile, int]] = {}
-        self._in_flight: dict[int, _Asked] = {}
+        self._orders: SimpleQueue[Order | None] = SimpleQueue()  # as `__del__` may put into it
+        self._compiling: dict[int, tuple[CompileOrder, int]] = {}
+        self._in_flight: dict[int, MaskOrder] = {}
         self._live: WeakValueDictionary[int, GrammarProcess] = WeakValueDictionary()
         self._done = threading.Condition()
         self.ended = False
@@ -194,8 +122,7 @@ class Processes:
     def compile(
         self, grammar: Grammar, seconds: float, niceness: int, tenant: str
     ) -> Future[GrammarProcess]:
-        """Compiles a grammar in a process of its own, with so many seconds of processor time. The
-        future fails with NotCompiled or ProcessEnded; cancelling it ends the process.
+        """Compiles a grammar in a process of its own, with so many seconds of processor time.
 
         The future fails with NotCompiled or ProcessEnded; to cancel it ends the process.
         """
@@ -207,10 +134,10 @@ class Processes:
                 self.order(End(number))
 
         made.add_done_callback(end_if_cancelled)
-        self.order(_Compile(number, grammar, seconds, niceness, tenant, made))
+        self.order(CompileOrder(number, grammar, seconds, niceness, tenant, made))
         return made
 
-    def order(self, order: _Order | None) -> None:
+    def order(self, order: Order | None) -> None:
         """For any thread, and for `__del__`."""
         self._orders.put(order)
         if self.ended:
@@ -241,7 +168,7 @@ class Processes:
     def _send(self, setup: Callable[[], Setup]) -> None:
         assert self._server.stdin is not None
         pipe = self._server.stdin.fileno()
-        waiting: deque[_Compile | _Asked] = deque()
+        waiting: deque[CompileOrder | MaskOrder] = deque()
         try:
             write(pipe, frame(setup()))
             while not (self._closing or self.ended):
@@ -255,7 +182,7 @@ class Processes:
                 self.order(order)
             self._server.stdin.close()
 
-    def _next(self, waiting: deque[_Compile | _Asked]) -> bytes:
+    def _next(self, waiting: deque[CompileOrder | MaskOrder]) -> bytes:
         """Waits for orders; the messages for all that are at hand and have a slot. Nothing of them
         is left in a variable meanwhile: it would keep a grammar's process."""
         others: list[Drop | End] = []
@@ -266,7 +193,7 @@ class Processes:
                 waiting.append(order)
         return b"".join(map(frame, [*self._placed(waiting), *others]))
 
-    def _at_hand(self) -> list[_Order | None]:
+    def _at_hand(self) -> list[Order | None]:
         """Waits for an order, and takes all that have come by then."""
         orders = [self._orders.get()]
         with suppress(Empty):
@@ -274,14 +201,14 @@ class Processes:
                 orders.append(self._orders.get_nowait())
         return orders
 
-    def _placed(self, waiting: deque[_Compile | _Asked]) -> list[Start | Advance]:
+    def _placed(self, waiting: deque[CompileOrder | MaskOrder]) -> list[Start | Advance]:
         """Those that get a slot now, as messages. They leave the queue."""
         starts: list[Start] = []
         jobs: list[Job] = []
         self._starved = True  # before the look: a slot that gets free after it is told of
         while waiting and self._free:
             order, slot = waiting.popleft(), self._free.pop()
-            if isinstance(order, _Asked):
+            if isinstance(order, MaskOrder):
                 self._in_flight[slot] = order
                 jobs.append(Job(order.process.number, order.sequence, order.token, slot))
             elif not order.made.cancelled():
@@ -347,14 +274,14 @@ class Processes:
             asked.process.at_limit = True
         asked.waiting.finish(mask, error)
 
-    def _settle(self, order: _Compile, slot: int, report: Compiled) -> None:
+    def _settle(self, order: CompileOrder, slot: int, report: Compiled) -> None:
         mask = self._mask(slot)
         self._free.append(slot)
         if report.error is not None:
-            _fail(order, NotCompiled(report.error))
+            order.fail(NotCompiled(report.error))
             return
         process = GrammarProcess(
-            processes=self,
+            server=self,
             number=order.number,
             mask=mask,
             tenant=order.tenant,
@@ -374,7 +301,7 @@ class Processes:
         if number in self._compiling:
             order, slot = self._compiling.pop(number)
             self._free.append(slot)
-            _fail(order, ProcessEnded(cause))
+            order.fail(ProcessEnded(cause))
         error = GuideError(_AT_LIMIT[cause]) if cause in _AT_LIMIT else _FAILED
         for slot, asked in list(self._in_flight.items()):
             if asked.process.number == number:
@@ -387,24 +314,19 @@ class Processes:
         with suppress(Empty):
             while True:
                 order = self._orders.get_nowait()
-                if isinstance(order, _Asked):
+                if isinstance(order, MaskOrder):
                     order.waiting.finish(b"", _FAILED)
-                elif isinstance(order, _Compile):
-                    _fail(order, ProcessEnded(Cause.NOT_STARTED))
+                elif isinstance(order, CompileOrder):
+                    order.fail(ProcessEnded(Cause.NOT_STARTED))
         for number in list(self._compiling):
             with suppress(KeyError):
                 order, _ = self._compiling.pop(number)
-                _fail(order, ProcessEnded(Cause.NOT_STARTED))
+                order.fail(ProcessEnded(Cause.NOT_STARTED))
         for slot in list(self._in_flight):
             with suppress(KeyError):
                 self._in_flight.pop(slot).waiting.finish(b"", _FAILED)
         with self._done:
             self._done.notify_all()
-
-
-def _fail(order: _Compile, error: Exception) -> None:
-    with suppress(InvalidStateError):  # nobody waits for it any more
-        order.made.set_exception(error)
 
 
 def _environment(limits: Limits) -> dict[str, str]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxserve.models.decoder import Experts
+from jaxserve.models.layer_weights import Experts
 from jaxserve_checkpoints.naming import leaf_paths
 from jaxserve_checkpoints.staging import StagingProgram
 from jaxserve_kernels.weights import (

@@ -15,6 +15,8 @@ from jax import Array
 
 from jaxserve.model_spec import CachePlace, ModelSpec
 from jaxserve.models import decoder
+from jaxserve.models.layer import Norm, StepTokens, decoder_layer
+from jaxserve.models.layer_weights import Layer
 from jaxserve.models.rope import rope_tables
 from jaxserve_kernels.add_rms_norm import rms_norm
 from jaxserve_kernels.kv_format import AttentionStep, CacheShape, KVFormat
@@ -174,7 +176,7 @@ class CachedModel:
         )
         kv = (self._format.allocate(cache, params.final_norm.dtype),)
         step = _step(work.slots, work.positions, QueryTiles(*work.tiles), work.page_table)
-        tokens = decoder.StepTokens(jnp.asarray(work.ids), (step,))
+        tokens = StepTokens(jnp.asarray(work.ids), (step,))
         hidden, kv = _forward(params, kv, tokens, self._spec, shape.tile)
         log_probs = jax.nn.log_softmax(decoder.logits(params, hidden, target=Target.here()))
         last = jnp.maximum(jnp.cumsum(work.lengths) - 1, 0)
@@ -199,7 +201,7 @@ class CachedModel:
             slots = jnp.where(done, shape.sequences, row)
             tiles = QueryTiles(row, jnp.where(done, 0, 1), slots, position)
             step = _step(slots, position, tiles, work.page_table)
-            tokens = decoder.StepTokens(token, (step,))
+            tokens = StepTokens(token, (step,))
             hidden, kv = _forward(params, kv, tokens, self._spec, 1)
             found = (
                 decoder.logits(params, hidden, target=Target.here()).argmax(-1).astype(jnp.int32)
@@ -211,7 +213,7 @@ class CachedModel:
 
 
 def _forward(
-    params: decoder.Params, kv: Any, tokens: decoder.StepTokens, spec: ModelSpec, tile_size: int
+    params: decoder.Params, kv: Any, tokens: StepTokens, spec: ModelSpec, tile_size: int
 ) -> tuple[Array, Any]:
     """All hidden states; on a CPU with one layer in a loop, which compiles in an eighth of the
     time: the layers are stacked, and no format has work left at the end of a step there."""
@@ -223,7 +225,7 @@ def _forward(
         )
         return decoder.finish(params, pre_mlp, spec, target=Target.here()), kv
     layers = params.layers
-    assert isinstance(layers, decoder.Layer)
+    assert isinstance(layers, Layer)
     x = take_rows(params.embedding, tokens.ids, params.final_norm.dtype)
     tables = rope_tables(spec.attention, tokens.positions)
     next_norms = jnp.concatenate([layers.attention_norm[1:], params.final_norm[None]])
@@ -231,8 +233,8 @@ def _forward(
     def body(carry: Any, each: Any) -> tuple[Any, None]:
         x, normed, kv = carry
         layer, next_weight, index = each
-        next_norm = decoder.Norm(next_weight)
-        carry = decoder.decoder_layer(
+        next_norm = Norm(next_weight)
+        carry = decoder_layer(
             layer,
             next_norm,
             CachePlace(0, index),

@@ -27,6 +27,7 @@ from safetensors.numpy import save_file
 
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder, registry
+from jaxserve.models.layer import StepTokens
 from jaxserve.models.rope import rope_tables
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import open_checkpoint
@@ -127,7 +128,7 @@ def tapped_states(params: decoder.Params, ids: Array, spec: ModelSpec) -> Array:
     _, _, tapped = decoder.tapped_forward(
         params,
         (Dense().allocate(shape, jnp.float32),),
-        decoder.StepTokens(ids.reshape(-1), (places,)),
+        StepTokens(ids.reshape(-1), (places,)),
         spec,
         tile_size=length,
         target=CPU,

@@ -14,6 +14,7 @@ from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.models.awq import quantize_layer_awq
 from jaxserve.models.calibration import layer_statistics
+from jaxserve.models.layer_weights import Layer, layer_views
 from jaxserve_kernels import weights
 from jaxserve_kernels.weights.hqq import quantize_int4_hqq
 from lab.embedded.chat import Encoder
@@ -121,7 +122,7 @@ def in_format(name: str, plain: decoder.Params, spec: ModelSpec) -> decoder.Para
         return plain
     if name in HEADS:
         return plain._replace(embedding=jax.jit(HEADS[name])(plain.embedding))
-    views = decoder.layer_views(plain.layers)
+    views = layer_views(plain.layers)
     if name == "int4-awq":
         statistics = layer_statistics(plain, calibration(), spec)
         quantized = (
@@ -134,7 +135,7 @@ def in_format(name: str, plain: decoder.Params, spec: ModelSpec) -> decoder.Para
     return plain._replace(layers=tuple(layers))
 
 
-def _replaced(layer: decoder.Layer, values: Callable[[Any], jax.Array]) -> decoder.Layer:
+def _replaced(layer: Layer, values: Callable[[Any], jax.Array]) -> Layer:
     return layer._replace(**{name: values(getattr(layer, name)) for name in MATRICES})
 
 
@@ -161,7 +162,7 @@ def tensors_of(params: decoder.Params, spec: ModelSpec) -> dict[str, np.ndarray]
         "model.embed_tokens.weight": params.embedding,
         "model.norm.weight": params.final_norm,
     }
-    for index, layer in enumerate(decoder.layer_views(params.layers)):
+    for index, layer in enumerate(layer_views(params.layers)):
         q, k, v = np.split(np.asarray(layer.qkv), [spec.q_size, spec.q_size + spec.kv_size])
         gate, up = np.split(np.asarray(layer.gate_up), 2)
         parts = {

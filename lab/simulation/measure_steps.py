@@ -26,7 +26,7 @@ from jaxserve.models import decoder
 from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
-from jaxserve.startup.engine_plan import GPU_DECODE, GPU_PREFILL
+from jaxserve.startup.buckets import GPU_DECODE, GPU_PREFILL
 from jaxserve.startup.measure import _decode_rows, _Stopwatch, measure
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels.paged_attention import tile_tokens

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxserve.model_spec import ExpertsSpec, ModelSpec
+from jaxserve.layer_spec import ExpertsSpec
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models.registry import spec_of
 from jaxserve_checkpoints.resolve import embedded_model
 from tests.tokenizer.small_tokenizers import llama3, sentence_piece

@@ -21,8 +21,8 @@ REQUEST = {
 }
 
 
-ALIKE = ("Qwen2ForCausalLM", "MistralForCausalLM")
-"""Families that differ from Llama's in what the goldens test."""
+ALIKE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM")
+"""Families that differ from Qwen3's in what the goldens test."""
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
+from jaxserve.models.layer import StepTokens
 from jaxserve.models.quantization import Quantization
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels import pdl
@@ -77,7 +78,7 @@ def test_a_step(
     params = dummy_params(abstract, 3, quantization.encoder(model))
     last = jnp.asarray(np.cumsum(counts) - 1)
 
-    def step(params: decoder.Params, kv: Any, tokens: decoder.StepTokens, target: Target) -> Any:
+    def step(params: decoder.Params, kv: Any, tokens: StepTokens, target: Target) -> Any:
         if decodes:
             hidden, kv = decoder.decode(params, kv, tokens, model, target=target)
             hidden = hidden[last]
@@ -88,7 +89,7 @@ def test_a_step(
             hidden = decoder.finish(params, pre_mlp.of(last), model, target=target)
         return decoder.logits(params, hidden, target=target), kv
 
-    inputs = (params, kv, decoder.StepTokens(ids, (places,)))
+    inputs = (params, kv, StepTokens(ids, (places,)))
     expected, left = jax.jit(step, static_argnums=3, compiler_options=AS_WRITTEN)(
         *inputs, REFERENCE
     )

@@ -16,6 +16,7 @@ from jaxserve.model_spec import ModelSpec
 from jaxserve.models import awq, decoder, registry
 from jaxserve.models.awq import AwqLayers, Quantized, quantize_layer_awq
 from jaxserve.models.calibration import LayerInputs, layer_statistics, run_layer
+from jaxserve.models.layer_weights import Layer
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import open_checkpoint
@@ -60,7 +61,7 @@ def test_layers_that_nobody_asks_for_are_run_and_not_searched(
     searched: list[jax.Array] = []
     reported: list[str] = []
 
-    def search(layer: decoder.Layer, inputs: LayerInputs[Any], spec: ModelSpec) -> Quantized:
+    def search(layer: Layer, inputs: LayerInputs[Any], spec: ModelSpec) -> Quantized:
         searched.append(inputs.qkv.mean)
         return Quantized(layer, LayerInputs(*(jnp.float32(0.1),) * 4))
 
@@ -103,7 +104,7 @@ def test_a_layer_quantised_by_awq_is_nearer_to_itself_than_one_rounded(spec: Mod
     x = params.embedding[ids[0]]
     expected = run(layer, x)[0] - x
 
-    def error(other: decoder.Layer) -> float:
+    def error(other: Layer) -> float:
         difference = run(other, x)[0] - x - expected
         return float(jnp.sqrt(jnp.mean(difference**2) / jnp.mean(expected**2)))
 

@@ -18,6 +18,7 @@ from jaxserve.models.drafts.block import BlockParams
 from jaxserve.models.drafts.eagle3 import Eagle3Params
 from jaxserve.models.drafts.loading import abstract, open_draft
 from jaxserve.models.drafts.spec import BlockDraft, Eagle3Draft
+from jaxserve.models.layer import Caches, StepTokens
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_checkpoints.naming import leaf_parts
 from jaxserve_checkpoints.reader import CheckpointError
@@ -73,7 +74,7 @@ def heads(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("head", names, indirect=True)
 
 
-def empty_cache(layers: int) -> decoder.Caches:
+def empty_cache(layers: int) -> Caches:
     """Full of what makes every sum NaN that reads it, but for the padding page."""
     shape = CacheShape(
         layers=FIRST + layers,
@@ -87,7 +88,7 @@ def empty_cache(layers: int) -> decoder.Caches:
     return (kv.at[:, 1:].set(jnp.nan),)
 
 
-def chunk(slot: int, start: int, ids: Sequence[int]) -> decoder.StepTokens:
+def chunk(slot: int, start: int, ids: Sequence[int]) -> StepTokens:
     """Consecutive tokens of one sequence, one query tile."""
     positions = np.arange(start, start + len(ids))
     first, length, slots, position = (
@@ -101,7 +102,7 @@ def chunk(slot: int, start: int, ids: Sequence[int]) -> decoder.StepTokens:
         tiles=QueryTiles(first, length, slots, position),
         page_table=jnp.asarray(TABLE),
     )
-    return decoder.StepTokens(jnp.asarray(ids, jnp.int32), (step,))
+    return StepTokens(jnp.asarray(ids, jnp.int32), (step,))
 
 
 def taps_of(head: Head, tokens: int, seed: int = 1) -> np.ndarray:
@@ -365,7 +366,7 @@ def test_taps_are_the_states_between_layers_and_change_nothing_else(taps: tuple[
         np.testing.assert_allclose(state, _after(params, kv, tokens, tap), atol=1e-4)
 
 
-def _after(params: Any, kv: decoder.Caches, tokens: decoder.StepTokens, tap: int) -> Any:
+def _after(params: Any, kv: Caches, tokens: StepTokens, tap: int) -> Any:
     """The state that the layer behind `tap` is given: what a model of the first layers and that one
     adds to."""
     layers = params.layers[: tap + 2]

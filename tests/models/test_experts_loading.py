@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.config import ConfigError
-from jaxserve.model_spec import ExpertsSpec, ModelSpec
+from jaxserve.layer_spec import ExpertsSpec
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder, registry
+from jaxserve.models.layer_weights import Layer, layer_views
 from jaxserve.models.quantization import Quantization
 from jaxserve_checkpoints.convert import convert
 from jaxserve_checkpoints.dummy import dummy_params
@@ -73,7 +75,7 @@ def test_experts_of_a_layer_may_be_one_tensor(stacked: bool, tmp_path: Path) -> 
 
 def test_layers_may_be_stacked_and_streamed() -> None:
     apart, stacked = load(GOLDEN), load(GOLDEN, stacked=True)
-    views = decoder.layer_views(stacked.layers)
+    views = layer_views(stacked.layers)
     assert_equal(apart._replace(layers=views), apart)
     abstract = decoder.abstract(SPEC, jnp.bfloat16, stacked=True)
     checkpoint, rules = open_checkpoint(GOLDEN), registry.rules(SPEC)
@@ -83,7 +85,7 @@ def test_layers_may_be_stacked_and_streamed() -> None:
     found = {source.path: source for source in direct}
     own = found["layers.experts.down"]
     first = stacked.layers
-    assert isinstance(first, decoder.Layer) and first.experts is not None
+    assert isinstance(first, Layer) and first.experts is not None
     content = b"".join(
         each.file.read_bytes()[each.offset : each.offset + each.nbytes] for each in own.segments
     )
@@ -142,7 +144,7 @@ def test_experts_are_quantised_one_by_one(layers: Any, stacked: bool) -> None:
     abstract = decoder.abstract(QUANTIZABLE, jnp.bfloat16, stacked=stacked)
     params = dummy_params(abstract, 1, encode)
     plain = dummy_params(abstract, 1)
-    pairs = zip(decoder.layer_views(params.layers), decoder.layer_views(plain.layers), strict=True)
+    pairs = zip(layer_views(params.layers), layer_views(plain.layers), strict=True)
     for layer, original in pairs:
         assert layer.experts is not None and original.experts is not None
         np.testing.assert_array_equal(layer.router, original.router)
@@ -256,9 +258,7 @@ def test_experts_in_mxfp4_are_read_as_they_are(stacked: bool, tmp_path: Path) ->
     abstract, rules = decoder.abstract(spec, jnp.bfloat16, stacked=stacked), registry.rules(spec)
     checkpoint = QuantizedCheckpoint(open_checkpoint(quantized), found_format(quantized))
     params = load_params(checkpoint, rules, abstract)
-    views = zip(
-        decoder.layer_views(params.layers), decoder.layer_views(expected.layers), strict=True
-    )
+    views = zip(layer_views(params.layers), layer_views(expected.layers), strict=True)
     for layer, original in views:
         assert layer.experts is not None and original.experts is not None
         for name, weight in layer.experts._asdict().items():

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from jaxserve.config import ConfigError
-from jaxserve.model_spec import ExpertsSpec, LinearScaling, Llama3Scaling, ModelSpec, Rope
+from jaxserve.layer_spec import ExpertsSpec, LinearScaling, Llama3Scaling, Rope
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models.decoder import abstract
 from jaxserve.models.registry import ARCHITECTURES, NAMED_MODELS, rules, spec_of
 from jaxserve_checkpoints.naming import leaf_parts

@@ -15,9 +15,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jaxserve.model_spec import ExpertsSpec, LayerSpec, ModelSpec, Rope
+from jaxserve.layer_spec import ExpertsSpec, LayerSpec, Rope
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder, registry
 from jaxserve.models.delta_net import abstract_state
+from jaxserve.models.layer import Caches, StepTokens
+from jaxserve.models.layer_weights import Layer
 from jaxserve.runner import kv_cache
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import open_checkpoint
@@ -33,6 +36,7 @@ type Floats = NDArray[np.floating[Any]]
 GOLDEN = Path(__file__).parents[1] / "golden"
 TOLERANCE = 1e-4
 """Of logits up to 18 in absolute value; 3e-5 is the worst measured."""
+BLOCK = 64
 TOLERANCES = {"gpt_oss": 5e-4, "hybrid": 1e-3}
 """Experts of gpt-oss have large weights, which reach the clamp: 1e-4 was measured. With delta nets
 transformers differs from itself by 2e-4, chunks of 64 tokens against single ones."""
@@ -82,14 +86,14 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 
 @partial(jax.jit, static_argnames="spec", donate_argnames="kv")
 def compute(
-    params: decoder.Params, kv: decoder.Caches, tokens: decoder.StepTokens, spec: ModelSpec
-) -> tuple[jax.Array, decoder.Caches]:
+    params: decoder.Params, kv: Caches, tokens: StepTokens, spec: ModelSpec
+) -> tuple[jax.Array, Caches]:
     tile_size = min(TILE_SIZE, tokens.ids.shape[0])
     pre_mlp, kv = decoder.forward(params, kv, tokens, spec, tile_size=tile_size, target=CPU)
     return decoder.logits(params, decoder.finish(params, pre_mlp, spec, target=CPU), target=CPU), kv
 
 
-def locate(tokens: Sequence[int], start: int, padded: int, groups: int) -> decoder.StepTokens:
+def locate(tokens: Sequence[int], start: int, padded: int, groups: int) -> StepTokens:
     """A chunk of the one sequence there is, whose pages are in descending order in every group."""
     count, tile_size = len(tokens), min(TILE_SIZE, padded)
     table = np.zeros((2, PAGES_PER_SEQ), np.int32)
@@ -110,8 +114,10 @@ def locate(tokens: Sequence[int], start: int, padded: int, groups: int) -> decod
     )
     ids = jnp.asarray(np.pad(np.asarray(tokens, np.int32), (0, padded - count)))
     rows = Rows(*(jnp.asarray([value], jnp.int32) for value in (0, count, 0, start)))
+    if padded % BLOCK == 0:  # recurrent layers compute what fills blocks in the chunked form
+        rows = rows._replace(blocked=jnp.asarray([count // BLOCK * BLOCK], jnp.int32))
     recurrent = RecurrentStep(places.slots, places.positions, rows)
-    return decoder.StepTokens(ids, (places,) * groups, recurrent)
+    return StepTokens(ids, (places,) * groups, recurrent)
 
 
 def logits_in_chunks(golden: Golden, tokens: NDArray[np.int32], size: int) -> Floats:
@@ -119,7 +125,7 @@ def logits_in_chunks(golden: Golden, tokens: NDArray[np.int32], size: int) -> Fl
     groups = len(golden.spec.cache_groups)
     cache = kv_cache.cache_config(golden.spec, [PAGES_PER_SEQ + 2] * groups, PAGE_SIZE)
     shapes = kv_cache.shapes(golden.spec, cache, 1)
-    kv: decoder.Caches = tuple(Dense().allocate(each, jnp.float32) for each in shapes)
+    kv: Caches = tuple(Dense().allocate(each, jnp.float32) for each in shapes)
     if (state := abstract_state(golden.spec, jnp.float32, 2)) is not None:
         kv = (*kv, jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype), state))
     results: list[Floats] = []
@@ -190,7 +196,7 @@ def with_other_weights_of_experts(golden: Golden) -> Golden:
 
 def without_gates(golden: Golden) -> Golden:
     """Queries and gates are the halves of the projection, not of each head."""
-    own, layers = golden.spec.attention, list[decoder.Layer]()
+    own, layers = golden.spec.attention, list[Layer]()
     order = (
         np.arange(2 * own.q_size).reshape(2, own.q_heads, own.head_dim).swapaxes(0, 1).reshape(-1)
     )

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from jaxserve.model_spec import AttentionSpec, LinearScaling, Llama3Scaling, Rope, YarnScaling
+from jaxserve.layer_spec import AttentionSpec, LinearScaling, Llama3Scaling, Rope, YarnScaling
 from jaxserve.models.rope import rope_frequencies, rope_tables
 from jaxserve_kernels.add_rms_norm import add_rms_norm, rms_norm
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_inputs, rope

@@ -12,6 +12,7 @@ import pytest
 
 from jaxserve.config import ConfigError
 from jaxserve.models import decoder, registry
+from jaxserve.models.layer_weights import Layer
 from jaxserve.models.quantization import Quantization, WeightFormat
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_checkpoints.load import encoded_abstract, load_params
@@ -71,7 +72,7 @@ def test_stacked_layers_hold_what_separate_ones_hold(name: WeightFormat, kind: t
     separate = dummy_params(decoder.abstract(SMALL, jnp.float32), 3, encode)
     abstract = decoder.abstract(SMALL, jnp.float32, stacked=True)
     stacked = dummy_params(abstract, 3, encode)
-    assert isinstance(separate.layers, tuple) and isinstance(stacked.layers, decoder.Layer)
+    assert isinstance(separate.layers, tuple) and isinstance(stacked.layers, Layer)
     assert isinstance(stacked.layers.qkv, kind)
     assert isinstance(stacked.embedding, Int8Weight)
     for index, layer in enumerate(separate.layers):

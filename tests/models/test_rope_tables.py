@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxserve.model_spec import AttentionSpec
+from jaxserve.layer_spec import AttentionSpec
 from jaxserve.models.rope import rope_tables
 from jaxserve_kernels.attention_inputs.reference import rope
 

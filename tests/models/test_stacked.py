@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxserve.models import decoder, registry
+from jaxserve.models.layer_weights import Layer
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
@@ -20,7 +21,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 def unstacked(params: decoder.Params, layers: int) -> decoder.Params:
-    assert isinstance(params.layers, decoder.Layer)
+    assert isinstance(params.layers, Layer)
     views = tuple(
         jax.tree.map(lambda weights, index=index: weights[index], params.layers)
         for index in range(layers)

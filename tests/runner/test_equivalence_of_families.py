@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve.model_spec import ExpertsSpec
+from jaxserve.layer_spec import ExpertsSpec
 from jaxserve_kernels.kv_format import KVFormat, named
 from jaxserve_kernels.kv_format.kvarn import KVarN
 from tests.runner.test_equivalence import CONFIG

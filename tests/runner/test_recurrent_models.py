@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from jaxserve.model_spec import (
-    AttentionSpec,
-    DeltaNetSpec,
-    FeedForwardSpec,
-    LayerSpec,
-    ModelSpec,
-    Rope,
-)
+from jaxserve.layer_spec import AttentionSpec, DeltaNetSpec, FeedForwardSpec, LayerSpec, Rope
+from jaxserve.model_spec import ModelSpec
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
 from tests.runner.test_equivalence import Solo, Workload, check_against_solo, workloads
 from tests.tiny_model import COMPILES, make_config, make_runner
 
-SNAPSHOTS = 3
+SNAPSHOTS, BLOCK = 3, 4
+STATE: dict[str, Any] = {"snapshots": SNAPSHOTS, "snapshot_stride": 8, "state_block": BLOCK}
 FEED_FORWARD = FeedForwardSpec(width=48)
 RECURRENT = LayerSpec(
-    delta_net=DeltaNetSpec(key_heads=2, value_heads=4, key_dim=8, value_dim=12, conv_width=4),
+    delta_net=DeltaNetSpec(
+        key_heads=2, value_heads=4, key_dim=8, value_dim=12, conv_width=4, block=BLOCK
+    ),
     feed_forward=FEED_FORWARD,
 )
 FULL = LayerSpec(
@@ -61,7 +59,7 @@ SPECS = {
 @pytest.fixture(scope="module", params=SPECS)
 def config(request: pytest.FixtureRequest) -> RunnerConfig:
     made = make_config(spec=SPECS[request.param], decode=(4,), prefill=(24,), max_model_len=24)
-    return replace(made, cache=replace(made.cache, snapshots=SNAPSHOTS, snapshot_stride=8))
+    return replace(made, cache=replace(made.cache, **STATE))
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +81,10 @@ def test_each_request_gets_the_tokens_it_would_get_alone(
     @given(work=workloads())
     def check(work: Workload) -> None:
         seqs = config.scheduler.max_num_seqs  # snapshots lie behind the slots
-        tokens = max(work.config.max_num_batched_tokens, seqs)
+        tokens = max(work.config.max_num_batched_tokens, seqs - 1 + BLOCK)
         work = work._replace(
             config=replace(work.config, max_num_seqs=seqs, max_num_batched_tokens=tokens),
-            cache=replace(work.cache, snapshots=SNAPSHOTS, snapshot_stride=8),
+            cache=replace(work.cache, **STATE),
         )
         loop = check_against_solo(work, runner, solo)
         preemptions.append(loop.scheduler.num_preemptions)

@@ -11,7 +11,7 @@ from jaxserve.scheduler.learned_times import LearnedTimes
 from jaxserve.scheduler.speculation.decision import Decision
 from jaxserve.scheduler.speculation.lookup import Lookup
 from jaxserve.scheduler.verify import Verification
-from jaxserve.startup.engine_plan import GPU_VERIFY
+from jaxserve.startup.buckets import GPU_VERIFY
 from jaxserve.step_times import StepTimes, VerifyTime
 from tests.scheduler.text_device import Text, serve
 

@@ -6,13 +6,12 @@ import pytest
 
 from jaxserve.cli.options import parse_args
 from jaxserve.config import Buckets
-from jaxserve.startup import engine_plan
-from jaxserve.startup.engine_plan import GPU_DECODE, GPU_PREFILL, GPU_VERIFY
+from jaxserve.startup.buckets import GPU_DECODE, GPU_PREFILL, GPU_VERIFY, buckets_of
 
 
 def buckets(*flags: str) -> Buckets:
     """Of a GPU."""
-    return engine_plan._buckets(parse_args([*flags]), gpu=True)  # pyright: ignore[reportPrivateUsage]
+    return buckets_of(parse_args([*flags]), gpu=True)
 
 
 def test_without_flags_they_are_those_that_pay_on_a_gpu() -> None:
@@ -42,7 +41,7 @@ def test_steps_verify_as_many_rows_and_drafts_as_there_may_be(
 
 def test_on_a_cpu_steps_verify_only_if_told_to() -> None:
     def on_a_cpu(*flags: str) -> Buckets:
-        return engine_plan._buckets(parse_args([*flags]), gpu=False)  # pyright: ignore[reportPrivateUsage]
+        return buckets_of(parse_args([*flags]), gpu=False)
 
     assert not on_a_cpu().verify
     assert on_a_cpu("--speculative-config", "{}").verify

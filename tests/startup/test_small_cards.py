@@ -10,7 +10,8 @@ import pytest
 
 from jaxserve.config import ConfigError
 from jaxserve.runner import kv_cache
-from jaxserve.startup.engine_plan import GPU_DECODE, GPU_PREFILL, EnginePlan
+from jaxserve.startup.buckets import GPU_DECODE, GPU_PREFILL
+from jaxserve.startup.engine_plan import EnginePlan
 from tests.startup.pretended import (
     H100,
     H200,

@@ -7,15 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.config import ConfigError, number
-from jaxserve.model_spec import (
-    AttentionSpec,
-    ExpertsSpec,
-    LayerSpec,
-    ModelSpec,
-    NamedModel,
-    Rope,
-    YarnScaling,
-)
+from jaxserve.layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, Rope, YarnScaling
+from jaxserve.model_spec import ModelSpec, NamedModel
 from jaxserve.models.hf_config import Config, count, dense_spec, window_size, with_windows
 from jaxserve.models.tensor_names import decoder_rules as rules
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from jaxserve.model_spec import AttentionSpec, Llama3Scaling, ModelSpec, NamedModel, Rope
+from jaxserve.layer_spec import AttentionSpec, Llama3Scaling, Rope
+from jaxserve.model_spec import ModelSpec, NamedModel
 from jaxserve.models.hf_config import Config, dense_spec
 from jaxserve.models.tensor_names import decoder_rules as rules
 

@@ -10,15 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxserve.config import ConfigError
-from jaxserve.model_spec import (
-    AttentionSpec,
-    DeltaNetSpec,
-    FeedForwardSpec,
-    LayerSpec,
-    ModelSpec,
-    NamedModel,
-    Rope,
-)
+from jaxserve.layer_spec import AttentionSpec, DeltaNetSpec, FeedForwardSpec, LayerSpec, Rope
+from jaxserve.model_spec import ModelSpec, NamedModel
 from jaxserve.models.hf_config import Config, count, dense_spec, refused
 from jaxserve.models.tensor_names import decoder_rules
 from jaxserve_checkpoints.rules import AnyRule, Ignore, Offset, Repeat, Rule, Squeeze

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxserve.config import ConfigError
-from jaxserve.model_spec import AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec, NamedModel, Rope
+from jaxserve.layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, Rope
+from jaxserve.model_spec import ModelSpec, NamedModel
 from jaxserve.models.hf_config import (
     Config,
     count,

@@ -1,0 +1,290 @@
+"""The shape of one decoder layer as data: attention, delta nets, feed-forwards. No I/O, no arrays.
+
+`jaxserve.model_spec` makes models of layers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxserve.config import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """RoPE with all positions divided by `factor` (Chen et al. 2023, arXiv 2306.15595)."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        if self.factor < 1.0:
+            raise ConfigError(f"linear RoPE factor must be at least 1, got {self.factor}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Context extension of Llama 3.1: slow rotations are divided by `factor`, fast ones kept,
+    those between are blended. Bounds are in rotations over the original context."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+    def __post_init__(self) -> None:
+        if self.factor < 1.0:
+            raise ConfigError(f"llama3 RoPE factor must be at least 1, got {self.factor}")
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                f"llama3 RoPE needs 0 < low_freq_factor ({self.low_freq_factor:g}) < "
+                f"high_freq_factor ({self.high_freq_factor:g})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN context extension (Peng et al. 2023, arXiv 2309.00071), as Hugging Face names it."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    """The bounds between fast and slow rotations are whole pairs."""
+
+    def __post_init__(self) -> None:
+        if self.factor < 1.0:
+            raise ConfigError(f"YaRN factor must be at least 1, got {self.factor}")
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on the rotated queries and keys: 0.1 ln(factor) + 1 unless given, or the ratio of
+        that with each logarithm times `mscale` and `mscale_all_dim`, as DeepSeek's models have."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        log = 0.1 * math.log(self.factor)
+        if self.mscale and self.mscale_all_dim:
+            return (self.mscale * log + 1.0) / (self.mscale_all_dim * log + 1.0)
+        return log + 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embedding (arXiv 2104.09864) of the pairs (i, i + r / 2) among the first r
+    elements of a head: all, or a fraction of them."""
+
+    theta: float = 10_000.0
+    """Base of the frequencies."""
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    fraction: float = 1.0
+    """Elements beyond it pass through."""
+
+    def rotated(self, head_dim: int) -> int:
+        """Returns how many elements of a head are rotated."""
+        return int(head_dim * self.fraction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Grouped-query attention of one layer."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope = Rope()
+    qk_norm: bool = False
+    """An RMSNorm on every query and key head, before RoPE."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+    window: int | None = None
+    """Keys that a query sees, its own among them; None: all."""
+    scale: float | None = None
+    """Factor on scores; None: head_dim ** -0.5."""
+    sinks: bool = False
+    """Each query head has one more score, beside those of the keys, with a value of 0."""
+    gated: bool = False
+    """The projection of a head's query has as many rows again behind it, for a gate: the head's
+    result is multiplied by its sigmoid."""
+
+    def __post_init__(self) -> None:
+        if self.q_heads % self.kv_heads:
+            raise ConfigError(
+                f"num_attention_heads ({self.q_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.kv_heads})"
+            )
+        if self.scale is not None and self.rope.fraction < 1:
+            raise ConfigError("a scale of attention needs RoPE on whole heads")
+        rotated = self.rope.rotated(self.head_dim)
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim must be even for RoPE, got {self.head_dim}")
+        if rotated % 2 or not 0 < rotated <= self.head_dim:
+            raise ConfigError(
+                f"RoPE must rotate an even number of a head's elements, got {rotated} of "
+                f"{self.head_dim}"
+            )
+
+    @property
+    def q_size(self) -> int:
+        """Elements of a token's queries."""
+        return self.q_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Elements of a token's keys, and of its values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Queries, with their gates if they have some, keys and values of a token."""
+        return self.q_size * (1 + self.gated) + 2 * self.kv_size
+
+    def num_params(self, embed: int) -> int:
+        """Of a model whose hidden states have `embed` elements."""
+        return (
+            self.qkv_size * (embed + self.qkv_bias)
+            + (self.q_size + self.out_bias) * embed
+            + 2 * self.head_dim * self.qk_norm
+            + self.q_heads * self.sinks
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNetSpec:
+    """Linear attention by the gated delta rule behind a causal convolution (Yang et al. 2024, arXiv
+    2412.06464). Key head j serves the value heads j * n to j * n + n - 1, where there are n times
+    as many of these."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    """Inputs that the convolution sees, the own one among them."""
+    block: int = 64
+    """Tokens of a prompt that are computed at once, from each of its multiples on."""
+
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads:
+            raise ConfigError(
+                f"linear_num_value_heads ({self.value_heads}) must be a multiple of "
+                f"linear_num_key_heads ({self.key_heads})"
+            )
+        if self.conv_width < 2:
+            raise ConfigError(f"a convolution sees 2 inputs or more, got {self.conv_width}")
+        if self.block < 1 or self.block & (self.block - 1):
+            raise ConfigError(f"a block's tokens must be a power of two, got {self.block}")
+
+    @property
+    def values(self) -> int:
+        """Elements of a token's values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values of a token."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    def num_params(self, embed: int) -> int:
+        """Of a model whose hidden states have `embed` elements."""
+        return (
+            (self.channels + 2 * self.values + 2 * self.value_heads) * embed
+            + self.channels * self.conv_width
+            + 2 * self.value_heads
+            + self.value_dim
+        )
+
+
+type Activation = Literal["silu", "gelu_tanh"]
+"""Of the gate; GELU by its approximation with tanh."""
+
+type ExpertActivation = Activation | Literal["swiglu_oss"]
+"""As those, and gpt-oss's: gate and up are clamped, and up is increased by 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForwardSpec:
+    """down(activation(gate(x)) * up(x)): SwiGLU and GeGLU (Shazeer 2020, arXiv 2002.05202)."""
+
+    width: int
+    """Outputs of gate and of up."""
+    activation: Activation = "silu"
+    bias: bool = False
+    """Of all three matrices."""
+
+    def num_params(self, embed: int) -> int:
+        """Of a model whose hidden states have `embed` elements."""
+        return 3 * embed * self.width + (2 * self.width + embed) * self.bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """A mixture of experts: a router chooses `top_k` gated feed-forwards for each token, whose
+    results are added, each times the router's weight (Shazeer et al. 2017, arXiv 1701.06538)."""
+
+    num_experts: int
+    top_k: int
+    """Experts of a token."""
+    width: int
+    """Outputs of gate and of up of one expert."""
+    normalize: bool
+    """The weights of a token's experts, a softmax over all, are divided by their sum."""
+    activation: ExpertActivation = "silu"
+    bias: bool = False
+    """Of all matrices of the experts."""
+    router_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.num_experts:
+            raise ConfigError(
+                f"a token cannot have {self.top_k} experts of {self.num_experts} that there are"
+            )
+
+    def num_params(self, embed: int, experts: int | None = None) -> int:
+        """Of a model whose hidden states have `embed` elements: with all experts, or with so
+        many."""
+        each = 3 * embed * self.width + (2 * self.width + embed) * self.bias
+        router = self.num_experts * (embed + self.router_bias)
+        return router + (self.num_experts if experts is None else experts) * each
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """One decoder layer: x += mixer(norm(x)), then x += feed_forward(norm(x)). The mixer is either
+    attention or a delta net."""
+
+    attention: AttentionSpec | None = None
+    delta_net: DeltaNetSpec | None = None
+    feed_forward: FeedForwardSpec | ExpertsSpec
+
+    def __post_init__(self) -> None:
+        if (self.attention is None) == (self.delta_net is None):
+            raise ValueError("a layer has either attention or a delta net")
+
+    @property
+    def mixer(self) -> AttentionSpec | DeltaNetSpec:
+        """What reads other tokens."""
+        mixer = self.attention or self.delta_net
+        assert mixer is not None
+        return mixer
+
+    @property
+    def mixed(self) -> int:
+        """Elements of a token that the mixer gives to the output projection."""
+        mixer = self.mixer
+        return mixer.q_size if isinstance(mixer, AttentionSpec) else mixer.values
+
+    def num_params(self, embed: int) -> int:
+        """Of a model whose hidden states have `embed` elements."""
+        return self.mixer.num_params(embed) + self.feed_forward.num_params(embed) + 2 * embed
+
+    def unused_params(self, embed: int) -> int:
+        """Parameters of the experts that a token does not have."""
+        if not isinstance(self.feed_forward, ExpertsSpec):
+            return 0
+        every = self.feed_forward.num_params(embed)
+        return every - self.feed_forward.num_params(embed, self.feed_forward.top_k)

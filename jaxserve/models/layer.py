@@ -1,0 +1,206 @@
+"""One decoder layer on the tokens of a step: attention or a delta net, then its feed-forward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from jaxserve.layer_spec import Activation
+from jaxserve.model_spec import CachePlace, ModelSpec
+from jaxserve.models import attention_prologue, delta_net
+from jaxserve.models.layer_weights import Layer
+from jaxserve.models.rope import RopeTables
+from jaxserve_kernels.add_rms_norm import add_rms_norm
+from jaxserve_kernels.attention_inputs import HeadWeights
+from jaxserve_kernels.attention_prologue import gate_heads
+from jaxserve_kernels.experts import ExpertWeights, Routing, experts, route
+from jaxserve_kernels.kv_format import KV, AttentionStep, attend
+from jaxserve_kernels.matmul import (
+    QuantizedTokens,
+    add_linear,
+    gated_linear,
+    linear,
+    plain,
+    token_format,
+)
+from jaxserve_kernels.recurrent_state import RecurrentState, RecurrentStep
+from jaxserve_kernels.target import Target
+from jaxserve_kernels.weights import Weight
+
+type Caches = tuple[KV | RecurrentState, ...]
+"""The keys and values of each cache group of a model (`ModelSpec.cache_groups`), then the state of
+its recurrent layers, if it has any."""
+
+
+def paged(kv: Caches) -> tuple[KV, ...]:
+    """The caches without the state of recurrent layers."""
+    return tuple(each for each in kv if not isinstance(each, RecurrentState))
+
+
+type Normed = Array | QuantizedTokens
+"""Tokens with a norm [tokens, embed], in the form that the product with them reads."""
+
+
+class Norm(NamedTuple):
+    """A norm's weight, and the matrix that reads what it gives, if it alone does and it matters in
+    which form."""
+
+    weight: Array
+    reader: Weight | None = None
+
+
+class StepTokens(NamedTuple):
+    """The tokens of a step and where they belong."""
+
+    ids: Array  # int32 [tokens]
+    places: tuple[AttentionStep, ...]
+    """In each cache group of the model."""
+    recurrent: RecurrentStep | None = None
+    """In the state of recurrent layers, if the model has any."""
+
+    @property
+    def positions(self) -> Array:
+        """int32 [tokens], the same in all groups."""
+        return self.places[0].positions
+
+
+def decoder_layer(
+    layer: Layer,
+    next_norm: Norm,
+    place: CachePlace,
+    x: Array,
+    normed: Normed,
+    kv: Caches,
+    tables: RopeTables,
+    tokens: StepTokens,
+    spec: ModelSpec,
+    *,
+    tile_size: int,
+    target: Target,
+) -> tuple[Array, Normed, Caches]:
+    """The layer whose cache is at `place` on x [tokens, embed], which comes with its norm and
+    leaves with the next one's: x, normed, and the caches."""
+    own = (layer, place, normed, kv, tables, tokens, spec)
+    attention_out, kv = mix(*own, dtype=x.dtype, tile_size=tile_size, target=target)
+    return *feed_forward(layer, next_norm, x, attention_out, spec, target=target), kv
+
+
+def mix(
+    layer: Layer,
+    place: CachePlace,
+    normed: Normed,
+    kv: Caches,
+    tables: RopeTables,
+    tokens: StepTokens,
+    spec: ModelSpec,
+    *,
+    dtype: DTypeLike,
+    tile_size: int,
+    target: Target,
+) -> tuple[Array, Caches]:
+    """What the output projection reads [tokens, mixed], in `dtype`, and the caches."""
+    group, cache = place.group, kv[place.group]
+    if isinstance(cache, RecurrentState):
+        assert layer.delta is not None and tokens.recurrent is not None
+        own = (layer.delta, normed, cache, place.layer, tokens.recurrent, spec)
+        mixed, cache = delta_net.mix(*own, target=target)
+        return mixed, (*kv[:group], cache)
+    assert layer.qkv is not None
+    qkv = linear(normed, layer.qkv, target=target)
+    heads, gate = HeadWeights(layer.q_norm, layer.k_norm, layer.qkv_bias, layer.sinks), None
+    if attention_prologue.is_needed(spec):
+        own = attention_prologue.prologue(qkv, heads, tables, spec, dtype=dtype, target=target)
+        (qkv, tables, gate), heads = own, HeadWeights(sinks=layer.sinks)
+    attention_out, cache = attend(
+        *(qkv, cache, place.layer, heads, tables, tokens.places[group]),
+        eps=spec.norm_eps,
+        tile_size=tile_size,
+        dtype=dtype,
+        window=spec.cache_groups[group].window,
+        target=target,
+    )
+    kv = (*kv[:group], cache, *kv[group + 1 :])
+    attention_out = attention_out.reshape(normed.shape[0], -1)
+    if gate is not None:
+        attention_out = gate_heads(attention_out, gate, target=target)
+    return attention_out, kv
+
+
+def feed_forward(
+    layer: Layer,
+    next_norm: Norm,
+    x: Array,
+    attention_out: Array,
+    spec: ModelSpec,
+    *,
+    target: Target,
+) -> tuple[Array, Normed]:
+    """What follows a layer's attention: x, and x with the next norm."""
+    projection = layer.out if layer.delta is None else layer.delta.out
+    assert projection is not None
+    biased = layer.out_bias is not None
+    x, out = add_linear(x, attention_out, projection, biased=biased, target=target)
+    form = None
+    if layer.gate_up is not None:
+        form = token_format(
+            layer.gate_up,
+            x.shape[0],
+            x.dtype,
+            gated=layer.gate_up_bias is None,
+            activation=_activation(spec),
+            target=target,
+        )
+    own = (x, out, layer.mlp_norm, spec.norm_eps, form)
+    x, normed = add_rms_norm(*own, bias=layer.out_bias, target=target)
+    block = _dense if layer.experts is None else _experts
+    x, update = block(layer, x, normed, spec, target=target)
+    form = token_format(next_norm.reader, x.shape[0], x.dtype, target=target)
+    own = (x, update, next_norm.weight, spec.norm_eps, form)
+    bias = layer.down_bias if layer.experts is None else None
+    return add_rms_norm(*own, bias=bias, target=target)
+
+
+def _dense(
+    layer: Layer, x: Array, normed: Normed, spec: ModelSpec, *, target: Target
+) -> tuple[Array, Array | None]:
+    """The layer's feed-forward of normed tokens, as `matmul.add_linear` adds it to x, without the
+    bias of down."""
+    assert layer.gate_up is not None and layer.down is not None
+    gated = gated_linear(
+        normed,
+        layer.gate_up,
+        bias=layer.gate_up_bias,
+        activation=_activation(spec),
+        target=target,
+    )
+    biased = layer.down_bias is not None
+    return add_linear(x, gated, layer.down, biased=biased, target=target)
+
+
+def _experts(
+    layer: Layer, x: Array, normed: Normed, spec: ModelSpec, *, target: Target
+) -> tuple[Array, Array]:
+    """The layer's experts of normed tokens: x as it is, and what is to be added to it, as partial
+    sums."""
+    own = spec.experts
+    assert layer.experts is not None and layer.router is not None and own is not None
+    routing = Routing(
+        num_experts=own.num_experts, top_k=own.top_k, scoring="softmax", normalize=own.normalize
+    )
+    tokens = plain(normed)
+    scores = linear(tokens, layer.router, jnp.float32, target=target)
+    ids, weights, lists = route(scores, routing, layer.router_bias, target=target)
+    stack = ExpertWeights(*layer.experts, layer.gate_up_bias, layer.down_bias)
+    update = experts(
+        tokens, ids, weights, stack, activation=own.activation, lists=lists, target=target
+    )
+    return x, update
+
+
+def _activation(spec: ModelSpec) -> Activation:
+    """Of the layers without experts."""
+    assert spec.feed_forward is not None
+    return spec.feed_forward.activation

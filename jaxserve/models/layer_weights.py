@@ -1,0 +1,101 @@
+"""The weights of a decoder layer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+from jax.typing import DTypeLike
+
+from jaxserve.layer_spec import ExpertsSpec, LayerSpec
+from jaxserve.models import delta_net
+from jaxserve.models.delta_net import DeltaNet
+from jaxserve_kernels.weights import Weight
+
+
+class Experts(NamedTuple):
+    """The matrices of a layer's experts, stacked: [experts, out, in], or quantised."""
+
+    gate_up: Weight  # [experts, 2 * width, embed]: gate, then up
+    down: Weight  # [experts, embed, width]
+
+
+class Layer(NamedTuple):
+    """One decoder layer. Matrices are [out, in], as on disk, or quantised.
+
+    A layer has either qkv and out or a delta net. Of one with experts gate_up and down are None,
+    and their biases have an axis of experts in front. Norms are float32 in a model whose norms are
+    zero-centred, with 1 added.
+    """
+
+    attention_norm: Array  # [embed]
+    qkv: Weight | None  # [qkv_size, embed]: queries, keys, values
+    q_norm: Array | None  # [head_dim]
+    k_norm: Array | None  # [head_dim]
+    qkv_bias: Array | None  # [q_size + 2 * kv_size]
+    out: Weight | None  # [embed, q_size]
+    out_bias: Array | None  # [embed]
+    mlp_norm: Array  # [embed]
+    gate_up: Weight | None  # [2 * ffn, embed]: gate, then up
+    gate_up_bias: Array | None  # [2 * ffn]
+    down: Weight | None  # [embed, ffn]
+    down_bias: Array | None  # [embed]
+    router: Array | None = None  # [experts, embed]
+    router_bias: Array | None = None  # [experts]
+    sinks: Array | None = None  # [q_heads]
+    experts: Experts | None = None
+    delta: DeltaNet | None = None
+
+
+def abstract_layer(layer: LayerSpec, embed: int, dtype: DTypeLike, norms: DTypeLike) -> Layer:
+    """Shapes and dtypes of one layer; `norms`: the dtype of their weights."""
+
+    def array(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def norm(size: int) -> Any:
+        return jax.ShapeDtypeStruct((size,), norms)
+
+    attention, block = layer.attention, layer.feed_forward
+    sparse = isinstance(block, ExpertsSpec)
+    leading = (block.num_experts,) if sparse else ()
+    gate_up, down = array(*leading, 2 * block.width, embed), array(*leading, embed, block.width)
+    found = Layer(
+        attention_norm=norm(embed),
+        qkv=None,
+        q_norm=None,
+        k_norm=None,
+        qkv_bias=None,
+        out=None,
+        out_bias=None,
+        mlp_norm=norm(embed),
+        gate_up=None if sparse else gate_up,
+        gate_up_bias=array(*leading, 2 * block.width) if block.bias else None,
+        down=None if sparse else down,
+        down_bias=array(*leading, embed) if block.bias else None,
+        router=array(block.num_experts, embed) if sparse else None,
+        router_bias=array(block.num_experts) if sparse and block.router_bias else None,
+        experts=Experts(gate_up, down) if sparse else None,
+    )
+    if attention is None:
+        assert layer.delta_net is not None
+        return found._replace(delta=delta_net.abstract(layer.delta_net, embed, dtype))
+    return found._replace(
+        qkv=array(attention.qkv_size, embed),
+        q_norm=norm(attention.head_dim) if attention.qk_norm else None,
+        k_norm=norm(attention.head_dim) if attention.qk_norm else None,
+        qkv_bias=array(attention.qkv_size) if attention.qkv_bias else None,
+        out=array(embed, attention.q_size),
+        out_bias=array(embed) if attention.out_bias else None,
+        sinks=array(attention.q_heads) if attention.sinks else None,
+    )
+
+
+def layer_views(layers: tuple[Layer, ...] | Layer) -> tuple[Layer, ...]:
+    """The layers one by one; XLA reads a stacked weight in place at its layer's offset."""
+    if not isinstance(layers, Layer):
+        return layers
+    leaves, tree = jax.tree.flatten(layers)
+    count = layers.attention_norm.shape[0]
+    return tuple(tree.unflatten(leaf[index] for leaf in leaves) for index in range(count))

@@ -1,0 +1,60 @@
+"""The buckets of an engine's steps: which numbers of rows and tokens programs are compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxserve.cli.options import Options
+from jaxserve.config import NO_SPECULATION, Buckets, SpeculationConfig
+
+GPU_DECODE = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256)
+# Smaller ones take as long as 64, larger ones longer per token than 2048: see "Buckets" in
+# lab/logs/prefill.md.
+GPU_PREFILL = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+CPU_DECODE = (1, 4, 16, 64)
+CPU_PREFILL = (16, 64, 256)
+# Rows and positions of each; up to 64 positions in all a step takes hardly longer than one of as
+# many decode rows, and the matrices are read once up to about 200.
+GPU_VERIFY = ((1, 8), (2, 8), (4, 8), (8, 4), (8, 8), (16, 4), (32, 4), (64, 2), (128, 2))
+_FREE_POSITIONS = 32
+"""Positions of a verify step that any engine has memory for."""
+_CPU_VERIFY = ((1, 4), (1, 8), (4, 4), (16, 2))
+
+
+def bucket_choices(options: Options, *, gpu: bool) -> list[Buckets]:
+    """Returns candidate buckets in order of falling number of sequences. On a GPU memory decides
+    among them, unless a flag does."""
+    if not gpu or options.decode_buckets or options.max_num_seqs:
+        return [buckets_of(options, gpu=gpu)]
+    return [
+        buckets_of(replace(options, max_num_seqs=most), gpu=gpu) for most in reversed(GPU_DECODE)
+    ]
+
+
+def buckets_of(options: Options, *, gpu: bool) -> Buckets:
+    """Returns what flags ask for, with the defaults of the device."""
+    decode = options.decode_buckets or (GPU_DECODE if gpu else CPU_DECODE)
+    prefill = options.prefill_buckets or (GPU_PREFILL if gpu else CPU_PREFILL)
+    limit = options.max_num_seqs or decode[-1]
+    decode = (*(size for size in decode if size < limit), limit)
+    tokens = options.max_num_batched_tokens or max(prefill[-1], limit)
+    prefill = (*(size for size in prefill if size < tokens), tokens)
+    chosen = options.speculative_config or (SpeculationConfig() if gpu else NO_SPECULATION)
+    verify = _verify_buckets(chosen, limit, prefill[-1], gpu=gpu)
+    return Buckets(decode=decode, prefill=prefill, verify=verify)
+
+
+def _verify_buckets(
+    speculation: SpeculationConfig, most_rows: int, most_tokens: int, *, gpu: bool
+) -> tuple[tuple[int, int], ...]:
+    """Returns rows and positions of the verify buckets of an engine that runs so many sequences and
+    tokens in a step. They sample at hardly more positions than decode steps, so that scores and
+    tables take no more of the memory for keys and values."""
+    widest = max(speculation.positions, default=0)
+    most = min(most_tokens, max(most_rows, _FREE_POSITIONS))
+    found = {
+        (min(rows, most_rows), min(positions, widest))
+        for rows, positions in (GPU_VERIFY if gpu else _CPU_VERIFY)
+        if widest
+    }
+    return tuple(sorted(shape for shape in found if shape[0] * shape[1] <= most))
