@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxserve.config import ConfigError
 from jaxserve.layer_spec import (
@@ -259,3 +259,5 @@ class NamedModel(NamedTuple):
     hub_id: str
     """Its repository on the Hugging Face Hub."""
     spec: ModelSpec
+    experts: Literal["mxfp4"] | None = None
+    """Format in which its experts are published; None: that of other weights."""

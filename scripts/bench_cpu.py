@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ prepare(gpu_memory_utilization=0.92)
 import jax
 from rich.console import Console
 from rich.table import Table
+from working_tree import commit
 
 from jaxserve.api import SamplingParams
 from jaxserve.cli.options import parse_args as parse_flags
@@ -191,15 +191,6 @@ def processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), "")
-
-
-def commit() -> str:
-    """Of the working tree, with a + where it differs."""
-    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()
 
 
 def show(result: dict[str, Any], earlier: dict[str, Any] | None) -> None:

@@ -9,7 +9,8 @@ experts that are touched, or in which it computes their operations at the rate o
 product. `dense` is the same chain with dense products of as many bytes. Many rows (from 512 on): no
 chain. Routing is random and uniform; every layer has router logits of its own.
 
---sweep tries launch parameters. --tiny has small shapes, to try the script without a card.
+--sweep tries launches beside the rule's, also those that were never on a card, and compares their
+results with the rule's. --tiny has small shapes, to try the script without a card.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -40,17 +40,16 @@ prepare(gpu_memory_utilization=0.9)
 import jax
 import jax.numpy as jnp
 import numpy as np
+from card_rates import copy_bandwidth, fastest, peak_flops
+from working_tree import commit
 
 from jaxserve_kernels import pdl, weights
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.experts import ExpertActivation, ExpertWeights, Routing, experts, route
-from jaxserve_kernels.experts.config import Launch
+from jaxserve_kernels.experts.config import MOST_LISTED, HopperLaunch, Launch
 from jaxserve_kernels.matmul import gated_linear, linear
 from jaxserve_kernels.tables import LIMITS
 from jaxserve_kernels.target import Target
-
-RUNS = 5
-"""Of each program; the fastest counts."""
 
 LAYERS = 2
 """With weights of their own; together they are larger than any cache."""
@@ -59,6 +58,10 @@ MANY = 512
 """Rows from which on products are bound by operations: no chain, and no dense twin."""
 
 EPS = 1e-6
+
+MOST_ERROR = 2e-2
+"""Of a result of several layers, relative: rounding of hidden and of parts to bfloat16, which a
+token whose experts are nearly as good does not see, because routes are given."""
 
 FORMATS: dict[str, Callable[[Any], Any]] = {
     "bf16": lambda weight: weight,
@@ -81,6 +84,22 @@ MODELS = {
     "qwen3-30b-a3b": Model(128, 8, 2048, 768),
     "gpt-oss-20b": Model(32, 4, 2880, 2880, "swiglu_oss", biases=True),
 }
+TRIES = {
+    False: [(64, 4, 3), (64, 4, 6), (64, 2, 4), (128, 4, 4), (128, 8, 4), (32, 4, 6)],
+    True: [(64, 4, 4), (128, 8, 4)],
+}
+"""Rows, warps, stages; True: of many rows."""
+FOR_HOPPER = [
+    HopperLaunch(skip=True),
+    HopperLaunch(ahead=True),
+    HopperLaunch(skip=True, ahead=True),
+    HopperLaunch(gather=True),
+    HopperLaunch(gather=True, ahead=True),
+    HopperLaunch(parts=True),
+    HopperLaunch(ordered_at_once=4096),
+    HopperLaunch(skip=True, ahead=True, parts=True, ordered_at_once=4096),
+    HopperLaunch(gather=True, ahead=True, parts=True, ordered_at_once=4096),
+]
 TINY = Model(8, 2, 256, 256)
 
 
@@ -89,12 +108,28 @@ class Case(NamedTuple):
     format: str
     rows: int
     dense: bool = False
-    tuned: tuple[tuple[str, Launch], ...] = ()
-    """Launch parameters to try, by product."""
+    tuned: tuple[tuple[str, Launch | HopperLaunch], ...] = ()
+    """Launch parameters to try, by product; "hopper": of both, in the kernel of that name."""
+    listed: bool = False
+    """One program routes and lists the pairs of all tokens."""
+
+    @property
+    def tries(self) -> bool:
+        """What the rules do not choose."""
+        return bool(self.tuned) or self.listed
 
     def __str__(self) -> str:
-        tuned = "".join(f" {name} {dataclasses.astuple(each)}" for name, each in self.tuned)
+        tuned = " listed" if self.listed else ""
+        tuned += "".join(f" {name} {changed(each)}" for name, each in self.tuned)
         return f"{self.model} {self.format} {self.rows}{' dense' if self.dense else ''}{tuned}"
+
+
+def changed(launch: Launch | HopperLaunch) -> dict[str, Any]:
+    """What is not the default."""
+    plain = dataclasses.asdict(type(launch)())
+    return {
+        name: value for name, value in dataclasses.asdict(launch).items() if value != plain[name]
+    }
 
 
 class Built(NamedTuple):
@@ -115,8 +150,8 @@ def main() -> None:
         "jax": jax.__version__,
         "triton": target.uses_triton() and importlib.metadata.version("triton"),
         "commit": commit(),
-        "copy_tb_per_s": copy_bandwidth(args.tiny) / 1e12,
-        "bf16_tflop_per_s": peak_flops(args.tiny) / 1e12,
+        "copy_tb_per_s": copy_bandwidth(tiny=args.tiny) / 1e12,
+        "bf16_tflop_per_s": peak_flops(tiny=args.tiny) / 1e12,
         "experts": [],
     }
     print({name: value for name, value in result.items() if value}, flush=True)
@@ -125,7 +160,7 @@ def main() -> None:
         row = describe(case, built, seconds, result)
         result["experts"].append(row)
         print(line(row), flush=True)
-        if args.profile and not case.dense and not case.tuned:
+        if args.profile and not case.dense:
             row["kernels_us"] = profile(built)
             print("   ", row["kernels_us"], flush=True)
         if args.out:
@@ -165,20 +200,18 @@ def cases_of(model: str, name: str, args: argparse.Namespace) -> list[Case]:
 
 def candidates(case: Case) -> Iterator[Case]:
     """Launches beside the rule's, of both products alike."""
-    if case.rows < MANY:
-        tries = [
-            Launch(rows=rows, tokens=16 if case.rows <= 64 else 32, num_stages=stages)
-            for rows, stages in itertools.product((32, 64), (6, 8))
-        ]
-    elif case.format == "bf16":
-        tries = [
-            Launch(rows=rows, tokens=128, depth=64, num_warps=8, num_stages=stages)
-            for rows, stages in ((256, 4), (128, 4), (128, 3))
-        ]
-    else:
-        tries = [Launch(rows=64, tokens=64), Launch(rows=128, tokens=64, num_warps=8)]
-    for each in tries:
-        yield case._replace(tuned=(("gate_up", each), ("down", each)))
+    if case.rows >= MANY and case.format == "bf16":
+        for each in FOR_HOPPER:
+            yield case._replace(tuned=(("hopper", each),))
+        return
+    if 1 < case.rows <= MOST_LISTED:
+        yield case._replace(listed=True)
+    tokens = 64 if case.rows >= MANY else 16 if case.rows <= 64 else 32
+    unrolls = (1,) if case.format == "bf16" or case.rows > MOST_LISTED else (1, 2)
+    for (rows, warps, stages), unroll in itertools.product(TRIES[case.rows >= MANY], unrolls):
+        each = Launch(rows=rows, tokens=tokens, num_warps=warps, num_stages=stages, unroll=unroll)
+        listed = 1 < case.rows <= MOST_LISTED
+        yield case._replace(tuned=(("gate_up", each), ("down", each)), listed=listed)
 
 
 def measure(
@@ -199,9 +232,20 @@ def measure(
             programs = list(
                 pool.map(lambda case: attempt(case, sizes, stacked, target), cases)  # noqa: B023
             )
+        expected: dict[tuple[int, bool], Any] = {}
         for case, built in zip(cases, programs, strict=True):
-            if built is not None:
+            if built is not None and is_right(case, built, expected):
                 yield case, built, fastest(built.program, *built.args, calls=3) / built.layers
+
+
+def is_right(case: Case, built: Built, expected: dict[tuple[int, bool], Any]) -> bool:
+    """Whether what is tried gives what the rule's launch gives, but for rounding."""
+    found = np.asarray(built.program(*built.args)[0], np.float32)
+    wanted = expected.setdefault((case.rows, case.dense), found)
+    error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+    if not error < MOST_ERROR:
+        print(f"{case}: WRONG, it differs by {error:.1e} from the rule's", flush=True)
+    return bool(error < MOST_ERROR)
 
 
 def attempt(case: Case, sizes: Model, stacked: Any, target: Target) -> Built | None:
@@ -209,7 +253,7 @@ def attempt(case: Case, sizes: Model, stacked: Any, target: Target) -> Built | N
     try:
         return build(case, sizes, stacked, target)
     except Exception as error:
-        if not case.tuned:
+        if not case.tries:
             raise
         print(f"{case}: {str(error)[:100]}", flush=True)
         return None
@@ -251,10 +295,12 @@ def build(case: Case, sizes: Model, stacked: ExpertWeights, target: Target) -> B
     norm = jnp.ones((sizes.embed,), jnp.bfloat16)
     tuned, kind = {}, "plain" if case.format == "bf16" else case.format
     for name, launch in case.tuned:
-        shape = getattr(stacked, name).shape[1:]
-        tuned["experts", (name, kind, *shape)] = dataclasses.asdict(launch)
-    if tuned:
-        tuned["experts", LIMITS] = {"hopper_tokens": 10**9}
+        shape = (name, *stacked.gate_up.shape[1:])
+        if name != "hopper":
+            shape = (name, kind, *getattr(stacked, name).shape[1:])
+        tuned["experts", shape] = dataclasses.asdict(launch)
+    if case.listed:
+        tuned["experts", LIMITS] = {"most_listed_tokens": MOST_LISTED}
     target = target.with_tuned(tuned)
     if case.dense:
         arrays, function = as_dense(stacked, math.ceil(touched)), dense_layers
@@ -282,8 +328,10 @@ def sparse_layers(
     normed = x
     for index in range(logits.shape[0]):
         layer: Any = jax.tree.map(lambda leaf: leaf[index % LAYERS], w)  # noqa: B023
-        ids, weight = route(logits[index], routing, target=target)
-        parts = experts(normed, ids, weight, layer, activation=sizes.activation, target=target)
+        ids, weight, lists = route(logits[index], routing, target=target)
+        parts = experts(
+            normed, ids, weight, layer, activation=sizes.activation, lists=lists, target=target
+        )
         both: Any = add_rms_norm(x, parts, norm, EPS, target=target)
         x, normed = both
     return x, normed
@@ -315,34 +363,6 @@ def dense_layers(x: Any, logits: Any, norm: Any, w: Any, _: Model, *, target: Ta
     return x, normed
 
 
-def copy_bandwidth(tiny: bool) -> float:
-    """Bytes per second, read plus written, of copies of 2 GiB of integers."""
-    source = jnp.ones((2**20 if tiny else 2**29,), jnp.int32)
-    seconds = fastest(jax.jit(lambda x: x + 1), source, calls=10)
-    return 2 * source.nbytes / seconds
-
-
-def peak_flops(tiny: bool) -> float:
-    """Of a large square product in bfloat16."""
-    size = 256 if tiny else 8192
-    side = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
-    return 2 * size**3 / fastest(jax.jit(jnp.dot), side, side, calls=10)
-
-
-def fastest(call: Callable[..., Any], *args: Any, calls: int) -> float:
-    """Seconds of one call, from the best of several series of them."""
-    for _ in range(2):
-        jax.block_until_ready(call(*args))
-    best = math.inf
-    for _ in range(RUNS):
-        start = time.perf_counter()
-        for _ in range(calls):
-            out = call(*args)
-        jax.block_until_ready(out)
-        best = min(best, (time.perf_counter() - start) / calls)
-    return best
-
-
 def profile(built: Built) -> dict[str, float]:
     """Microseconds of each kernel in a layer."""
     with tempfile.TemporaryDirectory() as folder:
@@ -370,6 +390,7 @@ def describe(case: Case, built: Built, seconds: float, result: dict[str, Any]) -
         "rows": case.rows,
         "dense": case.dense,
         "tuned": {name: dataclasses.asdict(each) for name, each in case.tuned},
+        "listed": case.listed,
         "touched": built.touched,
         "us": seconds * 1e6,
         "floor_us": floor * 1e6,
@@ -386,12 +407,6 @@ def line(row: dict[str, Any]) -> str:
         return f"{text} ({row['touched']:.1f} experts)"
     rate = f"{row['tflop_per_s']:.0f} TFLOP/s, {row['of_dense_rate']:.2f} of a dense product's"
     return f"{text}, {rate}"
-
-
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
+from working_tree import commit
 
 NAMES = (
     "setting",
@@ -105,16 +105,6 @@ def _run(command: Sequence[str | Path], seconds: float) -> tuple[str, str]:
                 how = f"signal {signal.Signals(-status).name}"
         errors.seek(0)
         return how, errors.read()[-3000:]
-
-
-def commit() -> str:
-    """Of the tree, from git or from COMMIT in the environment, where the tree is a copy."""
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        found = subprocess.check_output(command, cwd=ROOT, stderr=subprocess.DEVNULL, text=True)
-        return found.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("COMMIT", "unknown")
 
 
 def show(result: dict[str, Any]) -> None:

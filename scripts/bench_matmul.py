@@ -25,7 +25,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ prepare(gpu_memory_utilization=0.9)
 
 import jax
 import jax.numpy as jnp
+from card_rates import copy_bandwidth, fastest, peak_flops
 from matmul_report import (
     COPY,
     Timing,
@@ -56,9 +57,6 @@ from jaxserve_kernels.target import Target
 
 HEADS = ("bf16", "int8", "fp8")
 """What the engine has output matrices in."""
-
-RUNS = 5
-"""Of each program; the fastest counts."""
 
 CACHES = 256 * 10**6
 """Bytes, several times a card's L2."""
@@ -111,8 +109,8 @@ def main() -> None:
         "card": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "model": "tiny" if args.tiny else args.model,
-        "copy_tb_per_s": copy_bandwidth(args.tiny) / 1e12,
-        "bf16_tflop_per_s": peak_flops(args.tiny) / 1e12,
+        "copy_tb_per_s": copy_bandwidth(tiny=args.tiny) / 1e12,
+        "bf16_tflop_per_s": peak_flops(tiny=args.tiny) / 1e12,
         "products": [],
     }
     timings = [Timing(**timing) for timing in result["products"]]
@@ -194,34 +192,6 @@ def products_of(spec: ModelSpec) -> list[Product]:
         *([Product("down", spec.embed, spec.ffn)] if spec.ffn else []),
         Product("head", spec.vocab_size, spec.embed, head=True),
     ]
-
-
-def copy_bandwidth(tiny: bool) -> float:
-    """Bytes per second, read plus written, of copies of 2 GiB of integers."""
-    source = jnp.ones((2**20 if tiny else 2**29,), jnp.int32)
-    seconds = fastest(jax.jit(lambda x: x + 1), source, calls=10)
-    return 2 * source.nbytes / seconds
-
-
-def peak_flops(tiny: bool) -> float:
-    """Of a large square product in bfloat16."""
-    size = 256 if tiny else 8192
-    side = jnp.ones((size, size), jnp.bfloat16)
-    return 2 * size**3 / fastest(jax.jit(jnp.dot), side, side, calls=10)
-
-
-def fastest(call: Callable[..., Any], *args: Any, calls: int) -> float:
-    """Seconds of one call, from the best of several series of them."""
-    for _ in range(3):
-        jax.block_until_ready(call(*args))
-    best = math.inf
-    for _ in range(RUNS):
-        start = time.perf_counter()
-        for _ in range(calls):
-            out = call(*args)
-        jax.block_until_ready(out)
-        best = min(best, (time.perf_counter() - start) / calls)
-    return best
 
 
 def measure(

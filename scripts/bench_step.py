@@ -23,7 +23,6 @@ import json
 import os
 import platform
 import re
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -39,16 +38,19 @@ prepare(gpu_memory_utilization=0.92)
 
 import jax
 import jax.numpy as jnp
+from card_rates import copy_bandwidth
 from random_weights import LAYER_FORMATS, encoder
 from rich.console import Console
 from rich.table import Table
 from step_report import Timing, assert_never_slower, show
+from working_tree import commit
 
 from jaxserve.api import SamplingParams
 from jaxserve.config import Buckets, SchedulerConfig
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
+from jaxserve.models.layer_weights import Experts
 from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
 from jaxserve.runner import kv_cache
@@ -62,8 +64,6 @@ from jaxserve_kernels.matmul import as_read
 from jaxserve_kernels.paged_attention import tile_tokens
 from jaxserve_kernels.records import installed
 from jaxserve_kernels.target import Target
-
-ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
@@ -136,6 +136,8 @@ def parse_args() -> argparse.Namespace:
         help="fail if a step takes more than so many times what it takes in --compare's result",
     )
     args = parser.parse_args()
+    if NAMED_MODELS[args.model].experts and not args.temperature:
+        parser.error("greedy rows are all alike, and so are their experts: pass --temperature 1")
     if args.assert_ratio and not args.compare:
         parser.error("--assert-ratio needs the result of --compare")
     return args
@@ -160,25 +162,6 @@ def turn(lock: Path | None) -> Iterator[None]:
 def middle[T: Timed](rounds: tuple[T, ...]) -> T:
     """The round whose step time is the median, or the one below it."""
     return sorted(rounds, key=lambda each: each.step_ms)[(len(rounds) - 1) // 2]
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second, read plus written, of copies of 2 GiB in device memory.
-
-    Of int32: adding to bfloat16 converts it twice, and on an H200 that, not the memory, is the
-    limit (3.2 TB/s against 4.1).
-    """
-    source = jnp.ones((2**29,), jnp.int32)
-    copy = jax.jit(lambda x: x + 1)
-    copy(source).block_until_ready()
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(10):
-            out = copy(source)
-        out.block_until_ready()
-        seconds.append((time.perf_counter() - start) / 10)
-    return 2 * source.nbytes / median(seconds)
 
 
 def make_runner(
@@ -225,10 +208,14 @@ def pages_for(tokens: int, config: RunnerConfig) -> int:
     return -(-tokens // config.cache.page_size)
 
 
-def token_bytes(config: RunnerConfig) -> float:
-    """Of a full page's token, in all layers."""
-    (shape,) = config.kv_shapes
-    return config.kv_format.page_bytes(shape, config.dtype) / config.cache.page_size
+def kv_bytes(config: RunnerConfig, context: int) -> float:
+    """Of a sequence's tokens as full pages hold them, in all layers: of those with a window, of as
+    many as it has."""
+    total = 0.0
+    for shape, group in zip(config.kv_shapes, config.spec.cache_groups, strict=True):
+        page = config.kv_format.page_bytes(shape, config.dtype)
+        total += min(context, group.window or context) * page / config.cache.page_size
+    return total
 
 
 def time_decode(
@@ -258,7 +245,7 @@ def time_decode(
         pending = launched
     runner.collect(pending)
     ends.append(time.perf_counter())
-    read = weight_bytes(params, batch) + batch * context * token_bytes(config)
+    read = weight_bytes(params, config.spec, batch) + batch * kv_bytes(config, context)
     kernels, temp = runner.describe_decode(batch)
     return Timing(
         batch=batch,
@@ -272,10 +259,16 @@ def time_decode(
     )
 
 
-def weight_bytes(params: decoder.Params, batch: int) -> int:
+def weight_bytes(params: decoder.Params, spec: ModelSpec, batch: int) -> int:
     """Returns what a step of so many tokens must read of the weights: of an embedding that is not
-    the output matrix, too, a row for each token."""
+    the output matrix, too, a row for each token, and of experts those that some token has, if each
+    chooses at random."""
     total = tree_bytes(as_read(params, batch, target=Target.here()))
+    if spec.experts:
+        missed = (1 - spec.experts.top_k / spec.experts.num_experts) ** batch
+        nodes = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Experts))
+        of_experts = [node for node in nodes if isinstance(node, Experts)]
+        total -= round(missed * tree_bytes(of_experts))
     if params.lm_head is None:
         return total
     rows = jax.tree.leaves(params.embedding)[0].shape[0]
@@ -358,17 +351,6 @@ def describe(args: argparse.Namespace, bandwidth: float, timings: list[Timing]) 
         "copy_tb_per_s": bandwidth / 1e12,
         "timings": [dataclasses.asdict(timing) for timing in timings],
     }
-
-
-def commit() -> str:
-    """Of the tree, from git or from COMMIT in the environment, where the tree is a copy."""
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        return subprocess.check_output(
-            command, cwd=ROOT, stderr=subprocess.DEVNULL, text=True
-        ).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("COMMIT", "unknown")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from random_checkpoint import hf_config, shapes, write
+from random_checkpoint import hf_config, tensors, write
 
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models.registry import NAMED_MODELS
@@ -56,7 +56,7 @@ def make(spec: ModelSpec, folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(TOKENIZER / name, folder / name)
     unfinished = folder / f".{SINGLE_FILE}.{os.getpid()}"
-    write(unfinished, dict(shapes(spec)))
+    write(unfinished, dict(tensors(spec)))
     _chain(unfinished)
     unfinished.replace(folder / SINGLE_FILE)
 

@@ -265,7 +265,7 @@ def named_models() -> str:
             f"{plain.model_max_len:,}",
         )
         rows.setdefault(sizes, []).append(f"`{name}`")
-    head = ["name", "weights in bfloat16, GiB", "in int4, GiB", "KV cache per token, KiB"]
+    head = ["name", "weights, GiB", "in int4, GiB", "KV cache per token, KiB"]
     return table([*head, "context"], ([", ".join(names), *sizes] for sizes, names in rows.items()))
 
 
@@ -285,6 +285,10 @@ SMALL = (
     ("qwen3-32b --quantization int4", "rtx4090", "24 GB (RTX 4090)"),
     ("qwen3-14b", "l40s", "48 GB (L40S)"),
     ("qwen3-32b", "h100", "80 GB (H100)"),
+    ("qwen3-30b-a3b --quantization int4", "rtx4090", "24 GB (RTX 4090)"),
+    ("qwen3-30b-a3b", "h200", "141 GB (H200)"),
+    ("gpt-oss-20b", "rtx4090", "24 GB (RTX 4090)"),
+    ("gpt-oss-120b", "h100", "80 GB (H100)"),
 )
 
 

@@ -34,7 +34,6 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 from random_weights import LAYER_FORMATS, encoder
 
-from jaxserve.config import CacheConfig
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.models.drafts import loading
@@ -118,14 +117,15 @@ def inspect(
     """What the compiled step of a bucket holds."""
     for old in Path(DUMP.name).iterdir():
         old.unlink()
-    cache = CacheConfig(num_pages=PAGES, page_size=PAGE_SIZE)
+    groups = len(spec.cache_groups)
+    cache = kv_cache.cache_config(spec, [PAGES] * groups, PAGE_SIZE)
     state = DeviceState(
         kv=tuple(
             named(kv_cache_dtype).abstract(each, jnp.bfloat16)
             for each in kv_cache.shapes(spec, cache, MAX_SEQS, draft)
         ),
         sequences=jax.ShapeDtypeStruct(
-            sequence_state.shape(MAX_SEQS, spec.max_position // PAGE_SIZE), jnp.int32
+            sequence_state.shape(MAX_SEQS, spec.max_position // PAGE_SIZE, groups), jnp.int32
         ),
         tables=slot_tables.abstract(MAX_SEQS, spec.vocab_size),
         pre_mlp=decoder.abstract_pre_mlp(spec, jnp.bfloat16, max(bucket.tokens, MAX_TOKENS)),

@@ -35,6 +35,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from scripts.proofs import NEEDS, PROOFS, Proof
+from scripts.working_tree import commit
 
 
 def main() -> int:
@@ -47,6 +48,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, help="begin none after so many minutes")
     parser.add_argument("--again", action="store_true", help="also those that have passed")
     parser.add_argument("--list", action="store_true", help="what there is")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, run none")
     options = parser.parse_args()
     if unknown := set(options.proofs) - set(PROOFS):
         parser.error(
@@ -58,7 +60,20 @@ def main() -> int:
             lacks = f" (not installed: {', '.join(missing)})" if missing else ""
             print(f"{name:16} {proof.minutes:4.0f} min  {proof.shows}{lacks}")
         return 0
+    if options.dry_run:
+        show_commands(options.proofs or list(PROOFS), options.out)
+        return 0
     return prove(options)
+
+
+def show_commands(names: list[str], out: Path) -> None:
+    """As they would be run, one a line."""
+    for name in names:
+        places = _places(name, out, "8100")
+        server = PROOFS[name].server
+        flags = () if server is None else (f"-m jaxserve --port {{port}} {server}",)
+        for command in (*flags, *PROOFS[name].commands):
+            print(shlex.join(["python", *_words(command, places)[1:]]))
 
 
 def prove(options: argparse.Namespace) -> int:
@@ -124,7 +139,11 @@ def _describe(path: Path, gpu: str) -> None:
         except PackageNotFoundError:
             versions[package] = "not installed"
     path.write_text(
-        json.dumps({"card": name, "driver": driver, "memory": memory, **versions}, indent=1) + "\n"
+        json.dumps(
+            {"card": name, "driver": driver, "memory": memory, "commit": commit(), **versions},
+            indent=1,
+        )
+        + "\n"
     )
     print(
         f"{name}, driver {driver}, jax {versions['jax']}, triton {versions['triton']}", flush=True
@@ -134,13 +153,7 @@ def _describe(path: Path, gpu: str) -> None:
 def _run(name: str, out: Path, gpu: str, port: int) -> bool:
     proof, folder = PROOFS[name], out / name
     folder.mkdir(exist_ok=True)
-    places: dict[str, object] = {
-        "out": folder.resolve(),
-        "cache": (out / "programs").resolve(),
-        "url": f"http://127.0.0.1:{port}",
-        "port": port,
-        "python": sys.executable,
-    }
+    places = _places(name, out, str(port))
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "PYTHONUNBUFFERED": "1"}
     begun = time.monotonic()
     if missing := _missing(proof.commands):
@@ -158,6 +171,17 @@ def _run(name: str, out: Path, gpu: str, port: int) -> bool:
         flush=True,
     )
     return passed
+
+
+def _places(name: str, out: Path, port: str) -> dict[str, object]:
+    """What stands in commands for `{…}`."""
+    return {
+        "out": (out / name).resolve(),
+        "cache": (out / "programs").resolve(),
+        "url": f"http://127.0.0.1:{port}",
+        "port": port,
+        "python": sys.executable,
+    }
 
 
 def _missing(commands: tuple[str, ...]) -> list[str]:

@@ -58,6 +58,8 @@ LAYER_FORMATS = (
 
 def encoder(spec: ModelSpec, layers: str | None, head: HeadFormat | None) -> Encode:
     """Makes the weights of a model of plain ones; None: they stay as they are."""
+    if spec.experts and spec.experts.bias and layers == "mxfp4":  # gpt-oss, as it is published
+        return Quantization(head=head, experts="mxfp4").encoder(spec)
     encode_head = Quantization(head=head).encoder(spec)
     quantize = jax.jit(QUANTIZE[layers or "bf16"])
 

@@ -23,7 +23,7 @@ def test_a_folder_of_random_weights_is_of_the_shape_and_kept(tmp_path: Path) -> 
     spec = find_model(parse_args(["--model", str(tmp_path)])).spec
     assert (spec.embed, spec.num_layers) == (SPEC.embed, SPEC.num_layers)
     names = open_checkpoint(tmp_path).names
-    assert sorted(names) == sorted(name for name, _ in random_checkpoint.shapes(spec))
+    assert sorted(names) == sorted(name for name, _ in random_checkpoint.tensors(spec))
     file = tmp_path / "model.safetensors"
     before = file.stat().st_mtime_ns, file.read_bytes()
     random_checkpoint.make(SPEC, tmp_path)

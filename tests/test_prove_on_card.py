@@ -116,3 +116,18 @@ def test_nothing_begins_after_the_budget(
 ) -> None:
     assert prove(monkeypatch, tmp_path, "--budget", "0") == len(proofs)
     assert not (tmp_path / "good").exists()
+
+
+def test_a_dry_run_prints_the_commands_and_runs_none(
+    proofs: dict[str, Proof],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert prove(monkeypatch, tmp_path, "bad", "--dry-run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [shlex.split(line)[2] for line in lines] == [
+        "raise SystemExit(3)",
+        "print('benchmarked')",
+    ]
+    assert not list(tmp_path.iterdir())

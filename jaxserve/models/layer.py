@@ -141,7 +141,8 @@ def feed_forward(
     """What follows a layer's attention: x, and x with the next norm."""
     projection = layer.out if layer.delta is None else layer.delta.out
     assert projection is not None
-    x, out = add_linear(x, attention_out, projection, bias=layer.out_bias, target=target)
+    biased = layer.out_bias is not None
+    x, out = add_linear(x, attention_out, projection, biased=biased, target=target)
     form = None
     if layer.gate_up is not None:
         form = token_format(
@@ -152,17 +153,21 @@ def feed_forward(
             activation=_activation(spec),
             target=target,
         )
-    x, normed = add_rms_norm(x, out, layer.mlp_norm, spec.norm_eps, form, target=target)
+    own = (x, out, layer.mlp_norm, spec.norm_eps, form)
+    x, normed = add_rms_norm(*own, bias=layer.out_bias, target=target)
     block = _dense if layer.experts is None else _experts
     x, update = block(layer, x, normed, spec, target=target)
     form = token_format(next_norm.reader, x.shape[0], x.dtype, target=target)
-    return add_rms_norm(x, update, next_norm.weight, spec.norm_eps, form, target=target)
+    own = (x, update, next_norm.weight, spec.norm_eps, form)
+    bias = layer.down_bias if layer.experts is None else None
+    return add_rms_norm(*own, bias=bias, target=target)
 
 
 def _dense(
     layer: Layer, x: Array, normed: Normed, spec: ModelSpec, *, target: Target
 ) -> tuple[Array, Array | None]:
-    """The layer's feed-forward of normed tokens, as `matmul.add_linear` adds it to x."""
+    """The layer's feed-forward of normed tokens, as `matmul.add_linear` adds it to x, without the
+    bias of down."""
     assert layer.gate_up is not None and layer.down is not None
     gated = gated_linear(
         normed,
@@ -171,7 +176,8 @@ def _dense(
         activation=_activation(spec),
         target=target,
     )
-    return add_linear(x, gated, layer.down, bias=layer.down_bias, target=target)
+    biased = layer.down_bias is not None
+    return add_linear(x, gated, layer.down, biased=biased, target=target)
 
 
 def _experts(
@@ -186,9 +192,11 @@ def _experts(
     )
     tokens = plain(normed)
     scores = linear(tokens, layer.router, jnp.float32, target=target)
-    ids, weights = route(scores, routing, layer.router_bias, target=target)
+    ids, weights, lists = route(scores, routing, layer.router_bias, target=target)
     stack = ExpertWeights(*layer.experts, layer.gate_up_bias, layer.down_bias)
-    update = experts(tokens, ids, weights, stack, activation=own.activation, target=target)
+    update = experts(
+        tokens, ids, weights, stack, activation=own.activation, lists=lists, target=target
+    )
     return x, update
 
 

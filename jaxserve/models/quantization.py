@@ -21,6 +21,7 @@ from jaxserve_kernels.weights import (
     quantize_fp8,
     quantize_int4,
     quantize_int8,
+    quantize_mxfp4,
     quantize_nvfp4,
 )
 from jaxserve_kernels.weights.hqq import quantize_int4_hqq
@@ -43,6 +44,13 @@ _QUANTIZERS: dict[str, Callable[[Array], Weight]] = {
 
 _hqq = jax.jit(quantize_int4_hqq)
 
+
+@jax.jit
+def _mxfp4(array: Array) -> Weight:
+    missing = -array.shape[-1] % layout.TILE_IN
+    return quantize_mxfp4(jnp.pad(array, ((0, 0), (0, missing))))
+
+
 _MATRICES = ("qkv", "out", "gate_up", "down", "in_proj")
 
 
@@ -56,6 +64,9 @@ class Quantization:
     """Of the output matrix, and of the embedding where they are one."""
     method: Method = "rtn"
     """Of the layers' matrices; the head is always rounded to nearest."""
+    experts: Literal["mxfp4"] | None = None
+    """Of experts alone, as gpt-oss is published; not with `layers`. Their inputs are filled up with
+    zeros to whole tiles."""
 
     def __post_init__(self) -> None:
         if self.method != "rtn" and self.layers != "int4":
@@ -86,6 +97,8 @@ class Quantization:
 
         def encode(path: str, array: Array) -> Any:
             leaf = path.rpartition(".")[2]
+            if self.experts is not None and ".experts." in path:
+                return _mxfp4(array)
             if leaf in _MATRICES and self.method == "hqq":
                 return _hqq(array)
             name = formats.get(leaf)

@@ -6,7 +6,7 @@ The only module that knows families: everything else sees a ModelSpec, which `de
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from jaxserve.config import ConfigError
 from jaxserve.model_spec import ModelSpec, NamedModel
@@ -57,6 +57,11 @@ _NAMED = {name: each for family in _FAMILIES for name, each in family.NAMED.item
 
 NAMED_MODELS: dict[str, ModelSpec] = {name: each.spec for name, each in _NAMED.items()}
 """Shapes by short name, in lower case, as published in their config.json files."""
+
+PUBLISHED_EXPERTS: dict[str, Literal["mxfp4"] | None] = {
+    name: each.experts for name, each in _NAMED.items()
+}
+"""Formats of their experts; None: that of other weights."""
 
 HUB_NAMES: dict[str, str] = {name: each.hub_id for name, each in _NAMED.items()}
 """Short names and their repositories on the Hugging Face Hub."""

@@ -120,6 +120,8 @@ def plan_weights(
         encode, encoded = as_stored, found.encoded(plain)
     else:
         wanted = quantization(options)
+        if wanted.layers is None:
+            wanted = replace(wanted, experts=source.experts)
         encode, packed = wanted.encoder(source.spec), {}
         if source.folder is not None:
             checkpoint = open_stored_of(source, wanted)

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxserve.cli.options import Options
 from jaxserve.config import ConfigError, SamplingDefaults
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models.registry import HUB_NAMES, NAMED_MODELS, spec_of
+from jaxserve.models.registry import HUB_NAMES, NAMED_MODELS, PUBLISHED_EXPERTS, spec_of
 from jaxserve.setting_files import read_json_object
 from jaxserve.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
 from jaxserve_checkpoints.orbax.folder import OrbaxStep, find_step
@@ -42,6 +42,8 @@ class ModelSource:
     sampling_defaults: SamplingDefaults
     orbax: OrbaxSource | None = None
     """The checkpoint, if Orbax wrote it."""
+    experts: Literal["mxfp4"] | None = None
+    """Format of random experts; None: that of other weights."""
 
     @property
     def sampled_vocab(self) -> int:
@@ -176,6 +178,7 @@ def _dummy(options: Options, spec: ModelSpec) -> ModelSource:
         folder=None,
         tokenizer=_tokenizer(options, None),
         sampling_defaults=SamplingDefaults(),
+        experts=PUBLISHED_EXPERTS[options.model.lower()],
     )
 
 

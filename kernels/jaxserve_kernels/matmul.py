@@ -80,8 +80,8 @@ def linear(
     number in float32. Readers add them, by `sum_parts` or inside their own kernel.
 
     A bias [out] is added in float32, before the product is rounded. No kernel does that: XLA adds
-    it to the partial sums, and what holds such a product is not launched by PDL. The bias of
-    queries, keys and values belongs to who reads them: `attention_inputs.HeadWeights`.
+    it to the partial sums, and what holds such a product is not launched by PDL. Biases of a decode
+    step belong to who reads the sums: `attention_inputs.HeadWeights`, `add_rms_norm`.
     """
     if bias is not None:
         return sum_parts(linear(x, weight, jnp.float32, target=target), dtype or x.dtype, bias)[
@@ -99,19 +99,20 @@ def add_linear(
     x: Array | QuantizedTokens,
     weight: Weight,
     *,
-    bias: Array | None = None,
+    biased: bool = False,
     target: Target,
 ) -> tuple[Array, Array | None]:
     """total [tokens, out] plus x [tokens, in] times weight [out, in] transposed, of total's dtype.
 
-    A bias [out] is added to the product as in `linear`.
+    Args:
+      biased: the reader adds a bias to the product, whose partial sums are in float32 then.
 
     Returns:
       The sum and None, where the product takes total in; else total as it was, and partial sums as
       of `linear` that its reader adds.
     """
-    if bias is not None:
-        return total, linear(x, weight, total.dtype, bias=bias, target=target)
+    if biased:
+        return total, linear(x, weight, jnp.float32, target=target)
     weight = _part(weight, x.shape[0], target)
     if is_quantized(weight):
         return total, linear(x, weight, target=target)

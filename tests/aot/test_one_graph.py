@@ -85,3 +85,12 @@ def test_layers_of_every_format_are_one_chain(name: str) -> None:
     for bucket in ("decode_1", "decode_64"):
         assert reports[bucket]["inside_graph"] <= 25, bucket
         assert reports[bucket]["outside_graph"] == ["kCommandBuffer"], bucket
+
+
+def test_layers_of_gpt_oss_are_one_chain() -> None:
+    """Output biases, a router of 32 rows, sinks, windows and experts among them."""
+    flags = ("--model", "gpt-oss-20b", "--layers", "2", "--decode", "1,8,64", "--prefill", "16")
+    reports = inspect(*flags)
+    for bucket in ("decode_1", "decode_8", "decode_64"):
+        assert reports[bucket]["inside_graph"] <= 25, bucket
+        assert reports[bucket]["outside_graph"] == ["kCommandBuffer"], bucket

@@ -66,6 +66,15 @@ def test_steps_of_few_sequences_read_few_experts() -> None:
     assert floors[256] - 256 * keys_and_values == pytest.approx(60.4, abs=0.1)
 
 
+@pytest.mark.parametrize(("line", "gib"), [("gpt-oss-20b", 13.0), ("gpt-oss-120b", 62.0)])
+def test_models_of_experts_fit_as_they_are_published(line: str, gib: float) -> None:
+    """Names of gpt-oss mean experts in MXFP4; steps touch few of them."""
+    found = estimate(parse_args(["--gpu", "h200", "--model", *line.split()], "plan"))
+    assert found.weights / 2**30 == pytest.approx(gib, abs=0.1)
+    one, *_, many = found.steps
+    assert one.peak_ms < 0.35 * many.peak_ms
+
+
 def test_expected_steps_are_within_what_was_measured() -> None:
     """Ratios of measured steps to the time that their bytes take at the card's peak rate."""
     h200 = json.loads((MEASUREMENTS / "step_h200.json").read_text())

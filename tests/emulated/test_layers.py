@@ -38,13 +38,15 @@ def test_products(tokens: int) -> None:
     assert relative_error(gated, products_reference.gated_linear(x, weight)) < 1e-6
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_residual_and_norm(parts: int) -> None:
+def test_residual_and_norm(parts: int, *, biased: bool) -> None:
     rng = np.random.default_rng(parts)
     x, weight = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((5, 96), (96,)))
     update = jnp.asarray(rng.standard_normal((parts, 5, 96)), jnp.float32)
-    outputs = add_rms_norm_triton.add_rms_norm(x, update, weight, 1e-6, target=HOPPER)
-    expected = add_rms_norm_reference.add_rms_norm(x, update, weight, 1e-6)
+    bias = jnp.asarray(rng.standard_normal(96), jnp.float32) if biased else None
+    outputs = add_rms_norm_triton.add_rms_norm(x, update, weight, 1e-6, bias=bias, target=HOPPER)
+    expected = add_rms_norm_reference.add_rms_norm(x, update, weight, 1e-6, bias)
     for output, wanted in zip(outputs, expected, strict=True):
         assert relative_error(output, wanted) < 1e-6
 

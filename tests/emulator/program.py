@@ -77,7 +77,7 @@ class Program:
                 MBarrierLayout=lambda: Barrier,
                 init=lambda bar, count: bar.begin(count),
                 wait=lambda bar, phase, pred=True: bar.wait(int(phase)) if pred else None,
-                expect=lambda bar, size: bar.arrive(1, int(size)),
+                expect=lambda bar, size, pred=True: bar.arrive(1, int(size)) if pred else None,
                 arrive=lambda bar, count=1, pred=True: bar.arrive(count) if pred else None,
             ),
             "tma": SimpleNamespace(async_load=self._copy_block),
@@ -158,8 +158,10 @@ class Program:
         return found[0] if len(found) == 1 else tuple(found)
 
     def _copy_block(
-        self, source: Descriptor, at: Sequence[Any], bar: Barrier, place: Shared
+        self, source: Descriptor, at: Sequence[Any], bar: Barrier, place: Shared, pred: Any = True
     ) -> None:
+        if not pred:
+            return
         wanted, given = (source.dtype, source.block_shape), (place.dtype, list(place.shape))
         if wanted != given:
             raise ValueError(f"a block of {wanted} into {given}")

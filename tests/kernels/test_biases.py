@@ -41,9 +41,9 @@ def test_a_bias_is_part_of_the_product(kind: str) -> None:
     product = sum_parts(linear(x, weight, bias=bias, target=CPU), jnp.float32)
     np.testing.assert_allclose(product, expected, rtol=0, atol=1e-5)
     total = jnp.ones((TOKENS, OUT), jnp.float32)
-    kept, update = add_linear(total, x, weight, bias=bias, target=CPU)
+    kept, update = add_linear(total, x, weight, biased=True, target=CPU)
     assert update is not None
-    added = kept + sum_parts(update, jnp.float32)
+    added = kept + sum_parts(update, jnp.float32, bias)
     np.testing.assert_allclose(added, expected + 1, rtol=0, atol=1e-5)
 
 

@@ -27,6 +27,7 @@ from jaxserve_checkpoints.quantized import QuantizedCheckpoint, detect
 from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
 from jaxserve_checkpoints.stream_sources import assembled_sources, direct_sources
 from jaxserve_kernels.weights import Mxfp4Weight
+from scripts import random_checkpoint
 from tests.tiny_model import tiny_spec
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3_moe"
@@ -270,6 +271,26 @@ def test_experts_in_mxfp4_are_read_as_they_are(stacked: bool, tmp_path: Path) ->
     convert(checkpoint, rules, abstract, as_stored, copy, made_from={})
     own = open_native(copy)
     assert_equal(load_params(own.tensors, own.rules(), own.encoded(abstract)), params)
+
+
+def test_random_weights_of_gpt_oss_are_as_published(tmp_path: Path) -> None:
+    """A folder of `random_checkpoint.py` is read, and named models' weights have its formats."""
+    spec = registry.spec_of(json.loads((GPT_OSS / "config.json").read_text()))
+    random_checkpoint.make(spec, tmp_path)
+    assert registry.spec_of(json.loads((tmp_path / "config.json").read_text())) == spec
+    abstract = decoder.abstract(spec, jnp.bfloat16, stacked=True)
+    checkpoint = QuantizedCheckpoint(open_checkpoint(tmp_path), found_format(tmp_path))
+    read = load_params(checkpoint, registry.rules(spec), abstract)
+    made = dummy_params(abstract, 0, Quantization(experts="mxfp4").encoder(spec))
+    experts = decoder.layer_views(made.layers)[0].experts
+    assert experts is not None and isinstance(experts.down, Mxfp4Weight)
+
+    def kind(leaf: Any) -> tuple[Any, Any]:
+        return leaf.shape, leaf.dtype
+
+    assert jax.tree.map(kind, made) == jax.tree.map(kind, read)
+    floats = [leaf for leaf in jax.tree.leaves(read) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in floats)
 
 
 def test_scales_of_experts_that_are_missing_are_named(tmp_path: Path) -> None:

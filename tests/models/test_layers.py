@@ -102,8 +102,10 @@ def test_rms_norm_rounds_once_before_the_weight_as_transformers_does() -> None:
 
 def test_the_residual_norm_returns_the_sum_and_its_norm() -> None:
     x, parts, weight = normal(4, 32), normal(3, 4, 32, seed=1), normal(32, seed=2)
-    total, normed = add_rms_norm(*map(jnp.asarray, (x, parts, weight)), EPS, target=CPU)
-    expected = x + parts.sum(0)
+    bias = normal(32, seed=3)
+    arrays = map(jnp.asarray, (x, parts, weight))
+    total, normed = add_rms_norm(*arrays, EPS, bias=jnp.asarray(bias), target=CPU)
+    expected = x + parts.sum(0) + bias
     np.testing.assert_allclose(total, expected, rtol=0, atol=1e-6)
     np.testing.assert_allclose(normed, exact_rms_norm(expected, weight), rtol=0, atol=2e-6)
 

@@ -97,7 +97,7 @@ def _published(size: str, layers: int, experts: int) -> NamedModel:
         tie_embeddings=False,
     )
     windows = [None if index % 2 else 128 for index in range(layers)]
-    return NamedModel(f"openai/gpt-oss-{size}", with_windows(spec, windows))
+    return NamedModel(f"openai/gpt-oss-{size}", with_windows(spec, windows), experts="mxfp4")
 
 
 NAMED = {

@@ -19,6 +19,7 @@ def add_rms_norm(
     eps: float,
     form: TokenFormat | None = None,
     *,
+    bias: Array | None = None,
     target: Target,
 ) -> tuple[Array, Array | QuantizedTokens]:
     """See `reference.add_rms_norm`.
@@ -27,31 +28,49 @@ def add_rms_norm(
       update: None if it is in x already (`matmul.add_linear`).
       form: what the normed tokens become, for a reader that takes 8 bits (`matmul.token_format`,
         which asks for it only where there are kernels). Both are the same as one after the other.
+      bias: of the product that `update` is of.
     """
-    return _OP(x, update, weight, eps=eps, form=form, target=target)
+    return _OP(x, update, weight, bias, eps=eps, form=form, target=target)
 
 
-def _configure(x: Array, update: Array | None, weight: Array, *, target: Target, **_: Any) -> Any:
+def _configure(
+    x: Array, update: Array | None, weight: Array, bias: Array | None, *, target: Target, **_: Any
+) -> Any:
     if update is None:  # XLA's fusion reads and writes each token once
         return Refusal("there is nothing to add")
     return on_kernels(target=target)
 
 
 def _kernel(
-    _: None, x: Array, update: Array, weight: Array, *, eps: float, form: Any, target: Target
+    _: None,
+    x: Array,
+    update: Array,
+    weight: Array,
+    bias: Array | None,
+    *,
+    eps: float,
+    form: Any,
+    target: Target,
 ) -> Any:
     from jaxserve_kernels.add_rms_norm import triton  # needs Triton: only for GPUs
 
-    return triton.add_rms_norm(x, update, weight, eps, form, target=target)
+    return triton.add_rms_norm(x, update, weight, eps, form, bias=bias, target=target)
 
 
 def _definition(
-    _: None, x: Array, update: Array | None, weight: Array, *, eps: float, **__: Any
+    _: None,
+    x: Array,
+    update: Array | None,
+    weight: Array,
+    bias: Array | None,
+    *,
+    eps: float,
+    **__: Any,
 ) -> tuple[Array, Array]:
     """Plain tokens, which a product takes, too."""
     if update is None:
         return x, reference.rms_norm(x, weight, eps)
-    return reference.add_rms_norm(x, update, weight, eps)
+    return reference.add_rms_norm(x, update, weight, eps, bias)
 
 
 _OP = Op(

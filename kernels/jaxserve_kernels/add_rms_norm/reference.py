@@ -22,15 +22,18 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return (wide * scale).astype(x.dtype) * weight
 
 
-def add_rms_norm(x: Array, update: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+def add_rms_norm(
+    x: Array, update: Array, weight: Array, eps: float, bias: Array | None = None
+) -> tuple[Array, Array]:
     """The new residual stream and what the next block reads::
 
-        x = x + sum_parts(update)
+        x = x + sum_parts(update, bias)
         return x, rms_norm(x, weight, eps)
 
     x [tokens, embed] and weight [embed] share one dtype, or weight is float32; update [parts,
-    tokens, embed] are the partial sums of a product.
+    tokens, embed] are the partial sums of a product. A bias [embed] is added to their sum in
+    float32, before it is rounded.
     """
     # Without the barrier XLA folds every earlier update into each norm and reads them all again.
-    x = jax.lax.optimization_barrier(x + sum_parts(update, x.dtype))
+    x = jax.lax.optimization_barrier(x + sum_parts(update, x.dtype, bias))
     return x, rms_norm(x, weight, eps)

@@ -18,9 +18,9 @@ from jaxserve_kernels.triton_call import triton_call
 
 @triton.jit
 def _normed(
-    x_ptr, update_ptr, weight_ptr, total_ptr,
+    x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
     stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Stores the program's row plus its updates, and returns it with the norm, in x's dtype.
 
@@ -31,6 +31,8 @@ def _normed(
     column = tl.arange(0, BLOCK)
     mask = column < embed
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
+    if BIAS:
+        bias = tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -38,6 +40,8 @@ def _normed(
     update = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(parts):
         update += tl.load(update_ptr + part * stride + row + column, mask=mask, other=0.0)
+    if BIAS:
+        update += bias
     update = update.to(x.dtype).to(tl.float32)  # rounded where the reference rounds
     total = (x.to(tl.float32) + update).to(x.dtype)
     tl.store(total_ptr + row + column, total, mask=mask)
@@ -52,13 +56,14 @@ def _normed(
 
 @triton.jit
 def _kernel(
-    x_ptr, update_ptr, weight_ptr, total_ptr, out_ptr,
+    x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr, out_ptr,
     stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     normed = _normed(
-        x_ptr, update_ptr, weight_ptr, total_ptr, stride, embed, eps, parts, BLOCK, EARLY
-    )
+        x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
+        stride, embed, eps, parts, BIAS, BLOCK, EARLY,
+    )  # fmt: skip
     column = tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * embed + column
     tl.store(out_ptr + at, normed, mask=column < embed)
@@ -66,13 +71,14 @@ def _kernel(
 
 @triton.jit
 def _quantizing(
-    x_ptr, update_ptr, weight_ptr, padded, total_ptr, codes_ptr, scale_ptr, sum_ptr,
+    x_ptr, update_ptr, weight_ptr, bias_ptr, padded, total_ptr, codes_ptr, scale_ptr, sum_ptr,
     stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, ORDER: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     normed = _normed(
-        x_ptr, update_ptr, weight_ptr, total_ptr, stride, embed, eps, parts, BLOCK, False
-    ).to(tl.float32)
+        x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
+        stride, embed, eps, parts, BIAS, BLOCK, False,
+    ).to(tl.float32)  # fmt: skip
     store_quantized(
         normed, tl.program_id(0), padded, codes_ptr, scale_ptr, sum_ptr, embed, GROUP, ORDER
     )  # fmt: skip
@@ -85,6 +91,7 @@ def add_rms_norm(
     eps: float,
     form: TokenFormat | None = None,
     *,
+    bias: Array | None = None,
     target: Target,
 ) -> tuple[Array, Array | QuantizedTokens]:
     """See `add_rms_norm.api`: one program for each token."""
@@ -94,11 +101,12 @@ def add_rms_norm(
         "grid": (tokens,),
         "num_warps": 8 if embed > 2048 else 4,
         "stride": tokens * embed, "embed": embed, "eps": eps, "parts": update.shape[0],
-        "BLOCK": triton.next_power_of_2(embed),
+        "BIAS": bias is not None, "BLOCK": triton.next_power_of_2(embed),
     }  # fmt: skip
+    inputs = x, update, weight, weight if bias is None else bias
     if form is None:
         return triton_call(
-            x, update, weight,
+            *inputs,
             kernel=_kernel,
             name="add_rms_norm",
             target=target,
@@ -106,7 +114,7 @@ def add_rms_norm(
             **launch,
         )  # fmt: skip
     total, *quantized = triton_call(
-        x, update, weight, form.padded,
+        *inputs, form.padded,
         kernel=_quantizing,
         name="add_rms_norm_quantizing",
         target=target,

@@ -58,17 +58,20 @@ def choose(*, gated: bool, tokens: int, out: int, depth: int, target: Target) ->
     most = limits.most_tokens_pdl if target.pdl else limits.most_tokens
     if tokens > most:
         return Refusal(f"more than {most} tokens")
-    return _heuristic(tokens, out, depth, target=target)
+    return _heuristic(tokens, out, depth, gated=gated, target=target)
 
 
-def _heuristic(tokens: int, out: int, depth: int, *, target: Target) -> Config | Refusal:
+def _heuristic(
+    tokens: int, out: int, depth: int, *, gated: bool, target: Target
+) -> Config | Refusal:
     limits = limits_of(target)
     many = tokens > limits.many_tokens
     config = Config(depth=64 if many or depth % 128 else 128)
     steps, rest = divmod(depth, config.depth)
-    if rest or out % config.rows:
+    one = not gated and out < config.rows  # of which some rows are read twice: a router
+    if rest or (out % config.rows and not one):
         return Refusal(f"not whole tiles of {config.rows} x {config.depth}")
-    tiles = out // config.rows
+    tiles = -(-out // config.rows)
     choices = [splits for splits in range(1, limits.most_splits + 1) if steps % splits == 0]
     wanted = target.gpu.multiprocessors * (1 if many else limits.programs_per_multiprocessor)
     enough = [splits for splits in choices if tiles * splits >= wanted * _NEARLY]

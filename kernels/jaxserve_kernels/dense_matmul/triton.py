@@ -55,11 +55,17 @@ def _linear(
     split = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     steps: tl.constexpr = k // DEPTH // SPLITS
+    w_row = row
+    if n < ROWS:
+        w_row = tl.minimum(row, n - 1)
     acc = _accumulate(
-        x_ptr, w_ptr, row, split * steps * DEPTH, tokens, k, steps, TOKENS, ROWS, DEPTH, STAGES
+        x_ptr, w_ptr, w_row, split * steps * DEPTH, tokens, k, steps, TOKENS, ROWS, DEPTH, STAGES
     )
     token = tl.arange(0, TOKENS)[None, :]
-    tl.store(out_ptr + (split * tokens + token) * n + row[:, None], acc, mask=token < tokens)
+    mask = token < tokens
+    if n < ROWS:
+        mask = mask & (row < n)[:, None]
+    tl.store(out_ptr + (split * tokens + token) * n + row[:, None], acc, mask=mask)
 
 
 @triton.jit
@@ -90,7 +96,7 @@ def linear(x: Array, weight: Array, config: Config, *, target: Target) -> Array:
         name="linear",
         target=target,
         out_type=jax.ShapeDtypeStruct((config.splits, tokens, n), jnp.float32),
-        grid=(n // config.rows, config.splits),
+        grid=(triton.cdiv(n, config.rows), config.splits),
         num_warps=config.num_warps,
         tokens=tokens, n=n, k=k,
         TOKENS=max(16, triton.next_power_of_2(tokens)),

@@ -102,6 +102,8 @@ def _linear(
     split = gl.program_id(1)
     first = gl.program_id(0) * ROWS
     row = first + gl.arange(0, ROWS, gl.SliceLayout(1, copy))
+    if n < ROWS:
+        row = gl.minimum(row, n - 1)
     steps: gl.constexpr = k // DEPTH // SPLITS
     acc = _accumulate(
         x_ptr, w_ptr, row, split * steps * DEPTH, tokens, k, steps, TOKENS, ROWS, DEPTH, STAGES,
@@ -110,7 +112,10 @@ def _linear(
     acc = gl.convert_layout(acc, out_layout)
     token = gl.expand_dims(gl.arange(0, TOKENS, gl.SliceLayout(0, out_layout)), 0)
     out_row = gl.expand_dims(first + gl.arange(0, ROWS, gl.SliceLayout(1, out_layout)), 1)
-    gl.store(out_ptr + (split * tokens + token) * n + out_row, acc, mask=token < tokens)
+    mask = token < tokens
+    if n < ROWS:
+        mask = mask & (out_row < n)
+    gl.store(out_ptr + (split * tokens + token) * n + out_row, acc, mask=mask)
 
 
 @gluon.jit
@@ -151,14 +156,15 @@ def linear(x: Array, weight: Array, config: Config, *, target: Target) -> Array:
     """Partial sums float32 [config.splits, tokens, out]."""
     tokens, k = x.shape
     n = weight.shape[0]
-    programs, steps = n // config.rows * config.splits, k // config.depth // config.splits
+    tiles = triton.cdiv(n, config.rows)
+    programs, steps = tiles * config.splits, k // config.depth // config.splits
     return triton_call(
         x, weight,
         kernel=_linear,
         name="linear",
         target=target,
         out_type=jax.ShapeDtypeStruct((config.splits, tokens, n), jnp.float32),
-        grid=(n // config.rows, config.splits),
+        grid=(tiles, config.splits),
         num_warps=4,
         tokens=tokens, n=n, k=k,
         ROWS=config.rows, DEPTH=config.depth, SPLITS=config.splits,

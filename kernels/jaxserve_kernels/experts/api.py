@@ -7,8 +7,15 @@ from typing import Any
 from jax import Array
 
 from jaxserve_kernels.experts import reference
-from jaxserve_kernels.experts.config import Config, choose, describe, hopper_refuses
-from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Routing
+from jaxserve_kernels.experts.config import (
+    Config,
+    HopperLaunch,
+    choose,
+    describe,
+    hopper_launch,
+    hopper_refuses,
+)
+from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Lists, Routing
 from jaxserve_kernels.op import (
     NO_KERNELS,
     NOT_HOPPER,
@@ -23,8 +30,8 @@ from jaxserve_kernels.target import Target
 
 def route(
     logits: Array, routing: Routing, bias: Array | None = None, *, target: Target
-) -> tuple[Array, Array]:
-    """See `reference.route`."""
+) -> tuple[Array, Array, Lists | None]:
+    """See `reference.route`; and lists for `experts`, where the kernel that routes makes them."""
     return _ROUTE(logits, bias, routing=routing, target=target)
 
 
@@ -35,18 +42,19 @@ def experts(
     w: ExpertWeights,
     *,
     activation: ExpertActivation = "silu",
+    lists: Lists | None = None,
     target: Target,
 ) -> Array:
     """See `reference.experts`: partial sums [parts, tokens, embed], as of `matmul.linear`.
 
     Of few tokens each choice of a token's is a part, in float32.
     """
-    return _EXPERTS(x, ids, weights, w, activation=activation, target=target)
+    return _EXPERTS(x, ids, weights, w, lists, activation=activation, target=target)
 
 
 def _kernel_routes(
     _: None, logits: Array, bias: Array | None, *, routing: Routing, target: Target
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Lists | None]:
     from jaxserve_kernels.experts import triton_route  # needs Triton: only for GPUs
 
     return triton_route.route(logits, routing, bias, target=target)
@@ -54,12 +62,12 @@ def _kernel_routes(
 
 def _definition_routes(
     _: None, logits: Array, bias: Array | None, *, routing: Routing, target: Target
-) -> tuple[Array, Array]:
-    return reference.route(logits, routing, bias)
+) -> tuple[Array, Array, None]:
+    return *reference.route(logits, routing, bias), None
 
 
 def _configure(
-    x: Array, ids: Array, _weights: Array, w: ExpertWeights, *, target: Target, **_: Any
+    x: Array, ids: Array, _weights: Array, w: ExpertWeights, *_: Any, target: Target, **__: Any
 ) -> Config | Refusal:
     if not target.uses_triton():
         return NO_KERNELS
@@ -72,38 +80,41 @@ def _kernels(
     ids: Array,
     weights: Array,
     w: ExpertWeights,
+    lists: Lists | None,
     *,
     activation: ExpertActivation,
     target: Target,
 ) -> Array:
     from jaxserve_kernels.experts import triton  # needs Triton: only for GPUs
 
-    return triton.experts(x, ids, weights, w, activation, config, target=target)
+    return triton.experts(x, ids, weights, w, activation, config, lists, target=target)
 
 
-def _hopper_refuses(
-    x: Array, ids: Array, _weights: Array, w: ExpertWeights, *, target: Target, **_: Any
-) -> Refusal | None:
+def _configure_hopper(
+    x: Array, ids: Array, _weights: Array, w: ExpertWeights, *_: Any, target: Target, **__: Any
+) -> HopperLaunch | Refusal:
     if not target.uses_triton():
         return NO_KERNELS
     if not target.runs_hopper_kernels():
         return NOT_HOPPER
-    return hopper_refuses(x, ids, w, target=target)
+    refused = hopper_refuses(x, ids, w, target=target)
+    return hopper_launch(w, x.shape[0], target=target) if refused is None else refused
 
 
 def _hopper(
-    _: None,
+    launch: HopperLaunch,
     x: Array,
     ids: Array,
     weights: Array,
     w: ExpertWeights,
+    lists: Lists | None,
     *,
     activation: ExpertActivation,
     target: Target,
 ) -> Array:
     from jaxserve_kernels.experts import hopper  # needs Triton: only for GPUs
 
-    return hopper.experts(x, ids, weights, w, activation, target=target)
+    return hopper.experts(x, ids, weights, w, activation, launch, target=target)
 
 
 def _definition(
@@ -112,6 +123,7 @@ def _definition(
     ids: Array,
     weights: Array,
     w: ExpertWeights,
+    lists: Lists | None,
     *,
     activation: ExpertActivation,
     target: Target,
@@ -131,7 +143,7 @@ _EXPERTS = Op(
     name="experts",
     implementations=(
         Implementation(
-            name="hopper", configure=_hopper_refuses, run=_hopper, label="experts_hopper"
+            name="hopper", configure=_configure_hopper, run=_hopper, label="experts_hopper"
         ),
         Implementation(name="triton", configure=_configure, run=_kernels),
         Implementation(name="reference", configure=anything, run=_definition, kernels=False),

@@ -9,6 +9,7 @@ multiplied for nothing.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,14 +22,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from jaxserve_kernels.activation import gating
 from jaxserve_kernels.experts import triton_route
-from jaxserve_kernels.experts.config import most_blocks
+from jaxserve_kernels.experts.config import HopperLaunch, most_blocks
+from jaxserve_kernels.experts.hopper_copy import COLUMNS, DEPTH, ROWS, STAGES, block_at, copy
 from jaxserve_kernels.experts.triton import block_of
 from jaxserve_kernels.experts.types import (
     SWIGLU_OSS_ALPHA,
@@ -40,13 +41,12 @@ from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 
-TOKENS, COLUMNS, DEPTH = 128, 128, 64
-_TOKENS = gl.constexpr(TOKENS)
+TOKENS = 2 * ROWS
+"""Of a tile."""
 _COLUMNS = gl.constexpr(COLUMNS)
 _DEPTH = gl.constexpr(DEPTH)
-_STAGES = gl.constexpr(4)
-"""Of 48 KB: what shared memory holds."""
-_ROWS = gl.constexpr(TOKENS // 2)
+_ROWS = gl.constexpr(ROWS)
+_STAGES = gl.constexpr(STAGES)
 _PLAIN = gl.constexpr(0)
 _OSS = gl.constexpr(3)
 _ALPHA = gl.constexpr(SWIGLU_OSS_ALPHA)
@@ -99,20 +99,35 @@ def _store(
 
 
 @gluon.jit
+def _factors(order_ptr, weights_ptr, first, end, layout: gl.constexpr):
+    """By which the results of the pairs from `first` on are multiplied."""
+    place = first + gl.arange(0, _ROWS, layout)
+    pair = gl.load(order_ptr + place, mask=place < end, other=0)
+    return gl.load(weights_ptr + pair, mask=place < end, other=0.0)
+
+
+@gluon.jit
 def _multiply_tile(
+    part: gl.constexpr,
     x_ring, w_ring, ready, free, bias_ptr, order_ptr, weights_ptr, out_ptr, at,
-    begin, end, column, tokens, part: gl.constexpr, second: gl.constexpr,
+    begin, end, column, tokens, second: gl.constexpr,
     n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
-    BIAS: gl.constexpr, GATED: gl.constexpr,
+    BIAS: gl.constexpr, GATED: gl.constexpr, BOXES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `part`: its 64 tokens of a tile, from step `at` of the ring on; the step after it.
     The tile's other columns are `second` behind the first."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * _COLUMNS, 16])
     acc = gl.zeros([_ROWS, 2 * _COLUMNS], gl.float32, layout)
+    first = begin + part * _ROWS
+    if AHEAD and GATED == _PLAIN:
+        factor = _factors(order_ptr, weights_ptr, first, end, gl.SliceLayout(1, layout))
     for step in range(k // _DEPTH):
         stage = at % _STAGES
         mbarrier.wait(ready.index(stage), (at // _STAGES) & 1)
-        x = x_ring.index(stage).slice(part * _ROWS, _ROWS, dim=0)
+        if BOXES == 1:
+            x = x_ring.index(stage).slice(part * _ROWS, _ROWS, dim=0)
+        else:
+            x = x_ring.index(stage * BOXES + part)
         acc = warpgroup_mma(x, w_ring.index(stage).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
         # The product before this one is done, and its place free.
@@ -120,7 +135,6 @@ def _multiply_tile(
         at += 1
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(free.index((at + _STAGES - 1) % _STAGES), count=1)
-    first = begin + part * _ROWS
     if BIAS:
         lane = gl.arange(0, 2 * _COLUMNS, gl.SliceLayout(0, layout))
         columns = column + lane % _COLUMNS
@@ -128,9 +142,9 @@ def _multiply_tile(
         there = columns + (lane // _COLUMNS) * (second % n) < n
         acc += gl.expand_dims(gl.load(place, mask=there, other=0.0).to(gl.float32), 0)
     if GATED == _PLAIN:
-        place = first + gl.arange(0, _ROWS, gl.SliceLayout(1, layout))
-        pair = gl.load(order_ptr + place, mask=place < end, other=0)
-        acc *= gl.expand_dims(gl.load(weights_ptr + pair, mask=place < end, other=0.0), 1)
+        if not AHEAD:
+            factor = _factors(order_ptr, weights_ptr, first, end, gl.SliceLayout(1, layout))
+        acc *= gl.expand_dims(factor, 1)
     left, right = gl.split(acc.reshape([_ROWS, 2, _COLUMNS]).permute((0, 2, 1)))
     if GATED == _PLAIN:
         _store(left, order_ptr, out_ptr, first, end, column, tokens, n, choices, GATED)
@@ -142,52 +156,47 @@ def _multiply_tile(
 
 
 @gluon.jit
-def _multiply(
-    x_ring, w_ring, ready, free, bias_ptr, block_ptr, order_ptr, weights_ptr, out_ptr, tokens,
-    part: gl.constexpr, experts: gl.constexpr, count: gl.constexpr, columns: gl.constexpr,
-    step: gl.constexpr, second: gl.constexpr, rows: gl.constexpr,
-    n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
-    BIAS: gl.constexpr, GATED: gl.constexpr,
-):  # fmt: skip
-    at = 0
-    for tile in range(gl.program_id(0), count * columns, gl.num_programs(0)):
-        block = tile // columns
-        expert = gl.load(block_ptr + block)
-        if expert < experts:
-            begin = gl.load(block_ptr + count + block)
-            end = gl.load(block_ptr + 2 * count + block)
-            at = _multiply_tile(
-                x_ring, w_ring, ready, free, bias_ptr + expert * rows, order_ptr, weights_ptr,
-                out_ptr, at, begin, end, tile % columns * step, tokens, part, second, n, k,
-                choices, BIAS, GATED,
-            )  # fmt: skip
+def _pass_by(ready, free, at, k: gl.constexpr):
+    """Of a warpgroup that has no tokens of a tile: the step after it."""
+    for _ in range(k // _DEPTH):
+        stage = at % _STAGES
+        mbarrier.wait(ready.index(stage), (at // _STAGES) & 1)
+        mbarrier.arrive(free.index(stage), count=1)
+        at += 1
+    return at
 
 
 @gluon.jit
-def _copy(
-    x, w, x_ring, w_ring, ready, free, block_ptr,
+def _multiply(
+    part: gl.constexpr,
+    x_ring, w_ring, ready, free, bias_ptr, block_ptr, order_ptr, weights_ptr, out_ptr, tokens,
     experts: gl.constexpr, count: gl.constexpr, columns: gl.constexpr,
-    step: gl.constexpr, second: gl.constexpr, rows: gl.constexpr, k: gl.constexpr,
+    step: gl.constexpr, second: gl.constexpr, rows: gl.constexpr,
+    n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
+    BIAS: gl.constexpr, GATED: gl.constexpr, BOXES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """The producer. Programs that run together share the tokens of a block."""
     at = 0
+    if AHEAD:
+        expert, begin, end = block_at(block_ptr, gl.program_id(0), count, columns)
     for tile in range(gl.program_id(0), count * columns, gl.num_programs(0)):
-        block = tile // columns
-        expert = gl.load(block_ptr + block)
+        if AHEAD:
+            later = block_at(block_ptr, tile + gl.num_programs(0), count, columns)
+        else:
+            expert = gl.load(block_ptr + tile // columns)
         if expert < experts:
-            begin = gl.load(block_ptr + count + block)
-            row = expert * rows + tile % columns * step
-            for depth in range(0, k, _DEPTH):
-                stage = at % _STAGES
-                bar = ready.index(stage)
-                mbarrier.wait(free.index(stage), ((at // _STAGES) & 1) ^ 1)
-                mbarrier.expect(bar, (_TOKENS + 2 * _COLUMNS) * _DEPTH * 2)
-                left = w_ring.index(stage).slice(0, _COLUMNS, dim=0)
-                right = w_ring.index(stage).slice(_COLUMNS, _COLUMNS, dim=0)
-                tma.async_load(x, [begin, depth], bar, x_ring.index(stage))
-                tma.async_load(w, [row, depth], bar, left)
-                tma.async_load(w, [row + second, depth], bar, right)
-                at += 1
+            if not AHEAD:
+                begin = gl.load(block_ptr + count + tile // columns)
+                end = gl.load(block_ptr + 2 * count + tile // columns)
+            if BOXES > 1 and begin + part * _ROWS >= end:
+                at = _pass_by(ready, free, at, k)
+            else:
+                at = _multiply_tile(
+                    part, x_ring, w_ring, ready, free, bias_ptr + expert * rows, order_ptr,
+                    weights_ptr, out_ptr, at, begin, end, tile % columns * step, tokens, second,
+                    n, k, choices, BIAS, GATED, BOXES, AHEAD,
+                )  # fmt: skip
+        if AHEAD:
+            expert, begin, end = later
 
 
 @gluon.jit
@@ -197,32 +206,36 @@ def _program(
     step: gl.constexpr, second: gl.constexpr, rows: gl.constexpr,
     n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
     BIAS: gl.constexpr, GATED: gl.constexpr,
+    BOXES: gl.constexpr, GATHER: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    x_ring = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _TOKENS, _DEPTH], x.layout)
+    box: gl.constexpr = 2 * _ROWS // BOXES
+    x_ring = gl.allocate_shared_memory(gl.bfloat16, [_STAGES * BOXES, box, _DEPTH], w.layout)
     w_ring = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, 2 * _COLUMNS, _DEPTH], w.layout)
     ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(_STAGES):
-        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(ready.index(stage), count=2 if GATHER else 1)
         mbarrier.init(free.index(stage), count=2)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_multiply, (
-                x_ring, w_ring, ready, free, bias_ptr, block_ptr, order_ptr, weights_ptr, out_ptr,
-                tokens, 0, experts, count, columns, step, second, rows, n, k, choices, BIAS, GATED,
+                0, x_ring, w_ring, ready, free, bias_ptr, block_ptr, order_ptr, weights_ptr,
+                out_ptr, tokens, experts, count, columns, step, second, rows, n, k, choices,
+                BIAS, GATED, BOXES, AHEAD,
             )),
             (_multiply, (
-                x_ring, w_ring, ready, free, bias_ptr, block_ptr, order_ptr, weights_ptr, out_ptr,
-                tokens, 1, experts, count, columns, step, second, rows, n, k, choices, BIAS, GATED,
+                1, x_ring, w_ring, ready, free, bias_ptr, block_ptr, order_ptr, weights_ptr,
+                out_ptr, tokens, experts, count, columns, step, second, rows, n, k, choices,
+                BIAS, GATED, BOXES, AHEAD,
             )),
-            (_copy, (
-                x, w, x_ring, w_ring, ready, free, block_ptr,
-                experts, count, columns, step, second, rows, k,
+            (copy, (
+                x, w, x_ring, w_ring, ready, free, block_ptr, order_ptr,
+                experts, count, columns, step, second, rows, k, choices, BOXES, GATHER, AHEAD,
             )),
         ],
-        [4, 1],
-        [232, 24],
+        [4, 4 if GATHER else 1],
+        [232, 40 if GATHER else 24],
     )  # fmt: skip
 
 
@@ -232,13 +245,14 @@ def experts(
     weights: Array,
     w: ExpertWeights,
     activation: ExpertActivation,
+    launch: HopperLaunch,
     *,
     target: Target,
 ) -> Array:
     """See `reference.experts`: one part. Inputs of both weights are multiples of DEPTH."""
     tokens, embed = x.shape
     count = w.gate_up.shape[0]
-    order, ends = triton_route.order(ids, count, target=target)
+    order, ends = triton_route.order(ids, count, at_once=launch.ordered_at_once, target=target)
     most = most_blocks(ids, count, TOKENS)
     blocks = triton_call(
         ends,
@@ -252,11 +266,13 @@ def experts(
     )  # fmt: skip
     gated = _OSS.value if activation == "swiglu_oss" else gating(activation)
     lists = blocks, order, weights, tokens
-    sorted_x = x[order // ids.shape[1]]
-    hidden = _product(sorted_x, w.gate_up, w.gate_up_bias, ids, lists, w.width, gated, target)
-    parts = _product(hidden, w.down, w.down_bias, ids, lists, embed, 0, target)
+    if not launch.gather:
+        x = x[order // ids.shape[1]]
+    hidden = _product(x, w.gate_up, w.gate_up_bias, ids, lists, w.width, gated, launch, target)
+    own = replace(launch, gather=False)
+    parts = _product(hidden, w.down, w.down_bias, ids, lists, embed, 0, own, target)
     parts = parts.reshape(ids.shape[1], tokens, embed)
-    return parts.astype(jnp.float32).sum(0).astype(x.dtype)[None]
+    return parts if launch.parts else parts.astype(jnp.float32).sum(0).astype(x.dtype)[None]
 
 
 def _product(
@@ -267,6 +283,7 @@ def _product(
     lists: tuple[Any, ...],
     n: int,
     gated: int,
+    launch: HopperLaunch,
     target: Target,
 ) -> Array:
     """[pairs, n]: gated in the experts' order, else by choice and token."""
@@ -275,8 +292,9 @@ def _product(
     step = COLUMNS if gated else 2 * COLUMNS
     columns = triton.cdiv(n, step)
     blocks, order, weights, tokens = lists
+    box = TOKENS // launch.boxes
     return triton_call(
-        tensor_descriptor(x, (TOKENS, DEPTH), layout),
+        x if launch.gather else tensor_descriptor(x, (box, DEPTH), layout),
         tensor_descriptor(weight.reshape(count * rows, k), (COLUMNS, DEPTH), layout),
         weights if bias is None else bias, blocks, order, weights, tokens,
         kernel=_program,
@@ -288,4 +306,5 @@ def _product(
         experts=count, count=blocks.shape[1], columns=columns, step=step,
         second=n if gated else COLUMNS, rows=rows, n=n, k=k, choices=ids.shape[1],
         BIAS=bias is not None, GATED=gated,
+        BOXES=launch.boxes, GATHER=launch.gather, AHEAD=launch.ahead,
     )  # fmt: skip

@@ -26,6 +26,7 @@ from jaxserve_kernels.experts.types import (
     SWIGLU_OSS_LIMIT,
     ExpertActivation,
     ExpertWeights,
+    Lists,
     stacked,
 )
 from jaxserve_kernels.quantized_matmul.triton import accumulate
@@ -44,15 +45,20 @@ _LIMIT = tl.constexpr(SWIGLU_OSS_LIMIT)
 @triton.jit
 def block_of(
     ids_ptr, ends_ptr, experts: tl.constexpr, ONE: tl.constexpr,
-    TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, LISTED: tl.constexpr = False,
 ):  # fmt: skip
     """The program's expert, and from where to where its tokens lie, at most TOKENS of which are the
-    program's; an expert beyond the last: there are none. ONE: of one token, each pair is alone."""
+    program's; an expert beyond the last: there are none. ONE: of one token, each pair is alone.
+    LISTED: `ends_ptr` points to the blocks of `reference.lists`."""
     block = tl.program_id(1)
     if ONE:
         expert = tl.load(ids_ptr + block)
         begin = block
         end = block + 1
+    elif LISTED:
+        expert = tl.load(ends_ptr + block)
+        begin = tl.load(ends_ptr + tl.num_programs(1) + block)
+        end = tl.load(ends_ptr + 2 * tl.num_programs(1) + block)
     else:
         lane = tl.arange(0, EXPERTS)
         there = lane < experts
@@ -138,7 +144,7 @@ def _gate_up(
     columns: tl.constexpr,
     packed_size: tl.constexpr, scale_size: tl.constexpr, second_size: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, GATED: tl.constexpr,
-    BIAS: tl.constexpr, ONE: tl.constexpr, EXPERTS: tl.constexpr,
+    BIAS: tl.constexpr, ONE: tl.constexpr, LISTED: tl.constexpr, EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
     UNROLL: tl.constexpr, STAGES: tl.constexpr,
     UNPACK: tl.constexpr = None, EARLY: tl.constexpr = False,
@@ -154,7 +160,7 @@ def _gate_up(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    expert, begin, end = block_of(ids_ptr, ends_ptr, experts, ONE, TOKENS, EXPERTS)
+    expert, begin, end = block_of(ids_ptr, ends_ptr, experts, ONE, TOKENS, EXPERTS, LISTED)
     if expert < experts:
         place = begin + tl.arange(0, TOKENS)
         there = place < end
@@ -183,7 +189,7 @@ def _down(
     columns: tl.constexpr,
     packed_size: tl.constexpr, scale_size: tl.constexpr, second_size: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
-    BIAS: tl.constexpr, ONE: tl.constexpr, EXPERTS: tl.constexpr,
+    BIAS: tl.constexpr, ONE: tl.constexpr, LISTED: tl.constexpr, EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
     UNROLL: tl.constexpr, STAGES: tl.constexpr,
     UNPACK: tl.constexpr = None, EARLY: tl.constexpr = False,
@@ -195,7 +201,7 @@ def _down(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    expert, begin, end = block_of(ids_ptr, ends_ptr, experts, ONE, TOKENS, EXPERTS)
+    expert, begin, end = block_of(ids_ptr, ends_ptr, experts, ONE, TOKENS, EXPERTS, LISTED)
     if expert < experts:
         place = begin + tl.arange(0, TOKENS)
         there = place < end
@@ -224,6 +230,7 @@ def experts(
     w: ExpertWeights,
     activation: ExpertActivation,
     config: Config,
+    lists: Lists | None = None,
     *,
     target: Target,
 ) -> Array:
@@ -231,7 +238,9 @@ def experts(
     tokens, embed = x.shape
     pairs = ids.size
     order, ends = ids, ids
-    if tokens > 1:
+    if lists is not None:
+        order, ends = lists
+    elif tokens > 1:
         order, ends = triton_route.order(ids, w.gate_up.shape[0], target=target)
     hidden = triton_call(
         x, *_arrays(w.gate_up, w.gate_up_bias), ids, order, ends, tokens,
@@ -240,7 +249,7 @@ def experts(
         target=target,
         out_type=jax.ShapeDtypeStruct((pairs, w.width), x.dtype),
         GATED=_OSS.value if activation == "swiglu_oss" else gating(activation),
-        **_launch(config.gate_up, w.gate_up, w.gate_up_bias, ids, x, w.width),
+        **_launch(config.gate_up, w.gate_up, w.gate_up_bias, ids, lists, x, w.width),
     )  # fmt: skip
     dtype = jnp.float32 if config.parts else x.dtype
     parts = triton_call(
@@ -249,7 +258,7 @@ def experts(
         name=f"experts_down{_suffix(w.down)}",
         target=target,
         out_type=jax.ShapeDtypeStruct((ids.shape[1], tokens, embed), dtype),
-        **_launch(config.down, w.down, w.down_bias, ids, hidden, embed),
+        **_launch(config.down, w.down, w.down_bias, ids, lists, hidden, embed),
     )  # fmt: skip
     return parts if config.parts else parts.astype(jnp.float32).sum(0).astype(dtype)[None]
 
@@ -265,21 +274,32 @@ def _arrays(weight: Any, bias: Array | None) -> tuple[Array, ...]:
 
 
 def _launch(
-    launch: Launch, weight: Any, bias: Array | None, ids: Array, x: Array, n: int
+    launch: Launch,
+    weight: Any,
+    bias: Array | None,
+    ids: Array,
+    lists: Lists | None,
+    x: Array,
+    n: int,
 ) -> dict[str, Any]:
     """What both products are launched with. n: of the result."""
     experts, rows, k = weight.shape
     found = stacked(weight)
     assert found is not None, f"no kernel knows {type(weight)}"
+    blocks = most_blocks(ids, experts, launch.tokens)
+    if lists is not None:
+        assert ids.shape[0] <= launch.tokens, "an expert's tokens fit no tile"
+        blocks = lists.blocks.shape[1]
     sizes = [each.size // experts for each in found.arrays]
     constants = {"KIND": _PLAIN.value, "GROUP": 0, "ZERO": 0}
     return {
-        "grid": (triton.cdiv(rows, launch.rows), most_blocks(ids, experts, launch.tokens)),
+        "grid": (triton.cdiv(rows, launch.rows), blocks),
         "num_warps": launch.num_warps,
         "experts": experts, "choices": ids.shape[1], "n": n, "k": k, "columns": x.shape[1],
         "packed_size": sizes[0], "scale_size": sizes[1], "second_size": sizes[2],
         **(constants if found.operand is None else found.operand.constants),
         "BIAS": bias is not None, "ONE": ids.shape[0] == 1,
+        "LISTED": lists is not None,
         "EXPERTS": triton.next_power_of_2(experts),
         "TOKENS": launch.tokens, "ROWS": launch.rows, "DEPTH": launch.depth,
         "UNROLL": launch.unroll, "STAGES": launch.num_stages,
