@@ -1,4 +1,4 @@
-"""A server whose model drafts for itself answers as one that does not draft."""
+"""A server with its own model as draft model answers as one without."""
 
 from __future__ import annotations
 
@@ -31,12 +31,7 @@ async def test_answers_are_those_without_drafts(
         assert_same(answer, other)
 
 
-async def test_its_drafts_are_accepted(drafting: Server) -> None:
-    """But for those that a stop or a limit cuts off."""
+async def test_nothing_is_compiled_while_serving(drafting: Server) -> None:
+    """Whether drafts are verified is up to the times of steps: here a draft costs a whole step."""
     await answers(drafting, {"temperature": 0})
-    names = ("draft_tokens", "accepted_tokens")
-    drafts, accepted = [
-        await drafting.metric(f"vllm:spec_decode_num_{name}_total") for name in names
-    ]
-    assert accepted > 0.8 * drafts > 0
     assert await drafting.metric('jaxserve_compiles_total{phase="serving"}') == 0
