@@ -21,8 +21,8 @@ REQUEST = {
 }
 
 
-ALIKE = ("Qwen2ForCausalLM", "MistralForCausalLM")
-"""Families that differ from Llama's in what the goldens test."""
+ALIKE = ("Qwen2ForCausalLM", "MistralForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+"""Families that differ from others in what the goldens test."""
 
 
 @pytest.mark.parametrize(
