@@ -69,6 +69,7 @@ def test_the_stored_weights_fit_the_data(rows: train.Block) -> None:
     assert loss_of(model, init_parameters(model.config, 0), rows) > 5.0
 
 
+@pytest.mark.slow
 def test_steps_lower_the_loss(
     rows: train.Block, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

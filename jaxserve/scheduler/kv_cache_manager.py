@@ -171,7 +171,11 @@ class KVCacheManager:
         for group, cached in zip(self.groups, hit.pages, strict=True):
             group.take(seq, cached)
         if self.snapshots is not None and hit.length:
-            self.snapshots.restore(seq.hashes[hit.length - 1], seq.slot)
+            content = seq.hashes[hit.length - 1]
+            if seq.skip_to:
+                self.snapshots.restore_later(content, seq)
+            else:
+                self.snapshots.restore(content, seq.slot)
         return [
             PageEntry(seq.slot, position, page, number)
             for number, table in enumerate(seq.pages)
@@ -281,8 +285,8 @@ class KVCacheManager:
 
     def row_planned(self, seq: Sequence) -> None:
         """A row of the sequence was planned."""
-        if self.snapshots is not None and seq.slot not in self._forgotten:
-            self.snapshots.planned(seq)
+        if self.snapshots is not None:
+            self.snapshots.planned(seq, publishes=seq.slot not in self._forgotten)
 
     def state_copies(self) -> tuple[StateCopy, ...]:
         """Returns the copies of recurrent state of the plan that is complete."""

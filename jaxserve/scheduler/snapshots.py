@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxserve.plan import StateCopy
@@ -17,6 +18,17 @@ class _Due(NamedTuple):
     boundary: int
     """In tokens, at the end of a page."""
     of_output: bool
+
+
+@dataclass(slots=True)
+class _Held:
+    """A snapshot that a sequence will go on from when its own tokens are computed."""
+
+    seq: Sequence
+    source: int
+    """The snapshot's slot: it is not given out until then."""
+    ready: bool = False
+    """A plan with the last of its own tokens was made."""
 
 
 class Snapshots:
@@ -34,6 +46,10 @@ class Snapshots:
     it next computes in that later plan or after it. From then on the snapshot is found; the copy
     back to another slot comes behind it in the same plan at the earliest.
 
+    Of a format that keeps the first tokens of a slot outside the pages (`CacheConfig.own_tokens`) a
+    hit computes these first, and with them a state that nobody wants. The copy back comes behind
+    that plan; until then the snapshot is held.
+
     **How long.** The least recently used one makes room. One whose page is given out again goes
     with it: nobody could find both.
     """
@@ -50,6 +66,8 @@ class Snapshots:
         """The one that a decoding sequence keeps, by `Sequence.id`."""
         self._due: list[_Due] = []
         self._copies: list[StateCopy] = []
+        self._held: dict[int, _Held] = {}
+        """By `Sequence.id`."""
 
     @property
     def num_kept(self) -> int:
@@ -66,10 +84,13 @@ class Snapshots:
         """Returns the last end of a page in the prompt that leaves a token to compute."""
         return (seq.prefill_end - 1) // self._page_size * self._page_size
 
-    def planned(self, seq: Sequence) -> None:
-        """A row of the sequence was planned."""
-        end = seq.computed
-        if not end or end % self._page_size:
+    def planned(self, seq: Sequence, *, publishes: bool = True) -> None:
+        """A row of the sequence was planned. `publishes`: others may find what it computes."""
+        end, held = seq.computed, self._held.get(seq.id)
+        if held is not None:  # the slot's state is none of a boundary that is looked for
+            held.ready = not seq.skip_to
+            return
+        if not publishes or not end or end % self._page_size:
             return
         output = end > seq.prefill_end
         if output or end % self._stride == 0 or end == self._last_boundary(seq):
@@ -77,6 +98,9 @@ class Snapshots:
 
     def settle(self) -> None:
         """A plan begins: it copies what the plans before it have reached."""
+        for held in [each for each in self._held.values() if each.ready]:
+            self._copies.append(StateCopy(held.source, held.seq.slot))
+            self._let_go(held)
         due, self._due = self._due, []
         for seq, slot, boundary, of_output in due:
             if boundary > len(seq.tokens):
@@ -85,15 +109,24 @@ class Snapshots:
             if content in self._slot_of:
                 self._slot_of.move_to_end(content)
                 continue
+            if of_output and (earlier := self._of_output.pop(seq.id, None)) is not None:
+                self.drop(earlier)
+            target = self._take()
+            if target is None:
+                continue
             if of_output:
-                if (earlier := self._of_output.get(seq.id)) is not None:
-                    self.drop(earlier)
                 self._of_output[seq.id] = content
-            self._slot_of[content] = target = self._take()
+            self._slot_of[content] = target
             self._copies.append(StateCopy(slot, target))
 
-    def _take(self) -> int:
-        return self._free.pop() if self._free else self._slot_of.popitem(last=False)[1]
+    def _take(self) -> int | None:
+        """Returns a slot for a snapshot; None: all are held."""
+        if self._free:
+            return self._free.pop()
+        held = {each.source for each in self._held.values()}
+        oldest = (content for content, slot in self._slot_of.items() if slot not in held)
+        content = next(oldest, None)
+        return None if content is None else self._slot_of.pop(content)
 
     def longest(self, hashes: list[bytes], count: int) -> int:
         """Returns the most pages, up to `count`, at whose end there is a snapshot."""
@@ -106,15 +139,32 @@ class Snapshots:
         self._slot_of.move_to_end(content)
         self._copies.append(StateCopy(self._slot_of[content], slot))
 
+    def restore_later(self, content: bytes, seq: Sequence) -> None:
+        """As `restore`, when the sequence has computed the tokens before `Sequence.skip_from`."""
+        self._slot_of.move_to_end(content)
+        self._held[seq.id] = _Held(seq, self._slot_of[content])
+
+    def _let_go(self, held: _Held) -> None:
+        del self._held[held.seq.id]
+        self._give_back(held.source)
+
+    def _give_back(self, slot: int) -> None:
+        """The slot is free if it is neither held nor found."""
+        held = {each.source for each in self._held.values()}
+        if slot not in held and slot not in self._slot_of.values():
+            self._free.append(slot)
+
     def drop(self, content: bytes) -> None:
         """Nobody looks for the hash any more, if it is known at all."""
         slot = self._slot_of.pop(content, None)
         if slot is not None:
-            self._free.append(slot)
+            self._give_back(slot)
 
     def freed(self, seq: Sequence) -> None:
         """The sequence gives its slot back; what it keeps stays findable."""
         self._of_output.pop(seq.id, None)
+        if (held := self._held.get(seq.id)) is not None:
+            self._let_go(held)
 
     def forget(self) -> None:
         """Nothing that was computed so far is found any more."""
@@ -131,5 +181,6 @@ class Snapshots:
 
     def check(self) -> None:
         """AssertionError unless each slot is free or holds one snapshot."""
-        slots = sorted([*self._free, *self._slot_of.values()])
+        held = {each.source for each in self._held.values()}
+        slots = sorted([*self._free, *held.union(self._slot_of.values())])
         assert slots == list(range(self._first_slot, self._first_slot + self.num_total))

@@ -136,7 +136,7 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
         limit=_device_limit(device),
         beside=beside,
         given=options.kv_cache_memory_bytes,
-        caches_prefixes=options.enable_prefix_caching and not kv_format.own_tokens,
+        caches_prefixes=options.enable_prefix_caching,
         quantized=weights.quantized,
         unpacks=not e4m3,
         draft_layers=draft_layers,
@@ -221,13 +221,7 @@ def _with_state(scheduler: SchedulerConfig, room: Room, fit: Fit) -> SchedulerCo
     )
     if not scheduler.prefix_caching or fit.snapshots:
         return scheduler
-    log.warning(
-        "prefixes are not cached: %s",
-        "there is no memory for snapshots of recurrent state"
-        if room.caches_prefixes
-        else f"recurrent layers do not go together with what {room.kv_format.name} keeps of the "
-        "first tokens",
-    )
+    log.warning("prefixes are not cached: there is no memory for snapshots of recurrent state")
     return replace(scheduler, prefix_caching=False)
 
 

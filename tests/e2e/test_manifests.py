@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import aiohttp
+import pytest
 import yaml
 
 from tests.e2e.process import (
@@ -35,6 +36,7 @@ def args(container: dict[str, list[str]], folder: Path) -> list[str]:
     return [*found, *SMALL_SHAPES]
 
 
+@pytest.mark.slow  # compiles all programs
 async def test_the_init_container_compiles_all_that_the_server_needs(tmp_path: Path) -> None:
     small_model(tmp_path / "model")
     documents = yaml.safe_load_all(BASE.read_text())

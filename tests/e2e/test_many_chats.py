@@ -117,6 +117,7 @@ async def test_many_chats_get_the_answers_they_get_alone(server: Server) -> None
     await assert_like_alone(server, make_chats(24))
 
 
+@pytest.mark.slow
 async def test_preempted_completions_get_the_answers_they_get_alone(small_pool: Server) -> None:
     # Short answers teach the admission to expect short ones; then come long ones.
     short = Completion([1, 2, 3], {"max_tokens": 80, "stop_token_ids": list(range(256))})

@@ -40,6 +40,7 @@ def steps_in(cache: Path) -> list[Path]:
     return list(cache.glob("executables/*/step_*.exe"))
 
 
+@pytest.mark.slow  # compiles all programs
 def test_precompile_survives_kill_and_serving_then_compiles_nothing(
     folder: Path,
 ) -> None:

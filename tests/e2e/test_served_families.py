@@ -21,7 +21,10 @@ REQUEST = {
 }
 
 
-ALIKE = ("Qwen2ForCausalLM", "MistralForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+ALIKE = (
+    *("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM"),
+    "Qwen3_5MoeForConditionalGeneration",
+)
 """Families that differ from others in what the goldens test."""
 
 

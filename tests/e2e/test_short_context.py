@@ -8,6 +8,7 @@ import pytest
 from tests.e2e.process import Server
 
 
+@pytest.mark.slow  # compiles all programs
 def test_a_server_tells_the_context_that_fits() -> None:
     with Server("--kv-cache-memory-bytes", "16Mi") as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)

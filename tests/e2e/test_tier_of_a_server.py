@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import openai
+import pytest
 
 from tests.e2e.process import Server
 
@@ -31,6 +32,7 @@ def metric(server: Server, name: str) -> float:
     return asyncio.run(server.metric(name))
 
 
+@pytest.mark.slow  # three starts
 def test_prompts_come_back_from_memory_and_after_a_restart_from_disk(tmp_path: Path) -> None:
     chosen = random.Random(0)
     prompts = [[chosen.randrange(1, 200) for _ in range(300)] for _ in range(8)]

@@ -105,6 +105,7 @@ class Engine:
                 self.over.append(self._texts.pop(event.request_id))
 
 
+@pytest.mark.slow
 def test_an_index_predicts_the_cached_tokens_of_10_000_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

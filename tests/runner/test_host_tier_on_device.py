@@ -344,8 +344,8 @@ def check(served: Served, examples: int) -> Counter[str]:
 
 
 def test_each_request_gets_its_tokens_over_a_tier_with_faults(served: Served) -> None:
-    total = check(served, 60)
-    assert total["loads"] > 20 and total["stores"] > 100 and total["disk_reads"]
+    total = check(served, 20)
+    assert total["loads"] > 5 and total["stores"] > 30 and total["disk_reads"]
     assert total["stores_failed"]
 
 

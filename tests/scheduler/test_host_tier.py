@@ -142,7 +142,7 @@ def total() -> Counter[str]:
 
 
 def test_each_request_gets_the_tokens_it_would_get_alone(total: Counter[str]) -> None:
-    @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(tier_workloads())
     def run(tiered: TierWorkload) -> None:
         check(tiered)

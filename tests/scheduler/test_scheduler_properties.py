@@ -239,19 +239,19 @@ def check_against_solo(work: Workload) -> None:
         event(f"verify rows ahead: {loop.rows_ahead > 0}")
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads())
 def test_each_request_gets_the_tokens_it_would_get_alone(work: Workload) -> None:
     check_against_solo(work)
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(windowed_workloads())
 def test_with_windows_each_request_gets_the_tokens_it_would_get_alone(work: Workload) -> None:
     check_against_solo(work)
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drafted_workloads())
 def test_with_drafts_each_request_gets_the_tokens_it_would_get_alone(work: Workload) -> None:
     check_against_solo(work)

@@ -31,5 +31,11 @@ def test_what_does_not_go_together_with_state(monkeypatch: pytest.MonkeyPatch) -
         planned_on(H200, monkeypatch, *FLAGS, "--speculative-config", "{}")
     with pytest.raises(ConfigError, match="the host keeps no state"):
         planned_on(H200, monkeypatch, *FLAGS, "--kv-offload-size", "8Gi")
-    kvarn = planned_on(H200, monkeypatch, *FLAGS, "--kv-cache-dtype", "kvarn_k4v4_g128")
-    assert not kvarn.config.scheduler.prefix_caching and not kvarn.config.cache.snapshots
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "int8", "kvarn_k4v4_g128"])
+def test_every_format_of_keys_and_values_goes_with_snapshots(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = planned_on(H200, monkeypatch, *FLAGS, "--kv-cache-dtype", name).config
+    assert config.scheduler.prefix_caching and config.cache.snapshots > 8
