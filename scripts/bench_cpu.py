@@ -127,16 +127,17 @@ def decode_rows(count: int, context: int) -> tuple[Row, ...]:
 
 
 def placed(plan: StepPlan, config: RunnerConfig) -> StepPlan:
-    """The plan with pages of their own for its slots, as many as a sequence may have; those of many
-    slots share pages where the cache has no more."""
+    """The plan with pages for its slots, as many as a sequence may have. Where the cache has no
+    more, slots share those of late positions: many short contexts have pages of their own."""
     per_seq = config.pages_per_seq
+    apart = min(per_seq, config.cache.usable_pages // len(plan.rows))
     return StepPlan(
         rows=plan.rows,
         admissions=tuple(
             Admission(row.slot, SamplingParams(max_tokens=1, temperature=0.0)) for row in plan.rows
         ),
         pages=tuple(
-            PageEntry(row.slot, place, 1 + (number * per_seq + place) % config.cache.usable_pages)
+            PageEntry(row.slot, place, 1 + (number * apart + place) % config.cache.usable_pages)
             for number, row in enumerate(plan.rows)
             for place in range(per_seq)
         ),

@@ -14,20 +14,17 @@ from jaxserve.api import (
     EngineLimits,
     EngineStatus,
     FinishReason,
-    Occupancy,
-    PagesView,
     PromptLogprobs,
     Request,
     Start,
-    StepView,
     TokenEvent,
     TokenLogprobs,
-    WaitingView,
     WeightChange,
     WeightsChanged,
     WeightState,
 )
 from jaxserve.tokenizer import HfTokenizer
+from jaxserve.views import Occupancy, PagesView, StepView, WaitingView
 
 IM_START, IM_END, THINK, END_THINK, CALL, END_CALL = range(256, 262)
 SPECIAL = ("<|im_start|>", "<|im_end|>")

@@ -37,6 +37,7 @@ LAYERS = (
         "jaxserve.setting_files",
         "jaxserve.step_times",
         "jaxserve.tokenizer",
+        "jaxserve.views",
     ),
     (
         "jaxserve.cli",

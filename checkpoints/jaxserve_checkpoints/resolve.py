@@ -57,9 +57,10 @@ def resolve_model(
     if not _HUB_ID.fullmatch(hub_id):
         known = (EMBEDDED_NAME, *names)
         near = get_close_matches(model.lower(), known, n=1)
-        meant = f"; is {near[0]} meant?" if near else ""
+        meant = f" Did you mean {near[0]}?" if near else ""
         raise CheckpointError(
-            f"unknown model {model!r}: pass a folder, org/name, or one of {', '.join(known)}{meant}"
+            f"unknown model {model!r}.{meant} Pass a folder, a Hugging Face id such as "
+            f"Qwen/Qwen3-8B, or one of {', '.join(known)}"
         )
     cached = _snapshot(hub_id, revision, download_dir, offline=True)
     wanted = "tokenizer.json" if tokenizer else "config.json"

@@ -47,7 +47,9 @@ class FlagParser(argparse.ArgumentParser):
         if not word.startswith("-"):
             if first and self._commands:
                 names = [name for name in re.findall(r"\w+", self._commands) if name != "and"]
-                meant = _meant(word, names) or f"; commands are {self._commands}"
+                meant = _meant(word, names) or (
+                    f"; commands are {self._commands}. To serve a model: {self.prog} serve MODEL"
+                )
                 return f"unknown command {word!r}{meant}"
             return f"unexpected argument {word!r}"
         name = word.partition("=")[0]

@@ -52,8 +52,11 @@ def tokens(text: str) -> int | None:
     """A length in tokens: 32k is 32 * 1024, as model cards use it; auto is the model's own."""
     if text.strip().lower() == "auto":
         return None
-    match = re.fullmatch(r"(\d+)\s*k", text.strip().lower())
-    return int(match[1]) * 1024 if match else positive(text)
+    match = re.fullmatch(r"(\d+)\s*(k?)", text.strip().lower())
+    number = int(match[1]) * (1024 if match[2] else 1) if match else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a length such as 8192 or 32k, not {text!r}")
+    return number
 
 
 def positive(text: str) -> int:

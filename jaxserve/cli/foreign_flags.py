@@ -76,7 +76,7 @@ REFUSED = {
 }
 """Why a value is refused and what to do instead, by flag and value; None is any other value."""
 
-_ONE_PROCESS = "one process serves on one GPU"
+_ONE_PROCESS = "one process serves one GPU; start one per GPU, behind a router"
 _NO_TRANSFER = (
     "leave it out: each server computes its prompts itself, and none sends keys and values to "
     "another; route to all servers alike"

@@ -20,13 +20,11 @@ from jaxserve.api import (
     EngineFailed,
     EngineLimits,
     EngineStatus,
-    Occupancy,
     Overloaded,
     ReaderTooSlow,
     Rejected,
     Request,
     Running,
-    StepView,
     TokenEvent,
     WeightChange,
     WeightsChanged,
@@ -37,6 +35,7 @@ from jaxserve.engine.inbox import Abort, Between, Inbox, ResetPrefixCache, Submi
 from jaxserve.engine.loop import Parts, Posted, Refused, StepLoop, WeightStore
 from jaxserve.engine.mailbox import Mailbox
 from jaxserve.metrics.metrics import Metrics
+from jaxserve.views import Occupancy, StepView
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxserve.api import StepView
 from jaxserve.metrics.metrics import StepSize
 from jaxserve.plan import StepPlan
+from jaxserve.views import StepView
 
 _KEPT = 64
 """Steps: more than a fast card runs between two looks, and few enough that their plans are small.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from jaxserve.api import Occupancy, Overloaded, Rejected, Request
+from jaxserve.api import Overloaded, Rejected, Request
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.kv_events.events import Sink
 from jaxserve.scheduler import prefix
@@ -17,6 +17,7 @@ from jaxserve.scheduler.occupancy import occupancy
 from jaxserve.scheduler.pages import PagePool
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.step_times import StepTimes
+from jaxserve.views import Occupancy
 
 
 class LiveSequences:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from jaxserve.api import Occupancy, PagesView, WaitingView
 from jaxserve.scheduler.pages import PagePool
 from jaxserve.scheduler.sequence import Sequence
+from jaxserve.views import Occupancy, PagesView, WaitingView
 
 
 def occupancy(

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
-from jaxserve.api import PageState
+from jaxserve.views import PageState
 
 
 class OutOfPages(RuntimeError):

@@ -16,9 +16,8 @@ def api_error(service: Service, error: Rejected | Overloaded | EngineFailed) -> 
     if isinstance(error, GrammarLeft):
         # No 500: clients would try again, and meet the limit again.
         return invalid(
-            f"after {error.num_tokens} tokens the grammar asked for cannot be followed any "
-            "further: too many ways to read the output so far, or too many states; rules "
-            "that are recursive at their beginning and fewer nested repetitions need less",
+            f"the grammar met a limit after {error.num_tokens} tokens: there are too many ways to "
+            "read the output so far. Left-recursive rules and fewer nested repetitions need less",
             code="grammar_limit",
         )
     if isinstance(error, ReaderTooSlow):

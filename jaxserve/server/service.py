@@ -80,7 +80,7 @@ class Service:
         if asked not in self.config.model_names:
             raise ApiError(
                 404,
-                f"the model {asked[:200]!r} is not served here; what is: "
+                f"the model {asked[:200]!r} is not served here; this server has "
                 + ", ".join(map(repr, self.config.model_names)),
                 param="model",
                 code="model_not_found",

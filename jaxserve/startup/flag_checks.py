@@ -19,11 +19,9 @@ def check_calibration(options: Options, kv_format: KVFormat) -> None:
             f"--calculate-kv-scales is for --kv-cache-dtype fp8_e4m3, not for {kv_format.name}"
         )
     if options.calibration and not options.calculate_kv_scales:
-        raise ConfigError("--calibration is a text for --calculate-kv-scales, which is missing")
+        raise ConfigError("--calibration needs --calculate-kv-scales")
     if options.calibration and not read_text(options.calibration, "--calibration"):
-        raise ConfigError(
-            f"--calibration {options.calibration} is empty: it says nothing of scales"
-        )
+        raise ConfigError(f"--calibration {options.calibration} is empty")
 
 
 def check_length(options: Options, spec: ModelSpec) -> None:

@@ -38,7 +38,7 @@ def check_flags(options: Options) -> None:
                 raise ConfigError(f"{flag} needs --kv-offload-size, the host memory above it")
     elif not options.enable_prefix_caching:
         raise ConfigError(
-            "--kv-offload-size keeps prefixes, which --no-enable-prefix-caching does not share"
+            "--kv-offload-size needs the prefix cache; leave out --no-enable-prefix-caching"
         )
 
 

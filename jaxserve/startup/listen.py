@@ -135,7 +135,7 @@ async def listen(
             ) from None
         raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
     except UnicodeError:
-        raise ConfigError(f"--host {host} is not a name that a host can have") from None
+        raise ConfigError(f"--host {host} is not a valid host name") from None
 
 
 async def _bind_unix(runner: web.AppRunner, path: Path, tls: ssl.SSLContext | None) -> None:
@@ -204,9 +204,9 @@ def reasoning_keys(options: Options) -> list[str]:
     for key in keys:
         if len(key) < MIN_REASONING_KEY:
             raise ConfigError(
-                f"a key that seals thoughts (--reasoning-key-file, {REASONING_KEY}) has {len(key)} "
-                f"characters; it needs {MIN_REASONING_KEY} or more that nobody can guess, such as "
-                "those of `openssl rand -hex 32`"
+                f"a reasoning key (--reasoning-key-file, {REASONING_KEY}) has {len(key)} "
+                f"characters; at least {MIN_REASONING_KEY} random ones are needed, such as those "
+                "of `openssl rand -hex 32`"
             )
     return keys
 
@@ -224,8 +224,8 @@ def _keys(
     for key in keys:
         if not key or not key.isascii() or not key.isprintable() or " " in key:
             raise ConfigError(
-                f"a key ({', '.join((*flags, *variables))}) is empty or has "
-                "characters that headers do not carry: printable ASCII without spaces is allowed"
+                f"a key ({', '.join((*flags, *variables))}) is empty or has characters that HTTP "
+                "headers cannot hold; use printable ASCII without spaces"
             )
     return list(dict.fromkeys(keys))
 

@@ -85,8 +85,8 @@ def _load(context: ssl.SSLContext, files: dict[str, Path]) -> None:
     key, certificate = files["--ssl-keyfile"], files["--ssl-certfile"]
     if b"ENCRYPTED" in contents["--ssl-keyfile"]:
         raise ConfigError(
-            f"--ssl-keyfile {key} is encrypted, and nobody is asked for its password: write it "
-            "without one (openssl pkey -in KEY -out NEW), readable by the server only"
+            f"--ssl-keyfile {key} is encrypted, and the server cannot ask for its password: write "
+            "it without one (openssl pkey -in KEY -out NEW), readable by the server only"
         )
     if b"PRIVATE KEY" not in contents["--ssl-keyfile"]:
         raise ConfigError(f"--ssl-keyfile {key} holds no private key in PEM")

@@ -120,7 +120,7 @@ class Compiler:
                     metrics.observe_grammar_compile(time.perf_counter() - begun)
         except TimeoutError:
             raise GrammarsBusy(
-                f"there was no turn to compile it in {limits.queue_seconds:g} s",
+                f"it has waited {limits.queue_seconds:g} s to be compiled, the longest allowed",
                 retry_after=limits.queue_seconds,
             ) from None
 
@@ -128,8 +128,7 @@ class Compiler:
         limits = self._limits
         if not self.has_room(tenant):
             raise GrammarsBusy(
-                f"{limits.processes} grammars are in use, which is the most, or so many of yours"
-                " that others would find no room",
+                f"too many grammars are in use: at most {limits.processes}, fewer for one client",
                 retry_after=limits.queue_seconds,
             )
         seconds = limits.seconds if slow else limits.quick_seconds
@@ -140,7 +139,7 @@ class Compiler:
                 return await asyncio.wrap_future(compiling)
         except TimeoutError:
             raise GrammarsBusy(
-                f"the machine is busy: compiling has not come to an end in {limits.patience:g} s",
+                f"the machine is busy: compiling took longer than {limits.patience:g} s",
                 retry_after=limits.queue_seconds,
             ) from None
 
@@ -159,7 +158,7 @@ class Compiler:
         limits = self._limits
         if cause in (Cause.TOTAL_MEMORY, Cause.NOT_STARTED):
             return GrammarsBusy(
-                "the processes that compile grammars are short of memory, or were started anew",
+                "the processes that compile grammars are short of memory or have restarted",
                 retry_after=1.0,
             )
         told = {

@@ -103,7 +103,7 @@ def open_checkpoint_of(folder: Path, wanted: Quantization) -> Stored:
     log.info("%s: %s, %d matrices", folder, format.describe(), len(stored.modules))
     if stored.unused:
         kinds = sorted({name.rpartition(".")[2] for name in stored.unused})
-        log.info("the weights have no use for %d tensors: %s", len(stored.unused), ", ".join(kinds))
+        log.info("%d tensors have no use: %s", len(stored.unused), ", ".join(kinds))
     return stored
 
 

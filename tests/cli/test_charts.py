@@ -107,7 +107,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "KServe with data parallelism": (
         ["serve", "/mnt/models", "--data-parallel-size-local", "2", "--headless"],
-        "--data-parallel-size-local: one process serves on one GPU",
+        "--data-parallel-size-local: one process serves one GPU",
     ),
     "KServe with ciphers of its own": (
         ["serve", "/mnt/models", "--ssl-ciphers", "ECDHE-RSA-AES128-GCM-SHA256"],
@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "llm-d on two GPUs": (
         ["serve", "Qwen/Qwen3-32B", "--tensor-parallel-size=2"],
-        "--tensor-parallel-size 2: one process serves on one GPU",
+        "--tensor-parallel-size 2: one process serves one GPU",
     ),
 }
 

@@ -55,7 +55,7 @@ def test_more_than_one_gpu_is_refused(flags: list[str], capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as ended:
         main(["serve", "some-model", *flags])
     assert ended.value.code == 2
-    assert "one process serves on one GPU" in capsys.readouterr().err
+    assert "one process serves one GPU; start one per GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [["--enable-lora"], ["--lora-modules", "a=b"]])

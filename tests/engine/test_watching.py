@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve.api import PageState
 from jaxserve.engine import loop
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.plan import Sampled, StepPlan
 from jaxserve.step_times import StepTimes
+from jaxserve.views import PageState
 from tests.engine.driver import (
     CACHE,
     GatedRunner,

@@ -30,7 +30,7 @@ class FakeCuda:
         self.events: set[int] = set()
         self.copied_bytes: list[int] = []
         self._current = threading.local()
-        self._queues: dict[int, list[Callable[[], None]]] = defaultdict(list)
+        self._queues: dict[int, list[Callable[[], object]]] = defaultdict(list)
         self._done: dict[int, int] = defaultdict(int)
         self._recorded: dict[int, tuple[int, int]] = {}
         self._lock = threading.RLock()

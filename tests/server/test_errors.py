@@ -116,25 +116,28 @@ async def test_a_bad_chat_names_the_field(serve: Serve, fields: Any, param: str)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"temperature": 3}, "temperature: Expected `float` <= 2.0, got 3"),
-        ({"stop": ["a"] * 5}, "stop: Expected `array` of length <= 4, got 5"),
-        ({"stop": [""]}, "stop[0]: Expected `str` of length >= 1, got ''"),
-        ({"cache_salt": "/" * 99}, "cache_salt: Expected `str` matching regex"),
-        ({"bad_words": ["a" * 999]}, "bad_words[0]: Expected `str` of length <= 256, got 999"),
+        ({"temperature": 3}, "temperature must be at most 2, got 3"),
+        ({"stop": ["a"] * 5}, "stop must have at most 4 entries, got 5"),
+        ({"stop": [""]}, "stop[0] must not be empty"),
+        ({"cache_salt": "/" * 99}, "cache_salt must be a string matching regex"),
+        ({"bad_words": ["a" * 999]}, "bad_words[0] must have at most 256 characters, got 999"),
         (
             {"logit_bias": {"1": 1, "2": 101}},
-            "logit_bias.2: Expected `float` from -100 to 100, got",
+            "logit_bias.2 must be -100 to 100, got 101",
         ),
         ({"logit_bias": {"x": 1}}, "'x' is not a token id: 0 to 299"),
-        ({"tool_choice": "maybe"}, "tool_choice: Invalid enum value 'maybe': it may be 'auto', "),
+        (
+            {"tool_choice": "maybe"},
+            "tool_choice: Invalid enum value 'maybe'; it must be one of 'a",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format.type: Invalid enum value 'xml'"),
-        ({"max_tokens": 0}, "max_tokens: Expected `int` >= 1, got 0"),
-        ({"max_tokens": -1}, "max_tokens: Expected `int` >= 1, got -1"),
-        ({"max_completion_tokens": -1}, "max_completion_tokens: Expected `int` >= 1, got -1"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"max_tokens": -1}, "max_tokens must be at least 1, got -1"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens must be at least 1, got -1"),
         ({"tools": [{"type": "function"}]}, "tools[0].function is required"),
         (
             {"tools": [{"type": "function", "function": {"name": ""}}]},
-            "tools[0].function.name: Expected `str` of length >= 1, got ''",
+            "tools[0].function.name must not be empty",
         ),
         ({"messages": [{"content": "Hi"}]}, "messages[0].role is required"),
         ({"response_format": {"type": "text", "x": 1}}, "response_format.x is not known"),
@@ -143,9 +146,9 @@ async def test_a_bad_chat_names_the_field(serve: Serve, fields: Any, param: str)
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
             "messages[0].content[0].text is required",
         ),
-        ({"messages": 1}, "messages: Expected `array`, got `int`"),
-        ({"messages": None}, "messages: Expected `array`, got `null`"),
-        ({"model": "gpt"}, "the model 'gpt' is not served here; what is: 'tiny'"),
+        ({"messages": 1}, "messages must be a list, got an integer"),
+        ({"messages": None}, "messages must be a list, got null"),
+        ({"model": "gpt"}, "the model 'gpt' is not served here; this server has 'tiny'"),
     ],
 )
 async def test_the_message_alone_says_which_field_is_wrong_and_what_it_may_be(
@@ -159,9 +162,9 @@ async def test_the_message_alone_says_which_field_is_wrong_and_what_it_may_be(
 @pytest.mark.parametrize(
     ("fields", "bound"),
     [
-        ({"max_tokens": 0}, ">= 1, or 0 with echo, got 0"),
-        ({"max_tokens": -1}, ">= 1, or 0 with echo, got -1"),
-        ({"max_tokens": -1, "echo": True}, ">= 0, got -1"),
+        ({"max_tokens": 0}, "1, or 0 with echo, got 0"),
+        ({"max_tokens": -1}, "1, or 0 with echo, got -1"),
+        ({"max_tokens": -1, "echo": True}, "0, got -1"),
     ],
 )
 async def test_a_completion_without_tokens_needs_echo(
@@ -169,7 +172,7 @@ async def test_a_completion_without_tokens_needs_echo(
 ) -> None:
     body = {"prompt": "a"} | fields
     _, error, _ = await post(await serve(FakeEngine()), "/v1/completions", json=body)
-    assert error["message"] == f"max_tokens: Expected `int` {bound}"
+    assert error["message"] == f"max_tokens must be at least {bound}"
 
 
 async def test_kinds_of_blocks_are_listed(serve: Serve) -> None:
@@ -180,7 +183,7 @@ async def test_kinds_of_blocks_are_listed(serve: Serve) -> None:
     ) as reply:
         message = (await reply.json())["error"]["message"]
     assert "'image'" in message
-    assert "it may be " in message
+    assert "it must be one of " in message
     assert "'text'" in message
 
 

@@ -14,12 +14,12 @@ import aiohttp
 import pytest
 
 import jaxserve
-from jaxserve.api import StepView, WaitingView
 from jaxserve.config import ServerConfig
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.server import make_app
 from jaxserve.server.access import digest
 from jaxserve.server.ui import live
+from jaxserve.views import StepView, WaitingView
 from tests.fakes import FakeEngine, tiny_tokenizer
 from tests.server.conftest import Serve, serving
 

@@ -73,7 +73,7 @@ def test_a_format_brings_its_pages_and_its_limits(
         ),
         (
             ("--kv-cache-dtype", "fp8_e4m3", "--calibration", "text"),
-            "--calibration is a text for --calculate-kv-scales, which is missing",
+            "--calibration needs --calculate-kv-scales",
         ),
         (
             ("--kv-cache-dtype", "fp8_e4m3", "--calculate-kv-scales", "--calibration", "/nowhere"),

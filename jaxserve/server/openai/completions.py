@@ -151,8 +151,8 @@ def _asked(fields: CompletionRequest) -> int:
     if fields.max_tokens is None:
         return DEFAULT_MAX_TOKENS
     if fields.max_tokens < (0 if fields.echo else 1):
-        bound = ">= 0" if fields.echo else ">= 1, or 0 with echo"
+        bound = "0" if fields.echo else "1, or 0 with echo"
         raise invalid(
-            f"max_tokens: Expected `int` {bound}, got {fields.max_tokens}", param="max_tokens"
+            f"max_tokens must be at least {bound}, got {fields.max_tokens}", param="max_tokens"
         )
     return max(1, fields.max_tokens)

@@ -88,7 +88,8 @@ def _stated(fields: GenerationFields) -> Iterator[Constraint]:
             if (value := getattr(structured, name)) is not None
         }
         if not kinds:
-            raise invalid("structured_outputs states no constraint", param="structured_outputs")
+            kinds = ", ".join(structured.__struct_fields__)
+            raise invalid(f"structured_outputs needs one of {kinds}", param="structured_outputs")
         if structured.json_object is False:
             raise invalid("json_object can only be true", param="structured_outputs.json_object")
         for name, value in kinds.items():

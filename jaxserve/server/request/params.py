@@ -72,7 +72,7 @@ def _logit_bias(fields: GenerationFields, limits: EngineLimits) -> tuple[tuple[i
             raise invalid(f"{key[:50]!r} is not a token id: 0 to {last}", param="logit_bias")
         if not -100 <= bias <= 100:
             param = f"logit_bias.{key}"
-            raise invalid(f"{param}: Expected `float` from -100 to 100, got {bias:g}", param=param)
+            raise invalid(f"{param} must be -100 to 100, got {bias:g}", param=param)
         biases.append((int(key), bias))
     check_token_ids([token for token, _ in biases], limits, "logit_bias")
     return tuple(biases)

@@ -99,7 +99,7 @@ def _chosen(
         forced = choice.allowed_tools.mode == "required"
     if forced and not chosen:
         raise invalid(
-            "tool_choice asks for a call, and there is no tool that can be called",
+            "tool_choice demands a call, but there is no tool to call",
             param="tool_choice",
         )
     return ChatTools(

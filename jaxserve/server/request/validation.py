@@ -17,8 +17,20 @@ MAX_SHOWN = 60
 """Characters of a value that its error repeats."""
 
 _FIELD_IN_MESSAGE = re.compile("Object (missing required|contains unknown) field `(.+)`")
+_EXPECTED = re.compile(r"Expected `([^`]+)`(?: (of length )?([<>]=?) (\S+))?(, got .*)?")
 _STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
 _type_info = cache(inspect.type_info)
+
+_SIGNS = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}
+_LENGTHS = {"array": " entries", "object": " entries", "str": " characters"}
+_TYPES = {
+    "array": "a list",
+    "bool": "true or false",
+    "float": "a number",
+    "int": "an integer",
+    "object": "an object",
+    "str": "a string",
+}
 
 type Step = str | int
 """A field's name or a position; `...` stands for a key of a mapping, which msgspec keeps back."""
@@ -37,9 +49,8 @@ def not_json(error: Exception, body: bytes) -> ApiError:
 def wrong_field(
     error: msgspec.ValidationError, sent: bytes | Sequence[Any], kind: Any, at: str = ""
 ) -> ApiError:
-    """The 400 for JSON that is no `kind`: names the field, and adds to msgspec's words the value
-    that a bound excludes, or the values that there are. `sent`: a body, or the list that its field
-    `at` holds."""
+    """The 400 for JSON that is no `kind`: names the field, what it must be, and what was sent.
+    `sent`: a body, or the list that its field `at` holds."""
     message, _, path = str(error).partition(" - at `$")
     steps = [
         int(position) if position.isdecimal() else name or "..."
@@ -47,7 +58,7 @@ def wrong_field(
     ]
     if message.startswith("Invalid "):
         choices = ", ".join(map(repr, dict.fromkeys(_choices(_type_info(kind), steps))))
-        message += f": it may be {choices}" if choices else ""
+        message += f"; it must be one of {choices}" if choices else ""
     elif message.startswith("Expected ") and "got" not in message:
         message += _shown(sent, steps)
     param = (at + path).strip("`.")
@@ -55,8 +66,30 @@ def wrong_field(
         param = f"{param}.{named[2]}".removeprefix(".")
         said = "is required" if named[1] == "missing required" else "is not known"
         return invalid(f"{param} {said}", param=param)
-    where = param or ("the body" if message.startswith("Expected ") else "")
-    return invalid(f"{where}: {message}" if where else message, param=param or None)
+    if message.startswith("Expected "):
+        return invalid(f"{param or 'the body'} {_must(message)}", param=param or None)
+    return invalid(f"{param}: {message}" if param else message, param=param or None)
+
+
+def _must(message: str) -> str:
+    """msgspec's "Expected `int` >= 1, got 0" as "must be at least 1, got 0"."""
+    match = _EXPECTED.fullmatch(message)
+    if match is None:  # such as "Expected `str` matching regex '...'"
+        return message.replace("Expected `str` ", "must be a string ")
+    types, length, sign, bound, got = match.groups()
+    got = re.sub("`([^`]+)`", lambda kinds: _in_words(kinds[1]), got or "")
+    if sign is None:
+        return f"must be {_in_words(types)}{got}"
+    if length is None:
+        return f"must be {_SIGNS[sign]} {float(bound):g}{got}"
+    if (sign, bound) == (">=", "1"):
+        return "must not be empty"
+    return f"must have {_SIGNS[sign]} {bound}{_LENGTHS.get(types, '')}{got}"
+
+
+def _in_words(types: str) -> str:
+    """Types as msgspec writes them: "int | null" is "an integer or null"."""
+    return " or ".join(_TYPES.get(name, name) for name in types.split(" | "))
 
 
 def _shown(sent: bytes | Sequence[Any], steps: Sequence[Step]) -> str:

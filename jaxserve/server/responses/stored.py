@@ -70,7 +70,7 @@ def entry(
 async def retrieve(request: web.Request) -> web.Response:
     """GET /v1/responses/{response_id}."""
     if request.query.get("stream") == "true":
-        raise invalid("a stored response comes as a whole, not as a stream", param="stream")
+        raise invalid("a stored response cannot be streamed", param="stream")
     return json_response(msgspec.Raw(_asked(request).response))
 
 

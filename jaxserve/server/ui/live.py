@@ -13,12 +13,13 @@ from typing import Any
 from aiohttp import web
 
 import jaxserve
-from jaxserve.api import Engine, Occupancy, StepView, WaitingView
+from jaxserve.api import Engine
 from jaxserve.config import ServerConfig
 from jaxserve.metrics.metrics import Distribution, Metrics
 from jaxserve.server.errors import ApiError
 from jaxserve.server.service import SERVICE
 from jaxserve.server.sse import EventStream, named_event
+from jaxserve.views import Occupancy, StepView, WaitingView
 
 INTERVAL = 0.125
 """Seconds between two looks: at most 8 events a second, and one of what hardly changes."""
