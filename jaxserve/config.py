@@ -125,7 +125,9 @@ class HostTierConfig:
     slots: int
     """Pages that it holds, of any group."""
     page_bytes: tuple[int, ...]
-    """Of each cache group."""
+    """Of each cache group; then of a piece of recurrent state, if there are some."""
+    state_pieces: int = 0
+    """Of a snapshot of recurrent state, which move as pages of one more group."""
     store_ring: int
     """Pages of each group that may be on their way to the host, see `plan.PageMoves`."""
     load_ring: int

@@ -15,8 +15,9 @@ from jaxserve.scheduler.pages import PagePool
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 from jaxserve.scheduler.snapshots import Snapshots
 
-type Elsewhere = Callable[[GroupPages, bytes], bool]
-"""Whether a page of a group that the device does not have is somewhere else, by its hash."""
+type Elsewhere = Callable[[GroupPages | None, bytes], bool]
+"""Whether a page of a group that the device does not have, or a snapshot (None), is somewhere else,
+by its hash."""
 
 
 class Hit(NamedTuple):
@@ -140,7 +141,8 @@ class KVCacheManager:
                 there = elsewhere and functools.partial(elsewhere, group)
                 shorter = group.cached(hashes, shorter, there)
             if self.snapshots is not None:
-                shorter = self.snapshots.longest(hashes, shorter)
+                there = elsewhere and functools.partial(elsewhere, None)
+                shorter = self.snapshots.longest(hashes, shorter, there)
         return count if count * self.page_size > self._own_tokens else 0
 
     def reachable(self, seq: Sequence, elsewhere: Elsewhere) -> int:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import enum
-import hashlib
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from jaxserve.config import HostTierConfig
 from jaxserve.offload.index import HostIndex
 from jaxserve.scheduler.disk_pages import DiskPages
 from jaxserve.scheduler.group_pages import GroupPages
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager
+from jaxserve.scheduler.load import Load, LoadPage, State, key_of
 from jaxserve.scheduler.sequence import Sequence
+from jaxserve.scheduler.state_pieces import StatePieces
 from jaxserve.scheduler.tier_observer import TierObserver
 from jaxserve.scheduler.transfers import Transfers
 
@@ -37,62 +36,7 @@ _TRIAL = 1.02
 taught is forgotten."""
 
 
-class State(enum.Enum):
-    """Of a page of a load."""
-
-    ON_DISK = enum.auto()
-    READING = enum.auto()
-    """From disk into a host slot."""
-    ON_HOST = enum.auto()
-    """In a host slot, which the load pins."""
-    COPYING = enum.auto()
-    """To the load ring. The copy's end unpins the host slot."""
-    ARRIVED = enum.auto()
-    """The move from the ring into the page is launched with this turn's, or was before."""
-    GONE = enum.auto()
-    """It does not come."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class LoadPage:
-    """A page that is on its way."""
-
-    group: GroupPages
-    number: int
-    """Of the sequence's pages."""
-    key: bytes
-    page: int
-    """On the device."""
-    state: State
-    host_slot: int = -1
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Load:
-    """A run of pages that comes back for one sequence or several."""
-
-    seq: Sequence
-    """Whose tokens they hold."""
-    hashes: list[bytes]
-    pages: list[LoadPage]
-    """In order of their numbers; those before `end` are wanted."""
-    held: list[list[int]]
-    """For each group the pages that the load holds on the device, in order."""
-    waiting: list[Sequence]
-    began: float
-    predicted: float
-    """Seconds."""
-    end: int
-    published: int = 0
-    over: bool = False
-    error: str = ""
-    """Why pages from `end` on do not come."""
-    keys: frozenset[bytes]
-
-
-def key_of(group: int, content: bytes) -> bytes:
-    """Returns the key of a page below the device: 32 bytes."""
-    return hashlib.sha256(content + bytes([group])).digest() if group else content
+type _Missing = tuple[GroupPages | StatePieces, int, bytes]
 
 
 class Loads:
@@ -112,12 +56,13 @@ class Loads:
         index: HostIndex,
         transfers: Transfers,
         disk: DiskPages,
+        pieces: StatePieces | None = None,
         *,
         clock: Callable[[], float],
         observer: TierObserver,
     ):
         self._config, self._kv_cache, self._index = config, kv_cache, index
-        self._transfers, self._disk = transfers, disk
+        self._transfers, self._disk, self._pieces = transfers, disk, pieces
         self._clock, self._observer = clock, observer
         self._loads: list[Load] = []
         self._news = False
@@ -165,23 +110,34 @@ class Loads:
         self._begin(seq, hashes, missing, seconds)
         return True
 
-    def _has(self, group: GroupPages, content: bytes) -> bool:
-        key = key_of(group.number, content)
+    def _has(self, group: GroupPages | None, content: bytes) -> bool:
+        if group is not None:
+            return self._has_key(key_of(group.number, content))
+        return self._pieces is not None and all(map(self._has_key, self._pieces.keys(content)))
+
+    def _has_key(self, key: bytes) -> bool:
         if key in self._index or self._disk.contains(key):
             return True
         return any(key in load.keys for load in self._loads)
 
-    def _missing(self, hashes: list[bytes]) -> Iterable[tuple[GroupPages, int, bytes]]:
-        """Yields group, number and key of the pages that the device lacks, in order of numbers."""
+    def _missing(self, hashes: list[bytes]) -> Iterable[_Missing]:
+        """Yields group, number and key of the pages that the device lacks, in order of numbers, and
+        then of the pieces of the snapshot behind them."""
         end = len(hashes) * self._kv_cache.page_size
         firsts = [(group, group.first_page(end)) for group in self._kv_cache.groups]
         for number, content in enumerate(hashes):
             for group, first in firsts:
                 if number >= first and group.pool.page_of(content) is None:
                     yield group, number, key_of(group.number, content)
+        pieces = self._pieces
+        if pieces is not None and hashes[-1] not in pieces.snapshots:
+            for key in pieces.keys(hashes[-1]):
+                yield pieces, len(hashes) - 1, key
 
-    def _fits(self, hashes: list[bytes], missing: list[tuple[GroupPages, int, bytes]]) -> bool:
+    def _fits(self, hashes: list[bytes], missing: list[_Missing]) -> bool:
         """Returns whether the pages that the load would hold are free or held by others."""
+        if isinstance(missing[-1][0], StatePieces) and not missing[-1][0].snapshots.can_reserve:
+            return False
         end = len(hashes) * self._kv_cache.page_size
         for group in self._kv_cache.groups:
             found = map(group.pool.page_of, hashes[group.first_page(end) :])
@@ -190,7 +146,7 @@ class Loads:
                 return False
         return True
 
-    def _seconds(self, missing: list[tuple[GroupPages, int, bytes]]) -> float:
+    def _seconds(self, missing: list[_Missing]) -> float:
         """Returns how long a load of these should take."""
         host = disk = 0
         for group, _, key in missing:
@@ -203,7 +159,7 @@ class Loads:
         self,
         seq: Sequence,
         hashes: list[bytes],
-        missing: list[tuple[GroupPages, int, bytes]],
+        missing: list[_Missing],
         seconds: float,
     ) -> None:
         end = len(hashes) * self._kv_cache.page_size
@@ -213,13 +169,19 @@ class Loads:
             found = {number: group.pool.page_of(hashes[number]) for number in numbers}
             there = {number: page for number, page in found.items() if page is not None}
             tables.append({number: group.hold(page) for number, page in there.items()})
+        snapshot, places = None, iter(())
+        if self._pieces is not None and missing[-1][0] is self._pieces:
+            snapshot = self._pieces.snapshots.reserve()
+            places = iter(self._pieces.pieces(snapshot))
         on_host = [self._index.pin(key) if key in self._index else None for _, _, key in missing]
         pages = [
             LoadPage(
                 group=group,
                 number=number,
                 key=key,
-                page=tables[group.number].setdefault(number, group.hold(None)),
+                page=next(places)
+                if isinstance(group, StatePieces)
+                else tables[group.number].setdefault(number, group.hold(None)),
                 state=State.ON_DISK if slot is None else State.ON_HOST,
                 host_slot=-1 if slot is None else slot,
             )
@@ -231,6 +193,7 @@ class Loads:
             hashes=hashes,
             pages=pages,
             held=[[table[number] for number in sorted(table)] for table in tables],
+            snapshot=snapshot,
             waiting=[],
             began=self._clock(),
             predicted=seconds,
@@ -350,6 +313,8 @@ class Loads:
             self._orphans += each.state in (State.COPYING, State.READING)
         for group, held in zip(self._kv_cache.groups, load.held, strict=True):
             group.let_go(held)
+        if load.snapshot is not None and self._pieces is not None:
+            self._pieces.snapshots.release(load.snapshot)
         for seq in load.waiting:
             seq.loading = False
             if load.error:

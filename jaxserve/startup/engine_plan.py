@@ -20,6 +20,7 @@ from jaxserve.config import (
     HostTierConfig,
     SchedulerConfig,
 )
+from jaxserve.models.delta_net import abstract_state
 from jaxserve.programs.executable_cache import ExecutableCache, Program
 from jaxserve.runner import kv_cache, slot_tables
 from jaxserve.runner.fingerprint import program_key
@@ -90,7 +91,10 @@ class EnginePlan:
             + slot_tables.num_bytes(config.tables)
             + memory.tree_bytes((config.pre_mlp, config.verify, config.recurrent_state))
             + results
-            + ring_bytes(config.kv_format, config.kv_shapes, config.dtype, config.rings),
+            + ring_bytes(
+                *(config.kv_format, config.kv_shapes, config.dtype, config.rings),
+                config.recurrent_state,
+            ),
             temporaries=temporaries,
         )
 
@@ -124,7 +128,8 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     page_size = _page_size(options, kv_format, gpu=gpu)
     draft_layers = head.spec.body.num_layers if head else 0
     shapes = [each.shape for each in kv_cache.sized_groups(spec, page_size, 1, draft_layers)]
-    rings, beside = plan_rings(options, kv_format, shapes, dtype, gpu=gpu)
+    state = abstract_state(spec, dtype, 1)
+    rings, beside = plan_rings(options, kv_format, shapes, dtype, state, gpu=gpu)
     beside += head.num_bytes if head else 0
     e4m3 = _fp8_pays(dtype, target)
     room = Room(
@@ -152,8 +157,8 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     size = memory.tree_bytes(weights.served) + beside
     fit = room.fit(size, choices, options.max_model_len)
     if not gpu:
-        state = room.state_bytes(fit.buckets, fit.snapshots)
-        memory.check_host_memory(size, fit.budget + state)
+        kept = room.state_bytes(fit.buckets, fit.snapshots)
+        memory.check_host_memory(size, fit.budget + kept)
     config = _runner_config(options, source, room, fit, target, head, rings)
     room.report(fit, size, choices, chosen=options.max_model_len is None)
     compiling = compiler_options(gpu=gpu)
