@@ -83,14 +83,27 @@ class CacheConfig:
     """Of the state of recurrent layers at ends of pages, without which a model that has some finds
     no prefix."""
     snapshot_stride: int = 1024
-    """Tokens of a prompt between two of them, in whole pages."""
+    """Tokens of a prompt between two of them, in whole pages and blocks."""
+    state_block: int = 1
+    """Tokens of a prompt that recurrent layers compute at once, from each multiple on. A power of
+    two; 1 without such layers."""
 
     def __post_init__(self) -> None:
         _ = self.groups  # checks them
-        if self.snapshots and self.snapshot_stride % self.page_size:
+        if self.snapshots and self.snapshot_stride % max(self.page_size, self.state_block):
             raise ConfigError(
                 f"snapshots every {self.snapshot_stride} tokens are not at ends of pages of "
-                f"{self.page_size}"
+                f"{self.page_size} tokens and of blocks of {self.state_block}"
+            )
+        if self.snapshots and self.own_tokens % self.state_block:
+            raise ConfigError(
+                f"the {self.own_tokens} tokens that a slot keeps for itself are no whole blocks of "
+                f"{self.state_block}"
+            )
+        if self.state_block > self.page_size and any(each.window for each in self.groups):
+            raise ConfigError(
+                f"pages of {self.page_size} tokens in groups with a window do not hold blocks of "
+                f"{self.state_block}"
             )
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size must be a power of two, got {self.page_size}")

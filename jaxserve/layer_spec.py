@@ -165,6 +165,8 @@ class DeltaNetSpec:
     value_dim: int
     conv_width: int
     """Inputs that the convolution sees, the own one among them."""
+    block: int = 64
+    """Tokens of a prompt that are computed at once, from each of its multiples on."""
 
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:
@@ -174,6 +176,8 @@ class DeltaNetSpec:
             )
         if self.conv_width < 2:
             raise ConfigError(f"a convolution sees 2 inputs or more, got {self.conv_width}")
+        if self.block < 1 or self.block & (self.block - 1):
+            raise ConfigError(f"a block's tokens must be a power of two, got {self.block}")
 
     @property
     def values(self) -> int:

@@ -43,6 +43,7 @@ class Admission(NamedTuple):
     tokens: tuple[int, ...] = ()
     """Empty if no penalty needs them."""
     num_prompt: int = 0
+    """Tokens of the prompt, however many were sampled before a preemption."""
 
 
 class PageCopy(NamedTuple):
@@ -62,7 +63,9 @@ class StateCopy(NamedTuple):
     """Overwrites the state of recurrent layers in slot `target` with that in slot `source`.
 
     Behind the slots of sequences and of padding come those of snapshots (`CacheConfig.snapshots`).
-    A row that begins at position 0 begins with a state of zeros, whatever its slot holds.
+    A row that begins at position 0 begins with a state of zeros, whatever its slot holds. A row of
+    a prompt begins and ends at multiples of `CacheConfig.state_block`, as long as the prompt fills
+    such blocks: which positions are computed as one block never depends on the cuts between rows.
     """
 
     source: int

@@ -24,6 +24,9 @@ repository with a name changed (`text-edit`), and for short essays (`text-chat`)
 `equal` is the share of answers that are the same with drafts as without, as far as both came. In
 other shapes a step rounds differently, so near ties may differ.
 
+With `--heads eagle3,dflash,dspark` no server starts: the steps of one engine are timed without a
+head and with each, of random weights. Their ratio is what a head costs where nothing is accepted.
+
 A card's first start compiles; these flags halve that:
 
     --flags "--decode-buckets 1,2,4,8,16,32,64,128,256 --prefill-buckets 64,256,1024,2048"
@@ -51,6 +54,7 @@ from typing import Any
 
 import aiohttp
 import chain_checkpoint
+import head_costs
 from speculation_workloads import MADE, TEXTS, body
 
 from jaxserve.model_spec import ModelSpec
@@ -63,6 +67,8 @@ PACKAGES = ("jaxserve", "jax", "jaxlib", "triton", "jax-cuda12-plugin", "jax-cud
 
 def main() -> int:
     args = parse_args()
+    if args.heads:
+        return head_costs.report(about(), args)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         model = args.model
         if not args.text:
@@ -94,6 +100,7 @@ def parse_args() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", default="qwen3-4b", help="a named shape, or a folder")
+    add("--heads", default="", help="time the steps with these draft heads instead, see above")
     add("--text", action="store_true", help="real weights, see above")
     add("--weights", type=Path, help="where made weights are kept (default: nowhere)")
     add("--workloads", default=None, help="with commas between them (default: all)")

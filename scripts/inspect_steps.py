@@ -29,6 +29,7 @@ prepare(gpu_memory_utilization=0.9)
 
 import jax
 import jax.numpy as jnp
+from head_shapes import HEADS
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 from random_weights import LAYER_FORMATS, encoder
@@ -36,8 +37,8 @@ from random_weights import LAYER_FORMATS, encoder
 from jaxserve.config import CacheConfig
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
-from jaxserve.models.drafts import block
-from jaxserve.models.drafts.spec import BlockDraft
+from jaxserve.models.drafts import loading
+from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft
 from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.runner import batch, kv_cache, sequence_state, slot_tables, verify
 from jaxserve.runner.batch import Bucket
@@ -68,7 +69,7 @@ def main() -> None:
     ]
     buckets += verify.buckets(args.verify, groups=1)
     encode = encoder(spec, args.quantization, args.lm_head_dtype)
-    draft = dspark(spec) if args.draft_head else None
+    draft = HEADS[args.draft_head](spec) if args.draft_head else None
     reports = [
         inspect(spec, encode, bucket, sharding, args.kv_cache_dtype, draft) for bucket in buckets
     ]
@@ -93,23 +94,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--decode", type=sizes, default=[1, 64])
     parser.add_argument("--prefill", type=sizes, default=[512])
     parser.add_argument("--verify", type=shapes, default=[], help="rows x positions: 8x8,32x2")
-    parser.add_argument("--draft-head", action="store_true", help="a DSpark head beside the model")
+    parser.add_argument("--draft-head", choices=HEADS, help="a head beside the model")
     return parser.parse_args()
-
-
-def dspark(spec: ModelSpec) -> BlockDraft:
-    """A head of the sizes that DeepSpec publishes, but for taps of a model with fewer layers."""
-    layers = (*spec.layers[:1],) * 5
-    body = dataclasses.replace(spec, layers=layers, tie_embeddings=False)
-    return BlockDraft(
-        body=body,
-        taps=tuple(range(min(5, spec.num_layers - 1))),
-        block=7,
-        mask_token=spec.vocab_size - 1,
-        predicts_next=True,
-        markov_rank=256,
-        confidence="hidden and markov",
-    )
 
 
 def topology_sharding(description: str) -> NamedSharding:
@@ -127,7 +113,7 @@ def inspect(
     bucket: Bucket | VerifyBucket,
     sharding: NamedSharding,
     kv_cache_dtype: str,
-    draft: BlockDraft | None,
+    draft: DraftSpec | None,
 ) -> dict[str, Any]:
     """What the compiled step of a bucket holds."""
     for old in Path(DUMP.name).iterdir():
@@ -146,11 +132,14 @@ def inspect(
         tables=slot_tables.abstract(MAX_SEQS, spec.vocab_size),
         pre_mlp=decoder.abstract_pre_mlp(spec, jnp.bfloat16, max(bucket.tokens, MAX_TOKENS)),
         results=jax.ShapeDtypeStruct((MAX_SEQS + 1, batch.RESULT_COLUMNS), jnp.int32),
+        head_states=jax.ShapeDtypeStruct((MAX_SEQS + 1, spec.embed), jnp.bfloat16)
+        if isinstance(draft, Eagle3Draft)
+        else None,
     )
     plain = decoder.abstract(spec, jnp.bfloat16, stacked=True)
     params = encoded_abstract(plain, encode)
     if draft is not None:
-        params = WithHead(params, block.abstract(draft, jnp.bfloat16, stacked=True))
+        params = WithHead(params, loading.abstract(draft, jnp.bfloat16, stacked=True))
     packed = jax.ShapeDtypeStruct((bucket.packed_size,), jnp.int32)
     verifies = isinstance(bucket, VerifyBucket)
     step = functools.partial(

@@ -165,3 +165,11 @@ def test_the_unit_s_command_line_parses() -> None:
     assert wanted
     ours = [name for name in wanted[1].split() if name.startswith("jaxserve")]
     assert ours and all((DEPLOY / name).is_file() for name in ours)
+
+
+def test_the_adapter_gives_the_autoscaler_series_that_are_exported() -> None:
+    rules = yaml.safe_load((DEPLOY / "prometheus-adapter.yml").read_text())["rules"]
+    given = {rule["seriesQuery"].partition("{")[0]: rule["name"]["as"] for rule in rules}
+    assert given.keys() <= series()
+    objects = (DEPLOY / "kubernetes" / "components" / "hpa" / "objects.yaml").read_text()
+    assert set(re.findall(r"name: (vllm_\w+)", objects)) == set(given.values())

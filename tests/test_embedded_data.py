@@ -16,14 +16,14 @@ from aiohttp.test_utils import TestServer
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors import safe_open
 
-from lab.embedded import chat, data, strings, tables, tasks
+from lab.embedded import chat, data, strings, tasks, tool_tables
 from lab.embedded import evaluate as evaluation
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "checkpoints/jaxserve_checkpoints/embedded"
 
 encoder = chat.Encoder.load(FOLDER)
-WEATHER = tables.TOOLS["get_weather"][0]
+WEATHER = tool_tables.TOOLS["get_weather"][0]
 
 
 def stored(name: str) -> dict[str, Any]:

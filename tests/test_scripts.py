@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -44,3 +45,15 @@ def test_the_study_of_swapped_kernels_leaves_the_device_to_the_step_that_it_time
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.stdout.strip() == "any", done.stderr
+
+
+@pytest.mark.slow
+def test_recurrent_layers_are_timed_in_a_dry_run(tmp_path: Path) -> None:
+    out = tmp_path / "recurrent.json"
+    command = [sys.executable, "scripts/bench_recurrent.py", "--dry-run", "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    found = json.loads(out.read_text())
+    assert {"card", "versions", "commit", "copy_tb_per_s"} <= found.keys()
+    kinds = [(each["kind"], each["tokens"]) for each in found["cases"]]
+    assert kinds == [("decode", 1), ("decode", 2), ("blocks", 40), ("one_by_one", 40)]
+    assert all(each["us"] > 0 for each in found["cases"])

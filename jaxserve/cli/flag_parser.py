@@ -73,6 +73,8 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False:
             return action.help
+        if action.default is True:
+            return f"{action.help} (default: on)"
         return super()._get_help_string(action)
 
     @override

@@ -226,12 +226,12 @@ def _parser(command: str | None) -> FlagParser:
         commands="" if command else "serve, precompile, convert, plan, kernels and bench",
     )
     parser.add_argument("--version", action="version", version=__version__)
-    add_model_flags(parser.add_argument_group("model").add_argument)
-    add_server_flags(parser.add_argument_group("server").add_argument)
-    add_access_flags(parser.add_argument_group("access").add_argument)
-    add_engine_flags(parser.add_argument_group("engine").add_argument)
     if command == "plan":
         add_plan_flags(parser.add_argument_group("plan").add_argument)
     if command == "kernels":
         add_kernels_flags(parser.add_argument_group("kernels").add_argument)
+    add_model_flags(parser.add_argument_group("model").add_argument)
+    add_server_flags(parser.add_argument_group("server").add_argument)
+    add_access_flags(parser.add_argument_group("access").add_argument)
+    add_engine_flags(parser.add_argument_group("engine").add_argument)
     return parser

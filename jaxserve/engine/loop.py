@@ -25,6 +25,7 @@ from jaxserve.metrics.metrics import Metrics
 from jaxserve.plan import PageMoves, Sampled, StepPlan
 from jaxserve.scheduler import Scheduler
 from jaxserve.scheduler.learned_times import StepClock
+from jaxserve.scheduler.transfers import MovesFailed
 
 log = logging.getLogger(__name__)
 
@@ -235,6 +236,11 @@ class StepLoop[P]:
             self._publish(scheduler.await_guides(_GUIDE_WAIT if in_flight else _IDLE_GUIDE_WAIT))
             scheduler.poll_host()
             plan = scheduler.plan()
+        except MovesFailed:
+            log.exception("moving pages of the prefix cache failed; what runs is computed again")
+            self._finish(in_flight)
+            self._recover([])
+            return None
         except Exception:
             log.exception("a plan could not be made; all requests end with an error")
             self._recover(None)

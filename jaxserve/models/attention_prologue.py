@@ -1,5 +1,5 @@
-"""What comes between the projection of attention and its kernels in some models, in plain JAX:
-gates, RoPE of a part of each head, norms with weights in float32.
+"""What comes between the projection of attention and its kernels in some models: gates, RoPE of a
+part of each head, norms with weights in float32.
 
 The kernels then get queries and keys that are normed and rotated already, so every KV format and
 every kernel serves such models.
@@ -7,18 +7,19 @@ every kernel serves such models.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxserve.layer_spec import AttentionSpec
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models.rope import RopeTables
-from jaxserve_kernels.add_rms_norm import rms_norm
-from jaxserve_kernels.attention_inputs import HeadWeights, rope
-from jaxserve_kernels.matmul import sum_parts
+from jaxserve_kernels.attention_inputs import HeadWeights
+from jaxserve_kernels.attention_prologue import PrologueHeads, attention_prologue
+from jaxserve_kernels.target import Target
 
 
 class Prologue(NamedTuple):
@@ -40,39 +41,27 @@ def prologue(
     projected: Array,
     heads: HeadWeights,
     tables: RopeTables,
-    attention: AttentionSpec,
+    spec: ModelSpec,
     *,
-    eps: float,
     dtype: DTypeLike,
+    target: Target,
 ) -> Prologue:
-    """Bias, QK-norm, RoPE and gates of a step's tokens::
-
-        q, gate = split each head of q                        # with gates
-        q, k = rope(rms_norm(q)), rope(rms_norm(k))           # rope: of the first elements
-
-    Args:
-      projected: [parts, tokens, qkv_size], partial sums.
-      heads, tables, eps: as of `attention_inputs`; tables [tokens, rotated / 2].
-      dtype: of activations.
-    """
-    tokens, head_dim = projected.shape[1], attention.head_dim
-    summed = sum_parts(projected, dtype, heads.bias)
-    q, k, v = jnp.split(summed, [summed.shape[-1] - 2 * attention.kv_size, -attention.kv_size], -1)
-    q, gate = q.reshape(tokens, attention.q_heads, -1), None
-    if attention.gated:
-        q, gate = jnp.split(q, 2, axis=-1)
-        gate = gate.reshape(tokens, -1)
-    k = k.reshape(tokens, -1, head_dim)
-    if heads.q_norm is not None and heads.k_norm is not None:
-        q, k = rms_norm(q, heads.q_norm, eps), rms_norm(k, heads.k_norm, eps)
-    rotated = [_rotated(each, tables).reshape(tokens, -1) for each in (q, k)]
-    ones = jnp.ones((tokens, head_dim // 2), jnp.float32)
-    qkv = jnp.concatenate([*rotated, v], axis=-1)
-    return Prologue(qkv[None], RopeTables(ones, jnp.zeros_like(ones)), gate)
+    """See `attention_prologue.reference`; `dtype` is that of activations."""
+    own = spec.attention
+    shape = PrologueHeads(own.q_heads, own.kv_heads, own.head_dim, own.gated)
+    qkv, gate = attention_prologue(
+        projected, heads, tables, heads=shape, eps=spec.norm_eps, dtype=dtype, target=target
+    )
+    tables_of = _constants if target.pdl else _identity
+    return Prologue(qkv, tables_of(projected.shape[1], own.head_dim), gate)
 
 
-def _rotated(heads: Array, tables: RopeTables) -> Array:
-    """The first elements of each head rotated, the others as they are."""
-    count = 2 * tables.cos.shape[-1]
-    turned = rope(heads[..., :count], *tables)
-    return turned if count == heads.shape[-1] else jnp.concatenate([turned, heads[..., count:]], -1)
+def _identity(tokens: int, head_dim: int, xp: Any = jnp) -> RopeTables:
+    ones = xp.ones((tokens, head_dim // 2), xp.float32)
+    return RopeTables(ones, xp.zeros_like(ones))
+
+
+@functools.lru_cache(maxsize=64)
+def _constants(tokens: int, head_dim: int) -> RopeTables:
+    """Of numpy: where kernels are launched by PDL, nothing is computed between them."""
+    return _identity(tokens, head_dim, np)

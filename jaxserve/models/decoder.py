@@ -186,11 +186,8 @@ def tapped_decode(
     # PDL takes what no kernel reads along.
     read = as_read(params.layers, tokens.ids.shape[0], target=target)
     arguments = (read, params.final_norm, x, normed, kv, tables, tokens)
-    if spec.state is None:
-        # A decode step is too short to wait for the start of each kernel.
-        normed, kv, tapped = pdl.call(layers, *arguments, target=target)
-    else:  # between the kernels of recurrent layers are some of XLA
-        normed, kv, tapped = layers(*arguments, target=target)
+    # A decode step is too short to wait for the start of each kernel.
+    normed, kv, tapped = pdl.call(layers, *arguments, target=target)
     return normed, _end_step(kv, tokens, tile_size=1, target=target), tapped
 
 

@@ -12,8 +12,14 @@ from jax.typing import DTypeLike
 from jaxserve.layer_spec import DeltaNetSpec
 from jaxserve.model_spec import ModelSpec
 from jaxserve_kernels.causal_conv import causal_conv
-from jaxserve_kernels.gated_delta_rule import Heads, gated_delta_rule, gated_rms_norm
-from jaxserve_kernels.matmul import QuantizedTokens, linear, plain, sum_parts
+from jaxserve_kernels.gated_delta_rule import (
+    Heads,
+    RuleConfig,
+    RuleTokens,
+    RuleWeights,
+    gated_delta_rule,
+)
+from jaxserve_kernels.matmul import QuantizedTokens, linear, plain
 from jaxserve_kernels.recurrent_state import RecurrentState, RecurrentStep
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Weight
@@ -89,15 +95,19 @@ def mix(
       [tokens, values] in the dtype of activations, and state.
     """
     assert spec.state is not None
-    own, dtype = spec.state.delta_net, weights.conv.dtype
-    projected = sum_parts(linear(normed, weights.in_proj, target=target), dtype)
-    gates = sum_parts(linear(plain(normed), weights.in_gates, jnp.float32, target=target), dtype)
-    mixed, gate = projected[:, : own.channels], projected[:, own.channels :]
-    mixed, conv = causal_conv(mixed, weights.conv, state.conv, layer, step, target=target)
+    own = spec.state.delta_net
+    projected = linear(normed, weights.in_proj, target=target)
+    gates = linear(plain(normed), weights.in_gates, jnp.float32, target=target)
+    mixed, conv = causal_conv(projected, weights.conv, state.conv, layer, step, target=target)
     out, delta = gated_delta_rule(
-        *(mixed, gates, weights.a_log, weights.dt_bias, state.delta, layer, step),
-        heads=Heads(own.key_heads, own.value_heads, own.key_dim, own.value_dim),
+        RuleTokens(mixed, gates, projected),
+        RuleWeights(weights.a_log, weights.dt_bias, weights.norm),
+        *(state.delta, layer, step),
+        config=RuleConfig(
+            heads=Heads(own.key_heads, own.value_heads, own.key_dim, own.value_dim),
+            block=own.block,
+            eps=spec.norm_eps,
+        ),
         target=target,
     )
-    out = gated_rms_norm(out, gate.reshape(out.shape), weights.norm, spec.norm_eps)
-    return out.reshape(out.shape[0], -1), RecurrentState(conv, delta)
+    return out, RecurrentState(conv, delta)

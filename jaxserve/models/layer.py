@@ -16,6 +16,7 @@ from jaxserve.models.layer_weights import Layer, SharedExpert
 from jaxserve.models.rope import RopeTables
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.attention_inputs import HeadWeights
+from jaxserve_kernels.attention_prologue import gate_heads
 from jaxserve_kernels.experts import ExpertWeights, Routing, experts, route
 from jaxserve_kernels.kv_format import KV, AttentionStep, attend
 from jaxserve_kernels.matmul import (
@@ -113,9 +114,7 @@ def mix(
     qkv = linear(normed, layer.qkv, target=target)
     heads, gate = HeadWeights(layer.q_norm, layer.k_norm, layer.qkv_bias, layer.sinks), None
     if attention_prologue.is_needed(spec):
-        own = attention_prologue.prologue(
-            qkv, heads, tables, spec.attention, eps=spec.norm_eps, dtype=dtype
-        )
+        own = attention_prologue.prologue(qkv, heads, tables, spec, dtype=dtype, target=target)
         (qkv, tables, gate), heads = own, HeadWeights(sinks=layer.sinks)
     attention_out, cache = attend(
         *(qkv, cache, place.layer, heads, tables, tokens.places[group]),
@@ -127,7 +126,9 @@ def mix(
     )
     kv = (*kv[:group], cache, *kv[group + 1 :])
     attention_out = attention_out.reshape(normed.shape[0], -1)
-    return attention_out if gate is None else attention_out * jax.nn.sigmoid(gate), kv
+    if gate is not None:
+        attention_out = gate_heads(attention_out, gate, target=target)
+    return attention_out, kv
 
 
 def feed_forward(

@@ -45,7 +45,8 @@ class Copier(Protocol):
     """Copies whole pages. All methods belong to one thread, and none of them waits but `close`.
 
     Each tag comes back once, in any order. A copy that failed has ended, too: nothing reads or
-    writes its slots any more.
+    writes its slots any more. So it does not come back while the device cannot tell whether it has
+    ended.
     """
 
     @property
@@ -192,6 +193,11 @@ class PageCopier:
             self._count(ended)
             completions.append(Completion(ended.job.tag, ended.error is None, ended.error))
         return completions
+
+    def use_store_ring(self, ring: Ring) -> None:
+        """Copy from another ring from the next store on, of the same slots. What is on its way from
+        the old one ends as it is."""
+        self._rings[Direction.STORE] = ring
 
     def close(self) -> bool:
         """As in `Copier`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import queue
 import threading
 import time
@@ -12,6 +12,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from jaxserve_kernels.cuda_driver import CudaError
+
+log = logging.getLogger(__name__)
+
+_AGAIN = 0.05
+"""Seconds after which a link that could not say so is asked again whether its copies have ended."""
+
+_SILENT = "the device does not say whether earlier copies have ended"
 
 DEPTH = 4
 """Chunks on their way at once. What else is copied in this direction queues behind all of them."""
@@ -70,7 +77,8 @@ class Lane[Job]:
     of the one before are on their way.
 
     Whatever fails becomes the error of a job. A job with an error ends when none of its chunks is
-    on its way any more.
+    on its way any more. While the link cannot say so, the job does not end, because its memory may
+    still be written, and no other begins.
     """
 
     def __init__(
@@ -94,6 +102,11 @@ class Lane[Job]:
         self._closed = False
         self._unusable: str | None = None
         self._flying: deque[tuple[_Copy[Job], int]] = deque()
+        self._unsure = False
+        """Chunks that no event tells of may be on their way."""
+        self._withheld: list[_Copy[Job]] = []
+        """Copies that failed and may still be on their way."""
+        self._warned = False
         self._next_event = 0
         # A daemon: a device that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -113,9 +126,10 @@ class Lane[Job]:
         self._jobs.put(None)
 
     def join(self, timeout: float) -> bool:
-        """Wait after `close`, `timeout` seconds at most. Returns whether the thread has ended."""
+        """Wait after `close`, `timeout` seconds at most. Returns whether the thread has ended, and
+        nothing is on its way."""
         self._thread.join(max(0.0, timeout))
-        return not self._thread.is_alive()
+        return not self._thread.is_alive() and not self._unsure
 
     def _run(self) -> None:
         try:
@@ -124,18 +138,24 @@ class Lane[Job]:
             self._unusable = str(error)
         while True:
             try:
-                job = self._jobs.get(block=not self._flying)
+                job = self._jobs.get(
+                    block=not self._flying, timeout=_AGAIN if self._unsure else None
+                )
             except queue.Empty:
-                self._retire()
+                self._retire() if self._flying else self._drain()
                 continue
             if job is None:
                 break
             self._begin(job)
         while self._flying:
             self._retire()
+        if self._unsure:
+            self._drain()
 
     def _begin(self, job: Job) -> None:
         refusal = "the copier is closed" if self._closed else self._unusable
+        if refusal is None and self._unsure:
+            refusal = _SILENT
         if refusal is not None:
             self._ended(job, refusal, 0.0)
             return
@@ -144,6 +164,8 @@ class Lane[Job]:
             for chunk in self._chunks(job):
                 while len(self._flying) >= self._depth:
                     self._retire()
+                if self._unsure:
+                    raise CudaError(_SILENT)
                 self._link.begin(chunk, self._next_event)
                 copy.flying += 1
                 self._flying.append((copy, self._next_event))
@@ -164,11 +186,31 @@ class Lane[Job]:
         self._settle(copy)
 
     def _fail(self, copy: _Copy[Job], error: CudaError) -> None:
-        """Afterwards no chunk is on its way, or the device does nothing any more."""
+        """A call failed, so what was begun may have no event that tells its end."""
         copy.error = copy.error or str(error)
-        with contextlib.suppress(CudaError):
+        if not self._unsure:
+            self._unsure = True
+            self._drain()
+
+    def _drain(self) -> None:
+        """Wait until nothing is on its way, if the link can tell. Ends the copies that waited for
+        this."""
+        try:
             self._link.drain()
+        except CudaError as error:
+            if not self._warned:
+                self._warned = True
+                log.error("pages are not copied until the device answers: %s", error)
+            return
+        self._unsure = False
+        withheld, self._withheld = self._withheld, []
+        for copy in withheld:
+            self._settle(copy)
 
     def _settle(self, copy: _Copy[Job]) -> None:
-        if copy.all_begun and not copy.flying:
+        if not copy.all_begun or copy.flying:
+            return
+        if copy.error is not None and self._unsure:
+            self._withheld.append(copy)
+        else:
             self._ended(copy.job, copy.error, time.perf_counter() - copy.begin)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import resource
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_size_t, c_void_p
@@ -138,7 +139,11 @@ class HostSlab:
 
     def _register(self, cuda: CudaContext, address: int, size: int) -> None:
         status = cuda.driver.cuMemHostRegister_v2(c_void_p(address), c_size_t(size), _PORTABLE)
-        check(status, f"cuMemHostRegister of {size / 2**30:.1f} GiB")
+        what = f"cuMemHostRegister of {size / 2**30:.1f} GiB"
+        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        if status and 0 <= locked < size:  # most drivers do not count pinned memory there
+            what += f", where `ulimit -l` allows {locked / 2**20:.1f} MiB of locked memory"
+        check(status, what)
         self._registered.append(address)
 
 

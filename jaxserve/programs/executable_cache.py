@@ -38,6 +38,9 @@ type Executable = jax.stages.Compiled
 type Key = Mapping[str, Any]
 """Everything that a program depends on except its own arguments; JSON values."""
 
+NOT_THERE = "not there"
+"""Why a program cannot be loaded that was never kept."""
+
 _FORMAT = "jaxserve executable 1"
 _MANIFEST = "manifest.json"
 _STALE_SECONDS = 3600.0
@@ -248,7 +251,7 @@ def _read_own_file(path: Path) -> bytes:
         folder = path.parent.stat()
         stream = _open_regular(path)
     except FileNotFoundError:
-        raise Unusable("not there") from None
+        raise Unusable(NOT_THERE) from None
     except OSError as error:
         raise Unusable(f"cannot be opened ({error.strerror})") from None
     with stream:

@@ -180,6 +180,8 @@ def _updates(plan: StepPlan, width: int, pages_per_seq: int) -> Iterator[tuple[i
         base = admission.slot * width
         for column, value in sequence_state.columns(admission.params):
             yield base + column, value
+        yield base + sequence_state.PROMPT, admission.num_prompt
+        yield base + sequence_state.HEAD_STATE, 0  # that of the slot's last holder
     for slot, position, page, group in plan.pages:
         yield slot * width + sequence_state.PAGES + group * pages_per_seq + position, page
 

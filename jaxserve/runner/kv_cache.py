@@ -111,6 +111,7 @@ def cache_config(
         own_tokens=own_tokens,
         snapshots=snapshots,
         snapshot_stride=max(SNAPSHOT_STRIDE, page_size),
+        state_block=1 if spec.state is None else spec.state.delta_net.block,
     )
 
 

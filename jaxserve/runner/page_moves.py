@@ -3,12 +3,11 @@ state of recurrent layers moves in pieces, as pages of one more group: `state_pi
 
 A ring has an array for each array of the KV format that has pages, [slots + 1, ...], with all
 layers of a page together. The last slot is padding. Copies between rings and the host are someone
-else's, who needs the rings' addresses: rings never move.
+else's, who needs the rings' addresses: rings never move, but in `PageMover.reset`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -210,8 +209,10 @@ class PageMover:
         stores, loads = jax.block_until_ready(executables["rings"]())
         self._stores: list[Ring] = [tuple(ring) for ring in stores]
         self._loads: list[Ring] = [tuple(ring) for ring in loads]
-        self._markers: list[Array] = []
-        """Of what was launched last."""
+        self._markers: list[Any] = []
+        """Of what was launched and was not known to be done since."""
+        self.on_new_ring: Callable[[], None] = lambda: None
+        """Called when `reset` has put a ring elsewhere."""
 
     def store_ring(self) -> list[list[RingArray]]:
         """Returns the parts of each group's store ring, whose arrays stay where they are."""
@@ -237,9 +238,10 @@ class PageMover:
         return tuple(kept)
 
     def move(self, caches: Caches, moves: PageMoves) -> tuple[Caches, Callable[[], bool]]:
-        """Launch moves. Returns the caches, and what tells, without waiting, whether all is
-        done."""
-        self._markers = []
+        """Launch moves. Returns the caches, and what tells, without waiting, whether all is done;
+        it raises JaxRuntimeError if the device failed to."""
+        self._markers = [marker for marker in self._markers if not marker.is_ready()]
+        others = len(self._markers)
         kept = list(caches)
         for group, padding in enumerate(self._paddings):
             restores = [move for move in moves.restores if move.group == group]
@@ -248,10 +250,13 @@ class PageMover:
             stores = [move for move in moves.stores if move.group == group]
             for pairs in pack(stores, self._slots.store, padding):
                 self._gather(group, kept[group], pairs)
-        markers: list[Any] = list(self._markers)
+        markers = self._markers[others:]
 
         def is_done() -> bool:
-            return all(marker.is_ready() for marker in markers)
+            if not all(marker.is_ready() for marker in markers):
+                return False
+            jax.block_until_ready(markers)  # what failed is ready, too
+            return True
 
         is_done()  # asked first after later steps are launched, it would wait for those as well
         return tuple(kept), is_done
@@ -260,8 +265,23 @@ class PageMover:
         """Wait until nothing that was launched touches the rings any more. A failure is no news
         here."""
         for marker in self._markers:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                jax.block_until_ready(marker)
+            _has_failed(marker)
+        self._markers = []
+
+    def reset(self) -> None:
+        """Make the rings usable after a failed step or move.
+
+        What runs is waited for. Load rings are only read, so they are whole, and copies to them may
+        go on. A store ring that a failed program has taken with it is made anew, elsewhere; what
+        the copies from it have brought to the host is worth nothing.
+        """
+        self.settle()
+        lost = [number for number, ring in enumerate(self._stores) if any(map(_has_failed, ring))]
+        if lost:
+            stores, _ = jax.block_until_ready(self._executables["rings"]())
+            for number in lost:
+                self._stores[number] = tuple(stores[number])
+            self.on_new_ring()
 
     def _scatter(self, group: int, kv: Any, pairs: NDArray[np.int32]) -> Any:
         program = self._executables[_name("scatter", group, pairs.shape[1])]
@@ -273,6 +293,17 @@ class PageMover:
         program = self._executables[_name("gather", group, pairs.shape[1])]
         self._stores[group], marker = program(kv, self._stores[group], pairs)
         self._markers.append(marker)
+
+
+def _has_failed(array: Array) -> bool:
+    """Waits for an array. Returns whether it has no content."""
+    if array.is_deleted():
+        return True
+    try:
+        jax.block_until_ready(array)
+    except jax.errors.JaxRuntimeError:
+        return True
+    return False
 
 
 def _parts(ring: Ring) -> list[RingArray]:

@@ -15,8 +15,7 @@ from jaxserve.config import Buckets, CacheConfig, ConfigError, SchedulerConfig
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.models.delta_net import abstract_state
-from jaxserve.models.drafts.block import BlockParams
-from jaxserve.models.drafts.spec import BlockDraft
+from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft
 from jaxserve.models.layer import Caches, paged
 from jaxserve.programs.executable_cache import Program
 from jaxserve.runner import (
@@ -31,7 +30,7 @@ from jaxserve.runner import (
     verify,
 )
 from jaxserve.runner.batch import Bucket
-from jaxserve.runner.draft_step import StepParams, WithHead
+from jaxserve.runner.draft_step import HeadParams, StepParams, WithHead
 from jaxserve.runner.page_moves import Rings
 from jaxserve.runner.step import DeviceState, run_step
 from jaxserve.runner.verify import VerifyBucket, VerifyState
@@ -72,7 +71,7 @@ class RunnerConfig:
     kv_format: KVFormat = AUTO
     target: Target = field(default_factory=Target.here)
     """What the steps are traced for."""
-    draft: BlockDraft | None = None
+    draft: DraftSpec | None = None
     """A head that drafts in verify steps."""
     rings: Rings | None = None
     """Rings of a tier below the device; None: there is none."""
@@ -81,6 +80,12 @@ class RunnerConfig:
         if self.spec.state is not None and self.buckets.verify:
             raise ConfigError(
                 "the state of recurrent layers cannot be taken back: no drafts can be verified"
+            )
+        block = 1 if self.spec.state is None else self.spec.state.delta_net.block
+        if self.cache.state_block != block:
+            raise ConfigError(
+                f"the model computes prompts in blocks of {block} tokens, and the cache is made "
+                f"for blocks of {self.cache.state_block}"
             )
 
     @property
@@ -135,6 +140,13 @@ class RunnerConfig:
         return decoder.abstract_pre_mlp(self.spec, self.dtype, self.buckets.prefill[-1])
 
     @property
+    def head_states(self) -> Any:
+        """Abstract; None if the head keeps none."""
+        if not isinstance(self.draft, Eagle3Draft):
+            return None
+        return _abstract((self.scheduler.max_num_seqs + 1, self.spec.embed), self.dtype)
+
+    @property
     def results_shape(self) -> tuple[int, int]:
         """One row more than any step writes, see `DeviceState.results`."""
         verified = (rows * positions for rows, positions in self.buckets.verify)
@@ -173,7 +185,7 @@ class RunnerConfig:
         ]
 
 
-def programs(config: RunnerConfig, params: Any, head: BlockParams | None = None) -> list[Program]:
+def programs(config: RunnerConfig, params: Any, head: HeadParams | None = None) -> list[Program]:
     """Returns all programs of a runner, the slowest to compile first.
 
     Args:
@@ -187,6 +199,7 @@ def programs(config: RunnerConfig, params: Any, head: BlockParams | None = None)
         tables=config.tables,
         pre_mlp=config.pre_mlp,
         results=_abstract(config.results_shape, jnp.int32),
+        head_states=config.head_states,
     )
 
     def step(bucket: Bucket | VerifyBucket) -> Program:
@@ -225,6 +238,7 @@ def programs(config: RunnerConfig, params: Any, head: BlockParams | None = None)
             tables=jax.tree.map(zeros, config.tables),
             pre_mlp=jax.tree.map(zeros, config.pre_mlp),
             results=zeros(state.results),
+            head_states=jax.tree.map(zeros, config.head_states),
         )
 
     updates = _abstract((2 * FLUSH_UPDATES,), jnp.int32)
@@ -264,7 +278,7 @@ def programs(config: RunnerConfig, params: Any, head: BlockParams | None = None)
     ]
 
 
-def step_params(params: decoder.Params, head: BlockParams | None) -> StepParams:
+def step_params(params: decoder.Params, head: HeadParams | None) -> StepParams:
     """Returns the weights that steps take; those of the head if there is one."""
     return params if head is None else WithHead(params, head)
 

@@ -13,7 +13,6 @@ from jax import Array
 from numpy.typing import NDArray
 
 from jaxserve.models import decoder
-from jaxserve.models.drafts.block import BlockParams
 from jaxserve.models.layer import Caches, paged
 from jaxserve.plan import PageCopy, PageMoves, Sampled, StateCopy, StepPlan
 from jaxserve.programs.executable_cache import Executable
@@ -27,6 +26,7 @@ from jaxserve.runner import (
     verify,
 )
 from jaxserve.runner.batch import Bucket, Updates
+from jaxserve.runner.draft_step import HeadParams
 from jaxserve.runner.page_moves import PageMover
 from jaxserve.runner.programs import (
     FLUSH_UPDATES,
@@ -82,7 +82,7 @@ class Runner:
         config: RunnerConfig,
         params: decoder.Params,
         observer: StepObserver,
-        head: BlockParams | None = None,
+        head: HeadParams | None = None,
     ):
         """`head`: the weights of `config.draft`, if there is one."""
         self._config = config
@@ -192,7 +192,7 @@ class Runner:
 
     def move_pages(self, moves: PageMoves) -> Callable[[], bool]:
         """Launch moves, before the next step. Returns before they are done, with what tells
-        whether they are."""
+        whether they are; see `PageMover.move`."""
         assert self._mover is not None, "there are no rings"
         kv, is_done = self._mover.move(self._state.kv, moves)
         self._state = self._state._replace(kv=kv)
@@ -224,7 +224,7 @@ class Runner:
                 buffer.delete()  # there is no room for a second cache beside the first
         self._in_flight = None
         if self._mover is not None:
-            self._mover.settle()
+            self._mover.reset()
         self._uploads.forget()
         self._state, self._free_results = self._fresh_state()
 

@@ -4,6 +4,8 @@
     columns 1..5          temperature, top_k, top_p, min_p, seed (float32 as their bits)
     column 6              features: which tables of `slot_tables` the sampler reads
     columns 7..9          presence, frequency and repetition penalty, if a feature
+    column 10             tokens of the prompt
+    column 11             of how many tokens a draft head has the last one's state; 0: of none
     columns PAGES..       page tables of the cache groups, one after the other
 
 A step changes the matrix by a list of (address, value) pairs, which travel in the one small array
@@ -22,7 +24,7 @@ from jaxserve.api import SamplingParams
 from jaxserve_kernels.sampler import BIASED, MASKED, PENALISED
 
 LAST_TOKEN, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED = range(6)
-FEATURES, PRESENCE, FREQUENCY, REPETITION = range(6, 10)
+FEATURES, PRESENCE, FREQUENCY, REPETITION, PROMPT, HEAD_STATE = range(6, 12)
 PAGES = 16
 """First column of the page table: the columns before it are padded to 64 bytes."""
 

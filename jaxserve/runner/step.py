@@ -11,7 +11,7 @@ from jax import Array, lax
 from jaxserve.api import MAX_LOGPROBS
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
-from jaxserve.models.drafts.spec import BlockDraft
+from jaxserve.models.drafts.spec import DraftSpec
 from jaxserve.models.layer import Caches, StepTokens, paged
 from jaxserve.runner import sequence_state
 from jaxserve.runner.batch import (
@@ -22,7 +22,7 @@ from jaxserve.runner.batch import (
     Bucket,
     StepInputs,
 )
-from jaxserve.runner.draft_step import StepParams, model_of, remember, taps_of
+from jaxserve.runner.draft_step import StepParams, keep, model_of, remember, taps_of
 from jaxserve_kernels.kv_format import AttentionStep, page_size
 from jaxserve_kernels.recurrent_state import RecurrentStep
 from jaxserve_kernels.sampler import (
@@ -57,6 +57,9 @@ class DeviceState(NamedTuple):
     No step writes the last row. XLA would use an array that a step writes entirely as scratch
     memory until then.
     """
+    head_states: Array | None = None
+    """[slots + 1, embed]: what an EAGLE-3 head keeps of each sequence's newest computed token, see
+    `sequence_state.HEAD_STATE`."""
 
 
 def run_step(
@@ -65,7 +68,7 @@ def run_step(
     packed: Array,
     *,
     spec: ModelSpec,
-    draft: BlockDraft | None = None,
+    draft: DraftSpec | None = None,
     bucket: Bucket,
     sampled_vocab: int,
     target: Target,
@@ -87,7 +90,8 @@ def run_step(
     tokens = locate(inputs, sequences, state.kv)
     if spec.state is not None:
         padding = sequences.shape[0] - 1
-        recurrent = _rows(inputs, padding, singles=bucket.kind == "decode")
+        prompts = None if bucket.kind == "decode" else sequences[:, sequence_state.PROMPT]
+        recurrent = _rows(inputs, padding, prompts, spec.state.delta_net.block)
         tokens = tokens._replace(recurrent=recurrent)
     kept = state.pre_mlp
     if bucket.kind == "mixed":
@@ -100,7 +104,9 @@ def run_step(
         hidden, kv, tapped = decoder.tapped_decode(
             model, state.kv, tokens, spec, target=target, taps=taps
         )
-    kv = remember(params, draft, kv, tapped, tokens, spec, target=target)
+    kv, states = remember(
+        *(params, draft, kv, tapped, tokens, state.head_states, sequences, spec), target=target
+    )
     scores = decoder.logits(model, hidden, target=target)
     rows = row_sampling(inputs, sequences)
     wanted = (inputs.row_flags & ROW_LOGPROBS) != 0
@@ -119,7 +125,11 @@ def run_step(
     slots = jnp.where(rows.active, inputs.row_slots, padding_slot)
     sequences = sequences.at[slots, sequence_state.LAST_TOKEN].set(chosen)
     results = overwritten(state.results, result_rows(chosen, logprobs))
-    return DeviceState(kv, sequences, tables, kept, results)
+    lengths = inputs.token_positions[inputs.row_last] + 1
+    head_states, sequences = keep(
+        state.head_states, sequences, states, inputs.row_last, inputs.row_slots, lengths
+    )
+    return DeviceState(kv, sequences, tables, kept, results, head_states)
 
 
 def overwritten(old: Array, new: Array) -> Array:
@@ -149,13 +159,19 @@ def locate(inputs: StepInputs, sequences: Array, kv: Caches) -> StepTokens:
     return StepTokens(ids, places)
 
 
-def _rows(inputs: StepInputs, padding_slot: int, *, singles: bool) -> RecurrentStep:
-    """Returns where the tokens belong in the state of recurrent layers. `singles`: each token is a
-    row."""
-    slots, positions = inputs.token_slots, inputs.token_positions
-    if singles:
+def _rows(
+    inputs: StepInputs, padding_slot: int, prompts: Array | None, block: int
+) -> RecurrentStep:
+    """Returns where the tokens belong in the state of recurrent layers.
+
+    Args:
+      prompts: int32 [slots + 1], tokens of each slot's prompt; None: each token is a row.
+      block: see `DeltaNetSpec.block`.
+    """
+    slots, positions, rows = inputs.token_slots, inputs.token_positions, inputs.row_slots
+    if prompts is None:
         return RecurrentStep.of_decode(slots, positions, padding_slot)
-    return RecurrentStep.of_rows(slots, positions, inputs.row_slots, inputs.row_last)
+    return RecurrentStep.of_rows(slots, positions, rows, inputs.row_last, prompts[rows], block)
 
 
 def row_sampling(inputs: StepInputs, sequences: Array) -> RowSampling:

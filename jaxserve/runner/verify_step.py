@@ -10,15 +10,16 @@ from jax import Array, lax
 from jaxserve.api import MAX_LOGPROBS
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
-from jaxserve.models.drafts.spec import BlockDraft
+from jaxserve.models.drafts.places import Ends
+from jaxserve.models.drafts.spec import DraftSpec
 from jaxserve.models.layer import paged
 from jaxserve.runner import sequence_state
 from jaxserve.runner.batch import DECODE_TOKEN, ROW_LOGPROBS, ROW_MASKED, ROW_SAMPLES, StepInputs
 from jaxserve.runner.draft_step import (
-    Ends,
     StepParams,
     WithHead,
     draft_ahead,
+    keep,
     model_of,
     remember,
     taps_of,
@@ -70,7 +71,7 @@ def run_verify_step(
     packed: Array,
     *,
     spec: ModelSpec,
-    draft: BlockDraft | None = None,
+    draft: DraftSpec | None = None,
     bucket: VerifyBucket,
     sampled_vocab: int,
     target: Target,
@@ -104,7 +105,9 @@ def run_verify_step(
         target=target,
         taps=taps_of(draft),
     )
-    kv = remember(params, draft, kv, tapped, tokens, spec, target=target)
+    kv, states = remember(
+        *(params, draft, kv, tapped, tokens, state.head_states, sequences, spec), target=target
+    )
     scores = decoder.logits(
         model, decoder.finish(model, pre_mlp, spec, target=target), target=target
     )
@@ -123,12 +126,19 @@ def run_verify_step(
     )
     chosen = chosen.reshape(bucket.rows, bucket.positions)
     accepted = runs.accepted(chosen)
+    ends = ends_of(runs, chosen, accepted, asked.row_ends, size)
+    sequences = with_last_tokens(sequences, runs.slots, chosen, accepted)
+    last = bucket.positions * jnp.arange(bucket.rows) + jnp.maximum(accepted - 1, 0)
+    slots = jnp.where(accepted > 0, runs.slots, sequences.shape[0] - 1)
+    own = (state.head_states, sequences, states, last, slots, ends.position)
+    head_states, sequences = keep(*own)
     state = DeviceState(
         kv,
-        with_last_tokens(sequences, runs.slots, chosen, accepted),
+        sequences,
         with_counts(state.tables, chosen, accepted, adjustments),
         state.pre_mlp,
         overwritten(state.results, _results(chosen, logprobs, accepted)),
+        head_states,
     )
     lengths = verify.lengths.at[runs.slots].set(runs.begin + accepted)
     verify = verify._replace(lengths=lengths)
@@ -141,7 +151,8 @@ def run_verify_step(
         draft,
         kv,
         page_table,
-        ends_of(runs, chosen, accepted, asked.row_ends, size),
+        ends,
+        None if states is None else states[last],
         _of_rows(sampling, bucket.rows),
         _of_rows(adjustments, bucket.rows),
         state.tables,

@@ -52,8 +52,10 @@ class KVCacheManager:
     compute, so that the sequence's row samples. In a group with a window a hit needs only the pages
     that the window covers before that token. Some formats also keep the first tokens of each
     slot outside the pages (`CacheConfig.own_tokens`); a hit leaves those to be computed first.
-    Where layers are recurrent a hit ends at a snapshot of their state, see `Snapshots`. After a
-    failed step nothing published is found any more: the device has lost it.
+    Where layers are recurrent a hit ends at a snapshot of their state, see `Snapshots`, and only
+    what blocks of prompts have filled is published: outputs are computed token by token, with other
+    rounding than a prompt with the same tokens. After a failed step nothing published is found any
+    more: the device has lost it.
     """
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig, sink: Sink | None = None):
@@ -79,6 +81,7 @@ class KVCacheManager:
         self.lower: LowerTier | None = None
         """Is told what happens to all pages at once."""
         self._own_tokens = cache.own_tokens
+        self._block = cache.state_block
         self.snapshots = None
         if cache.snapshots:
             self.snapshots = Snapshots(
@@ -86,6 +89,7 @@ class KVCacheManager:
                 first_slot=config.max_num_seqs + 1,
                 stride=cache.snapshot_stride,
                 page_size=cache.page_size,
+                block=cache.state_block,
             )
             drop = self.snapshots.drop
             for group in self.groups:
@@ -132,7 +136,7 @@ class KVCacheManager:
         cached what the next token reads."""
         if not self._sharing:
             return 0
-        count = seq.max_cached_tokens // self.page_size
+        count = min(seq.max_cached_tokens, self._shareable(seq)) // self.page_size
         hashes = seq.page_hashes(count, self.page_size)
         shorter, count = count, count + 1
         while shorter < count:
@@ -185,6 +189,18 @@ class KVCacheManager:
             if page
         ]
 
+    def chunk_end(self, seq: Sequence, start: int, end: int) -> int:
+        """Returns where a chunk from `start` on ends that would end at `end`: not inside of a block
+        that the prompt fills. That is `start` where it must not begin."""
+        blocks = seq.num_prompt // self._block * self._block
+        return end if end >= blocks else max(end // self._block * self._block, start)
+
+    def _shareable(self, seq: Sequence) -> int:
+        """Returns how many first tokens of the sequence it may share with others."""
+        if self.snapshots is None:
+            return len(seq.tokens)
+        return seq.num_prompt // self._block * self._block
+
     def lacks_pages(self, growing: Collection[Sequence]) -> bool:
         """Returns whether too few pages are free for each sequence to get those of its next
         token."""
@@ -227,7 +243,8 @@ class KVCacheManager:
         free in the groups with a window.
 
         Returns:
-          The position up to which it has pages in all groups, and the entries of the new ones.
+          Where the chunk ends, at the latest where pages do in some group, and the entries of the
+          new ones.
         """
         entries: list[PageEntry] = []
         if self.snapshots is not None:
@@ -242,7 +259,7 @@ class KVCacheManager:
                 for position, page in enumerate(pages, start=number)
             ]
             end = min(end, len(group.pages(seq)) * self.page_size)
-        return end, entries
+        return self.chunk_end(seq, seq.computed, end), entries
 
     def slide(self, seq: Sequence) -> None:
         """Take back the pages that are wholly behind the sequence's windows."""
@@ -253,7 +270,7 @@ class KVCacheManager:
         """Let others find the sequence's full pages whose tokens the host knows."""
         if not self._sharing or seq.slot in self._forgotten:
             return
-        full = min(seq.computed, len(seq.tokens)) // self.page_size
+        full = min(seq.computed, self._shareable(seq)) // self.page_size
         if full > seq.published:
             hashes = seq.page_hashes(full, self.page_size)
             for group in self._full_first:
@@ -262,8 +279,11 @@ class KVCacheManager:
 
     def next_full_page(self, seq: Sequence) -> int:
         """Returns the number of tokens at which the sequence has one more page to publish."""
-        publishes = self._sharing and seq.running and seq.slot not in self._forgotten
-        return (seq.published + 1) * self.page_size if publishes else seq.limit
+        if not self._sharing or not seq.running or seq.slot in self._forgotten:
+            return seq.limit
+        following = (seq.published + 1) * self.page_size
+        shares = self.snapshots is None or following <= self._shareable(seq)
+        return following if shares else seq.limit
 
     def forget(self) -> None:
         """Unpublish everything, see `PagePool.forget`, and empty the tier below."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from jaxserve.api import DeadlineMissed
-from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.config import CacheConfig, ConfigError, SchedulerConfig
 from jaxserve.kv_events.events import Sink
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
 from jaxserve.scheduler.admission import OutputLengths, has_room
@@ -90,6 +90,12 @@ class Scheduler(Commits):
         )
         self._times = times
         context = config.max_chunk_context
+        self._least = cache.state_block
+        if config.max_num_batched_tokens < config.max_num_seqs - 1 + self._least:
+            raise ConfigError(
+                f"a step of {config.max_num_batched_tokens} tokens has no room for "
+                f"{config.max_num_seqs - 1} decodes and a block of {self._least} tokens of a prompt"
+            )
         self._chunk_pages = sys.maxsize if context is None else self._kv_cache.pages_for(context)
         self._learned = times and LearnedTimes(times)
         self._verify = verification and VerifyRows(
@@ -174,12 +180,14 @@ class Scheduler(Commits):
         pending = self._pending(prefilling)
         queued = len(prefilling) + len(self._waiting) - len(pending)
         budget = self._budget.chunk_tokens(decodes, pending, queued)
+        if budget:  # less would compute nothing of a prompt in blocks
+            budget = max(budget, min(self._least, self._config.max_num_batched_tokens - len(rows)))
         room, pages_for = self._chunk_pages, self._kv_cache.pages_for
         for seq in prefilling:
             if budget and pages_for(min(seq.prefill_end, seq.computed + budget)) <= room:
-                budget -= self._plan_chunk(seq, budget, rows, entries)
-                room -= pages_for(rows[-1].start + rows[-1].num_tokens)
-        while budget and (seq := self._admit(entries, room)):
+                budget -= (tokens := self._plan_chunk(seq, budget, rows, entries))
+                room -= pages_for(rows[-1].start + tokens) if tokens else 0
+        while budget and (seq := self._admit(entries, room, budget)):
             admissions.append(admission(seq))
             budget -= self._plan_chunk(seq, budget, rows, entries)
             room -= pages_for(rows[-1].start + rows[-1].num_tokens)
@@ -267,20 +275,24 @@ class Scheduler(Commits):
     def _plan_chunk(
         self, seq: Sequence, budget: int, rows: list[Row], entries: list[PageEntry]
     ) -> int:
-        """Plan the next chunk of a prefill. Returns its number of tokens."""
+        """Plan the next chunk of a prefill. Returns its number of tokens, 0 if the budget holds no
+        block."""
         start = seq.computed
         end, new = self._kv_cache.append_chunk(seq, min(start + budget, seq.prefill_end))
         entries += new
+        if end == start:
+            return 0
         rows.append(chunk_row(seq, end - start))
         self._kv_cache.row_planned(seq)
         self._kv_cache.publish(seq)
         return rows[-1].num_tokens
 
-    def _admit(self, entries: list[PageEntry], room: int) -> Sequence | None:
+    def _admit(self, entries: list[PageEntry], room: int, budget: int) -> Sequence | None:
         """Admit the first waiting sequence if a slot and enough pages are free.
 
         Args:
           room: pages of context that further chunks of this step may read.
+          budget: tokens that this step may still compute.
         """
         while (seq := self._next()) is not None:
             if seq is self._blocked or seq.in_flight:
@@ -290,6 +302,10 @@ class Scheduler(Commits):
             if self._kv_cache.pages_for(len(seq.tokens)) > room:
                 return None
             hit = self._kv_cache.cached_pages(seq)
+            start = hit.length * self._kv_cache.page_size
+            end = min(start + budget, len(seq.tokens))
+            if self._kv_cache.chunk_end(seq, start, end) == start:
+                return None
             if not has_room(seq, hit, self._running.values(), self._kv_cache, self._lengths):
                 self._blocked = seq
                 return None

@@ -18,7 +18,6 @@ class _Due(NamedTuple):
     slot: int
     boundary: int
     """In tokens, at the end of a page."""
-    of_output: bool
 
 
 @dataclass(slots=True)
@@ -39,8 +38,9 @@ class Snapshots:
     before and a snapshot are found, under the same hash.
 
     **Where.** A chunk of a prompt ends at every `stride` tokens and at the prompt's last end of a
-    page that leaves a token to compute; there its state is kept. A sequence that decodes keeps that
-    of the last end of a page, in place of the one before: the next turn of a chat goes on from it.
+    page and of a block that leaves a token to compute; there its state is kept. That of outputs is
+    not: they are computed token by token, and the next turn of a chat, alone, computes them in
+    blocks. It goes on from the end of the last prompt.
 
     **When.** A plan with the row that reaches a boundary is followed by one that copies the slot's
     state before anything else (`StepPlan.states`). Until then nothing changes the slot: whoever has
@@ -55,16 +55,15 @@ class Snapshots:
     with it: nobody could find both.
     """
 
-    def __init__(self, count: int, *, first_slot: int, stride: int, page_size: int):
+    def __init__(self, count: int, *, first_slot: int, stride: int, page_size: int, block: int = 1):
         """`count` snapshots in the state's slots from `first_slot` on; `stride` in tokens, whole
-        pages."""
+        pages and blocks of `block` tokens."""
         self.num_total = count
         self._first_slot, self._stride, self._page_size = first_slot, stride, page_size
+        self._block = block
         self._free = list(range(first_slot + count - 1, first_slot - 1, -1))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()
         """By the hash of the page before the boundary, the least recently used first."""
-        self._of_output: dict[int, bytes] = {}
-        """The one that a decoding sequence keeps, by `Sequence.id`."""
         self._due: list[_Due] = []
         self._copies: list[StateCopy] = []
         self._held: dict[int, _Held] = {}
@@ -86,20 +85,20 @@ class Snapshots:
         return min([end, *(boundary for boundary in wanted if boundary > seq.computed)])
 
     def _last_boundary(self, seq: Sequence) -> int:
-        """Returns the last end of a page in the prompt that leaves a token to compute."""
-        return (seq.prefill_end - 1) // self._page_size * self._page_size
+        """Returns the last end of a page and of a block in the prompt that leaves a token to
+        compute."""
+        unit = max(self._page_size, self._block)  # both are powers of two
+        return min(seq.num_prompt, seq.prefill_end - 1) // unit * unit
 
     def planned(self, seq: Sequence, *, publishes: bool = True) -> None:
         """A row of the sequence was planned. `publishes`: others may find what it computes."""
-        end, held = seq.computed, self._held.get(seq.id)
+        held = self._held.get(seq.id)
         if held is not None:  # the slot's state is none of a boundary that is looked for
             held.ready = not seq.skip_to
             return
-        if not publishes or not end or end % self._page_size:
-            return
-        output = end > seq.prefill_end
-        if output or end % self._stride == 0 or end == self._last_boundary(seq):
-            self._due.append(_Due(seq, seq.slot, end, output))
+        end, last = seq.computed, self._last_boundary(seq)
+        if publishes and 0 < end <= last and (end % self._stride == 0 or end == last):
+            self._due.append(_Due(seq, seq.slot, end))
 
     def settle(self) -> None:
         """A plan begins: it copies what the plans before it have reached."""
@@ -107,20 +106,14 @@ class Snapshots:
             self._copies.append(StateCopy(held.source, held.seq.slot))
             self._let_go(held)
         due, self._due = self._due, []
-        for seq, slot, boundary, of_output in due:
-            if boundary > len(seq.tokens):
-                continue  # the host does not know all of its tokens
+        for seq, slot, boundary in due:
             content = seq.page_hashes(boundary // self._page_size, self._page_size)[-1]
             if content in self._slot_of:
                 self._slot_of.move_to_end(content)
                 continue
-            if of_output and (earlier := self._of_output.pop(seq.id, None)) is not None:
-                self._drop(earlier)
             target = self._take()
             if target is None:
                 continue
-            if of_output:
-                self._of_output[seq.id] = content
             self._slot_of[content] = target
             self._copies.append(StateCopy(slot, target))
 
@@ -233,8 +226,7 @@ class Snapshots:
             self._give_back(slot)
 
     def freed(self, seq: Sequence) -> None:
-        """The sequence gives its slot back; what it keeps stays findable."""
-        self._of_output.pop(seq.id, None)
+        """The sequence gives its slot back."""
         if (held := self._held.get(seq.id)) is not None:
             self._let_go(held)
 
@@ -242,7 +234,6 @@ class Snapshots:
         """Nothing that was computed so far is found any more."""
         for content in list(self._slot_of):
             self._drop(content)
-        self._of_output.clear()
         self._due.clear()
         self._copies.clear()
 

@@ -38,8 +38,14 @@ class Copier(Protocol):
         ...
 
 
+_FAILED = "the device failed"
+
 type Then = Callable[[str | None], None]
 """Called when a copy has ended, with why it failed."""
+
+
+class MovesFailed(RuntimeError):
+    """The device did not run moves that were launched: it has failed, as with a step."""
 
 
 class _Store(NamedTuple):
@@ -52,6 +58,7 @@ class _Launch(NamedTuple):
     """Moves that are launched."""
 
     is_done: Callable[[], bool]
+    """Raises if they failed."""
     stores: list[_Store]
     restores: list[PageMove]
 
@@ -94,7 +101,7 @@ class Transfers:
         """Of this turn: not launched."""
         self._launches: list[_Launch] = []
         self._copies: dict[int, Then] = {}
-        self._tag = 0
+        self._tag = self._failures = 0
 
     @property
     def busy(self) -> bool:
@@ -140,8 +147,12 @@ class Transfers:
         self._stores, self._restores = [], []
 
     def advance(self) -> None:
-        """Go on with whatever has run or was copied."""
-        while self._launches and self._launches[0].is_done():
+        """Go on with whatever has run or was copied.
+
+        Raises:
+          MovesFailed: `failed` is due.
+        """
+        while self._launches and _has_run(self._launches[0]):
             launch = self._launches.pop(0)
             for move in launch.restores:
                 self.load_ring.give_back(move.ring_slot)
@@ -151,11 +162,11 @@ class Transfers:
             self._copies.pop(ended.tag)(None if ended.ok else ended.error or "unknown")
 
     def _copy_out(self, store: _Store) -> None:
-        slot = store.move.ring_slot
+        slot, failures = store.move.ring_slot, self._failures
 
         def then(error: str | None) -> None:
             self.store_ring.give_back(slot)
-            store.then(error)
+            store.then(error if failures == self._failures else _FAILED)
 
         self._copier.store(slot, store.host_slot, self._begin(then))
 
@@ -165,7 +176,10 @@ class Transfers:
         return self._tag
 
     def failed(self) -> None:
-        """The device runs nothing more of what was launched, or has lost the result."""
+        """The device runs nothing more of what was launched, or has lost the result. Its store ring
+        may be lost, too, so what is being copied from there is worth nothing. Slots are given out
+        again only when the device is at rest."""
+        self._failures += 1
         lost = [*self._launches, _Launch(lambda: True, self._stores, self._restores)]
         self._launches, self._stores, self._restores = [], [], []
         for launch in lost:
@@ -173,7 +187,7 @@ class Transfers:
                 self.load_ring.give_back(move.ring_slot)
             for store in launch.stores:
                 self.store_ring.give_back(store.move.ring_slot)
-                store.then("the device failed")
+                store.then(_FAILED)
 
     def check(self) -> None:
         """AssertionError if a ring slot is free twice, or free while something uses it."""
@@ -184,3 +198,10 @@ class Transfers:
         ):
             slots = [*ring.all_free(), *(move.ring_slot for move in used)]
             assert len(set(slots)) == len(slots), "a ring slot is given out twice"
+
+
+def _has_run(launch: _Launch) -> bool:
+    try:
+        return launch.is_done()
+    except Exception as error:
+        raise MovesFailed("pages were not moved to or from the host") from error

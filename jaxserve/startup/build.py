@@ -21,7 +21,7 @@ from jaxserve.kv_events.events import Sink
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.models import decoder
 from jaxserve.offload.slab import HostSlab
-from jaxserve.programs.executable_cache import Executable
+from jaxserve.programs.executable_cache import NOT_THERE, Executable
 from jaxserve.programs.executables import Obtained, OnMissing, by_reason, obtain
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Pending, Runner, on_compile
@@ -30,7 +30,7 @@ from jaxserve.scheduler.speculation.head import HeadDrafts
 from jaxserve.scheduler.speculation.lookup import Lookup
 from jaxserve.scheduler.verify import Verification
 from jaxserve.setting_files import read_text
-from jaxserve.startup import fast_paths, heap, host_tier, kv_scales, memory
+from jaxserve.startup import fast_paths, heap, host_tier, host_tier_plan, kv_scales, memory
 from jaxserve.startup.engine_plan import EnginePlan, plan_engine
 from jaxserve.startup.measure import step_times
 from jaxserve.startup.timeline import Timeline
@@ -73,10 +73,14 @@ def build_parts(
     jax.devices()
     with timeline.span("plan"):
         plan = plan_engine(options, source)
+    if tiers and plan.host is not None:
+        own, parts = jax.default_backend() == "cpu", plan.memory(0)
+        beside = parts.weights + parts.kv_cache + parts.state if own else 0
+        host_tier_plan.check_memory(plan.host, beside)
     on_missing: OnMissing = functools.partial(_announce_missing, plan)
     if options.require_precompiled:
         on_missing = functools.partial(_refuse_missing, plan)
-        on_missing({each.name: "not there" for each in plan.programs if not plan.cache.has(each)})
+        on_missing({each.name: NOT_THERE for each in plan.programs if not plan.cache.has(each)})
     watch = _CompileWatch(metrics, forbid=options.forbid_compiles)
     on_compile(watch)
     workers = options.compile_workers or os.cpu_count() or 1
@@ -147,7 +151,7 @@ def _verification(options: Options, config: RunnerConfig) -> Verification | None
     drafts = min(max(positions for _, positions in buckets) - 1, chosen.drafts)
     if config.draft is not None:
         head = HeadDrafts(drafts=min(drafts, config.draft.num_drafts))
-        room = config.draft.block
+        room = config.draft.room
         return Verification(proposer=head, buckets=buckets, observe=head.observe, room=room)
     proposer = Lookup(drafts=drafts, least=chosen.least_match, most=chosen.most_match)
     return Verification(proposer=proposer, buckets=buckets)
@@ -223,12 +227,12 @@ def _report(plan: EnginePlan, runner: Runner, obtained: Obtained, metrics: Metri
     config, cache = plan.config, plan.config.cache
     planned = plan.memory(runner.temp_bytes())
     planned.check()
+    loaded = len(plan.steps) - len(obtained.compiled)
+    first = not loaded and set(obtained.compiled.values()) == {NOT_THERE}
     log.info(
         "%d of %d programs loaded, %d compiled%s",
-        len(plan.steps) - len(obtained.compiled),
-        len(plan.steps),
-        len(obtained.compiled),
-        f" ({by_reason(obtained.compiled)})" if obtained.compiled else "",
+        *(loaded, len(plan.steps), len(obtained.compiled)),
+        "" if first or not obtained.compiled else f" ({by_reason(obtained.compiled)})",
     )
     log.info(
         "memory: %s; KV cache (%s): %d pages of %d tokens, %d tokens",

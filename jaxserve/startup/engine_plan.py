@@ -89,7 +89,9 @@ class EnginePlan:
             kv_cache=kv_cache.total_bytes(config.kv_format, config.kv_shapes, config.dtype),
             state=rows * columns * 4
             + slot_tables.num_bytes(config.tables)
-            + memory.tree_bytes((config.pre_mlp, config.verify, config.recurrent_state))
+            + memory.tree_bytes(
+                (config.pre_mlp, config.verify, config.recurrent_state, config.head_states)
+            )
             + results
             + ring_bytes(
                 *(config.kv_format, config.kv_shapes, config.dtype, config.rings),

@@ -23,6 +23,7 @@ from jaxserve.offload.cuda import CudaContext
 from jaxserve.offload.disk import DiskTier
 from jaxserve.offload.page_folder import FolderError
 from jaxserve.offload.slab import HostSlab, NotEnoughMemory
+from jaxserve.runner.page_moves import RingArray
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
 from jaxserve.runner.state_pieces import StatePieces
@@ -124,14 +125,25 @@ def _copier(
 ) -> CpuCopier | CudaCopier:
     mover, rings = runner.mover, plan.config.rings
     assert mover is not None and rings is not None
-    store, load = (
-        Ring([[RingPart(*array) for array in arrays] for arrays in groups], slots)
-        for groups, slots in ((mover.store_ring(), rings.store), (mover.load_ring(), rings.load))
-    )
+
+    def store_ring() -> Ring:
+        return _ring(mover.store_ring(), rings.store)
+
+    store, load = store_ring(), _ring(mover.load_ring(), rings.load)
     verify, cuda = options.kv_offload_verify, _cuda()
+    copier: CpuCopier | CudaCopier
     if cuda is None:
-        return CpuCopier(slab, store, load, wake=_wake, verify=verify, counters=counters)
-    return CudaCopier(slab, store, load, cuda=cuda, wake=_wake, verify=verify, counters=counters)
+        copier = CpuCopier(slab, store, load, wake=_wake, verify=verify, counters=counters)
+    else:
+        copier = CudaCopier(
+            slab, store, load, cuda=cuda, wake=_wake, verify=verify, counters=counters
+        )
+    mover.on_new_ring = lambda: copier.use_store_ring(store_ring())
+    return copier
+
+
+def _ring(groups: list[list[RingArray]], slots: int) -> Ring:
+    return Ring([[RingPart(*array) for array in arrays] for arrays in groups], slots)
 
 
 def _wake() -> None:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 from jax.typing import DTypeLike
 
+from jaxserve import host_memory
 from jaxserve.cli.options import Options
 from jaxserve.config import ConfigError, HostTierConfig
+from jaxserve.offload.slab import RESERVE
 from jaxserve.runner.page_moves import Rings, ring_bytes
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.state_pieces import StatePieces
@@ -110,4 +112,27 @@ def plan_tier(options: Options, config: RunnerConfig) -> HostTierConfig | None:
         store_ring=rings.store,
         load_ring=rings.load,
         lookahead=min(2 * longest, slots // (4 * len(each))),
+    )
+
+
+def check_memory(tier: HostTierConfig, beside: int) -> None:
+    """Raise ConfigError, with the numbers, if the machine does not have the tier's memory. Before
+    weights are loaded, which takes long; the slab looks again at what is free then.
+
+    Args:
+      beside: bytes that weights and KV cache will take of the same memory.
+    """
+    slot = -(-max(tier.page_bytes) // _LINE) * _LINE
+    size, free = tier.slots * slot, host_memory.available()
+    most = free - RESERVE - beside
+    if size <= most:
+        return
+    cache = f", weights and KV cache take {memory.in_words(beside)}" if beside else ""
+    advice = "leave it out"
+    if most >= 4 * slot * len(tier.page_bytes):
+        advice = f"ask for at most {most // 2**20}Mi, or {advice}"
+    raise ConfigError(
+        f"--kv-offload-size {memory.in_words(size)} is more than this machine can give: "
+        f"{memory.in_words(free)} are available to this process{cache} and "
+        f"{memory.in_words(RESERVE)} stay free; {advice}"
     )

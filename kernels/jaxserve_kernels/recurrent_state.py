@@ -33,6 +33,9 @@ class Rows(NamedTuple):
     slots: Array
     positions: Array
     """Of the row's first token in its sequence."""
+    blocked: Array | None = None
+    """How many of the row's tokens, from its first on, are computed in blocks
+    (`RecurrentStep.of_rows`); None: of no row any."""
 
 
 class RecurrentStep(NamedTuple):
@@ -52,18 +55,32 @@ class RecurrentStep(NamedTuple):
 
     @classmethod
     def of_rows(
-        cls, slots: Array, positions: Array, row_slots: Array, last: Array
+        cls,
+        slots: Array,
+        positions: Array,
+        row_slots: Array,
+        last: Array,
+        prompts: Array | None = None,
+        block: int = 1,
     ) -> RecurrentStep:
         """Of a step whose rows follow each other.
+
+        Positions of a prompt are computed in blocks: from each multiple of `block` on so many at
+        once, as long as the prompt fills them. A row begins and ends at a multiple of `block` as
+        far as blocks go.
 
         Args:
           slots, positions: of each token.
           row_slots: of each row; those of padding come last.
           last: index of each row's last token, 0 for padding.
+          prompts: int32 [rows], tokens of each row's prompt; None: nothing is computed in blocks.
         """
         first = jnp.concatenate([jnp.zeros(1, jnp.int32), last[:-1] + 1])
         length = jnp.maximum(last - first + 1, 0)
-        return cls(slots, positions, Rows(first, length, row_slots, positions[first]))
+        start, blocked = positions[first], None
+        if prompts is not None:
+            blocked = jnp.clip(prompts // block * block - start, 0, length) // block * block
+        return cls(slots, positions, Rows(first, length, row_slots, start, blocked))
 
     def offsets(self, num_slots: int) -> Array:
         """Index of each token in its row, int32 [tokens]."""

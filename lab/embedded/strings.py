@@ -11,7 +11,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Literal
 
-from lab.embedded import tables
+from lab.embedded import tables, tool_tables
 
 Split = Literal["train", "eval"]
 
@@ -52,15 +52,15 @@ def _template_words() -> tuple[str, ...]:
         tables.UNKNOWN_QUESTIONS,
         tables.SYSTEM_PROMPTS,
         tables.FILLERS,
-        tables.TOOLS,
+        tool_tables.TOOLS,
         tables.ADJECTIVES,
-        tables.JOBS,
-        tables.DAYS,
-        tables.ROOMS,
-        tables.SKIES,
+        tool_tables.JOBS,
+        tool_tables.DAYS,
+        tool_tables.ROOMS,
+        tool_tables.SKIES,
         tables.KINDS,
-        tables.TOOL_VERBS,
-        tables.TOOL_FIELDS,
+        tool_tables.TOOL_VERBS,
+        tool_tables.TOOL_FIELDS,
     )
     words = set(re.findall(r"[A-Za-z]{2,}", json.dumps(texts).replace("\\n", " ")))
     return tuple(sorted(words - set(UNSEEN_WORDS)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from lab.embedded import tables
+from lab.embedded import tables, tool_tables
 from lab.embedded.strings import (
     KNOWN_WORDS,
     Split,
@@ -267,7 +267,7 @@ _JSON_KINDS: tuple[tuple[dict[str, Callable[[Random], Any]], tuple[str, ...]], .
             "name": full_name,
             "age": lambda rng: rng.randint(1, 99),
             "city": city,
-            "job": lambda rng: rng.choice(tables.JOBS),
+            "job": lambda rng: rng.choice(tool_tables.JOBS),
         },
         (
             "{name} is {age} years old, lives in {city} and works as a {job}.",
@@ -291,7 +291,7 @@ _JSON_KINDS: tuple[tuple[dict[str, Callable[[Random], Any]], tuple[str, ...]], .
     (
         {
             "title": lambda rng: phrase(rng, 1, 3),
-            "day": lambda rng: rng.choice(tables.DAYS),
+            "day": lambda rng: rng.choice(tool_tables.DAYS),
             "hour": lambda rng: rng.randint(1, 23),
             "place": city,
         },

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from lab.embedded import tables
+from lab.embedded import tool_tables
 from lab.embedded.chat import Message
 from lab.embedded.strings import (
     Split,
@@ -29,22 +29,22 @@ _ARGUMENTS: dict[str, Callable[[Random], Any]] = {
     "text": lambda rng: f"the {word(rng)} is in the {word(rng)}",
     "query": lambda rng: phrase(rng, 1, 4),
     "amount": lambda rng: rng.randint(1, 9999),
-    "source": lambda rng: rng.choice(tables.CURRENCIES),
-    "target": lambda rng: rng.choice(tables.CURRENCIES),
+    "source": lambda rng: rng.choice(tool_tables.CURRENCIES),
+    "target": lambda rng: rng.choice(tool_tables.CURRENCIES),
     "title": lambda rng: phrase(rng, 1, 3),
-    "day": lambda rng: rng.choice(tables.DAYS),
-    "room": lambda rng: rng.choice(tables.ROOMS),
+    "day": lambda rng: rng.choice(tool_tables.DAYS),
+    "room": lambda rng: rng.choice(tool_tables.ROOMS),
     "state": lambda rng: rng.choice(("on", "off")),
     "order": code,
     "artist": full_name,
 }
 _RESULTS: dict[str, Callable[[Random], Any]] = {
     "degrees": lambda rng: rng.randint(-20, 40),
-    "sky": lambda rng: rng.choice(tables.SKIES),
+    "sky": lambda rng: rng.choice(tool_tables.SKIES),
     "time": lambda rng: f"{rng.randrange(24):02}:{rng.randrange(60):02}",
     "count": lambda rng: rng.randint(1, 999),
     "amount": lambda rng: rng.randint(1, 99999),
-    "state": lambda rng: rng.choice(tables.ORDER_STATES),
+    "state": lambda rng: rng.choice(tool_tables.ORDER_STATES),
 }
 
 
@@ -63,14 +63,14 @@ def known_tool_use(rng: Random, split: Split) -> ToolUse:
     """A tool of the table; the filled request is on one side of the split."""
 
     def sample() -> tuple[str, str, dict[str, Any]]:
-        chosen = rng.choice(tuple(tables.TOOLS))
-        definition, requests, _ = tables.TOOLS[chosen]
+        chosen = rng.choice(tuple(tool_tables.TOOLS))
+        definition, requests, _ = tool_tables.TOOLS[chosen]
         properties = definition["function"]["parameters"]["properties"]
         arguments = {key: _ARGUMENTS[key](rng) for key in properties}
         return chosen, rng.choice(requests).format(**arguments), arguments
 
     chosen, request, arguments = draw(split, "tool", sample, lambda drawn: drawn[1])
-    definition, _, answer = tables.TOOLS[chosen]
+    definition, _, answer = tool_tables.TOOLS[chosen]
     results = {key: make(rng) for key, make in _RESULTS.items() if f"{{result_{key}}}" in answer}
     text = answer.format(**arguments, **{f"result_{key}": value for key, value in results.items()})
     call = {"name": chosen, "arguments": arguments}
@@ -81,7 +81,7 @@ def known_tool_use(rng: Random, split: Split) -> ToolUse:
 
 def offered_with(rng: Random, tool: Tool | None) -> list[Tool]:
     """One to three different tools in random order, `tool` among them if given."""
-    others = [table[0] for table in tables.TOOLS.values() if table[0] is not tool]
+    others = [table[0] for table in tool_tables.TOOLS.values() if table[0] is not tool]
     others += [_invented_tool(rng)] * 3
     chosen = rng.sample(others, rng.choice((0, 1, 1, 2)) + (tool is None))
     tools = {
@@ -91,13 +91,13 @@ def offered_with(rng: Random, tool: Tool | None) -> list[Tool]:
 
 
 def _invented_tool(rng: Random) -> Tool:
-    verb, thing = rng.choice(tables.TOOL_VERBS), word(rng)
-    fields = rng.sample(tables.TOOL_FIELDS, rng.randint(1, 3))
+    verb, thing = rng.choice(tool_tables.TOOL_VERBS), word(rng)
+    fields = rng.sample(tool_tables.TOOL_FIELDS, rng.randint(1, 3))
     if rng.random() < 0.3:
         fields[0] = invented_word(rng)
     kinds = {field: rng.choice(("string", "string", "integer")) for field in fields}
     described = {field: f"{kind}: The {field}" for field, kind in kinds.items()}
-    return tables.tool(f"{verb}_{thing}", f"{verb.capitalize()} the {thing}.", **described)
+    return tool_tables.tool(f"{verb}_{thing}", f"{verb.capitalize()} the {thing}.", **described)
 
 
 def invented_tool_use(rng: Random, split: Split) -> ToolUse:

@@ -2,48 +2,102 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve_kernels.gated_delta_rule import Heads, gated_delta_rule
+from jaxserve_kernels import ptxas
+from jaxserve_kernels.causal_conv import causal_conv
+from jaxserve_kernels.gated_delta_rule import (
+    Heads,
+    RuleConfig,
+    RuleTokens,
+    RuleWeights,
+    gated_delta_rule,
+)
 from jaxserve_kernels.recurrent_state import RecurrentStep, Rows
 from jaxserve_kernels.target import Target
+from tests.aot.compiled_steps import missing
 
-pytest.importorskip("triton", reason="Triton is not installed")
+if lacking := missing():
+    pytest.skip(f"missing: {', '.join(lacking)}", allow_module_level=True)
 
-HEADS = Heads(key_heads=16, value_heads=48, key_dim=128, value_dim=128)
-"""Of Qwen3.5-27B."""
-LAYERS, SLOTS = 48, 65
+LAYERS, SLOTS, BF16 = 48, 65, jnp.bfloat16
+VALUE_HEADS = {"qwen3.5-27b": 48, "qwen3.5-35b-a3b": 32}
+SHARED = {80: 166_912, 90: 232_448, 100: 232_448}
+"""Bytes that a program may have."""
+SPILLED = {80: 256, 90: 128, 100: 128}
+"""Bytes of a thread that may leave the registers, outside of decode steps."""
 
 
-@pytest.mark.parametrize("tokens", [8, 512])
-@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
-def test_the_delta_rule_compiles(capability: int, tokens: int) -> None:
-    target = Target.for_gpu(capability)
+def array(*shape: int, dtype: Any = jnp.float32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
 
-    def ints(count: int) -> Any:
-        return jax.ShapeDtypeStruct((count,), jnp.int32)
 
-    def floats(*shape: int, dtype: Any = jnp.float32) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)
+def ints(count: int) -> Any:
+    return array(count, dtype=jnp.int32)
 
-    step = RecurrentStep(ints(tokens), ints(tokens), Rows(*(ints(8) for _ in range(4))))
-    state = floats(LAYERS, SLOTS, *HEADS[1:])
 
-    def rule(qkv: Any, gates: Any, a_log: Any, dt_bias: Any, state: Any, step: Any) -> Any:
-        given = (qkv, gates, a_log, dt_bias, state, 3, step)
-        return gated_delta_rule(*given, heads=HEADS, target=target)
+def compiled(function: Any, *args: Any) -> list[ptxas.Code]:
+    """The kernels that the function calls."""
+    from jaxserve_kernels.pdl.describe import describe
 
-    traced = jax.jit(rule, donate_argnums=4).trace(
-        floats(tokens, 2 * HEADS.keys + HEADS.values, dtype=jnp.bfloat16),
-        floats(tokens, 2 * HEADS.value_heads, dtype=jnp.bfloat16),
-        *(floats(HEADS.value_heads) for _ in range(2)),
-        state,
-        step,
+    program = jax.make_jaxpr(function)(*args).jaxpr
+    calls = [each for each in program.eqns if each.primitive.name == "triton_kernel_call"]
+    return [describe(call).code for call in calls]
+
+
+def check(code: ptxas.Code, folder: Path, most: int) -> None:
+    """It fits the card, and spills no more than so many bytes."""
+    assert code.shared_bytes <= SHARED[code.compute_capability], code.name
+    (folder / "kernel.ptx").write_text(code.ptx)
+    feature = "a" if code.compute_capability >= 90 else ""
+    command = [str(ptxas.path()), "-v", f"-arch=sm_{code.compute_capability}{feature}"]
+    command += ["kernel.ptx", "-o", "kernel.cubin"]
+    report = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stderr
+    stores = [int(each) for each in re.findall(r"(\d+) bytes spill stores", report)]
+    assert stores and max(stores) <= most, report
+    assert "wgmma" not in report, report
+
+
+@pytest.mark.parametrize(
+    ("capability", "model"),
+    [(80, "qwen3.5-27b"), (90, "qwen3.5-27b"), (90, "qwen3.5-35b-a3b"), (100, "qwen3.5-27b")],
+)
+@pytest.mark.parametrize(("tokens", "decode"), [(8, True), (512, False)], ids=["decode", "prompt"])
+def test_recurrent_layers_compile(
+    capability: int, model: str, tokens: int, decode: bool, tmp_path: Path
+) -> None:
+    pdl = decode and capability == 90
+    target = Target.for_gpu(capability).replace(checked=False, pdl=pdl)
+    heads = Heads(key_heads=16, value_heads=VALUE_HEADS[model], key_dim=128, value_dim=128)
+    config = RuleConfig(heads=heads, block=64, eps=1e-6)
+    blocked = None if decode else ints(8)
+    step = RecurrentStep(
+        ints(tokens), ints(tokens), Rows(ints(8), ints(8), ints(8), ints(8), blocked)
     )
-    assert "scan" not in str(traced.jaxpr), "the definition"
-    lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "triton" in lowered
+    channels = 2 * heads.keys + heads.values
+
+    def layer(projected: Any, gates: Any, conv: Any, weights: Any, states: Any, step: Any) -> Any:
+        mixed, kept = causal_conv(projected, conv, states[0], 3, step, target=target)
+        tokens = RuleTokens(mixed, gates, projected)
+        out, state = gated_delta_rule(
+            tokens, weights, states[1], 3, step, config=config, target=target
+        )
+        return out, kept, state
+
+    codes = compiled(
+        layer, array(4, tokens, channels + heads.values), array(4, tokens, 2 * heads.value_heads),
+        array(channels, 4, dtype=BF16),
+        RuleWeights(array(heads.value_heads), array(heads.value_heads), array(128, dtype=BF16)),
+        (array(LAYERS, SLOTS, 3, channels, dtype=BF16), array(LAYERS, SLOTS, *heads[1:])),
+        step,
+    )  # fmt: skip
+    assert len(codes) == (3 if decode else 6)
+    for code in codes:
+        check(code, tmp_path, 0 if decode else SPILLED[capability])

@@ -20,10 +20,24 @@ def test_a_verify_step_is_one_cuda_graph_that_copies_no_state(name: str) -> None
 
 def test_a_draft_head_is_a_part_of_the_graph() -> None:
     """Of DeepSpec's sizes: its layers, and seven draws one after the other."""
-    flags = ("--layers", "2", "--decode", "8", "--prefill=", "--verify", "4x8", "--draft-head")
-    decode, verify = inspect(*flags).values()
+    flags = ("--layers", "2", "--decode", "8", "--prefill=", "--verify", "4x8")
+    decode, verify = inspect(*flags, "--draft-head", "dspark").values()
     for report in (decode, verify):
         assert report["outside_graph"] == ["kCommandBuffer"]
         assert report["kv_copies"] == report["table_copies"] == 0
         assert report["aliased_bytes"] == report["state_bytes"]
     assert verify["scratch_bytes"] < 1024 * 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-8b"])
+def test_an_eagle3_head_is_a_part_of_the_graph(model: str) -> None:
+    """Of the sizes that are published, with 32,000 tokens of its own: seven passes."""
+    flags = ("--model", model, "--layers", "4", "--decode", "8", "--prefill", "512")
+    reports = inspect(*flags, "--verify", "4x8", "--draft-head", "eagle3")
+    assert set(reports) == {"decode_8", "mixed_512", "verify_4x8"}
+    for report in reports.values():
+        assert report["outside_graph"] == ["kCommandBuffer"]
+        assert report["kv_copies"] == report["table_copies"] == 0
+        assert report["aliased_bytes"] == report["state_bytes"]
+    assert reports["verify_4x8"]["scratch_bytes"] < 1024 * 2**20

@@ -12,6 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from jaxserve_checkpoints.quantized import QuantizedCheckpoint, detect
+from jaxserve_checkpoints.reader import open_checkpoint
+
 type Tensors = dict[str, NDArray[Any]]
 type Rng = np.random.Generator
 
@@ -300,3 +303,13 @@ def save(
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"quantization_config": kind.config}))
     return weights
+
+
+SIZES = {"q": (64, 256), "k": (32, 256), "v": (32, 256)}
+NAMES = ("q.weight", "k.weight", "v.weight")
+
+
+def view(folder: Path) -> QuantizedCheckpoint:
+    format = detect(folder)
+    assert format is not None
+    return QuantizedCheckpoint(open_checkpoint(folder), format)

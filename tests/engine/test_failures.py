@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from dataclasses import replace
@@ -14,7 +15,10 @@ from jaxserve.engine.engine import Progress
 from jaxserve.engine.loop import StepLoop
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.plan import Sampled
+from jaxserve.scheduler import Scheduler
+from jaxserve.scheduler.transfers import MovesFailed
 from tests.engine.driver import (
+    CACHE,
     SCHEDULER,
     GatedRunner,
     assert_is_solo,
@@ -28,7 +32,7 @@ from tests.engine.driver import (
     serving,
     until,
 )
-from tests.scheduler.fake_runner import Pending
+from tests.scheduler.fake_runner import Pending, solo
 
 
 @pytest.mark.parametrize("where", ["fail_launch", "fail_collect"])
@@ -63,6 +67,30 @@ async def test_a_failed_step_leaves_those_that_were_not_in_it_alone() -> None:
         for stream in streams:
             assert (await events_of(stream))[-1].finish is FinishReason.ERROR
         assert_is_solo(await waiting, request(7))
+
+
+async def test_moves_of_pages_that_failed_end_nobody(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poll, turns = Scheduler.poll_host, itertools.count()
+
+    def poll_host(scheduler: Scheduler) -> None:
+        if scheduler.num_running == 2 and next(turns) == 10:
+            raise MovesFailed("pages were not moved")
+        poll(scheduler)
+
+    monkeypatch.setattr(Scheduler, "poll_host", poll_host)
+    runner = GatedRunner()
+    async with serving(runner) as engine:
+        streams = await begin(engine, runner, *map(request_of_50, range(2)))
+        runner.let_go()
+        for number, stream in enumerate(streams):
+            later = await events_of(stream)  # `begin` took the first ones
+            tokens, reason = solo(request_of_50(number), SCHEDULER, CACHE)
+            assert len(later) > 20 and later[-1].finish is reason
+            assert [event.token for event in later] == tokens[-len(later) :]
+        assert runner.num_resets == 1 and "computed again" in caplog.text
+        await until(lambda: is_whole(engine))
 
 
 async def test_who_ended_before_a_result_could_not_be_taken_is_told_so() -> None:

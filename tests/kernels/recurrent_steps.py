@@ -19,8 +19,15 @@ class Part(NamedTuple):
     tokens: int
 
 
-def step_of(parts: Sequence[Part], tokens: int, rows: int, padding_slot: int) -> RecurrentStep:
-    """The rows one after the other, then padding."""
+def step_of(
+    parts: Sequence[Part],
+    tokens: int,
+    rows: int,
+    padding_slot: int,
+    prompts: Sequence[int] | None = None,
+    block: int = 1,
+) -> RecurrentStep:
+    """The rows one after the other, then padding; `prompts`: tokens of each slot's prompt."""
     slots, positions = np.full(tokens, padding_slot, np.int32), np.zeros(tokens, np.int32)
     row_slots, last = np.full(rows, padding_slot, np.int32), np.zeros(rows, np.int32)
     first = 0
@@ -29,5 +36,6 @@ def step_of(parts: Sequence[Part], tokens: int, rows: int, padding_slot: int) ->
         positions[first : first + count] = np.arange(start, start + count)
         first += count
         row_slots[index], last[index] = slot, first - 1
-    arrays = (jnp.asarray(each) for each in (slots, positions, row_slots, last))
-    return RecurrentStep.of_rows(*arrays)
+    first, second, third, fourth = map(jnp.asarray, (slots, positions, row_slots, last))
+    of_rows = None if prompts is None else jnp.asarray(np.array(prompts, np.int32)[row_slots])
+    return RecurrentStep.of_rows(first, second, third, fourth, of_rows, block)

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from jaxserve_kernels.causal_conv import causal_conv
-from jaxserve_kernels.gated_delta_rule import Heads, gated_delta_rule, gated_rms_norm
+from jaxserve_kernels.gated_delta_rule.reference import (
+    Heads,
+    Inputs,
+    gated_delta_rule,
+    gated_rms_norm,
+    one_block,
+    one_token,
+)
 from jaxserve_kernels.recurrent_state import RecurrentState, RecurrentStep
 from jaxserve_kernels.target import CPU
 from tests.kernels.recurrent_steps import Part, step_of
@@ -25,7 +32,9 @@ CHANNELS, WIDTH = 2 * HEADS.keys + HEADS.values, 4
 LAYERS, LAYER, SLOTS, PADDING = 2, 1, 3, 3
 LENGTHS = (40, 23, 70)
 """Of the sequence in each slot."""
-TOKENS, ROWS = 32, 4
+TOKENS, ROWS, BLOCK = 32, 4, 8
+PROMPTS = (40, 5, 61, 0)
+"""Tokens of each sequence that are its prompt; the last one is the padding slot's."""
 FORMS = 2e-6
 """Between the recurrence in float32 and chunks in float64, relative to the largest number; 4e-7 is
 the worst measured."""
@@ -60,11 +69,11 @@ def dirty() -> RecurrentState:
 def layer(
     x: jax.Array, gates: jax.Array, state: RecurrentState, step: RecurrentStep
 ) -> tuple[jax.Array, jax.Array, RecurrentState]:
-    mixed, conv = causal_conv(x, jnp.asarray(WEIGHT), state.conv, LAYER, step, target=CPU)
+    mixed, conv = causal_conv(x[None], jnp.asarray(WEIGHT), state.conv, LAYER, step, target=CPU)
     out, delta = gated_delta_rule(
         *(mixed, gates, jnp.asarray(A_LOG), jnp.asarray(DT_BIAS), state.delta, LAYER, step),
         heads=HEADS,
-        target=CPU,
+        block=BLOCK,
     )
     return mixed, out, RecurrentState(conv, delta)
 
@@ -83,7 +92,7 @@ def run(steps: list[list[Part]]) -> tuple[list[Floats], list[Floats], RecurrentS
             x[first : first + count] = SEQUENCES[slot].x[start : start + count]
             gates[first : first + count] = SEQUENCES[slot].gates[start : start + count]
             first += count
-        step = step_of(parts, tokens, ROWS, PADDING)
+        step = step_of(parts, tokens, ROWS, PADDING, PROMPTS, BLOCK)
         if singles:
             step = RecurrentStep.of_decode(step.slots, step.positions, PADDING)
         arrays = (jnp.asarray(each, jnp.float32) for each in (x, gates))
@@ -159,6 +168,13 @@ def test_the_recurrence_agrees_with_the_chunked_form() -> None:
     assert np.isnan(np.asarray(state.delta)[0]).all(), "other layers are left alone"
 
 
+def allowed(slot: int, start: int, count: int) -> int:
+    """As many of so many tokens as do not end inside of a block of the prompt."""
+    blocks = PROMPTS[slot] // BLOCK * BLOCK
+    end = start + count
+    return count if end >= blocks else max(end // BLOCK * BLOCK - start, 0)
+
+
 @st.composite
 def splits(draw: st.DrawFn) -> list[list[Part]]:
     """All sequences, in steps of a few rows each; a step of singles is one of decode rows."""
@@ -168,8 +184,10 @@ def splits(draw: st.DrawFn) -> list[list[Part]]:
         alone = draw(st.booleans())
         for slot in draw(st.permutations(range(SLOTS))):
             most = min(room, LENGTHS[slot] - done[slot], 1 if alone else TOKENS)
-            if most and draw(st.booleans()):
-                count = draw(st.integers(1, most))
+            if most > 0 and draw(st.booleans()):
+                count = allowed(slot, done[slot], draw(st.integers(1, most)))
+                if not count:
+                    continue
                 parts.append(Part(slot, done[slot], count))
                 done[slot] += count
                 room -= count
@@ -203,3 +221,52 @@ def test_the_output_norm_is_that_of_numpy(dtype: Any) -> None:
     atol = 3e-6 if dtype == jnp.float32 else 2**-6
     found = np.asarray(gated_rms_norm(x, gate, weight, 1e-6), np.float64)
     np.testing.assert_allclose(found, expected, rtol=0 if dtype == jnp.float32 else 0.02, atol=atol)
+
+
+BOUND = 2e-6
+"""Between both forms, relative to the norm of the numbers; the worst measured is 5e-7."""
+
+
+SHAPES = [(64, 2, 128, 128), (64, 3, 8, 12), (16, 1, 16, 16)]
+"""Tokens, heads, and elements of keys and values."""
+
+
+@st.composite
+def shapes_and_gates(draw: st.DrawFn) -> tuple[Inputs, Floats]:
+    """Tokens of a block, and a state: gates near 0 and 1, decays that forget everything or nothing,
+    keys that repeat."""
+    size, heads, key_dim, value_dim = draw(st.sampled_from(SHAPES))
+    rng = np.random.default_rng(draw(st.integers(0, 2**20)))
+
+    def normed(each: Floats) -> Floats:
+        return each / np.linalg.norm(each, axis=-1, keepdims=True)
+
+    keys = normed(rng.standard_normal((size, heads, key_dim)))
+    if draw(st.booleans()):
+        keys[:] = keys[:1]
+    kind = draw(st.sampled_from(["usual", "keeps", "forgets", "mixed"]))
+    low, high = {"usual": (-2, 1), "keeps": (-9, -6), "forgets": (1, 3), "mixed": (-9, 3)}[kind]
+    log_decay = -(10 ** rng.uniform(low, high, (size, heads)))
+    bounds = draw(st.sampled_from([(-2, 2), (-20, 20)]))
+    beta = 1 / (1 + np.exp(-rng.uniform(*bounds, keys.shape[:2])))
+    tokens = (
+        normed(rng.standard_normal(keys.shape)) * key_dim**-0.5,
+        keys, rng.standard_normal((size, heads, value_dim)), log_decay, beta,
+    )  # fmt: skip
+    state = rng.standard_normal((heads, key_dim, value_dim)).astype(np.float32)
+    return Inputs(*(jnp.asarray(each, jnp.float32) for each in tokens)), state
+
+
+@jax.jit
+def both_forms(state: jax.Array, tokens: Inputs) -> Any:
+    return one_block(state, tokens), jax.lax.scan(one_token, state, tokens)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(given_=shapes_and_gates())
+def test_a_block_gives_what_its_tokens_give_one_by_one(given_: tuple[Inputs, Floats]) -> None:
+    tokens, state = given_
+    (last, outs), (expected_last, expected) = both_forms(jnp.asarray(state), tokens)
+    written = np.linalg.norm(state) + np.linalg.norm(tokens.v)
+    for found, wanted in ((outs, expected), (last, expected_last)):
+        assert np.linalg.norm(found - wanted) < BOUND * max(np.linalg.norm(wanted), 1e-3 * written)

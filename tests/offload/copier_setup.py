@@ -65,6 +65,8 @@ class Setup:
     def __init__(self, kind: str, **options: Any):
         self.driver: FakeCuda | None = None
         self.woken = threading.Event()
+        self.hangs = False
+        """The driver never says that copies have ended."""
         self.stored, self.loaded = DeviceRing(), DeviceRing()
         rings = (self.stored.ring, self.loaded.ring)
         options = {"wake": self.woken.set, "chunk_bytes": 4096, **options}
@@ -103,8 +105,8 @@ class Setup:
         return completion
 
     def end(self) -> None:
-        assert self.copier.close()
-        if self.driver is not None:
+        assert self.copier.close() != self.hangs
+        if self.driver is not None and not self.hangs:
             assert not self.driver.streams | self.driver.events
         self.slab.close()
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.offload import copier as copiers
 from jaxserve.offload.copier import (
     CudaCopier,
+    pieces,
 )
 from jaxserve.offload.cuda import CudaContext
 from jaxserve.offload.slab import HostSlab
@@ -21,6 +23,7 @@ from jaxserve_kernels.cuda_driver import CudaError
 from tests.offload.copier_setup import (
     CALLS,
     HOST_SLOTS,
+    PARTS,
     RING_SLOTS,
     SLOT_BYTES,
     DeviceRing,
@@ -65,21 +68,69 @@ def test_a_call_that_fails_once_fails_one_page(
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_device_that_is_lost_fails_all_pages_and_nothing_else(
+def test_a_device_that_is_lost_fails_pages_or_keeps_them(
     make: Callable[..., Setup], call: str
 ) -> None:
     setup = make("cuda")
     assert setup.driver
-    setup.driver.fail = lambda name, _: 719 if name in {call, "cuStreamSynchronize"} else 0
+    asked = threading.Event()
+
+    def fail(name: str, _: int) -> int:
+        if name == "cuStreamSynchronize":
+            asked.set()
+        return 719 if name in {call, "cuStreamSynchronize"} else 0
+
+    setup.driver.fail = fail
     for tag in range(4):
         setup.copier.store(tag % 3, tag, tag)
         setup.copier.load(tag, tag % 3, 10 + tag)
-    completions = setup.wait(8)
-    assert sorted(each.tag for each in completions) == [0, 1, 2, 3, 10, 11, 12, 13]
-    if call == "cuStreamSynchronize":
-        assert all(each.ok for each in completions)
-    elif call.startswith("cuEvent"):
+    is_well = call == "cuStreamSynchronize"  # which nobody needs while nothing fails
+    completions = setup.wait(8) if is_well else []
+    assert is_well or asked.wait(20)
+    assert setup.copier.close() == is_well
+    completions += setup.copier.poll()
+    tags = [each.tag for each in completions]
+    assert len(set(tags)) == len(tags)
+    if is_well:
+        assert len(tags) == 8 and all(each.ok for each in completions)
+    else:
+        assert len(tags) < 8, "a copy has ended that may go on"
+        assert setup.driver.streams, "the stream of a copy in flight was destroyed"
+        setup.hangs = True
+    if call.startswith("cuEvent"):
         assert not any(each.ok for each in completions)
+
+
+def test_a_copy_that_may_go_on_has_not_ended(make: Callable[..., Setup]) -> None:
+    """Its event could not be recorded, and the stream does not say whether it is empty."""
+    setup = make("cuda")
+    assert setup.driver
+    asked = [threading.Event() for _ in range(3)]
+
+    def fail(name: str, number: int) -> int:
+        if name == "cuStreamSynchronize":
+            asked[number].set()
+            return 700 if number < 2 else 0
+        return 700 if (name, number) == ("cuEventRecord", 0) else 0
+
+    setup.driver.fail = fail
+    setup.driver.gate.clear()
+    setup.stored.write(0, page(1))
+    setup.copier.store(0, 0, 1)
+    assert asked[2].wait(20), "it is not asked again"
+    assert setup.copier.poll() == [], "the copy has ended, but it goes on"
+    setup.copier.store(1, 1, 2)
+    assert len(setup.driver.copied_bytes) == 1, "another copy began meanwhile"
+    setup.driver.gate.set()
+    ended = {each.tag: each for each in setup.wait(2)}
+    assert not ended[1].ok
+    first = next(iter(pieces(PARTS[0], 4096)))[1]
+    assert bytes(setup.slab.slot(0))[:first] == page(1)[:first], "the copy never was on its way"
+    setup.slab.slot(0)[:] = page(2)
+    setup.stored.write(2, page(3))
+    assert setup.store(2, 2).ok
+    assert bytes(setup.slab.slot(2)) == page(3)
+    assert bytes(setup.slab.slot(0)) == page(2), "a copy that had ended went on"
 
 
 def test_without_its_context_a_lane_fails_its_pages(make: Callable[..., Setup]) -> None:
@@ -134,8 +185,6 @@ def test_a_gpu_that_is_not_there_has_no_context(driver: FakeCuda) -> None:
         CudaContext(3)
 
 
-# Failed once on a busy machine, with a failing cuStreamSynchronize; not understood.
-@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     st.lists(
@@ -147,6 +196,7 @@ def test_a_gpu_that_is_not_there_has_no_context(driver: FakeCuda) -> None:
     st.integers(1, 5),
     st.booleans(),
 )
+@example([(True, 0, 0), (True, 0, 1)], {("cuEventRecord", 0), ("cuStreamSynchronize", 0)}, 2, False)
 def test_slots_of_an_ended_copy_are_the_caller_s_whatever_failed(
     steps: list[tuple[bool, int, int]], failing: set[tuple[str, int]], depth: int, verify: bool
 ) -> None:
@@ -154,7 +204,14 @@ def test_slots_of_an_ended_copy_are_the_caller_s_whatever_failed(
     then stays, and a page that arrived is the one that was sent."""
     setup = Setup("cuda", depth=depth, verify=verify)
     assert setup.driver
-    setup.driver.fail = lambda name, number: 700 if (name, number) in failing else 0
+    calls = Counter[tuple[str, str]]()  # each lane's of its own: how they mix is chance
+
+    def fail(name: str, _: int) -> int:
+        place = threading.current_thread().name, name
+        calls[place] += 1
+        return 700 if (name, calls[place] - 1) in failing else 0
+
+    setup.driver.fail = fail
     busy: dict[int, tuple[bool, int, int, bytes]] = {}
     held: dict[tuple[str, int], bytes] = {}
 

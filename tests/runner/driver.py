@@ -14,6 +14,14 @@ from tests.tiny_model import StubMetrics, make_config
 
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=100, temperature=1.5, top_k=40, top_p=0.98, seed=12345)
+FEATURES = [
+    GREEDY,
+    SamplingParams(max_tokens=9, temperature=0.8),
+    SamplingParams(max_tokens=9, temperature=0.8, top_k=3),
+    SamplingParams(max_tokens=9, temperature=0.8, top_p=0.5),
+    SamplingParams(max_tokens=9, temperature=0.8, min_p=0.1),
+    SAMPLED,
+]
 
 PROMPT = (5, 71, 8, 8, 96, 0, 33, 12, 60, 41, 2)
 OTHER = (90, 3, 17, 64, 64, 7)

@@ -74,7 +74,8 @@ def steps(draw: st.DrawFn) -> tuple[StepPlan, Bucket]:
     if not decode:
         tile_size = draw(st.sampled_from([1, 2, 4, 16]))
         bucket = Bucket.mixed(size, max_rows=MAX_SEQS, tile_size=tile_size, updates=24)
-    admissions = st.builds(Admission, slots, params())
+    lengths = st.integers(0, 2**20)
+    admissions = st.builds(Admission, slots, params(), st.just(()), lengths)
     positions, groups = st.integers(0, PAGES_PER_SEQ - 1), st.integers(0, GROUPS - 1)
     pages = st.builds(PageEntry, slots, positions, st.integers(1, 99), groups)
     plan = StepPlan(
@@ -194,6 +195,7 @@ def applied(plan: StepPlan) -> NDArray[np.int32]:
     for admission in plan.admissions:
         for column, value in sequence_state.columns(admission.params):
             state[admission.slot, column] = value
+        state[admission.slot, sequence_state.PROMPT] = admission.num_prompt
     for slot, position, page, group in plan.pages:
         state[slot, sequence_state.PAGES + group * PAGES_PER_SEQ + position] = page
     return state

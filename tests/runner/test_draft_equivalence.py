@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,13 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.models.drafts.loading import open_draft
-from jaxserve.models.drafts.spec import BlockDraft
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
 from jaxserve.scheduler.speculation.head import HeadDrafts
 from jaxserve.scheduler.verify import Verification
 from tests import draft_files
-from tests.draft_files import block_tensors
+from tests.draft_files import Tensors, block_tensors, eagle3_tensors
 from tests.runner.driver import TOLERANCE
 from tests.runner.test_equivalence import Solo, Workload, check_against_solo, workloads
 from tests.tiny_model import COMPILES, StubMetrics, make_config, make_params, tiny_spec
@@ -34,10 +34,9 @@ class Served(NamedTuple):
     solo: Solo
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def trusting() -> tuple[Any, Any, Tensors]:
     """What follows a token depends mostly on that token, which is what the Markov head knows: so
-    drafts are sometimes right."""
+    drafts are sometimes right. Returns the target's weights, config.json and tensors."""
     params: Any = make_params(SPEC, 2)
     layers = [layer._replace(out=0.2 * layer.out, down=0.2 * layer.down) for layer in params.layers]
     params = params._replace(layers=tuple(layers))
@@ -49,9 +48,40 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "markov_head.markov_w1.weight": states.astype(np.float32),
         "markov_head.markov_w2.weight": np.asarray(params.lm_head),
     }
+    return params, config, tensors
+
+
+def alike() -> tuple[Any, Any, Tensors]:
+    """All tokens have nearly one embedding, and an EAGLE-3 head takes a state for that of the token
+    after it, of those that it knows."""
+    params: Any = make_params(SPEC, 2)
+    layers = [layer._replace(out=0.3 * layer.out, down=0.3 * layer.down) for layer in params.layers]
+    embedding = 0.3 * params.embedding + params.embedding[:1]
+    params = params._replace(layers=tuple(layers), embedding=embedding)
+    settings = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    config = draft_files.eagle3(SPEC, vocab=80) | {"eagle_config": settings}
+    tensors = eagle3_tensors(config)
+    fc = np.concatenate([np.zeros((SPEC.embed, 2 * SPEC.embed)), np.eye(SPEC.embed)], axis=1)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        tensors[f"midlayer.{name}.weight"] *= 0.1
+    tensors |= {
+        "fc.weight": fc.astype(np.float32),
+        "norm.weight": np.asarray(params.final_norm),
+        "lm_head.weight": np.asarray(params.lm_head)[tensors["t2d"]],
+    }
+    return params, config, tensors
+
+
+HEADS = {"dspark": trusting, "eagle3": alike}
+
+
+@pytest.fixture(scope="module", params=["dspark", pytest.param("eagle3", marks=pytest.mark.slow)])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    params, config, tensors = HEADS[request.param]()
     folder = draft_files.write(tmp_path_factory.mktemp("head"), config, tensors)
     opened = open_draft(folder, SPEC, jnp.float32)
-    assert isinstance(opened.spec, BlockDraft)
     runner_config = replace(
         make_config(
             spec=SPEC, decode=(4,), prefill=(24,), verify=BUCKETS, max_model_len=24, num_pages=61
@@ -79,6 +109,7 @@ def roomy(draw: st.DrawFn) -> Workload:
 
 def compare(served: Served, examples: int) -> None:
     accepted: list[int] = []
+    counts: Counter[int] = Counter()
     ahead: list[int] = []
 
     @settings(derandomize=True, max_examples=examples, suppress_health_check=[HealthCheck.too_slow])
@@ -88,11 +119,14 @@ def compare(served: Served, examples: int) -> None:
         verification = Verification(proposer=head, buckets=BUCKETS, observe=head.observe, room=room)
         loop = check_against_solo(work, served.runner, served.solo, TOLERANCE, verification)
         accepted.append(loop.accepted)
+        counts.update(loop.accepted_of_rows)
         ahead.append(loop.rows_ahead)
 
     check()
     assert sum(accepted) > examples, "drafts were hardly ever right"
     assert sum(ahead) > examples // 5
+    if examples > 100:
+        assert all(counts[number] for number in range(8)), f"some counts did not occur: {counts}"
 
 
 def test_each_request_gets_the_tokens_it_would_get_alone(served: Served) -> None:

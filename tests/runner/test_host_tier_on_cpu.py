@@ -22,7 +22,7 @@ from jaxserve.scheduler.host_tier import TierParts
 from jaxserve_kernels.kv_format import KVFormat, named
 from jaxserve_kernels.kv_format.kvarn import KVarN
 from tests.runner.test_kv_formats import FEW_BUCKETS
-from tests.runner.test_recurrent_models import SPECS
+from tests.runner.test_recurrent_models import SPECS, STATE
 from tests.scheduler.fake_host import CountingObserver
 from tests.scheduler.loop import Loop
 from tests.tiny_model import COMPILES, make_config, make_runner
@@ -42,7 +42,7 @@ _HYBRID = replace(
     buckets=FEW_BUCKETS,
     rings=RINGS,
 )
-HYBRID = replace(_HYBRID, cache=replace(_HYBRID.cache, snapshots=3, snapshot_stride=8))
+HYBRID = replace(_HYBRID, cache=replace(_HYBRID.cache, **STATE))
 """Two recurrent layers: a snapshot has two pieces."""
 SLOTS = 60
 

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -129,8 +131,13 @@ class TierLoop(Loop):
             disk=self.disk,
         )
         super().__init__(tiered.work.config, tiered.work.cache, host=parts)
+        mover.on_new_ring = lambda: self.copier.use_store_ring(
+            Ring(mover.store_ring(), RINGS.store)
+        )
         served.runner.reset()
         self.runner: Any = served.runner
+        self._old_rings: list[Any] = []
+        self.failures = tiered.seed
 
     @property
     def tier(self) -> HostTier:
@@ -143,8 +150,20 @@ class TierLoop(Loop):
     def fail(self) -> None:
         events = self.scheduler.fail([plan for plan, _ in self.in_flight])
         self.in_flight.clear()
+        if self.failures % 2 == 0:
+            self._lose_a_ring()
+        self.failures += 1
         self.device.reset()
         self._take(events)
+
+    def _lose_a_ring(self) -> None:
+        """As if the failed step were a gather. The memory stays, because copies read it."""
+        mover: Any = self.device.mover
+        self._old_rings.append(mover._stores[-1])
+        lost = tuple(jax.device_put(np.zeros(1)) for _ in mover._stores[-1])
+        for part in lost:
+            part.delete()
+        mover._stores[-1] = lost
 
     def swap(self, params: decoder.Params) -> None:
         while self.in_flight:

@@ -29,7 +29,7 @@ def pages_of(kv: Any, kv_format: KVFormat) -> list[np.ndarray]:
 
 def mover_of(kv_format: KVFormat, groups: int = 1) -> PageMover:
     found = page_moves.programs(kv_format, [SHAPE] * groups, jnp.float32, RINGS)
-    return PageMover(RINGS, {each.name: each.compile() for each in found}, groups=groups)
+    return PageMover(RINGS, {each.name: each.compile() for each in found}, (0,) * groups)
 
 
 def contents(parts: list[page_moves.RingArray], slots: int) -> list[bytes]:
@@ -110,3 +110,44 @@ def test_calls_are_large_and_more_than_half_full() -> None:
     (pairs,) = page_moves.pack(moves[:5], 100)
     assert pairs.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [1, 2, 3, 4, 5, 100, 100, 100]]
     assert list(page_moves.pack([], 100)) == []
+
+
+def test_moves_that_the_device_could_not_run_are_not_done() -> None:
+    """An array of a failed program is ready, too: what lies in the ring then is something else."""
+
+    class Failed:
+        def is_ready(self) -> bool:
+            return True
+
+        def is_deleted(self) -> bool:
+            return False
+
+        def block_until_ready(self) -> None:
+            raise jax.errors.JaxRuntimeError("it failed")
+
+    mover = mover_of(FORMATS[0])
+    ring = mover._stores[0]  # pyright: ignore[reportPrivateUsage]
+    mover._executables = {"gather_pages_0_1": lambda *_: (ring, Failed())}  # pyright: ignore
+    with pytest.raises(jax.errors.JaxRuntimeError, match="it failed"):
+        mover.move((None,), PageMoves((), (PageMove(1, 0, 0),)))
+    mover.settle()
+
+
+def test_a_ring_that_a_failed_program_took_is_made_anew() -> None:
+    mover = mover_of(FORMATS[0], groups=2)
+    caches = tuple(jax.tree.map(jnp.asarray, numbered(FORMATS[0])) for _ in range(2))
+    stores, loads = mover.store_ring(), mover.load_ring()
+    seen: list[Any] = []
+    mover.on_new_ring = lambda: seen.append(mover.store_ring())
+    mover.reset()
+    assert not seen and mover.store_ring() == stores
+    for array in mover._stores[1]:  # pyright: ignore[reportPrivateUsage]
+        array.delete()  # as the donation to a program that failed
+    mover.reset()
+    (after,) = seen
+    assert after[0] == stores[0] and mover.load_ring() == loads, "a ring that was whole has moved"
+    _, is_done = mover.move(caches, PageMoves((), (PageMove(2, RINGS.store + 3, 1),)))
+    mover.settle()
+    assert is_done() and mover.store_ring() == after
+    held = b"".join(array[2].tobytes() for array in pages_of(caches[1], FORMATS[0]))
+    assert contents(after[1], RINGS.store)[3] == held

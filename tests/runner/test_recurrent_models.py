@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,10 +18,13 @@ from jaxserve_kernels.kv_format.kvarn import KVarN
 from tests.runner.test_equivalence import Solo, Workload, check_against_solo, workloads
 from tests.tiny_model import COMPILES, make_config, make_runner
 
-SNAPSHOTS = 3
+SNAPSHOTS, BLOCK = 3, 4
+STATE: dict[str, Any] = {"snapshots": SNAPSHOTS, "snapshot_stride": 8, "state_block": BLOCK}
 FEED_FORWARD = FeedForwardSpec(width=48)
 RECURRENT = LayerSpec(
-    delta_net=DeltaNetSpec(key_heads=2, value_heads=4, key_dim=8, value_dim=12, conv_width=4),
+    delta_net=DeltaNetSpec(
+        key_heads=2, value_heads=4, key_dim=8, value_dim=12, conv_width=4, block=BLOCK
+    ),
     feed_forward=FEED_FORWARD,
 )
 FULL = LayerSpec(
@@ -66,8 +70,7 @@ VARIANTS = (
 def config(request: pytest.FixtureRequest) -> RunnerConfig:
     spec, kv_format = request.param
     made = make_config(spec=SPECS[spec], decode=(4,), prefill=(24,), max_model_len=24)
-    own = kv_format.own_tokens
-    cache = replace(made.cache, own_tokens=own, snapshots=SNAPSHOTS, snapshot_stride=8)
+    cache = replace(made.cache, own_tokens=kv_format.own_tokens, **STATE)
     return replace(made, cache=cache, kv_format=kv_format)
 
 
@@ -90,7 +93,7 @@ def test_each_request_gets_the_tokens_it_would_get_alone(
     @given(work=workloads())
     def check(work: Workload) -> None:
         seqs = config.scheduler.max_num_seqs  # snapshots lie behind the slots
-        tokens = max(work.config.max_num_batched_tokens, seqs)
+        tokens = max(work.config.max_num_batched_tokens, seqs - 1 + BLOCK)
         work = work._replace(
             config=replace(work.config, max_num_seqs=seqs, max_num_batched_tokens=tokens),
             cache=replace(config.cache, num_pages=work.cache.num_pages),

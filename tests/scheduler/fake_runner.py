@@ -28,6 +28,13 @@ def attend(seen: list[int], position: int, token: int) -> int:
     return hash((*seen, position, token))
 
 
+def as_computed(token: int, position: int, prompt: int, block: int) -> int:
+    """A token, told from the same one that is computed in the other form: in blocks of `block`
+    tokens, which the first `prompt` ones fill, or by itself."""
+    in_blocks = block > 1 and position < prompt // block * block
+    return token + VOCAB * in_blocks
+
+
 def next_token(seen: list[int], params: SamplingParams, mask: bytes | None) -> int:
     mixed = hash((*seen, params.seed, params.top_k, int(params.temperature * 8)))
     allowed = [token for token in range(VOCAB) if mask is None or mask[0] >> token & 1]
@@ -118,6 +125,8 @@ class FakeRunner:
         self.states: list[list[list[int | None]]] = [[[]] * STATE_LAYERS for _ in range(count)]
         """By slot, of each recurrent layer: all tokens that went into it."""
         self.has_state = cache.snapshots > 0
+        self.block = cache.state_block
+        self.prompts = [0] * slots
 
     def move_pages(self, moves: PageMoves) -> Callable[[], bool]:
         for page, slot, group in moves.restores:
@@ -141,6 +150,7 @@ class FakeRunner:
             self.states[target] = list(self.states[source])
         for admission in plan.admissions:
             self.params[admission.slot] = admission.params
+            self.prompts[admission.slot] = admission.num_prompt
             self.own[admission.slot].clear()
         for slot, position, page, group in plan.pages:
             assert page != 0, "the padding page was given out"
@@ -223,7 +233,8 @@ class FakeRunner:
             assert token is not None, "a decode row without a last token"
             for group in range(len(self.windows)):
                 before = self._read(row.slot, group, position, position)
-                self._put(row.slot, group, position, attend(before, position, token))
+                form = as_computed(token, position, self.prompts[row.slot], self.block)
+                self._put(row.slot, group, position, attend(before, position, form))
 
     def _advance(self, row: Row, tokens: tuple[int | None, ...]) -> None:
         """Recurrent layers: the state says which tokens it has seen, and the cache of a group
@@ -232,12 +243,20 @@ class FakeRunner:
         seen = layers[0]
         assert all(each == seen for each in layers), "pieces of several states"
         assert len(seen) == row.start, "state of another position"
+        prompt = self.prompts[row.slot]
+        blocks, end = prompt // self.block * self.block, row.start + len(tokens)
+        assert row.start >= blocks or row.start % self.block == 0, "a row begins inside of a block"
+        assert end >= blocks or end % self.block == 0, "a row ends inside of a block"
         whole = [group for group, window in enumerate(self.windows) if window is None]
         for group in whole[:1]:
             values = [self._value(row.slot, group, at) for at in range(row.start)]
             right = [attend(values[:at], at, token or 0) for at, token in enumerate(seen)]
             assert values == right, "state of other tokens"
-        self.states[row.slot] = [[*seen, *tokens]] * STATE_LAYERS
+        now = seen + [
+            as_computed(token or 0, position, prompt, self.block)
+            for position, token in enumerate(tokens, start=row.start)
+        ]
+        self.states[row.slot] = [now] * STATE_LAYERS
 
     def _put(self, slot: int, group: int, position: int, value: int) -> None:
         if position < self.own_tokens:
@@ -280,9 +299,10 @@ class FakeRunner:
 class _Alone:
     """What a sequence that has the device to itself has in its cache."""
 
-    def __init__(self, cache: CacheConfig):
+    def __init__(self, cache: CacheConfig, prompt: int):
         self._windows = [group.window for group in cache.groups]
         self._kv: list[list[int]] = [[] for _ in self._windows]
+        self._prompt, self._block = prompt, cache.state_block
 
     @property
     def length(self) -> int:
@@ -296,6 +316,7 @@ class _Alone:
 
     def add(self, token: int) -> None:
         position = self.length
+        token = as_computed(token, position, self._prompt, self._block)
         for kv, window in zip(self._kv, self._windows, strict=True):
             kv.append(attend(kv[first_seen(window, position) :], position, token))
 
@@ -304,7 +325,7 @@ def solo(
     request: Request, config: SchedulerConfig, cache: CacheConfig
 ) -> tuple[list[int], FinishReason]:
     """The tokens of a request that has the device to itself, and why it ends."""
-    alone = _Alone(cache)
+    alone = _Alone(cache, len(request.prompt))
     for token in request.prompt:
         alone.add(token)
     outputs: list[int] = []

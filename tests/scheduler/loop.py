@@ -52,6 +52,8 @@ class Loop:
         self.salts: dict[str, str] = {}
         self.over: set[str] = set()
         """Requests that must not have any more events."""
+        self.accepted_of_rows: list[int] = []
+        """Of each row that verified drafts."""
         self.wasted_rows = self.hit_tokens = self.accepted = self.rows_ahead = 0
         self.evicted: list[bytes] = []
         """Hashes of the pages that were allocated again."""
@@ -134,6 +136,8 @@ class Loop:
         sampled = self.runner.collect(pending)
         live = self.scheduler._live  # pyright: ignore[reportPrivateUsage]
         self.wasted_rows += sum(row.seq_id not in live for row in plan.rows)
+        verified = (result for row, result in zip(plan.rows, sampled, strict=True) if row.verify)
+        self.accepted_of_rows += [len(result.further) for result in verified if result is not None]
         self.accepted += sum(len(result.further) for result in sampled if result is not None)
         self._take(self.scheduler.commit(plan, sampled))
 

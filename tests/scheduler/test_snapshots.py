@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.api import Request, SamplingParams
-from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.config import CacheConfig, ConfigError, SchedulerConfig
 from jaxserve.plan import StateCopy
 from jaxserve.scheduler import Scheduler
 from jaxserve.scheduler.sequence import Sequence
@@ -29,16 +29,23 @@ FIRST = SLOTS + 1
 
 
 def scheduler(
-    *, snapshots: int = 4, pages: int = 32, stride: int = 16, own_tokens: int = 0
+    *,
+    snapshots: int = 4,
+    pages: int = 32,
+    stride: int = 16,
+    block: int = 1,
+    tokens: int = 64,
+    own_tokens: int = 0,
 ) -> Scheduler:
     """With pages of 4 tokens."""
-    config = SchedulerConfig(max_num_seqs=SLOTS, max_model_len=128, max_num_batched_tokens=64)
+    config = SchedulerConfig(max_num_seqs=SLOTS, max_model_len=128, max_num_batched_tokens=tokens)
     cache = CacheConfig(
         num_pages=pages + 1,
         page_size=4,
         snapshots=snapshots,
         snapshot_stride=stride,
         own_tokens=own_tokens,
+        state_block=block,
     )
     return Scheduler(config, cache, lengths=Optimist(), clock=lambda: 1.0)
 
@@ -84,18 +91,39 @@ def test_a_hit_ends_at_the_longest_snapshot_and_brings_its_state_back() -> None:
     assert run(sched, prompt(*range(12), name="below all")) == 0
 
 
-def test_the_next_turn_goes_on_from_the_output() -> None:
+def test_the_next_turn_goes_on_from_the_last_prompt() -> None:
+    """Its output was computed token by token, and the next turn alone computes it in blocks."""
     sched = scheduler()
     run(sched, prompt(*range(10), max_tokens=20))
     history = (*range(10), *[PLAIN] * 20)
-    assert run(sched, prompt(*history, 7, 7, 7, name="next")) == 28
+    assert run(sched, prompt(*history, 7, 7, 7, name="next")) == 8
+    assert run(sched, prompt(*history, 7, 7, 7, 7, name="after it")) == 32
 
 
-def test_a_sequence_that_decodes_keeps_one_snapshot() -> None:
-    sched = scheduler(snapshots=8)
-    run(sched, prompt(*range(10), max_tokens=60))
-    snapshots = sched._kv_cache.snapshots  # pyright: ignore[reportPrivateUsage]
-    assert snapshots is not None and snapshots.num_kept == 2, "of prompt and output"
+def test_chunks_and_snapshots_end_at_blocks() -> None:
+    sched = scheduler(block=8)
+    sched.add(prompt(*range(30)))
+    plans = []
+    while sched.has_work:
+        plans.append(planned(sched))
+        commit(sched, plans[-1])
+    assert [shape(plan) for plan in plans] == [[(0, 0, 16)], [(0, 16, 8)], [(0, 24, 6)]]
+    assert run(sched, prompt(*range(30), name="again")) == 24
+    assert run(sched, prompt(*range(23), name="shorter")) == 16
+
+
+def test_a_step_without_room_for_a_block_reads_no_prompt() -> None:
+    sched = scheduler(stride=64, block=32, tokens=40)
+    sched.add(prompt(*range(45)))
+    sched.add(prompt(*range(200, 235), name="second"))
+    shapes = []
+    while sched.has_work:
+        plan = planned(sched)
+        shapes.append([(row.start, row.num_tokens) for row in plan.rows])
+        commit(sched, plan)
+    assert shapes == [[(0, 32)], [(32, 13)], [(0, 32)], [(32, 3)]]
+    with pytest.raises(ConfigError, match="no room for 1 decodes and a block of 64 tokens"):
+        scheduler(stride=64, block=64)
 
 
 def test_the_least_recently_used_makes_room_and_one_goes_with_its_page() -> None:
@@ -186,7 +214,9 @@ def test_the_turns_of_agents_are_found() -> None:
     """10 conversations take turns whose contexts grow by an output and a tool's result. An ideal
     cache has all tokens of the turn before; found are 9 of 10."""
     config = SchedulerConfig(max_num_seqs=4, max_model_len=4096, max_num_batched_tokens=256)
-    cache = CacheConfig(num_pages=4096, page_size=16, snapshots=32, snapshot_stride=256)
+    cache = CacheConfig(
+        num_pages=4096, page_size=16, snapshots=32, snapshot_stride=256, state_block=8
+    )
     loop = Loop(config, cache)
     system = tuple(index % 4 for index in range(150))
     histories = [(*system, *(number >> bit & 1 for bit in range(5))) for number in range(10)]
@@ -207,13 +237,19 @@ def test_the_turns_of_agents_are_found() -> None:
 
 @st.composite
 def snapshot_workloads(draw: st.DrawFn) -> Workload:
-    """Scarce snapshots, often of every page, with windows beside layers without one or not."""
+    """Scarce snapshots, often of every page, with windows beside layers without one or not, and
+    blocks smaller or larger than pages."""
     work = draw(st.one_of(workloads(), windowed_workloads()))
     size = work.cache.page_size
+    room = work.config.max_num_batched_tokens - work.config.max_num_seqs + 1
+    most = min(room, size if any(group.window for group in work.cache.groups) else 4 * size)
+    block = draw(st.sampled_from([each for each in (1, 2, 4, 8, 16) if each <= most] or [1]))
     cache = replace(
         work.cache,
+        own_tokens=work.cache.own_tokens if work.cache.own_tokens % block == 0 else 0,
         snapshots=draw(st.sampled_from([4, 2, 1, 9])),
-        snapshot_stride=size * draw(st.sampled_from([1, 2, 4])),
+        snapshot_stride=max(size, block) * draw(st.sampled_from([1, 2, 4])),
+        state_block=block,
     )
     return work._replace(cache=cache)
 

@@ -4,42 +4,27 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import aiohttp
-import numpy as np
 import pytest
 
 from jaxserve.structured import BadWords, GrammarsBusy, Guides, Thinking
 from jaxserve.tokenizer import decode
-from tests.fakes import CALL, END_CALL, END_THINK, IM_END, THINK, FakeEngine, tiny_tokenizer
-from tests.server.conftest import MODEL, Serve, openai_client
-
-USER = {"role": "user", "content": "Hi"}
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-
-
-def tool_with(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-
-TOOLS = [tool_with(SCHEMA, name) for name in ("f", "g")]
-CALLED = [CALL, *b'\n{"name": "f", "arguments": {"a": 1}}\n', END_CALL, IM_END]
-
-
-async def chat(serve: Serve, engine: FakeEngine, **fields: Any) -> tuple[int, Any]:
-    url = await serve(engine)
-    body = {"messages": [USER], **fields}
-    async with aiohttp.request("POST", f"{url}/v1/chat/completions", json=body) as reply:
-        return reply.status, await reply.json()
-
-
-def first_tokens(engine: FakeEngine) -> set[int]:
-    guide = engine.requests[-1].params.guide
-    assert guide is not None
-    bits = np.unpackbits(np.frombuffer(guide.start().mask, np.uint8), bitorder="little")
-    return set(np.flatnonzero(bits).tolist())
+from tests.fakes import CALL, END_THINK, IM_END, THINK, FakeEngine, tiny_tokenizer
+from tests.server.conftest import Serve
+from tests.server.constrained import (
+    CALLED,
+    FORMAT,
+    SCHEMA,
+    TOOLS,
+    USER,
+    call_of,
+    chat,
+    first_tokens,
+    follower,
+    tool_with,
+)
 
 
 async def test_a_schema_reaches_the_engine_and_ends_with_the_models_end(serve: Serve) -> None:
@@ -167,9 +152,6 @@ async def test_parameters_of_tools_that_cannot_be_followed_are_refused_when_forc
     assert (status, body["error"]["param"]) == (400, "tools")
 
 
-FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-
-
 @pytest.mark.parametrize("form", [FORMAT, {"type": "json_object"}])
 async def test_tools_may_be_called_instead_of_an_answer_in_the_format(
     serve: Serve, form: dict[str, Any]
@@ -186,24 +168,6 @@ async def test_tools_may_be_called_instead_of_an_answer_in_the_format(
     message = body["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("hm", '{"a": 2}')
     assert "tool_calls" not in message
-
-
-def follower(engine: FakeEngine) -> Callable[[Iterable[int]], bool]:
-    """Whether the last request's guide lets these tokens through."""
-    guide = engine.requests[-1].params.guide
-    assert guide is not None
-
-    def followed(tokens: Iterable[int]) -> bool:
-        state = guide.start()
-        for token in tokens:
-            assert state.wait(10)
-            allowed = np.unpackbits(np.frombuffer(state.mask, np.uint8), bitorder="little")
-            if not allowed[token]:
-                return False
-            state.advance(token)
-        return True
-
-    return followed
 
 
 async def test_the_grammar_of_calls_or_an_answer_takes_either_to_its_end(serve: Serve) -> None:
@@ -242,86 +206,6 @@ async def test_a_forced_call_goes_before_a_format(serve: Serve) -> None:
         status, body = await chat(serve, engine, **fields)
         assert status == 200 and first_tokens(engine) == {CALL, THINK}
         assert body["choices"][0]["message"]["tool_calls"]
-
-
-PATCH = {
-    "type": "grammar",
-    "grammar": {"syntax": "lark", "definition": 'start: "+" /[^\\n]*/ LF\n%import common.LF'},
-}
-DIGITS = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[0-9]+"}}
-
-
-def custom(name: str, form: dict[str, Any] | None = None) -> dict[str, Any]:
-    format_ = {} if form is None else {"format": form}
-    return {"type": "custom", "custom": {"name": name, "description": "Does it", **format_}}
-
-
-def call_of(name: str, text: str) -> list[int]:
-    return [CALL, *f'\n{{"name": "{name}", "arguments": {text}'.encode(), END_CALL]
-
-
-async def test_a_custom_tool_is_called_with_text_of_its_grammar(serve: Serve) -> None:
-    tools = [custom("patch", PATCH), custom("digits", DIGITS), custom("any"), *TOOLS]
-    engine = FakeEngine([*b"Well", *call_of("patch", "+a\n"), IM_END])
-    _, body = await chat(serve, engine, tools=tools)
-    message = body["choices"][0]["message"]
-    (call,) = message["tool_calls"]
-    assert (call["type"], call["custom"]) == ("custom", {"name": "patch", "input": "+a\n"})
-    assert body["choices"][0]["finish_reason"] == "tool_calls"
-    followed = follower(engine)
-    assert followed([*b"Well, \n", IM_END])
-    assert followed([THINK, *b"hm", END_THINK, *b"\n\nWell", *call_of("patch", "+a\n"), IM_END])
-    assert followed([*call_of("digits", "42}\n"), *b"\n", *CALLED])
-    assert followed([*call_of("any", 'what "ever"\n}}\n'), IM_END])
-    for wrong in (
-        call_of("patch", "a"),
-        call_of("patch", '{"input"'),
-        call_of("digits", "x"),
-        call_of("other", ""),
-        [CALL, *b'\n{"name": "f", "arguments": {"a": "x"'],
-    ):
-        assert not followed(wrong)
-
-
-async def test_a_custom_call_streams_and_comes_back_as_history(serve: Serve) -> None:
-    engine = FakeEngine([*call_of("any", "two\nlines}\n"), IM_END])
-    async with openai_client(serve, engine) as api:
-        fields: Any = {"model": MODEL, "tools": [custom("any")]}
-        whole = await api.chat.completions.create(messages=[USER], **fields)
-        (call,) = whole.choices[0].message.tool_calls
-        assert (call.type, call.custom.input) == ("custom", "two\nlines")
-        stream = await api.chat.completions.create(messages=[USER], stream=True, **fields)
-        deltas = [
-            part.to_dict()
-            async for chunk in stream
-            for part in chunk.choices[0].delta.tool_calls or ()
-        ]
-        assert deltas[0]["custom"]["name"] == "any"
-        assert "".join(part["custom"]["input"] for part in deltas) == "two\nlines"
-        result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
-        history = [USER, whole.choices[0].message.to_dict(), result]
-        await api.chat.completions.create(messages=history, **fields)
-    prompt = decode(tiny_tokenizer(), engine.requests[-1].prompt, skip_special=False)
-    assert "<tool_call>\ntwo\nlines\n</tool_call>" in prompt
-
-
-async def test_a_custom_tool_can_be_forced_and_be_called_beside_a_format(serve: Serve) -> None:
-    engine = FakeEngine(call_of("digits", "42}\n"))
-    named = {"type": "custom", "custom": {"name": "digits"}}
-    tools = [custom("digits", DIGITS), *TOOLS]
-    for more in ({"tool_choice": named}, {"response_format": FORMAT}):
-        _, body = await chat(serve, engine, tools=tools, **more)
-        (call,) = body["choices"][0]["message"]["tool_calls"]
-        assert call["custom"]["input"] == "42"
-        assert follower(engine)(call_of("digits", "42}\n"))
-
-
-async def test_a_bad_grammar_of_a_tool_is_refused(serve: Serve) -> None:
-    bad = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "("}}
-    status, body = await chat(serve, FakeEngine(), tools=[custom("a", bad)])
-    assert (status, body["error"]["param"]) == (400, "tools")
-    status, body = await chat(serve, FakeEngine(), tools=[custom("a", {"type": "grammar"})])
-    assert body["error"]["param"] == "tools[0].custom.format.grammar"
 
 
 async def test_only_allowed_tools_are_called_and_all_are_shown(serve: Serve) -> None:

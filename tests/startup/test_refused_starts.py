@@ -8,9 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxserve import host_memory
 from jaxserve.cli.options import parse_args
-from jaxserve.config import CacheConfig, ConfigError
+from jaxserve.config import CacheConfig, ConfigError, HostTierConfig
+from jaxserve.metrics.metrics import Metrics
+from jaxserve.startup import build, host_tier_plan
 from jaxserve.startup.engine_plan import plan_engine
+from jaxserve.startup.timeline import Timeline
 from jaxserve.weights.model_source import find_model
 from jaxserve_checkpoints.reader import CheckpointError
 from tests.e2e.process import small_model
@@ -115,3 +119,33 @@ def test_an_empty_text_to_calibrate_with_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").touch()
     flags = ("--kv-cache-dtype", "fp8_e4m3", "--calculate-kv-scales", "--calibration")
     assert "text is empty" in refused(*flags, str(tmp_path / "text"))
+
+
+def test_a_host_tier_beyond_the_machine_is_refused_before_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr(build, "weight_loader", load)
+    monkeypatch.setattr(host_memory, "available", lambda: 6 << 30)
+
+    def start(size: str) -> str:
+        options = parse_args(["--kv-offload-size", size, "--max-model-len", "64"])
+        with pytest.raises(ConfigError) as error:
+            build.build_parts(
+                options, find_model(options), Metrics("m"), lambda *_: None, Timeline()
+            )
+        return str(error.value)
+
+    message = start("5Gi")
+    assert "--kv-offload-size 5.0 GiB is more than this machine can give: 6.0 GiB are" in message
+    assert "1.0 GiB stay free; ask for at most " in message
+    most = message.split("at most ")[1].split(",")[0]
+    with pytest.raises(AssertionError, match="weights are loaded"):
+        start(most)
+    assert "holds 0 pages of " in start("1k")
+    tier = HostTierConfig(slots=9, page_bytes=(100,), store_ring=4, load_ring=4, lookahead=2)
+    monkeypatch.setattr(host_memory, "available", lambda: 1 << 30)
+    with pytest.raises(ConfigError, match=r"stay free; leave it out$"):
+        host_tier_plan.check_memory(tier, beside=0)

@@ -21,15 +21,14 @@ from jax.typing import DTypeLike
 
 from jaxserve.model_spec import CachePlace
 from jaxserve.models import decoder
+from jaxserve.models.drafts.places import places_of
 from jaxserve.models.drafts.spec import BlockDraft
 from jaxserve.models.layer import Caches, Norm, StepTokens, decoder_layer
 from jaxserve.models.layer_weights import Layer, layer_views
 from jaxserve.models.rope import step_tables, table_of_layer
 from jaxserve_kernels.add_rms_norm import rms_norm
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_inputs
-from jaxserve_kernels.kv_format import AttentionStep
 from jaxserve_kernels.matmul import linear, plain, sum_parts, take_rows
-from jaxserve_kernels.paged_attention import QueryTiles
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Weight
 
@@ -134,30 +133,16 @@ def block_tokens(
       page_table: int32 [slots + 1, pages_per_seq]; the last row is of padding.
     """
     offsets = jnp.arange(draft.block)
-    used = offsets < count[:, None]
-    slot = jnp.where(used, slots[:, None], page_table.shape[0] - 1).reshape(-1)
-    positions = jnp.where(used, begin[:, None] + offsets, 0).reshape(-1)
-    end = jnp.where(used, (begin + count - 1)[:, None], 0).reshape(-1)
-    flat = used.reshape(-1)
-    total = flat.shape[0]
-    place = jnp.where(flat, jnp.cumsum(flat, dtype=jnp.int32) - 1, total)
-
-    def tiles(values: Array, padding: int) -> Array:
-        """One for each token, those of padding last."""
-        return jnp.full(total, padding, jnp.int32).at[place].set(values, mode="drop")
-
-    step = AttentionStep(
-        slots=slot,
-        positions=positions,
-        pages=page_table[slot, positions // page_size],
-        offsets=positions % page_size,
-        tiles=QueryTiles(
-            first=tiles(jnp.arange(total), 0),
-            length=tiles(flat.astype(jnp.int32), 0),
-            slot=tiles(slot, page_table.shape[0] - 1),
-            position=tiles(end, 0),
-        ),
-        page_table=page_table,
+    shape = (last.shape[0], draft.block)
+    used, slot = offsets < count[:, None], jnp.broadcast_to(slots[:, None], shape)
+    end = jnp.broadcast_to((begin + count - 1)[:, None], shape)
+    step = places_of(
+        used.reshape(-1),
+        slot.reshape(-1),
+        (begin[:, None] + offsets).reshape(-1),
+        end.reshape(-1),
+        page_table,
+        page_size=page_size,
     )
     ids = jnp.where(offsets == 0, last[:, None], draft.mask_token).reshape(-1)
     return StepTokens(ids, (step,))

@@ -7,8 +7,8 @@ The entry at position i stands for the target's state there and the token after 
     y = state + attention(x);  y = y + mlp(rms(y))
     scores of token i + 2 = head(rms(y, norm))
 
-(Li et al. 2025, arXiv 2503.01840.) So an entry needs the token after its position, which another
-sequence that shares the prefix up to there may not have.
+(Li et al. 2025, arXiv 2503.01840.) So an entry needs the token after its position. A page that
+sequences share ends with the entry of whoever went on first.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from jaxserve.models.layer import Caches, Norm, StepTokens, decoder_layer
 from jaxserve.models.layer_weights import Layer, layer_views
 from jaxserve.models.rope import step_tables
 from jaxserve_kernels.add_rms_norm import rms_norm
+from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_inputs
 from jaxserve_kernels.matmul import linear, plain, sum_parts, take_rows
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Weight
@@ -73,6 +74,49 @@ def states(params: Eagle3Params, tapped: Sequence[Array], *, target: Target) -> 
     return sum_parts(linear(x, params.fc, target=target), x.dtype)
 
 
+def store(
+    params: Eagle3Params,
+    draft: Eagle3Draft,
+    embedding: Weight,
+    kv: Caches,
+    tokens: StepTokens,
+    state: Array,
+    *,
+    first: int,
+    target: Target,
+) -> Caches:
+    """Returns kv with the keys and values of entries, see `extend`: what they attend to does not
+    change those."""
+    layer, places, cache = params.layer, tokens.places[0], kv[0]
+    assert layer.qkv is not None and isinstance(cache, Array)
+    both, _ = _inputs(params, draft, embedding, tokens.ids, state)
+    (tables,) = step_tables(draft.body, tokens.positions)
+    with jax.named_scope("draft_entries"):
+        _, cache = attention_inputs(
+            linear(both, layer.qkv, target=target),
+            cache,
+            first,
+            HeadWeights(layer.q_norm, layer.k_norm),
+            tables,
+            KVSlots(places.pages, places.offsets),
+            eps=draft.body.norm_eps,
+            dtype=both.dtype,
+            target=target,
+        )
+    return (cache, *kv[1:])
+
+
+def _inputs(
+    params: Eagle3Params, draft: Eagle3Draft, embedding: Weight, ids: Array, state: Array
+) -> tuple[Array, Array]:
+    """What queries, keys and values read [tokens, 2 * embed], and the state with its norm."""
+    eps = draft.body.norm_eps
+    embedded = take_rows(embedding, ids, params.final_norm.dtype)
+    normed_state = rms_norm(state, params.hidden_norm, eps)
+    embedded = rms_norm(embedded, params.layer.attention_norm, eps)
+    return jnp.concatenate([embedded, normed_state], axis=-1), normed_state
+
+
 def extend(
     params: Eagle3Params,
     draft: Eagle3Draft,
@@ -98,18 +142,14 @@ def extend(
       each, and kv.
     """
     body, layer = draft.body, params.layer
-    dtype = params.final_norm.dtype
-    embedded = rms_norm(
-        take_rows(embedding, tokens.ids, dtype), layer.attention_norm, body.norm_eps
-    )
-    normed_state = rms_norm(state, params.hidden_norm, body.norm_eps)
+    both, normed_state = _inputs(params, draft, embedding, tokens.ids, state)
     (tables,) = step_tables(body, tokens.positions)
     x, normed, kv = decoder_layer(
         layer,
         Norm(params.final_norm),
         CachePlace(0, first),
         normed_state if draft.norm_before_residual else state,
-        jnp.concatenate([embedded, normed_state], axis=-1),
+        both,
         *(kv, tables, tokens, body),
         tile_size=tile_size,
         target=target,

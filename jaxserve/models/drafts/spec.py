@@ -43,6 +43,11 @@ class BlockDraft:
         """Tokens that one block guesses."""
         return self.block if self.predicts_next else self.block - 1
 
+    @property
+    def room(self) -> int:
+        """Positions from the last known token's on in which a pass keeps something."""
+        return self.block
+
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Draft:
@@ -55,10 +60,17 @@ class Eagle3Draft:
     taps: tuple[int, ...]
     """Layers of the target, rising."""
     target_vocab: int
+    num_drafts: int = 7
+    """Passes, each of which guesses one token."""
     norm_before_residual: bool = False
     """The residual stream begins with the state after its norm."""
     layer_prefix: str = "midlayer"
     """Says how the layer's tensors are named, and nothing of programs."""
+
+    @property
+    def room(self) -> int:
+        """As in `BlockDraft`: the first pass keeps its entry before, each other one behind that."""
+        return self.num_drafts - 1
 
     @property
     def reduced_vocab(self) -> bool:

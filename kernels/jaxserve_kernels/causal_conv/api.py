@@ -7,29 +7,42 @@ from typing import Any
 from jax import Array
 
 from jaxserve_kernels.causal_conv import reference
-from jaxserve_kernels.op import Implementation, Op, anything
+from jaxserve_kernels.op import Implementation, Op, anything, on_kernels
 from jaxserve_kernels.recurrent_state import RecurrentStep
 from jaxserve_kernels.target import Target
 
 
 def causal_conv(
-    x: Array, weight: Array, state: Array, layer: int, step: RecurrentStep, *, target: Target
+    projected: Array,
+    weight: Array,
+    state: Array,
+    layer: int,
+    step: RecurrentStep,
+    *,
+    target: Target,
 ) -> tuple[Array, Array]:
     """See `reference.causal_conv`."""
-    return _OP(x, weight, state, step, layer=layer, target=target)
+    return _OP(projected, weight, state, step, layer=layer, target=target)
 
 
-def _definition(
-    _: None, x: Array, weight: Array, state: Array, step: Any, *, layer: int, target: Target
-) -> Any:
-    return reference.causal_conv(x, weight, state, layer, step)
+def _kernel(_: None, *args: Any, layer: int, target: Target) -> Any:
+    from jaxserve_kernels.causal_conv import triton  # needs Triton: only for GPUs
+
+    projected, weight, state, step = args
+    return triton.causal_conv(projected, weight, state, layer, step, target=target)
+
+
+def _definition(_: None, *args: Any, layer: int, target: Target) -> Any:
+    projected, weight, state, step = args
+    return reference.causal_conv(projected, weight, state, layer, step)
 
 
 _OP = Op(
     name="causal_conv",
     implementations=(
+        Implementation(name="triton", configure=on_kernels, run=_kernel),
         Implementation(name="reference", configure=anything, run=_definition, kernels=False),
     ),
-    describe=lambda x, *_, **__: f"tokens of {x.shape[-1]}",
+    describe=lambda _, weight, *__, **___: f"tokens of {weight.shape[0]}",
     per_layer=True,
 )

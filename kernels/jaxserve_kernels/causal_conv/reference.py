@@ -6,23 +6,27 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxserve_kernels.dense_matmul.reference import sum_parts
 from jaxserve_kernels.recurrent_state import RecurrentStep
 
 
 def causal_conv(
-    x: Array, weight: Array, state: Array, layer: int, step: RecurrentStep
+    projected: Array, weight: Array, state: Array, layer: int, step: RecurrentStep
 ) -> tuple[Array, Array]:
     """Convolve each channel along its sequence, and keep the inputs that the next step needs::
 
+        x = sum_parts(projected)[:, :channels]
         y[p] = silu(sum(weight[:, i] * x[p - width + 1 + i] for i in range(width)))
 
     for position p of a sequence. Inputs before its first token are 0; those before the step are the
     slot's state. The sum is taken in float32 and rounded to x's dtype after SiLU.
 
     Args:
-      x: [tokens, channels].
+      projected: [parts, tokens, columns], partial sums, of which the first `channels` columns are
+        x, rounded to state's dtype.
       weight: [channels, width].
-      state: [layers, slots, width - 1, channels] in x's dtype, updated in place when donated.
+      state: [layers, slots, width - 1, channels] in the dtype of activations, updated in place when
+        donated.
       layer: index into the first axis of state.
       step: where the tokens belong.
 
@@ -30,6 +34,7 @@ def causal_conv(
       y [tokens, channels] in x's dtype, and state.
     """
     kept = weight.shape[1] - 1
+    x = sum_parts(projected[..., : weight.shape[0]], state.dtype)
     rows, offsets = step.rows, step.offsets(state.shape[1])
     begins = (step.positions - offsets == 0)[:, None]
     wide = weight.astype(jnp.float32)

@@ -14,6 +14,7 @@ from jaxserve_kernels.dense_matmul import reference
 from jaxserve_kernels.dense_matmul.config import (
     Config,
     choose,
+    choose_narrow,
     fused_gating,
     limits_of,
 )
@@ -78,6 +79,21 @@ def _few_tokens(*, gated: bool, pdl: bool) -> Implementation:
     return Implementation(name=name, configure=configure, run=run)
 
 
+def _narrow(x: Array, weight: Array, *, target: Target, **_: Any) -> Config | Refusal:
+    if unlike := _unlike(x, target):
+        return unlike
+    if not target.pdl:
+        return NOT_PDL
+    out, depth = weight.shape
+    return choose_narrow(tokens=x.shape[0], out=out, depth=depth, target=target)
+
+
+def _run_narrow(config: Config, x: Array, weight: Array, *, target: Target, **_: Any) -> Array:
+    from jaxserve_kernels.dense_matmul import triton  # needs Triton: only for GPUs
+
+    return triton.linear(x, weight, config, target=target)
+
+
 def _fused(x: Array, weight: Array, *, target: Target, **_: Any) -> Refusal | None:
     if unlike := _unlike(x, target):
         return unlike
@@ -134,6 +150,7 @@ _LINEAR = Op(
     implementations=(
         _few_tokens(gated=False, pdl=True),
         _few_tokens(gated=False, pdl=False),
+        Implementation(name="triton, narrow", configure=_narrow, run=_run_narrow),
         Implementation(name="xla", configure=anything, run=_define_linear, kernels=False),
     ),
     describe=_sizes,

@@ -77,6 +77,24 @@ def _heuristic(tokens: int, out: int, depth: int, *, target: Target) -> Config |
     return replace(config, splits=splits, num_stages=stages)
 
 
+_NARROW = Config(rows=16, num_warps=2)
+_MOST_NARROW_SPLITS = 8
+"""Of the inputs of a weight of few rows. A rule, not measured."""
+
+
+def choose_narrow(*, tokens: int, out: int, depth: int, target: Target) -> Config | Refusal:
+    """For a weight [out, depth] that is no whole tiles for `choose`, by the kernel without
+    streaming."""
+    most = limits_of(target).most_tokens_pdl
+    if tokens > most:
+        return Refusal(f"more than {most} tokens")
+    steps, rest = divmod(depth, _NARROW.depth)
+    if rest or out % _NARROW.rows:
+        return Refusal(f"not whole tiles of {_NARROW.rows} x {_NARROW.depth}")
+    splits = max(each for each in range(1, _MOST_NARROW_SPLITS + 1) if steps % each == 0)
+    return replace(_NARROW, splits=splits)
+
+
 def fused_gating(*, tokens: int, out: int, depth: int, target: Target) -> Refusal | None:
     """Whether the gated product of x [tokens, depth] and a weight [out, depth] takes `hopper`."""
     least = limits_of(target).fused_gating_tokens

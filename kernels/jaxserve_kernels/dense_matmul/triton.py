@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jax import Array
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.dense_matmul.config import Config
@@ -46,7 +47,11 @@ def _linear(
     x_ptr, w_ptr, out_ptr,
     tokens: tl.constexpr, n: tl.constexpr, k: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     split = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     steps: tl.constexpr = k // DEPTH // SPLITS

@@ -2,4 +2,6 @@
 
 from jaxserve_kernels.gated_delta_rule.api import gated_delta_rule as gated_delta_rule
 from jaxserve_kernels.gated_delta_rule.reference import Heads as Heads
-from jaxserve_kernels.gated_delta_rule.reference import gated_rms_norm as gated_rms_norm
+from jaxserve_kernels.gated_delta_rule.reference import RuleConfig as RuleConfig
+from jaxserve_kernels.gated_delta_rule.reference import RuleTokens as RuleTokens
+from jaxserve_kernels.gated_delta_rule.reference import RuleWeights as RuleWeights

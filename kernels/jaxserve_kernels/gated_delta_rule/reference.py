@@ -1,14 +1,17 @@
-"""The definition of the gated delta rule in plain JAX: token by token, in float32."""
+"""The definition of the gated delta rule in plain JAX, in float32: blocks of a prompt's tokens at
+once, other tokens one by one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxserve_kernels.recurrent_state import RecurrentStep
+from jaxserve_kernels.dense_matmul.reference import sum_parts
+from jaxserve_kernels.recurrent_state import RecurrentStep, Rows
 
 _EPS = 1e-6
 """Of the norms of queries and keys."""
@@ -32,6 +35,34 @@ class Heads(NamedTuple):
     def values(self) -> int:
         """Elements of a token's values."""
         return self.value_heads * self.value_dim
+
+
+class RuleTokens(NamedTuple):
+    """A step's tokens, as the layer's products and its convolution give them."""
+
+    qkv: Array  # [tokens, 2 * keys + values]
+    gates: Array  # [parts, tokens, 2 * value_heads], partial sums: of decays, then of writes
+    projected: Array
+    """[parts, tokens, columns], partial sums, of which the last `values` columns gate the
+    output."""
+
+
+class RuleWeights(NamedTuple):
+    """Of a layer's heads."""
+
+    a_log: Array  # float32 [value_heads]
+    dt_bias: Array  # float32 [value_heads]
+    norm: Array  # [value_dim]
+
+
+class RuleConfig(NamedTuple):
+    """What a layer's kernels are compiled for."""
+
+    heads: Heads
+    block: int
+    """Tokens of a block."""
+    eps: float
+    """Of the output's norm."""
 
 
 class Inputs(NamedTuple):
@@ -88,6 +119,51 @@ def one_token(state: Array, token: Inputs) -> tuple[Array, Array]:
     return state, jnp.sum(state * q[..., None], axis=-2)
 
 
+def one_block(state: Array, tokens: Inputs) -> tuple[Array, Array]:
+    """What `one_token` gives for consecutive tokens of a sequence, from products of matrices: the
+    chunked form (Yang et al. 2024, arXiv 2412.06464; its UT transform is in arXiv 2406.06484). In
+    exact arithmetic both are equal. With D[i, j] the product of the decays of
+    tokens j + 1 to i, and c[i] of those up to i::
+
+        A = strictly lower part of beta * (K K^T * D)
+        W = (1 + A)^-1 beta * (V - c * K S)
+        O = c * (Q S) + lower part of (Q K^T * D) W
+        S = c[last] * S + (D[last] * K)^T W
+
+    D is the exponential of sums that begin at each j: differences of sums from the block's start on
+    would lose the small ones beside the large.
+
+    Args:
+      state: float32 [value_heads, key_dim, value_dim].
+      tokens: the dots are the tokens.
+
+    Returns:
+      The new state, and o [tokens, value_heads, value_dim].
+    """
+    q, k, v = (jnp.swapaxes(each, 0, 1) for each in tokens[:3])
+    log_decay, beta = tokens.log_decay.T, tokens.beta.T[..., None]
+    size = k.shape[1]
+    lower = jnp.tril(jnp.ones((size, size), bool))
+    strictly = jnp.tril(lower, -1)
+    sums = jnp.cumsum(jnp.where(strictly, log_decay[..., None], 0.0), axis=1)
+    decay = jnp.where(lower, jnp.exp(sums), 0.0)
+    from_start = jnp.exp(jnp.cumsum(log_decay, axis=1))[..., None]
+    system = jnp.where(strictly, beta * _times(k, k.mT) * decay, 0.0)
+    wanted = beta * (v - from_start * _times(k, state))
+    write = lax.linalg.triangular_solve(
+        system, wanted, left_side=True, lower=True, unit_diagonal=True
+    )
+    out = from_start * _times(q, state) + _times(_times(q, k.mT) * decay, write)
+    kept = (k * decay[:, -1, :, None]).mT
+    state = from_start[:, -1:] * state + _times(kept, write)
+    return state, jnp.swapaxes(out, 0, 1)
+
+
+def _times(a: Array, b: Array) -> Array:
+    """a @ b of whole float32."""
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
 def gated_delta_rule(
     qkv: Array,
     gates: Array,
@@ -98,6 +174,7 @@ def gated_delta_rule(
     step: RecurrentStep,
     *,
     heads: Heads,
+    block: int,
 ) -> tuple[Array, Array]:
     """Each token changes its slot's state and reads it (Yang et al. 2024, arXiv 2412.06464)::
 
@@ -106,7 +183,8 @@ def gated_delta_rule(
         a, b = split(gates)
         log_decay, beta = -exp(a_log) * softplus(a + dt_bias), sigmoid(b)
 
-    and then `one_token`, all in float32. A row at position 0 begins with a state of zeros.
+    and then `one_block` for the tokens that a row computes in blocks (`Rows.blocked`), `one_token`
+    for the others, all in float32. A row at position 0 begins with a state of zeros.
 
     Whatever the split into steps and rows, the same numbers are computed in the same order.
 
@@ -118,22 +196,149 @@ def gated_delta_rule(
         donated.
       layer: index into the first axis of state.
       step: where the tokens belong.
+      block: tokens of a block.
 
     Returns:
       o [tokens, value_heads, value_dim] in qkv's dtype, and state.
     """
 
-    # All of a token's numbers are computed inside the loop: outside, XLA might fuse and round
-    # differently for other numbers of tokens.
-    def advance(slots: Array, token: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
-        qkv, gates, slot, position = token
-        old = lax.dynamic_index_in_dim(slots, slot, keepdims=False)
-        old = jnp.where(position == 0, 0.0, old)
-        new, out = one_token(old, inputs(qkv, gates, a_log, dt_bias, heads))
-        return lax.dynamic_update_index_in_dim(slots, new, slot, 0), out
+    def inputs_of(qkv: Array, gates: Array) -> Inputs:
+        return inputs(qkv, gates, a_log, dt_bias, heads)
 
-    of_layer, out = lax.scan(advance, state[layer], (qkv, gates, step.slots, step.positions))
-    return out.astype(qkv.dtype), state.at[layer].set(of_layer)
+    tokens, rows = qkv.shape[0], step.rows
+    carry = _Carry(state[layer], jnp.zeros((tokens, heads.value_heads, heads.value_dim), qkv.dtype))
+    singles, count = jnp.arange(tokens), jnp.int32(tokens)
+    if rows.blocked is not None and tokens >= block:
+        carry = _block_by_block(carry, qkv, gates, inputs_of, rows, block)
+        alone = ~in_blocks(step, state.shape[1])
+        singles, count = jnp.nonzero(alone, size=tokens, fill_value=0)[0], jnp.sum(alone)
+    carry = _one_by_one(carry, qkv, gates, inputs_of, step, singles, count)
+    return carry.outs, state.at[layer].set(carry.slots)
+
+
+class _Carry(NamedTuple):
+    """Of loops over tokens or blocks. All of their numbers are computed inside: outside, XLA might
+    fuse and round differently for other numbers of tokens."""
+
+    slots: Array  # the state of one layer
+    outs: Array  # [tokens, value_heads, value_dim]
+
+    def begun(self, slot: Array, position: Array) -> Array:
+        """A slot's state before `position`."""
+        old = lax.dynamic_index_in_dim(self.slots, slot, keepdims=False)
+        return jnp.where(position == 0, 0.0, old)
+
+    def after(self, slot: Array, new: Array, outs: Array, first: Array) -> _Carry:
+        """With a slot's new state and the output of some tokens."""
+        slots = lax.dynamic_update_index_in_dim(self.slots, new, slot, 0)
+        outs = outs.astype(self.outs.dtype)
+        return _Carry(slots, lax.dynamic_update_slice_in_dim(self.outs, outs, first, 0))
+
+
+type _InputsOf = Callable[[Array, Array], Inputs]
+"""Of tokens' qkv and gates."""
+
+
+def _block_by_block(
+    carry: _Carry, qkv: Array, gates: Array, inputs_of: _InputsOf, rows: Rows, block: int
+) -> _Carry:
+    found, count = blocks_of(rows, qkv.shape[0], block)
+
+    def advance(number: Array, carry: _Carry) -> _Carry:
+        first, slot, position = (each[number] for each in found)
+        part = (lax.dynamic_slice_in_dim(each, first, block) for each in (qkv, gates))
+        return carry.after(slot, *one_block(carry.begun(slot, position), inputs_of(*part)), first)
+
+    return lax.fori_loop(0, count, advance, carry)
+
+
+def _one_by_one(
+    carry: _Carry,
+    qkv: Array,
+    gates: Array,
+    inputs_of: _InputsOf,
+    step: RecurrentStep,
+    tokens: Array,
+    count: Array,
+) -> _Carry:
+    """The first `count` of `tokens`, indices into the step."""
+
+    def advance(number: Array, carry: _Carry) -> _Carry:
+        token = tokens[number]
+        slot, begun = step.slots[token], carry.begun(step.slots[token], step.positions[token])
+        new, out = one_token(begun, inputs_of(qkv[token], gates[token]))
+        return carry.after(slot, new, out[None], token)
+
+    return lax.fori_loop(0, count, advance, carry)
+
+
+class Blocks(NamedTuple):
+    """Of a step, int32 [tokens // block]; more than there are mean nothing."""
+
+    first: Array
+    """Index of the block's first token in the step."""
+    slots: Array
+    positions: Array
+    """Of that token in its sequence."""
+
+
+def blocks_of(rows: Rows, tokens: int, block: int) -> tuple[Blocks, Array]:
+    """Returns the blocks of a step's rows in their order, and how many there are.
+
+    Args:
+      rows: with `blocked`.
+      tokens: of the step.
+      block: tokens of a block.
+    """
+    assert rows.blocked is not None
+    counts = rows.blocked // block
+    ends = jnp.cumsum(counts)
+    number = jnp.arange(tokens // block, dtype=jnp.int32)
+    row = jnp.minimum(jnp.searchsorted(ends, number, side="right"), counts.shape[0] - 1)
+    offset = (number - (ends - counts)[row]) * block
+    at = (rows.first[row] + offset, rows.slots[row], rows.positions[row] + offset)
+    return Blocks(*(each.astype(jnp.int32) for each in at)), ends[-1]
+
+
+def in_blocks(step: RecurrentStep, num_slots: int) -> Array:
+    """Returns which of a step's tokens are computed in blocks: bool [tokens]."""
+    assert step.rows.blocked is not None
+    blocked = jnp.zeros(num_slots, jnp.int32).at[step.rows.slots].set(step.rows.blocked)
+    return step.offsets(num_slots) < blocked[step.slots]
+
+
+def rule_and_norm(
+    tokens: RuleTokens,
+    weights: RuleWeights,
+    state: Array,
+    layer: int,
+    step: RecurrentStep,
+    *,
+    config: RuleConfig,
+) -> tuple[Array, Array]:
+    """`gated_delta_rule` and the norm of its output::
+
+        gates, z = sum_parts(gates), sum_parts(projected)[:, -values:]
+        o, state = gated_delta_rule(qkv, gates, a_log, dt_bias, state, layer, step)
+        return gated_rms_norm(o, z, norm), state
+
+    with both sums rounded to qkv's dtype. The output is [tokens, values].
+    """
+    gates = sum_parts(tokens.gates, tokens.qkv.dtype)
+    out, state = gated_delta_rule(
+        *(tokens.qkv, gates, weights.a_log, weights.dt_bias, state, layer, step),
+        heads=config.heads,
+        block=config.block,
+    )
+    return norm_of(out, tokens, weights, config), state
+
+
+def norm_of(out: Array, tokens: RuleTokens, weights: RuleWeights, config: RuleConfig) -> Array:
+    """The norm in `rule_and_norm` of o [tokens, value_heads, value_dim]."""
+    columns = tokens.projected[..., -config.heads.values :]
+    gate = sum_parts(columns, out.dtype).reshape(out.shape)
+    normed = gated_rms_norm(out, gate, weights.norm, config.eps)
+    return normed.reshape(out.shape[0], -1)
 
 
 def gated_rms_norm(x: Array, gate: Array, weight: Array, eps: float) -> Array:

@@ -1,14 +1,25 @@
-"""One program per row, value head and block of its columns: the state stays in registers from the
-row's first token to its last, and is read and written once."""
+"""Tokens one by one, and the norm of the output. One program per row, value head and block of its
+columns: the state stays in registers from the first token to the last, and is read and written
+once."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import jax
 import triton
 import triton.language as tl
 from jax import Array
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from jaxserve_kernels.gated_delta_rule.reference import Heads
+from jaxserve_kernels.dense_matmul.reference import sum_parts
+from jaxserve_kernels.gated_delta_rule import triton_blocks
+from jaxserve_kernels.gated_delta_rule.reference import (
+    RuleConfig,
+    RuleTokens,
+    RuleWeights,
+)
 from jaxserve_kernels.recurrent_state import RecurrentStep
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
@@ -20,84 +31,162 @@ on each other."""
 
 @triton.jit
 def _kernel(
-    qkv_ptr, gates_ptr, a_log_ptr, dt_bias_ptr, first_ptr, length_ptr, slot_ptr, position_ptr,
-    state_ptr, layer, out_ptr,
-    slots, key_heads: tl.constexpr, value_heads: tl.constexpr, scale: tl.constexpr,
+    qkv_ptr, gates_ptr, a_log_ptr, bias_ptr,
+    first_ptr, length_ptr, slot_ptr, position_ptr, blocked_ptr, state_ptr, layer, out_ptr,
+    slots, stride, parts: tl.constexpr,
+    key_heads: tl.constexpr, value_heads: tl.constexpr, scale: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     row = tl.program_id(0)
     head = tl.program_id(1)
     key = tl.arange(0, KEY)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    begin = 0
+    if blocked_ptr is not None:
+        begin = tl.load(blocked_ptr + row)
     length = tl.load(length_ptr + row)
-    if length > 0:
-        first = tl.load(first_ptr + row).to(tl.int64)
-        slot = tl.load(slot_ptr + row).to(tl.int64)
-        goes_on = tl.load(position_ptr + row) > 0
-        place = ((layer.to(tl.int64) * slots + slot) * value_heads + head) * (KEY * VALUE)
-        tile = state_ptr + place + key[:, None] * VALUE + column[None, :]
-        inside = (key[:, None] >= 0) & (column[None, :] >= 0)
-        state = tl.load(tile, mask=inside & goes_on, other=0.0)
-        decay = -tl.exp(tl.load(a_log_ptr + head))
-        bias = tl.load(dt_bias_ptr + head)
-        width: tl.constexpr = 2 * key_heads * KEY + value_heads * VALUE
-        of_key = (head // (value_heads // key_heads)) * KEY + key
-        of_value = 2 * key_heads * KEY + head * VALUE + column
-        for token in range(first, first + length):
-            source = qkv_ptr + token * width
-            q = tl.load(source + of_key).to(tl.float32)
-            k = tl.load(source + key_heads * KEY + of_key).to(tl.float32)
-            v = tl.load(source + of_value).to(tl.float32)
-            gates = gates_ptr + token * (2 * value_heads) + head
-            a = tl.load(gates).to(tl.float32) + bias
-            b = tl.load(gates + value_heads).to(tl.float32)
-            q *= tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * scale
-            k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
-            # log(1 + exp(a)) without overflow
-            softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
-            state *= tl.exp(decay * softplus)
-            found = tl.sum(state * k[:, None], axis=0)
-            write = (v - found) / (1.0 + tl.exp(-b))
-            state += k[:, None] * write[None, :]
-            out = tl.sum(state * q[:, None], axis=0)
-            target = out_ptr + (token * value_heads + head) * VALUE + column
-            tl.store(target, out.to(out_ptr.dtype.element_ty))
-        tl.store(tile, state)
+    first = tl.load(first_ptr + row).to(tl.int64)
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    goes_on = (tl.load(position_ptr + row) + begin > 0) & (length > begin)
+    place = ((layer.to(tl.int64) * slots + slot) * value_heads + head) * (KEY * VALUE)
+    tile = state_ptr + place + key[:, None] * VALUE + column[None, :]
+    inside = (key[:, None] >= 0) & (column[None, :] >= 0)
+    # No kernel before this one in the step writes this layer's state.
+    state = tl.load(tile, mask=inside & goes_on, other=0.0)
+    decay = -tl.exp(tl.load(a_log_ptr + head))
+    bias = tl.load(bias_ptr + head)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    width: tl.constexpr = 2 * key_heads * KEY + value_heads * VALUE
+    of_key = (head // (value_heads // key_heads)) * KEY + key
+    of_value = 2 * key_heads * KEY + head * VALUE + column
+    for token in range(first + begin, first + length):
+        source = qkv_ptr + token * width
+        q = tl.load(source + of_key).to(tl.float32)
+        k = tl.load(source + key_heads * KEY + of_key).to(tl.float32)
+        v = tl.load(source + of_value).to(tl.float32)
+        a = tl.zeros([1], tl.float32)
+        b = tl.zeros([1], tl.float32)
+        for part in tl.static_range(parts):
+            gates = gates_ptr + part * stride + token * (2 * value_heads) + head
+            a += tl.load(gates).to(tl.float32)
+            b += tl.load(gates + value_heads).to(tl.float32)
+        a = a.to(dtype).to(tl.float32) + bias
+        b = b.to(dtype).to(tl.float32)
+        q *= tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * scale
+        k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
+        # log(1 + exp(a)) without overflow
+        softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
+        state *= tl.exp(decay * softplus)[:, None]
+        found = tl.sum(state * k[:, None], axis=0)
+        write = (v - found) / (1.0 + tl.exp(-b))
+        state += k[:, None] * write[None, :]
+        out = tl.sum(state * q[:, None], axis=0)
+        target = out_ptr + (token * value_heads + head) * VALUE + column
+        tl.store(target, out.to(dtype))
+    tl.store(tile, state, mask=inside & (length > begin))
 
 
-def fits(heads: Heads) -> bool:
-    """Whether the kernel takes such heads."""
-    dims = (heads.key_dim, heads.value_dim)
-    return all(dim >= 16 and dim & (dim - 1) == 0 for dim in dims)
+@triton.jit
+def _norm(
+    x_ptr, z_ptr, weight_ptr, out_ptr,
+    stride, columns: tl.constexpr, parts: tl.constexpr, heads: tl.constexpr, eps: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, EARLY: tl.constexpr = False,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    dim = tl.arange(0, DIM)
+    at = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None] * DIM + dim[None, :]
+    weight = tl.load(weight_ptr + dim).to(tl.float32)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    x = tl.load(x_ptr + token * (heads * DIM) + at).to(tl.float32)
+    z = tl.zeros([HEADS, DIM], tl.float32)
+    for part in tl.static_range(parts):
+        z += tl.load(z_ptr + part * stride + (token + 1) * columns - heads * DIM + at)
+    z = z.to(dtype).to(tl.float32)  # rounded where the reference rounds
+    x *= tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)[:, None]
+    x = (x.to(dtype).to(tl.float32) * weight[None, :]).to(dtype).to(tl.float32)
+    tl.store(out_ptr + token * (heads * DIM) + at, (x * z / (1.0 + tl.exp(-z))).to(dtype))
 
 
-def gated_delta_rule(
-    qkv: Array,
-    gates: Array,
-    a_log: Array,
-    dt_bias: Array,
+def fits(config: RuleConfig) -> bool:
+    """Whether the kernels take such heads and blocks."""
+    dims = (config.heads.key_dim, config.heads.value_dim, config.block)
+    return config.block <= 64 and all(dim >= 16 and dim & (dim - 1) == 0 for dim in dims)
+
+
+def rule_and_norm(
+    tokens: RuleTokens,
+    weights: RuleWeights,
     state: Array,
     layer: int,
     step: RecurrentStep,
     *,
-    heads: Heads,
+    config: RuleConfig,
     target: Target,
 ) -> tuple[Array, Array]:
-    """See `reference.gated_delta_rule`; tokens of padding get any result."""
+    """See `reference.rule_and_norm`; tokens of padding get any result."""
+    place, out = jax.new_ref(state), None
+    shared = (weights, place, layer, step)
+    if step.rows.blocked is not None:
+        tokens = tokens._replace(gates=sum_parts(tokens.gates, tokens.qkv.dtype)[None])
+        if tokens.qkv.shape[0] >= config.block:
+            out = triton_blocks.in_blocks(tokens, *shared, config=config, target=target)
+    out = _one_by_one(tokens, *shared, out, config=config, target=target)
+    return _normed(out, tokens, weights, config=config, target=target), jax.freeze(place)
+
+
+def _one_by_one(
+    tokens: RuleTokens,
+    weights: RuleWeights,
+    state: jax.Ref,
+    layer: int,
+    step: RecurrentStep,
+    out: Array | None,
+    *,
+    config: RuleConfig,
+    target: Target,
+) -> Array:
+    """All tokens that are in no block: o [tokens, value_heads, value_dim]. `out` has that of the
+    others, if there are any."""
+    heads, rows, results = config.heads, step.rows, None if out is None else jax.new_ref(out)
+    shape = (tokens.qkv.shape[0], heads.value_heads, heads.value_dim)
     columns = min(_COLUMNS, heads.value_dim)
-    results = (qkv.shape[0], heads.value_heads, heads.value_dim)
-    reference = jax.new_ref(state)
-    rows = step.rows
-    out = triton_call(
-        qkv, gates, a_log, dt_bias, *rows, reference, layer,
+    made: Any = triton_call(
+        tokens.qkv, tokens.gates, weights.a_log, weights.dt_bias, *rows, state, layer,
+        *(() if results is None else (results,)),
         kernel=_kernel,
         name="gated_delta_rule",
         target=target,
-        out_type=jax.ShapeDtypeStruct(results, qkv.dtype),
+        out_type=jax.ShapeDtypeStruct(shape, tokens.qkv.dtype) if results is None else (),
         grid=(rows.first.shape[0], heads.value_heads, heads.value_dim // columns),
         num_warps=4,
-        slots=state.shape[1],
+        slots=state.shape[1], stride=tokens.gates[0].size, parts=tokens.gates.shape[0],
         key_heads=heads.key_heads, value_heads=heads.value_heads, scale=heads.key_dim**-0.5,
         KEY=heads.key_dim, VALUE=heads.value_dim, COLUMNS=columns,
     )  # fmt: skip
-    return out, jax.freeze(reference)
+    return made if results is None else jax.freeze(results)
+
+
+def _normed(
+    out: Array, tokens: RuleTokens, weights: RuleWeights, *, config: RuleConfig, target: Target
+) -> Array:
+    """See `reference.norm_of`."""
+    count, heads, dim = out.shape
+    parts, _, columns = tokens.projected.shape
+    at_once = math.gcd(heads, 8)
+    return triton_call(
+        out, tokens.projected, weights.norm,
+        kernel=_norm,
+        name="gated_delta_rule_norm",
+        target=target,
+        out_type=jax.ShapeDtypeStruct((count, heads * dim), out.dtype),
+        grid=(count, heads // at_once),
+        num_warps=4,
+        stride=tokens.projected[0].size, columns=columns, parts=parts, heads=heads,
+        eps=config.eps, HEADS=at_once, DIM=dim,
+    )  # fmt: skip

@@ -1,0 +1,55 @@
+"""Where a head's own tokens lie in the cache, and what they see."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxserve_kernels.kv_format import AttentionStep
+from jaxserve_kernels.paged_attention import QueryTiles
+
+
+class Ends(NamedTuple):
+    """Where the rows of a verify step end."""
+
+    slots: Array  # int32 [rows]
+    last: Array  # int32 [rows]: the last accepted token, which no step has computed
+    position: Array  # int32 [rows]: its position
+    held: Array  # int32 [rows]: positions for which the slot has pages; 0 for rows of padding
+
+
+def places_of(
+    used: Array, slots: Array, positions: Array, sees: Array, page_table: Array, *, page_size: int
+) -> AttentionStep:
+    """Returns the places of tokens that are each a query tile.
+
+    Args:
+      used: bool [tokens]; the others are padding.
+      slots, positions: int32 [tokens].
+      sees: int32 [tokens], the last position that each attends to.
+      page_table: int32 [slots + 1, pages_per_seq]; the last row is of padding.
+    """
+    padding_slot, total = page_table.shape[0] - 1, used.shape[0]
+    slots = jnp.where(used, slots, padding_slot)
+    positions, sees = jnp.where(used, positions, 0), jnp.where(used, sees, 0)
+    place = jnp.where(used, jnp.cumsum(used, dtype=jnp.int32) - 1, total)
+
+    def tiles(values: Array, padding: int) -> Array:
+        """One for each token, those of padding last."""
+        return jnp.full(total, padding, jnp.int32).at[place].set(values, mode="drop")
+
+    return AttentionStep(
+        slots=slots,
+        positions=positions,
+        pages=page_table[slots, positions // page_size],
+        offsets=positions % page_size,
+        tiles=QueryTiles(
+            first=tiles(jnp.arange(total), 0),
+            length=tiles(used.astype(jnp.int32), 0),
+            slot=tiles(slots, padding_slot),
+            position=tiles(sees, 0),
+        ),
+        page_table=page_table,
+    )

@@ -1,0 +1,163 @@
+"""One program for a few tokens and some channels, or for a row's state: a step's tokens are
+independent but for what they read of the tokens before them."""
+
+from __future__ import annotations
+
+import jax
+import triton
+import triton.language as tl
+from jax import Array
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from jaxserve_kernels.recurrent_state import RecurrentStep
+from jaxserve_kernels.target import Target
+from jaxserve_kernels.triton_call import triton_call
+
+_CHANNELS, _TOKENS = 256, 16
+"""Of a program, which has one token in decode steps."""
+
+
+@triton.jit
+def _sum(x_ptr, at, mask, stride, parts: tl.constexpr, dtype: tl.constexpr):
+    """Inputs of the convolution, rounded to `dtype`; 0 where the mask says so."""
+    total = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, parts):
+        total += tl.load(x_ptr + part * stride + at, mask=mask, other=0.0).to(tl.float32)
+    return total.to(dtype)
+
+
+@triton.jit
+def _decode(
+    x_ptr, weight_ptr, length_ptr, slot_ptr, position_ptr, state_ptr, layer, out_ptr,
+    slots, stride, columns: tl.constexpr, parts: tl.constexpr, channels: tl.constexpr,
+    KEPT: tl.constexpr, CHANNELS: tl.constexpr, EARLY: tl.constexpr = False,
+):  # fmt: skip
+    """Each row is a token. Who reads a row's state writes it."""
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    within = channel < channels
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    state = state_ptr + (layer.to(tl.int64) * slots + slot) * (KEPT * channels) + channel
+    real = within & (tl.load(length_ptr + row) > 0)
+    goes_on = real & (tl.load(position_ptr + row) > 0)
+    weights = weight_ptr + channel * (KEPT + 1)
+    total = tl.zeros([CHANNELS], tl.float32)
+    for place in tl.static_range(KEPT):
+        kept = tl.load(state + place * channels, mask=goes_on, other=0.0).to(tl.float32)
+        total += kept * tl.load(weights + place, mask=within, other=0.0).to(tl.float32)
+    weight = tl.load(weights + KEPT, mask=within, other=0.0).to(tl.float32)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    x = _sum(x_ptr, row * columns + channel, within, stride, parts, dtype)
+    total += x.to(tl.float32) * weight
+    out = total / (1.0 + tl.exp(-total))
+    tl.store(out_ptr + row * channels + channel, out.to(dtype), mask=within)
+    for place in tl.static_range(1, KEPT):
+        kept = tl.load(state + place * channels, mask=goes_on, other=0.0)
+        tl.store(state + (place - 1) * channels, kept, mask=real)
+    tl.store(state + (KEPT - 1) * channels, x, mask=real)
+
+
+@triton.jit
+def _convolve(
+    x_ptr, weight_ptr, slot_ptr, position_ptr, offset_ptr, state_ptr, layer, out_ptr,
+    slots, stride, tokens: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
+    channels: tl.constexpr, KEPT: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Some tokens of a step, whose offsets are those in their rows."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    there = token < tokens
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    within = there[:, None] & (channel < channels)[None, :]
+    slot = tl.load(slot_ptr + token, mask=there, other=0).to(tl.int64)
+    offset = tl.load(offset_ptr + token, mask=there, other=0)
+    goes_on = tl.load(position_ptr + token, mask=there, other=0) > offset
+    of_slot = (layer.to(tl.int64) * slots + slot) * KEPT
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    total = tl.zeros([TOKENS, CHANNELS], tl.float32)
+    for back in tl.static_range(KEPT + 1):
+        inside = offset >= back
+        at = (token - back)[:, None] * columns + channel[None, :]
+        found = _sum(x_ptr, at, within & inside[:, None], stride, parts, dtype)
+        place = tl.where(inside, 0, KEPT - back + offset)
+        at = (of_slot + place)[:, None] * channels + channel[None, :]
+        earlier = within & (goes_on & (offset < back))[:, None]
+        found += tl.load(state_ptr + at, mask=earlier, other=0.0)  # one of both is 0
+        weight = weight_ptr + channel * (KEPT + 1) + KEPT - back
+        weight = tl.load(weight, mask=channel < channels, other=0.0).to(tl.float32)
+        total += found.to(tl.float32) * weight[None, :]
+    out = (total / (1.0 + tl.exp(-total))).to(dtype)
+    tl.store(out_ptr + token[:, None] * channels + channel[None, :], out, mask=within)
+
+
+@triton.jit
+def _keep(
+    x_ptr, first_ptr, length_ptr, slot_ptr, position_ptr, state_ptr, layer,
+    slots, stride, columns: tl.constexpr, parts: tl.constexpr, channels: tl.constexpr,
+    KEPT: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """The last inputs of a row become its slot's state, after those before it, if it is short."""
+    row = tl.program_id(0)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    length = tl.load(length_ptr + row)
+    real = (channel < channels) & (length > 0)
+    goes_on = real & (tl.load(position_ptr + row) > 0)
+    last = tl.load(first_ptr + row).to(tl.int64) + length - KEPT
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    state = state_ptr + (layer.to(tl.int64) * slots + slot) * (KEPT * channels) + channel
+    dtype: tl.constexpr = state_ptr.dtype.element_ty
+    # In this order no entry is read after it is written.
+    for place in tl.static_range(KEPT):
+        of_row = length >= KEPT - place
+        at = (last + place) * columns + channel
+        new = _sum(x_ptr, at, real & of_row, stride, parts, dtype)
+        source = tl.where(of_row, 0, length + place)
+        old = tl.load(state + source * channels, mask=goes_on & (length < KEPT - place), other=0.0)
+        tl.store(state + place * channels, new + old, mask=real)
+
+
+def causal_conv(
+    projected: Array, weight: Array, state: Array, layer: int, step: RecurrentStep, *,
+    target: Target,
+) -> tuple[Array, Array]:  # fmt: skip
+    """See `reference.causal_conv`; tokens of padding get any result."""
+    parts, tokens, columns = projected.shape
+    channels, width = weight.shape
+    place, rows = jax.new_ref(state), step.rows
+    sizes = {
+        "slots": state.shape[1], "stride": tokens * columns, "columns": columns, "parts": parts,
+        "channels": channels, "KEPT": width - 1, "CHANNELS": _CHANNELS, "num_warps": 4,
+        "target": target,
+    }  # fmt: skip
+    across, out_type = triton.cdiv(channels, _CHANNELS), (tokens, channels)
+    if rows.blocked is None:
+        out = triton_call(
+            projected, weight, rows.length, rows.slots, rows.positions, place, layer,
+            kernel=_decode,
+            name="causal_conv",
+            out_type=jax.ShapeDtypeStruct(out_type, state.dtype),
+            grid=(tokens, across),
+            **sizes,
+        )  # fmt: skip
+        return out, jax.freeze(place)
+    offsets = step.offsets(state.shape[1])
+    out = triton_call(
+        projected, weight, step.slots, step.positions, offsets, place, layer,
+        kernel=_convolve,
+        name="causal_conv",
+        out_type=jax.ShapeDtypeStruct(out_type, state.dtype),
+        grid=(triton.cdiv(tokens, _TOKENS), across),
+        tokens=tokens, TOKENS=_TOKENS,
+        **sizes,
+    )  # fmt: skip
+    triton_call(
+        projected, *rows[:4], place, layer,
+        kernel=_keep,
+        name="causal_conv_state",
+        out_type=(),
+        grid=(rows.first.shape[0], across),
+        **sizes,
+    )  # fmt: skip
+    return out, jax.freeze(place)

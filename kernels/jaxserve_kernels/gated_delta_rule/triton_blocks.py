@@ -1,0 +1,225 @@
+"""Blocks of a prompt's tokens, see `reference.one_block`. What needs no state is computed for all
+blocks at once; then one program per row, value head and part of its columns carries the state from
+block to block.
+
+Products of tokens, which are rounded to the dtype of activations, are exact: norms and decays are
+factors of their results. A float32 matrix is split into two of that dtype, a high and a low part,
+which keep 16 bits of bfloat16's 8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton.language as tl
+from jax import Array
+from triton import jit
+
+from jaxserve_kernels.gated_delta_rule.reference import (
+    RuleConfig,
+    RuleTokens,
+    RuleWeights,
+    blocks_of,
+)
+from jaxserve_kernels.recurrent_state import RecurrentStep
+from jaxserve_kernels.target import Target
+from jaxserve_kernels.triton_call import triton_call
+
+_COLUMNS = 32
+"""Of the state: with 48 heads of 128 columns one prompt gives 192 programs."""
+
+
+@jit
+def _times(tokens, wide, total):
+    """total + tokens @ wide, which is float32."""
+    if tokens.dtype == tl.float32:
+        return tl.dot(tokens, wide, total, input_precision="tf32x3")
+    high = wide.to(tokens.dtype)
+    low = (wide - high.to(tl.float32)).to(tokens.dtype)
+    return tl.dot(tokens, high, tl.dot(tokens, low, total))
+
+
+@jit
+def _product(a, b, total, dtype: tl.constexpr):
+    """total + a @ b, both float32, by parts of `dtype`."""
+    high = a.to(dtype)
+    low = (a - high.to(tl.float32)).to(dtype)
+    return _times(high, b, tl.dot(low, b.to(dtype), total, input_precision="tf32x3"))
+
+
+@jit
+def _prepare(
+    qkv_ptr, gates_ptr, a_log_ptr, bias_ptr, first_ptr, count_ptr,
+    solved_ptr, scores_ptr, factors_ptr,
+    key_heads: tl.constexpr, value_heads: tl.constexpr, scale: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    if block < tl.load(count_ptr):
+        i = tl.arange(0, BLOCK)
+        key = tl.arange(0, KEY)
+        width: tl.constexpr = 2 * key_heads * KEY + value_heads * VALUE
+        token = tl.load(first_ptr + block).to(tl.int64) + i
+        source = qkv_ptr + token[:, None] * width + key[None, :]
+        source += (head // (value_heads // key_heads)) * KEY
+        q = tl.load(source)
+        k = tl.load(source + key_heads * KEY)
+        wide_q = q.to(tl.float32)
+        wide_k = k.to(tl.float32)
+        q_norm = tl.rsqrt(tl.sum(wide_q * wide_q, axis=1) + 1e-6) * scale
+        k_norm = tl.rsqrt(tl.sum(wide_k * wide_k, axis=1) + 1e-6)
+        gates = gates_ptr + token * (2 * value_heads) + head
+        a = tl.load(gates).to(tl.float32) + tl.load(bias_ptr + head)
+        # log(1 + exp(a)) without overflow
+        softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
+        log_decay = -tl.exp(tl.load(a_log_ptr + head)) * softplus
+        beta = 1.0 / (1.0 + tl.exp(-tl.load(gates + value_heads).to(tl.float32)))
+        later = i[:, None] > i[None, :]
+        sums = tl.cumsum(tl.where(later, log_decay[:, None], 0.0), axis=0)
+        decay = tl.where(i[:, None] >= i[None, :], tl.exp(sums), 0.0)
+        from_start = tl.exp(tl.cumsum(log_decay, axis=0))
+
+        zero = tl.zeros([BLOCK, BLOCK], tl.float32)
+        dtype: tl.constexpr = scores_ptr.dtype.element_ty
+        transposed = tl.trans(k)
+        decay *= k_norm[None, :]
+        scores = tl.dot(q, transposed, zero, input_precision="tf32x3") * decay * q_norm[:, None]
+        at = (block * value_heads + head).to(tl.int64) * (BLOCK * BLOCK)
+        matrix = at + i[:, None] * BLOCK + i[None, :]
+        tl.store(scores_ptr + matrix, scores.to(dtype))
+        system = tl.dot(k, transposed, zero, input_precision="tf32x3") * decay
+        system = tl.where(later, system * (beta * k_norm)[:, None], 0.0)
+
+        # The inverse of blocks on the diagonal twice as large, from those that are known:
+        # below the diagonal it is minus the second one's times the system's part times the first's.
+        pairs = (i[:, None] >> 1) == (i[None, :] >> 1)
+        solved = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - tl.where(pairs, system, 0.0)
+        for level in range(1, LEVELS):
+            same = (i[:, None] >> (level + 1)) == (i[None, :] >> (level + 1))
+            below = (i[:, None] >> level) > (i[None, :] >> level)
+            part = tl.where(same & below, system, 0.0)
+            part = _product(part, solved, zero, dtype)
+            solved -= _product(solved, part, zero, dtype)
+        solved *= beta[None, :]
+        high = solved.to(dtype)
+        tl.store(solved_ptr + at + matrix, high)
+        tl.store(solved_ptr + at + BLOCK * BLOCK + matrix, (solved - high.to(tl.float32)).to(dtype))
+
+        factors = factors_ptr + (block * value_heads + head).to(tl.int64) * (4 * BLOCK) + i
+        last = tl.sum(tl.where(i[:, None] == BLOCK - 1, decay, 0.0), axis=0)
+        tl.store(factors, from_start * k_norm)
+        tl.store(factors + BLOCK, from_start * q_norm)
+        tl.store(factors + 2 * BLOCK, last)
+        tl.store(factors + 3 * BLOCK, from_start)
+
+
+@jit
+def _advance(
+    qkv_ptr, solved_ptr, scores_ptr, factors_ptr,
+    first_ptr, slot_ptr, position_ptr, count_ptr, number_ptr, state_ptr, layer, out_ptr,
+    slots, key_heads: tl.constexpr, value_heads: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    count = tl.load(count_ptr + row)
+    if count > 0:
+        i = tl.arange(0, BLOCK)
+        key = tl.arange(0, KEY)
+        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        slot = tl.load(slot_ptr + row).to(tl.int64)
+        goes_on = tl.load(position_ptr + row) > 0
+        place = ((layer.to(tl.int64) * slots + slot) * value_heads + head) * (KEY * VALUE)
+        tile = state_ptr + place + key[:, None] * VALUE + column[None, :]
+        inside = (key[:, None] >= 0) & (column[None, :] >= 0)
+        state = tl.load(tile, mask=inside & goes_on, other=0.0)
+        width: tl.constexpr = 2 * key_heads * KEY + value_heads * VALUE
+        of_key = (head // (value_heads // key_heads)) * KEY
+        of_value = 2 * key_heads * KEY + head * VALUE
+        first = tl.load(first_ptr + row).to(tl.int64)
+        number = tl.load(number_ptr + row).to(tl.int64)
+        zero = tl.zeros([BLOCK, COLUMNS], tl.float32)
+        for block in range(count):
+            token = first + block * BLOCK + i
+            source = qkv_ptr + token[:, None] * width
+            k = tl.load(source + key_heads * KEY + of_key + key[None, :])
+            v = tl.load(source + of_value + column[None, :]).to(tl.float32)
+            at = (number + block) * value_heads + head
+            matrix = at * (BLOCK * BLOCK) + i[:, None] * BLOCK + i[None, :]
+            solved = solved_ptr + at * (BLOCK * BLOCK) + matrix
+            high = tl.load(solved)
+            low = tl.load(solved + BLOCK * BLOCK)
+            factors = factors_ptr + at * (4 * BLOCK)
+            k_factor = tl.load(factors + i)
+            missing = v - k_factor[:, None] * _times(k, state, zero)
+            write = tl.dot(low, missing.to(low.dtype), zero, input_precision="tf32x3")
+            write = _times(high, missing, write)
+            q = tl.load(source + of_key + key[None, :])
+            q_factor = tl.load(factors + BLOCK + i)
+            scores = tl.load(scores_ptr + matrix)
+            out = _times(scores, write, q_factor[:, None] * _times(q, state, zero))
+            target = out_ptr + (token[:, None] * value_heads + head) * VALUE + column[None, :]
+            tl.store(target, out.to(out_ptr.dtype.element_ty))
+            last = tl.load(factors + 2 * BLOCK + i)
+            forget = tl.load(factors + 4 * BLOCK - 1)
+            state = _times(tl.trans(k), last[:, None] * write, forget * state)
+        tl.store(tile, state)
+
+
+def in_blocks(
+    tokens: RuleTokens,
+    weights: RuleWeights,
+    state: jax.Ref,
+    layer: int,
+    step: RecurrentStep,
+    *,
+    config: RuleConfig,
+    target: Target,
+) -> Array:
+    """o [tokens, value_heads, value_dim] of the tokens in blocks; those of others are not written.
+
+    Args:
+      tokens: their gates are summed.
+      state: of all layers, written in place.
+    """
+    heads, size, rows, count = config.heads, config.block, step.rows, tokens.qkv.shape[0]
+    blocks, total = blocks_of(rows, count, size)
+    of_rows = rows.blocked // size
+    number = count // size
+    matrix = (number, heads.value_heads, size, size)
+    common: dict[str, Any] = {
+        "target": target, "key_heads": heads.key_heads, "value_heads": heads.value_heads,
+        "KEY": heads.key_dim, "VALUE": heads.value_dim, "BLOCK": size,
+    }  # fmt: skip
+    prepared = triton_call(
+        tokens.qkv, tokens.gates, weights.a_log, weights.dt_bias, blocks.first, total[None],
+        kernel=_prepare,
+        name="gated_delta_rule_prepare",
+        out_type=(
+            jax.ShapeDtypeStruct((*matrix[:2], 2, *matrix[2:]), tokens.qkv.dtype),
+            jax.ShapeDtypeStruct(matrix, tokens.qkv.dtype),
+            jax.ShapeDtypeStruct((number, heads.value_heads, 4, size), jnp.float32),
+        ),
+        grid=(number, heads.value_heads),
+        num_warps=8,
+        scale=heads.key_dim**-0.5, LEVELS=size.bit_length() - 1,
+        **common,
+    )  # fmt: skip
+    columns = min(_COLUMNS, heads.value_dim)
+    return triton_call(
+        tokens.qkv, *prepared, rows.first, rows.slots, rows.positions, of_rows,
+        jnp.cumsum(of_rows) - of_rows, state, layer,
+        kernel=_advance,
+        name="gated_delta_rule_blocks",
+        out_type=jax.ShapeDtypeStruct(
+            (count, heads.value_heads, heads.value_dim), tokens.qkv.dtype
+        ),
+        grid=(rows.first.shape[0], heads.value_heads, heads.value_dim // columns),
+        num_warps=8,
+        num_stages=1,
+        slots=state.shape[1], COLUMNS=columns,
+        **common,
+    )  # fmt: skip

@@ -1,0 +1,64 @@
+"""The prologue of attention, its gates, and the product with few rows of a weight, emulated."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve_kernels import dense_matmul
+from jaxserve_kernels.attention_inputs import HeadWeights
+from jaxserve_kernels.attention_prologue import PrologueHeads, reference, triton
+from tests.emulated.errors import relative_error
+from tests.emulator.targets import PDL
+
+
+def normal(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> jnp.ndarray:
+    return jnp.asarray(rng.standard_normal(shape), dtype)
+
+
+def wide(x: jnp.ndarray) -> jnp.ndarray:
+    return x.astype(jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("gated", "rotated", "norms", "biased"),
+    [(True, 16, "float32", False), (False, 64, "bfloat16", True), (False, 16, None, False)],
+)
+def test_the_prologue(gated: bool, rotated: int, norms: str | None, biased: bool) -> None:
+    heads = PrologueHeads(q_heads=6, kv_heads=2, head_dim=64, gated=gated)
+    rng, tokens = np.random.default_rng(rotated), 3
+    width = heads.q_size * (1 + gated) + 2 * heads.kv_size
+    weights = HeadWeights(
+        q_norm=normal(rng, 64, dtype=norms) if norms else None,
+        k_norm=normal(rng, 64, dtype=norms) if norms else None,
+        bias=normal(rng, width, dtype="bfloat16") if biased else None,
+    )
+    angles = rng.uniform(0, 6, (tokens, rotated // 2))
+    tables = (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32))
+    projected = normal(rng, 4, tokens, width)
+    qkv, gate = triton.attention_prologue(
+        projected, weights, tables, heads=heads, eps=1e-6, dtype="bfloat16", target=PDL
+    )
+    expected, wanted = reference.attention_prologue(
+        projected, weights, tables, heads=heads, eps=1e-6, dtype="bfloat16"
+    )
+    assert relative_error(wide(qkv), wide(expected)) < 2e-3
+    assert (gate is None) == (wanted is None) == (not gated)
+    if gate is not None and wanted is not None:
+        assert relative_error(wide(gate), wide(wanted)) < 2e-3
+
+
+def test_gates() -> None:
+    rng = np.random.default_rng(1)
+    x, gate = (normal(rng, 3, 700, dtype="bfloat16") for _ in range(2))
+    found, expected = triton.gate_heads(x, gate, target=PDL), reference.gate_heads(x, gate)
+    assert relative_error(wide(found), wide(expected)) < 4e-3
+
+
+def test_a_product_with_a_weight_of_few_rows() -> None:
+    rng = np.random.default_rng(2)
+    x, weight = normal(rng, 5, 640, dtype="bfloat16"), normal(rng, 96, 640, dtype="bfloat16")
+    parts = dense_matmul.linear(x, weight, jnp.float32, target=PDL)
+    assert parts.shape == (5, 5, 96)
+    assert relative_error(parts.sum(0), wide(x) @ wide(weight).T) < 1e-6
