@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -35,6 +35,16 @@ class GuideError(NamedTuple):
     """ERROR if something other than the grammar failed."""
 
 
+class Ahead(NamedTuple):
+    """Guesses of a guided sequence's next tokens, and what may follow each of them."""
+
+    drafts: tuple[int, ...] = ()
+    forced: int = 0
+    """So many first ones are all that the grammar allows there."""
+    masks: tuple[bytes, ...] = ()
+    """For each draft, the mask of the token after it."""
+
+
 class GuideState(Protocol):
     """A sequence's position in its grammar, and the tokens allowed next."""
 
@@ -59,8 +69,18 @@ class GuideState(Protocol):
         """Why the sequence cannot continue; None if it can."""
         ...
 
-    def advance(self, token: int) -> None:
-        """Report the sequence's next token, which the mask allowed. Returns at once."""
+    @property
+    def ahead(self) -> Ahead:
+        """Of the tokens after those reported, as far as it was asked for; valid like `mask`."""
+        ...
+
+    def advance(self, *tokens: int, drafts: Sequence[int] = (), most: int = 0) -> None:
+        """Report the sequence's next tokens, which the masks allowed. Returns at once.
+
+        Args:
+          drafts: guesses of the tokens after them. They need not be allowed.
+          most: drafts that `ahead` may have; forced ones are found without a guess.
+        """
         ...
 
     def wait(self, timeout: float) -> bool:
@@ -133,6 +153,9 @@ class Request:
     """Deadline of the whole answer in seconds from arrival; None: no deadline."""
     tenant: str = ""
     """The account that a fair policy serves equally with others."""
+    predicted: tuple[int, ...] = ()
+    """What the client expects as output, or much of it. It changes no token, only how soon they
+    come."""
 
 
 class TokenLogprobs(NamedTuple):

@@ -246,6 +246,8 @@ class SpeculationConfig:
     """Tokens that must occur again before drafts are taken from what follows them."""
     most_match: int = 32
     """Tokens after which a longer occurrence is not looked for."""
+    shared_tokens: int = 0
+    """Tokens of outputs that are kept to look up later requests of the same tenant; 0: none."""
     model: str | None = None
     """A folder or Hub id with a draft head; None: drafts are looked up."""
 

@@ -10,6 +10,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from jaxserve.scheduler.learned_times import LearnedTimes
+from jaxserve.scheduler.speculation.decision import Decision
+from jaxserve.step_times import StepTimes
 from scripts import kv_report, matmul_report, plot_figures
 
 LAB = Path(__file__).parent
@@ -21,6 +24,39 @@ def main() -> None:
     draw_kv_formats()
     draw_simulated_policies()
     draw_routing()
+    draw_decision()
+
+
+def draw_decision() -> None:
+    """Positions per row that speculation chooses, and the gain it expects, by rows and by how
+    probable each draft is after those before it."""
+    times = StepTimes.load(LAB / "measurements" / "step_times_verify_h200.json")
+    learned = LearnedTimes(times)
+    positions = {shape[1] for shape in times.verify}
+    rows = list(times.decode)
+    rates = [n / 20 for n in range(21)]
+    figure, axes = plot_figures.plt.subplots(figsize=(7, 3.6))
+    gains: list[list[float]] = []
+    for rate in rates:
+        gains.append([])
+        survival = [rate**n for n in range(1, 8)]
+        for column, count in enumerate(rows):
+            decision, context = Decision(learned, positions), 0  # it is in the times
+            chosen = decision.choose(count, context, [survival] * count, unsettled=0)
+            seconds = learned.of_verify(count, chosen, context) if chosen else None
+            plain = learned.of_decode(count, context)
+            drafts = sum(survival[: chosen - 1]) if chosen else 0.0
+            gains[-1].append(1.0 if seconds is None else (1 + drafts) * plain / seconds)
+            if chosen and round(20 * rate) % 2 == 0:
+                axes.text(column, rate, str(chosen), ha="center", va="center", fontsize=7)
+    mesh = axes.pcolormesh(range(len(rows)), rates, gains, cmap="Blues", vmin=1, vmax=6)
+    figure.colorbar(mesh, label="tokens per second over plain decoding")
+    axes.set_xticks(range(len(rows)), [str(count) for count in rows])
+    axes.set_xlabel("rows, all with drafts and 1,024 tokens of context")
+    axes.set_ylabel("probability of each draft")
+    axes.set_title("positions per row that a step verifies (none: plain decoding)", fontsize=10)
+    figure.suptitle("Qwen3-4B on an H200: decode steps measured, verify steps expected", fontsize=9)
+    plot_figures.save(figure, plot_figures.FIGURES / "speculation_decision.svg")
 
 
 def draw_products() -> None:

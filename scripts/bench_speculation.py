@@ -1,12 +1,19 @@
 """Servers that verify drafts and that do not, in turns on one card: tokens per second, over HTTP.
 
     python scripts/bench_speculation.py --out speculation.json
-    python scripts/bench_speculation.py --model qwen3-4b --clients 1,8,64,256 --seconds 5
+    python scripts/bench_speculation.py --model qwen3-4b --clients 1,8,64,256 --budget 1200
     python scripts/bench_speculation.py --model /models/Qwen3-4B --text
 
 Two servers start on the card, each with a share of its memory, one with `--speculative-config off`.
-Then each point is measured with the one and with the other, `--rounds` times, a closed loop of
-`--seconds` each. The servers' idle time costs the other nothing.
+Then each point is measured with the one and with the other in turns: closed loops of `--seconds`
+each, pair after pair, until the ratio's interval is `--precision` wide on each side, from three to
+`--pairs` pairs. `speedup` is the median of the pairs' ratios (`paired.py`). The servers' idle time
+costs the other nothing. Answers of a loop's first requests have lengths of their own, so that its
+clients do not march in step.
+
+Last comes overload: requests arrive at random times, `--load` times as many as the server without
+drafts completes with the most clients. `goodput` counts the tokens of those whose first token came
+within `--ttft` seconds and whose others came within `--tpot` on average.
 
 A model is only its shape, with weights whose greedy output is known beforehand
 (`chain_checkpoint.py`): random weights fall into loops, which look like a success of looking up.
@@ -14,12 +21,15 @@ Its workloads are made, not found, and say so in their names:
 
 - `made-edit`: the prompt holds the coming answer, with one token of 24 changed, as a file does
   that is edited.
+- `made-quotes`: the prompt holds the coming answer in passages of 32 tokens in another order, as
+  documents do that are quoted.
 - `made-fresh`: no token of the prompt helps.
 - `made-misleading`: the prompt holds pieces of six tokens of the answer, each followed by
   something else. It is as bad for looking up as text can be.
 
 With `--text` the model is a folder of real weights, and its chats are asked to repeat files of this
-repository with a name changed (`text-edit`), and for short essays (`text-chat`).
+repository with a name changed (`text-edit`), to quote from its documentation (`text-quotes`), and
+for short essays (`text-chat`).
 
 `equal` is the share of answers that are the same with drafts as without, as far as both came. In
 other shapes a step rounds differently, so near ties may differ.
@@ -37,7 +47,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import importlib.metadata
 import itertools
 import json
@@ -47,15 +56,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import chain_checkpoint
 import head_costs
-from speculation_workloads import MADE, TEXTS, body
+from paired import ratio_of
+from speculation_load import Run, drive, goodput
+from speculation_workloads import MADE, TEXTS
 
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models.registry import NAMED_MODELS, spec_of
@@ -75,16 +86,19 @@ def main() -> int:
             model = str(args.weights or Path(folder) / "chain")
             chain_checkpoint.make(shape(args.model), Path(model))
         began = time.monotonic()
-        urls = {name: stack.enter_context(served(model, name, args)) for name in ARMS}
+        servers = {name: stack.enter_context(served(model, name, args)) for name in ARMS}
+        urls = {name: server.url for name, server in servers.items()}
         started = time.monotonic() - began
-        points = asyncio.run(measure(urls, args))
+        points, overload = asyncio.run(measure(urls, args))
     result = {
         **about(),
         "model": Path(args.model).name,
         "weights": "real" if args.text else "made: the next token follows from the last",
         "flags": args.flags,
         "start_s": round(started, 1),
+        "step_times": {name: server.step_times for name, server in servers.items()},
         "points": points,
+        "overload": overload,
     }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -107,9 +121,13 @@ def parse_args() -> argparse.Namespace:
     add("--clients", type=sizes, default=[1, 8, 32, 64, 256])
     add("--prompt-tokens", type=int, default=512)
     add("--output-tokens", type=int, default=192)
-    add("--seconds", type=float, default=4.0, help="of each round of each server at each point")
-    add("--rounds", type=int, default=1)
-    add("--budget", type=float, default=150.0, help="seconds in which new points are begun")
+    add("--seconds", type=float, default=8.0, help="of each loop")
+    add("--pairs", type=int, default=9, help="of loops at most at each point, at least 3")
+    add("--precision", type=float, default=0.02, help="share of the ratio at which a point is done")
+    add("--budget", type=float, default=1500.0, help="seconds in which new points are begun")
+    add("--load", type=float, default=1.5, help="of overload; 0: none")
+    add("--ttft", type=float, default=2.0, help="seconds")
+    add("--tpot", type=float, default=0.05, help="seconds")
     add("--memory", type=float, default=0.44, help="share of the card of each server")
     add("--start-timeout", type=float, default=600.0)
     add("--flags", default="", help="further flags of both servers, in one word")
@@ -148,12 +166,20 @@ def about() -> dict[str, Any]:
     }
 
 
+class Ready(NamedTuple):
+    """A server that serves."""
+
+    url: str
+    step_times: str
+    """As its log tells them: those of verify steps, too."""
+
+
 @contextlib.contextmanager
-def served(model: str, arm: str, args: argparse.Namespace) -> Iterator[str]:
-    """The address of a server that is ready; it ends with the block."""
-    paths = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "checkpoints"))
-    before = os.environ.get("PYTHONPATH")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([paths, *([before] * bool(before))])}
+def served(model: str, arm: str, args: argparse.Namespace) -> Generator[Ready]:
+    """A server that is ready; it ends with the block."""
+    paths = [str(ROOT / part) for part in ("", "kernels", "checkpoints")]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "jaxserve", "--model", model, "--port", "0"]
     command += ["--gpu-memory-utilization", str(args.memory), *args.flags.split()]
     command += ["--speculative-config", ARMS[arm], "--served-model-name", "served"]
@@ -170,21 +196,23 @@ def served(model: str, arm: str, args: argparse.Namespace) -> Iterator[str]:
             process.kill()
 
 
-def _address(process: subprocess.Popen[str], log: Any, deadline: float, arm: str) -> str:
+def _address(process: subprocess.Popen[str], log: Any, deadline: float, arm: str) -> Ready:
     while time.monotonic() < deadline and process.poll() is None:
         log.seek(0)
         text = log.read()
         if found := re.search(r"is ready: \S+ at (http\S+)/v1", text):
             times = re.search(r"step times, .*", text)
             print(f"{arm}: {times[0] if times else 'ready'}", flush=True)
-            return found[1]
+            return Ready(found[1], times[0] if times else "")
         time.sleep(0.25)
     log.seek(0)
     raise SystemExit(f"the server ({arm}) did not become ready:\n{log.read()[-4000:]}")
 
 
-async def measure(urls: dict[str, str], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All points until the budget is spent, the cheapest first."""
+async def measure(
+    urls: dict[str, str], args: argparse.Namespace
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """All points until the budget is spent, the cheapest first, and those of overload."""
     names = args.workloads.split(",") if args.workloads else list(TEXTS if args.text else MADE)
     timeout = aiohttp.ClientTimeout(total=120)
     connector = aiohttp.TCPConnector(limit=0)
@@ -200,7 +228,8 @@ async def measure(urls: dict[str, str], args: argparse.Namespace) -> list[dict[s
             point = await compare(session, urls, name, clients, args)
             print(line(point), flush=True)
             points.append(point)
-    return points
+        overload = [await overloaded(session, urls, name, args) for name in names if args.load]
+    return points, overload
 
 
 async def compare(
@@ -212,12 +241,15 @@ async def compare(
 ) -> dict[str, Any]:
     """One point: the servers in turns, with the same requests in each round."""
     rounds: dict[str, list[Run]] = {arm: [] for arm in urls}
-    for number in range(args.rounds):
-        order = list(urls) if number % 2 == 0 else list(urls)[::-1]
-        for arm in order:
+    ratio = None
+    while ratio is None or (ratio.noise > args.precision and len(rounds["on"]) < args.pairs):
+        number = len(rounds["on"])
+        for arm in list(urls)[:: 1 if number % 2 == 0 else -1]:
             seed = f"{name}/{clients}/{number}"
             run = await drive(session, urls[arm], name, clients, args.seconds, args, seed=seed)
             rounds[arm].append(run)
+        if number >= min(2, args.pairs - 1):
+            ratio = ratio_of(pairs_of(rounds))
     answers = [
         {(number, key): text for number, run in enumerate(runs) for key, text in run.texts.items()}
         for runs in rounds.values()
@@ -231,104 +263,48 @@ async def compare(
         "output_tokens": args.output_tokens,
         "temperature": 0,
         **{arm: summary(runs) for arm, runs in rounds.items()},
-        "speedup": rate(rounds["on"]) / max(rate(rounds["off"]), 1e-9),
+        "speedup": ratio._asdict(),
         "compared": len(pairs),
         "equal": sum(one == other for one, other in pairs) / max(len(pairs), 1),
     }
 
 
-@dataclasses.dataclass
-class Run:
-    """A round of one server."""
-
-    seconds: float = 0.0
-    """In which the counters counted: the last three quarters of the round."""
-    ttft: list[float] = dataclasses.field(default_factory=list)
-    gaps: list[float] = dataclasses.field(default_factory=list)
-    """Seconds between two events of a stream; an event may have several tokens."""
-    texts: dict[int, str] = dataclasses.field(default_factory=dict)
-    """Answers, some of them cut off, by the request's number."""
-    errors: list[str] = dataclasses.field(default_factory=list)
-    counters: dict[str, float] = dataclasses.field(default_factory=dict)
-
-
-async def drive(
-    session: aiohttp.ClientSession,
-    url: str,
-    name: str,
-    clients: int,
-    seconds: float,
-    args: argparse.Namespace,
-    *,
-    seed: str,
-) -> Run:
-    """A closed loop of so many clients. What has not ended after `seconds` is given up."""
-    run, numbers = Run(), itertools.count()
-
-    async def client() -> None:
-        while len(run.errors) < 8:
-            number = next(numbers)
-            request = body(name, f"{seed}/{number}", args.prompt_tokens, args.output_tokens)
-            await ask(session, url, request, run, number)
-
-    tasks = [asyncio.create_task(client()) for _ in range(clients)]
-    await asyncio.sleep(seconds / 4)
-    began, before = time.perf_counter(), await counters(session, url)
-    await asyncio.sleep(max(seconds * 3 / 4, 0.0))
-    run.seconds, after = time.perf_counter() - began, await counters(session, url)
-    run.counters = {key: value - before.get(key, 0.0) for key, value in after.items()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await settled(session, url)
-    return run
+async def overloaded(
+    session: aiohttp.ClientSession, urls: dict[str, str], name: str, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Goodput of the servers in turns, with the same requests at the same times in each pair."""
+    clients = max(args.clients)
+    run = await drive(session, urls["off"], name, clients, args.seconds, args, seed="capacity")
+    requests = args.load * rate([run]) / args.output_tokens
+    found: dict[str, list[float]] = {arm: [] for arm in urls}
+    ratio = None
+    while ratio is None or (ratio.noise > args.precision and len(found["on"]) < args.pairs):
+        number = len(found["on"])
+        for arm in list(urls)[:: 1 if number % 2 == 0 else -1]:
+            seed = f"{name}/overload/{number}"
+            found[arm].append(await goodput(session, urls[arm], name, requests, args, seed=seed))
+        if number >= min(2, args.pairs - 1) and min(found["off"]) > 0:
+            ratio = ratio_of(list(zip(found["off"], found["on"], strict=True)))
+        elif number >= args.pairs - 1:
+            break
+    point = {
+        "workload": name,
+        "requests_per_s": round(requests, 3),
+        "ttft_s": args.ttft,
+        "tpot_s": args.tpot,
+        "goodput_tok_per_s": {
+            arm: [round(each, 1) for each in runs] for arm, runs in found.items()
+        },
+        "ratio": ratio and ratio._asdict(),
+    }
+    print(f"{name:16} overload, {requests:.1f} requests/s: {point['ratio']}", flush=True)
+    return point
 
 
-async def counters(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """The server's counters by name and labels."""
-    async with session.get(f"{url}/metrics") as reply:
-        lines = (await reply.text()).splitlines()
-    pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, _, value in pairs}
-
-
-async def settled(session: aiohttp.ClientSession, url: str) -> None:
-    """Wait until what was given up is gone."""
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        async with session.get(f"{url}/load") as reply:
-            load = await reply.json()
-        if not load["running"] and not load["waiting"]:
-            return
-        await asyncio.sleep(0.02)
-
-
-async def ask(
-    session: aiohttp.ClientSession, url: str, request: dict[str, Any], run: Run, number: int
-) -> None:
-    """Stream one answer."""
-    path = "chat/completions" if "messages" in request else "completions"
-    last, first, pieces = time.perf_counter(), True, list[str]()
-    try:
-        async with session.post(f"{url}/v1/{path}", json=request) as reply:
-            if reply.status != 200:
-                raise ValueError(f"{reply.status}: {(await reply.text())[:200]}")
-            async for event in reply.content:
-                if not event.startswith(b"data: {"):
-                    continue
-                now = time.perf_counter()
-                pieces += [_text(choice) for choice in json.loads(event[6:])["choices"]]
-                (run.ttft if first else run.gaps).append(now - last)
-                first, last = False, now
-    except (aiohttp.ClientError, ValueError, KeyError, TimeoutError) as error:
-        run.errors.append(f"{type(error).__name__}: {error}"[:300])
-    finally:
-        run.texts[number] = "".join(pieces)
-
-
-def _text(choice: dict[str, Any]) -> str:
-    delta = choice.get("delta")
-    return choice.get("text", "") if delta is None else delta.get("content") or ""
+def pairs_of(rounds: dict[str, list[Run]]) -> list[tuple[float, float]]:
+    """Tokens per second of the two servers, pair by pair."""
+    off, on = ([max(rate([run]), 1e-9) for run in rounds[arm]] for arm in ("off", "on"))
+    return list(zip(off, on, strict=True))
 
 
 def rate(runs: list[Run]) -> float:
@@ -387,7 +363,8 @@ def line(point: dict[str, Any]) -> str:
     off, on = point["off"], point["on"]
     return (
         f"{point['workload']:16} {point['clients']:4} clients: {off['output_tok_per_s']:8.0f} -> "
-        f"{on['output_tok_per_s']:8.0f} tok/s, {point['speedup']:.3f} times; "
+        f"{on['output_tok_per_s']:8.0f} tok/s, {point['speedup']['median']:.3f} times "
+        f"({point['speedup']['low']:.3f} to {point['speedup']['high']:.3f}); "
         f"{on['accepted_per_draft_row']:.2f} accepted a row of {on['draft_rows']:.0f}; "
         f"{point['equal']:.1%} of {point['compared']} equal"
         f"{'; ERRORS ' + on['errors'][0] if on['errors'] else ''}"

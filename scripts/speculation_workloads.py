@@ -11,11 +11,11 @@ from typing import Any
 from chain_checkpoint import successors
 
 ROOT = Path(__file__).parents[1]
-EDIT_EVERY, PIECE = 24, 6
-"""Tokens, of `made-edit` and `made-misleading`."""
+EDIT_EVERY, PIECE, PASSAGE = 24, 6, 32
+"""Tokens, of `made-edit`, `made-misleading` and `made-quotes`."""
 
 
-MADE = ("made-edit", "made-fresh", "made-misleading")
+MADE = ("made-edit", "made-quotes", "made-fresh", "made-misleading")
 FOLLOWING = successors()
 
 
@@ -32,8 +32,9 @@ def made(name: str, rng: random.Random, prompt_tokens: int, output_tokens: int) 
     if name == "made-edit":
         shown = [other() if n % EDIT_EVERY == EDIT_EVERY - 1 else t for n, t in enumerate(answer)]
         filler[-len(shown) - 8 : -8] = [prompt[0], *shown[:-1]]
-    elif name == "made-misleading":
-        pieces = [answer[n : n + PIECE] for n in range(0, len(answer), PIECE)]
+    elif name in ("made-misleading", "made-quotes"):
+        size = PIECE if name == "made-misleading" else PASSAGE
+        pieces = [answer[n : n + size] for n in range(0, len(answer), size)]
         rng.shuffle(pieces)
         shown = [each for piece in pieces for each in (*piece, other(), other())]
         filler[-len(shown) - 8 : -8] = shown
@@ -52,6 +53,17 @@ def _edit(rng: random.Random) -> dict[str, Any]:
     )
 
 
+def _quotes(rng: random.Random) -> dict[str, Any]:
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    text = rng.choice(pages).read_text(encoding="utf-8")[:8000]
+    parts = [part for part in text.split("\n\n") if len(part) > 80]
+    subject = rng.choice(re.findall(r"\b[a-z]{5,12}\b", rng.choice(parts or [text])) or ["it"])
+    return _chat(
+        f"Answer from this page alone. Quote, word for word, the three passages that say most on "
+        f"{subject}, each with one sentence of your own before it.\n\n{text}"
+    )
+
+
 def _essay(rng: random.Random) -> dict[str, Any]:
     subjects = "rivers bridges bread clocks maps glass paper wool salt tea ships stars soil bees"
     one, other = rng.sample(subjects.split(), 2)
@@ -64,6 +76,7 @@ def _chat(text: str) -> dict[str, Any]:
 
 TEXTS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "text-edit": _edit,
+    "text-quotes": _quotes,
     "text-chat": _essay,
 }
 

@@ -172,6 +172,7 @@ _SPECULATION = {
     "num_speculative_tokens": "drafts",
     "prompt_lookup_min": "least_match",
     "prompt_lookup_max": "most_match",
+    "suffix_decoding_corpus_tokens": "shared_tokens",
 }
 
 

@@ -29,6 +29,7 @@ from jaxserve.grammar_server.wire import (
     Job,
     Kind,
     Limits,
+    LookedAhead,
     Masks,
     Start,
     tell,
@@ -209,7 +210,7 @@ class _Followers:
                 else:
                     dropped += order.sequences
             if jobs:
-                with _within(self._shared.limits.mask_seconds * len(jobs)):
+                with _within(self._shared.limits.mask_seconds * sum(len(j.slots) for j in jobs)):
                     self._report(jobs, self._advanced(jobs))
             for sequence in dropped:
                 self._matchers.pop(sequence, None)
@@ -223,14 +224,17 @@ class _Followers:
                 known[job.sequence] = self._root.deep_copy()
             matchers.append(known[job.sequence])
         if len(jobs) == 1:
-            matchers[0].consume_token(jobs[0].token)
-            _compute(matchers[0], jobs[0].slot, shared)
+            for token in jobs[0].tokens:
+                matchers[0].consume_token(token)
+            _compute(matchers[0], jobs[0].slots[0], shared)
             return matchers
         executor = self._executor = self._executor or self._threads()
-        executor.consume_token_par(
-            [(matcher, job.token) for matcher, job in zip(matchers, jobs, strict=True)]
-        )
-        targets = [(matcher, job.slot) for matcher, job in zip(matchers, jobs, strict=True)]
+        pairs = list(zip(matchers, jobs, strict=True))
+        for place in range(max(len(job.tokens) for job in jobs)):
+            executor.consume_token_par(
+                [(matcher, job.tokens[place]) for matcher, job in pairs if place < len(job.tokens)]
+            )
+        targets = [(matcher, job.slots[0]) for matcher, job in pairs]
         executor.unsafe_compute_mask_ptr(
             targets, shared.address, shared.mask_bytes, shared.num_slots
         )
@@ -242,11 +246,35 @@ class _Followers:
         return LLExecutor(limits.threads)
 
     def _report(self, jobs: list[Job], matchers: list[LLMatcher]) -> None:
+        """Those that look ahead come last, so that no other sequence waits for it."""
         done: list[int] = []
+        looking: list[tuple[Job, LLMatcher]] = []
         for job, matcher in zip(jobs, matchers, strict=True):
             if matcher.is_error():
-                tell(self._reports, Failed(job.slot, matcher.get_error()[:_MAX_ERROR]))
+                tell(self._reports, Failed(job.slots[0], matcher.get_error()[:_MAX_ERROR]))
+            elif len(job.slots) > 1:
+                looking.append((job, matcher))
             else:
-                done.append(job.slot)
+                done.append(job.slots[0])
         for first in range(0, len(done), _SLOTS_PER_FRAME):
             tell(self._reports, Masks(done[first : first + _SLOTS_PER_FRAME]))
+        for job, matcher in looking:
+            tell(self._reports, self._looked_ahead(job, matcher))
+
+    def _looked_ahead(self, job: Job, matcher: LLMatcher) -> LookedAhead:
+        """Computes the masks after drafts: those that the grammar forces, or, if they begin with
+        these, those of the job up to the first that it forbids. The matcher stays where it is."""
+        forced = matcher.compute_ff_tokens()
+        guessed = job.drafts[: len(forced)] == forced and len(job.drafts) > len(forced)
+        drafts = job.drafts if guessed else forced
+        found: list[int] = []
+        if drafts:
+            matcher = matcher.deep_copy()  # a limit that is met on the way ends no sequence
+        for draft, slot in zip(drafts, job.slots[1:], strict=False):
+            if matcher.is_stopped() or matcher.try_consume_tokens([draft]) != 1:
+                break
+            _compute(matcher, slot, self._shared)
+            if matcher.is_error():
+                break
+            found.append(draft)
+        return LookedAhead(job.slots[0], found, min(len(forced), len(found)))

@@ -74,12 +74,15 @@ class Start(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence got a token; the mask of its next one goes into `slot`."""
+    """A sequence got tokens; the mask of its next one goes into the first slot, and those after
+    drafts into the others."""
 
     process: int
     sequence: int
-    token: int
-    slot: int
+    tokens: list[int]
+    slots: list[int]
+    drafts: list[int]
+    """Guesses of the tokens that come next."""
 
 
 class Advance(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -129,6 +132,15 @@ class Masks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     slots: list[int]
 
 
+class LookedAhead(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A job's first slot holds its mask, and the next ones those after each of the drafts."""
+
+    slot: int
+    drafts: list[int]
+    forced: int
+    """So many first drafts are all that the grammar allows there."""
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The mask of this slot cannot be computed."""
 
@@ -150,7 +162,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True, array_like=True):
     cause: Cause
 
 
-type Report = Compiled | Masks | Failed | Defect | Ended
+type Report = Compiled | Masks | LookedAhead | Failed | Defect | Ended
 
 
 def frame(message: msgspec.Struct) -> bytes:

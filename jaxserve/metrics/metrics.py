@@ -15,7 +15,7 @@ from jaxserve.metrics.families import (
     GrammarFamilies,
     RequestFamilies,
 )
-from jaxserve.metrics.tier import TierCounters, TierMetrics
+from jaxserve.metrics.tier import TierCounters, TierFigures, TierMetrics
 
 MAX_IGNORED_NAMES = 64
 """The most ignored parameters with a series of their own. Clients choose the names."""
@@ -42,6 +42,8 @@ class Figures(NamedTuple):
     preemptions: int
     ttft: Distribution
     tpot: Distribution
+    tier: TierFigures | None
+    """Below the device; None without such a tier."""
 
 
 class StepSize(NamedTuple):
@@ -95,6 +97,7 @@ class Metrics:
             preemptions=int(self._engine.preemptions.value),
             ttft=_distribution(self._requests.ttft),
             tpot=_distribution(self._requests.tpot),
+            tier=self._tier and self._tier.figures(),
         )
 
     # Called by the server.

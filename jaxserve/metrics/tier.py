@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jaxserve.metrics.exposition import Registry
 from jaxserve.metrics.families import Families
@@ -29,7 +29,7 @@ class TierCounters(Protocol):
 
 
 class TierSlots(Protocol):
-    """Host slots, see `jaxserve.scheduler.host_tier.TierUsage`."""
+    """Host slots and who waits, see `jaxserve.scheduler.host_tier.TierUsage`."""
 
     @property
     def total(self) -> int: ...
@@ -39,6 +39,32 @@ class TierSlots(Protocol):
     def arriving(self) -> int: ...
     @property
     def pinned(self) -> int: ...
+    @property
+    def loading(self) -> int: ...
+
+
+class TierFigures(NamedTuple):
+    """What lies below the device, and totals since the start, for people who watch. Bytes of pages,
+    tokens of prompts."""
+
+    host_bytes: int
+    host_total: int
+    disk_bytes: int
+    disk_total: int
+    """0: there is no disk."""
+    loading: int
+    """Sequences that wait for pages."""
+    looked_up: int
+    """Tokens that the device did not have."""
+    from_host: int
+    from_disk: int
+    """Tokens that came back, by where they were found."""
+    loaded: int
+    stored: int
+    """Bytes from the host's memory to the device, and back."""
+    read: int
+    written: int
+    """Bytes from disk to the host's memory, and back."""
 
 
 class TierMetrics(Families):
@@ -56,6 +82,11 @@ class TierMetrics(Families):
         """`num_bytes`: of the host's memory."""
         super().__init__(registry, labels)
         self._counters = counters
+        self._num_bytes, self._slot_bytes = num_bytes, slot_bytes
+        self.disk_bytes: Callable[[], int] = lambda: 0
+        """Returns the bytes of files, on any thread."""
+        self.disk_total = 0
+        """The most bytes of files; 0: there is no disk."""
         self.usage: Callable[[], TierSlots] | None = None
         """Returns the state of the host slots, on any thread; None before the engine serves."""
         self._queries = self._counter(
@@ -65,6 +96,12 @@ class TierMetrics(Families):
         self._hits = self._counter(
             "vllm:external_prefix_cache_hits", "Prompt tokens found below the device"
         )
+        restored = registry.counter(
+            "jaxserve_kv_offload_restored_tokens",
+            "Tokens of pages that came back to the device, by the tier that had them",
+            [*labels, "tier"],
+        )
+        self._restored = {tier: restored.labels(**labels, tier=tier) for tier in ("host", "disk")}
         self._load_size = self._histogram(
             "vllm:kv_offload_load_size", "Bytes of a load, which has several pages", _SIZES
         )
@@ -135,13 +172,37 @@ class TierMetrics(Families):
             self._reading.set(slots.pinned / slots.total)
             self._writing.set(slots.arriving / slots.total)
 
+    def figures(self) -> TierFigures | None:
+        """Returns what there is now, on any thread; None before the engine serves."""
+        if self.usage is None:
+            return None
+        slots, counters = self.usage(), self._counters
+        return TierFigures(
+            host_bytes=slots.filled * self._slot_bytes,
+            host_total=self._num_bytes,
+            disk_bytes=self.disk_bytes(),
+            disk_total=self.disk_total,
+            loading=slots.loading,
+            looked_up=int(self._queries.value),
+            from_host=int(self._restored["host"].value),
+            from_disk=int(self._restored["disk"].value),
+            loaded=counters.load_bytes,
+            stored=counters.store_bytes,
+            read=counters.disk_read_bytes,
+            written=counters.disk_write_bytes,
+        )
+
     def tier_looked_up(self, tokens: int, found: int) -> None:
         """See `TierObserver`."""
         self._queries.inc(tokens)
         self._hits.inc(found)
 
-    def tier_loaded(self, num_bytes: int, seconds: float) -> None:
+    def tier_loaded(
+        self, num_bytes: int, seconds: float, *, host_tokens: int, disk_tokens: int
+    ) -> None:
         """See `TierObserver`."""
+        self._restored["host"].inc(host_tokens)
+        self._restored["disk"].inc(disk_tokens)
         self._load_size.observe(num_bytes)
         self._restore.observe(seconds)
 

@@ -132,6 +132,11 @@ class DiskTier:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files in the folder. Callable from any thread."""
+        return self._index.num_bytes
+
     def contains(self, key: bytes) -> bool:
         """Returns whether a page, by its hash, is believed to be there."""
         return key in self._index

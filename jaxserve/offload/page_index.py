@@ -36,6 +36,11 @@ class PageIndex:
     def __len__(self) -> int:
         return len(self._keys)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the files, left-over ones too."""
+        return len(self._keys) * self._file_bytes + self._left_over_bytes
+
     def fill(self, found: Sequence[PageFile], left_over: dict[Path, list[PageFile]]) -> None:
         """Take over what a scan found, as used before everything that is known.
 

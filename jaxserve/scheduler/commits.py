@@ -61,6 +61,7 @@ class Commits(LiveSequences):
                 events.append(TokenEvent(seq.request_id, token))
             else:
                 events.append(self._take(seq, result, now))
+        self._guided.ask(self._verify and self._verify.guess)
         self._kv_cache.committed()
         self._uncommitted = []
         return events
@@ -90,6 +91,11 @@ class Commits(LiveSequences):
         elif not seq.wants_logprobs:
             seq.plain_until = min(seq.limit, self._kv_cache.next_full_page(seq))
         return event
+
+    def _end(self, seq: Sequence) -> None:
+        if self._verify is not None and self._verify.ended is not None:
+            self._verify.ended(seq)
+        super()._end(seq)
 
     def await_guides(self, timeout: float) -> list[TokenEvent]:
         """Wait at most `timeout` seconds for the masks of structured output.

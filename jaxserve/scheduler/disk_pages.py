@@ -50,6 +50,10 @@ class DiskPages:
         return bool(self._ends)
 
     @property
+    def exists(self) -> bool:
+        return self._disk is not None
+
+    @property
     def can_read(self) -> bool:
         """Fewer files are being read than may be."""
         return self._reads < _READS

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Container
+from collections.abc import Callable, Container, Mapping
 
 from jaxserve.api import FinishReason, GuideState
 from jaxserve.scheduler.sequence import Sequence
 
 log = logging.getLogger(__name__)
+
+type Drafted = tuple[tuple[int, ...], tuple[float, ...]]
+"""Guesses of a sequence's next tokens, and for each the probability that it and all before it
+come."""
+type Guess = Callable[[list[Sequence]], tuple[int, Mapping[int, Drafted]]]
+"""Returns how many drafts at most are of use now, and those of some of the sequences by id."""
 
 
 class Guided:
@@ -19,11 +25,30 @@ class Guided:
         """`live`: the ids of sequences that have not ended."""
         self._live = live
         self._waiting: list[tuple[Sequence, GuideState]] = []
+        self._new: dict[int, tuple[Sequence, GuideState, list[int]]] = {}
 
     def advance(self, seq: Sequence, guide: GuideState, token: int) -> None:
-        """Report a sampled token. Another process computes the sequence's next mask."""
-        guide.advance(token)
-        self._waiting.append((seq, guide))
+        """Report a sampled token, one or more of each sequence before `ask`."""
+        known = self._new.get(seq.id)
+        if known is None:
+            self._new[seq.id] = (seq, guide, [token])
+        else:
+            known[2].append(token)
+
+    def ask(self, guess: Guess | None) -> None:
+        """Ask for the next masks of the sequences with new tokens, which another process computes,
+        and with a `guess` for those after drafts."""
+        new, self._new = self._new, {}
+        asked = [each for key, each in new.items() if key in self._live]
+        if not asked:
+            return
+        most, guesses = 0, {}
+        if guess is not None:
+            most, guesses = guess([seq for seq, _, _ in asked if not seq.in_flight])
+        for seq, guide, tokens in asked:
+            drafts, seq.guessed = guesses.get(seq.id, ((), ()))
+            guide.advance(*tokens, drafts=drafts, most=0 if seq.in_flight else most)
+            self._waiting.append((seq, guide))
 
     def wait(self, timeout: float) -> list[tuple[Sequence, FinishReason]]:
         """Wait at most `timeout` seconds for all masks. Returns the sequences whose grammar failed,

@@ -6,8 +6,9 @@ The scheduler decides; rings, copies and files are someone else's (`Transfers`, 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +19,9 @@ from jaxserve.scheduler.disk_pages import Disk, DiskPages
 from jaxserve.scheduler.group_pages import GroupPages
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager
 from jaxserve.scheduler.load import key_of
+from jaxserve.scheduler.load_rates import Decision
 from jaxserve.scheduler.loading import Loads
+from jaxserve.scheduler.prefetch import SEQUENCES, Prefetch
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.scheduler.state_pieces import StatePieces
 from jaxserve.scheduler.tier_observer import NoObserver, TierObserver
@@ -40,7 +43,7 @@ class TierParts:
 
 
 class TierUsage(NamedTuple):
-    """Host slots."""
+    """Host slots, and who waits."""
 
     total: int
     filled: int
@@ -48,6 +51,8 @@ class TierUsage(NamedTuple):
     """Reserved for pages on their way to them."""
     pinned: int
     """Read by copies that are begun or due."""
+    loading: int
+    """Sequences that wait for pages."""
 
 
 class HostTier:
@@ -93,6 +98,7 @@ class HostTier:
             clock=clock,
             observer=parts.observer,
         )
+        self._prefetch = Prefetch(self.index, self._disk, self._loads)
         self._unwritten: OrderedDict[bytes, None] = OrderedDict()
         """Pages of the host that the disk has not been given yet."""
         self._clean = [-1] * len(self._groups)
@@ -114,7 +120,8 @@ class HostTier:
     def usage(self) -> TierUsage:
         """Returns the state of the host slots. Callable from any thread."""
         index = self.index
-        return TierUsage(index.num_slots, len(index), index.num_reserved, index.num_pinned)
+        slots = index.num_slots, len(index), index.num_reserved, index.num_pinned
+        return TierUsage(*slots, self._loads.num_waiting)
 
     # Once per turn: advance, plan, take, launched.
 
@@ -122,6 +129,7 @@ class HostTier:
         """Go on with what has ended. Returns whether sequences wait no longer."""
         self._transfers.advance()
         self._disk.advance()
+        self._prefetch.advance()
         self._write()
         over = self._loads.advance()
         for group in self._groups:
@@ -141,6 +149,16 @@ class HostTier:
     def begin(self, seq: Sequence, cached: int, prefill_rate: float | None) -> bool:
         """See `Loads.begin`."""
         return self._loads.begin(seq, cached, prefill_rate)
+
+    def look_ahead(self, waiting: Iterator[Sequence], prefill_rate: float | None) -> None:
+        """Read pages of the first sequences that a plan has left in the queue from disk."""
+        if self._disk.exists:
+            self._prefetch.look(itertools.islice(waiting, SEQUENCES), prefill_rate)
+
+    @property
+    def decision(self) -> Decision | None:
+        """Why the last prefix that was found below the device was loaded, or was not."""
+        return self._loads.decision
 
     def leave(self, seq: Sequence) -> None:
         """A sequence that waits for a load has ended."""
@@ -242,6 +260,7 @@ class HostTier:
         for done in self._stored_ahead:
             done.clear()
         self._loads.cancel_all("forgotten")
+        self._prefetch.forget()
         self._disk.forget()
 
     def failed(self) -> None:

@@ -1,4 +1,4 @@
-"""One load: pages that come back to the device, and where each of them is."""
+"""A load: pages on their way back to the device, and who waits for them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ class LoadPage:
     """On the device."""
     state: State
     host_slot: int = -1
+    from_disk: bool = False
+    """It had to be read for this load."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

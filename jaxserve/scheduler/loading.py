@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 
 from jaxserve.config import HostTierConfig
@@ -11,6 +12,7 @@ from jaxserve.scheduler.disk_pages import DiskPages
 from jaxserve.scheduler.group_pages import GroupPages
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager
 from jaxserve.scheduler.load import Load, LoadPage, State, key_of
+from jaxserve.scheduler.load_rates import Decision, LoadRates
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.scheduler.state_pieces import StatePieces
 from jaxserve.scheduler.tier_observer import TierObserver
@@ -22,18 +24,8 @@ _MAX_WAITS = 4
 """Loads that a sequence waits for before it computes what is missing: one that loses what was
 loaded before its turn comes would otherwise wait for ever."""
 
-_FIXED_SECONDS = 0.002
-"""That a load takes beside its bytes: turns of the engine until it begins and after it ends."""
-
 _TIMEOUT, _TIMES_PREDICTED = 5.0, 20.0
 """A load is given up after so many seconds, or so many times as long as it should take."""
-
-_WEIGHT = 0.2
-"""Weight of the newest load in the moving mean of rates."""
-
-_TRIAL = 1.02
-"""Growth of the rate that is expected, for each load that does not seem to pay: what one slow load
-taught is forgotten."""
 
 
 type _Missing = tuple[GroupPages | StatePieces, int, bytes]
@@ -69,11 +61,18 @@ class Loads:
         """A load is over since the last `advance`, so that its pages are free."""
         self._orphans = 0
         """Copies of loads that are over."""
-        self._rate, self._disk_rate = config.expected_rate, config.expected_disk_rate
+        self.rates = LoadRates(config)
+        self.decision: Decision | None = None
+        """The last one."""
         self._logged: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._loads)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for loads. Callable from any thread."""
+        return sum(len(load.waiting) for load in list(self._loads))
 
     def begin(self, seq: Sequence, cached: int, prefill_rate: float | None) -> bool:
         """Load what continues the cached prefix of a waiting sequence, if that pays. Returns
@@ -98,16 +97,14 @@ class Loads:
             if not keys.isdisjoint(load.keys):
                 self._wait(seq, load)
                 return True
-        seconds = self._seconds(missing)
-        tokens = (count - cached) * size
-        if prefill_rate is not None and seconds > tokens / prefill_rate:
-            self._rate *= _TRIAL
-            self._disk_rate *= _TRIAL
+        decision = self.decision = self._decide((count - cached) * size, missing, prefill_rate)
+        if not decision.pays:
+            self.rates.refused(decision)
             return False
         # Copies that hang would delay what is loaded now.
         if self._orphans or not self._fits(hashes, missing):
             return False
-        self._begin(seq, hashes, missing, seconds)
+        self._begin(seq, hashes, missing, decision.seconds)
         return True
 
     def _has(self, group: GroupPages | None, content: bytes) -> bool:
@@ -130,7 +127,7 @@ class Loads:
                 if number >= first and group.pool.page_of(content) is None:
                     yield group, number, key_of(group.number, content)
         pieces = self._pieces
-        if pieces is not None and hashes[-1] not in pieces.snapshots:
+        if pieces is not None and hashes and hashes[-1] not in pieces.snapshots:
             for key in pieces.keys(hashes[-1]):
                 yield pieces, len(hashes) - 1, key
 
@@ -146,14 +143,26 @@ class Loads:
                 return False
         return True
 
-    def _seconds(self, missing: list[_Missing]) -> float:
-        """Returns how long a load of these should take."""
+    def _decide(self, tokens: int, missing: list[_Missing], prefill_rate: float | None) -> Decision:
         host = disk = 0
         for group, _, key in missing:
             host += self._config.page_bytes[group.number]
             if key not in self._index:
                 disk += self._config.page_bytes[group.number]
-        return _FIXED_SECONDS + host / self._rate + disk / self._disk_rate
+        computing = None if prefill_rate is None else tokens / prefill_rate
+        return Decision(tokens, host, disk, self.rates.seconds(host, disk), computing)
+
+    def wanted_from_disk(self, seq: Sequence, prefill_rate: float | None) -> list[bytes]:
+        """Returns the keys of the pages that only the disk has, in order, if a load will pay once
+        they are in the host's memory."""
+        count, size = self._kv_cache.reachable(seq, self._has), self._kv_cache.page_size
+        missing = list(self._missing(seq.page_hashes(count, size)))
+        there = sum(self._config.page_bytes[group.number] for group, _, _ in missing)
+        firsts = {number for _, number, _ in missing}
+        computing = len(firsts) * size / prefill_rate if prefill_rate else math.inf
+        if self.rates.seconds(there, 0) > computing:
+            return []
+        return [key for _, _, key in missing if not self._index.has(key)]
 
     def _begin(
         self,
@@ -276,7 +285,7 @@ class Loads:
             self._index.release(reservation)
             self._fail(load, place, "disk", "the file is gone")
             return
-        each.state = State.READING
+        each.state, each.from_disk = State.READING, True
 
         def read(error: str | None) -> None:
             self._orphans -= load.over
@@ -329,14 +338,19 @@ class Loads:
     def _learn(self, load: Load) -> None:
         seconds = max(self._clock() - load.began, 1e-6)
         loaded = load.pages[: load.published]
-        size = sum(self._config.page_bytes[each.group.number] for each in loaded)
+        page_bytes = self._config.page_bytes
+        size = sum(page_bytes[each.group.number] for each in loaded)
+        whole = [each.from_disk for each in loaded if each.group.number == 0]
+        tokens, disk_tokens = (n * self._kv_cache.page_size for n in (len(whole), sum(whole)))
         for seq in load.waiting:
-            pages = sum(each.group.number == 0 for each in loaded)
-            seq.restored_tokens = pages * self._kv_cache.page_size
+            seq.restored_tokens = tokens
         if loaded:
-            self._observer.tier_loaded(size, seconds)
+            self._observer.tier_loaded(
+                size, seconds, host_tokens=tokens - disk_tokens, disk_tokens=disk_tokens
+            )
         if not load.error and size:
-            self._rate += _WEIGHT * (size / max(seconds - _FIXED_SECONDS, 1e-6) - self._rate)
+            disk = sum(page_bytes[each.group.number] for each in loaded if each.from_disk)
+            self.rates.learn(size, disk, seconds)
 
     def leave(self, seq: Sequence) -> None:
         """A waiting sequence has ended."""

@@ -15,12 +15,20 @@ def decode_row(seq: Sequence) -> Row:
     return Row(seq.id, seq.slot, start, (), True, seq.wants_logprobs, mask)
 
 
-def verify_row(seq: Sequence, end: int, positions: int, drafts: tuple[int, ...] | None) -> Row:
+def verify_row(
+    seq: Sequence,
+    end: int,
+    positions: int,
+    drafts: tuple[int, ...] | None,
+    masks: tuple[bytes, ...] = (),
+) -> Row:
     """Returns a row that computes the last sampled token and drafts after it; see `plan.Verify`. It
     counts as one token until its results come back."""
     start = seq.computed
     positions = min(positions, end - start)
-    verify = Verify(positions, end, drafts, follows=seq.drafts_in_flight > 0)
+    if masks and drafts is not None:  # after others there are none
+        drafts, masks = drafts[: positions - 1], masks[:positions]
+    verify = Verify(positions, end, drafts, follows=seq.drafts_in_flight > 0, masks=masks)
     seq.computed = start + 1
     seq.in_flight += 1
     seq.drafts_in_flight += positions - 1

@@ -157,6 +157,8 @@ class Scheduler(Commits):
         verify = self._verify is not None and any(row.verify is not None for row in rows)
         if not verify:
             self._plan_prefills(prefilling, decodes, rows, entries, admissions)
+        if self.host is not None and len(self._waiting):
+            self.host.look_ahead(self._waiting.upcoming(), self._prefill_rate)
         if not rows:
             return None
         self._kv_cache.planned()
@@ -229,9 +231,15 @@ class Scheduler(Commits):
                 for seq in decoding:
                     self._kv_cache.row_planned(seq)
         else:
-            chunks = bool(prefilling or self._waiting)
+            chunks = bool(prefilling) or self._may_admit
             rows.extend(self._verify.rows(decoding, entries, chunks=chunks))
         return prefilling, Decodes(len(rows), sum(row.start for row in rows), guided)
+
+    @property
+    def _may_admit(self) -> bool:
+        """Whether a waiting sequence may get into this step; not while no slot or page is free."""
+        first = self._waiting.first() if self._kv_cache.num_free_slots else None
+        return first is not None and first is not self._blocked
 
     def _make_room(self, growing: list[Sequence], ending: bool) -> set[int]:
         """Shorten `growing` until each of its sequences can get its pages. Returns ids that miss

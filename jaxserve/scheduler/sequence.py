@@ -52,6 +52,8 @@ class Sequence:
     """The hash that precedes the first page, see `prefix.root`."""
     salt: str
     """See `Request.cache_salt`."""
+    predicted: tuple[int, ...]
+    """See `Request.predicted`."""
     arrived: float
     """Time of arrival, in seconds on the scheduler's clock."""
     admitted: float = -1.0
@@ -84,6 +86,8 @@ class Sequence:
     """It waits for pages on their way from the host."""
     waits_for_loads: int = 0
     """How often it has waited for such pages, since it was last admitted."""
+    looked_ahead: bool = False
+    """Its pages on disk were asked for while it waits."""
     restored_tokens: int = 0
     """Prompt tokens that came from below the device before the first admission."""
     in_flight: int = 0
@@ -94,6 +98,8 @@ class Sequence:
     """The newest planned row is a verify row, after which a head, if there is one, drafts."""
     own_text: OwnText | None = None
     """Made when drafts are first looked up."""
+    guessed: tuple[float, ...] = ()
+    """For the drafts that its guide was told, the probabilities that it and all before it come."""
     scored: int = 0
     """Prompt positions whose logprobs are planned."""
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list[PromptLogprobs])
@@ -149,6 +155,7 @@ class Sequence:
             rank=(0.0, seq_id),
             root=root,
             salt=request.cache_salt,
+            predicted=request.predicted,
             arrived=now,
         )
 

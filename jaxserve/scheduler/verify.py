@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from jaxserve.plan import PageEntry, Row, Sampled, Verify
+from jaxserve.scheduler.guided import Drafted
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager
 from jaxserve.scheduler.learned_times import LearnedTimes
 from jaxserve.scheduler.rows import decode_row, verify_row
@@ -31,6 +32,8 @@ class Proposal(NamedTuple):
     survival: tuple[float, ...] = ()
     """For each draft of the row, the probability that it and all before it are accepted. What it
     does not name counts as wrong where times decide."""
+    masks: tuple[bytes, ...] = ()
+    """Of structured output, for the row's first position and behind each draft."""
 
 
 class Proposer(Protocol):
@@ -51,6 +54,8 @@ class Verification:
     observe: Callable[[int, int], None] | None = None
     """Is told of each row that took its drafts from the device: how many there were at most, and
     how many were accepted."""
+    ended: Callable[[Sequence], None] | None = None
+    """Is told of each sequence that ends."""
     room: int = 0
     """Positions after a row's end for which it should have pages: a head drafts there."""
 
@@ -80,7 +85,27 @@ class DraftCounts:
             self.accepted[place] += 1
 
 
-type _Drafts = tuple[int, tuple[int, ...] | None]
+_WORTH_A_MASK = 0.25
+"""The least probability that a draft is reached, if the grammar's process is to compute the mask
+after it. A rule, not measured."""
+
+_CHEAP_ROWS, _NEAR, _LONGEST_REST = 8, 0.25, 32
+"""Rows for which drafts are looked up in every step; the share of the drafts that would pay, below
+which looking up rests; and for how many steps at most. Rules; what they save is measured: some 2.5
+us a row and step."""
+
+_FORCED = 0.98
+"""Probability of a draft that the grammar leaves no choice about: its text has other spellings,
+which some masks allow."""
+
+
+class _Drafts(NamedTuple):
+    positions: int
+    drafts: tuple[int, ...] | None
+    masks: tuple[bytes, ...] = ()
+
+
+_NO_DRAFTS = _Drafts(1, ())
 
 
 class _Planned(NamedTuple):
@@ -119,7 +144,11 @@ class VerifyRows:
         positions = {each for _, each in verification.buckets}
         self._decision = times and Decision(times, positions)
         self._most_rows = max((rows for rows, _ in verification.buckets), default=0)
+        self._rest, self._resting = 1, 0
+        """Steps without looking for drafts, and those that are left of them."""
         self.counts = DraftCounts(widest - 1)
+        self.ended = verification.ended
+        """Is to be told of each sequence that ends."""
 
     def rows(
         self, decoding: list[Sequence], entries: list[PageEntry], *, chunks: bool
@@ -137,8 +166,7 @@ class VerifyRows:
         unsettled = sum(seq.drafts_in_flight > 0 for seq in decoding)
         proposals: Mapping[int, Proposal] = {}
         if not chunks and 0 < len(decoding) <= self._most_rows:
-            free = [seq for seq in decoding if seq.guide is None]
-            proposals = self._verification.proposer(free)
+            proposals = {**self._proposals(decoding, unsettled), **_guided(decoding)}
         most = 0
         if proposals or unsettled:
             most = self._most_positions(decoding, proposals, unsettled, chunks=chunks)
@@ -150,8 +178,29 @@ class VerifyRows:
             for _ in range(new_pages):
                 entries.extend(self._kv_cache.extend(seq))
             plain = proposal is None and not seq.drafts_in_flight
-            rows.append(decode_row(seq) if plain else verify_row(seq, end, *(proposal or (1, ()))))
+            rows.append(
+                decode_row(seq) if plain else verify_row(seq, end, *(proposal or _NO_DRAFTS))
+            )
         return rows
+
+    def _proposals(self, decoding: list[Sequence], unsettled: int) -> Mapping[int, Proposal]:
+        """Asks for drafts; where they are far from enough, not again for a while. To look them up
+        for many rows in each step would take the host some percent of it."""
+        rows, decision = len(decoding), self._decision
+        if self._resting and not unsettled and rows > _CHEAP_ROWS:
+            self._resting -= 1
+            return {}
+        found = self._verification.proposer([seq for seq in decoding if seq.guide is None])
+        self._resting = 0
+        if decision is not None and not unsettled:
+            expected = sum(sum(each.survival) for each in found.values())
+            context = sum(seq.computed for seq in decoding)
+            if expected < _NEAR * decision.least_drafts(rows, context):
+                self._rest = min(2 * self._rest, _LONGEST_REST)
+                self._resting = self._rest
+            else:
+                self._rest = 1
+        return found
 
     def _most_positions(
         self,
@@ -183,7 +232,7 @@ class VerifyRows:
         left, room, spare = self._step_tokens - len(decoding), self._context_pages, self._spare()
         for seq in decoding:
             proposal = self._cut(proposals.get(seq.id), min(most, 1 + left))
-            positions = proposal[0] if proposal else 1
+            positions = proposal.positions if proposal else 1
             end, new_pages = self._end(seq, positions, spare)
             if end > seq.computed + seq.drafts_in_flight:
                 planned.append(_Planned(seq, proposal, end, new_pages))
@@ -193,11 +242,22 @@ class VerifyRows:
         return planned if drafted and room >= 0 else []
 
     def _cut(self, proposal: Proposal | None, most: int) -> _Drafts | None:
-        """Returns a row's positions, at most so many, and its drafts."""
+        """Returns a row's positions, at most so many, its drafts, and their masks."""
         if proposal is None or most < 2:
             return None
         drafts = proposal.drafts and proposal.drafts[: self._window]
-        return min(proposal.positions, most), drafts
+        return _Drafts(min(proposal.positions, most), drafts, proposal.masks)
+
+    def guess(self, sequences: list[Sequence]) -> tuple[int, Mapping[int, Drafted]]:
+        """Guesses what structured output goes on with, whose masks another process computes until
+        the next step is planned. See `guided.Guess`; nothing where too much runs for drafts."""
+        if self._kv_cache.num_running > self._most_rows:
+            return 0, {}
+        found: dict[int, Drafted] = {}
+        for key, proposal in self._verification.proposer(sequences).items():
+            likely = [each for each in proposal.survival if each >= _WORTH_A_MASK]
+            found[key] = (proposal.drafts or ())[: len(likely)], tuple(likely)
+        return self._window // 2, found
 
     def _end(self, seq: Sequence, positions: int, spare: int) -> tuple[int, int]:
         """Returns the position that a row must not reach, so that it can compute so many from
@@ -247,3 +307,18 @@ class VerifyRows:
             self._verification.observe(drafts, accepted)
         if self._decision is not None:
             self._decision.observe(accepted)
+
+
+def _guided(decoding: list[Sequence]) -> dict[int, Proposal]:
+    """Returns the drafts whose masks are there, of structured output with nothing in flight."""
+    found: dict[int, Proposal] = {}
+    for seq in decoding:
+        if seq.guide is None or seq.in_flight or not seq.guide.ahead.drafts:
+            continue
+        drafts, forced, masks = seq.guide.ahead
+        survival = [_FORCED ** (place + 1) for place in range(forced)]
+        reached = seq.guessed[forced - 1] if 0 < forced <= len(seq.guessed) else 1.0
+        survival += [each / reached for each in seq.guessed[forced : len(drafts)]]
+        masks = (seq.guide.mask, *masks)
+        found[seq.id] = Proposal(1 + len(drafts), drafts, tuple(survival), masks)
+    return found

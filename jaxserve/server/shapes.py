@@ -81,12 +81,18 @@ class ReasoningTokens(Shape):
     reasoning_tokens: int
 
 
+class CompletionTokens(Shape):
+    reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(Shape):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens
+    completion_tokens_details: CompletionTokens
 
 
 class CompletionLogprobs(Shape):

@@ -153,8 +153,13 @@ def _verification(options: Options, config: RunnerConfig) -> Verification | None
         head = HeadDrafts(drafts=min(drafts, config.draft.num_drafts))
         room = config.draft.room
         return Verification(proposer=head, buckets=buckets, observe=head.observe, room=room)
-    proposer = Lookup(drafts=drafts, least=chosen.least_match, most=chosen.most_match)
-    return Verification(proposer=proposer, buckets=buckets)
+    proposer = Lookup(
+        drafts=drafts,
+        least=chosen.least_match,
+        most=chosen.most_match,
+        shared=chosen.shared_tokens,
+    )
+    return Verification(proposer=proposer, buckets=buckets, ended=proposer.ended)
 
 
 def _set_kv_scales(options: Options, source: ModelSource, plan: EnginePlan, runner: Runner) -> None:

@@ -94,13 +94,14 @@ def open_tier(
     """
     assert plan.host is not None
     counters = OffloadCounters()
+    disk_total = options.kv_offload_disk_size or _DISK_BYTES
     try:
         copier = _copier(options, plan, slab, runner, counters)
         disk = None
         if options.kv_offload_path is not None:
             disk = DiskTier(
                 options.kv_offload_path,
-                options.kv_offload_disk_size or _DISK_BYTES,
+                disk_total,
                 slab,
                 fingerprint(options, source, plan.config, runner),
                 wake=_wake,
@@ -110,6 +111,10 @@ def open_tier(
         raise ConfigError(f"--kv-offload: {error}") from None
     size = slab.num_slots * slab.stride
     observer = metrics.open_tier(counters, num_bytes=size, slot_bytes=slab.slot_bytes)
+
+    if disk is not None:
+        files, observer.disk_total = disk, disk_total
+        observer.disk_bytes = lambda: files.num_bytes
 
     def close() -> None:
         rests = [copier.close(), *([] if disk is None else [disk.close()])]

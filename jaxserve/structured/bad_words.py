@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
 
+from jaxserve.api import Ahead
 from jaxserve.tokenizer import Tokenizer
 
 _MASKS = 64
@@ -79,6 +80,8 @@ class BadWordsState:
 
     ready = True
     error = None
+    ahead = Ahead()
+    """Nothing: such a sequence is one step ahead in place of drafts."""
 
     def __init__(self, guide: BadWords):
         self._guide = guide
@@ -90,8 +93,9 @@ class BadWordsState:
         """See `api.GuideState`."""
         return None if self._guide.lacks_two(self._latest) else self._guide.mask
 
-    def advance(self, token: int) -> None:
-        self._latest.appendleft(token)
+    def advance(self, *tokens: int, drafts: Sequence[int] = (), most: int = 0) -> None:
+        del drafts, most
+        self._latest.extendleft(tokens)
         self.mask = self._guide.mask_after(self._latest)
 
     def wait(self, timeout: float) -> bool:

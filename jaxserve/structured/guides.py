@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple
 
-from jaxserve.api import GuideError
+from jaxserve.api import Ahead, GuideError
 from jaxserve.grammar_server.wire import Grammar
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.structured.compiling import CompileLimits, Compiler
 from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.grammars import MAX_SOURCE
-from jaxserve.structured.orders import GrammarProcess
+from jaxserve.structured.orders import GrammarProcess, MaskStep
 from jaxserve.structured.vocabulary import THINK_MARKERS, Vocabulary, vocabulary_of
 from jaxserve.tokenizer import Tokenizer
 
@@ -75,6 +76,7 @@ class GuideState:
         self.following: bytes | None = None
         """Never known: each token decides."""
         self.mask = guide.compiled.mask
+        self.ahead = Ahead()
         self._phase = _Phase.GRAMMAR
         think = guide.vocabulary.think
         if think is not None and guide.thinking is Thinking.MAY_OPEN:
@@ -84,29 +86,50 @@ class GuideState:
             self._phase = _Phase.THINKING
             self.mask = think.inside
 
-    def advance(self, token: int) -> None:
-        guide, think = self._guide, self._guide.vocabulary.think
-        if self._phase is not _Phase.GRAMMAR:
-            assert think is not None
-            if self._phase is _Phase.MAY_OPEN and token == think.opens:
-                self._phase, self.mask = _Phase.THINKING, think.inside
-                return
-            if self._phase is _Phase.THINKING:
-                if token == think.closes:
-                    self._phase, self.mask = _Phase.GRAMMAR, guide.compiled.mask
-                return
-            self._phase = _Phase.GRAMMAR
+    def advance(self, *tokens: int, drafts: Sequence[int] = (), most: int = 0) -> None:
+        """See `api.GuideState`."""
+        guide, self.ahead = self._guide, Ahead()
+        followed = [token for token in tokens if self._is_of_grammar(token)]
+        if self._phase is _Phase.THINKING:
+            self.ahead = self._thought_ahead(drafts[:most])
+        if not followed:
+            return
         self.ready = False
         if self._number is None:
             self._number = next(_numbers)
-        guide.compiled.advance(self._number, token, self)
+        step = MaskStep(self._number, followed, list(drafts[:most]), most)
+        guide.compiled.advance(step, self)
+
+    def _is_of_grammar(self, token: int) -> bool:
+        """Whether the sequence's next token is none that belongs to a think block."""
+        think = self._guide.vocabulary.think
+        if self._phase is _Phase.GRAMMAR:
+            return True
+        assert think is not None
+        if self._phase is _Phase.MAY_OPEN and token == think.opens:
+            self._phase, self.mask = _Phase.THINKING, think.inside
+            return False
+        if self._phase is _Phase.THINKING:
+            if token == think.closes:
+                self._phase, self.mask = _Phase.GRAMMAR, self._guide.compiled.mask
+            return False
+        self._phase = _Phase.GRAMMAR
+        return True
+
+    def _thought_ahead(self, drafts: Sequence[int]) -> Ahead:
+        """Inside of a think block. What closes it is never a draft: the grammar follows it."""
+        think = self._guide.vocabulary.think
+        assert think is not None
+        inside = tuple(itertools.takewhile(lambda draft: draft != think.closes, drafts))
+        return Ahead(inside, 0, (think.inside,) * len(inside))
 
     def wait(self, timeout: float) -> bool:
         return self.ready or self._guide.compiled.wait_for(self, timeout)
 
-    def finish(self, mask: bytes, error: GuideError | None) -> None:
+    def finish(self, mask: bytes, error: GuideError | None, ahead: Ahead) -> None:
         """Called on another thread."""
-        self.mask, self.error, self.ready = mask, error, True
+        self.mask, self.error, self.ahead = mask, error, ahead
+        self.ready = True  # the last: from then on the other thread reads them
 
     def __del__(self) -> None:
         if self._number is not None:

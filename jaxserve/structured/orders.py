@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from jaxserve.api import GuideError
+from jaxserve.api import Ahead, GuideError
 from jaxserve.grammar_server.wire import Cause, Drop, End, Grammar
 
 
@@ -28,7 +28,7 @@ class Waiting(Protocol):
 
     @property
     def ready(self) -> bool: ...
-    def finish(self, mask: bytes, error: GuideError | None) -> None:
+    def finish(self, mask: bytes, error: GuideError | None, ahead: Ahead) -> None:
         """Reports that the mask is known, or that the sequence cannot go on. Called on the thread
         that reads the grammar server's results."""
         ...
@@ -60,11 +60,11 @@ class GrammarProcess:
     at_limit: bool = False
     """It is of no use to new sequences: one has met a limit, or the process has ended."""
 
-    def advance(self, sequence: int, token: int, waiting: Waiting) -> None:
-        """Ask for the mask after this token. A sequence's number is new to the process with its
+    def advance(self, step: MaskStep, waiting: Waiting) -> None:
+        """Ask for the mask after these tokens. A sequence's number is new to the process with its
         first token. Returns at once."""
-        self.num_tokens += 1
-        self.server.order(MaskOrder(self, sequence, token, waiting))
+        self.num_tokens += len(step.tokens)
+        self.server.order(MaskOrder(self, step, waiting))
 
     def wait_for(self, waiting: Waiting, timeout: float) -> bool:
         """Waits up to `timeout` seconds for the sequence's mask; returns whether it is there."""
@@ -78,12 +78,20 @@ class GrammarProcess:
         self.server.order(End(self.number))
 
 
+class MaskStep(NamedTuple):
+    """More tokens of a sequence; see `api.GuideState.advance`."""
+
+    sequence: int
+    tokens: list[int]
+    drafts: list[int]
+    most: int
+
+
 class MaskOrder(NamedTuple):
-    """The mask after one more token of a sequence."""
+    """The mask after more tokens of a sequence."""
 
     process: GrammarProcess
-    sequence: int
-    token: int
+    step: MaskStep
     waiting: Waiting
 
 

@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from jaxserve.api import FinishReason, GuideError
+from jaxserve.api import Ahead, FinishReason, GuideError
 from jaxserve.grammar_server.wire import (
     Advance,
     Cause,
@@ -34,6 +34,7 @@ from jaxserve.grammar_server.wire import (
     Grammar,
     Job,
     Limits,
+    LookedAhead,
     Masks,
     Report,
     Setup,
@@ -56,10 +57,11 @@ from jaxserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-NUM_SLOTS = 1024
+NUM_SLOTS = 2048
 """Masks that are computed at a time; further ones wait."""
 
 _FAILED = GuideError("the mask could not be computed", FinishReason.ERROR)
+_NOTHING = Ahead()
 _AT_LIMIT = {
     Cause.TIME: "a mask took too long to compute",
     Cause.MEMORY: "its states took too much memory",
@@ -89,7 +91,8 @@ class Processes:
         self._numbers = itertools.count()
         self._orders: SimpleQueue[Order | None] = SimpleQueue()  # as `__del__` may put into it
         self._compiling: dict[int, tuple[CompileOrder, int]] = {}
-        self._in_flight: dict[int, MaskOrder] = {}
+        self._in_flight: dict[int, tuple[MaskOrder, list[int]]] = {}
+        """By its first slot: what was asked, and all of its slots."""
         self._live: WeakValueDictionary[int, GrammarProcess] = WeakValueDictionary()
         self._done = threading.Condition()
         self.ended = False
@@ -206,18 +209,21 @@ class Processes:
         starts: list[Start] = []
         jobs: list[Job] = []
         self._starved = True  # before the look: a slot that gets free after it is told of
-        while waiting and self._free:
-            order, slot = waiting.popleft(), self._free.pop()
+        while waiting and len(self._free) >= _slots_of(waiting[0]):
+            order = waiting.popleft()
+            slots = [self._free.pop() for _ in range(_slots_of(order))]
             if isinstance(order, MaskOrder):
-                self._in_flight[slot] = order
-                jobs.append(Job(order.process.number, order.sequence, order.token, slot))
+                self._in_flight[slots[0]] = order, slots
+                step = order.step
+                number = order.process.number
+                jobs.append(Job(number, step.sequence, step.tokens, slots, step.drafts))
             elif not order.made.cancelled():
-                self._compiling[order.number] = (order, slot)
+                self._compiling[order.number] = (order, slots[0])
                 starts.append(
-                    Start(order.number, order.grammar, slot, order.seconds, order.niceness)
+                    Start(order.number, order.grammar, slots[0], order.seconds, order.niceness)
                 )
             else:
-                self._free.append(slot)
+                self._free += slots
         self._starved = bool(waiting)
         return [*starts, Advance(jobs)] if jobs else [*starts]
 
@@ -254,6 +260,11 @@ class Processes:
             case Masks():
                 for slot in report.slots:
                     self._finish(slot, self._mask(slot), None)
+            case LookedAhead():
+                _, slots = self._in_flight[report.slot]
+                masks = tuple(self._mask(slot) for slot in slots[1 : 1 + len(report.drafts)])
+                ahead = Ahead(tuple(report.drafts), report.forced, masks)
+                self._finish(report.slot, self._mask(report.slot), None, ahead)
             case Failed():
                 self._finish(report.slot, b"", GuideError(report.error))
             case Compiled():
@@ -267,12 +278,14 @@ class Processes:
     def _mask(self, slot: int) -> bytes:
         return self._memory[slot * self._mask_bytes : (slot + 1) * self._mask_bytes]
 
-    def _finish(self, slot: int, mask: bytes, error: GuideError | None) -> None:
-        asked = self._in_flight.pop(slot)
-        self._free.append(slot)
+    def _finish(
+        self, slot: int, mask: bytes, error: GuideError | None, ahead: Ahead = _NOTHING
+    ) -> None:
+        asked, slots = self._in_flight.pop(slot)
+        self._free += slots
         if error is not None:
             asked.process.at_limit = True
-        asked.waiting.finish(mask, error)
+        asked.waiting.finish(mask, error, ahead)
 
     def _settle(self, order: CompileOrder, slot: int, report: Compiled) -> None:
         mask = self._mask(slot)
@@ -303,7 +316,7 @@ class Processes:
             self._free.append(slot)
             order.fail(ProcessEnded(cause))
         error = GuideError(_AT_LIMIT[cause]) if cause in _AT_LIMIT else _FAILED
-        for slot, asked in list(self._in_flight.items()):
+        for slot, (asked, _) in list(self._in_flight.items()):
             if asked.process.number == number:
                 self._finish(slot, b"", error)
 
@@ -315,7 +328,7 @@ class Processes:
             while True:
                 order = self._orders.get_nowait()
                 if isinstance(order, MaskOrder):
-                    order.waiting.finish(b"", _FAILED)
+                    order.waiting.finish(b"", _FAILED, _NOTHING)
                 elif isinstance(order, CompileOrder):
                     order.fail(ProcessEnded(Cause.NOT_STARTED))
         for number in list(self._compiling):
@@ -324,9 +337,13 @@ class Processes:
                 order.fail(ProcessEnded(Cause.NOT_STARTED))
         for slot in list(self._in_flight):
             with suppress(KeyError):
-                self._in_flight.pop(slot).waiting.finish(b"", _FAILED)
+                self._in_flight.pop(slot)[0].waiting.finish(b"", _FAILED, _NOTHING)
         with self._done:
             self._done.notify_all()
+
+
+def _slots_of(order: CompileOrder | MaskOrder) -> int:
+    return 1 + order.step.most if isinstance(order, MaskOrder) else 1
 
 
 def _environment(limits: Limits) -> dict[str, str]:

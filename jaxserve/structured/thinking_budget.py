@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jaxserve.api import Guide, GuideError, GuideState
+from jaxserve.api import Ahead, Guide, GuideError, GuideState
 from jaxserve.structured.vocabulary import THINK_MARKERS
 from jaxserve.tokenizer import Tokenizer
 
@@ -63,15 +63,25 @@ class ThinkingBudgetState:
     def error(self) -> GuideError | None:
         return None if self._inner is None else self._inner.error
 
-    def advance(self, token: int) -> None:
-        if token == self._guide.closes:
-            self._left = None
-        elif self._left is not None:
-            self._left -= 1
-        elif token == self._guide.opens:
-            self._left = self._guide.most_tokens
+    @property
+    def ahead(self) -> Ahead:
+        """Of the guide inside, outside of think blocks: in them the budget may end."""
+        if self._left is not None or self._inner is None:
+            return Ahead()
+        ahead = self._inner.ahead
+        return Ahead() if self._guide.opens in ahead.drafts else ahead
+
+    def advance(self, *tokens: int, drafts: Sequence[int] = (), most: int = 0) -> None:
+        """See `api.GuideState`."""
+        for token in tokens:
+            if token == self._guide.closes:
+                self._left = None
+            elif self._left is not None:
+                self._left -= 1
+            elif token == self._guide.opens:
+                self._left = self._guide.most_tokens
         if self._inner is not None:
-            self._inner.advance(token)
+            self._inner.advance(*tokens, drafts=drafts, most=most)
 
     def wait(self, timeout: float) -> bool:
         return self._inner is None or self._inner.wait(timeout)

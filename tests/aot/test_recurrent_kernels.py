@@ -28,6 +28,8 @@ if lacking := missing():
     pytest.skip(f"missing: {', '.join(lacking)}", allow_module_level=True)
 
 LAYERS, SLOTS, BF16 = 48, 65, jnp.bfloat16
+LAYER = 1
+"""Triton makes a constant of 1, which other numbers are not."""
 VALUE_HEADS = {"qwen3.5-27b": 48, "qwen3.5-35b-a3b": 32}
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448}
 """Bytes that a program may have."""
@@ -84,10 +86,10 @@ def test_recurrent_layers_compile(
     channels = 2 * heads.keys + heads.values
 
     def layer(projected: Any, gates: Any, conv: Any, weights: Any, states: Any, step: Any) -> Any:
-        mixed, kept = causal_conv(projected, conv, states[0], 3, step, target=target)
+        mixed, kept = causal_conv(projected, conv, states[0], LAYER, step, target=target)
         tokens = RuleTokens(mixed, gates, projected)
         out, state = gated_delta_rule(
-            tokens, weights, states[1], 3, step, config=config, target=target
+            tokens, weights, states[1], LAYER, step, config=config, target=target
         )
         return out, kept, state
 

@@ -130,6 +130,12 @@ class Server:
                 return float(value)
         raise AssertionError(f"no metric {name}")
 
+    async def samples(self, name: str) -> dict[str, float]:
+        """The values of a name's samples, by their labels as in the exposition."""
+        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/metrics") as reply:
+            lines = [line.rpartition(" ") for line in (await reply.text()).splitlines()]
+        return {key: float(n) for key, _, n in lines if key.partition("{")[0] == name}
+
     async def get(self, path: str) -> dict[str, Any]:
         async with aiohttp.ClientSession() as session, session.get(self.url + path) as reply:
             return await reply.json()

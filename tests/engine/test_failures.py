@@ -6,11 +6,12 @@ import asyncio
 import itertools
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from jaxserve.api import EngineFailed, FinishReason, GuideError, GuideState, TokenEvent
+from jaxserve.api import Ahead, EngineFailed, FinishReason, GuideError, GuideState, TokenEvent
 from jaxserve.engine.engine import Progress
 from jaxserve.engine.loop import StepLoop
 from jaxserve.metrics.metrics import Metrics
@@ -96,11 +97,12 @@ async def test_moves_of_pages_that_failed_end_nobody(
 async def test_who_ended_before_a_result_could_not_be_taken_is_told_so() -> None:
     class Faulty:
         ready, mask, following, error = True, b"\xff" * 4, None, None
+        ahead = Ahead()
 
         def start(self) -> Faulty:
             return self
 
-        def advance(self, token: int) -> None:
+        def advance(self, *tokens: int, drafts: Sequence[int] = (), most: int = 0) -> None:
             raise RuntimeError("no such token")
 
         def wait(self, timeout: float) -> bool:
@@ -114,7 +116,7 @@ async def test_who_ended_before_a_result_could_not_be_taken_is_told_so() -> None
         await until(lambda: engine.status().waiting == 2)
         runner.let_go()
         assert_is_solo(await asyncio.wait_for(ending, 5), requests[0])
-        assert await failing == [TokenEvent("r1", None, FinishReason.ERROR)]
+        assert (await failing)[-1] == TokenEvent("r1", None, FinishReason.ERROR)
         assert (await events_of(other))[-1] == TokenEvent("r2", None, FinishReason.ERROR)
         await until(lambda: is_whole(engine))
 
@@ -164,11 +166,12 @@ async def test_a_grammar_at_its_limit_is_no_error_and_a_mask_that_cannot_be_comp
     class Left:
         ready, mask, following = True, b"\xff" * 4, None
         error: GuideError | None = None
+        ahead = Ahead()
 
         def start(self) -> Left:
             return self
 
-        def advance(self, token: int) -> None:
+        def advance(self, *tokens: int, drafts: Sequence[int] = (), most: int = 0) -> None:
             self.error = GuideError("why", finish)
 
         def wait(self, timeout: float) -> bool:

@@ -25,6 +25,7 @@ from tests.offload.copier_setup import (
     OTHER_BYTES,
     RING_SLOTS,
     SLOT_BYTES,
+    DeviceRing,
     Setup,
     page,
     setups,
@@ -54,6 +55,17 @@ def test_pages_come_back_byte_for_byte(make: Callable[..., Setup], kind: str, ve
     assert counters.store_bytes == counters.load_bytes == HOST_SLOTS * SLOT_BYTES
     assert counters.store_seconds > 0 < counters.load_seconds
     assert counters.stores_failed == counters.loads_failed == counters.checksum_failures == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_ring_is_read_from_the_next_store_on(make: Callable[..., Setup], kind: str) -> None:
+    setup, other = make(kind), DeviceRing()
+    setup.stored.write(1, page(1))
+    other.write(1, page(2))
+    assert setup.store(1, 0).ok
+    setup.copier.use_store_ring(other.ring)
+    assert setup.store(1, 1).ok
+    assert [bytes(setup.slab.slot(slot)) for slot in (0, 1)] == [page(1), page(2)]
 
 
 @given(st.integers(1, 100_000), st.integers(1, 30_000))

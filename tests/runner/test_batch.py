@@ -196,6 +196,7 @@ def applied(plan: StepPlan) -> NDArray[np.int32]:
         for column, value in sequence_state.columns(admission.params):
             state[admission.slot, column] = value
         state[admission.slot, sequence_state.PROMPT] = admission.num_prompt
+        state[admission.slot, sequence_state.HEAD_STATE] = 0
     for slot, position, page, group in plan.pages:
         state[slot, sequence_state.PAGES + group * PAGES_PER_SEQ + position] = page
     return state

@@ -22,6 +22,7 @@ from tests.runner.driver import TOLERANCE
 from tests.runner.test_equivalence import Solo, Workload, check_against_solo, play, workloads
 from tests.runner.test_kv_formats import MOST_DIFFERENT
 from tests.runner.test_windows import SPECS
+from tests.scheduler.loop import Loop
 from tests.scheduler.proposers import KINDS, Guesses
 from tests.tiny_model import COMPILES, SPEC, make_config, make_runner
 
@@ -89,13 +90,19 @@ def verification(served: Served, case: Drafted) -> Verification:
     return Verification(proposer=guesses, buckets=BUCKETS)
 
 
-def different(served: Served, case: Drafted, *, exact: bool) -> tuple[int, int, int, int]:
-    """Requests whose tokens are not those that they get alone, all requests, accepted drafts, and
-    rows that were planned before it was known where they begin. With `exact` all is compared."""
+class Compared(NamedTuple):
+    unequal: int
+    """Requests whose tokens are not those that they get alone."""
+    requests: int
+    loop: Loop
+
+
+def different(served: Served, case: Drafted, *, exact: bool) -> Compared:
+    """Plays a workload with drafts. With `exact` all is compared."""
     work, guesses = case.work, verification(served, case)
     if exact:
         loop = check_against_solo(work, served.runner, served.solo, TOLERANCE, guesses)
-        return 0, len(work.arrivals), loop.accepted, loop.rows_ahead
+        return Compared(0, len(work.arrivals), loop)
     loop = play(work, served.runner, guesses)
     unequal = 0
     for request, _, abort_delay in work.arrivals:
@@ -104,12 +111,12 @@ def different(served: Served, case: Drafted, *, exact: bool) -> tuple[int, int, 
         got = loop.tokens(request.id)
         expected = [event.token for event in served.solo(request.prompt, request.params)]
         unequal += got != (expected if over else expected[: len(got)])
-    return unequal, len(work.arrivals), loop.accepted, loop.rows_ahead
+    return Compared(unequal, len(work.arrivals), loop)
 
 
 def compare(served: Served, examples: int) -> None:
     exact = not served.config.kv_format.quantized
-    found: list[tuple[int, int, int, int]] = []
+    found: list[Compared] = []
 
     @settings(derandomize=True, max_examples=examples, suppress_health_check=list(HealthCheck))
     @given(case=drafted(served.config))
@@ -117,8 +124,11 @@ def compare(served: Served, examples: int) -> None:
         found.append(different(served, case, exact=exact))
 
     check()
-    unequal, requests, accepted, ahead = map(sum, zip(*found, strict=True))
-    assert accepted > requests and ahead > requests // 2
+    unequal, requests = sum(each.unequal for each in found), sum(each.requests for each in found)
+    assert sum(each.loop.accepted for each in found) > requests
+    assert sum(each.loop.rows_ahead for each in found) > requests // 2
+    occurred = set[int]().union(*(each.loop.accepted_of_rows for each in found))
+    assert occurred >= set(range(4)), "test_verify has every number of accepted drafts"
     assert unequal <= MOST_DIFFERENT * requests, (unequal, requests)
 
 

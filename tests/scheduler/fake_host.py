@@ -156,6 +156,7 @@ class CountingObserver(NoObserver):
         self.recomputed = Counter[str]()
         self.skipped = Counter[str]()
         self.loaded: list[int] = []
+        self.tokens = Counter[str]()
 
     def tier_recomputed(self, cause: str) -> None:
         self.recomputed[cause] += 1
@@ -163,8 +164,11 @@ class CountingObserver(NoObserver):
     def tier_skipped(self, cause: str) -> None:
         self.skipped[cause] += 1
 
-    def tier_loaded(self, num_bytes: int, seconds: float) -> None:
+    def tier_loaded(
+        self, num_bytes: int, seconds: float, *, host_tokens: int, disk_tokens: int
+    ) -> None:
         self.loaded.append(num_bytes)
+        self.tokens += Counter(host=host_tokens, disk=disk_tokens)
 
 
 class TierLoop(Loop):

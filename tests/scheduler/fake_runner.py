@@ -10,11 +10,11 @@ output.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxserve.api import FinishReason, Request, SamplingParams
+from jaxserve.api import Ahead, FinishReason, Request, SamplingParams
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.plan import PageMoves, Row, Sampled, StepPlan
 
@@ -64,6 +64,7 @@ class FakeGuideState:
     def __init__(self, delay: int, *, ahead: bool):
         self._delay, self._left, self._ahead = delay, 0, ahead
         self._tokens: list[int] = []
+        self._guesses: list[int] = []
 
     @property
     def ready(self) -> bool:
@@ -81,10 +82,26 @@ class FakeGuideState:
     def _mask(self, tokens: list[int]) -> bytes:
         return bytes([0b11 << hash((*tokens,)) % (VOCAB - 1)])
 
-    def advance(self, token: int) -> None:
-        assert self.mask[0] >> token & 1, "a token that its mask forbids"
-        self._tokens.append(token)
+    def advance(self, *tokens: int, drafts: Sequence[int] = (), most: int = 0) -> None:
+        for token in tokens:
+            self._left = 0
+            assert self.mask[0] >> token & 1, "a token that its mask forbids"
+            self._tokens.append(token)
         self._left = self._delay
+        self._guesses = list(drafts)[: 0 if self._ahead else most]
+
+    @property
+    def ahead(self) -> Ahead:
+        """Drafts up to the first that is forbidden."""
+        assert self.ready, "masks that are not there were used"
+        allowed: list[int] = []
+        masks: list[bytes] = []
+        for draft in self._guesses:
+            if not self._mask([*self._tokens, *allowed])[0] >> draft & 1:
+                break
+            allowed.append(draft)
+            masks.append(self._mask([*self._tokens, *allowed]))
+        return Ahead(tuple(allowed), 0, tuple(masks))
 
     def wait(self, timeout: float) -> bool:
         self._left = max(self._left - 1, 0)
@@ -192,7 +209,8 @@ class FakeRunner:
         """Samples at each position of a verify row, as long as the drafts are right."""
         found: list[Sampled] = []
         for count, draft in enumerate([*row.tokens[1:], None], start=1):
-            result = self._sample(row._replace(tokens=row.tokens[:count]))
+            mask = row.verify.masks[count - 1] if row.verify and row.verify.masks else row.mask
+            result = self._sample(row._replace(tokens=row.tokens[:count], mask=mask))
             assert result is not None
             found.append(result)
             if result.token != draft:

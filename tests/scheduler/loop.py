@@ -55,6 +55,8 @@ class Loop:
         self.accepted_of_rows: list[int] = []
         """Of each row that verified drafts."""
         self.wasted_rows = self.hit_tokens = self.accepted = self.rows_ahead = 0
+        self.masked_rows = 0
+        """Verify rows with masks for their drafts."""
         self.evicted: list[bytes] = []
         """Hashes of the pages that were allocated again."""
         self._content: dict[tuple[int, bytes], list[int | None]] = {}
@@ -83,7 +85,8 @@ class Loop:
         self._move_pages()
         if plan is not None:
             self._check_salts(plan)
-            asked = (row.verify for row in plan.rows)
+            asked = [row.verify for row in plan.rows]
+            self.masked_rows += sum(verify is not None and bool(verify.masks) for verify in asked)
             self.rows_ahead += sum(verify is not None and verify.follows for verify in asked)
             self.in_flight.append((plan, self.runner.launch(plan)))
         return plan

@@ -11,6 +11,9 @@ from jaxserve.scheduler.verify import Proposal
 KINDS = ("oracle", "cut", "random", "adversary", "shifted", "late", "device", "unsure", "any")
 
 
+_LIKELY = 0.9
+
+
 class Guesses:
     """Knows what each request yields alone, and says it or not.
 
@@ -50,4 +53,4 @@ class Guesses:
         elif kind in ("adversary", "cut"):
             cut = 0 if kind == "adversary" else draw.randrange(len(right) + 1)
             right = right[:cut] + [(token + 1) % self._vocab for token in right[cut:]]
-        return Proposal(positions, tuple(right))
+        return Proposal(positions, tuple(right), (_LIKELY,) * len(right))

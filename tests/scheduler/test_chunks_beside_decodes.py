@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -10,7 +11,7 @@ from statistics import median
 
 import pytest
 
-from jaxserve.api import Request, SamplingParams
+from jaxserve.api import Ahead, Request, SamplingParams
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.plan import Sampled, StepPlan
 from jaxserve.scheduler import Scheduler
@@ -138,7 +139,9 @@ class AnyToken:
     def start(self) -> AnyToken:
         return self
 
-    def advance(self, token: int) -> None: ...
+    ahead = Ahead()
+
+    def advance(self, *tokens: int, drafts: Sequence[int] = (), most: int = 0) -> None: ...
 
     def wait(self, timeout: float) -> bool:
         return True

@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from jaxserve.scheduler.learned_times import LearnedTimes
+from jaxserve.scheduler.sequence import Sequence
 from jaxserve.scheduler.speculation.decision import Decision
 from jaxserve.scheduler.speculation.lookup import Lookup
-from jaxserve.scheduler.verify import Verification
+from jaxserve.scheduler.verify import Proposal, Verification
 from jaxserve.startup.buckets import GPU_VERIFY
 from jaxserve.step_times import StepTimes, VerifyTime
-from tests.scheduler.text_device import Text, serve
+from tests.scheduler.text_device import Text, goodput, serve
 
 MS = 1e-3
-DECODE = {1: 2.44, 2: 2.45, 4: 2.6, 8: 2.81, 16: 3.21, 32: 3.94, 64: 5.41, 128: 8.16, 256: 13.8}
-VERIFY = {
-    (1, 8): 2.6,
-    (2, 8): 2.9,
-    (4, 8): 3.1,
-    (8, 4): 3.2,
-    (8, 8): 3.5,
-    (16, 4): 3.8,
-    (32, 4): 5.2,
-    (64, 2): 6.2,
-    (128, 2): 10.4,
-}
-TIMES = StepTimes(
-    decode={rows: ms * MS for rows, ms in DECODE.items()},
-    mixed={64: 4 * MS, 256: 7 * MS, 1024: 18 * MS, 2048: 34 * MS},
-    verify={shape: VerifyTime(ms * MS, 1e-8) for shape, ms in VERIFY.items()},
-    decode_context=8e-9,
-    mixed_row=0.02 * MS,
-)
+TIMES = StepTimes.load(Path(__file__).parents[2] / "lab/measurements/step_times_verify_h200.json")
 """About those of Qwen3-4B on an H200: decode steps as measured, verify steps as expected."""
 CLIENTS = (1, 2, 8, 16, 32, 64, 256)
 
@@ -100,6 +85,46 @@ def test_times_that_the_start_measured_wrongly_are_corrected() -> None:
     drafted = serve(misleading, TIMES, looking_up(), clients=8, steps=3000, true=slow)
     assert drafted.verify_steps < 300
     assert drafted.rate >= 0.99 * plain.rate
+
+
+def test_looking_up_rests_where_many_rows_have_far_too_few_drafts() -> None:
+    """It costs the host microseconds a row: with nothing to find it must not cost them often."""
+    asked: dict[str, int] = {}
+    for name, text in (("fresh", fresh), ("edits", TEXTS["edits"])):
+        lookup, calls = Lookup(drafts=7), list[int]()
+
+        def propose(
+            sequences: list[Sequence], lookup: Lookup = lookup, calls: list[int] = calls
+        ) -> Mapping[int, Proposal]:
+            calls.append(len(sequences))
+            return lookup(sequences)
+
+        verification = Verification(proposer=propose, buckets=GPU_VERIFY)
+        served = serve(text, TIMES, verification, clients=32, steps=400)
+        asked[name] = len(calls)
+        assert (served.verify_steps > 20) == (name == "edits")
+    assert 0 < 2 * asked["fresh"] < asked["edits"], asked
+
+
+def at_overload(name: str, verification: Verification | None, *, slots: int) -> float:
+    """Half as many requests again as can be served: some always wait for a slot."""
+    return goodput(
+        TEXTS[name],
+        TIMES,
+        verification,
+        slots=slots,
+        requests_per_s={8: 30.0, 64: 60.0}[slots],
+        seconds=4.0,
+        ttft=3.0,
+        tpot=0.03,
+    )[0]
+
+
+def test_goodput_at_overload_is_that_of_plain_decoding_or_more() -> None:
+    plain, drafted = (at_overload("fresh", each, slots=64) for each in (None, looking_up()))
+    assert drafted >= 0.99 * plain > 0
+    plain, drafted = (at_overload("edits", each, slots=8) for each in (None, looking_up()))
+    assert drafted > 1.5 * plain > 0, "who waits for a slot gets it sooner"
 
 
 def decision() -> Decision:

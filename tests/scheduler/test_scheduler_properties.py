@@ -13,8 +13,9 @@ from jaxserve.api import FinishReason, Rejected, Request, SamplingParams
 from jaxserve.config import POLICIES, CacheConfig, PagedGroup, SchedulerConfig
 from jaxserve.scheduler.admission import OutputLengths
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.sequence import Sequence
 from jaxserve.scheduler.speculation.lookup import Lookup
-from jaxserve.scheduler.verify import Verification
+from jaxserve.scheduler.verify import Proposal, Verification
 from tests.scheduler.fake_runner import VOCAB, FakeGuide, solo
 from tests.scheduler.loop import Loop, Optimist
 from tests.scheduler.proposers import KINDS, Guesses
@@ -47,8 +48,10 @@ class Workload(NamedTuple):
             return None
         kind, seed = self.drafts
         if kind == "looked up":
-            lookup = Lookup(drafts=7, least=1 + seed % 3)
-            return Verification(proposer=lookup, buckets=((1, 8), (4, 4), (8, 2)))
+            lookup = Lookup(drafts=7, least=1 + seed % 3, shared=32 * (seed % 2))
+            return Verification(
+                proposer=lookup, buckets=((1, 8), (4, 4), (8, 2)), ended=lookup.ended
+            )
         outputs = {
             each.request.id: solo(each.request, self.config, self.cache)[0]
             for each in self.arrivals
@@ -237,6 +240,7 @@ def check_against_solo(work: Workload) -> None:
     if work.drafts is not None:
         event(f"accepted drafts: {next(most for most in (0, 2, 8, 99) if loop.accepted <= most)}")
         event(f"verify rows ahead: {loop.rows_ahead > 0}")
+        event(f"masks of several positions: {loop.masked_rows > 0}")
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -255,6 +259,32 @@ def test_with_windows_each_request_gets_the_tokens_it_would_get_alone(work: Work
 @given(drafted_workloads())
 def test_with_drafts_each_request_gets_the_tokens_it_would_get_alone(work: Workload) -> None:
     check_against_solo(work)
+
+
+@pytest.mark.parametrize("guide", [None, FakeGuide(0)])
+@pytest.mark.parametrize("right", range(8))
+def test_every_number_of_accepted_drafts_yields_the_tokens_of_plain_decoding(
+    right: int, guide: FakeGuide | None
+) -> None:
+    config = SchedulerConfig(max_num_seqs=1, max_model_len=60, max_num_batched_tokens=16)
+    cache = CacheConfig(num_pages=20, page_size=4)
+    params = SamplingParams(max_tokens=40, guide=guide)
+    expected = solo(request := Request(id="a", prompt=(1, 2), params=params), config, cache)
+
+    def propose(sequences: list[Sequence]) -> dict[int, Proposal]:
+        found: dict[int, Proposal] = {}
+        for seq in sequences:
+            following = expected[0][seq.computed + 1 - seq.num_prompt :][:7]
+            drafts = [*following[:right], *((token + 1) % VOCAB for token in following[right:])]
+            found[seq.id] = Proposal(8, tuple(drafts), (0.9,) * len(drafts))
+        return found
+
+    loop = Loop(config, cache, verification=Verification(proposer=propose, buckets=((1, 8),)))
+    loop.add(request)
+    loop.run(ahead=0)
+    assert (loop.tokens("a"), loop.finish("a")) == expected
+    assert loop.accepted_of_rows.count(right) >= 3
+    assert (loop.masked_rows > 0) == (guide is not None)
 
 
 @pytest.mark.slow

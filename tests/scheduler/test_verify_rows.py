@@ -147,18 +147,70 @@ def test_rows_without_a_guess_decode_beside_the_others() -> None:
     assert [row.start for row in second.rows] == [4, 4]
 
 
-def test_structured_output_takes_no_drafts() -> None:
-    sched = scheduler()
-    guided = request("a", max_tokens=40)
-    guided = replace(guided, params=replace(guided.params, guide=FakeGuide(0)))
-    sched.add(guided)
-    sched.add(request("b", max_tokens=40))
+def guided_beside(sched: Scheduler, name: str, *others: str) -> int:
+    """A request with a grammar and some without, all with their first token. Returns its token."""
+    guided = request(name, max_tokens=40)
+    sched.add(replace(guided, params=replace(guided.params, guide=FakeGuide(0))))
+    for other in others:
+        sched.add(request(other, max_tokens=40))
     plan = planned(sched)
     (mask,) = plan.rows[0].mask or b""
-    commit(sched, plan, mask.bit_length() - 1, PLAIN)
+    token = mask.bit_length() - 1
+    commit(sched, plan, token, *[PLAIN for _ in others])
+    return token
+
+
+def allowed_after(*tokens: int) -> int:
+    state = FakeGuide(0).start()
+    state.advance(*tokens)
+    return state.mask[0].bit_length() - 1
+
+
+def likely(*drafts: int) -> Proposal:
+    return Proposal(4, drafts, (0.9,) * len(drafts))
+
+
+def test_structured_output_takes_drafts_with_a_mask_for_each_position() -> None:
+    """Those that its grammar allows; what comes back is reported at once."""
+    chosen: list[int] = []
+    sched = scheduler(lambda seq: likely(*chosen) if seq.guide else always(seq))
+    chosen += [first := FakeGuide(0).start().mask[0].bit_length() - 1]
+    chosen[:] = [allowed_after(first), allowed_after(first, allowed_after(first)), 9]
+    token = guided_beside(sched, "a", "b")
+    assert token == first
+    plan = planned(sched)
+    guided, other = map(asked, plan.rows)
+    assert guided.drafts == tuple(chosen[:2]) and len(guided.masks) == guided.positions == 3
+    state = FakeGuide(0).start()
+    for mask, token in zip(guided.masks, chosen, strict=True):
+        state.advance(first)
+        first = token
+        assert mask == state.mask
+    assert other.drafts == DRAFTS and not other.masks
+    assert [row.seq_id for row in planned(sched).rows] == [1], "it waits for its masks"
+
+
+def test_structured_output_without_drafts_decodes_beside_rows_that_have_some() -> None:
+    sched = scheduler(lambda seq: None if seq.guide else always(seq))
+    guided_beside(sched, "a", "b")
     plan = planned(sched)
     assert [row.verify is None for row in plan.rows] == [True, False]
-    assert plan.rows[0].mask is not None
+    assert plan.rows[0].mask is not None and asked(plan.rows[1]).drafts == DRAFTS
+
+
+def test_no_masks_are_asked_for_while_too_much_runs_for_drafts() -> None:
+    """Then structured output costs its grammar's process what it costs without speculation."""
+    guessed: list[str] = []
+
+    def propose(seq: Sequence) -> Proposal | None:
+        guessed.append(seq.request_id)
+        return None
+
+    for others, expected in ((["b", "c", "d"], {"a"}), (["b", "c", "d", "e"], set[str]())):
+        guessed.clear()
+        sched = scheduler(propose)
+        guided_beside(sched, "a", *others)
+        assert set(guessed) == expected
 
 
 def test_no_row_reaches_the_limit() -> None:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from jaxserve.api import Request, SamplingParams
+from jaxserve.api import Request, SamplingParams, TokenEvent
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.plan import Row, Sampled, StepPlan
 from jaxserve.scheduler import Scheduler
@@ -58,6 +58,49 @@ def serve(
     return Served(loop.tokens, loop.seconds, loop.verify_steps, steps)
 
 
+def goodput(
+    texts: Callable[[random.Random], Text],
+    times: StepTimes,
+    verification: Verification | None,
+    *,
+    slots: int,
+    requests_per_s: float,
+    seconds: float,
+    ttft: float,
+    tpot: float,
+    seed: int = 1,
+) -> tuple[float, float]:
+    """Tokens per second of answers that came in time, and of all, of requests that come at random
+    times.
+
+    Args:
+      slots: sequences that run at most.
+      ttft: seconds until the first token that are in time.
+      tpot: seconds per token after it, on average.
+    """
+    loop, draw = _Loop(times, times, verification, slots), random.Random(seed)
+    arrived, firsts, lengths, good = list[float](), dict[int, float](), dict[int, int](), 0
+    following = draw.expovariate(requests_per_s)
+    while loop.seconds < seconds:
+        while following <= loop.seconds:
+            loop.add(len(arrived), texts(draw))
+            arrived.append(following)
+            following += draw.expovariate(requests_per_s)
+        if not loop.busy:
+            loop.seconds = following
+            continue
+        loop.turn()
+        for event in loop.events:
+            number = int(event.request_id)
+            firsts.setdefault(number, loop.seconds)
+            lengths[number] = lengths.get(number, 0) + 1
+            if event.finish is not None:
+                pace = (loop.seconds - firsts[number]) / max(lengths[number] - 1, 1)
+                in_time = firsts[number] - arrived[number] <= ttft and pace <= tpot
+                good += lengths[number] * in_time
+    return good / loop.seconds, loop.tokens / loop.seconds
+
+
 class _Loop:
     def __init__(
         self, times: StepTimes, true: StepTimes, verification: Verification | None, clients: int
@@ -77,6 +120,8 @@ class _Loop:
         self._true = true
         self.seconds = 0.0
         self.tokens = self.verify_steps = 0
+        self.events: list[TokenEvent] = []
+        """Of the last turn."""
         self._texts: dict[int, list[int]] = {}
         self._next_id = 0
         self._lengths: dict[int, int] = {}
@@ -100,13 +145,14 @@ class _Loop:
             self.seconds += took
             self.scheduler.learn(plan, took)
             self.verify_steps += plan.verify
-        ended = 0
-        if self._flying is not None:
-            events = self.scheduler.commit(*self._flying)
-            self.tokens += len(events)
-            ended = sum(event.finish is not None for event in events)
+        self.events = [] if self._flying is None else self.scheduler.commit(*self._flying)
+        self.tokens += len(self.events)
         self._flying = launched
-        return ended
+        return sum(event.finish is not None for event in self.events)
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.has_work or self._flying is not None
 
     def _compute(self, row: Row) -> Sampled | None:
         text = self._texts[row.seq_id]

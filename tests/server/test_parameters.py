@@ -186,6 +186,9 @@ CHAT = {
     ),
     "add_generation_prompt": flag(),
     "continue_final_message": Field((False,), (True, 1)),
+    "prediction": Field(
+        ({"type": "content", "content": "a"},), ({"type": "a", "content": "a"}, {}, "a", 1)
+    ),
 }
 ROUTES: dict[str, tuple[type, dict[str, Field], dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, COMMON | COMPLETION, {"prompt": "abc"}),

@@ -16,6 +16,8 @@ import pytest
 import jaxserve
 from jaxserve.config import ServerConfig
 from jaxserve.metrics.metrics import Metrics
+from jaxserve.offload.counters import OffloadCounters
+from jaxserve.scheduler.host_tier import TierUsage
 from jaxserve.server import make_app
 from jaxserve.server.access import digest
 from jaxserve.server.ui import live
@@ -210,6 +212,34 @@ async def test_an_answer_is_seen_in_the_figures(serve: Serve) -> None:
     _, (_, tick), *_ = await read(url)
     assert tick["prefix"] == [4, 2]
     assert tick["ttft"][-1] == tick["tpot"][-1] == 1
+
+
+async def test_what_lies_below_the_device_is_told_only_if_something_does() -> None:
+    metrics = Metrics("tiny")
+    async with serving(FakeEngine(), metrics=metrics) as url:
+        _, (_, tick), *_ = await read(url)
+        assert "tier" not in tick
+        counters = OffloadCounters(store_bytes=7, load_bytes=6, disk_write_bytes=5)
+        tier = metrics.open_tier(counters, num_bytes=1000, slot_bytes=100)
+        tier.usage = lambda: TierUsage(total=10, filled=3, arriving=1, pinned=0, loading=2)
+        tier.disk_total, tier.disk_bytes = 5000, lambda: 800
+        tier.tier_looked_up(64, 48)
+        tier.tier_loaded(600, 0.1, host_tokens=32, disk_tokens=16)
+        _, (_, tick), *_ = await read(url)
+    assert tick["tier"] == {
+        "host_bytes": 300,
+        "host_total": 1000,
+        "disk_bytes": 800,
+        "disk_total": 5000,
+        "loading": 2,
+        "looked_up": 64,
+        "from_host": 32,
+        "from_disk": 16,
+        "loaded": 6,
+        "stored": 7,
+        "read": 0,
+        "written": 5,
+    }
 
 
 async def test_at_most_ten_events_a_second_come_to_each_of_many(serve: Serve) -> None:

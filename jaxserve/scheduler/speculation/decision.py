@@ -7,6 +7,7 @@ from what was measured: step times (`LearnedTimes`), and how often drafts of thi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 from jaxserve.scheduler.learned_times import LearnedTimes
@@ -70,6 +71,14 @@ class Decision:
                 best, needed, expected = positions, rate, drafts
         self._expected += expected
         return best
+
+    def least_drafts(self, rows: int, context: int) -> float:
+        """Returns how many accepted drafts a step of so many rows must expect, to be worth more
+        than decode rows; infinite if no bucket holds them."""
+        plain = self._times.of_decode(rows, context)
+        times = (self._times.of_verify(rows, each, context) for each in self._positions)
+        best = min((seconds for seconds in times if seconds is not None), default=math.inf)
+        return rows * ((1 + _MARGIN) * best / plain - 1)
 
     def settles(self, rows: int, context: int, unsettled: int) -> bool:
         """Returns whether a step of single positions comes before one with chunks, in which

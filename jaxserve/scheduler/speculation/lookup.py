@@ -1,4 +1,8 @@
-"""Drafts from a request's own text: what followed where its end occurred before."""
+"""Drafts from texts: what followed where a sequence's end occurred before.
+
+The texts are the sequence's own, what its client predicts (`Request.predicted`), and, if asked for,
+earlier outputs of the same tenant. They are never another tenant's.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from collections.abc import Sequence as Tokens
 
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.scheduler.speculation.hit_rates import HitRates
+from jaxserve.scheduler.speculation.other_texts import Follower, OtherTexts, owner_of
 from jaxserve.scheduler.speculation.own_text import OwnText
 from jaxserve.scheduler.verify import Proposal
 
@@ -19,19 +24,26 @@ _WORTH = 0.05
 way of the next."""
 
 
+_EXPECTED = 32
+"""Tokens. A predicted output is followed from its beginning, as if so many had occurred in it."""
+
+
 class Lookup:
     """A proposer without weights. It takes the longest earlier occurrence of the newest tokens, and
     what followed there."""
 
-    def __init__(self, *, drafts: int, least: int = 3, most: int = 32):
+    def __init__(self, *, drafts: int, least: int = 3, most: int = 32, shared: int = 0):
         """Returns a proposer for verify rows of at most `drafts` drafts.
 
         Args:
           least, most: tokens of an occurrence, see `SuffixIndex`.
+          shared: tokens of outputs that are kept for later requests of the same tenant, see
+            `OtherTexts`; 0: none.
         """
         self._drafts = drafts
         self._least, self._most = least, most
-        self._rates = HitRates()
+        self._rates, self._predicted, self._shared = HitRates(), HitRates(), HitRates()
+        self._outputs = OtherTexts(shared, least=least, most=most) if shared else None
 
     def __call__(self, sequences: Iterable[Sequence]) -> Mapping[int, Proposal]:
         """See `Proposer`. Constant time per new token."""
@@ -40,13 +52,45 @@ class Lookup:
         for seq in sequences:
             own = seq.own_text
             if own is None:
-                own = seq.own_text = OwnText(seq.tokens, least=self._least, most=self._most)
+                own = seq.own_text = OwnText(
+                    seq.tokens, self._followers(seq), least=self._least, most=self._most
+                )
             budget -= self._read(own, seq.tokens, budget)
+            proposal = None
             if own.index.length and own.index.done == len(seq.tokens):
                 proposal = self._proposal(seq, own)
-                if proposal is not None:
-                    found[seq.id] = proposal
+            for other in own.others:
+                other.read(seq.tokens)
+                if other.length:
+                    proposal = _better(proposal, self._from_other(seq, other))
+            if proposal is not None:
+                found[seq.id] = proposal
         return found
+
+    def ended(self, seq: Sequence) -> None:
+        """Keep the output of a sequence that has ended, if outputs are shared."""
+        if self._outputs is not None:
+            self._outputs.add(seq.tokens[seq.num_prompt :], _owner(seq))
+
+    def _followers(self, seq: Sequence) -> tuple[Follower, ...]:
+        found: list[Follower] = []
+        if seq.predicted:
+            text = OtherTexts(len(seq.predicted) + 1, least=self._least, most=self._most)
+            text.add(seq.predicted, 0)
+            found.append(Follower(text, 0, self._predicted, seq.num_prompt, _EXPECTED))
+        if self._outputs is not None:
+            known = len(seq.tokens) - 1
+            found.append(Follower(self._outputs, _owner(seq), self._shared, known))
+        return tuple(found)
+
+    def _from_other(self, seq: Sequence, other: Follower) -> Proposal | None:
+        """As `_proposal`, from a text that is not its own."""
+        flying = seq.in_flight + seq.drafts_in_flight
+        drafts, survival = other.drafts(flying + self._drafts)
+        survival = survival[flying:]
+        if sum(survival) < _WORTH:
+            return None
+        return Proposal(1 + len(survival), drafts[seq.in_flight :], tuple(survival))
 
     def _read(self, own: OwnText, tokens: Tokens[int], budget: int) -> int:
         """Index new tokens, and learn from them. Returns how many were indexed at once."""
@@ -71,3 +115,15 @@ class Lookup:
             return None
         drafts = tuple(own.index.following(count)[seq.in_flight :])
         return Proposal(1 + len(survival), drafts, tuple(survival))
+
+
+def _better(one: Proposal | None, other: Proposal | None) -> Proposal | None:
+    """Returns the proposal of which more is expected; of two as good, the first."""
+    if one is None or other is None:
+        return one or other
+    return other if sum(other.survival) > sum(one.survival) else one
+
+
+def _owner(seq: Sequence) -> int:
+    """Tenants share nothing, and neither do requests whose prefixes are kept apart."""
+    return owner_of(seq.tenant.encode(), seq.root)

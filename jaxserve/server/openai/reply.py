@@ -77,7 +77,11 @@ class OpenAIReply:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": self.generation.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": self.generation.reasoning_tokens},
+            "completion_tokens_details": {
+                "reasoning_tokens": self.generation.reasoning_tokens,
+                "accepted_prediction_tokens": self.generation.accepted_prediction_tokens,
+                "rejected_prediction_tokens": self.generation.rejected_prediction_tokens,
+            },
         }
 
     def _usage_chunk(self) -> Json:

@@ -24,6 +24,7 @@ from jaxserve.api import (
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.server.chat_formats.pieces import Content, Piece
 from jaxserve.server.chat_formats.tool_format import Parser
+from jaxserve.server.output.prediction import PredictedTokens
 from jaxserve.tokenizer import Detokenizer, StopStrings, Tokenizer
 
 
@@ -86,6 +87,8 @@ class Choice:
         self.on_first_token: Callable[[], None] = _nothing
         """Called when the prompt has been computed."""
         self.num_tokens = 0
+        self.predicted = PredictedTokens(request.predicted)
+        """What the client predicted, as far as it has come."""
         self.weights: set[int] = set()
         """Versions of the weights that computed its tokens."""
         self.cached_tokens = 0
@@ -135,6 +138,8 @@ class Choice:
         text, logprobs, finish = "", event.logprobs, event.finish
         if event.token is not None:
             self.num_tokens += 1
+            if self.request.predicted:
+                self.predicted.add(event.token)
             if finish is not FinishReason.STOP:
                 text = self._detokenizer.push(event.token)
             elif not self._options.stop_token_logprobs:
@@ -314,6 +319,16 @@ class Generation:
     def completion_tokens(self) -> int:
         """Generated tokens of all choices."""
         return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def accepted_prediction_tokens(self) -> int:
+        """Predicted tokens that the choices have."""
+        return sum(choice.predicted.accepted for choice in self.choices)
+
+    @property
+    def rejected_prediction_tokens(self) -> int:
+        """Predicted tokens that the choices do not have, or not yet."""
+        return sum(choice.predicted.rejected for choice in self.choices)
 
     @property
     def num_entries(self) -> int:

@@ -110,14 +110,16 @@ def choice_requests(
     params: SamplingParams,
     fields: GenerationFields,
     standing: Standing,
+    predicted: Sequence[int] = (),
 ) -> list[Request]:
     """Makes one request per choice. A choice's seed depends only on the request's and its index."""
-    ids = tuple(prompt)
+    ids, predicted = tuple(prompt), tuple(predicted)
     return [
         Request(
             id=f"{request_id}-{index}",
             prompt=ids,
             params=replace(params, seed=choice_seed(fields.seed, index)),
+            predicted=predicted,
             **standing._asdict(),
         )
         for index in range(num_choices(fields))

@@ -87,6 +87,8 @@ class ChatPrompt(NamedTuple):
     ids: list[int]
     max_tokens: int
     """To generate."""
+    predicted: list[int]
+    """What the client expects as output; empty: it did not say."""
     thinking: Thinking
     tools: ChatTools
     ignored: tuple[str, ...]
@@ -111,7 +113,24 @@ def chat_prompt(
     thinking = chats.format.thinking(
         rendered.ending, continued=bool(request.continue_final_message)
     )
-    return ChatPrompt(ids, max_tokens, thinking, rendered.tools, rendered.ignored)
+    predicted = _predicted(request, tokenizer, limits)
+    return ChatPrompt(ids, max_tokens, predicted, thinking, rendered.tools, rendered.ignored)
+
+
+def _predicted(request: ChatRequest, tokenizer: Tokenizer, limits: EngineLimits) -> list[int]:
+    """Returns the predicted output as tokens. ApiError: it is longer than any output can be."""
+    if request.prediction is None:
+        return []
+    most = limits.max_model_len
+
+    def fits(tokens: int) -> None:
+        if tokens > most:
+            raise invalid(f"prediction has more than {most} tokens", param="prediction")
+
+    text = _text(request.prediction.content, "prediction.content")
+    tokens = tokenizer.encode(text, "", _watch(fits), prefix=False)
+    fits(len(tokens))
+    return tokens
 
 
 class RenderedChat(NamedTuple):

@@ -80,7 +80,7 @@ async def resolve_chat(
     if thinking is not Thinking.NONE:
         params = within_budget(service, params, fields, prompt.ids)
     standing = arrival.standing(fields)
-    requests = choice_requests(request_id, prompt.ids, params, fields, standing)
+    requests = choice_requests(request_id, prompt.ids, params, fields, standing, prompt.predicted)
     shown = form.shown_tokens(thinking, calls=bool(prompt.tools.callable))
     parser = partial(
         form.parser,

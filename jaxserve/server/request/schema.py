@@ -270,6 +270,13 @@ type ToolChoice = (
 )
 
 
+class Prediction(Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's predicted output."""
+
+    type: Literal["content"]
+    content: str | list[ContentPart]
+
+
 class ChatRequest(GenerationFields, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Positive | None = None
@@ -285,6 +292,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    prediction: Prediction | None = None
 
 
 class TokenizeRequest(Struct, kw_only=True):

@@ -76,7 +76,6 @@ SILENT = frozenset(
     {
         "metadata",
         "moderation",
-        "prediction",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",

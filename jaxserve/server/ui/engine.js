@@ -70,6 +70,7 @@ function draw() {
   if (latest && latest !== draw.shown) {
     draw.shown = latest;
     drawPages(latest.pages);
+    drawTier(latest.tier);
     drawQueue(latest.queue);
     for (const name of ["ttft", "tpot"]) drawTimes(name);
     drawBuckets();
@@ -198,6 +199,29 @@ function drawQueue(queue) {
   $("queue").replaceChildren(
     el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "class"), ...names.map((name) => el("th", { scope: "col" }, name)))),
     el("tbody", {}, ...rows.map(([name, ...counts]) => el("tr", {}, el("th", { scope: "row" }, name), ...counts.map((count) => el("td", {}, count || "·"))))));
+}
+
+// Host memory and disk: what they hold, what was found there, and what moves in the last minute.
+function drawTier(tier) {
+  $("tier").hidden = !tier;
+  if (!tier) return;
+  const first = rare.find((tick) => tick.tier), time = newest.t - first.t;
+  const rate = (name) => (time > 0 ? `${bytes((tier[name] - first.tier[name]) / time)}/s` : "–");
+  const share = (tokens) => (tier.looked_up ? `${short(tokens)} (${Math.round((100 * tokens) / tier.looked_up)} %)` : "·");
+  const rows = [["host memory", tier.host_bytes, tier.host_total, tier.from_host, "stored", "loaded"]];
+  if (tier.disk_total) rows.push(["disk", tier.disk_bytes, tier.disk_total, tier.from_disk, "written", "read"]);
+  const names = ["tier", "used", "of", "tokens that came back", "in", "out", "in, ever", "out, ever"];
+  $("tiers").replaceChildren(
+    el("thead", {}, el("tr", {}, ...names.map((name) => el("th", { scope: "col" }, name)))),
+    el("tbody", {}, ...rows.map(([name, used, total, tokens, into, out]) => el("tr", {}, el("th", { scope: "row" }, name),
+      ...[bytes(used), bytes(total), share(tokens), rate(into), rate(out), bytes(tier[into]), bytes(tier[out])].map((cell) => el("td", {}, cell))))));
+  $("tier-text").textContent = `${tier.loading ? `${many(tier.loading, "sequence")} waiting for pages.` : "Nobody waits for pages."} Shares are of the ${many(tier.looked_up, "token")} that the device did not have.`;
+}
+
+function bytes(count) {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  const power = Math.min(units.length - 1, Math.floor(Math.log10(Math.max(count, 1)) / 3));
+  return `${+(count / 1000 ** power).toPrecision(3)} ${units[power]}`;
 }
 
 const apart = (counts) => counts.map((each, index) => each - (index ? counts[index - 1] : 0));

@@ -139,6 +139,8 @@ class Live:
             "ttft": figures.ttft.counts,
             "tpot": figures.tpot.counts,
         }
+        if figures.tier is not None:
+            found["tier"] = figures.tier._asdict()
         occupancy = self._engine.occupancy(MAX_PAGES)
         if occupancy is not None:
             found |= {"pages": _pages(occupancy), "queue": _queue(occupancy.waiting)}

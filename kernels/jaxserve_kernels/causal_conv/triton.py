@@ -13,7 +13,7 @@ from jaxserve_kernels.recurrent_state import RecurrentStep
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
-_CHANNELS, _TOKENS = 256, 16
+_CHANNELS, _TOKENS = 256, 4
 """Of a program, which has one token in decode steps."""
 
 
@@ -37,7 +37,7 @@ def _decode(
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     within = channel < channels
     slot = tl.load(slot_ptr + row).to(tl.int64)
-    state = state_ptr + (layer.to(tl.int64) * slots + slot) * (KEPT * channels) + channel
+    state = state_ptr + (layer * slots + slot) * (KEPT * channels) + channel
     real = within & (tl.load(length_ptr + row) > 0)
     goes_on = real & (tl.load(position_ptr + row) > 0)
     weights = weight_ptr + channel * (KEPT + 1)
@@ -74,7 +74,7 @@ def _convolve(
     slot = tl.load(slot_ptr + token, mask=there, other=0).to(tl.int64)
     offset = tl.load(offset_ptr + token, mask=there, other=0)
     goes_on = tl.load(position_ptr + token, mask=there, other=0) > offset
-    of_slot = (layer.to(tl.int64) * slots + slot) * KEPT
+    of_slot = (layer * slots + slot) * KEPT
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     total = tl.zeros([TOKENS, CHANNELS], tl.float32)
     for back in tl.static_range(KEPT + 1):
@@ -106,7 +106,7 @@ def _keep(
     goes_on = real & (tl.load(position_ptr + row) > 0)
     last = tl.load(first_ptr + row).to(tl.int64) + length - KEPT
     slot = tl.load(slot_ptr + row).to(tl.int64)
-    state = state_ptr + (layer.to(tl.int64) * slots + slot) * (KEPT * channels) + channel
+    state = state_ptr + (layer * slots + slot) * (KEPT * channels) + channel
     dtype: tl.constexpr = state_ptr.dtype.element_ty
     # In this order no entry is read after it is written.
     for place in tl.static_range(KEPT):

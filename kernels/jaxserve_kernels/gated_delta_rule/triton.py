@@ -48,7 +48,7 @@ def _kernel(
     first = tl.load(first_ptr + row).to(tl.int64)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     goes_on = (tl.load(position_ptr + row) + begin > 0) & (length > begin)
-    place = ((layer.to(tl.int64) * slots + slot) * value_heads + head) * (KEY * VALUE)
+    place = ((layer * slots + slot) * value_heads + head) * (KEY * VALUE)
     tile = state_ptr + place + key[:, None] * VALUE + column[None, :]
     inside = (key[:, None] >= 0) & (column[None, :] >= 0)
     # No kernel before this one in the step writes this layer's state.

@@ -132,7 +132,7 @@ def _advance(
         column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
         slot = tl.load(slot_ptr + row).to(tl.int64)
         goes_on = tl.load(position_ptr + row) > 0
-        place = ((layer.to(tl.int64) * slots + slot) * value_heads + head) * (KEY * VALUE)
+        place = ((layer * slots + slot) * value_heads + head) * (KEY * VALUE)
         tile = state_ptr + place + key[:, None] * VALUE + column[None, :]
         inside = (key[:, None] >= 0) & (column[None, :] >= 0)
         state = tl.load(tile, mask=inside & goes_on, other=0.0)

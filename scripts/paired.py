@@ -1,0 +1,41 @@
+"""Ratios of two arms that were measured in turns, and how sure their median is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb
+from statistics import median
+from typing import NamedTuple
+
+
+class Ratio(NamedTuple):
+    """The median of paired ratios, with an interval that holds the true one."""
+
+    median: float
+    low: float
+    high: float
+    confidence: float
+    """Of the interval: at least 0.95 from six pairs on."""
+
+    @property
+    def noise(self) -> float:
+        """Half the interval, as a share of the median."""
+        return (self.high - self.low) / 2 / self.median if self.median else float("inf")
+
+
+def ratio_of(pairs: Sequence[tuple[float, float]]) -> Ratio:
+    """Returns the ratio of the second values to the first ones.
+
+    The interval is that of order statistics, whatever the distribution: between the k-th smallest
+    and the k-th largest ratio lies the true median, unless fewer than k of the pairs fall on one of
+    its sides, which a fair coin decides. k is the largest with a confidence of 0.95, at least 1.
+    """
+    ratios = sorted(second / first for first, second in pairs)
+    count, outside = len(ratios), 0.0
+    k = 0
+    while k < (count + 1) // 2:
+        more = outside + 2 * comb(count, k) / 2**count
+        if k and more > 0.05:
+            break
+        k, outside = k + 1, more
+    return Ratio(median(ratios), ratios[k - 1], ratios[-k], 1 - outside)

@@ -1,0 +1,150 @@
+"""What `bench_speculation.py` asks of a server over HTTP, and what comes back when."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import itertools
+import json
+import random
+import time
+from typing import Any
+
+import aiohttp
+from speculation_workloads import body
+
+
+@dataclasses.dataclass
+class Run:
+    """A round of one server."""
+
+    seconds: float = 0.0
+    """In which the counters counted: the last three quarters of the round."""
+    ttft: list[float] = dataclasses.field(default_factory=list)
+    gaps: list[float] = dataclasses.field(default_factory=list)
+    """Seconds between two events of a stream; an event may have several tokens."""
+    texts: dict[int, str] = dataclasses.field(default_factory=dict)
+    """Answers, some of them cut off, by the request's number."""
+    errors: list[str] = dataclasses.field(default_factory=list)
+    counters: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+async def drive(
+    session: aiohttp.ClientSession,
+    url: str,
+    name: str,
+    clients: int,
+    seconds: float,
+    args: argparse.Namespace,
+    *,
+    seed: str,
+) -> Run:
+    """A closed loop of so many clients. What has not ended after `seconds` is given up."""
+    run, numbers = Run(), itertools.count()
+
+    async def client() -> None:
+        while len(run.errors) < 8:
+            number, most = next(numbers), args.output_tokens
+            request = body(name, f"{seed}/{number}", args.prompt_tokens, most)
+            if number < clients:
+                request["max_tokens"] = 1 + most * (number + 1) // (clients + 1)
+            await ask(session, url, request, run, number)
+
+    tasks = [asyncio.create_task(client()) for _ in range(clients)]
+    await asyncio.sleep(seconds / 4)
+    began, before = time.perf_counter(), await counters(session, url)
+    await asyncio.sleep(max(seconds * 3 / 4, 0.0))
+    run.seconds, after = time.perf_counter() - began, await counters(session, url)
+    run.counters = {key: value - before.get(key, 0.0) for key, value in after.items()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await settled(session, url)
+    return run
+
+
+async def goodput(
+    session: aiohttp.ClientSession,
+    url: str,
+    name: str,
+    requests: float,
+    args: argparse.Namespace,
+    *,
+    seed: str,
+) -> float:
+    """Tokens per second of requests that were answered in time. Those that came in the last part
+    of the run get as much time as the others."""
+    rng, tasks, at = random.Random(seed), list[asyncio.Task[Run]](), 0.0
+    began = time.perf_counter()
+
+    async def one(number: int) -> Run:
+        run = Run()
+        request = body(name, f"{seed}/{number}", args.prompt_tokens, args.output_tokens)
+        await ask(session, url, request, run, number)
+        return run
+
+    while (at := at + rng.expovariate(requests)) < args.seconds:
+        await asyncio.sleep(max(began + at - time.perf_counter(), 0.0))
+        tasks.append(asyncio.create_task(one(len(tasks))))
+    await asyncio.wait(tasks, timeout=args.ttft + args.tpot * args.output_tokens)
+    for task in tasks:
+        task.cancel()
+    runs = await asyncio.gather(*tasks, return_exceptions=True)
+    await settled(session, url)
+    good = sum(in_time(run, args) for run in runs if isinstance(run, Run))
+    return good * args.output_tokens / args.seconds
+
+
+def in_time(run: Run, args: argparse.Namespace) -> bool:
+    """Whether a request's only answer is whole and came in time."""
+    if run.errors or not run.ttft:
+        return False
+    return run.ttft[0] <= args.ttft and sum(run.gaps) <= args.tpot * args.output_tokens
+
+
+async def counters(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """The server's counters by name and labels."""
+    async with session.get(f"{url}/metrics") as reply:
+        lines = (await reply.text()).splitlines()
+    pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in pairs}
+
+
+async def settled(session: aiohttp.ClientSession, url: str) -> None:
+    """Wait until what was given up is gone."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        async with session.get(f"{url}/load") as reply:
+            load = await reply.json()
+        if not load["running"] and not load["waiting"]:
+            return
+        await asyncio.sleep(0.02)
+
+
+async def ask(
+    session: aiohttp.ClientSession, url: str, request: dict[str, Any], run: Run, number: int
+) -> None:
+    """Stream one answer."""
+    path = "chat/completions" if "messages" in request else "completions"
+    last, first, pieces = time.perf_counter(), True, list[str]()
+    try:
+        async with session.post(f"{url}/v1/{path}", json=request) as reply:
+            if reply.status != 200:
+                raise ValueError(f"{reply.status}: {(await reply.text())[:200]}")
+            async for event in reply.content:
+                if not event.startswith(b"data: {"):
+                    continue
+                now = time.perf_counter()
+                pieces += [_text(choice) for choice in json.loads(event[6:])["choices"]]
+                (run.ttft if first else run.gaps).append(now - last)
+                first, last = False, now
+    except (aiohttp.ClientError, ValueError, KeyError, TimeoutError) as error:
+        run.errors.append(f"{type(error).__name__}: {error}"[:300])
+    finally:
+        run.texts[number] = "".join(pieces)
+
+
+def _text(choice: dict[str, Any]) -> str:
+    delta = choice.get("delta")
+    return choice.get("text", "") if delta is None else delta.get("content") or ""

@@ -1,0 +1,69 @@
+"""What moves pages to and from the host tier, compiled by XLA for GPUs that are not here: two
+architectures, every KV format, in place."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxserve.runner import page_moves
+from jaxserve.runner.page_moves import Rings
+from jaxserve_kernels.kv_format import CacheShape, KVFormat, named
+from jaxserve_kernels.kv_format.kvarn import KVarN
+
+H100 = (Path(__file__).parent / "h100_80gb_hbm3.textproto").read_text()
+SHAPE = CacheShape(layers=4, pages=64, kv_heads=8, page_size=64, head_dim=128, slots=5)
+RINGS = Rings(store=8, load=16)
+FORMATS: tuple[KVFormat, ...] = (
+    named("auto"),
+    named("int8"),
+    named("fp8_e4m3"),
+    KVarN(value_bits=2, group=64),
+    KVarN(value_bits=4, group=64),
+)
+
+
+def sharding(major: int) -> NamedSharding:
+    """Of one GPU of a compute capability of `major`.0: an H100's sizes, and no Hopper features."""
+    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        pytest.skip("cannot compile for a GPU here: jax_plugins.xla_cuda13 is not installed")
+    description = H100
+    if major < 9:
+        description = re.sub(
+            r"major: 9\s+feature_extension: ACCELERATED_FEATURES", f"major: {major}", H100
+        )
+        assert description != H100
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="gpu", topology="1x1x1", target_config=description
+    )
+    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("gpu",))
+    return NamedSharding(mesh, PartitionSpec())
+
+
+@pytest.mark.parametrize("major", [8, 9])
+@pytest.mark.parametrize("kv_format", FORMATS, ids=lambda it: it.name)
+def test_moves_of_pages_compile_and_copy_no_cache(kv_format: KVFormat, major: int) -> None:
+    place = sharding(major)
+    programs = page_moves.programs(kv_format, [SHAPE], jnp.bfloat16, RINGS)
+    moved = [each for each in programs if each.name.endswith(("_1", "_32"))]
+    assert len(moved) == 4
+    page = kv_format.page_bytes(SHAPE, jnp.bfloat16)
+    for program in moved:
+        arguments = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            program.arguments,
+        )
+        jitted = jax.jit(program.function, donate_argnums=program.donated)
+        analysis = jitted.lower(*arguments).compile().memory_analysis()
+        assert analysis is not None
+        given = jax.tree.leaves(program.arguments[program.donated[0]])
+        donated = sum(leaf.size * leaf.dtype.itemsize for leaf in given)
+        assert analysis.alias_size_in_bytes >= donated, f"{program.name} copies what it is given"
+        assert analysis.temp_size_in_bytes <= 4 * page, program.name
