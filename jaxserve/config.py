@@ -95,6 +95,11 @@ class CacheConfig:
                 f"snapshots every {self.snapshot_stride} tokens are not at ends of pages of "
                 f"{self.page_size} tokens and of blocks of {self.state_block}"
             )
+        if self.snapshots and self.own_tokens % self.state_block:
+            raise ConfigError(
+                f"the {self.own_tokens} tokens that a slot keeps for itself are no whole blocks of "
+                f"{self.state_block}"
+            )
         if self.state_block > self.page_size and any(each.window for each in self.groups):
             raise ConfigError(
                 f"pages of {self.page_size} tokens in groups with a window do not hold blocks of "
@@ -133,7 +138,9 @@ class HostTierConfig:
     slots: int
     """Pages that it holds, of any group."""
     page_bytes: tuple[int, ...]
-    """Of each cache group."""
+    """Of each cache group; then of a piece of recurrent state, if there are some."""
+    state_pieces: int = 0
+    """Of a snapshot of recurrent state, which move as pages of one more group."""
     store_ring: int
     """Pages of each group that may be on their way to the host, see `plan.PageMoves`."""
     load_ring: int

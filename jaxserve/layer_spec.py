@@ -237,6 +237,9 @@ class ExpertsSpec:
     bias: bool = False
     """Of all matrices of the experts."""
     router_bias: bool = False
+    shared_width: int = 0
+    """Outputs of gate and of up of one more expert, which every token has, times the sigmoid of a
+    score of its own; 0: there is none."""
 
     def __post_init__(self) -> None:
         if self.top_k > self.num_experts:
@@ -249,7 +252,8 @@ class ExpertsSpec:
         many."""
         each = 3 * embed * self.width + (2 * self.width + embed) * self.bias
         router = self.num_experts * (embed + self.router_bias)
-        return router + (self.num_experts if experts is None else experts) * each
+        shared = (3 * self.shared_width + 1) * embed if self.shared_width else 0
+        return router + shared + (self.num_experts if experts is None else experts) * each
 
 
 @dataclass(frozen=True, kw_only=True)

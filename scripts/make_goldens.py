@@ -41,6 +41,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -131,7 +132,7 @@ def random_model(settings: PretrainedConfig, seed: int, dtype: torch.dtype) -> P
 
 def _is_zero_centred(name: str, settings: PretrainedConfig) -> bool:
     """Whether a norm adds 1 to its weight: in Qwen3.5 all but those inside delta nets."""
-    zero_centred = isinstance(settings, Qwen3_5TextConfig)
+    zero_centred = isinstance(settings, Qwen3_5TextConfig | Qwen3_5MoeTextConfig)
     return zero_centred and name.endswith("norm.weight") and "linear_attn" not in name
 
 
@@ -248,17 +249,20 @@ def variants() -> dict[str, dict[str, Any]]:
         rope=YARN | {"factor": 8.0, "truncate": False},
     )  # fmt: skip
     every = config(**experts, layers=2, tied=False, norm_topk_prob=True)
-    hybrid = config(
-        Qwen3_5TextConfig,
-        layers=4,
-        tied=True,
-        head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=6,
-        linear_key_head_dim=16,
-        linear_value_head_dim=24,
-        rope={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
-    )
+    delta_nets = {
+        "layers": 4,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "rope": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+    }
+    hybrid = config(Qwen3_5TextConfig, tied=True, **delta_nets)
+    hybrid_moe = config(
+        Qwen3_5MoeTextConfig, tied=False, **delta_nets, num_experts=6, num_experts_per_tok=3,
+        moe_intermediate_size=40, shared_expert_intermediate_size=48,
+    )  # fmt: skip
     settings = {
         "tied": (config(**qwen3, layers=2, tied=True, **plain), bf16, whole),
         "untied_sharded": (config(**qwen3, layers=3, tied=False, **plain), bf16, "150KB"),
@@ -274,6 +278,7 @@ def variants() -> dict[str, dict[str, Any]]:
         "qwen3_moe_stepped": (stepped, bf16, whole),
         "gpt_oss": (gpt_oss, bf16, whole),
         "hybrid": (hybrid, bf16, whole),
+        "hybrid_moe": (hybrid_moe, bf16, whole),
     }
     return {
         name: {"settings": each, "dtype": dtype, "shard_size": shard_size, "seed": seed}

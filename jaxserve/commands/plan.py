@@ -48,7 +48,7 @@ class Step:
 
     sequences: int
     peak_ms: float
-    """Reading weights, keys and values at the peak rate of the memory: no step is faster."""
+    """Moving weights, keys, values and state at the peak rate of the memory: no step is faster."""
     least_ms: float
     most_ms: float
     """Expected, as measured steps are to theirs."""
@@ -65,6 +65,10 @@ class Estimate:
     kv_cache: int
     kv_bytes_per_token: int
     kv_tokens: int
+    state_bytes: int
+    """Of recurrent layers, of one sequence; 0: there are none."""
+    snapshots: int
+    """Of such state, for the prefix cache."""
     max_num_seqs: int
     max_model_len: int
     model_max_len: int
@@ -110,7 +114,8 @@ def estimate(options: Options) -> Estimate:
     cache, scheduler = planned.config.cache, planned.config.scheduler
     spec = planned.config.spec
     memory = planned.memory(0)
-    per_token = _per_token(planned)
+    per_token, state = _per_token(planned), _state_bytes(planned)
+    each = _CONTEXT * per_token + 2 * state  # state is read and written
     return Estimate(
         gpu=gpu.name,
         memory=planned.limit,
@@ -118,12 +123,14 @@ def estimate(options: Options) -> Estimate:
         kv_cache=memory.kv_cache,
         kv_bytes_per_token=per_token,
         kv_tokens=cache.usable_tokens,
+        state_bytes=state,
+        snapshots=cache.snapshots,
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=scheduler.max_model_len,
         model_max_len=spec.max_position,
         measured=gpu.capability == "9.0",
         steps=[
-            _step(rows, _read_weights(planned, rows), per_token, gpu, options.quantization)
+            _step(rows, _read_weights(planned, rows), each, gpu, options.quantization)
             for rows in planned.config.buckets.decode
             if rows * _CONTEXT <= cache.usable_tokens
         ],
@@ -180,6 +187,14 @@ def _per_token(planned: EnginePlan) -> int:
     return pages // config.cache.page_size
 
 
+def _state_bytes(planned: EnginePlan) -> int:
+    """Bytes of the state of recurrent layers of one sequence, or in one snapshot."""
+    from jaxserve.models.delta_net import abstract_state
+    from jaxserve.startup.memory import tree_bytes
+
+    return tree_bytes(abstract_state(planned.config.spec, planned.config.dtype, 1))
+
+
 def _read_weights(planned: EnginePlan, rows: int) -> int:
     """Bytes of weights that a decode step of few sequences reads: not the copies in fp8, of an
     embedding that is not the output matrix only some rows, and of experts those that some sequence
@@ -207,9 +222,10 @@ def _nodes(tree: Any, kind: type) -> list[Any]:
     return [node for node in found if isinstance(node, kind)]
 
 
-def _step(rows: int, weights: int, per_token: int, gpu: Gpu, quantization: str | None) -> Step:
+def _step(rows: int, weights: int, each: int, gpu: Gpu, quantization: str | None) -> Step:
+    """`each`: bytes beside the weights for each sequence."""
     factors = _FACTORS[quantization]
-    peak = (weights + rows * _CONTEXT * per_token) / (gpu.gb_per_s * 1e9) * 1e3
+    peak = (weights + rows * each) / (gpu.gb_per_s * 1e9) * 1e3
     return Step(
         sequences=rows,
         peak_ms=round(peak, 3),
@@ -225,6 +241,19 @@ def _pace(step: Step) -> str:
     return f"{times}, {1e3 / step.most_ms:.0f} to {1e3 / step.least_ms:.0f} tokens/s each"
 
 
+def _state_lines(found: Estimate) -> list[str]:
+    """What recurrent layers keep, if there are some."""
+    if not found.state_bytes:
+        return []
+    gib, each = 2**30, f"{found.state_bytes / 2**20:,.1f} MiB"
+    kept = found.snapshots * found.state_bytes / gib
+    return [
+        f"state             {found.max_num_seqs * found.state_bytes / gib:8.1f} GiB, {each} for "
+        "each sequence",
+        f"snapshots         {kept:8.1f} GiB, {found.snapshots:,} of {each}, for the prefix cache",
+    ]
+
+
 def _lines(found: Estimate, options: Options) -> list[str]:
     gib = 2**30
     cut = "" if found.max_model_len == found.model_max_len else " (what fits)"
@@ -235,6 +264,7 @@ def _lines(found: Estimate, options: Options) -> list[str]:
         f"weights           {found.weights / gib:8.1f} GiB",
         f"KV cache          {found.kv_cache / gib:8.1f} GiB, {found.kv_tokens:,} tokens of "
         f"{found.kv_bytes_per_token / 1024:.1f} KiB",
+        *_state_lines(found),
         f"context           {found.max_model_len:8,} tokens{cut}",
         f"sequences at once {found.max_num_seqs:8,}",
     ]

@@ -21,6 +21,13 @@ class Experts(NamedTuple):
     down: Weight  # [experts, embed, width]
 
 
+class SharedExpert(NamedTuple):
+    """The matrices of the expert that every token has."""
+
+    gate_up: Weight  # [2 * width, embed]: gate, then up
+    down: Weight  # [embed, width]
+
+
 class Layer(NamedTuple):
     """One decoder layer. Matrices are [out, in], as on disk, or quantised.
 
@@ -41,10 +48,11 @@ class Layer(NamedTuple):
     gate_up_bias: Array | None  # [2 * ffn]
     down: Weight | None  # [embed, ffn]
     down_bias: Array | None  # [embed]
-    router: Array | None = None  # [experts, embed]
+    router: Array | None = None  # [experts, embed]; of a shared expert one more row
     router_bias: Array | None = None  # [experts]
     sinks: Array | None = None  # [q_heads]
     experts: Experts | None = None
+    shared: SharedExpert | None = None
     delta: DeltaNet | None = None
 
 
@@ -74,10 +82,13 @@ def abstract_layer(layer: LayerSpec, embed: int, dtype: DTypeLike, norms: DTypeL
         gate_up_bias=array(*leading, 2 * block.width) if block.bias else None,
         down=None if sparse else down,
         down_bias=array(*leading, embed) if block.bias else None,
-        router=array(block.num_experts, embed) if sparse else None,
+        router=array(block.num_experts + bool(block.shared_width), embed) if sparse else None,
         router_bias=array(block.num_experts) if sparse and block.router_bias else None,
         experts=Experts(gate_up, down) if sparse else None,
     )
+    if sparse and (width := block.shared_width):
+        shared = SharedExpert(array(2 * width, embed), array(embed, width))
+        found = found._replace(shared=shared)
     if attention is None:
         assert layer.delta_net is not None
         return found._replace(delta=delta_net.abstract(layer.delta_net, embed, dtype))

@@ -121,6 +121,9 @@ class Quantization:
                 if block:
                     sizes[f"{name}gate_up"] = (2 * block.width, spec.embed)
                     sizes[f"{name}down"] = (spec.embed, block.width)
+            if spec.experts and (width := spec.experts.shared_width):
+                sizes["shared.gate_up"] = (2 * width, spec.embed)
+                sizes["shared.down"] = (spec.embed, width)
         if self.layers and spec.state is not None:
             own = spec.state.delta_net
             sizes["in_proj"] = (own.channels + own.values, spec.embed)

@@ -17,6 +17,8 @@ from jaxserve.models.families import (
     qwen2,
     qwen3,
     qwen3_5,
+    qwen3_5_moe,
+    qwen3_5_moe_text,
     qwen3_5_text,
     qwen3_moe,
 )
@@ -47,7 +49,7 @@ class Family(Protocol):
 
 _FAMILIES: tuple[Family, ...] = (
     *(qwen3, llama, qwen2, mistral, qwen3_moe, gpt_oss),
-    *(qwen3_5, qwen3_5_text),
+    *(qwen3_5, qwen3_5_text, qwen3_5_moe, qwen3_5_moe_text),
 )
 
 ARCHITECTURES: Mapping[str, Family] = {family.ARCHITECTURE: family for family in _FAMILIES}

@@ -83,13 +83,23 @@ def expert_rules(spec: ModelSpec) -> list[Rule]:
 
     rules = [matrix("gate_up", "gate_proj", "up_proj"), matrix("down", "down_proj")]
     router = "router" if spec.experts.bias else "gate"
-    rules.append(rule(leaf + "router", f"{router}.weight"))
+    scores = ("gate.weight", "shared_expert_gate.weight")
+    if spec.experts.shared_width:
+        rules.append(Rule(leaf + "router", tuple(block + each for each in scores)))
+        rules += _shared_rules(f"{block}shared_expert.", f"{leaf}shared.")
+    else:
+        rules.append(rule(leaf + "router", f"{router}.weight"))
     if spec.experts.router_bias:
         rules.append(rule(leaf + "router_bias", f"{router}.bias"))
     if spec.experts.bias:
         gate_up = rule(leaf + "gate_up_bias", "experts.gate_up_proj_bias", Reorder(2, axis=1))
         rules += [gate_up, rule(leaf + "down_bias", "experts.down_proj_bias")]
     return rules
+
+
+def _shared_rules(block: str, leaf: str) -> list[Rule]:
+    gate_up = (f"{block}gate_proj.weight", f"{block}up_proj.weight")
+    return [Rule(f"{leaf}gate_up", gate_up), Rule(f"{leaf}down", (f"{block}down_proj.weight",))]
 
 
 def rows_of(spec: ModelSpec, path: str) -> tuple[int, ...] | None:
@@ -100,8 +110,16 @@ def rows_of(spec: ModelSpec, path: str) -> tuple[int, ...] | None:
     """
     leaf = path.rpartition(".")[2]
     if leaf in ("qkv", "qkv_bias"):
-        return (spec.q_size, spec.kv_size, spec.kv_size)
+        return (spec.q_size * (1 + spec.attention.gated), spec.kv_size, spec.kv_size)
+    own, experts = spec.state and spec.state.delta_net, spec.experts
+    if own and leaf in ("in_proj", "in_gates"):
+        many = leaf == "in_proj"
+        return (own.channels, own.values) if many else (own.value_heads, own.value_heads)
+    if experts and experts.shared_width and leaf == "router":
+        return (experts.num_experts, 1)
     if leaf not in ("gate_up", "gate_up_bias"):
         return None
-    width = spec.experts.width if spec.experts and ".experts." in path else spec.ffn
+    width = spec.ffn
+    if experts and (".experts." in path or ".shared." in path):
+        width = experts.width if ".experts." in path else experts.shared_width
     return (width, width)

@@ -1,4 +1,5 @@
-"""Moves of pages between the KV cache and rings, in the order of the steps: `plan.PageMoves`.
+"""Moves of pages between the KV cache and rings, in the order of the steps: `plan.PageMoves`. The
+state of recurrent layers moves in pieces, as pages of one more group: `state_pieces`.
 
 A ring has an array for each array of the KV format that has pages, [slots + 1, ...], with all
 layers of a page together. The last slot is padding. Copies between rings and the host are someone
@@ -21,7 +22,9 @@ from numpy.typing import NDArray
 from jaxserve.models.layer import Caches
 from jaxserve.plan import PageMove, PageMoves
 from jaxserve.programs.executable_cache import Executable, Program
-from jaxserve_kernels.kv_format import KV, CacheShape, KVFormat
+from jaxserve.runner.state_pieces import StatePieces
+from jaxserve_kernels.kv_format import CacheShape, KVFormat
+from jaxserve_kernels.recurrent_state import RecurrentState
 
 SIZES = (32, 8, 1)
 """Pages that one call moves. More than half of them are no padding."""
@@ -44,7 +47,11 @@ class RingArray(NamedTuple):
 
 
 def programs(
-    kv_format: KVFormat, shapes: Sequence[CacheShape], dtype: DTypeLike, rings: Rings | None
+    kv_format: KVFormat,
+    shapes: Sequence[CacheShape],
+    dtype: DTypeLike,
+    rings: Rings | None,
+    state: RecurrentState | None = None,
 ) -> list[Program]:
     """Returns the programs that move pages of each cache group, and the one that makes rings.
 
@@ -52,32 +59,33 @@ def programs(
       shapes: of the caches.
       dtype: of activations.
       rings: None: there are none, and no programs.
+      state: of recurrent layers, abstract; its pieces are one more group.
     """
     if rings is None:
         return []
     found: list[Program] = []
-    for group, shape in enumerate(shapes):
-        kv = kv_format.abstract(shape, dtype)
-        store, load = (_abstract(kv_format, shape, dtype, slots) for slots in rings)
+    groups = _groups(kv_format, shapes, dtype, state)
+    for group, (kv, form, parts) in enumerate(groups):
+        store, load = (_abstract(parts, slots) for slots in rings)
         for size in SIZES:
             pairs = jax.ShapeDtypeStruct((2, size), jnp.int32)
             found += [
                 Program(
                     name=_name("gather", group, size),
-                    function=functools.partial(gather, kv_format=kv_format),
+                    function=functools.partial(gather, kv_format=form),
                     arguments=(kv, store, pairs),
                     donated=(1,),
-                    details=repr(kv_format.page_axes),
+                    details=repr(parts),
                 ),
                 Program(
                     name=_name("scatter", group, size),
-                    function=functools.partial(scatter, kv_format=kv_format),
+                    function=functools.partial(scatter, kv_format=form),
                     arguments=(kv, load, pairs),
                     donated=(0,),
-                    details=repr(kv_format.page_axes),
+                    details=repr(parts),
                 ),
             ]
-    abstract = [[_abstract(kv_format, shape, dtype, slots) for shape in shapes] for slots in rings]
+    abstract = [[_abstract(parts, slots) for _, _, parts in groups] for slots in rings]
     empty = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype))
     make = Program(
         name="rings",
@@ -89,32 +97,61 @@ def programs(
 
 
 def ring_bytes(
-    kv_format: KVFormat, shapes: Sequence[CacheShape], dtype: DTypeLike, rings: Rings | None
+    kv_format: KVFormat,
+    shapes: Sequence[CacheShape],
+    dtype: DTypeLike,
+    rings: Rings | None,
+    state: RecurrentState | None = None,
 ) -> int:
     """Returns the bytes of all rings on the device."""
     slots = 0 if rings is None else rings.store + rings.load + 2
-    return slots * sum(kv_format.page_bytes(shape, dtype) for shape in shapes)
+    piece = 0 if state is None else StatePieces.of(state).page_bytes(state)
+    return slots * (piece + sum(kv_format.page_bytes(shape, dtype) for shape in shapes))
 
 
-def _abstract(kv_format: KVFormat, shape: CacheShape, dtype: DTypeLike, slots: int) -> Any:
-    return tuple(
-        jax.ShapeDtypeStruct((slots + 1, *part.shape[1:]), part.dtype)
-        for part in kv_format.page_shapes(shape, dtype)
+class _Group(NamedTuple):
+    kv: Any
+    """Abstract."""
+    form: KVFormat | StatePieces
+    parts: Sequence[Any]
+    """Shapes and dtypes of a page, with an axis in front."""
+
+
+def _groups(
+    kv_format: KVFormat,
+    shapes: Sequence[CacheShape],
+    dtype: DTypeLike,
+    state: RecurrentState | None,
+) -> list[_Group]:
+    found = [
+        _Group(kv_format.abstract(shape, dtype), kv_format, kv_format.page_shapes(shape, dtype))
+        for shape in shapes
+    ]
+    if state is not None:
+        pieces = StatePieces.of(state)
+        found.append(_Group(state, pieces, pieces.page_shapes(state)))
+    return found
+
+
+def _abstract(parts: Sequence[Any], slots: int) -> Ring:
+    found: Any = tuple(
+        jax.ShapeDtypeStruct((slots + 1, *part.shape[1:]), part.dtype) for part in parts
     )
+    return found
 
 
 def _name(kind: str, group: int, size: int) -> str:
     return f"{kind}_pages_{group}_{size}"
 
 
-def gather(kv: KV, ring: Ring, pairs: Array, *, kv_format: KVFormat) -> tuple[Ring, Array]:
+def gather(kv: Any, ring: Ring, pairs: Array, *, kv_format: Any) -> tuple[Ring, Array]:
     """Copies pages into slots of a ring.
 
     Args:
-      kv: the cache.
+      kv: the cache, or the state of recurrent layers.
       ring: updated in place when donated.
       pairs: int32 [2, moves], pages and slots.
-      kv_format: of the cache.
+      kv_format: of the cache, or StatePieces.
 
     Returns:
       The ring, and an int32 [] that is there when the copies are done.
@@ -131,11 +168,11 @@ def gather(kv: KV, ring: Ring, pairs: Array, *, kv_format: KVFormat) -> tuple[Ri
     return moved, pairs[0, 0]
 
 
-def scatter(kv: KV, ring: Ring, pairs: Array, *, kv_format: KVFormat) -> tuple[KV, Array]:
+def scatter(kv: Any, ring: Ring, pairs: Array, *, kv_format: Any) -> tuple[Any, Array]:
     """Copies slots of a ring into pages. As `gather`; the cache is updated in place when donated,
     and the ring only read."""
 
-    def move(number: Array, kv: KV) -> KV:
+    def move(number: Array, kv: Any) -> Any:
         parts = [lax.dynamic_slice_in_dim(whole, pairs[1, number], 1) for whole in ring]
         return kv_format.write_page(kv, pairs[0, number], parts)
 
@@ -143,18 +180,19 @@ def scatter(kv: KV, ring: Ring, pairs: Array, *, kv_format: KVFormat) -> tuple[K
     return moved, pairs[0, 0]
 
 
-def pack(moves: Sequence[PageMove], slots: int) -> Iterator[NDArray[np.int32]]:
+def pack(moves: Sequence[PageMove], slots: int, padding: int = 0) -> Iterator[NDArray[np.int32]]:
     """Yields int32 [2, one of SIZES], pages and slots, until all moves, of one group, are packed.
     Padding moves the padding page and the padding slot.
 
     Args:
       slots: of the group's ring; ring slots count through the rings of all groups.
+      padding: the padding page.
     """
     left = list(moves)
     while left:
         size = next(size for size in SIZES if 2 * len(left) > size)
         some, left = left[:size], left[size:]
-        packed = np.full((2, size), [[0], [slots]], np.int32)
+        packed = np.full((2, size), [[padding], [slots]], np.int32)
         packed[0, : len(some)] = [move.page for move in some]
         packed[1, : len(some)] = [move.ring_slot % slots for move in some]
         yield packed
@@ -163,8 +201,11 @@ def pack(moves: Sequence[PageMove], slots: int) -> Iterator[NDArray[np.int32]]:
 class PageMover:
     """Owns the rings of all cache groups."""
 
-    def __init__(self, rings: Rings, executables: Mapping[str, Executable], *, groups: int):
-        self._slots, self._executables, self._groups = rings, executables, groups
+    def __init__(
+        self, rings: Rings, executables: Mapping[str, Executable], paddings: Sequence[int]
+    ):
+        """`paddings`: the padding page of each group."""
+        self._slots, self._executables, self._paddings = rings, executables, paddings
         stores, loads = jax.block_until_ready(executables["rings"]())
         self._stores: list[Ring] = [tuple(ring) for ring in stores]
         self._loads: list[Ring] = [tuple(ring) for ring in loads]
@@ -185,10 +226,10 @@ class PageMover:
         """Run every program once, with padding. Returns the caches."""
         before = self.store_ring(), self.load_ring()
         kept = list(caches)
-        for group in range(self._groups):
+        for group, page in enumerate(self._paddings):
             for size in SIZES:
                 slots = np.int32(self._slots.load), np.int32(self._slots.store)
-                load, store = (np.array([[0] * size, [each] * size], np.int32) for each in slots)
+                load, store = (np.array([[page] * size, [each] * size], np.int32) for each in slots)
                 kept[group] = self._scatter(group, kept[group], load)
                 self._gather(group, kept[group], store)
         jax.block_until_ready((kept, self._stores))
@@ -202,12 +243,12 @@ class PageMover:
         self._markers = [marker for marker in self._markers if not marker.is_ready()]
         others = len(self._markers)
         kept = list(caches)
-        for group in range(self._groups):
+        for group, padding in enumerate(self._paddings):
             restores = [move for move in moves.restores if move.group == group]
-            for pairs in pack(restores, self._slots.load):
+            for pairs in pack(restores, self._slots.load, padding):
                 kept[group] = self._scatter(group, kept[group], pairs)
             stores = [move for move in moves.stores if move.group == group]
-            for pairs in pack(stores, self._slots.store):
+            for pairs in pack(stores, self._slots.store, padding):
                 self._gather(group, kept[group], pairs)
         markers = self._markers[others:]
 

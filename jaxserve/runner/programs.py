@@ -109,6 +109,14 @@ class RunnerConfig:
         return abstract_state(self.spec, self.dtype, slots)
 
     @property
+    def padding_pages(self) -> tuple[int, ...]:
+        """Of each cache group, and of the state of recurrent layers as the last one."""
+        pieces = (
+            () if self.spec.state is None else (self.padding_slot * len(self.spec.state.layers),)
+        )
+        return (0,) * self.num_groups + pieces
+
+    @property
     def caches(self) -> Caches:
         """Abstract."""
         own = self.recurrent_state
@@ -244,7 +252,10 @@ def programs(config: RunnerConfig, params: Any, head: HeadParams | None = None) 
             page_copies.program(config.kv_format, shape, config.dtype, group)
             for group, shape in enumerate(config.kv_shapes)
         ),
-        *page_moves.programs(config.kv_format, config.kv_shapes, config.dtype, config.rings),
+        *page_moves.programs(
+            *(config.kv_format, config.kv_shapes, config.dtype, config.rings),
+            config.recurrent_state,
+        ),
         Program(name="state", function=empty, arguments=(), details=repr(state)),
         *(
             Program(

@@ -129,7 +129,7 @@ class Runner:
         self._largest = [executables.get(f"{LARGEST_MAGNITUDES}{group}") for group in groups]
         self._state, self._free_results = self._fresh_state()
         rings = self._config.rings
-        self._mover = rings and PageMover(rings, executables, groups=len(groups))
+        self._mover = rings and PageMover(rings, executables, self._config.padding_pages)
         prepare(self)
         scored = self._scorer.warm(self._params, self._state.pre_mlp)
         for done, bucket in enumerate(self._buckets, start=1):

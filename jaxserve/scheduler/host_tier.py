@@ -18,10 +18,12 @@ from jaxserve.plan import PageMoves
 from jaxserve.scheduler.disk_pages import Disk, DiskPages
 from jaxserve.scheduler.group_pages import GroupPages
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager
+from jaxserve.scheduler.load import key_of
 from jaxserve.scheduler.load_rates import Decision
-from jaxserve.scheduler.loading import Loads, key_of
+from jaxserve.scheduler.loading import Loads
 from jaxserve.scheduler.prefetch import SEQUENCES, Prefetch
 from jaxserve.scheduler.sequence import Sequence
+from jaxserve.scheduler.state_pieces import StatePieces
 from jaxserve.scheduler.tier_observer import NoObserver, TierObserver
 from jaxserve.scheduler.transfers import Copier, Transfers
 
@@ -59,7 +61,8 @@ class HostTier:
     **Stores.** A page is copied to the host when the device allocates it again, in time before the
     next plan overwrites it, or ahead of that, while the store ring is half empty. What the host
     has already is not copied again. A page that finds no ring slot or host slot is lost, and
-    counted.
+    counted. A snapshot of recurrent state goes down in pieces when it makes room (`StatePieces`),
+    and comes back behind the pages before it.
 
     **Loads** (`Loads`). A waiting sequence whose prefix goes on in the host waits for it, while
     others pass, if that takes less time than computing it.
@@ -74,9 +77,14 @@ class HostTier:
         self._observer, self._groups = parts.observer, kv_cache.groups
         self.index = HostIndex(config.slots)
         self._disk = DiskPages(parts.disk)
+        self._pieces = None
+        if kv_cache.snapshots is not None and config.state_pieces:
+            number = len(self._groups)
+            self._pieces = StatePieces(kv_cache.snapshots, number=number, count=config.state_pieces)
+            kv_cache.snapshots.on_evict.append(self._snapshot_evicted)
         self._transfers = Transfers(
             parts.copier,
-            len(self._groups),
+            len(config.page_bytes),
             store_slots=config.store_ring,
             load_slots=config.load_ring,
         )
@@ -86,6 +94,7 @@ class HostTier:
             self.index,
             self._transfers,
             self._disk,
+            self._pieces,
             clock=clock,
             observer=parts.observer,
         )
@@ -166,27 +175,45 @@ class HostTier:
         if key in self.index:
             self.index.renew(key)
         elif not self.index.has(key):
-            cause = self._store(group, page, key)
+            cause = self._store(group.number, page, key)
             if cause:
                 self._observer.tier_skipped(cause)
 
-    def _store(self, group: GroupPages, page: int, key: bytes) -> str | None:
-        """Store a page. Returns why not."""
-        if not self._transfers.store_ring.num_free(group.number):
+    def _snapshot_evicted(self, slot: int, content: bytes) -> None:
+        """Store the pieces that the host lacks, if all of them find room."""
+        assert self._pieces is not None
+        pairs = list(zip(self._pieces.pieces(slot), self._pieces.keys(content), strict=True))
+        for _, key in pairs:
+            if key in self.index:
+                self.index.renew(key)
+        new = [(piece, key) for piece, key in pairs if not self.index.has(key)]
+        number = self._pieces.number
+        cause: str | None = None
+        if self._transfers.store_ring.num_free(number) < len(new):
+            cause, new = "ring full", []
+        for piece, key in new:
+            if cause := self._store(number, piece, key):
+                break
+        if cause:
+            self._observer.tier_skipped(cause)
+
+    def _store(self, group: int, page: int, key: bytes) -> str | None:
+        """Store a page of a group. Returns why not."""
+        if not self._transfers.store_ring.num_free(group):
             return "ring full"
         reservation = self.index.reserve(key)
         if reservation is None:
             return "host full"
         stored = functools.partial(self._stored, group, reservation)
-        self._transfers.store(page, group.number, reservation.slot, stored)
+        self._transfers.store(page, group, reservation.slot, stored)
         return None
 
-    def _stored(self, group: GroupPages, reservation: Reservation, error: str | None) -> None:
+    def _stored(self, group: int, reservation: Reservation, error: str | None) -> None:
         if error is not None:
             self.index.release(reservation)
             self._observer.tier_skipped("copy")
         elif self.index.fill(reservation):
-            self._observer.tier_stored(self._config.page_bytes[group.number])
+            self._observer.tier_stored(self._config.page_bytes[group])
             self._unwritten[reservation.key] = None
             if len(self._unwritten) > self.index.num_slots:
                 self._unwritten.popitem(last=False)
@@ -218,7 +245,7 @@ class HostTier:
             if not self.index.has(key):
                 if not room:
                     return
-                if self._store(group, page, key):
+                if self._store(group.number, page, key):
                     break  # the host is full of pages in use
                 room -= 1
             done[page] = content
@@ -248,4 +275,5 @@ class HostTier:
         if not self.busy:
             assert not self.index.num_pinned and not self.index.num_reserved, "a slot is lost"
             for ring in (self._transfers.store_ring, self._transfers.load_ring):
-                assert len(ring.all_free()) == ring.count * len(self._groups), "a ring slot is lost"
+                count = ring.count * len(self._config.page_bytes)
+                assert len(ring.all_free()) == count, "a ring slot is lost"

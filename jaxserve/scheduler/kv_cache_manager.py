@@ -15,8 +15,9 @@ from jaxserve.scheduler.pages import PagePool
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 from jaxserve.scheduler.snapshots import Snapshots
 
-type Elsewhere = Callable[[GroupPages, bytes], bool]
-"""Whether a page of a group that the device does not have is somewhere else, by its hash."""
+type Elsewhere = Callable[[GroupPages | None, bytes], bool]
+"""Whether a page of a group that the device does not have, or a snapshot (None), is somewhere else,
+by its hash."""
 
 
 class Hit(NamedTuple):
@@ -144,7 +145,8 @@ class KVCacheManager:
                 there = elsewhere and functools.partial(elsewhere, group)
                 shorter = group.cached(hashes, shorter, there)
             if self.snapshots is not None:
-                shorter = self.snapshots.longest(hashes, shorter)
+                there = elsewhere and functools.partial(elsewhere, None)
+                shorter = self.snapshots.longest(hashes, shorter, there)
         return count if count * self.page_size > self._own_tokens else 0
 
     def reachable(self, seq: Sequence, elsewhere: Elsewhere) -> int:
@@ -175,7 +177,11 @@ class KVCacheManager:
         for group, cached in zip(self.groups, hit.pages, strict=True):
             group.take(seq, cached)
         if self.snapshots is not None and hit.length:
-            self.snapshots.restore(seq.hashes[hit.length - 1], seq.slot)
+            content = seq.hashes[hit.length - 1]
+            if seq.skip_to:
+                self.snapshots.restore_later(content, seq)
+            else:
+                self.snapshots.restore(content, seq.slot)
         return [
             PageEntry(seq.slot, position, page, number)
             for number, table in enumerate(seq.pages)
@@ -301,8 +307,8 @@ class KVCacheManager:
 
     def row_planned(self, seq: Sequence) -> None:
         """A row of the sequence was planned."""
-        if self.snapshots is not None and seq.slot not in self._forgotten:
-            self.snapshots.planned(seq)
+        if self.snapshots is not None:
+            self.snapshots.planned(seq, publishes=seq.slot not in self._forgotten)
 
     def state_copies(self) -> tuple[StateCopy, ...]:
         """Returns the copies of recurrent state of the plan that is complete."""
@@ -330,6 +336,8 @@ class KVCacheManager:
         """Take back the slot and all pages. Published pages can be found until they are reused."""
         for group in self.groups:
             group.release(seq)
+        if self.snapshots is not None:
+            self.snapshots.freed(seq)
         self._free_slots.append(seq.slot)
         self._forgotten.discard(seq.slot)
         seq.pages, seq.behind = [], []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 from dataclasses import dataclass
 
 from jaxserve.scheduler.group_pages import GroupPages
 from jaxserve.scheduler.sequence import Sequence
+from jaxserve.scheduler.state_pieces import StatePieces
 
 
 class State(enum.Enum):
@@ -29,9 +31,9 @@ class State(enum.Enum):
 class LoadPage:
     """A page that is on its way."""
 
-    group: GroupPages
+    group: GroupPages | StatePieces
     number: int
-    """Of the sequence's pages."""
+    """Of the sequence's pages; of a piece of state that of the page before it."""
     key: bytes
     page: int
     """On the device."""
@@ -52,6 +54,8 @@ class Load:
     """In order of their numbers; those before `end` are wanted."""
     held: list[list[int]]
     """For each group the pages that the load holds on the device, in order."""
+    snapshot: int | None
+    """The slot that it has reserved for the state behind the last page."""
     waiting: list[Sequence]
     began: float
     predicted: float
@@ -62,3 +66,8 @@ class Load:
     error: str = ""
     """Why pages from `end` on do not come."""
     keys: frozenset[bytes]
+
+
+def key_of(group: int, content: bytes) -> bytes:
+    """Returns the key of a page below the device: 32 bytes."""
+    return hashlib.sha256(content + bytes([group])).digest() if group else content

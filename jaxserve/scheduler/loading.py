@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -12,9 +11,10 @@ from jaxserve.offload.index import HostIndex
 from jaxserve.scheduler.disk_pages import DiskPages
 from jaxserve.scheduler.group_pages import GroupPages
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager
-from jaxserve.scheduler.load import Load, LoadPage, State
+from jaxserve.scheduler.load import Load, LoadPage, State, key_of
 from jaxserve.scheduler.load_rates import Decision, LoadRates
 from jaxserve.scheduler.sequence import Sequence
+from jaxserve.scheduler.state_pieces import StatePieces
 from jaxserve.scheduler.tier_observer import TierObserver
 from jaxserve.scheduler.transfers import Transfers
 
@@ -28,9 +28,7 @@ _TIMEOUT, _TIMES_PREDICTED = 5.0, 20.0
 """A load is given up after so many seconds, or so many times as long as it should take."""
 
 
-def key_of(group: int, content: bytes) -> bytes:
-    """Returns the key of a page below the device: 32 bytes."""
-    return hashlib.sha256(content + bytes([group])).digest() if group else content
+type _Missing = tuple[GroupPages | StatePieces, int, bytes]
 
 
 class Loads:
@@ -50,12 +48,13 @@ class Loads:
         index: HostIndex,
         transfers: Transfers,
         disk: DiskPages,
+        pieces: StatePieces | None = None,
         *,
         clock: Callable[[], float],
         observer: TierObserver,
     ):
         self._config, self._kv_cache, self._index = config, kv_cache, index
-        self._transfers, self._disk = transfers, disk
+        self._transfers, self._disk, self._pieces = transfers, disk, pieces
         self._clock, self._observer = clock, observer
         self._loads: list[Load] = []
         self._news = False
@@ -108,23 +107,34 @@ class Loads:
         self._begin(seq, hashes, missing, decision.seconds)
         return True
 
-    def _has(self, group: GroupPages, content: bytes) -> bool:
-        key = key_of(group.number, content)
+    def _has(self, group: GroupPages | None, content: bytes) -> bool:
+        if group is not None:
+            return self._has_key(key_of(group.number, content))
+        return self._pieces is not None and all(map(self._has_key, self._pieces.keys(content)))
+
+    def _has_key(self, key: bytes) -> bool:
         if key in self._index or self._disk.contains(key):
             return True
         return any(key in load.keys for load in self._loads)
 
-    def _missing(self, hashes: list[bytes]) -> Iterable[tuple[GroupPages, int, bytes]]:
-        """Yields group, number and key of the pages that the device lacks, in order of numbers."""
+    def _missing(self, hashes: list[bytes]) -> Iterable[_Missing]:
+        """Yields group, number and key of the pages that the device lacks, in order of numbers, and
+        then of the pieces of the snapshot behind them."""
         end = len(hashes) * self._kv_cache.page_size
         firsts = [(group, group.first_page(end)) for group in self._kv_cache.groups]
         for number, content in enumerate(hashes):
             for group, first in firsts:
                 if number >= first and group.pool.page_of(content) is None:
                     yield group, number, key_of(group.number, content)
+        pieces = self._pieces
+        if pieces is not None and hashes and hashes[-1] not in pieces.snapshots:
+            for key in pieces.keys(hashes[-1]):
+                yield pieces, len(hashes) - 1, key
 
-    def _fits(self, hashes: list[bytes], missing: list[tuple[GroupPages, int, bytes]]) -> bool:
+    def _fits(self, hashes: list[bytes], missing: list[_Missing]) -> bool:
         """Returns whether the pages that the load would hold are free or held by others."""
+        if isinstance(missing[-1][0], StatePieces) and not missing[-1][0].snapshots.can_reserve:
+            return False
         end = len(hashes) * self._kv_cache.page_size
         for group in self._kv_cache.groups:
             found = map(group.pool.page_of, hashes[group.first_page(end) :])
@@ -133,12 +143,7 @@ class Loads:
                 return False
         return True
 
-    def _decide(
-        self,
-        tokens: int,
-        missing: list[tuple[GroupPages, int, bytes]],
-        prefill_rate: float | None,
-    ) -> Decision:
+    def _decide(self, tokens: int, missing: list[_Missing], prefill_rate: float | None) -> Decision:
         host = disk = 0
         for group, _, key in missing:
             host += self._config.page_bytes[group.number]
@@ -163,7 +168,7 @@ class Loads:
         self,
         seq: Sequence,
         hashes: list[bytes],
-        missing: list[tuple[GroupPages, int, bytes]],
+        missing: list[_Missing],
         seconds: float,
     ) -> None:
         end = len(hashes) * self._kv_cache.page_size
@@ -173,13 +178,19 @@ class Loads:
             found = {number: group.pool.page_of(hashes[number]) for number in numbers}
             there = {number: page for number, page in found.items() if page is not None}
             tables.append({number: group.hold(page) for number, page in there.items()})
+        snapshot, places = None, iter(())
+        if self._pieces is not None and missing[-1][0] is self._pieces:
+            snapshot = self._pieces.snapshots.reserve()
+            places = iter(self._pieces.pieces(snapshot))
         on_host = [self._index.pin(key) if key in self._index else None for _, _, key in missing]
         pages = [
             LoadPage(
                 group=group,
                 number=number,
                 key=key,
-                page=tables[group.number].setdefault(number, group.hold(None)),
+                page=next(places)
+                if isinstance(group, StatePieces)
+                else tables[group.number].setdefault(number, group.hold(None)),
                 state=State.ON_DISK if slot is None else State.ON_HOST,
                 host_slot=-1 if slot is None else slot,
             )
@@ -191,6 +202,7 @@ class Loads:
             hashes=hashes,
             pages=pages,
             held=[[table[number] for number in sorted(table)] for table in tables],
+            snapshot=snapshot,
             waiting=[],
             began=self._clock(),
             predicted=seconds,
@@ -310,6 +322,8 @@ class Loads:
             self._orphans += each.state in (State.COPYING, State.READING)
         for group, held in zip(self._kv_cache.groups, load.held, strict=True):
             group.let_go(held)
+        if load.snapshot is not None and self._pieces is not None:
+            self._pieces.snapshots.release(load.snapshot)
         for seq in load.waiting:
             seq.loading = False
             if load.error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxserve.plan import StateCopy
@@ -16,6 +18,17 @@ class _Due(NamedTuple):
     slot: int
     boundary: int
     """In tokens, at the end of a page."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """A snapshot that a sequence will go on from when its own tokens are computed."""
+
+    seq: Sequence
+    source: int
+    """The snapshot's slot: it is not given out until then."""
+    ready: bool = False
+    """A plan with the last of its own tokens was made."""
 
 
 class Snapshots:
@@ -34,6 +47,10 @@ class Snapshots:
     it next computes in that later plan or after it. From then on the snapshot is found; the copy
     back to another slot comes behind it in the same plan at the earliest.
 
+    Of a format that keeps the first tokens of a slot outside the pages (`CacheConfig.own_tokens`) a
+    hit computes these first, and with them a state that nobody wants. The copy back comes behind
+    that plan; until then the snapshot is held.
+
     **How long.** The least recently used one makes room. One whose page is given out again goes
     with it: nobody could find both.
     """
@@ -49,6 +66,12 @@ class Snapshots:
         """By the hash of the page before the boundary, the least recently used first."""
         self._due: list[_Due] = []
         self._copies: list[StateCopy] = []
+        self._held: dict[int, _Held] = {}
+        """By `Sequence.id`."""
+        self._arriving: set[int] = set()
+        """Slots of snapshots that come back from below the device."""
+        self.on_evict: list[Callable[[int, bytes], None]] = []
+        """Called with slot and hash of a snapshot that makes room, before a plan overwrites it."""
 
     @property
     def num_kept(self) -> int:
@@ -67,47 +90,150 @@ class Snapshots:
         unit = max(self._page_size, self._block)  # both are powers of two
         return min(seq.num_prompt, seq.prefill_end - 1) // unit * unit
 
-    def planned(self, seq: Sequence) -> None:
-        """A row of the sequence was planned."""
+    def planned(self, seq: Sequence, *, publishes: bool = True) -> None:
+        """A row of the sequence was planned. `publishes`: others may find what it computes."""
+        held = self._held.get(seq.id)
+        if held is not None:  # the slot's state is none of a boundary that is looked for
+            held.ready = not seq.skip_to
+            return
         end, last = seq.computed, self._last_boundary(seq)
-        if 0 < end <= last and (end % self._stride == 0 or end == last):
+        if publishes and 0 < end <= last and (end % self._stride == 0 or end == last):
             self._due.append(_Due(seq, seq.slot, end))
 
     def settle(self) -> None:
         """A plan begins: it copies what the plans before it have reached."""
+        for held in [each for each in self._held.values() if each.ready]:
+            self._copies.append(StateCopy(held.source, held.seq.slot))
+            self._let_go(held)
         due, self._due = self._due, []
         for seq, slot, boundary in due:
             content = seq.page_hashes(boundary // self._page_size, self._page_size)[-1]
             if content in self._slot_of:
                 self._slot_of.move_to_end(content)
                 continue
-            self._slot_of[content] = target = self._take()
+            target = self._take()
+            if target is None:
+                continue
+            self._slot_of[content] = target
             self._copies.append(StateCopy(slot, target))
 
-    def _take(self) -> int:
-        return self._free.pop() if self._free else self._slot_of.popitem(last=False)[1]
+    def _take(self) -> int | None:
+        """Returns a slot for a snapshot; None: all are held."""
+        if self._free:
+            return self._free.pop()
+        kept = self._kept
+        oldest = (content for content, slot in self._slot_of.items() if slot not in kept)
+        content = next(oldest, None)
+        if content is None:
+            return None
+        self._evicted(content)
+        return self._slot_of.pop(content)
 
-    def longest(self, hashes: list[bytes], count: int) -> int:
-        """Returns the most pages, up to `count`, at whose end there is a snapshot."""
+    def _evicted(self, content: bytes) -> None:
+        slot = self._slot_of[content]
+        if any(slot == copy.target for copy in self._copies):
+            return  # the plan that is being made has not filled it yet
+        for told in self.on_evict:
+            told(slot, content)
+
+    def longest(
+        self, hashes: list[bytes], count: int, elsewhere: Callable[[bytes], bool] | None = None
+    ) -> int:
+        """Returns the most pages, up to `count`, at whose end there is a snapshot.
+
+        Args:
+          elsewhere: whether one that the device lacks is somewhere else, by its hash.
+        """
         while count and hashes[count - 1] not in self._slot_of:
+            if elsewhere and elsewhere(hashes[count - 1]):
+                return count
             count -= 1
         return count
+
+    def __contains__(self, content: object) -> bool:
+        """Whether there is a snapshot at the end of the page with this hash."""
+        return content in self._slot_of
+
+    @property
+    def can_reserve(self) -> bool:
+        """Whether `reserve` would find a slot."""
+        return not self._unreserved.issuperset([*self._free, *self._slot_of.values()])
+
+    @property
+    def _unreserved(self) -> set[int]:
+        """Slots that `reserve` leaves alone: what comes back is written before the copies of the
+        next plan, of which some may be waiting for it."""
+        return self._kept.union(*self._copies)
+
+    def reserve(self) -> int:
+        """Returns a slot for a snapshot that comes back; `can_reserve` is true. It is the caller's
+        until `release`."""
+        taken = self._unreserved
+        slot = next((each for each in self._free if each not in taken), None)
+        if slot is None:
+            items = self._slot_of.items()
+            content = next(content for content, each in items if each not in taken)
+            self._evicted(content)
+            slot = self._slot_of.pop(content)
+        else:
+            self._free.remove(slot)
+        self._arriving.add(slot)
+        return slot
+
+    def arrived(self, slot: int, content: bytes) -> None:
+        """What is launched before the next plan completes the snapshot in a reserved slot."""
+        if content not in self._slot_of:
+            self._slot_of[content] = slot
+
+    def release(self, slot: int) -> None:
+        """Give a reserved slot back. A snapshot that has arrived stays."""
+        self._arriving.discard(slot)
+        self._give_back(slot)
 
     def restore(self, content: bytes, slot: int) -> None:
         """A sequence goes on in `slot` behind the page with this hash, which has a snapshot."""
         self._slot_of.move_to_end(content)
         self._copies.append(StateCopy(self._slot_of[content], slot))
 
+    def restore_later(self, content: bytes, seq: Sequence) -> None:
+        """As `restore`, when the sequence has computed the tokens before `Sequence.skip_from`."""
+        self._slot_of.move_to_end(content)
+        self._held[seq.id] = _Held(seq, self._slot_of[content])
+
+    @property
+    def _kept(self) -> set[int]:
+        """Slots that are not given out, whether their snapshots can be found or not."""
+        return {each.source for each in self._held.values()} | self._arriving
+
+    def _let_go(self, held: _Held) -> None:
+        del self._held[held.seq.id]
+        self._give_back(held.source)
+
+    def _give_back(self, slot: int) -> None:
+        """The slot is free if it is neither held, nor found, nor reserved."""
+        if slot not in self._kept and slot not in self._slot_of.values():
+            self._free.append(slot)
+
     def drop(self, content: bytes) -> None:
-        """Nobody looks for the hash any more, if it is known at all."""
+        """The page with this hash leaves the device: so does its snapshot, if there is one."""
+        if content in self._slot_of:
+            self._evicted(content)
+            self._drop(content)
+
+    def _drop(self, content: bytes) -> None:
         slot = self._slot_of.pop(content, None)
         if slot is not None:
-            self._free.append(slot)
+            self._give_back(slot)
+
+    def freed(self, seq: Sequence) -> None:
+        """The sequence gives its slot back."""
+        if (held := self._held.get(seq.id)) is not None:
+            self._let_go(held)
 
     def forget(self) -> None:
         """Nothing that was computed so far is found any more."""
         for content in list(self._slot_of):
-            self.drop(content)
+            self._drop(content)
         self._due.clear()
         self._copies.clear()
 
@@ -118,5 +244,5 @@ class Snapshots:
 
     def check(self) -> None:
         """AssertionError unless each slot is free or holds one snapshot."""
-        slots = sorted([*self._free, *self._slot_of.values()])
+        slots = sorted([*self._free, *self._kept.union(self._slot_of.values())])
         assert slots == list(range(self._first_slot, self._first_slot + self.num_total))

@@ -20,6 +20,7 @@ from jaxserve.config import (
     HostTierConfig,
     SchedulerConfig,
 )
+from jaxserve.models.delta_net import abstract_state
 from jaxserve.programs.executable_cache import ExecutableCache, Program
 from jaxserve.runner import kv_cache, slot_tables
 from jaxserve.runner.fingerprint import program_key
@@ -92,7 +93,10 @@ class EnginePlan:
                 (config.pre_mlp, config.verify, config.recurrent_state, config.drafting)
             )
             + results
-            + ring_bytes(config.kv_format, config.kv_shapes, config.dtype, config.rings),
+            + ring_bytes(
+                *(config.kv_format, config.kv_shapes, config.dtype, config.rings),
+                config.recurrent_state,
+            ),
             temporaries=temporaries,
         )
 
@@ -125,7 +129,8 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     target = Target.of(device)
     page_size = _page_size(options, kv_format, gpu=gpu)
     shapes = [each.shape for each in kv_cache.sized_groups(spec, page_size, 1, head and head.spec)]
-    rings, beside = plan_rings(options, kv_format, shapes, dtype, gpu=gpu)
+    state = abstract_state(spec, dtype, 1)
+    rings, beside = plan_rings(options, kv_format, shapes, dtype, state, gpu=gpu)
     beside += head.num_bytes if head else 0
     e4m3 = _fp8_pays(dtype, target)
     room = Room(
@@ -137,7 +142,7 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
         limit=_device_limit(device),
         beside=beside,
         given=options.kv_cache_memory_bytes,
-        caches_prefixes=options.enable_prefix_caching and not kv_format.own_tokens,
+        caches_prefixes=options.enable_prefix_caching,
         quantized=weights.quantized,
         unpacks=not e4m3,
         draft=head and head.spec,
@@ -153,8 +158,8 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     size = memory.tree_bytes(weights.served) + beside
     fit = room.fit(size, choices, options.max_model_len)
     if not gpu:
-        state = room.state_bytes(fit.buckets, fit.snapshots)
-        memory.check_host_memory(size, fit.budget + state)
+        kept = room.state_bytes(fit.buckets, fit.snapshots)
+        memory.check_host_memory(size, fit.budget + kept)
     config = _runner_config(options, source, room, fit, target, head, rings)
     room.report(fit, size, choices, chosen=options.max_model_len is None)
     compiling = compiler_options(gpu=gpu)
@@ -222,13 +227,7 @@ def _with_state(scheduler: SchedulerConfig, room: Room, fit: Fit) -> SchedulerCo
     )
     if not scheduler.prefix_caching or fit.snapshots:
         return scheduler
-    log.warning(
-        "prefixes are not cached: %s",
-        "there is no memory for snapshots of recurrent state"
-        if room.caches_prefixes
-        else f"recurrent layers do not go together with what {room.kv_format.name} keeps of the "
-        "first tokens",
-    )
+    log.warning("prefixes are not cached: there is no memory for snapshots of recurrent state")
     return replace(scheduler, prefix_caching=False)
 
 

@@ -38,8 +38,7 @@ def for_state(options: Options, spec: ModelSpec) -> Options:
     cannot be taken back.
 
     Raises:
-      ConfigError: such a model is asked to speculate, or to keep pages on the host, where there
-        are no snapshots.
+      ConfigError: such a model is asked to speculate.
     """
     if spec.state is None:
         return options
@@ -47,11 +46,6 @@ def for_state(options: Options, spec: ModelSpec) -> Options:
         raise ConfigError(
             "--speculative-config: the state of the model's recurrent layers cannot be taken back "
             "behind a rejected draft; leave the flag out"
-        )
-    if options.kv_offload_size is not None:
-        raise ConfigError(
-            "--kv-offload-size: the host keeps no state of recurrent layers, without which pages "
-            "are of no use; leave the flag out"
         )
     return replace(options, speculative_config=NO_SPECULATION)
 

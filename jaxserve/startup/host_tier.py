@@ -26,6 +26,7 @@ from jaxserve.offload.slab import HostSlab, NotEnoughMemory
 from jaxserve.runner.page_moves import RingArray
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
+from jaxserve.runner.state_pieces import StatePieces
 from jaxserve.scheduler.host_tier import TierParts
 from jaxserve.startup import memory
 from jaxserve.startup.engine_plan import EnginePlan
@@ -159,6 +160,8 @@ def fingerprint(options: Options, source: ModelSource, config: RunnerConfig, run
     names, sizes and times of their files; scales; layout; this version of jaxserve."""
     scales = runner.kv_scales
     shapes = [config.kv_format.page_shapes(shape, config.dtype) for shape in config.kv_shapes]
+    if (state := config.recurrent_state) is not None:
+        shapes = [*shapes, StatePieces.of(state).page_shapes(state)]
     return json.dumps(
         {
             "version": jaxserve.__version__,

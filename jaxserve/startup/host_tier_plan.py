@@ -13,8 +13,10 @@ from jaxserve.config import ConfigError, HostTierConfig
 from jaxserve.offload.slab import RESERVE
 from jaxserve.runner.page_moves import Rings, ring_bytes
 from jaxserve.runner.programs import RunnerConfig
+from jaxserve.runner.state_pieces import StatePieces
 from jaxserve.startup import memory
 from jaxserve_kernels.kv_format import CacheShape, KVFormat
+from jaxserve_kernels.recurrent_state import RecurrentState
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ def plan_rings(
     kv_format: KVFormat,
     shapes: Sequence[CacheShape],
     dtype: DTypeLike,
+    state: RecurrentState | None,
     *,
     gpu: bool,
 ) -> tuple[Rings | None, int]:
@@ -56,13 +59,17 @@ def plan_rings(
 
     Args:
       shapes: of the caches of all groups; their numbers of pages do not matter.
+      state: of recurrent layers, abstract. All of a snapshot's pieces fit the rings at once.
     """
     if options.kv_offload_size is None:
         return None, 0
+    pieces = None if state is None else StatePieces.of(state)
     each = sum(kv_format.page_bytes(shape, dtype) for shape in shapes)
-    slots = (max(_LEAST, min(size // each, _MOST)) for size in (_GPU_RINGS if gpu else _CPU_RINGS))
+    each += pieces.page_bytes(state) if pieces and state else 0
+    least = max(_LEAST, pieces.layers if pieces else 0)
+    slots = (max(least, min(size // each, _MOST)) for size in (_GPU_RINGS if gpu else _CPU_RINGS))
     rings = Rings(*slots)
-    return rings, ring_bytes(kv_format, shapes, dtype, rings)
+    return rings, ring_bytes(kv_format, shapes, dtype, rings, state)
 
 
 def plan_tier(options: Options, config: RunnerConfig) -> HostTierConfig | None:
@@ -75,6 +82,15 @@ def plan_tier(options: Options, config: RunnerConfig) -> HostTierConfig | None:
     if rings is None or size is None:
         return None
     each = tuple(config.kv_format.page_bytes(shape, config.dtype) for shape in config.kv_shapes)
+    state = config.recurrent_state
+    if state is not None and not config.cache.snapshots:
+        raise ConfigError(
+            "--kv-offload-size keeps prefixes, but there is no memory for snapshots of recurrent "
+            "state on the device: leave the flag out"
+        )
+    pieces = None if state is None else StatePieces.of(state)
+    if pieces and state:
+        each = (*each, pieces.page_bytes(state))
     slot = -(-max(each) // _LINE) * _LINE
     slots, longest = size // slot, config.pages_per_seq
     if slots < 4 * len(each):
@@ -87,11 +103,12 @@ def plan_tier(options: Options, config: RunnerConfig) -> HostTierConfig | None:
             "--kv-offload-size %s is smaller than the KV cache on the device (%s), so it helps "
             "little: a prefix that leaves the device soon leaves the host, too",
             memory.in_words(size),
-            memory.in_words(sum(s.pages * b for s, b in zip(config.kv_shapes, each, strict=True))),
+            memory.in_words(sum(s.pages * b for s, b in zip(config.kv_shapes, each, strict=False))),
         )
     return HostTierConfig(
         slots=slots,
         page_bytes=each,
+        state_pieces=pieces.layers if pieces else 0,
         store_ring=rings.store,
         load_ring=rings.load,
         lookahead=min(2 * longest, slots // (4 * len(each))),

@@ -12,7 +12,7 @@ import pytest
 
 from jaxserve.cli.gpus import GPUS
 from jaxserve.cli.options import parse_args
-from jaxserve.commands.plan import _FACTORS, estimate
+from jaxserve.commands.plan import _FACTORS, estimate, plan
 from jaxserve.config import ConfigError
 
 MEASUREMENTS = Path(__file__).parents[2] / "docs" / "measurements"
@@ -53,6 +53,18 @@ def test_bytes_of_a_token_follow_the_format_of_the_cache() -> None:
         for name in ("auto", "fp8_e4m3", "int8", "kvarn_k4v4_g128", "kvarn_k4v2_g128")
     ]
     assert sizes == [147_456, 73_728, 76_032, 40_320, 31_104]
+
+
+def test_state_and_snapshots_of_recurrent_layers_are_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = parse_args(["--gpu", "h200", "--model", "qwen3.5-35b-a3b"], "plan")
+    found = estimate(options)
+    assert found.state_bytes == 64_389_120 and found.snapshots > 64
+    assert plan(options) == 0
+    printed = capsys.readouterr().out
+    assert f", {found.snapshots:,} of 61.4 MiB, for the prefix cache" in printed
+    assert ", 61.4 MiB for each sequence" in printed
 
 
 def test_steps_of_few_sequences_read_few_experts() -> None:

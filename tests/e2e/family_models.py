@@ -53,6 +53,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "MistralForCausalLM": {"head_dim": 32, "sliding_window": 256},
     "Qwen3_5ForConditionalGeneration": {"vision_config": {"depth": 1}},
+    "Qwen3_5MoeForConditionalGeneration": {"vision_config": {"depth": 1}},
 }
 _QWEN3_5_TEXT = {
     "head_dim": 32,
@@ -61,6 +62,12 @@ _QWEN3_5_TEXT = {
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
+}
+_QWEN3_5_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
 }
 
 
@@ -80,8 +87,8 @@ def write(folder: Path, architecture: str) -> Path:
         "rope_theta": 10000.0,
         **CONFIGS[architecture],
     }
-    if architecture == "Qwen3_5ForConditionalGeneration":
-        config["text_config"] = config | _QWEN3_5_TEXT
+    if architecture.startswith("Qwen3_5"):
+        config["text_config"] = config | _QWEN3_5_TEXT | _QWEN3_5_EXPERTS
     (folder / "config.json").write_text(json.dumps(config))
     spec = spec_of(config)
     tensors = _tensors(spec) if spec.state is None else _hybrid_tensors(spec)
@@ -136,9 +143,10 @@ def _tensors(spec: ModelSpec) -> dict[str, np.ndarray]:
 
 
 def _hybrid_tensors(spec: ModelSpec) -> dict[str, np.ndarray]:
-    """As Qwen3.5's files have them, with a tensor of vision and one of MTP."""
+    """As Qwen3.5's files have them, with a tensor of vision and one of MTP. All experts of a layer
+    are in one tensor."""
     assert spec.state is not None
-    heads, own, embed, ffn = spec.attention, spec.state.delta_net, spec.embed, spec.ffn
+    heads, own, embed = spec.attention, spec.state.delta_net, spec.embed
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (spec.vocab_size, embed)}
     shapes["norm"] = (embed,)
     for index, layer in enumerate(spec.layers):
@@ -158,8 +166,16 @@ def _hybrid_tensors(spec: ModelSpec) -> dict[str, np.ndarray]:
             shapes |= {f"{part}{name}": (own.value_heads,) for name in ("A_log", "dt_bias")}
             shapes[f"{part}norm"] = (own.value_dim,)
             shapes[f"{part}out_proj"] = (embed, own.values)
-        shapes |= {f"{block}mlp.{name}_proj": (ffn, embed) for name in ("gate", "up")}
-        shapes[f"{block}mlp.down_proj"] = (embed, ffn)
+        mlp, width = f"{block}mlp.", spec.ffn
+        if experts := spec.experts:
+            shapes[f"{mlp}gate"] = (experts.num_experts, embed)
+            shapes[f"{mlp}shared_expert_gate"] = (1, embed)
+            sizes = (experts.num_experts, 2 * experts.width, embed)
+            shapes[f"{mlp}experts.gate_up_proj"] = sizes
+            shapes[f"{mlp}experts.down_proj"] = (experts.num_experts, embed, experts.width)
+            mlp, width = f"{mlp}shared_expert.", experts.shared_width
+        shapes |= {f"{mlp}{name}_proj": (width, embed) for name in ("gate", "up")}
+        shapes[f"{mlp}down_proj"] = (embed, width)
         shapes |= {f"{block}{name}_layernorm": (embed,) for name in ("input", "post_attention")}
     rng = np.random.default_rng(0)
     tensors = {
@@ -168,7 +184,7 @@ def _hybrid_tensors(spec: ModelSpec) -> dict[str, np.ndarray]:
         "mtp.norm.weight": np.ones(embed, np.float32),
     }
     for name, shape in shapes.items():
-        plain = name.endswith(("A_log", "dt_bias"))
+        plain = name.endswith(("A_log", "dt_bias")) or ".experts." in name
         full = f"model.language_model.{name}" + ("" if plain else ".weight")
         tensors[full] = rng.normal(size=shape, scale=0.3).astype(np.float32)
     return tensors

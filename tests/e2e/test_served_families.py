@@ -21,8 +21,11 @@ REQUEST = {
 }
 
 
-ALIKE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM")
-"""Families that differ from Qwen3's in what the goldens test."""
+ALIKE = (
+    *("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM"),
+    "Qwen3_5MoeForConditionalGeneration",
+)
+"""Families that differ from others in what the goldens test."""
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,25 @@ QWEN3_5: dict[str, Any] = {
 }
 
 
+_SPARSE = {
+    "hidden_size": 2048,
+    "linear_num_value_heads": 32,
+    "model_type": "qwen3_5_moe_text",
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "shared_expert_intermediate_size": 512,
+}
+QWEN3_5_MOE: dict[str, Any] = QWEN3_5 | {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": {k: v for k, v in QWEN3_5_TEXT.items() if k != "intermediate_size"} | _SPARSE,
+}
+
+
 @pytest.mark.parametrize(
     ("config", "name"),
     [
@@ -192,6 +211,7 @@ QWEN3_5: dict[str, Any] = {
         (MISTRAL, "mistral-7b"),
         *((LLAMA, "llama-3.1-8b"), (QWEN2, "qwen2.5-7b"), (MISTRAL, "mistral-7b")),
         (QWEN3_5, "qwen3.8-27b"),
+        (QWEN3_5_MOE, "qwen3.6-35b-a3b"),
     ],
 )
 def test_published_configs_are_the_named_models(config: dict[str, Any], name: str) -> None:
@@ -214,12 +234,13 @@ def _fills(spec: ModelSpec) -> list[Rule]:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_family_takes_every_kind_of_rope(architecture: str) -> None:
     others = {"num_local_experts": 8, "sliding_window": 128, "attention_bias": None}
+    others["shared_expert_intermediate_size"] = 512
     if architecture == "GptOssForCausalLM":
         others["attention_bias"] = True
 
     def rope_of(**changed: Any) -> Rope:
         config = LLAMA | EXPERTS | others | changed
-        has_vision = architecture == "Qwen3_5ForConditionalGeneration"
+        has_vision = architecture.endswith("ForConditionalGeneration")
         nested = {"text_config": config} if has_vision else {}
         return spec_of(config | nested | {"architectures": [architecture]}).attention.rope
 
@@ -237,6 +258,15 @@ def test_layers_of_qwen3_5_are_those_of_the_list_or_every_fourth_attends() -> No
     text = QWEN3_5_TEXT | {"num_hidden_layers": 2, "layer_types": kinds}
     listed = spec_of(text | {"architectures": ["Qwen3_5ForCausalLM"]})
     assert listed.state is not None and listed.state.layers == (1,)
+
+
+def test_qwen3_5_with_experts_has_35_billion_parameters_of_which_a_token_meets_3() -> None:
+    spec = spec_of(QWEN3_5_MOE)
+    assert spec.experts is not None and spec.experts.shared_width == 512
+    assert 34e9 < spec.num_params < 36e9 and 2.9e9 < spec.active_params < 3.6e9
+    with pytest.raises(ConfigError, match="shared_expert_intermediate_size"):
+        text = {**QWEN3_5_MOE["text_config"], "shared_expert_intermediate_size": None}
+        spec_of(QWEN3_5_MOE | {"text_config": text})
 
 
 def test_qwen3_5_with_vision_is_the_text_model_with_other_names() -> None:

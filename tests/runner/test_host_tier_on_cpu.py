@@ -15,11 +15,14 @@ from jaxserve.config import HostTierConfig
 from jaxserve.offload.copier import CpuCopier, Ring, RingPart
 from jaxserve.offload.slab import HostSlab
 from jaxserve.runner.page_moves import Rings
+from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
+from jaxserve.runner.state_pieces import StatePieces
 from jaxserve.scheduler.host_tier import TierParts
 from jaxserve_kernels.kv_format import KVFormat, named
 from jaxserve_kernels.kv_format.kvarn import KVarN
 from tests.runner.test_kv_formats import FEW_BUCKETS
+from tests.runner.test_recurrent_models import SPECS, STATE
 from tests.scheduler.fake_host import CountingObserver
 from tests.scheduler.loop import Loop
 from tests.tiny_model import COMPILES, make_config, make_runner
@@ -34,19 +37,27 @@ RINGS = Rings(store=5, load=3)
 CONFIG = replace(
     make_config(max_model_len=24, prefill=(4, 24), num_pages=11), buckets=FEW_BUCKETS, rings=RINGS
 )
+_HYBRID = replace(
+    make_config(spec=SPECS["attention last"], max_model_len=24, prefill=(4, 24), num_pages=11),
+    buckets=FEW_BUCKETS,
+    rings=RINGS,
+)
+HYBRID = replace(_HYBRID, cache=replace(_HYBRID.cache, **STATE))
+"""Two recurrent layers: a snapshot has two pieces."""
 SLOTS = 60
 
 
 class Served(NamedTuple):
     runner: Runner
-    kv_format: KVFormat
+    config: RunnerConfig
 
 
 @pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    runner = make_runner(replace(CONFIG, kv_format=request.param))
+    config = HYBRID if request.param is None else replace(CONFIG, kv_format=request.param)
+    runner = make_runner(config)
     before = COMPILES.count
-    yield Served(runner, request.param)
+    yield Served(runner, config)
     assert COMPILES.count == before, "something was compiled while serving"
 
 
@@ -54,25 +65,28 @@ class CopyingLoop(Loop):
     """The scheduler's loop on a real device, with a tier whose copies are real, or without."""
 
     def __init__(self, served: Served, *, tier: bool):
-        runner, kv_format = served
-        config = replace(CONFIG.scheduler, max_queued=1000)
-        cache = replace(CONFIG.cache, own_tokens=kv_format.own_tokens)
+        runner, made = served
+        config = replace(made.scheduler, max_queued=1000)
+        cache = replace(made.cache, own_tokens=made.kv_format.own_tokens)
         self.observer = CountingObserver()
         self.copier: CpuCopier | None = None
         options: dict[str, TierParts] = {}
         if tier:
-            each = kv_format.page_bytes(CONFIG.kv_shapes[0], CONFIG.dtype)
+            each = [made.kv_format.page_bytes(made.kv_shapes[0], made.dtype)]
+            if (state := made.recurrent_state) is not None:
+                each.append(StatePieces.of(state).page_bytes(state))
             assert runner.mover is not None
             store, load = runner.mover.store_ring(), runner.mover.load_ring()
             rings = [
                 Ring([[RingPart(*array) for array in arrays] for arrays in groups], slots)
                 for groups, slots in zip((store, load), RINGS, strict=True)
             ]
-            self.slab = HostSlab(SLOTS, each)
+            self.slab = HostSlab(SLOTS, max(each))
             self.copier = CpuCopier(self.slab, *rings, wake=lambda: None, verify=True)
             tier_config = HostTierConfig(
                 slots=SLOTS,
-                page_bytes=(each,),
+                page_bytes=tuple(each),
+                state_pieces=2 if len(each) > 1 else 0,
                 store_ring=RINGS.store,
                 load_ring=RINGS.load,
                 lookahead=8,
@@ -150,6 +164,15 @@ def test_tokens_are_those_of_a_cold_run_while_pages_come_and_go(served: Served) 
     observer = compare(served, 32, seed=0)
     assert len(observer.loaded) > 10, "pages came back"
     assert not observer.recomputed["copy"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("served", [None], indirect=True, ids=["hybrid"])
+def test_state_of_recurrent_layers_comes_back_with_its_pages(served: Served) -> None:
+    restored = 0
+    for seed in range(3):
+        restored += len(compare(served, 60, seed).loaded)
+    assert restored > 10, "pages and state came back"
 
 
 @pytest.mark.slow

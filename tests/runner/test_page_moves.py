@@ -29,7 +29,7 @@ def pages_of(kv: Any, kv_format: KVFormat) -> list[np.ndarray]:
 
 def mover_of(kv_format: KVFormat, groups: int = 1) -> PageMover:
     found = page_moves.programs(kv_format, [SHAPE] * groups, jnp.float32, RINGS)
-    return PageMover(RINGS, {each.name: each.compile() for each in found}, groups=groups)
+    return PageMover(RINGS, {each.name: each.compile() for each in found}, (0,) * groups)
 
 
 def contents(parts: list[page_moves.RingArray], slots: int) -> list[bytes]:

@@ -13,6 +13,8 @@ from jaxserve.layer_spec import AttentionSpec, DeltaNetSpec, FeedForwardSpec, La
 from jaxserve.model_spec import ModelSpec
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
+from jaxserve_kernels.kv_format import named
+from jaxserve_kernels.kv_format.kvarn import KVarN
 from tests.runner.test_equivalence import Solo, Workload, check_against_solo, workloads
 from tests.tiny_model import COMPILES, make_config, make_runner
 
@@ -56,10 +58,20 @@ SPECS = {
 }
 
 
-@pytest.fixture(scope="module", params=SPECS)
+KVARN = KVarN(value_bits=4, group=4)
+VARIANTS = (
+    *(pytest.param((name, named("auto")), id=name) for name in SPECS),
+    pytest.param(("attention last", KVARN), id="kvarn", marks=pytest.mark.slow),
+    pytest.param(("attention last", named("fp8_e4m3")), id="fp8", marks=pytest.mark.slow),
+)
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
 def config(request: pytest.FixtureRequest) -> RunnerConfig:
-    made = make_config(spec=SPECS[request.param], decode=(4,), prefill=(24,), max_model_len=24)
-    return replace(made, cache=replace(made.cache, **STATE))
+    spec, kv_format = request.param
+    made = make_config(spec=SPECS[spec], decode=(4,), prefill=(24,), max_model_len=24)
+    cache = replace(made.cache, own_tokens=kv_format.own_tokens, **STATE)
+    return replace(made, cache=cache, kv_format=kv_format)
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +96,11 @@ def test_each_request_gets_the_tokens_it_would_get_alone(
         tokens = max(work.config.max_num_batched_tokens, seqs - 1 + BLOCK)
         work = work._replace(
             config=replace(work.config, max_num_seqs=seqs, max_num_batched_tokens=tokens),
-            cache=replace(work.cache, **STATE),
+            cache=replace(config.cache, num_pages=work.cache.num_pages),
         )
         loop = check_against_solo(work, runner, solo)
         preemptions.append(loop.scheduler.num_preemptions)
         hits.append(loop.hit_tokens)
 
     check()
-    assert sum(preemptions) > 5 and sum(hits) > 50
+    assert sum(preemptions) > 5 and sum(hits) > 30

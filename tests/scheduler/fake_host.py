@@ -13,6 +13,7 @@ from jaxserve.config import CacheConfig, HostTierConfig, SchedulerConfig
 from jaxserve.plan import PageMoves
 from jaxserve.scheduler.host_tier import HostTier, TierParts
 from jaxserve.scheduler.tier_observer import NoObserver
+from tests.scheduler.fake_runner import STATE_LAYERS
 from tests.scheduler.loop import Loop
 
 type Page = list[int | None]
@@ -195,7 +196,8 @@ class TierLoop(Loop):
         parts = TierParts(
             config=HostTierConfig(
                 slots=host_slots,
-                page_bytes=(1,) * len(cache.groups),
+                page_bytes=(1,) * (len(cache.groups) + bool(cache.snapshots)),
+                state_pieces=STATE_LAYERS if cache.snapshots else 0,
                 store_ring=ring,
                 load_ring=ring,
                 lookahead=host_slots // 2,
@@ -206,7 +208,7 @@ class TierLoop(Loop):
         )
         super().__init__(config, cache, host=parts, clock=lambda: self.now, **options)
         self._share_rings()
-        self.idle = 0
+        self.idle = self.restored_pieces = 0
 
     def _share_rings(self) -> None:
         self.runner.store_ring = self.copier.store_ring
@@ -214,6 +216,8 @@ class TierLoop(Loop):
 
     def move_pages(self, moves: PageMoves) -> Callable[[], bool]:
         super().move_pages(moves)
+        state = len(self.runner.kv)
+        self.restored_pieces += sum(move.group == state for move in moves.restores)
 
         def is_done() -> bool:
             return self.copier.draining or self._random.random() > self.faults.late

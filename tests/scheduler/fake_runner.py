@@ -18,6 +18,7 @@ from jaxserve.api import Ahead, FinishReason, Request, SamplingParams
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.plan import PageMoves, Row, Sampled, StepPlan
 
+STATE_LAYERS = 2
 VOCAB = 4
 """Small, so that stop tokens and equal prefixes happen."""
 
@@ -137,17 +138,24 @@ class FakeRunner:
         self.store_ring: dict[int, list[int | None]] = {}
         self.load_ring: dict[int, list[int | None]] = {}
         """Pages by ring slot. Copies may touch them at any time."""
-        self.states: list[list[int | None]] = [[] for _ in range(slots + 1 + cache.snapshots)]
-        """Of recurrent layers, by slot: all tokens that went into it."""
+        count = slots + 1 + cache.snapshots
+        self.states: list[list[list[int | None]]] = [[[]] * STATE_LAYERS for _ in range(count)]
+        """By slot, of each recurrent layer: all tokens that went into it."""
         self.has_state = cache.snapshots > 0
         self.block = cache.state_block
         self.prompts = [0] * slots
 
     def move_pages(self, moves: PageMoves) -> Callable[[], bool]:
         for page, slot, group in moves.restores:
+            if group == len(self.kv):
+                self.states[page // STATE_LAYERS][page % STATE_LAYERS] = self.load_ring[slot]
+                continue
             assert page != 0, "the padding page was given out"
             self.kv[group][page] = list(self.load_ring[slot])
         for page, slot, group in moves.stores:
+            if group == len(self.kv):
+                self.store_ring[slot] = self.states[page // STATE_LAYERS][page % STATE_LAYERS]
+                continue
             self.store_ring[slot] = list(self.kv[group][page])
         return lambda: True
 
@@ -249,7 +257,9 @@ class FakeRunner:
     def _advance(self, row: Row, tokens: tuple[int | None, ...]) -> None:
         """Recurrent layers: the state says which tokens it has seen, and the cache of a group
         without a window which are right."""
-        seen = self.states[row.slot] if row.start else []
+        layers = self.states[row.slot] if row.start else [[]]
+        seen = layers[0]
+        assert all(each == seen for each in layers), "pieces of several states"
         assert len(seen) == row.start, "state of another position"
         prompt = self.prompts[row.slot]
         blocks, end = prompt // self.block * self.block, row.start + len(tokens)
@@ -260,10 +270,11 @@ class FakeRunner:
             values = [self._value(row.slot, group, at) for at in range(row.start)]
             right = [attend(values[:at], at, token or 0) for at, token in enumerate(seen)]
             assert values == right, "state of other tokens"
-        self.states[row.slot] = seen + [
+        now = seen + [
             as_computed(token or 0, position, prompt, self.block)
             for position, token in enumerate(tokens, start=row.start)
         ]
+        self.states[row.slot] = [now] * STATE_LAYERS
 
     def _put(self, slot: int, group: int, position: int, value: int) -> None:
         if position < self.own_tokens:

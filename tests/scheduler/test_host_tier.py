@@ -23,6 +23,7 @@ from tests.scheduler.test_scheduler_properties import (
     windowed_workloads,
     workloads,
 )
+from tests.scheduler.test_snapshots import snapshot_workloads
 
 TOTAL = Counter[str]()
 """What happened in all workloads of a run."""
@@ -38,9 +39,12 @@ class TierWorkload(NamedTuple):
 
 
 @st.composite
-def tier_workloads(draw: st.DrawFn) -> TierWorkload:
+def tier_workloads(
+    draw: st.DrawFn, works: st.SearchStrategy[Workload] | None = None
+) -> TierWorkload:
     """Prompts of few kinds, which come again when others have displaced them."""
-    work = draw(st.one_of(workloads(), workloads(), windowed_workloads()))
+    any_kind = st.one_of(workloads(), workloads(), windowed_workloads())
+    work = draw(any_kind if works is None else works)
     shares = st.sampled_from([0.0, 0.0, 0.3])
     arrivals = list(work.arrivals)
     for number in range(draw(st.sampled_from([8, 4, 12]))):
@@ -65,6 +69,14 @@ def tier_workloads(draw: st.DrawFn) -> TierWorkload:
         seed=draw(st.integers(0, 1000)),
         disk=draw(st.booleans()),
     )
+
+
+@st.composite
+def recurrent_tier_workloads(draw: st.DrawFn) -> TierWorkload:
+    """With room for the pieces of a few snapshots."""
+    tiered = draw(tier_workloads(snapshot_workloads()))
+    host_slots, ring = draw(st.sampled_from([50, 20, 100])), draw(st.sampled_from([8, 4, 2]))
+    return tiered._replace(host_slots=host_slots, ring=ring)
 
 
 def play(tiered: TierWorkload) -> TierLoop:
@@ -127,6 +139,7 @@ def check(tiered: TierWorkload) -> None:
     TOTAL["requests"] += len(loop.events)
     TOTAL["loads"] += len(loop.observer.loaded)
     TOTAL["restored pages"] += sum(loop.observer.loaded)
+    TOTAL["restored pieces"] += loop.restored_pieces
     TOTAL["stores"] += loop.copier.stores
     TOTAL["preemptions"] += loop.scheduler.num_preemptions
     TOTAL["reads"] += loop.disk.reads if loop.disk else 0
@@ -155,6 +168,32 @@ def test_each_request_gets_the_tokens_it_would_get_alone(total: Counter[str]) ->
     run()
     assert total["loads"] > 30 and total["restored pages"] > total["loads"]
     assert total["recomputed: copy"] and total["reads"]
+
+
+def test_state_comes_back_with_its_pages(total: Counter[str]) -> None:
+    """Rows of the fake runner check that they find the state of their own tokens."""
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(recurrent_tier_workloads())
+    def run(tiered: TierWorkload) -> None:
+        check(tiered)
+
+    run()
+    assert total["loads"] and total["restored pieces"], total
+
+
+@pytest.mark.slow
+def test_state_comes_back_with_its_pages_in_many_workloads(total: Counter[str]) -> None:
+    @settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(recurrent_tier_workloads())
+    def run(tiered: TierWorkload) -> None:
+        check(tiered)
+
+    run()
+    print(dict(total))
+    assert total["loads"] > 500 and total["restored pieces"] > 1000
+    for cause in ("copy", "disk", "pages"):
+        assert total[f"recomputed: {cause}"], cause
 
 
 @pytest.mark.slow

@@ -12,6 +12,8 @@ from jaxserve.api import Request, SamplingParams
 from jaxserve.config import CacheConfig, ConfigError, SchedulerConfig
 from jaxserve.plan import StateCopy
 from jaxserve.scheduler import Scheduler
+from jaxserve.scheduler.sequence import Sequence
+from jaxserve.scheduler.snapshots import Snapshots
 from tests.scheduler.by_hand import PLAIN, commit, planned, shape
 from tests.scheduler.loop import Loop, Optimist
 from tests.scheduler.test_scheduler_properties import (
@@ -27,7 +29,13 @@ FIRST = SLOTS + 1
 
 
 def scheduler(
-    *, snapshots: int = 4, pages: int = 32, stride: int = 16, block: int = 1, tokens: int = 64
+    *,
+    snapshots: int = 4,
+    pages: int = 32,
+    stride: int = 16,
+    block: int = 1,
+    tokens: int = 64,
+    own_tokens: int = 0,
 ) -> Scheduler:
     """With pages of 4 tokens."""
     config = SchedulerConfig(max_num_seqs=SLOTS, max_model_len=128, max_num_batched_tokens=tokens)
@@ -36,6 +44,7 @@ def scheduler(
         page_size=4,
         snapshots=snapshots,
         snapshot_stride=stride,
+        own_tokens=own_tokens,
         state_block=block,
     )
     return Scheduler(config, cache, lengths=Optimist(), clock=lambda: 1.0)
@@ -130,6 +139,70 @@ def test_the_least_recently_used_makes_room_and_one_goes_with_its_page() -> None
     assert snapshots is not None and snapshots.num_kept == 2, "only those of the second"
 
 
+def test_a_hit_behind_own_tokens_gets_its_state_when_those_are_computed() -> None:
+    sched = scheduler(own_tokens=8)
+    run(sched, prompt(*range(39)))
+    sched.add(prompt(*range(39), name="again"))
+    first = planned(sched)
+    commit(sched, first)
+    assert shape(first) == [(1, 0, 8)] and not first.states
+    second = planned(sched)
+    commit(sched, second)
+    assert shape(second) == [(1, 36, 3)]
+    assert second.states == (StateCopy(FIRST + 2, second.rows[0].slot),)
+
+
+def sequence(number: int, first: int) -> Sequence:
+    """Of 9 tokens, with pages of 4."""
+    request = prompt(*range(first, first + 9), name=str(number))
+    root = bytes(32)
+    made = Sequence.of(request, seq_id=number, limit=64, level=0, root=root, now=0.0, ttft_slo=None)
+    made.slot, made.prefill_end = number, 9
+    return made
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_snapshot_that_a_hit_waits_for_is_not_given_out(dropped: bool) -> None:
+    snapshots = Snapshots(1, first_slot=FIRST, stride=4, page_size=4)
+    one, again, two = sequence(0, 10), sequence(1, 10), sequence(2, 50)
+
+    def reach(seq: Sequence, computed: int) -> tuple[StateCopy, ...]:
+        """The copies of the plan after that with the row."""
+        seq.computed = computed
+        snapshots.planned(seq)
+        snapshots.settle()
+        snapshots.check()
+        return snapshots.take_copies()
+
+    assert reach(one, 8) == (StateCopy(0, FIRST),)
+    content = again.page_hashes(2, 4)[-1]
+    again.skip_from, again.skip_to = 4, 8
+    snapshots.restore_later(content, again)
+    if dropped:
+        snapshots.drop(content)
+    assert reach(again, 2) == () == reach(two, 4), "nothing is free"
+    again.skip_from = again.skip_to = 0
+    assert reach(again, 8) == (StateCopy(FIRST, 1),)
+    assert reach(two, 8) == (StateCopy(2, FIRST),)
+
+
+def test_a_sequence_that_ends_before_its_state_comes_back_leaves_nothing() -> None:
+    snapshots = Snapshots(1, first_slot=FIRST, stride=4, page_size=4)
+    one, again = sequence(0, 10), sequence(1, 10)
+    one.computed = 8
+    snapshots.planned(one)
+    snapshots.settle()
+    again.skip_from, again.skip_to = 4, 8
+    snapshots.restore_later(again.page_hashes(2, 4)[-1], again)
+    snapshots.forget()
+    again.skip_to, again.computed = 0, 8
+    snapshots.planned(again, publishes=False)
+    snapshots.freed(again)
+    snapshots.settle()
+    snapshots.check()
+    assert snapshots.take_copies() == () and snapshots.num_kept == 0
+
+
 def test_nothing_is_found_after_a_reset() -> None:
     sched = scheduler()
     run(sched, prompt(*range(39)))
@@ -173,7 +246,7 @@ def snapshot_workloads(draw: st.DrawFn) -> Workload:
     block = draw(st.sampled_from([each for each in (1, 2, 4, 8, 16) if each <= most] or [1]))
     cache = replace(
         work.cache,
-        own_tokens=0,
+        own_tokens=work.cache.own_tokens if work.cache.own_tokens % block == 0 else 0,
         snapshots=draw(st.sampled_from([4, 2, 1, 9])),
         snapshot_stride=max(size, block) * draw(st.sampled_from([1, 2, 4])),
         state_block=block,

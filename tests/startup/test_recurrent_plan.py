@@ -29,7 +29,21 @@ def test_state_and_snapshots_take_their_part_of_the_memory(monkeypatch: pytest.M
 def test_what_does_not_go_together_with_state(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="cannot be taken back"):
         planned_on(H200, monkeypatch, *FLAGS, "--speculative-config", "{}")
-    with pytest.raises(ConfigError, match="the host keeps no state"):
-        planned_on(H200, monkeypatch, *FLAGS, "--kv-offload-size", "8Gi")
-    kvarn = planned_on(H200, monkeypatch, *FLAGS, "--kv-cache-dtype", "kvarn_k4v4_g128")
-    assert not kvarn.config.scheduler.prefix_caching and not kvarn.config.cache.snapshots
+
+
+def test_a_snapshot_fits_the_rings_of_a_tier_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned_on(H200, monkeypatch, *FLAGS, "--kv-offload-size", "64Gi")
+    host, rings = plan.host, plan.config.rings
+    assert host is not None and rings is not None
+    assert rings.store >= host.state_pieces == 48 and len(host.page_bytes) == 2
+    assert host.state_pieces * host.page_bytes[1] == STATE
+    parts = plan.memory(0)
+    assert parts.weights + parts.kv_cache + parts.state < parts.limit
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "int8", "kvarn_k4v4_g128"])
+def test_every_format_of_keys_and_values_goes_with_snapshots(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = planned_on(H200, monkeypatch, *FLAGS, "--kv-cache-dtype", name).config
+    assert config.scheduler.prefix_caching and config.cache.snapshots > 8

@@ -1,7 +1,8 @@
-"""Qwen3.5, 3.6 and 3.8, dense: delta nets, and gated attention in every fourth layer. Text only.
+"""Qwen3.5, 3.6 and 3.8: delta nets, and gated attention in every fourth layer. Text only.
 
 The file is that of models with vision, whose text settings are nested and whose vision tensors are
-left out, and of text-only models, whose settings are not (`qwen3_5_text`).
+left out, and of text-only models, whose settings are not (`qwen3_5_text`). What follows a mixer is
+dense here; `qwen3_5_moe` has experts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxserve.config import ConfigError
-from jaxserve.layer_spec import AttentionSpec, DeltaNetSpec, FeedForwardSpec, LayerSpec, Rope
+from jaxserve.layer_spec import (
+    AttentionSpec,
+    DeltaNetSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    Rope,
+)
 from jaxserve.model_spec import ModelSpec, NamedModel
 from jaxserve.models.hf_config import Config, count, dense_spec, refused
 from jaxserve.models.tensor_names import decoder_rules
@@ -25,15 +33,27 @@ _FULL, _LINEAR = "full_attention", "linear_attention"
 
 def spec(config: Config) -> ModelSpec:
     """Of a config.json with a `text_config`; see `registry.spec_of`."""
+    return text_spec(text_config(config), ARCHITECTURE)
+
+
+def text_config(config: Config) -> Config:
+    """The settings of the text part of a model with vision.
+
+    ConfigError: there are none.
+    """
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         raise ConfigError("config.json: text_config is missing or not an object")
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    return text_spec({**text, "tie_word_embeddings": tied}, ARCHITECTURE)
+    return {**text, "tie_word_embeddings": tied}
 
 
-def text_spec(config: Config, architecture: str) -> ModelSpec:
-    """Of the settings of the text part."""
+def text_spec(config: Config, architecture: str, experts: ExpertsSpec | None = None) -> ModelSpec:
+    """Of the settings of the text part.
+
+    Args:
+      experts: in place of dense feed-forwards; the config has an `intermediate_size` nevertheless.
+    """
     problems = refused(config, "attention_bias", "Qwen3.5 attention has no bias")
     if config.get("attn_output_gate") is False:
         problems.append("attn_output_gate is false, supported: true")
@@ -53,12 +73,11 @@ def text_spec(config: Config, architecture: str) -> ModelSpec:
         value_dim=count(config, "linear_value_head_dim", 128),
         conv_width=count(config, "linear_conv_kernel_dim", 4),
     )
-    recurrent = LayerSpec(delta_net=delta_net, feed_forward=plain.layers[0].feed_forward)
+    feed_forward = experts or plain.layers[0].feed_forward
+    full = LayerSpec(attention=plain.attention, feed_forward=feed_forward)
+    recurrent = LayerSpec(delta_net=delta_net, feed_forward=feed_forward)
     kinds = _layer_types(config, plain.num_layers)
-    layers = (
-        layer if kind == _FULL else recurrent
-        for layer, kind in zip(plain.layers, kinds, strict=True)
-    )
+    layers = (full if kind == _FULL else recurrent for kind in kinds)
     return replace(plain, layers=tuple(layers), zero_centred_norms=True)
 
 
@@ -79,19 +98,25 @@ def _layer_types(config: Config, layers: int) -> list[str]:
 
 def rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
     """Tensors of the text part; see `registry.rules`."""
-    nested = spec.architecture == ARCHITECTURE
+    nested = spec.architecture.endswith("ForConditionalGeneration")
     prefix = "model.language_model." if nested else "model."
     found: list[AnyRule] = []
     for each in decoder_rules(spec):
         if isinstance(each, Rule):
-            names = tuple(_prefixed(name, prefix) for name in each.sources)
-            centred = each.leaf.rpartition(".")[2] in _NORMS
-            each = replace(each, sources=names, transforms=(Offset(1.0),) if centred else ())
+            each = _renamed(each, prefix)
+            if each.leaf.rpartition(".")[2] in _NORMS:
+                each = replace(each, transforms=(Offset(1.0),))
         elif isinstance(each, Repeat):
             each = Repeat(each.tensor, _prefixed(each.original, prefix))
         found.append(each)
     found += [Ignore("mtp.*"), *([Ignore("model.visual.*")] if nested else [])]
     return (*found, *_delta_net_rules(f"{prefix}layers.{{layer}}.linear_attn."))
+
+
+def _renamed(rule: Rule, prefix: str) -> Rule:
+    names = tuple(_prefixed(name, prefix) for name in rule.sources)
+    otherwise = rule.otherwise and _renamed(rule.otherwise, prefix)
+    return replace(rule, sources=names, otherwise=otherwise)
 
 
 def _prefixed(name: str, prefix: str) -> str:
@@ -115,27 +140,37 @@ def _delta_net_rules(block: str) -> list[AnyRule]:
     ]
 
 
-def _published_27b() -> ModelSpec:
-    feed_forward = FeedForwardSpec(width=17_408)
+def published(
+    architecture: str,
+    embed: int,
+    layers: int,
+    heads: tuple[int, int],
+    value_heads: int,
+    feed_forward: FeedForwardSpec | ExpertsSpec,
+) -> ModelSpec:
+    """Shapes as in the published config.json files. `heads`: of queries and of keys."""
     rope = Rope(theta=1e7, fraction=0.25)
     attention = AttentionSpec(
-        q_heads=24, kv_heads=4, head_dim=256, rope=rope, qk_norm=True, gated=True
+        q_heads=heads[0], kv_heads=heads[1], head_dim=256, rope=rope, qk_norm=True, gated=True
     )
-    delta_net = DeltaNetSpec(key_heads=16, value_heads=48, key_dim=128, value_dim=128, conv_width=4)
+    delta_net = DeltaNetSpec(
+        key_heads=16, value_heads=value_heads, key_dim=128, value_dim=128, conv_width=4
+    )
     recurrent = LayerSpec(delta_net=delta_net, feed_forward=feed_forward)
     full = LayerSpec(attention=attention, feed_forward=feed_forward)
     return ModelSpec(
-        architecture=ARCHITECTURE,
+        architecture=architecture,
         vocab_size=248_320,
-        embed=5120,
-        layers=(recurrent, recurrent, recurrent, full) * 16,
+        embed=embed,
+        layers=(recurrent, recurrent, recurrent, full) * (layers // 4),
         max_position=262_144,
         tie_embeddings=False,
         zero_centred_norms=True,
     )
 
 
+_27B = published(ARCHITECTURE, 5120, 64, (24, 4), 48, FeedForwardSpec(width=17_408))
 NAMED = {
-    f"qwen{version}-27b": NamedModel(f"Qwen/Qwen{version}-27B", _published_27b())
+    f"qwen{version}-27b": NamedModel(f"Qwen/Qwen{version}-27B", _27B)
     for version in ("3.5", "3.6", "3.8")
 }
