@@ -86,6 +86,8 @@ def test_parameter_counts_of_the_named_models() -> None:
         "qwen3.5-27b": 26.9,
         "qwen3.6-27b": 26.9,
         "qwen3.8-27b": 26.9,
+        "qwen3.5-35b-a3b": 34.66,
+        "qwen3.6-35b-a3b": 34.66,
     }
 
 

@@ -18,7 +18,7 @@ from tests.tiny_model import make_runner
 PROMPT = (5, 71, 8, 8)
 ALLOWED = (20, 21, 22, 23)
 DRAFTS = (21, 22)
-RUNS = 300
+RUNS = 450
 SLOTS = 3
 
 

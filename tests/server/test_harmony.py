@@ -24,7 +24,7 @@ from jaxserve.server.chat_formats.tool_format import CallableTool
 from jaxserve.server.request.schema import CustomTool, ToolFunction
 from jaxserve.structured import Guides, Thinking
 from tests.fakes import IM_END, tiny_tokenizer
-from tests.server.test_chat_formats import allowed
+from tests.server.test_grammars_of_calls import allowed
 
 type Summary = list[Content | Reasoning | tuple[str, str]]
 

@@ -3,7 +3,6 @@ architectures, every KV format, in place."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from jaxserve.runner import page_moves
 from jaxserve.runner.page_moves import Rings
 from jaxserve_kernels.kv_format import CacheShape, KVFormat, named
 from jaxserve_kernels.kv_format.kvarn import KVarN
+from tests.aot.compiled_steps import missing
 
 H100 = (Path(__file__).parent / "h100_80gb_hbm3.textproto").read_text()
 SHAPE = CacheShape(layers=4, pages=64, kv_heads=8, page_size=64, head_dim=128, slots=5)
@@ -32,8 +32,8 @@ FORMATS: tuple[KVFormat, ...] = (
 
 def sharding(major: int) -> NamedSharding:
     """Of one GPU of a compute capability of `major`.0: an H100's sizes, and no Hopper features."""
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-        pytest.skip("cannot compile for a GPU here: jax_plugins.xla_cuda13 is not installed")
+    if lacking := missing():
+        pytest.skip(f"cannot compile for a GPU here: {', '.join(lacking)} missing")
     description = H100
     if major < 9:
         description = re.sub(
