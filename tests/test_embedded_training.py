@@ -62,6 +62,7 @@ def loss_of(model: Qwen3, params: Parameters, rows: train.Block) -> float:
     return float(total / count)
 
 
+@pytest.mark.slow
 def test_the_stored_weights_fit_the_data(rows: train.Block) -> None:
     model = Qwen3(config=ModelConfig.load(FOLDER), dtype=jnp.float32)
     stored = jax.tree.map(jnp.asarray, load_model(FOLDER))

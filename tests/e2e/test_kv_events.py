@@ -70,6 +70,7 @@ async def ask(
         return usage["prompt_tokens_details"]["cached_tokens"]
 
 
+@pytest.mark.slow
 async def test_events_of_a_server_predict_its_cached_tokens() -> None:
     random = Random(3)
     documents = [[random.randrange(300, 900) for _ in range(120)] for _ in range(10)]

@@ -236,7 +236,16 @@ CASES = {each.name: (SPEC, each) for each in FORMATS}
 CASES["two groups"] = (SPECS["alternating"], FORMATS[0])
 
 
-@pytest.fixture(scope="module", params=CASES)
+SELDOM = ("int8", "two groups")
+"""Cases of the slow tests: compiling takes ten seconds each."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.slow) if name in SELDOM else name for name in CASES
+    ],
+)
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     spec, kv_format = CASES[request.param]
     config = make_config(spec=spec, decode=(4,), prefill=(24,), max_model_len=24)

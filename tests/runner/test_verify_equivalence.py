@@ -135,7 +135,7 @@ def compare(served: Served, examples: int) -> None:
 models = partial(pytest.mark.parametrize, "served", indirect=True)
 
 
-@models(["auto", "kvarn"])
+@models(["auto"])
 def test_with_drafts_each_request_gets_the_tokens_it_would_get_alone(served: Served) -> None:
     compare(served, examples=40)
 

@@ -88,6 +88,7 @@ def test_each_request_gets_the_tokens_it_would_get_alone(served: Served) -> None
     assert sum(preemptions) and sum(hits)
 
 
+@pytest.mark.slow
 @cases(named("int8"), KVarN(value_bits=2, group=4), specs=["alternating"])
 def test_rounded_formats_have_windows_too(served: Served) -> None:
     solo = Solo(served.runner, served.config)
