@@ -59,9 +59,9 @@ def test_weights_unpacked_in_registers(kernels: Any) -> None:
     assert call is not None
     chosen = {
         triton: Config(method="unpack", rows=64, tokens=16),
-        triton_small_m: config._small_m(1024, gated=True),
-        triton_streaming: replace(config._streaming(call), splits=1),
-        triton_stream_k: config._stream_k(call),
+        triton_small_m: config.small_m(1024, gated=True),
+        triton_streaming: replace(config.streaming(call), splits=1),
+        triton_stream_k: config.stream_k(call),
     }[kernels]
     found = gated_product(kernels, x, weight, chosen, "gelu_tanh", target=target)
     assert relative_error(found, gating(exact(x, weight), "gelu_tanh")) < GATED

@@ -41,7 +41,7 @@ def test_weights_of_every_format_stream(name: str, tokens: int) -> None:
     x, weight = tokens_and_weight(tokens, 256, 1536, WEIGHTS[name])
     call = config.Call.of(weight, tokens, gated=False, target=HOPPER)
     assert call is not None
-    chosen = config._streaming(call)
+    chosen = config.streaming(call)
     whole = replace(chosen, splits=1, num_stages=3)
     for each in (chosen, replace(chosen, splits=4), whole):  # of two, three and twelve tiles
         found = product(triton_streaming, x, weight, each, PDL)
@@ -54,9 +54,9 @@ def test_weights_of_every_format_stream(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("name", ["int4", "int4-g64", "int4-g32", "int4-zeros"])
 def test_few_tokens(name: str, tokens: int) -> None:
     x, weight = tokens_and_weight(tokens, 256, 1152, WEIGHTS[name])
-    found = product(triton_small_m, x, weight, config._small_m(1152, gated=False))
+    found = product(triton_small_m, x, weight, config.small_m(1152, gated=False))
     assert relative_error(found, exact(x, weight)) < 1e-6
-    both = gated_product(triton_small_m, x, weight, config._small_m(1152, gated=True))
+    both = gated_product(triton_small_m, x, weight, config.small_m(1152, gated=True))
     assert relative_error(both, gating(exact(x, weight))) < GATED
 
 
@@ -68,7 +68,7 @@ def test_programs_that_share_a_tile_of_rows(name: str, out: int) -> None:
     target = gpu(90, multiprocessors=4)
     call = config.Call.of(weight, 40, gated=True, target=target)
     assert call is not None
-    chosen = config._stream_k(call)
+    chosen = config.stream_k(call)
     both = gated_product(triton_stream_k, x, weight, chosen, target=target)
     assert relative_error(both, gating(exact(x, weight))) < GATED
 
