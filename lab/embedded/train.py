@@ -300,7 +300,7 @@ def _evaluate(folder: Path, batch_tokens: int) -> dict[str, Any]:
     for wrong in [result for result in results if not result.correct][:60]:
         print(json.dumps(asdict(wrong)))
     scores = accuracy(results)
-    print_table(scores, "accuracy")
+    print_table(scores, "accuracy", {})
     return scores
 
 
