@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import pytest
@@ -19,3 +20,9 @@ def pytest_configure(config: pytest.Config) -> None:
     selected: str = config.option.markexpr
     if selected and ("gpu" not in selected or "not gpu" in selected):
         os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _level_of_logs() -> None:
+    """Commands that ran in this process may have silenced the engine's log."""
+    logging.getLogger("jaxserve").setLevel(logging.NOTSET)

@@ -29,7 +29,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture)
     monkeypatch.setattr(records, "installed", versions.get)
     monkeypatch.setattr(ptxas, "available", lambda: True)
     monkeypatch.setattr(target, "_import_errors", [])
-    caplog.set_level(logging.INFO, logger="jaxserve")  # commands that ran before may have set it
+    caplog.set_level(logging.INFO)
     return versions
 
 
