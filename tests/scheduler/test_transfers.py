@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -21,9 +22,13 @@ class Copies:
     def __init__(self) -> None:
         self.tags: list[int] = []
         self.ended: list[Ended] = []
+        self.written: list[Callable[[], bool]] = []
 
-    def store(self, ring_slot: int, host_slot: int, tag: int) -> None:
+    def store(
+        self, ring_slot: int, host_slot: int, tag: int, written: Callable[[], bool]
+    ) -> None:
         self.tags.append(tag)
+        self.written.append(written)
 
     def load(self, host_slot: int, ring_slot: int, tag: int) -> None:
         self.tags.append(tag)
@@ -62,8 +67,10 @@ def test_moves_that_failed_are_told_and_nothing_of_them_is_copied() -> None:
     for _ in range(2):
         with pytest.raises(MovesFailed):
             transfers.advance()
-    assert not copies.tags
+    assert copies.written == [is_done], "the copier learns it, too"
     transfers.failed()
+    assert transfers.busy and transfers.store_ring.num_free(0) == 1, "the copy has to end"
+    copies.ended = [Ended(copies.tags[0], ok=False, error="it is not written")]
     transfers.advance()
     assert stored == ["the device failed"] and not transfers.busy
     transfers.check()
