@@ -62,9 +62,7 @@ class Copier(Protocol):
         """What was copied; changed by `poll`."""
         ...
 
-    def store(
-        self, ring_slot: int, host_slot: int, tag: int, written: Written = _now
-    ) -> None:
+    def store(self, ring_slot: int, host_slot: int, tag: int, written: Written = _now) -> None:
         """Copy a slot of the store ring to the host as soon as it is `written`, which another
         thread asks."""
         ...
@@ -190,9 +188,7 @@ class PageCopier:
             for direction, link in zip(Direction, links, strict=True)
         }
 
-    def store(
-        self, ring_slot: int, host_slot: int, tag: int, written: Written = _now
-    ) -> None:
+    def store(self, ring_slot: int, host_slot: int, tag: int, written: Written = _now) -> None:
         """As in `Copier`."""
         self._slab.checksums[host_slot] = None
         job = _Job(Direction.STORE, ring_slot, host_slot, tag, written)

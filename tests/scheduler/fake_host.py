@@ -104,9 +104,7 @@ class FakeCopier(Delayed):
         self.load_ring: dict[int, Page] = {}
         self.stores = self.loads = 0
 
-    def store(
-        self, ring_slot: int, host_slot: int, tag: int, written: Callable[[], bool]
-    ) -> None:
+    def store(self, ring_slot: int, host_slot: int, tag: int, written: Callable[[], bool]) -> None:
         self.stores += 1
 
         def do() -> None:

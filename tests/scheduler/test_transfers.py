@@ -24,9 +24,7 @@ class Copies:
         self.ended: list[Ended] = []
         self.written: list[Callable[[], bool]] = []
 
-    def store(
-        self, ring_slot: int, host_slot: int, tag: int, written: Callable[[], bool]
-    ) -> None:
+    def store(self, ring_slot: int, host_slot: int, tag: int, written: Callable[[], bool]) -> None:
         self.tags.append(tag)
         self.written.append(written)
 
