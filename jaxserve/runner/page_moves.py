@@ -26,8 +26,11 @@ from jaxserve.runner.state_pieces import StatePieces
 from jaxserve_kernels.kv_format import CacheShape, KVFormat
 from jaxserve_kernels.recurrent_state import RecurrentState
 
-SIZES = (32, 8, 1)
-"""Pages that one call moves. More than half of them are no padding."""
+SIZES = (32, 16, 8, 4, 1)
+"""Pages that one call moves. A quarter of them may be padding, which takes as long as others."""
+
+_UNROLLED = 4
+"""Pages of a turn of the loop: XLA counts its turns with a kernel of their own."""
 
 type Ring = tuple[Array, ...]
 
@@ -164,7 +167,7 @@ def gather(kv: Any, ring: Ring, pairs: Array, *, kv_format: Any) -> tuple[Ring, 
             for whole, part in zip(ring, parts, strict=True)
         )
 
-    moved: Any = lax.fori_loop(0, pairs.shape[1], move, ring)
+    moved: Any = _for_each(pairs, move, ring)
     return moved, pairs[0, 0]
 
 
@@ -176,8 +179,13 @@ def scatter(kv: Any, ring: Ring, pairs: Array, *, kv_format: Any) -> tuple[Any, 
         parts = [lax.dynamic_slice_in_dim(whole, pairs[1, number], 1) for whole in ring]
         return kv_format.write_page(kv, pairs[0, number], parts)
 
-    moved: Any = lax.fori_loop(0, pairs.shape[1], move, kv)
+    moved: Any = _for_each(pairs, move, kv)
     return moved, pairs[0, 0]
+
+
+def _for_each(pairs: Array, move: Callable[[Array, Any], Any], start: Any) -> Any:
+    count = pairs.shape[1]
+    return lax.fori_loop(0, count, move, start, unroll=min(count, _UNROLLED))
 
 
 def pack(moves: Sequence[PageMove], slots: int, padding: int = 0) -> Iterator[NDArray[np.int32]]:
@@ -190,7 +198,7 @@ def pack(moves: Sequence[PageMove], slots: int, padding: int = 0) -> Iterator[ND
     """
     left = list(moves)
     while left:
-        size = next(size for size in SIZES if 2 * len(left) > size)
+        size = next(size for size in SIZES if 4 * len(left) >= 3 * size)
         some, left = left[:size], left[size:]
         packed = np.full((2, size), [[padding], [slots]], np.int32)
         packed[0, : len(some)] = [move.page for move in some]

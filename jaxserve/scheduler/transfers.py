@@ -43,6 +43,10 @@ class Copier(Protocol):
 
 _FAILED = "the device failed"
 
+_BATCH = 8
+"""Loads whose ends are told together while others are on their way: what came is launched at once,
+and few large launches take less of the device and of the engine than many small ones."""
+
 type Then = Callable[[str | None], None]
 """Called when a copy has ended, with why it failed."""
 
@@ -104,6 +108,11 @@ class Transfers:
         """Of this turn: not launched."""
         self._launches: list[_Launch] = []
         self._copies: dict[int, Then] = {}
+        self._loading: set[int] = set()
+        """Tags of loads that have not ended."""
+        self._loaded: list[Ended] = []
+        """Loads whose end is not told yet."""
+        self._batch = max(1, min(_BATCH, load_slots // 4))
         self._tag = self._failures = 0
 
     @property
@@ -131,6 +140,7 @@ class Transfers:
         if slot is None:
             return False
         tag = self._begin(lambda error: then(slot, error))
+        self._loading.add(tag)
         self._copier.load(host_slot, slot, tag)
         return True
 
@@ -163,7 +173,20 @@ class Transfers:
             for move in launch.restores:
                 self.load_ring.give_back(move.ring_slot)
         for ended in self._copier.poll():
-            self._copies.pop(ended.tag)(None if ended.ok else ended.error or "unknown")
+            if ended.tag in self._loading:
+                self._loading.remove(ended.tag)
+                self._loaded.append(ended)
+            else:
+                self._tell(ended)
+        count = len(self._loaded)
+        if self._loading:
+            count -= count % self._batch
+        told, self._loaded = self._loaded[:count], self._loaded[count:]
+        for ended in told:
+            self._tell(ended)
+
+    def _tell(self, ended: Ended) -> None:
+        self._copies.pop(ended.tag)(None if ended.ok else ended.error or "unknown")
 
     def _copy_out(self, store: _Store, written: Callable[[], bool]) -> None:
         slot, failures = store.move.ring_slot, self._failures
