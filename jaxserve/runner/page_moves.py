@@ -26,11 +26,8 @@ from jaxserve.runner.state_pieces import StatePieces
 from jaxserve_kernels.kv_format import CacheShape, KVFormat
 from jaxserve_kernels.recurrent_state import RecurrentState
 
-SIZES = (32, 16, 8, 4, 1)
+SIZES = (16, 8, 1)
 """Pages that one call moves. A quarter of them may be padding, which takes as long as others."""
-
-_UNROLLED = 4
-"""Pages of a turn of the loop: XLA counts its turns with a kernel of their own."""
 
 type Ring = tuple[Array, ...]
 
@@ -167,7 +164,7 @@ def gather(kv: Any, ring: Ring, pairs: Array, *, kv_format: Any) -> tuple[Ring, 
             for whole, part in zip(ring, parts, strict=True)
         )
 
-    moved: Any = _for_each(pairs, move, ring)
+    moved: Any = lax.fori_loop(0, pairs.shape[1], move, ring)
     return moved, pairs[0, 0]
 
 
@@ -179,13 +176,8 @@ def scatter(kv: Any, ring: Ring, pairs: Array, *, kv_format: Any) -> tuple[Any, 
         parts = [lax.dynamic_slice_in_dim(whole, pairs[1, number], 1) for whole in ring]
         return kv_format.write_page(kv, pairs[0, number], parts)
 
-    moved: Any = _for_each(pairs, move, kv)
+    moved: Any = lax.fori_loop(0, pairs.shape[1], move, kv)
     return moved, pairs[0, 0]
-
-
-def _for_each(pairs: Array, move: Callable[[Array, Any], Any], start: Any) -> Any:
-    count = pairs.shape[1]
-    return lax.fori_loop(0, count, move, start, unroll=min(count, _UNROLLED))
 
 
 def pack(moves: Sequence[PageMove], slots: int, padding: int = 0) -> Iterator[NDArray[np.int32]]:

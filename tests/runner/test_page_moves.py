@@ -106,9 +106,9 @@ def test_rings_stay_where_they_are_and_each_group_has_its_own() -> None:
 def test_calls_are_large_and_three_quarters_full() -> None:
     moves = [PageMove(page, page, 0) for page in range(1, 70)]
     sizes = [[pairs.shape[1] for pairs in page_moves.pack(moves[:n], 100)] for n in (1, 5, 24, 69)]
-    assert sizes == [[1], [4, 1], [32], [32, 32, 4, 1]]
-    (pairs,) = page_moves.pack(moves[:3], 100)
-    assert pairs.tolist() == [[1, 2, 3, 0], [1, 2, 3, 100]]
+    assert sizes == [[1], [1] * 5, [16, 8], [16, 16, 16, 16, *[1] * 5]]
+    (pairs,) = page_moves.pack(moves[:6], 100)
+    assert pairs.tolist() == [[1, 2, 3, 4, 5, 6, 0, 0], [1, 2, 3, 4, 5, 6, 100, 100]]
     assert list(page_moves.pack([], 100)) == []
 
 
