@@ -17,7 +17,9 @@ Where the policy computes a prefix, because a load should take longer, its predi
 the load is measured all the same.
 
 Link rates against a plain pinned copy: scripts/bench_link.py. About four minutes on an H200; on a
-CPU, with the embedded model and --lengths 64,128, it shows only that it works.
+CPU, with the embedded model and --lengths 128,256, it shows only that it works. Each part is
+written when it is over; --parts names those to run. What all prompts leave on disk has to fit
+--kv-offload-disk-size, or the disk's figures are missing.
 """
 
 from __future__ import annotations
