@@ -205,3 +205,36 @@ def test_whoever_is_woken_may_be_gone(make: Callable[..., Setup]) -> None:
     setup = make("cpu", wake=wake)
     assert setup.store(0, 0).ok
     assert setup.store(0, 0).ok
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_store_waits_until_its_slot_is_written_while_those_before_it_end(
+    make: Callable[..., Setup], kind: str
+) -> None:
+    setup, written = make(kind), threading.Event()
+    setup.stored.write(0, page(0))
+    setup.copier.store(0, 0, 1)
+    setup.copier.store(1, 1, 2, written.is_set)
+    assert setup.wait(1) == [(1, True, None)], "the second one is not begun"
+    setup.stored.write(1, page(1))
+    written.set()
+    assert setup.wait(1) == [(2, True, None)]
+    assert bytes(setup.slab.slot(1)) == page(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_store_whose_slot_is_never_written_fails_alone(
+    make: Callable[..., Setup], kind: str
+) -> None:
+    setup = make(kind)
+
+    def written() -> bool:
+        raise RuntimeError("the device is on fire")
+
+    setup.copier.store(0, 0, 1, written)
+    assert setup.wait(1) == [(1, False, "the device is on fire")]
+    setup.stored.write(1, page(1))
+    assert setup.store(1, 1, 2) == (2, True, None)
+    setup.copier.store(0, 0, 3, lambda: False)
+    assert setup.copier.close()
+    assert setup.copier.poll() == [(3, False, "the copier is closed")]
