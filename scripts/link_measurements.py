@@ -33,7 +33,7 @@ import numpy as np
 
 from jaxserve.offload.copier import CpuCopier, CudaCopier, PageCopier, Ring, RingPart
 from jaxserve.offload.cuda import CudaContext
-from jaxserve.offload.lane import DEPTH
+from jaxserve.offload.lane import DEPTHS
 from jaxserve.offload.links import Direction
 from jaxserve.offload.slab import HostSlab
 from jaxserve_kernels.cuda_driver import check
@@ -81,7 +81,7 @@ class Bench:
 
     @contextlib.contextmanager
     def copier(
-        self, *, chunk: int = 8 * MIB, depth: int = DEPTH, verify: bool = False
+        self, *, chunk: int = 8 * MIB, depths: tuple[int, int] = DEPTHS, verify: bool = False
     ) -> Generator[tuple[PageCopier, threading.Event]]:
         woken = threading.Event()
         options: dict[str, Any] = {"wake": woken.set, "verify": verify, "chunk_bytes": chunk}
@@ -91,7 +91,7 @@ class Bench:
         if self.cuda is None:
             copier = CpuCopier(self.slab, *rings, **options)
         else:
-            copier = CudaCopier(self.slab, *rings, cuda=self.cuda, depth=depth, **options)
+            copier = CudaCopier(self.slab, *rings, cuda=self.cuda, depths=depths, **options)
         try:
             yield copier, woken
         finally:
@@ -238,7 +238,7 @@ def measure_copies(bench: Bench) -> list[dict[str, Any]]:
     for chunk in args.chunk_mib:
         for depth in args.depth:
             bench.report.begin(f"copies, chunks of {chunk} MiB, {depth} at once")
-            options: dict[str, Any] = {"chunk": int(chunk * MIB), "depth": depth}
+            options: dict[str, Any] = {"chunk": int(chunk * MIB), "depths": (depth, depth)}
             row: dict[str, Any] = {"chunk_mib": chunk, "depth": depth}
             row["store"] = bench.pages(BOTH[:1], args.seconds, small, **options)[0]
             row |= small.summary()

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from jaxserve.offload.checksum import checksum
 from jaxserve.offload.counters import OffloadCounters
 from jaxserve.offload.cuda import CudaContext
-from jaxserve.offload.lane import DEPTH, Chunk, Lane, Link
+from jaxserve.offload.lane import DEPTHS, Chunk, Lane, Link
 from jaxserve.offload.links import CpuLink, CudaLink, Direction
 from jaxserve.offload.slab import HostSlab
 
@@ -146,7 +146,7 @@ class PageCopier:
         wake: Callable[[], None],
         verify: bool,
         chunk_bytes: int,
-        depth: int,
+        depths: tuple[int, int],
         counters: OffloadCounters | None,
     ):
         """
@@ -157,7 +157,7 @@ class PageCopier:
           wake: called in other threads when a copy has ended.
           verify: whether to compute and compare checksums.
           chunk_bytes: the most that is copied in one piece.
-          depth: chunks that are on their way at once, in each direction.
+          depths: chunks that are on their way at once, of stores and of loads.
           counters: to count in; None: new ones.
 
         Raises:
@@ -182,10 +182,10 @@ class PageCopier:
                 link,
                 self._chunks,
                 self._copied,
-                depth,
+                depth=depth,
                 ready=_begins,
             )
-            for direction, link in zip(Direction, links, strict=True)
+            for direction, link, depth in zip(Direction, links, depths, strict=True)
         }
 
     def store(self, ring_slot: int, host_slot: int, tag: int, written: Written = _now) -> None:
@@ -315,7 +315,7 @@ class CpuCopier(PageCopier):
             wake=wake,
             verify=verify,
             chunk_bytes=chunk_bytes,
-            depth=DEPTH,
+            depths=DEPTHS,
             counters=counters,
         )
 
@@ -333,7 +333,7 @@ class CudaCopier(PageCopier):
         wake: Callable[[], None],
         verify: bool = False,
         chunk_bytes: int = CHUNK_BYTES,
-        depth: int = DEPTH,
+        depths: tuple[int, int] = DEPTHS,
         counters: OffloadCounters | None = None,
     ):
         """
@@ -345,9 +345,9 @@ class CudaCopier(PageCopier):
         Raises:
           CudaError: streams or events cannot be made.
         """
-        store = CudaLink(cuda, Direction.STORE, depth)
+        store = CudaLink(cuda, Direction.STORE, depths[0])
         try:
-            load = CudaLink(cuda, Direction.LOAD, depth)
+            load = CudaLink(cuda, Direction.LOAD, depths[1])
         except RuntimeError:
             store.close()
             raise
@@ -359,7 +359,7 @@ class CudaCopier(PageCopier):
             wake=wake,
             verify=verify,
             chunk_bytes=chunk_bytes,
-            depth=depth,
+            depths=depths,
             counters=counters,
         )
 

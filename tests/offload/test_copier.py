@@ -149,7 +149,7 @@ def test_nothing_is_reported_before_it_has_happened(make: Callable[..., Setup]) 
 
 
 def test_few_chunks_are_on_their_way_at_once(make: Callable[..., Setup]) -> None:
-    setup = make("cuda", depth=2)
+    setup = make("cuda", depths=(2, 2))
     assert setup.driver
     setup.driver.gate.clear()
     for tag in range(4):

@@ -202,7 +202,7 @@ def test_slots_of_an_ended_copy_are_the_caller_s_whatever_failed(
 ) -> None:
     """The caller uses a slot again as soon as its copy has ended, failed or not: what it writes
     then stays, and a page that arrived is the one that was sent."""
-    setup = Setup("cuda", depth=depth, verify=verify)
+    setup = Setup("cuda", depths=(depth, depth), verify=verify)
     assert setup.driver
     calls = Counter[tuple[str, str]]()  # each lane's of its own: how they mix is chance
 
