@@ -150,6 +150,8 @@ class Snapshots:
 
     def _take(self, due: _Due, content: bytes) -> None:
         """Copy a state that a plan has reached, unless that was done, or all slots are held."""
+        if due.uses is not None:
+            self._leave_origin(due.seq, content)
         if content not in self._found:
             slot = self._make_room()
             if slot is None:
@@ -159,11 +161,12 @@ class Snapshots:
             if due.uses is None:
                 self._spare[content] = None
         self._used(content, again=due.uses is None)
-        if due.uses is None:
-            return
-        if due.boundary == self._last_boundary(due.seq):
+        if due.uses is not None and due.boundary == self._last_boundary(due.seq):
             self._ends.add(content)
-        origin = self._origin.pop(due.seq.id, content)
+
+    def _leave_origin(self, seq: Sequence, content: bytes) -> None:
+        """The sequence has a snapshot behind the one it went on from, which others may want."""
+        origin = self._origin.pop(seq.id, content)
         if origin != content and origin in self._found and self._found[origin].uses < 2:
             self._spare[origin] = None
 
