@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,9 +62,9 @@ class Snapshots:
     that plan; until then the snapshot is held.
 
     **How long.** The least recently used one makes room. Before all others go those of the stride
-    that nobody went on from, and ends of prompts once the next turn, and nobody else, went on from
-    them and has an end of its own. One whose page is given out again goes with it: nobody could
-    find both.
+    that nobody went on from, which take no other's place, and ends of prompts once the next turn,
+    and nobody else, went on from them and has an end of its own. One whose page is given out again
+    goes with it: nobody could find both.
     """
 
     def __init__(self, count: int, *, first_slot: int, stride: int, page_size: int, block: int = 1):
@@ -153,7 +153,7 @@ class Snapshots:
         if due.uses is not None:
             self._leave_origin(due.seq, content)
         if content not in self._found:
-            slot = self._make_room()
+            slot = self._make_room(self._spare if due.uses is None else self._in_order)
             if slot is None:
                 return
             self._found[content] = _Snapshot(slot, due.uses or 0)
@@ -179,19 +179,23 @@ class Snapshots:
             else:
                 del self._spare[content]
 
-    def _make_room(self) -> int | None:
-        """Returns a slot for a snapshot; None: all are held."""
+    @property
+    def _in_order(self) -> list[bytes]:
+        """All that can be found, as they make room."""
+        return [*self._spare, *(each for each in self._found if each not in self._spare)]
+
+    def _make_room(self, order: Iterable[bytes]) -> int | None:
+        """Returns a slot for a snapshot; None: all are held, or not in `order`."""
         if self._free:
             return self._free.pop()
-        content = self._oldest(self._kept)
+        content = self._oldest(order, self._kept)
         if content is None:
             return None
         self._evicted(content)
         return self._remove(content)
 
-    def _oldest(self, taken: set[int]) -> bytes | None:
+    def _oldest(self, order: Iterable[bytes], taken: set[int]) -> bytes | None:
         """Returns which one makes room, but for those in `taken` slots."""
-        order = (*self._spare, *self._found)
         return next((each for each in order if self._found[each].slot not in taken), None)
 
     def _remove(self, content: bytes) -> int:
@@ -245,7 +249,7 @@ class Snapshots:
         taken = self._unreserved
         slot = next((each for each in self._free if each not in taken), None)
         if slot is None:
-            content = self._oldest(taken)
+            content = self._oldest(self._in_order, taken)
             assert content is not None, "can_reserve was false"
             self._evicted(content)
             slot = self._remove(content)
