@@ -36,6 +36,7 @@ from random_weights import LAYER_FORMATS, encoder
 
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
+from jaxserve.models.delta_net import abstract_state
 from jaxserve.models.drafts import loading
 from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft
 from jaxserve.models.registry import NAMED_MODELS
@@ -119,10 +120,14 @@ def inspect(
         old.unlink()
     groups = len(spec.cache_groups)
     cache = kv_cache.cache_config(spec, [PAGES] * groups, PAGE_SIZE)
+    recurrent = abstract_state(spec, jnp.bfloat16, MAX_SEQS + 1)
     state = DeviceState(
-        kv=tuple(
-            named(kv_cache_dtype).abstract(each, jnp.bfloat16)
-            for each in kv_cache.shapes(spec, cache, MAX_SEQS, draft)
+        kv=(
+            *(
+                named(kv_cache_dtype).abstract(each, jnp.bfloat16)
+                for each in kv_cache.shapes(spec, cache, MAX_SEQS, draft)
+            ),
+            *(() if recurrent is None else (recurrent,)),
         ),
         sequences=jax.ShapeDtypeStruct(
             sequence_state.shape(MAX_SEQS, spec.max_position // PAGE_SIZE, groups), jnp.int32

@@ -77,10 +77,6 @@ class RunnerConfig:
     """Rings of a tier below the device; None: there is none."""
 
     def __post_init__(self) -> None:
-        if self.spec.state is not None and self.buckets.verify:
-            raise ConfigError(
-                "the state of recurrent layers cannot be taken back: no drafts can be verified"
-            )
         block = 1 if self.spec.state is None else self.spec.state.delta_net.block
         if self.cache.state_block != block:
             raise ConfigError(

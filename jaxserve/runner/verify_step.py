@@ -13,7 +13,7 @@ from jaxserve.models import decoder
 from jaxserve.models.drafts.places import Ends
 from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft
 from jaxserve.models.layer import paged
-from jaxserve.runner import sequence_state
+from jaxserve.runner import recurrent_drafts, sequence_state
 from jaxserve.runner.batch import DECODE_TOKEN, ROW_LOGPROBS, ROW_MASKED, ROW_SAMPLES, StepInputs
 from jaxserve.runner.draft_step import (
     StepParams,
@@ -96,9 +96,11 @@ def run_verify_step(
     runs = runs_of(asked, verify, bucket.positions, None if rewrites else size)
     inputs = step_inputs(asked, runs, padding_slot=sequences.shape[0] - 1)
     tokens = locate(inputs, sequences, state.kv)
+    if spec.state is not None:
+        tokens = recurrent_drafts.located(tokens, runs.slots, runs.begin, runs.length)
     pre_mlp, kv, tapped = decoder.tapped_forward(
         model,
-        state.kv,
+        recurrent_drafts.unsettled(state.kv),
         tokens,
         spec,
         tile_size=bucket.positions,
@@ -128,6 +130,8 @@ def run_verify_step(
     )
     chosen = chosen.reshape(bucket.rows, bucket.positions)
     accepted = runs.accepted(chosen)
+    own = (model, kv, tokens, accepted, spec)
+    kv = recurrent_drafts.settled(*own, padding_slot=sequences.shape[0] - 1, target=target)
     ends = ends_of(runs, chosen, accepted, asked.row_ends, size)
     sequences = with_last_tokens(sequences, runs.slots, chosen, accepted)
     last = bucket.positions * jnp.arange(bucket.rows) + jnp.maximum(accepted - 1, 0)
@@ -147,7 +151,7 @@ def run_verify_step(
     if draft is None:
         return state, verify
     assert isinstance(params, WithHead)
-    page_table = sequence_state.page_tables(sequences, len(kv))[0]
+    page_table = sequence_state.page_tables(sequences, len(paged(kv)))[0]
     drafts, count, kv, drafting = draft_ahead(
         params,
         draft,

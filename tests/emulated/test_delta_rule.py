@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve_kernels.causal_conv import reference as conv_reference
 from jaxserve_kernels.causal_conv import triton as conv_triton
+from jaxserve_kernels.dense_matmul.reference import sum_parts
 from jaxserve_kernels.gated_delta_rule import (
     Heads,
     RuleConfig,
@@ -16,7 +17,7 @@ from jaxserve_kernels.gated_delta_rule import (
     reference,
     triton,
 )
-from jaxserve_kernels.recurrent_state import RecurrentStep
+from jaxserve_kernels.recurrent_state import RecurrentStep, Rows
 from jaxserve_kernels.target import Target
 from tests.emulated.errors import relative_error
 from tests.emulator.targets import HOPPER, PDL
@@ -87,6 +88,33 @@ def test_a_step_of_fewer_tokens_than_a_block() -> None:
     check(parts, step, "float32", HOPPER, (1e-6, 1e-6))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_rejected_leaves_no_trace(dtype: str) -> None:
+    """Outputs of all positions of rows, and then a state of some of them: of all, of one, of
+    none."""
+    tokens, weights, state = arrays(16, 5, dtype)
+    used, slots = np.arange(16) % 8 < 5, np.repeat([1, PADDING, 0, PADDING], [5, 3, 5, 3])
+    positions = np.where(used, np.tile(np.arange(40, 48), 2), 0)
+    rows = Rows(*(jnp.asarray(each) for each in ([0, 8], [5, 5], [1, 0], [40, 40])))
+    step = RecurrentStep(jnp.asarray(slots), jnp.asarray(positions), rows)
+    given = (tokens, weights, state, LAYER, step)
+    out = triton.rule_outputs(*given, config=CONFIG, target=HOPPER)
+    expected = reference.rule_outputs(*given, config=CONFIG)
+    found = (each[used].astype(jnp.float32) for each in (out, expected))
+    assert relative_error(*found) < (1e-6 if dtype == "float32" else 2e-3)
+    gates = sum_parts(tokens.gates, tokens.qkv.dtype)
+    for accepted in ([5, 1], [0, 3]):
+        kept = step.cut(jnp.asarray(accepted), PADDING)
+        given = (tokens.qkv, gates, weights, state, LAYER, kept)
+        new = triton.advance_state(*given, config=CONFIG, target=HOPPER)
+        wanted = reference.advance_state(*given, config=CONFIG)
+        for slot, count in zip((1, 0), accepted, strict=True):
+            assert relative_error(new[LAYER, slot], wanted[LAYER, slot]) < 1e-6
+            assert count or (new[LAYER, slot] == state[LAYER, slot]).all()
+        np.testing.assert_array_equal(new[0], state[0])
+        np.testing.assert_array_equal(new[LAYER, 2:3], state[LAYER, 2:3])
+
+
 CHANNELS, WIDTH = 72, 4
 
 
@@ -111,6 +139,12 @@ def test_the_convolution(dtype: str, decode: bool) -> None:
     given = (projected, weight, jnp.asarray(state, dtype), LAYER, step)
     out, new = conv_triton.causal_conv(*given, target=PDL if decode else HOPPER)
     expected, wanted = conv_reference.causal_conv(*given)
+    if not decode:  # the same in two parts
+        inputs = sum_parts(projected[..., :CHANNELS], dtype)
+        outputs = conv_triton.convolve(*given, target=HOPPER)
+        again = conv_triton.keep_inputs(inputs, given[2], LAYER, step.rows, target=HOPPER)
+        for one, other in ((outputs[:used], out[:used]), (again, new)):
+            np.testing.assert_array_equal(one.astype(jnp.float32), other.astype(jnp.float32))
     found = (each[:used].astype(jnp.float32) for each in (out, expected))
     assert relative_error(*found) < (1e-6 if dtype == "float32" else 2e-3)
     found, wide = (each.astype(jnp.float32) for each in (new, wanted))
