@@ -11,7 +11,7 @@ from jaxserve.api import MAX_LOGPROBS
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.models.drafts.places import Ends
-from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft
+from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft, MtpDraft
 from jaxserve.models.layer import paged
 from jaxserve.runner import recurrent_drafts, sequence_state
 from jaxserve.runner.batch import DECODE_TOKEN, ROW_LOGPROBS, ROW_MASKED, ROW_SAMPLES, StepInputs
@@ -107,14 +107,19 @@ def run_verify_step(
         target=target,
         taps=taps_of(draft),
     )
+    if isinstance(draft, MtpDraft):
+        tapped = (decoder.finish(model, pre_mlp, spec, target=target),)
     kv, states = remember(
         *(params, draft, kv, tapped, tokens, state.drafting, sequences, spec),
         tile_size=bucket.positions,
         target=target,
     )
-    scores = decoder.logits(
-        model, decoder.finish(model, pre_mlp, spec, target=target), target=target
+    hidden = (
+        states
+        if isinstance(draft, MtpDraft)
+        else decoder.finish(model, pre_mlp, spec, target=target)
     )
+    scores = decoder.logits(model, hidden, target=target)
     adjustments = row_adjustments(inputs, sequences)
     position_tables = tables_of_positions(state.tables, verify.masks, asked, runs, adjustments)
     sampling = row_sampling(inputs, sequences)
@@ -158,7 +163,7 @@ def run_verify_step(
         kv,
         page_table,
         ends,
-        states[last] if isinstance(draft, Eagle3Draft) else None,
+        states[last] if isinstance(draft, Eagle3Draft | MtpDraft) else None,
         drafting,
         _of_rows(sampling, bucket.rows),
         _of_rows(adjustments, bucket.rows),

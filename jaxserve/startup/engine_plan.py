@@ -124,7 +124,7 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     kv_format = named(options.kv_cache_dtype)
     check_windows(options, spec, kv_format, gpu=gpu)
     check_calibration(options, kv_format)
-    head = plan_head(options, source, dtype, kv_format, stacked=gpu)
+    head = plan_head(options, source, weights, dtype, kv_format, stacked=gpu)
     target = Target.of(device)
     page_size = _page_size(options, kv_format, gpu=gpu)
     shapes = [each.shape for each in kv_cache.sized_groups(spec, page_size, 1, head and head.spec)]

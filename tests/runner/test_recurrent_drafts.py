@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxserve.api import SamplingParams
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
 from jaxserve.scheduler.sequence import Sequence
@@ -36,10 +37,10 @@ from tests.tiny_model import COMPILES, make_config, make_runner
 
 START = len(PROMPT)
 BUCKETS = ((4, 8),)
-VARIANTS = ("delta net last", pytest.param("attention last", marks=pytest.mark.slow))
+pytestmark = pytest.mark.slow  # `test_mtp_steps` asks the same of a runner with a head
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=SPECS)
 def config(request: pytest.FixtureRequest) -> RunnerConfig:
     made = make_config(
         spec=SPECS[request.param], decode=(4,), prefill=(24,), verify=BUCKETS, max_model_len=24
@@ -62,7 +63,9 @@ def state_of(runner: Runner, slot: int) -> list[np.ndarray]:
     return [np.asarray(leaf)[:, slot] for leaf in own]
 
 
-def states_of_decoding(runner: Runner, params: Any) -> tuple[list[Any], list[list[np.ndarray]]]:
+def states_of_decoding(
+    runner: Runner, params: SamplingParams
+) -> tuple[list[Any], list[list[np.ndarray]]]:
     """What each step yields, and the state behind it."""
     seq, results, states = Placed(params=params), list[Any](), list[list[np.ndarray]]()
     for done in range(24 - START):
@@ -72,25 +75,30 @@ def states_of_decoding(runner: Runner, params: Any) -> tuple[list[Any], list[lis
     return results, states
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "seeded"])
-def test_the_state_has_the_bits_of_plain_decoding(runner: Runner, params: Any) -> None:
+def assert_bits_of_plain_decoding(runner: Runner, params: SamplingParams, positions: int) -> None:
     """For every number of accepted drafts, behind rows of every number."""
     expected, states = states_of_decoding(runner, params)
     tokens = tokens_of(expected)
-    for least in range(8):
+    for least in range(positions):
         seq = Placed(slot=1, pages=(20, 21, 22, 23, 24, 25), params=params)
         got = several(step(runner, [seq.chunk(PROMPT)], [seq])[0])
         right = least
         while len(got) + right + 1 <= len(expected):
-            drafts = drafts_of(tokens, len(got) - 1, 7, right)
+            drafts = drafts_of(tokens, len(got) - 1, positions - 1, right)
             row = several(step(runner, [seq.verify(START + len(got) - 1, drafts)])[0])
             got += row
             assert len(row) == right + 1
             for one, other in zip(got, expected, strict=False):
                 assert_same(one, other)
-            for found, wanted in zip(state_of(runner, seq.slot), states[len(got) - 1], strict=True):
+            pairs = zip(state_of(runner, seq.slot), states[len(got) - 1], strict=True)
+            for found, wanted in pairs:
                 np.testing.assert_array_equal(found, wanted)
-            right = (right + 3) % 8
+            right = (right + 3) % positions
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "seeded"])
+def test_the_state_has_the_bits_of_plain_decoding(runner: Runner, params: SamplingParams) -> None:
+    assert_bits_of_plain_decoding(runner, params, positions=8)
 
 
 def test_rows_that_compute_nothing_leave_their_state_alone(runner: Runner) -> None:
@@ -123,14 +131,14 @@ def drafted(draw: st.DrawFn, config: RunnerConfig) -> tuple[Workload, str, int]:
     return work, draw(st.sampled_from(KINDS)), draw(st.integers(0, 99))
 
 
-def test_each_request_gets_the_tokens_it_would_get_alone(
-    config: RunnerConfig, runner: Runner
+def compare(
+    config: RunnerConfig, runner: Runner, examples: int, buckets: tuple[tuple[int, int], ...]
 ) -> None:
     """With prefix hits, which begin with snapshots, with preemption and with rows in flight."""
     solo, occurred = Solo(runner, config), set[int]()
     counts = dict.fromkeys(("accepted", "ahead", "hits", "preemptions"), 0)
 
-    @settings(derandomize=True, max_examples=40, suppress_health_check=list(HealthCheck))
+    @settings(derandomize=True, max_examples=examples, suppress_health_check=list(HealthCheck))
     @given(case=drafted(config))
     def check(case: tuple[Workload, str, int]) -> None:
         work, kind, seed = case
@@ -143,7 +151,7 @@ def test_each_request_gets_the_tokens_it_would_get_alone(
             return [token for token in outputs[seq.request_id] if token is not None]
 
         guesses = Guesses(output, kind=kind, vocab=config.sampled_vocab, seed=seed)
-        asked = Verification(proposer=guesses, buckets=BUCKETS)
+        asked = Verification(proposer=guesses, buckets=buckets)
         loop = check_against_solo(work, runner, solo, verification=asked)
         occurred.update(loop.accepted_of_rows)
         counts["accepted"] += loop.accepted
@@ -154,3 +162,9 @@ def test_each_request_gets_the_tokens_it_would_get_alone(
     check()
     assert occurred >= set(range(4)), occurred
     assert min(counts.values()) > 2, counts
+
+
+def test_each_request_gets_the_tokens_it_would_get_alone(
+    config: RunnerConfig, runner: Runner
+) -> None:
+    compare(config, runner, 300, BUCKETS)

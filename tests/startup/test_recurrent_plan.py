@@ -25,6 +25,19 @@ def test_state_and_snapshots_take_their_part_of_the_memory(monkeypatch: pytest.M
     assert off.config.cache.snapshots == 0
 
 
+def test_the_models_own_head_drafts_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = planned_on(H200, monkeypatch, *FLAGS)
+    chosen = '{"method": "qwen3_next_mtp", "num_speculative_tokens": 1}'
+    plan = planned_on(H200, monkeypatch, *FLAGS, "--speculative-config", chosen)
+    assert plain.head is None and plan.head is not None
+    assert plan.config.draft == plan.head.spec and plan.head.spec.num_drafts == 1
+    assert {positions for _, positions in plan.config.buckets.verify} == {2}
+    assert plan.head.num_bytes == 2 * 424_673_280 + 4 * (5 * 5120 + 2 * 256)
+    assert plan.config.kv_shapes[0].layers == 17
+    parts = plan.memory(0)
+    assert parts.weights + parts.kv_cache + parts.state < parts.limit
+
+
 def test_a_snapshot_fits_the_rings_of_a_tier_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned_on(H200, monkeypatch, *FLAGS, "--kv-offload-size", "64Gi")
     host, rings = plan.host, plan.config.rings
