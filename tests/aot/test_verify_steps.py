@@ -40,6 +40,20 @@ def test_a_draft_head_is_a_part_of_the_graph() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen3.5-27b", "qwen3.5-35b-a3b"])
+def test_a_models_own_head_is_a_part_of_the_graph(model: str) -> None:
+    """Beside delta nets, dense and with experts."""
+    flags = ("--model", model, "--layers", "4", "--decode", "8", "--prefill=")
+    reports = inspect(*flags, "--verify", "4x4", "--draft-head", "mtp")
+    assert set(reports) == {"decode_8", "verify_4x4"}
+    for report in reports.values():
+        assert report["outside_graph"] == ["kCommandBuffer"]
+        assert report["kv_copies"] == report["table_copies"] == 0
+        assert report["aliased_bytes"] == report["state_bytes"]
+        assert report["scratch_bytes"] < 1024 * 2**20
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-8b"])
 def test_an_eagle3_head_is_a_part_of_the_graph(model: str) -> None:
     """Of the sizes that are published, with 32,000 tokens of its own: seven passes."""
